@@ -1,0 +1,31 @@
+"""Errors that a user can cause, and helpers that word them.
+
+Every message says what was given, what is allowed and what to do. Commands print it as one line and exit with status 2.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Wrong input. Raised before anything is compiled, allocated or written."""
+
+
+def nearest(given: str, allowed: Iterable[str]) -> str:
+    """Return `"; did you mean 'x'?"` for a close match among `allowed`, else an empty string."""
+    match = difflib.get_close_matches(given, list(allowed), n=1)
+    return f"; did you mean {match[0]!r}?" if match else ""
+
+
+def choose(what: str, given: str, allowed: Iterable[str]) -> str:
+    """Return `given` if it is one of `allowed`.
+
+    Raises:
+      UserError: with the list of allowed values and the nearest one.
+    """
+    allowed = list(allowed)
+    if given not in allowed:
+        raise UserError(
+            f"unknown {what} {given!r}: choose one of {', '.join(allowed)}{nearest(given, allowed)}"
+        )
+    return given

@@ -1,0 +1,96 @@
+"""The schedule: the list of token maps (h, w) that next-scale prediction goes through.
+
+Letters: K scales, t_k = h_k * w_k tokens in scale k, c_k = t_0 + ... + t_k. Scales and tokens are counted from 0; tokens of all
+scales are concatenated coarse to fine, each map row-major. The last scale is never cached, so the full cache holds
+F = c_(K-2) tokens per head (`persistent_tokens`).
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from varjax.errors import UserError
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Heights and widths of the token maps, coarse to fine. Hashable; raises `UserError` when malformed."""
+
+    maps: tuple[tuple[int, int], ...]
+
+    def __post_init__(self):
+        if not self.maps:
+            raise UserError("a schedule needs at least one scale, for example 1x1;2x2;4x4")
+        for h, w in self.maps:
+            if h < 1 or w < 1:
+                raise UserError(f"token map {h}x{w} is empty: heights and widths are at least 1")
+
+    @classmethod
+    def square(cls, sides: Sequence[int]) -> "Schedule":
+        """Schedule of square maps, as VAR's `patch_nums`."""
+        return cls(tuple((int(n), int(n)) for n in sides))
+
+    @classmethod
+    def parse(cls, text: str) -> "Schedule":
+        """Read `"1x1;2x2;3x4"` (height x width)."""
+        maps = []
+        for part in text.strip().split(";"):
+            match = re.fullmatch(r"\s*(\d+)\s*x\s*(\d+)\s*", part)
+            if not match:
+                raise UserError(
+                    f"cannot read the token map {part!r} of schedule {text!r}: write height x width, for example 1x1;2x2;3x4"
+                )
+            maps.append((int(match[1]), int(match[2])))
+        return cls(tuple(maps))
+
+    def __str__(self) -> str:
+        return ";".join(f"{h}x{w}" for h, w in self.maps)
+
+    @property
+    def num_scales(self) -> int:
+        return len(self.maps)
+
+    @cached_property
+    def tokens(self) -> tuple[int, ...]:
+        """Tokens t_k of each scale."""
+        return tuple(h * w for h, w in self.maps)
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """c_k: tokens of scales 0..k."""
+        return tuple(int(c) for c in np.cumsum(self.tokens))
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Position of the first token of each scale."""
+        return (0, *self.ends[:-1])
+
+    @property
+    def total_tokens(self) -> int:
+        return self.ends[-1]
+
+    @property
+    def persistent_tokens(self) -> int:
+        """F: tokens per head in a full cache (the last scale is never cached)."""
+        return self.starts[-1]
+
+    @property
+    def final_map(self) -> tuple[int, int]:
+        return self.maps[-1]
+
+    @cached_property
+    def scale_of_token(self) -> np.ndarray:
+        """int32 [L]: the scale of each token."""
+        return np.repeat(np.arange(self.num_scales, dtype=np.int32), self.tokens)
+
+    @cached_property
+    def coordinates(self) -> np.ndarray:
+        """float32 [L, 2]: centre of each token's cell as (row, column) in [0, 1]: comparable across scales."""
+        cells = [
+            np.stack(np.meshgrid((np.arange(h) + 0.5) / h, (np.arange(w) + 0.5) / w, indexing="ij"), -1)
+            for h, w in self.maps
+        ]
+        return np.concatenate([c.reshape(-1, 2) for c in cells]).astype(np.float32)
