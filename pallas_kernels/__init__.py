@@ -1,0 +1,1 @@
+"""Accelerator operations, one folder per operation. Nothing here knows models or policies."""
