@@ -1,0 +1,59 @@
+"""Where the tensors of a published VQVAE checkpoint go in `varjax.codecs.vqvae.VQVAE`.
+
+The module tree keeps the published names (`encoder.down.0.block.1.conv1` is `encoder/down/0/block/1/conv1`);
+1x1 convolutions are matrix products here, and the phi convolutions are stacked along a leading axis.
+"""
+
+from ported_weights.rules import Ignore, Rule
+from varjax.codecs.vqvae import VQVAEConfig
+
+_NET = r"(encoder|decoder)"
+_LAYERS = (
+    (rf"{_NET}\.(conv_in|conv_out)", r"\1/\2", "conv"),
+    (rf"{_NET}\.norm_out", r"\1/norm_out", "norm"),
+    (rf"{_NET}\.mid\.(block_\d)\.(conv\d)", r"\1/mid/\2/\3", "conv"),
+    (rf"{_NET}\.mid\.(block_\d)\.(norm\d)", r"\1/mid/\2/\3", "norm"),
+    (rf"{_NET}\.mid\.attn_1\.(qkv|proj_out)", r"\1/mid/attn_1/\2", "dense"),
+    (rf"{_NET}\.mid\.attn_1\.norm", r"\1/mid/attn_1/norm", "norm"),
+    (rf"{_NET}\.(down|up)\.(\d+)\.block\.(\d+)\.(conv\d)", r"\1/\2/\3/block/\4/\5", "conv"),
+    (rf"{_NET}\.(down|up)\.(\d+)\.block\.(\d+)\.(norm\d)", r"\1/\2/\3/block/\4/\5", "norm"),
+    (
+        rf"{_NET}\.(down|up)\.(\d+)\.block\.(\d+)\.nin_shortcut",
+        r"\1/\2/\3/block/\4/nin_shortcut",
+        "dense",
+    ),
+    (rf"{_NET}\.(down|up)\.(\d+)\.attn\.(\d+)\.(qkv|proj_out)", r"\1/\2/\3/attn/\4/\5", "dense"),
+    (rf"{_NET}\.(down|up)\.(\d+)\.attn\.(\d+)\.norm", r"\1/\2/\3/attn/\4/norm", "norm"),
+    (rf"{_NET}\.(down|up)\.(\d+)\.(downsample|upsample)\.conv", r"\1/\2/\3/\4", "conv"),
+    (r"(quant_conv|post_quant_conv)", r"\1", "conv"),
+)
+_WEIGHTS = {
+    "conv": ("kernel", "conv"),
+    "dense": ("kernel", "conv1x1_to_linear"),
+    "norm": ("scale", None),
+}
+
+
+def vqvae_rules(config: VQVAEConfig) -> list[Rule | Ignore]:
+    """Rules for a VQVAE of this configuration; only the names of the phi convolutions depend on it."""
+    rules = [Rule(r"quantize\.embedding\.weight", "quantizer/embedding", None)]
+    for pattern, target, kind in _LAYERS:
+        name, transform = _WEIGHTS[kind]
+        rules.append(Rule(rf"{pattern}\.weight", f"{target}/{name}", transform))
+        rules.append(Rule(rf"{pattern}\.bias", f"{target}/bias", None))
+    rules.append(Ignore(r"quantize\.ema_vocab_hit_SV", "statistics of the training run"))
+    return rules + _phi_rules(config)
+
+
+def _phi_rules(config: VQVAEConfig) -> list[Rule]:
+    """phi convolutions: one list shared by the scales, one list with an entry per scale, or a single one."""
+    if not config.num_phi:
+        return []
+    source = {0: r"quantize\.quant_resi\.(\d+)", 1: r"quantize\.quant_resi\.qresi"}.get(
+        config.share_quant_resi, r"quantize\.quant_resi\.qresi_ls\.(\d+)"
+    )
+    stack = None if config.share_quant_resi == 1 else 1
+    return [
+        Rule(rf"{source}\.weight", "quantizer/phi_kernel", "conv", stack=stack),
+        Rule(rf"{source}\.bias", "quantizer/phi_bias", None, stack=stack),
+    ]

@@ -1,0 +1,117 @@
+"""Configuration of the multi-scale VQVAE and its translation from and to the published argument names."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from varjax.errors import UserError, nearest
+from varjax.schedule import Schedule
+
+SIDES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
+# Published constructor arguments and notes in configuration files that do not change the function computed.
+IGNORED_NAMES = ("L", "note", "dropout", "test_mode")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VQVAEConfig:
+    """Shape of the image codec; field names follow the published constructor, `schedule` replaces `patch_nums`.
+
+    Raises `UserError` when a size is impossible.
+    """
+
+    vocab_size: int = 4096
+    z_channels: int = 32
+    ch: int = 160
+    ch_mult: tuple[int, ...] = (1, 1, 2, 2, 4)
+    num_res_blocks: int = 2
+    in_channels: int = 3
+    using_sa: bool = True  # attention after every block of the coarsest level
+    using_mid_sa: bool = True  # attention between the two middle blocks
+    quant_conv_ks: int = 3
+    quant_resi: float = 0.5  # phi(x) = (1 - r) x + r conv(x); 0 switches phi off
+    share_quant_resi: int = 4  # 0: one phi per scale, 1: one phi, n: n phis shared by all scales
+    default_qresi_counts: int = 0  # with share_quant_resi 0: how many phis, 0 = as many as scales
+    using_znorm: bool = False  # nearest code by angle instead of distance
+    group_norm_groups: int = 32
+    group_norm_eps: float = 1e-6
+    beta: float = 0.25  # training: weight of the commitment loss
+    schedule: Schedule = Schedule.square(SIDES_256)
+
+    def __post_init__(self):
+        sizes = ("vocab_size", "z_channels", "ch", "num_res_blocks", "in_channels")
+        for name in (*sizes, "group_norm_groups"):
+            if getattr(self, name) < 1:
+                raise _wrong(f"{name} is {getattr(self, name)}, it must be at least 1")
+        for name in ("share_quant_resi", "default_qresi_counts"):
+            if getattr(self, name) < 0:
+                raise _wrong(f"{name} is {getattr(self, name)}, it must be at least 0")
+        if not self.ch_mult or min(self.ch_mult) < 1:
+            raise _wrong(f"ch_mult {self.ch_mult} needs at least one level, each at least 1")
+        if self.quant_conv_ks % 2 == 0 or self.quant_conv_ks < 1:
+            raise _wrong(f"quant_conv_ks is {self.quant_conv_ks}, it must be odd (1, 3, ...)")
+        for width in {self.ch, *(self.ch * m for m in self.ch_mult)}:
+            if width % self.group_norm_groups:
+                raise _wrong(
+                    f"a level has {width} channels, which {self.group_norm_groups} normalisation groups do not"
+                    " divide: choose ch as a multiple of group_norm_groups"
+                )
+        final = self.schedule.final_map
+        if any(h > final[0] or w > final[1] for h, w in self.schedule.maps):
+            raise _wrong(f"schedule {self.schedule}: the last map must be the largest")
+
+    @property
+    def downsample(self) -> int:
+        """Pixels per latent position along each axis."""
+        return 2 ** (len(self.ch_mult) - 1)
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """(height, width) of the images in pixels."""
+        return tuple(side * self.downsample for side in self.schedule.final_map)
+
+    @property
+    def num_phi(self) -> int:
+        """How many phi convolutions there are; 0 when `quant_resi` is 0."""
+        if abs(self.quant_resi) <= 1e-6:
+            return 0
+        return self.share_quant_resi or self.default_qresi_counts or self.schedule.num_scales
+
+    @classmethod
+    def from_published(cls, values: Mapping) -> "VQVAEConfig":
+        """Read the published constructor's names; `patch_nums` (or `v_patch_nums`) holds ints or (h, w) pairs.
+
+        Raises:
+          UserError: for unknown names, with the list of known ones.
+        """
+        fields = [f.name for f in dataclasses.fields(cls) if f.name != "schedule"]
+        known = (*fields, "patch_nums", "v_patch_nums")
+        found = {}
+        for name, value in values.items():
+            if name in ("patch_nums", "v_patch_nums"):
+                found["schedule"] = _schedule(value)
+            elif name in fields:
+                found[name] = tuple(value) if name == "ch_mult" else value
+            elif name not in IGNORED_NAMES:
+                raise _wrong(f"unknown name {name!r}: known are {', '.join(known)}{nearest(name, known)}")
+        return cls(**found)
+
+    def to_published(self) -> dict:
+        """The published constructor's names as plain JSON values; square maps become ints in `patch_nums`."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        maps = values.pop("schedule").maps
+        values["ch_mult"] = list(self.ch_mult)
+        values["patch_nums"] = [h if h == w else [h, w] for h, w in maps]
+        return values
+
+
+def _wrong(message: str) -> UserError:
+    return UserError(f"VQVAE configuration: {message}")
+
+
+def _schedule(patch_nums) -> Schedule:
+    """Schedule from ints and (h, w) pairs."""
+    try:
+        pairs = [(n, n) if isinstance(n, int) else (int(n[0]), int(n[1])) for n in patch_nums]
+    except (TypeError, ValueError, IndexError) as error:
+        raise _wrong(f"patch_nums {patch_nums!r} must list sides or (height, width) pairs") from error
+    return Schedule(tuple(pairs))

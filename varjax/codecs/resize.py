@@ -1,0 +1,83 @@
+"""Resizing as matrix products, equal to the original (torch) results.
+
+`jax.image.resize` uses another bicubic constant (-0.5) and another border rule, so its pictures and
+tokens differ. Both resizings used here are separable and linear: one small matrix per axis, computed
+on the host, applied with an einsum. The matrices are exact for every pair of sizes, non-square included.
+"""
+
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+CUBIC_CONSTANT = -0.75
+
+
+@lru_cache(maxsize=256)
+def area_matrix(source: int, target: int) -> np.ndarray:
+    """float32 [target, source]: adaptive average pooling along one axis.
+
+    Output i is the mean of the inputs floor(i * source / target) up to, not including,
+    ceil((i + 1) * source / target); neighbouring windows overlap when the sizes do not divide.
+    """
+    matrix = np.zeros((target, source), np.float32)
+    for i in range(target):
+        start, stop = i * source // target, -(-(i + 1) * source // target)
+        matrix[i, start:stop] = 1 / (stop - start)
+    matrix.flags.writeable = False
+    return matrix
+
+
+def _cubic_weights(offset: np.ndarray) -> np.ndarray:
+    """Weights [4, n] of the neighbours -1, 0, 1, 2 at `offset` in [0, 1) past neighbour 0."""
+    a = CUBIC_CONSTANT
+
+    def near(x):  # |x| <= 1
+        return ((a + 2) * x - (a + 3)) * x * x + 1
+
+    def far(x):  # 1 < |x| < 2
+        return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+
+    return np.stack([far(1 + offset), near(offset), near(1 - offset), far(2 - offset)])
+
+
+@lru_cache(maxsize=256)
+def bicubic_matrix(source: int, target: int) -> np.ndarray:
+    """float32 [target, source]: bicubic interpolation along one axis.
+
+    Constant -0.75, half-pixel centres, no antialiasing, borders clamped (weights of neighbours
+    outside the axis are added to the border element). The identity when the sizes agree.
+    """
+    centre = (np.arange(target) + 0.5) * source / target - 0.5
+    left = np.floor(centre).astype(np.int64)
+    matrix = np.zeros((target, source), np.float64)
+    for shift, weight in zip(range(-1, 3), _cubic_weights(centre - left), strict=True):
+        np.add.at(matrix, (np.arange(target), np.clip(left + shift, 0, source - 1)), weight)
+    matrix = matrix.astype(np.float32)
+    matrix.flags.writeable = False
+    return matrix
+
+
+def resize(
+    x: Float[Array, "B h w C"], rows: Float[Array, "p h"], columns: Float[Array, "q w"]
+) -> Float[Array, "B p q C"]:
+    """Apply one matrix per axis: [B, h, w, C] -> [B, p, q, C]. Full float32 products on every device."""
+    high = jax.lax.Precision.HIGHEST
+    x = jnp.einsum("bhwc,ph->bpwc", x, rows, precision=high)
+    return jnp.einsum("bpwc,qw->bpqc", x, columns, precision=high)
+
+
+def resize_area(x: Float[Array, "B h w C"], size: tuple[int, int]) -> Float[Array, "B p q C"]:
+    """Adaptive average pooling of maps to `size` = (height, width)."""
+    if x.shape[1:3] == tuple(size):
+        return x
+    return resize(x, area_matrix(x.shape[1], size[0]), area_matrix(x.shape[2], size[1]))
+
+
+def resize_bicubic(x: Float[Array, "B h w C"], size: tuple[int, int]) -> Float[Array, "B p q C"]:
+    """Bicubic interpolation of maps to `size` = (height, width)."""
+    if x.shape[1:3] == tuple(size):
+        return x
+    return resize(x, bicubic_matrix(x.shape[1], size[0]), bicubic_matrix(x.shape[2], size[1]))
