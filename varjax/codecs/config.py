@@ -92,7 +92,9 @@ class VQVAEConfig:
             elif name in fields:
                 found[name] = tuple(value) if name == "ch_mult" else value
             elif name not in IGNORED_NAMES:
-                raise _wrong(f"unknown name {name!r}: known are {', '.join(known)}{nearest(name, known)}")
+                raise _wrong(
+                    f"unknown name {name!r}: known are {', '.join(known)}{nearest(name, known)}"
+                )
         return cls(**found)
 
     def to_published(self) -> dict:
@@ -113,5 +115,7 @@ def _schedule(patch_nums) -> Schedule:
     try:
         pairs = [(n, n) if isinstance(n, int) else (int(n[0]), int(n[1])) for n in patch_nums]
     except (TypeError, ValueError, IndexError) as error:
-        raise _wrong(f"patch_nums {patch_nums!r} must list sides or (height, width) pairs") from error
+        raise _wrong(
+            f"patch_nums {patch_nums!r} must list sides or (height, width) pairs"
+        ) from error
     return Schedule(tuple(pairs))

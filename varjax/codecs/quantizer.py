@@ -68,7 +68,9 @@ class Quantizer(nnx.Module):
         """Code vectors of tokens, float32."""
         return self.embedding[...].astype(jnp.float32)[tokens]
 
-    def phi(self, h: Float[Array, "B P Q C"], scale: int | Int[Array, ""]) -> Float[Array, "B P Q C"]:
+    def phi(
+        self, h: Float[Array, "B P Q C"], scale: int | Int[Array, ""]
+    ) -> Float[Array, "B P Q C"]:
         """(1 - r) h + r conv(h) with the convolution of `scale`, a Python int or a traced index; float32."""
         config = self.config
         h = h.astype(jnp.float32)

@@ -1,0 +1,108 @@
+"""Invariants of the residual quantiser that do not need reference arrays."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from varjax.codecs.quantizer import Quantizer
+from varjax.codecs.vqvae import VQVAEConfig
+from varjax.errors import UserError
+from varjax.schedule import Schedule
+
+SMALL = VQVAEConfig(
+    vocab_size=24, z_channels=4, ch=32, ch_mult=(1, 1), schedule=Schedule.square((1, 2, 3, 4))
+)
+SCHEDULES = {"square": "1x1;2x2;3x3;4x4", "wide": "1x2;2x3;3x5", "single": "3x2"}
+
+
+def _quantizer(**changes) -> Quantizer:
+    """A quantiser whose phi convolutions are not the identity."""
+    quantizer = Quantizer(dataclasses.replace(SMALL, **changes), rngs=nnx.Rngs(0))
+    if quantizer.phi_kernel is not None:
+        noise = jax.random.normal(jax.random.key(1), quantizer.phi_kernel[...].shape)
+        quantizer.phi_kernel.set_value(quantizer.phi_kernel[...] + 0.1 * noise)
+        quantizer.phi_bias.set_value(quantizer.phi_bias[...] + 0.05)
+    return quantizer
+
+
+def _features(config, batch=2):
+    return jax.random.normal(
+        jax.random.key(2), (batch, *config.schedule.final_map, config.z_channels)
+    )
+
+
+@pytest.mark.parametrize("text", SCHEDULES.values(), ids=SCHEDULES.keys())
+@pytest.mark.parametrize("share", [0, 1, 2, 4])
+@pytest.mark.parametrize("quant_resi", [0.5, -0.5, 0.0])
+def test_shapes_and_agreement(text, share, quant_resi):
+    """Tokens, running sums, teacher inputs and the training forward describe the same quantisation."""
+    quantizer = _quantizer(
+        schedule=Schedule.parse(text), share_quant_resi=share, quant_resi=quant_resi
+    )
+    config, schedule = quantizer.config, quantizer.config.schedule
+    f = _features(config)
+    tokens = quantizer.features_to_tokens(f)
+    assert tokens.shape == (2, schedule.total_tokens) and tokens.dtype == jnp.int32
+    maps = quantizer.code_maps(tokens)
+    assert maps.shape == (schedule.num_scales, *f.shape)
+    assert quantizer.teacher_inputs(tokens).shape == (
+        2,
+        schedule.total_tokens - schedule.tokens[0],
+        4,
+    )
+    straight, trained_tokens, loss = quantizer.quantize(f)
+    np.testing.assert_array_equal(trained_tokens, tokens)
+    np.testing.assert_allclose(straight, maps[-1], atol=1e-5)
+    expected = 1.25 * jnp.square(maps - f).mean()
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
+def test_traced_scale_equals_static_scale():
+    quantizer = _quantizer()
+    h = _features(quantizer.config)
+    _, traced = jax.lax.scan(lambda c, k: (c, quantizer.phi(h, k)), None, jnp.arange(4))
+    static = jnp.stack([quantizer.phi(h, k) for k in range(4)])
+    np.testing.assert_allclose(traced, static, atol=1e-6)
+    assert not np.allclose(static[0], static[-1])
+
+
+def test_nearest_code():
+    quantizer = _quantizer()
+    codes = quantizer.embedding[...]
+    np.testing.assert_array_equal(quantizer.nearest(codes + 1e-3), np.arange(24))
+    by_angle = _quantizer(using_znorm=True)
+    np.testing.assert_array_equal(by_angle.nearest(7 * codes), np.arange(24))
+
+
+def test_gradients():
+    """The map passes gradients straight through; codes and phi learn from the loss only."""
+    quantizer = _quantizer()
+    f = _features(quantizer.config)
+    through = jax.grad(lambda f: (quantizer.quantize(f)[0] * f).sum())(f)
+    np.testing.assert_allclose(through, f + quantizer.quantize(f)[0], atol=1e-5)
+    graph, state = nnx.split(quantizer)
+    gradients = jax.grad(lambda s: nnx.merge(graph, s).quantize(f)[2])(state)
+    assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(gradients))
+
+
+def test_ideal_codes_explain_everything():
+    """With phi the identity, residuals of ideal codes end at what the last scale has to explain."""
+    quantizer = Quantizer(SMALL, rngs=nnx.Rngs(0))
+    vectors = quantizer.exact_residuals(_features(SMALL))
+    assert vectors.shape == (2, SMALL.schedule.total_tokens, SMALL.z_channels)
+    first = _features(SMALL).mean((1, 2))
+    np.testing.assert_allclose(vectors[:, 0], first, atol=1e-6)
+
+
+def test_wrong_shapes_are_explained():
+    quantizer = _quantizer()
+    with pytest.raises(UserError, match=r"latent map of shape \(5, 5, 4\) does not fit"):
+        quantizer.features_to_tokens(jnp.zeros((1, 5, 5, 4)))
+    with pytest.raises(
+        UserError, match="29 tokens per image given, schedule 1x1;2x2;3x3;4x4 has 30"
+    ):
+        quantizer.code_maps(jnp.zeros((1, 29), jnp.int32))

@@ -1,0 +1,60 @@
+"""Resizing equals torch's area pooling and bicubic interpolation; phi selection equals the original."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from varjax.codecs.quantizer import phi_index
+from varjax.codecs.resize import area_matrix, bicubic_matrix, resize, resize_area, resize_bicubic
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "var" / "ops"
+CASES = [name for name in np.load(FIXTURES / "interp.npz").files if not name.startswith("x_")]
+# float32: the reference itself is 2e-7 (area) and 4e-6 (bicubic) away from float64
+TOLERANCE = {"area": 1e-6, "bicubic": 2e-5}
+PHI = {k: v for k, v in json.loads((FIXTURES / "phi_index.json").read_text()).items() if "_K" in k}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matches_torch(name):
+    arrays = np.load(FIXTURES / "interp.npz")
+    kind, source, _, target = name.split("_")
+    x = arrays[f"x_{source}"].transpose(0, 2, 3, 1)
+    function = {"area": resize_area, "bicubic": resize_bicubic}[kind]
+    found = function(x, tuple(int(n) for n in target.split("x")))
+    np.testing.assert_allclose(
+        found, arrays[name].transpose(0, 2, 3, 1), rtol=0, atol=TOLERANCE[kind]
+    )
+
+
+@pytest.mark.parametrize("matrix", [area_matrix, bicubic_matrix])
+def test_matrices(matrix):
+    """Rows sum to one, equal sizes give the identity, and cached matrices cannot be changed."""
+    np.testing.assert_array_equal(matrix(7, 7), np.eye(7, dtype=np.float32))
+    for source, target in [(1, 5), (5, 1), (13, 16), (16, 13), (2, 3)]:
+        found = matrix(source, target)
+        assert found.shape == (target, source) and found.dtype == np.float32
+        np.testing.assert_allclose(found.sum(1), 1, atol=1e-6)
+    with pytest.raises(ValueError):
+        matrix(2, 3)[0, 0] = 1
+
+
+def test_resize_is_separable():
+    x = np.random.default_rng(0).normal(size=(2, 4, 6, 3)).astype(np.float32)
+    rows, columns = bicubic_matrix(4, 5), area_matrix(6, 2)
+    dense = np.einsum("ph,qw,bhwc->bpqc", rows, columns, x)
+    np.testing.assert_allclose(resize(x, rows, columns), dense, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", PHI)
+def test_phi_index(name):
+    kind, scales = name.split("_K")
+    share = 0 if kind == "nonshared" else int(kind.removeprefix("share"))
+    np.testing.assert_array_equal(phi_index(int(scales), share), PHI[name])
+
+
+def test_phi_index_with_explicit_count():
+    found = phi_index(6, 0, default_qresi_counts=3)
+    assert found.dtype == np.int32 and found.tolist() == [0, 0, 1, 1, 2, 2]
+    assert phi_index(1, 4).tolist() == [0]  # a single scale has no position; it takes the first
