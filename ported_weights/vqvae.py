@@ -1,7 +1,8 @@
 """Where the tensors of a published VQVAE checkpoint go in `varjax.codecs.vqvae.VQVAE`.
 
-The module tree keeps the published names (`encoder.down.0.block.1.conv1` is `encoder/down/0/block/1/conv1`);
-1x1 convolutions are matrix products here, and the phi convolutions are stacked along a leading axis.
+The module tree keeps the published names (`encoder.down.0.block.1.conv1` is
+`encoder/down/0/block/1/conv1`); 1x1 convolutions are matrix products here, and the phi convolutions
+are stacked along a leading axis.
 """
 
 from ported_weights.rules import Ignore, Rule
@@ -35,7 +36,7 @@ _WEIGHTS = {
 
 
 def vqvae_rules(config: VQVAEConfig) -> list[Rule | Ignore]:
-    """Rules for a VQVAE of this configuration; only the names of the phi convolutions depend on it."""
+    """Rules for a VQVAE of this configuration; only the phi convolutions depend on it."""
     rules = [Rule(r"quantize\.embedding\.weight", "quantizer/embedding", None)]
     for pattern, target, kind in _LAYERS:
         name, transform = _WEIGHTS[kind]
@@ -46,7 +47,7 @@ def vqvae_rules(config: VQVAEConfig) -> list[Rule | Ignore]:
 
 
 def _phi_rules(config: VQVAEConfig) -> list[Rule]:
-    """phi convolutions: one list shared by the scales, one list with an entry per scale, or a single one."""
+    """One shared list of phi convolutions, a list with an entry per scale, or a single one."""
     if not config.num_phi:
         return []
     source = {0: r"quantize\.quant_resi\.(\d+)", 1: r"quantize\.quant_resi\.qresi"}.get(

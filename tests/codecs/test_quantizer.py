@@ -39,7 +39,7 @@ def _features(config, batch=2):
 @pytest.mark.parametrize("share", [0, 1, 2, 4])
 @pytest.mark.parametrize("quant_resi", [0.5, -0.5, 0.0])
 def test_shapes_and_agreement(text, share, quant_resi):
-    """Tokens, running sums, teacher inputs and the training forward describe the same quantisation."""
+    """Tokens, running sums, teacher inputs and the training forward are one quantisation."""
     quantizer = _quantizer(
         schedule=Schedule.parse(text), share_quant_resi=share, quant_resi=quant_resi
     )

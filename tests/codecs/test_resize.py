@@ -1,4 +1,4 @@
-"""Resizing equals torch's area pooling and bicubic interpolation; phi selection equals the original."""
+"""Resizing equals torch's area pooling and bicubic interpolation; so does the choice of phi."""
 
 import json
 from pathlib import Path

@@ -1,9 +1,9 @@
 """The convolutional encoder and decoder of the VQVAE, channels last.
 
-The layout is that of the published model (VQGAN's f16 network): levels of residual blocks, attention
-at the coarsest level, stride-2 convolutions down, nearest-neighbour doubling plus convolution up.
-Everything runs in the type of the input and the weights; normalisation statistics and the attention
-softmax are float32.
+The layout is that of the published model (VQGAN's f16 network): levels of residual blocks,
+attention at the coarsest level, stride-2 convolutions down, nearest-neighbour doubling plus
+convolution up. Everything runs in the type of the input and the weights; normalisation statistics
+and the attention softmax are float32.
 """
 
 import jax

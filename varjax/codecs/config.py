@@ -1,4 +1,4 @@
-"""Configuration of the multi-scale VQVAE and its translation from and to the published argument names."""
+"""Configuration of the multi-scale VQVAE, readable and writable in the published argument names."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,13 +8,14 @@ from varjax.errors import UserError, nearest
 from varjax.schedule import Schedule
 
 SIDES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
-# Published constructor arguments and notes in configuration files that do not change the function computed.
+# Names in published configurations that do not change the function computed.
 IGNORED_NAMES = ("L", "note", "dropout", "test_mode")
 
 
 @dataclass(frozen=True, kw_only=True)
 class VQVAEConfig:
-    """Shape of the image codec; field names follow the published constructor, `schedule` replaces `patch_nums`.
+    """Shape of the image codec. Field names are the published ones, `schedule` replaces
+    `patch_nums`.
 
     Raises `UserError` when a size is impossible.
     """
@@ -52,8 +53,8 @@ class VQVAEConfig:
         for width in {self.ch, *(self.ch * m for m in self.ch_mult)}:
             if width % self.group_norm_groups:
                 raise _wrong(
-                    f"a level has {width} channels, which {self.group_norm_groups} normalisation groups do not"
-                    " divide: choose ch as a multiple of group_norm_groups"
+                    f"a level has {width} channels, which {self.group_norm_groups} normalisation"
+                    " groups do not divide: choose ch as a multiple of group_norm_groups"
                 )
         final = self.schedule.final_map
         if any(h > final[0] or w > final[1] for h, w in self.schedule.maps):
@@ -78,7 +79,7 @@ class VQVAEConfig:
 
     @classmethod
     def from_published(cls, values: Mapping) -> "VQVAEConfig":
-        """Read the published constructor's names; `patch_nums` (or `v_patch_nums`) holds ints or (h, w) pairs.
+        """Read published names; `patch_nums` (or `v_patch_nums`) holds ints or (h, w) pairs.
 
         Raises:
           UserError: for unknown names, with the list of known ones.
@@ -98,7 +99,7 @@ class VQVAEConfig:
         return cls(**found)
 
     def to_published(self) -> dict:
-        """The published constructor's names as plain JSON values; square maps become ints in `patch_nums`."""
+        """The published names as plain JSON values; square maps become ints in `patch_nums`."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         maps = values.pop("schedule").maps
         values["ch_mult"] = list(self.ch_mult)

@@ -1,8 +1,9 @@
 """Resizing as matrix products, equal to the original (torch) results.
 
 `jax.image.resize` uses another bicubic constant (-0.5) and another border rule, so its pictures and
-tokens differ. Both resizings used here are separable and linear: one small matrix per axis, computed
-on the host, applied with an einsum. The matrices are exact for every pair of sizes, non-square included.
+tokens differ. Both resizings used here are separable and linear: one small matrix per axis,
+computed on the host, applied with an einsum. The matrices are exact for every
+pair of sizes, non-square included.
 """
 
 from functools import lru_cache
@@ -63,7 +64,7 @@ def bicubic_matrix(source: int, target: int) -> np.ndarray:
 def resize(
     x: Float[Array, "B h w C"], rows: Float[Array, "p h"], columns: Float[Array, "q w"]
 ) -> Float[Array, "B p q C"]:
-    """Apply one matrix per axis: [B, h, w, C] -> [B, p, q, C]. Full float32 products on every device."""
+    """Apply one matrix per axis, with full float32 products on every device."""
     high = jax.lax.Precision.HIGHEST
     x = jnp.einsum("bhwc,ph->bpwc", x, rows, precision=high)
     return jnp.einsum("bpwc,qw->bpqc", x, columns, precision=high)

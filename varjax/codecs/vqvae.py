@@ -1,11 +1,11 @@
-"""The multi-scale VQVAE: images to tokens and back (Tian et al. 2024, "Visual Autoregressive Modeling").
+"""The multi-scale VQVAE: images to tokens and back (Tian et al. 2024, arXiv 2404.02905).
 
     encode          images in [-1, 1] -> latent map
     quantizer       latent map <-> tokens of all scales (`varjax.codecs.quantizer`)
     decode          quantised latent map -> images in [-1, 1]
 
-Images are channels last. Both networks run in float32, with full-precision products on accelerators too,
-unless another `dtype` is asked for: an encoder in bfloat16 changes about one token in eight.
+Images are channels last. Both networks run in float32, with full-precision products on accelerators
+too, unless another `dtype` is asked for: an encoder in bfloat16 changes about one token in eight.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ __all__ = ["VQVAE", "VQVAEConfig"]
 
 
 class VQVAE(nnx.Module):
-    """Encoder, quantiser and decoder. B images of H x W pixels, P x Q latent positions, L tokens."""
+    """Encoder, quantiser, decoder. B images of H x W pixels, P x Q latent positions, L tokens."""
 
     def __init__(self, config: VQVAEConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -43,8 +43,8 @@ class VQVAE(nnx.Module):
         """
         if images.ndim != 4 or any(side % self.config.downsample for side in images.shape[1:3]):
             raise UserError(
-                f"images of shape {images.shape} given: [batch, height, width, channels] with sides that are"
-                f" multiples of {self.config.downsample} are needed"
+                f"images of shape {images.shape} given: [batch, height, width, channels] with"
+                f" sides that are multiples of {self.config.downsample} are needed"
             )
         encoder, quant_conv = cast((self.encoder, self.quant_conv), dtype)
         with full_precision(dtype):
