@@ -121,9 +121,9 @@ def test_help_shows_manual_and_own_flags_only(tiny, flag):
     process = tiny("--count=1", flag)
     assert (process.returncode, process.stderr) == (0, "")
     assert process.stdout.startswith("Tiny command: says what it was given.")
-    assert "--policy=full|headkv\n      which tokens stay (default: 'full')" in process.stdout
+    assert "--policy=full|headkv\n      which tokens stay (default: full)" in process.stdout
     assert "--[no]greedy" in process.stdout
-    assert "fraction of the cache (a non-negative number; default: '0.5')" in process.stdout
+    assert "fraction of the cache (a non-negative number; default: 0.5)" in process.stdout
     for foreign in ("--verbosity", "--logtostderr", "--flagfile"):
         assert foreign not in process.stdout
 

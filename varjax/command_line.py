@@ -167,7 +167,7 @@ def _flag_help(flag) -> str:
         head = f"  --{flag.name}={'|'.join(values) if values else flag.parser.flag_type().upper()}"
     notes = [] if values or flag.boolean or not flag.parser.syntactic_help else [_allowed(flag)]
     if flag.default is not None:
-        notes.append(f"default: {flag.default_as_str}")
+        notes.append(f"default: {flag.default_as_str.strip(chr(39))}")
     body = _bare_help(flag) + (f" ({'; '.join(notes)})" if notes else "")
     return (
         head + "\n" + textwrap.fill(body, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
