@@ -13,6 +13,7 @@ Letters: R rows, T tokens of a scale (padded), L layers (leading axis of stacked
 C latent channels. Names of the original implementation are in `ported_weights/var.py`.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -23,11 +24,16 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from varjax.errors import UserError
-from varjax.models import layers
+from varjax.models import layers, published
 from varjax.schedule import Schedule
 
 SIDES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
 SIDES_512 = (1, 2, 3, 4, 6, 9, 13, 18, 24, 32)
+# Published constructor arguments and notes that do not change the function computed.
+IGNORED_NAMES = (
+    *("vae", "vae_local", "vae_kwargs", "L", "note"),
+    *("drop_rate", "attn_drop_rate", "drop_path_rate", "flash_if_available", "fused_if_available"),
+)
 MAX_LOG_SCALE = math.log(100.0)  # the learned attention multiplier is clamped at 100
 
 
@@ -65,6 +71,26 @@ class VARConfig:
         return cls(
             depth=depth, embed_dim=64 * depth, num_heads=depth, schedule=Schedule.square(sides), shared_aln=shared_aln
         )
+
+    @classmethod
+    def from_published(cls, arguments) -> "VARConfig":
+        """Read the published constructor's names; `patch_nums` holds sides or [height, width].
+
+        What is left out has the published default; hence `attn_l2_norm` is off unless given.
+
+        Raises:
+          UserError: for an unknown name or a value of the wrong type.
+        """
+        types = {f.name: f.type for f in dataclasses.fields(cls) if f.name != "schedule"}
+        found = published.arguments("VAR", arguments, {**types, "patch_nums": object}, IGNORED_NAMES)
+        schedule = published.schedule("VAR", found.pop("patch_nums", SIDES_256))
+        return cls(**{"attn_l2_norm": False, **found}, schedule=schedule)
+
+    def to_published(self) -> dict:
+        """The published constructor's names and JSON values: the inverse of `from_published`."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        schedule = values.pop("schedule")
+        return {**values, "patch_nums": published.patch_nums(schedule)}
 
     @property
     def head_dim(self) -> int:

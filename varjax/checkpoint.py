@@ -1,0 +1,240 @@
+"""The varjax checkpoint: a folder with `model.json` and one Orbax tree of parameters.
+
+    DIR/model.json     what the model is: format version, family, both configurations, schedule,
+                       classes, recommended sampling, where the weights came from
+    DIR/params/        Orbax tree {"transformer": {...}, "codec": {...}}
+
+A checkpoint appears as a whole or not at all. Reading checks the description, then the names and
+shapes of all stored arrays, before a single weight is read.
+"""
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from flax import nnx
+
+from varjax import description as description_file
+from varjax.errors import UserError
+from varjax.folders import replacing
+from varjax.models import parameters, registry
+from varjax.schedule import Schedule
+
+PARTS = ("transformer", "codec")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded checkpoint. `metadata` is the content of `model.json`."""
+
+    family: str
+    transformer: nnx.Module
+    codec: nnx.Module
+    metadata: dict
+    path: Path
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(tuple((h, w) for h, w in self.metadata["schedule"]))
+
+    @property
+    def class_names(self) -> list[str] | None:
+        return self.metadata.get("class_names")
+
+    @property
+    def sampling(self) -> dict:
+        """Recommended sampling: cfg, top_k, top_p, more_smooth."""
+        return dict(self.metadata.get("sampling", {}))
+
+
+def demo_directory() -> Path:
+    """Folder of the embedded demo checkpoint."""
+    spec = importlib.util.find_spec("ported_weights")
+    for root in spec.submodule_search_locations or [] if spec else []:
+        if (Path(root) / "demo" / description_file.NAME).is_file():
+            return Path(root) / "demo"
+    raise UserError(
+        "the embedded demo checkpoint is not installed: give --checkpoint=DIR, or install varjax"
+        " from a full source tree (folder ported_weights/demo)"
+    )
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def save(
+    directory,
+    *,
+    family: str,
+    transformer: nnx.Module,
+    codec: nnx.Module,
+    metadata: Mapping | None = None,
+    dtype=None,
+    overwrite: bool = False,
+) -> None:
+    """Write a checkpoint.
+
+    Args:
+      directory: the folder to create.
+      family: a name of `varjax.models.registry.FAMILIES`.
+      transformer, codec: modules with a `config`.
+      metadata: further entries of `model.json`: class_names, sampling, sources,
+        converter_version, or anything that JSON can hold. Computed entries win.
+      dtype: storage type of floating parameters; by default they stay as they are.
+      overwrite: replace `directory` if it exists.
+
+    Raises:
+      UserError: `directory` exists, or cannot be written. Nothing is left behind.
+    """
+    modules = {"transformer": transformer, "codec": codec}
+    with replacing(directory, overwrite=overwrite) as folder:
+        arrays = _host_arrays(modules, _dtype(dtype))
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            checkpointer.save(folder / "params", parameters.nested(arrays))
+        _forget_path(folder / "params")
+        content = description_file.compose(family, transformer.config, codec.config, arrays)
+        content["files"] = description_file.file_sizes(folder / "params")
+        description_file.write(folder, {**(metadata or {}), **content})
+
+
+def _forget_path(folder: Path) -> None:
+    """Orbax notes the path it wrote to, which is about to change: keep the note, drop the path."""
+    note = folder / "commit_success.txt"
+    if note.exists():
+        note.write_text("complete\n", encoding="utf-8")
+
+
+def _host_arrays(modules: Mapping[str, nnx.Module], dtype) -> dict[str, np.ndarray]:
+    """{"part/name": array} in host memory, floating ones in `dtype`."""
+    arrays = {}
+    for part, module in modules.items():
+        for name, leaf in parameters.named(module).items():
+            cast = dtype is not None and parameters.is_floating(leaf.dtype)
+            arrays[f"{part}/{name}"] = np.asarray(leaf.astype(dtype) if cast else leaf)
+    return arrays
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def read_description(directory) -> dict:
+    """Content of `model.json`, checked; no weights are read. `UserError` if it is not usable."""
+    return description_file.read(Path(directory))
+
+
+def load_abstract(directory) -> Checkpoint:
+    """As `load`, but the modules hold shapes and types only: no weights are read."""
+    path = Path(directory)
+    content = description_file.read(path)
+    return Checkpoint(content["family"], *_abstract_modules(content, path), content, path)
+
+
+def load(directory, dtype=None) -> Checkpoint:
+    """Read a checkpoint onto the default device.
+
+    Args:
+      directory: folder of the checkpoint.
+      dtype: type of the floating parameters; None keeps the stored types.
+
+    Raises:
+      UserError: not a checkpoint, another format version, names or shapes that do not fit the
+        configuration (all of them in one message), or damaged files.
+    """
+    described = load_abstract(directory)
+    modules = dict(zip(PARTS, (described.transformer, described.codec), strict=True))
+    folder = described.path / "params"
+    description_file.check_files(folder, described.metadata)
+    stored = _stored_arrays(folder)
+    expected = {f"{p}/{n}": x for p in PARTS for n, x in parameters.named(modules[p]).items()}
+    _check(folder, stored, expected)
+    arrays = _restore(folder, stored, _dtype(dtype))
+    filled = [
+        parameters.fill(modules[p], {n: arrays[f"{p}/{n}"] for n in parameters.named(modules[p])})
+        for p in PARTS
+    ]
+    return Checkpoint(described.family, *filled, described.metadata, described.path)
+
+
+def _abstract_modules(content: Mapping, path: Path) -> list[nnx.Module]:
+    family = registry.family(content["family"])
+    modules = []
+    for name, part in zip(PARTS, (family.transformer, family.codec), strict=True):
+        try:
+            config = part.read(content[name])
+        except UserError as error:
+            raise UserError(f"{path / description_file.NAME}, entry {name!r}: {error}") from error
+        modules.append(parameters.abstract(lambda p=part, c=config: p.build(c)))
+    return modules
+
+
+def _stored_arrays(folder: Path) -> dict:
+    """{"part/name": Orbax's description with shape and dtype} of the arrays on disk."""
+    with _explaining(folder), ocp.PyTreeCheckpointer() as checkpointer:
+        tree = checkpointer.metadata(os.path.abspath(folder)).item_metadata
+        return parameters.flattened(tree.tree)
+
+
+def _check(folder: Path, stored: Mapping, expected: Mapping) -> None:
+    problems = [f"missing: {name}" for name in sorted(set(expected) - set(stored))]
+    problems += [f"surplus: {name}" for name in sorted(set(stored) - set(expected))]
+    for name in sorted(set(stored) & set(expected)):
+        found, wanted = tuple(stored[name].shape), tuple(expected[name].shape)
+        if found != wanted:
+            problems.append(f"wrong shape: {name} is {list(found)}, not {list(wanted)}")
+    if problems:
+        raise UserError(
+            f"{folder} does not hold the parameters that {description_file.NAME} describes:\n  "
+            + "\n  ".join(problems)
+        )
+
+
+def _restore(folder: Path, stored: Mapping, dtype) -> dict[str, jax.Array]:
+    """{"part/name": array}; Orbax casts while it reads."""
+    device = jax.sharding.SingleDeviceSharding(jnp.zeros(()).devices().pop())
+
+    def argument(entry):
+        kind = dtype if dtype is not None and parameters.is_floating(entry.dtype) else entry.dtype
+        return ocp.ArrayRestoreArgs(dtype=kind, sharding=device)
+
+    arguments = parameters.nested({name: argument(entry) for name, entry in stored.items()})
+    with _explaining(folder), ocp.PyTreeCheckpointer() as checkpointer:
+        tree = checkpointer.restore(os.path.abspath(folder), restore_args=arguments)
+        return jax.block_until_ready(parameters.flattened(tree))
+
+
+class _explaining:
+    """Turns what Orbax raises over damaged files into a `UserError` that names the folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        damage = (ValueError, OSError, KeyError, TypeError, AttributeError)
+        if isinstance(error, damage) and not isinstance(error, UserError):
+            reason = str(error).strip().split("\n")[0][:300]
+            raise UserError(
+                f"cannot read the parameters in {self.folder}: the files are damaged or incomplete"
+                f" ({reason}); convert or copy the checkpoint again"
+            ) from error
+
+
+def _dtype(dtype):
+    """numpy type of a name, or None."""
+    if dtype is None:
+        return None
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not parameters.is_floating(found):
+        raise UserError(f"dtype {dtype!r} given: choose float32, bfloat16 or float16")
+    return found

@@ -1,0 +1,82 @@
+"""Folders that appear as a whole or not at all."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from varjax.errors import UserError
+
+
+def check_absent(directory, *, overwrite: bool) -> Path:
+    """Absolute path of a folder that may be created now.
+
+    Raises:
+      UserError: if it exists and may not be replaced, or its parent cannot be written.
+    """
+    target = Path(os.path.abspath(directory))
+    if os.path.lexists(target) and not overwrite:
+        raise UserError(f"{directory} exists already: choose another folder or add --overwrite")
+    if os.path.lexists(target) and (target.is_symlink() or not target.is_dir()):
+        raise UserError(f"{directory} exists and is not a folder: choose another one")
+    parent = next(p for p in target.parents if p.exists())
+    if not parent.is_dir():
+        raise UserError(f"cannot write {directory}: {parent} is not a folder")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write {directory}: no write permission in {parent}")
+    return target
+
+
+@contextlib.contextmanager
+def replacing(directory, *, overwrite: bool = False) -> Iterator[Path]:
+    """Give an empty folder to fill; it becomes `directory` on success and vanishes on any error.
+
+    The folder lies beside `directory`, so that the last step is a rename. With `overwrite` the old
+    content stays in place until then.
+    """
+    target = check_absent(directory, overwrite=overwrite)
+    made = _make_parents(target)
+    try:
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        try:
+            os.chmod(work, 0o777 & ~_umask())  # mkdtemp makes it private
+            yield work
+            _swap(work, target)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    except BaseException:
+        for folder in made:
+            with contextlib.suppress(OSError):  # not empty: somebody else uses it now
+                folder.rmdir()
+        raise
+
+
+def _make_parents(target: Path) -> list[Path]:
+    """Create missing parents; returns them, deepest first."""
+    missing = [p for p in target.parents if not p.exists()]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def _swap(work: Path, target: Path) -> None:
+    """Rename `work` to `target`; what was there is removed afterwards, or put back on failure."""
+    if not target.exists():
+        os.rename(work, target)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+    os.rename(target, old / "old")
+    try:
+        os.rename(work, target)
+    except OSError:
+        os.rename(old / "old", target)
+        raise
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,77 @@
+"""Parameters of a module by name: the one place that knows how Flax lays them out.
+
+Names are '/'-joined paths such as `blocks/qkv/kernel`; stacked layers are one leaf with a leading
+layer axis.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+
+def abstract(build: Callable[[], nnx.Module]) -> nnx.Module:
+    """The module that `build` makes, holding shapes and types: nothing is allocated."""
+    return nnx.eval_shape(build)
+
+
+def named(module: nnx.Module) -> dict:
+    """{name: leaf} of a module, concrete or abstract."""
+    return {"/".join(map(str, path)): leaf for path, leaf in _walk(_pure(module))}
+
+
+def fill(module: nnx.Module, arrays: Mapping) -> nnx.Module:
+    """A module like `module` (concrete or abstract) with {name: array} as its parameters.
+
+    Names must be exactly those of `named(module)`; callers report differences before.
+    """
+    tree: dict = {}
+    for path, _ in _walk(_pure(module)):
+        *parents, last = path
+        node = tree
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[last] = jnp.asarray(arrays["/".join(map(str, path))])
+    graph, state = nnx.split(module)
+    nnx.replace_by_pure_dict(state, tree)
+    return nnx.merge(graph, state)
+
+
+def nested(arrays: Mapping) -> dict:
+    """{"a/b": x} -> {"a": {"b": x}}."""
+    tree: dict = {}
+    for name, array in arrays.items():
+        *parents, last = name.split("/")
+        node = tree
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[last] = array
+    return tree
+
+
+def flattened(tree: Mapping) -> dict:
+    """{"a": {"b": x}} -> {"a/b": x}."""
+    return {"/".join(map(str, path)): leaf for path, leaf in _walk(tree)}
+
+
+def count(module: nnx.Module) -> int:
+    """Number of parameters."""
+    return sum(int(np.prod(leaf.shape)) for leaf in named(module).values())
+
+
+def is_floating(dtype) -> bool:
+    """True for float32, bfloat16 and the like."""
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def _pure(module: nnx.Module) -> dict:
+    return nnx.to_pure_dict(nnx.split(module)[1])
+
+
+def _walk(tree: Mapping, path: tuple = ()) -> Iterator[tuple[tuple, object]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _walk(value, (*path, key))
+        else:
+            yield (*path, key), value
