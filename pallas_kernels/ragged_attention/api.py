@@ -49,16 +49,16 @@ def attend(
 
 
 def attention_mass(
-    q: Float[Array, "R N T H"],
+    q: Float[Array, "R N Q H"],
     k_new: Float[Array, "R N T H"],
     new_length: Int[Array, ""],
     kv_pool: Float[Array, "R blocks block_size KV"],
     table: BlockTable,
-    query_weights: Float[Array, " T"],
+    query_weights: Float[Array, " Q"],
 ) -> Float[Array, "R N PT"]:
-    """Attention weights summed over queries: out[k] = sum_t query_weights[t] * softmax(scores)[t, k].
+    """Attention weights summed over queries: out[k] = sum_q query_weights[q] * softmax(scores)[q, k].
 
-    Columns are the P = M * block_size slots of the table in table order, then the T own tokens. Float32. Computed by the reference in a
+    The Q queries are any of the scale's. Columns are the P = M * block_size slots of the table in table order, then the T own tokens. Float32. Computed by the reference in a
     second pass, and only for policies that ask for it.
     """
     return reference.attention_mass(q, k_new, new_length, kv_pool, table, query_weights)

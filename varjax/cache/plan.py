@@ -1,0 +1,186 @@
+"""CachePlan: everything about the cache that is decided on the host, before anything is compiled.
+
+The bytes of the pool are computed here and are what XLA allocates. `accounting="bytes"` (default): block rounding is charged to the
+budget, so pool bytes <= budget * dense bytes. `accounting="tokens"`: tokens are counted as the papers do, and the plan says by how much the
+rounded pool exceeds the budget.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from varjax.cache import allocator
+from varjax.cache.allocation import Allocation, RegionAllocation, StaticAllocation
+from varjax.errors import UserError
+from varjax.geometry import Geometry
+
+
+@dataclass(frozen=True, eq=False)
+class CachePlan:
+    """Capacities, block tables and pool size. Immutable; equal and hashed by content.
+
+    Letters: K scales, L layers, N heads (regions), M table entries, P slots.
+    capacity: int32 [K, L, N], tokens held when scale s starts.
+    ids, start, stop: int32 [K, L, N, M], the slots that scale s reads (`BlockTable` entries).
+    write_slots: int32 [L, N, tokens], where a token is stored (-1: never); None where the device decides.
+    """
+
+    geometry: Geometry
+    allocation: Allocation
+    block_size: int
+    pool_blocks: int
+    capacity: np.ndarray
+    ids: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    write_slots: np.ndarray | None
+    blocks_after_store: np.ndarray
+    budget: float
+    accounting: str
+
+    # --- sizes ----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def pool_tokens(self) -> int:
+        """Slots of the pool, per row."""
+        return self.pool_blocks * self.block_size
+
+    def num_bytes(self, batch_size: int, dtype) -> int:
+        """Bytes of the pool for a batch of images (all rows)."""
+        return self.pool_tokens * self._bytes_per_token(batch_size, dtype)
+
+    def dense_bytes(self, batch_size: int, dtype) -> int:
+        """Bytes of the full cache (last scale excluded) for a batch of images."""
+        return self.geometry.dense_tokens * self._bytes_per_token(batch_size, dtype)
+
+    def _bytes_per_token(self, batch_size: int, dtype) -> int:
+        g = self.geometry
+        return batch_size * g.rows_per_image * 2 * g.head_dim * item_size(dtype)
+
+    @cached_property
+    def live_tokens(self) -> np.ndarray:
+        """int64 [K, L]: tokens in the whole cache (one row) right after layer l of scale s has stored."""
+        return allocator.after_each_store(self.capacity.sum(-1, dtype=np.int64))
+
+    @property
+    def peak_live_fraction(self) -> float:
+        """Largest number of live tokens at any time, as a fraction of the full cache."""
+        return float(self.live_tokens.max() / max(1, self.geometry.dense_tokens))
+
+    @property
+    def fraction(self) -> float:
+        """Slots of the pool as a fraction of the full cache."""
+        return self.pool_tokens / max(1, self.geometry.dense_tokens)
+
+    # --- what the program needs to know statically ----------------------------------------------------------------------------
+
+    @property
+    def static_content(self) -> bool:
+        return isinstance(self.allocation, StaticAllocation)
+
+    def entries(self, scale: int) -> int:
+        """Table entries that scale `scale` needs (most over layers and heads)."""
+        return int((self.stop[scale] > self.start[scale]).sum(-1).max(initial=0))
+
+    def stores(self, scale: int) -> bool:
+        """Whether anything of scale `scale` is stored in any layer or head."""
+        if scale == self.geometry.schedule.num_scales - 1:
+            return False
+        if self.write_slots is None:
+            return True
+        first, last = self.geometry.schedule.starts[scale], self.geometry.schedule.ends[scale]
+        return bool((self.write_slots[:, :, first:last] >= 0).any())
+
+    def selects(self, scale: int) -> bool:
+        """Whether the device has to choose what survives scale `scale`."""
+        if not isinstance(self.allocation, RegionAllocation) or not self.stores(scale):
+            return False
+        grown = self.capacity[scale] + self.geometry.schedule.tokens[scale]
+        return self.allocation.ragged or bool((self.capacity[scale + 1] < grown).any())
+
+    def moves(self, scale: int) -> bool:
+        """Whether tokens stored earlier may have to change their slot after scale `scale`."""
+        if not self.selects(scale):
+            return False
+        shrinks = (self.capacity[scale + 1] < self.capacity[scale]).any()
+        return bool(self.allocation.ragged or shrinks or scale == self.allocation.regroup_scale)
+
+    # --- identity -------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def digest(self) -> str:
+        h = hashlib.sha256(repr((self.geometry, self.block_size, self.pool_blocks, self.accounting)).encode())
+        for array in (self.capacity, self.ids, self.start, self.stop, self.write_slots):
+            h.update(b"-" if array is None else np.ascontiguousarray(array).tobytes())
+        return h.hexdigest()
+
+    def __hash__(self):
+        return hash(self.digest)
+
+    def __eq__(self, other):
+        return isinstance(other, CachePlan) and self.digest == other.digest
+
+
+def item_size(dtype) -> int:
+    import jax.numpy as jnp
+
+    return jnp.dtype(dtype).itemsize
+
+
+def build_plan(
+    geometry: Geometry, allocation: Allocation, *, block_size: int, budget: float, accounting: str
+) -> CachePlan:
+    """Lay out an allocation in blocks of `block_size` slots and number them."""
+    num_scales = geometry.schedule.num_scales
+    grid = allocator.layouts(allocation, geometry, block_size)
+    real, pool_blocks = allocator.place(grid, num_scales)
+    ids, start, stop = _tables(grid, real, num_scales)
+    static = isinstance(allocation, StaticAllocation)
+    return CachePlan(
+        geometry=geometry,
+        allocation=allocation,
+        block_size=block_size,
+        pool_blocks=pool_blocks,
+        capacity=allocation.capacity(geometry),
+        ids=ids,
+        start=start,
+        stop=stop,
+        write_slots=_write_slots(grid, real, block_size) if static else None,
+        blocks_after_store=allocator.live_blocks(grid, num_scales),
+        budget=budget,
+        accounting=accounting,
+    )
+
+
+def _tables(grid, real, num_scales):
+    entries = max((len(r) for layer in grid for h in layer for r in h.runs), default=0)
+    shape = (num_scales, len(grid), len(grid[0]), entries)
+    ids, start, stop = (np.zeros(shape, np.int32) for _ in range(3))
+    for layer, heads in enumerate(grid):
+        for n, head in enumerate(heads):
+            for s, runs in enumerate(head.runs):
+                m = len(runs)
+                ids[s, layer, n, :m] = real[layer][n][runs[:, 0]]
+                start[s, layer, n, :m], stop[s, layer, n, :m] = runs[:, 1], runs[:, 2]
+    return ids, start, stop
+
+
+def _write_slots(grid, real, block_size):
+    rows = []
+    for heads, numbers in zip(grid, real, strict=True):
+        for head, mine in zip(heads, numbers, strict=True):
+            block, offset = head.token_slot.T
+            stored = block >= 0
+            slot = np.full(block.shape, -1, np.int32)
+            slot[stored] = mine[block[stored]] * block_size + offset[stored]
+            rows.append(slot)
+    return np.stack(rows).reshape(len(grid), len(grid[0]), -1)
+
+
+def check_block_size(block_size: int) -> int:
+    """A power of two from 1 to 128."""
+    if block_size not in (1, 2, 4, 8, 16, 32, 64, 128):
+        raise UserError(f"block_size={block_size}: choose a power of two from 1 to 128, or 0 to let the planner choose")
+    return block_size

@@ -1,0 +1,104 @@
+"""From policy and budget to a CachePlan: choose the block size and charge rounding to the budget."""
+
+import numpy as np
+
+from varjax.cache import allocator
+from varjax.cache.allocation import Allocation
+from varjax.cache.plan import CachePlan, build_plan, check_block_size
+from varjax.errors import UserError
+from varjax.geometry import Geometry
+
+BLOCK_SIZES = (64, 32, 16, 8, 4, 2, 1)
+LARGEST_BLOCK_SHORT = 32  # schedules with fewer persistent tokens than LONG_SCHEDULE
+LONG_SCHEDULE = 1024
+KEPT_AT_LEAST = 0.95  # a block size is taken if rounding costs at most 5 % of the tokens; none if nothing is to be dropped
+SEARCH_STEPS = 14
+
+
+def plan_cache(geometry: Geometry, policy, calibration=None) -> CachePlan:
+    """Plan the cache of `policy` (its `budget`, `accounting` and `block_size` fields count) for a model.
+
+    Raises:
+      UserError: the budget is infeasible (the message names the smallest feasible one), or the block size is.
+    """
+    policy.check(geometry)
+    allocate = lambda budget: policy.allocate(geometry, budget, calibration)  # noqa: E731
+    if policy.accounting == "tokens" or not policy.budgeted:
+        allocation = allocate(policy.budget)
+        block_size = policy.block_size or _least_rounding(geometry, allocation)
+    else:
+        allocation, block_size = _charge_rounding(geometry, policy, allocate)
+    return build_plan(
+        geometry,
+        allocation,
+        block_size=check_block_size(block_size),
+        budget=policy.budget,
+        accounting=policy.accounting,
+    )
+
+
+def _candidates(geometry: Geometry) -> tuple[int, ...]:
+    long = geometry.schedule.persistent_tokens >= LONG_SCHEDULE
+    return tuple(b for b in BLOCK_SIZES if long or b <= LARGEST_BLOCK_SHORT)
+
+
+def pool_slots(geometry: Geometry, allocation: Allocation, block_size: int) -> int:
+    """Slots of the pool that an allocation needs, without building its tables."""
+    grid = allocator.layouts(allocation, geometry, block_size)
+    return int(allocator.live_blocks(grid, geometry.schedule.num_scales).max(initial=0)) * block_size
+
+
+def peak_tokens(geometry: Geometry, allocation: Allocation) -> int:
+    """Most tokens that are live at any time (one row)."""
+    held = allocation.capacity(geometry).sum(-1, dtype=np.int64)
+    return int(allocator.after_each_store(held).max(initial=0))
+
+
+def _least_rounding(geometry: Geometry, allocation: Allocation) -> int:
+    """The largest block size whose pool exceeds the live tokens by at most 5 %."""
+    tokens = peak_tokens(geometry, allocation)
+    for block_size in _candidates(geometry):
+        if pool_slots(geometry, allocation, block_size) * KEPT_AT_LEAST <= tokens:
+            return block_size
+    return 1
+
+
+def _charge_rounding(geometry: Geometry, policy, allocate) -> tuple[Allocation, int]:
+    """The largest block size that keeps 95 % of the tokens when the rounded pool must fit the budget."""
+    limit = int(policy.budget * geometry.dense_tokens + 1e-6)
+    exact = allocate(policy.budget)
+    wanted = peak_tokens(geometry, exact)
+    share = 1.0 if wanted == geometry.dense_tokens else KEPT_AT_LEAST
+    lowest = policy.minimum_budget(geometry)
+    sizes = (check_block_size(policy.block_size),) if policy.block_size else _candidates(geometry)
+    for block_size in sizes:
+        allocation = _largest_that_fits(geometry, policy, allocate, lowest, limit, block_size)
+        if allocation is None:
+            continue
+        kept = peak_tokens(geometry, allocation)
+        if policy.block_size or kept >= share * wanted:
+            return allocation, block_size
+    hint = "a smaller block_size" if policy.block_size else "accounting=tokens"
+    raise UserError(
+        f"policy {policy.name!r} at budget {policy.budget:g} does not fit {limit} slots in blocks of "
+        f"{policy.block_size or 1}: take a larger budget or {hint}"
+    )
+
+
+def _largest_that_fits(geometry, policy, allocate, lowest, limit, block_size) -> Allocation | None:
+    """Bisect the budget handed to the policy until its rounded pool fits `limit` slots."""
+
+    def attempt(budget):
+        allocation = allocate(budget)
+        return allocation if pool_slots(geometry, allocation, block_size) <= limit else None
+
+    best = attempt(policy.budget)
+    if best is not None or not policy.shrinks:
+        return best
+    low, high = lowest, policy.budget
+    best = attempt(low)
+    for _ in range(SEARCH_STEPS if best is not None else 0):
+        middle = (low + high) / 2
+        found = attempt(middle)
+        low, high, best = (middle, high, found) if found is not None else (low, middle, best)
+    return best

@@ -1,0 +1,26 @@
+"""The one list of policies: it drives the command-line values, the README table and the generic tests."""
+
+from collections.abc import Callable
+
+from varjax.errors import choose
+from varjax.policies.base import Policy, make_policy
+
+POLICIES: dict[str, type[Policy]] = {}
+
+
+def register(name: str) -> Callable[[type[Policy]], type[Policy]]:
+    """Class decorator: make a policy known under `name`."""
+
+    def add(cls: type[Policy]) -> type[Policy]:
+        if name in POLICIES:
+            raise ValueError(f"policy {name!r} is registered twice")
+        cls.name = name
+        POLICIES[name] = cls
+        return cls
+
+    return add
+
+
+def get_policy(name: str, budget: float | None = None, arguments: dict[str, str] | None = None) -> Policy:
+    """Build a registered policy from text arguments; unknown names and arguments raise `UserError` with what exists."""
+    return make_policy(POLICIES[choose("policy", name, POLICIES)], budget, arguments or {})

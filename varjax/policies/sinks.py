@@ -1,0 +1,34 @@
+"""How many leading scales a policy never drops."""
+
+from varjax.errors import UserError
+from varjax.geometry import Geometry
+
+MOST_AUTOMATIC_SINKS = 3  # what StreamingLLM, HACK and HeatKV use on Infinity
+
+
+def check_sinks(sinks: int, geometry: Geometry) -> None:
+    """Refuse a number of sink scales that the schedule does not have."""
+    stored = geometry.schedule.num_scales - 1
+    if sinks and not 0 <= sinks <= stored:
+        raise UserError(f"sinks={sinks}: choose 1 to {stored} scales, or 0 to let the budget decide")
+
+
+def sink_scales(sinks: int, geometry: Geometry, budget: float) -> int:
+    """The number of sink scales: as given, or (0) up to three as long as they take at most half of a head's mean budget."""
+    if sinks:
+        return sinks
+    schedule = geometry.schedule
+    half = budget * schedule.persistent_tokens / 2
+    fitting = [s for s in range(1, MOST_AUTOMATIC_SINKS + 1) if s < schedule.num_scales and schedule.ends[s - 1] <= half]
+    return max(fitting, default=min(1, schedule.num_scales - 1))
+
+
+def sink_tokens(sinks: int, geometry: Geometry) -> int:
+    """Tokens of the first `sinks` scales."""
+    return geometry.schedule.ends[sinks - 1] if sinks else 0
+
+
+def minimum_budget(sinks: int, geometry: Geometry) -> float:
+    """Budget at which only the sink scales fit (one scale when the number is left open)."""
+    tokens = sink_tokens(sinks or min(1, geometry.schedule.num_scales - 1), geometry)
+    return tokens / max(1, geometry.schedule.persistent_tokens)

@@ -1,0 +1,124 @@
+"""Run any retention pattern from a file, for ablations."""
+
+import pathlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax.numpy as jnp
+import numpy as np
+
+from varjax.cache.allocation import Allocation, RegionAllocation, StaticAllocation
+from varjax.errors import UserError
+from varjax.geometry import Geometry
+from varjax.policies.base import Observation, Policy
+from varjax.policies.registry import register
+
+
+@register("table")
+@dataclass(frozen=True, kw_only=True)
+class Table(Policy):
+    """Keep what a file says: `--policy=table --policy_args=path=KEEP.npz`.
+
+    The file holds exactly one of
+      keep_scale: bool [K, layers, heads, K]; [s, l, n, j] = scale s may see the tokens of scale j in that head.
+      keep_token: bool [K, layers, heads, tokens], or [K, layers, rows, heads, tokens] with rows = 2 * images (conditional, then
+        unconditional): contents that differ per row, as those of content-dependent policies do.
+    Entries for the current and later scales must be False, and what is dropped never returns; both are checked. Capacities follow from
+    the file (the most that any row keeps), so the budget is a check: a table that keeps more than `budget` is refused.
+
+    Args:
+      path: the npz file.
+    """
+
+    path: str = ""
+    summary = "any retention pattern from a file"
+    budgeted = False
+
+    def check(self, geometry: Geometry) -> None:
+        super().check(geometry)
+        self._check_shape(geometry)
+
+    @cached_property
+    def _content(self) -> tuple[str, np.ndarray]:
+        if not self.path:
+            raise UserError("policy 'table' needs a file: --policy_args=path=KEEP.npz")
+        if not pathlib.Path(self.path).is_file():
+            raise UserError(f"policy 'table': there is no file {self.path!r}")
+        try:
+            with np.load(self.path, allow_pickle=False) as archive:
+                names = [n for n in ("keep_scale", "keep_token") if n in archive.files]
+                if len(names) != 1:
+                    raise UserError(
+                        f"policy 'table': {self.path} must hold exactly one of keep_scale and keep_token, it holds: "
+                        f"{', '.join(archive.files) or 'nothing'}"
+                    )
+                return names[0], archive[names[0]]
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"policy 'table': cannot read {self.path} as npz: {error}") from None
+
+    def _check_shape(self, geometry: Geometry) -> None:
+        name, keep = self._content
+        k, layers, heads = geometry.schedule.num_scales, geometry.num_layers, geometry.num_heads
+        tokens = geometry.schedule.total_tokens
+        if keep.dtype != bool and not np.isin(keep, (0, 1)).all():
+            raise UserError(f"policy 'table': {name} has type {keep.dtype} with values other than 0 and 1; store bool")
+        allowed = [(k, layers, heads, k if name == "keep_scale" else tokens)]
+        fits = keep.shape == allowed[0]
+        if name == "keep_token" and keep.ndim == 5:
+            rows = keep.shape[2]
+            allowed = [(k, layers, rows, heads, tokens)]
+            fits = keep.shape == allowed[0] and rows > 0 and rows % geometry.rows_per_image == 0
+        if not fits:
+            also = ", or with rows = 2 * images as third axis" if name == "keep_token" else ""
+            raise UserError(
+                f"policy 'table': {name} has shape {keep.shape}, this model needs {allowed[0]} (scales, layers, heads, "
+                f"{'scales' if name == 'keep_scale' else 'tokens'}){also}"
+            )
+
+    def _per_row(self) -> bool:
+        return self._content[1].ndim == 5
+
+    def _visible(self, geometry: Geometry) -> np.ndarray:
+        """bool [K, L, (rows,) N, tokens]."""
+        name, keep = self._content
+        keep = keep.astype(bool)
+        return keep[..., geometry.schedule.scale_of_token] if name == "keep_scale" else keep
+
+    def allocate(self, geometry: Geometry, budget: float, calibration=None) -> Allocation:
+        visible = self._visible(geometry)
+        if not self._per_row():
+            allocation = StaticAllocation.from_visibility(geometry, visible)
+        else:
+            for row in range(visible.shape[2]):
+                StaticAllocation.from_visibility(geometry, visible[:, :, row])
+            counts = visible.sum(-1)
+            ragged = bool((counts != counts[:, :, :1]).any())
+            allocation = RegionAllocation(counts.max(2).astype(np.int32), ragged=ragged)
+        held = allocation.capacity(geometry).sum((1, 2)).max()
+        if held > budget * geometry.dense_tokens + 1e-6:
+            raise UserError(
+                f"policy 'table': {self.path} keeps up to {held / geometry.dense_tokens:.4f} of the full cache, more than "
+                f"budget={budget:g}: raise the budget or drop more"
+            )
+        return allocation
+
+    def check_images(self, num_images: int) -> None:
+        if self._per_row() and self._content[1].shape[2] != 2 * num_images:
+            raise UserError(
+                f"policy 'table': {self.path} has {self._content[1].shape[2]} rows (two per image), but the run makes "
+                f"{num_images} images"
+            )
+
+    def inputs(self, geometry: Geometry, allocation: Allocation, image_index: np.ndarray):
+        if not self._per_row():
+            return None
+        visible = self._visible(geometry)
+        images = visible.shape[2] // 2
+        rows = np.concatenate([image_index, image_index + images])
+        following = np.concatenate([visible[1:], np.zeros_like(visible[:1])])
+        return following[:, :, rows]
+
+    def select(self, obs: Observation):
+        return obs.live & jnp.take_along_axis(obs.inputs, obs.position, axis=-1)

@@ -1,0 +1,93 @@
+"""Policies whose contents follow from positions alone: full cache, sliding window, StreamingLLM."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from varjax.cache.allocation import StaticAllocation
+from varjax.geometry import Geometry
+from varjax.policies import sinks as sink_rules
+from varjax.policies.base import Policy
+from varjax.policies.registry import register
+
+
+def newest_and_sinks(geometry: Geometry, window: int, protected: int) -> StaticAllocation:
+    """Every head sees the first `protected` tokens and the newest `window` of the rest."""
+    schedule = geometry.schedule
+    token = np.arange(schedule.total_tokens)
+    starts = np.array(schedule.starts)[:, None]
+    exists = token < starts
+    visible = exists & ((token < protected) | (token >= starts - window))
+    return StaticAllocation.from_visibility(geometry, visible[:, None, None])
+
+
+@register("full")
+@dataclass(frozen=True, kw_only=True)
+class Full(Policy):
+    """Keep every token. The yardstick of the others; the last scale is not stored (nothing reads it)."""
+
+    summary = "keep everything"
+    shrinks = False
+
+    def allocate(self, geometry: Geometry, budget: float, calibration=None) -> StaticAllocation:
+        return newest_and_sinks(geometry, geometry.schedule.total_tokens, 0)
+
+    def minimum_budget(self, geometry: Geometry) -> float:
+        return 1.0
+
+    def smallest_reason(self) -> str:
+        return "it keeps everything"
+
+
+@register("swa")
+@dataclass(frozen=True, kw_only=True)
+class SlidingWindow(Policy):
+    """Sliding-window attention: every head keeps the newest tokens, no sinks.
+
+    Idea: locality. Used as a baseline by AMS-KV (Table 4). The window is floor(budget * F) tokens in every head and layer, counted
+    backwards from the last token stored, in raster order, so a scale may be cut in two. Queries always see all of their own scale.
+
+    Differs from: AMS-KV's runs give only "compression ratio 75 %"; token granularity is our reading.
+    """
+
+    budget: float = 0.25
+    summary = "newest tokens only"
+
+    def allocate(self, geometry: Geometry, budget: float, calibration=None) -> StaticAllocation:
+        window = int(budget * geometry.schedule.persistent_tokens + 1e-6)
+        return newest_and_sinks(geometry, window, 0)
+
+
+@register("streaming")
+@dataclass(frozen=True, kw_only=True)
+class Streaming(Policy):
+    """StreamingLLM (Xiao et al. 2023), as HeatKV and AMS-KV ("STA") run it on next-scale models.
+
+    Every head keeps the sink scales and the newest tokens; the budget left by the sinks is the window, uniform over heads.
+
+    Args:
+      sinks: scales that are never dropped. 3 is what HeatKV uses on Infinity; 0 (default) takes up to 3, as many as fit half of
+        the budget, so that small schedules keep room for a window.
+
+    Differs from: the original keeps four sink *tokens* of a text; here sinks are whole scales, which hold the image's layout.
+    """
+
+    budget: float = 0.25
+    sinks: int = 0
+    summary = "sink scales and newest tokens"
+
+    def check(self, geometry: Geometry) -> None:
+        sink_rules.check_sinks(self.sinks, geometry)
+        super().check(geometry)
+
+    def minimum_budget(self, geometry: Geometry) -> float:
+        return sink_rules.minimum_budget(self.sinks, geometry)
+
+    def smallest_reason(self) -> str:
+        return "the sink scales alone need more"
+
+    def allocate(self, geometry: Geometry, budget: float, calibration=None) -> StaticAllocation:
+        sinks = sink_rules.sink_scales(self.sinks, geometry, budget)
+        protected = sink_rules.sink_tokens(sinks, geometry)
+        window = int(budget * geometry.schedule.persistent_tokens + 1e-6) - protected
+        return newest_and_sinks(geometry, window, protected)

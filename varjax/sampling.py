@@ -1,0 +1,100 @@
+"""Choosing tokens from logits: guidance, filters, sampling. Results depend on an image's own key only, never on the batch."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from varjax.errors import UserError
+
+SMOOTH_KEY = 1  # folded into a scale's key for the noise of `more_smooth`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn.
+
+    cfg: guidance strength; scale k of K uses t = cfg * k / (K - 1) in (1 + t) * cond - t * uncond.
+    top_k: keep the k largest logits (ties at the k-th survive); 0 is off.
+    top_p: nucleus; drop the smallest probabilities while their sum is at most 1 - p; 0 is off.
+    greedy: take the largest guided logit; filters and keys do not matter.
+    more_smooth: feed back a mixture of codes (Gumbel softmax) instead of the drawn code: smoother pictures, not for metrics.
+    """
+
+    cfg: float = 1.5
+    top_k: int = 0
+    top_p: float = 0.0
+    greedy: bool = False
+    more_smooth: bool = False
+
+    def check(self, vocab_size: int) -> "Sampling":
+        """Return self, or raise `UserError` for values that cannot work."""
+        if self.top_k < 0 or self.top_k > vocab_size:
+            raise UserError(f"top_k={self.top_k}: choose 0 (off) to {vocab_size} (the size of the vocabulary)")
+        if not 0 <= self.top_p <= 1:
+            raise UserError(f"top_p={self.top_p:g} is outside [0, 1]; 0 switches it off")
+        if not self.cfg >= 0 or self.cfg == float("inf"):
+            raise UserError(f"cfg={self.cfg:g}: guidance strength is a finite number, at least 0 (0 switches it off)")
+        return self
+
+    @classmethod
+    def recommended(cls, settings: dict, **overrides) -> "Sampling":
+        """A checkpoint's recommended settings with the given overrides (None keeps the recommendation)."""
+        known = {k: settings[k] for k in ("cfg", "top_k", "top_p", "more_smooth") if k in settings}
+        base = cls(**known)
+        return replace(base, **{k: v for k, v in overrides.items() if v is not None})
+
+
+def guide(logits: Float[Array, "R T V"], strength: Float[Array, ""]) -> Float[Array, "B T V"]:
+    """Combine conditional (first half) and unconditional rows."""
+    cond, uncond = jnp.split(logits, 2)
+    return (1 + strength) * cond - strength * uncond
+
+
+def filter_logits(logits: Float[Array, "... V"], top_k: int, top_p: float) -> Float[Array, "... V"]:
+    """Set what top-k, then top-p, rejects to -inf. The largest always survives. Static `top_k`, `top_p`; 0 is off."""
+    vocabulary = logits.shape[-1]
+    if 0 < top_k < vocabulary:
+        threshold = jax.lax.top_k(logits, top_k)[0][..., -1:]
+        logits = jnp.where(logits < threshold, -jnp.inf, logits)
+    if 0 < top_p < 1:
+        order = jnp.argsort(logits, axis=-1, stable=True)
+        ascending = jnp.take_along_axis(logits, order, axis=-1)
+        below = jnp.cumsum(jax.nn.softmax(ascending, axis=-1), axis=-1) <= 1 - top_p
+        below = below.at[..., -1].set(False)
+        rejected = jnp.take_along_axis(below, jnp.argsort(order, axis=-1), axis=-1)
+        logits = jnp.where(rejected, -jnp.inf, logits)
+    return logits
+
+
+def gumbel(keys: Array, length: int, vocabulary: int) -> Float[Array, "B T V"]:
+    """Gumbel noise per image. Entry (t, v) does not depend on the padded length, so segments do not change samples."""
+    return jax.vmap(lambda key: jax.random.gumbel(key, (length, vocabulary)))(keys)
+
+
+def sample(
+    logits: Float[Array, "B T V"], keys: Array, sampling: Sampling
+) -> tuple[Int[Array, "B T"], Float[Array, "B T V"]]:
+    """Tokens drawn from guided logits with one key per image, and the filtered logits."""
+    if sampling.greedy:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32), logits
+    logits = filter_logits(logits, sampling.top_k, sampling.top_p)
+    noise = gumbel(keys, *logits.shape[1:])
+    return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32), logits
+
+
+def smooth_codes(
+    logits: Float[Array, "B T V"], keys: Array, ratio: Float[Array, ""], codebook: Float[Array, "V C"]
+) -> Float[Array, "B T C"]:
+    """Mixture of codes for `more_smooth`: Gumbel softmax of (1 + ratio) * logits, temperature falling with the scale's ratio."""
+    temperature = jnp.maximum(0.27 * (1 - 0.95 * ratio), 0.005)
+    keys = jax.vmap(lambda key: jax.random.fold_in(key, SMOOTH_KEY))(keys)
+    noisy = logits * (1 + ratio) + gumbel(keys, *logits.shape[1:])
+    weights = jax.nn.softmax(noisy / temperature, axis=-1)
+    return jnp.einsum("btv,vc->btc", weights, codebook, precision=jax.lax.Precision.HIGHEST)
+
+
+def image_keys(seed: int, image_index: Int[Array, " B"]) -> Array:
+    """One typed key per image: the image's index folded into the seed."""
+    return jax.vmap(lambda i: jax.random.fold_in(jax.random.key(seed), i))(image_index)

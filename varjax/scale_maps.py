@@ -1,0 +1,86 @@
+"""Per-scale data of a segment: padded index maps and resize matrices, the scan inputs of the scale loop.
+
+Scales of a segment have different map sizes but one padded shape. Tokens live in a row of length T (row-major map, then padding);
+resizing works on a grid of Gh x Gw, the largest height and width of the segment. Padding of the grid meets zero columns of the
+matrices, padding of the token row repeats the scale's last token; neither reaches a result.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from varjax.codecs.resize import area_matrix, bicubic_matrix, resize
+from varjax.schedule import Schedule
+from varjax.segments import Segment, token_index
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ScaleMaps:
+    """Arrays with a leading axis over the segment's scales, which `lax.scan` takes away.
+
+    scale, length: index and real tokens of the scale. ratio: k / (K - 1). token_index: global position of every (padded) token.
+    cell: grid cell of every token; token: token of every grid cell. down_*: latent map -> grid (area); up_*: grid -> latent map
+    (bicubic).
+    """
+
+    scale: Int[Array, "..."]
+    length: Int[Array, "..."]
+    ratio: Float[Array, "..."]
+    token_index: Int[Array, "... T"]
+    cell: Int[Array, "... T"]
+    token: Int[Array, "... G"]
+    down_rows: Float[Array, "... Gh P"]
+    down_columns: Float[Array, "... Gw Q"]
+    up_rows: Float[Array, "... P Gh"]
+    up_columns: Float[Array, "... Q Gw"]
+
+    @classmethod
+    def of(cls, schedule: Schedule, segment: Segment) -> "ScaleMaps":
+        """Host arrays for one segment."""
+        scales = np.arange(segment.start, segment.stop)
+        maps = np.array([schedule.maps[s] for s in scales])
+        grid = tuple(int(n) for n in maps.max(0))
+        final = schedule.final_map
+        cells = [_cell(h, w, grid, segment.length) for h, w in maps]
+        return cls(
+            scale=scales.astype(np.int32),
+            length=maps.prod(1).astype(np.int32),
+            ratio=(scales / max(1, schedule.num_scales - 1)).astype(np.float32),
+            token_index=token_index(schedule, segment),
+            cell=np.stack(cells),
+            token=np.stack([_token(h, w, grid) for h, w in maps]),
+            down_rows=np.stack([_pad(area_matrix(final[0], h), 0, grid[0]) for h, _ in maps]),
+            down_columns=np.stack([_pad(area_matrix(final[1], w), 0, grid[1]) for _, w in maps]),
+            up_rows=np.stack([_pad(bicubic_matrix(h, final[0]), 1, grid[0]) for h, _ in maps]),
+            up_columns=np.stack([_pad(bicubic_matrix(w, final[1]), 1, grid[1]) for _, w in maps]),
+        )
+
+    def shrink(self, code_map: Float[Array, "B P Q C"]) -> Float[Array, "B T C"]:
+        """The latent map pooled to this scale, as a padded token row."""
+        grid = resize(code_map, self.down_rows, self.down_columns)
+        return grid.reshape(len(grid), -1, grid.shape[-1])[:, self.cell]
+
+    def enlarge(self, codes: Float[Array, "B T C"]) -> Float[Array, "B P Q C"]:
+        """A padded row of codes enlarged to the latent map."""
+        grid = codes[:, self.token]
+        grid = grid.reshape(len(codes), self.up_rows.shape[-1], self.up_columns.shape[-1], -1)
+        return resize(grid, self.up_rows, self.up_columns)
+
+
+def _cell(h: int, w: int, grid: tuple[int, int], length: int) -> np.ndarray:
+    cells = (np.arange(h)[:, None] * grid[1] + np.arange(w)).reshape(-1)
+    return np.pad(cells, (0, length - cells.size), mode="edge").astype(np.int32)
+
+
+def _token(h: int, w: int, grid: tuple[int, int]) -> np.ndarray:
+    row, column = (np.minimum(np.arange(g), n - 1) for g, n in zip(grid, (h, w), strict=True))
+    return (row[:, None] * w + column).reshape(-1).astype(np.int32)
+
+
+def _pad(matrix: np.ndarray, axis: int, size: int) -> np.ndarray:
+    width = [(0, 0), (0, 0)]
+    width[axis] = (0, size - matrix.shape[axis])
+    return np.pad(matrix, width)
