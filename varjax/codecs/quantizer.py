@@ -117,7 +117,8 @@ class Quantizer(nnx.Module):
         if f.shape[1:] != (*self.config.schedule.final_map, self.config.z_channels):
             raise UserError(
                 f"a latent map of shape {f.shape[1:]} does not fit schedule"
-                f" {self.config.schedule} with {self.config.z_channels} channels: resize the images to {self.config.image_size}"
+                f" {self.config.schedule} with {self.config.z_channels} channels:"
+                f" images of {self.config.image_size} pixels are needed"
             )
         rest = jax.lax.stop_gradient(f).astype(jnp.float32)
         for scale, size in enumerate(self.config.schedule.maps):
