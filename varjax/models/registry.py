@@ -9,6 +9,7 @@ from varjax.codecs.config import VQVAEConfig
 from varjax.codecs.vqvae import VQVAE
 from varjax.errors import UserError, choose
 from varjax.models import var
+from varjax.models.pipeline import VARPipeline
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of transformer and the codec that turns its tokens into pictures."""
+    """A kind of transformer, the codec that turns its tokens into pictures, and both as the engine sees them."""
 
     name: str
     transformer: Part
     codec: Part
+    pipeline: type
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Preset:
 
 
 FAMILIES = {
-    "var": Family("var", Part("VAR", var.VARConfig, var.VAR), Part("VQVAE", VQVAEConfig, VQVAE)),
+    "var": Family("var", Part("VAR", var.VARConfig, var.VAR), Part("VQVAE", VQVAEConfig, VQVAE), VARPipeline),
 }
 
 # Settings of the published FID evaluation of VAR.

@@ -1,0 +1,116 @@
+"""Predicted and available memory, so that a batch that cannot fit is refused before anything is compiled."""
+
+import os
+from dataclasses import dataclass
+
+import jax
+
+from varjax.cache.plan import CachePlan, item_size
+from varjax.errors import UserError
+from varjax.models import parameters
+
+SAFETY = 0.9  # share of the device's memory that predictions may fill
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Bytes of one batch: weights, KV pool, and an estimate of activations (largest scale and image decoder)."""
+
+    weights: int
+    kv_pool: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_pool + self.activations
+
+
+def weight_bytes(transformer, codec, dtype) -> int:
+    """Bytes of the parameters: the transformer in `dtype`, the codec in float32."""
+    return parameters.count(transformer) * item_size(dtype) + parameters.count(codec) * 4
+
+
+def predict(plan: CachePlan, transformer, codec, batch_size: int, dtype, kv_dtype) -> Prediction:
+    """Predicted bytes. The pool is exact; activations are the live tensors of the widest step, counted from shapes."""
+    config, rows = transformer.config, batch_size * plan.geometry.rows_per_image
+    tokens = max(plan.geometry.schedule.tokens)
+    keys = tokens + int(plan.capacity.max(initial=0))
+    layer = rows * tokens * (6 * config.embed_dim + 2 * config.hidden_dim) * item_size(dtype)
+    scores = 2 * rows * config.num_heads * tokens * keys * 4
+    gathered = 2 * rows * plan.geometry.num_heads * keys * 2 * plan.geometry.head_dim * item_size(kv_dtype)
+    logits = 2 * rows * tokens * config.vocab_size * 4
+    height, width = codec.config.image_size
+    pixels = 6 * batch_size * height * width * codec.config.ch * codec.config.ch_mult[0] * 4
+    return Prediction(
+        weights=weight_bytes(transformer, codec, dtype),
+        kv_pool=plan.num_bytes(batch_size, kv_dtype),
+        activations=max(layer + scores + gathered, logits, pixels),
+    )
+
+
+def available_bytes() -> int | None:
+    """Memory that the default device can still give, or None if it does not say."""
+    device = jax.devices()[0]
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    return _free_host_memory() if device.platform == "cpu" else None
+
+
+def _free_host_memory() -> int | None:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            entries = dict(line.split(":", 1) for line in file)
+        return int(entries["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        try:
+            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (OSError, ValueError, AttributeError):
+            return None
+
+
+def largest_batch(predict_for, wanted: int, available: int | None) -> int:
+    """The largest batch up to `wanted` whose prediction fits, found by bisection; 0 if not even one image fits."""
+    if available is None:
+        return wanted
+
+    def fits(n):
+        return predict_for(n).total <= SAFETY * available
+
+    low, high = 0, wanted
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def choose_batch_size(predict_for, asked: int | None, num_images: int, usual: int) -> int:
+    """The batch size of a run: as asked, or `usual` (at most the number of images), cut down to what fits.
+
+    Raises:
+      UserError: the batch asked for, or a single image, does not fit the device.
+    """
+    available = available_bytes()
+    wanted = min(num_images, asked or usual)
+    size = largest_batch(predict_for, wanted, available)
+    if size >= wanted:
+        return wanted
+    need = predict_for(wanted if asked else 1)
+    if asked or size == 0:
+        hint = f"the largest batch that fits is {size}" if size else "take a smaller budget or a device with more memory"
+        raise UserError(
+            f"a batch of {wanted if asked else 1} needs about {show_bytes(need.total)} (weights {show_bytes(need.weights)}, "
+            f"KV pool {show_bytes(need.kv_pool)}, activations {show_bytes(need.activations)}), but "
+            f"{show_bytes(int(SAFETY * available))} are available: {hint}"
+        )
+    return size
+
+
+def show_bytes(number: int) -> str:
+    """1536 -> "1.5 KiB"."""
+    value, unit = float(number), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.4g} {unit}"
