@@ -1,0 +1,228 @@
+"""Interpreter for the few pickle operations that weight files consist of.
+
+A pickle is a program. Python's own unpickler would run whatever it names; this one calls nothing:
+it knows dictionaries, lists, tuples, numbers and texts, and hands every name and every call to
+`names`, a table of functions that its caller vouches for. Anything else is refused by name.
+"""
+
+import io
+import pickletools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from varjax.errors import UserError
+
+_MARK = object()
+_SCALARS = (str, bytes, int, float, bool, type(None))
+_PUSH = frozenset(
+    (
+        *("NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2"),
+        *("LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
+        *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+        *("STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+    )
+)
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_STORE = frozenset(("PUT", "BINPUT", "LONG_BINPUT"))
+_RECALL = frozenset(("GET", "BINGET", "LONG_BINGET"))
+_CALLS = frozenset(("INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "REDUCE"))
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A name that the pickle refers to, `module.attribute`. Never looked up in Python."""
+
+    name: str
+
+
+class Dictionary(dict):
+    """A dictionary (or OrderedDict) of the pickle."""
+
+
+class PickleProgram:
+    """Runs a pickle.
+
+    Args:
+      functions: {"module.attribute": function of the unpickled arguments}; the functions must
+        check their arguments and raise `UserError`.
+      constants: further names that may be mentioned but not called, as a predicate.
+      storage: function of a persistent id.
+      what: the file, for messages.
+    """
+
+    def __init__(
+        self,
+        functions: Mapping[str, Callable],
+        constants: Callable[[str], bool],
+        storage: Callable,
+        what: str,
+    ):
+        self.functions, self.constants, self.storage = functions, constants, storage
+        self.what = what
+        self.stack: list = []
+        self.memo: dict = {}
+
+    def run(self, data: bytes):
+        """The object that the pickle describes.
+
+        Raises:
+          UserError: a name that is not allowed, an operation that weights never need, or damage.
+        """
+        try:
+            for operation, argument, _ in pickletools.genops(io.BytesIO(data)):
+                if operation.name == "STOP":
+                    return self.stack.pop()
+                self._step(operation.name, argument)
+        except UserError:
+            raise
+        except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
+            raise UserError(f"{self.what}: the pickle inside is damaged ({error})") from error
+        raise UserError(f"{self.what}: the pickle inside is damaged (it does not end)")
+
+    def _step(self, name: str, argument) -> None:
+        if name in _PUSH:
+            self.stack.append(_CONSTANTS.get(name, argument))
+        elif name in _STORE:
+            self.memo[argument] = self.stack[-1]
+        elif name in _RECALL:
+            self.stack.append(self.memo[argument])
+        elif name in _CALLS and name != "REDUCE":
+            raise self._refused_call(name, argument)
+        else:
+            method = getattr(self, f"_do_{name.lower()}", None)
+            if method is None:
+                raise UserError(f"{self.what}: refused, pickle operation {name} is not for weights")
+            method(argument)
+
+    def _refused_call(self, name: str, argument) -> UserError:
+        """For the operations that create instances of classes: say of which, where it is known."""
+        symbols = [s.name for s in self.stack if isinstance(s, Symbol)][-1:]
+        target = argument.replace(" ", ".") if isinstance(argument, str) else "".join(symbols)
+        return UserError(
+            f"{self.what}: refused, it would create an object of {target or 'an unnamed class'}"
+            f" ({name}); a weights file holds tensors, numbers and texts only"
+        )
+
+    # --- names and calls --------------------------------------------------------------------------
+
+    def _symbol(self, module: str, attribute: str) -> Symbol:
+        name = f"{module}.{attribute}"
+        if name not in self.functions and not self.constants(name):
+            raise UserError(
+                f"{self.what}: refused, it refers to {name}, which a weights file has no need of:"
+                " do not open it with other tools unless you trust its source"
+            )
+        return Symbol(name)
+
+    def _do_global(self, argument: str) -> None:
+        self.stack.append(self._symbol(*argument.split(" ", 1)))
+
+    def _do_stack_global(self, _) -> None:
+        attribute, module = self.stack.pop(), self.stack.pop()
+        if not (isinstance(module, str) and isinstance(attribute, str)):
+            raise TypeError("a name is not a text")
+        self.stack.append(self._symbol(module, attribute))
+
+    def _do_reduce(self, _) -> None:
+        arguments, function = self.stack.pop(), self.stack.pop()
+        if not isinstance(function, Symbol) or function.name not in self.functions:
+            name = function.name if isinstance(function, Symbol) else type(function).__name__
+            raise UserError(f"{self.what}: refused, it calls {name}, which is not a function here")
+        if not isinstance(arguments, tuple):
+            raise TypeError(f"arguments of {function.name} are not a tuple")
+        self.stack.append(self.functions[function.name](*arguments))
+
+    def _do_build(self, _) -> None:
+        """State of an object: torch keeps notes on a state dict, which mean nothing here."""
+        self.stack.pop()
+        if not isinstance(self.stack[-1], Dictionary):
+            raise UserError(f"{self.what}: refused, it sets attributes of something")
+
+    def _do_binpersid(self, _) -> None:
+        self.stack.append(self.storage(self.stack.pop()))
+
+    def _do_memoize(self, _) -> None:
+        self.memo[len(self.memo)] = self.stack[-1]
+
+    # --- containers -------------------------------------------------------------------------------
+
+    def _do_proto(self, _) -> None:
+        pass
+
+    _do_frame = _do_proto
+
+    def _do_mark(self, _) -> None:
+        self.stack.append(_MARK)
+
+    def _pop_mark(self) -> list:
+        """Everything above the last mark, which is removed too."""
+        for i in range(len(self.stack) - 1, -1, -1):
+            if self.stack[i] is _MARK:
+                items = self.stack[i + 1 :]
+                del self.stack[i:]
+                return items
+        raise ValueError("a mark is missing")
+
+    def _do_empty_dict(self, _) -> None:
+        self.stack.append(Dictionary())
+
+    def _do_empty_list(self, _) -> None:
+        self.stack.append([])
+
+    def _do_empty_tuple(self, _) -> None:
+        self.stack.append(())
+
+    def _do_tuple(self, _) -> None:
+        self.stack.append(tuple(self._pop_mark()))
+
+    def _do_list(self, _) -> None:
+        self.stack.append(self._pop_mark())
+
+    def _do_dict(self, _) -> None:
+        items = self._pop_mark()
+        self.stack.append(Dictionary())
+        self._set(items)
+
+    def _do_tuple1(self, _) -> None:
+        self.stack[-1:] = [tuple(self._last(1))]
+
+    def _do_tuple2(self, _) -> None:
+        self.stack[-2:] = [tuple(self._last(2))]
+
+    def _do_tuple3(self, _) -> None:
+        self.stack[-3:] = [tuple(self._last(3))]
+
+    def _last(self, number: int) -> list:
+        items = self.stack[-number:]
+        if len(items) < number or _MARK in items:
+            raise ValueError("a tuple lacks items")
+        return items
+
+    def _do_append(self, _) -> None:
+        item = self.stack.pop()
+        self._extend([item])
+
+    def _do_appends(self, _) -> None:
+        self._extend(self._pop_mark())
+
+    def _extend(self, items: list) -> None:
+        if type(self.stack[-1]) is not list:
+            raise TypeError("items are appended to something that is not a list")
+        self.stack[-1].extend(items)
+
+    def _do_setitem(self, _) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set([key, value])
+
+    def _do_setitems(self, _) -> None:
+        self._set(self._pop_mark())
+
+    def _set(self, items: list) -> None:
+        """Keys and values in turn. Keys are plain, so that hashing them runs no surprising code."""
+        target = self.stack[-1]
+        if not isinstance(target, Dictionary) or len(items) % 2:
+            raise TypeError("keys are set on something that is not a dictionary")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if not isinstance(key, _SCALARS):
+                raise UserError(f"{self.what}: refused, a key is a {type(key).__name__}")
+            target[key] = value

@@ -1,0 +1,68 @@
+"""Reader of `.safetensors` files; tensors are read when asked for."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from varjax.errors import UserError
+
+# Element types of the format that weights have; float8 and complex ones are refused.
+DTYPES = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+}
+
+
+@dataclass(frozen=True)
+class SafeTensor:
+    """A tensor of the file. `read()` gives its values."""
+
+    file: object
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    def read(self) -> np.ndarray:
+        return self.file.get_tensor(self.name)
+
+
+def read_safetensors(path: Path) -> dict[str, SafeTensor]:
+    """{name: tensor} of a file, nothing of it read yet.
+
+    Raises:
+      UserError: damaged file, an element type that no weights have, or no safetensors package.
+    """
+    try:
+        import safetensors  # an extra: only conversions need it
+    except ImportError as error:
+        raise UserError(
+            f"{path} is a safetensors file, which needs a package: pip install safetensors"
+        ) from error
+    try:
+        file = safetensors.safe_open(path, framework="np")
+        return {name: _tensor(path, file, name) for name in file.keys()}  # noqa: SIM118
+    except safetensors.SafetensorError as error:
+        raise UserError(
+            f"{path} is damaged or incomplete ({error}): download or copy it again"
+        ) from error
+
+
+def _tensor(path: Path, file, name: str) -> SafeTensor:
+    entry = file.get_slice(name)
+    dtype = DTYPES.get(entry.get_dtype())
+    if dtype is None:
+        raise UserError(
+            f"{path}: tensor {name} has the element type {entry.get_dtype()}, which is not"
+            f" supported; supported are {', '.join(DTYPES)}"
+        )
+    return SafeTensor(file, name, dtype, tuple(entry.get_shape()))
