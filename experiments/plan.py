@@ -1,0 +1,119 @@
+"""Print a policy's cache plan for a model, without weights.
+
+    python -m experiments.plan --model=var-d30 --policy=streaming --budget=0.1 --batch_size=8 --dtype=bfloat16
+    python -m experiments.plan --geometry='layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4' --policy=headkv --save=PLAN.npz
+
+Shows tokens held per scale, the size of the pool, and how full the cache is after every layer. --save writes the arrays: `capacity` int
+(K, layers, heads), tokens held when a scale starts; `live_tokens` int (K, layers), tokens in the whole cache of one row right after a
+layer has stored; `pool_tokens`, `num_bytes`, `dense_bytes`; for policies whose contents are known beforehand `keep_scale` bool
+(K, layers, heads, K), whether a scale sees anything of an earlier one, and `keep_count`, of how many of its tokens.
+"""
+
+import pathlib
+
+import numpy as np
+from absl import flags
+
+from experiments import settings
+from varjax import command_line
+from varjax.cache.plan import CachePlan
+from varjax.cache.planner import plan_cache
+from varjax.errors import UserError, choose
+from varjax.files import writing
+from varjax.geometry import Geometry
+from varjax.memory import show_bytes
+from varjax.models import registry
+from varjax.policies import POLICIES, get_policy
+
+MODEL = flags.DEFINE_string("model", None, f"Published name: {', '.join(registry.PRESETS)}.")
+CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Checkpoint folder; default (without --model and --geometry): the embedded demo.")
+GEOMETRY = flags.DEFINE_string("geometry", None, "layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4 (height x width).")
+POLICY = flags.DEFINE_enum("policy", "full", list(POLICIES), "KV-cache policy.")
+BUDGET = flags.DEFINE_float("budget", None, "Fraction of the full cache's bytes that may be kept; default: the policy's own.")
+POLICY_ARGS = flags.DEFINE_string("policy_args", "", "Further arguments of the policy: key=value,key=value.")
+CALIBRATION = flags.DEFINE_string("calibration", None, "Calibration file, for policies that use one.")
+BATCH_SIZE = flags.DEFINE_integer("batch_size", 1, "Images per batch (two cache rows each).", lower_bound=1)
+DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "Type of the stored keys and values.")
+SAVE = flags.DEFINE_string("save", None, "Write the plan's arrays to this npz file.")
+OVERWRITE = flags.DEFINE_boolean("overwrite", False, "Replace the --save file if it exists.")
+
+
+def geometry() -> tuple[str, Geometry]:
+    """(name, geometry) of the model named by exactly one of the flags."""
+    named = {"--model": MODEL.value, "--checkpoint": CHECKPOINT.value, "--geometry": GEOMETRY.value}
+    given = [flag for flag, value in named.items() if value]
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)} exclude each other: name one model")
+    if GEOMETRY.value:
+        return "geometry", Geometry.parse(GEOMETRY.value)
+    if MODEL.value:
+        choose("model", MODEL.value, registry.PRESETS)
+    model = settings.abstract_model(MODEL.value or CHECKPOINT.value)
+    return model.name, model.geometry
+
+
+def arrays(plan: CachePlan, batch_size: int, dtype: str) -> dict[str, np.ndarray]:
+    """What --save writes."""
+    found = {
+        "capacity": plan.capacity,
+        "live_tokens": plan.live_tokens,
+        "pool_tokens": np.int64(plan.pool_tokens),
+        "num_bytes": np.int64(plan.num_bytes(batch_size, dtype)),
+        "dense_bytes": np.int64(plan.dense_bytes(batch_size, dtype)),
+        "block_size": np.int64(plan.block_size),
+        "schedule": np.array(plan.geometry.schedule.maps, np.int32),
+    }
+    if plan.static_content:
+        count = kept_per_source(plan)
+        found |= {"keep_scale": count > 0, "keep_count": count}
+    return found
+
+
+def kept_per_source(plan: CachePlan) -> np.ndarray:
+    """int32 [K, L, N, K]: how many tokens of scale j scale s sees."""
+    starts = plan.geometry.schedule.starts
+    scales = range(plan.geometry.schedule.num_scales)
+    visible = (plan.allocation.visible(plan.geometry, s) for s in scales)
+    return np.stack([np.add.reduceat(v, starts, axis=-1, dtype=np.int32) for v in visible])
+
+
+def text(name: str, plan: CachePlan, batch_size: int, dtype: str) -> str:
+    """The printed plan."""
+    g, dense = plan.geometry, max(1, plan.geometry.dense_tokens)
+    excess = plan.fraction - plan.budget
+    lines = [
+        f"{name}: {g.num_layers} layers, {g.num_heads} heads of {g.head_dim}, {g.schedule.num_scales} scales, "
+        f"{g.schedule.total_tokens} tokens ({g.schedule.persistent_tokens} per head in a full cache)",
+        f"policy {POLICY.value}, budget {plan.budget:g}, accounting {plan.accounting}",
+        f"pool      {plan.pool_blocks} blocks of {plan.block_size} slots = {plan.pool_tokens} tokens, {plan.fraction:.2%} of full",
+        f"bytes     {plan.num_bytes(batch_size, dtype)} ({show_bytes(plan.num_bytes(batch_size, dtype))}) of "
+        f"{plan.dense_bytes(batch_size, dtype)} ({show_bytes(plan.dense_bytes(batch_size, dtype))}), batch {batch_size}, {dtype}",
+        f"peak      {plan.peak_live_fraction:.2%} of full is live at most",
+    ]
+    if excess > 1e-9:
+        lines.append(f"rounding  the pool exceeds the budget by {excess:.2%} of full (accounting=bytes would charge this to the budget)")
+    lines += ["", "scale  map      tokens  held per head (min mean max)  live after first, last layer"]
+    for s, (h, w) in enumerate(g.schedule.maps):
+        held, live = plan.capacity[s], plan.live_tokens[s] / dense
+        spread = f"{held.min()} {held.mean():.1f} {held.max()}"
+        lines.append(f"{s:5d}  {f'{h}x{w}':7s}  {h * w:6d}  {spread:28s}  {live[0]:.2%}, {live[-1]:.2%}")
+    return "\n".join(lines)
+
+
+def main(argv) -> None:
+    name, model_geometry = geometry()
+    policy = get_policy(POLICY.value, BUDGET.value, command_line.typed_pairs(POLICY_ARGS.value))
+    if CALIBRATION.value:
+        raise UserError(f"policy {policy.name!r} uses no calibration: leave out --calibration")
+    target = pathlib.Path(SAVE.value) if SAVE.value else None
+    if target and target.exists() and not OVERWRITE.value:
+        raise UserError(f"{target} exists already: choose another file or add --overwrite")
+    plan = plan_cache(model_geometry, policy)
+    print(text(name, plan, BATCH_SIZE.value, DTYPE.value))
+    if target:
+        with writing(target) as file:
+            np.savez(file, **arrays(plan, BATCH_SIZE.value, DTYPE.value))
+
+
+if __name__ == "__main__":
+    command_line.run(main)

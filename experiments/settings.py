@@ -1,0 +1,158 @@
+"""What a run does, resolved from flags before anything is compiled, and everything that can be wrong with it."""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from varjax import checkpoint, generation
+from varjax.cache.plan import CachePlan
+from varjax.cache.planner import plan_cache
+from varjax.errors import UserError
+from varjax.geometry import Geometry
+from varjax.models import parameters, registry
+from varjax.policies import Policy
+from varjax.sampling import Sampling
+
+ALL_CLASSES_UP_TO = 64  # without --labels and --num_images: every class once, or this many images for larger models
+FEW_IMAGES = 16
+
+
+@dataclass(frozen=True)
+class AbstractModel:
+    """A model without weights: configurations and shapes. Enough to plan and to check every flag."""
+
+    name: str
+    transformer: Any
+    codec: Any
+    metadata: dict
+    directory: pathlib.Path | None
+
+    @property
+    def geometry(self) -> Geometry:
+        pipeline = registry.family(self.metadata["family"]).pipeline
+        return pipeline(self.transformer, self.codec).geometry
+
+    @property
+    def num_classes(self) -> int:
+        return self.transformer.config.num_classes
+
+
+def abstract_model(name_or_directory: str | None) -> AbstractModel:
+    """The embedded demo (None), a checkpoint folder, or a published name (no weights)."""
+    if name_or_directory in registry.PRESETS and not pathlib.Path(name_or_directory).exists():
+        preset = registry.preset(name_or_directory)
+        family = registry.family(preset.family)
+        parts = [
+            parameters.abstract(lambda p=p, c=c: p.build(c))
+            for p, c in ((family.transformer, preset.transformer), (family.codec, preset.codec))
+        ]
+        metadata = {"family": preset.family, "sampling": dict(preset.sampling)}
+        return AbstractModel(name_or_directory, *parts, metadata, None)
+    directory = pathlib.Path(name_or_directory) if name_or_directory else checkpoint.demo_directory()
+    found = checkpoint.load_abstract(directory)
+    name = directory.resolve().name if name_or_directory else "demo"
+    return AbstractModel(name, found.transformer, found.codec, found.metadata, directory)
+
+
+def choose_labels(labels: str | None, num_images: int | None, num_classes: int) -> np.ndarray:
+    """int32 [N] from `--labels=3,7,7` or `--num_images=N` (over all classes in turn)."""
+    if labels is not None and num_images is not None:
+        raise UserError("--labels and --num_images exclude each other: labels already say how many images there are")
+    if labels is not None:
+        try:
+            wanted = [int(part) for part in labels.split(",")]
+        except ValueError:
+            raise UserError(f"--labels={labels!r}: write class numbers separated by commas, for example 3,7,7") from None
+        return generation.check_labels(wanted, num_classes)
+    if num_images is None:
+        num_images = num_classes if num_classes <= ALL_CLASSES_UP_TO else FEW_IMAGES
+    if num_images < 1:
+        raise UserError(f"--num_images={num_images}: at least 1")
+    return (np.arange(num_images) % num_classes).astype(np.int32)
+
+
+def read_given_tokens(path: str | None, num_images: int, geometry: Geometry, vocab_size: int) -> np.ndarray | None:
+    """int32 [N, L] of `--given_tokens=FILE.npz` (array `tokens`)."""
+    if not path:
+        return None
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            tokens = archive["tokens"]
+    except (OSError, KeyError, ValueError) as error:
+        raise UserError(f"--given_tokens={path}: cannot read array `tokens`: {error}") from None
+    wanted = (num_images, geometry.schedule.total_tokens)
+    if tokens.shape != wanted or not np.issubdtype(tokens.dtype, np.integer):
+        raise UserError(f"--given_tokens={path}: tokens are {tokens.dtype} {tokens.shape}, needed are integers {wanted}")
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise UserError(f"--given_tokens={path}: tokens reach from {tokens.min()} to {tokens.max()}, allowed is 0 to {vocab_size - 1}")
+    return tokens.astype(np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class RunSettings:
+    """A resolved run."""
+
+    model: AbstractModel
+    labels: np.ndarray
+    policy: Policy
+    plan: CachePlan
+    sampling: Sampling
+    seed: int
+    batch_size: int
+    dtype: str
+    kv_dtype: Any
+    matmul_precision: str
+    segments: str
+    attention: str | None
+    compare: bool
+    save_arrays: bool
+    given_tokens: np.ndarray | None = None
+    given_scales: int | None = None
+
+    def describe(self) -> dict:
+        """JSON-able content: what decides the results."""
+        return {
+            "model": self.model.name,
+            "model_sources": self.model.metadata.get("sources", []),
+            "model_files": self.model.metadata.get("files", {}),
+            "labels": self.labels.tolist(),
+            "policy": self.policy.name,
+            "policy_args": policy_arguments(self.policy),
+            "budget": self.policy.budget,
+            "plan": self.plan.digest,
+            "sampling": dataclasses.asdict(self.sampling),
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "dtype": self.dtype,
+            "matmul_precision": self.matmul_precision,
+            "segments": str(self.segments),
+            "attention": self.attention or "auto",
+            "compare": self.compare,
+            "save_arrays": self.save_arrays,
+            "given": None if self.given_tokens is None else _digest(self.given_tokens) + f":{self.given_scales}",
+        }
+
+
+def policy_arguments(policy: Policy) -> dict:
+    """The policy's fields except the budget."""
+    return {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy) if f.name != "budget"}
+
+
+def full_plan(geometry: Geometry) -> tuple[Policy, CachePlan]:
+    """The full cache, for comparisons."""
+    policy = generation.resolve_policy("full")
+    return policy, plan_cache(geometry, policy)
+
+
+def _digest(array: np.ndarray) -> str:
+    return hashlib.sha256(array.tobytes()).hexdigest()[:16]
+
+
+def fingerprint(description: dict) -> str:
+    """Text that two runs share exactly if one may continue the other."""
+    return json.dumps(description, sort_keys=True)

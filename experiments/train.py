@@ -1,0 +1,74 @@
+"""Train an image codec (VQVAE) and a class-conditional transformer (VAR) on a folder of pictures.
+
+    python -m experiments.train --stage=both --data=PICTURES --out=RUN
+    python -m experiments.run --checkpoint=RUN/model
+
+`--data` is a folder with one sub-folder per class, an .npz file with `images` and `labels`, or a
+folder with train.npz and val.npz. A run that was stopped continues from its last checkpoint when
+the same command is given again. Progress goes to standard error, losses to RUN/STAGE/history.jsonl,
+and the finished model to RUN/model. What to choose: docs/training.md.
+"""
+
+import dataclasses
+
+from absl import flags
+
+from varjax import command_line
+from varjax.errors import UserError
+from varjax.training import loop, session
+from varjax.training.settings import Settings
+
+FLAGS = flags.FLAGS
+
+
+def _define_flags() -> None:
+    flags.DEFINE_enum("stage", "both", session.STAGES, "what to train: the codec, the transformer")
+    flags.DEFINE_string("out", None, "folder of the run, new or to be resumed", required=True)
+    flags.DEFINE_bool("quiet", False, "print no progress")
+    for name, default in vars(loop.Intervals()).items():
+        flags.DEFINE_integer(f"{name}_every", default, f"steps between two of: {name}", 1)
+    define = {
+        bool: flags.DEFINE_bool,
+        int: flags.DEFINE_integer,
+        float: flags.DEFINE_float,
+        str: flags.DEFINE_string,
+        tuple: flags.DEFINE_list,
+    }
+    for field in dataclasses.fields(Settings):
+        default = field.default
+        if isinstance(default, tuple):
+            default = [str(item) for item in default]
+        define[type(field.default)](field.name, default, field.metadata["help"])
+
+
+def _integers(name: str, values) -> tuple[int, ...]:
+    try:
+        return tuple(int(value) for value in values)
+    except ValueError:
+        raise UserError(
+            f"--{name}={','.join(values)} is not valid: it must be integers separated by commas"
+        ) from None
+
+
+def read_settings() -> Settings:
+    """Settings from the parsed flags; `UserError` if they are impossible."""
+    values = {field.name: FLAGS[field.name].value for field in dataclasses.fields(Settings)}
+    for name, value in values.items():
+        if isinstance(value, list):
+            values[name] = _integers(name, value)
+    return Settings(**values)
+
+
+def main(argv) -> None:
+    del argv
+    intervals = loop.Intervals(
+        **{name: FLAGS[f"{name}_every"].value for name in vars(loop.Intervals())}
+    )
+    model = session.train(read_settings(), FLAGS.stage, FLAGS.out, intervals, FLAGS.quiet)
+    print(model or f"{FLAGS.out}/vqvae: codec trained; continue with --stage=var")
+
+
+_define_flags()
+
+if __name__ == "__main__":
+    command_line.run(main)
