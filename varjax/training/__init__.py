@@ -1,0 +1,1 @@
+"""Training of the image codec (VQVAE) and of the transformer (VAR)."""

@@ -1,0 +1,21 @@
+"""Which pictures a step sees: a pure function of seed and step, so resuming needs no state."""
+
+from functools import lru_cache
+
+import numpy as np
+
+
+@lru_cache(maxsize=2)
+def _order(count: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(count)
+
+
+def indices(count: int, batch_size: int, seed: int, step: int) -> np.ndarray:
+    """int64 [batch_size]: pictures of step `step`; every epoch is a new permutation."""
+    positions = step * batch_size + np.arange(batch_size)
+    return np.array([_order(count, seed, int(p // count))[p % count] for p in positions])
+
+
+def flips(batch_size: int, seed: int, step: int) -> np.ndarray:
+    """bool [batch_size]: which pictures of the step are mirrored, each with probability 1/2."""
+    return np.random.default_rng((seed, step, 1)).random(batch_size) < 0.5

@@ -1,0 +1,111 @@
+"""The folder of a training run: settings, loss history and resumable checkpoints of every stage.
+
+    OUT/STAGE/settings.json     what the stage was started with
+    OUT/STAGE/history.jsonl     one JSON object per log step
+    OUT/STAGE/checkpoints/N     Orbax checkpoint after N steps
+
+A run that was killed continues from its last checkpoint; history after that step is dropped, so
+that every step appears once.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import orbax.checkpoint as ocp
+
+from varjax.errors import UserError
+
+SETTINGS, HISTORY, CHECKPOINTS = "settings.json", "history.jsonl", "checkpoints"
+
+
+def check(out, settings: Mapping[str, Mapping]) -> None:
+    """Check that stages with these settings ({stage: {name: value}}) may start or go on in `out`.
+
+    Raises:
+      UserError: `out` holds something else, or a stage with other settings.
+    """
+    out = Path(out)
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise UserError(f"--out={out} is not a folder: choose another one")
+    found = [stage for stage in settings if (out / stage / SETTINGS).is_file()]
+    if not found and any(out.iterdir()):
+        raise UserError(
+            f"--out={out} is not empty and holds no training run to resume: choose another folder"
+        )
+    for stage in found:
+        _compare(out / stage / SETTINGS, settings[stage])
+
+
+def _compare(path: Path, settings: Mapping) -> None:
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}): choose another --out") from error
+    given = json.loads(json.dumps(settings))
+    names = [n for n in {**stored, **given} if stored.get(n) != given.get(n)]
+    if names:
+        changes = ", ".join(f"{n} was {stored.get(n)}, now {given.get(n)}" for n in names)
+        raise UserError(
+            f"the run in {path.parent} has other settings: {changes}. Repeat the original settings"
+            " to resume it, or choose another --out"
+        )
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file that appears as a whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(data)
+    os.replace(part, path)
+
+
+class StageFolder:
+    """Files of one stage. Creates the folder; `check` must have passed before."""
+
+    def __init__(self, out, stage: str, settings: Mapping):
+        self.path = Path(out).absolute() / stage
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path / SETTINGS, json.dumps(settings, indent=1).encode())
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+        self._manager = ocp.CheckpointManager(self.path / CHECKPOINTS, options=options)
+
+    def latest_step(self) -> int:
+        """Steps done in the newest checkpoint; 0 without one."""
+        return self._manager.latest_step() or 0
+
+    def restore(self, like):
+        """The newest checkpoint, with the structure of `like`."""
+        step = self.latest_step()
+        return self._manager.restore(
+            step, args=ocp.args.StandardRestore(jax.eval_shape(lambda: like))
+        )
+
+    def save(self, step: int, state) -> None:
+        """Write a checkpoint; the two newest are kept."""
+        self._manager.save(step, args=ocp.args.StandardSave(state))
+
+    def close(self) -> None:
+        self._manager.close()
+
+    def read_history(self) -> list[dict]:
+        """All entries so far; a line that a crash cut short is left out."""
+        path, entries = self.path / HISTORY, []
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+            try:
+                entries.append(json.loads(line))
+            except ValueError:
+                break
+        return entries
+
+    def keep_history(self, up_to: int) -> None:
+        """Drop entries of steps after `up_to`."""
+        kept = [e for e in self.read_history() if e["step"] <= up_to]
+        write_atomically(self.path / HISTORY, "".join(json.dumps(e) + "\n" for e in kept).encode())
+
+    def append_history(self, entry: Mapping) -> None:
+        with open(self.path / HISTORY, "a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
