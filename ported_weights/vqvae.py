@@ -8,6 +8,8 @@ are stacked along a leading axis.
 from ported_weights.rules import Ignore, Rule
 from varjax.codecs.vqvae import VQVAEConfig
 
+# Names that tell a VQVAE's weights from others.
+SIGNATURE = ("quantize.embedding.weight", "quant_conv.weight", "post_quant_conv.weight")
 _NET = r"(encoder|decoder)"
 _LAYERS = (
     (rf"{_NET}\.(conv_in|conv_out)", r"\1/\2", "conv"),
@@ -53,8 +55,12 @@ def _phi_rules(config: VQVAEConfig) -> list[Rule]:
     source = {0: r"quantize\.quant_resi\.(\d+)", 1: r"quantize\.quant_resi\.qresi"}.get(
         config.share_quant_resi, r"quantize\.quant_resi\.qresi_ls\.(\d+)"
     )
-    stack = None if config.share_quant_resi == 1 else 1
+    if config.share_quant_resi == 1:
+        return [
+            Rule(rf"{source}\.weight", "quantizer/phi_kernel", ("conv", "add_axis")),
+            Rule(rf"{source}\.bias", "quantizer/phi_bias", "add_axis"),
+        ]
     return [
-        Rule(rf"{source}\.weight", "quantizer/phi_kernel", "conv", stack=stack),
-        Rule(rf"{source}\.bias", "quantizer/phi_bias", None, stack=stack),
+        Rule(rf"{source}\.weight", "quantizer/phi_kernel", "conv", stack=1),
+        Rule(rf"{source}\.bias", "quantizer/phi_bias", stack=1),
     ]

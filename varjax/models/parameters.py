@@ -32,7 +32,7 @@ def fill(module: nnx.Module, arrays: Mapping) -> nnx.Module:
         node = tree
         for key in parents:
             node = node.setdefault(key, {})
-        node[last] = jnp.asarray(arrays["/".join(map(str, path))])
+        node[last] = arrays["/".join(map(str, path))]
     graph, state = nnx.split(module)
     nnx.replace_by_pure_dict(state, tree)
     return nnx.merge(graph, state)

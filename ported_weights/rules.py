@@ -1,0 +1,257 @@
+"""The rule engine: tables that say where every tensor of a checkpoint goes.
+
+A table is a list of `Rule`, `Ignore` and `Refuse`. Each source name matches exactly one entry; each
+target parameter, and each slot of a stacked one, is filled exactly once. Everything that is wrong is
+collected and reported in one error, first by names and shapes alone, then by values.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from flax import nnx
+
+from varjax.errors import UserError
+from varjax.models import parameters
+
+TRANSFORMS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "linear": lambda a: _axes(a, (1, 0)),  # (out, in) -> (in, out)
+    "conv": lambda a: _axes(a, (2, 3, 1, 0)),  # (out, in, kh, kw) -> (kh, kw, in, out)
+    "conv1x1_to_linear": lambda a: _axes(a[:, :, 0, 0], (1, 0)) if a.shape[2:] == (1, 1) else _no(),
+    "drop_axis": lambda a: a[0] if a.shape[:1] == (1,) else _no(),  # (1, ...) -> (...)
+    "add_axis": lambda a: a[None],
+    "flatten": lambda a: a.reshape(-1),
+}
+MAX_CHECKED = 2**27  # elements of an ignored tensor whose values are checked
+
+
+@dataclass(frozen=True)
+class Rule:
+    r"""Source names that match `pattern` go to the parameter `target`.
+
+    Attributes:
+      pattern: regular expression for the whole name.
+      target: '/'-joined parameter path; `\1` stands for group 1 of the pattern.
+      transform: None, a name of `TRANSFORMS`, or several that are applied in turn.
+      stack: the group whose number is the index on the leading axis of the target, or None.
+    """
+
+    pattern: str
+    target: str
+    transform: str | tuple[str, ...] | None = None
+    stack: int | None = None
+
+    def apply(self, array: np.ndarray) -> np.ndarray:
+        """The array as the target has it. `ValueError` if its shape is unsuitable."""
+        names = self.transform or ()
+        for name in (names,) if isinstance(names, str) else names:
+            array = TRANSFORMS[name](array)
+        return array
+
+
+@dataclass(frozen=True)
+class Ignore:
+    """Source names that are not needed, and why. `check` may look at the values and object."""
+
+    pattern: str
+    reason: str
+    check: Callable[[np.ndarray], str | None] | None = None
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Source names that contradict the configuration, and how."""
+
+    pattern: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Ported:
+    """A filled module (host arrays), how many tensors it took, and ignored (name, reason)."""
+
+    module: nnx.Module
+    tensors_read: int
+    ignored: list[tuple[str, str]]
+
+
+@dataclass
+class _Plan:
+    """What the names and shapes say: (source name, rule, target, slot), ignored names, problems."""
+
+    moves: list[tuple[str, Rule, str, int | None]] = field(default_factory=list)
+    ignored: list[tuple[str, str]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def apply(
+    rules: Sequence,
+    tensors: Mapping,
+    module: nnx.Module,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Ported:
+    """Fill `module` (usually abstract) from `tensors`, {name: lazy tensor}, in the order of the file.
+
+    Floating parameters keep the source's type (float64 becomes float32); stacked ones the widest.
+
+    Raises:
+      UserError: listing everything that is missing, surplus, misshapen, given twice or not finite.
+    """
+    targets = parameters.named(module)
+    plan = _match(rules, tensors, targets)
+    _check_coverage(plan, rules, targets)
+    _report(plan.problems)
+    types = _types(plan, tensors, targets)
+    arrays: dict[str, np.ndarray] = {}
+    for done, (name, rule, target, slot) in enumerate(plan.moves, 1):
+        if target not in arrays:
+            arrays[target] = np.empty(targets[target].shape, types[target])
+        into = arrays[target] if slot is None else arrays[target][slot]
+        into[...] = rule.apply(tensors[name].read())
+        if bad := into.size - np.count_nonzero(np.isfinite(into)):
+            plan.problems.append(f"not finite: {name} has {bad} values that are NaN or infinite")
+        progress(done, len(plan.moves))
+    _report(plan.problems)
+    return Ported(parameters.fill(module, arrays), len(plan.moves), plan.ignored)
+
+
+def _report(problems: Sequence[str]) -> None:
+    if problems:
+        order = sorted(problems, key=_natural)
+        raise UserError(f"{len(order)} problems:\n  " + "\n  ".join(order))
+
+
+def _natural(text: str) -> list:
+    """Sort key by which blocks.2 comes before blocks.10."""
+    return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in re.split(r"(\d+)", text)]
+
+
+# --- names and shapes -----------------------------------------------------------------------------
+
+
+def _match(rules: Sequence, tensors: Mapping, targets: Mapping) -> _Plan:
+    plan = _Plan()
+    compiled = [(re.compile(rule.pattern), rule) for rule in rules]
+    for name, tensor in tensors.items():
+        found = [(m, rule) for regex, rule in compiled if (m := regex.fullmatch(name))]
+        if len(found) != 1:
+            count = f"{len(found)} rules match" if found else "no rule for it"
+            plan.problems.append(f"surplus: {name} {list(tensor.shape)} ({count})")
+            continue
+        match, rule = found[0]
+        if isinstance(rule, Refuse):
+            plan.problems.append(f"surplus: {name} ({rule.reason})")
+        elif isinstance(rule, Ignore):
+            plan.ignored.append((name, rule.reason))
+            plan.problems += _objections(name, rule, tensor)
+        else:
+            _place(plan, name, rule, match, tensor, targets)
+    return plan
+
+
+def _objections(name: str, rule: Ignore, tensor) -> list[str]:
+    if rule.check is None:
+        return []
+    if math.prod(tensor.shape) > MAX_CHECKED:
+        return [f"wrong shape: {name} is implausibly large: {list(tensor.shape)}"]
+    objection = rule.check(tensor.read())
+    return [f"wrong value: {name} {objection}"] if objection else []
+
+
+def _place(plan: _Plan, name: str, rule: Rule, match: re.Match, tensor, targets: Mapping) -> None:
+    """Check one source tensor against its target and note the move."""
+    target = match.expand(rule.target)
+    slot = int(match[rule.stack]) if rule.stack else None
+    leaf = targets.get(target)
+    if leaf is None or (slot is not None and slot >= leaf.shape[0]):
+        plan.problems.append(
+            f"surplus: {name} {list(tensor.shape)} (the configuration has no place for it)"
+        )
+        return
+    plan.moves.append((name, rule, target, slot))
+    wanted = tuple(leaf.shape if slot is None else leaf.shape[1:])
+    if (shape := _shape(rule, tensor)) != wanted:
+        plan.problems.append(
+            f"wrong shape: {name} is {list(tensor.shape)}, {_expected(rule, tensor, shape, wanted)}"
+        )
+    if parameters.is_floating(tensor.dtype) != parameters.is_floating(leaf.dtype):
+        plan.problems.append(f"wrong type: {name} is {tensor.dtype}, not {leaf.dtype}")
+
+
+def _shape(rule: Rule, tensor) -> tuple[int, ...] | None:
+    """Shape after the rule's transform, without reading values; None if it cannot be applied."""
+    try:
+        return rule.apply(np.broadcast_to(np.int8(0), tensor.shape)).shape
+    except (ValueError, IndexError):
+        return None
+
+
+def _expected(rule: Rule, tensor, shape, wanted: tuple[int, ...]) -> str:
+    if shape is None or not rule.transform:
+        return f"but {list(wanted)} is expected" + (f" after {rule.transform!r}" * (shape is None))
+    return f"which becomes {list(shape)} instead of {list(wanted)}"
+
+
+def _check_coverage(plan: _Plan, rules: Sequence, targets: Mapping) -> None:
+    """Every target, and every slot of a stacked one, once."""
+    sources: dict[tuple[str, int | None], list[str]] = {}
+    for name, _, target, slot in plan.moves:
+        sources.setdefault((target, slot), []).append(name)
+    for (target, _), names in sources.items():
+        if len(names) > 1:
+            plan.problems.append(f"given twice: {target} by {' and '.join(sorted(names))}")
+    for target, leaf in targets.items():
+        makers = [(rule, m) for rule in rules if (m := _target_match(rule, target))]
+        stacked = bool(makers) and makers[0][0].stack is not None
+        for slot in range(leaf.shape[0]) if stacked else (None,):
+            if (target, slot) not in sources:
+                plan.problems.append(f"missing: {_source_name(makers, target, slot)}")
+
+
+def _target_match(rule, target: str) -> re.Match | None:
+    r"""Match of a parameter path with the rule's target, group gN standing for `\N`."""
+    if not isinstance(rule, Rule):
+        return None
+    pattern = re.sub(r"\\(\d)", r"(?P<g\1>[^/]+)", rule.target.replace(".", r"\."))
+    return re.fullmatch(pattern, target)
+
+
+def _source_name(makers: Sequence, target: str, slot: int | None) -> str:
+    """The published name that would fill a slot: the rule's pattern, its groups filled in."""
+    for rule, match in makers:
+        groups = {int(k[1:]): v for k, v in match.groupdict().items()}
+        if rule.stack:
+            groups[rule.stack] = str(slot)
+        values = iter([groups.get(i, "*") for i in range(1, 100)])
+        text = re.sub(r"\([^()]*\)", lambda _, v=values: next(v), rule.pattern)
+        name = text.replace(r"\.", ".")
+        if re.fullmatch(rule.pattern, name):
+            return name
+    return f"{target} (no rule leads to it)" if not makers else target
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def _types(plan: _Plan, tensors: Mapping, targets: Mapping) -> dict[str, np.dtype]:
+    """Type of every parameter: that of its source tensors, the widest where they differ."""
+    types: dict[str, np.dtype] = {}
+    for name, _, target, _ in plan.moves:
+        given = tensors[name].dtype
+        if given == np.float64 or given.kind in "iub":  # integers take the module's type
+            given = np.dtype(targets[target].dtype)
+        before = types.setdefault(target, given)
+        if before != given:
+            types[target] = np.dtype(np.float32)
+    return types
+
+
+def _axes(array: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
+    """Transpose; `ValueError` if the number of axes differs."""
+    return array.transpose(order)
+
+
+def _no():
+    raise ValueError("the shape does not fit the transform")
