@@ -1,8 +1,8 @@
 """The rule engine: tables that say where every tensor of a checkpoint goes.
 
-A table is a list of `Rule`, `Ignore` and `Refuse`. Each source name matches exactly one entry; each
-target parameter, and each slot of a stacked one, is filled exactly once. Everything that is wrong is
-collected and reported in one error, first by names and shapes alone, then by values.
+A table is a list of `Rule`, `Ignore` and `Refuse`. Each source name matches exactly one entry;
+each target parameter, and each slot of a stacked one, is filled exactly once. Everything that is
+wrong is collected and reported in one error, first by names and shapes alone, then by values.
 """
 
 import math
@@ -92,7 +92,7 @@ def apply(
     module: nnx.Module,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Ported:
-    """Fill `module` (usually abstract) from `tensors`, {name: lazy tensor}, in the order of the file.
+    """Fill `module` (usually abstract) from `tensors`, {name: lazy tensor}, in file order.
 
     Floating parameters keep the source's type (float64 becomes float32); stacked ones the widest.
 

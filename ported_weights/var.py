@@ -46,7 +46,7 @@ def _linear(pattern: str, target: str, stack: int | None = None) -> list[Rule]:
 
 
 def _attention_scale(config: VARConfig) -> list[Rule | Refuse]:
-    """The learned multiplier per head, (1, N, 1, 1), exists with normalised queries and keys only."""
+    """The learned multiplier per head, (1, N, 1, 1); only normalised queries have it."""
     name = _N + r"attn\.scale_mul_1H11"
     if config.attn_l2_norm:
         return [Rule(name, "blocks/log_scale", "flatten", stack=1)]
