@@ -1,0 +1,115 @@
+"""The codec against arrays of the original implementation.
+
+Tolerances are for float32 on CPU, about ten times the distance of the reference from float64.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from ported_weights import rules, sources
+from ported_weights.vqvae import vqvae_rules
+from varjax.codecs.vqvae import VQVAE, VQVAEConfig
+from varjax.models import parameters
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "var"
+WEIGHTS = {"vae_small": "vae.safetensors", "vae_full": "vae.pth"}
+F_TOLERANCE, MAP_TOLERANCE, IMAGE_TOLERANCE = 1e-4, 3e-5, 5e-5
+
+
+def _load(name: str) -> VQVAE:
+    folder = FIXTURES / name
+    config = VQVAEConfig.from_published(json.loads((folder / "config.json").read_text()))
+    tensors = sources.open_source(folder / WEIGHTS[name]).tensors
+    abstract = parameters.abstract(lambda: VQVAE(config, rngs=nnx.Rngs(0)))
+    return rules.apply(vqvae_rules(config), tensors, abstract).module
+
+
+def _last(array: np.ndarray) -> np.ndarray:
+    """Channels first to channels last."""
+    return np.moveaxis(array, -3, -1)
+
+
+@pytest.fixture(scope="module", params=WEIGHTS)
+def case(request):
+    """(codec, reference arrays, function that samples an image as the reference does)."""
+    arrays = np.load(FIXTURES / request.param / "vqvae.npz")
+    offset, stride = int(arrays["image_offset"]), int(arrays["image_stride"])
+    return _load(request.param), arrays, lambda x: x[:, offset::stride, offset::stride]
+
+
+def test_encoder_and_tokens(case):
+    codec, arrays, _ = case
+    images = _last(arrays["image_u8"]) / np.float32(127.5) - 1
+    encoded, f, tokens = jax.jit(
+        lambda codec, x: (codec.encoder(x), codec.encode(x), codec.images_to_tokens(x))
+    )(codec, images)
+    np.testing.assert_allclose(encoded, _last(arrays["enc_out"]), rtol=0, atol=F_TOLERANCE)
+    np.testing.assert_allclose(f, _last(arrays["f"]), rtol=0, atol=F_TOLERANCE)
+    np.testing.assert_array_equal(tokens, arrays["idx"])
+
+
+def test_quantizer(case):
+    codec, arrays, _ = case
+    quantizer = codec.quantizer
+    np.testing.assert_array_equal(quantizer.features_to_tokens(_last(arrays["f"])), arrays["idx"])
+    maps = quantizer.code_maps(arrays["idx"])
+    np.testing.assert_allclose(maps, _last(arrays["f_hat_per_scale"]), rtol=0, atol=MAP_TOLERANCE)
+    inputs = quantizer.teacher_inputs(arrays["idx"])
+    np.testing.assert_allclose(inputs, arrays["var_input"], rtol=0, atol=MAP_TOLERANCE)
+
+
+def test_decoder(case):
+    codec, arrays, sample = case
+    decode = jax.jit(VQVAE.decode, static_argnames="clip")
+    final = jnp.asarray(_last(arrays["f_hat_per_scale"])[-1])
+    found = sample(decode(codec, final))
+    np.testing.assert_allclose(found, _last(arrays["recon"]), rtol=0, atol=IMAGE_TOLERANCE)
+    raw = sample(decode(codec, _last(arrays["f_hat_rand"]), clip=False))
+    expected = _last(arrays["decoder_raw_rand"])
+    np.testing.assert_allclose(raw, expected, rtol=0, atol=IMAGE_TOLERANCE)
+
+
+def test_small_round_trip():
+    """Tokens to images is the decoder of the last running sum, whatever the batch."""
+    codec, arrays = _load("vae_small"), np.load(FIXTURES / "vae_small" / "vqvae.npz")
+    image = jnp.asarray(_last(arrays["image_u8"]) / np.float32(127.5) - 1)
+    batch = jnp.concatenate([image, image[:, ::-1]])
+    found = jax.jit(VQVAE.reconstruct)(codec, batch)
+    expected = _last(arrays["recon"])
+    np.testing.assert_allclose(found[:1], expected, rtol=0, atol=IMAGE_TOLERANCE)
+
+
+def test_bfloat16_decoder():
+    """The decoder runs in another type when asked; weights in that type still decode in float32."""
+    codec, arrays = _load("vae_small"), np.load(FIXTURES / "vae_small" / "vqvae.npz")
+    latents = jnp.asarray(_last(arrays["f_hat_rand"]))
+    exact, rough = codec.decode(latents), codec.decode(latents, dtype=jnp.bfloat16)
+    assert exact.dtype == rough.dtype == jnp.float32
+    assert 0 < float(jnp.abs(exact - rough).max()) < 0.2
+    small = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), codec)
+    assert small.decode(latents).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("share", [0, 1, 2])
+def test_published_names_of_phi(share):
+    """The three ways in which published checkpoints name the phi convolutions are all read."""
+    config = dataclasses.replace(_load("vae_small").config, share_quant_resi=share)
+    tensors = dict(sources.open_source(FIXTURES / "vae_small" / "vae.safetensors").tensors)
+    old = "quantize.quant_resi.qresi_ls."
+    phi = {n: tensors.pop(n) for n in list(tensors) if n.startswith(old)}
+    for kind in ("weight", "bias"):
+        for i in range(config.num_phi):
+            name = "qresi" if share == 1 else f"qresi_ls.{i}" if share else str(i)
+            tensors[f"quantize.quant_resi.{name}.{kind}"] = phi[f"{old}{i % 4}.{kind}"]
+    abstract = parameters.abstract(lambda: VQVAE(config, rngs=nnx.Rngs(0)))
+    codec = rules.apply(vqvae_rules(config), tensors, abstract).module
+    reference = _load("vae_small").quantizer.phi_kernel[...]
+    expected = [reference[i % 4] for i in range(config.num_phi)]
+    np.testing.assert_array_equal(codec.quantizer.phi_kernel[...], np.stack(expected))
