@@ -109,7 +109,7 @@ class PickleProgram:
         name = f"{module}.{attribute}"
         if name not in self.functions and not self.constants(name):
             raise UserError(
-                f"{self.what}: refused, it refers to {name}, which a weights file has no need of:"
+                f"{self.what}: refused, it refers to {name}, which a state_dict has no need of:"
                 " do not open it with other tools unless you trust its source"
             )
         return Symbol(name)

@@ -203,33 +203,31 @@ def _check_coverage(plan: _Plan, rules: Sequence, targets: Mapping) -> None:
         if len(names) > 1:
             plan.problems.append(f"given twice: {target} by {' and '.join(sorted(names))}")
     for target, leaf in targets.items():
-        makers = [(rule, m) for rule in rules if (m := _target_match(rule, target))]
-        stacked = bool(makers) and makers[0][0].stack is not None
-        for slot in range(leaf.shape[0]) if stacked else (None,):
+        makers = [
+            rule for rule in rules if isinstance(rule, Rule) and _source_name(rule, target, 0)
+        ]
+        if not makers:
+            plan.problems.append(f"missing: {target} (no rule leads to it)")
+            continue
+        for slot in (None,) if makers[0].stack is None else range(leaf.shape[0]):
             if (target, slot) not in sources:
-                plan.problems.append(f"missing: {_source_name(makers, target, slot)}")
+                plan.problems.append(f"missing: {_source_name(makers[0], target, slot)}")
 
 
-def _target_match(rule, target: str) -> re.Match | None:
-    r"""Match of a parameter path with the rule's target, group gN standing for `\N`."""
-    if not isinstance(rule, Rule):
+def _source_name(rule: Rule, target: str, slot: int | None) -> str | None:
+    r"""The published name that a rule would put into a slot of `target`; None if it never does.
+
+    The rule's target is matched backwards, `\N` standing for one path entry, and the groups found
+    are put into its pattern; if the pattern does not match that name, the rule is not for `target`.
+    """
+    backwards = re.sub(r"\\(\d)", r"(?P<g\1>[^/]+)", rule.target)
+    match = re.fullmatch(backwards, target)
+    if not match:
         return None
-    pattern = re.sub(r"\\(\d)", r"(?P<g\1>[^/]+)", rule.target.replace(".", r"\."))
-    return re.fullmatch(pattern, target)
-
-
-def _source_name(makers: Sequence, target: str, slot: int | None) -> str:
-    """The published name that would fill a slot: the rule's pattern, its groups filled in."""
-    for rule, match in makers:
-        groups = {int(k[1:]): v for k, v in match.groupdict().items()}
-        if rule.stack:
-            groups[rule.stack] = str(slot)
-        values = iter([groups.get(i, "*") for i in range(1, 100)])
-        text = re.sub(r"\([^()]*\)", lambda _, v=values: next(v), rule.pattern)
-        name = text.replace(r"\.", ".")
-        if re.fullmatch(rule.pattern, name):
-            return name
-    return f"{target} (no rule leads to it)" if not makers else target
+    groups = {int(k[1:]): v for k, v in match.groupdict().items()} | {rule.stack: str(slot)}
+    values = iter([groups.get(i, "*") for i in range(1, 100)])
+    name = re.sub(r"\([^()]*\)", lambda _: next(values), rule.pattern).replace(r"\.", ".")
+    return name if re.fullmatch(rule.pattern, name) else None
 
 
 # --- values ---------------------------------------------------------------------------------------
