@@ -1,0 +1,65 @@
+# make demo    generate fruit with a compressed cache, compare with the full one, write results/
+# make test    the default test suite (no GPU, no TPU, no network)
+# make lint    ruff
+# make clean   remove .venv and caches; results/ stays
+#
+# Each makes .venv first and installs what it needs; a second call finds it there.
+#   PYTHON=...   interpreter to make .venv with, at least 3.11; another one than before makes .venv anew.
+#                Default: the one that .venv was made with, else python3
+#   EXTRAS=gpu   further extras of pyproject.toml to install (gpu, tpu, kernels, ...), comma-separated
+#   ARGS=...     further arguments of the command: make demo ARGS=--budget=0.1, make test ARGS="-k segments"
+
+comma := ,
+interpreter_given := $(filter-out undefined default,$(origin PYTHON))
+PYTHON ?= python3
+EXTRAS ?=
+ARGS ?=
+
+bin := .venv/bin
+more := $(if $(EXTRAS),$(comma)$(EXTRAS))
+tag := $(subst $(comma),-,$(more))
+for_demo := .venv/.installed-demo$(tag)
+for_test := .venv/.installed-test$(tag)
+pip := $(bin)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test lint clean interpreter
+
+demo: $(for_demo)
+	$(bin)/python -m experiments.run --policy=headkv --compare $(ARGS)
+
+test: $(for_test)
+	JAX_PLATFORMS=cpu $(bin)/python -m pytest -n 2 $(ARGS)
+
+lint: $(for_test)
+	$(bin)/python -m ruff check .
+	$(bin)/python -m ruff format --check .
+
+clean:
+	rm -rf .venv build .pytest_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(for_demo): .venv/.interpreter pyproject.toml
+	@echo "installing varjax[eval,port$(more)] into .venv"
+	$(pip) --editable '.[eval,port$(more)]'
+	@touch $@
+
+$(for_test): .venv/.interpreter pyproject.toml
+	@echo "installing varjax[eval,port,dev$(more)] into .venv"
+	$(pip) --editable '.[eval,port,dev$(more)]'
+	@touch $@
+
+# Holds path and version of the interpreter; rewritten, with all of .venv, only when that changes.
+.venv/.interpreter: interpreter
+	@if [ -z "$(interpreter_given)" ] && [ -s $@ ] && $(bin)/python -c '' 2>/dev/null; then exit 0; fi; \
+	"$(PYTHON)" -c '' 2>/dev/null || { \
+	  echo "error: PYTHON=$(PYTHON) does not run: give a Python >= 3.11, as in" \
+	    "make $(firstword $(MAKECMDGOALS)) PYTHON=/path/to/python3.11" >&2; exit 2; }; \
+	"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: PYTHON=$(PYTHON) is $$("$(PYTHON)" --version 2>&1): varjax needs Python >= 3.11, as in" \
+	    "make $(firstword $(MAKECMDGOALS)) PYTHON=/path/to/python3.11" >&2; exit 2; }; \
+	now="$$("$(PYTHON)" -c 'import os, sys; print(os.path.realpath(sys.executable), sys.version)' | tr '\n' ' ')"; \
+	if [ "$$now" = "$$(cat $@ 2>/dev/null)" ] && $(bin)/python -c '' 2>/dev/null; then exit 0; fi; \
+	echo "making .venv with $$now"; \
+	rm -rf .venv && "$(PYTHON)" -m venv .venv && printf '%s' "$$now" > $@
+
+interpreter:

@@ -1,0 +1,60 @@
+"""Settings of all tests: CPU unless told otherwise, exact float32 products, markers, paths.
+
+64-bit types stay off, as they are for users.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported anywhere
+
+import jax  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
+
+jax.config.update("jax_default_matmul_precision", "highest")  # parity with CPU originals
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="also run tests that take minutes")
+    parser.addoption("--weights", metavar="DIR", help="folder of released weights")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Skip, with a reason, what this machine or this call cannot run."""
+    for item in items:
+        for reason in _reasons_to_skip(config, item):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _reasons_to_skip(config, item):
+    if item.get_closest_marker("slow") and not config.getoption("--slow"):
+        yield "takes minutes: add --slow"
+    if item.get_closest_marker("weights") and not config.getoption("--weights"):
+        yield "needs released weights: add --weights=DIR"
+    for platform in ("gpu", "tpu"):
+        if item.get_closest_marker(platform) and jax.default_backend() != platform:
+            yield f"needs a {platform.upper()}, jax runs on {jax.default_backend()}"
+
+
+@pytest.fixture(scope="session")
+def fixtures_dir() -> Path:
+    """Arrays of the original implementations that are kept in the repository."""
+    return ROOT / "tests" / "fixtures"
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """Reference material beside the repository; tests that need it are skipped where it is not."""
+    path = ROOT.parent / "shared"
+    if not path.is_dir():
+        pytest.skip(f"the folder {path.name}/ beside the repository is not here")
+    return path
+
+
+@pytest.fixture(scope="session")
+def weights_dir(pytestconfig) -> Path:
+    """The folder given as --weights=DIR."""
+    return Path(pytestconfig.getoption("--weights"))
