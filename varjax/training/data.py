@@ -217,9 +217,8 @@ def _fitter(image_size: int) -> Callable:
         left, top = ((length - side) // 2 for length in picture.size)
         if picture.size != (image_size, image_size):
             box = (left, top, left + side, top + side)
-            picture = picture.resize(
-                (image_size, image_size), _pillow().Resampling.BICUBIC, box=box
-            )
+            square = picture.crop(box)  # resize(box=...) would look at pixels outside
+            picture = square.resize((image_size, image_size), _pillow().Resampling.BICUBIC)
         return np.asarray(picture)
 
     return fit

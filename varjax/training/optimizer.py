@@ -89,4 +89,5 @@ def update(state: dict, gradients: Mapping, settings: OptimizerSettings) -> tupl
     decay = jnp.minimum(settings.ema, (1 + count) / (10 + count))
     ema = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, state["ema"], params)
     new = {"params": params, "ema": ema, "optimizer": optimizer, "step": state["step"] + 1}
-    return {**state, **new}, optax.global_norm(gradients)
+    norm = jnp.sqrt(sum(jnp.square(gradient).sum() for gradient in gradients.values()))
+    return {**state, **new}, norm

@@ -1,0 +1,131 @@
+"""Readers of pictures: every layout, and what is said about bad data."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from varjax.errors import UserError
+from varjax.training import batches, data
+
+
+def _encoded(images, form="PNG") -> tuple[np.ndarray, np.ndarray]:
+    """Pictures as files one after another, and where each begins."""
+    files = []
+    for image in images:
+        buffer = io.BytesIO()
+        Image.fromarray(image).save(buffer, form)
+        files.append(buffer.getvalue())
+    offsets = np.cumsum([0, *map(len, files)])
+    return np.frombuffer(b"".join(files), np.uint8), offsets
+
+
+@pytest.mark.parametrize("keys", [("images", "labels"), ("arr_0", "arr_1")])
+def test_arrays(tmp_path, discs, keys):
+    images, labels = discs(20)
+    np.savez(tmp_path / "x.npz", **dict(zip(keys, (images, labels), strict=True)))
+    splits = data.load(tmp_path / "x.npz", 8, val_fraction=0.25)
+    assert (len(splits.train), len(splits.val), splits.num_classes) == (15, 5, 4)
+    both = np.concatenate([splits.train.images, splits.val.images])
+    assert sorted(x.tobytes() for x in both) == sorted(x.tobytes() for x in images)
+    assert splits.train.images.dtype == np.uint8 and splits.train.labels.dtype == np.int32
+
+
+def test_packed_files(tmp_path, discs):
+    for name, count in (("train", 9), ("val", 3)):
+        images, labels = discs(count, seed=count)
+        packed, offsets = _encoded(images)
+        np.savez(tmp_path / f"{name}.npz", data=packed, offsets=offsets, labels=labels)
+    (tmp_path / "classes.json").write_text(json.dumps({"classes": list("abcde")}))
+    splits = data.load(tmp_path, 8)
+    np.testing.assert_array_equal(splits.train.images, discs(9, seed=9)[0])
+    np.testing.assert_array_equal(splits.val.labels, discs(3, seed=3)[1])
+    assert splits.class_names == tuple("abcde") and splits.num_classes == 5
+    assert len(data.load(tmp_path, 8, max_images=4).train) == 4
+
+
+def test_class_folders(tmp_path):
+    """Classes in alphabetical order; pictures of any size become centred squares."""
+    for label, name in enumerate(("apple", "pear")):
+        (tmp_path / name).mkdir()
+        for i in range(6):
+            picture = np.full((20, 30, 3), 0, np.uint8)
+            picture[:, 5:25] = 100 * label + i  # the centred square; the rest is cropped away
+            Image.fromarray(picture).save(tmp_path / name / f"{i}.png")
+    splits = data.load(tmp_path, 8, val_fraction=0.25)
+    assert splits.class_names == ("apple", "pear") and splits.train.images.shape == (9, 8, 8, 3)
+    np.testing.assert_array_equal(splits.train.images[:, 0, 0, 0] // 100, splits.train.labels)
+    assert (np.ptp(splits.train.images, axis=(1, 2, 3)) == 0).all()
+
+
+def test_arrays_are_resized(tmp_path, discs):
+    images, labels = discs(6, side=16)
+    np.savez(tmp_path / "x.npz", images=images, labels=labels)
+    assert data.load(tmp_path / "x.npz", 8).train.images.shape == (5, 8, 8, 3)
+
+
+IMAGES = np.random.default_rng(0).integers(0, 255, (4, 8, 8, 3), np.uint8)
+LABELS = np.arange(4)
+BAD = {
+    "keys": ({"x": IMAGES}, "holds x: it must hold data, offsets and labels, or images"),
+    "dtype": ({"images": IMAGES.astype(float), "labels": LABELS}, "images are float64"),
+    "shape": ({"images": IMAGES[..., 0], "labels": LABELS}, r"uint8 \[N, height, width, 3\]"),
+    "count": ({"images": IMAGES, "labels": LABELS[:3]}, "4 pictures but 3 labels"),
+    "negative": ({"images": IMAGES, "labels": LABELS - 9}, "is negative"),
+    "float labels": ({"images": IMAGES, "labels": LABELS / 2}, r"integers \[N\] are needed"),
+    "empty": ({"images": IMAGES[:0], "labels": LABELS[:0]}, "holds no pictures"),
+    "one": ({"images": IMAGES[:1], "labels": LABELS[:1]}, "too few to hold out"),
+    "offsets": (
+        {"data": IMAGES.ravel(), "offsets": np.array([0, 10, 5]), "labels": LABELS[:2]},
+        "offsets do not cut data",
+    ),
+    "files": (
+        {"data": IMAGES.ravel(), "offsets": np.array([0, 10, 20]), "labels": LABELS[:2]},
+        "picture 0 as a picture",
+    ),
+    "pickle": ({"images": np.array([{}]), "labels": LABELS}, "cannot read .* plain arrays"),
+}
+
+
+@pytest.mark.parametrize(("arrays", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_arrays(tmp_path, arrays, message):
+    np.savez(tmp_path / "x.npz", **arrays)
+    with pytest.raises(UserError, match=message):
+        data.load(tmp_path / "x.npz", 8)
+
+
+def test_bad_files(tmp_path):
+    with pytest.raises(UserError, match="there is no file or folder"):
+        data.load(tmp_path / "missing", 8)
+    (tmp_path / "x.npz").write_bytes(b"PK\x03\x04 not a zip")
+    with pytest.raises(UserError, match="cannot read"):
+        data.load(tmp_path / "x.npz", 8)
+    (tmp_path / "folder" / "apple").mkdir(parents=True)
+    with pytest.raises(UserError, match="neither train.npz nor class folders"):
+        data.load(tmp_path / "folder", 8)
+    (tmp_path / "folder" / "pear").mkdir()
+    (tmp_path / "folder" / "pear" / "a.png").write_bytes(b"nonsense")
+    with pytest.raises(UserError, match="no pictures in class folder apple"):
+        data.load(tmp_path / "folder", 8)
+    (tmp_path / "folder" / "apple" / "b.png").write_bytes(b"nonsense")
+    with pytest.raises(UserError, match=r"cannot read .*\.png as a picture"):
+        data.load(tmp_path / "folder", 8)
+
+
+def test_unnamed_label(tmp_path):
+    np.savez(tmp_path / "train.npz", images=IMAGES, labels=LABELS * 0 + 7)
+    (tmp_path / "classes.json").write_text('{"classes": ["a"]}')
+    with pytest.raises(UserError, match="label 7 has no name"):
+        data.load(tmp_path, 8)
+
+
+def test_batches():
+    """Every picture once per epoch, in a new order each time; steps do not depend on others."""
+    steps = [batches.indices(10, 4, seed=3, step=n) for n in range(5)]
+    first, second = np.concatenate(steps).reshape(2, 10)
+    assert sorted(first) == sorted(second) == list(range(10)) and first.tolist() != second.tolist()
+    np.testing.assert_array_equal(batches.indices(10, 4, seed=3, step=3), steps[3])
+    mirrored = np.concatenate([batches.flips(8, 0, n) for n in range(50)])
+    assert 0.4 < mirrored.mean() < 0.6

@@ -1,0 +1,124 @@
+"""Whole runs of a tiny model: losses fall, killed runs resume exactly, bad folders are refused."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from varjax import checkpoint
+from varjax.errors import UserError
+from varjax.training import loop, session
+from varjax.training.vqvae_trainer import VQVAEStage
+
+EVERY = loop.Intervals(log=2, checkpoint=4, validate=8)
+
+
+def _history(out, stage: str) -> list[dict]:
+    """Log entries without timings."""
+    lines = (out / stage / "history.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    return [{k: v for k, v in e.items() if k != "images_per_second"} for e in entries]
+
+
+class Killed(Exception):
+    pass
+
+
+def _kill_at(monkeypatch, step: int):
+    """Let the codec's training die when step `step` begins."""
+    original = VQVAEStage.step
+
+    def dying(self, state, n):
+        if n == step:
+            raise Killed
+        return original(self, state, n)
+
+    monkeypatch.setattr(VQVAEStage, "step", dying)
+
+
+def test_losses_fall_and_the_model_loads(tiny, tmp_path, capsys):
+    settings = tiny(vqvae_steps=60, var_steps=60, autoencoder_steps=16)
+    out = tmp_path / "run"
+    model = session.train(settings, "both", out, loop.Intervals(log=4, checkpoint=60, validate=20))
+    for stage in ("vqvae", "var"):
+        history = _history(out, stage)
+        assert [e["step"] for e in history] == list(range(4, 61, 4))
+        assert history[-1]["loss"] < 0.8 * history[0]["loss"]
+    codec, var = (_history(out, stage)[-1]["validation"] for stage in ("vqvae", "var"))
+    assert codec["codes_used"] > 8 and codec["psnr"] > 9
+    assert len(var["per_scale"]) == 3 and np.isfinite(var["per_scale"]).all()
+    assert "vqvae 60/60  loss" in capsys.readouterr().err
+    loaded = checkpoint.load(model)
+    assert loaded.codec.config == settings.codec
+    assert loaded.transformer.config == dataclasses.replace(
+        settings.transformer(4), cond_drop_rate=loaded.transformer.config.cond_drop_rate
+    )
+
+
+def test_killed_run_resumes_exactly(tiny, tmp_path, monkeypatch):
+    """History and final state of a run that died at step 14 equal those of one that did not."""
+    settings = tiny()
+    session.train(settings, "vqvae", tmp_path / "whole", EVERY, quiet=True)
+    with monkeypatch.context() as patch:
+        _kill_at(patch, 14)
+        with pytest.raises(Killed):
+            session.train(settings, "vqvae", tmp_path / "killed", EVERY, quiet=True)
+    assert _history(tmp_path / "killed", "vqvae")[-1]["step"] == 14  # two past the checkpoint
+    session.train(settings, "vqvae", tmp_path / "killed", EVERY, quiet=True)
+    assert _history(tmp_path / "killed", "vqvae") == _history(tmp_path / "whole", "vqvae")
+
+
+def test_stages_one_after_the_other(tiny, tmp_path):
+    settings, out = tiny(vqvae_steps=9, var_steps=4), tmp_path / "run"
+    every = loop.Intervals(log=4, checkpoint=8, validate=8)
+    assert session.train(settings, "vqvae", out, every, quiet=True) is None
+    model = session.train(settings, "var", out, every, quiet=True)
+    assert checkpoint.read_description(model)["training"]["pictures"] == 61
+    again = session.train(settings, "both", out, every, quiet=True)  # nothing left to do
+    assert again == model and [e["step"] for e in _history(out, "var")] == [4]
+
+
+def test_refused_folders(tiny, tmp_path):
+    settings = tiny()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds no training run to resume"):
+        session.train(settings, "both", tmp_path / "other", EVERY)
+    with pytest.raises(UserError, match="holds no trained codec"):
+        session.train(settings, "var", tmp_path / "new", EVERY)
+    folder = tmp_path / "run" / "vqvae"
+    folder.mkdir(parents=True)
+    (folder / "settings.json").write_text(json.dumps(tiny(ch=16).of_stage("vqvae")))
+    with pytest.raises(UserError, match="other settings: ch was 16, now 8"):
+        session.train(settings, "both", tmp_path / "run", EVERY)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["discs.npz", "other", "run"]
+
+
+WRONG = {
+    "size": ({"image_size": 16}, "makes 8 pixels"),
+    "sides": ({"patch_nums": (1, 2, 2, 4)}, "--patch_nums=1,2,2,4 given: sides must increase"),
+    "data": ({"data": ""}, "--data is required"),
+    "heads": ({"heads": 3}, "embed_dim 32 is not a multiple of num_heads 3"),
+    "groups": ({"ch": 10}, "normalisation groups do not divide"),
+    "warm-up": ({"autoencoder_steps": 24}, "the quantiser would never be trained"),
+    "steps": ({"var_steps": 0}, "0 training steps given"),
+    "dtype": ({"dtype": "float8"}, "unknown dtype 'float8'"),
+    "batch": ({"var_batch_size": 0}, "at least 1"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_settings(tiny, changes, message):
+    with pytest.raises(UserError, match=message):
+        tiny(**changes)
+
+
+def test_intervals_must_fit():
+    with pytest.raises(UserError, match="--checkpoint_every=30 must be a multiple of --log_every"):
+        loop.Intervals(log=20, checkpoint=30)
+
+
+def test_divergence_is_reported(tiny, tmp_path):
+    with pytest.raises(UserError, match="training has diverged"):
+        session.train(tiny(vqvae_lr=1e30), "vqvae", tmp_path / "run", EVERY, quiet=True)
