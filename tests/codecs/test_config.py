@@ -42,6 +42,9 @@ WRONG = {
     "groups": ({"ch": 48}, "48 channels, which 32 normalisation groups do not divide"),
     "empty": ({"vocab_size": 0}, "vocab_size is 0"),
     "levels": ({"ch_mult": []}, "at least one level"),
+    "multipliers": ({"ch_mult": [1, "a"]}, "must list whole numbers"),
+    "type": ({"using_sa": "yes"}, "using_sa is 'yes', it must be true or false"),
+    "two": ({"patch_nums": [1, 2], "v_patch_nums": [1, 3]}, "differ: give one of them"),
     "kernel": ({"quant_conv_ks": 2}, "must be odd"),
     "share": ({"share_quant_resi": -1}, "share_quant_resi is -1"),
 }

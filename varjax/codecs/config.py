@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from varjax.errors import UserError, nearest
+from varjax.errors import UserError
+from varjax.models import published
 from varjax.schedule import Schedule
 
 SIDES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
@@ -84,39 +85,31 @@ class VQVAEConfig:
         Raises:
           UserError: for unknown names, with the list of known ones.
         """
-        fields = [f.name for f in dataclasses.fields(cls) if f.name != "schedule"]
-        known = (*fields, "patch_nums", "v_patch_nums")
-        found = {}
-        for name, value in values.items():
-            if name in ("patch_nums", "v_patch_nums"):
-                found["schedule"] = _schedule(value)
-            elif name in fields:
-                found[name] = tuple(value) if name == "ch_mult" else value
-            elif name not in IGNORED_NAMES:
-                raise _wrong(
-                    f"unknown name {name!r}: known are {', '.join(known)}{nearest(name, known)}"
-                )
+        types = {f.name: f.type for f in dataclasses.fields(cls) if f.name != "schedule"}
+        loose = {"ch_mult": object, "patch_nums": object, "v_patch_nums": object}
+        found = published.arguments("VQVAE", values, {**types, **loose}, IGNORED_NAMES)
+        maps = [found.pop(name) for name in ("patch_nums", "v_patch_nums") if name in found]
+        if len(maps) == 2 and maps[0] != maps[1]:
+            raise _wrong("patch_nums and v_patch_nums differ: give one of them")
+        if maps:
+            found["schedule"] = published.schedule("VQVAE", maps[0])
+        if "ch_mult" in found:
+            found["ch_mult"] = _multipliers(found["ch_mult"])
         return cls(**found)
 
     def to_published(self) -> dict:
         """The published names as plain JSON values; square maps become ints in `patch_nums`."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        maps = values.pop("schedule").maps
+        schedule = values.pop("schedule")
         values["ch_mult"] = list(self.ch_mult)
-        values["patch_nums"] = [h if h == w else [h, w] for h, w in maps]
-        return values
+        return {**values, "patch_nums": published.patch_nums(schedule)}
 
 
 def _wrong(message: str) -> UserError:
     return UserError(f"VQVAE configuration: {message}")
 
 
-def _schedule(patch_nums) -> Schedule:
-    """Schedule from ints and (h, w) pairs."""
-    try:
-        pairs = [(n, n) if isinstance(n, int) else (int(n[0]), int(n[1])) for n in patch_nums]
-    except (TypeError, ValueError, IndexError) as error:
-        raise _wrong(
-            f"patch_nums {patch_nums!r} must list sides or (height, width) pairs"
-        ) from error
-    return Schedule(tuple(pairs))
+def _multipliers(values) -> tuple[int, ...]:
+    if not isinstance(values, (list, tuple)) or not all(type(m) is int for m in values):
+        raise _wrong(f"ch_mult is {values!r:.80}, it must list whole numbers, as [1, 1, 2, 2, 4]")
+    return tuple(values)

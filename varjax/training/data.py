@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from varjax import extras
 from varjax.errors import UserError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -203,7 +204,7 @@ def _decode_all(sources, names: Sequence[str], image_size: int) -> np.ndarray:
     for i, source in enumerate(sources):
         try:
             images[i] = fit(library.open(source))
-        except (OSError, ValueError, SyntaxError) as error:
+        except (OSError, ValueError, SyntaxError, library.DecompressionBombError) as error:
             raise UserError(f"cannot read {names[i]} as a picture: {error}") from error
     return images
 
@@ -225,13 +226,7 @@ def _fitter(image_size: int) -> Callable:
 
 
 def _pillow():
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise UserError(
-            "reading pictures needs pillow: run `pip install pillow`, or give an .npz of arrays"
-        ) from error
-    return Image
+    return extras.require("PIL.Image", extra="eval", purpose="reading picture files")
 
 
 def to_float(images: np.ndarray) -> np.ndarray:
