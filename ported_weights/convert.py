@@ -127,8 +127,7 @@ def _port(part: registry.Part, config, source: sources.Source, say):
             progress.update(done)
 
     try:
-        abstract = parameters.abstract(lambda: part.build(config))
-        ported = rules.apply(table.rules(config), source.tensors, abstract, report)
+        ported = rules.apply(table.rules(config), source.tensors, part.abstract(config), report)
     except UserError as error:
         raise UserError(
             f"{source.path} does not fit the {table.what} configuration: {error}"

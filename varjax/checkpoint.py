@@ -169,7 +169,7 @@ def _abstract_modules(content: Mapping, path: Path) -> list[nnx.Module]:
             config = part.read(content[name])
         except UserError as error:
             raise UserError(f"{path / description_file.NAME}, entry {name!r}: {error}") from error
-        modules.append(parameters.abstract(lambda p=part, c=config: p.build(c)))
+        modules.append(part.abstract(config))
     return modules
 
 

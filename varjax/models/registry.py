@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from flax import nnx
 
 from varjax.codecs.config import VQVAEConfig
 from varjax.codecs.vqvae import VQVAE
 from varjax.errors import UserError, choose
-from varjax.models import var
+from varjax.models import parameters, var
 from varjax.models.pipeline import VARPipeline
 
 
@@ -40,6 +41,16 @@ class Part:
     def build(self, config) -> nnx.Module:
         """The module with random parameters."""
         return self.module(config, rngs=nnx.Rngs(0))
+
+    def abstract(self, config) -> nnx.Module:
+        """The module with shapes and types in place of arrays; allocates nothing."""
+        return nnx.merge(*_abstract(self, config))
+
+
+@lru_cache(maxsize=32)
+def _abstract(part: Part, config):
+    """Structure and abstract state; kept, because tracing a deep codec takes a second."""
+    return nnx.split(parameters.abstract(lambda: part.build(config)))
 
 
 @dataclass(frozen=True)

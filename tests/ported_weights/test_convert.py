@@ -1,0 +1,347 @@
+"""Conversion of the fixtures: parameters, numbers of the original implementation, refusals."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from ported_weights import convert, sources
+from varjax import checkpoint
+from varjax.errors import UserError
+from varjax.models import layers, parameters
+
+NAMES = ("a_k10", "b_k6_sharedaln", "c_k5_nol2norm")
+LOGITS = 3e-4  # float32 against the original in float32, whose own error is 3.2e-5
+HIDDEN = 2e-4  # outputs of blocks, up to 17 in size
+
+
+def _quiet(request, lines=None):
+    convert.convert(request, say=(lines if lines is not None else []).append)
+    return Path(request.out)
+
+
+@pytest.fixture(scope="module")
+def ported(fixtures, tmp_path_factory):
+    """{name: checkpoint, loaded from disk} of every fixture."""
+    found = {}
+    for name in NAMES:
+        config = fixtures / name / "config.json"
+        codec = fixtures / json.loads(config.read_text())["vae"]
+        request = convert.Request(
+            model="var-custom",
+            source=str(fixtures / name / "var.pth"),
+            tokenizer_source=str(next(codec.glob("vae.*"))),
+            config=str(config),
+            tokenizer_config=str(codec / "config.json"),
+            out=str(tmp_path_factory.mktemp(name) / "out"),
+        )
+        found[name] = checkpoint.load(_quiet(request))
+    return found
+
+
+def _assert_same(one, other):
+    for part in ("transformer", "codec"):
+        ours, theirs = (parameters.named(getattr(c, part)) for c in (one, other))
+        assert list(ours) == list(theirs)
+        for name in ours:
+            np.testing.assert_array_equal(np.asarray(ours[name]), np.asarray(theirs[name]), name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_containers_give_the_same_parameters(name, ported, request_for, tmp_path, torch_zip):
+    """Also the tokenizer, rewritten into the other container."""
+    request = request_for(name, "safetensors")
+    tokenizer = sources.open_source(request.tokenizer_source)
+    arrays = {n: np.ascontiguousarray(t.read()) for n, t in tokenizer.tensors.items()}
+    if tokenizer.path.suffix == ".pth":
+        save_file(arrays, tmp_path / "other")
+    else:
+        torch_zip.save(tmp_path / "other", arrays)
+    request = dataclasses.replace(request, tokenizer_source=str(tmp_path / "other"))
+    _assert_same(checkpoint.load(_quiet(request)), ported[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_teacher_forced_logits(name, ported, fixtures):
+    data = np.load(fixtures / name / "forward.npz")
+    found = ported[name]
+    null = np.full_like(data["labels"], found.transformer.config.null_label)
+    forward = jax.jit(lambda model, labels: model(labels, data["x_BLCv_wo_first_l"]))
+    with jax.default_matmul_precision("highest"):
+        for labels, key in ((data["labels"], "logits"), (null, "logits_null")):
+            logits = forward(found.transformer, labels)[:, data["logit_pos"]]
+            np.testing.assert_allclose(logits, data[key], atol=LOGITS, rtol=0, err_msg=key)
+
+
+def _hidden_states(model, labels, codes):
+    """Input and output of every block, [D + 1, B, L, C], layer by layer."""
+    scale = model.config.schedule.scale_of_token
+    context = model.prepare(labels)
+    x = jnp.concatenate([context["start"], model.word_embedding(codes)], axis=1)
+    x = x + model.position_embedding[...] + model.level_embedding[scale]
+    states = [x]
+    for i in range(model.config.depth):
+        block = jax.tree.map(lambda leaf, i=i: leaf[i], model.blocks)
+        q, k, v = model.project(block, context["layers"][i], x)
+        attended = layers.dense_attention(q, k, v, scale[:, None] >= scale[None])
+        x = model.finish(block, context["layers"][i], x, attended)
+        states.append(x)
+    return jnp.stack(states)
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_teacher_inputs(name, ported, fixtures):
+    """Codes, phi convolutions and schedule of the ported tokenizer."""
+    data = np.load(fixtures / name / "forward.npz")
+    codes = jax.jit(lambda quantizer, tokens: quantizer.teacher_inputs(tokens))(
+        ported[name].codec.quantizer, data["tokens"]
+    )
+    np.testing.assert_allclose(codes, data["x_BLCv_wo_first_l"], atol=3e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_hidden_states_of_every_block(name, ported, fixtures):
+    data = np.load(fixtures / name / "forward.npz")
+    with jax.default_matmul_precision("highest"):
+        states = jax.jit(_hidden_states)(
+            ported[name].transformer, data["labels"], data["x_BLCv_wo_first_l"]
+        )[:, :, data["block_pos"]]
+    np.testing.assert_allclose(states[0], data["block_in"], atol=HIDDEN, rtol=0)
+    np.testing.assert_allclose(states[1:], data["block_out"], atol=HIDDEN, rtol=0)
+
+
+def test_description(ported, fixtures):
+    found = ported["c_k5_nol2norm"]
+    content = found.metadata
+    given = json.loads((fixtures / "c_k5_nol2norm" / "config.json").read_text())
+    assert {k: given[k] for k in content["transformer"]} == content["transformer"]
+    assert content["format_version"] == 1 and content["family"] == "var"
+    assert content["schedule"] == [[n, n] for n in (1, 2, 3, 4, 5)]
+    assert content["num_classes"] == 6 and content["dtype"] == "float32"
+    assert found.codec.config.schedule == found.schedule  # not the tokenizer's own six scales
+    assert [s["file"] for s in content["sources"]] == ["var.pth", "vae.safetensors"]
+    counted = sum(map(parameters.count, (found.transformer, found.codec)))
+    assert content["parameters"] == counted
+
+
+def test_report_of_what_was_read_and_ignored(request_for):
+    lines = []
+    _quiet(request_for("b_k6_sharedaln"), lines)
+    text = "\n".join(lines)
+    assert "56 tensors read" in text and "183 tensors read" in text
+    assert "ignored lvl_1L" in text and "ignored attn_bias_for_masking" in text
+    assert "466,235 parameters written" in text
+
+
+def test_storage_type_classes_and_sampling(request_for, tmp_path):
+    names = [f"class {i}" for i in range(10)]
+    (tmp_path / "classes.json").write_text(json.dumps({"classes": names}))
+    (tmp_path / "sampling.json").write_text(json.dumps({"cfg": 3, "top_k": 9, "seed": 1}))
+    request = request_for(
+        "b_k6_sharedaln",
+        dtype="bfloat16",
+        class_names=str(tmp_path / "classes.json"),
+        sampling=str(tmp_path / "sampling.json"),
+    )
+    found = checkpoint.load(_quiet(request))
+    assert found.transformer.dtype == jnp.bfloat16 and found.metadata["dtype"] == "bfloat16"
+    assert found.class_names == names
+    assert found.sampling == {"cfg": 3, "top_k": 9, "top_p": 0.0, "more_smooth": False}
+
+
+def test_a_training_checkpoint_holds_both_models(
+    request_for, fixtures, tmp_path, torch_zip, ported
+):
+    request = request_for("b_k6_sharedaln")
+    parts = {
+        key: {n: t.read() for n, t in sources.open_source(path).tensors.items()}
+        for key, path in (
+            ("var_wo_ddp", request.source),
+            ("vae_local", request.tokenizer_source),
+        )
+    }
+    both = torch_zip.save(tmp_path / "last.pth", {"epoch": 2, "trainer": {"config": {}, **parts}})
+    request = dataclasses.replace(request, source=str(both), tokenizer_source=str(both))
+    lines = []
+    _assert_same(checkpoint.load(_quiet(request, lines)), ported["b_k6_sharedaln"])
+    assert "took trainer/var_wo_ddp" in "\n".join(lines)
+
+
+# --- refusals: each leaves nothing behind ---------------------------------------------------------
+
+
+def _refused(request, match, folder):
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(UserError, match=match):
+        _quiet(request)
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_swapped_files(request_for, tmp_path):
+    request = request_for("b_k6_sharedaln")
+    swapped = dataclasses.replace(
+        request, source=request.tokenizer_source, tokenizer_source=request.source
+    )
+    _refused(swapped, "looks like VQVAE tokenizer weights.*belongs to --tokenizer_source", tmp_path)
+    twice = dataclasses.replace(request, tokenizer_source=request.source)
+    _refused(twice, "looks like VAR transformer weights.*belongs to --source", tmp_path)
+
+
+def test_missing_and_surplus_of_both_files_are_reported_together(request_for, fixtures, tmp_path):
+    weights = load_file(fixtures / "b_k6_sharedaln" / "var.safetensors")
+    weights["blocks.1.attn.extra"] = weights.pop("blocks.2.ffn.fc1.bias")
+    tokenizer = load_file(fixtures / "vae_small" / "vae.safetensors")
+    del tokenizer["decoder.conv_out.bias"]
+    save_file(weights, tmp_path / "var")
+    save_file(tokenizer, tmp_path / "vae")
+    request = request_for(
+        "b_k6_sharedaln", source=str(tmp_path / "var"), tokenizer_source=str(tmp_path / "vae")
+    )
+    expected = (
+        r"(?s)missing: blocks\.2\.ffn\.fc1\.bias.*surplus: blocks\.1\.attn\.extra"
+        r".*missing: decoder\.conv_out\.bias"
+    )
+    _refused(request, expected, tmp_path)
+
+
+def test_a_key_bias_that_is_not_zero(request_for, fixtures, tmp_path):
+    weights = load_file(fixtures / "b_k6_sharedaln" / "var.safetensors")
+    weights["blocks.0.attn.zero_k_bias"] = weights["blocks.0.attn.zero_k_bias"] + 1
+    save_file(weights, tmp_path / "var")
+    request = request_for("b_k6_sharedaln", source=str(tmp_path / "var"))
+    _refused(request, r"blocks\.0\.attn\.zero_k_bias must be zero", tmp_path)
+
+
+CONFIGS = {
+    "schedule": ({"patch_nums": [1, 3, 2, 4, 6, 8]}, "belongs to another schedule"),
+    "attention": ({"attn_l2_norm": False}, "scale_mul_1H11.*attn_l2_norm false, the weights true"),
+    "modulation": ({"shared_aln": False}, "shared_aln false, the weights true"),
+    "classes": ({"num_classes": 9}, r"class_emb\.weight is \[11, 48\], but \[10, 48\]"),
+    "depth": ({"depth": 3}, r"surplus: blocks\.3\.ada_gss .*no place"),
+    "unknown": ({"embed_dims": 48}, "unknown name 'embed_dims'.*did you mean 'embed_dim'"),
+    "type": ({"depth": "4"}, "depth is '4', it must be a whole number"),
+    "vocabulary": ({"vocab_size": 64}, "vocab_size is 64 in .* and 128"),
+    "channels": ({"z_channels": 9}, "z_channels is 9"),
+    "heads": ({"num_heads": 5}, "not a multiple of num_heads"),
+    "malformed_schedule": ({"patch_nums": [1, "2"]}, "patch_nums .* must list"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_configurations_that_do_not_fit(case, request_for, fixtures, tmp_path):
+    changes, match = CONFIGS[case]
+    config = json.loads((fixtures / "b_k6_sharedaln" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    request = request_for("b_k6_sharedaln", config=str(tmp_path / "config.json"))
+    _refused(request, match, tmp_path)
+
+
+def test_a_tokenizer_with_one_phi_per_scale_needs_the_same_schedule(
+    request_for, fixtures, tmp_path
+):
+    config = json.loads((fixtures / "vae_small" / "config.json").read_text())
+    (tmp_path / "vae.json").write_text(json.dumps({**config, "share_quant_resi": 0}))
+    request = request_for("c_k5_nol2norm", tokenizer_config=str(tmp_path / "vae.json"))
+    _refused(request, "one phi convolution for each of its 6 scales", tmp_path)
+
+
+def test_vocabulary_is_taken_from_the_tokenizer_where_left_out(request_for, fixtures, tmp_path):
+    config = json.loads((fixtures / "b_k6_sharedaln" / "config.json").read_text())
+    del config["vocab_size"], config["z_channels"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    request = request_for("b_k6_sharedaln", config=str(tmp_path / "config.json"))
+    _, transformer, codec, _ = convert.configurations(request)
+    assert (
+        (transformer.vocab_size, transformer.z_channels)
+        == (128, 8)
+        == (
+            codec.vocab_size,
+            codec.z_channels,
+        )
+    )
+
+
+FLAGS = {
+    "model": ({"model": "var-d17"}, "unknown model 'var-d17'.*var-d16.*did you mean"),
+    "no_config": ({"config": None}, "needs --config=FILE.json"),
+    "config_of_a_preset": ({"model": "var-d16"}, "--config is for .*-custom models"),
+    "no_tokenizer": ({"tokenizer_source": None}, "--tokenizer_source is required"),
+    "no_tokenizer_config": ({"tokenizer_config": None}, "vocab_size .* the published tokenizer"),
+    "absent_source": ({"source": "nowhere.pth"}, "no file or folder nowhere.pth"),
+    "absent_config": ({"config": "nowhere.json"}, "no file nowhere.json"),
+    "dtype": ({"dtype": "int8"}, "choose float32, bfloat16"),
+}
+
+
+@pytest.mark.parametrize("case", FLAGS)
+def test_wrong_requests(case, request_for, tmp_path):
+    changes, match = FLAGS[case]
+    _refused(request_for("b_k6_sharedaln", **changes), match, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "flag, content, match",
+    [
+        ("class_names", ["a", "b"], "2 class names, the model has 10"),
+        ("class_names", {"x": 1}, "must hold a list of texts"),
+        ("sampling", {"cfg": "high"}, "cfg is 'high'"),
+        ("sampling", {"more_smooth": 1}, "more_smooth is 1"),
+        ("sampling", [1], "names and values"),
+    ],
+)
+def test_wrong_small_files(flag, content, match, request_for, tmp_path):
+    (tmp_path / "small.json").write_text(json.dumps(content))
+    request = request_for("b_k6_sharedaln", **{flag: str(tmp_path / "small.json")})
+    _refused(request, match, tmp_path)
+
+
+def test_truncated_weights(request_for, tmp_path):
+    request = request_for("b_k6_sharedaln")
+    data = Path(request.source).read_bytes()
+    (tmp_path / "var.pth").write_bytes(data[: len(data) // 2])
+    _refused(dataclasses.replace(request, source=str(tmp_path / "var.pth")), "damaged", tmp_path)
+
+
+def test_overwriting(request_for, tmp_path):
+    request = request_for("b_k6_sharedaln")
+    out = _quiet(request)
+    (out / "old").write_text("")
+    _refused(request, "exists already.*--overwrite", tmp_path)
+    again = dataclasses.replace(request, overwrite=True)
+    _refused(dataclasses.replace(again, source="nowhere.pth"), "no file", tmp_path)
+    _quiet(again)
+    assert not (out / "old").exists() and checkpoint.load(out).family == "var"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_interruption_leaves_nothing(request_for, tmp_path, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("varjax.description.write", interrupted)
+    request = request_for("b_k6_sharedaln", out=str(tmp_path / "new" / "folder" / "out"))
+    with pytest.raises(KeyboardInterrupt):
+        _quiet(request)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_write_permission(request_for, tmp_path):
+    tmp_path.chmod(0o500)
+    try:
+        _refused(request_for("b_k6_sharedaln"), "no write permission", tmp_path)
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_a_file_where_the_folder_should_be(request_for, tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in ("file/out", "file"):
+        request = request_for("b_k6_sharedaln", out=str(tmp_path / out), overwrite=True)
+        _refused(request, "not a folder", tmp_path)
