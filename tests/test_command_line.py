@@ -1,5 +1,6 @@
 """Flag errors, help, exit statuses, key=value lists and progress, on a tiny real command."""
 
+import importlib
 import io
 import os
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from varjax.command_line import Progress, typed_pairs
+from varjax.command_line import Progress, run, typed_pairs
 from varjax.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,50 +54,68 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """Calls the tiny command and returns the finished process."""
+def folder(tmp_path_factory):
+    """Folder with the tiny command."""
     folder = tmp_path_factory.mktemp("command")
     (folder / "tiny.py").write_text(COMMAND.lstrip())
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(folder), str(ROOT)]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def environment(folder):
+    return dict(os.environ, PYTHONPATH=os.pathsep.join([str(folder), str(ROOT)]))
+
+
+@pytest.fixture(scope="module")
+def tiny(environment):
+    """Runs the tiny command in its own process: `tiny(*arguments)`."""
 
     def call(*arguments):
-        return subprocess.run(
-            [sys.executable, "-m", "tiny", *arguments],
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
+        command = [sys.executable, "-m", "tiny", *arguments]
+        process = subprocess.run(command, env=environment, capture_output=True, text=True)
+        return process.returncode, process.stdout, process.stderr
 
-    call.environment = environment
     return call
 
 
-def assert_one_message(process, status, *parts):
+@pytest.fixture
+def tiny_here(folder, monkeypatch, capfd):
+    """Runs it in this process, which saves starting Python and importing jax for every case."""
+    monkeypatch.syspath_prepend(folder)
+    module = importlib.import_module("tiny")
+
+    def call(*arguments):
+        with pytest.raises(SystemExit) as exit_of:
+            run(module.main, ["tiny", *arguments])
+        return exit_of.value.code, *capfd.readouterr()
+
+    return call
+
+
+def assert_one_message(outcome, status, *parts):
     """Exit `status`, nothing on standard output, one `error:` line that holds all `parts`."""
-    assert process.returncode == status, process.stderr
-    assert process.stdout == ""
-    lines = process.stderr.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: "), process.stderr
+    returned, output, errors = outcome
+    assert (returned, output) == (status, ""), errors
+    lines = errors.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), errors
     for part in parts:
         assert part in lines[0]
 
 
 def test_values_arrive(tiny):
-    process = tiny("--budget=0.25", "--count", "-4", "--policy=headkv", "--greedy")
-    assert (process.returncode, process.stdout, process.stderr) == (
-        0,
-        "1 0.25 -4 headkv True\n",
-        "",
-    )
+    given = ("--budget=0.25", "--count", "-4", "--policy=headkv", "--greedy")
+    assert tiny(*given) == (0, "1 0.25 -4 headkv True\n", "")
+
+
+def test_values_do_not_stay_for_the_next_command(tiny_here):
+    assert tiny_here("--budget=0.25", "--greedy") == (0, "1 0.25 3 full True\n", "")
+    assert tiny_here() == (0, "1 0.5 3 full False\n", "")
 
 
 @pytest.mark.parametrize(
     "argument, parts",
     [
-        (
-            "--budgte=0.1",
-            ["unknown flag --budgte", "did you mean '--budget'?", "python -m tiny --help"],
-        ),
+        ("--budgte=0.1", ["unknown flag --budgte", "did you mean '--budget'?", "--help"]),
         ("--budget=lots", ["--budget=lots", "must be a non-negative number"]),
         ("--budget=-1", ["--budget=-1", "non-negative number"]),
         ("--count=2.5", ["--count=2.5", "must be an integer"]),
@@ -108,24 +127,28 @@ def test_values_arrive(tiny):
         ("surplus", ["unexpected argument 'surplus'", "--flag=value"]),
     ],
 )
-def test_wrong_flags_are_one_message_and_status_2(tiny, argument, parts):
-    assert_one_message(tiny(argument), 2, *parts)
+def test_wrong_flags_are_one_message_and_status_2(tiny_here, argument, parts):
+    assert_one_message(tiny_here(argument), 2, *parts)
+    assert_one_message(tiny_here("--count=5", argument), 2, *parts)
 
 
-def test_positional_argument_before_flags(tiny):
-    assert_one_message(tiny("fruit", "--count=2"), 2, "unexpected argument 'fruit'")
+def test_wrong_flag_in_a_real_process(tiny):
+    outcome = tiny("fruit", "--count=2", "--policy=full")
+    assert_one_message(outcome, 2, "unexpected argument 'fruit'", "run `python -m tiny --help`")
 
 
-@pytest.mark.parametrize("flag", ["--help", "-h", "--helpfull"])
-def test_help_shows_manual_and_own_flags_only(tiny, flag):
-    process = tiny("--count=1", flag)
-    assert (process.returncode, process.stderr) == (0, "")
-    assert process.stdout.startswith("Tiny command: says what it was given.")
-    assert "--policy=full|headkv\n      which tokens stay (default: full)" in process.stdout
-    assert "--[no]greedy" in process.stdout
-    assert "fraction of the cache (a non-negative number; default: 0.5)" in process.stdout
+def test_help_shows_manual_and_own_flags_only(tiny, tiny_here):
+    status, output, errors = tiny("--count=1", "--help")
+    assert (status, errors) == (0, "")
+    assert output.startswith("Tiny command: says what it was given.")
+    assert "Flags of `python -m tiny`" in output
+    assert "--policy=full|headkv\n      which tokens stay (default: full)" in output
+    assert "--[no]greedy" in output
+    assert "fraction of the cache (a non-negative number; default: 0.5)" in output
     for foreign in ("--verbosity", "--logtostderr", "--flagfile"):
-        assert foreign not in process.stdout
+        assert foreign not in output
+    for flag in ("-h", "--helpfull"):
+        assert "--policy=full|headkv" in tiny_here(flag)[1]
 
 
 @pytest.mark.parametrize(
@@ -137,24 +160,28 @@ def test_help_shows_manual_and_own_flags_only(tiny, flag):
         ("interrupt", 130, "interrupted"),
     ],
 )
-def test_expected_failures_have_no_traceback(tiny, how, status, part):
-    assert_one_message(tiny(f"--fail={how}"), status, part)
+def test_expected_failures_have_no_traceback(tiny_here, how, status, part):
+    assert_one_message(tiny_here(f"--fail={how}"), status, part)
+
+
+def test_expected_failure_in_a_real_process(tiny):
+    assert_one_message(tiny("--fail=user"), 2, "label 99 is outside 0..43")
 
 
 def test_bug_keeps_its_traceback(tiny):
-    process = tiny("--fail=bug")
-    assert process.returncode == 1
-    assert "Traceback" in process.stderr and "impossible state" in process.stderr
+    status, _, errors = tiny("--fail=bug")
+    assert status == 1
+    assert "Traceback" in errors and "impossible state" in errors
 
 
-def test_main_may_return_a_status(tiny):
-    assert tiny("--fail=status").returncode == 7
+def test_main_may_return_a_status(tiny_here):
+    assert tiny_here("--fail=status")[0] == 7
 
 
-def test_reader_that_goes_away_leaves_no_traceback(tiny):
+def test_reader_that_goes_away_leaves_no_traceback(environment):
     with subprocess.Popen(
         [sys.executable, "-m", "tiny", "--fail=pipe"],
-        env=tiny.environment,
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -164,7 +191,7 @@ def test_reader_that_goes_away_leaves_no_traceback(tiny):
     assert process.returncode == 1
 
 
-def test_required_flag_is_named(tmp_path, tiny):
+def test_required_flag_is_named(tmp_path, environment):
     program = """
         '''Needs a flag.'''
         from absl import flags
@@ -177,13 +204,12 @@ def test_required_flag_is_named(tmp_path, tiny):
 
     def call(*arguments):
         command = [sys.executable, str(tmp_path / "needy.py"), *arguments]
-        return subprocess.run(command, env=tiny.environment, capture_output=True, text=True)
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
 
     process = call()
     assert process.returncode == 2
     assert "--out is required: where to write" in process.stderr
     assert "--source is required: what to read" in process.stderr
-    assert call("--help").returncode == 0
     assert call("--out=a", "--source=b").returncode == 0
 
 
