@@ -99,7 +99,7 @@ def save(
             checkpointer.save(folder / "params", parameters.nested(arrays))
         _forget_path(folder / "params")
         content = description_file.compose(family, transformer.config, codec.config, arrays)
-        content["files"] = description_file.file_sizes(folder / "params")
+        content["files"] = description_file.file_records(folder / "params")
         description_file.write(folder, {**(metadata or {}), **content})
 
 
@@ -218,8 +218,8 @@ class _explaining:
         return self
 
     def __exit__(self, kind, error, trace):
-        damage = (ValueError, OSError, KeyError, TypeError, AttributeError)
-        if isinstance(error, damage) and not isinstance(error, UserError):
+        innocent = (UserError, MemoryError, jax.errors.JaxRuntimeError)  # as out of device memory
+        if isinstance(error, Exception) and not isinstance(error, innocent):
             reason = str(error).strip().split("\n")[0][:300]
             raise UserError(
                 f"cannot read the parameters in {self.folder}: the files are damaged or incomplete"

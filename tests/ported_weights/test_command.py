@@ -1,0 +1,54 @@
+"""`python -m ported_weights` as users call it."""
+
+import sys
+
+import pytest
+
+from varjax import checkpoint
+
+
+def _run(capsys, monkeypatch, *arguments):
+    """(exit status, standard output, standard error) of the command, in this process."""
+    from ported_weights import __main__ as command  # defines flags, so only when needed
+    from varjax import command_line
+
+    monkeypatch.setattr(sys, "argv", ["ported_weights", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        command_line.run(command.main)
+    output = capsys.readouterr()
+    return stopped.value.code or 0, output.out, output.err
+
+
+def _flags(request):
+    names = ("model", "source", "tokenizer_source", "config", "tokenizer_config", "out")
+    return [f"--{name}={getattr(request, name)}" for name in names]
+
+
+def test_conversion(capsys, monkeypatch, request_for):
+    request = request_for("c_k5_nol2norm")
+    status, out, err = _run(capsys, monkeypatch, *_flags(request), "--dtype=bfloat16")
+    assert status == 0 and "385,755 parameters written" in out and "tensors" in err
+    assert checkpoint.read_description(request.out)["dtype"] == "bfloat16"
+    status, out, err = _run(capsys, monkeypatch, *_flags(request))
+    assert status == 2 and "exists already" in err and not out
+
+
+def test_help_lists_models_and_flags(capsys, monkeypatch):
+    status, out, _ = _run(capsys, monkeypatch, "--help")
+    assert status == 0
+    for word in ("var-d16", "var-d36", "var-custom", "--tokenizer_source", "overwrite"):
+        assert word in out
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--model=var-d17", "--source=a", "--out=b"], "did you mean 'var-d1"),
+        (["--model=var-d16", "--out=b"], "--source is required"),
+        (["--model=var-d16", "--source=a", "--out=b", "--dtype=int4"], "float32, bfloat16"),
+        (["--modle=var-d16"], "did you mean '--model'"),
+    ],
+)
+def test_wrong_flags(capsys, monkeypatch, flags, message):
+    status, out, err = _run(capsys, monkeypatch, *flags)
+    assert status == 2 and message in err and not out
