@@ -55,7 +55,7 @@ def _abstract(part: Part, config):
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of transformer, the codec that turns its tokens into pictures, and both as the engine sees them."""
+    """A transformer, the codec that turns its tokens into pictures, and both for the engine."""
 
     name: str
     transformer: Part
@@ -74,7 +74,9 @@ class Preset:
 
 
 FAMILIES = {
-    "var": Family("var", Part("VAR", var.VARConfig, var.VAR), Part("VQVAE", VQVAEConfig, VQVAE), VARPipeline),
+    "var": Family(
+        "var", Part("VAR", var.VARConfig, var.VAR), Part("VQVAE", VQVAEConfig, VQVAE), VARPipeline
+    ),
 }
 
 # Settings of the published FID evaluation of VAR.
