@@ -1,0 +1,111 @@
+"""The budget is a promise: plans of every policy, on several schedules, never exceed it."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from varjax import policies
+from varjax.cache.planner import plan_cache
+from varjax.cache.state import KVState
+from varjax.errors import UserError
+from varjax.geometry import Geometry
+from varjax.models.var import SIDES_256
+from varjax.schedule import Schedule
+
+SCHEDULES = {
+    "demo": Schedule.square((1, 2, 3, 4, 6, 8)),
+    "var-256": Schedule.square(SIDES_256),
+    "non-square": Schedule.parse("1x1;2x3;3x5;4x6;7x9"),
+}
+BUDGETED = {
+    "swa": policies.SlidingWindow,
+    "streaming": policies.Streaming,
+    "headkv": policies.HeadKV,
+}
+
+
+def geometry(schedule: str) -> Geometry:
+    return Geometry(schedule=SCHEDULES[schedule], num_layers=3, num_heads=4, head_dim=8)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("policy", BUDGETED)
+@pytest.mark.parametrize("budget", [0.1, 0.2, 0.5, 0.77, 1.0])
+def test_pool_bytes_fit_the_budget(schedule, policy, budget):
+    g = geometry(schedule)
+    plan = plan_cache(g, BUDGETED[policy](budget=budget))
+    assert plan.num_bytes(4, "float32") <= budget * plan.dense_bytes(4, "float32")
+    assert plan.live_tokens.max() <= budget * g.dense_tokens
+    # and the budget is used: rounding and per-head floors cost at most one token per head and 5 %
+    assert plan.live_tokens.max() >= 0.95 * (budget * g.dense_tokens - g.num_layers * g.num_heads) - 1
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_full_is_exact(schedule):
+    plan = plan_cache(geometry(schedule), policies.Full())
+    assert plan.num_bytes(2, "bfloat16") == plan.dense_bytes(2, "bfloat16")
+
+
+def test_bytes_are_the_size_of_the_array():
+    plan = plan_cache(geometry("demo"), policies.Streaming(budget=0.3))
+    state = KVState.empty(plan, 3, jnp.bfloat16)
+    assert state.kv_pool.nbytes == plan.num_bytes(3, "bfloat16")
+
+
+def test_token_accounting_reports_the_excess():
+    g = geometry("var-256")
+    plan = plan_cache(g, policies.Streaming(budget=0.1, accounting="tokens", block_size=16))
+    assert plan.capacity.max() == int(0.1 * 424)
+    assert plan.pool_tokens == 3 * 4 * 48 and plan.fraction > 0.1
+
+
+def test_window_capacity_per_scale():
+    plan = plan_cache(geometry("demo"), policies.SlidingWindow(budget=0.5, block_size=1))
+    np.testing.assert_array_equal(plan.capacity[:, 0, 0], [0, 1, 5, 14, 30, 33])
+    assert plan.allocation.visible(plan.geometry, 5)[0, 0].nonzero()[0].min() == 66 - 33
+
+
+def test_streaming_keeps_sinks_and_newest():
+    plan = plan_cache(geometry("demo"), policies.Streaming(budget=0.5, sinks=2, block_size=1))
+    seen = np.flatnonzero(plan.allocation.visible(plan.geometry, 5)[1, 2])
+    np.testing.assert_array_equal(seen, [*range(5), *range(66 - 28, 66)])
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (policies.SlidingWindow(budget=0.0), "outside"),
+        (policies.SlidingWindow(budget=1.5), "outside"),
+        (policies.SlidingWindow(budget=float("nan")), "outside"),
+        (policies.Streaming(budget=0.1, sinks=3), "smallest feasible budget is 0.2122"),
+        (policies.Streaming(budget=0.01), "smallest feasible budget is 0.0152"),
+        (policies.HeadKV(budget=0.2, sinks=3), "smallest feasible budget is 0.2122"),
+        (policies.HeadKV(sinks=9), "sinks=9"),
+        (policies.HeadKV(global_heads=5), "4 heads"),
+        (policies.HeadKV(threshold=0.0), "threshold"),
+        (policies.Full(budget=0.5), "keeps everything"),
+        (policies.Full(block_size=3), "power of two"),
+        (policies.Full(block_size=64), "smaller block_size"),
+        (policies.Full(accounting="words"), "bytes or tokens"),
+    ],
+)
+def test_infeasible_requests(policy, message):
+    with pytest.raises(UserError, match=message):
+        plan_cache(geometry("demo"), policy)
+
+
+def test_smallest_feasible_budget_is_feasible():
+    for policy in (policies.Streaming(budget=0.2122, sinks=3), policies.HeadKV(budget=0.2122, sinks=3)):
+        plan = plan_cache(geometry("demo"), policy)
+        assert plan.fraction <= 0.2122
+
+
+def test_plans_hash_by_content():
+    a, b = (plan_cache(geometry("demo"), policies.Streaming(budget=0.3)) for _ in range(2))
+    other = plan_cache(geometry("demo"), policies.Streaming(budget=0.4))
+    assert a == b and hash(a) == hash(b) and a != other
+
+
+def test_single_scale_needs_no_cache():
+    g = Geometry(schedule=Schedule.parse("4x4"), num_layers=1, num_heads=1, head_dim=4)
+    assert plan_cache(g, policies.Full()).pool_tokens == 0

@@ -1,0 +1,131 @@
+"""What must not change a result: segments, batch size, position in the batch, slots that are not in use."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import models_under_test as models
+from varjax import engine, policies
+from varjax.cache.planner import plan_cache
+from varjax.cache.state import KVState
+from varjax.generation import Generator
+from varjax.sampling import Sampling, image_keys
+from varjax.segments import plan_segments
+
+NAME = "b_k6_sharedaln"
+LABELS = np.array([3, 7, 1, 9, 0, 2, 5, 8], np.int32)
+POLICIES = {
+    "full": policies.Full(),
+    "swa": policies.SlidingWindow(budget=0.3),
+    "streaming": policies.Streaming(budget=0.3),
+    "headkv": policies.HeadKV(budget=0.3),
+}
+
+
+def sampled(policy, *, batch_size, segments="auto", count=3, **options):
+    """Tokens and images of the first `count` images, drawn with filters."""
+    sampling = Sampling(cfg=2.0, top_k=40, top_p=0.9, **options)
+    generator = Generator(
+        models.fixture_model(NAME), policy, sampling=sampling, batch_size=batch_size, segments=segments, matmul_precision="highest"
+    )
+    parts = [r for _, r in generator.batches(LABELS[:count], seed=5)]
+    return tuple(np.concatenate([p[k] for p in parts]) for k in ("tokens", "images"))
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_segments_do_not_change_tokens(policy):
+    expected, images = sampled(policy, batch_size=3)
+    for segments in (1, 6):
+        tokens, other = sampled(policy, batch_size=3, segments=segments)
+        np.testing.assert_array_equal(tokens, expected)
+        np.testing.assert_allclose(other, images, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", [POLICIES["full"], POLICIES["headkv"]], ids=["full", "headkv"])
+def test_batch_size_does_not_change_images(policy):
+    """Batches of 1, 3 and 8, the last one of 3 padded: the same image for the same number."""
+    expected, images = sampled(policy, batch_size=8, count=8)
+    for batch_size in (1, 3):
+        tokens, other = sampled(policy, batch_size=batch_size, count=8)
+        np.testing.assert_array_equal(tokens, expected)
+        np.testing.assert_allclose(other, images, atol=1e-5)
+
+
+def test_two_runs_are_bit_identical():
+    first, second = (sampled(POLICIES["headkv"], batch_size=3) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_more_smooth_mixes_codes():
+    tokens, images = sampled(POLICIES["full"], batch_size=3)
+    _, smooth = sampled(POLICIES["full"], batch_size=3, more_smooth=True)
+    assert np.isfinite(smooth).all() and np.abs(smooth - images).max() > 1e-3
+
+
+def run_with_pool(policy, fill, rows=slice(None)):
+    """Greedy run whose pool starts filled with `fill` (zeros or NaN)."""
+    model = models.fixture_model(NAME)
+    plan = plan_cache(model.geometry, policy)
+    segments = plan_segments(model.geometry.schedule)
+    spec = engine.ProgramSpec.of(plan, policy, segments, Sampling(cfg=1.5, greedy=True), keep_logits=True)
+    tables = engine.program_tables(plan, policy, segments, np.arange(2))
+    state = KVState.empty(plan, 2, jnp.float32)
+    state = dataclasses.replace(state, kv_pool=jnp.full_like(state.kv_pool, fill))
+    labels = jnp.asarray(LABELS[:2])
+    results, _ = jax.jit(lambda *a: engine.generate_codes(*a, spec=spec))(
+        model.pipeline, state, labels, image_keys(0, jnp.arange(2)), tables, None
+    )
+    return results
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_unused_slots_are_never_read(policy):
+    """A pool full of NaN gives the same logits as one full of zeros."""
+    clean, poisoned = run_with_pool(policy, 0.0), run_with_pool(policy, jnp.nan)
+    np.testing.assert_array_equal(poisoned["logits"], clean["logits"])
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_images_do_not_see_each_other(policy):
+    """Another label beside it does not change an image; nor does its place in the batch."""
+    generator = models.greedy_generator(models.fixture_model(NAME), policy)
+    one, _ = generator.run_batch([3, 7], [0, 1])
+    two, _ = generator.run_batch([3, 1], [0, 1])
+    swapped, _ = generator.run_batch([7, 3], [1, 0])
+    np.testing.assert_array_equal(one["tokens"][0], two["tokens"][0])
+    np.testing.assert_array_equal(one["tokens"][0], swapped["tokens"][1])
+    assert (np.asarray(one["tokens"][1]) != np.asarray(two["tokens"][1])).any()
+
+
+@pytest.mark.parametrize("name", ["streaming", "headkv"])
+def test_whole_budget_gives_the_tokens_of_full(name):
+    model = models.fixture_model(NAME)
+    full, _ = models.greedy_generator(model).run_batch(LABELS[:2], np.arange(2))
+    policy = dataclasses.replace(POLICIES[name], budget=1.0)
+    whole, _ = models.greedy_generator(model, policy).run_batch(LABELS[:2], np.arange(2))
+    np.testing.assert_array_equal(whole["tokens"], full["tokens"])
+    np.testing.assert_allclose(whole["logits"], full["logits"], atol=1e-4)
+
+
+def test_unrolled_scans_agree():
+    model = models.fixture_model(NAME)
+    scanned, _ = models.greedy_generator(model).run_batch(LABELS[:2], np.arange(2))
+    unrolled, _ = models.greedy_generator(model, unroll=True).run_batch(LABELS[:2], np.arange(2))
+    np.testing.assert_array_equal(unrolled["tokens"], scanned["tokens"])
+
+
+def test_bfloat16_runs_and_stays_close():
+    """Not a parity claim: bfloat16 rounds to three digits, so only most tokens of the forced run's logits agree in rank."""
+    from varjax import generation
+
+    model = generation.load(models.checkpoint_folder(NAME), "bfloat16")
+    forced = models.fixture(NAME, "gen_forced")
+    results, state = models.greedy_generator(model, kv_dtype="bfloat16").run_batch(forced["labels"], np.arange(2), given=forced["tokens"])
+    assert state.kv_pool.dtype == jnp.bfloat16
+    logits = np.asarray(results["logits"])[:, forced["logit_pos"]]
+    error = np.linalg.norm(logits - forced["logits_cfg1p5"]) / np.linalg.norm(forced["logits_cfg1p5"])
+    assert error < 0.05

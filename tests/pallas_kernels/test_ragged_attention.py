@@ -1,0 +1,86 @@
+"""The reference against a float64 NumPy oracle that reads the table slot by slot."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.ragged_attention import BlockTable, attend, attention_mass
+
+ROWS, HEADS, TOKENS, SIZE, BLOCKS, BLOCK, ENTRIES = 2, 3, 5, 4, 7, 4, 3
+LENGTH = 4
+
+
+def problem(seed: int, per_row: bool = False):
+    """Random queries, keys, values, pool (NaN where no table entry points) and table: empty, partial, repeated and full entries."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.standard_normal((ROWS, HEADS, TOKENS, SIZE)).astype(np.float32) for _ in range(3))
+    shape = (ROWS, HEADS, ENTRIES) if per_row else (HEADS, ENTRIES)
+    ids = rng.integers(0, BLOCKS, shape).astype(np.int32)
+    start = rng.integers(0, BLOCK, shape).astype(np.int32)
+    stop = np.minimum(start + rng.integers(0, BLOCK + 1, shape), BLOCK).astype(np.int32)
+    ids[..., 0, 1], start[..., 0, 1], stop[..., 0, 1] = ids[..., 0, 0], 2, 4  # one block twice,
+    start[..., 0, 0], stop[..., 0, 0] = 0, 1  # with disjoint ranges
+    stop[..., 1, :] = start[..., 1, :]  # an empty head
+    start[..., 2, :], stop[..., 2, :] = 0, BLOCK  # a full head
+    pool = np.full((ROWS, BLOCKS, BLOCK, 2 * SIZE), np.nan, np.float32)
+    for row, head, slot in listed(ids, start, stop):
+        pool[row, slot // BLOCK, slot % BLOCK] = rng.standard_normal(2 * SIZE)
+    return q, k, v, pool, (ids, start, stop)
+
+
+def listed(ids, start, stop):
+    """(row, head, slot) of all valid table entries."""
+    full = [np.broadcast_to(a if a.ndim == 3 else a[None], (ROWS, HEADS, ENTRIES)) for a in (ids, start, stop)]
+    for row, head, m in np.ndindex(ROWS, HEADS, ENTRIES):
+        block, a, b = (x[row, head, m] for x in full)
+        for offset in range(a, b):
+            yield row, head, int(block * BLOCK + offset)
+
+
+def oracle(q, k, v, pool, table):
+    """(output [R, N, T, H], weights {(row, head): [T, slots + own]}) in float64."""
+    out, weights = np.zeros(q.shape), {}
+    slots = {(r, n): [s for rr, nn, s in listed(*table) if (rr, nn) == (r, n)] for r, n in np.ndindex(ROWS, HEADS)}
+    for (r, n), mine in slots.items():
+        stored = pool[r].reshape(-1, 2 * SIZE)[mine].astype(np.float64)
+        keys = np.concatenate([stored[:, :SIZE], k[r, n, :LENGTH]])
+        values = np.concatenate([stored[:, SIZE:], v[r, n, :LENGTH]])
+        scores = q[r, n].astype(np.float64) @ keys.T
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        weights[r, n] = p / p.sum(-1, keepdims=True)
+        out[r, n] = weights[r, n] @ values
+    return out, weights
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_attend(seed, per_row):
+    q, k, v, pool, table = problem(seed, per_row)
+    found = attend(*map(jnp.asarray, (q, k, v)), jnp.int32(LENGTH), jnp.asarray(pool), BlockTable(*map(jnp.asarray, table)))
+    expected, _ = oracle(q, k, v, pool, table)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
+
+
+def test_attention_mass():
+    q, k, v, pool, table = problem(7)
+    query_weights = np.array([0.5, 0.25, 0.25, 0, 0], np.float32)
+    arrays = BlockTable(*map(jnp.asarray, table))
+    found = attention_mass(jnp.asarray(q), jnp.asarray(k), jnp.int32(LENGTH), jnp.asarray(pool), arrays, jnp.asarray(query_weights))
+    mask = np.asarray(arrays.slot_mask(BLOCK))
+    _, weights = oracle(q, k, v, pool, table)
+    for r, n in np.ndindex(ROWS, HEADS):
+        columns = np.concatenate([np.flatnonzero(mask[n]), ENTRIES * BLOCK + np.arange(LENGTH)])
+        np.testing.assert_allclose(np.asarray(found)[r, n, columns], query_weights @ weights[r, n], atol=1e-6)
+        others = np.delete(np.asarray(found)[r, n], columns)
+        assert (others == 0).all()
+
+
+def test_unknown_implementation_names_the_known_ones():
+    q, k, v, pool, table = problem(0)
+    with pytest.raises(NotImplementedError, match="reference"):
+        attend(q, k, v, 4, pool, BlockTable(*table), implementation="cuneiform")
+
+
+def test_filled_to():
+    table = BlockTable(jnp.array([[4, 2, 0]]), jnp.zeros((1, 3), int), jnp.full((1, 3), 4))
+    np.testing.assert_array_equal(table.filled_to(jnp.array([6]), 4).stop, [[4, 2, 0]])

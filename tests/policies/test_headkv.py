@@ -1,0 +1,142 @@
+"""HeadKV's decisions against a NumPy reading of the method, head by head, with plain loops."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import models_under_test as models
+from varjax import policies
+from varjax.cache.planner import plan_cache
+from varjax.geometry import Geometry
+from varjax.policies import building_blocks as blocks
+from varjax.policies.base import Observation
+from varjax.schedule import Schedule
+
+ROWS, HEADS, STORED, NEW = 2, 4, 9, 6
+DEMO = Geometry(schedule=Schedule.square((1, 2, 3, 4, 6, 8)), num_layers=2, num_heads=4, head_dim=8)
+
+
+def observation(seed: int, capacity: int, protected: int, recent: int) -> Observation:
+    rng = np.random.default_rng(seed)
+    live = np.concatenate([rng.random((ROWS, HEADS, STORED)) < 0.8, np.ones((ROWS, HEADS, NEW), bool)], -1)
+    position = np.stack([rng.permutation(STORED) for _ in range(ROWS * HEADS)]).reshape(ROWS, HEADS, STORED)
+    new = np.broadcast_to(np.arange(STORED, STORED + NEW), (ROWS, HEADS, NEW))
+    position = np.where(live, np.concatenate([position, new], -1), 0)
+    mass = rng.random(live.shape) * live
+    mass /= mass.sum(-1, keepdims=True)
+    return Observation(
+        scale=jnp.int32(3),
+        live=jnp.asarray(live),
+        position=jnp.asarray(position),
+        capacity=jnp.full((ROWS, HEADS), capacity),
+        regions=jnp.broadcast_to(jnp.arange(HEADS), (ROWS, HEADS)),
+        inputs=jnp.array([protected, recent]),
+        window_mass=jnp.asarray(mass, jnp.float32),
+        scale_mass=jnp.asarray(mass, jnp.float32),
+    )
+
+
+def keep_by_hand(live, position, mass, capacity, protected, recent, ratio) -> set[int]:
+    """Columns that one head keeps."""
+    newest_first = sorted(np.flatnonzero(live), key=lambda c: -position[c])
+    kept = [c for c in newest_first if position[c] < protected]
+    rest = [c for c in newest_first if position[c] >= protected]
+    window = rest[: max(0, min(recent, capacity - len(kept)))]
+    kept += window
+    history = rest[len(window) :]
+    room = min(capacity - len(kept), len(history))
+    near_size = int(np.ceil(np.float32(ratio) * len(history)))
+    near, far = history[:near_size], history[near_size:]
+    near_room = int(np.clip(np.round(np.float32(ratio) * room), 0, len(near)))
+    near_room = max(near_room, min(room - len(far), len(near)))
+    best = lambda group, n: sorted(group, key=lambda c: (-mass[c], c))[:n]  # noqa: E731
+    return {*kept, *best(near, near_room), *best(far, room - near_room)}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("capacity", "protected", "recent"), [(8, 2, 3), (5, 1, 4), (12, 0, 2), (15, 3, 20)])
+def test_select_follows_the_method(seed, capacity, protected, recent):
+    policy = policies.HeadKV(ratio=0.4)
+    obs = observation(seed, capacity, protected, recent)
+    kept = np.asarray(policy.select(obs))
+    for r, n in np.ndindex(ROWS, HEADS):
+        arrays = (np.asarray(a)[r, n] for a in (obs.live, obs.position, obs.window_mass))
+        expected = keep_by_hand(*arrays, capacity, protected, recent, 0.4)
+        assert set(np.flatnonzero(kept[r, n])) == expected
+        assert len(expected) == min(capacity, int(obs.live[r, n].sum()))
+
+
+def test_heads_are_ranked_by_how_far_back_they_look():
+    """Need = newest tokens that gather the threshold, own scale first."""
+    obs = observation(0, 8, 2, 3)
+    mass = np.zeros((ROWS, HEADS, STORED + NEW))
+    position = np.broadcast_to(np.arange(STORED + NEW), mass.shape)
+    for head, back in enumerate([2, 11, 5, 14]):  # all mass `back` tokens before the newest
+        mass[:, head, -back] = 1
+    obs = dataclasses.replace(
+        obs, scale_mass=jnp.asarray(mass), position=jnp.asarray(position), live=jnp.ones(mass.shape, bool)
+    )
+    policy = policies.HeadKV()
+    np.testing.assert_array_equal(policy.tokens_needed(obs)[0], [2, 11, 5, 14])
+    np.testing.assert_array_equal(policy.regroup(obs)[0], [3, 1, 2, 0])  # heads 3 and 1 get the global regions 0 and 1
+
+
+@pytest.mark.parametrize(("threshold", "need"), [(0.5, 1), (0.75, 2), (0.9, 3), (1.0, 4)])
+def test_threshold(threshold, need):
+    obs = observation(0, 8, 2, 3)
+    mass = np.zeros((ROWS, HEADS, STORED + NEW), np.float32)
+    mass[..., -1], mass[..., -2], mass[..., -3], mass[..., -4] = 0.5, 0.25, 0.1875, 0.0625
+    position = np.broadcast_to(np.arange(STORED + NEW), mass.shape)
+    obs = dataclasses.replace(
+        obs, scale_mass=jnp.asarray(mass), position=jnp.asarray(position), live=jnp.ones(mass.shape, bool)
+    )
+    assert (np.asarray(policies.HeadKV(threshold=threshold).tokens_needed(obs)) == need).all()
+
+
+def test_stratified_keeps_far_tokens_that_a_global_ranking_drops():
+    score = jnp.array([[[0.1, 0.2, 0.9, 0.8, 0.7, 0.6]]])
+    position, among = jnp.arange(6)[None, None], jnp.ones((1, 1, 6), bool)
+    kept = blocks.stratified(score, position, among, jnp.array([[2]]), 0.5)
+    np.testing.assert_array_equal(kept[0, 0], [False, False, True, True, False, False])
+    assert not np.asarray(blocks.top(score, among, jnp.array([[1]])))[0, 0, 3]
+
+
+def test_capacities():
+    """Nothing is dropped before grouping; afterwards half of the heads are wide; the mean is the budget."""
+    plan = plan_cache(DEMO, policies.HeadKV(budget=0.5, block_size=1, group_after=10))
+    assert plan.allocation.regroup_scale == 2  # 14 tokens held after scale 2
+    np.testing.assert_array_equal(plan.capacity[:4, 0, 0], [0, 1, 5, 14])
+    local, wide = plan.capacity[5, 0, 3], plan.capacity[5, 0, 0]
+    assert (local, wide) == (16, 50) and local + wide == 66
+    assert (plan.capacity[5, 0] == [wide, wide, local, local]).all()
+
+
+def test_grouping_comes_early_when_the_budget_is_small():
+    plan = plan_cache(DEMO, policies.HeadKV(budget=0.1))
+    assert plan.allocation.regroup_scale == 2  # 14 tokens would exceed 6.6 per head
+    assert plan.live_tokens.max() <= 0.1 * DEMO.dense_tokens
+
+
+def test_regions_and_contents_on_a_real_model():
+    """Heads of one layer get different rooms per image, and hold exactly what their region allows."""
+    model = models.fixture_model("b_k6_sharedaln")
+    policy = policies.HeadKV(budget=0.4, block_size=2)
+    generator = models.greedy_generator(model, policy, batch_size=3)
+    _, state = generator.run_batch([3, 7, 1], [0, 1, 2])
+    regions, position = np.asarray(state.regions), np.asarray(state.position)
+    assert (np.sort(regions, -1) == np.arange(4)).all()  # a permutation per layer and row
+    assert (regions != regions[:, :1]).any(), "all images agree on all heads: the fixture no longer tests per-row regions"
+    plan = generator.plan
+    protected = plan.allocation.protected
+    for layer, row, head in np.ndindex(regions.shape):
+        region = regions[layer, row, head]
+        table = zip(*(a[-1, layer, region] for a in (plan.ids, plan.start, plan.stop)), strict=True)
+        slots = [b * plan.block_size + o for b, first, last in table for o in range(first, last)]
+        held = position[row, slots]
+        assert len(slots) == plan.capacity[-1, layer, region]
+        assert (held >= 0).all() and len(set(held)) == len(held)
+        assert set(range(protected)) <= set(held)
+        newest = model.geometry.schedule.persistent_tokens - np.arange(1, plan.allocation.recent + 1)
+        assert set(newest) <= set(held)

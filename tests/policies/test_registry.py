@@ -1,0 +1,110 @@
+"""Every registered policy has what the command line, the tables and the generic tests need."""
+
+import dataclasses
+import pathlib
+
+import numpy as np
+import pytest
+
+from varjax import policies
+from varjax.cache.planner import plan_cache
+from varjax.errors import UserError
+from varjax.geometry import Geometry
+from varjax.policies import POLICIES, get_policy
+from varjax.schedule import Schedule
+
+GEOMETRY = Geometry(schedule=Schedule.square((1, 2, 3)), num_layers=2, num_heads=2, head_dim=4)
+README = pathlib.Path(__file__).parents[2] / "README.md"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policy_is_documented_and_frozen(name):
+    cls = POLICIES[name]
+    assert cls.__doc__ and cls.summary and cls.name == name
+    assert cls.__dataclass_params__.frozen
+    assert f"`{name}`" in README.read_text(encoding="utf-8")
+    hash(cls())
+
+
+def test_text_arguments_are_typed():
+    policy = get_policy("headkv", 0.3, {"window": "8", "ratio": "0.25", "accounting": "tokens"})
+    assert policy == policies.HeadKV(budget=0.3, window=8, ratio=0.25, accounting="tokens")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("headvk", {}, "did you mean 'headkv'"),
+        ("headkv", {"windw": "3"}, "did you mean 'window'"),
+        ("headkv", {"window": "three"}, "not a whole number"),
+        ("headkv", {"ratio": "much"}, "not a number"),
+        ("swa", {"sinks": "3"}, "no argument 'sinks'"),
+    ],
+)
+def test_wrong_text(name, arguments, message):
+    with pytest.raises(UserError, match=message):
+        get_policy(name, None, arguments)
+
+
+def table(tmp_path, **arrays):
+    np.savez(tmp_path / "keep.npz", **arrays)
+    return policies.Table(path=str(tmp_path / "keep.npz"))
+
+
+def keep_scale(*, k=3):
+    keep = np.zeros((k, 2, 2, k), bool)
+    keep[1:, :, :, 0] = True
+    return keep
+
+
+def test_table_plan_matches_the_file(tmp_path):
+    keep = keep_scale()
+    keep[2, 0, 0, 1] = True
+    plan = plan_cache(GEOMETRY, table(tmp_path, keep_scale=keep))
+    np.testing.assert_array_equal(plan.capacity[2], [[5, 1], [1, 1]])
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"keep_scale": np.zeros((3, 2, 2, 4), bool)}, "has shape"),
+        ({"keep_token": np.zeros((3, 2, 3, 2, 14), bool)}, "has shape"),
+        ({"keep_token": np.zeros((3, 2, 2, 13), bool)}, "has shape"),
+        ({"keep_scale": keep_scale(), "keep_token": np.zeros((3, 2, 2, 14), bool)}, "exactly one"),
+        ({"something": np.zeros(3)}, "exactly one"),
+        ({"keep_scale": np.full((3, 2, 2, 3), 0.5)}, "other than 0 and 1"),
+        ({"keep_scale": np.ones((3, 2, 2, 3), bool)}, "does not exist yet"),
+    ],
+)
+def test_table_files_that_are_refused(tmp_path, arrays, message):
+    with pytest.raises(UserError, match=message):
+        plan_cache(GEOMETRY, table(tmp_path, **arrays))
+
+
+def test_resurrected_tokens_are_refused(tmp_path):
+    keep = keep_scale()
+    keep[1, 1, 0, 0] = False
+    with pytest.raises(UserError, match=r"layer 1, head 0.*cannot return"):
+        plan_cache(GEOMETRY, table(tmp_path, keep_scale=keep))
+    rows = np.repeat(keep[..., GEOMETRY.schedule.scale_of_token][:, :, None], 4, 2)
+    with pytest.raises(UserError, match="cannot return"):
+        plan_cache(GEOMETRY, table(tmp_path, keep_token=rows))
+
+
+def test_table_budget_is_a_check(tmp_path):
+    policy = table(tmp_path, keep_scale=keep_scale())
+    with pytest.raises(UserError, match="more than budget"):
+        plan_cache(GEOMETRY, dataclasses.replace(policy, budget=0.1))
+
+
+@pytest.mark.parametrize("path", ["", "nowhere.npz", __file__])
+def test_table_without_a_usable_file(path):
+    with pytest.raises(UserError, match="policy 'table'"):
+        plan_cache(GEOMETRY, policies.Table(path=path))
+
+
+def test_table_rows_must_fit_the_run(tmp_path):
+    policy = table(tmp_path, keep_token=np.zeros((3, 2, 4, 2, 14), bool))
+    policy.check_images(2)
+    with pytest.raises(UserError, match="two per image"):
+        policy.check_images(3)

@@ -1,0 +1,34 @@
+"""Full-size models by shape only: nothing is allocated."""
+
+import jax
+import pytest
+from flax import nnx
+
+from varjax import policies
+from varjax.cache.planner import plan_cache
+from varjax.models import parameters, registry
+
+PUBLISHED = {"var-d16": 310e6, "var-d20": 600e6, "var-d24": 1.0e9, "var-d30": 2.0e9, "var-d36": 2.3e9}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_counts(name):
+    preset = registry.preset(name)
+    family = registry.family(preset.family)
+    module = parameters.abstract(lambda: family.transformer.build(preset.transformer))
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(module))
+    assert parameters.count(module) == pytest.approx(PUBLISHED[name], rel=0.04)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_plans(name):
+    preset = registry.preset(name)
+    family = registry.family(preset.family)
+    parts = [
+        nnx.eval_shape(lambda p=p, c=c: p.build(c))
+        for p, c in ((family.transformer, preset.transformer), (family.codec, preset.codec))
+    ]
+    geometry = family.pipeline(*parts).geometry
+    for policy in (policies.Full(), policies.Streaming(budget=0.1), policies.HeadKV(budget=0.1)):
+        plan = plan_cache(geometry, policy)
+        assert plan.num_bytes(1, "bfloat16") <= policy.budget * plan.dense_bytes(1, "bfloat16")

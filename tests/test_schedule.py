@@ -1,0 +1,36 @@
+import numpy as np
+import pytest
+
+from varjax.errors import UserError
+from varjax.geometry import Geometry
+from varjax.schedule import Schedule
+
+
+def test_counts_and_offsets():
+    schedule = Schedule.parse("1x1; 2x3;3x4")
+    assert schedule.tokens == (1, 6, 12)
+    assert schedule.starts == (0, 1, 7) and schedule.ends == (1, 7, 19)
+    assert schedule.total_tokens == 19 and schedule.persistent_tokens == 7
+    np.testing.assert_array_equal(schedule.scale_of_token, [0] + [1] * 6 + [2] * 12)
+    np.testing.assert_allclose(schedule.coordinates[1:4], [[0.25, 1 / 6], [0.25, 0.5], [0.25, 5 / 6]])
+    assert Schedule.parse(str(schedule)) == schedule
+
+
+@pytest.mark.parametrize("text", ["", "1x1;", "1x0", "ax2", "1,2,3", "2"])
+def test_malformed_schedules(text):
+    with pytest.raises(UserError):
+        Schedule.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["layers=1", "layers=x,heads=1,head_dim=1,schedule=1x1", "foo=1", "layers=0,heads=1,head_dim=1,schedule=1x1"],
+)
+def test_malformed_geometry(text):
+    with pytest.raises(UserError):
+        Geometry.parse(text)
+
+
+def test_geometry_text():
+    g = Geometry.parse("layers=2,heads=3,head_dim=4,schedule=1x1;2x2;3x4")
+    assert (g.num_layers, g.num_heads, g.head_dim, g.dense_tokens) == (2, 3, 4, 5 * 6)
