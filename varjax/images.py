@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float, UInt8
+from jaxtyping import Array, Float, UInt8
 
 from varjax.errors import UserError
 from varjax.extras import require
@@ -17,7 +17,7 @@ GAP = 2  # white pixels between the tiles of a grid
 CAPTION_HEIGHT = 14  # pixels of the strip under each tile
 
 
-def to_uint8(images: Float[np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "N H W 3"]:
+def to_uint8(images: Float[Array | np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "N H W 3"]:
     """Bytes 0..255 of images in [0, 1]: 255 x rounded to the nearest, halves up; clipped outside.
 
     Raises:

@@ -8,26 +8,24 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Array, Float, Integer
 
 from varjax.errors import UserError
 from varjax.extras import require
 
+Images = Float[Array | np.ndarray, "N H W C"]
+Tokens = Integer[Array | np.ndarray, "..."]
 WINDOW = 11  # side of the Gaussian window of SSIM in pixels (Wang et al. 2004), deviation 1.5
 
 
-def psnr(
-    a: Float[np.ndarray, "N H W C"], b: Float[np.ndarray, "N H W C"]
-) -> Float[np.ndarray, " N"]:
+def psnr(a: Images, b: Images) -> Float[np.ndarray, " N"]:
     """Peak signal-to-noise ratio of each pair in dB, for a peak of 1; infinite if identical."""
     a, b = _pair(a, b)
     pix = require("dm_pix", extra="eval", purpose="PSNR")
     return np.asarray(pix.psnr(a, b))
 
 
-def ssim(
-    a: Float[np.ndarray, "N H W C"], b: Float[np.ndarray, "N H W C"]
-) -> Float[np.ndarray, " N"]:
+def ssim(a: Images, b: Images) -> Float[np.ndarray, " N"]:
     """Structural similarity of each pair, mean over channels and all full 11 x 11 windows.
 
     Images smaller than the window are compared with a window of their own shorter side.
@@ -37,7 +35,7 @@ def ssim(
     return np.asarray(pix.ssim(a, b, filter_size=min(WINDOW, *a.shape[1:3])))
 
 
-def token_agreement(a: Int[np.ndarray, "..."], b: Int[np.ndarray, "..."]) -> float:
+def token_agreement(a: Tokens, b: Tokens) -> float:
     """Fraction of positions with equal tokens (or bits).
 
     Raises:
