@@ -100,9 +100,7 @@ def apply(
       UserError: listing everything that is missing, surplus, misshapen, given twice or not finite.
     """
     targets = parameters.named(module)
-    plan = _match(rules, tensors, targets)
-    _check_coverage(plan, rules, targets)
-    _report(plan.problems)
+    plan = check(rules, tensors, targets)
     types = _types(plan, tensors, targets)
     arrays: dict[str, np.ndarray] = {}
     for done, (name, rule, target, slot) in enumerate(plan.moves, 1):
@@ -115,6 +113,14 @@ def apply(
         progress(done, len(plan.moves))
     _report(plan.problems)
     return Ported(parameters.fill(module, arrays), len(plan.moves), plan.ignored)
+
+
+def check(rules: Sequence, tensors: Mapping, targets: Mapping) -> _Plan:
+    """The first half of `apply`, by names and shapes: where every tensor goes in {name: leaf}."""
+    plan = _match(rules, tensors, targets)
+    _check_coverage(plan, rules, targets)
+    _report(plan.problems)
+    return plan
 
 
 def _report(problems: Sequence[str]) -> None:

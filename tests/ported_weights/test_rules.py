@@ -1,5 +1,7 @@
 """The rule engine on a toy module: placement, transforms, and all problems in one report."""
 
+import gzip
+import json
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,9 +9,10 @@ import pytest
 from flax import nnx
 
 from ported_weights import rules
+from ported_weights.convert import TABLES
 from ported_weights.rules import Ignore, Refuse, Rule
 from varjax.errors import UserError
-from varjax.models import parameters
+from varjax.models import parameters, registry
 
 
 class Toy(nnx.Module):
@@ -159,3 +162,40 @@ def test_integers_and_values_that_are_not_finite():
     assert _problems(_tensors(head__bias=bad)) == [
         "not finite: head.bias has 2 values that are NaN or infinite"
     ]
+
+
+# --- released checkpoints -------------------------------------------------------------------------
+
+
+class Shape(Lazy):
+    """A tensor of which only the shape is known; reading gives zeros, or the levels for lvl_1L."""
+
+    def __init__(self, shape, schedule):
+        super().__init__(np.broadcast_to(np.float32(0), shape))
+        self.schedule = schedule
+
+    def read(self):
+        is_levels = len(self.shape) == 2 and self.shape == (1, self.schedule.total_tokens)
+        return self.schedule.scale_of_token[None] if is_levels else self.array
+
+
+@pytest.mark.parametrize(
+    "name, part, parameters_expected",
+    [
+        ("var-d16", "transformer", 310_283_520),
+        ("var-d36", "transformer", 2_353_893_904),
+        ("vqvae", "codec", 108_948_355),
+    ],
+)
+def test_released_names_and_shapes(name, part, parameters_expected, fixtures):
+    """The state dicts of the original classes at published sizes find their places."""
+    shapes = json.loads(gzip.open(fixtures / "released_shapes.json.gz").read())[name]
+    preset = registry.preset("var-d16" if name == "vqvae" else name)
+    kind = getattr(registry.family(preset.family), part)
+    config = getattr(preset, part)
+    tensors = {n: Shape(tuple(s), config.schedule) for n, s in shapes.items()}
+    module = kind.abstract(config)
+    table = TABLES[kind.name].rules(config)
+    plan = rules.check(table, tensors, parameters.named(module))
+    assert len(plan.moves) + len(plan.ignored) == len(shapes)
+    assert parameters.count(module) == parameters_expected
