@@ -12,7 +12,6 @@ layer has stored; `pool_tokens`, `num_bytes`, `dense_bytes`; for policies whose 
 import pathlib
 
 import numpy as np
-from absl import flags
 
 from experiments import settings
 from varjax import command_line
@@ -25,17 +24,18 @@ from varjax.memory import show_bytes
 from varjax.models import registry
 from varjax.policies import POLICIES, get_policy
 
-MODEL = flags.DEFINE_string("model", None, f"Published name: {', '.join(registry.PRESETS)}.")
-CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Checkpoint folder; default (without --model and --geometry): the embedded demo.")
-GEOMETRY = flags.DEFINE_string("geometry", None, "layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4 (height x width).")
-POLICY = flags.DEFINE_enum("policy", "full", list(POLICIES), "KV-cache policy.")
-BUDGET = flags.DEFINE_float("budget", None, "Fraction of the full cache's bytes that may be kept; default: the policy's own.")
-POLICY_ARGS = flags.DEFINE_string("policy_args", "", "Further arguments of the policy: key=value,key=value.")
-CALIBRATION = flags.DEFINE_string("calibration", None, "Calibration file, for policies that use one.")
-BATCH_SIZE = flags.DEFINE_integer("batch_size", 1, "Images per batch (two cache rows each).", lower_bound=1)
-DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "Type of the stored keys and values.")
-SAVE = flags.DEFINE_string("save", None, "Write the plan's arrays to this npz file.")
-OVERWRITE = flags.DEFINE_boolean("overwrite", False, "Replace the --save file if it exists.")
+FLAGS = command_line.CommandFlags()
+MODEL = FLAGS.string("model", None, f"Published name: {', '.join(registry.PRESETS)}.")
+CHECKPOINT = FLAGS.string("checkpoint", None, "Checkpoint folder; default (without --model and --geometry): the embedded demo.")
+GEOMETRY = FLAGS.string("geometry", None, "layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4 (height x width).")
+POLICY = FLAGS.enum("policy", "full", list(POLICIES), "KV-cache policy.")
+BUDGET = FLAGS.floating("budget", None, "Fraction of the full cache's bytes that may be kept; default: the policy's own.")
+POLICY_ARGS = FLAGS.string("policy_args", "", "Further arguments of the policy: key=value,key=value.")
+CALIBRATION = FLAGS.string("calibration", None, "Calibration file, for policies that use one.")
+BATCH_SIZE = FLAGS.integer("batch_size", 1, "Images per batch (two cache rows each).", lower_bound=1)
+DTYPE = FLAGS.enum("dtype", "bfloat16", ["bfloat16", "float32"], "Type of the stored keys and values.")
+SAVE = FLAGS.string("save", None, "Write the plan's arrays to this npz file.")
+OVERWRITE = FLAGS.boolean("overwrite", False, "Replace the --save file if it exists.")
 
 
 def geometry() -> tuple[str, Geometry]:

@@ -13,7 +13,6 @@ import pathlib
 import sys
 
 import jax
-from absl import flags
 
 from experiments import run_report, settings
 from experiments.run_folder import RunFolder
@@ -28,31 +27,32 @@ from varjax.sampling import Sampling
 USUAL_BATCH = 8
 PLATFORM_OF = {"triton": "gpu", "tpu": "tpu"}
 
-CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Checkpoint folder; default: the embedded demo. With --dry_run also a published name.")
-POLICY = flags.DEFINE_enum("policy", "full", list(POLICIES), "KV-cache policy.")
-BUDGET = flags.DEFINE_float("budget", None, "Fraction of the full cache's bytes that may be kept; default: the policy's own.")
-POLICY_ARGS = flags.DEFINE_string("policy_args", "", "Further arguments of the policy: key=value,key=value.")
-LABELS = flags.DEFINE_string("labels", None, "Class numbers, one image each: 3,7,7.")
-NUM_IMAGES = flags.DEFINE_integer("num_images", None, "Number of images, over all classes in turn.")
-PROMPTS = flags.DEFINE_string("prompts", None, "File with one prompt per line (text-to-image models).")
-CFG = flags.DEFINE_float("cfg", None, "Guidance strength; default: the checkpoint's recommendation, as for all sampling flags.")
-TOP_K = flags.DEFINE_integer("top_k", None, "Keep the k largest logits; 0 is off.")
-TOP_P = flags.DEFINE_float("top_p", None, "Nucleus sampling with this mass; 0 is off.")
-GREEDY = flags.DEFINE_boolean("greedy", False, "Take the largest logit instead of sampling.")
-MORE_SMOOTH = flags.DEFINE_boolean("more_smooth", None, "Feed back mixtures of codes: smoother pictures.")
-SEED = flags.DEFINE_integer("seed", 0, "Image i depends on (seed, i, label) only.")
-BATCH_SIZE = flags.DEFINE_integer("batch_size", None, f"Images per program call; default: {USUAL_BATCH}, or what fits.")
-DTYPE = flags.DEFINE_enum("dtype", None, ["bfloat16", "float32"], "Type of weights and cache; default: float32 on CPU, else bfloat16.")
-PRECISION = flags.DEFINE_enum("matmul_precision", "default", list(generation.MATMUL_PRECISIONS), "Precision of float32 products.")
-SEGMENTS = flags.DEFINE_string("segments", "auto", "How many segments the scale loop is cut into: auto or a number. Results do not change.")
-ATTENTION = flags.DEFINE_enum("attention", "auto", ["auto", "reference", "triton", "tpu"], "Attention implementation.")
-COMPARE = flags.DEFINE_boolean("compare", False, "Also run the full cache and report fidelity to it.")
-SAVE_ARRAYS = flags.DEFINE_boolean("save_arrays", False, "Also write arrays.npz: tokens, code map, images, logits.")
-GIVEN_TOKENS = flags.DEFINE_string("given_tokens", None, "npz file with `tokens` int [N, L] that replace the draw.")
-GIVEN_SCALES = flags.DEFINE_integer("given_scales", None, "The first so many scales take the given tokens; default: all.")
-DRY_RUN = flags.DEFINE_boolean("dry_run", False, "Print the plan and predicted bytes; allocate nothing.")
-OVERWRITE = flags.DEFINE_boolean("overwrite", False, "Replace --out if it exists.")
-OUT = flags.DEFINE_string("out", None, "Output folder; default: a new one under results/.")
+FLAGS = command_line.CommandFlags()
+CHECKPOINT = FLAGS.string("checkpoint", None, "Checkpoint folder; default: the embedded demo. With --dry_run also a published name.")
+POLICY = FLAGS.enum("policy", "full", list(POLICIES), "KV-cache policy.")
+BUDGET = FLAGS.floating("budget", None, "Fraction of the full cache's bytes that may be kept; default: the policy's own.")
+POLICY_ARGS = FLAGS.string("policy_args", "", "Further arguments of the policy: key=value,key=value.")
+LABELS = FLAGS.string("labels", None, "Class numbers, one image each: 3,7,7.")
+NUM_IMAGES = FLAGS.integer("num_images", None, "Number of images, over all classes in turn.")
+PROMPTS = FLAGS.string("prompts", None, "File with one prompt per line (text-to-image models).")
+CFG = FLAGS.floating("cfg", None, "Guidance strength; default: the checkpoint's recommendation, as for all sampling flags.")
+TOP_K = FLAGS.integer("top_k", None, "Keep the k largest logits; 0 is off.")
+TOP_P = FLAGS.floating("top_p", None, "Nucleus sampling with this mass; 0 is off.")
+GREEDY = FLAGS.boolean("greedy", False, "Take the largest logit instead of sampling.")
+MORE_SMOOTH = FLAGS.boolean("more_smooth", None, "Feed back mixtures of codes: smoother pictures.")
+SEED = FLAGS.integer("seed", 0, "Image i depends on (seed, i, label) only.")
+BATCH_SIZE = FLAGS.integer("batch_size", None, f"Images per program call; default: {USUAL_BATCH}, or what fits.")
+DTYPE = FLAGS.enum("dtype", None, ["bfloat16", "float32"], "Type of weights and cache; default: float32 on CPU, else bfloat16.")
+PRECISION = FLAGS.enum("matmul_precision", "default", list(generation.MATMUL_PRECISIONS), "Precision of float32 products.")
+SEGMENTS = FLAGS.string("segments", "auto", "How many segments the scale loop is cut into: auto or a number. Results do not change.")
+ATTENTION = FLAGS.enum("attention", "auto", ["auto", "reference", "triton", "tpu"], "Attention implementation.")
+COMPARE = FLAGS.boolean("compare", False, "Also run the full cache and report fidelity to it.")
+SAVE_ARRAYS = FLAGS.boolean("save_arrays", False, "Also write arrays.npz: tokens, code map, images, logits.")
+GIVEN_TOKENS = FLAGS.string("given_tokens", None, "npz file with `tokens` int [N, L] that replace the draw.")
+GIVEN_SCALES = FLAGS.integer("given_scales", None, "The first so many scales take the given tokens; default: all.")
+DRY_RUN = FLAGS.boolean("dry_run", False, "Print the plan and predicted bytes; allocate nothing.")
+OVERWRITE = FLAGS.boolean("overwrite", False, "Replace --out if it exists.")
+OUT = FLAGS.string("out", None, "Output folder; default: a new one under results/.")
 
 
 def resolve() -> settings.RunSettings:

@@ -11,28 +11,28 @@ and the finished model to RUN/model. What to choose: docs/training.md.
 
 import dataclasses
 
-from absl import flags
-
 from varjax import command_line
 from varjax.errors import UserError
 from varjax.training import loop, session
 from varjax.training.settings import Settings
 
-FLAGS = flags.FLAGS
+FLAGS = command_line.CommandFlags()
+
+
+STAGE = FLAGS.enum("stage", "both", session.STAGES, "what to train: the codec, the transformer")
+OUT = FLAGS.string("out", None, "folder of the run, new or to be resumed", required=True)
+QUIET = FLAGS.boolean("quiet", False, "print no progress")
 
 
 def _define_flags() -> None:
-    flags.DEFINE_enum("stage", "both", session.STAGES, "what to train: the codec, the transformer")
-    flags.DEFINE_string("out", None, "folder of the run, new or to be resumed", required=True)
-    flags.DEFINE_bool("quiet", False, "print no progress")
     for name, default in vars(loop.Intervals()).items():
-        flags.DEFINE_integer(f"{name}_every", default, f"steps between two of: {name}", 1)
+        FLAGS.integer(f"{name}_every", default, f"steps between two of: {name}", 1)
     define = {
-        bool: flags.DEFINE_bool,
-        int: flags.DEFINE_integer,
-        float: flags.DEFINE_float,
-        str: flags.DEFINE_string,
-        tuple: flags.DEFINE_list,
+        bool: FLAGS.boolean,
+        int: FLAGS.integer,
+        float: FLAGS.floating,
+        str: FLAGS.string,
+        tuple: FLAGS.list,
     }
     for field in dataclasses.fields(Settings):
         default = field.default
@@ -52,7 +52,7 @@ def _integers(name: str, values) -> tuple[int, ...]:
 
 def read_settings() -> Settings:
     """Settings from the parsed flags; `UserError` if they are impossible."""
-    values = {field.name: FLAGS[field.name].value for field in dataclasses.fields(Settings)}
+    values = {field.name: FLAGS.values[field.name].value for field in dataclasses.fields(Settings)}
     for name, value in values.items():
         if isinstance(value, list):
             values[name] = _integers(name, value)
@@ -62,10 +62,10 @@ def read_settings() -> Settings:
 def main(argv) -> None:
     del argv
     intervals = loop.Intervals(
-        **{name: FLAGS[f"{name}_every"].value for name in vars(loop.Intervals())}
+        **{name: FLAGS.values[f"{name}_every"].value for name in vars(loop.Intervals())}
     )
-    model = session.train(read_settings(), FLAGS.stage, FLAGS.out, intervals, FLAGS.quiet)
-    print(model or f"{FLAGS.out}/vqvae: codec trained; continue with --stage=var")
+    model = session.train(read_settings(), STAGE.value, OUT.value, intervals, QUIET.value)
+    print(model or f"{OUT.value}/vqvae: codec trained; continue with --stage=var")
 
 
 _define_flags()

@@ -13,34 +13,32 @@ the argument names of the published constructors.
 
 import dataclasses
 
-from absl import flags
-
 from ported_weights import convert
 from varjax import command_line
 
-FLAGS = flags.FLAGS
+FLAGS = command_line.CommandFlags()
 
-flags.DEFINE_enum("model", None, convert.MODELS, "Which published model, or *-custom.")
-flags.DEFINE_string("source", None, "Transformer weights: a file, or a folder of shards.")
-flags.DEFINE_string("tokenizer_source", None, "Weights of the image tokenizer.")
-flags.DEFINE_string("config", None, "*-custom models: JSON file with the transformer's arguments.")
-flags.DEFINE_string("tokenizer_config", None, "*-custom models: likewise for the tokenizer.")
-flags.DEFINE_string("out", None, "Folder to create.")
-flags.DEFINE_enum("dtype", None, convert.DTYPES, "Type to store; by default that of the source.")
-flags.DEFINE_string("class_names", None, "JSON list of class names, index = label.")
-flags.DEFINE_string("sampling", None, "JSON file: recommended cfg, top_k, top_p, more_smooth.")
-flags.DEFINE_string("source_key", None, "Which state dict of --source, for example ema.")
-flags.DEFINE_string("tokenizer_source_key", None, "Likewise for --tokenizer_source.")
-flags.DEFINE_boolean("overwrite", False, "Replace --out if it exists.")
+FLAGS.enum("model", None, convert.MODELS, "Which published model, or *-custom.")
+FLAGS.string("source", None, "Transformer weights: a file, or a folder of shards.")
+FLAGS.string("tokenizer_source", None, "Weights of the image tokenizer.")
+FLAGS.string("config", None, "*-custom models: JSON file with the transformer's arguments.")
+FLAGS.string("tokenizer_config", None, "*-custom models: likewise for the tokenizer.")
+FLAGS.string("out", None, "Folder to create.")
+FLAGS.enum("dtype", None, convert.DTYPES, "Type to store; by default that of the source.")
+FLAGS.string("class_names", None, "JSON list of class names, index = label.")
+FLAGS.string("sampling", None, "JSON file: recommended cfg, top_k, top_p, more_smooth.")
+FLAGS.string("source_key", None, "Which state dict of --source, for example ema.")
+FLAGS.string("tokenizer_source_key", None, "Likewise for --tokenizer_source.")
+FLAGS.boolean("overwrite", False, "Replace --out if it exists.")
 for _name in ("model", "source", "out"):
-    flags.mark_flag_as_required(_name)
+    FLAGS.require(_name)
 
 
 def main(argv) -> None:
     """Convert what the flags say."""
     del argv
     names = [field.name for field in dataclasses.fields(convert.Request)]
-    convert.convert(convert.Request(**{name: FLAGS[name].value for name in names}))
+    convert.convert(convert.Request(**{name: FLAGS.values[name].value for name in names}))
 
 
 if __name__ == "__main__":

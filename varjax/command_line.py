@@ -1,6 +1,10 @@
 """What every command shares: flags with clear errors, help, exit statuses, progress lines.
 
-A command is a module whose docstring is its manual. It defines absl flags and ends with
+A command is a module whose docstring is its manual. It has flags of its own, so that commands may be imported together, and ends
+with the call:
+
+    FLAGS = command_line.CommandFlags()
+    SEED = FLAGS.integer("seed", 0, "What the random numbers start from.")
 
     if __name__ == "__main__":
         command_line.run(main)
@@ -14,6 +18,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NoReturn, TextIO
 
 from absl import flags
@@ -21,7 +26,6 @@ from absl.testing import flagsaver
 
 from varjax.errors import UserError, nearest
 
-FLAGS = flags.FLAGS
 OWN_PACKAGES = ("experiments", "ported_weights", "varjax", "pallas_kernels")
 HELP_FLAGS = {
     f"{dash}{name}" for dash in ("-", "--") for name in ("h", "help", "helpshort", "helpfull")
@@ -29,23 +33,44 @@ HELP_FLAGS = {
 WIDTH = 100
 
 
+class CommandFlags:
+    """The absl flags of one command. Each method defines a flag and returns its holder (`holder.value`)."""
+
+    def __init__(self):
+        self.values = flags.FlagValues()
+        self.string = partial(flags.DEFINE_string, flag_values=self.values)
+        self.integer = partial(flags.DEFINE_integer, flag_values=self.values)
+        self.floating = partial(flags.DEFINE_float, flag_values=self.values)
+        self.boolean = partial(flags.DEFINE_boolean, flag_values=self.values)
+        self.enum = partial(flags.DEFINE_enum, flag_values=self.values)
+        self.list = partial(flags.DEFINE_list, flag_values=self.values)
+        self.require = partial(flags.mark_flag_as_required, flag_values=self.values)
+
+
 def run(main: Callable, argv: Sequence[str] | None = None) -> NoReturn:
     """Parse `argv` (default: the process's), call `main([program])` and exit with its status.
 
-    Flag values are restored on the way out, so a test may run several commands in one process.
+    The flags are those of `FLAGS` in the module of `main` (`CommandFlags`), or absl's global ones. Their values are restored on the
+    way out, so a test may run several commands in one process.
     """
     argv = list(sys.argv if argv is None else argv)
-    with flagsaver.flagsaver():
-        sys.exit(_guarded(main, argv))
+    found = getattr(sys.modules[main.__module__], "FLAGS", None)
+    values = found.values if isinstance(found, CommandFlags) else flags.FLAGS
+    saved = flagsaver.save_flag_values(values)
+    try:
+        status = _guarded(main, argv, values)
+    finally:
+        flagsaver.restore_flag_values(saved, values)
+    sys.exit(status)
 
 
-def _guarded(main: Callable, argv: list[str]) -> int:
+def _guarded(main: Callable, argv: list[str], values: flags.FlagValues) -> int:
     """Exit status of one run; expected failures become a message on standard error."""
     try:
         if _asks_for_help(argv):
-            print(_help_text(main))
+            print(_help_text(main, values))
             return 0
-        parse_flags(argv)
+        parse_flags(argv, values)
         status = main(argv[:1])
         sys.stdout.flush()
         return status or 0
@@ -75,22 +100,22 @@ def _describe_os_error(error: OSError) -> str:
 # --- flags ---
 
 
-def parse_flags(argv: Sequence[str]) -> None:
-    """Set absl's flags from `argv` (program name first).
+def parse_flags(argv: Sequence[str], values: flags.FlagValues) -> None:
+    """Set the flags from `argv` (program name first).
 
     Raises:
       UserError: unknown flag, malformed value, missing required flag or positional argument.
     """
     hint = f"; run `{_program()} --help` for the list of flags"
-    FLAGS.set_gnu_getopt(True)
+    values.set_gnu_getopt(True)
     try:
-        leftover = FLAGS(list(argv))[1:]
+        leftover = values(list(argv))[1:]
     except flags.UnrecognizedFlagError as error:
-        names = [f"--{name}" for name in FLAGS]
+        names = [f"--{name}" for name in values]
         given = f"--{error.flagname}"
         raise UserError(f"unknown flag {given}{nearest(given, names)}{hint}") from None
     except flags.IllegalFlagValueError as error:
-        raise UserError("\n".join(_reword(line) for line in _entries(str(error)))) from None
+        raise UserError("\n".join(_reword(line, values) for line in _entries(str(error)))) from None
     except (flags.Error, ValueError) as error:
         raise UserError(f"{error}{hint}") from None
     if leftover:
@@ -105,20 +130,20 @@ def _entries(message: str) -> list[str]:
     return re.split(r"\n(?=flags? --)", message)
 
 
-def _reword(entry: str) -> str:
+def _reword(entry: str, values: flags.FlagValues) -> str:
     """absl's `flag --name=value: reason` in our words: what was given, what is allowed."""
     match = re.fullmatch(r"flag --([\w-]+)=(.*?): (.*)", entry, re.DOTALL)
     if not match:
         return entry
     name, given, reason = match.groups()
-    flag = FLAGS[name]
+    flag = values[name]
     if flag.value is None and reason.endswith("must have a value other than None."):
         return f"--{name} is required: {_bare_help(flag)}"
     parsed = flag.present and str(flag.value) == given  # then a validator refused it and says why
     if parsed or not _allowed(flag):
         return f"--{name}={given} is not valid: {reason}"
-    values = getattr(flag.parser, "enum_values", None) or ()
-    return f"--{name}={given} is not valid: it must be {_allowed(flag)}{nearest(given, values)}"
+    names = getattr(flag.parser, "enum_values", None) or ()
+    return f"--{name}={given} is not valid: it must be {_allowed(flag)}{nearest(given, names)}"
 
 
 def _allowed(flag) -> str:
@@ -141,19 +166,19 @@ def _asks_for_help(argv: Sequence[str]) -> bool:
     return any(argument in HELP_FLAGS for argument in arguments)
 
 
-def _help_text(main: Callable) -> str:
+def _help_text(main: Callable, values: flags.FlagValues) -> str:
     """The manual (docstring of the module of `main`), then its flags as they were defined."""
     manual = (sys.modules[main.__module__].__doc__ or "").strip()
-    entries = [_flag_help(flag) for flag in _own_flags(main)]
+    entries = [_flag_help(flag) for flag in _own_flags(main, values)]
     return "\n".join([manual, "", f"Flags of `{_program()}`:", *entries])
 
 
-def _own_flags(main: Callable) -> list:
+def _own_flags(main: Callable, values: flags.FlagValues) -> list:
     """Flags defined in the module of `main` or in a package of this project, each once."""
     own = []
-    for module, defined in FLAGS.flags_by_module_dict().items():
+    for module, defined in values.flags_by_module_dict().items():
         # absl files the program's own flags under its path or, if imported, under its name
-        is_command = module in (sys.argv[0], main.__module__)
+        is_command = values is not flags.FLAGS or module in (sys.argv[0], main.__module__)
         if is_command or module.split(".")[0] in OWN_PACKAGES:
             own += [flag for flag in defined if flag not in own]
     return own

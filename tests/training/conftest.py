@@ -1,5 +1,6 @@
 """Tiny pictures and settings for the training tests: coloured discs on white, four classes."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -17,6 +18,14 @@ def _discs(count: int, side: int = 8, seed: int = 0) -> tuple[np.ndarray, np.nda
         y, x, radius = rng.uniform([2, 2, 1.5], [side - 3, side - 3, 3])
         image[(rows - y) ** 2 + (columns - x) ** 2 < radius**2] = COLOURS[label]
     return images, labels
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation():
+    """These programs are compiled often and run for a moment: leave out XLA's costly passes."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture
@@ -49,15 +58,15 @@ def tiny(pictures):
             norm_groups=4,
             ch_mult=(1, 2),
             num_res_blocks=1,
-            vqvae_steps=24,
+            vqvae_steps=40,
             vqvae_batch_size=8,
             vqvae_lr=3e-3,
-            autoencoder_steps=8,
+            autoencoder_steps=12,
             reseed_every=4,
             depth=2,
             width=32,
             heads=2,
-            var_steps=16,
+            var_steps=40,
             var_batch_size=8,
             var_lr=3e-3,
         )

@@ -10,7 +10,7 @@ from varjax.errors import UserError
 from varjax.training import loop, session
 from varjax.training.vqvae_trainer import VQVAEStage
 
-EVERY = loop.Intervals(log=2, checkpoint=4, validate=8)
+EVERY = loop.Intervals(log=2, checkpoint=16, validate=20)
 
 
 def _history(out, stage: str) -> list[dict]:
@@ -37,43 +37,41 @@ def _kill_at(monkeypatch, step: int):
 
 
 def test_losses_fall_and_the_model_loads(tiny, tmp_path, capsys):
-    settings = tiny(vqvae_steps=60, var_steps=60, autoencoder_steps=16)
-    out = tmp_path / "run"
-    model = session.train(settings, "both", out, loop.Intervals(log=4, checkpoint=60, validate=20))
+    settings, out = tiny(), tmp_path / "run"
+    model = session.train(settings, "both", out, EVERY)
     for stage in ("vqvae", "var"):
         history = _history(out, stage)
-        assert [e["step"] for e in history] == list(range(4, 61, 4))
+        assert [e["step"] for e in history] == list(range(2, 41, 2))
         assert history[-1]["loss"] < 0.8 * history[0]["loss"]
     codec, var = (_history(out, stage)[-1]["validation"] for stage in ("vqvae", "var"))
     assert codec["codes_used"] > 8 and codec["psnr"] > 9
     assert len(var["per_scale"]) == 3 and np.isfinite(var["per_scale"]).all()
-    assert "vqvae 60/60  loss" in capsys.readouterr().err
+    assert "vqvae 40/40  loss" in capsys.readouterr().err
     loaded = checkpoint.load(model)
     assert loaded.codec.config == settings.codec
     assert loaded.transformer.config == settings.transformer(4)
 
 
 def test_killed_run_resumes_exactly(tiny, tmp_path, monkeypatch):
-    """History and final state of a run that died at step 14 equal those of one that did not."""
+    """History and final state of a run that died at step 18 equal those of one that did not."""
     settings = tiny()
     session.train(settings, "vqvae", tmp_path / "whole", EVERY, quiet=True)
     with monkeypatch.context() as patch:
-        _kill_at(patch, 14)
+        _kill_at(patch, 18)
         with pytest.raises(Killed):
             session.train(settings, "vqvae", tmp_path / "killed", EVERY, quiet=True)
-    assert _history(tmp_path / "killed", "vqvae")[-1]["step"] == 14  # two past the checkpoint
+    assert _history(tmp_path / "killed", "vqvae")[-1]["step"] == 18  # two past the checkpoint
     session.train(settings, "vqvae", tmp_path / "killed", EVERY, quiet=True)
     assert _history(tmp_path / "killed", "vqvae") == _history(tmp_path / "whole", "vqvae")
 
 
 def test_stages_one_after_the_other(tiny, tmp_path):
-    settings, out = tiny(vqvae_steps=9, var_steps=4), tmp_path / "run"
-    every = loop.Intervals(log=4, checkpoint=8, validate=8)
-    assert session.train(settings, "vqvae", out, every, quiet=True) is None
-    model = session.train(settings, "var", out, every, quiet=True)
+    settings, out = tiny(), tmp_path / "run"
+    assert session.train(settings, "vqvae", out, EVERY, quiet=True) is None
+    model = session.train(settings, "var", out, EVERY, quiet=True)
     assert checkpoint.read_description(model)["training"]["pictures"] == 61
-    again = session.train(settings, "both", out, every, quiet=True)  # nothing left to do
-    assert again == model and [e["step"] for e in _history(out, "var")] == [4]
+    again = session.train(settings, "both", out, EVERY, quiet=True)  # nothing left to do
+    assert again == model and [e["step"] for e in _history(out, "var")] == list(range(2, 41, 2))
 
 
 def test_refused_folders(tiny, tmp_path):
@@ -98,7 +96,7 @@ WRONG = {
     "data": ({"data": ""}, "--data is required"),
     "heads": ({"heads": 3}, "embed_dim 32 is not a multiple of num_heads 3"),
     "groups": ({"ch": 10}, "normalisation groups do not divide"),
-    "warm-up": ({"autoencoder_steps": 24}, "the quantiser would never be trained"),
+    "warm-up": ({"autoencoder_steps": 40}, "the quantiser would never be trained"),
     "steps": ({"var_steps": 0}, "0 training steps given"),
     "dtype": ({"dtype": "float8"}, "unknown dtype 'float8'"),
     "batch": ({"var_batch_size": 0}, "at least 1"),

@@ -24,3 +24,13 @@ def register(name: str) -> Callable[[type[Policy]], type[Policy]]:
 def get_policy(name: str, budget: float | None = None, arguments: dict[str, str] | None = None) -> Policy:
     """Build a registered policy from text arguments; unknown names and arguments raise `UserError` with what exists."""
     return make_policy(POLICIES[choose("policy", name, POLICIES)], budget, arguments or {})
+
+
+def markdown_table() -> str:
+    """The policy table of the README."""
+    rows = ["| policy | keeps | contents | default budget |", "| --- | --- | --- | --- |"]
+    for name, cls in POLICIES.items():
+        contents = "decided per image" if cls.select is not Policy.select else "known beforehand"
+        budget = f"{cls().budget:g}" if cls.budgeted else "what the file keeps"
+        rows.append(f"| `{name}` | {cls.summary} | {contents} | {budget} |")
+    return "\n".join(rows)

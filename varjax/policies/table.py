@@ -31,7 +31,7 @@ class Table(Policy):
     """
 
     path: str = ""
-    summary = "any retention pattern from a file"
+    summary = "what a file says, for ablations"
     budgeted = False
 
     def check(self, geometry: Geometry) -> None:

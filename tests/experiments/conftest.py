@@ -1,0 +1,23 @@
+"""Calling commands as a user does, but inside the test process (importing JAX anew takes seconds)."""
+
+import importlib
+import sys
+
+import pytest
+
+from varjax import command_line
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    """call("run", "--flag=..."): (exit status, standard output, standard error) of `python -m experiments.run --flag=...`."""
+
+    def invoke(verb, *flags):
+        module = importlib.import_module(f"experiments.{verb}")
+        monkeypatch.setattr(sys, "argv", [f"experiments/{verb}.py", *flags])
+        with pytest.raises(SystemExit) as stop:
+            command_line.run(module.main)
+        captured = capsys.readouterr()
+        return stop.value.code, captured.out, captured.err
+
+    return invoke

@@ -1,0 +1,160 @@
+"""`experiments.run` as a user meets it: results, errors, interruption."""
+
+import json
+
+import numpy as np
+import pytest
+
+from experiments import run as run_module
+from tests import models_under_test as models
+from varjax.generation import Generator
+
+FIELDS = ("policy", "budget", "policy_args", "model", "schedule", "seed", "dtype", "device", "versions")
+KV = ("dense_bytes", "planned_bytes", "allocated_bytes", "fraction", "peak_live_fraction")
+TIME = ("compile_s", "first_run_s", "steady_s_per_image")
+
+
+@pytest.fixture(scope="module")
+def checkpoint():
+    return f"--checkpoint={models.checkpoint_folder('b_k6_sharedaln')}"
+
+
+def report_of(folder):
+    return json.loads((folder / "report.json").read_text(encoding="utf-8"))
+
+
+def test_results(call, checkpoint, tmp_path):
+    """Pictures, arrays and every promised field; numbers agree with each other."""
+    out = tmp_path / "out"
+    flags = ("--policy=headkv", "--budget=0.5", "--labels=3,7,7", "--batch_size=2", "--compare", "--save_arrays")
+    status, text, err = call("run", checkpoint, *flags, f"--out={out}")
+    assert status == 0, err
+    assert "allocated KV" in text and "token agreement" in text
+    assert sorted(p.name for p in out.iterdir()) == ["arrays.npz", "grid.png", "report.json", "samples.npz"]
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    report = report_of(out)
+    assert all(f in report for f in FIELDS) and all(f in report["kv"] for f in KV)
+    assert all(report["time"][f] > 0 for f in TIME)
+    assert {"psnr", "ssim", "token_agreement"} <= set(report["fidelity"])
+    kv = report["kv"]
+    assert kv["allocated_bytes"] == kv["planned_bytes"] <= 0.5 * kv["dense_bytes"]
+    assert kv["fraction"] == pytest.approx(kv["allocated_bytes"] / kv["dense_bytes"])
+    with np.load(out / "samples.npz") as samples, np.load(out / "arrays.npz") as arrays:
+        assert samples["arr_0"].shape == (3, 16, 16, 3) and samples["arr_0"].dtype == np.uint8
+        np.testing.assert_array_equal(samples["arr_1"], [3, 7, 7])
+        assert arrays["tokens"].shape == (3, 130) and arrays["code_map"].shape == (3, 8, 8, 8)
+        assert arrays["images"].shape == (3, 3, 16, 16) and arrays["logits"].shape == (3, 130, 128)
+        assert (arrays["tokens"][1] != arrays["tokens"][2]).any()  # same label, own key
+        rounded = np.floor(np.moveaxis(arrays["images"], 1, -1) * 255 + 0.5)
+        np.testing.assert_array_equal(samples["arr_0"], rounded)
+
+
+def test_interrupted_run_resumes_without_repeating(call, checkpoint, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    flags = (checkpoint, "--num_images=5", "--batch_size=2", f"--out={out}", "--save_arrays")
+    batches, ran = Generator.run_batch, []
+
+    def dies_in_the_second_batch(self, labels, index, **options):
+        if len(ran) == 1:
+            raise KeyboardInterrupt
+        ran.append(list(index))
+        return batches(self, labels, index, **options)
+
+    monkeypatch.setattr(Generator, "run_batch", dies_in_the_second_batch)
+    status, _, err = call("run", *flags)
+    assert status == 130 and not out.exists() and (tmp_path / "out.partial").is_dir()
+
+    status, _, err = call("run", *flags, "--seed=1")
+    assert status == 2 and "other settings" in err and (tmp_path / "out.partial").is_dir()
+
+    def remembers(self, labels, index, **options):
+        ran.append(list(index))
+        return batches(self, labels, index, **options)
+
+    monkeypatch.setattr(Generator, "run_batch", remembers)
+    status, _, err = call("run", *flags)
+    assert status == 0 and "2 of 5 images are there already" in err
+    assert ran == [[0, 1], [2, 3], [4, 4]] and report_of(out)["resumed"] is True
+    whole = tmp_path / "whole"
+    assert call("run", *flags[:3], "--save_arrays", f"--out={whole}")[0] == 0
+    with np.load(out / "arrays.npz") as a, np.load(whole / "arrays.npz") as b:
+        for name in a.files:
+            np.testing.assert_array_equal(a[name], b[name])
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_existing_folder_is_kept(call, checkpoint, tmp_path):
+    (tmp_path / "mine.txt").write_text("precious")
+    status, _, err = call("run", checkpoint, f"--out={tmp_path}")
+    assert status == 2 and "--overwrite" in err
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+
+
+BAD = [
+    (("--policy=headvk",), "headvk"),
+    (("--policy=headkv", "--budget=0"), "outside (0, 1]"),
+    (("--policy=headkv", "--budget=1.01"), "outside (0, 1]"),
+    (("--policy=streaming", "--budget=0.01"), "smallest feasible"),
+    (("--policy=streaming", "--policy_args=sinks=3", "--budget=0.1"), "smallest feasible"),
+    (("--policy=headkv", "--policy_args=windw=2"), "did you mean 'window'"),
+    (("--policy=headkv", "--policy_args=window"), "key=value"),
+    (("--policy=table",), "path=KEEP.npz"),
+    (("--policy=table", "--policy_args=path=/nowhere.npz"), "no file"),
+    (("--labels=3,10",), "labels 10"),
+    (("--labels=-1",), "labels -1"),
+    (("--labels=three",), "class numbers"),
+    (("--labels=1", "--num_images=2"), "exclude each other"),
+    (("--num_images=0",), "at least 1"),
+    (("--top_k=-1",), "top_k=-1"),
+    (("--top_p=1.2",), "top_p=1.2"),
+    (("--cfg=-1",), "cfg=-1"),
+    (("--seed=-1",), "--seed=-1"),
+    (("--batch_size=0",), "--batch_size=0"),
+    (("--batch_size=100000000",), "are available"),
+    (("--segments=7",), "1 to 6"),
+    (("--segments=many",), "1 to 6"),
+    (("--attention=triton",), "needs a GPU"),
+    (("--prompts=file.txt",), "class-conditional"),
+    (("--given_tokens=/nowhere.npz",), "cannot read"),
+    (("--given_scales=2",), "--given_tokens"),
+    (("--no_such_flag=1",), "no_such_flag"),
+    (("stray",), "stray"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), BAD, ids=lambda x: " ".join(x) if isinstance(x, tuple) else "")
+def test_bad_input(call, checkpoint, tmp_path, monkeypatch, flags, message):
+    """Status 2, one message, nothing compiled and nothing written."""
+    monkeypatch.setattr(Generator, "compile", lambda *a, **k: pytest.fail("compiled"))
+    monkeypatch.chdir(tmp_path)
+    status, out, err = call("run", checkpoint, f"--out={tmp_path / 'out'}", *flags)
+    assert status == 2 and message in err and "Traceback" not in err
+    assert err.count("error:") == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("folder", "message"), [("nowhere", "no checkpoint folder"), ("empty", "not a varjax checkpoint")]
+)
+def test_bad_checkpoints(call, tmp_path, folder, message):
+    (tmp_path / "empty").mkdir()
+    status, _, err = call("run", f"--checkpoint={tmp_path / folder}", f"--out={tmp_path / 'out'}")
+    assert status == 2 and message in err and not (tmp_path / "out").exists()
+
+
+def test_published_name_without_weights(call):
+    status, _, err = call("run", "--checkpoint=var-d30")
+    assert status == 2 and "--dry_run" in err
+
+
+def test_dry_run_allocates_nothing(call, monkeypatch, tmp_path):
+    monkeypatch.setattr(run_module, "load_model", lambda *a: pytest.fail("weights were read"))
+    monkeypatch.chdir(tmp_path)
+    flags = ("--checkpoint=var-d36", "--policy=headkv", "--budget=0.1", "--batch_size=16", "--dtype=bfloat16")
+    status, out, _ = call("run", *flags, "--dry_run")
+    assert status == 0 and "KV pool" in out and "2353.9 M" in out
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_lists_policies(call):
+    status, out, _ = call("run", "--help")
+    assert status == 0 and "full|swa|streaming|headkv|table" in out
