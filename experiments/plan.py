@@ -1,12 +1,16 @@
 """Print a policy's cache plan for a model, without weights.
 
-    python -m experiments.plan --model=var-d30 --policy=streaming --budget=0.1 --batch_size=8 --dtype=bfloat16
-    python -m experiments.plan --geometry='layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4' --policy=headkv --save=PLAN.npz
+    python -m experiments.plan --model=var-d30 --policy=streaming --budget=0.1 --batch_size=8
+    --dtype=bfloat16 python -m experiments.plan
+    --geometry='layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4' --policy=headkv
+    --save=PLAN.npz
 
-Shows tokens held per scale, the size of the pool, and how full the cache is after every layer. --save writes the arrays: `capacity` int
-(K, layers, heads), tokens held when a scale starts; `live_tokens` int (K, layers), tokens in the whole cache of one row right after a
-layer has stored; `pool_tokens`, `num_bytes`, `dense_bytes`; for policies whose contents are known beforehand `keep_scale` bool
-(K, layers, heads, K), whether a scale sees anything of an earlier one, and `keep_count`, of how many of its tokens.
+Shows tokens held per scale, the size of the pool, and how full the cache is after every layer.
+--save writes the arrays: `capacity` int (K, layers, heads), tokens held when a scale starts;
+`live_tokens` int (K, layers), tokens in the whole cache of one row right after a layer has stored;
+`pool_tokens`, `num_bytes`, `dense_bytes`; for policies whose contents are known beforehand
+`keep_scale` bool (K, layers, heads, K), whether a scale sees anything of an earlier one, and
+`keep_count`, of how many of its tokens.
 """
 
 import pathlib
@@ -26,14 +30,30 @@ from varjax.policies import POLICIES, get_policy
 
 FLAGS = command_line.CommandFlags()
 MODEL = FLAGS.string("model", None, f"Published name: {', '.join(registry.PRESETS)}.")
-CHECKPOINT = FLAGS.string("checkpoint", None, "Checkpoint folder; default (without --model and --geometry): the embedded demo.")
-GEOMETRY = FLAGS.string("geometry", None, "layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4 (height x width).")
+CHECKPOINT = FLAGS.string(
+    "checkpoint",
+    None,
+    "Checkpoint folder; default (without --model and --geometry): the embedded demo.",
+)
+GEOMETRY = FLAGS.string(
+    "geometry", None, "layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4 (height x width)."
+)
 POLICY = FLAGS.enum("policy", "full", list(POLICIES), "KV-cache policy.")
-BUDGET = FLAGS.floating("budget", None, "Fraction of the full cache's bytes that may be kept; default: the policy's own.")
-POLICY_ARGS = FLAGS.string("policy_args", "", "Further arguments of the policy: key=value,key=value.")
+BUDGET = FLAGS.floating(
+    "budget",
+    None,
+    "Fraction of the full cache's bytes that may be kept; default: the policy's own.",
+)
+POLICY_ARGS = FLAGS.string(
+    "policy_args", "", "Further arguments of the policy: key=value,key=value."
+)
 CALIBRATION = FLAGS.string("calibration", None, "Calibration file, for policies that use one.")
-BATCH_SIZE = FLAGS.integer("batch_size", 1, "Images per batch (two cache rows each).", lower_bound=1)
-DTYPE = FLAGS.enum("dtype", "bfloat16", ["bfloat16", "float32"], "Type of the stored keys and values.")
+BATCH_SIZE = FLAGS.integer(
+    "batch_size", 1, "Images per batch (two cache rows each).", lower_bound=1
+)
+DTYPE = FLAGS.enum(
+    "dtype", "bfloat16", ["bfloat16", "float32"], "Type of the stored keys and values."
+)
 SAVE = FLAGS.string("save", None, "Write the plan's arrays to this npz file.")
 OVERWRITE = FLAGS.boolean("overwrite", False, "Replace the --save file if it exists.")
 
@@ -82,21 +102,34 @@ def text(name: str, plan: CachePlan, batch_size: int, dtype: str) -> str:
     g, dense = plan.geometry, max(1, plan.geometry.dense_tokens)
     excess = plan.fraction - plan.budget
     lines = [
-        f"{name}: {g.num_layers} layers, {g.num_heads} heads of {g.head_dim}, {g.schedule.num_scales} scales, "
-        f"{g.schedule.total_tokens} tokens ({g.schedule.persistent_tokens} per head in a full cache)",
+        f"{name}: {g.num_layers} layers, {g.num_heads} heads of {g.head_dim}, "
+        f"{g.schedule.num_scales} scales, "
+        f"{g.schedule.total_tokens} tokens ({g.schedule.persistent_tokens} per head in a full "
+        f"cache)",
         f"policy {POLICY.value}, budget {plan.budget:g}, accounting {plan.accounting}",
-        f"pool      {plan.pool_blocks} blocks of {plan.block_size} slots = {plan.pool_tokens} tokens, {plan.fraction:.2%} of full",
-        f"bytes     {plan.num_bytes(batch_size, dtype)} ({show_bytes(plan.num_bytes(batch_size, dtype))}) of "
-        f"{plan.dense_bytes(batch_size, dtype)} ({show_bytes(plan.dense_bytes(batch_size, dtype))}), batch {batch_size}, {dtype}",
+        f"pool      {plan.pool_blocks} blocks of {plan.block_size} slots = {plan.pool_tokens} "
+        f"tokens, {plan.fraction:.2%} of full",
+        f"bytes     {plan.num_bytes(batch_size, dtype)} "
+        f"({show_bytes(plan.num_bytes(batch_size, dtype))}) of "
+        f"{plan.dense_bytes(batch_size, dtype)} "
+        f"({show_bytes(plan.dense_bytes(batch_size, dtype))}), batch {batch_size}, {dtype}",
         f"peak      {plan.peak_live_fraction:.2%} of full is live at most",
     ]
     if excess > 1e-9:
-        lines.append(f"rounding  the pool exceeds the budget by {excess:.2%} of full (accounting=bytes would charge this to the budget)")
-    lines += ["", "scale  map      tokens  held per head (min mean max)  live after first, last layer"]
+        lines.append(
+            f"rounding  the pool exceeds the budget by {excess:.2%} of full (accounting=bytes "
+            f"would charge this to the budget)"
+        )
+    lines += [
+        "",
+        "scale  map      tokens  held per head (min mean max)  live after first, last layer",
+    ]
     for s, (h, w) in enumerate(g.schedule.maps):
         held, live = plan.capacity[s], plan.live_tokens[s] / dense
         spread = f"{held.min()} {held.mean():.1f} {held.max()}"
-        lines.append(f"{s:5d}  {f'{h}x{w}':7s}  {h * w:6d}  {spread:28s}  {live[0]:.2%}, {live[-1]:.2%}")
+        lines.append(
+            f"{s:5d}  {f'{h}x{w}':7s}  {h * w:6d}  {spread:28s}  {live[0]:.2%}, {live[-1]:.2%}"
+        )
     return "\n".join(lines)
 
 

@@ -4,8 +4,9 @@
     python -m experiments.run --policy=streaming --budget=0.1 --compare
     python -m experiments.run --checkpoint=var-d30 --policy=headkv --batch_size=8 --dry_run
 
-Writes grid.png, samples.npz (arr_0 uint8 images, arr_1 labels), report.json and, with --save_arrays, arrays.npz into --out (default:
-a new folder under results/). An interrupted run started again with the same flags continues where it stopped.
+Writes grid.png, samples.npz (arr_0 uint8 images, arr_1 labels), report.json and, with
+--save_arrays, arrays.npz into --out (default: a new folder under results/). An interrupted run
+started again with the same flags continues where it stopped.
 """
 
 import dataclasses
@@ -28,28 +29,66 @@ USUAL_BATCH = 8
 PLATFORM_OF = {"triton": "gpu", "tpu": "tpu"}
 
 FLAGS = command_line.CommandFlags()
-CHECKPOINT = FLAGS.string("checkpoint", None, "Checkpoint folder; default: the embedded demo. With --dry_run also a published name.")
+CHECKPOINT = FLAGS.string(
+    "checkpoint",
+    None,
+    "Checkpoint folder; default: the embedded demo. With --dry_run also a published name.",
+)
 POLICY = FLAGS.enum("policy", "full", list(POLICIES), "KV-cache policy.")
-BUDGET = FLAGS.floating("budget", None, "Fraction of the full cache's bytes that may be kept; default: the policy's own.")
-POLICY_ARGS = FLAGS.string("policy_args", "", "Further arguments of the policy: key=value,key=value.")
+BUDGET = FLAGS.floating(
+    "budget",
+    None,
+    "Fraction of the full cache's bytes that may be kept; default: the policy's own.",
+)
+POLICY_ARGS = FLAGS.string(
+    "policy_args", "", "Further arguments of the policy: key=value,key=value."
+)
 LABELS = FLAGS.string("labels", None, "Class numbers, one image each: 3,7,7.")
 NUM_IMAGES = FLAGS.integer("num_images", None, "Number of images, over all classes in turn.")
 PROMPTS = FLAGS.string("prompts", None, "File with one prompt per line (text-to-image models).")
-CFG = FLAGS.floating("cfg", None, "Guidance strength; default: the checkpoint's recommendation, as for all sampling flags.")
+CFG = FLAGS.floating(
+    "cfg",
+    None,
+    "Guidance strength; default: the checkpoint's recommendation, as for all sampling flags.",
+)
 TOP_K = FLAGS.integer("top_k", None, "Keep the k largest logits; 0 is off.")
 TOP_P = FLAGS.floating("top_p", None, "Nucleus sampling with this mass; 0 is off.")
 GREEDY = FLAGS.boolean("greedy", False, "Take the largest logit instead of sampling.")
 MORE_SMOOTH = FLAGS.boolean("more_smooth", None, "Feed back mixtures of codes: smoother pictures.")
 SEED = FLAGS.integer("seed", 0, "Image i depends on (seed, i, label) only.")
-BATCH_SIZE = FLAGS.integer("batch_size", None, f"Images per program call; default: {USUAL_BATCH}, or what fits.")
-DTYPE = FLAGS.enum("dtype", None, ["bfloat16", "float32"], "Type of weights and cache; default: float32 on CPU, else bfloat16.")
-PRECISION = FLAGS.enum("matmul_precision", "default", list(generation.MATMUL_PRECISIONS), "Precision of float32 products.")
-SEGMENTS = FLAGS.string("segments", "auto", "How many segments the scale loop is cut into: auto or a number. Results do not change.")
-ATTENTION = FLAGS.enum("attention", "auto", ["auto", "reference", "triton", "tpu"], "Attention implementation.")
+BATCH_SIZE = FLAGS.integer(
+    "batch_size", None, f"Images per program call; default: {USUAL_BATCH}, or what fits."
+)
+DTYPE = FLAGS.enum(
+    "dtype",
+    None,
+    ["bfloat16", "float32"],
+    "Type of weights and cache; default: float32 on CPU, else bfloat16.",
+)
+PRECISION = FLAGS.enum(
+    "matmul_precision",
+    "default",
+    list(generation.MATMUL_PRECISIONS),
+    "Precision of float32 products.",
+)
+SEGMENTS = FLAGS.string(
+    "segments",
+    "auto",
+    "How many segments the scale loop is cut into: auto or a number. Results do not change.",
+)
+ATTENTION = FLAGS.enum(
+    "attention", "auto", ["auto", "reference", "triton", "tpu"], "Attention implementation."
+)
 COMPARE = FLAGS.boolean("compare", False, "Also run the full cache and report fidelity to it.")
-SAVE_ARRAYS = FLAGS.boolean("save_arrays", False, "Also write arrays.npz: tokens, code map, images, logits.")
-GIVEN_TOKENS = FLAGS.string("given_tokens", None, "npz file with `tokens` int [N, L] that replace the draw.")
-GIVEN_SCALES = FLAGS.integer("given_scales", None, "The first so many scales take the given tokens; default: all.")
+SAVE_ARRAYS = FLAGS.boolean(
+    "save_arrays", False, "Also write arrays.npz: tokens, code map, images, logits."
+)
+GIVEN_TOKENS = FLAGS.string(
+    "given_tokens", None, "npz file with `tokens` int [N, L] that replace the draw."
+)
+GIVEN_SCALES = FLAGS.integer(
+    "given_scales", None, "The first so many scales take the given tokens; default: all."
+)
 DRY_RUN = FLAGS.boolean("dry_run", False, "Print the plan and predicted bytes; allocate nothing.")
 OVERWRITE = FLAGS.boolean("overwrite", False, "Replace --out if it exists.")
 OUT = FLAGS.string("out", None, "Output folder; default: a new one under results/.")
@@ -60,11 +99,15 @@ def resolve() -> settings.RunSettings:
     model = settings.abstract_model(CHECKPOINT.value)
     if model.directory is None and not DRY_RUN.value:
         raise UserError(
-            f"{model.name} is a published model without weights here: add --dry_run, or convert its weights with "
+            f"{model.name} is a published model without weights here: add --dry_run, or convert "
+            f"its weights with "
             f"`python -m ported_weights --model={model.name} ...` and give the folder"
         )
     if PROMPTS.value is not None:
-        raise UserError(f"--prompts: {model.name} is class-conditional; choose images with --labels or --num_images")
+        raise UserError(
+            f"--prompts: {model.name} is class-conditional; choose images with --labels or "
+            f"--num_images"
+        )
     labels = settings.choose_labels(LABELS.value, NUM_IMAGES.value, model.num_classes)
     policy = get_policy(POLICY.value, BUDGET.value, command_line.typed_pairs(POLICY_ARGS.value))
     policy.check_images(len(labels))
@@ -96,7 +139,9 @@ def resolve() -> settings.RunSettings:
         attention=_attention(ATTENTION.value),
         compare=COMPARE.value,
         save_arrays=SAVE_ARRAYS.value,
-        given_tokens=settings.read_given_tokens(GIVEN_TOKENS.value, len(labels), model.geometry, vocabulary),
+        given_tokens=settings.read_given_tokens(
+            GIVEN_TOKENS.value, len(labels), model.geometry, vocabulary
+        ),
         given_scales=_given_scales(model.geometry.schedule.num_scales),
     )
 
@@ -110,7 +155,9 @@ def _seed(seed: int) -> int:
 def _given_scales(num_scales: int) -> int | None:
     given = GIVEN_SCALES.value
     if given is not None and (not GIVEN_TOKENS.value or not 0 <= given <= num_scales):
-        raise UserError(f"--given_scales={given}: 0 to {num_scales} scales, together with --given_tokens=FILE")
+        raise UserError(
+            f"--given_scales={given}: 0 to {num_scales} scales, together with --given_tokens=FILE"
+        )
     return given
 
 
@@ -119,10 +166,14 @@ def _attention(name: str) -> str | None:
         return None
     if name in PLATFORM_OF and jax.default_backend() != PLATFORM_OF[name]:
         raise UserError(
-            f"--attention={name} needs a {PLATFORM_OF[name].upper()}, this machine offers {jax.default_backend()}: choose auto or reference"
+            f"--attention={name} needs a {PLATFORM_OF[name].upper()}, this machine offers "
+            f"{jax.default_backend()}: choose auto or reference"
         )
     if name not in IMPLEMENTATIONS:
-        raise UserError(f"--attention={name} is not part of this version; available: auto, {', '.join(IMPLEMENTATIONS)}")
+        raise UserError(
+            f"--attention={name} is not part of this version; available: auto, "
+            f"{', '.join(IMPLEMENTATIONS)}"
+        )
     return name
 
 
@@ -147,9 +198,14 @@ def load_model(abstract: settings.AbstractModel, dtype: str) -> Model:
     return dataclasses.replace(loaded, name=abstract.name)
 
 
-def generate_series(run: settings.RunSettings, model: Model, folder: RunFolder, series: str) -> Generator:
-    """Run what is missing of one series of batches ("main": the policy, "full": the full cache) and keep every batch."""
-    policy, plan = (run.policy, run.plan) if series == "main" else settings.full_plan(model.geometry)
+def generate_series(
+    run: settings.RunSettings, model: Model, folder: RunFolder, series: str
+) -> Generator:
+    """Run what is missing of one series of batches ("main": the policy, "full": the full cache) and
+    keep every batch."""
+    policy, plan = (
+        (run.policy, run.plan) if series == "main" else settings.full_plan(model.geometry)
+    )
     generator = Generator(
         model,
         policy,
@@ -164,7 +220,10 @@ def generate_series(run: settings.RunSettings, model: Model, folder: RunFolder, 
     )
     done, total = folder.finished(series), len(run.labels)
     progress = command_line.Progress(f"{policy.name}: image", total)
-    progress.note(f"{policy.name}: compiling {len(generator.segments)} segments for batches of {run.batch_size}")
+    progress.note(
+        f"{policy.name}: compiling {len(generator.segments)} segments for batches of "
+        f"{run.batch_size}"
+    )
     generator.compile(given=run.given_tokens is not None)
     progress.note(f"{policy.name}: compiled in {generator.timing.compile_s:.1f} s")
     if done:
@@ -174,7 +233,9 @@ def generate_series(run: settings.RunSettings, model: Model, folder: RunFolder, 
     for index, results in generator.batches(run.labels, seed=run.seed, first=done, **forced):
         folder.add(series, index, {k: v for k, v in results.items() if k in keep})
         progress.update(int(index[-1]) + 1)
-    if series == "main" and not generator.timing.runs:  # a single batch: run it again for the steady time
+    if (
+        series == "main" and not generator.timing.runs
+    ):  # a single batch: run it again for the steady time
         start = max(0, len(run.labels) - run.batch_size)
         list(generator.batches(run.labels, seed=run.seed, first=start, **forced))
         if not generator.timing.runs:

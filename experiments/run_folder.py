@@ -1,8 +1,9 @@
-"""The output folder of a run: batches are kept as they finish, the folder appears when everything is there.
+"""The output folder of a run: batches are kept as they finish, the folder appears when everything
+is there.
 
-While a run goes on its batches lie in `DIR.partial`. An interrupted run started again with the same flags continues after the last
-finished batch; with other flags it is refused unless --overwrite discards it. On completion results are written and `DIR.partial` is
-removed.
+While a run goes on its batches lie in `DIR.partial`. An interrupted run started again with the same
+flags continues after the last finished batch; with other flags it is refused unless --overwrite
+discards it. On completion results are written and `DIR.partial` is removed.
 """
 
 import json
@@ -31,7 +32,8 @@ class RunFolder:
 
     @classmethod
     def fresh(cls, stem: str, fingerprint: str) -> "RunFolder":
-        """The first free `results/STEM-NNN`; an unfinished one with the same settings is continued."""
+        """The first free `results/STEM-NNN`; an unfinished one with the same settings is
+        continued."""
         for number in range(1, 1000):
             out = RESULTS / f"{stem}-{number:03d}"
             work = partial_folder(out)
@@ -44,7 +46,8 @@ class RunFolder:
         """Create or re-open the work folder.
 
         Raises:
-          UserError: an unfinished run with other settings lies there, or there is no write permission.
+          UserError: an unfinished run with other settings lies there, or there is no write
+            permission.
         """
         if self.work.exists():
             if _stored_fingerprint(self.work) == self.fingerprint:
@@ -52,7 +55,8 @@ class RunFolder:
                 return
             if not self.overwrite:
                 raise UserError(
-                    f"{self.work} holds an unfinished run with other settings: use its settings to continue it, add --overwrite "
+                    f"{self.work} holds an unfinished run with other settings: use its settings "
+                    f"to continue it, add --overwrite "
                     "to discard it, or choose another --out"
                 )
             shutil.rmtree(self.work)

@@ -1,4 +1,5 @@
-"""What a run leaves behind: pictures, arrays, report.json, and the short table on standard output."""
+"""What a run leaves behind: pictures, arrays, report.json, and the short table on standard
+output."""
 
 import json
 import pathlib
@@ -51,8 +52,11 @@ def _write_arrays(out: pathlib.Path, arrays: dict[str, np.ndarray]) -> None:
     )
 
 
-def build(run: RunSettings, generator: Generator, arrays: dict, reference: dict | None, *, resumed: bool) -> dict:
-    """The content of report.json. Byte counts are for one batch; `allocated` is read off the compiled program."""
+def build(
+    run: RunSettings, generator: Generator, arrays: dict, reference: dict | None, *, resumed: bool
+) -> dict:
+    """The content of report.json. Byte counts are for one batch; `allocated` is read off the
+    compiled program."""
     plan, batch = run.plan, run.batch_size
     dense = plan.dense_bytes(batch, run.kv_dtype)
     analysis = generator.compiled.memory_analysis()
@@ -93,7 +97,8 @@ def build(run: RunSettings, generator: Generator, arrays: dict, reference: dict 
 def fidelity(arrays: dict, reference: dict) -> dict:
     """Closeness to the full cache on the same seeds.
 
-    psnr is the mean over images that differ (identical ones have an infinite one and are counted apart); "inf" if none does.
+    psnr is the mean over images that differ (identical ones have an infinite one and are counted
+    apart); "inf" if none does.
     """
     decibels = pixel.psnr(arrays["images"], reference["images"])
     differing = decibels[np.isfinite(decibels)]
@@ -111,7 +116,7 @@ def device_name() -> str:
     return f"{device.platform}: {device.device_kind}"
 
 
-# --- text -------------------------------------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
 def plan_line(run: RunSettings) -> str:
@@ -119,23 +124,42 @@ def plan_line(run: RunSettings) -> str:
     plan, batch = run.plan, run.batch_size
     planned, dense = (f(batch, run.kv_dtype) for f in (plan.num_bytes, plan.dense_bytes))
     return (
-        f"{run.model.name}: {len(run.labels)} images in batches of {batch}; {run.policy.name} keeps {memory.show_bytes(planned)} of "
-        f"{memory.show_bytes(dense)} KV cache ({planned / max(1, dense):.1%}), blocks of {plan.block_size}"
+        f"{run.model.name}: {len(run.labels)} images in batches of {batch}; {run.policy.name} "
+        f"keeps {memory.show_bytes(planned)} of "
+        f"{memory.show_bytes(dense)} KV cache ({planned / max(1, dense):.1%}), blocks of "
+        f"{plan.block_size}"
     )
 
 
 def dry_run_text(run: RunSettings) -> str:
     """The plan and predicted bytes."""
     plan, batch = run.plan, run.batch_size
-    need = memory.predict(plan, run.model.transformer, run.model.codec, batch, run.dtype, run.kv_dtype)
+    need = memory.predict(
+        plan, run.model.transformer, run.model.codec, batch, run.dtype, run.kv_dtype
+    )
     rows = [
         ("model", run.model.name),
-        ("parameters", f"{_millions(run.model.transformer)} M transformer, {_millions(run.model.codec)} M codec"),
+        (
+            "parameters",
+            f"{_millions(run.model.transformer)} M transformer, {_millions(run.model.codec)} M "
+            f"codec",
+        ),
         ("schedule", str(plan.geometry.schedule)),
-        ("policy", f"{run.policy.name}, budget {run.policy.budget:g}, accounting {plan.accounting}"),
-        ("batch", f"{batch} images, {batch * plan.geometry.rows_per_image} rows, {run.dtype}, cache in {run.kv_dtype}"),
+        (
+            "policy",
+            f"{run.policy.name}, budget {run.policy.budget:g}, accounting {plan.accounting}",
+        ),
+        (
+            "batch",
+            f"{batch} images, {batch * plan.geometry.rows_per_image} rows, {run.dtype}, cache "
+            f"in {run.kv_dtype}",
+        ),
         ("full cache", memory.show_bytes(plan.dense_bytes(batch, run.kv_dtype))),
-        ("KV pool", f"{memory.show_bytes(need.kv_pool)} ({plan.fraction:.2%} of full), {plan.pool_blocks} blocks of {plan.block_size}"),
+        (
+            "KV pool",
+            f"{memory.show_bytes(need.kv_pool)} ({plan.fraction:.2%} of full), "
+            f"{plan.pool_blocks} blocks of {plan.block_size}",
+        ),
         ("peak live tokens", f"{plan.peak_live_fraction:.2%} of full"),
         ("weights", memory.show_bytes(need.weights)),
         ("activations", f"about {memory.show_bytes(need.activations)}"),
@@ -155,7 +179,10 @@ def table(report: dict, out: pathlib.Path) -> str:
     kv, seconds = report["kv"], report["time"]
     rows = [
         ("policy", f"{report['policy']}, budget {report['budget']:g}"),
-        ("images", f"{report['num_images']} ({report['model']}, {report['device']}, {report['dtype']})"),
+        (
+            "images",
+            f"{report['num_images']} ({report['model']}, {report['device']}, {report['dtype']})",
+        ),
         ("full KV cache", memory.show_bytes(kv["dense_bytes"])),
         ("allocated KV", f"{memory.show_bytes(kv['allocated_bytes'])} ({kv['fraction']:.1%})"),
         ("peak live tokens", f"{kv['peak_live_fraction']:.1%}"),

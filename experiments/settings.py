@@ -1,4 +1,5 @@
-"""What a run does, resolved from flags before anything is compiled, and everything that can be wrong with it."""
+"""What a run does, resolved from flags before anything is compiled, and everything that can be
+wrong with it."""
 
 import dataclasses
 import hashlib
@@ -18,13 +19,16 @@ from varjax.models import parameters, registry
 from varjax.policies import Policy
 from varjax.sampling import Sampling
 
-ALL_CLASSES_UP_TO = 64  # without --labels and --num_images: every class once, or this many images for larger models
+ALL_CLASSES_UP_TO = (
+    64  # without --labels and --num_images: every class once, or this many images for larger models
+)
 FEW_IMAGES = 16
 
 
 @dataclass(frozen=True)
 class AbstractModel:
-    """A model without weights: configurations and shapes. Enough to plan and to check every flag."""
+    """A model without weights: configurations and shapes. Enough to plan and to check every
+    flag."""
 
     name: str
     transformer: Any
@@ -53,7 +57,9 @@ def abstract_model(name_or_directory: str | None) -> AbstractModel:
         ]
         metadata = {"family": preset.family, "sampling": dict(preset.sampling)}
         return AbstractModel(name_or_directory, *parts, metadata, None)
-    directory = pathlib.Path(name_or_directory) if name_or_directory else checkpoint.demo_directory()
+    directory = (
+        pathlib.Path(name_or_directory) if name_or_directory else checkpoint.demo_directory()
+    )
     found = checkpoint.load_abstract(directory)
     name = directory.resolve().name if name_or_directory else "demo"
     return AbstractModel(name, found.transformer, found.codec, found.metadata, directory)
@@ -62,12 +68,17 @@ def abstract_model(name_or_directory: str | None) -> AbstractModel:
 def choose_labels(labels: str | None, num_images: int | None, num_classes: int) -> np.ndarray:
     """int32 [N] from `--labels=3,7,7` or `--num_images=N` (over all classes in turn)."""
     if labels is not None and num_images is not None:
-        raise UserError("--labels and --num_images exclude each other: labels already say how many images there are")
+        raise UserError(
+            "--labels and --num_images exclude each other: labels already say how many images "
+            "there are"
+        )
     if labels is not None:
         try:
             wanted = [int(part) for part in labels.split(",")]
         except ValueError:
-            raise UserError(f"--labels={labels!r}: write class numbers separated by commas, for example 3,7,7") from None
+            raise UserError(
+                f"--labels={labels!r}: write class numbers separated by commas, for example 3,7,7"
+            ) from None
         return generation.check_labels(wanted, num_classes)
     if num_images is None:
         num_images = num_classes if num_classes <= ALL_CLASSES_UP_TO else FEW_IMAGES
@@ -76,7 +87,9 @@ def choose_labels(labels: str | None, num_images: int | None, num_classes: int) 
     return (np.arange(num_images) % num_classes).astype(np.int32)
 
 
-def read_given_tokens(path: str | None, num_images: int, geometry: Geometry, vocab_size: int) -> np.ndarray | None:
+def read_given_tokens(
+    path: str | None, num_images: int, geometry: Geometry, vocab_size: int
+) -> np.ndarray | None:
     """int32 [N, L] of `--given_tokens=FILE.npz` (array `tokens`)."""
     if not path:
         return None
@@ -87,9 +100,15 @@ def read_given_tokens(path: str | None, num_images: int, geometry: Geometry, voc
         raise UserError(f"--given_tokens={path}: cannot read array `tokens`: {error}") from None
     wanted = (num_images, geometry.schedule.total_tokens)
     if tokens.shape != wanted or not np.issubdtype(tokens.dtype, np.integer):
-        raise UserError(f"--given_tokens={path}: tokens are {tokens.dtype} {tokens.shape}, needed are integers {wanted}")
+        raise UserError(
+            f"--given_tokens={path}: tokens are {tokens.dtype} {tokens.shape}, needed are "
+            f"integers {wanted}"
+        )
     if tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise UserError(f"--given_tokens={path}: tokens reach from {tokens.min()} to {tokens.max()}, allowed is 0 to {vocab_size - 1}")
+        raise UserError(
+            f"--given_tokens={path}: tokens reach from {tokens.min()} to {tokens.max()}, "
+            f"allowed is 0 to {vocab_size - 1}"
+        )
     return tokens.astype(np.int32)
 
 
@@ -134,13 +153,17 @@ class RunSettings:
             "attention": self.attention or "auto",
             "compare": self.compare,
             "save_arrays": self.save_arrays,
-            "given": None if self.given_tokens is None else _digest(self.given_tokens) + f":{self.given_scales}",
+            "given": None
+            if self.given_tokens is None
+            else _digest(self.given_tokens) + f":{self.given_scales}",
         }
 
 
 def policy_arguments(policy: Policy) -> dict:
     """The policy's fields except the budget."""
-    return {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy) if f.name != "budget"}
+    return {
+        f.name: getattr(policy, f.name) for f in dataclasses.fields(policy) if f.name != "budget"
+    }
 
 
 def full_plan(geometry: Geometry) -> tuple[Policy, CachePlan]:

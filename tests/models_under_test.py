@@ -1,4 +1,5 @@
-"""Models that several test folders use: the reference fixtures, ported to disk once per session, and their geometry."""
+"""Models that several test folders use: the reference fixtures, ported to disk once per session,
+and their geometry."""
 
 import functools
 import pathlib
@@ -23,7 +24,7 @@ LOGITS = {"1.5": 6e-4, "4": 1e-3}
 CODE_MAP, IMAGE = 3e-5, 5e-5
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def checkpoint_folder(name: str) -> pathlib.Path:
     """A fixture model, converted by the port exactly as a user would."""
     out = pathlib.Path(tempfile.mkdtemp(prefix="varjax-test-")) / name
@@ -40,7 +41,7 @@ def checkpoint_folder(name: str) -> pathlib.Path:
     return out
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def fixture_model(name: str) -> Model:
     return generation.load(checkpoint_folder(name), "float32")
 
@@ -51,7 +52,9 @@ def fixture(name: str, file: str) -> dict[str, np.ndarray]:
         return {key: archive[key] for key in archive.files}
 
 
-def greedy_generator(model: Model, policy=None, *, cfg=1.5, batch_size=2, plan: CachePlan | None = None, **options) -> Generator:
+def greedy_generator(
+    model: Model, policy=None, *, cfg=1.5, batch_size=2, plan: CachePlan | None = None, **options
+) -> Generator:
     """Greedy float32 generation with everything kept that a test may look at."""
     options = {"keep_logits": True, "matmul_precision": "highest", **options}
     return Generator(

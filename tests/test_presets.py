@@ -8,7 +8,13 @@ from varjax import policies
 from varjax.cache.planner import plan_cache
 from varjax.models import parameters, registry
 
-PUBLISHED = {"var-d16": 310e6, "var-d20": 600e6, "var-d24": 1.0e9, "var-d30": 2.0e9, "var-d36": 2.3e9}
+PUBLISHED = {
+    "var-d16": 310e6,
+    "var-d20": 600e6,
+    "var-d24": 1.0e9,
+    "var-d30": 2.0e9,
+    "var-d36": 2.3e9,
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

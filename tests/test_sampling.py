@@ -9,7 +9,7 @@ import pytest
 
 from tests.models_under_test import fixture
 from varjax.errors import UserError
-from varjax.sampling import Sampling, filter_logits, gumbel, guide, image_keys, sample
+from varjax.sampling import Sampling, filter_logits, guide, gumbel, image_keys, sample
 
 
 def test_filters_keep_what_the_original_keeps():
@@ -18,8 +18,12 @@ def test_filters_keep_what_the_original_keeps():
     assert len(cases) >= 5 and json.loads(str(arrays["meta_json"]))
     for i in cases:
         logits = arrays[f"logits_{i}"]
-        kept = np.unpackbits(arrays[f"keep_{i}"], axis=-1, bitorder="little", count=logits.shape[-1]).astype(bool)
-        found = filter_logits(jnp.asarray(logits), int(arrays[f"top_k_{i}"]), float(arrays[f"top_p_{i}"]))
+        kept = np.unpackbits(
+            arrays[f"keep_{i}"], axis=-1, bitorder="little", count=logits.shape[-1]
+        ).astype(bool)
+        found = filter_logits(
+            jnp.asarray(logits), int(arrays[f"top_k_{i}"]), float(arrays[f"top_p_{i}"])
+        )
         np.testing.assert_array_equal(np.isfinite(found), kept, err_msg=f"case {i}")
 
 
@@ -36,7 +40,9 @@ def test_noise_does_not_depend_on_padding():
 def test_draws_follow_the_distribution():
     logits = jnp.log(jnp.array([0.1, 0.2, 0.7]))
     keys = image_keys(0, jnp.arange(4000))
-    tokens, _ = jax.jit(lambda k: sample(jnp.broadcast_to(logits, (4000, 1, 3)), k, Sampling()))(keys)
+    tokens, _ = jax.jit(lambda k: sample(jnp.broadcast_to(logits, (4000, 1, 3)), k, Sampling()))(
+        keys
+    )
     counts = np.bincount(np.asarray(tokens)[:, 0], minlength=3) / 4000
     np.testing.assert_allclose(counts, [0.1, 0.2, 0.7], atol=0.03)  # four standard deviations
 

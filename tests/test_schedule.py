@@ -12,7 +12,9 @@ def test_counts_and_offsets():
     assert schedule.starts == (0, 1, 7) and schedule.ends == (1, 7, 19)
     assert schedule.total_tokens == 19 and schedule.persistent_tokens == 7
     np.testing.assert_array_equal(schedule.scale_of_token, [0] + [1] * 6 + [2] * 12)
-    np.testing.assert_allclose(schedule.coordinates[1:4], [[0.25, 1 / 6], [0.25, 0.5], [0.25, 5 / 6]])
+    np.testing.assert_allclose(
+        schedule.coordinates[1:4], [[0.25, 1 / 6], [0.25, 0.5], [0.25, 5 / 6]]
+    )
     assert Schedule.parse(str(schedule)) == schedule
 
 
@@ -24,7 +26,12 @@ def test_malformed_schedules(text):
 
 @pytest.mark.parametrize(
     "text",
-    ["layers=1", "layers=x,heads=1,head_dim=1,schedule=1x1", "foo=1", "layers=0,heads=1,head_dim=1,schedule=1x1"],
+    [
+        "layers=1",
+        "layers=x,heads=1,head_dim=1,schedule=1x1",
+        "foo=1",
+        "layers=0,heads=1,head_dim=1,schedule=1x1",
+    ],
 )
 def test_malformed_geometry(text):
     with pytest.raises(UserError):

@@ -1,7 +1,7 @@
 """What every command shares: flags with clear errors, help, exit statuses, progress lines.
 
-A command is a module whose docstring is its manual. It has flags of its own, so that commands may be imported together, and ends
-with the call:
+A command is a module whose docstring is its manual. It has flags of its own, so that commands may
+be imported together, and ends with the call:
 
     FLAGS = command_line.CommandFlags()
     SEED = FLAGS.integer("seed", 0, "What the random numbers start from.")
@@ -34,7 +34,8 @@ WIDTH = 100
 
 
 class CommandFlags:
-    """The absl flags of one command. Each method defines a flag and returns its holder (`holder.value`)."""
+    """The absl flags of one command. Each method defines a flag and returns its holder
+    (`holder.value`)."""
 
     def __init__(self):
         self.values = flags.FlagValues()
@@ -50,8 +51,8 @@ class CommandFlags:
 def run(main: Callable, argv: Sequence[str] | None = None) -> NoReturn:
     """Parse `argv` (default: the process's), call `main([program])` and exit with its status.
 
-    The flags are those of `FLAGS` in the module of `main` (`CommandFlags`), or absl's global ones. Their values are restored on the
-    way out, so a test may run several commands in one process.
+    The flags are those of `FLAGS` in the module of `main` (`CommandFlags`), or absl's global ones.
+    Their values are restored on the way out, so a test may run several commands in one process.
     """
     argv = list(sys.argv if argv is None else argv)
     found = getattr(sys.modules[main.__module__], "FLAGS", None)

@@ -1,7 +1,9 @@
-"""The generation program: one function of arrays, `lax.scan` over scales inside segments, `lax.scan` over layers inside scales.
+"""The generation program: one function of arrays, `lax.scan` over scales inside segments,
+`lax.scan` over layers inside scales.
 
-The state (latent map, KV cache) has one shape for all scales. Padding never leaks: padded tokens are computed and thrown away, masked
-as keys and never stored. The cache travels in the carry of both scans and is donated, so it is updated in place.
+The state (latent map, KV cache) has one shape for all scales. Padding never leaks: padded tokens
+are computed and thrown away, masked as keys and never stored. The cache travels in the carry of
+both scans and is donated, so it is updated in place.
 """
 
 from dataclasses import dataclass
@@ -55,7 +57,8 @@ class ProgramSpec:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SegmentTables:
-    """Scan inputs of one segment: what a scale needs (leading axis scales) and what its layers need (scales, layers)."""
+    """Scan inputs of one segment: what a scale needs (leading axis scales) and what its layers need
+    (scales, layers)."""
 
     maps: ScaleMaps
     layers: LayerTables
@@ -67,7 +70,9 @@ def program_tables(
     """Host arrays of all segments for a batch of images."""
     inputs = policy.inputs(plan.geometry, plan.allocation, image_index)
     schedule = plan.geometry.schedule
-    return tuple(SegmentTables(ScaleMaps.of(schedule, s), layer_tables(plan, s, inputs)) for s in segments)
+    return tuple(
+        SegmentTables(ScaleMaps.of(schedule, s), layer_tables(plan, s, inputs)) for s in segments
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -101,8 +106,8 @@ def generate_codes(
       spec: static.
 
     Returns:
-      {"tokens": int32 [B, L], "code_map": float32 [B, P, Q, C], "logits": float32 [B, L, V] if asked for} and the cache as it is
-      after the last scale.
+      {"tokens": int32 [B, L], "code_map": float32 [B, P, Q, C], "logits": float32 [B, L, V] if
+      asked for} and the cache as it is after the last scale.
     """
     with jax.named_scope("prepare"):
         context = model.prepare(condition)
@@ -120,7 +125,9 @@ def generate_codes(
     return {**results, "code_map": code_map}, state
 
 
-def _scale_step(model, context, keys, given, cache: CacheSegment, spec: ProgramSpec, carry, table: SegmentTables):
+def _scale_step(
+    model, context, keys, given, cache: CacheSegment, spec: ProgramSpec, carry, table: SegmentTables
+):
     """One scale: inputs, layers, head, tokens, accumulation."""
     code_map, state = carry
     maps = table.maps
@@ -164,7 +171,9 @@ def _scale_step(model, context, keys, given, cache: CacheSegment, spec: ProgramS
     return (code_map, state), outputs
 
 
-def _without_padding(outputs: dict[str, Array], schedule: Schedule, segment: Segment) -> dict[str, Array]:
+def _without_padding(
+    outputs: dict[str, Array], schedule: Schedule, segment: Segment
+) -> dict[str, Array]:
     """[S, B, T, ...] of one segment -> [B, tokens of its scales, ...]."""
     lengths = [schedule.tokens[s] for s in range(segment.start, segment.stop)]
     return {

@@ -1,6 +1,7 @@
 """Errors that a user can cause, and helpers that word them.
 
-Every message says what was given, what is allowed and what to do. Commands print it as one line and exit with status 2.
+Every message says what was given, what is allowed and what to do. Commands print it as one line and
+exit with status 2.
 """
 
 import difflib

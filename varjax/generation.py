@@ -60,7 +60,8 @@ def default_dtype() -> str:
 
 
 def storage_dtype(dtype):
-    """Type of the KV pool: that of the computation, but float32 on CPU (whose bfloat16 scatters convert the whole pool)."""
+    """Type of the KV pool: that of the computation, but float32 on CPU (whose bfloat16 scatters
+    convert the whole pool)."""
     return jnp.dtype("float32") if jax.default_backend() == "cpu" else jnp.dtype(dtype)
 
 
@@ -69,7 +70,8 @@ def load(path=None, dtype: str | None = None) -> Model:
 
     Args:
       path: folder written by `python -m ported_weights` or `experiments.train`.
-      dtype: "float32" or "bfloat16" for the transformer; None takes float32 on CPU, bfloat16 elsewhere. The codec is float32.
+      dtype: "float32" or "bfloat16" for the transformer; None takes float32 on CPU, bfloat16
+        elsewhere. The codec is float32.
 
     Raises:
       UserError: there is no usable checkpoint there.
@@ -77,31 +79,41 @@ def load(path=None, dtype: str | None = None) -> Model:
     directory = path or checkpoint.demo_directory()
     if str(directory) in registry.PRESETS and not checkpoint.Path(directory).exists():
         raise UserError(
-            f"{directory} is the name of a published model, whose weights are not part of varjax: convert them with "
-            f"`python -m ported_weights --model={directory} --source=... --tokenizer_source=... --out=DIR` and give DIR"
+            f"{directory} is the name of a published model, whose weights are not part of "
+            f"varjax: convert them with "
+            f"`python -m ported_weights --model={directory} --source=... --tokenizer_source=... "
+            f"--out=DIR` and give DIR"
         )
     found = checkpoint.load(directory)
     transformer = cast(found.transformer, dtype or default_dtype())
     pipeline = registry.family(found.family).pipeline(transformer, cast(found.codec, "float32"))
-    return Model(pipeline, found.metadata, "demo" if path is None else checkpoint.Path(directory).name)
+    return Model(
+        pipeline, found.metadata, "demo" if path is None else checkpoint.Path(directory).name
+    )
 
 
 def cast(module, dtype):
     """A module with its floating parameters in `dtype`."""
     dtype = jnp.dtype(choose("dtype", str(dtype), ("float32", "bfloat16")))
-    return jax.tree.map(lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, module)
+    return jax.tree.map(
+        lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, module
+    )
 
 
 def resolve_policy(policy: str | Policy, budget: float | None = None, **arguments) -> Policy:
     """A policy object from a name and arguments; objects pass through."""
     if isinstance(policy, Policy):
         if budget is not None or arguments:
-            raise UserError("give budget and arguments to the policy object itself, or name the policy as text")
+            raise UserError(
+                "give budget and arguments to the policy object itself, or name the policy as text"
+            )
         return policy
     return get_policy(policy, budget, {k: str(v) for k, v in arguments.items()})
 
 
-def plan(model, policy: str | Policy = "full", budget: float | None = None, calibration=None, **arguments) -> CachePlan:
+def plan(
+    model, policy: str | Policy = "full", budget: float | None = None, calibration=None, **arguments
+) -> CachePlan:
     """The cache plan of a policy on a model (`Model`, or a `Geometry`)."""
     geometry = model if isinstance(model, Geometry) else model.geometry
     return plan_cache(geometry, resolve_policy(policy, budget, **arguments), calibration)
@@ -112,7 +124,8 @@ def check_labels(labels: Sequence[int], num_classes: int) -> np.ndarray:
     wrong = sorted({int(x) for x in labels if not 0 <= int(x) < num_classes})
     if wrong:
         raise UserError(
-            f"labels {', '.join(map(str, wrong))} are outside the model's {num_classes} classes: choose 0 to {num_classes - 1}"
+            f"labels {', '.join(map(str, wrong))} are outside the model's {num_classes} "
+            f"classes: choose 0 to {num_classes - 1}"
         )
     if len(labels) == 0:
         raise UserError("no labels given: name at least one class")
@@ -121,7 +134,8 @@ def check_labels(labels: Sequence[int], num_classes: int) -> np.ndarray:
 
 @dataclass
 class Timing:
-    """Seconds. `runs` are those of each call of the compiled program, pixels included, the first one apart."""
+    """Seconds. `runs` are those of each call of the compiled program, pixels included, the first
+    one apart."""
 
     compile_s: float = 0.0
     first_run_s: float = 0.0
@@ -163,19 +177,28 @@ class Generator:
         self.timing = Timing()
         self._program = self._decoder = None
 
-    # --- compiling ------------------------------------------------------------------------------------------------------------
+    # --- compiling --------------------------------------------------------------------------------
 
     def _precision(self):
-        return jax.default_matmul_precision("highest") if self.precision == "highest" else contextlib.nullcontext()
+        return (
+            jax.default_matmul_precision("highest")
+            if self.precision == "highest"
+            else contextlib.nullcontext()
+        )
 
     def empty_state(self) -> KVState:
         return KVState.empty(self.plan, self.batch_size, self.kv_dtype)
 
     def compile(self, given: bool = False) -> None:
-        """Compile both programs (codes, pixels) ahead of time. `given`: some tokens will be forced."""
+        """Compile both programs (codes, pixels) ahead of time. `given`: some tokens will be
+        forced."""
         start = time.perf_counter()
         image_index = np.zeros(self.batch_size, np.int32)
-        forced = np.zeros((self.batch_size, self.model.geometry.schedule.total_tokens), np.int32) if given else None
+        forced = (
+            np.zeros((self.batch_size, self.model.geometry.schedule.total_tokens), np.int32)
+            if given
+            else None
+        )
         arguments = self._arguments(np.zeros(self.batch_size, np.int32), image_index, 0, forced, 0)
         state = jax.eval_shape(self.empty_state)
         with self._precision():
@@ -190,7 +213,9 @@ class Generator:
         tables = engine.program_tables(self.plan, self.policy, self.segments, image_index)
         forced = None
         if given is not None:
-            forced = engine.Given(jnp.asarray(given, jnp.int32), jnp.asarray(given_scales, jnp.int32))
+            forced = engine.Given(
+                jnp.asarray(given, jnp.int32), jnp.asarray(given_scales, jnp.int32)
+            )
         keys = sampling.image_keys(seed, jnp.asarray(image_index))
         return jnp.asarray(labels), keys, jax.tree.map(jnp.asarray, tables), forced
 
@@ -205,10 +230,13 @@ class Generator:
         """The compiled program that draws the codes (for memory analysis)."""
         return self._program
 
-    # --- running --------------------------------------------------------------------------------------------------------------
+    # --- running ----------------------------------------------------------------------------------
 
-    def run_batch(self, labels, image_index, *, seed=0, given=None, given_scales=None) -> tuple[dict, KVState]:
-        """One full batch: {"images" float32 [B, H, W, 3] in [0, 1], "tokens", "code_map", "logits"?} and the final cache."""
+    def run_batch(
+        self, labels, image_index, *, seed=0, given=None, given_scales=None
+    ) -> tuple[dict, KVState]:
+        """One full batch: {"images" float32 [B, H, W, 3] in [0, 1], "tokens", "code_map",
+        "logits"?} and the final cache."""
         if self._program is None:
             self.compile(given=given is not None)
         scales = self.model.geometry.schedule.num_scales if given_scales is None else given_scales
@@ -230,7 +258,8 @@ class Generator:
     ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
         """All images from number `first` on, batch by batch: (their numbers, results on the host).
 
-        The last batch is padded by repeating its last image; the padding is dropped. Image i depends on (seed, i, label) only.
+        The last batch is padded by repeating its last image; the padding is dropped. Image i
+        depends on (seed, i, label) only.
         """
         labels = np.asarray(labels, np.int32)
         for start in range(first, len(labels), self.batch_size):
@@ -271,7 +300,8 @@ def generate(
       policy, budget, policy_args: how the KV cache is compressed; see `varjax.policies.POLICIES`.
       seed: image i depends on (seed, i, label) only, never on the batch size.
       batch_size: images per program call; None takes all, at most 8.
-      cfg, top_k, top_p, greedy, more_smooth: see `Sampling`; None takes the checkpoint's recommendation.
+      cfg, top_k, top_p, greedy, more_smooth: see `Sampling`; None takes the checkpoint's
+        recommendation.
       segments: how the scale loop is cut (`varjax.segments`); results do not depend on it.
 
     Raises:
@@ -290,7 +320,9 @@ def generate(
         batch_size=min(len(labels), batch_size or 8),
         segments=segments,
     )
-    return np.concatenate([results["images"] for _, results in generator.batches(labels, seed=seed)])
+    return np.concatenate(
+        [results["images"] for _, results in generator.batches(labels, seed=seed)]
+    )
 
 
 __all__ = ["POLICIES", "Generator", "Model", "generate", "load", "plan"]

@@ -8,7 +8,8 @@ from varjax.schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """L layers, N key/value heads of size H, a schedule, and how many cache rows an image needs (two with guidance)."""
+    """L layers, N key/value heads of size H, a schedule, and how many cache rows an image needs
+    (two with guidance)."""
 
     schedule: Schedule
     num_layers: int
@@ -24,12 +25,20 @@ class Geometry:
     @classmethod
     def parse(cls, text: str) -> "Geometry":
         """Read `"layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4"`."""
-        known = {"layers": "num_layers", "heads": "num_heads", "head_dim": "head_dim", "schedule": "schedule"}
+        known = {
+            "layers": "num_layers",
+            "heads": "num_heads",
+            "head_dim": "head_dim",
+            "schedule": "schedule",
+        }
         given = {}
         for part in text.split(","):
             name, _, value = (piece.strip() for piece in part.partition("="))
             if name not in known or not value:
-                raise UserError(f"cannot read {part!r} of geometry {text!r}: give {', '.join(k + '=...' for k in known)}")
+                raise UserError(
+                    f"cannot read {part!r} of geometry {text!r}: give "
+                    f"{', '.join(k + '=...' for k in known)}"
+                )
             if name != "schedule" and not value.isdigit():
                 raise UserError(f"geometry: {name}={value} is not a positive whole number")
             given[known[name]] = Schedule.parse(value) if name == "schedule" else int(value)

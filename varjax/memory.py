@@ -1,4 +1,5 @@
-"""Predicted and available memory, so that a batch that cannot fit is refused before anything is compiled."""
+"""Predicted and available memory, so that a batch that cannot fit is refused before anything is
+compiled."""
 
 import os
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ SAFETY = 0.9  # share of the device's memory that predictions may fill
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes of one batch: weights, KV pool, and an estimate of activations (largest scale and image decoder)."""
+    """Bytes of one batch: weights, KV pool, and an estimate of activations (largest scale and image
+    decoder)."""
 
     weights: int
     kv_pool: int
@@ -31,13 +33,16 @@ def weight_bytes(transformer, codec, dtype) -> int:
 
 
 def predict(plan: CachePlan, transformer, codec, batch_size: int, dtype, kv_dtype) -> Prediction:
-    """Predicted bytes. The pool is exact; activations are the live tensors of the widest step, counted from shapes."""
+    """Predicted bytes. The pool is exact; activations are the live tensors of the widest step,
+    counted from shapes."""
     config, rows = transformer.config, batch_size * plan.geometry.rows_per_image
     tokens = max(plan.geometry.schedule.tokens)
     keys = tokens + int(plan.capacity.max(initial=0))
     layer = rows * tokens * (6 * config.embed_dim + 2 * config.hidden_dim) * item_size(dtype)
     scores = 2 * rows * config.num_heads * tokens * keys * 4
-    gathered = 2 * rows * plan.geometry.num_heads * keys * 2 * plan.geometry.head_dim * item_size(kv_dtype)
+    gathered = (
+        2 * rows * plan.geometry.num_heads * keys * 2 * plan.geometry.head_dim * item_size(kv_dtype)
+    )
     logits = 2 * rows * tokens * config.vocab_size * 4
     height, width = codec.config.image_size
     pixels = 6 * batch_size * height * width * codec.config.ch * codec.config.ch_mult[0] * 4
@@ -70,7 +75,8 @@ def _free_host_memory() -> int | None:
 
 
 def largest_batch(predict_for, wanted: int, available: int | None) -> int:
-    """The largest batch up to `wanted` whose prediction fits, found by bisection; 0 if not even one image fits."""
+    """The largest batch up to `wanted` whose prediction fits, found by bisection; 0 if not even one
+    image fits."""
     if available is None:
         return wanted
 
@@ -85,7 +91,8 @@ def largest_batch(predict_for, wanted: int, available: int | None) -> int:
 
 
 def choose_batch_size(predict_for, asked: int | None, num_images: int, usual: int) -> int:
-    """The batch size of a run: as asked, or `usual` (at most the number of images), cut down to what fits.
+    """The batch size of a run: as asked, or `usual` (at most the number of images), cut down to
+    what fits.
 
     Raises:
       UserError: the batch asked for, or a single image, does not fit the device.
@@ -97,9 +104,14 @@ def choose_batch_size(predict_for, asked: int | None, num_images: int, usual: in
         return wanted
     need = predict_for(wanted if asked else 1)
     if asked or size == 0:
-        hint = f"the largest batch that fits is {size}" if size else "take a smaller budget or a device with more memory"
+        hint = (
+            f"the largest batch that fits is {size}"
+            if size
+            else "take a smaller budget or a device with more memory"
+        )
         raise UserError(
-            f"a batch of {wanted if asked else 1} needs about {show_bytes(need.total)} (weights {show_bytes(need.weights)}, "
+            f"a batch of {wanted if asked else 1} needs about {show_bytes(need.total)} (weights "
+            f"{show_bytes(need.weights)}, "
             f"KV pool {show_bytes(need.kv_pool)}, activations {show_bytes(need.activations)}), but "
             f"{show_bytes(int(SAFETY * available))} are available: {hint}"
         )

@@ -1,4 +1,5 @@
-"""Choosing tokens from logits: guidance, filters, sampling. Results depend on an image's own key only, never on the batch."""
+"""Choosing tokens from logits: guidance, filters, sampling. Results depend on an image's own key
+only, never on the batch."""
 
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,8 @@ class Sampling:
     top_k: keep the k largest logits (ties at the k-th survive); 0 is off.
     top_p: nucleus; drop the smallest probabilities while their sum is at most 1 - p; 0 is off.
     greedy: take the largest guided logit; filters and keys do not matter.
-    more_smooth: feed back a mixture of codes (Gumbel softmax) instead of the drawn code: smoother pictures, not for metrics.
+    more_smooth: feed back a mixture of codes (Gumbel softmax) instead of the drawn code: smoother
+      pictures, not for metrics.
     """
 
     cfg: float = 1.5
@@ -31,16 +33,22 @@ class Sampling:
     def check(self, vocab_size: int) -> "Sampling":
         """Return self, or raise `UserError` for values that cannot work."""
         if self.top_k < 0 or self.top_k > vocab_size:
-            raise UserError(f"top_k={self.top_k}: choose 0 (off) to {vocab_size} (the size of the vocabulary)")
+            raise UserError(
+                f"top_k={self.top_k}: choose 0 (off) to {vocab_size} (the size of the vocabulary)"
+            )
         if not 0 <= self.top_p <= 1:
             raise UserError(f"top_p={self.top_p:g} is outside [0, 1]; 0 switches it off")
         if not self.cfg >= 0 or self.cfg == float("inf"):
-            raise UserError(f"cfg={self.cfg:g}: guidance strength is a finite number, at least 0 (0 switches it off)")
+            raise UserError(
+                f"cfg={self.cfg:g}: guidance strength is a finite number, at least 0 (0 "
+                f"switches it off)"
+            )
         return self
 
     @classmethod
     def recommended(cls, settings: dict, **overrides) -> "Sampling":
-        """A checkpoint's recommended settings with the given overrides (None keeps the recommendation)."""
+        """A checkpoint's recommended settings with the given overrides (None keeps the
+        recommendation)."""
         known = {k: settings[k] for k in ("cfg", "top_k", "top_p", "more_smooth") if k in settings}
         base = cls(**known)
         return replace(base, **{k: v for k, v in overrides.items() if v is not None})
@@ -53,7 +61,8 @@ def guide(logits: Float[Array, "R T V"], strength: Float[Array, ""]) -> Float[Ar
 
 
 def filter_logits(logits: Float[Array, "... V"], top_k: int, top_p: float) -> Float[Array, "... V"]:
-    """Set what top-k, then top-p, rejects to -inf. The largest always survives. Static `top_k`, `top_p`; 0 is off."""
+    """Set what top-k, then top-p, rejects to -inf. The largest always survives. Static `top_k`,
+    `top_p`; 0 is off."""
     vocabulary = logits.shape[-1]
     if 0 < top_k < vocabulary:
         threshold = jax.lax.top_k(logits, top_k)[0][..., -1:]
@@ -69,7 +78,8 @@ def filter_logits(logits: Float[Array, "... V"], top_k: int, top_p: float) -> Fl
 
 
 def gumbel(keys: Array, length: int, vocabulary: int) -> Float[Array, "B T V"]:
-    """Gumbel noise per image. Entry (t, v) does not depend on the padded length, so segments do not change samples."""
+    """Gumbel noise per image. Entry (t, v) does not depend on the padded length, so segments do not
+    change samples."""
     return jax.vmap(lambda key: jax.random.gumbel(key, (length, vocabulary)))(keys)
 
 
@@ -85,9 +95,13 @@ def sample(
 
 
 def smooth_codes(
-    logits: Float[Array, "B T V"], keys: Array, ratio: Float[Array, ""], codebook: Float[Array, "V C"]
+    logits: Float[Array, "B T V"],
+    keys: Array,
+    ratio: Float[Array, ""],
+    codebook: Float[Array, "V C"],
 ) -> Float[Array, "B T C"]:
-    """Mixture of codes for `more_smooth`: Gumbel softmax of (1 + ratio) * logits, temperature falling with the scale's ratio."""
+    """Mixture of codes for `more_smooth`: Gumbel softmax of (1 + ratio) * logits, temperature
+    falling with the scale's ratio."""
     temperature = jnp.maximum(0.27 * (1 - 0.95 * ratio), 0.005)
     keys = jax.vmap(lambda key: jax.random.fold_in(key, SMOOTH_KEY))(keys)
     noisy = logits * (1 + ratio) + gumbel(keys, *logits.shape[1:])

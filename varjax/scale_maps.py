@@ -1,8 +1,10 @@
-"""Per-scale data of a segment: padded index maps and resize matrices, the scan inputs of the scale loop.
+"""Per-scale data of a segment: padded index maps and resize matrices, the scan inputs of the scale
+loop.
 
-Scales of a segment have different map sizes but one padded shape. Tokens live in a row of length T (row-major map, then padding);
-resizing works on a grid of Gh x Gw, the largest height and width of the segment. Padding of the grid meets zero columns of the
-matrices, padding of the token row repeats the scale's last token; neither reaches a result.
+Scales of a segment have different map sizes but one padded shape. Tokens live in a row of length T
+(row-major map, then padding); resizing works on a grid of Gh x Gw, the largest height and width of
+the segment. Padding of the grid meets zero columns of the matrices, padding of the token row
+repeats the scale's last token; neither reaches a result.
 """
 
 from dataclasses import dataclass
@@ -21,8 +23,10 @@ from varjax.segments import Segment, token_index
 class ScaleMaps:
     """Arrays with a leading axis over the segment's scales, which `lax.scan` takes away.
 
-    scale, length: index and real tokens of the scale. ratio: k / (K - 1). token_index: global position of every (padded) token.
-    cell: grid cell of every token; token: token of every grid cell. down_*: latent map -> grid (area); up_*: grid -> latent map
+    scale, length: index and real tokens of the scale. ratio: k / (K - 1). token_index: global
+      position of every (padded) token.
+    cell: grid cell of every token; token: token of every grid cell. down_*: latent map -> grid
+      (area); up_*: grid -> latent map
     (bicubic).
     """
 

@@ -1,8 +1,8 @@
 """The schedule: the list of token maps (h, w) that next-scale prediction goes through.
 
-Letters: K scales, t_k = h_k * w_k tokens in scale k, c_k = t_0 + ... + t_k. Scales and tokens are counted from 0; tokens of all
-scales are concatenated coarse to fine, each map row-major. The last scale is never cached, so the full cache holds
-F = c_(K-2) tokens per head (`persistent_tokens`).
+Letters: K scales, t_k = h_k * w_k tokens in scale k, c_k = t_0 + ... + t_k. Scales and tokens are
+counted from 0; tokens of all scales are concatenated coarse to fine, each map row-major. The last
+scale is never cached, so the full cache holds F = c_(K-2) tokens per head (`persistent_tokens`).
 """
 
 import re
@@ -17,7 +17,8 @@ from varjax.errors import UserError
 
 @dataclass(frozen=True)
 class Schedule:
-    """Heights and widths of the token maps, coarse to fine. Hashable; raises `UserError` when malformed."""
+    """Heights and widths of the token maps, coarse to fine. Hashable; raises `UserError` when
+    malformed."""
 
     maps: tuple[tuple[int, int], ...]
 
@@ -41,7 +42,8 @@ class Schedule:
             match = re.fullmatch(r"\s*(\d+)\s*x\s*(\d+)\s*", part)
             if not match:
                 raise UserError(
-                    f"cannot read the token map {part!r} of schedule {text!r}: write height x width, for example 1x1;2x2;3x4"
+                    f"cannot read the token map {part!r} of schedule {text!r}: write height x "
+                    f"width, for example 1x1;2x2;3x4"
                 )
             maps.append((int(match[1]), int(match[2])))
         return cls(tuple(maps))
@@ -88,9 +90,12 @@ class Schedule:
 
     @cached_property
     def coordinates(self) -> np.ndarray:
-        """float32 [L, 2]: centre of each token's cell as (row, column) in [0, 1]: comparable across scales."""
+        """float32 [L, 2]: centre of each token's cell as (row, column) in [0, 1]: comparable across
+        scales."""
         cells = [
-            np.stack(np.meshgrid((np.arange(h) + 0.5) / h, (np.arange(w) + 0.5) / w, indexing="ij"), -1)
+            np.stack(
+                np.meshgrid((np.arange(h) + 0.5) / h, (np.arange(w) + 0.5) / w, indexing="ij"), -1
+            )
             for h, w in self.maps
         ]
         return np.concatenate([c.reshape(-1, 2) for c in cells]).astype(np.float32)

@@ -1,4 +1,5 @@
-"""Attention of one scale's queries over a pool of cache blocks, with a different set of blocks for every head."""
+"""Attention of one scale's queries over a pool of cache blocks, with a different set of blocks for
+every head."""
 
 from pallas_kernels.ragged_attention.api import IMPLEMENTATIONS, attend, attention_mass
 from pallas_kernels.ragged_attention.table import BlockTable

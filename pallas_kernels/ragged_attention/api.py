@@ -1,7 +1,8 @@
 """Ragged attention: signature, documentation and dispatch.
 
-The op serves one layer of one scale: every query sees all keys of its own scale (passed in, not yet stored) and the stored slots that
-its head owns. One flat pool holds all layers and heads, so the layer is data, and raggedness is in the table, never in a shape.
+The op serves one layer of one scale: every query sees all keys of its own scale (passed in, not yet
+stored) and the stored slots that its head owns. One flat pool holds all layers and heads, so the
+layer is data, and raggedness is in the table, never in a shape.
 """
 
 from collections.abc import Callable
@@ -27,10 +28,12 @@ def attend(
     """Attention of a scale's queries over its own keys and the stored slots of `table`.
 
     Args:
-      q: queries; they carry the attention scale. Rows past `new_length` are padding: their result is unspecified but finite.
+      q: queries; they carry the attention scale. Rows past `new_length` are padding: their result
+        is unspecified but finite.
       k_new, v_new: keys and values of the same scale; entries past `new_length` are masked.
       new_length: number of real tokens of the scale (traced).
-      kv_pool: K in the first half of the last axis, V in the second (KV = 2 H). Unlisted slots may hold anything, NaN included.
+      kv_pool: K in the first half of the last axis, V in the second (KV = 2 H). Unlisted slots may
+        hold anything, NaN included.
       table: slots per head, shared by all rows or per row.
       implementation: a name of `IMPLEMENTATIONS`; None takes the best one that can run here.
 
@@ -43,7 +46,8 @@ def attend(
     name = implementation or "reference"
     if name not in IMPLEMENTATIONS:
         raise NotImplementedError(
-            f"attention implementation {name!r} does not exist; available: {', '.join(IMPLEMENTATIONS)}"
+            f"attention implementation {name!r} does not exist; available: "
+            f"{', '.join(IMPLEMENTATIONS)}"
         )
     return IMPLEMENTATIONS[name](q, k_new, v_new, new_length, kv_pool, table)
 
@@ -56,9 +60,11 @@ def attention_mass(
     table: BlockTable,
     query_weights: Float[Array, " Q"],
 ) -> Float[Array, "R N PT"]:
-    """Attention weights summed over queries: out[k] = sum_q query_weights[q] * softmax(scores)[q, k].
+    """Attention weights summed over queries: out[k] = sum_q query_weights[q] * softmax(scores)[q,
+    k].
 
-    The Q queries are any of the scale's. Columns are the P = M * block_size slots of the table in table order, then the T own tokens. Float32. Computed by the reference in a
-    second pass, and only for policies that ask for it.
+    The Q queries are any of the scale's. Columns are the P = M * block_size slots of the table in
+    table order, then the T own tokens. Float32. Computed by the reference in a second pass, and
+    only for policies that ask for it.
     """
     return reference.attention_mass(q, k_new, new_length, kv_pool, table, query_weights)

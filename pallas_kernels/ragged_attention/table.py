@@ -9,10 +9,11 @@ from jaxtyping import Array, Bool, Int
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockTable:
-    """Runs of slots: entry m of head n covers slots [start, stop) of block `ids`. start == stop is an empty entry.
+    """Runs of slots: entry m of head n covers slots [start, stop) of block `ids`. start == stop is
+    an empty entry.
 
-    Arrays are int32 [N, M] (all rows alike) or [R, N, M] (per row). Ids are global in the row's pool and always valid, also in empty
-    entries. A block may be listed twice with disjoint ranges.
+    Arrays are int32 [N, M] (all rows alike) or [R, N, M] (per row). Ids are global in the row's
+    pool and always valid, also in empty entries. A block may be listed twice with disjoint ranges.
     """
 
     ids: Int[Array, "*rows N M"]
@@ -21,21 +22,28 @@ class BlockTable:
 
     def slot_mask(self, block_size: int) -> Bool[Array, "*rows N P"]:
         """Valid slots in table order; P = M * block_size."""
-        offset = jax.lax.broadcasted_iota(self.ids.dtype, (*self.ids.shape, block_size), self.ids.ndim)
+        offset = jax.lax.broadcasted_iota(
+            self.ids.dtype, (*self.ids.shape, block_size), self.ids.ndim
+        )
         mask = (offset >= self.start[..., None]) & (offset < self.stop[..., None])
         return mask.reshape(*self.ids.shape[:-1], -1)
 
     def slots(self, block_size: int) -> Int[Array, "*rows N P"]:
         """Slot numbers (block id * block_size + offset) in table order, valid or not."""
-        offset = jax.lax.broadcasted_iota(self.ids.dtype, (*self.ids.shape, block_size), self.ids.ndim)
+        offset = jax.lax.broadcasted_iota(
+            self.ids.dtype, (*self.ids.shape, block_size), self.ids.ndim
+        )
         return (self.ids[..., None] * block_size + offset).reshape(*self.ids.shape[:-1], -1)
 
     def for_rows(self, regions: Int[Array, "R N"]) -> "BlockTable":
-        """Per-row tables where head n of row r reads the entries listed for region `regions[r, n]`."""
+        """Per-row tables where head n of row r reads the entries listed for region `regions[r,
+        n]`."""
         return jax.tree.map(lambda a: a[regions], self)
 
     def filled_to(self, count: Int[Array, "*rows N"], block_size: int) -> "BlockTable":
         """The same blocks, valid for the first `count` slots in table order."""
-        first = jax.lax.broadcasted_iota(self.ids.dtype, self.ids.shape, self.ids.ndim - 1) * block_size
+        first = (
+            jax.lax.broadcasted_iota(self.ids.dtype, self.ids.shape, self.ids.ndim - 1) * block_size
+        )
         stop = jax.numpy.clip(count[..., None] - first, 0, block_size)
         return BlockTable(self.ids, jax.numpy.zeros_like(self.start), stop.astype(self.stop.dtype))

@@ -10,7 +10,9 @@ from varjax.errors import UserError
 from varjax.geometry import Geometry
 from varjax.schedule import Schedule
 
-GEOMETRY = Geometry(schedule=Schedule.parse("1x1;2x1;2x3;3x3;4x2;4x4"), num_layers=3, num_heads=2, head_dim=4)
+GEOMETRY = Geometry(
+    schedule=Schedule.parse("1x1;2x1;2x3;3x3;4x2;4x4"), num_layers=3, num_heads=2, head_dim=4
+)
 
 
 def random_static(seed: int) -> StaticAllocation:
@@ -37,7 +39,8 @@ def read_slots(plan, scale, layer, head) -> list[int]:
 @pytest.mark.parametrize("block_size", [1, 2, 8])
 @pytest.mark.parametrize("seed", range(4))
 def test_static_reads_find_exactly_the_visible_tokens(seed, block_size):
-    """Write every token where the plan says, at the time the program does; reads must then find what is visible, and nothing else."""
+    """Write every token where the plan says, at the time the program does; reads must then find
+    what is visible, and nothing else."""
     allocation = random_static(seed)
     plan = build_plan(GEOMETRY, allocation, block_size=block_size, budget=1.0, accounting="tokens")
     schedule = GEOMETRY.schedule
@@ -79,7 +82,8 @@ def test_blocks_are_never_shared(make):
 
 
 def test_region_tables_grow_and_shrink_at_their_end():
-    """The slots of a region after a scale start with those before it: stored tokens need not move."""
+    """The slots of a region after a scale start with those before it: stored tokens need not
+    move."""
     plan = build_plan(GEOMETRY, random_regions(3), block_size=2, budget=1.0, accounting="tokens")
     for s in range(GEOMETRY.schedule.num_scales - 1):
         for layer in range(GEOMETRY.num_layers):
@@ -90,7 +94,8 @@ def test_region_tables_grow_and_shrink_at_their_end():
 
 
 def test_equal_lifetimes_share_blocks():
-    """Six tokens that die together fit two blocks of four, although they come from different scales."""
+    """Six tokens that die together fit two blocks of four, although they come from different
+    scales."""
     schedule = Schedule.parse("1x1;1x2;1x3;1x4")
     layout = allocator.static_layout(np.full(schedule.total_tokens, 4), schedule, 4)
     assert layout.born.size == 2

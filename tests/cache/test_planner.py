@@ -37,7 +37,9 @@ def test_pool_bytes_fit_the_budget(schedule, policy, budget):
     assert plan.num_bytes(4, "float32") <= budget * plan.dense_bytes(4, "float32")
     assert plan.live_tokens.max() <= budget * g.dense_tokens
     # and the budget is used: rounding and per-head floors cost at most one token per head and 5 %
-    assert plan.live_tokens.max() >= 0.95 * (budget * g.dense_tokens - g.num_layers * g.num_heads) - 1
+    assert (
+        plan.live_tokens.max() >= 0.95 * (budget * g.dense_tokens - g.num_layers * g.num_heads) - 1
+    )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -95,7 +97,10 @@ def test_infeasible_requests(policy, message):
 
 
 def test_smallest_feasible_budget_is_feasible():
-    for policy in (policies.Streaming(budget=0.2122, sinks=3), policies.HeadKV(budget=0.2122, sinks=3)):
+    for policy in (
+        policies.Streaming(budget=0.2122, sinks=3),
+        policies.HeadKV(budget=0.2122, sinks=3),
+    ):
         plan = plan_cache(geometry("demo"), policy)
         assert plan.fraction <= 0.2122
 

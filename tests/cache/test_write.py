@@ -18,7 +18,9 @@ def test_destinations_fill_a_prefix_with_the_fewest_moves(seed):
     keep &= np.cumsum(keep, -1) <= room
     stays = rng.random((rows, heads)) < 0.7
     slots = rng.permutation(100)[: rows * heads * room].reshape(rows, heads, room)
-    found, in_place = destinations(jnp.asarray(keep), stored, jnp.asarray(stays), jnp.asarray(slots), 1000)
+    found, in_place = destinations(
+        jnp.asarray(keep), stored, jnp.asarray(stays), jnp.asarray(slots), 1000
+    )
     found, in_place = np.asarray(found), np.asarray(in_place)
     for r, n in np.ndindex(rows, heads):
         count = keep[r, n].sum()
@@ -46,7 +48,8 @@ def test_after_keeps_values():
 
 
 def test_pool_is_updated_in_place():
-    """A scanned read-then-write of a donated pool: no copy of its shape, temporaries below one pool."""
+    """A scanned read-then-write of a donated pool: no copy of its shape, temporaries below one
+    pool."""
     rows, blocks, size, width, layers = 2, 512, 16, 64, 4
 
     def layer(pool, slots):
@@ -57,7 +60,9 @@ def test_pool_is_updated_in_place():
 
     slots = jnp.arange(layers * 32).reshape(layers, 32)
     pool = jnp.zeros((rows, blocks, size, width))
-    program = jax.jit(lambda p: jax.lax.scan(layer, p, slots), donate_argnums=0).lower(pool).compile()
+    program = (
+        jax.jit(lambda p: jax.lax.scan(layer, p, slots), donate_argnums=0).lower(pool).compile()
+    )
     assert program.memory_analysis().temp_size_in_bytes < pool.nbytes
     shapes = rf"f32\[{rows},({blocks},{size}|{blocks * size}),{width}\]"
     assert not re.search(rf"= {shapes}\S* copy\(", program.as_text())

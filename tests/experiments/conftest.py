@@ -1,4 +1,5 @@
-"""Calling commands as a user does, but inside the test process (importing JAX anew takes seconds)."""
+"""Calling commands as a user does, but inside the test process (importing JAX anew takes
+seconds)."""
 
 import importlib
 import sys
@@ -10,7 +11,8 @@ from varjax import command_line
 
 @pytest.fixture
 def call(capsys, monkeypatch):
-    """call("run", "--flag=..."): (exit status, standard output, standard error) of `python -m experiments.run --flag=...`."""
+    """call("run", "--flag=..."): (exit status, standard output, standard error) of `python -m
+    experiments.run --flag=...`."""
 
     def invoke(verb, *flags):
         module = importlib.import_module(f"experiments.{verb}")

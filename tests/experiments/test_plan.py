@@ -8,7 +8,13 @@ GEOMETRY = "--geometry=layers=3,heads=4,head_dim=16,schedule=1x1;2x3;4x4;5x6"
 
 def test_saved_arrays(call, tmp_path):
     path = tmp_path / "plan.npz"
-    flags = ("--policy=streaming", "--budget=0.5", "--policy_args=sinks=1", "--batch_size=2", "--dtype=float32")
+    flags = (
+        "--policy=streaming",
+        "--budget=0.5",
+        "--policy_args=sinks=1",
+        "--batch_size=2",
+        "--dtype=float32",
+    )
     status, out, err = call("plan", GEOMETRY, *flags, f"--save={path}")
     assert status == 0, err
     assert "held per head" in out
@@ -16,7 +22,9 @@ def test_saved_arrays(call, tmp_path):
         plan = {name: archive[name] for name in archive.files}
     np.testing.assert_array_equal(plan["capacity"][:, 0, 0], [0, 1, 7, 11])
     assert plan["capacity"].shape == (4, 3, 4) and plan["live_tokens"].shape == (4, 3)
-    np.testing.assert_array_equal(plan["live_tokens"][2], [4 * (11 + 7 + 7), 4 * (11 + 11 + 7), 4 * 33])
+    np.testing.assert_array_equal(
+        plan["live_tokens"][2], [4 * (11 + 7 + 7), 4 * (11 + 11 + 7), 4 * 33]
+    )
     assert plan["dense_bytes"] == 2 * 2 * 23 * 12 * 32 * 4
     assert plan["num_bytes"] == 2 * 2 * plan["pool_tokens"] * 32 * 4 <= 0.5 * plan["dense_bytes"]
     assert plan["keep_scale"].shape == (4, 3, 4, 4)
@@ -25,7 +33,12 @@ def test_saved_arrays(call, tmp_path):
 
 
 def test_token_accounting(call):
-    flags = ("--model=var-d16", "--policy=streaming", "--budget=0.1", "--policy_args=accounting=tokens,block_size=16,sinks=3")
+    flags = (
+        "--model=var-d16",
+        "--policy=streaming",
+        "--budget=0.1",
+        "--policy_args=accounting=tokens,block_size=16,sinks=3",
+    )
     status, out, _ = call("plan", *flags)
     assert status == 0 and "exceeds the budget" in out
 
@@ -34,7 +47,10 @@ def test_dynamic_policy_has_no_keep_scale(call, tmp_path):
     path = tmp_path / "plan.npz"
     assert call("plan", GEOMETRY, "--policy=headkv", "--budget=0.3", f"--save={path}")[0] == 0
     with np.load(path) as archive:
-        assert "keep_scale" not in archive.files and archive["capacity"].max() > archive["capacity"][3].min()
+        assert (
+            "keep_scale" not in archive.files
+            and archive["capacity"].max() > archive["capacity"][3].min()
+        )
 
 
 @pytest.mark.parametrize(

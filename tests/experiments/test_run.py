@@ -9,7 +9,17 @@ from experiments import run as run_module
 from tests import models_under_test as models
 from varjax.generation import Generator
 
-FIELDS = ("policy", "budget", "policy_args", "model", "schedule", "seed", "dtype", "device", "versions")
+FIELDS = (
+    "policy",
+    "budget",
+    "policy_args",
+    "model",
+    "schedule",
+    "seed",
+    "dtype",
+    "device",
+    "versions",
+)
 KV = ("dense_bytes", "planned_bytes", "allocated_bytes", "fraction", "peak_live_fraction")
 TIME = ("compile_s", "first_run_s", "steady_s_per_image")
 
@@ -26,11 +36,23 @@ def report_of(folder):
 def test_results(call, checkpoint, tmp_path):
     """Pictures, arrays and every promised field; numbers agree with each other."""
     out = tmp_path / "out"
-    flags = ("--policy=headkv", "--budget=0.5", "--labels=3,7,7", "--batch_size=2", "--compare", "--save_arrays")
+    flags = (
+        "--policy=headkv",
+        "--budget=0.5",
+        "--labels=3,7,7",
+        "--batch_size=2",
+        "--compare",
+        "--save_arrays",
+    )
     status, text, err = call("run", checkpoint, *flags, f"--out={out}")
     assert status == 0, err
     assert "allocated KV" in text and "token agreement" in text
-    assert sorted(p.name for p in out.iterdir()) == ["arrays.npz", "grid.png", "report.json", "samples.npz"]
+    assert sorted(p.name for p in out.iterdir()) == [
+        "arrays.npz",
+        "grid.png",
+        "report.json",
+        "samples.npz",
+    ]
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     report = report_of(out)
     assert all(f in report for f in FIELDS) and all(f in report["kv"] for f in KV)
@@ -122,7 +144,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "message"), BAD, ids=lambda x: " ".join(x) if isinstance(x, tuple) else "")
+@pytest.mark.parametrize(
+    ("flags", "message"), BAD, ids=lambda x: " ".join(x) if isinstance(x, tuple) else ""
+)
 def test_bad_input(call, checkpoint, tmp_path, monkeypatch, flags, message):
     """Status 2, one message, nothing compiled and nothing written."""
     monkeypatch.setattr(Generator, "compile", lambda *a, **k: pytest.fail("compiled"))
@@ -133,7 +157,8 @@ def test_bad_input(call, checkpoint, tmp_path, monkeypatch, flags, message):
 
 
 @pytest.mark.parametrize(
-    ("folder", "message"), [("nowhere", "no checkpoint folder"), ("empty", "not a varjax checkpoint")]
+    ("folder", "message"),
+    [("nowhere", "no checkpoint folder"), ("empty", "not a varjax checkpoint")],
 )
 def test_bad_checkpoints(call, tmp_path, folder, message):
     (tmp_path / "empty").mkdir()
@@ -149,7 +174,13 @@ def test_published_name_without_weights(call):
 def test_dry_run_allocates_nothing(call, monkeypatch, tmp_path):
     monkeypatch.setattr(run_module, "load_model", lambda *a: pytest.fail("weights were read"))
     monkeypatch.chdir(tmp_path)
-    flags = ("--checkpoint=var-d36", "--policy=headkv", "--budget=0.1", "--batch_size=16", "--dtype=bfloat16")
+    flags = (
+        "--checkpoint=var-d36",
+        "--policy=headkv",
+        "--budget=0.1",
+        "--batch_size=16",
+        "--dtype=bfloat16",
+    )
     status, out, _ = call("run", *flags, "--dry_run")
     assert status == 0 and "KV pool" in out and "2353.9 M" in out
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,5 @@
-"""What must not change a result: segments, batch size, position in the batch, slots that are not in use."""
+"""What must not change a result: segments, batch size, position in the batch, slots that are not in
+use."""
 
 import dataclasses
 
@@ -29,7 +30,12 @@ def sampled(policy, *, batch_size, segments="auto", count=3, **options):
     """Tokens and images of the first `count` images, drawn with filters."""
     sampling = Sampling(cfg=2.0, top_k=40, top_p=0.9, **options)
     generator = Generator(
-        models.fixture_model(NAME), policy, sampling=sampling, batch_size=batch_size, segments=segments, matmul_precision="highest"
+        models.fixture_model(NAME),
+        policy,
+        sampling=sampling,
+        batch_size=batch_size,
+        segments=segments,
+        matmul_precision="highest",
     )
     parts = [r for _, r in generator.batches(LABELS[:count], seed=5)]
     return tuple(np.concatenate([p[k] for p in parts]) for k in ("tokens", "images"))
@@ -71,7 +77,9 @@ def run_with_pool(policy, fill, rows=slice(None)):
     model = models.fixture_model(NAME)
     plan = plan_cache(model.geometry, policy)
     segments = plan_segments(model.geometry.schedule)
-    spec = engine.ProgramSpec.of(plan, policy, segments, Sampling(cfg=1.5, greedy=True), keep_logits=True)
+    spec = engine.ProgramSpec.of(
+        plan, policy, segments, Sampling(cfg=1.5, greedy=True), keep_logits=True
+    )
     tables = engine.program_tables(plan, policy, segments, np.arange(2))
     state = KVState.empty(plan, 2, jnp.float32)
     state = dataclasses.replace(state, kv_pool=jnp.full_like(state.kv_pool, fill))
@@ -119,13 +127,18 @@ def test_unrolled_scans_agree():
 
 
 def test_bfloat16_runs_and_stays_close():
-    """Not a parity claim: bfloat16 rounds to three digits, so only most tokens of the forced run's logits agree in rank."""
+    """Not a parity claim: bfloat16 rounds to three digits, so only most tokens of the forced run's
+    logits agree in rank."""
     from varjax import generation
 
     model = generation.load(models.checkpoint_folder(NAME), "bfloat16")
     forced = models.fixture(NAME, "gen_forced")
-    results, state = models.greedy_generator(model, kv_dtype="bfloat16").run_batch(forced["labels"], np.arange(2), given=forced["tokens"])
+    results, state = models.greedy_generator(model, kv_dtype="bfloat16").run_batch(
+        forced["labels"], np.arange(2), given=forced["tokens"]
+    )
     assert state.kv_pool.dtype == jnp.bfloat16
     logits = np.asarray(results["logits"])[:, forced["logit_pos"]]
-    error = np.linalg.norm(logits - forced["logits_cfg1p5"]) / np.linalg.norm(forced["logits_cfg1p5"])
+    error = np.linalg.norm(logits - forced["logits_cfg1p5"]) / np.linalg.norm(
+        forced["logits_cfg1p5"]
+    )
     assert error < 0.05

@@ -20,14 +20,18 @@ def subsampled(images: np.ndarray, arrays: dict) -> np.ndarray:
 @pytest.mark.parametrize("cfg", ["1.5", "4"])
 def test_greedy_generation_is_identical(name, cfg):
     arrays = models.fixture(name, f"gen_cfg{cfg}")
-    generator = models.greedy_generator(models.fixture_model(name), cfg=float(cfg), batch_size=len(arrays["labels"]))
+    generator = models.greedy_generator(
+        models.fixture_model(name), cfg=float(cfg), batch_size=len(arrays["labels"])
+    )
     results, _ = generator.run_batch(arrays["labels"], np.arange(len(arrays["labels"])))
     np.testing.assert_array_equal(results["tokens"], arrays["tokens"])
     logits = np.asarray(results["logits"])[:, arrays["logit_pos"]]
     np.testing.assert_allclose(logits, arrays["logits"], rtol=0, atol=models.LOGITS[cfg])
     code_map = np.moveaxis(np.asarray(results["code_map"]), -1, 1)
     np.testing.assert_allclose(code_map, arrays["f_hat"], rtol=0, atol=models.CODE_MAP)
-    np.testing.assert_allclose(subsampled(results["images"], arrays), arrays["image"], rtol=0, atol=models.IMAGE)
+    np.testing.assert_allclose(
+        subsampled(results["images"], arrays), arrays["image"], rtol=0, atol=models.IMAGE
+    )
     means = np.asarray(results["images"]).mean((1, 2))
     np.testing.assert_allclose(means, arrays["image_channel_mean"], rtol=0, atol=models.IMAGE)
 
@@ -36,19 +40,26 @@ def test_greedy_generation_is_identical(name, cfg):
 @pytest.mark.parametrize("cfg", ["1.5", "4"])
 def test_forced_tokens(name, cfg):
     arrays = models.fixture(name, "gen_forced")
-    generator = models.greedy_generator(models.fixture_model(name), cfg=float(cfg), batch_size=len(arrays["labels"]))
-    results, _ = generator.run_batch(arrays["labels"], np.arange(len(arrays["labels"])), given=arrays["tokens"])
+    generator = models.greedy_generator(
+        models.fixture_model(name), cfg=float(cfg), batch_size=len(arrays["labels"])
+    )
+    results, _ = generator.run_batch(
+        arrays["labels"], np.arange(len(arrays["labels"])), given=arrays["tokens"]
+    )
     np.testing.assert_array_equal(results["tokens"], arrays["tokens"])
     logits = np.asarray(results["logits"])[:, arrays["logit_pos"]]
     expected = arrays["logits_cfg" + cfg.replace(".", "p")]
     np.testing.assert_allclose(logits, expected, rtol=0, atol=models.LOGITS[cfg])
     code_map = np.moveaxis(np.asarray(results["code_map"]), -1, 1)
     np.testing.assert_allclose(code_map, arrays["f_hat"], rtol=0, atol=models.CODE_MAP)
-    np.testing.assert_allclose(subsampled(results["images"], arrays), arrays["image"], rtol=0, atol=models.IMAGE)
+    np.testing.assert_allclose(
+        subsampled(results["images"], arrays), arrays["image"], rtol=0, atol=models.IMAGE
+    )
 
 
 def test_cache_content():
-    """Keys and values in the pool, read back through the plan, are those of the original's cache."""
+    """Keys and values in the pool, read back through the plan, are those of the original's
+    cache."""
     arrays = models.fixture("b_k6_sharedaln", "kv_cache")
     model = models.fixture_model("b_k6_sharedaln")
     plan = plan_cache(model.geometry, policies.Full())
@@ -78,9 +89,14 @@ EVICTIONS = [
 
 @pytest.mark.parametrize(("name", "file"), EVICTIONS)
 def test_table_policy_deletes_what_the_original_masks(name, file, tmp_path):
-    """All kinds of eviction, deleted from a smaller pool here, masked in the original: identical greedy tokens."""
+    """All kinds of eviction, deleted from a smaller pool here, masked in the original: identical
+    greedy tokens."""
     arrays = models.fixture(name, file)
-    kept = {"keep_scale": arrays["keep_scale"]} if "keep_scale" in arrays else {"keep_token": models.unpack_keep_token(arrays)}
+    kept = (
+        {"keep_scale": arrays["keep_scale"]}
+        if "keep_scale" in arrays
+        else {"keep_token": models.unpack_keep_token(arrays)}
+    )
     np.savez(tmp_path / "keep.npz", **kept)
     model = models.fixture_model(name)
     policy = policies.Table(path=str(tmp_path / "keep.npz"))
@@ -88,4 +104,6 @@ def test_table_policy_deletes_what_the_original_masks(name, file, tmp_path):
     results, state = generator.run_batch(arrays["labels"], np.arange(2))
     np.testing.assert_array_equal(results["tokens"], arrays["tokens"])
     assert (arrays["tokens"] != arrays["tokens_full_cache"]).any()
-    assert generator.allocated_bytes == state.kv_pool.nbytes < generator.plan.dense_bytes(2, "float32")
+    assert (
+        generator.allocated_bytes == state.kv_pool.nbytes < generator.plan.dense_bytes(2, "float32")
+    )

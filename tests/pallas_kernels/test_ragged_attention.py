@@ -11,9 +11,12 @@ LENGTH = 4
 
 
 def problem(seed: int, per_row: bool = False):
-    """Random queries, keys, values, pool (NaN where no table entry points) and table: empty, partial, repeated and full entries."""
+    """Random queries, keys, values, pool (NaN where no table entry points) and table: empty,
+    partial, repeated and full entries."""
     rng = np.random.default_rng(seed)
-    q, k, v = (rng.standard_normal((ROWS, HEADS, TOKENS, SIZE)).astype(np.float32) for _ in range(3))
+    q, k, v = (
+        rng.standard_normal((ROWS, HEADS, TOKENS, SIZE)).astype(np.float32) for _ in range(3)
+    )
     shape = (ROWS, HEADS, ENTRIES) if per_row else (HEADS, ENTRIES)
     ids = rng.integers(0, BLOCKS, shape).astype(np.int32)
     start = rng.integers(0, BLOCK, shape).astype(np.int32)
@@ -23,14 +26,17 @@ def problem(seed: int, per_row: bool = False):
     stop[..., 1, :] = start[..., 1, :]  # an empty head
     start[..., 2, :], stop[..., 2, :] = 0, BLOCK  # a full head
     pool = np.full((ROWS, BLOCKS, BLOCK, 2 * SIZE), np.nan, np.float32)
-    for row, head, slot in listed(ids, start, stop):
+    for row, _head, slot in listed(ids, start, stop):
         pool[row, slot // BLOCK, slot % BLOCK] = rng.standard_normal(2 * SIZE)
     return q, k, v, pool, (ids, start, stop)
 
 
 def listed(ids, start, stop):
     """(row, head, slot) of all valid table entries."""
-    full = [np.broadcast_to(a if a.ndim == 3 else a[None], (ROWS, HEADS, ENTRIES)) for a in (ids, start, stop)]
+    full = [
+        np.broadcast_to(a if a.ndim == 3 else a[None], (ROWS, HEADS, ENTRIES))
+        for a in (ids, start, stop)
+    ]
     for row, head, m in np.ndindex(ROWS, HEADS, ENTRIES):
         block, a, b = (x[row, head, m] for x in full)
         for offset in range(a, b):
@@ -40,7 +46,10 @@ def listed(ids, start, stop):
 def oracle(q, k, v, pool, table):
     """(output [R, N, T, H], weights {(row, head): [T, slots + own]}) in float64."""
     out, weights = np.zeros(q.shape), {}
-    slots = {(r, n): [s for rr, nn, s in listed(*table) if (rr, nn) == (r, n)] for r, n in np.ndindex(ROWS, HEADS)}
+    slots = {
+        (r, n): [s for rr, nn, s in listed(*table) if (rr, nn) == (r, n)]
+        for r, n in np.ndindex(ROWS, HEADS)
+    }
     for (r, n), mine in slots.items():
         stored = pool[r].reshape(-1, 2 * SIZE)[mine].astype(np.float64)
         keys = np.concatenate([stored[:, :SIZE], k[r, n, :LENGTH]])
@@ -56,7 +65,12 @@ def oracle(q, k, v, pool, table):
 @pytest.mark.parametrize("seed", range(3))
 def test_attend(seed, per_row):
     q, k, v, pool, table = problem(seed, per_row)
-    found = attend(*map(jnp.asarray, (q, k, v)), jnp.int32(LENGTH), jnp.asarray(pool), BlockTable(*map(jnp.asarray, table)))
+    found = attend(
+        *map(jnp.asarray, (q, k, v)),
+        jnp.int32(LENGTH),
+        jnp.asarray(pool),
+        BlockTable(*map(jnp.asarray, table)),
+    )
     expected, _ = oracle(q, k, v, pool, table)
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
 
@@ -65,12 +79,21 @@ def test_attention_mass():
     q, k, v, pool, table = problem(7)
     query_weights = np.array([0.5, 0.25, 0.25, 0, 0], np.float32)
     arrays = BlockTable(*map(jnp.asarray, table))
-    found = attention_mass(jnp.asarray(q), jnp.asarray(k), jnp.int32(LENGTH), jnp.asarray(pool), arrays, jnp.asarray(query_weights))
+    found = attention_mass(
+        jnp.asarray(q),
+        jnp.asarray(k),
+        jnp.int32(LENGTH),
+        jnp.asarray(pool),
+        arrays,
+        jnp.asarray(query_weights),
+    )
     mask = np.asarray(arrays.slot_mask(BLOCK))
     _, weights = oracle(q, k, v, pool, table)
     for r, n in np.ndindex(ROWS, HEADS):
         columns = np.concatenate([np.flatnonzero(mask[n]), ENTRIES * BLOCK + np.arange(LENGTH)])
-        np.testing.assert_allclose(np.asarray(found)[r, n, columns], query_weights @ weights[r, n], atol=1e-6)
+        np.testing.assert_allclose(
+            np.asarray(found)[r, n, columns], query_weights @ weights[r, n], atol=1e-6
+        )
         others = np.delete(np.asarray(found)[r, n], columns)
         assert (others == 0).all()
 

@@ -20,8 +20,12 @@ DEMO = Geometry(schedule=Schedule.square((1, 2, 3, 4, 6, 8)), num_layers=2, num_
 
 def observation(seed: int, capacity: int, protected: int, recent: int) -> Observation:
     rng = np.random.default_rng(seed)
-    live = np.concatenate([rng.random((ROWS, HEADS, STORED)) < 0.8, np.ones((ROWS, HEADS, NEW), bool)], -1)
-    position = np.stack([rng.permutation(STORED) for _ in range(ROWS * HEADS)]).reshape(ROWS, HEADS, STORED)
+    live = np.concatenate(
+        [rng.random((ROWS, HEADS, STORED)) < 0.8, np.ones((ROWS, HEADS, NEW), bool)], -1
+    )
+    position = np.stack([rng.permutation(STORED) for _ in range(ROWS * HEADS)]).reshape(
+        ROWS, HEADS, STORED
+    )
     new = np.broadcast_to(np.arange(STORED, STORED + NEW), (ROWS, HEADS, NEW))
     position = np.where(live, np.concatenate([position, new], -1), 0)
     mass = rng.random(live.shape) * live
@@ -56,7 +60,9 @@ def keep_by_hand(live, position, mass, capacity, protected, recent, ratio) -> se
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("capacity", "protected", "recent"), [(8, 2, 3), (5, 1, 4), (12, 0, 2), (15, 3, 20)])
+@pytest.mark.parametrize(
+    ("capacity", "protected", "recent"), [(8, 2, 3), (5, 1, 4), (12, 0, 2), (15, 3, 20)]
+)
 def test_select_follows_the_method(seed, capacity, protected, recent):
     policy = policies.HeadKV(ratio=0.4)
     obs = observation(seed, capacity, protected, recent)
@@ -76,11 +82,16 @@ def test_heads_are_ranked_by_how_far_back_they_look():
     for head, back in enumerate([2, 11, 5, 14]):  # all mass `back` tokens before the newest
         mass[:, head, -back] = 1
     obs = dataclasses.replace(
-        obs, scale_mass=jnp.asarray(mass), position=jnp.asarray(position), live=jnp.ones(mass.shape, bool)
+        obs,
+        scale_mass=jnp.asarray(mass),
+        position=jnp.asarray(position),
+        live=jnp.ones(mass.shape, bool),
     )
     policy = policies.HeadKV()
     np.testing.assert_array_equal(policy.tokens_needed(obs)[0], [2, 11, 5, 14])
-    np.testing.assert_array_equal(policy.regroup(obs)[0], [3, 1, 2, 0])  # heads 3 and 1 get the global regions 0 and 1
+    np.testing.assert_array_equal(
+        policy.regroup(obs)[0], [3, 1, 2, 0]
+    )  # heads 3 and 1 get the global regions 0 and 1
 
 
 @pytest.mark.parametrize(("threshold", "need"), [(0.5, 1), (0.75, 2), (0.9, 3), (1.0, 4)])
@@ -90,7 +101,10 @@ def test_threshold(threshold, need):
     mass[..., -1], mass[..., -2], mass[..., -3], mass[..., -4] = 0.5, 0.25, 0.1875, 0.0625
     position = np.broadcast_to(np.arange(STORED + NEW), mass.shape)
     obs = dataclasses.replace(
-        obs, scale_mass=jnp.asarray(mass), position=jnp.asarray(position), live=jnp.ones(mass.shape, bool)
+        obs,
+        scale_mass=jnp.asarray(mass),
+        position=jnp.asarray(position),
+        live=jnp.ones(mass.shape, bool),
     )
     assert (np.asarray(policies.HeadKV(threshold=threshold).tokens_needed(obs)) == need).all()
 
@@ -104,7 +118,8 @@ def test_stratified_keeps_far_tokens_that_a_global_ranking_drops():
 
 
 def test_capacities():
-    """Nothing is dropped before grouping; afterwards half of the heads are wide; the mean is the budget."""
+    """Nothing is dropped before grouping; afterwards half of the heads are wide; the mean is the
+    budget."""
     plan = plan_cache(DEMO, policies.HeadKV(budget=0.5, block_size=1, group_after=10))
     assert plan.allocation.regroup_scale == 2  # 14 tokens held after scale 2
     np.testing.assert_array_equal(plan.capacity[:4, 0, 0], [0, 1, 5, 14])
@@ -120,14 +135,17 @@ def test_grouping_comes_early_when_the_budget_is_small():
 
 
 def test_regions_and_contents_on_a_real_model():
-    """Heads of one layer get different rooms per image, and hold exactly what their region allows."""
+    """Heads of one layer get different rooms per image, and hold exactly what their region
+    allows."""
     model = models.fixture_model("b_k6_sharedaln")
     policy = policies.HeadKV(budget=0.4, block_size=2)
     generator = models.greedy_generator(model, policy, batch_size=3)
     _, state = generator.run_batch([3, 7, 1], [0, 1, 2])
     regions, position = np.asarray(state.regions), np.asarray(state.position)
     assert (np.sort(regions, -1) == np.arange(4)).all()  # a permutation per layer and row
-    assert (regions != regions[:, :1]).any(), "all images agree on all heads: the fixture no longer tests per-row regions"
+    assert (regions != regions[:, :1]).any(), (
+        "all images agree on all heads: the fixture no longer tests per-row regions"
+    )
     plan = generator.plan
     protected = plan.allocation.protected
     for layer, row, head in np.ndindex(regions.shape):
@@ -138,5 +156,7 @@ def test_regions_and_contents_on_a_real_model():
         assert len(slots) == plan.capacity[-1, layer, region]
         assert (held >= 0).all() and len(set(held)) == len(held)
         assert set(range(protected)) <= set(held)
-        newest = model.geometry.schedule.persistent_tokens - np.arange(1, plan.allocation.recent + 1)
+        newest = model.geometry.schedule.persistent_tokens - np.arange(
+            1, plan.allocation.recent + 1
+        )
         assert set(newest) <= set(held)

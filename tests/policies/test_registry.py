@@ -27,7 +27,9 @@ def test_policy_is_documented_and_frozen(name):
 
 
 def test_readme_lists_all_policies():
-    assert markdown_table() in README.read_text(encoding="utf-8"), "paste varjax.policies.registry.markdown_table()"
+    assert markdown_table() in README.read_text(encoding="utf-8"), (
+        "paste varjax.policies.registry.markdown_table()"
+    )
 
 
 def test_text_arguments_are_typed():

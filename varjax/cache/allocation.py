@@ -1,7 +1,9 @@
-"""What a policy asks of the planner: who may hold how much, and, for static policies, exactly which tokens.
+"""What a policy asks of the planner: who may hold how much, and, for static policies, exactly which
+tokens.
 
-Time runs in scales. "At scale s" means while scale s is generated. A token of scale j is stored right after its layer has run at scale
-j and is visible from scale j + 1 on; what is dropped never returns, so one number per token, its death, says everything.
+Time runs in scales. "At scale s" means while scale s is generated. A token of scale j is stored
+right after its layer has run at scale j and is visible from scale j + 1 on; what is dropped never
+returns, so one number per token, its death, says everything.
 """
 
 from dataclasses import dataclass
@@ -16,7 +18,8 @@ from varjax.geometry import Geometry
 class StaticAllocation:
     """Contents known before the program starts.
 
-    death: int16 [L, N, tokens]: the first scale that no longer sees the token. j + 1 for a token of scale j that is never stored, K for
+    death: int16 [L, N, tokens]: the first scale that no longer sees the token. j + 1 for a token of
+      scale j that is never stored, K for
     one that stays to the end.
     """
 
@@ -24,7 +27,8 @@ class StaticAllocation:
 
     @classmethod
     def from_visibility(cls, geometry: Geometry, visible: np.ndarray) -> "StaticAllocation":
-        """From bool [K, L, N, tokens] (or broadcastable): visible[s, l, n, p] = scale s may see token p.
+        """From bool [K, L, N, tokens] (or broadcastable): visible[s, l, n, p] = scale s may see
+        token p.
 
         Raises:
           UserError: a token is visible before it exists, or comes back after it was dropped.
@@ -34,16 +38,23 @@ class StaticAllocation:
         shape = (num_scales, geometry.num_layers, geometry.num_heads, scale.size)
         later = np.arange(num_scales)[:, None] > scale
         if (visible & ~later[:, None, None]).any():
-            s, layer, head, token = np.argwhere(np.broadcast_to(visible & ~later[:, None, None], shape))[0]
+            s, layer, head, token = np.argwhere(
+                np.broadcast_to(visible & ~later[:, None, None], shape)
+            )[0]
             raise UserError(
-                f"scale {s} is said to see token {token} (layer {layer}, head {head}), which belongs to scale "
-                f"{scale[token]} and does not exist yet: entries for the current and later scales must be False"
+                f"scale {s} is said to see token {token} (layer {layer}, head {head}), which "
+                f"belongs to scale "
+                f"{scale[token]} and does not exist yet: entries for the current and later "
+                f"scales must be False"
             )
         returns = visible[1:] & ~visible[:-1] & (later[:-1])[:, None, None]
         if returns.any():
-            s, layer, head, token = np.argwhere(np.broadcast_to(returns, (num_scales - 1, *shape[1:])))[0]
+            s, layer, head, token = np.argwhere(
+                np.broadcast_to(returns, (num_scales - 1, *shape[1:]))
+            )[0]
             raise UserError(
-                f"token {token} (layer {layer}, head {head}) is dropped before scale {s} and visible again at scale "
+                f"token {token} (layer {layer}, head {head}) is dropped before scale {s} and "
+                f"visible again at scale "
                 f"{s + 1}: what is dropped cannot return"
             )
         death = scale + 1 + visible.sum(0)
@@ -63,11 +74,13 @@ class StaticAllocation:
 class RegionAllocation:
     """Sizes known before the program starts, contents decided on the device.
 
-    region_capacity: int32 [K, L, N]: tokens that region n of layer l holds when scale s starts. Head n uses region n until
-      `regroup_scale`; during that scale the policy assigns heads to regions anew, per row.
+    region_capacity: int32 [K, L, N]: tokens that region n of layer l holds when scale s starts.
+      Head n uses region n until `regroup_scale`; during that scale the policy assigns heads to
+      regions anew, per row.
     ragged: rows may hold fewer tokens than the capacity, so that stored tokens may have to move.
-    protected, recent: tokens that the policy's selection always keeps: the first `protected`, the newest `recent` (for policies that
-      use them; they depend on the budget that the planner settled on).
+    protected, recent: tokens that the policy's selection always keeps: the first `protected`, the
+      newest `recent` (for policies that use them; they depend on the budget that the planner
+      settled on).
     """
 
     region_capacity: np.ndarray

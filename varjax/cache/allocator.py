@@ -1,9 +1,10 @@
 """The register allocator of the block pool.
 
-Lifetimes are known on the host: a block is taken when layer l of scale s stores its tokens and returned when its last token dies. Freed
-blocks pass to any other layer or head, so the pool is the peak of live blocks over all (scale, layer) events. Two steps: a *layout*
-places one head's tokens into virtual blocks with lifetimes (equal heads share one layout), then `place` gives virtual blocks real
-numbers.
+Lifetimes are known on the host: a block is taken when layer l of scale s stores its tokens and
+returned when its last token dies. Freed blocks pass to any other layer or head, so the pool is the
+peak of live blocks over all (scale, layer) events. Two steps: a *layout* places one head's tokens
+into virtual blocks with lifetimes (equal heads share one layout), then `place` gives virtual blocks
+real numbers.
 """
 
 import heapq
@@ -21,9 +22,11 @@ from varjax.schedule import Schedule
 class HeadLayout:
     """One head's (or region's) blocks over time.
 
-    born, dies: int [V]: virtual block v is taken by the store of scale born[v] and free again after the attention of scale dies[v] - 1.
+    born, dies: int [V]: virtual block v is taken by the store of scale born[v] and free again after
+      the attention of scale dies[v] - 1.
     runs: per scale s, int [m, 3]: (virtual block, start, stop) of the slots visible at scale s.
-    token_slot: int [tokens, 2]: (virtual block, offset), -1 if never stored; None where the device decides.
+    token_slot: int [tokens, 2]: (virtual block, offset), -1 if never stored; None where the device
+      decides.
     """
 
     born: np.ndarray
@@ -38,8 +41,11 @@ class HeadLayout:
 
 
 def static_layout(death: np.ndarray, schedule: Schedule, block_size: int) -> HeadLayout:
-    """Place tokens with known deaths [tokens]: the longest-lived go to the blocks that live longest."""
-    slots: dict[int, np.ndarray] = {}  # live virtual block -> death of the token in each slot, 0 if free
+    """Place tokens with known deaths [tokens]: the longest-lived go to the blocks that live
+    longest."""
+    slots: dict[
+        int, np.ndarray
+    ] = {}  # live virtual block -> death of the token in each slot, 0 if free
     born, dies = [], []
     token_slot = np.full((death.size, 2), -1, np.int32)
     runs = [np.zeros((0, 3), np.int32)]
@@ -53,10 +59,14 @@ def static_layout(death: np.ndarray, schedule: Schedule, block_size: int) -> Hea
         new = new[death[new] > s + 1]
         new = new[np.argsort(-death[new], kind="stable")]
         by_death = sorted(slots, key=lambda v: (-slots[v].max(), v))
-        homes = [(v, offset) for v in by_death for offset in np.flatnonzero(slots[v] == 0)][: new.size]
+        homes = [(v, offset) for v in by_death for offset in np.flatnonzero(slots[v] == 0)][
+            : new.size
+        ]
         while len(homes) < new.size:
             slots[len(born)] = np.zeros(block_size, death.dtype)
-            homes += [(len(born), offset) for offset in range(min(block_size, new.size - len(homes)))]
+            homes += [
+                (len(born), offset) for offset in range(min(block_size, new.size - len(homes)))
+            ]
             born.append(s)
             dies.append(schedule.num_scales)
         for token, (v, offset) in zip(new, homes, strict=True):
@@ -76,7 +86,8 @@ def _runs(slots: dict[int, np.ndarray]) -> np.ndarray:
 
 
 def region_layout(capacity: np.ndarray, block_size: int) -> HeadLayout:
-    """A region that holds up to capacity[s] tokens at scale s, as a prefix of its blocks; it grows and shrinks at its end."""
+    """A region that holds up to capacity[s] tokens at scale s, as a prefix of its blocks; it grows
+    and shrinks at its end."""
     born, dies, runs = [], [], []
     stack: list[int] = []
     for s, tokens in enumerate(capacity):
@@ -96,7 +107,8 @@ def layouts(allocation: Allocation, geometry: Geometry, block_size: int) -> list
     """Layout of every [layer][head]; equal heads share one object."""
     if isinstance(allocation, RegionAllocation):
         return _shared(
-            np.moveaxis(allocation.region_capacity, 0, -1), lambda row: region_layout(row, block_size)
+            np.moveaxis(allocation.region_capacity, 0, -1),
+            lambda row: region_layout(row, block_size),
         )
     assert isinstance(allocation, StaticAllocation)
     return _shared(allocation.death, lambda row: static_layout(row, geometry.schedule, block_size))
@@ -117,8 +129,8 @@ def _shared(table: np.ndarray, make: Callable[[np.ndarray], HeadLayout]) -> list
 def after_each_store(per_layer: np.ndarray) -> np.ndarray:
     """int [K, L]: a quantity held by the whole cache right after layer l of scale s has stored.
 
-    `per_layer` [K, L] is what each layer holds when scale s starts. Layers up to l already hold what scale s + 1 will see. The last
-    scale stores nothing.
+    `per_layer` [K, L] is what each layer holds when scale s starts. Layers up to l already hold
+    what scale s + 1 will see. The last scale stores nothing.
     """
     following = np.concatenate([per_layer[1:], per_layer[-1:]])
     done, waiting = np.cumsum(following, 1), np.cumsum(per_layer[:, ::-1], 1)[:, ::-1]
@@ -132,7 +144,8 @@ def live_blocks(grid: list[list[HeadLayout]], num_scales: int) -> np.ndarray:
 
 
 def place(grid: list[list[HeadLayout]], num_scales: int) -> tuple[list[list[np.ndarray]], int]:
-    """Give every virtual block a real number: ([layer][head] -> int [V], number of blocks in the pool)."""
+    """Give every virtual block a real number: ([layer][head] -> int [V], number of blocks in the
+    pool)."""
     free: list[int] = []
     used = 0
     real = [[np.zeros(h.born.size, np.int32) for h in layer] for layer in grid]

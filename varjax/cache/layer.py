@@ -1,7 +1,8 @@
 """One layer's cache step: attend, decide what survives, store.
 
-`CacheSegment` is the static side (what this segment of the program needs at all), `LayerTables` the data of one (scale, layer), and
-`attend_and_store` the traced step that the engine calls between a layer's projections and its feed-forward.
+`CacheSegment` is the static side (what this segment of the program needs at all), `LayerTables` the
+data of one (scale, layer), and `attend_and_store` the traced step that the engine calls between a
+layer's projections and its feed-forward.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +14,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.ragged_attention import BlockTable, attend, attention_mass
-from varjax.cache.allocation import RegionAllocation
 from varjax.cache.plan import CachePlan
 from varjax.cache.state import KVState
 from varjax.cache.write import after, destinations, store
@@ -37,7 +37,9 @@ class CacheSegment:
     attention: str | None
 
     @classmethod
-    def of(cls, plan: CachePlan, policy: Policy, segment: Segment, attention: str | None) -> "CacheSegment":
+    def of(
+        cls, plan: CachePlan, policy: Policy, segment: Segment, attention: str | None
+    ) -> "CacheSegment":
         scales = range(segment.start, segment.stop)
         regroup = getattr(plan.allocation, "regroup_scale", None)
         return cls(
@@ -59,8 +61,10 @@ class CacheSegment:
 class LayerTables:
     """Scan inputs: leading axes [scales of the segment, layers] are scanned away.
 
-    read: the slots that the scale may read. write: int32 [N, T], slots of the scale's tokens (static contents). following, capacity:
-    slots and sizes of the regions after the scale (dynamic contents). policy_inputs: `Policy.inputs` of the scale.
+    read: the slots that the scale may read. write: int32 [N, T], slots of the scale's tokens
+      (static contents). following, capacity:
+    slots and sizes of the regions after the scale (dynamic contents). policy_inputs:
+    `Policy.inputs` of the scale.
     """
 
     read: BlockTable
@@ -87,13 +91,21 @@ def layer_tables(plan: CachePlan, segment: Segment, policy_inputs: Any) -> Layer
 
 def _entries(plan: CachePlan, scales: np.ndarray) -> BlockTable:
     m = max(plan.entries(int(s)) for s in scales)
-    return BlockTable(*(np.ascontiguousarray(a[scales][..., :m]) for a in (plan.ids, plan.start, plan.stop)))
+    return BlockTable(
+        *(np.ascontiguousarray(a[scales][..., :m]) for a in (plan.ids, plan.start, plan.stop))
+    )
 
 
 def _write_table(plan: CachePlan, segment: Segment) -> np.ndarray:
-    """int32 [S, L, N, T]; `pool_tokens` where nothing is stored (padding, dropped tokens, the last scale)."""
+    """int32 [S, L, N, T]; `pool_tokens` where nothing is stored (padding, dropped tokens, the last
+    scale)."""
     schedule = plan.geometry.schedule
-    shape = (segment.stop - segment.start, plan.geometry.num_layers, plan.geometry.num_heads, segment.length)
+    shape = (
+        segment.stop - segment.start,
+        plan.geometry.num_layers,
+        plan.geometry.num_heads,
+        segment.length,
+    )
     table = np.full(shape, plan.pool_tokens, np.int32)
     assert plan.write_slots is not None
     for i, s in enumerate(range(segment.start, segment.stop)):
@@ -128,7 +140,9 @@ def attend_and_store(
     if segment.stores:
         own = jnp.broadcast_to(jnp.arange(q.shape[2]) < length, (*q.shape[:2], q.shape[2]))
         live = jnp.concatenate([held.live, own], axis=-1)
-        position = jnp.concatenate([held.position, jnp.broadcast_to(token_index, own.shape)], axis=-1)
+        position = jnp.concatenate(
+            [held.position, jnp.broadcast_to(token_index, own.shape)], axis=-1
+        )
         obs = Observation(
             scale=scale,
             live=live,
@@ -194,7 +208,9 @@ def _decide(obs: Observation, tables: LayerTables, segment: CacheSegment):
     """(keep mask, region of every head from now on)."""
     regions = obs.regions
     if segment.regroup_scale is not None:
-        regions = jnp.where(obs.scale == segment.regroup_scale, segment.policy.regroup(obs), regions)
+        regions = jnp.where(
+            obs.scale == segment.regroup_scale, segment.policy.regroup(obs), regions
+        )
         obs = replace(obs, regions=regions, capacity=tables.capacity[regions])
     keep = obs.live
     if segment.selects:
@@ -202,7 +218,9 @@ def _decide(obs: Observation, tables: LayerTables, segment: CacheSegment):
     return keep & (obs.scale < segment.last_scale), regions
 
 
-def _store_dynamic(state, keep, held: _Held, regions, obs, kv, out, layer, tables, segment) -> KVState:
+def _store_dynamic(
+    state, keep, held: _Held, regions, obs, kv, out, layer, tables, segment
+) -> KVState:
     """Put kept tokens into the slots of their (new) regions and keep the book of positions."""
     rows = jnp.arange(keep.shape[0])[:, None]
     stored, none = held.slots.shape[-1], segment.num_slots

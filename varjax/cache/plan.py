@@ -1,7 +1,8 @@
 """CachePlan: everything about the cache that is decided on the host, before anything is compiled.
 
-The bytes of the pool are computed here and are what XLA allocates. `accounting="bytes"` (default): block rounding is charged to the
-budget, so pool bytes <= budget * dense bytes. `accounting="tokens"`: tokens are counted as the papers do, and the plan says by how much the
+The bytes of the pool are computed here and are what XLA allocates. `accounting="bytes"` (default):
+block rounding is charged to the budget, so pool bytes <= budget * dense bytes.
+`accounting="tokens"`: tokens are counted as the papers do, and the plan says by how much the
 rounded pool exceeds the budget.
 """
 
@@ -24,7 +25,8 @@ class CachePlan:
     Letters: K scales, L layers, N heads (regions), M table entries, P slots.
     capacity: int32 [K, L, N], tokens held when scale s starts.
     ids, start, stop: int32 [K, L, N, M], the slots that scale s reads (`BlockTable` entries).
-    write_slots: int32 [L, N, tokens], where a token is stored (-1: never); None where the device decides.
+    write_slots: int32 [L, N, tokens], where a token is stored (-1: never); None where the device
+      decides.
     """
 
     geometry: Geometry
@@ -40,7 +42,7 @@ class CachePlan:
     budget: float
     accounting: str
 
-    # --- sizes ----------------------------------------------------------------------------------------------------------------
+    # --- sizes ------------------------------------------------------------------------------------
 
     @property
     def pool_tokens(self) -> int:
@@ -61,7 +63,8 @@ class CachePlan:
 
     @cached_property
     def live_tokens(self) -> np.ndarray:
-        """int64 [K, L]: tokens in the whole cache (one row) right after layer l of scale s has stored."""
+        """int64 [K, L]: tokens in the whole cache (one row) right after layer l of scale s has
+        stored."""
         return allocator.after_each_store(self.capacity.sum(-1, dtype=np.int64))
 
     @property
@@ -74,7 +77,7 @@ class CachePlan:
         """Slots of the pool as a fraction of the full cache."""
         return self.pool_tokens / max(1, self.geometry.dense_tokens)
 
-    # --- what the program needs to know statically ----------------------------------------------------------------------------
+    # --- what the program needs to know statically ------------------------------------------------
 
     @property
     def static_content(self) -> bool:
@@ -107,11 +110,13 @@ class CachePlan:
         shrinks = (self.capacity[scale + 1] < self.capacity[scale]).any()
         return bool(self.allocation.ragged or shrinks or scale == self.allocation.regroup_scale)
 
-    # --- identity -------------------------------------------------------------------------------------------------------------
+    # --- identity ---------------------------------------------------------------------------------
 
     @cached_property
     def digest(self) -> str:
-        h = hashlib.sha256(repr((self.geometry, self.block_size, self.pool_blocks, self.accounting)).encode())
+        h = hashlib.sha256(
+            repr((self.geometry, self.block_size, self.pool_blocks, self.accounting)).encode()
+        )
         for array in (self.capacity, self.ids, self.start, self.stop, self.write_slots):
             h.update(b"-" if array is None else np.ascontiguousarray(array).tobytes())
         return h.hexdigest()
@@ -182,5 +187,8 @@ def _write_slots(grid, real, block_size):
 def check_block_size(block_size: int) -> int:
     """A power of two from 1 to 128."""
     if block_size not in (1, 2, 4, 8, 16, 32, 64, 128):
-        raise UserError(f"block_size={block_size}: choose a power of two from 1 to 128, or 0 to let the planner choose")
+        raise UserError(
+            f"block_size={block_size}: choose a power of two from 1 to 128, or 0 to let the "
+            f"planner choose"
+        )
     return block_size

@@ -1,4 +1,5 @@
-"""From policy and budget to a CachePlan: choose the block size and charge rounding to the budget."""
+"""From policy and budget to a CachePlan: choose the block size and charge rounding to the
+budget."""
 
 import numpy as np
 
@@ -11,15 +12,18 @@ from varjax.geometry import Geometry
 BLOCK_SIZES = (64, 32, 16, 8, 4, 2, 1)
 LARGEST_BLOCK_SHORT = 32  # schedules with fewer persistent tokens than LONG_SCHEDULE
 LONG_SCHEDULE = 1024
-KEPT_AT_LEAST = 0.95  # a block size is taken if rounding costs at most 5 % of the tokens; none if nothing is to be dropped
+# A block size is taken if rounding costs at most 5 % of the tokens; none if nothing is dropped.
+KEPT_AT_LEAST = 0.95
 SEARCH_STEPS = 14
 
 
 def plan_cache(geometry: Geometry, policy, calibration=None) -> CachePlan:
-    """Plan the cache of `policy` (its `budget`, `accounting` and `block_size` fields count) for a model.
+    """Plan the cache of `policy` (its `budget`, `accounting` and `block_size` fields count) for a
+    model.
 
     Raises:
-      UserError: the budget is infeasible (the message names the smallest feasible one), or the block size is.
+      UserError: the budget is infeasible (the message names the smallest feasible one), or the
+        block size is.
     """
     policy.check(geometry)
     allocate = lambda budget: policy.allocate(geometry, budget, calibration)  # noqa: E731
@@ -45,7 +49,9 @@ def _candidates(geometry: Geometry) -> tuple[int, ...]:
 def pool_slots(geometry: Geometry, allocation: Allocation, block_size: int) -> int:
     """Slots of the pool that an allocation needs, without building its tables."""
     grid = allocator.layouts(allocation, geometry, block_size)
-    return int(allocator.live_blocks(grid, geometry.schedule.num_scales).max(initial=0)) * block_size
+    return (
+        int(allocator.live_blocks(grid, geometry.schedule.num_scales).max(initial=0)) * block_size
+    )
 
 
 def peak_tokens(geometry: Geometry, allocation: Allocation) -> int:
@@ -64,7 +70,8 @@ def _least_rounding(geometry: Geometry, allocation: Allocation) -> int:
 
 
 def _charge_rounding(geometry: Geometry, policy, allocate) -> tuple[Allocation, int]:
-    """The largest block size that keeps 95 % of the tokens when the rounded pool must fit the budget."""
+    """The largest block size that keeps 95 % of the tokens when the rounded pool must fit the
+    budget."""
     limit = int(policy.budget * geometry.dense_tokens + 1e-6)
     exact = allocate(policy.budget)
     wanted = peak_tokens(geometry, exact)
@@ -80,7 +87,8 @@ def _charge_rounding(geometry: Geometry, policy, allocate) -> tuple[Allocation, 
             return allocation, block_size
     hint = "a smaller block_size" if policy.block_size else "accounting=tokens"
     raise UserError(
-        f"policy {policy.name!r} at budget {policy.budget:g} does not fit {limit} slots in blocks of "
+        f"policy {policy.name!r} at budget {policy.budget:g} does not fit {limit} slots in "
+        f"blocks of "
         f"{policy.block_size or 1}: take a larger budget or {hint}"
     )
 

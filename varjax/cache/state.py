@@ -35,7 +35,9 @@ class KVState:
         assert isinstance(plan.allocation, RegionAllocation)
         if plan.allocation.regroup_scale is None:
             return cls(pool, position)
-        regions = jnp.broadcast_to(jnp.arange(g.num_heads, dtype=jnp.int32), (g.num_layers, rows, g.num_heads))
+        regions = jnp.broadcast_to(
+            jnp.arange(g.num_heads, dtype=jnp.int32), (g.num_layers, rows, g.num_heads)
+        )
         return cls(pool, position, regions)
 
     @property

@@ -1,4 +1,5 @@
-"""Small parts shared by transformer decoders: normalisation, dense projection, head split, dense masked attention."""
+"""Small parts shared by transformer decoders: normalisation, dense projection, head split, dense
+masked attention."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +8,8 @@ from jaxtyping import Array, Bool, Float
 
 
 def layer_norm(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
-    """Layer normalisation without learned scale or shift; statistics in float32, result in the type of `x`."""
+    """Layer normalisation without learned scale or shift; statistics in float32, result in the type
+    of `x`."""
     wide = x.astype(jnp.float32)
     mean = wide.mean(-1, keepdims=True)
     variance = jnp.square(wide - mean).mean(-1, keepdims=True)
@@ -15,7 +17,8 @@ def layer_norm(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
 
 
 def l2_normalize(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
-    """Scale the last axis to unit length in float32; lengths below 1e-12 are treated as 1e-12, as torch does."""
+    """Scale the last axis to unit length in float32; lengths below 1e-12 are treated as 1e-12, as
+    torch does."""
     wide = x.astype(jnp.float32)
     norm = jnp.sqrt(jnp.square(wide).sum(-1, keepdims=True))
     return (wide / jnp.maximum(norm, 1e-12)).astype(x.dtype)
@@ -42,12 +45,16 @@ def dense_attention(
     v: Float[Array, "R N K H"],
     mask: Bool[Array, "T K"],
 ) -> Float[Array, "R N T H"]:
-    """Softmax attention with an explicit mask, scale already in `q`. Used by teacher forcing, not by generation."""
+    """Softmax attention with an explicit mask, scale already in `q`. Used by teacher forcing, not
+    by generation."""
     scores = jnp.einsum("rnth,rnkh->rntk", q, k, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
     return jnp.einsum("rntk,rnkh->rnth", weights.astype(v.dtype), v)
 
 
 def stack_layers(make, num_layers: int, rngs: nnx.Rngs):
-    """Build `num_layers` modules with one vmapped initialisation: every parameter gains a leading layer axis."""
-    return nnx.vmap(make, in_axes=0, out_axes=0)(rngs.split(num_layers) if hasattr(rngs, "split") else rngs.fork(split=num_layers))
+    """Build `num_layers` modules with one vmapped initialisation: every parameter gains a leading
+    layer axis."""
+    return nnx.vmap(make, in_axes=0, out_axes=0)(
+        rngs.split(num_layers) if hasattr(rngs, "split") else rngs.fork(split=num_layers)
+    )

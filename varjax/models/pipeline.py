@@ -1,7 +1,8 @@
 """A whole model, transformer and codec, as the generation engine sees it.
 
-The engine knows schedules, segments, layers and the cache. Everything else is a part that the model brings: conditioning, inputs of a
-scale, projections, head, choice of tokens, accumulation of codes, pixels. A new family writes one such class.
+The engine knows schedules, segments, layers and the cache. Everything else is a part that the model
+brings: conditioning, inputs of a scale, projections, head, choice of tokens, accumulation of codes,
+pixels. A new family writes one such class.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from varjax.scale_maps import ScaleMaps
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class VARPipeline:
-    """VAR with its VQVAE. Rows: conditional images first, then the same images unconditional (R = 2 B)."""
+    """VAR with its VQVAE. Rows: conditional images first, then the same images unconditional (R = 2
+    B)."""
 
     transformer: VAR
     codec: VQVAE
@@ -44,10 +46,11 @@ class VARPipeline:
     def num_layers(self) -> int:
         return self.transformer.config.depth
 
-    # --- what the engine calls ------------------------------------------------------------------------------------------------
+    # --- what the engine calls --------------------------------------------------------------------
 
     def prepare(self, labels: Int[Array, " B"]) -> dict[str, Array]:
-        """Everything that depends on the condition only, for all rows. `layers` is scanned with the stacked blocks."""
+        """Everything that depends on the condition only, for all rows. `layers` is scanned with the
+        stacked blocks."""
         null = jnp.full_like(labels, self.transformer.config.null_label)
         return self.transformer.prepare(jnp.concatenate([labels, null]))
 
@@ -55,7 +58,9 @@ class VARPipeline:
         config = self.transformer.config
         return jnp.zeros((batch, *config.schedule.final_map, config.z_channels), jnp.float32)
 
-    def embed(self, context, code_map: Float[Array, "B P Q C"], maps: ScaleMaps) -> Float[Array, "R T D"]:
+    def embed(
+        self, context, code_map: Float[Array, "B P Q C"], maps: ScaleMaps
+    ) -> Float[Array, "R T D"]:
         """Inputs of a scale from what has been drawn so far."""
         codes = maps.shrink(code_map)
         return self.transformer.embed(context["start"], codes, maps.token_index, maps.scale)
@@ -70,9 +75,13 @@ class VARPipeline:
     def finish(self, block, layer_context, x, attended):
         return self.transformer.finish(block, layer_context, x, attended)
 
-    def logits(self, context, x: Float[Array, "R T D"], maps: ScaleMaps, sampling: Sampling) -> Float[Array, "B T V"]:
+    def logits(
+        self, context, x: Float[Array, "R T D"], maps: ScaleMaps, sampling: Sampling
+    ) -> Float[Array, "B T V"]:
         """Guided logits of a scale, float32, before filters."""
-        return sampling_lib.guide(self.transformer.logits(context["head"], x), sampling.cfg * maps.ratio)
+        return sampling_lib.guide(
+            self.transformer.logits(context["head"], x), sampling.cfg * maps.ratio
+        )
 
     def choose(
         self,
@@ -82,7 +91,8 @@ class VARPipeline:
         sampling: Sampling,
         given: tuple[Int[Array, "B T"], Array] | None,
     ) -> tuple[Int[Array, "B T"], Float[Array, "B T C"]]:
-        """Tokens and their code vectors. `given` = (tokens, number of scales that take them) replaces the draw there."""
+        """Tokens and their code vectors. `given` = (tokens, number of scales that take them)
+        replaces the draw there."""
         tokens, filtered = sampling_lib.sample(logits, keys, sampling)
         if given is not None:
             tokens = jnp.where(maps.scale < given[1], given[0], tokens)
@@ -92,7 +102,9 @@ class VARPipeline:
         codebook = quantizer.embedding[...].astype(jnp.float32)
         return tokens, sampling_lib.smooth_codes(filtered, keys, maps.ratio, codebook)
 
-    def accumulate(self, code_map, codes: Float[Array, "B T C"], maps: ScaleMaps) -> Float[Array, "B P Q C"]:
+    def accumulate(
+        self, code_map, codes: Float[Array, "B T C"], maps: ScaleMaps
+    ) -> Float[Array, "B P Q C"]:
         """Add a scale's codes to the latent map."""
         return code_map + self.codec.quantizer.phi(maps.enlarge(codes), maps.scale)
 

@@ -1,7 +1,8 @@
-"""VAR: class-conditional next-scale prediction (Tian et al. 2024, "Visual Autoregressive Modeling").
+"""VAR: class-conditional next-scale prediction (Tian et al. 2024, "Visual Autoregressive
+Modeling").
 
-Parameters live in Flax NNX modules whose layers are stacked; computation is split into the steps that the generation engine
-and teacher forcing share:
+Parameters live in Flax NNX modules whose layers are stacked; computation is split into the steps
+that the generation engine and teacher forcing share:
 
     prepare(labels)            once per image: condition vectors and every layer's modulation
     embed(...)                 token inputs of one scale
@@ -9,8 +10,9 @@ and teacher forcing share:
     finish(block, ...)         the rest of the layer, given the attention output
     logits(...)                head, float32
 
-Letters: R rows, T tokens of a scale (padded), L layers (leading axis of stacked parameters), N heads, H head size, D width, V vocabulary,
-C latent channels. Names of the original implementation are in `ported_weights/var.py`.
+Letters: R rows, T tokens of a scale (padded), L layers (leading axis of stacked parameters), N
+heads, H head size, D width, V vocabulary, C latent channels. Names of the original implementation
+are in `ported_weights/var.py`.
 """
 
 import dataclasses
@@ -39,7 +41,8 @@ MAX_LOG_SCALE = math.log(100.0)  # the learned attention multiplier is clamped a
 
 @dataclass(frozen=True, kw_only=True)
 class VARConfig:
-    """Shape of a VAR transformer; field names follow the published constructor, `schedule` replaces `patch_nums`."""
+    """Shape of a VAR transformer; field names follow the published constructor, `schedule` replaces
+    `patch_nums`."""
 
     num_classes: int = 1000
     depth: int = 16
@@ -57,19 +60,28 @@ class VARConfig:
     def __post_init__(self):
         for name in ("num_classes", "depth", "embed_dim", "num_heads", "vocab_size", "z_channels"):
             if getattr(self, name) < 1:
-                raise UserError(f"VAR configuration: {name} is {getattr(self, name)}, it must be at least 1")
+                raise UserError(
+                    f"VAR configuration: {name} is {getattr(self, name)}, it must be at least 1"
+                )
         if self.embed_dim % self.num_heads:
             raise UserError(
-                f"VAR configuration: embed_dim {self.embed_dim} is not a multiple of num_heads {self.num_heads}"
+                f"VAR configuration: embed_dim {self.embed_dim} is not a multiple of num_heads "
+                f"{self.num_heads}"
             )
         if not 0 <= self.cond_drop_rate < 1:
-            raise UserError(f"VAR configuration: cond_drop_rate {self.cond_drop_rate} is outside [0, 1)")
+            raise UserError(
+                f"VAR configuration: cond_drop_rate {self.cond_drop_rate} is outside [0, 1)"
+            )
 
     @classmethod
     def preset(cls, depth: int, sides=SIDES_256, shared_aln: bool = False) -> "VARConfig":
         """Published sizes: width 64 * depth and as many heads as layers."""
         return cls(
-            depth=depth, embed_dim=64 * depth, num_heads=depth, schedule=Schedule.square(sides), shared_aln=shared_aln
+            depth=depth,
+            embed_dim=64 * depth,
+            num_heads=depth,
+            schedule=Schedule.square(sides),
+            shared_aln=shared_aln,
         )
 
     @classmethod
@@ -82,7 +94,9 @@ class VARConfig:
           UserError: for an unknown name or a value of the wrong type.
         """
         types = {f.name: f.type for f in dataclasses.fields(cls) if f.name != "schedule"}
-        found = published.arguments("VAR", arguments, {**types, "patch_nums": object}, IGNORED_NAMES)
+        found = published.arguments(
+            "VAR", arguments, {**types, "patch_nums": object}, IGNORED_NAMES
+        )
         schedule = published.schedule("VAR", found.pop("patch_nums", SIDES_256))
         return cls(**{"attn_l2_norm": False, **found}, schedule=schedule)
 
@@ -116,7 +130,9 @@ PRESETS = {
 
 
 def _normal(std: float):
-    return jax.nn.initializers.truncated_normal(std, lower=-2 / max(std, 1e-9), upper=2 / max(std, 1e-9))
+    return jax.nn.initializers.truncated_normal(
+        std, lower=-2 / max(std, 1e-9), upper=2 / max(std, 1e-9)
+    )
 
 
 def _linear(d_in: int, d_out: int, std: float, rngs: nnx.Rngs, use_bias: bool = True) -> nnx.Linear:
@@ -145,7 +161,9 @@ class Block(nnx.Module):
         self.fc2 = _linear(config.hidden_dim, width, residual_std, rngs)
         if config.shared_aln:
             gates = jnp.array([1e-5, 1e-5, 0.5, 0.5, 0.5, 0.5])[:, None]
-            self.modulation_offset = nnx.Param(jax.random.normal(rngs.params(), (6, width)) / width**0.5 * gates)
+            self.modulation_offset = nnx.Param(
+                jax.random.normal(rngs.params(), (6, width)) / width**0.5 * gates
+            )
         else:
             self.modulation = _linear(width, 6 * width, std, rngs)
             self.modulation.kernel.set_value(_modulation_kernel(width, std, rngs.params()))
@@ -173,10 +191,11 @@ class VAR(nnx.Module):
         self.head_modulation = _linear(width, 2 * width, 0.5 * std, rngs)
         self.head = _linear(width, config.vocab_size, 0.02 * std, rngs)
 
-    # --- once per image -------------------------------------------------------------------------------------------------------
+    # --- once per image ---------------------------------------------------------------------------
 
     def prepare(self, labels: Int[Array, " R"]) -> dict[str, Array]:
-        """Condition of every row: `start` [R, t_0, D], `head` [R, 2, D] and `layers` [L, R, 6, D] (gates, scales, shifts)."""
+        """Condition of every row: `start` [R, t_0, D], `head` [R, 2, D] and `layers` [L, R, 6, D]
+        (gates, scales, shifts)."""
         config = self.config
         condition = self.class_embedding[labels]
         active = jax.nn.silu(condition)
@@ -200,10 +219,11 @@ class VAR(nnx.Module):
         token_index: Int[Array, " T"],
         scale: Int[Array, ""],
     ) -> Float[Array, "R T D"]:
-        """Inputs of one scale: the resized code map, or the start embedding at scale 0, plus position and level.
+        """Inputs of one scale: the resized code map, or the start embedding at scale 0, plus
+        position and level.
 
-        `codes` holds one row per image; conditional and unconditional rows share it, so R is B or 2 B. `token_index` are
-        the global positions of the (padded) tokens.
+        `codes` holds one row per image; conditional and unconditional rows share it, so R is B or 2
+        B. `token_index` are the global positions of the (padded) tokens.
         """
         words = self.word_embedding(codes.astype(self.dtype))
         words = jnp.tile(words, (start.shape[0] // words.shape[0], 1, 1))
@@ -211,44 +231,67 @@ class VAR(nnx.Module):
         position = self.position_embedding[token_index] + self.level_embedding[scale]
         return jnp.where(scale == 0, first, words) + position
 
-    # --- one layer ------------------------------------------------------------------------------------------------------------
+    # --- one layer --------------------------------------------------------------------------------
 
     def project(self, block: Block, modulation: Float[Array, "R 6 D"], x: Float[Array, "R T D"]):
         """Queries, keys and values [R, N, T, H] of one layer; queries carry the attention scale."""
         config = self.config
-        h = layers.modulate(layers.layer_norm(x, config.norm_eps), modulation[:, 2], modulation[:, 4])
-        bias = jnp.concatenate([block.q_bias[...], jnp.zeros_like(block.q_bias[...]), block.v_bias[...]])
-        q, k, v = (layers.split_heads(a, config.num_heads) for a in jnp.split(block.qkv(h) + bias, 3, axis=-1))
+        h = layers.modulate(
+            layers.layer_norm(x, config.norm_eps), modulation[:, 2], modulation[:, 4]
+        )
+        bias = jnp.concatenate(
+            [block.q_bias[...], jnp.zeros_like(block.q_bias[...]), block.v_bias[...]]
+        )
+        q, k, v = (
+            layers.split_heads(a, config.num_heads)
+            for a in jnp.split(block.qkv(h) + bias, 3, axis=-1)
+        )
         if not config.attn_l2_norm:
             return q * (0.25 / math.sqrt(config.head_dim)), k, v
         multiplier = jnp.exp(jnp.minimum(block.log_scale[...].astype(jnp.float32), MAX_LOG_SCALE))
         q = layers.l2_normalize(q) * multiplier[:, None, None].astype(q.dtype)
         return q, layers.l2_normalize(k), v
 
-    def finish(self, block: Block, modulation, x, attended: Float[Array, "R N T H"]) -> Float[Array, "R T D"]:
+    def finish(
+        self, block: Block, modulation, x, attended: Float[Array, "R N T H"]
+    ) -> Float[Array, "R T D"]:
         """Output projection, gate, feed-forward and residuals of one layer."""
         x = x + block.proj(layers.merge_heads(attended)) * modulation[:, None, 0]
-        h = layers.modulate(layers.layer_norm(x, self.config.norm_eps), modulation[:, 3], modulation[:, 5])
+        h = layers.modulate(
+            layers.layer_norm(x, self.config.norm_eps), modulation[:, 3], modulation[:, 5]
+        )
         return x + block.fc2(jax.nn.gelu(block.fc1(h), approximate=True)) * modulation[:, None, 1]
 
-    def logits(self, modulation: Float[Array, "R 2 D"], x: Float[Array, "R T D"]) -> Float[Array, "R T V"]:
+    def logits(
+        self, modulation: Float[Array, "R 2 D"], x: Float[Array, "R T D"]
+    ) -> Float[Array, "R T V"]:
         """Float32 logits, before guidance."""
         wide = layers.layer_norm(x.astype(jnp.float32), self.config.norm_eps)
-        h = layers.modulate(wide, *(modulation[:, i].astype(jnp.float32) for i in (0, 1))).astype(self.dtype)
-        return jnp.dot(h, self.head.kernel[...], preferred_element_type=jnp.float32) + self.head.bias[...]
+        h = layers.modulate(wide, *(modulation[:, i].astype(jnp.float32) for i in (0, 1))).astype(
+            self.dtype
+        )
+        return (
+            jnp.dot(h, self.head.kernel[...], preferred_element_type=jnp.float32)
+            + self.head.bias[...]
+        )
 
     @property
     def dtype(self):
         """The type of the weights, which is the type that matrix products run in."""
         return self.head.kernel[...].dtype
 
-    # --- all scales at once (training) ----------------------------------------------------------------------------------------
+    # --- all scales at once (training) ------------------------------------------------------------
 
-    def __call__(self, labels: Int[Array, " B"], codes: Float[Array, "B M C"]) -> Float[Array, "B L V"]:
-        """Teacher-forced logits under the block-causal mask. `codes` are the inputs of scales 1.. (`VQVAE.teacher_inputs`)."""
+    def __call__(
+        self, labels: Int[Array, " B"], codes: Float[Array, "B M C"]
+    ) -> Float[Array, "B L V"]:
+        """Teacher-forced logits under the block-causal mask. `codes` are the inputs of scales 1..
+        (`VQVAE.teacher_inputs`)."""
         schedule = self.config.schedule
         context = self.prepare(labels)
-        x = jnp.concatenate([context["start"], self.word_embedding(codes.astype(self.dtype))], axis=1)
+        x = jnp.concatenate(
+            [context["start"], self.word_embedding(codes.astype(self.dtype))], axis=1
+        )
         scale = schedule.scale_of_token
         x = x + self.position_embedding[...] + self.level_embedding[scale]
         mask = jnp.asarray(scale[:, None] >= scale[None, :])

@@ -3,6 +3,7 @@
 from varjax.policies.base import Needs, Observation, Policy
 from varjax.policies.registry import POLICIES, get_policy, register
 from varjax.policies.windows import Full, SlidingWindow, Streaming
+
 from varjax.policies.headkv import HeadKV  # isort: skip
 from varjax.policies.table import Table  # isort: skip
 

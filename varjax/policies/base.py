@@ -1,6 +1,8 @@
-"""What a policy is: a static allocation on the host and, if contents depend on the image, a pure selection over masks.
+"""What a policy is: a static allocation on the host and, if contents depend on the image, a pure
+selection over masks.
 
-A policy is a frozen dataclass in one file; its fields are the `--policy_args`, its docstring is its manual. It never moves bytes.
+A policy is a frozen dataclass in one file; its fields are the `--policy_args`, its docstring is its
+manual. It never moves bytes.
 """
 
 from dataclasses import dataclass, fields
@@ -19,7 +21,8 @@ from varjax.geometry import Geometry
 class Needs:
     """What `select` wants to see; the engine computes nothing that is not asked for.
 
-    window: number of queries, spread evenly over the current scale, whose attention mass is observed (`Observation.window_mass`).
+    window: number of queries, spread evenly over the current scale, whose attention mass is
+      observed (`Observation.window_mass`).
     scale_mass: attention mass averaged over all queries of the scale (`Observation.scale_mass`).
     regroup_mass: the same, but only for `regroup`.
     """
@@ -34,14 +37,16 @@ class Needs:
 class Observation:
     """What the device knows when layer `layer` of scale `scale` decides what to keep.
 
-    The last axis K lists the stored slots of the head in table order, then the tokens of the current scale (padded).
+    The last axis K lists the stored slots of the head in table order, then the tokens of the
+    current scale (padded).
 
     live: bool [R, N, K]; nothing outside it may be kept.
     position: int32 [R, N, K], global token position (0 where not live).
     capacity: int32 [R, N], tokens that may stay (of the head's region, after this scale).
     regions: int32 [R, N], the region each head uses.
     inputs: slice of `Policy.inputs` for this scale and layer.
-    window_mass, scale_mass: float32 [R, N, K], attention mass (rows of the attention matrix averaged); 0 outside `live`.
+    window_mass, scale_mass: float32 [R, N, K], attention mass (rows of the attention matrix
+      averaged); 0 outside `live`.
     """
 
     scale: Int[Array, ""]
@@ -71,23 +76,28 @@ class Policy:
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     needs: ClassVar[Needs] = Needs()
-    budgeted: ClassVar[bool] = True  # False: the contents are given and the budget is what they cost
+    budgeted: ClassVar[bool] = (
+        True  # False: the contents are given and the budget is what they cost
+    )
     shrinks: ClassVar[bool] = True  # False: `allocate` ignores the budget
 
-    # --- host -----------------------------------------------------------------------------------------------------------------
+    # --- host -------------------------------------------------------------------------------------
 
     def check(self, geometry: Geometry) -> None:
-        """Raise `UserError` for arguments that cannot work on this model, before anything is compiled."""
+        """Raise `UserError` for arguments that cannot work on this model, before anything is
+        compiled."""
         if not 0 < self.budget <= 1:
             raise UserError(
-                f"budget={self.budget:g} is outside (0, 1]: it is the fraction of the full cache's bytes that may be kept"
+                f"budget={self.budget:g} is outside (0, 1]: it is the fraction of the full "
+                f"cache's bytes that may be kept"
             )
         if self.accounting not in ("bytes", "tokens"):
             raise UserError(f"accounting={self.accounting!r}: choose bytes or tokens")
         lowest = self.minimum_budget(geometry)
         if self.budgeted and self.budget < lowest - 1e-9:
             raise UserError(
-                f"budget={self.budget:g} is too small for policy {self.name!r} on this model: {self.smallest_reason()}; "
+                f"budget={self.budget:g} is too small for policy {self.name!r} on this model: "
+                f"{self.smallest_reason()}; "
                 f"the smallest feasible budget is {np.ceil(lowest * 1e4) / 1e4:g}"
             )
 
@@ -99,17 +109,19 @@ class Policy:
         return "every head needs room for at least one token"
 
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> Allocation:
-        """Host side: how much every head may hold at every scale, in tokens, for at most `budget` of the full cache."""
+        """Host side: how much every head may hold at every scale, in tokens, for at most `budget`
+        of the full cache."""
         raise NotImplementedError
 
     def inputs(self, geometry: Geometry, allocation: Allocation, image_index: np.ndarray) -> Any:
-        """Arrays [K, L, ...] that `select` wants per scale and layer, for a batch of images; None if there are none."""
+        """Arrays [K, L, ...] that `select` wants per scale and layer, for a batch of images; None
+        if there are none."""
         return None
 
     def check_images(self, num_images: int) -> None:
         """Raise `UserError` if the policy cannot serve a run of this many images."""
 
-    # --- device ---------------------------------------------------------------------------------------------------------------
+    # --- device -----------------------------------------------------------------------------------
 
     def regroup(self, obs: Observation) -> Int[Array, "R N"]:
         """Assign heads to regions, once per image at the allocation's `regroup_scale`."""
@@ -122,13 +134,19 @@ class Policy:
 
 def parse_value(name: str, text: str, kind: Any) -> Any:
     """Read one `--policy_args` value as the type of its field."""
-    kind = {"int": int, "float": float, "str": str, "bool": bool}.get(kind, kind) if isinstance(kind, str) else kind
+    kind = (
+        {"int": int, "float": float, "str": str, "bool": bool}.get(kind, kind)
+        if isinstance(kind, str)
+        else kind
+    )
     try:
         if kind is bool:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
         return kind(text)
     except (ValueError, KeyError):
-        wanted = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, str(kind))
+        wanted = {int: "a whole number", float: "a number", bool: "true or false"}.get(
+            kind, str(kind)
+        )
         raise UserError(f"policy argument {name}={text!r} is not {wanted}") from None
 
 
@@ -139,7 +157,8 @@ def make_policy(cls: type[Policy], budget: float | None, arguments: dict[str, st
     for name, text in arguments.items():
         if name not in known:
             raise UserError(
-                f"policy {cls.name!r} has no argument {name!r}{nearest(name, known)}; it has: {', '.join(known)}"
+                f"policy {cls.name!r} has no argument {name!r}{nearest(name, known)}; it has: "
+                f"{', '.join(known)}"
             )
         values[name] = parse_value(name, text, known[name])
     if budget is not None:

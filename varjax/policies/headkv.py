@@ -1,4 +1,5 @@
-"""HeadKV: head-aware compression with stratified token eviction, adapted to next-scale prediction."""
+"""HeadKV: head-aware compression with stratified token eviction, adapted to next-scale
+prediction."""
 
 from dataclasses import dataclass
 
@@ -17,23 +18,30 @@ from varjax.policies.registry import register
 @register("headkv")
 @dataclass(frozen=True, kw_only=True)
 class HeadKV(Policy):
-    """HeadKV ("Head-Aware Key-Value Compression for Efficient Autoregressive Image Generation"), on next-scale models.
+    """HeadKV ("Head-Aware Key-Value Compression for Efficient Autoregressive Image Generation"), on
+    next-scale models.
 
-    Idea: some heads look at their neighbourhood, others at the whole image, and which is which shows early in every image. So local
+    Idea: some heads look at their neighbourhood, others at the whole image, and which is which
+      shows early in every image. So local
     heads get a small cache and global heads a large one, decided per image.
 
-    1. Prefill (step 1 of the paper): until the cache holds `group_after` tokens per head nothing is dropped.
-    2. Grouping (step 2): at that scale, once per image and row, each head is measured by how many tokens, counted backwards from the
-       newest (own scale first, then earlier scales), gather `threshold` of the attention mass averaged over that scale's queries.
-       The heads that need least are local, the others global.
-    3. Compression (step 3, Eqs. 2-4): local heads keep the sink scales and recent tokens; global heads keep sinks, the same recent
+    1. Prefill (step 1 of the paper): until the cache holds `group_after` tokens per head nothing is
+    dropped. 2. Grouping (step 2): at that scale, once per image and row, each head is measured by
+    how many tokens, counted backwards from the
+       newest (own scale first, then earlier scales), gather `threshold` of the attention mass
+       averaged over that scale's queries. The heads that need least are local, the others global.
+    3. Compression (step 3, Eqs. 2-4): local heads keep the sink scales and recent tokens; global
+    heads keep sinks, the same recent
        tokens, and history.
-    4. Stratified eviction (Eqs. 5-6): history is split by age into a near and a far part, the nearer `ratio` of it and the rest; each
-       keeps its best by attention from a window of queries, `ratio` of the room going to the near part.
+    4. Stratified eviction (Eqs. 5-6): history is split by age into a near and a far part, the
+    nearer `ratio` of it and the rest; each
+       keeps its best by attention from a window of queries, `ratio` of the room going to the near
+       part.
 
     Args:
-      budget: mean fraction over heads. A head's mean room A = budget * F is divided: a local head gets local_share * A (at least the
-        sinks), the global heads of the layer share what is left equally.
+      budget: mean fraction over heads. A head's mean room A = budget * F is divided: a local head
+        gets local_share * A (at least the sinks), the global heads of the layer share what is left
+        equally.
       group_after: tokens per head before grouping (the paper's 100 for Janus-Pro and LlamaGen).
       threshold: attention mass that decides a head's type (0.9).
       global_heads: global heads per layer; 0 takes half of them.
@@ -43,13 +51,17 @@ class HeadKV(Policy):
       ratio: near part of the history, and of the room for it.
 
     Differs from the paper, because scales replace tokens and because a budget here is a promise:
-      - The paper's number of local heads varies per input (need below the window size). Capacities must be static here, so the *number* of
-        global heads is fixed and heads are ranked by need; of equals, the lower head number counts as global.
-      - If the budget cannot hold `group_after` tokens in every head, grouping happens at the last scale where everything still fits, not
-        later. So the budget is never exceeded, not even early.
-      - One query per head decides in the paper; here it is the mean over all queries of the grouping scale, since a scale is generated at
-        once. For the same reason "recent queries" are spread over the current scale: all of them are equally recent.
-      - Recent means newest in raster order; the paper's two image rows become whatever local heads have left after their sinks.
+      - The paper's number of local heads varies per input (need below the window size). Capacities
+        must be static here, so the *number* of global heads is fixed and heads are ranked by need;
+        of equals, the lower head number counts as global.
+      - If the budget cannot hold `group_after` tokens in every head, grouping happens at the last
+        scale where everything still fits, not later. So the budget is never exceeded, not even
+        early.
+      - One query per head decides in the paper; here it is the mean over all queries of the
+        grouping scale, since a scale is generated at once. For the same reason "recent queries" are
+        spread over the current scale: all of them are equally recent.
+      - Recent means newest in raster order; the paper's two image rows become whatever local heads
+        have left after their sinks.
       - The paper's cache update every few tokens is an update after every scale.
     """
 
@@ -68,17 +80,20 @@ class HeadKV(Policy):
     def needs(self) -> Needs:
         return Needs(window=self.window, regroup_mass=True)
 
-    # --- host -----------------------------------------------------------------------------------------------------------------
+    # --- host -------------------------------------------------------------------------------------
 
     def check(self, geometry: Geometry) -> None:
         for name in ("threshold", "local_share", "ratio"):
             if not 0 < getattr(self, name) <= 1:
-                raise UserError(f"policy 'headkv': {name}={getattr(self, name):g} is outside (0, 1]")
+                raise UserError(
+                    f"policy 'headkv': {name}={getattr(self, name):g} is outside (0, 1]"
+                )
         if self.window < 1 or self.group_after < 0:
             raise UserError("policy 'headkv': window is at least 1 and group_after at least 0")
         if not 0 <= self.global_heads <= geometry.num_heads:
             raise UserError(
-                f"policy 'headkv': global_heads={self.global_heads}, but a layer has {geometry.num_heads} heads"
+                f"policy 'headkv': global_heads={self.global_heads}, but a layer has "
+                f"{geometry.num_heads} heads"
             )
         sink_rules.check_sinks(self.sinks, geometry)
         super().check(geometry)
@@ -94,10 +109,16 @@ class HeadKV(Policy):
 
     def room(self, geometry: Geometry, budget: float) -> tuple[int, int]:
         """Tokens of a local and of a global head."""
-        full, heads, wide = geometry.schedule.persistent_tokens, geometry.num_heads, self._num_global(geometry)
+        full, heads, wide = (
+            geometry.schedule.persistent_tokens,
+            geometry.num_heads,
+            self._num_global(geometry),
+        )
         total = int(budget * full * heads + 1e-6)
         narrow = heads - wide
-        sinks = sink_rules.sink_tokens(sink_rules.sink_scales(self.sinks, geometry, budget), geometry)
+        sinks = sink_rules.sink_tokens(
+            sink_rules.sink_scales(self.sinks, geometry, budget), geometry
+        )
         local = max(sinks, int(self.local_share * total / heads)) if narrow else 0
         wide_room = min(full, (total - narrow * local) // wide)
         if narrow and wide_room == full:
@@ -108,15 +129,24 @@ class HeadKV(Policy):
         schedule = geometry.schedule
         local, wide = self.room(geometry, budget)
         regions = np.where(np.arange(geometry.num_heads) < self._num_global(geometry), wide, local)
-        mean = int(budget * schedule.persistent_tokens * geometry.num_heads + 1e-6) / geometry.num_heads
+        mean = (
+            int(budget * schedule.persistent_tokens * geometry.num_heads + 1e-6)
+            / geometry.num_heads
+        )
         grouping = next(
-            s for s in range(schedule.num_scales) if schedule.ends[s] >= self.group_after or schedule.ends[s] > mean
+            s
+            for s in range(schedule.num_scales)
+            if schedule.ends[s] >= self.group_after or schedule.ends[s] > mean
         )
         before = np.array(schedule.starts)[:, None]
         after = np.arange(schedule.num_scales)[:, None] > grouping
         capacity = np.where(after, np.minimum(regions, before), before)
-        capacity = np.broadcast_to(capacity[:, None], (schedule.num_scales, geometry.num_layers, geometry.num_heads))
-        protected = sink_rules.sink_tokens(sink_rules.sink_scales(self.sinks, geometry, budget), geometry)
+        capacity = np.broadcast_to(
+            capacity[:, None], (schedule.num_scales, geometry.num_layers, geometry.num_heads)
+        )
+        protected = sink_rules.sink_tokens(
+            sink_rules.sink_scales(self.sinks, geometry, budget), geometry
+        )
         return RegionAllocation(
             capacity.astype(np.int32),
             regroup_scale=grouping if grouping < schedule.num_scales - 1 else None,
@@ -124,15 +154,17 @@ class HeadKV(Policy):
             recent=(local if local else wide) - protected,
         )
 
-    # --- device ---------------------------------------------------------------------------------------------------------------
+    # --- device -----------------------------------------------------------------------------------
 
     def inputs(self, geometry: Geometry, allocation: RegionAllocation, image_index: np.ndarray):
-        """Per scale and layer: (protected tokens, recent tokens), both static, as int32 [K, L, 2]."""
+        """Per scale and layer: (protected tokens, recent tokens), both static, as int32 [K, L,
+        2]."""
         pair = np.array([allocation.protected, allocation.recent], np.int32)
         return np.broadcast_to(pair, (geometry.schedule.num_scales, geometry.num_layers, 2))
 
     def regroup(self, obs: Observation):
-        """Regions 0..G-1 are global. Heads are ranked by need, the neediest first; ties: lower head number first."""
+        """Regions 0..G-1 are global. Heads are ranked by need, the neediest first; ties: lower head
+        number first."""
         order = jnp.argsort(-self.tokens_needed(obs), axis=-1, stable=True)
         return jnp.argsort(order, axis=-1).astype(jnp.int32)
 

@@ -1,4 +1,5 @@
-"""The one list of policies: it drives the command-line values, the README table and the generic tests."""
+"""The one list of policies: it drives the command-line values, the README table and the generic
+tests."""
 
 from collections.abc import Callable
 
@@ -21,8 +22,11 @@ def register(name: str) -> Callable[[type[Policy]], type[Policy]]:
     return add
 
 
-def get_policy(name: str, budget: float | None = None, arguments: dict[str, str] | None = None) -> Policy:
-    """Build a registered policy from text arguments; unknown names and arguments raise `UserError` with what exists."""
+def get_policy(
+    name: str, budget: float | None = None, arguments: dict[str, str] | None = None
+) -> Policy:
+    """Build a registered policy from text arguments; unknown names and arguments raise `UserError`
+    with what exists."""
     return make_policy(POLICIES[choose("policy", name, POLICIES)], budget, arguments or {})
 
 

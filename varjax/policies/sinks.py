@@ -10,16 +10,23 @@ def check_sinks(sinks: int, geometry: Geometry) -> None:
     """Refuse a number of sink scales that the schedule does not have."""
     stored = geometry.schedule.num_scales - 1
     if sinks and not 0 <= sinks <= stored:
-        raise UserError(f"sinks={sinks}: choose 1 to {stored} scales, or 0 to let the budget decide")
+        raise UserError(
+            f"sinks={sinks}: choose 1 to {stored} scales, or 0 to let the budget decide"
+        )
 
 
 def sink_scales(sinks: int, geometry: Geometry, budget: float) -> int:
-    """The number of sink scales: as given, or (0) up to three as long as they take at most half of a head's mean budget."""
+    """The number of sink scales: as given, or (0) up to three as long as they take at most half of
+    a head's mean budget."""
     if sinks:
         return sinks
     schedule = geometry.schedule
     half = budget * schedule.persistent_tokens / 2
-    fitting = [s for s in range(1, MOST_AUTOMATIC_SINKS + 1) if s < schedule.num_scales and schedule.ends[s - 1] <= half]
+    fitting = [
+        s
+        for s in range(1, MOST_AUTOMATIC_SINKS + 1)
+        if s < schedule.num_scales and schedule.ends[s - 1] <= half
+    ]
     return max(fitting, default=min(1, schedule.num_scales - 1))
 
 

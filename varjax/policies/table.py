@@ -20,11 +20,14 @@ class Table(Policy):
     """Keep what a file says: `--policy=table --policy_args=path=KEEP.npz`.
 
     The file holds exactly one of
-      keep_scale: bool [K, layers, heads, K]; [s, l, n, j] = scale s may see the tokens of scale j in that head.
-      keep_token: bool [K, layers, heads, tokens], or [K, layers, rows, heads, tokens] with rows = 2 * images (conditional, then
-        unconditional): contents that differ per row, as those of content-dependent policies do.
-    Entries for the current and later scales must be False, and what is dropped never returns; both are checked. Capacities follow from
-    the file (the most that any row keeps), so the budget is a check: a table that keeps more than `budget` is refused.
+      keep_scale: bool [K, layers, heads, K]; [s, l, n, j] = scale s may see the tokens of scale j
+        in that head.
+      keep_token: bool [K, layers, heads, tokens], or [K, layers, rows, heads, tokens] with rows = 2
+        * images (conditional, then unconditional): contents that differ per row, as those of
+        content-dependent policies do.
+    Entries for the current and later scales must be False, and what is dropped never returns; both
+    are checked. Capacities follow from the file (the most that any row keeps), so the budget is a
+    check: a table that keeps more than `budget` is refused.
 
     Args:
       path: the npz file.
@@ -49,7 +52,8 @@ class Table(Policy):
                 names = [n for n in ("keep_scale", "keep_token") if n in archive.files]
                 if len(names) != 1:
                     raise UserError(
-                        f"policy 'table': {self.path} must hold exactly one of keep_scale and keep_token, it holds: "
+                        f"policy 'table': {self.path} must hold exactly one of keep_scale and "
+                        f"keep_token, it holds: "
                         f"{', '.join(archive.files) or 'nothing'}"
                     )
                 return names[0], archive[names[0]]
@@ -63,7 +67,10 @@ class Table(Policy):
         k, layers, heads = geometry.schedule.num_scales, geometry.num_layers, geometry.num_heads
         tokens = geometry.schedule.total_tokens
         if keep.dtype != bool and not np.isin(keep, (0, 1)).all():
-            raise UserError(f"policy 'table': {name} has type {keep.dtype} with values other than 0 and 1; store bool")
+            raise UserError(
+                f"policy 'table': {name} has type {keep.dtype} with values other than 0 and 1; "
+                f"store bool"
+            )
         allowed = [(k, layers, heads, k if name == "keep_scale" else tokens)]
         fits = keep.shape == allowed[0]
         if name == "keep_token" and keep.ndim == 5:
@@ -73,7 +80,8 @@ class Table(Policy):
         if not fits:
             also = ", or with rows = 2 * images as third axis" if name == "keep_token" else ""
             raise UserError(
-                f"policy 'table': {name} has shape {keep.shape}, this model needs {allowed[0]} (scales, layers, heads, "
+                f"policy 'table': {name} has shape {keep.shape}, this model needs {allowed[0]} "
+                f"(scales, layers, heads, "
                 f"{'scales' if name == 'keep_scale' else 'tokens'}){also}"
             )
 
@@ -99,7 +107,8 @@ class Table(Policy):
         held = allocation.capacity(geometry).sum((1, 2)).max()
         if held > budget * geometry.dense_tokens + 1e-6:
             raise UserError(
-                f"policy 'table': {self.path} keeps up to {held / geometry.dense_tokens:.4f} of the full cache, more than "
+                f"policy 'table': {self.path} keeps up to {held / geometry.dense_tokens:.4f} of "
+                f"the full cache, more than "
                 f"budget={budget:g}: raise the budget or drop more"
             )
         return allocation
@@ -107,7 +116,8 @@ class Table(Policy):
     def check_images(self, num_images: int) -> None:
         if self._per_row() and self._content[1].shape[2] != 2 * num_images:
             raise UserError(
-                f"policy 'table': {self.path} has {self._content[1].shape[2]} rows (two per image), but the run makes "
+                f"policy 'table': {self.path} has {self._content[1].shape[2]} rows (two per "
+                f"image), but the run makes "
                 f"{num_images} images"
             )
 

@@ -24,7 +24,8 @@ def newest_and_sinks(geometry: Geometry, window: int, protected: int) -> StaticA
 @register("full")
 @dataclass(frozen=True, kw_only=True)
 class Full(Policy):
-    """Keep every token. The yardstick of the others; the last scale is not stored (nothing reads it)."""
+    """Keep every token. The yardstick of the others; the last scale is not stored (nothing reads
+    it)."""
 
     summary = "keep everything"
     shrinks = False
@@ -44,10 +45,13 @@ class Full(Policy):
 class SlidingWindow(Policy):
     """Sliding-window attention: every head keeps the newest tokens, no sinks.
 
-    Idea: locality. Used as a baseline by AMS-KV (Table 4). The window is floor(budget * F) tokens in every head and layer, counted
-    backwards from the last token stored, in raster order, so a scale may be cut in two. Queries always see all of their own scale.
+    Idea: locality. Used as a baseline by AMS-KV (Table 4). The window is floor(budget * F) tokens
+      in every head and layer, counted
+    backwards from the last token stored, in raster order, so a scale may be cut in two. Queries
+    always see all of their own scale.
 
-    Differs from: AMS-KV's runs give only "compression ratio 75 %"; token granularity is our reading.
+    Differs from: AMS-KV's runs give only "compression ratio 75 %"; token granularity is our
+      reading.
     """
 
     budget: float = 0.25
@@ -63,13 +67,15 @@ class SlidingWindow(Policy):
 class Streaming(Policy):
     """StreamingLLM (Xiao et al. 2023), as HeatKV and AMS-KV ("STA") run it on next-scale models.
 
-    Every head keeps the sink scales and the newest tokens; the budget left by the sinks is the window, uniform over heads.
+    Every head keeps the sink scales and the newest tokens; the budget left by the sinks is the
+    window, uniform over heads.
 
     Args:
-      sinks: scales that are never dropped. 3 is what HeatKV uses on Infinity; 0 (default) takes up to 3, as many as fit half of
-        the budget, so that small schedules keep room for a window.
+      sinks: scales that are never dropped. 3 is what HeatKV uses on Infinity; 0 (default) takes up
+        to 3, as many as fit half of the budget, so that small schedules keep room for a window.
 
-    Differs from: the original keeps four sink *tokens* of a text; here sinks are whole scales, which hold the image's layout.
+    Differs from: the original keeps four sink *tokens* of a text; here sinks are whole scales,
+      which hold the image's layout.
     """
 
     budget: float = 0.25

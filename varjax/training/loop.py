@@ -73,7 +73,7 @@ def run(stage: Stage, out, intervals: Intervals, quiet: bool = False) -> dict:
         state, start = stage.initial_state(), folder.latest_step()
         if start:
             state = folder.restore(state)
-            _say(f"{stage.name}: resuming after step {start} of {stage.steps}", quiet)
+            say(f"{stage.name}: resuming after step {start} of {stage.steps}", quiet)
         folder.keep_history(start)
         return _loop(stage, folder, state, start, intervals, quiet)
     finally:
@@ -93,10 +93,10 @@ def _loop(stage, folder: StageFolder, state, start: int, intervals: Intervals, q
             entry["images_per_second"] = round(count * stage.batch_size / (now - last), 2)
             left = (now - begin) / (done - start) * (stage.steps - done)
             window, last = [], now
-            _say(f"{stage.name} {_line(entry, stage.steps)}  about {left:.0f} s left", quiet)
+            say(f"{stage.name} {_line(entry, stage.steps)}  about {left:.0f} s left", quiet)
             if final or done % intervals.validate == 0:
                 entry["validation"] = stage.validate(state)
-                _say(f"{stage.name} validation {_numbers(entry['validation'])}", quiet)
+                say(f"{stage.name} validation {_numbers(entry['validation'])}", quiet)
                 last = time.monotonic()
             folder.append_history(entry)
         if final or done % intervals.checkpoint == 0:
@@ -136,6 +136,7 @@ def _numbers(values: Mapping) -> str:
     return "  ".join(parts)
 
 
-def _say(text: str, quiet: bool) -> None:
+def say(text: str, quiet: bool) -> None:
+    """One line on standard error."""
     if not quiet:
         print(text, file=sys.stderr, flush=True)

@@ -68,7 +68,8 @@ def build(settings: OptimizerSettings) -> optax.GradientTransformation:
 
 def initial_state(params: Mapping, settings: OptimizerSettings) -> dict:
     """{"params", "ema", "optimizer", "step"}: what a checkpoint holds, all arrays."""
-    params = {name: jnp.asarray(value) for name, value in params.items()}
+    # an explicit type: weakly typed leaves would make the first step compile twice
+    params = {name: jnp.asarray(value, value.dtype) for name, value in params.items()}
     return {
         "params": params,
         "ema": jax.tree.map(jnp.copy, params),

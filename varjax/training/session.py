@@ -67,10 +67,12 @@ def _finished_codec(stage: VQVAEStage, out) -> dict:
 
 def _train_transformer(settings: Settings, splits, codec, out, intervals, quiet: bool) -> Path:
     training = settings.var
-    tokens = cached_tokens(
-        Path(out) / "var" / "tokens.npz",
-        lambda: tokenise(codec, splits, training.batch_size, training.max_validation),
-    )
+
+    def make_tokens():
+        loop.say(f"var: tokenising {len(splits.train)} pictures and their mirror images", quiet)
+        return tokenise(codec, splits, training.batch_size, training.max_validation)
+
+    tokens = cached_tokens(Path(out) / "var" / "tokens.npz", make_tokens)
     config = settings.transformer(splits.num_classes)
     stage = VARStage(config, training, codec, tokens, settings.of_stage("var"))
     state = loop.run(stage, out, intervals, quiet)

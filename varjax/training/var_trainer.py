@@ -85,6 +85,42 @@ def cached_tokens(path: Path, make) -> TokenSet:
     return tokens
 
 
+@dataclass(frozen=True)
+class _Programs:
+    """The compiled parts. Frozen, so that runs of the same settings in one process share them."""
+
+    config: VARConfig
+    training: VARTraining
+
+    def transformer(self, params: Mapping) -> VAR:
+        abstract = parameters.abstract(lambda: VAR(self.config, rngs=nnx.Rngs(0)))
+        return parameters.fill(abstract, params)
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+    def train(self, state: dict, quantizer, tokens, labels, key):
+        drop = jax.random.bernoulli(key, self.config.cond_drop_rate, labels.shape)
+        labels = jnp.where(drop, self.config.null_label, labels)
+
+        def loss_of(params):
+            loss, right = self._predict(params, quantizer, tokens, labels)
+            return loss.mean(), right.mean()
+
+        (loss, right), gradients = jax.value_and_grad(loss_of, has_aux=True)(state["params"])
+        state, norm = optimizer.update(state, gradients, self.training.optimizer)
+        return state, {"loss": loss, "accuracy": right, "gradient_norm": norm}
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def evaluate(self, params: dict, quantizer, tokens, labels):
+        return jnp.stack([x.mean(0) for x in self._predict(params, quantizer, tokens, labels)])
+
+    def _predict(self, params: dict, quantizer, tokens, labels):
+        """Cross entropy [B, L] and whether the likeliest token is right [B, L]."""
+        model = cast(self.transformer(params), jnp.dtype(self.training.dtype))
+        logits = model(labels, quantizer.teacher_inputs(tokens))
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
+        return loss, (logits.argmax(-1) == tokens).astype(jnp.float32)
+
+
 class VARStage:
     """A stage for `varjax.training.loop`."""
 
@@ -101,7 +137,7 @@ class VARStage:
         self.config, self.training, self.tokens, self.settings = config, training, tokens, settings
         self.steps, self.batch_size = training.optimizer.steps, training.batch_size
         self._quantizer = codec.quantizer
-        self._abstract = parameters.abstract(lambda: VAR(config, rngs=nnx.Rngs(0)))
+        self._programs = _Programs(config, training)
 
     def initial_state(self) -> dict:
         model = VAR(self.config, rngs=nnx.Rngs(self.training.seed))
@@ -109,7 +145,7 @@ class VARStage:
 
     def transformer(self, state: Mapping) -> VAR:
         """The transformer with averaged weights."""
-        return parameters.fill(self._abstract, state["ema"])
+        return self._programs.transformer(state["ema"])
 
     def step(self, state: dict, n: int) -> tuple[dict, dict]:
         seed, labels = self.training.seed, self.tokens.train_labels
@@ -117,7 +153,7 @@ class VARStage:
         mirrored = batches.flips(self.batch_size, seed, n).astype(int)
         key = jax.random.fold_in(jax.random.key(seed), n)
         tokens = self.tokens.train[mirrored, chosen]
-        return self._train(state, self._quantizer, tokens, labels[chosen], key)
+        return self._programs.train(state, self._quantizer, tokens, labels[chosen], key)
 
     def validate(self, state: dict) -> dict:
         """Cross entropy in nats per token: mean, and per scale; share of tokens guessed right."""
@@ -126,7 +162,9 @@ class VARStage:
         parts = []
         for start in range(0, len(labels) - size + 1, size):
             rows = slice(start, start + size)
-            parts.append(self._evaluate(state["ema"], self._quantizer, tokens[rows], labels[rows]))
+            parts.append(
+                self._programs.evaluate(state["ema"], self._quantizer, tokens[rows], labels[rows])
+            )
         loss, right = np.mean(jax.device_get(parts), axis=0)  # [L] each
         schedule = self.config.schedule
         scales = [
@@ -134,29 +172,3 @@ class VARStage:
             for a, b in zip(schedule.starts, schedule.ends, strict=True)
         ]
         return {"loss": float(loss.mean()), "accuracy": float(right.mean()), "per_scale": scales}
-
-    # --- device side ---
-
-    @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-    def _train(self, state: dict, quantizer, tokens, labels, key):
-        drop = jax.random.bernoulli(key, self.config.cond_drop_rate, labels.shape)
-        labels = jnp.where(drop, self.config.null_label, labels)
-
-        def loss_of(params):
-            loss, right = self._predict(params, quantizer, tokens, labels)
-            return loss.mean(), right.mean()
-
-        (loss, right), gradients = jax.value_and_grad(loss_of, has_aux=True)(state["params"])
-        state, norm = optimizer.update(state, gradients, self.training.optimizer)
-        return state, {"loss": loss, "accuracy": right, "gradient_norm": norm}
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def _evaluate(self, params: dict, quantizer, tokens, labels):
-        return jnp.stack([x.mean(0) for x in self._predict(params, quantizer, tokens, labels)])
-
-    def _predict(self, params: dict, quantizer, tokens, labels):
-        """Cross entropy [B, L] and whether the likeliest token is right [B, L]."""
-        model = cast(parameters.fill(self._abstract, params), jnp.dtype(self.training.dtype))
-        logits = model(labels, quantizer.teacher_inputs(tokens))
-        loss = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
-        return loss, (logits.argmax(-1) == tokens).astype(jnp.float32)

@@ -51,6 +51,64 @@ class VQVAETraining:
             )
 
 
+@dataclass(frozen=True)
+class _Programs:
+    """The compiled parts. Frozen, so that runs of the same settings in one process share them."""
+
+    config: VQVAEConfig
+    training: VQVAETraining
+
+    def codec(self, params: Mapping) -> VQVAE:
+        abstract = parameters.abstract(lambda: VQVAE(self.config, rngs=nnx.Rngs(0)))
+        return parameters.fill(abstract, params)
+
+    @functools.partial(jax.jit, static_argnums=(0, 3), donate_argnums=1)
+    def train(self, state: dict, images, quantise: bool):
+        (_, (metrics, used)), gradients = jax.value_and_grad(self._loss, has_aux=True)(
+            state["params"], images, quantise
+        )
+        state = {**state, "usage": state["usage"] + used}
+        state, norm = optimizer.update(state, gradients, self.training.optimizer)
+        return state, {**metrics, "gradient_norm": norm}
+
+    def _loss(self, params: dict, images, quantise: bool):
+        codec = self.codec(params)
+        dtype = jnp.dtype(self.training.dtype)
+        latents, extra, used = codec.encode(images, dtype), 0.0, 0
+        if quantise:
+            latents, tokens, extra = codec.quantizer.quantize(latents)
+            used = jnp.zeros(self.config.vocab_size).at[tokens.reshape(-1)].add(1)
+        difference = codec.decode(latents, clip=False, dtype=dtype) - images
+        l1, mse = jnp.abs(difference).mean(), jnp.square(difference).mean()
+        loss = l1 + mse + extra
+        metrics = {"loss": loss, "l1": l1, "mse": mse}
+        return loss, ({**metrics, "quantizer": extra} if quantise else metrics, used)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def ideal_residuals(self, state: dict, images):
+        """[B * L, C] vectors that the first codes have to stand for."""
+        codec = self.codec(state["params"])
+        vectors = codec.quantizer.exact_residuals(codec.encode(images))
+        return vectors.reshape(-1, vectors.shape[-1])
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def reseed(self, state: dict, images, key) -> dict:
+        codec = self.codec(state["params"])
+        vectors = codec.quantizer.pooled_residuals(codec.encode(images))
+        codes, moved = codebook.reseed(
+            key, state["params"][CODES], state["usage"], vectors.reshape(-1, vectors.shape[-1])
+        )
+        return _with_codes(state, codes, moved)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def reconstruction_error(self, codec: VQVAE, images):
+        """([2, B] mean squared and absolute error of pixels in [0, 1], [V] usage)."""
+        tokens = codec.images_to_tokens(images)
+        difference = (codec.tokens_to_images(tokens) - images) / 2
+        errors = jnp.stack([jnp.square(difference), jnp.abs(difference)]).mean((2, 3, 4))
+        return errors, jnp.zeros(self.config.vocab_size).at[tokens.reshape(-1)].add(1)
+
+
 class VQVAEStage:
     """A stage for `varjax.training.loop`."""
 
@@ -61,17 +119,18 @@ class VQVAEStage:
     ):
         self.config, self.training, self.splits, self.settings = config, training, splits, settings
         self.steps, self.batch_size = training.optimizer.steps, training.batch_size
-        self._abstract = parameters.abstract(lambda: VQVAE(config, rngs=nnx.Rngs(0)))
+        self._programs = _Programs(config, training)
 
     def initial_state(self) -> dict:
         """Optimiser state plus `usage` [V], how often each code was used since the last look."""
+
         codec = VQVAE(self.config, rngs=nnx.Rngs(self.training.seed))
         state = optimizer.initial_state(parameters.named(codec), self.training.optimizer)
         return {**state, "usage": jnp.zeros(self.config.vocab_size)}
 
-    def codec(self, state: Mapping, average: bool = True) -> VQVAE:
-        """The codec of a state, with averaged weights unless told otherwise."""
-        return parameters.fill(self._abstract, state["ema" if average else "params"])
+    def codec(self, state: Mapping) -> VQVAE:
+        """The codec with averaged weights."""
+        return self._programs.codec(state["ema"])
 
     def step(self, state: dict, n: int) -> tuple[dict, dict]:
         training, images = self.training, self._images(n)
@@ -81,8 +140,8 @@ class VQVAEStage:
             state = self._place_codes(state, n)
         elif quantise and since % training.reseed_every == 0:
             if n <= training.reseed_until * self.steps:
-                state = self._reseed(state, images, self._key(n))
-        return self._train(state, images, quantise)
+                state = self._programs.reseed(state, images, self._key(n))
+        return self._programs.train(state, images, quantise)
 
     def validate(self, state: dict) -> dict:
         """PSNR in dB (mean over pictures), mean absolute error in [0, 1], use of the codebook."""
@@ -92,7 +151,7 @@ class VQVAEStage:
         errors, usage = [], 0
         for start in range(0, count - size + 1, size):
             images = jnp.asarray(to_float(pictures.images[start : start + size]))
-            found, used = self._reconstruction_error(codec, images)
+            found, used = self._programs.reconstruction_error(codec, images)
             errors.append(found)
             usage = usage + used
         mse, mae = jnp.concatenate(errors, axis=1)
@@ -121,58 +180,12 @@ class VQVAEStage:
         wanted = VECTORS_PER_CODE * self.config.vocab_size
         per_batch = self.batch_size * self.config.schedule.total_tokens
         rounds = max(1, -(-wanted // per_batch))
-        vectors = [self._ideal_residuals(state, self._images(n + i)) for i in range(rounds)]
+        vectors = [
+            self._programs.ideal_residuals(state, self._images(n + i)) for i in range(rounds)
+        ]
         codes = _k_means(self._key(n), jnp.concatenate(vectors)[:wanted], self.config.vocab_size)
         everywhere = jnp.ones(self.config.vocab_size, bool)
         return _with_codes(state, codes, everywhere)
-
-    # --- device side ---
-
-    @functools.partial(jax.jit, static_argnums=(0, 3), donate_argnums=1)
-    def _train(self, state: dict, images, quantise: bool):
-        (_, (metrics, used)), gradients = jax.value_and_grad(self._loss, has_aux=True)(
-            state["params"], images, quantise
-        )
-        state = {**state, "usage": state["usage"] + used}
-        state, norm = optimizer.update(state, gradients, self.training.optimizer)
-        return state, {**metrics, "gradient_norm": norm}
-
-    def _loss(self, params: dict, images, quantise: bool):
-        codec = parameters.fill(self._abstract, params)
-        dtype = jnp.dtype(self.training.dtype)
-        latents, extra, used = codec.encode(images, dtype), 0.0, 0
-        if quantise:
-            latents, tokens, extra = codec.quantizer.quantize(latents)
-            used = jnp.zeros(self.config.vocab_size).at[tokens.reshape(-1)].add(1)
-        difference = codec.decode(latents, clip=False, dtype=dtype) - images
-        l1, mse = jnp.abs(difference).mean(), jnp.square(difference).mean()
-        loss = l1 + mse + extra
-        metrics = {"loss": loss, "l1": l1, "mse": mse}
-        return loss, ({**metrics, "quantizer": extra} if quantise else metrics, used)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def _ideal_residuals(self, state: dict, images):
-        """[B * L, C] vectors that the first codes have to stand for."""
-        codec = self.codec(state, average=False)
-        vectors = codec.quantizer.exact_residuals(codec.encode(images))
-        return vectors.reshape(-1, vectors.shape[-1])
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def _reseed(self, state: dict, images, key) -> dict:
-        codec = self.codec(state, average=False)
-        vectors = codec.quantizer.pooled_residuals(codec.encode(images))
-        codes, moved = codebook.reseed(
-            key, state["params"][CODES], state["usage"], vectors.reshape(-1, vectors.shape[-1])
-        )
-        return _with_codes(state, codes, moved)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def _reconstruction_error(self, codec: VQVAE, images):
-        """([2, B] mean squared and absolute error of pixels in [0, 1], [V] usage)."""
-        tokens = codec.images_to_tokens(images)
-        difference = (codec.tokens_to_images(tokens) - images) / 2
-        errors = jnp.stack([jnp.square(difference), jnp.abs(difference)]).mean((2, 3, 4))
-        return errors, jnp.zeros(self.config.vocab_size).at[tokens.reshape(-1)].add(1)
 
 
 _k_means = jax.jit(codebook.k_means, static_argnums=(2, 3))
