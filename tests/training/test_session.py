@@ -42,7 +42,7 @@ def test_losses_fall_and_the_model_loads(tiny, tmp_path, capsys):
     for stage in ("vqvae", "var"):
         history = _history(out, stage)
         assert [e["step"] for e in history] == list(range(2, 41, 2))
-        assert history[-1]["loss"] < 0.8 * history[0]["loss"]
+        assert history[-1]["loss"] < 0.9 * history[0]["loss"]
     codec, var = (_history(out, stage)[-1]["validation"] for stage in ("vqvae", "var"))
     assert codec["codes_used"] > 8 and codec["psnr"] > 9
     assert len(var["per_scale"]) == 3 and np.isfinite(var["per_scale"]).all()
