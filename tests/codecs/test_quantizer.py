@@ -16,7 +16,15 @@ from varjax.schedule import Schedule
 SMALL = VQVAEConfig(
     vocab_size=24, z_channels=4, ch=32, ch_mult=(1, 1), schedule=Schedule.square((1, 2, 3, 4))
 )
-SCHEDULES = {"square": "1x1;2x2;3x3;4x4", "wide": "1x2;2x3;3x5", "single": "3x2"}
+# schedule, share_quant_resi, quant_resi
+VARIANTS = {
+    "shared by ticks": ("1x1;2x2;3x3;4x4", 4, 0.5),
+    "one phi": ("1x1;2x2;4x4", 1, 0.5),
+    "own phi, negative ratio": ("1x1;2x2;4x4", 0, -0.5),
+    "no phi": ("1x1;2x2;4x4", 4, 0.0),
+    "not square": ("1x2;2x3;3x5", 2, 0.5),
+    "single scale": ("3x2", 4, 0.5),
+}
 
 
 def _quantizer(**changes) -> Quantizer:
@@ -35,9 +43,7 @@ def _features(config, batch=2):
     )
 
 
-@pytest.mark.parametrize("text", SCHEDULES.values(), ids=SCHEDULES.keys())
-@pytest.mark.parametrize("share", [0, 1, 2, 4])
-@pytest.mark.parametrize("quant_resi", [0.5, -0.5, 0.0])
+@pytest.mark.parametrize(("text", "share", "quant_resi"), VARIANTS.values(), ids=VARIANTS)
 def test_shapes_and_agreement(text, share, quant_resi):
     """Tokens, running sums, teacher inputs and the training forward are one quantisation."""
     quantizer = _quantizer(
