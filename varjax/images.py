@@ -14,7 +14,9 @@ from varjax.extras import require
 from varjax.files import writing
 
 GAP = 2  # white pixels between the tiles of a grid
-CAPTION_HEIGHT = 14  # pixels of the strip under each tile
+LINE_HEIGHT = 12  # pixels of a line of caption
+CAPTION_LINES = 2
+CAPTION_HEIGHT = CAPTION_LINES * LINE_HEIGHT + 2
 
 
 def to_uint8(images: Float[Array | np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "N H W 3"]:
@@ -118,13 +120,27 @@ def _with_captions(images: np.ndarray, labels: Sequence[str]) -> np.ndarray:
 
 
 def _caption(text: str, width: int) -> UInt8[np.ndarray, "height width 3"]:
-    """Black text on white in pillow's own font, as many letters as fit."""
+    """Black text on white in pillow's own font, broken at spaces, as much as fits `CAPTION_LINES`."""
     pillow = require("PIL.Image", extra="eval", purpose="writing captions")
     draw_module = require("PIL.ImageDraw", extra="eval", purpose="writing captions")
     strip = pillow.new("RGB", (width, CAPTION_HEIGHT), "white")
     draw = draw_module.Draw(strip)
     shown = text.encode("latin-1", "replace").decode("latin-1")  # what every font of pillow has
-    while shown and draw.textlength(shown) > width:
-        shown = shown[:-1]
-    draw.text((0, 1), shown, fill="black")
+    for i, line in enumerate(_lines(shown, lambda part: draw.textlength(part) <= width)):
+        draw.text((0, i * LINE_HEIGHT), line, fill="black")
     return np.asarray(strip)
+
+
+def _lines(text: str, fits) -> list[str]:
+    """At most `CAPTION_LINES` lines of whole words; a word that does not fit is cut."""
+    lines: list[str] = []
+    for word in text.split():
+        if lines and fits(f"{lines[-1]} {word}"):
+            lines[-1] = f"{lines[-1]} {word}"
+            continue
+        if len(lines) == CAPTION_LINES:
+            break
+        while not fits(word):
+            word = word[:-1]
+        lines.append(word)
+    return lines

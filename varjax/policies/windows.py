@@ -27,7 +27,7 @@ class Full(Policy):
     """Keep every token. The yardstick of the others; the last scale is not stored (nothing reads
     it)."""
 
-    summary = "keep everything"
+    summary = "everything"
     shrinks = False
 
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> StaticAllocation:
