@@ -120,7 +120,7 @@ def _with_captions(images: np.ndarray, labels: Sequence[str]) -> np.ndarray:
 
 
 def _caption(text: str, width: int) -> UInt8[np.ndarray, "height width 3"]:
-    """Black text on white in pillow's own font, broken at spaces, as much as fits `CAPTION_LINES`."""
+    """Black text on white in pillow's own font, broken at spaces: what fits `CAPTION_LINES`."""
     pillow = require("PIL.Image", extra="eval", purpose="writing captions")
     draw_module = require("PIL.ImageDraw", extra="eval", purpose="writing captions")
     strip = pillow.new("RGB", (width, CAPTION_HEIGHT), "white")
