@@ -1,0 +1,42 @@
+"""The command: flags become settings, and wrong ones end with status 2 and one message."""
+
+import pytest
+
+from experiments import train
+from varjax import command_line
+
+
+def _run(*flags: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        command_line.run(train.main, ["train", *flags])
+    return stop.value.code or 0
+
+
+WRONG = {
+    "list": (["--patch_nums=1,a"], "--patch_nums=1,a is not valid: it must be integers"),
+    "sizes": (["--patch_nums=1,2,5"], "which makes 40 pixels"),
+    "data": (["--data=nowhere"], "there is no file or folder nowhere"),
+    "stage": (["--stage=vqvea"], "did you mean 'vqvae'"),
+    "interval": (["--log_every=7"], "must be a multiple of --log_every=7"),
+    "codec first": (["--stage=var"], "holds no trained codec"),
+}
+
+
+@pytest.mark.parametrize(("flags", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_flags(pictures, tmp_path, capsys, flags, message):
+    out = tmp_path / "run"
+    assert _run(f"--data={pictures}", f"--out={out}", *flags) == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_flags_become_settings(pictures, tmp_path, monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(train.session, "train", lambda *given: seen.append(given))
+    flags = ["--patch_nums=1,4", "--ch_mult=1,2,2", "--image_size=16", "--noshared_aln"]
+    assert _run(f"--data={pictures}", f"--out={tmp_path}/x", "--stage=vqvae", *flags) == 0
+    settings, stage, out, intervals, quiet = seen[0]
+    assert (settings.patch_nums, settings.ch_mult) == ((1, 4), (1, 2, 2))
+    assert (settings.shared_aln, settings.depth, stage, quiet) == (False, 4, "vqvae", False)
+    assert out == f"{tmp_path}/x" and intervals.log == 20
+    assert "continue with --stage=var" in capsys.readouterr().out
