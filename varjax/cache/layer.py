@@ -235,7 +235,8 @@ def _store_dynamic(
     if segment.moves:
         width = kv.shape[-1]
         old = state.kv_pool.reshape(len(rows), -1, width)[rows[:, :, None], held.slots]
-        kv = jnp.concatenate([old, kv.astype(old.dtype)], axis=2)
+        # the barrier keeps XLA from reading the pool inside the write, for which it would copy it
+        kv = jax.lax.optimization_barrier(jnp.concatenate([old, kv.astype(old.dtype)], axis=2))
     else:
         slots = slots[..., stored:]
     state = replace(state, position=position)

@@ -1,0 +1,70 @@
+"""The compiled program updates the pool in place: no second pool, no copy of its shape."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from varjax import engine, policies
+from varjax.cache.planner import plan_cache
+from varjax.cache.state import KVState
+from varjax.codecs.vqvae import VQVAE, VQVAEConfig
+from varjax.models import parameters
+from varjax.models.pipeline import VARPipeline
+from varjax.models.var import VAR, VARConfig
+from varjax.sampling import Sampling, image_keys
+from varjax.schedule import Schedule
+from varjax.segments import plan_segments
+
+SCHEDULE = Schedule.square((1, 2, 4, 6, 9, 12, 16))
+POLICIES = {
+    "full": policies.Full(),
+    "streaming": policies.Streaming(budget=0.5),
+    "headkv": policies.HeadKV(budget=0.5),
+}
+
+
+def abstract_model() -> VARPipeline:
+    """Many thin layers and few codes, so that the pool is the largest thing in the program."""
+    transformer = VARConfig(
+        depth=128, embed_dim=64, num_heads=2, vocab_size=16, z_channels=4, schedule=SCHEDULE
+    )
+    codec = VQVAEConfig(ch=32, ch_mult=(1,), vocab_size=16, z_channels=4, schedule=SCHEDULE)
+    return VARPipeline(
+        parameters.abstract(lambda: VAR(transformer, rngs=nnx.Rngs(0))),
+        parameters.abstract(lambda: VQVAE(codec, rngs=nnx.Rngs(0))),
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_pool_is_never_copied(policy):
+    model, batch = abstract_model(), 4
+    plan = plan_cache(model.geometry, policy)
+    segments = plan_segments(SCHEDULE)
+    spec = engine.ProgramSpec.of(plan, policy, segments, Sampling(greedy=True))
+    state = jax.eval_shape(lambda: KVState.empty(plan, batch, jnp.float32))
+    program = (
+        jax.jit(partial(engine.generate_codes, spec=spec), donate_argnums=1)
+        .lower(
+            model,
+            state,
+            jax.ShapeDtypeStruct((batch,), jnp.int32),
+            jax.eval_shape(lambda: image_keys(0, jnp.arange(batch))),
+            engine.program_tables(plan, policy, segments, np.arange(batch)),
+            None,
+        )
+        .compile()
+    )
+    pool = state.kv_pool
+    rows, blocks, size, width = pool.shape
+    copies = re.findall(
+        rf"= f32\[{rows},(?:{blocks},{size}|{blocks * size}),{width}\]\S* copy\(", program.as_text()
+    )
+    assert not copies
+    analysis = program.memory_analysis()
+    assert analysis.temp_size_in_bytes < pool.size * 4
+    assert analysis.alias_size_in_bytes >= pool.size * 4
