@@ -26,10 +26,12 @@ from varjax.files import writing
 from varjax.geometry import Geometry
 from varjax.memory import show_bytes
 from varjax.models import registry
+from varjax.models.published_geometry import GEOMETRIES
 from varjax.policies import POLICIES, get_policy
 
 FLAGS = command_line.CommandFlags()
-MODEL = FLAGS.string("model", None, f"Published name: {', '.join(registry.PRESETS)}.")
+NAMES = sorted({*registry.PRESETS, *GEOMETRIES}, key=lambda name: (name in GEOMETRIES, name))
+MODEL = FLAGS.string("model", None, f"Published name: {', '.join(NAMES)}.")
 CHECKPOINT = FLAGS.string(
     "checkpoint",
     None,
@@ -67,7 +69,9 @@ def geometry() -> tuple[str, Geometry]:
     if GEOMETRY.value:
         return "geometry", Geometry.parse(GEOMETRY.value)
     if MODEL.value:
-        choose("model", MODEL.value, registry.PRESETS)
+        choose("model", MODEL.value, NAMES)
+        if MODEL.value in GEOMETRIES:
+            return MODEL.value, GEOMETRIES[MODEL.value]
     model = settings.abstract_model(MODEL.value or CHECKPOINT.value)
     return model.name, model.geometry
 
@@ -136,12 +140,11 @@ def text(name: str, plan: CachePlan, batch_size: int, dtype: str) -> str:
 def main(argv) -> None:
     name, model_geometry = geometry()
     policy = get_policy(POLICY.value, BUDGET.value, command_line.typed_pairs(POLICY_ARGS.value))
-    if CALIBRATION.value:
-        raise UserError(f"policy {policy.name!r} uses no calibration: leave out --calibration")
+    calibration = settings.read_calibration(CALIBRATION.value, policy, model_geometry)
     target = pathlib.Path(SAVE.value) if SAVE.value else None
     if target and target.exists() and not OVERWRITE.value:
         raise UserError(f"{target} exists already: choose another file or add --overwrite")
-    plan = plan_cache(model_geometry, policy)
+    plan = plan_cache(model_geometry, policy, calibration)
     print(text(name, plan, BATCH_SIZE.value, DTYPE.value))
     if target:
         with writing(target) as file:

@@ -43,6 +43,7 @@ BUDGET = FLAGS.floating(
 POLICY_ARGS = FLAGS.string(
     "policy_args", "", "Further arguments of the policy: key=value,key=value."
 )
+CALIBRATION = FLAGS.string("calibration", None, "Calibration file, for policies that use one.")
 LABELS = FLAGS.string("labels", None, "Class numbers, one image each: 3,7,7.")
 NUM_IMAGES = FLAGS.integer("num_images", None, "Number of images, over all classes in turn.")
 PROMPTS = FLAGS.string("prompts", None, "File with one prompt per line (text-to-image models).")
@@ -111,7 +112,8 @@ def resolve() -> settings.RunSettings:
     labels = settings.choose_labels(LABELS.value, NUM_IMAGES.value, model.num_classes)
     policy = get_policy(POLICY.value, BUDGET.value, command_line.typed_pairs(POLICY_ARGS.value))
     policy.check_images(len(labels))
-    plan = plan_cache(model.geometry, policy)
+    calibration = settings.read_calibration(CALIBRATION.value, policy, model.geometry)
+    plan = plan_cache(model.geometry, policy, calibration)
     sampling = Sampling.recommended(
         dict(model.metadata.get("sampling", {})),
         cfg=CFG.value,
@@ -143,6 +145,7 @@ def resolve() -> settings.RunSettings:
             GIVEN_TOKENS.value, len(labels), model.geometry, vocabulary
         ),
         given_scales=_given_scales(model.geometry.schedule.num_scales),
+        calibration=None if calibration is None else calibration.digest,
     )
 
 
@@ -219,12 +222,14 @@ def generate_series(
         cache_plan=plan,
     )
     done, total = folder.finished(series), len(run.labels)
-    progress = command_line.Progress(f"{policy.name}: image", total)
-    progress.note(
+    print(
         f"{policy.name}: compiling {len(generator.segments)} segments for batches of "
-        f"{run.batch_size}"
+        f"{run.batch_size}",
+        file=sys.stderr,
+        flush=True,
     )
     generator.compile(given=run.given_tokens is not None)
+    progress = command_line.Progress(f"{policy.name}: image", total, first=done)
     progress.note(f"{policy.name}: compiled in {generator.timing.compile_s:.1f} s")
     if done:
         progress.note(f"{policy.name}: {done} of {total} images are there already, continuing")
@@ -254,12 +259,12 @@ def main(argv) -> int | None:
         folder = RunFolder(pathlib.Path(OUT.value), fingerprint, overwrite=OVERWRITE.value)
     else:
         folder = RunFolder.fresh(f"{run.model.name}-{run.policy.name}", fingerprint)
-    folder.open()
     model = load_model(run.model, run.dtype)
-    generator = generate_series(run, model, folder, "main")
-    if run.compare:
-        generate_series(run, model, folder, "full")
-    report = run_report.finish(run, folder, generator)
+    with folder.working():
+        generator = generate_series(run, model, folder, "main")
+        if run.compare:
+            generate_series(run, model, folder, "full")
+        report = run_report.finish(run, folder, generator)
     print(run_report.table(report, folder.out))
     return None
 

@@ -17,6 +17,8 @@ from varjax.errors import UserError
 from varjax.geometry import Geometry
 from varjax.models import parameters, registry
 from varjax.policies import Policy
+from varjax.policies.calibration import Calibration
+from varjax.policies.calibration import load as load_calibration
 from varjax.sampling import Sampling
 
 ALL_CLASSES_UP_TO = (
@@ -112,9 +114,18 @@ def read_given_tokens(
     return tokens.astype(np.int32)
 
 
+def read_calibration(path: str | None, policy: Policy, geometry: Geometry) -> Calibration | None:
+    """The file of `--calibration=FILE`, refused for policies that would ignore it."""
+    if not path:
+        return None
+    if not policy.uses_calibration:
+        raise UserError(f"policy {policy.name!r} uses no calibration: leave out --calibration")
+    return load_calibration(path, geometry)
+
+
 @dataclass(frozen=True, eq=False)
 class RunSettings:
-    """A resolved run."""
+    """A resolved run. calibration: SHA-256 of the calibration file."""
 
     model: AbstractModel
     labels: np.ndarray
@@ -132,6 +143,7 @@ class RunSettings:
     save_arrays: bool
     given_tokens: np.ndarray | None = None
     given_scales: int | None = None
+    calibration: str | None = None
 
     def describe(self) -> dict:
         """JSON-able content: what decides the results."""
@@ -144,6 +156,8 @@ class RunSettings:
             "policy_args": policy_arguments(self.policy),
             "budget": self.policy.budget,
             "plan": self.plan.digest,
+            "policy_content": self.policy.content(),
+            "calibration": self.calibration,
             "sampling": dataclasses.asdict(self.sampling),
             "seed": self.seed,
             "batch_size": self.batch_size,

@@ -66,8 +66,21 @@ class StaticAllocation:
 
     def capacity(self, geometry: Geometry) -> np.ndarray:
         """int32 [K, L, N]: tokens held when each scale starts."""
+        counts = self.tokens_by_death(geometry)
         scales = range(geometry.schedule.num_scales)
-        return np.stack([self.visible(geometry, s).sum(-1) for s in scales]).astype(np.int32)
+        held = [counts[:, :, :s, s + 1 :].sum((-2, -1), dtype=np.int32) for s in scales]
+        return np.stack(held)
+
+    def tokens_by_death(self, geometry: Geometry) -> np.ndarray:
+        """int32 [L, N, K, K + 1]: how many tokens of each scale die at each scale; those that are
+        never stored count nowhere."""
+        schedule = geometry.schedule
+        num_scales = schedule.num_scales
+        counts = np.zeros((*self.death.shape[:2], num_scales, num_scales + 1), np.int32)
+        for j, (start, end) in enumerate(zip(schedule.starts, schedule.ends, strict=True)):
+            for death in range(j + 2, num_scales + 1):
+                counts[:, :, j, death] = (self.death[:, :, start:end] == death).sum(-1)
+        return counts
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ real numbers.
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -43,46 +44,90 @@ class HeadLayout:
 def static_layout(death: np.ndarray, schedule: Schedule, block_size: int) -> HeadLayout:
     """Place tokens with known deaths [tokens]: the longest-lived go to the blocks that live
     longest."""
-    slots: dict[
-        int, np.ndarray
-    ] = {}  # live virtual block -> death of the token in each slot, 0 if free
-    born, dies = [], []
+    most = sum(-(-t // block_size) for t in schedule.tokens)
+    slots = np.zeros((most, block_size), death.dtype)  # death of the token in each slot, 0 if free
+    born, dies = np.zeros(most, int), np.full(most, schedule.num_scales)
     token_slot = np.full((death.size, 2), -1, np.int32)
+    live, used = np.zeros(0, int), 0
     runs = [np.zeros((0, 3), np.int32)]
     for s in range(schedule.num_scales - 1):
-        for v in list(slots):
-            slots[v][slots[v] == s + 1] = 0
-            if not slots[v].any():
-                dies[v] = s + 1
-                del slots[v]
+        content = slots[live]
+        content[content == s + 1] = 0
+        slots[live] = content
+        emptied = ~content.any(1)
+        dies[live[emptied]] = s + 1
+        live = live[~emptied]
         new = np.arange(schedule.starts[s], schedule.ends[s])
         new = new[death[new] > s + 1]
         new = new[np.argsort(-death[new], kind="stable")]
-        by_death = sorted(slots, key=lambda v: (-slots[v].max(), v))
-        homes = [(v, offset) for v in by_death for offset in np.flatnonzero(slots[v] == 0)][
-            : new.size
-        ]
-        while len(homes) < new.size:
-            slots[len(born)] = np.zeros(block_size, death.dtype)
-            homes += [
-                (len(born), offset) for offset in range(min(block_size, new.size - len(homes)))
-            ]
-            born.append(s)
-            dies.append(schedule.num_scales)
-        for token, (v, offset) in zip(new, homes, strict=True):
-            slots[v][offset] = death[token]
-            token_slot[token] = v, offset
-        runs.append(_runs(slots))
-    return HeadLayout(np.array(born, int), np.array(dies, int), tuple(runs), token_slot)
+        block, offset = _free_slots(slots, live, new.size)
+        fresh = np.arange(new.size - block.size)
+        block = np.concatenate([block, used + fresh // block_size])
+        offset = np.concatenate([offset, fresh % block_size])
+        added = -(-fresh.size // block_size)
+        born[used : used + added] = s
+        live, used = np.concatenate([live, np.arange(used, used + added)]), used + added
+        slots[block, offset] = death[new]
+        token_slot[new] = np.stack([block, offset], -1)
+        runs.append(_runs(slots[live], live))
+    return HeadLayout(born[:used], dies[:used], tuple(runs), token_slot)
 
 
-def _runs(slots: dict[int, np.ndarray]) -> np.ndarray:
+def _free_slots(slots: np.ndarray, live: np.ndarray, wanted: int) -> tuple[np.ndarray, np.ndarray]:
+    """(block, offset) of at most `wanted` free slots of live blocks, the longest-lived first."""
+    by_death = live[np.lexsort((live, -slots[live].max(1, initial=0)))]
+    row, offset = np.nonzero(slots[by_death] == 0)
+    return by_death[row[:wanted]], offset[:wanted]
+
+
+def _runs(content: np.ndarray, live: np.ndarray) -> np.ndarray:
     """Contiguous occupied slots of every live block as rows (block, start, stop)."""
-    rows = []
-    for v in sorted(slots):
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], slots[v] > 0, [0]]).astype(np.int8)))
-        rows += [(v, a, b) for a, b in edges.reshape(-1, 2)]
-    return np.array(rows, np.int32).reshape(-1, 3)
+    edges = np.diff(np.pad(content > 0, ((0, 0), (1, 1))).astype(np.int8), axis=1)
+    row, start = np.nonzero(edges == 1)
+    return np.stack([live[row], start, np.nonzero(edges == -1)[1]], -1).astype(np.int32)
+
+
+@lru_cache(maxsize=1 << 14)
+def static_live_blocks(deaths: bytes, num_scales: int, block_size: int) -> np.ndarray:
+    """int [K]: what `static_layout` followed by `live_blocks` gives, without placing tokens.
+
+    `deaths` are the bytes of int32 [K, K + 1], tokens of a scale by death. Blocks of equal content
+    with consecutive numbers are one group (first number, how many, {death: tokens}); searching for
+    a budget asks for many heads, most of them seen before.
+    """
+    counts = np.frombuffer(deaths, np.int32).reshape(num_scales, -1)
+    groups: list[tuple[int, int, dict[int, int]]] = []
+    live, used = np.zeros(num_scales, int), 0
+    for s in range(num_scales - 1):
+        dropped = [(v, n, {d: c for d, c in held.items() if d > s + 1}) for v, n, held in groups]
+        groups = sorted((g for g in dropped if g[2]), key=lambda g: (-max(g[2]), g[0]))
+        new = [[d, int(counts[s, d])] for d in range(num_scales, s + 1, -1) if counts[s, d]]
+        groups = [part for group in groups for part in _fill(*group, new, block_size)]
+        added = -(-sum(c for _, c in new) // block_size)
+        groups += _fill(used, added, {}, new, block_size)
+        used += added
+        live[s + 1] = sum(n for _, n, _ in groups)
+    live.setflags(write=False)
+    return live
+
+
+def _fill(first: int, n: int, held: dict[int, int], new: list[list[int]], block_size: int) -> list:
+    """Put tokens ([death, how many], consumed) into `n` equal blocks; the groups that result."""
+    free, result = block_size - sum(held.values()), []
+    while n and free and new:
+        whole = new[0][1] // free
+        blocks, content, room = min(n, max(1, whole)), dict(held), free
+        while room and new:
+            death, tokens = new[0]
+            taken = min(room, tokens)
+            content[death] = content.get(death, 0) + taken
+            new[0][1] -= taken * (blocks if whole else 1)
+            room -= taken
+            if not new[0][1]:
+                new.pop(0)
+        result.append((first, blocks, content))
+        first, n = first + blocks, n - blocks
+    return result + ([(first, n, held)] if n else [])
 
 
 def region_layout(capacity: np.ndarray, block_size: int) -> HeadLayout:
@@ -141,6 +186,20 @@ def live_blocks(grid: list[list[HeadLayout]], num_scales: int) -> np.ndarray:
     """int [K, L]: blocks in use right after each store; the maximum is the size of the pool."""
     counts = {id(h): h.live_blocks(num_scales) for layer in grid for h in layer}
     return after_each_store(np.stack([sum(counts[id(h)] for h in layer) for layer in grid], 1))
+
+
+def peak_blocks(allocation: Allocation, geometry: Geometry, block_size: int) -> int:
+    """The size of the pool, without laying it out."""
+    num_scales = geometry.schedule.num_scales
+    if isinstance(allocation, RegionAllocation):
+        grid = layouts(allocation, geometry, block_size)
+        return int(live_blocks(grid, num_scales).max(initial=0))
+    counts = allocation.tokens_by_death(geometry)
+    layers = [
+        sum(static_live_blocks(head.tobytes(), num_scales, block_size) for head in layer)
+        for layer in counts
+    ]
+    return int(after_each_store(np.stack(layers, 1)).max(initial=0))
 
 
 def place(grid: list[list[HeadLayout]], num_scales: int) -> tuple[list[list[np.ndarray]], int]:

@@ -25,9 +25,10 @@ def plan_cache(geometry: Geometry, policy, calibration=None) -> CachePlan:
       UserError: the budget is infeasible (the message names the smallest feasible one), or the
         block size is.
     """
+    policy = policy.prepare(geometry, calibration)
     policy.check(geometry)
     allocate = lambda budget: policy.allocate(geometry, budget, calibration)  # noqa: E731
-    if policy.accounting == "tokens" or not policy.budgeted:
+    if policy.accounting == "tokens":
         allocation = allocate(policy.budget)
         block_size = policy.block_size or _least_rounding(geometry, allocation)
     else:
@@ -48,10 +49,7 @@ def _candidates(geometry: Geometry) -> tuple[int, ...]:
 
 def pool_slots(geometry: Geometry, allocation: Allocation, block_size: int) -> int:
     """Slots of the pool that an allocation needs, without building its tables."""
-    grid = allocator.layouts(allocation, geometry, block_size)
-    return (
-        int(allocator.live_blocks(grid, geometry.schedule.num_scales).max(initial=0)) * block_size
-    )
+    return allocator.peak_blocks(allocation, geometry, block_size) * block_size
 
 
 def peak_tokens(geometry: Geometry, allocation: Allocation) -> int:
@@ -77,19 +75,23 @@ def _charge_rounding(geometry: Geometry, policy, allocate) -> tuple[Allocation, 
     wanted = peak_tokens(geometry, exact)
     share = 1.0 if wanted == geometry.dense_tokens else KEPT_AT_LEAST
     lowest = policy.minimum_budget(geometry)
-    sizes = (check_block_size(policy.block_size),) if policy.block_size else _candidates(geometry)
-    for block_size in sizes:
+    asked = check_block_size(policy.block_size) if policy.block_size else 0
+    for block_size in (asked,) if asked else _candidates(geometry):
         allocation = _largest_that_fits(geometry, policy, allocate, lowest, limit, block_size)
         if allocation is None:
             continue
         kept = peak_tokens(geometry, allocation)
-        if policy.block_size or kept >= share * wanted:
+        loose = pool_slots(geometry, allocation, block_size) * KEPT_AT_LEAST > kept
+        if asked or (kept >= share * wanted and (policy.shrinks or not loose)):
             return allocation, block_size
-    hint = "a smaller block_size" if policy.block_size else "accounting=tokens"
+    fitting = (
+        b
+        for b in BLOCK_SIZES
+        if _largest_that_fits(geometry, policy, allocate, lowest, limit, b) is not None
+    )
     raise UserError(
-        f"policy {policy.name!r} at budget {policy.budget:g} does not fit {limit} slots in "
-        f"blocks of "
-        f"{policy.block_size or 1}: take a larger budget or {hint}"
+        f"policy {policy.name!r} at budget {policy.budget:g} does not fit {limit} slots in blocks "
+        f"of {asked}: choose block_size={next(fitting)} or smaller, or accounting=tokens"
     )
 
 

@@ -6,11 +6,15 @@ from varjax.policies.windows import Full, SlidingWindow, Streaming
 
 from varjax.policies.headkv import HeadKV  # isort: skip
 from varjax.policies.table import Table  # isort: skip
+from varjax.policies.heatkv import BinaryHeatKV, HeatKV, HeatKVNaive  # isort: skip
 
 __all__ = [
     "POLICIES",
+    "BinaryHeatKV",
     "Full",
     "HeadKV",
+    "HeatKV",
+    "HeatKVNaive",
     "Needs",
     "Observation",
     "Policy",

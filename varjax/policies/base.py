@@ -80,8 +80,17 @@ class Policy:
         True  # False: the contents are given and the budget is what they cost
     )
     shrinks: ClassVar[bool] = True  # False: `allocate` ignores the budget
+    uses_calibration: ClassVar[bool] = False
 
     # --- host -------------------------------------------------------------------------------------
+
+    def prepare(self, geometry: Geometry, calibration: Any) -> "Policy":
+        """This policy with what the calibration decides filled in; called before `check`.
+
+        Raises:
+          UserError: the policy needs a calibration, or another one.
+        """
+        return self
 
     def check(self, geometry: Geometry) -> None:
         """Raise `UserError` for arguments that cannot work on this model, before anything is
@@ -116,6 +125,11 @@ class Policy:
     def inputs(self, geometry: Geometry, allocation: Allocation, image_index: np.ndarray) -> Any:
         """Arrays [K, L, ...] that `select` wants per scale and layer, for a batch of images; None
         if there are none."""
+        return None
+
+    def content(self) -> str | None:
+        """What else decides the results, as text: for example the hash of a file named in the
+        arguments."""
         return None
 
     def check_images(self, num_images: int) -> None:

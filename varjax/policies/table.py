@@ -1,5 +1,6 @@
 """Run any retention pattern from a file, for ablations."""
 
+import hashlib
 import pathlib
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,6 +37,7 @@ class Table(Policy):
     path: str = ""
     summary = "what a file says, for ablations"
     budgeted = False
+    shrinks = False
 
     def check(self, geometry: Geometry) -> None:
         super().check(geometry)
@@ -112,6 +114,11 @@ class Table(Policy):
                 f"budget={budget:g}: raise the budget or drop more"
             )
         return allocation
+
+    def content(self) -> str:
+        """SHA-256 of the table, so that a run is not continued with another one."""
+        name, keep = self._content
+        return name + ":" + hashlib.sha256(np.packbits(keep.astype(bool)).tobytes()).hexdigest()
 
     def check_images(self, num_images: int) -> None:
         if self._per_row() and self._content[1].shape[2] != 2 * num_images:

@@ -1,0 +1,236 @@
+"""What was measured on a model before it is compressed, and the files that hold it.
+
+Two kinds of file are read: removal orders as published with HeatKV (a JSON list with one list of
+[head, layer] per source scale, least needed first) and our own calibration file (a JSON object, see
+`Calibration`). The scores that orders come from are pure functions of the attention mass beta.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from varjax.errors import UserError
+from varjax.files import writing
+from varjax.geometry import Geometry
+from varjax.schedule import Schedule
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Calibration:
+    """Measurements of one model. What was not measured, or what a file does not say, is None.
+
+    Letters: K scales, L layers, N heads, T = L * N, S source scales after the sinks.
+    model, schedule, num_layers, num_heads, guidance, num_samples: what was measured, and how.
+    orders: int32 [S, T, 2], (head, layer), least needed first; the last list belongs to scale K - 2
+      (HeatKV's S-CAS orders). A single list may order whole heads.
+    beta: float64 [L, N, K, K], attention mass from query scale to source scale, averaged over
+      queries and samples.
+    digest: SHA-256 of the file it was read from.
+    """
+
+    model: str | None = None
+    schedule: Schedule | None = None
+    num_layers: int | None = None
+    num_heads: int | None = None
+    guidance: float | None = None
+    num_samples: int | None = None
+    orders: np.ndarray | None = None
+    beta: np.ndarray | None = None
+    digest: str | None = None
+
+    def check(self, geometry: Geometry) -> None:
+        """Raise `UserError` if this was measured on a model of another shape or schedule."""
+        for name in ("schedule", "num_layers", "num_heads"):
+            made_for, wanted = getattr(self, name), getattr(geometry, name)
+            if made_for is not None and made_for != wanted:
+                raise UserError(
+                    f"the calibration was made for another model: its {name} is {made_for}, this "
+                    f"model has {wanted}; calibrate this model"
+                )
+        shape = (geometry.num_layers, geometry.num_heads, *2 * (geometry.schedule.num_scales,))
+        if self.beta is not None and self.beta.shape != shape:
+            raise UserError(
+                f"the calibration's beta has shape {self.beta.shape}, this model needs {shape} "
+                f"(layers, heads, query scales, source scales)"
+            )
+        if self.orders is not None:
+            for i, order in enumerate(self.orders):
+                read_order(f"order list {i}", order.tolist(), geometry)
+
+
+# --- files ---
+
+
+def save(calibration: Calibration, path: str | os.PathLike) -> None:
+    """Write our calibration file: a JSON object, arrays as nested lists, only what is known."""
+    content = {"format_version": FORMAT_VERSION}
+    for name, value in vars(calibration).items():
+        if value is None or name == "digest":
+            continue
+        value = str(value) if isinstance(value, Schedule) else value
+        content[name] = value.tolist() if isinstance(value, np.ndarray) else value
+    with writing(path) as file:
+        file.write(json.dumps(content).encode())
+
+
+def load(path: str | os.PathLike, geometry: Geometry) -> Calibration:
+    """Read either kind of file for a model.
+
+    Raises:
+      UserError: unreadable, malformed (the message names list and entry), or for another model.
+    """
+    try:
+        data = pathlib.Path(path).read_bytes()
+        content = json.loads(data)
+    except OSError as error:
+        raise UserError(f"calibration {path}: cannot read the file: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"calibration {path}: it is not JSON: {error}") from None
+    digest = hashlib.sha256(data).hexdigest()
+    try:
+        if isinstance(content, list):
+            return Calibration(orders=read_orders(content, geometry), digest=digest)
+        if isinstance(content, dict):
+            return _from_object(content, geometry, digest)
+        raise UserError(
+            "expected a list of removal orders or an object of measurements, found "
+            f"{type(content).__name__}"
+        )
+    except UserError as error:
+        raise UserError(f"calibration {path}: {error}") from None
+
+
+def _from_object(content: dict, geometry: Geometry, digest: str) -> Calibration:
+    version = content.get("format_version")
+    if version != FORMAT_VERSION:
+        raise UserError(
+            f"format_version is {version!r}, this version of varjax reads {FORMAT_VERSION}"
+        )
+    fields = {k: v for k, v in content.items() if k in Calibration.__dataclass_fields__}
+    for name, kinds in _SCALARS.items():
+        value = fields.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+            raise UserError(f"{name} is {value!r:.60}: the wrong type")
+    if fields.get("schedule") is not None:
+        fields["schedule"] = Schedule.parse(fields["schedule"])
+    orders, beta = fields.pop("orders", None), fields.pop("beta", None)
+    found = Calibration(**(fields | {"digest": digest}))
+    found.check(geometry)  # of two complaints, "another model" is the useful one
+    if orders is not None:
+        orders = read_orders(orders, geometry)
+    if beta is not None:
+        beta = _read_numbers("beta", beta)
+    complete = Calibration(**(vars(found) | {"orders": orders, "beta": beta}))
+    complete.check(geometry)
+    return complete
+
+
+_SCALARS = {
+    "model": str,
+    "schedule": str,
+    "num_layers": int,
+    "num_heads": int,
+    "guidance": (int, float),
+    "num_samples": int,
+}
+
+
+def _read_numbers(name: str, nested: object) -> np.ndarray:
+    try:
+        array = np.array(nested, np.float64)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise UserError(f"{name} is no regular array of numbers: {error}") from None
+    if not np.isfinite(array).all():
+        raise UserError(f"{name} holds values that are not finite numbers")
+    return array
+
+
+def read_orders(content: object, geometry: Geometry) -> np.ndarray:
+    """int32 [lists, T, 2] from nested lists; one flat list of pairs counts as one list."""
+    if not isinstance(content, list) or not content:
+        raise UserError("it holds no removal orders: one list of [head, layer] per source scale")
+    first = content[0]
+    if isinstance(first, list) and first and not isinstance(first[0], list):
+        content = [content]
+    return np.stack(
+        [read_order(f"order list {i}", entries, geometry) for i, entries in enumerate(content)]
+    )
+
+
+def read_order(name: str, entries: object, geometry: Geometry) -> np.ndarray:
+    """int32 [T, 2] from a list of [head, layer]: every head of the model exactly once."""
+    layers, heads = geometry.num_layers, geometry.num_heads
+    if not isinstance(entries, list) or len(entries) != layers * heads:
+        given = f"{len(entries)} entries" if isinstance(entries, list) else repr(entries)[:40]
+        raise UserError(
+            f"{name} holds {given}; this model needs {layers * heads}, one [head, layer] for each "
+            f"of {heads} heads in {layers} layers"
+        )
+    seen: dict[tuple[int, int], int] = {}
+    for i, entry in enumerate(entries):
+        if not (isinstance(entry, list) and [type(x) for x in entry] == [int, int]):
+            raise UserError(f"{name}, entry {i} is {entry!r:.40}: write [head, layer]")
+        head, layer = entry
+        if not (0 <= head < heads and 0 <= layer < layers):
+            raise UserError(
+                f"{name}, entry {i} is [{head}, {layer}]: heads go from 0 to {heads - 1}, layers "
+                f"from 0 to {layers - 1}"
+            )
+        if seen.setdefault((head, layer), i) != i:
+            raise UserError(
+                f"{name}, entry {i} is [{head}, {layer}] again (first at entry "
+                f"{seen[head, layer]}): every head appears once"
+            )
+    return np.array(entries, np.int32)
+
+
+# --- scores ---
+
+
+def attention_mass(probabilities: Sequence[np.ndarray], schedule: Schedule) -> np.ndarray:
+    """beta [..., K, K] of one sample from attention [..., t_k, c_k] of every scale k over 0..k:
+    mean over queries, sum over the columns of each source scale (HeatKV, Eq. 2)."""
+    num_scales = schedule.num_scales
+    beta = np.zeros((*probabilities[0].shape[:-2], num_scales, num_scales))
+    for k, attention in enumerate(probabilities):
+        columns = attention.mean(-2, dtype=np.float64)
+        beta[..., k, : k + 1] = np.add.reduceat(columns, schedule.starts[: k + 1], axis=-1)
+    return beta
+
+
+def scas(beta: np.ndarray, sinks: int) -> np.ndarray:
+    """S-CAS [L, N, K]: mean attention mass that later scales, the last included, give to a source
+    scale (HeatKV, Eq. 4); NaN for sinks and the last scale."""
+    num_scales = beta.shape[-1]
+    scores = np.full(beta.shape[:-1], np.nan)
+    for k in range(sinks, num_scales - 1):
+        scores[..., k] = beta[..., k + 1 :, k].mean(-1)
+    return scores
+
+
+def cas(beta: np.ndarray, sinks: int) -> np.ndarray:
+    """CAS [L, N]: attention mass of the last scale on the scales between the sinks and itself, over
+    K - sinks (HeatKV, Eq. 3)."""
+    num_scales = beta.shape[-1]
+    return beta[..., -1, sinks : num_scales - 1].sum(-1) / (num_scales - sinks)
+
+
+def order_heads(scores: np.ndarray) -> np.ndarray:
+    """int32 [T, 2] of (head, layer) by ascending score [L, N]; ties by head, then layer."""
+    layer, head = np.indices(scores.shape).reshape(2, -1)
+    order = np.lexsort((layer, head, scores.ravel()))
+    return np.stack([head, layer], -1)[order].astype(np.int32)
+
+
+def orders_from_scores(scores: np.ndarray, sinks: int) -> np.ndarray:
+    """int32 [S, T, 2]: an order for each source scale from the first after the sinks to K - 2."""
+    layers, heads, num_scales = scores.shape
+    lists = [order_heads(scores[..., k]) for k in range(sinks, num_scales - 1)]
+    return np.array(lists, np.int32).reshape(-1, layers * heads, 2)

@@ -1,0 +1,185 @@
+"""The pruning schedule of HeatKV: which head gives up which source scale, and when.
+
+Letters: K scales, L layers, N heads, T = L * N, s sink scales. k is the scale being generated, j
+the scale of stored tokens. A *unit* is what is removed at once: one source scale of a head, or all
+scales of a head after the sinks; U counts the units of one head.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from varjax.errors import UserError
+from varjax.geometry import Geometry
+from varjax.policies import sinks as sink_rules
+
+
+@dataclass(frozen=True, eq=False)
+class PruneSchedule:
+    """Result of `prune_schedule`.
+
+    counts: int [K], N_k: heads that give up each source scale once scale k is done; -1 for the last
+      scale, which is never stored.
+    removed: bool [K, K, L, N], G[k, j]: gone after scale k. The last scale repeats the one before.
+    hidden: bool [K, K, L, N], A[k, j]: gone before scale k starts, so that k does not see it.
+    early_count: int [K], removals due after scale k that had to come before it.
+    total_after_layer: int [K, L], tokens stored right after layer l of scale k if each layer makes
+      its removals when it has run; -1 for the last scale.
+    running_total: the same as the search saw it, with the early removals found up to layer l.
+    """
+
+    counts: np.ndarray
+    removed: np.ndarray
+    hidden: np.ndarray
+    early_count: np.ndarray
+    total_after_layer: np.ndarray
+    running_total: np.ndarray
+
+    def death(self) -> np.ndarray:
+        """int [L, N, K]: the first scale that no longer sees the tokens of scale j."""
+        scale = np.arange(len(self.hidden))
+        later = (scale[:, None] > scale)[:, :, None, None]
+        seen = (later & ~self.hidden).sum(0)
+        return np.moveaxis(seen + scale[:, None, None] + 1, 0, -1)
+
+
+def heads_to_remove(geometry: Geometry, sinks: int, budget: float) -> np.ndarray:
+    """N_k, int [K]: the fewest heads that must fall back to their sinks for the cache to fit after
+    scale k (HeatKV, Eq. 5)."""
+    schedule, total = geometry.schedule, geometry.num_layers * geometry.num_heads
+    allowed = budget * schedule.persistent_tokens
+    protected = sink_rules.sink_tokens(sinks, geometry)
+    counts = np.zeros(schedule.num_scales, np.int64)
+    for k in range(sinks, schedule.num_scales - 1):
+        if schedule.ends[k] > allowed:
+            needed = total * (schedule.ends[k] - allowed) / (schedule.ends[k] - protected)
+            counts[k] = min(total, math.ceil(needed))
+    return counts
+
+
+def prune_schedule(
+    geometry: Geometry,
+    orders: np.ndarray,
+    *,
+    sinks: int,
+    budget: float,
+    whole_heads: bool = False,
+    literal: bool = False,
+) -> PruneSchedule:
+    """HeatKV, Algorithm 1: prefixes of the orders, and as few early removals as the budget allows.
+
+    Args:
+      orders: int [S, T, 2], (head, layer), least needed first, for the source scales s to K - 2.
+      whole_heads: `orders` is a single list of heads, and a removed head keeps its sinks only.
+      literal: count the cache as Algorithm 2 is printed, where layers that have not run yet hold
+        the current scale already.
+
+    Raises:
+      UserError: the sinks alone exceed the budget; the message names the smallest feasible one.
+    """
+    lowest = sink_rules.minimum_budget(sinks, geometry)
+    if budget + 1e-12 < lowest:
+        raise UserError(
+            f"budget={budget:g} is infeasible: {sinks} sink scales alone need {lowest:.6g} of the "
+            f"full cache, which is the smallest feasible budget"
+        )
+    num_scales, num_layers = geometry.schedule.num_scales, geometry.num_layers
+    counts = heads_to_remove(geometry, sinks, budget)
+    problem = _Problem.of(geometry, orders, counts, sinks, budget, whole_heads)
+    hidden = problem.removed[1:].copy()
+    early = np.zeros(num_scales, np.int64)
+    total, running = np.full((2, num_scales, num_layers), -1, np.int64)
+    for k in range(num_scales - 1):
+        taken, running[k] = problem.early_removals(k, literal)
+        hidden[k] = problem.removed[k]
+        hidden[k][taken] = True
+        early[k] = len(taken[0])
+        total[k] = _after_each_layer(problem.held(k + 1), problem.held(k, hidden[k]))
+    counts[-1] = -1
+    return PruneSchedule(
+        counts,
+        _per_source_scale(problem.removed[1:], sinks, own_scale=True),
+        _per_source_scale(hidden, sinks, own_scale=False),
+        early,
+        total,
+        running,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Problem:
+    """What the search needs. Row i of an array is the state before scale i, that is after i - 1.
+
+    size: int [K + 1, U], stored tokens of each unit; sink_size: int [K + 1], those of a head's
+    sinks; removed: bool [K + 1, U, L, N]; rank: int [U, L, N], place in the order of its unit;
+    limit: tokens that the whole cache may hold.
+    """
+
+    size: np.ndarray
+    sink_size: np.ndarray
+    removed: np.ndarray
+    rank: np.ndarray
+    limit: int
+
+    @classmethod
+    def of(cls, geometry, orders, counts, sinks, budget, whole_heads) -> "_Problem":
+        schedule, layers, heads = geometry.schedule, geometry.num_layers, geometry.num_heads
+        source = np.arange(sinks, max(sinks, schedule.num_scales - 1))
+        done = np.arange(-1, schedule.num_scales)[:, None]
+        size = np.where(done >= source, np.array(schedule.tokens, np.int64)[source], 0)
+        size = size.sum(1, keepdims=True) if whole_heads else size
+        rank = np.zeros((len(orders), layers, heads), np.int64)
+        for order, row in zip(orders, rank, strict=True):
+            row[order[:, 1], order[:, 0]] = np.arange(len(order))
+        due = np.concatenate([[0], counts])[:, None, None, None]
+        removed = (rank < due) & (size > 0)[:, :, None, None]
+        removed[-1] = removed[-2]
+        protected = sink_rules.sink_tokens(sinks, geometry)
+        return cls(
+            size=size,
+            sink_size=np.minimum((0, *schedule.ends), protected),
+            removed=removed,
+            rank=rank,
+            limit=math.floor(budget * layers * heads * schedule.persistent_tokens),
+        )
+
+    def held(self, row: int, removed: np.ndarray | None = None) -> np.ndarray:
+        """int [L]: tokens that each layer stores in state `row`, given what is removed."""
+        removed = self.removed[row] if removed is None else removed
+        units = (~removed * self.size[row][:, None, None]).sum((0, 2))
+        return units + removed.shape[-1] * self.sink_size[row]
+
+    def early_removals(self, k: int, literal: bool) -> tuple[tuple, np.ndarray]:
+        """(index arrays into [U, L, N], int [L] totals seen): the shortest prefix of the candidates
+        - layer descending, source scale descending, rank ascending - that keeps every layer of
+        scale k within the limit. Only removals in layers still to run free anything."""
+        waiting_row = k + 1 if literal else k
+        base = _after_each_layer(self.held(k + 1), self.held(waiting_row, self.removed[k]))
+        freeing = (self.size[waiting_row] > 0)[:, None, None]
+        unit, layer, head = np.nonzero(self.removed[k + 1] & ~self.removed[k] & freeing)
+        first = np.lexsort((self.rank[unit, layer, head], -unit, -layer))
+        unit, layer, head = unit[first], layer[first], head[first]
+        freed = np.concatenate([[0], np.cumsum(self.size[waiting_row][unit])])
+        in_later_layers = (layer > np.arange(len(base))[:, None]).sum(1)
+        needed = np.minimum(np.searchsorted(freed, base - self.limit), in_later_layers)
+        found = np.maximum.accumulate(needed)
+        totals = base - freed[np.minimum(found, in_later_layers)]
+        return tuple(index[: found[-1]] for index in (unit, layer, head)), totals
+
+
+def _after_each_layer(done: np.ndarray, waiting: np.ndarray) -> np.ndarray:
+    """int [L]: layers up to l hold `done`, later ones still `waiting`."""
+    return np.cumsum(done) + waiting.sum() - np.cumsum(waiting)
+
+
+def _per_source_scale(units: np.ndarray, sinks: int, own_scale: bool) -> np.ndarray:
+    """bool [K, K, L, N] from units [K, U, L, N]: never sinks, the last scale, or later scales."""
+    num_scales = len(units)
+    scale = np.arange(num_scales)
+    prunable = (scale >= sinks) & (scale < num_scales - 1)
+    exists = scale[:, None] >= scale if own_scale else scale[:, None] > scale
+    full = np.zeros((num_scales, num_scales, *units.shape[2:]), bool)
+    if prunable.any():
+        full[:, prunable] = units
+    return full & (exists & prunable)[:, :, None, None]
