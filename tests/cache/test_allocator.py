@@ -116,3 +116,18 @@ def test_impossible_visibility_is_refused(entry, message):
     visible[entry] = True
     with pytest.raises(UserError, match=message):
         StaticAllocation.from_visibility(GEOMETRY, visible)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4, 8, 32])
+@pytest.mark.parametrize("seed", range(6))
+def test_counting_blocks_equals_laying_them_out(seed, block_size):
+    """For deaths per token and for whole scales that die together."""
+    allocation = random_static(seed)
+    if seed % 2:
+        first = allocation.death[..., np.array(GEOMETRY.schedule.starts)]
+        allocation = StaticAllocation(np.repeat(first, GEOMETRY.schedule.tokens, axis=-1))
+    grid = allocator.layouts(allocation, GEOMETRY, block_size)
+    laid_out = allocator.live_blocks(grid, GEOMETRY.schedule.num_scales).max()
+    assert allocator.peak_blocks(allocation, GEOMETRY, block_size) == laid_out
+    counted = [allocation.visible(GEOMETRY, s).sum(-1) for s in range(6)]
+    np.testing.assert_array_equal(allocation.capacity(GEOMETRY), counted)

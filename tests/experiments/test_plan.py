@@ -1,8 +1,15 @@
 """`experiments.plan`: arrays as promised, for any geometry, without weights."""
 
+import hashlib
+import json
+import pathlib
+
 import numpy as np
 import pytest
 
+from experiments import run, settings
+
+HEATKV = pathlib.Path(__file__).parents[1] / "fixtures/policies/heatkv"
 GEOMETRY = "--geometry=layers=3,heads=4,head_dim=16,schedule=1x1;2x3;4x4;5x6"
 
 
@@ -75,3 +82,42 @@ def test_existing_file_is_kept(call, tmp_path):
     path.write_text("precious")
     status, _, err = call("plan", GEOMETRY, f"--save={path}")
     assert status == 2 and path.read_text() == "precious"
+
+
+@pytest.mark.parametrize(("name", "budget"), [("2b_b10", 0.1), ("8b_b20", 0.2)])
+def test_published_heatkv_schedule(call, tmp_path, name, budget):
+    """What the plan says attention may see is what the authors' planner left."""
+    size, path = name.split("_")[0], tmp_path / "plan.npz"
+    flags = ("--policy=heatkv", f"--budget={budget}", "--policy_args=accounting=tokens")
+    orders = f"--calibration={HEATKV / f'orders_{size}.json'}"
+    status, _, err = call("plan", f"--model=infinity-{size}", *flags, orders, f"--save={path}")
+    assert status == 0, err
+    with np.load(path) as plan, np.load(HEATKV / f"schedule_{name}.npz") as wanted:
+        heads = plan["keep_scale"].shape[2]
+        hidden = np.unpackbits(wanted["A_packed"], axis=-1, bitorder="little", count=heads) > 0
+        scale = np.arange(len(hidden))
+        keep = ~hidden & (scale[:, None] > scale)[:, :, None, None]
+        np.testing.assert_array_equal(plan["keep_scale"], np.moveaxis(keep, 1, -1))
+        held = np.einsum("kjln,j->kln", keep, wanted["scale_tokens"])
+        np.testing.assert_array_equal(plan["capacity"], held)
+        stored = wanted["cache_total_after_layer"][:-1]
+        assert (plan["live_tokens"][:-1] <= stored).all()
+        assert plan["live_tokens"].max() <= wanted["threshold_total_tokens"]
+
+
+def test_run_records_the_calibration(call, tmp_path, monkeypatch):
+    """Orders for the embedded model: the file is part of what identifies a run."""
+    seen = []
+    monkeypatch.setattr(run.run_report, "dry_run_text", seen.append)
+    geometry = settings.abstract_model(None).geometry
+    layers, heads = geometry.num_layers, geometry.num_heads
+    order = [[head, layer] for layer in range(layers) for head in range(heads)]
+    path = tmp_path / "orders.json"
+    path.write_text(json.dumps([order] * (geometry.schedule.num_scales - 3)))
+    flags = ("--dry_run", "--num_images=1", "--policy=heatkv", "--budget=0.3")
+    status, _, err = call("run", *flags, f"--calibration={path}")
+    assert status == 0, err
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert seen[0].describe()["calibration"] == digest
+    assert call("run", *flags)[0] == 2
+    assert call("run", "--dry_run", f"--calibration={path}")[0] == 2
