@@ -1,9 +1,8 @@
 """Print a policy's cache plan for a model, without weights.
 
     python -m experiments.plan --model=var-d30 --policy=streaming --budget=0.1 --batch_size=8
-    --dtype=bfloat16 python -m experiments.plan
-    --geometry='layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4' --policy=headkv
-    --save=PLAN.npz
+    python -m experiments.plan --policy=headkv --budget=0.3 --save=PLAN.npz \\
+        --geometry='layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4'
 
 Shows tokens held per scale, the size of the pool, and how full the cache is after every layer.
 --save writes the arrays: `capacity` int (K, layers, heads), tokens held when a scale starts;

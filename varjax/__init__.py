@@ -1,9 +1,10 @@
 """varjax: visual autoregressive models in JAX with every KV-cache policy under one API.
 
 import varjax
-model = varjax.load()                                   # the embedded demo; or
-varjax.load("checkpoint-folder") images = varjax.generate(model, labels=[3, 7], policy="headkv",
-budget=0.25, seed=0) plan = varjax.plan(model, policy=varjax.policies.HeadKV(budget=0.1))
+
+model = varjax.load()  # the embedded demo, or varjax.load("checkpoint-folder")
+images = varjax.generate(model, labels=[3, 7], policy="headkv", budget=0.25, seed=0)
+plan = varjax.plan(model, policy=varjax.policies.HeadKV(budget=0.1))
 plan.num_bytes(batch_size=8, dtype="bfloat16")
 """
 

@@ -119,6 +119,9 @@ def parse_flags(argv: Sequence[str], values: flags.FlagValues) -> None:
         raise UserError("\n".join(_reword(line, values) for line in _entries(str(error)))) from None
     except (flags.Error, ValueError) as error:
         raise UserError(f"{error}{hint}") from None
+    empty = [name for name in values if values[name].present and values[name].value == ""]
+    if empty:
+        raise UserError(f"--{empty[0]}= is empty: give a value, or leave the flag out")
     if leftover:
         given = " ".join(leftover)
         raise UserError(
@@ -227,7 +230,7 @@ def typed_pairs(text: str) -> dict[str, str]:
     pairs = {}
     for entry in re.split(r",(?=\s*\w+\s*=)", text) if text.strip() else []:
         key, equals, value = (part.strip() for part in entry.partition("="))
-        if not (key.isidentifier() and equals and value):
+        if not (key.isidentifier() and equals and value) or value.endswith(","):
             raise UserError(f"cannot read {entry.strip()!r} of {text!r}: write key=value,key=value")
         if key in pairs:
             raise UserError(f"{key} is given twice in {text!r}: keep one of them")
@@ -244,6 +247,7 @@ class Progress:
     Args:
       what: what is counted, for example "images".
       total: how many there will be.
+      first: how many of them were there before (a resumed run).
       quiet: print nothing.
       every: seconds that must pass between two lines; the last line is always printed.
       stream: where to print, standard error by default.
@@ -254,11 +258,13 @@ class Progress:
         what: str,
         total: int,
         *,
+        first: int = 0,
         quiet: bool = False,
         every: float = 0.0,
         stream: TextIO | None = None,
     ):
         self.what, self.total, self.quiet, self.every = what, total, quiet, every
+        self.first = first
         self.stream = sys.stderr if stream is None else stream
         self.start = time.monotonic()
         self.printed = -float("inf")
@@ -269,11 +275,9 @@ class Progress:
         if self.quiet or (done < self.total and elapsed - self.printed < self.every):
             return
         self.printed = elapsed
-        left = (
-            f", about {elapsed / done * (self.total - done):.0f} s left"
-            if 0 < done < self.total
-            else ""
-        )
+        new = done - self.first
+        rest = elapsed / new * (self.total - done) if new > 0 else 0
+        left = f", about {rest:.0f} s left" if 0 < new and done < self.total else ""
         tail = f"  {note}" if note else ""
         print(
             f"{self.what} {done}/{self.total}  {elapsed:.1f} s{left}{tail}",

@@ -23,11 +23,11 @@ from varjax.segments import Segment, token_index
 class ScaleMaps:
     """Arrays with a leading axis over the segment's scales, which `lax.scan` takes away.
 
-    scale, length: index and real tokens of the scale. ratio: k / (K - 1). token_index: global
-      position of every (padded) token.
-    cell: grid cell of every token; token: token of every grid cell. down_*: latent map -> grid
-      (area); up_*: grid -> latent map
-    (bicubic).
+    scale, length: index and real tokens of the scale.
+    ratio: k / (K - 1).
+    token_index: global position of every (padded) token.
+    cell, token: grid cell of every token; token of every grid cell.
+    down_*, up_*: matrices from the latent map to the grid (area) and back (bicubic).
     """
 
     scale: Int[Array, "..."]

@@ -87,7 +87,8 @@ def test_streaming_keeps_sinks_and_newest():
         (policies.HeadKV(threshold=0.0), "threshold"),
         (policies.Full(budget=0.5), "keeps everything"),
         (policies.Full(block_size=3), "power of two"),
-        (policies.Full(block_size=64), "smaller block_size"),
+        (policies.Full(block_size=64), "block_size=2 or smaller"),
+        (policies.Streaming(budget=1.0, block_size=128), "block_size=64 or smaller"),
         (policies.Full(accounting="words"), "bytes or tokens"),
     ],
 )

@@ -1,12 +1,15 @@
 """`experiments.run` as a user meets it: results, errors, interruption."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 
 from experiments import run as run_module
+from experiments.run_folder import RunFolder
 from tests import models_under_test as models
+from varjax import policies
 from varjax.generation import Generator
 
 FIELDS = (
@@ -105,6 +108,45 @@ def test_interrupted_run_resumes_without_repeating(call, checkpoint, tmp_path, m
     assert not (tmp_path / "out.partial").exists()
 
 
+def test_damaged_checkpoint_leaves_nothing_behind(call, tmp_path, monkeypatch):
+    """Neither a work folder nor results/, so that a repaired checkpoint runs."""
+    broken = tmp_path / "broken"
+    shutil.copytree(models.checkpoint_folder("b_k6_sharedaln"), broken)
+    largest = max((p for p in (broken / "params").rglob("*") if p.is_file()), key=_size)
+    largest.write_bytes(largest.read_bytes()[:100])
+    monkeypatch.chdir(tmp_path)
+    for flags in ((f"--out={tmp_path / 'out'}",), ()):
+        status, _, err = call("run", f"--checkpoint={broken}", "--num_images=1", *flags)
+        assert status == 2 and largest.name in err
+    assert [p.name for p in tmp_path.iterdir()] == ["broken"]
+
+
+def _size(path):
+    return path.stat().st_size
+
+
+def test_two_runs_do_not_share_a_folder(call, checkpoint, tmp_path, monkeypatch):
+    first = RunFolder(tmp_path / "out", "{}", overwrite=False)
+    monkeypatch.setattr(Generator, "compile", lambda *a, **k: pytest.fail("compiled"))
+    with first.working():
+        status, _, err = call("run", checkpoint, f"--out={tmp_path / 'out'}", "--overwrite")
+        assert status == 2 and "another run" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_changed_table_does_not_continue_a_run(tmp_path):
+    """The settings of a run hold the content of its table, not only its path."""
+    keep = np.zeros((6, 2, 2, 130), bool)
+    keep[1:, :, :, 0] = True
+    texts = []
+    for token in (1, 2):
+        keep[2:, :, :, 1:3] = False
+        keep[2:, :, :, token] = True
+        np.savez(tmp_path / "keep.npz", keep_token=keep)
+        texts.append(policies.Table(path=str(tmp_path / "keep.npz")).content())
+    assert texts[0] != texts[1]
+
+
 def test_existing_folder_is_kept(call, checkpoint, tmp_path):
     (tmp_path / "mine.txt").write_text("precious")
     status, _, err = call("run", checkpoint, f"--out={tmp_path}")
@@ -139,6 +181,9 @@ BAD = [
     (("--prompts=file.txt",), "class-conditional"),
     (("--given_tokens=/nowhere.npz",), "cannot read"),
     (("--given_scales=2",), "--given_tokens"),
+    (("--checkpoint=",), "is empty"),
+    (("--policy=headkv", "--policy_args=window=1000000"), "window=1000000"),
+    (("--policy=headkv", "--policy_args=sinks=1,"), "key=value"),
     (("--no_such_flag=1",), "no_such_flag"),
     (("stray",), "stray"),
 ]

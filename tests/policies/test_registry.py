@@ -97,6 +97,25 @@ def test_resurrected_tokens_are_refused(tmp_path):
         plan_cache(GEOMETRY, table(tmp_path, keep_token=rows))
 
 
+@pytest.mark.parametrize("extra", [0.0, 0.02, 0.3])
+def test_table_pool_fits_its_budget(tmp_path, extra):
+    """Rounding to blocks is charged here too: the block size shrinks until the pool fits."""
+    geometry = Geometry(
+        schedule=Schedule.square((1, 2, 3, 4, 6)), num_layers=3, num_heads=2, head_dim=4
+    )
+    rng = np.random.default_rng(0)
+    keep = np.zeros((5, 3, 2, 66), bool)
+    exists = np.arange(66) < np.array(geometry.schedule.starts)[:, None]
+    keep[:] = exists[:, None, None] & (rng.random((3, 2, 66)) < 0.5)
+    policy = table(tmp_path, keep_token=keep)
+    held = plan_cache(geometry, policy).capacity.sum((1, 2)).max() / geometry.dense_tokens
+    policy = dataclasses.replace(policy, budget=min(1.0, held + extra))
+    plan = plan_cache(geometry, policy)
+    assert plan.pool_tokens <= policy.budget * geometry.dense_tokens + 1e-6
+    with pytest.raises(UserError, match="or smaller"):
+        plan_cache(geometry, dataclasses.replace(policy, budget=held, block_size=128))
+
+
 def test_table_budget_is_a_check(tmp_path):
     policy = table(tmp_path, keep_scale=keep_scale())
     with pytest.raises(UserError, match="more than budget"):

@@ -19,8 +19,7 @@ class StaticAllocation:
     """Contents known before the program starts.
 
     death: int16 [L, N, tokens]: the first scale that no longer sees the token. j + 1 for a token of
-      scale j that is never stored, K for
-    one that stays to the end.
+      scale j that is never stored, K for one that stays to the end.
     """
 
     death: np.ndarray

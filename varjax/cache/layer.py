@@ -61,10 +61,10 @@ class CacheSegment:
 class LayerTables:
     """Scan inputs: leading axes [scales of the segment, layers] are scanned away.
 
-    read: the slots that the scale may read. write: int32 [N, T], slots of the scale's tokens
-      (static contents). following, capacity:
-    slots and sizes of the regions after the scale (dynamic contents). policy_inputs:
-    `Policy.inputs` of the scale.
+    read: the slots that the scale may read.
+    write: int32 [N, T], slots of the scale's tokens (static contents).
+    following, capacity: slots and sizes of the regions after the scale (dynamic contents).
+    policy_inputs: `Policy.inputs` of the scale.
     """
 
     read: BlockTable

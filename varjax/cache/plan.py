@@ -10,6 +10,7 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 
+import jax.numpy as jnp
 import numpy as np
 
 from varjax.cache import allocator
@@ -129,8 +130,7 @@ class CachePlan:
 
 
 def item_size(dtype) -> int:
-    import jax.numpy as jnp
-
+    """Bytes of one number of a type, bfloat16 included."""
     return jnp.dtype(dtype).itemsize
 
 

@@ -11,32 +11,31 @@ from varjax.errors import UserError
 from varjax.geometry import Geometry
 from varjax.policies import building_blocks as blocks
 from varjax.policies import sinks as sink_rules
-from varjax.policies.base import Needs, Observation, Policy
+from varjax.policies.base import Needs, Observation
 from varjax.policies.registry import register
 
 
 @register("headkv")
 @dataclass(frozen=True, kw_only=True)
-class HeadKV(Policy):
+class HeadKV(sink_rules.SinkPolicy):
     """HeadKV ("Head-Aware Key-Value Compression for Efficient Autoregressive Image Generation"), on
     next-scale models.
 
     Idea: some heads look at their neighbourhood, others at the whole image, and which is which
-      shows early in every image. So local
-    heads get a small cache and global heads a large one, decided per image.
+    shows early in every image. So local heads get a small cache and global heads a large one,
+    decided per image.
 
     1. Prefill (step 1 of the paper): until the cache holds `group_after` tokens per head nothing is
-    dropped. 2. Grouping (step 2): at that scale, once per image and row, each head is measured by
-    how many tokens, counted backwards from the
-       newest (own scale first, then earlier scales), gather `threshold` of the attention mass
-       averaged over that scale's queries. The heads that need least are local, the others global.
+       dropped.
+    2. Grouping (step 2): at that scale, once per image and row, each head is measured by how many
+       tokens, counted backwards from the newest (own scale first, then earlier scales), gather
+       `threshold` of the attention mass averaged over that scale's queries. The heads that need
+       least are local, the others global.
     3. Compression (step 3, Eqs. 2-4): local heads keep the sink scales and recent tokens; global
-    heads keep sinks, the same recent
-       tokens, and history.
+       heads keep sinks, the same recent tokens, and history.
     4. Stratified eviction (Eqs. 5-6): history is split by age into a near and a far part, the
-    nearer `ratio` of it and the rest; each
-       keeps its best by attention from a window of queries, `ratio` of the room going to the near
-       part.
+       nearer `ratio` of it and the rest; each keeps its best by attention from a window of queries,
+       `ratio` of the room going to the near part.
 
     Args:
       budget: mean fraction over heads. A head's mean room A = budget * F is divided: a local head
@@ -54,9 +53,9 @@ class HeadKV(Policy):
       - The paper's number of local heads varies per input (need below the window size). Capacities
         must be static here, so the *number* of global heads is fixed and heads are ranked by need;
         of equals, the lower head number counts as global.
-      - If the budget cannot hold `group_after` tokens in every head, grouping happens at the last
-        scale where everything still fits, not later. So the budget is never exceeded, not even
-        early.
+      - If the budget cannot hold `group_after` tokens in every head, grouping happens at the first
+        scale that would not fit whole, before anything of it is kept. So the budget is never
+        exceeded, not even early.
       - One query per head decides in the paper; here it is the mean over all queries of the
         grouping scale, since a scale is generated at once. For the same reason "recent queries" are
         spread over the current scale: all of them are equally recent.
@@ -70,7 +69,6 @@ class HeadKV(Policy):
     threshold: float = 0.9
     global_heads: int = 0
     local_share: float = 0.5
-    sinks: int = 0
     window: int = 16
     ratio: float = 0.5
 
@@ -88,21 +86,18 @@ class HeadKV(Policy):
                 raise UserError(
                     f"policy 'headkv': {name}={getattr(self, name):g} is outside (0, 1]"
                 )
-        if self.window < 1 or self.group_after < 0:
-            raise UserError("policy 'headkv': window is at least 1 and group_after at least 0")
+        most = max(geometry.schedule.tokens)
+        if not 1 <= self.window <= max(most, 16) or self.group_after < 0:
+            raise UserError(
+                f"policy 'headkv': window={self.window} must be 1 to {most} (the largest scale's "
+                f"tokens), group_after={self.group_after} at least 0"
+            )
         if not 0 <= self.global_heads <= geometry.num_heads:
             raise UserError(
                 f"policy 'headkv': global_heads={self.global_heads}, but a layer has "
                 f"{geometry.num_heads} heads"
             )
-        sink_rules.check_sinks(self.sinks, geometry)
         super().check(geometry)
-
-    def minimum_budget(self, geometry: Geometry) -> float:
-        return sink_rules.minimum_budget(self.sinks, geometry)
-
-    def smallest_reason(self) -> str:
-        return "the sink scales alone need more"
 
     def _num_global(self, geometry: Geometry) -> int:
         return self.global_heads or max(1, geometry.num_heads // 2)

@@ -1,7 +1,10 @@
 """How many leading scales a policy never drops."""
 
+from dataclasses import dataclass
+
 from varjax.errors import UserError
 from varjax.geometry import Geometry
+from varjax.policies.base import Policy
 
 MOST_AUTOMATIC_SINKS = 3  # what StreamingLLM, HACK and HeatKV use on Infinity
 
@@ -39,3 +42,21 @@ def minimum_budget(sinks: int, geometry: Geometry) -> float:
     """Budget at which only the sink scales fit (one scale when the number is left open)."""
     tokens = sink_tokens(sinks or min(1, geometry.schedule.num_scales - 1), geometry)
     return tokens / max(1, geometry.schedule.persistent_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkPolicy(Policy):
+    """Base of policies that never drop the first `sinks` scales (0: as many as the budget suggests,
+    see `sink_scales`)."""
+
+    sinks: int = 0
+
+    def check(self, geometry: Geometry) -> None:
+        check_sinks(self.sinks, geometry)
+        super().check(geometry)
+
+    def minimum_budget(self, geometry: Geometry) -> float:
+        return minimum_budget(self.sinks, geometry)
+
+    def smallest_reason(self) -> str:
+        return "the sink scales alone need more"

@@ -45,13 +45,12 @@ class Full(Policy):
 class SlidingWindow(Policy):
     """Sliding-window attention: every head keeps the newest tokens, no sinks.
 
-    Idea: locality. Used as a baseline by AMS-KV (Table 4). The window is floor(budget * F) tokens
-      in every head and layer, counted
-    backwards from the last token stored, in raster order, so a scale may be cut in two. Queries
-    always see all of their own scale.
+    Idea: locality. A baseline of AMS-KV (its comparison runs). The window is floor(budget * F)
+    tokens in every head and layer, counted backwards from the last token stored, in raster order,
+    so a scale may be cut in two. Queries always see all of their own scale.
 
-    Differs from: AMS-KV's runs give only "compression ratio 75 %"; token granularity is our
-      reading.
+    Differs from AMS-KV's runs, which give only "compression ratio 75 %": token granularity is our
+    reading.
     """
 
     budget: float = 0.25
@@ -64,7 +63,7 @@ class SlidingWindow(Policy):
 
 @register("streaming")
 @dataclass(frozen=True, kw_only=True)
-class Streaming(Policy):
+class Streaming(sink_rules.SinkPolicy):
     """StreamingLLM (Xiao et al. 2023), as HeatKV and AMS-KV ("STA") run it on next-scale models.
 
     Every head keeps the sink scales and the newest tokens; the budget left by the sinks is the
@@ -74,23 +73,12 @@ class Streaming(Policy):
       sinks: scales that are never dropped. 3 is what HeatKV uses on Infinity; 0 (default) takes up
         to 3, as many as fit half of the budget, so that small schedules keep room for a window.
 
-    Differs from: the original keeps four sink *tokens* of a text; here sinks are whole scales,
-      which hold the image's layout.
+    Differs from the original, which keeps four sink *tokens* of a text: here sinks are whole
+    scales, which hold the image's layout.
     """
 
     budget: float = 0.25
-    sinks: int = 0
     summary = "sink scales and newest tokens"
-
-    def check(self, geometry: Geometry) -> None:
-        sink_rules.check_sinks(self.sinks, geometry)
-        super().check(geometry)
-
-    def minimum_budget(self, geometry: Geometry) -> float:
-        return sink_rules.minimum_budget(self.sinks, geometry)
-
-    def smallest_reason(self) -> str:
-        return "the sink scales alone need more"
 
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> StaticAllocation:
         sinks = sink_rules.sink_scales(self.sinks, geometry, budget)
