@@ -28,7 +28,7 @@ demo: $(for_demo)
 	$(bin)/python -m experiments.run --policy=headkv --compare $(ARGS)
 
 test: $(for_test)
-	JAX_PLATFORMS=cpu $(bin)/python -m pytest -n 2 $(ARGS)
+	JAX_PLATFORMS=cpu $(bin)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(for_test)
 	$(bin)/python -m ruff check .
