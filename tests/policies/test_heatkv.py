@@ -1,6 +1,7 @@
 """HeatKV against the authors' schedules (tests/fixtures/policies/heatkv), array by array."""
 
 import json
+import math
 import pathlib
 
 import numpy as np
@@ -240,3 +241,70 @@ def test_more_sinks_when_asked_for():
     policy = policies.HeatKV(budget=0.5, sinks=4, accounting="tokens")
     plan = plan_cache(problem.geometry, policy, Calibration(orders=problem.orders[1:]))
     assert plan.capacity[-1].min() >= 30
+
+
+# --- against Algorithm 1 in plain loops ---
+
+
+def greedy(geometry, orders, sinks, budget):
+    """(A of every stored scale as sets of (j, head, layer), N): the authors' count, one candidate
+    at a time."""
+    tokens, ends = geometry.schedule.tokens, geometry.schedule.ends
+    layers, heads, full = geometry.num_layers, geometry.num_heads, geometry.schedule.starts[-1]
+    limit, gone, hidden, counts = budget * layers * heads * full, set(), [], []
+    for k in range(len(tokens) - 1):
+        excess = ends[k] - budget * full
+        sink = ends[sinks - 1]
+        count = (
+            0 if k < sinks or excess <= 0 else math.ceil(layers * heads * excess / (ends[k] - sink))
+        )
+        count = min(count, layers * heads)
+        counts.append(count)
+        due = {(j, *e) for j in range(sinks, k + 1) for e in orders[j - sinks][:count].tolist()}
+        rank = {
+            (j, *e): i
+            for j in range(sinks, k + 1)
+            for i, e in enumerate(orders[j - sinks].tolist())
+        }
+        early = set()
+
+        def total(layer, early=early, gone=gone, due=due, k=k):
+            size = 0
+            for here in range(layers):
+                last, without = (k, due) if here <= layer else (k - 1, gone | early)
+                for head in range(heads):
+                    size += sum(
+                        tokens[j] for j in range(last + 1) if (j, head, here) not in without
+                    )
+            return size
+
+        for layer in range(layers):
+            open_ = [a for a in due - gone - early if a[2] > layer and a[0] < k]
+            for atom in sorted(open_, key=lambda a: (-a[2], -a[0], rank[a])):
+                if total(layer) <= limit:
+                    break
+                early.add(atom)
+            assert total(layer) <= limit + 1e-6
+        hidden.append(gone | early)
+        gone = due
+    return hidden, counts
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_problems(seed):
+    rng = np.random.default_rng(seed)
+    maps = sorted(map(tuple, rng.integers(1, 7, (rng.integers(4, 7), 2)).tolist()), key=np.prod)
+    layers, heads, sinks = int(rng.integers(1, 6)), int(rng.integers(1, 5)), int(rng.integers(1, 3))
+    geometry = Geometry(
+        schedule=Schedule(tuple(maps)), num_layers=layers, num_heads=heads, head_dim=4
+    )
+    pairs = np.array([[h, n] for n in range(layers) for h in range(heads)])
+    orders = np.stack([rng.permutation(pairs) for _ in range(len(maps) - 1 - sinks)])
+    lowest = sink_rules.minimum_budget(sinks, geometry)
+    for budget in np.linspace(lowest, 1, 7):
+        found = prune_schedule(geometry, orders, sinks=sinks, budget=float(budget))
+        hidden, counts = greedy(geometry, orders, sinks, float(budget))
+        np.testing.assert_array_equal(found.counts[:-1], counts)
+        for k, gone in enumerate(hidden):
+            j, layer, head = np.nonzero(found.hidden[k])
+            assert set(zip(j.tolist(), head.tolist(), layer.tolist(), strict=True)) == gone
