@@ -261,3 +261,16 @@ def test_progress_is_quiet_or_rare_on_request():
     for done in range(101):
         rare.update(done)
     assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["0/100", "100/100"]
+
+
+def test_time_left_does_not_count_the_compilation_of_the_first(monkeypatch):
+    clock = iter(
+        [100.0, 110.0, 111.0, 112.0]
+    )  # start, then 10 s for the first and 1 s for each more
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    stream = io.StringIO()
+    progress = Progress("images", 12, first=2, stream=stream)
+    for done in (3, 4, 5):
+        progress.update(done)
+    left = [line.split("about ")[1] for line in stream.getvalue().splitlines()]
+    assert left == ["90 s left", "8 s left", "7 s left"]

@@ -264,26 +264,25 @@ class Progress:
         stream: TextIO | None = None,
     ):
         self.what, self.total, self.quiet, self.every = what, total, quiet, every
-        self.first = first
         self.stream = sys.stderr if stream is None else stream
         self.start = time.monotonic()
         self.printed = -float("inf")
+        self.pace_from = (0.0, first)  # seconds and count that the pace is measured from
 
     def update(self, done: int, note: str = "") -> None:
         """Report that `done` of `total` are ready."""
         elapsed = time.monotonic() - self.start
+        since, before = self.pace_from
+        if done > before and not since:  # the first ones took compilation too: not the usual pace
+            self.pace_from = (elapsed, done)
         if self.quiet or (done < self.total and elapsed - self.printed < self.every):
             return
         self.printed = elapsed
-        new = done - self.first
-        rest = elapsed / new * (self.total - done) if new > 0 else 0
-        left = f", about {rest:.0f} s left" if 0 < new and done < self.total else ""
-        tail = f"  {note}" if note else ""
-        print(
-            f"{self.what} {done}/{self.total}  {elapsed:.1f} s{left}{tail}",
-            file=self.stream,
-            flush=True,
-        )
+        line = f"{self.what} {done}/{self.total}  {elapsed:.1f} s"
+        if before < done < self.total:
+            rest = (elapsed - since) / (done - before) * (self.total - done)
+            line += f", about {rest:.0f} s left"
+        self.note(f"{line}  {note}" if note else line)
 
     def note(self, message: str) -> None:
         """Print one line outside the count, for example that a compilation started."""
