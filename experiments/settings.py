@@ -25,6 +25,7 @@ ALL_CLASSES_UP_TO = (
     64  # without --labels and --num_images: every class once, or this many images for larger models
 )
 FEW_IMAGES = 16
+MOST_IMAGES = 10**7
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ def choose_labels(labels: str | None, num_images: int | None, num_classes: int) 
         num_images = num_classes if num_classes <= ALL_CLASSES_UP_TO else FEW_IMAGES
     if num_images < 1:
         raise UserError(f"--num_images={num_images}: at least 1")
+    if num_images > MOST_IMAGES:
+        raise UserError(f"--num_images={num_images}: at most {MOST_IMAGES}")
     return (np.arange(num_images) % num_classes).astype(np.int32)
 
 
@@ -98,8 +101,10 @@ def read_given_tokens(
     try:
         with np.load(path, allow_pickle=False) as archive:
             tokens = archive["tokens"]
-    except (OSError, KeyError, ValueError) as error:
-        raise UserError(f"--given_tokens={path}: cannot read array `tokens`: {error}") from None
+    except Exception as error:  # NumPy raises many kinds over damaged files
+        raise UserError(
+            f"--given_tokens={path}: cannot read array `tokens` of an .npz file: {error}"
+        ) from None
     wanted = (num_images, geometry.schedule.total_tokens)
     if tokens.shape != wanted or not np.issubdtype(tokens.dtype, np.integer):
         raise UserError(

@@ -1,7 +1,6 @@
 """From published PyTorch files to a varjax checkpoint folder: the library behind the command."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +8,11 @@ from pathlib import Path
 from ported_weights import rules, sources, var, vqvae
 from varjax import checkpoint
 from varjax.command_line import Progress
+from varjax.description import parse_json
 from varjax.errors import UserError, choose
 from varjax.folders import check_absent
 from varjax.models import parameters, registry
+from varjax.sampling import Sampling
 
 CONVERTER_VERSION = 1
 DTYPES = ("float32", "bfloat16")
@@ -65,7 +66,7 @@ def convert(request: Request, say: Callable[[str], None] = print) -> None:
     family, transformer, codec, sampling = configurations(request, say)
     metadata = {
         "model": request.model,
-        "sampling": _sampling(request.sampling, sampling, say),
+        "sampling": _sampling(request.sampling, sampling, transformer.vocab_size, say),
         "converter_version": CONVERTER_VERSION,
         "sources": [],
     }
@@ -250,7 +251,7 @@ def _consistent(transformer, codec, request: Request, say):
 
 def _read_json(path: str):
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return parse_json(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"there is no file {path}") from error
     except (OSError, ValueError) as error:
@@ -268,7 +269,7 @@ def _class_names(path: str, num_classes: int) -> list[str]:
     return names
 
 
-def _sampling(path: str | None, default: Mapping, say) -> dict:
+def _sampling(path: str | None, default: Mapping, vocab_size: int, say) -> dict:
     """Recommended sampling: the default, updated from a JSON file."""
     if not path:
         return dict(default)
@@ -277,9 +278,9 @@ def _sampling(path: str | None, default: Mapping, say) -> dict:
         raise UserError(f"{path} must hold names and values: {', '.join(DEFAULT_SAMPLING)}")
     for name in (n for n in given if n not in DEFAULT_SAMPLING):
         say(f"{path}: {name} is not a sampling setting, ignored")
-    for name, value in given.items():
-        kind = bool if name == "more_smooth" else (int, float)
-        is_bool = isinstance(value, bool)
-        if name in DEFAULT_SAMPLING and (not isinstance(value, kind) or is_bool != (kind is bool)):
-            raise UserError(f"{path}: {name} is {value!r:.40}, which is not a suitable value")
-    return {name: given.get(name, default[name]) for name in DEFAULT_SAMPLING}
+    chosen = {name: given.get(name, default[name]) for name in DEFAULT_SAMPLING}
+    try:
+        Sampling(**chosen).check(vocab_size)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    return chosen

@@ -140,6 +140,78 @@ DESCRIPTIONS = {
 }
 
 
+_RECORD = {"size": 3, "crc32": "00000000"}
+ENTRIES = {
+    "few_names": ({"class_names": ["a", "b"]}, "has 2 names, the model has 3 classes"),
+    "number_name": ({"class_names": ["a", "b", 3]}, "must be a list of 3 texts"),
+    "text_names": ({"class_names": "abc"}, "must be a list of 3 texts"),
+    "sampling_null": ({"sampling": None}, "'sampling'.*must hold names and values"),
+    "sampling_list": ({"sampling": [1]}, "'sampling'.*must hold names and values"),
+    "sampling_text": ({"sampling": "x"}, "'sampling'.*must hold names and values"),
+    "top_k": ({"sampling": {"top_k": 1.5}}, "'sampling': top_k=1.5"),
+    "large_top_k": ({"sampling": {"top_k": 13}}, "'sampling': top_k=13"),
+    "cfg_text": ({"sampling": {"cfg": "1"}}, "'sampling': cfg='1'"),
+    "cfg_null": ({"sampling": {"cfg": None}}, "'sampling': cfg=None"),
+    "cfg_nan": ({"sampling": {"cfg": float("nan")}}, "'sampling': cfg=nan"),
+    "files_null": ({"files": None}, "'files' is None"),
+    "files_list": ({"files": ["x"]}, "'files' is"),
+    "record_null": ({"files": {"x": None}}, "'files': 'x' has the record None"),
+    "record_size": ({"files": {"x": {**_RECORD, "size": True}}}, "'files': 'x'"),
+    "record_crc": ({"files": {"x": {"size": 3}}}, "'files': 'x'"),
+    "record_outside": ({"files": {"../x": _RECORD}}, "a path inside params"),
+    "record_long": ({"files": {"x" * 5000: _RECORD}}, "cannot be read"),
+    "version": ({"format_version": True}, "format version True"),
+}
+
+
+@pytest.mark.parametrize("case", ENTRIES)
+def test_wrong_entries(copy, case):
+    changes, match = ENTRIES[case]
+    file = copy / "model.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises(UserError, match=match):
+        checkpoint.load(copy)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"patch_nums": [1, [2, 3]]}, {"vocab_size": 13}, {"z_channels": 5}]
+)
+def test_both_parts_must_belong_together(copy, changes):
+    content = json.loads((copy / "model.json").read_text())
+    _edit(copy, codec={**content["codec"], **changes})
+    with pytest.raises(UserError, match=f"is inconsistent: {next(iter(changes))} is"):
+        checkpoint.read_description(copy)
+
+
+@pytest.mark.parametrize("depth", [100, 990, 100_000])
+@pytest.mark.parametrize("marks", ["[]", ('{"a":', "}")])
+def test_deeply_nested_descriptions(tmp_path, depth, marks):
+    text = marks[0] * depth + "1" + marks[1] * depth
+    (tmp_path / "model.json").write_text(text)
+    with pytest.raises(UserError, match="nested more than 64 deep"):
+        checkpoint.read_description(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "metadata", [{"class_names": ["a"]}, {"sampling": {"cfg": "x"}}, {"sampling": None}]
+)
+def test_wrong_entries_are_not_written(tmp_path, modules, metadata):
+    with pytest.raises(UserError, match=next(iter(metadata))):
+        _save(tmp_path / "new" / "x", modules, metadata=metadata)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name, match",
+    [("", "is no folder"), ("a\0b", "NUL byte"), ("x" * 300, "at most"), ("f/x", "not a folder")],
+)
+def test_impossible_folders(tmp_path, modules, monkeypatch, name, match):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "f").write_text("")
+    with pytest.raises(UserError, match=match):
+        _save(name, modules, overwrite=True)
+
+
 @pytest.mark.parametrize("case", DESCRIPTIONS)
 def test_wrong_descriptions(copy, case):
     changes, match = DESCRIPTIONS[case]
@@ -151,7 +223,7 @@ def test_wrong_descriptions(copy, case):
 def test_all_differences_are_listed_before_anything_is_restored(copy, monkeypatch):
     content = json.loads((copy / "model.json").read_text())
     changes = {"num_classes": 4, "attn_l2_norm": False, "shared_aln": True}
-    _edit(copy, transformer={**content["transformer"], **changes})
+    _edit(copy, transformer={**content["transformer"], **changes}, class_names=list("abcd"))
     monkeypatch.setattr(checkpoint, "_restore", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(UserError) as caught:
         checkpoint.load(copy)
@@ -246,6 +318,18 @@ def test_defaults_are_those_of_the_published_constructor():
         ({"patch_nums": 3}, "patch_nums 3 must list"),
         ({"patch_nums": [[1, 2, 3]]}, "must list"),
         ({"patch_nums": []}, "at least one scale"),
+        ({"patch_nums": [True, 2]}, "must list"),
+        ({"patch_nums": [[1, True]]}, "must list"),
+        ({"patch_nums": [1, 10**12]}, "is too large: heights and widths are at most 4096"),
+        ({"depth": 10**12}, "depth is 1000000000000, it must be at most 1024"),
+        ({"embed_dim": 10**12}, "embed_dim is .*at most 10000000"),
+        ({"vocab_size": float("inf")}, "must be a whole number"),
+        ({"mlp_ratio": float("nan")}, "mlp_ratio is nan"),
+        ({"mlp_ratio": 0}, "mlp_ratio is 0.0, .*greater than 0"),
+        ({"mlp_ratio": 1e9}, "mlp_ratio is .*at most"),
+        ({"mlp_ratio": 10**400}, "mlp_ratio is .*must be a number"),
+        ({"norm_eps": -1e-6}, "norm_eps is -1e-06"),
+        ({"norm_eps": float("nan")}, "norm_eps is nan"),
     ],
 )
 def test_wrong_published_values(values, match):

@@ -57,8 +57,29 @@ def test_draws_follow_the_distribution():
         ({"top_p": float("nan")}, "top_p"),
         ({"cfg": -1.0}, "cfg"),
         ({"cfg": float("nan")}, "cfg"),
+        ({"cfg": float("inf")}, "cfg"),
+        ({"cfg": "high"}, "cfg='high': it must be a number"),
+        ({"cfg": None}, "cfg=None"),
+        ({"cfg": True}, "cfg=True"),
+        ({"cfg": 10**400}, "cfg=1000"),
+        ({"top_k": 1.5}, "top_k=1.5: it must be a whole number"),
+        ({"top_k": True}, "top_k=True"),
+        ({"top_p": "0.9"}, "top_p='0.9'"),
+        ({"greedy": 1}, "greedy=1: it must be true or false"),
+        ({"more_smooth": "yes"}, "more_smooth='yes'"),
     ],
 )
 def test_bad_values(values, message):
     with pytest.raises(UserError, match=message):
         Sampling(**values).check(10)
+
+
+def test_numbers_of_numpy_are_numbers():
+    values = {"cfg": np.float32(2), "top_k": np.int64(3), "greedy": np.bool_(True)}
+    assert Sampling.recommended(values, more_smooth=np.bool_(False)).check(10).top_k == 3
+
+
+@pytest.mark.parametrize("settings", [None, [1], "cfg", 3])
+def test_recommendations_are_names_and_values(settings):
+    with pytest.raises(UserError, match="it must hold names and values"):
+        Sampling.recommended(settings)

@@ -18,7 +18,9 @@ def test_counts_and_offsets():
     assert Schedule.parse(str(schedule)) == schedule
 
 
-@pytest.mark.parametrize("text", ["", "1x1;", "1x0", "ax2", "1,2,3", "2"])
+@pytest.mark.parametrize(
+    "text", ["", "1x1;", "1x0", "ax2", "1,2,3", "2", "²x1", "4097x1", "1x" + "9" * 5000]
+)
 def test_malformed_schedules(text):
     with pytest.raises(UserError):
         Schedule.parse(text)
@@ -31,11 +33,23 @@ def test_malformed_schedules(text):
         "layers=x,heads=1,head_dim=1,schedule=1x1",
         "foo=1",
         "layers=0,heads=1,head_dim=1,schedule=1x1",
+        "layers=²,heads=1,head_dim=1,schedule=1x1",
+        "layers=1000001,heads=1,head_dim=1,schedule=1x1",
+        "layers=1,heads=1,head_dim=1000001,schedule=1x1",
+        "layers=100000,heads=100000,head_dim=1,schedule=1x1",
+        "layers=" + "9" * 5000 + ",heads=1,head_dim=1,schedule=1x1",
+        "layers=1,layers=2,heads=1,head_dim=1,schedule=1x1",
+        "layers=1,heads=1,head_dim=1,schedule=1x1;5000x1",
     ],
 )
 def test_malformed_geometry(text):
     with pytest.raises(UserError):
         Geometry.parse(text)
+
+
+def test_too_many_scales():
+    with pytest.raises(UserError, match="at most 1024"):
+        Schedule.square([1] * 1025)
 
 
 def test_geometry_text():

@@ -90,9 +90,12 @@ def save(
       overwrite: replace `directory` if it exists.
 
     Raises:
-      UserError: `directory` exists, or cannot be written. Nothing is left behind.
+      UserError: `directory` exists, or cannot be written, or the entries do not fit the model.
+        Nothing is left behind.
     """
     modules = {"transformer": transformer, "codec": codec}
+    free = {k: v for k, v in (metadata or {}).items() if k != "files"}  # files are those written
+    description_file.check_entries(directory, free, transformer.config, codec.config)
     with replacing(directory, overwrite=overwrite) as folder:
         arrays = _host_arrays(modules, _dtype(dtype))
         with ocp.PyTreeCheckpointer() as checkpointer:
@@ -163,14 +166,9 @@ def load(directory, dtype=None) -> Checkpoint:
 
 def _abstract_modules(content: Mapping, path: Path) -> list[nnx.Module]:
     family = registry.family(content["family"])
-    modules = []
-    for name, part in zip(PARTS, (family.transformer, family.codec), strict=True):
-        try:
-            config = part.read(content[name])
-        except UserError as error:
-            raise UserError(f"{path / description_file.NAME}, entry {name!r}: {error}") from error
-        modules.append(part.abstract(config))
-    return modules
+    configs = description_file.configurations(path / description_file.NAME, content)
+    parts = (family.transformer, family.codec)
+    return [part.abstract(config) for part, config in zip(parts, configs, strict=True)]
 
 
 def _stored_arrays(folder: Path) -> dict:

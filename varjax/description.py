@@ -1,17 +1,21 @@
 """`model.json`: the description of a checkpoint, written last and read first."""
 
 import json
+import re
 import zlib
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 
 from varjax.errors import UserError
 from varjax.models import parameters, registry
+from varjax.sampling import Sampling
 
 NAME = "model.json"
 FORMAT_VERSION = 1
+DEEPEST_JSON = 64
+_TOO_DEEP = f"lists and objects are nested more than {DEEPEST_JSON} deep"
 REQUIRED = {"family": str, "transformer": dict, "codec": dict, "schedule": list}
 
 
@@ -44,23 +48,31 @@ def read(folder: Path) -> dict:
     """Read and check `folder/model.json`.
 
     Raises:
-      UserError: missing, not JSON, another format version, unknown family or missing entries.
+      UserError: missing, not JSON, another format version, unknown family, or entries that are
+        missing, malformed or contradict each other.
     """
     file = folder / NAME
     content = _parse(folder, file)
     version = content.get("format_version")
-    if version != FORMAT_VERSION:
+    if isinstance(version, bool) or version != FORMAT_VERSION:
         raise UserError(
-            f"{file} has format version {version!r}, this varjax reads version {FORMAT_VERSION}:"
-            " convert the PyTorch files again with `python -m ported_weights`"
+            f"{file} has format version {version!r:.60}, this varjax reads version"
+            f" {FORMAT_VERSION}: convert the PyTorch files again with `python -m ported_weights`"
         )
     for name, kind in REQUIRED.items():
         if not isinstance(content.get(name), kind):
             raise UserError(f"{file} is damaged: entry {name!r} is missing or malformed")
     if content["family"] not in registry.FAMILIES:
         known = ", ".join(registry.FAMILIES)
-        raise UserError(f"{file}: unknown family {content['family']!r}, known are {known}")
-    _check_schedule(file, content)
+        raise UserError(f"{file}: unknown family {content['family']!r:.60}, known are {known}")
+    transformer, codec = configurations(file, content)
+    maps = [list(pair) for pair in transformer.schedule.maps]
+    if content["schedule"] != maps:  # the entry repeats the configuration for readers
+        raise UserError(
+            f"{file} is inconsistent: schedule {str(content['schedule'])[:200]} but the"
+            f" transformer's configuration says {str(maps)[:200]}"
+        )
+    check_entries(file, content, transformer, codec)
     return content
 
 
@@ -73,7 +85,7 @@ def _parse(folder: Path, file: Path) -> dict:
             " with `python -m ported_weights`"
         )
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise UserError(f"cannot read {file}: {error}") from error
     if not isinstance(content, dict):
@@ -81,15 +93,101 @@ def _parse(folder: Path, file: Path) -> dict:
     return content
 
 
-def _check_schedule(file: Path, content: Mapping) -> None:
-    """The entry `schedule` repeats the configuration for readers; both must agree."""
-    part = registry.family(content["family"]).transformer
-    maps = [list(pair) for pair in part.read(content["transformer"]).schedule.maps]
-    if content["schedule"] != maps:
+def parse_json(text: str):
+    """The value of a JSON text; `ValueError` also where it is nested too deeply."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    level = [value]
+    for _ in range(DEEPEST_JSON):
+        level = [inner for outer in level for inner in _inner(outer)]
+    if level:
+        raise ValueError(_TOO_DEEP)
+    return value
+
+
+def _inner(value) -> list:
+    """What a list or object holds."""
+    return list(value.values()) if isinstance(value, dict) else value if type(value) is list else []
+
+
+# --- what the entries have to be ------------------------------------------------------------------
+
+
+def configurations(where, content: Mapping) -> tuple:
+    """Configurations of the transformer and the codec; `UserError` names `where` and the entry."""
+    family, found = registry.family(content["family"]), []
+    for name, part in (("transformer", family.transformer), ("codec", family.codec)):
+        try:
+            found.append(part.read(content[name]))
+        except UserError as error:
+            raise UserError(f"{where}, entry {name!r}: {error}") from error
+    return tuple(found)
+
+
+def check_entries(where, content: Mapping, transformer, codec) -> None:
+    """Check what is free in a description: that both parts fit each other, and optional entries.
+
+    Args:
+      where: the file or folder, for messages.
+      content: class_names, sampling and files are checked where they are there.
+      transformer, codec: configurations.
+
+    Raises:
+      UserError: a value of another kind, or entries that contradict each other.
+    """
+    for name in ("vocab_size", "z_channels", "schedule"):
+        ours, theirs = getattr(transformer, name), getattr(codec, name)
+        if ours != theirs:
+            shown = "patch_nums" if name == "schedule" else name
+            raise UserError(
+                f"{where} is inconsistent: {shown} is {str(ours):.200} for the transformer and"
+                f" {str(theirs):.200} for the codec; they must agree"
+            )
+    if "class_names" in content:
+        _check_class_names(where, content["class_names"], getattr(transformer, "num_classes", 0))
+    if "sampling" in content:
+        try:
+            Sampling.recommended(content["sampling"]).check(transformer.vocab_size)
+        except UserError as error:
+            raise UserError(f"{where}, entry 'sampling': {error}") from error
+    if "files" in content:
+        _check_records(where, content["files"])
+
+
+def _check_class_names(where, names, count: int) -> None:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UserError(
-            f"{file} is inconsistent: schedule {content['schedule']} but the transformer's"
-            f" configuration says {maps}"
+            f"{where}, entry 'class_names' is {names!r:.60}: it must be a list of {count} texts,"
+            " one for each class, or be left out"
         )
+    if len(names) != count:
+        raise UserError(
+            f"{where}, entry 'class_names' has {len(names)} names, the model has {count} classes:"
+            " give one for each, or leave the entry out"
+        )
+
+
+def _check_records(where, records) -> None:
+    if not isinstance(records, dict):
+        raise UserError(
+            f"{where}, entry 'files' is {records!r:.60}: it must hold file names with size and"
+            " crc32; copy or convert the checkpoint again"
+        )
+    for name, record in records.items():
+        size, crc = (record.get(k) if isinstance(record, dict) else None for k in ("size", "crc32"))
+        path = PurePosixPath(name)
+        inside = path.parts and not path.is_absolute() and ".." not in path.parts
+        if not (inside and type(size) is int and size >= 0 and _is_crc(crc)):
+            raise UserError(
+                f"{where}, entry 'files': {name!r:.60} has the record {record!r:.60}; needed are a"
+                " path inside params, its size and crc32 (8 hexadecimal digits)"
+            )
+
+
+def _is_crc(value) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{8}", value) is not None
 
 
 # --- the files beside it --------------------------------------------------------------------------
@@ -118,15 +216,22 @@ def check_files(folder: Path, content: Mapping) -> None:
     """
     problems = []
     for name, record in content.get("files", {}).items():
-        file = folder / name
-        if not file.is_file():
-            problems.append(f"{name} is missing")
-        elif file.stat().st_size != record["size"]:
-            problems.append(f"{name} has {file.stat().st_size} bytes instead of {record['size']}")
-        elif _record(file) != record:
-            problems.append(f"{name} has been altered")
+        try:
+            problems += _problems(folder / name, name, record)
+        except (OSError, ValueError) as error:  # as a name that is too long, or a NUL in it
+            problems.append(f"{name!r:.60} cannot be read ({error!s:.80})")
     if problems or not folder.is_dir():
         listed = "; ".join(problems) or "the folder is missing"
         raise UserError(
             f"the parameters in {folder} are damaged or incomplete: {listed}; copy them again"
         )
+
+
+def _problems(file: Path, name: str, record: Mapping) -> list[str]:
+    if not file.is_file():
+        return [f"{name} is missing"]
+    size = file.stat().st_size
+    if size != record["size"]:
+        return [f"{name} has {size} bytes instead of {record['size']}"]
+    found = _record(file)
+    return [] if all(record[k] == found[k] for k in found) else [f"{name} has been altered"]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from varjax.errors import UserError
 
+LONGEST_NAME = 255 - 24  # of a file system's 255 bytes, less what names in the making add
+
 
 def check_absent(directory, *, overwrite: bool) -> Path:
     """Absolute path of a folder that may be created now.
@@ -16,12 +18,29 @@ def check_absent(directory, *, overwrite: bool) -> Path:
     Raises:
       UserError: if it exists and may not be replaced, or its parent cannot be written.
     """
-    target = Path(os.path.abspath(directory))
+    target = check_place(directory)
     if os.path.lexists(target) and not overwrite:
         raise UserError(f"{directory} exists already: choose another folder or add --overwrite")
     if os.path.lexists(target) and (target.is_symlink() or not target.is_dir()):
         raise UserError(f"{directory} exists and is not a folder: choose another one")
-    parent = next(p for p in target.parents if p.exists())
+    return target
+
+
+def check_place(directory) -> Path:
+    """Absolute path of a folder whose nearest existing parent can be written.
+
+    Raises:
+      UserError: an empty or impossible path, a parent that is a file or may not be written.
+    """
+    text = os.fsdecode(directory)
+    if not text.strip():
+        raise UserError(f"{text!r} is no folder: write its name, for example --out=FOLDER")
+    if "\0" in text:
+        raise UserError(f"{text!r:.200} is no folder: names cannot hold a NUL byte")
+    target = Path(os.path.abspath(text))
+    if any(len(os.fsencode(part)) > LONGEST_NAME for part in target.parts):
+        raise UserError(f"{text!r:.60}... is no folder: names have at most {LONGEST_NAME} bytes")
+    parent = next((p for p in target.parents if p.exists()), target)
     if not parent.is_dir():
         raise UserError(f"cannot write {directory}: {parent} is not a folder")
     if not os.access(parent, os.W_OK | os.X_OK):

@@ -1,9 +1,12 @@
 """What a cache has to know of a model: its schedule and the shape of its attention."""
 
+import re
 from dataclasses import dataclass
 
 from varjax.errors import UserError
 from varjax.schedule import Schedule
+
+LARGEST = 10**6  # layers, heads, size of a head, and layers times heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +24,15 @@ class Geometry:
         for name in ("num_layers", "num_heads", "head_dim", "rows_per_image"):
             if getattr(self, name) < 1:
                 raise UserError(f"geometry: {name} is {getattr(self, name)}, it must be at least 1")
+            if getattr(self, name) > LARGEST:
+                raise UserError(
+                    f"geometry: {name} is {getattr(self, name)}, it must be at most {LARGEST}"
+                )
+        if self.num_layers * self.num_heads > LARGEST:
+            raise UserError(
+                f"geometry: {self.num_layers} layers of {self.num_heads} heads are"
+                f" {self.num_layers * self.num_heads} heads in all, at most {LARGEST} work"
+            )
 
     @classmethod
     def parse(cls, text: str) -> "Geometry":
@@ -39,8 +51,12 @@ class Geometry:
                     f"cannot read {part!r} of geometry {text!r}: give "
                     f"{', '.join(k + '=...' for k in known)}"
                 )
-            if name != "schedule" and not value.isdigit():
-                raise UserError(f"geometry: {name}={value} is not a positive whole number")
+            if known[name] in given:
+                raise UserError(f"geometry {text!r:.200} gives {name} twice: keep one of them")
+            if name != "schedule" and not re.fullmatch(r"[0-9]{1,18}", value):
+                raise UserError(
+                    f"geometry: {name}={value:.40} is not a positive whole number up to {LARGEST}"
+                )
             given[known[name]] = Schedule.parse(value) if name == "schedule" else int(value)
         missing = [k for k, field in known.items() if field not in given]
         if missing:

@@ -1,14 +1,18 @@
 """Choosing tokens from logits: guidance, filters, sampling. Results depend on an image's own key
 only, never on the batch."""
 
+import numbers
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from varjax.errors import UserError
 
+LARGEST_CFG = 1e6  # far beyond use; guided logits must stay float32 numbers
 SMOOTH_KEY = 1  # folded into a scale's key for the noise of `more_smooth`
 
 
@@ -31,27 +35,55 @@ class Sampling:
     more_smooth: bool = False
 
     def check(self, vocab_size: int) -> "Sampling":
-        """Return self, or raise `UserError` for values that cannot work."""
+        """Return self, or raise `UserError` for values that cannot work, of any type."""
+        for name, kind in _KINDS.items():
+            if not kind.fits(getattr(self, name)):
+                raise UserError(f"{name}={getattr(self, name)!r:.60}: it must be {kind.words}")
         if self.top_k < 0 or self.top_k > vocab_size:
             raise UserError(
                 f"top_k={self.top_k}: choose 0 (off) to {vocab_size} (the size of the vocabulary)"
             )
         if not 0 <= self.top_p <= 1:
             raise UserError(f"top_p={self.top_p:g} is outside [0, 1]; 0 switches it off")
-        if not self.cfg >= 0 or self.cfg == float("inf"):
+        if not 0 <= self.cfg <= LARGEST_CFG:
             raise UserError(
                 f"cfg={self.cfg:g}: guidance strength is a finite number, at least 0 (0 "
-                f"switches it off)"
+                f"switches it off), at most {LARGEST_CFG:g}"
             )
         return self
 
     @classmethod
-    def recommended(cls, settings: dict, **overrides) -> "Sampling":
+    def recommended(cls, settings: Mapping, **overrides) -> "Sampling":
         """A checkpoint's recommended settings with the given overrides (None keeps the
-        recommendation)."""
+        recommendation). `check` says what is wrong with the values."""
+        if not isinstance(settings, Mapping):
+            raise UserError(
+                f"recommended sampling is {settings!r:.60}: it must hold names and values, as"
+                ' {"cfg": 1.5, "top_k": 900}'
+            )
         known = {k: settings[k] for k in ("cfg", "top_k", "top_p", "more_smooth") if k in settings}
         base = cls(**known)
         return replace(base, **{k: v for k, v in overrides.items() if v is not None})
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a value has to be, in words and as types; NumPy's numbers are numbers too."""
+
+    words: str
+    types: tuple
+
+    def fits(self, value) -> bool:
+        is_bool = isinstance(value, (bool, np.bool_))
+        if not isinstance(value, self.types) or is_bool != (bool in self.types):
+            return False
+        return not isinstance(value, int) or abs(value) < 2**63
+
+
+_REAL = _Kind("a number", (numbers.Real,))
+_WHOLE = _Kind("a whole number", (numbers.Integral,))
+_SWITCH = _Kind("true or false", (bool, np.bool_))
+_KINDS = {"cfg": _REAL, "top_k": _WHOLE, "top_p": _REAL, "greedy": _SWITCH, "more_smooth": _SWITCH}
 
 
 def guide(logits: Float[Array, "R T V"], strength: Float[Array, ""]) -> Float[Array, "B T V"]:

@@ -14,6 +14,9 @@ import numpy as np
 
 from varjax.errors import UserError
 
+LARGEST_SIDE = 4096  # of a token map
+LARGEST_COUNT = 1024  # scales
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -28,6 +31,12 @@ class Schedule:
         for h, w in self.maps:
             if h < 1 or w < 1:
                 raise UserError(f"token map {h}x{w} is empty: heights and widths are at least 1")
+            if h > LARGEST_SIDE or w > LARGEST_SIDE:
+                raise UserError(
+                    f"token map {h}x{w} is too large: heights and widths are at most {LARGEST_SIDE}"
+                )
+        if len(self.maps) > LARGEST_COUNT:
+            raise UserError(f"{len(self.maps)} scales given: at most {LARGEST_COUNT} work")
 
     @classmethod
     def square(cls, sides: Sequence[int]) -> "Schedule":
@@ -39,11 +48,11 @@ class Schedule:
         """Read `"1x1;2x2;3x4"` (height x width)."""
         maps = []
         for part in text.strip().split(";"):
-            match = re.fullmatch(r"\s*(\d+)\s*x\s*(\d+)\s*", part)
+            match = re.fullmatch(r"\s*([0-9]{1,18})\s*x\s*([0-9]{1,18})\s*", part)
             if not match:
                 raise UserError(
-                    f"cannot read the token map {part!r} of schedule {text!r}: write height x "
-                    f"width, for example 1x1;2x2;3x4"
+                    f"cannot read the token map {part!r:.60} of schedule {text!r:.200}: write "
+                    f"height x width, for example 1x1;2x2;3x4"
                 )
             maps.append((int(match[1]), int(match[2])))
         return cls(tuple(maps))

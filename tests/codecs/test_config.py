@@ -46,6 +46,20 @@ WRONG = {
     "type": ({"using_sa": "yes"}, "using_sa is 'yes', it must be true or false"),
     "two": ({"patch_nums": [1, 2], "v_patch_nums": [1, 3]}, "differ: give one of them"),
     "kernel": ({"quant_conv_ks": 2}, "must be odd"),
+    "boolean": ({"patch_nums": [True, 2]}, "must list sides"),
+    "boolean size": ({"vocab_size": True}, "must be a whole number"),
+    "large side": ({"patch_nums": [1, 5000]}, "too large"),
+    "large": ({"z_channels": 10**12}, "z_channels is .*at most 10000000"),
+    "wide": ({"ch": 32 * 10**5, "ch_mult": [1, 10**5]}, "ch . ch_mult is"),
+    "blocks": ({"num_res_blocks": 10**12}, "num_res_blocks is .*at most 64"),
+    "deep": ({"ch_mult": [1] * 1000}, "1000 levels, at most 16"),
+    "phis": ({"share_quant_resi": 10**9}, "share_quant_resi is"),
+    "kernel size": ({"quant_conv_ks": 10**9 + 1}, "quant_conv_ks is"),
+    "epsilon": ({"group_norm_eps": -1.0}, "group_norm_eps is -1.0"),
+    "beta": ({"beta": float("inf")}, "beta is inf, it must be a finite number"),
+    "beta NaN": ({"beta": float("nan")}, "beta is nan"),
+    "beta sign": ({"beta": -0.1}, "beta is -0.1, .*at least 0"),
+    "resi": ({"quant_resi": float("nan")}, "quant_resi is nan"),
     "share": ({"share_quant_resi": -1}, "share_quant_resi is -1"),
 }
 
@@ -54,6 +68,12 @@ WRONG = {
 def test_wrong_values(values, message):
     with pytest.raises(UserError, match=message):
         VQVAEConfig.from_published(values)
+
+
+def test_wrong_values_given_directly():
+    for name in ("quant_resi", "beta", "group_norm_eps"):
+        with pytest.raises(UserError, match=f"{name} is nan"):
+            VQVAEConfig(**{name: float("nan")})
 
 
 def test_published_size_by_shape():

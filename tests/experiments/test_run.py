@@ -169,6 +169,7 @@ BAD = [
     (("--labels=three",), "class numbers"),
     (("--labels=1", "--num_images=2"), "exclude each other"),
     (("--num_images=0",), "at least 1"),
+    (("--num_images=1000000000000",), "at most 10000000"),
     (("--top_k=-1",), "top_k=-1"),
     (("--top_p=1.2",), "top_p=1.2"),
     (("--cfg=-1",), "cfg=-1"),
@@ -199,6 +200,25 @@ def test_bad_input(call, checkpoint, tmp_path, monkeypatch, flags, message):
     status, out, err = call("run", checkpoint, f"--out={tmp_path / 'out'}", *flags)
     assert status == 2 and message in err and "Traceback" not in err
     assert err.count("error:") == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "npy", "structured", "folder"])
+def test_damaged_given_tokens(call, checkpoint, tmp_path, damage):
+    file, out = tmp_path / "tokens.npz", tmp_path / "out"
+    kind = [("a", int)] if damage == "structured" else int
+    np.savez(file, tokens=np.zeros((1, 130), kind))
+    if damage == "npy":
+        np.save(file.with_suffix(".npy"), np.zeros((1, 130), int))
+        file = file.with_suffix(".npy")
+    elif damage == "folder":
+        file = tmp_path
+    elif damage != "structured":
+        file.write_bytes(file.read_bytes()[: 200 if damage == "truncated" else 0])
+    status, _, err = call(
+        "run", checkpoint, "--num_images=1", f"--given_tokens={file}", f"--out={out}"
+    )
+    assert status == 2 and f"--given_tokens={file}: " in err and "Traceback" not in err
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(

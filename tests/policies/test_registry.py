@@ -79,6 +79,9 @@ def test_table_plan_matches_the_file(tmp_path):
         ({"keep_scale": keep_scale(), "keep_token": np.zeros((3, 2, 2, 14), bool)}, "exactly one"),
         ({"something": np.zeros(3)}, "exactly one"),
         ({"keep_scale": np.full((3, 2, 2, 3), 0.5)}, "other than 0 and 1"),
+        ({"keep_scale": np.zeros((3, 2, 2, 3), [("a", bool)])}, "has type .*store bool"),
+        ({"keep_scale": np.zeros((3, 2, 2, 3), "M8[s]")}, "has type .*store bool"),
+        ({"keep_scale": np.full((3, 2, 2, 3), "x")}, "has type .*store bool"),
         ({"keep_scale": np.ones((3, 2, 2, 3), bool)}, "does not exist yet"),
     ],
 )

@@ -290,15 +290,35 @@ def test_wrong_requests(case, request_for, tmp_path):
     [
         ("class_names", ["a", "b"], "2 class names, the model has 10"),
         ("class_names", {"x": 1}, "must hold a list of texts"),
-        ("sampling", {"cfg": "high"}, "cfg is 'high'"),
-        ("sampling", {"more_smooth": 1}, "more_smooth is 1"),
+        ("sampling", {"cfg": "high"}, "cfg='high'"),
+        ("sampling", {"more_smooth": 1}, "more_smooth=1"),
         ("sampling", [1], "names and values"),
+        ("sampling", {"top_k": 1.5}, "top_k=1.5"),
+        ("sampling", {"top_k": 10**6}, "top_k=1000000"),
+        ("sampling", {"cfg": float("nan")}, "small.json: cfg=nan"),
+        ("sampling", {"top_p": 2}, "top_p=2"),
+        ("config", {"depth": 10**12}, "depth is .*at most 1024"),
+        ("config", {"mlp_ratio": 0}, "mlp_ratio is 0"),
+        ("config", {"patch_nums": [True]}, "must list sides"),
+        ("tokenizer_config", {"beta": float("nan")}, "beta is nan"),
     ],
 )
 def test_wrong_small_files(flag, content, match, request_for, tmp_path):
     (tmp_path / "small.json").write_text(json.dumps(content))
     request = request_for("b_k6_sharedaln", **{flag: str(tmp_path / "small.json")})
     _refused(request, match, tmp_path)
+
+
+@pytest.mark.parametrize("flag", ["config", "tokenizer_config", "sampling", "class_names"])
+def test_deeply_nested_files(flag, request_for, tmp_path):
+    (tmp_path / "small.json").write_text("[" * 100_000)
+    request = request_for("b_k6_sharedaln", **{flag: str(tmp_path / "small.json")})
+    _refused(request, "small.json as JSON: .*nested", tmp_path)
+
+
+def test_no_folder_to_write(request_for, tmp_path):
+    for out, match in (("", "'' is no folder"), ("a\0b", "NUL byte")):
+        _refused(request_for("b_k6_sharedaln", out=out), match, tmp_path)
 
 
 def test_truncated_weights(request_for, tmp_path):

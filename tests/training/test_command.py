@@ -18,6 +18,11 @@ WRONG = {
     "data": (["--data=nowhere"], "there is no file or folder nowhere"),
     "stage": (["--stage=vqvea"], "did you mean 'vqvae'"),
     "interval": (["--log_every=7"], "must be a multiple of --log_every=7"),
+    "seed": (["--seed=-1"], "--seed=-1 given: choose 0 to 2147483647"),
+    "large seed": ([f"--seed={2**31}"], "--seed=2147483648 given"),
+    "batch": (["--max_images=8", "--image_size=64"], "--vqvae_batch_size=16 given, but there are"),
+    "no out": (["--out="], "--out= is empty"),
+    "depth": ([f"--depth={10**12}"], "depth is 1000000000000, it must be at most 1024"),
     "codec first": (["--stage=var"], "holds no trained codec"),
 }
 
@@ -28,6 +33,11 @@ def test_wrong_flags(pictures, tmp_path, capsys, flags, message):
     assert _run(f"--data={pictures}", f"--out={out}", *flags) == 2
     assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_out_inside_a_file(pictures, capsys):
+    assert _run(f"--data={pictures}", f"--out={pictures}/run") == 2
+    assert f"cannot write {pictures}/run: {pictures} is not a folder" in capsys.readouterr().err
 
 
 def test_flags_become_settings(pictures, tmp_path, monkeypatch, capsys):

@@ -81,6 +81,22 @@ BAD = {
         {"data": IMAGES.ravel(), "offsets": np.array([0, 10, 5]), "labels": LABELS[:2]},
         "offsets do not cut data",
     ),
+    "no offsets": (
+        {"data": IMAGES.ravel(), "offsets": LABELS[:0], "labels": LABELS[:0]},
+        r"integers \[N \+ 1\] are needed",
+    ),
+    "large offsets": (
+        {"data": IMAGES.ravel(), "offsets": np.array([0, 2**64 - 1], np.uint64), "labels": [0]},
+        "offsets do not cut data",
+    ),
+    "float offsets": (
+        {"data": IMAGES.ravel(), "offsets": np.array([0, np.nan]), "labels": [0]},
+        "offsets are float64",
+    ),
+    "large label": ({"images": IMAGES, "labels": LABELS + 10**6}, "at most 1000000 works"),
+    "overflow": ({"images": IMAGES, "labels": LABELS + 2**32}, "label 4294967299 is given"),
+    "no pixels": ({"images": IMAGES[:, :0, :0], "labels": LABELS}, "pictures without pixels"),
+    "structure": ({"images": np.zeros(4, [("a", "u1")]), "labels": LABELS}, "images are"),
     "files": (
         {"data": IMAGES.ravel(), "offsets": np.array([0, 10, 20]), "labels": LABELS[:2]},
         "picture 0 as a picture",
@@ -112,6 +128,22 @@ def test_bad_files(tmp_path):
     (tmp_path / "folder" / "apple" / "b.png").write_bytes(b"nonsense")
     with pytest.raises(UserError, match=r"cannot read .*\.png as a picture"):
         data.load(tmp_path / "folder", 8)
+
+
+@pytest.mark.parametrize("text", ['{"classes": "ab"}', '{"classes": [1]}', "[" * 100_000, "3"])
+def test_bad_class_names(tmp_path, text):
+    np.savez(tmp_path / "train.npz", images=IMAGES, labels=LABELS)
+    (tmp_path / "classes.json").write_text(text)
+    with pytest.raises(UserError, match="must be JSON like"):
+        data.load(tmp_path, 8)
+
+
+@pytest.mark.parametrize("size", [0, 100, 300, -10])
+def test_truncated_arrays(tmp_path, size):
+    np.savez_compressed(tmp_path / "x.npz", images=IMAGES, labels=LABELS)
+    (tmp_path / "x.npz").write_bytes((tmp_path / "x.npz").read_bytes()[:size])
+    with pytest.raises(UserError, match="cannot read"):
+        data.load(tmp_path / "x.npz", 8)
 
 
 def test_unnamed_label(tmp_path):

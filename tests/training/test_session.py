@@ -48,7 +48,7 @@ def test_losses_fall_and_the_model_loads(tiny, tmp_path, capsys):
     assert len(var["per_scale"]) == 3 and np.isfinite(var["per_scale"]).all()
     assert "vqvae 40/40  loss" in capsys.readouterr().err
     loaded = checkpoint.load(model)
-    assert loaded.codec.config == settings.codec
+    assert loaded.codec.config == settings.codec and loaded.sampling["top_k"] == 32
     assert loaded.transformer.config == settings.transformer(4)
 
 
@@ -82,6 +82,9 @@ def test_refused_folders(tiny, tmp_path):
         session.train(settings, "both", tmp_path / "other", EVERY)
     with pytest.raises(UserError, match="holds no trained codec"):
         session.train(settings, "var", tmp_path / "new", EVERY)
+    for out, match in (("", "is no folder"), ("a\0b", "NUL byte"), (settings.data + "/x", "not a")):
+        with pytest.raises(UserError, match=match):
+            session.train(settings, "both", out, EVERY)
     folder = tmp_path / "run" / "vqvae"
     folder.mkdir(parents=True)
     (folder / "settings.json").write_text(json.dumps(tiny(ch=16).of_stage("vqvae")))
@@ -99,6 +102,13 @@ WRONG = {
     "warm-up": ({"autoencoder_steps": 40}, "the quantiser would never be trained"),
     "steps": ({"var_steps": 0}, "0 training steps given"),
     "dtype": ({"dtype": "float8"}, "unknown dtype 'float8'"),
+    "seed": ({"seed": 2**31}, "--seed=2147483648 given"),
+    "codes": ({"vocab_size": 1}, "--vocab_size=1 given: at least 2 codes"),
+    "lr": ({"vqvae_lr": float("inf")}, "learning rate inf given"),
+    "lr NaN": ({"var_lr": float("nan")}, "learning rate nan given"),
+    "decay": ({"weight_decay": -0.1}, "weight decay -0.1 given"),
+    "decay NaN": ({"weight_decay": float("nan")}, "weight decay nan given"),
+    "many steps": ({"var_steps": 10**12}, "at most"),
     "batch": ({"var_batch_size": 0}, "at least 1"),
 }
 
@@ -107,6 +117,22 @@ WRONG = {
 def test_wrong_settings(tiny, changes, message):
     with pytest.raises(UserError, match=message):
         tiny(**changes)
+
+
+@pytest.mark.parametrize("name", ["vqvae_batch_size", "var_batch_size"])
+def test_batches_larger_than_the_data(tiny, tmp_path, name):
+    with pytest.raises(UserError, match=f"--{name}=62 given, but there are 61 training pictures"):
+        session.train(tiny(**{name: 62}), "both", tmp_path / "run", EVERY)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("text", ["[1]", "[" * 100_000, ""])
+def test_damaged_settings(tiny, tmp_path, text):
+    folder = tmp_path / "run" / "vqvae"
+    folder.mkdir(parents=True)
+    (folder / "settings.json").write_text(text)
+    with pytest.raises(UserError, match="settings.json is damaged"):
+        session.train(tiny(), "both", tmp_path / "run", EVERY)
 
 
 def test_intervals_must_fit():

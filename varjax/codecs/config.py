@@ -1,6 +1,7 @@
 """Configuration of the multi-scale VQVAE, readable and writable in the published argument names."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -8,6 +9,8 @@ from varjax.errors import UserError
 from varjax.models import published
 from varjax.schedule import Schedule
 
+# Generous limits, beside those of `published`: every block and level is traced on its own.
+LARGEST_BLOCKS, LARGEST_LEVELS, LARGEST_KERNEL, LARGEST_PHIS = 64, 16, 63, 1024
 SIDES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
 # Names in published configurations that do not change the function computed.
 IGNORED_NAMES = ("L", "note", "dropout", "test_mode")
@@ -40,26 +43,35 @@ class VQVAEConfig:
     schedule: Schedule = Schedule.square(SIDES_256)
 
     def __post_init__(self):
-        sizes = ("vocab_size", "z_channels", "ch", "num_res_blocks", "in_channels")
-        for name in (*sizes, "group_norm_groups"):
-            if getattr(self, name) < 1:
-                raise _wrong(f"{name} is {getattr(self, name)}, it must be at least 1")
+        for name in ("vocab_size", "z_channels", "ch", "in_channels", "group_norm_groups"):
+            published.check_size("VQVAE", name, getattr(self, name))
+        published.check_size("VQVAE", "num_res_blocks", self.num_res_blocks, LARGEST_BLOCKS)
         for name in ("share_quant_resi", "default_qresi_counts"):
-            if getattr(self, name) < 0:
-                raise _wrong(f"{name} is {getattr(self, name)}, it must be at least 0")
+            published.check_size("VQVAE", name, getattr(self, name), LARGEST_PHIS, least=0)
+        published.check_size("VQVAE", "quant_conv_ks", self.quant_conv_ks, LARGEST_KERNEL)
+        for name in ("group_norm_eps", "beta"):
+            published.check_real("VQVAE", name, getattr(self, name))
+        if not math.isfinite(self.quant_resi):
+            raise _wrong(f"quant_resi is {self.quant_resi}, it must be a finite number")
+        self._check_levels()
+        if self.quant_conv_ks % 2 == 0:
+            raise _wrong(f"quant_conv_ks is {self.quant_conv_ks}, it must be odd (1, 3, ...)")
+        final = self.schedule.final_map
+        if any(h > final[0] or w > final[1] for h, w in self.schedule.maps):
+            raise _wrong(f"schedule {self.schedule}: the last map must be the largest")
+
+    def _check_levels(self) -> None:
         if not self.ch_mult or min(self.ch_mult) < 1:
             raise _wrong(f"ch_mult {self.ch_mult} needs at least one level, each at least 1")
-        if self.quant_conv_ks % 2 == 0 or self.quant_conv_ks < 1:
-            raise _wrong(f"quant_conv_ks is {self.quant_conv_ks}, it must be odd (1, 3, ...)")
+        if len(self.ch_mult) > LARGEST_LEVELS:
+            raise _wrong(f"ch_mult has {len(self.ch_mult)} levels, at most {LARGEST_LEVELS} work")
+        published.check_size("VQVAE", "ch * ch_mult", self.ch * max(self.ch_mult))
         for width in {self.ch, *(self.ch * m for m in self.ch_mult)}:
             if width % self.group_norm_groups:
                 raise _wrong(
                     f"a level has {width} channels, which {self.group_norm_groups} normalisation"
                     " groups do not divide: choose ch as a multiple of group_norm_groups"
                 )
-        final = self.schedule.final_map
-        if any(h > final[0] or w > final[1] for h, w in self.schedule.maps):
-            raise _wrong(f"schedule {self.schedule}: the last map must be the largest")
 
     @property
     def downsample(self) -> int:

@@ -58,11 +58,12 @@ class VARConfig:
     cond_drop_rate: float = 0.1  # training: how often the label is replaced by the null class
 
     def __post_init__(self):
-        for name in ("num_classes", "depth", "embed_dim", "num_heads", "vocab_size", "z_channels"):
-            if getattr(self, name) < 1:
-                raise UserError(
-                    f"VAR configuration: {name} is {getattr(self, name)}, it must be at least 1"
-                )
+        published.check_size("VAR", "depth", self.depth, published.LARGEST_DEPTH)
+        for name in ("num_classes", "embed_dim", "num_heads", "vocab_size", "z_channels"):
+            published.check_size("VAR", name, getattr(self, name))
+        published.check_real("VAR", "norm_eps", self.norm_eps)
+        published.check_real("VAR", "mlp_ratio", self.mlp_ratio, positive=True)
+        published.check_size("VAR", "embed_dim * mlp_ratio", self.hidden_dim)
         if self.embed_dim % self.num_heads:
             raise UserError(
                 f"VAR configuration: embed_dim {self.embed_dim} is not a multiple of num_heads "

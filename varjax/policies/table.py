@@ -68,6 +68,8 @@ class Table(Policy):
         name, keep = self._content
         k, layers, heads = geometry.schedule.num_scales, geometry.num_layers, geometry.num_heads
         tokens = geometry.schedule.total_tokens
+        if keep.dtype.kind not in "biuf":
+            raise UserError(f"policy 'table': {name} has type {str(keep.dtype):.60}; store bool")
         if keep.dtype != bool and not np.isin(keep, (0, 1)).all():
             raise UserError(
                 f"policy 'table': {name} has type {keep.dtype} with values other than 0 and 1; "

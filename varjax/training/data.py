@@ -1,20 +1,27 @@
 """Pictures for training: what is on disk, turned into uint8 arrays of one size.
 
-Three layouts are read:
+Three layouts are read.
 
-    DIR/train.npz, DIR/val.npz, DIR/classes.json    pictures as packed WebP/PNG/JPEG bytes, or
-    arrays FILE.npz                                        arrays DIR/CLASS/*.png ...
-    one folder of pictures per class
+Pictures packed as WebP, PNG or JPEG bytes:
 
-Packed pictures: `data` uint8 bytes one after another, `offsets` [N + 1], `labels` [N]. Arrays:
-`images` (or `arr_0`) uint8 [N, H, W, 3] and `labels` (or `arr_1`) integers [N]. Where there is no
-validation set, the last part of the shuffled pictures is held out. Pictures of another size are
-cropped to a centred square and resized.
+    DIR/train.npz       `data` uint8, the files one after another; `offsets` [N + 1]; `labels` [N]
+    DIR/val.npz         likewise; may be missing
+    DIR/classes.json    {"classes": [names]}; may be missing
+
+Arrays:
+
+    FILE.npz            `images` (or `arr_0`) uint8 [N, H, W, 3]; `labels` (or `arr_1`) integers [N]
+
+One folder of pictures per class:
+
+    DIR/CLASS/*.png     also .jpg, .jpeg, .webp, .bmp
+
+Where there is no validation set, the last part of the shuffled pictures is held out. Pictures of
+another size are cropped to a centred square and resized.
 """
 
 import io
 import json
-import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +32,7 @@ from varjax import extras
 from varjax.errors import UserError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+LARGEST_LABEL = 10**6
 SHUFFLE_SEED = 0  # which pictures of a folder are held out must not depend on the run
 
 
@@ -86,27 +94,32 @@ def load(path, image_size: int, val_fraction: float = 0.05, max_images: int = 0)
 # --- .npz ---
 
 
+LAYOUTS = (("data", "offsets", "labels"), ("images", "labels"), ("arr_0", "arr_1"))
+
+
 def _read_npz(path: Path, image_size: int, limit: int) -> Pictures:
-    try:
-        arrays = np.load(path, allow_pickle=False)
-        keys = set(arrays.files)
-        if {"data", "offsets", "labels"} <= keys:
-            images = _unpack(arrays["data"], arrays["offsets"], path, image_size, limit)
-            labels = arrays["labels"]
-        elif {"images", "labels"} <= keys or {"arr_0", "arr_1"} <= keys:
-            names = ("images", "labels") if "images" in keys else ("arr_0", "arr_1")
-            found, labels = (arrays[name] for name in names)
-            images = _resize_all(found, path, image_size, limit)
-        else:
-            raise UserError(
-                f"{path} holds {', '.join(sorted(keys)) or 'nothing'}: it must hold data, offsets"
-                " and labels, or images and labels, or arr_0 and arr_1"
-            )
-    except (ValueError, OSError, AttributeError, EOFError, zipfile.BadZipFile) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"cannot read {path} as an .npz file of plain arrays: {error}") from error
+    *found, labels = _arrays(path)
+    if len(found) == 2:
+        images = _unpack(*found, path, image_size, limit)
+    else:
+        images = _resize_all(*found, path, image_size, limit)
     return Pictures(images, _check_labels(labels, len(images), path, limit))
+
+
+def _arrays(path: Path) -> list[np.ndarray]:
+    """The arrays of the first of `LAYOUTS` that the file holds."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            for names in LAYOUTS:
+                if set(names) <= set(arrays.files):
+                    return [arrays[name] for name in names]
+            held = ", ".join(sorted(arrays.files)) or "nothing"
+    except Exception as error:  # NumPy raises many kinds over damaged files
+        raise UserError(f"cannot read {path} as an .npz file of plain arrays: {error}") from error
+    raise UserError(
+        f"{path} holds {held}: it must hold data, offsets and labels, or images and labels, or"
+        " arr_0 and arr_1"
+    )
 
 
 def _check_labels(labels: np.ndarray, count: int, path: Path, limit: int) -> np.ndarray:
@@ -121,14 +134,26 @@ def _check_labels(labels: np.ndarray, count: int, path: Path, limit: int) -> np.
         raise UserError(f"{path} holds no pictures")
     if labels.min() < 0:
         raise UserError(f"{path}: label {labels.min()} is negative; labels count from 0")
+    if labels.max() > LARGEST_LABEL:
+        raise UserError(f"{path}: label {labels.max()} is given, at most {LARGEST_LABEL} works")
     return labels.astype(np.int32)
 
 
 def _unpack(data, offsets, path: Path, image_size: int, limit: int) -> np.ndarray:
     """Pictures stored one after another as encoded files."""
-    steps = np.diff(offsets.astype(np.int64))
-    if data.dtype != np.uint8 or offsets.ndim != 1 or (steps <= 0).any() or offsets[-1] > data.size:
-        raise UserError(f"{path}: offsets do not cut data into pictures")
+    if data.dtype != np.uint8 or data.ndim != 1:
+        raise UserError(f"{path}: data is {data.dtype} {data.shape}, uint8 [bytes] is needed")
+    if offsets.ndim != 1 or not np.issubdtype(offsets.dtype, np.integer) or not offsets.size:
+        raise UserError(
+            f"{path}: offsets are {offsets.dtype} {offsets.shape}, integers [N + 1] are needed"
+        )
+    outside = offsets.min() < 0 or offsets.max() > data.size
+    offsets = offsets.astype(np.int64)
+    if outside or (np.diff(offsets) <= 0).any():
+        raise UserError(
+            f"{path}: offsets do not cut data into pictures: they must increase from 0 to"
+            f" {data.size}"
+        )
     ends = offsets[1 : limit + 1] if limit else offsets[1:]
     raw = data.tobytes()
     pieces = (io.BytesIO(raw[a:b]) for a, b in zip(offsets[: len(ends)], ends, strict=True))
@@ -141,6 +166,8 @@ def _resize_all(images: np.ndarray, path: Path, image_size: int, limit: int) -> 
             f"{path}: images are {images.dtype} {images.shape}, uint8 [N, height, width, 3] is"
             " needed"
         )
+    if 0 in images.shape[1:3]:
+        raise UserError(f"{path}: images are {images.shape}, pictures without pixels")
     images = images[:limit] if limit else images
     if images.shape[1:3] == (image_size, image_size):
         return images
@@ -155,9 +182,11 @@ def _class_names(path: Path) -> tuple[str, ...]:
         return ()
     try:
         names = json.loads(path.read_text(encoding="utf-8"))["classes"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f'{path} must be JSON like {{"classes": ["apple", ...]}}') from error
-    return tuple(str(name) for name in names)
+    except (ValueError, KeyError, TypeError, RecursionError, OSError):
+        names = None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(f'{path} must be JSON like {{"classes": ["apple", ...]}}')
+    return tuple(names)
 
 
 # --- folders ---
@@ -204,7 +233,7 @@ def _decode_all(sources, names: Sequence[str], image_size: int) -> np.ndarray:
     for i, source in enumerate(sources):
         try:
             images[i] = fit(library.open(source))
-        except (OSError, ValueError, SyntaxError, library.DecompressionBombError) as error:
+        except Exception as error:  # pillow raises many kinds over damaged files
             raise UserError(f"cannot read {names[i]} as a picture: {error}") from error
     return images
 

@@ -3,6 +3,7 @@
 Parameters are flat dictionaries {name: array} (`varjax.models.parameters.named`).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 import optax
 
 from varjax.errors import UserError
+
+MOST_STEPS = 10**9  # the count is an int32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +33,14 @@ class OptimizerSettings:
     def __post_init__(self):
         if self.steps < 1:
             raise UserError(f"{self.steps} training steps given: at least 1 is needed")
-        if not self.lr > 0:
-            raise UserError(f"learning rate {self.lr} given: it must be positive")
+        if self.steps > MOST_STEPS:
+            raise UserError(f"{self.steps} training steps given: at most {MOST_STEPS} work")
+        if not (self.lr > 0 and math.isfinite(self.lr)):
+            raise UserError(f"learning rate {self.lr} given: it must be positive and finite")
+        if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):
+            raise UserError(
+                f"weight decay {self.weight_decay} given: it must be at least 0 and finite"
+            )
         if not 0 <= self.ema < 1:
             raise UserError(f"EMA decay {self.ema} given: it must be in [0, 1)")
 

@@ -17,6 +17,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from varjax.errors import UserError
+from varjax.folders import check_place
 
 SETTINGS, HISTORY, CHECKPOINTS = "settings.json", "history.jsonl", "checkpoints"
 
@@ -25,13 +26,16 @@ def check(out, settings: Mapping[str, Mapping]) -> None:
     """Check that stages with these settings ({stage: {name: value}}) may start or go on in `out`.
 
     Raises:
-      UserError: `out` holds something else, or a stage with other settings.
+      UserError: `out` cannot be written, holds something else, or a stage with other settings.
     """
-    out = Path(out)
-    if not out.exists():
+    if not str(out).strip() or not os.path.exists(out):
+        check_place(out)
         return
+    out = Path(out)
     if not out.is_dir():
         raise UserError(f"--out={out} is not a folder: choose another one")
+    if not os.access(out, os.R_OK | os.W_OK | os.X_OK):
+        raise UserError(f"--out={out}: no permission to read and write there")
     found = [stage for stage in settings if (out / stage / SETTINGS).is_file()]
     if not found and any(out.iterdir()):
         raise UserError(
@@ -44,7 +48,9 @@ def check(out, settings: Mapping[str, Mapping]) -> None:
 def _compare(path: Path, settings: Mapping) -> None:
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        if not isinstance(stored, dict):
+            raise ValueError("it must hold a JSON object")
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}): choose another --out") from error
     given = json.loads(json.dumps(settings))
     names = [n for n in {**stored, **given} if stored.get(n) != given.get(n)]

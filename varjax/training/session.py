@@ -34,6 +34,8 @@ def train(
     splits = data.load(
         settings.data, settings.image_size, settings.val_fraction, settings.max_images
     )
+    settings.check_pictures(len(splits.train), wanted if stage == "both" else (stage,))
+    settings.transformer(splits.num_classes)  # refuses what cannot be, before the codec is trained
     codec_stage = VQVAEStage(settings.codec, settings.vqvae, splits, stored["vqvae"])
     if stage == "var":
         state = _finished_codec(codec_stage, out)
@@ -78,7 +80,7 @@ def _train_transformer(settings: Settings, splits, codec, out, intervals, quiet:
     state = loop.run(stage, out, intervals, quiet)
     transformer = stage.transformer(state)
     metadata = {
-        "sampling": SAMPLING,
+        "sampling": {**SAMPLING, "top_k": min(SAMPLING["top_k"], config.vocab_size)},
         "training": {
             "vqvae_steps": settings.vqvae_steps,
             "var_steps": settings.var_steps,

@@ -63,6 +63,10 @@ class Settings:
             raise UserError(f"--val_fraction={self.val_fraction} given: it must be between 0 and 1")
         if self.max_images < 0:
             raise UserError(f"--max_images={self.max_images} given: it must be at least 0")
+        if not 0 <= self.seed < 2**31:
+            raise UserError(f"--seed={self.seed} given: choose 0 to {2**31 - 1}")
+        if self.vocab_size < 2:
+            raise UserError(f"--vocab_size={self.vocab_size} given: at least 2 codes are needed")
         sides = self.patch_nums
         if (
             not sides
@@ -150,6 +154,16 @@ class Settings:
             seed=self.seed,
             max_validation=self.max_validation,
         )
+
+    def check_pictures(self, num_pictures: int, stages) -> None:
+        """`UserError` where a step of one of the `stages` takes more than all training pictures."""
+        for stage in stages:
+            size = getattr(self, f"{stage}_batch_size")
+            if size > num_pictures:
+                raise UserError(
+                    f"--{stage}_batch_size={size} given, but there are {num_pictures} training"
+                    f" pictures: choose at most {num_pictures}"
+                )
 
     def of_stage(self, stage: str) -> dict:
         """{name: JSON value} of the settings that decide the result of `stage`."""

@@ -75,8 +75,11 @@ def tokenise(codec: VQVAE, splits: Splits, batch_size: int, max_validation: int)
 def cached_tokens(path: Path, make) -> TokenSet:
     """The token set in the file `path`, made by `make()` and written there if it does not exist."""
     if path.exists():
-        with np.load(path, allow_pickle=False) as arrays:
-            return TokenSet(**arrays)
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                return TokenSet(**arrays)
+        except Exception as error:  # NumPy raises many kinds over damaged files
+            raise UserError(f"{path} is damaged ({error}): delete it to make it again") from error
     tokens = make()
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **vars(tokens))

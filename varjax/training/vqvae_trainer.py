@@ -2,9 +2,10 @@
 
 The recipe keeps the whole codebook alive (measured in `docs/training.md`):
   1. some steps as a plain autoencoder, without quantiser;
-  2. first codes by k-means of the residuals that the autoencoder leaves at each scale; 3. from then
-  on the quantised model; codes seldom used since the last look are moved to residuals of
-     the current pictures every `reseed_every` steps, up to `reseed_until` of the run.
+  2. first codes by k-means of the residuals that the autoencoder leaves at each scale;
+  3. from then on the quantised model; codes seldom used since the last look are moved to residuals
+     of the current pictures every `reseed_every` steps, up to `reseed_until` of the run.
+
 The quantiser runs in float32; encoder and decoder in `dtype`.
 """
 
