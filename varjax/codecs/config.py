@@ -10,7 +10,7 @@ from varjax.models import published
 from varjax.schedule import Schedule
 
 # Generous limits, beside those of `published`: every block and level is traced on its own.
-LARGEST_BLOCKS, LARGEST_LEVELS, LARGEST_KERNEL, LARGEST_PHIS = 64, 16, 63, 1024
+LARGEST_BLOCKS, LARGEST_LEVELS, LARGEST_KERNEL, LARGEST_PHIS = 16, 10, 63, 1024
 SIDES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
 # Names in published configurations that do not change the function computed.
 IGNORED_NAMES = ("L", "note", "dropout", "test_mode")
