@@ -1,14 +1,23 @@
 """Settings of all tests: CPU unless told otherwise, exact float32 products, markers, paths.
 
-64-bit types stay off, as they are for users.
+64-bit types stay off, as they are for users. Programs compiled by one test are shared with the
+others (and other worker processes, which inherit the environment) until the tests end.
 """
 
+import atexit
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported anywhere
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _cache = tempfile.mkdtemp(prefix="varjax-test-programs-")
+    atexit.register(shutil.rmtree, _cache, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 
 import jax  # noqa: E402
 

@@ -41,7 +41,7 @@ def sampled(policy, *, batch_size, segments="auto", count=3, **options):
     return tuple(np.concatenate([p[k] for p in parts]) for k in ("tokens", "images"))
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("policy", [POLICIES["streaming"], POLICIES["headkv"]])
 def test_segments_do_not_change_tokens(policy):
     expected, images = sampled(policy, batch_size=3)
     for segments in (1, 6):
@@ -120,9 +120,10 @@ def test_whole_budget_gives_the_tokens_of_full(name):
 
 
 def test_unrolled_scans_agree():
-    model = models.fixture_model(NAME)
-    scanned, _ = models.greedy_generator(model).run_batch(LABELS[:2], np.arange(2))
-    unrolled, _ = models.greedy_generator(model, unroll=True).run_batch(LABELS[:2], np.arange(2))
+    model = models.fixture_model("c_k5_nol2norm")
+    labels = LABELS[:2] % model.num_classes
+    scanned, _ = models.greedy_generator(model).run_batch(labels, np.arange(2))
+    unrolled, _ = models.greedy_generator(model, unroll=True).run_batch(labels, np.arange(2))
     np.testing.assert_array_equal(unrolled["tokens"], scanned["tokens"])
 
 
