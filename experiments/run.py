@@ -20,8 +20,9 @@ from experiments.run_folder import RunFolder
 from pallas_kernels.ragged_attention import IMPLEMENTATIONS
 from varjax import command_line, generation, memory
 from varjax.cache.planner import plan_cache
-from varjax.errors import UserError
+from varjax.errors import UserError, choose
 from varjax.generation import Generator, Model
+from varjax.models import registry
 from varjax.policies import POLICIES, get_policy
 from varjax.sampling import Sampling
 
@@ -34,6 +35,7 @@ CHECKPOINT = FLAGS.string(
     None,
     "Checkpoint folder; default: the embedded demo. With --dry_run also a published name.",
 )
+MODEL = FLAGS.string("model", None, "Published name, with --dry_run: plan without weights.")
 POLICY = FLAGS.enum("policy", "full", list(POLICIES), "KV-cache policy.")
 BUDGET = FLAGS.floating(
     "budget",
@@ -97,7 +99,11 @@ OUT = FLAGS.string("out", None, "Output folder; default: a new one under results
 
 def resolve() -> settings.RunSettings:
     """Check every flag and plan the cache. Nothing is compiled, allocated or written."""
-    model = settings.abstract_model(CHECKPOINT.value)
+    if MODEL.value and CHECKPOINT.value:
+        raise UserError("--model and --checkpoint exclude each other: name one model")
+    if MODEL.value:
+        choose("model", MODEL.value, registry.PRESETS)
+    model = settings.abstract_model(MODEL.value or CHECKPOINT.value)
     if model.directory is None and not DRY_RUN.value:
         raise UserError(
             f"{model.name} is a published model without weights here: add --dry_run, or convert "

@@ -15,6 +15,8 @@ from varjax.folders import replacing
 from varjax.generation import Generator
 from varjax.metrics import pixel
 
+HIGHEST_PSNR = 100.0  # dB: identical images have an infinite PSNR, which means and JSON cannot hold
+
 
 def finish(run: RunSettings, folder: RunFolder, generator: Generator) -> dict:
     """Write all results at once into the final folder and return the report."""
@@ -97,16 +99,17 @@ def build(
 def fidelity(arrays: dict, reference: dict) -> dict:
     """Closeness to the full cache on the same seeds.
 
-    psnr is the mean over images that differ (identical ones have an infinite one and are counted
-    apart); "inf" if none does.
+    psnr is the mean over images, each at most `HIGHEST_PSNR`, which identical images have; those
+    are also counted.
     """
     decibels = pixel.psnr(arrays["images"], reference["images"])
-    differing = decibels[np.isfinite(decibels)]
+    identical = int(np.isinf(decibels).sum())
+    decibels = np.minimum(decibels, HIGHEST_PSNR)
     return {
-        "psnr": float(differing.mean()) if differing.size else float("inf"),
+        "psnr": float(decibels.mean()),
         "ssim": float(pixel.ssim(arrays["images"], reference["images"]).mean()),
         "token_agreement": pixel.token_agreement(arrays["tokens"], reference["tokens"]),
-        "identical_images": int(decibels.size - differing.size),
+        "identical_images": identical,
         "psnr_per_image": decibels,
     }
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from experiments import run as run_module
+from experiments import run_report
 from experiments.run_folder import RunFolder
 from tests import models_under_test as models
 from varjax import policies
@@ -231,9 +232,32 @@ def test_bad_checkpoints(call, tmp_path, folder, message):
     assert status == 2 and message in err and not (tmp_path / "out").exists()
 
 
-def test_published_name_without_weights(call):
-    status, _, err = call("run", "--checkpoint=var-d30")
-    assert status == 2 and "--dry_run" in err
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--checkpoint=var-d30",), "--dry_run"),
+        (("--model=var-d30",), "--dry_run"),
+        (("--model=var-d31", "--dry_run"), "var-d30"),
+        (("--model=var-d30", "--checkpoint=x", "--dry_run"), "exclude each other"),
+    ],
+)
+def test_published_name_without_weights(call, flags, message):
+    status, _, err = call("run", *flags)
+    assert status == 2 and message in err
+
+
+@pytest.mark.parametrize("flag", ["--checkpoint", "--model"])
+@pytest.mark.parametrize("name", ["var-d16", "var-d20", "var-d24", "var-d30", "var-d36"])
+def test_dry_run_of_published_sizes(call, name, flag):
+    status, out, _ = call("run", f"{flag}={name}", "--policy=streaming", "--dry_run")
+    assert status == 0 and "KV pool" in out
+
+
+def test_identical_images_count_as_100_db():
+    same = {"images": np.full((2, 16, 16, 3), 0.5, np.float32), "tokens": np.zeros((2, 3), int)}
+    close = run_report.fidelity(same, same)
+    assert close["psnr"] == 100 and close["identical_images"] == 2
+    assert close["ssim"] == pytest.approx(1) and close["token_agreement"] == 1
 
 
 def test_dry_run_allocates_nothing(call, monkeypatch, tmp_path):
