@@ -12,9 +12,6 @@ def test_counts_and_offsets():
     assert schedule.starts == (0, 1, 7) and schedule.ends == (1, 7, 19)
     assert schedule.total_tokens == 19 and schedule.persistent_tokens == 7
     np.testing.assert_array_equal(schedule.scale_of_token, [0] + [1] * 6 + [2] * 12)
-    np.testing.assert_allclose(
-        schedule.coordinates[1:4], [[0.25, 1 / 6], [0.25, 0.5], [0.25, 5 / 6]]
-    )
     assert Schedule.parse(str(schedule)) == schedule
 
 

@@ -96,15 +96,3 @@ class Schedule:
     def scale_of_token(self) -> np.ndarray:
         """int32 [L]: the scale of each token."""
         return np.repeat(np.arange(self.num_scales, dtype=np.int32), self.tokens)
-
-    @cached_property
-    def coordinates(self) -> np.ndarray:
-        """float32 [L, 2]: centre of each token's cell as (row, column) in [0, 1]: comparable across
-        scales."""
-        cells = [
-            np.stack(
-                np.meshgrid((np.arange(h) + 0.5) / h, (np.arange(w) + 0.5) / w, indexing="ij"), -1
-            )
-            for h, w in self.maps
-        ]
-        return np.concatenate([c.reshape(-1, 2) for c in cells]).astype(np.float32)

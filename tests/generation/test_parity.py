@@ -1,11 +1,14 @@
 """Generation through ported checkpoints against the original PyTorch implementation, float32."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests import models_under_test as models
 from varjax import policies
 from varjax.cache.planner import plan_cache
+from varjax.models.layers import dense_attention
 
 MODELS = tuple(models.TOKENIZER)
 
@@ -75,6 +78,31 @@ def test_cache_content():
     assert stored.sum() > 20
     np.testing.assert_allclose(found[..., :half], arrays["k"][:, :, :, stored], rtol=0, atol=3e-5)
     np.testing.assert_allclose(found[..., half:], arrays["v"][:, :, :, stored], rtol=0, atol=1e-4)
+
+
+def test_keys_and_values_of_all_scales():
+    """The last scale is never stored; its keys and values are compared where they are computed."""
+    arrays = models.fixture("b_k6_sharedaln", "kv_cache")
+    pipeline = models.fixture_model("b_k6_sharedaln").pipeline
+    transformer, schedule = pipeline.transformer, pipeline.geometry.schedule
+    codes = pipeline.codec.quantizer.teacher_inputs(jnp.asarray(arrays["tokens"]))
+    context = pipeline.prepare(jnp.asarray(arrays["labels"]))
+    x = transformer.word_embedding(jnp.tile(codes, (2, 1, 1)))
+    scale = schedule.scale_of_token
+    x = jnp.concatenate([context["start"], x], axis=1) + transformer.position_embedding[...]
+    x = x + transformer.level_embedding[scale]
+    mask = jnp.asarray(scale[:, None] >= scale)
+    for layer in range(pipeline.num_layers):
+        block = jax.tree.map(lambda a, i=layer: a[i], transformer.blocks)
+        modulation = context["layers"][layer]
+        q, k, v = transformer.project(block, modulation, x)
+        for name, found, limit in (("k", k, 3e-5), ("v", v, 1e-4)):
+            found = np.asarray(found)
+            expected = arrays[name][layer]
+            np.testing.assert_allclose(found[:, :, arrays["pos"]], expected, rtol=0, atol=limit)
+            mean = found.mean((2, 3))
+            np.testing.assert_allclose(mean, arrays[f"{name}_mean"][layer], rtol=0, atol=limit)
+        x = transformer.finish(block, modulation, x, dense_attention(q, k, v, mask))
 
 
 EVICTIONS = [

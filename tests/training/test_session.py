@@ -53,7 +53,7 @@ def test_losses_fall_and_the_model_loads(tiny, tmp_path, capsys):
 
 
 def test_killed_run_resumes_exactly(tiny, tmp_path, monkeypatch):
-    """History and final state of a run that died at step 18 equal those of one that did not."""
+    """The losses of a run that died at step 18 equal those of one that did not, to the last bit."""
     settings = tiny()
     session.train(settings, "vqvae", tmp_path / "whole", EVERY, quiet=True)
     with monkeypatch.context() as patch:

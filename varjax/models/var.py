@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -304,8 +303,3 @@ class VAR(nnx.Module):
 
         x, _ = jax.lax.scan(layer, x, (self.blocks, context["layers"]))
         return self.logits(context["head"], x)
-
-
-def num_parameters(module: nnx.Module) -> int:
-    """Parameters of a module, abstract ones included."""
-    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(module))
