@@ -191,7 +191,7 @@ class _Held:
 def _observe(obs: Observation, q, k, length, kv_pool, table, segment: CacheSegment) -> Observation:
     """Add the attention masses that the policy asked for."""
     needs = segment.policy.needs
-    if segment.selects and needs.window:
+    if segment.selects and needs.window_mass:
         turn = (jnp.arange(needs.window) + 0.5) / needs.window
         chosen = jnp.floor(turn * length).astype(jnp.int32)
         weights = jnp.full((needs.window,), 1 / needs.window)

@@ -12,24 +12,34 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from varjax.cache.allocation import Allocation
+from varjax.cache.allocation import Allocation, RegionAllocation
 from varjax.errors import UserError, nearest
 from varjax.geometry import Geometry
 
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What `select` wants to see; the engine computes nothing that is not asked for.
+    """What a policy wants to see; the engine computes nothing that is not asked for.
 
-    window: number of queries, spread evenly over the current scale, whose attention mass is
-      observed (`Observation.window_mass`).
-    scale_mass: attention mass averaged over all queries of the scale (`Observation.scale_mass`).
-    regroup_mass: the same, but only for `regroup`.
+    window: number of queries of the current scale that are looked at more closely; which ones says
+      `Policy.window_tokens`. Gives `Observation.window`.
+    window_mass, window_logits: their attention after and before the softmax.
+    raw_queries: `window_logits` use plain projections as queries (see `Observation`).
+    scale_mass: attention mass averaged over all queries of the scale.
+    total_mass: attention mass summed over all queries of all scales so far.
+    regroup_mass: `scale_mass`, but only for `regroup`.
+    key_similarity: how much the keys resemble those of the previous scale. Costs a copy of one
+      scale's keys of all layers.
     """
 
     window: int = 0
+    window_mass: bool = False
+    window_logits: bool = False
+    raw_queries: bool = False
     scale_mass: bool = False
+    total_mass: bool = False
     regroup_mass: bool = False
+    key_similarity: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -38,15 +48,27 @@ class Observation:
     """What the device knows when layer `layer` of scale `scale` decides what to keep.
 
     The last axis K lists the stored slots of the head in table order, then the tokens of the
-    current scale (padded).
+    current scale (padded). Everything below the blank line is None unless asked for in `Needs`.
 
+    scale: int32, the current scale.
     live: bool [R, N, K]; nothing outside it may be kept.
+    own: bool [K]: the token belongs to the current scale (True on its padding too).
     position: int32 [R, N, K], global token position (0 where not live).
     capacity: int32 [R, N], tokens that may stay (of the head's region, after this scale).
     regions: int32 [R, N], the region each head uses.
     inputs: slice of `Policy.inputs` for this scale and layer.
+    memory: what `Policy.remember` returned for this layer, in `select` the newest value.
+
+    window: bool [R, N, K], whether the token is one of the window queries.
     window_mass, scale_mass: float32 [R, N, K], attention mass (rows of the attention matrix
-      averaged); 0 outside `live`.
+      averaged over the window, over the scale); 0 outside `live`.
+    window_logits: float32 [R, N, K], attention scores before the softmax averaged over the window;
+      -inf outside `live`. With `Needs.raw_queries` the queries are x W_q / sqrt(H), without bias,
+      normalisation, learned multiplier or rotation.
+    total_mass: float32 [R, N, K], attention mass summed over all queries that saw the token,
+      those of the current scale included.
+    key_similarity: float32 [R], -mean over heads and tokens of ||k - resized previous k||_2;
+      -inf at scale 0.
     """
 
     scale: Int[Array, ""]
@@ -54,9 +76,16 @@ class Observation:
     position: Int[Array, "R N K"]
     capacity: Int[Array, "R N"]
     regions: Int[Array, "R N"]
+    own: Bool[Array, " K"] | None = None
     inputs: Any = None
+    memory: Any = None
+
+    window: Bool[Array, "R N K"] | None = None
     window_mass: Float[Array, "R N K"] | None = None
+    window_logits: Float[Array, "R N K"] | None = None
     scale_mass: Float[Array, "R N K"] | None = None
+    total_mass: Float[Array, "R N K"] | None = None
+    key_similarity: Float[Array, " R"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +156,26 @@ class Policy:
         if there are none."""
         return None
 
+    def window_tokens(self, height: int, width: int) -> np.ndarray:
+        """int [W]: which tokens of a scale of this map size (row-major) are the window queries;
+        repetitions are allowed. By default spread evenly in raster order."""
+        turn = (np.arange(self.needs.window) + 0.5) / self.needs.window
+        return np.floor(turn * height * width).astype(np.int32)
+
+    def adopt(self, geometry: Geometry, budget: float, capacity: np.ndarray) -> Allocation:
+        """This policy's selection on capacities int32 [K, L, N] that another policy has decided
+        (composition).
+
+        Raises:
+          UserError: the contents of this policy are not a selection.
+        """
+        if type(self).select is Policy.select:
+            raise UserError(
+                f"policy {self.name!r} cannot select for another one: its contents are given by "
+                f"its own allocation, not chosen by a score"
+            )
+        return RegionAllocation(capacity)
+
     def content(self) -> str | None:
         """What else decides the results, as text: for example the hash of a file named in the
         arguments."""
@@ -140,6 +189,14 @@ class Policy:
     def regroup(self, obs: Observation) -> Int[Array, "R N"]:
         """Assign heads to regions, once per image at the allocation's `regroup_scale`."""
         raise NotImplementedError
+
+    def first_memory(self, geometry: Geometry, rows: int) -> Any:
+        """Pytree of arrays that every layer carries from scale to scale; None for none."""
+        return None
+
+    def remember(self, obs: Observation) -> Any:
+        """The memory after this scale; called before `select`, which sees the result."""
+        return obs.memory
 
     def select(self, obs: Observation) -> Bool[Array, "R N K"]:
         """Which live tokens to keep: at most `obs.capacity` per head. Traced and pure."""

@@ -32,6 +32,17 @@ class Calibration:
       (HeatKV's S-CAS orders). A single list may order whole heads.
     beta: float64 [L, N, K, K], attention mass from query scale to source scale, averaged over
       queries and samples.
+    key_discrepancy: float64 [L, K], mean over heads, tokens and samples of ||k_i - resized
+      k_(i-1)||_2 (AMS-KV, Eq. 3); 0 for the first scale.
+    query_variance: float64 [L, N], how much the queries of a head disagree (HACK): sum over keys of
+      the variance over queries of their attention, averaged over scales and samples.
+    selectivity: float64 [L, K], attention on the current scale times the concentration of what
+      goes to earlier scales (ScaleKV's index); 0 for the first scale.
+    pattern_heads, patterns, pattern_scale, pattern_edges: example attention maps: int32 [E, 2] of
+      (head, layer); float64 [E, Q, C], queries of scale `pattern_scale` (evenly spread) by columns;
+      column c holds the mass on tokens pattern_edges[c] to pattern_edges[c + 1] - 1.
+    rank_dispersion: float64 [S], standard deviation of a head's rank in the order of each source
+      scale over repeated calibrations, averaged over heads (HeatKV, Figure 6).
     digest: SHA-256 of the file it was read from.
     """
 
@@ -43,6 +54,14 @@ class Calibration:
     num_samples: int | None = None
     orders: np.ndarray | None = None
     beta: np.ndarray | None = None
+    key_discrepancy: np.ndarray | None = None
+    query_variance: np.ndarray | None = None
+    selectivity: np.ndarray | None = None
+    pattern_heads: np.ndarray | None = None
+    patterns: np.ndarray | None = None
+    pattern_scale: int | None = None
+    pattern_edges: np.ndarray | None = None
+    rank_dispersion: np.ndarray | None = None
     digest: str | None = None
 
     def check(self, geometry: Geometry) -> None:

@@ -76,7 +76,7 @@ class HeadKV(sink_rules.SinkPolicy):
 
     @property
     def needs(self) -> Needs:
-        return Needs(window=self.window, regroup_mass=True)
+        return Needs(window=self.window, window_mass=True, regroup_mass=True)
 
     # --- host -------------------------------------------------------------------------------------
 
@@ -148,6 +148,10 @@ class HeadKV(sink_rules.SinkPolicy):
             protected=protected,
             recent=(local if local else wide) - protected,
         )
+
+    def adopt(self, geometry: Geometry, budget: float, capacity: np.ndarray) -> RegionAllocation:
+        own = self.allocate(geometry, budget)
+        return RegionAllocation(capacity, protected=own.protected, recent=own.recent)
 
     # --- device -----------------------------------------------------------------------------------
 
