@@ -13,11 +13,8 @@ import dataclasses
 import pathlib
 import sys
 
-import jax
-
 from experiments import run_report, settings
 from experiments.run_folder import RunFolder
-from pallas_kernels.ragged_attention import IMPLEMENTATIONS
 from varjax import command_line, generation, memory
 from varjax.cache.planner import plan_cache
 from varjax.errors import UserError, choose
@@ -27,7 +24,6 @@ from varjax.policies import POLICIES, get_policy
 from varjax.sampling import Sampling
 
 USUAL_BATCH = 8
-PLATFORM_OF = {"triton": "gpu", "tpu": "tpu"}
 
 FLAGS = command_line.CommandFlags()
 CHECKPOINT = FLAGS.string(
@@ -138,13 +134,13 @@ def resolve() -> settings.RunSettings:
         policy=policy,
         plan=plan,
         sampling=sampling.check(vocabulary),
-        seed=_seed(SEED.value),
+        seed=settings.check_seed(SEED.value),
         batch_size=_batch_size(model, plan, len(labels), dtype, kv_dtype),
         dtype=dtype,
         kv_dtype=kv_dtype,
         matmul_precision=PRECISION.value,
         segments=SEGMENTS.value,
-        attention=_attention(ATTENTION.value),
+        attention=settings.check_attention(ATTENTION.value),
         compare=COMPARE.value,
         save_arrays=SAVE_ARRAYS.value,
         given_tokens=settings.read_given_tokens(
@@ -155,12 +151,6 @@ def resolve() -> settings.RunSettings:
     )
 
 
-def _seed(seed: int) -> int:
-    if not 0 <= seed < 2**31:
-        raise UserError(f"--seed={seed}: choose 0 to {2**31 - 1}")
-    return seed
-
-
 def _given_scales(num_scales: int) -> int | None:
     given = GIVEN_SCALES.value
     if given is not None and (not GIVEN_TOKENS.value or not 0 <= given <= num_scales):
@@ -168,22 +158,6 @@ def _given_scales(num_scales: int) -> int | None:
             f"--given_scales={given}: 0 to {num_scales} scales, together with --given_tokens=FILE"
         )
     return given
-
-
-def _attention(name: str) -> str | None:
-    if name == "auto":
-        return None
-    if name in PLATFORM_OF and jax.default_backend() != PLATFORM_OF[name]:
-        raise UserError(
-            f"--attention={name} needs a {PLATFORM_OF[name].upper()}, this machine offers "
-            f"{jax.default_backend()}: choose auto or reference"
-        )
-    if name not in IMPLEMENTATIONS:
-        raise UserError(
-            f"--attention={name} is not part of this version; available: auto, "
-            f"{', '.join(IMPLEMENTATIONS)}"
-        )
-    return name
 
 
 def _batch_size(model, plan, num_images: int, dtype, kv_dtype) -> int:

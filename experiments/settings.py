@@ -8,8 +8,10 @@ import pathlib
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
+from pallas_kernels.ragged_attention import IMPLEMENTATIONS
 from varjax import checkpoint, generation
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
@@ -26,6 +28,7 @@ ALL_CLASSES_UP_TO = (
 )
 FEW_IMAGES = 16
 MOST_IMAGES = 10**7
+PLATFORM_OF = {"triton": "gpu", "tpu": "tpu"}
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,30 @@ def choose_labels(labels: str | None, num_images: int | None, num_classes: int) 
     if num_images > MOST_IMAGES:
         raise UserError(f"--num_images={num_images}: at most {MOST_IMAGES}")
     return (np.arange(num_images) % num_classes).astype(np.int32)
+
+
+def check_seed(seed: int) -> int:
+    """What the random numbers may start from."""
+    if not 0 <= seed < 2**31:
+        raise UserError(f"--seed={seed}: choose 0 to {2**31 - 1}")
+    return seed
+
+
+def check_attention(name: str) -> str | None:
+    """The implementation of `--attention`; None for auto."""
+    if name == "auto":
+        return None
+    if name in PLATFORM_OF and jax.default_backend() != PLATFORM_OF[name]:
+        raise UserError(
+            f"--attention={name} needs a {PLATFORM_OF[name].upper()}, this machine offers "
+            f"{jax.default_backend()}: choose auto or reference"
+        )
+    if name not in IMPLEMENTATIONS:
+        raise UserError(
+            f"--attention={name} is not part of this version; available: auto, "
+            f"{', '.join(IMPLEMENTATIONS)}"
+        )
+    return name
 
 
 def read_given_tokens(

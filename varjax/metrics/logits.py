@@ -1,0 +1,47 @@
+"""How far the predictions of two runs are apart: Kullback-Leibler divergence of their logits.
+
+Letters: B images, L tokens, V vocabulary.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from varjax.errors import UserError
+
+
+@jax.jit
+def _divergence(reference, other):
+    p, q = (jax.nn.log_softmax(x.astype(jnp.float32), axis=-1) for x in (reference, other))
+    terms = jnp.where(jnp.isneginf(p), 0.0, jnp.exp(p) * (p - q))
+    return jnp.maximum(terms.sum(-1), 0.0)
+
+
+def kl_divergence(
+    reference: Float[Array, "*tokens V"], other: Float[Array, "*tokens V"]
+) -> Float[Array, "*tokens"]:
+    """KL(softmax(reference) || softmax(other)) of every token, in nats; never negative.
+
+    Comparable only where both runs saw the same tokens before, that is with forced tokens. Outcomes
+    that the reference rules out (logit -inf) contribute nothing.
+
+    Raises:
+      UserError: shapes differ, or there is no vocabulary axis.
+    """
+    if reference.shape != other.shape or not reference.ndim or not reference.shape[-1]:
+        raise UserError(
+            f"logits of shape {reference.shape} and {other.shape} cannot be compared: both must "
+            f"be [..., tokens, vocabulary]"
+        )
+    return _divergence(reference, other)
+
+
+def token_kl(reference: Float[Array, "B L V"], other: Float[Array, "B L V"]) -> Float[Array, "B L"]:
+    """`kl_divergence` of a batch, one image at a time: temporaries are those of a single image."""
+    if reference.shape != other.shape or reference.ndim != 3:
+        raise UserError(
+            f"logits of shape {reference.shape} and {other.shape} cannot be compared: both must "
+            f"be [images, tokens, vocabulary]"
+        )
+    pairs = zip(reference, other, strict=True)
+    return jnp.stack([kl_divergence(jnp.asarray(a), jnp.asarray(b)) for a, b in pairs])
