@@ -7,11 +7,14 @@ from varjax.policies.windows import Full, SlidingWindow, Streaming
 from varjax.policies.headkv import HeadKV  # isort: skip
 from varjax.policies.table import Table  # isort: skip
 from varjax.policies.heatkv import BinaryHeatKV, HeatKV, HeatKVNaive  # isort: skip
+from varjax.policies.snapkv import SnapKV  # isort: skip
+from varjax.policies.h2o import H2O  # isort: skip
 
 __all__ = [
     "POLICIES",
     "BinaryHeatKV",
     "Full",
+    "H2O",
     "HeadKV",
     "HeatKV",
     "HeatKVNaive",
@@ -19,6 +22,7 @@ __all__ = [
     "Observation",
     "Policy",
     "SlidingWindow",
+    "SnapKV",
     "Streaming",
     "Table",
     "get_policy",

@@ -28,6 +28,8 @@ class Needs:
     scale_mass: attention mass averaged over all queries of the scale.
     total_mass: attention mass summed over all queries of all scales so far.
     regroup_mass: `scale_mass`, but only for `regroup`.
+    window_attention: attention of every window query.
+    query_variance: how much the queries of a head disagree.
     key_similarity: how much the keys resemble those of the previous scale. Costs a copy of one
       scale's keys of all layers.
     """
@@ -39,6 +41,8 @@ class Needs:
     scale_mass: bool = False
     total_mass: bool = False
     regroup_mass: bool = False
+    window_attention: bool = False
+    query_variance: bool = False
     key_similarity: bool = False
 
 
@@ -67,6 +71,8 @@ class Observation:
       normalisation, learned multiplier or rotation.
     total_mass: float32 [R, N, K], attention mass summed over all queries that saw the token,
       those of the current scale included.
+    window_attention: float32 [R, N, W, K], attention of the window queries.
+    query_variance: float32 [R, N], sum over keys of the variance over queries of their attention.
     key_similarity: float32 [R], -mean over heads and tokens of ||k - resized previous k||_2;
       -inf at scale 0.
     """
@@ -85,6 +91,8 @@ class Observation:
     window_logits: Float[Array, "R N K"] | None = None
     scale_mass: Float[Array, "R N K"] | None = None
     total_mass: Float[Array, "R N K"] | None = None
+    window_attention: Float[Array, "R N W K"] | None = None
+    query_variance: Float[Array, "R N"] | None = None
     key_similarity: Float[Array, " R"] | None = None
 
 
@@ -112,6 +120,15 @@ class Policy:
     uses_calibration: ClassVar[bool] = False
 
     # --- host -------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_arguments(cls, arguments: dict[str, str]) -> dict[str, Any]:
+        """Values of this policy's fields from the text of `--policy_args`.
+
+        Raises:
+          UserError: an argument is unknown or malformed.
+        """
+        return read_arguments(cls, arguments)
 
     def prepare(self, geometry: Geometry, calibration: Any) -> "Policy":
         """This policy with what the calibration decides filled in; called before `check`.
@@ -198,6 +215,11 @@ class Policy:
         """The memory after this scale; called before `select`, which sees the result."""
         return obs.memory
 
+    def record(self, obs: Observation) -> Any:
+        """Pytree of arrays, of one shape for all scales, that generation returns for every scale
+        and layer (`results["record"]`). A policy that overrides this sees the last scale too."""
+        return None
+
     def select(self, obs: Observation) -> Bool[Array, "R N K"]:
         """Which live tokens to keep: at most `obs.capacity` per head. Traced and pure."""
         raise NotImplementedError
@@ -223,7 +245,15 @@ def parse_value(name: str, text: str, kind: Any) -> Any:
 
 def make_policy(cls: type[Policy], budget: float | None, arguments: dict[str, str]) -> Policy:
     """Build a policy from command-line text. `budget=None` takes the policy's default."""
-    known = {f.name: f.type for f in fields(cls) if f.name != "budget"}
+    values = cls.from_arguments(arguments)
+    if budget is not None:
+        values["budget"] = budget
+    return cls(**values)
+
+
+def read_arguments(cls: type[Policy], arguments: dict[str, str]) -> dict[str, Any]:
+    """Values of a policy's fields from text. Fields with a leading underscore are not arguments."""
+    known = argument_types(cls)
     values = {}
     for name, text in arguments.items():
         if name not in known:
@@ -232,6 +262,9 @@ def make_policy(cls: type[Policy], budget: float | None, arguments: dict[str, st
                 f"{', '.join(known)}"
             )
         values[name] = parse_value(name, text, known[name])
-    if budget is not None:
-        values["budget"] = budget
-    return cls(**values)
+    return values
+
+
+def argument_types(cls: type[Policy]) -> dict[str, Any]:
+    """Names and types of the `--policy_args` of a policy."""
+    return {f.name: f.type for f in fields(cls) if f.name != "budget" and f.name[0] != "_"}

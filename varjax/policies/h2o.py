@@ -1,0 +1,62 @@
+"""H2O: heavy hitters and recent tokens."""
+
+from dataclasses import dataclass
+
+from varjax.cache.allocation import RegionAllocation
+from varjax.errors import UserError
+from varjax.geometry import Geometry
+from varjax.policies import building_blocks as blocks
+from varjax.policies import rooms
+from varjax.policies.base import Needs, Observation, Policy
+from varjax.policies.registry import register
+
+
+@register("h2o")
+@dataclass(frozen=True, kw_only=True)
+class H2O(Policy):
+    """H2O (Zhang et al. 2023, "Heavy-Hitter Oracle"), on next-scale models.
+
+    Idea: a few tokens collect most of the attention, at every step the same ones. So a head keeps
+    those that have collected most so far, and beside them the newest, which had no time to collect
+    anything.
+
+    After every scale, in each head that holds more than its room C = floor(budget * F):
+    1. The newest floor(recent_share * C) tokens stay (newest in raster order).
+    2. The rest of the room goes to the heavy hitters: the other tokens with the most accumulated
+       attention, i.e. attention mass summed over all queries, of all scales, that saw the token
+       (the scale just generated included). Of equals, the first in the cache.
+
+    Every head of every layer has the same room.
+
+    Args:
+      budget: fraction of the full cache.
+      recent_share: part of the room for the newest tokens; the paper uses halves. 0 keeps heavy
+        hitters only, 1 is a sliding window.
+
+    Differs from the paper, because scales replace tokens:
+      - One decision per scale, about all of its tokens at once, instead of one eviction per token.
+      - A scale's tokens see each other in both directions, so even the newest have collected
+        something. Sums are not divided by the number of queries, as in the paper; a large scale
+        has many queries and so weighs more than all smaller ones before it.
+      - No sinks (nor has the original); the first scales collect for longest.
+    """
+
+    budget: float = 0.25
+    recent_share: float = 0.5
+
+    summary = "most accumulated attention, and the newest tokens"
+    needs = Needs(total_mass=True)
+
+    def check(self, geometry: Geometry) -> None:
+        if not 0 <= self.recent_share <= 1:
+            raise UserError(f"policy 'h2o': recent_share={self.recent_share:g} is outside [0, 1]")
+        super().check(geometry)
+
+    def allocate(self, geometry: Geometry, budget: float, calibration=None) -> RegionAllocation:
+        return RegionAllocation(rooms.capacity(geometry, rooms.uniform(geometry, budget)))
+
+    def select(self, obs: Observation):
+        recent = blocks.part_of(obs.capacity, self.recent_share)
+        newest = blocks.recent(obs.position, obs.live, recent)
+        heavy = obs.live & ~newest
+        return newest | blocks.top(obs.total_mass, heavy, obs.capacity - newest.sum(-1))

@@ -1,0 +1,97 @@
+"""SnapKV: what a window of recent queries looks at stays, and its neighbours with it."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from varjax.cache.allocation import RegionAllocation
+from varjax.errors import UserError
+from varjax.geometry import Geometry
+from varjax.policies import building_blocks as blocks
+from varjax.policies import rooms
+from varjax.policies.base import Needs, Observation, Policy
+from varjax.policies.registry import register
+
+WINDOW = 16
+WINDOW_SHARE = 4  # an automatic window takes at most a quarter of a head's room
+
+
+def check_kernel(policy: Policy, kernel: int) -> None:
+    """Refuse widths of the pooling that have no centre."""
+    if not (1 <= kernel <= 63 and kernel % 2):
+        raise UserError(
+            f"policy {policy.name!r}: kernel={kernel} must be odd and between 1 (no pooling) and 63"
+        )
+
+
+@register("snapkv")
+@dataclass(frozen=True, kw_only=True)
+class SnapKV(Policy):
+    """SnapKV (Li et al. 2024, "LLM Knows What You are Looking for Before Generation"), on
+    next-scale models.
+
+    Idea: what the latest queries look at is what later queries will need. So a small observation
+    window of queries votes, and the winners stay.
+
+    After every scale, in each head that holds more than its room:
+    1. The window is `window` queries of the scale just generated, spread evenly over its map. Its
+       tokens stay, as far as there is room (the best-voted of them if there is not).
+    2. Vote: the attention mass that each other token receives from the window, averaged over its
+       queries.
+    3. Clustering: the votes are max-pooled along the cache, in order of position, `kernel` tokens
+       wide and with stride 1, so that a token brings its neighbours. Window tokens do not vote for
+       their neighbours.
+    4. The tokens with the best pooled votes fill the room; among equals the higher own vote, then
+       the earlier token.
+
+    Every head of every layer has the same room, floor(budget * F).
+
+    Args:
+      budget: fraction of the full cache.
+      window: queries in the observation window. 0 (default) takes 16, or a quarter of a head's room
+        if that is less, so that small models keep some history.
+      kernel: width of the pooling, odd; 1 turns it off.
+
+    Differs from the paper, because scales replace tokens:
+      - The window cannot be the end of the prompt: all tokens of a scale are equally recent, hence
+        spread over it. It votes anew after every scale and not once after the prefill; what was
+        dropped stays dropped.
+      - Tokens of the current scale outside the window compete with history on equal terms.
+      - Of the two poolings of the authors' code we take the maximum: at the borders of the cache
+        and beside window tokens an average needs rules that no text gives.
+      - No sinks: HeatKV's comparison names sink scales for other policies only. The first scales
+        stay where heads attend to them.
+    """
+
+    budget: float = 0.25
+    window: int = 0
+    kernel: int = 7
+
+    summary = "what a window of recent queries attends to, and its neighbours"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(window=self.window or WINDOW, window_mass=True)
+
+    def prepare(self, geometry: Geometry, calibration=None) -> "SnapKV":
+        if self.window:
+            return self
+        quarter = rooms.uniform(geometry, self.budget) // WINDOW_SHARE
+        return dataclasses.replace(self, window=min(WINDOW, max(1, quarter)))
+
+    def check(self, geometry: Geometry) -> None:
+        most = max(*geometry.schedule.tokens, WINDOW)
+        if not 0 <= self.window <= most:
+            raise UserError(
+                f"policy {self.name!r}: window={self.window} must be 1 to {most} (queries of one "
+                f"scale), or 0 to let the budget decide"
+            )
+        check_kernel(self, self.kernel)
+        super().check(geometry)
+
+    def allocate(self, geometry: Geometry, budget: float, calibration=None) -> RegionAllocation:
+        return RegionAllocation(rooms.capacity(geometry, rooms.uniform(geometry, budget)))
+
+    def select(self, obs: Observation):
+        return blocks.window_and_peaks(
+            obs.window_mass, obs.position, obs.live, obs.window, obs.capacity, self.kernel
+        )
