@@ -14,10 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from varjax.cache.layer import CacheSegment, LayerTables, attend_and_store, layer_tables
+from varjax.cache.layer import attend_and_store
 from varjax.cache.plan import CachePlan
 from varjax.cache.state import KVState
-from varjax.policies.base import Policy
+from varjax.cache.tables import (
+    CacheSegment,
+    LayerTables,
+    ScaleTables,
+    layer_tables,
+    scale_tables,
+)
 from varjax.sampling import Sampling
 from varjax.scale_maps import ScaleMaps
 from varjax.schedule import Schedule
@@ -42,7 +48,6 @@ class ProgramSpec:
     def of(
         cls,
         plan: CachePlan,
-        policy: Policy,
         segments: tuple[Segment, ...],
         sampling: Sampling,
         *,
@@ -50,7 +55,7 @@ class ProgramSpec:
         keep_logits: bool = False,
         unroll: bool = False,
     ) -> "ProgramSpec":
-        cache = tuple(CacheSegment.of(plan, policy, s, attention) for s in segments)
+        cache = tuple(CacheSegment.of(plan, s, attention) for s in segments)
         return cls(plan.geometry.schedule, segments, cache, sampling, keep_logits, unroll)
 
 
@@ -61,17 +66,21 @@ class SegmentTables:
     (scales, layers)."""
 
     maps: ScaleMaps
+    cache: ScaleTables
     layers: LayerTables
 
 
 def program_tables(
-    plan: CachePlan, policy: Policy, segments: tuple[Segment, ...], image_index: np.ndarray
+    plan: CachePlan, segments: tuple[Segment, ...], image_index: np.ndarray
 ) -> tuple[SegmentTables, ...]:
     """Host arrays of all segments for a batch of images."""
-    inputs = policy.inputs(plan.geometry, plan.allocation, image_index)
+    inputs = plan.policy.inputs(plan.geometry, plan.allocation, image_index)
     schedule = plan.geometry.schedule
     return tuple(
-        SegmentTables(ScaleMaps.of(schedule, s), layer_tables(plan, s, inputs)) for s in segments
+        SegmentTables(
+            ScaleMaps.of(schedule, s), scale_tables(plan, s), layer_tables(plan, s, inputs)
+        )
+        for s in segments
     )
 
 
@@ -107,21 +116,25 @@ def generate_codes(
 
     Returns:
       {"tokens": int32 [B, L], "code_map": float32 [B, P, Q, C], "logits": float32 [B, L, V] if
-      asked for} and the cache as it is after the last scale.
+      asked for, "record": per segment what the policy records, leading axes [scales, layers], if it
+      does} and the cache as it is after the last scale.
     """
     with jax.named_scope("prepare"):
         context = model.prepare(condition)
     code_map = model.empty_code_map(keys.shape[0])
-    carry, parts = (code_map, state), []
+    carry, parts, records = (code_map, state), [], []
     for segment, cache, table in zip(spec.segments, spec.cache, tables, strict=True):
 
         def step(carry, table, cache=cache):
             return _scale_step(model, context, keys, given, cache, spec, carry, table)
 
-        carry, outputs = jax.lax.scan(step, carry, table, unroll=spec.unroll)
+        carry, (outputs, record) = jax.lax.scan(step, carry, table, unroll=spec.unroll)
+        records.append(record)
         parts.append(_without_padding(outputs, spec.schedule, segment))
     code_map, state = carry
     results = {name: jnp.concatenate([p[name] for p in parts], axis=1) for name in parts[0]}
+    if any(cache.records for cache in spec.cache):
+        results["record"] = tuple(records)
     return {**results, "code_map": code_map}, state
 
 
@@ -139,14 +152,14 @@ def _scale_step(
         block, layer_context, tables, index = inputs
         with jax.named_scope("project"):
             q, k, v = model.project(block, layer_context, x)
+            raw = model.raw_queries(block, layer_context, x) if cache.raw_queries else None
         with jax.named_scope("attend"):
-            attended, state = attend_and_store(
+            attended, state, record = attend_and_store(
                 q,
                 k,
                 v,
-                scale=maps.scale,
-                length=maps.length,
-                token_index=maps.token_index,
+                raw_queries=raw,
+                now=table.cache,
                 layer=index,
                 state=state,
                 tables=tables,
@@ -154,11 +167,11 @@ def _scale_step(
             )
         with jax.named_scope("finish"):
             x = model.finish(block, layer_context, x, attended)
-        return (x, state), None
+        return (x, state), record
 
     layers = jnp.arange(model.num_layers)
     inputs = (model.blocks, context["layers"], table.layers, layers)
-    (x, state), _ = jax.lax.scan(layer, (x, state), inputs, unroll=spec.unroll)
+    (x, state), record = jax.lax.scan(layer, (x, state), inputs, unroll=spec.unroll)
     with jax.named_scope("head"):
         logits = model.logits(context, x, maps, spec.sampling)
     with jax.named_scope("choose"):
@@ -168,7 +181,7 @@ def _scale_step(
     with jax.named_scope("accumulate"):
         code_map = model.accumulate(code_map, codes, maps)
     outputs = {"tokens": tokens, "logits": logits} if spec.keep_logits else {"tokens": tokens}
-    return (code_map, state), outputs
+    return (code_map, state), (outputs, record)
 
 
 def _without_padding(

@@ -1,6 +1,7 @@
 """From labels to images: loading, planning, compiling once, running batch after batch."""
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from varjax.errors import UserError, choose
 from varjax.geometry import Geometry
 from varjax.models import registry
 from varjax.policies import POLICIES, Policy, get_policy
+from varjax.policies.calibration import Calibration
 from varjax.sampling import Sampling
 from varjax.segments import plan_segments
 
@@ -60,9 +62,12 @@ def default_dtype() -> str:
 
 
 def storage_dtype(dtype):
-    """Type of the KV pool: that of the computation, but float32 on CPU (whose bfloat16 scatters
-    convert the whole pool)."""
+    """Type of an uncompressed KV pool: that of the computation, but float32 on CPU (whose bfloat16
+    scatters convert the whole pool)."""
     return jnp.dtype("float32") if jax.default_backend() == "cpu" else jnp.dtype(dtype)
+
+
+KV_DTYPES = ("bfloat16", "float32", "int8")
 
 
 def load(path=None, dtype: str | None = None) -> Model:
@@ -159,15 +164,16 @@ class Generator:
         keep_logits: bool = False,
         unroll: bool = False,
         cache_plan: CachePlan | None = None,
+        calibration: Calibration | None = None,
     ):
-        self.model, self.policy, self.batch_size = model, policy, batch_size
-        self.plan = cache_plan or plan_cache(model.geometry, policy)
+        self.model, self.batch_size = model, batch_size
+        self.plan = cache_plan or plan_cache(model.geometry, policy, calibration)
+        self.policy = self.plan.policy
         self.kv_dtype = jnp.dtype(kv_dtype or storage_dtype(model.dtype))
         self.precision = choose("matmul_precision", matmul_precision, MATMUL_PRECISIONS)
         self.segments = plan_segments(model.geometry.schedule, segments)
         self.spec = engine.ProgramSpec.of(
             self.plan,
-            policy,
             self.segments,
             sampling.check(model.pipeline.vocab_size),
             attention=attention,
@@ -187,7 +193,7 @@ class Generator:
         )
 
     def empty_state(self) -> KVState:
-        return KVState.empty(self.plan, self.batch_size, self.kv_dtype)
+        return KVState.empty(self.plan, self.batch_size, self.kv_dtype, self.model.dtype)
 
     def compile(self, given: bool = False) -> None:
         """Compile both programs (codes, pixels) ahead of time. `given`: some tokens will be
@@ -210,7 +216,7 @@ class Generator:
         self.timing.compile_s = time.perf_counter() - start
 
     def _arguments(self, labels, image_index, seed, given, given_scales):
-        tables = engine.program_tables(self.plan, self.policy, self.segments, image_index)
+        tables = engine.program_tables(self.plan, self.segments, image_index)
         forced = None
         if given is not None:
             forced = engine.Given(
@@ -223,7 +229,15 @@ class Generator:
     def allocated_bytes(self) -> int:
         """Bytes of the arrays that hold K and V among the compiled program's arguments."""
         (_, state, *_), _ = self._program.in_avals
-        return int(np.prod(state.kv_pool.shape)) * state.kv_pool.dtype.itemsize
+        held = (a for a in (state.kv_pool, state.kv_scale) if a is not None)
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in held)
+
+    @property
+    def bookkeeping_bytes(self) -> int:
+        """Bytes of everything else that the cache carries: positions, observations, memory."""
+        (_, state, *_), _ = self._program.in_avals
+        total = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(state))
+        return total - self.allocated_bytes
 
     @property
     def compiled(self):

@@ -23,6 +23,7 @@ def attend(
     kv_pool: Float[Array, "R blocks block_size KV"],
     table: BlockTable,
     *,
+    kv_scale: Float[Array, "R blocks two_block_size"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "R N T H"]:
     """Attention of a scale's queries over its own keys and the stored slots of `table`.
@@ -35,6 +36,8 @@ def attend(
       kv_pool: K in the first half of the last axis, V in the second (KV = 2 H). Unlisted slots may
         hold anything, NaN included.
       table: slots per head, shared by all rows or per row.
+      kv_scale: for an int8 pool, what its numbers are multiplied by: block_size scales of the keys
+        of a block's slots, then as many of the values.
       implementation: a name of `IMPLEMENTATIONS`; None takes the best one that can run here.
 
     Returns:
@@ -49,22 +52,44 @@ def attend(
             f"attention implementation {name!r} does not exist; available: "
             f"{', '.join(IMPLEMENTATIONS)}"
         )
-    return IMPLEMENTATIONS[name](q, k_new, v_new, new_length, kv_pool, table)
+    return IMPLEMENTATIONS[name](q, k_new, v_new, new_length, kv_pool, table, kv_scale)
 
 
-def attention_mass(
+def attention_scores(
+    q: Float[Array, "R N Q H"],
+    k_new: Float[Array, "R N T H"],
+    new_length: Int[Array, ""],
+    kv_pool: Float[Array, "R blocks block_size KV"],
+    table: BlockTable,
+    *,
+    kv_scale: Float[Array, "R blocks two_block_size"] | None = None,
+) -> Float[Array, "R N Q PT"]:
+    """Scores of a few queries before the softmax, float32, -inf where there is no key.
+
+    The Q queries are any of the scale's. Columns are the P = M * block_size slots of the table in
+    table order, then the T own tokens. Computed by the reference, and only for policies that ask
+    for it.
+    """
+    return reference.attention_scores(q, k_new, new_length, kv_pool, table, kv_scale)
+
+
+def attention_moments(
     q: Float[Array, "R N Q H"],
     k_new: Float[Array, "R N T H"],
     new_length: Int[Array, ""],
     kv_pool: Float[Array, "R blocks block_size KV"],
     table: BlockTable,
     query_weights: Float[Array, " Q"],
-) -> Float[Array, "R N PT"]:
-    """Attention weights summed over queries: out[k] = sum_q query_weights[q] * softmax(scores)[q,
-    k].
+    *,
+    kv_scale: Float[Array, "R blocks two_block_size"] | None = None,
+    squares: bool = False,
+) -> tuple[Float[Array, "R N PT"], Float[Array, "R N PT"] | None]:
+    """Attention weights, and on request their squares, summed over queries.
 
-    The Q queries are any of the scale's. Columns are the P = M * block_size slots of the table in
-    table order, then the T own tokens. Float32. Computed by the reference in a second pass, and
-    only for policies that ask for it.
+    out[k] = sum_q query_weights[q] * softmax(scores)[q, k], columns as in `attention_scores`.
+    A second pass over what the attention has loaded, in chunks of queries; computed by the
+    reference, and only for policies that ask for it.
     """
-    return reference.attention_mass(q, k_new, new_length, kv_pool, table, query_weights)
+    return reference.attention_moments(
+        q, k_new, new_length, kv_pool, table, query_weights, kv_scale, squares=squares
+    )

@@ -2,7 +2,8 @@
 
 Memory: gathers the blocks of every head into a dense [R, N, P, 2 H] copy, which is what the kernels
 avoid. Slots outside the valid ranges may hold anything, NaN included: they are masked before they
-meet arithmetic.
+meet arithmetic. Sums over queries run in chunks of `CHUNK`, so that no [T, K] matrix of a large
+scale exists at once.
 """
 
 import jax
@@ -11,24 +12,32 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.ragged_attention.table import BlockTable
 
+CHUNK = 256  # queries whose attention weights are held at once by `attention_moments`
 
-def gather_slots(kv_pool: Float[Array, "R blocks block_size KV"], table: BlockTable):
+
+def gather_slots(
+    kv_pool: Float[Array, "R blocks block_size KV"],
+    table: BlockTable,
+    kv_scale: Float[Array, "R blocks two_block_size"] | None = None,
+):
     """Return K and V [R, N, P, H] of the listed blocks with invalid slots zeroed, and the mask [1
-    or R, N, P]."""
+    or R, N, P]. With `kv_scale` the pool is int8 and the result float32."""
     rows, _, block_size, width = kv_pool.shape
     ids = table.ids if table.ids.ndim == 3 else table.ids[None]
     mask = table.slot_mask(block_size)
     mask = mask if mask.ndim == 3 else mask[None]
-    kv = kv_pool[jnp.arange(rows)[:, None, None], ids]
-    kv = kv.reshape(rows, ids.shape[1], -1, width)
-    kv = jnp.where(mask[..., None], kv, 0)
-    return kv[..., : width // 2], kv[..., width // 2 :], mask
+    blocks = kv_pool[jnp.arange(rows)[:, None, None], ids]
+    k, v = blocks[..., : width // 2], blocks[..., width // 2 :]
+    if kv_scale is not None:
+        scales = kv_scale[jnp.arange(rows)[:, None, None], ids][..., None]
+        k = k.astype(jnp.float32) * scales[..., :block_size, :]
+        v = v.astype(jnp.float32) * scales[..., block_size:, :]
+    k, v = (a.reshape(rows, ids.shape[1], -1, width // 2) for a in (k, v))
+    return jnp.where(mask[..., None], k, 0), jnp.where(mask[..., None], v, 0), mask
 
 
-def attention_scores(q, k_new, new_length, kv_pool, table):
-    """Masked float32 scores over stored and own keys [R, N, T, P + T]; values of the stored slots
-    [R, N, P, H]."""
-    k_old, v_old, mask = gather_slots(kv_pool, table)
+def _scores(q, k_old, mask, k_new, new_length) -> Float[Array, "R N T PT"]:
+    """Masked float32 scores over stored, then own keys."""
     q = q.astype(k_new.dtype)
     old = jnp.einsum(
         "rnth,rnph->rntp", q, k_old.astype(q.dtype), preferred_element_type=jnp.float32
@@ -36,7 +45,15 @@ def attention_scores(q, k_new, new_length, kv_pool, table):
     new = jnp.einsum("rnth,rnsh->rnts", q, k_new, preferred_element_type=jnp.float32)
     old = jnp.where(mask[:, :, None], old, -jnp.inf)
     new = jnp.where(jnp.arange(k_new.shape[2]) < new_length, new, -jnp.inf)
-    return jnp.concatenate([old, new], axis=-1), v_old
+    return jnp.concatenate([old, new], axis=-1)
+
+
+def attention_scores(
+    q, k_new, new_length, kv_pool, table, kv_scale=None
+) -> Float[Array, "R N T PT"]:
+    """See `api.attention_scores`."""
+    k_old, _, mask = gather_slots(kv_pool, table, kv_scale)
+    return _scores(q, k_old, mask, k_new, new_length)
 
 
 def attend(
@@ -46,9 +63,11 @@ def attend(
     new_length: Int[Array, ""],
     kv_pool: Float[Array, "R blocks block_size KV"],
     table: BlockTable,
+    kv_scale: Float[Array, "R blocks two_block_size"] | None = None,
 ) -> Float[Array, "R N T H"]:
     """See `api.attend`."""
-    scores, v_old = attention_scores(q, k_new, new_length, kv_pool, table)
+    k_old, v_old, mask = gather_slots(kv_pool, table, kv_scale)
+    scores = _scores(q, k_old, mask, k_new, new_length)
     weights = jax.nn.softmax(scores, axis=-1).astype(v_new.dtype)
     stored = v_old.shape[2]
     out = jnp.einsum(
@@ -62,7 +81,25 @@ def attend(
     return out.astype(v_new.dtype)
 
 
-def attention_mass(q, k_new, new_length, kv_pool, table, query_weights) -> Float[Array, "R N PT"]:
-    """See `api.attention_mass`."""
-    scores, _ = attention_scores(q, k_new, new_length, kv_pool, table)
-    return jnp.einsum("t,rntk->rnk", query_weights, jax.nn.softmax(scores, axis=-1))
+def attention_moments(
+    q, k_new, new_length, kv_pool, table, query_weights, kv_scale=None, *, squares: bool
+) -> tuple[Float[Array, "R N PT"], Float[Array, "R N PT"] | None]:
+    """See `api.attention_moments`."""
+    k_old, _, mask = gather_slots(kv_pool, table, kv_scale)
+    chunk = min(CHUNK, q.shape[2])
+    padding = -q.shape[2] % chunk
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, 0)))
+    weights = jnp.pad(query_weights, (0, padding)).reshape(-1, chunk)
+    chunks = jnp.moveaxis(q.reshape(*q.shape[:2], -1, chunk, q.shape[-1]), 2, 0)
+
+    def add(sums, inputs):
+        some, weight = inputs
+        p = jax.nn.softmax(_scores(some, k_old, mask, k_new, new_length), axis=-1)
+        powers = (p, p * p) if squares else (p,)
+        return tuple(
+            s + jnp.einsum("t,rntk->rnk", weight, a) for s, a in zip(sums, powers, strict=True)
+        ), None
+
+    zero = jnp.zeros((*q.shape[:2], k_old.shape[2] + k_new.shape[2]), jnp.float32)
+    sums, _ = jax.lax.scan(add, (zero, zero) if squares else (zero,), (chunks, weights))
+    return sums[0], sums[1] if squares else None

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from varjax.cache.write import after, destinations, store
+from varjax.cache.state import KVState
+from varjax.cache.write import Entries, after, destinations, store
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -33,12 +34,34 @@ def test_destinations_fill_a_prefix_with_the_fewest_moves(seed):
 
 
 def test_store_writes_only_listed_slots():
-    pool = jnp.zeros((2, 3, 4, 6))
-    kv = jnp.arange(2 * 3 * 6, dtype=jnp.float32).reshape(2, 3, 6) + 1
-    result = np.asarray(store(pool, jnp.array([[5, 12, 0], [11, 2, 99]]), kv)).reshape(2, 12, 6)
+    state = KVState(jnp.zeros((2, 3, 4, 6)))
+    kv = jnp.arange(2 * 3 * 6, dtype=jnp.float32).reshape(2, 1, 3, 6) + 1
+    slots = jnp.array([[5, 12, 0], [11, 2, 99]])
+    result = store(state, slots, Entries.encode(kv, jnp.float32)).kv_pool
+    result, kv = np.asarray(result).reshape(2, 12, 6), kv[:, 0]
     np.testing.assert_array_equal(result[0, [5, 0]], kv[0, [0, 2]])
     np.testing.assert_array_equal(result[1, [11, 2]], kv[1, :2])
     assert (result != 0).any(-1).sum() == 4
+
+
+def test_int8_entries():
+    """Keys and values come back within half a step of their own largest magnitude; moving them
+    does not round again."""
+    state = KVState(jnp.zeros((2, 3, 4, 6), jnp.int8), jnp.zeros((2, 3, 8)))
+    kv = np.random.default_rng(0).standard_normal((2, 1, 3, 6)).astype(np.float32)
+    kv[0, 0, 0, :3] = 0
+    slots = jnp.array([[5, 12, 0], [11, 2, 99]])
+    state = store(state, slots, Entries.encode(jnp.asarray(kv), jnp.int8))
+    read = Entries.read(state, jnp.array([[[5, 0]], [[11, 2]]]))
+    found = read.values.reshape(2, 1, 2, 2, 3) * read.scales[..., None]
+    wanted = np.stack([kv[0][:, [0, 2]], kv[1][:, :2]]).reshape(2, 1, 2, 2, 3)
+    step = np.abs(wanted).max(-1, keepdims=True) / 127
+    assert (np.abs(found - wanted) <= 0.5001 * step).all()
+    assert (np.asarray(state.kv_pool) != 0).any(-1).sum() == 4
+    moved = store(state, jnp.array([[7, 8], [7, 8]]), read)
+    again = Entries.read(moved, jnp.array([[[7, 8]], [[7, 8]]]))
+    np.testing.assert_array_equal(again.values, read.values)
+    np.testing.assert_array_equal(again.scales, read.scales)
 
 
 def test_after_keeps_values():
@@ -52,16 +75,19 @@ def test_pool_is_updated_in_place():
     pool."""
     rows, blocks, size, width, layers = 2, 512, 16, 64, 4
 
-    def layer(pool, slots):
-        flat = pool.reshape(rows, -1, width)
+    def layer(state, slots):
+        flat = state.kv_pool.reshape(rows, -1, width)
         old = flat[jnp.arange(rows)[:, None], slots[None]]
         read = jnp.tanh(old @ jnp.ones((width, width)))
-        return store(pool, after(slots[None], read), read), read.sum()
+        entries = Entries.encode(read[:, None], jnp.float32)
+        return store(state, after(slots[None], read), entries), read.sum()
 
     slots = jnp.arange(layers * 32).reshape(layers, 32)
     pool = jnp.zeros((rows, blocks, size, width))
     program = (
-        jax.jit(lambda p: jax.lax.scan(layer, p, slots), donate_argnums=0).lower(pool).compile()
+        jax.jit(lambda p: jax.lax.scan(layer, KVState(p), slots), donate_argnums=0)
+        .lower(pool)
+        .compile()
     )
     assert program.memory_analysis().temp_size_in_bytes < pool.nbytes
     shapes = rf"f32\[{rows},({blocks},{size}|{blocks * size}),{width}\]"

@@ -45,7 +45,7 @@ def test_pool_is_never_copied(policy):
     model, batch = abstract_model(), 4
     plan = plan_cache(model.geometry, policy)
     segments = plan_segments(SCHEDULE)
-    spec = engine.ProgramSpec.of(plan, policy, segments, Sampling(greedy=True))
+    spec = engine.ProgramSpec.of(plan, segments, Sampling(greedy=True))
     state = jax.eval_shape(lambda: KVState.empty(plan, batch, jnp.float32))
     program = (
         jax.jit(partial(engine.generate_codes, spec=spec), donate_argnums=1)
@@ -54,7 +54,7 @@ def test_pool_is_never_copied(policy):
             state,
             jax.ShapeDtypeStruct((batch,), jnp.int32),
             jax.eval_shape(lambda: image_keys(0, jnp.arange(batch))),
-            engine.program_tables(plan, policy, segments, np.arange(batch)),
+            engine.program_tables(plan, segments, np.arange(batch)),
             None,
         )
         .compile()

@@ -77,10 +77,8 @@ def run_with_pool(policy, fill, rows=slice(None)):
     model = models.fixture_model(NAME)
     plan = plan_cache(model.geometry, policy)
     segments = plan_segments(model.geometry.schedule)
-    spec = engine.ProgramSpec.of(
-        plan, policy, segments, Sampling(cfg=1.5, greedy=True), keep_logits=True
-    )
-    tables = engine.program_tables(plan, policy, segments, np.arange(2))
+    spec = engine.ProgramSpec.of(plan, segments, Sampling(cfg=1.5, greedy=True), keep_logits=True)
+    tables = engine.program_tables(plan, segments, np.arange(2))
     state = KVState.empty(plan, 2, jnp.float32)
     state = dataclasses.replace(state, kv_pool=jnp.full_like(state.kv_pool, fill))
     labels = jnp.asarray(LABELS[:2])

@@ -4,7 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.ragged_attention import BlockTable, attend, attention_mass
+from pallas_kernels.ragged_attention import (
+    BlockTable,
+    attend,
+    attention_moments,
+    attention_scores,
+)
+from pallas_kernels.ragged_attention import reference
 
 ROWS, HEADS, TOKENS, SIZE, BLOCKS, BLOCK, ENTRIES = 2, 3, 5, 4, 7, 4, 3
 LENGTH = 4
@@ -75,17 +81,20 @@ def test_attend(seed, per_row):
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
 
 
-def test_attention_mass():
+@pytest.mark.parametrize("chunk", [2, 256])
+def test_attention_moments(monkeypatch, chunk):
+    monkeypatch.setattr(reference, "CHUNK", chunk)
     q, k, v, pool, table = problem(7)
     query_weights = np.array([0.5, 0.25, 0.25, 0, 0], np.float32)
     arrays = BlockTable(*map(jnp.asarray, table))
-    found = attention_mass(
+    found, squares = attention_moments(
         jnp.asarray(q),
         jnp.asarray(k),
         jnp.int32(LENGTH),
         jnp.asarray(pool),
         arrays,
         jnp.asarray(query_weights),
+        squares=True,
     )
     mask = np.asarray(arrays.slot_mask(BLOCK))
     _, weights = oracle(q, k, v, pool, table)
@@ -94,8 +103,45 @@ def test_attention_mass():
         np.testing.assert_allclose(
             np.asarray(found)[r, n, columns], query_weights @ weights[r, n], atol=1e-6
         )
+        np.testing.assert_allclose(
+            np.asarray(squares)[r, n, columns], query_weights @ weights[r, n] ** 2, atol=1e-6
+        )
         others = np.delete(np.asarray(found)[r, n], columns)
         assert (others == 0).all()
+
+
+def test_attention_scores_agree_with_the_weights():
+    q, k, v, pool, table = problem(5)
+    arrays = BlockTable(*map(jnp.asarray, table))
+    some = jnp.asarray(q)[:, :, jnp.array([3, 0])]
+    found = attention_scores(some, jnp.asarray(k), jnp.int32(LENGTH), jnp.asarray(pool), arrays)
+    mask = np.asarray(arrays.slot_mask(BLOCK))
+    _, weights = oracle(q, k, v, pool, table)
+    for r, n in np.ndindex(ROWS, HEADS):
+        columns = np.concatenate([np.flatnonzero(mask[n]), ENTRIES * BLOCK + np.arange(LENGTH)])
+        score = np.asarray(found)[r, n][:, columns]
+        p = np.exp(score - score.max(-1, keepdims=True))
+        np.testing.assert_allclose(p / p.sum(-1, keepdims=True), weights[r, n][[3, 0]], atol=1e-6)
+
+
+def test_int8_pool():
+    """Numbers times scales, as if the pool held the products."""
+    q, k, v, pool, table = problem(2)
+    arrays = BlockTable(*map(jnp.asarray, table))
+    rng = np.random.default_rng(0)
+    whole = rng.integers(-127, 128, pool.shape).astype(np.int8)
+    scale = rng.random((ROWS, BLOCKS, 2, BLOCK)).astype(np.float32)
+    product = whole.reshape(ROWS, BLOCKS, BLOCK, 2, SIZE) * np.moveaxis(scale, 2, 3)[..., None]
+    expected, _ = oracle(q, k, v, product.reshape(pool.shape), table)
+    scale[np.isnan(pool[..., 0])[:, :, None].repeat(2, 2)] = np.nan
+    found = attend(
+        *map(jnp.asarray, (q, k, v)),
+        jnp.int32(LENGTH),
+        jnp.asarray(whole),
+        arrays,
+        kv_scale=jnp.asarray(scale.reshape(ROWS, BLOCKS, 2 * BLOCK)),
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-5)
 
 
 def test_unknown_implementation_names_the_known_ones():

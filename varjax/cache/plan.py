@@ -9,6 +9,7 @@ rounded pool exceeds the budget.
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +29,7 @@ class CachePlan:
     ids, start, stop: int32 [K, L, N, M], the slots that scale s reads (`BlockTable` entries).
     write_slots: int32 [L, N, tokens], where a token is stored (-1: never); None where the device
       decides.
+    policy: the policy that was planned for, with what its calibration decides filled in.
     """
 
     geometry: Geometry
@@ -42,6 +44,7 @@ class CachePlan:
     blocks_after_store: np.ndarray
     budget: float
     accounting: str
+    policy: Any = None
 
     # --- sizes ------------------------------------------------------------------------------------
 
@@ -51,7 +54,8 @@ class CachePlan:
         return self.pool_blocks * self.block_size
 
     def num_bytes(self, batch_size: int, dtype) -> int:
-        """Bytes of the pool for a batch of images (all rows)."""
+        """Bytes of the pool for a batch of images (all rows). int8 includes the scales, one float32
+        for the key and one for the value of every slot."""
         return self.pool_tokens * self._bytes_per_token(batch_size, dtype)
 
     def dense_bytes(self, batch_size: int, dtype) -> int:
@@ -60,7 +64,9 @@ class CachePlan:
 
     def _bytes_per_token(self, batch_size: int, dtype) -> int:
         g = self.geometry
-        return batch_size * g.rows_per_image * 2 * g.head_dim * item_size(dtype)
+        scales = 2 * item_size("float32") if jnp.dtype(dtype) == jnp.int8 else 0
+        per_row = 2 * g.head_dim * item_size(dtype) + scales
+        return batch_size * g.rows_per_image * per_row
 
     @cached_property
     def live_tokens(self) -> np.ndarray:
@@ -135,7 +141,13 @@ def item_size(dtype) -> int:
 
 
 def build_plan(
-    geometry: Geometry, allocation: Allocation, *, block_size: int, budget: float, accounting: str
+    geometry: Geometry,
+    allocation: Allocation,
+    *,
+    block_size: int,
+    budget: float,
+    accounting: str,
+    policy=None,
 ) -> CachePlan:
     """Lay out an allocation in blocks of `block_size` slots and number them."""
     num_scales = geometry.schedule.num_scales
@@ -156,6 +168,7 @@ def build_plan(
         blocks_after_store=allocator.live_blocks(grid, num_scales),
         budget=budget,
         accounting=accounting,
+        policy=policy,
     )
 
 

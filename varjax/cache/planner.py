@@ -39,6 +39,7 @@ def plan_cache(geometry: Geometry, policy, calibration=None) -> CachePlan:
         block_size=check_block_size(block_size),
         budget=policy.budget,
         accounting=policy.accounting,
+        policy=policy,
     )
 
 

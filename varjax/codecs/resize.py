@@ -61,6 +61,29 @@ def bicubic_matrix(source: int, target: int) -> np.ndarray:
     return matrix
 
 
+def bilinear_neighbours(
+    source: tuple[int, int], target: tuple[int, int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Bilinear interpolation of a map as a gather: int32 [4, T] source cells (row-major) of every
+    target cell and float32 [4, T] weights. Half-pixel centres, borders clamped."""
+    (top, bottom, down), (left, right, across) = (
+        _linear_neighbours(s, t) for s, t in zip(source, target, strict=True)
+    )
+    rows, columns = np.stack([top, top, bottom, bottom]), np.stack([left, right, left, right])
+    heights = np.stack([1 - down, 1 - down, down, down])
+    widths = np.stack([1 - across, across, 1 - across, across])
+    cells = rows[:, :, None] * source[1] + columns[:, None]
+    weights = heights[:, :, None] * widths[:, None]
+    return cells.reshape(4, -1).astype(np.int32), weights.reshape(4, -1).astype(np.float32)
+
+
+def _linear_neighbours(source: int, target: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(lower cell, upper cell, weight of the upper one) along one axis, each [target]."""
+    centre = np.clip((np.arange(target) + 0.5) * source / target - 0.5, 0, source - 1)
+    lower = np.floor(centre).astype(np.int64)
+    return lower, np.minimum(lower + 1, source - 1), centre - lower
+
+
 def resize(
     x: Float[Array, "B h w C"], rows: Float[Array, "p h"], columns: Float[Array, "q w"]
 ) -> Float[Array, "B p q C"]:

@@ -72,6 +72,9 @@ class VARPipeline:
     def project(self, block, layer_context, x):
         return self.transformer.project(block, layer_context, x)
 
+    def raw_queries(self, block, layer_context, x):
+        return self.transformer.raw_queries(block, layer_context, x)
+
     def finish(self, block, layer_context, x, attended):
         return self.transformer.finish(block, layer_context, x, attended)
 

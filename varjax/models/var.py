@@ -236,9 +236,7 @@ class VAR(nnx.Module):
     def project(self, block: Block, modulation: Float[Array, "R 6 D"], x: Float[Array, "R T D"]):
         """Queries, keys and values [R, N, T, H] of one layer; queries carry the attention scale."""
         config = self.config
-        h = layers.modulate(
-            layers.layer_norm(x, config.norm_eps), modulation[:, 2], modulation[:, 4]
-        )
+        h = self._attention_input(modulation, x)
         bias = jnp.concatenate(
             [block.q_bias[...], jnp.zeros_like(block.q_bias[...]), block.v_bias[...]]
         )
@@ -251,6 +249,19 @@ class VAR(nnx.Module):
         multiplier = jnp.exp(jnp.minimum(block.log_scale[...].astype(jnp.float32), MAX_LOG_SCALE))
         q = layers.l2_normalize(q) * multiplier[:, None, None].astype(q.dtype)
         return q, layers.l2_normalize(k), v
+
+    def raw_queries(
+        self, block: Block, modulation: Float[Array, "R 6 D"], x: Float[Array, "R T D"]
+    ) -> Float[Array, "R N T H"]:
+        """x W_q / sqrt(H): queries without bias, normalisation or learned multiplier, as ScaleKV's
+        published code scores with."""
+        width, config = self.config.embed_dim, self.config
+        q = self._attention_input(modulation, x) @ block.qkv.kernel[..., :width]
+        return layers.split_heads(q, config.num_heads) / math.sqrt(config.head_dim)
+
+    def _attention_input(self, modulation, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
+        normal = layers.layer_norm(x, self.config.norm_eps)
+        return layers.modulate(normal, modulation[:, 2], modulation[:, 4])
 
     def finish(
         self, block: Block, modulation, x, attended: Float[Array, "R N T H"]
