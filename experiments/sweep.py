@@ -1,0 +1,170 @@
+"""Compare KV-cache policies at several budgets with the full cache, in one table.
+
+    python -m experiments.sweep --policies=all --budgets=0.04,0.1,0.2,0.5 --out=DIR
+    python -m experiments.sweep --policies=headkv,streaming:sinks=3,streaming:sinks=1 \\
+        --budgets=0.1,0.25 --num_images=16 --out=DIR
+    python -m experiments.sweep --checkpoint=var-d30 --policies=all --calibration=CAL.json --out=DIR
+
+Every row is a policy, with arguments after a colon, joined by +, if it is to differ from its
+defaults: `streaming:sinks=3+block_size=8`. `all` stands for every policy with its defaults (but
+not `table`, which needs a file) and may be joined by others: `all,streaming:sinks=1`. What `all`
+cannot run becomes a row that says why; so does a budget at which a named policy cannot run, as
+long as it can at another.
+
+Measured against the full cache on the same seeds: PSNR, SSIM and equal tokens of images drawn
+freely, the KL divergence of the logits (nats per token) with the full cache's tokens forced, bytes
+of the cache, seconds per image.
+
+Writes sweep.md, sweep.csv, sweep.json, samples.npz (images for `experiments.report`) and
+fidelity.png into --out (default: a new folder under results/). Finished cells of an interrupted
+sweep are kept: start it again with the same settings; policies and budgets may change.
+"""
+
+import pathlib
+import sys
+
+from experiments import run, settings, sweep_plan, sweep_tables
+from experiments.run_folder import RunFolder
+from experiments.sweep_cells import Runner
+from experiments.sweep_plan import Cell, SweepSettings
+from varjax import command_line, extras, generation, memory
+from varjax.errors import UserError
+from varjax.folders import replacing
+from varjax.policies.calibration import load as load_calibration
+from varjax.sampling import Sampling
+
+FLAGS = command_line.CommandFlags()
+POLICIES = FLAGS.string(
+    "policies", "all", "all, or policies separated by commas: headkv,streaming:sinks=3+block_size=8"
+)
+BUDGETS = FLAGS.string("budgets", "0.1,0.25,0.5", "Fractions of the full cache's bytes.")
+CHECKPOINT = FLAGS.string("checkpoint", None, "Checkpoint folder; default: the embedded demo.")
+CALIBRATION = FLAGS.string("calibration", None, "Calibration file, for policies that use one.")
+LABELS = FLAGS.string("labels", None, "Class numbers, one image each: 3,7,7.")
+NUM_IMAGES = FLAGS.integer("num_images", None, "Number of images, over all classes in turn.")
+SAMPLES = FLAGS.integer(
+    "samples", 8, "So many of the first images are kept for the report.", lower_bound=1
+)
+CFG = FLAGS.floating(
+    "cfg",
+    None,
+    "Guidance strength; default: the checkpoint's recommendation, as for all sampling flags.",
+)
+TOP_K = FLAGS.integer("top_k", None, "Keep the k largest logits; 0 is off.")
+TOP_P = FLAGS.floating("top_p", None, "Nucleus sampling with this mass; 0 is off.")
+GREEDY = FLAGS.boolean("greedy", False, "Take the largest logit instead of sampling.")
+MORE_SMOOTH = FLAGS.boolean("more_smooth", None, "Feed back mixtures of codes: smoother pictures.")
+SEED = FLAGS.integer("seed", 0, "Image i depends on (seed, i, label) only.")
+BATCH_SIZE = FLAGS.integer(
+    "batch_size", None, f"Images per program call; default: {run.USUAL_BATCH}, or what fits."
+)
+DTYPE = FLAGS.enum(
+    "dtype",
+    None,
+    ["bfloat16", "float32"],
+    "Type of weights and cache; default: float32 on CPU, else bfloat16.",
+)
+PRECISION = FLAGS.enum(
+    "matmul_precision",
+    "default",
+    list(generation.MATMUL_PRECISIONS),
+    "Precision of float32 products.",
+)
+SEGMENTS = FLAGS.string(
+    "segments",
+    "auto",
+    "How many segments the scale loop is cut into: auto or a number. Results do not change.",
+)
+ATTENTION = FLAGS.enum(
+    "attention", "auto", ["auto", "reference", "triton", "tpu"], "Attention implementation."
+)
+OVERWRITE = FLAGS.boolean("overwrite", False, "Replace --out if it exists.")
+OUT = FLAGS.string("out", None, "Output folder; default: a new one under results/.")
+
+
+def resolve() -> SweepSettings:
+    """Check every flag and plan every cell. Nothing is compiled, allocated or written."""
+    entries = sweep_plan.parse_entries(POLICIES.value)
+    budgets = sweep_plan.parse_budgets(BUDGETS.value)
+    model = settings.abstract_model(CHECKPOINT.value)
+    if model.directory is None:
+        raise UserError(
+            f"{model.name} is a published model without weights here: convert its weights with "
+            f"`python -m ported_weights --model={model.name} ...` and give the folder"
+        )
+    extras.require("dm_pix", extra="eval", purpose="PSNR and SSIM")
+    labels = settings.choose_labels(LABELS.value, NUM_IMAGES.value, model.num_classes)
+    geometry = model.geometry
+    calibration = load_calibration(CALIBRATION.value, geometry) if CALIBRATION.value else None
+    cells = sweep_plan.plan_cells(entries, budgets, geometry, calibration, len(labels))
+    full_policy, full_plan = settings.full_plan(geometry)
+    generation.plan_segments(geometry.schedule, SEGMENTS.value)
+    dtype = DTYPE.value or generation.default_dtype()
+    kv_dtype = generation.storage_dtype(dtype)
+    return SweepSettings(
+        model=model,
+        cells=cells,
+        full=Cell("full", "full", full_policy.budget, full_policy, full_plan),
+        labels=labels,
+        samples=min(SAMPLES.value, len(labels)),
+        sampling=_sampling(model),
+        seed=settings.check_seed(SEED.value),
+        batch_size=_batch_size(model, full_plan, len(labels), dtype, kv_dtype),
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        matmul_precision=PRECISION.value,
+        segments=SEGMENTS.value,
+        attention=settings.check_attention(ATTENTION.value),
+        calibration=None if calibration is None else calibration.digest,
+    )
+
+
+def _sampling(model: settings.AbstractModel) -> Sampling:
+    chosen = Sampling.recommended(
+        dict(model.metadata.get("sampling", {})),
+        cfg=CFG.value,
+        top_k=TOP_K.value,
+        top_p=TOP_P.value,
+        greedy=GREEDY.value,
+        more_smooth=MORE_SMOOTH.value,
+    )
+    return chosen.check(model.transformer.config.vocab_size)
+
+
+def _batch_size(model, full_plan, num_images: int, dtype, kv_dtype) -> int:
+    """The batch that fits with the full cache, for all cells: fidelity compares equal programs."""
+    asked = BATCH_SIZE.value
+    if asked is not None and asked < 1:
+        raise UserError(f"--batch_size={asked}: at least 1")
+
+    def predict(size):
+        return memory.predict(full_plan, model.transformer, model.codec, size, dtype, kv_dtype)
+
+    return memory.choose_batch_size(predict, asked, num_images, run.USUAL_BATCH)
+
+
+def main(argv) -> None:
+    sweep = resolve()
+    print(sweep_plan.show_sizes(sweep), file=sys.stderr, flush=True)
+    fingerprint = settings.fingerprint(sweep.describe())
+    if OUT.value:
+        folder = RunFolder(pathlib.Path(OUT.value), fingerprint, overwrite=OVERWRITE.value)
+    else:
+        folder = RunFolder.fresh(f"{sweep.model.name}-sweep", fingerprint)
+    runner = Runner(sweep, lambda: run.load_model(sweep.model, sweep.dtype), folder)
+    with folder.working():
+        runner.run()
+        done = (sweep.full, *(cell for cell in sweep.cells if cell.plan is not None))
+        results = {cell.key: runner.results(cell) for cell in done}
+        report = sweep_tables.content(sweep, results)
+        with replacing(folder.out, overwrite=folder.overwrite) as out:
+            missing = sweep_tables.write(out, report, sweep_tables.samples(sweep, results))
+        folder.close()
+    if missing:
+        print(f"fidelity.png is not written: {missing}", file=sys.stderr)
+    print(sweep_tables.markdown_rows(report))
+    print(f"written to {folder.out}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,258 @@
+"""Running the cells of a sweep: one program per cell, free-running for pictures and with the full
+cache's tokens forced for logits; finished cells are kept.
+
+Letters: N images, L tokens, K scales.
+"""
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from experiments import settings
+from experiments.run_folder import RunFolder
+from experiments.run_report import HIGHEST_PSNR
+from experiments.sweep_plan import Cell, SweepSettings
+from varjax import images
+from varjax.files import writing
+from varjax.generation import Generator, Model
+from varjax.metrics import logits, pixel
+
+REFERENCE_LOGITS = 2**30  # bytes of the full cache's logits that are kept in host memory
+TIMED_RUNS = 2  # at least so many runs of a program after its first
+
+
+def make_generator(sweep: SweepSettings, model: Model, cell: Cell) -> Generator:
+    """The program of a cell. It always takes given tokens, so that one serves both ways of
+    running."""
+    return Generator(
+        model,
+        cell.policy,
+        sampling=sweep.sampling,
+        batch_size=sweep.batch_size,
+        segments=sweep.segments,
+        attention=sweep.attention,
+        kv_dtype=sweep.kv_dtype,
+        matmul_precision=sweep.matmul_precision,
+        keep_logits=True,
+        cache_plan=cell.plan,
+    )
+
+
+def free(sweep: SweepSettings, generator: Generator):
+    """Batches whose tokens are drawn."""
+    unused = np.zeros((len(sweep.labels), _tokens(generator)), np.int32)
+    return generator.batches(sweep.labels, seed=sweep.seed, given=unused, given_scales=0)
+
+
+def _tokens(generator: Generator) -> int:
+    return generator.model.geometry.schedule.total_tokens
+
+
+@dataclass(eq=False)
+class Reference:
+    """The full cache on all images.
+
+    tokens: int32 [N, L]; pictures: float32 [N, H, W, 3].
+    start: compiles its program, which is needed only while cells are missing.
+    """
+
+    tokens: np.ndarray
+    pictures: np.ndarray
+    start: Callable[[], Generator]
+    seed: int
+    labels: np.ndarray
+    stored: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def logits(self, index: np.ndarray) -> np.ndarray:
+        """float32 [B, L, V] at the forced tokens for images `index`; computed anew where host
+        memory does not hold them."""
+        first = int(index[0])
+        if first in self.stored:
+            return self.stored[first]
+        generator = self.start()
+        padded = np.pad(index, (0, generator.batch_size - index.size), mode="edge")
+        results, _ = generator.run_batch(
+            self.labels[padded], padded, seed=self.seed, given=self.tokens[padded]
+        )
+        found = np.asarray(results["logits"])[: index.size]
+        if sum(a.nbytes for a in self.stored.values()) + found.nbytes <= REFERENCE_LOGITS:
+            self.stored[first] = found
+        return found
+
+
+class Runner:
+    """Runs what is missing of a sweep in its folder."""
+
+    def __init__(self, sweep: SweepSettings, load: Callable[[], Model], folder: RunFolder):
+        self.sweep, self.folder = sweep, folder
+        self._load, self._model = load, None
+        self._full: Generator | None = None
+
+    @property
+    def model(self) -> Model:
+        if self._model is None:
+            self._model = self._load()
+        return self._model
+
+    def path(self, key: str):
+        return self.folder.work / f"cell-{key}.npz"
+
+    def results(self, cell: Cell) -> dict | None:
+        """What is stored of a cell: {"row": numbers, "samples": uint8 images, ...}."""
+        with contextlib.suppress(OSError, ValueError, KeyError), np.load(self.path(cell.key)) as f:
+            found = {name: f[name] for name in f.files}
+            return found | {"row": json.loads(str(found["row"]))}
+        return None
+
+    def keep(self, cell: Cell, row: dict, **arrays: np.ndarray) -> None:
+        text = json.dumps(pixel.json_safe(row))
+        with writing(self.path(cell.key)) as file:
+            np.savez(file, row=np.array(text), **arrays)
+
+    def run(self) -> None:
+        """Every cell that is not there yet, the full cache first."""
+        todo = [cell for cell in self.sweep.cells if cell.plan]
+        cells = list({cell.key: cell for cell in todo}.values())
+        missing = [cell for cell in cells if self.results(cell) is None]
+        if len(missing) < len(cells):
+            _say(f"{len(cells) - len(missing)} of {len(cells)} cells are there already, continuing")
+        stored = self.results(self.sweep.full)
+        reference = self._reference(stored or self._run_full())
+        for number, cell in enumerate(missing, len(cells) - len(missing) + 1):
+            _say(f"cell {number}/{len(cells)}: {cell.label} at {cell.budget:g}")
+            self._run_cell(cell, reference)
+
+    def _reference(self, stored: dict) -> Reference:
+        sweep = self.sweep
+        return Reference(
+            stored["tokens"], stored["pictures"], self._start_full, sweep.seed, sweep.labels
+        )
+
+    def _start_full(self) -> Generator:
+        if self._full is None:
+            self._full = self._compiled(self.sweep.full)
+        return self._full
+
+    def _compiled(self, cell: Cell) -> Generator:
+        generator = make_generator(self.sweep, self.model, cell)
+        generator.compile(given=True)
+        _say(f"  compiled in {generator.timing.compile_s:.1f} s")
+        return generator
+
+    def _run_full(self) -> dict:
+        sweep = self.sweep
+        _say(f"full cache: {len(sweep.labels)} images in batches of {sweep.batch_size}")
+        generator = self._start_full()
+        parts = [(r["tokens"], r["images"]) for _, r in free(sweep, generator)]
+        tokens, pictures = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        self._time(generator)
+        samples = images.to_uint8(pictures[: sweep.samples])
+        row = describe_cell(sweep, sweep.full, generator)
+        self.keep(sweep.full, row, tokens=tokens, pictures=pictures, samples=samples)
+        return {"tokens": tokens, "pictures": pictures}
+
+    def _time(self, generator: Generator) -> None:
+        """Run again until there are enough times."""
+        size, sweep = self.sweep.batch_size, self.sweep
+        index = np.arange(size) % len(sweep.labels)
+        unused = np.zeros((size, _tokens(generator)), np.int32)
+        while len(generator.timing.runs) < TIMED_RUNS:
+            generator.run_batch(
+                sweep.labels[index], index, seed=sweep.seed, given=unused, given_scales=0
+            )
+
+    def _run_cell(self, cell: Cell, reference: Reference) -> None:
+        sweep, generator = self.sweep, self._compiled(cell)
+        found: dict[str, list] = {}
+        kept: list[np.ndarray] = []
+        for index, results in free(sweep, generator):
+            batch = compare_pictures(results, reference, index)
+            pictures = results.pop("images")[: max(0, sweep.samples - int(index[0]))]
+            kept += [images.to_uint8(pictures)] if len(pictures) else []
+            del results
+            batch["kl"] = self._divergence(generator, reference, index)
+            for name, values in batch.items():
+                found.setdefault(name, []).append(values)
+        self._time(generator)
+        arrays = {name: np.concatenate(values) for name, values in found.items()}
+        row = describe_cell(sweep, cell, generator) | {"fidelity": summarize(arrays)}
+        row["samples_fidelity"] = {n: a[: sweep.samples].tolist() for n, a in arrays.items()}
+        self.keep(cell, row, samples=np.concatenate(kept))
+        close = row["fidelity"]
+        _say(
+            f"  PSNR {close['psnr']:.2f} dB, SSIM {close['ssim']:.4f}, equal tokens "
+            f"{close['token_agreement']:.1%}, KL {close['kl']:.4g} nats"
+        )
+
+    def _divergence(self, generator: Generator, reference: Reference, index) -> np.ndarray:
+        """float32 [B]: token-mean KL of each image, with the full cache's tokens forced."""
+        sweep = self.sweep
+        padded = np.pad(index, (0, sweep.batch_size - index.size), mode="edge")
+        results, _ = generator.run_batch(
+            sweep.labels[padded], padded, seed=sweep.seed, given=reference.tokens[padded]
+        )
+        mine = results["logits"][: index.size]
+        return np.asarray(logits.token_kl(reference.logits(index), mine)).mean(1)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# --- numbers ---
+
+
+def compare_pictures(results: dict, reference: Reference, index: np.ndarray) -> dict:
+    """Closeness of a batch to the full cache, one number per image."""
+    return {
+        "psnr": pixel.psnr(results["images"], reference.pictures[index]),
+        "ssim": pixel.ssim(results["images"], reference.pictures[index]),
+        "token_agreement": (results["tokens"] == reference.tokens[index]).mean(1),
+    }
+
+
+def summarize(arrays: dict[str, np.ndarray]) -> dict:
+    """Means over images, standard deviations as `*_std`; PSNR at most `HIGHEST_PSNR` each."""
+    identical = int(np.isinf(arrays["psnr"]).sum())
+    arrays = arrays | {"psnr": np.minimum(arrays["psnr"], HIGHEST_PSNR)}
+    found: dict = {name: float(values.mean()) for name, values in arrays.items()}
+    found |= {f"{name}_std": float(values.std()) for name, values in arrays.items()}
+    return found | {"identical_images": identical}
+
+
+def describe_cell(sweep: SweepSettings, cell: Cell, generator: Generator) -> dict:
+    """Everything about a cell but its fidelity. Byte counts are for one batch; `live_tokens` and
+    `used_slots` int [K, layers] are those of one cache row after each store."""
+    plan, batch = cell.plan, sweep.batch_size
+    dense = plan.dense_bytes(batch, sweep.kv_dtype)
+    return {
+        "label": cell.label,
+        "policy": cell.name,
+        "policy_args": settings.policy_arguments(cell.policy),
+        "budget": cell.budget,
+        "plan": plan.digest,
+        "kv": {
+            "dense_bytes": dense,
+            "planned_bytes": plan.num_bytes(batch, sweep.kv_dtype),
+            "allocated_bytes": generator.allocated_bytes,
+            "fraction": generator.allocated_bytes / max(1, dense),
+            "peak_live_fraction": plan.peak_live_fraction,
+            "block_size": plan.block_size,
+            "pool_blocks": plan.pool_blocks,
+            "pool_slots": plan.pool_tokens,
+            "dense_slots": plan.geometry.dense_tokens,
+            "accounting": plan.accounting,
+        },
+        "time": {
+            "compile_s": generator.timing.compile_s,
+            "first_run_s": generator.timing.first_run_s,
+            "steady_s_per_image": generator.steady_seconds_per_image(),
+            "timed_runs": len(generator.timing.runs),
+        },
+        "live_tokens": plan.live_tokens,
+        "used_slots": plan.blocks_after_store * plan.block_size,
+    }

@@ -1,0 +1,162 @@
+"""`experiments.sweep`: its table and files, what it refuses, and that it resumes."""
+
+import csv
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from experiments import sweep_plan
+from tests import models_under_test as models
+from varjax.errors import UserError
+from varjax.generation import Generator
+
+FILES = ["fidelity.png", "samples.npz", "sweep.csv", "sweep.json", "sweep.md"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint():
+    return f"--checkpoint={models.checkpoint_folder('b_k6_sharedaln')}"
+
+
+def report_of(folder):
+    return json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
+
+
+def test_table_files_and_resumption(call, checkpoint, tmp_path, monkeypatch):
+    """Interrupted in the second cell; started again, only what is missing runs."""
+    out = tmp_path / "out"
+    policies = "--policies=swa,streaming:sinks=5"
+    flags = (checkpoint, "--labels=3,7,7", "--batch_size=2", "--samples=2", f"--out={out}")
+    budgets = "--budgets=0.05,1"  # five sinks need more than 5 %
+    run_batch, ran = Generator.run_batch, []
+
+    def counts(self, *args, **options):
+        if self.policy.name == "streaming" and "again" not in ran:
+            raise KeyboardInterrupt
+        ran.append(self.policy.name)
+        return run_batch(self, *args, **options)
+
+    monkeypatch.setattr(Generator, "run_batch", counts)
+    status, _, err = call("sweep", *flags, policies, budgets)
+    assert status == 130 and not out.exists(), err
+    assert call("sweep", *flags, policies, budgets, "--seed=1")[0] == 2  # other settings
+    ran[:] = ["again"]
+    status, text, err = call("sweep", *flags, policies, budgets)
+    assert status == 0 and "2 of 3 cells are there already" in err
+    assert "swa" not in ran and "streaming" in ran
+    assert sorted(p.name for p in out.iterdir()) == FILES
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert text.strip() in (out / "sweep.md").read_text(encoding="utf-8")
+
+    report = report_of(out)
+    assert [(c["label"], c["budget"], c["status"]) for c in report["cells"]] == [
+        ("swa", 0.05, "done"),
+        ("swa", 1, "done"),
+        ("streaming:sinks=5", 0.05, "infeasible"),
+        ("streaming:sinks=5", 1, "done"),
+    ]
+    small, whole, refused, _ = report["cells"]
+    assert "smallest feasible budget" in refused["reason"] and refused["reason"] in text
+    assert small["fidelity"]["kl"] > 0.01 and small["fidelity"]["token_agreement"] < 1
+    assert whole["fidelity"]["kl"] == pytest.approx(0, abs=1e-6)
+    assert whole["fidelity"]["token_agreement"] == 1
+    assert small["kv"]["allocated_bytes"] == small["kv"]["planned_bytes"]
+    assert small["kv"]["allocated_bytes"] <= 0.05 * small["kv"]["dense_bytes"]
+    assert small["time"]["timed_runs"] >= 2 and small["time"]["steady_s_per_image"] > 0
+    slots = np.array(small["used_slots"])
+    assert slots.max() == small["kv"]["pool_slots"] and (slots >= small["live_tokens"]).all()
+    assert report["slot_bytes"] * small["kv"]["pool_slots"] == small["kv"]["planned_bytes"]
+
+    with np.load(out / "samples.npz") as samples, open(out / "sweep.csv") as table:
+        assert samples["full"].shape == samples[small["samples"]].shape == (2, 16, 16, 3)
+        assert samples["labels"].tolist() == [3, 7]
+        rows = list(csv.DictReader(table))
+    assert [row["label"] for row in rows] == ["full"] + [c["label"] for c in report["cells"]]
+    assert float(rows[1]["psnr"]) == pytest.approx(small["fidelity"]["psnr"])
+    assert rows[3]["note"] == refused["reason"] and rows[3]["psnr"] == ""
+
+    assert call("sweep", *flags, policies, budgets)[0] == 2  # the folder exists
+    same = call("run", *flags[:3], "--policy=swa", "--budget=0.05", "--compare", f"--out={out}-run")
+    assert same[0] == 0, same[2]
+    single = json.loads((tmp_path / "out-run" / "report.json").read_text())["fidelity"]
+    for name in ("psnr", "ssim", "token_agreement"):
+        assert small["fidelity"][name] == pytest.approx(single[name], rel=1e-4), name
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--policies=swap"], "did you mean 'swa'"),
+        (["--policies=swa,,headkv"], "cannot read"),
+        (["--policies=swa,swa"], "twice"),
+        (["--policies=swa:budget=0.1"], "--budgets"),
+        (["--policies=swa:sinks=1"], "no argument 'sinks'"),
+        (["--policies=all:sinks=1"], "no arguments"),
+        (["--policies=heatkv"], "needs measurements"),
+        (["--policies=streaming:sinks=5", "--budgets=0.01,0.02"], "smallest feasible budget"),
+        (["--policies=swa", "--calibration=CAL"], "leave out --calibration"),
+        (["--budgets=0.1,much"], "fractions"),
+        (["--budgets=0.1,1.5"], "outside (0, 1]"),
+        (["--budgets=0.1,0.1"], "twice"),
+        (["--seed=-1"], "choose 0 to"),
+        (["--samples=0"], "samples"),
+        (["--labels=99"], "outside"),
+        (["--checkpoint=var-d30"], "published model without weights"),
+    ],
+)
+def test_wrong_input_ends_before_compiling(call, tmp_path, monkeypatch, flags, message):
+    monkeypatch.setattr(Generator, "compile", lambda *a, **k: pytest.fail("compiled"))
+    calibration = tmp_path / "calibration.json"
+    calibration.write_text('{"format_version": 1}')
+    flags = [flag.replace("CAL", str(calibration)) for flag in flags]
+    status, _, err = call("sweep", *flags, f"--out={tmp_path / 'out'}")
+    assert status == 2 and message in err, err
+    assert [p.name for p in tmp_path.iterdir()] == [calibration.name]
+
+
+def test_entries():
+    entries = sweep_plan.parse_entries(
+        "headkv, streaming:sinks=3+block_size=8,table:path=a,b+c.npz"
+    )
+    assert [(e.name, e.arguments) for e in entries] == [
+        ("headkv", {}),
+        ("streaming", {"sinks": "3", "block_size": "8"}),
+        ("table", {"path": "a,b+c.npz"}),
+    ]
+    assert entries[1].label == "streaming:sinks=3+block_size=8"
+    everything = [e.name for e in sweep_plan.parse_entries("all,swa")]
+    assert {"swa", "headkv"} <= set(everything) and not {"full", "table"} & set(everything)
+    assert len(set(everything)) == len(everything)
+    with pytest.raises(UserError, match="key=value"):
+        sweep_plan.parse_entries("streaming:3")
+
+
+def test_without_calibration_all_says_who_needs_one():
+    geometry = models.fixture_model("b_k6_sharedaln").geometry
+    entries = sweep_plan.parse_entries("all")
+    cells = sweep_plan.plan_cells(entries, [0.001, 0.5], geometry, None, 2)
+    rows = {}
+    for cell in cells:
+        rows.setdefault(cell.label, []).append(cell)
+    (skipped,) = rows["heatkv"]
+    assert skipped.plan is None and skipped.budget is None and "--calibration" in skipped.reason
+    assert [c.plan is None for c in rows["swa"]] == [True, False]
+    assert "smallest feasible budget" in rows["swa"][0].reason
+
+
+def test_without_matplotlib_the_tables_are_there(tmp_path, monkeypatch):
+    from experiments import sweep_tables
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    settings = {"model": "m", "labels": [1], "seed": 0, "batch_size": 1, "dtype": "float32"}
+    settings |= {"kv_dtype": "float32", "calibration": None}
+    kv = {"planned_bytes": 1, "allocated_bytes": 1, "dense_bytes": 1, "fraction": 1.0}
+    full = {"label": "full", "policy": "full", "budget": 1.0, "status": "done", "kv": kv}
+    report = {"settings": settings, "device": "cpu", "definitions": {}, "cells": []}
+    report |= {"reference": full | {"time": {"steady_s_per_image": 1.0}}}
+    report |= {"versions": {"varjax": "0", "jax": "0"}}
+    missing = sweep_tables.write(tmp_path, report, {"labels": np.zeros(1)})
+    assert "pip install" in missing
+    assert sorted(p.name for p in tmp_path.iterdir()) == FILES[1:]
