@@ -9,6 +9,7 @@ from varjax.policies.table import Table  # isort: skip
 from varjax.policies.heatkv import BinaryHeatKV, HeatKV, HeatKVNaive  # isort: skip
 from varjax.policies.snapkv import SnapKV  # isort: skip
 from varjax.policies.h2o import H2O  # isort: skip
+from varjax.policies.scalekv import ScaleKV  # isort: skip
 
 __all__ = [
     "POLICIES",
@@ -21,6 +22,7 @@ __all__ = [
     "Needs",
     "Observation",
     "Policy",
+    "ScaleKV",
     "SlidingWindow",
     "SnapKV",
     "Streaming",

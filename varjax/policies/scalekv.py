@@ -1,0 +1,204 @@
+"""ScaleKV: drafter layers keep everything, refiner layers what a window of queries looks at."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from varjax.cache import allocator
+from varjax.cache.allocation import RegionAllocation
+from varjax.errors import UserError
+from varjax.geometry import Geometry
+from varjax.policies import building_blocks as blocks
+from varjax.policies import rooms
+from varjax.policies import scalekv_budgets as layer_budgets
+from varjax.policies.base import Needs, Observation, Policy
+from varjax.policies.calibration import Calibration
+from varjax.policies.registry import register
+from varjax.policies.snapkv import WINDOW_SHARE, check_kernel
+
+GRID = 4
+
+
+@register("scalekv")
+@dataclass(frozen=True, kw_only=True)
+class ScaleKV(Policy):
+    """ScaleKV ("Memory-Efficient Visual Autoregressive Modeling with Scale-Aware KV Cache
+    Compression", Li et al. 2025).
+
+    Idea: few layers, the drafters, spread their attention over all earlier scales; most, the
+    refiners, attend to the scale at hand and to few tokens beside it. So drafters get large caches
+    and refiners small ones, scale by scale.
+
+    1. Layer class: the selectivity of a layer is its attention on the current scale times the
+       concentration of what goes to earlier scales, averaged over scales. The layers of lowest
+       selectivity are the drafters.
+    2. Budgets: at each scale drafters keep everything and the refiners share the rest equally; the
+       mean over layers is the budget. While everything fits nothing is dropped.
+    3. Window: the tokens of a grid x grid raster over the scale just generated. With cells of
+       S // grid rows, row i of the raster is i * (S // grid) + (S // grid - 1) // 2; columns
+       alike. They stay, as far as there is room (the best-scored if there is not).
+    4. Scores: attention logits (before the softmax) of the window's queries, averaged; max-pooled
+       along the cache in order of position, stride 1, `kernel` wide, window positions at -inf
+       before and after. The best fill the room; among equals the higher own score, then the earlier
+       token.
+
+    Needs either `--policy_args=budgets=FILE`, a file published with the paper (for models of that
+    shape; the file says how much is kept, `budget` is only checked), or `--calibration=FILE` with
+    selectivity.
+
+    Args:
+      budget: fraction of the full cache; the mean over layers whenever a scale starts.
+      budgets: published budget file, see `scalekv_budgets.BudgetFile`.
+      drafters: the most drafter layers. 0 takes one in 16 layers, as the published files have.
+      refiner_share: room that refiners keep at least, relative to the mean over layers; the
+        published files go down to 0.31. Where it is not left, fewer layers are drafters, and the
+        last of them keeps what is left.
+      grid: side of the window's raster. 0 takes 4; with own budgets less if the window would take
+        more than a quarter of the mean room.
+      kernel: width of the pooling, odd.
+      faithful: score as the authors' code does, see below.
+
+    Differs from the authors' code:
+      - It recomputes the window's queries without bias, normalisation, learned multiplier and
+        rotation, while cached keys have normalisation and rotation: its scores are not attention
+        logits, which the paper describes. We use the logits; `faithful=True` does as the code. Sum
+        and mean over the window rank alike.
+      - Which tokens of a pooling plateau survive is unspecified there.
+      - It compresses when a cache exceeds 650 tokens; here the capacities say so for every model.
+      - Its budget holds when a scale starts. A drafter grows before later layers have shrunk, so
+        the cache is larger for a while. accounting=tokens counts like that; accounting=bytes
+        lowers own budgets until the peak fits too, and refuses a file whose peak does not fit.
+      - Layer classes of own budgets are the same at all scales: a layer that was a refiner has
+        nothing left to draft with.
+      - Maps with sides below the grid, which its sizes never compress, are sampled evenly.
+    """
+
+    budget: float = 0.25
+    budgets: str = ""
+    drafters: int = 0
+    refiner_share: float = 0.3
+    grid: int = 0
+    kernel: int = 5
+    faithful: bool = False
+
+    summary = "everything in drafter layers, best logits in refiners; needs budgets or calibration"
+
+    @property
+    def needs(self) -> Needs:
+        window = (self.grid or GRID) ** 2
+        return Needs(window=window, window_logits=True, raw_queries=self.faithful)
+
+    @property
+    def uses_calibration(self) -> bool:
+        return not self.budgets
+
+    @property
+    def budgeted(self) -> bool:
+        return not self.budgets
+
+    @property
+    def shrinks(self) -> bool:
+        return not self.budgets
+
+    # --- host -------------------------------------------------------------------------------------
+
+    def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "ScaleKV":
+        if self.grid or self.budgets or self.faithful:
+            return dataclasses.replace(self, grid=self.grid or GRID)
+        share = rooms.uniform(geometry, self.budget) // WINDOW_SHARE
+        return dataclasses.replace(self, grid=min(GRID, max(1, math.isqrt(share))))
+
+    def check(self, geometry: Geometry) -> None:
+        if not 0 <= self.grid <= 16:
+            raise UserError(f"policy 'scalekv': grid={self.grid} must be 1 to 16, or 0 for {GRID}")
+        if not 0 <= self.drafters <= geometry.num_layers:
+            raise UserError(
+                f"policy 'scalekv': drafters={self.drafters}, but the model has "
+                f"{geometry.num_layers} layers"
+            )
+        if not 0 < self.refiner_share <= 1:
+            raise UserError(
+                f"policy 'scalekv': refiner_share={self.refiner_share:g} is outside (0, 1]"
+            )
+        check_kernel(self, self.kernel)
+        super().check(geometry)
+
+    @cached_property
+    def _file(self) -> layer_budgets.BudgetFile:
+        return layer_budgets.BudgetFile.read(self.budgets)
+
+    def content(self) -> str | None:
+        """SHA-256 of the budget file, so that a run is not continued with another one."""
+        return f"budgets:{self._file.digest}" if self.budgets else None
+
+    def allocate(self, geometry: Geometry, budget: float, calibration=None) -> RegionAllocation:
+        if self.budgets:
+            held = rooms.capacity(geometry, self._file.rooms(geometry)[..., None])
+            self._check_file(geometry, held, budget)
+            return RegionAllocation(held)
+        selectivity = self._selectivity(geometry, calibration)
+        drafters = self.drafters or layer_budgets.automatic_drafters(geometry)
+        per_layer = layer_budgets.own_rooms(
+            geometry,
+            budget,
+            selectivity,
+            drafters,
+            self.refiner_share,
+            peak=self.accounting == "bytes",
+        )
+        return RegionAllocation(rooms.capacity(geometry, per_layer[..., None]))
+
+    def _check_file(self, geometry: Geometry, held: np.ndarray, budget: float) -> None:
+        tokens = held.sum(-1, dtype=np.int64)
+        if self.accounting == "bytes":
+            tokens = allocator.after_each_store(tokens)
+            share = tokens.max() / geometry.dense_tokens
+        else:
+            share = tokens.sum(-1).max() / geometry.dense_tokens
+        if share > budget + 1e-9:
+            raise UserError(
+                f"budgets={self.budgets} keeps up to {share:.4f} of the full cache, more than "
+                f"budget={budget:g}: the file decides, give --budget={np.ceil(share * 1e4) / 1e4:g}"
+            )
+
+    def _selectivity(self, geometry: Geometry, calibration: Calibration | None) -> np.ndarray:
+        """float64 [L]."""
+        if calibration is None or calibration.selectivity is None:
+            raise UserError(
+                "policy 'scalekv' needs to know the layers"
+                + ("" if calibration is None else ", and the calibration holds no selectivity")
+                + ": give --policy_args=budgets=FILE (a budget file published with ScaleKV, for "
+                "models of that shape), or --calibration=FILE from python -m experiments.calibrate"
+            )
+        calibration.check(geometry)
+        measured = np.asarray(calibration.selectivity, np.float64)
+        shape = (geometry.num_layers, geometry.schedule.num_scales)
+        if measured.shape != shape:
+            raise UserError(
+                f"the calibration's selectivity has shape {measured.shape}, this model needs "
+                f"{shape} (layers, scales)"
+            )
+        return measured[:, 1:].mean(-1) if shape[1] > 1 else measured[:, 0]
+
+    def window_tokens(self, height: int, width: int) -> np.ndarray:
+        grid = self.grid or GRID
+        rows, columns = _raster(height, grid), _raster(width, grid)
+        return (rows[:, None] * width + columns).ravel().astype(np.int32)
+
+    # --- device -----------------------------------------------------------------------------------
+
+    def select(self, obs: Observation):
+        return blocks.window_and_peaks(
+            obs.window_logits, obs.position, obs.live, obs.window, obs.capacity, self.kernel
+        )
+
+
+def _raster(side: int, grid: int) -> np.ndarray:
+    """int [grid]: the middle of each cell; with fewer rows than cells, rows spread evenly."""
+    turn = np.arange(grid)
+    if side < grid:
+        return (2 * turn + 1) * side // (2 * grid)
+    return turn * (side // grid) + (side // grid - 1) // 2

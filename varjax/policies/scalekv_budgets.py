@@ -1,0 +1,148 @@
+"""Who holds how much under ScaleKV: published budget files, and budgets of our own in their
+manner."""
+
+import hashlib
+import json
+import pathlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from varjax.cache import allocator
+from varjax.errors import UserError
+from varjax.geometry import Geometry
+from varjax.policies import rooms
+
+LAYERS_PER_DRAFTER = 16  # the published files have 2 drafters in 32 layers and 3 in 40
+
+
+@dataclass(frozen=True, eq=False)
+class BudgetFile:
+    """A published file: {"Scale 9": {"Block 0": 1, "Block 1": 0, ..., "Max": 920, "Min": 632,
+    "Limit": 921}, ...}.
+
+    "Scale n" is what a layer holds when our scale n - 1 starts: Max for layers marked 1 (drafters),
+    Min for the others. Before the first entry nothing is dropped. Limit, if given, is what a
+    drafter would hold without dropping; it tells whether the schedule is the right one.
+    """
+
+    path: str
+    entries: dict[int, dict[str, int]]
+    digest: str
+
+    @classmethod
+    def read(cls, path: str) -> "BudgetFile":
+        try:
+            data = pathlib.Path(path).read_bytes()
+            content = json.loads(data)
+            entries = {int(k.removeprefix("Scale ")): dict(v) for k, v in content.items()}
+            numbers = [n for entry in entries.values() for n in entry.values()]
+        except OSError as error:
+            raise UserError(f"budgets={path}: cannot read the file: {error.strerror}") from None
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            raise UserError(
+                f"budgets={path} is no budget file of ScaleKV: a JSON object with an entry "
+                f'"Scale n" for each scale'
+            ) from None
+        if not entries or any(type(n) is not int or n < 0 for n in numbers):
+            raise UserError(f"budgets={path}: entries must be whole numbers from 0 on")
+        return cls(path, dict(sorted(entries.items())), hashlib.sha256(data).hexdigest())
+
+    def rooms(self, geometry: Geometry) -> np.ndarray:
+        """int [K, L]: tokens per head when each scale starts.
+
+        Raises:
+          UserError: the file is for another model.
+        """
+        schedule = geometry.schedule
+        first, last = min(self.entries) - 1, schedule.num_scales - 1
+        if sorted(self.entries) != list(range(first + 1, last + 2)) or first < 1:
+            self._refuse(
+                f'it has entries for "Scale n" with n = {", ".join(map(str, self.entries))}; this '
+                f"model of {last + 1} scales needs consecutive ones that end at {last + 1}"
+            )
+        result = np.repeat(np.array(schedule.starts)[:, None], geometry.num_layers, 1)
+        before = schedule.starts[first - 1]
+        for s in range(first, last + 1):
+            entry = self.entries[s + 1]
+            limit = before + schedule.tokens[s - 1]
+            result[s], before = self._layers(s + 1, entry, geometry, limit), entry["Max"]
+        return result
+
+    def _layers(self, number: int, entry: dict, geometry: Geometry, limit: int) -> np.ndarray:
+        blocks = {k: v for k, v in entry.items() if k.startswith("Block ")}
+        names = [f"Block {layer}" for layer in range(geometry.num_layers)]
+        if set(blocks) != set(names):
+            self._refuse(
+                f"scale {number} names {len(blocks)} blocks, this model has {len(names)} layers"
+            )
+        if not 1 <= entry.get("Min", 0) <= entry.get("Max", 0):
+            self._refuse(f"scale {number} needs Max and Min, with Max >= Min >= 1")
+        if entry.get("Limit", limit) != limit:
+            self._refuse(
+                f"scale {number} counts on {entry['Limit']} tokens, on this model's schedule there "
+                f"are {limit}"
+            )
+        return np.where([blocks[n] for n in names], entry["Max"], entry["Min"])
+
+    def _refuse(self, reason: str):
+        raise UserError(
+            f"budgets={self.path} is not for this model: {reason}; calibrate this model and use "
+            f"--calibration=FILE instead"
+        )
+
+
+def automatic_drafters(geometry: Geometry) -> int:
+    """As many as the published files have: one in 16 layers, rounded up."""
+    return -(-geometry.num_layers // LAYERS_PER_DRAFTER)
+
+
+def own_rooms(
+    geometry: Geometry,
+    budget: float,
+    selectivity: np.ndarray,
+    drafters: int,
+    refiner_share: float,
+    *,
+    peak: bool,
+) -> np.ndarray:
+    """int [K, L]: at each scale the first drafters keep everything, the others share the rest.
+
+    selectivity: float [L], low for layers that look back at much.
+    drafters: the most layers that keep everything.
+    refiner_share: what the others keep at least, relative to the mean over layers. If that forbids
+      the wanted number of drafters, fewer keep everything; if it forbids one, that one is cut.
+    peak: the budget holds after every layer, also where drafters have grown and later layers have
+      not shrunk yet; otherwise when a scale starts.
+    """
+    rank = np.argsort(np.argsort(selectivity, kind="stable"), kind="stable")
+    most = min(drafters, geometry.num_layers - 1)
+    together = rooms.total(geometry, budget) // geometry.num_heads  # of one head in all layers
+    build = lambda tokens: _share(geometry, tokens, rank, most, refiner_share)  # noqa: E731
+    low, high = geometry.num_layers, together
+    while peak and low < high:
+        middle = (low + high + 1) // 2
+        fits = allocator.after_each_store(build(middle)).max() <= together
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return build(high)
+
+
+def _share(
+    geometry: Geometry, together: int, rank: np.ndarray, most: int, refiner_share: float
+) -> np.ndarray:
+    layers = geometry.num_layers
+    least = max(1, int(refiner_share * together / layers + 1e-6))
+    result = np.zeros((geometry.schedule.num_scales, layers), np.int64)
+    for s, exist in enumerate(geometry.schedule.starts):
+        count, each = _drafters(exist, together, layers, most, least)
+        rest = min(exist, (together - count * each) // (layers - count))
+        result[s] = np.where(rank < count, each, rest)
+    return result
+
+
+def _drafters(exist: int, together: int, layers: int, most: int, least: int) -> tuple[int, int]:
+    """(number of drafters, tokens of each) when `exist` tokens exist."""
+    for count in range(most, 0, -1):
+        if together - count * exist >= (layers - count) * least:
+            return count, exist
+    return min(most, 1), min(exist, together - (layers - 1) * least)
