@@ -10,12 +10,14 @@ from varjax.policies.heatkv import BinaryHeatKV, HeatKV, HeatKVNaive  # isort: s
 from varjax.policies.snapkv import SnapKV  # isort: skip
 from varjax.policies.h2o import H2O  # isort: skip
 from varjax.policies.scalekv import ScaleKV  # isort: skip
+from varjax.policies.hack import HACK  # isort: skip
 
 __all__ = [
     "POLICIES",
     "BinaryHeatKV",
     "Full",
     "H2O",
+    "HACK",
     "HeadKV",
     "HeatKV",
     "HeatKVNaive",

@@ -1,0 +1,141 @@
+"""HACK: contextual heads keep what is attended to, structural heads what is near."""
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import jax.numpy as jnp
+import numpy as np
+
+from varjax.cache.allocation import RegionAllocation
+from varjax.errors import UserError
+from varjax.geometry import Geometry
+from varjax.policies import building_blocks as blocks
+from varjax.policies import rooms
+from varjax.policies import sinks as sink_rules
+from varjax.policies.base import Needs, Observation
+from varjax.policies.calibration import Calibration
+from varjax.policies.registry import register
+
+
+@register("hack")
+@dataclass(frozen=True, kw_only=True)
+class HACK(sink_rules.SinkPolicy):
+    """HACK ("Head-Aware KV Cache Compression for Efficient Visual Autoregressive Modeling", Qin et
+    al.).
+
+    Idea: in contextual heads all queries look at the same few keys (vertical stripes in the
+    attention map); in structural heads every query looks at its own surroundings (diagonals). Which
+    head is which depends on the model only. So each kind gets its own eviction rule and its own
+    room.
+
+    1. Offline: var[l, n] = sum over keys of the variance over queries of their attention, averaged
+       over scales and samples. Stripes vary little from query to query, diagonals much. The
+       `contextual` fraction of the model's heads with the lowest values is contextual, the others
+       are structural.
+    2. Rooms: a structural head gets `asymmetry` times the room of a contextual one, at most F, at
+       least the sinks; together floor(budget * F * L * N) tokens.
+    3. After every scale, in each head that holds more than its room: the sink scales stay;
+       contextual heads fill the room with the tokens of most attention mass, averaged over all
+       queries of the scale just generated; structural heads with the newest tokens in raster order.
+
+    Needs `--calibration=FILE` with the variances of the heads.
+
+    Args:
+      budget: fraction of the full cache.
+      sinks: scales that are never dropped; 3 in HeatKV's runs. 0 takes up to 3, as many as fit half
+        of the mean room.
+      contextual: fraction of contextual heads among all heads of the model.
+      asymmetry: room of a structural head relative to a contextual one.
+
+    Our reading, because the texts that we follow name a variance-aware statistic, two budgets, two
+    eviction rules and the sinks, but give neither formulas nor numbers:
+      - The statistic is the one above, and a quantile over the whole model separates the kinds, so
+        layers may differ in how many contextual heads they have.
+      - Structural heads get the larger room: their mass lies on many tokens, that of stripes on
+        few. Twice as large is a guess.
+      - Attended is judged by all queries of the current scale, not by sampled ones, and anew after
+        every scale. "Near" of a diagonal pattern is the newest tokens, in which every place of the
+        image is there at most once per scale.
+    """
+
+    budget: float = 0.25
+    contextual: float = 0.5
+    asymmetry: float = 2.0
+    _types: tuple[tuple[bool, ...], ...] = field(default=(), repr=False)  # [L][N], True: contextual
+
+    summary = "per head kind the most attended or the newest tokens; needs a calibration"
+    needs = Needs(scale_mass=True)
+    uses_calibration = True
+
+    # --- host -------------------------------------------------------------------------------------
+
+    def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "HACK":
+        if calibration is None or calibration.query_variance is None:
+            raise UserError(
+                "policy 'hack' needs to know the heads"
+                + ("" if calibration is None else ", and the calibration holds no query_variance")
+                + ": give --calibration=FILE from python -m experiments.calibrate"
+            )
+        calibration.check(geometry)
+        variance = np.asarray(calibration.query_variance, np.float64)
+        shape = (geometry.num_layers, geometry.num_heads)
+        if variance.shape != shape:
+            raise UserError(
+                f"the calibration's query_variance has shape {variance.shape}, this model needs "
+                f"{shape} (layers, heads)"
+            )
+        order = np.argsort(variance.ravel(), kind="stable")
+        chosen = np.zeros(variance.size, bool)
+        chosen[order[: int(self.contextual * variance.size + 0.5)]] = True
+        types = tuple(map(tuple, chosen.reshape(shape).tolist()))
+        return dataclasses.replace(self, _types=types)
+
+    def check(self, geometry: Geometry) -> None:
+        if not 0 <= self.contextual <= 1:
+            raise UserError(f"policy 'hack': contextual={self.contextual:g} is outside [0, 1]")
+        if not 0.01 <= self.asymmetry <= 100:
+            raise UserError(
+                f"policy 'hack': asymmetry={self.asymmetry:g} must be between 0.01 and 100 (room "
+                f"of a structural head relative to a contextual one)"
+            )
+        super().check(geometry)
+
+    def minimum_budget(self, geometry: Geometry) -> float:
+        return max(
+            super().minimum_budget(geometry), 1 / max(1, geometry.schedule.persistent_tokens)
+        )
+
+    def _protected(self, geometry: Geometry, budget: float) -> int:
+        scales = sink_rules.sink_scales(self.sinks, geometry, budget)
+        return sink_rules.sink_tokens(scales, geometry)
+
+    def allocate(self, geometry: Geometry, budget: float, calibration=None) -> RegionAllocation:
+        protected = self._protected(geometry, budget)
+        full = geometry.schedule.persistent_tokens
+        per_head = rooms.apportion(
+            rooms.total(geometry, budget),
+            np.where(np.array(self._types), 1.0, self.asymmetry),
+            lower=min(full, max(1, protected)),
+            upper=full,
+        )
+        return RegionAllocation(rooms.capacity(geometry, per_head), protected=protected)
+
+    def adopt(self, geometry: Geometry, budget: float, capacity: np.ndarray) -> RegionAllocation:
+        return RegionAllocation(capacity, protected=self._protected(geometry, budget))
+
+    def inputs(self, geometry: Geometry, allocation: RegionAllocation, image_index: np.ndarray):
+        """Per scale and layer: which heads are contextual, bool [K, L, N], and the protected
+        tokens, int32 [K, L]."""
+        shape = (geometry.schedule.num_scales, geometry.num_layers)
+        contextual = np.broadcast_to(np.array(self._types), (*shape, geometry.num_heads))
+        return contextual, np.full(shape, allocation.protected, np.int32)
+
+    # --- device -----------------------------------------------------------------------------------
+
+    def select(self, obs: Observation):
+        contextual, protected = obs.inputs
+        first = blocks.protect(obs.position, obs.live, protected)
+        sinks = blocks.top(-obs.position, first, obs.capacity)
+        score = jnp.where(contextual[:, None], obs.scale_mass, obs.position.astype(jnp.float32))
+        room = obs.capacity - sinks.sum(-1)
+        return sinks | blocks.top(score, obs.live & ~sinks, room)
