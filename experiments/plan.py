@@ -4,7 +4,12 @@
     python -m experiments.plan --policy=headkv --budget=0.3 --save=PLAN.npz \\
         --geometry='layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4'
 
-Shows tokens held per scale, the size of the pool, and how full the cache is after every layer.
+Shows tokens held per scale, the size of the pool, and how full the cache is after every layer. The
+lines "papers" count as the published tables of AMS-KV and HeatKV do, which our bytes differ from:
+6 bytes for an element of K and one of V together (float32 keys, 16-bit values), both guidance rows.
+AMS-KV: GB of 1000 MiB; the full cache has the last scale, the compressed one what its sizes allow
+in the end (what the last scale sees, for other policies). HeatKV: MiB, no last scale; the most that
+is live at any time, and what the budget allows.
 --save writes the arrays: `capacity` int (K, layers, heads), tokens held when a scale starts;
 `live_tokens` int (K, layers), tokens in the whole cache of one row right after a layer has stored;
 `pool_tokens`, `num_bytes`, `dense_bytes`; for policies whose contents are known beforehand
@@ -13,6 +18,7 @@ Shows tokens held per scale, the size of the pool, and how full the cache is aft
 """
 
 import pathlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -26,7 +32,7 @@ from varjax.geometry import Geometry
 from varjax.memory import show_bytes
 from varjax.models import registry
 from varjax.models.published_geometry import GEOMETRIES
-from varjax.policies import POLICIES, get_policy
+from varjax.policies import AMSKV, POLICIES, get_policy
 
 FLAGS = command_line.CommandFlags()
 NAMES = sorted({*registry.PRESETS, *GEOMETRIES}, key=lambda name: (name in GEOMETRIES, name))
@@ -100,8 +106,31 @@ def kept_per_source(plan: CachePlan) -> np.ndarray:
     return np.stack([np.add.reduceat(v, starts, axis=-1, dtype=np.int32) for v in visible])
 
 
-def text(name: str, plan: CachePlan, batch_size: int, dtype: str) -> str:
-    """The printed plan."""
+BYTES_PER_PAIR = 6  # an element of K in float32 and one of V in 16 bits
+MIB = 2**20
+
+
+def paper_lines(plan: CachePlan, batch_size: int, steady_tokens: int | None = None) -> list[str]:
+    """The bytes as AMS-KV and HeatKV count them.
+
+    steady_tokens: tokens per head, summed over layers, that AMS-KV counts; None for other policies.
+    """
+    g = plan.geometry
+    per_token = g.head_dim * BYTES_PER_PAIR * g.rows_per_image * batch_size / MIB
+    kept = plan.capacity[-1].sum() if steady_tokens is None else steady_tokens * g.num_heads
+    with_last = g.schedule.total_tokens * g.num_layers * g.num_heads
+    full = g.dense_tokens * per_token
+    return [
+        f"papers    AMS-KV's count {kept * per_token / 1000:.3f} GB of "
+        f"{with_last * per_token / 1000:.3f} GB, {1 - kept / with_last:.2%} saved (float32 keys, "
+        f"16-bit values, last scale in the full cache; GB = 1000 MiB)",
+        f"          HeatKV's count {plan.budget * full:.0f} MB of {full:.0f} MB by budget, "
+        f"{plan.live_tokens.max() * per_token:.0f} MB live at most (last scale left out; MB = MiB)",
+    ]
+
+
+def text(name: str, plan: CachePlan, batch_size: int, dtype: str, remarks: Sequence[str]) -> str:
+    """The printed plan. remarks: lines that only some policies have."""
     g, dense = plan.geometry, max(1, plan.geometry.dense_tokens)
     excess = plan.fraction - plan.budget
     lines = [
@@ -124,6 +153,7 @@ def text(name: str, plan: CachePlan, batch_size: int, dtype: str) -> str:
             f"would charge this to the budget)"
         )
     lines += [
+        *remarks,
         "",
         "scale  map      tokens  held per head (min mean max)  live after first, last layer",
     ]
@@ -143,8 +173,14 @@ def main(argv) -> None:
     target = pathlib.Path(SAVE.value) if SAVE.value else None
     if target and target.exists() and not OVERWRITE.value:
         raise UserError(f"{target} exists already: choose another file or add --overwrite")
+    policy = policy.prepare(model_geometry, calibration)
     plan = plan_cache(model_geometry, policy, calibration)
-    print(text(name, plan, BATCH_SIZE.value, DTYPE.value))
+    remarks, steady = [], None
+    if isinstance(policy, AMSKV):
+        remarks = policy.plan_lines(model_geometry, calibration)
+        steady = policy.steady_tokens(model_geometry, calibration)
+    remarks += paper_lines(plan, BATCH_SIZE.value, steady)
+    print(text(name, plan, BATCH_SIZE.value, DTYPE.value, remarks))
     if target:
         with writing(target) as file:
             np.savez(file, **arrays(plan, BATCH_SIZE.value, DTYPE.value))

@@ -121,3 +121,45 @@ def test_run_records_the_calibration(call, tmp_path, monkeypatch):
     assert seen[0].describe()["calibration"] == digest
     assert call("run", *flags)[0] == 2
     assert call("run", "--dry_run", f"--calibration={path}")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "preset", "batch_size", "line", "pool"),
+    [
+        ("var-d30", "d30-table3", 50, "4.770 GB of 22.412 GB, 78.72% saved", "35.47% of full"),
+        ("var-d36", "d36-table3", 25, "15.264 GB of 53.156 GB, 71.28% saved", "55.12% of full"),
+    ],
+)
+def test_published_amskv_memory(call, model, preset, batch_size, line, pool):
+    flags = ("--policy=amskv", f"--policy_args=preset={preset}", f"--batch_size={batch_size}")
+    status, out, err = call("plan", f"--model={model}", *flags)
+    assert status == 0, err
+    assert f"AMS-KV's count {line}" in out and pool in out
+
+
+@pytest.mark.parametrize(
+    ("size", "line"), [("2b", "3900 MB of 38550 MB"), ("8b", "8531 MB of 84328 MB")]
+)
+def test_published_heatkv_memory(call, size, line):
+    """650 tokens per head of 6425, the paper's row for 10 %."""
+    orders = f"--calibration={HEATKV / f'orders_{size}.json'}"
+    flags = ("--policy=heatkv", "--budget=0.10117", orders, "--batch_size=8")
+    status, out, err = call("plan", f"--model=infinity-{size}", *flags)
+    assert status == 0, err
+    assert f"HeatKV's count {line}" in out
+
+
+def test_amskv_sizes_in_tokens(call, tmp_path):
+    """cmin, cmax and condensed tokens as given, layers by list; what is cut is cut by tokens."""
+    path = tmp_path / "plan.npz"
+    given = "cmin=8,cmax=20,condensed_tokens=3,layers=0;2"
+    flags = ("--policy=amskv", f"--policy_args={given}", f"--save={path}")
+    geometry = "--geometry=layers=3,heads=2,head_dim=4,schedule=1x1;2x2;2x3;3x4;4x5;6x6"
+    status, out, err = call("plan", geometry, *flags)
+    assert status == 0, err
+    assert "demanding: 0 2" in out
+    with np.load(path) as plan:
+        np.testing.assert_array_equal(plan["capacity"][:, 1, 0], [0, 1, 5, 8, 8, 8])
+        np.testing.assert_array_equal(plan["keep_count"][4, 1, 1], [1, 2, 5, 0, 0, 0])
+        np.testing.assert_array_equal(plan["keep_count"][4, 0, 1], [1, 2, 5, 12, 0, 0])
+        np.testing.assert_array_equal(plan["keep_count"][5, 2, 0], [1, 2, 0, 0, 17, 0])

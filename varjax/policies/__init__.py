@@ -11,8 +11,10 @@ from varjax.policies.snapkv import SnapKV  # isort: skip
 from varjax.policies.h2o import H2O  # isort: skip
 from varjax.policies.scalekv import ScaleKV  # isort: skip
 from varjax.policies.hack import HACK  # isort: skip
+from varjax.policies.amskv import AMSKV  # isort: skip
 
 __all__ = [
+    "AMSKV",
     "POLICIES",
     "BinaryHeatKV",
     "Full",

@@ -1,0 +1,384 @@
+"""AMS-KV: the literal algorithm against fixtures, sizes from budgets, arguments, and the device
+against the host."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from varjax.cache.planner import plan_cache
+from varjax.errors import UserError
+from varjax.geometry import Geometry
+from varjax.policies import amskv_rules as rules
+from varjax.policies import get_policy
+from varjax.policies.amskv import AMSKV
+from varjax.policies.amskv_arguments import PRESETS, VAR_256, VAR_512
+from varjax.policies.base import Observation
+from varjax.policies.calibration import Calibration
+from varjax.schedule import Schedule
+
+FIXTURE = pathlib.Path(__file__).parents[1] / "fixtures/policies/amskv/amskv.npz"
+DEMO = Geometry(schedule=Schedule.square((1, 2, 3, 4, 6, 8)), num_layers=8, num_heads=2, head_dim=4)
+D30 = Geometry(schedule=VAR_256, num_layers=30, num_heads=30, head_dim=64)
+D36 = Geometry(schedule=VAR_512, num_layers=36, num_heads=36, head_dim=64)
+CASES = (
+    *("d30_paper_efficient", "d30_paper_demanding", "d36_paper_efficient", "d36_paper_demanding"),
+    *("d30_cmin41_efficient", "d30_cmin41_demanding", "d36_cmax1029_efficient"),
+    *("d36_cmax1029_demanding", "d30_late_demanding", "d30_skip_big"),
+)
+
+
+@functools.cache
+def fixture(name: str) -> dict:
+    with np.load(FIXTURE) as archive:
+        found = {k.split(".")[1]: archive[k] for k in archive.files if k.startswith(name + ".")}
+        return found | json.loads(str(archive["meta_json"]))[name]
+
+
+def calibration(geometry: Geometry, seed: int = 0) -> Calibration:
+    shape = (geometry.num_layers, geometry.schedule.num_scales)
+    discrepancy = np.random.default_rng(seed).uniform(0.5, 1.5, shape)
+    discrepancy[:, 0] = 0
+    return Calibration(key_discrepancy=discrepancy)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_literal_algorithm(name):
+    case = fixture(name)
+    sizes = rules.Sizes(cmin=case["Cmin"], cmax=case["Cmax"], condensed=case["Ccds_tokens"])
+    retained, rooms = rules.cache_layer(case["scale_tokens"], sizes, case["below_theta"])
+    bits = np.unpackbits(
+        case["retained_packed"], axis=-1, bitorder="little", count=retained.shape[1]
+    )
+    np.testing.assert_array_equal(retained, bits.astype(bool))
+    np.testing.assert_array_equal(rooms, case["budget"])
+    np.testing.assert_array_equal(retained.sum(1), case["size_after"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_literal_algorithm_through_a_plan(name):
+    """The same through the policy: one layer of the case's kind among others."""
+    case = fixture(name)
+    whole = D30 if name.startswith("d30") else D36
+    geometry = dataclasses.replace(whole, num_layers=3, num_heads=2)
+    discrepancy = np.ones((3, geometry.schedule.num_scales))
+    discrepancy[1] = np.where(case["below_theta"], 1, 0)
+    policy = AMSKV(cmin=case["Cmin"], cmax=case["Cmax"], condensed=2, theta=-0.5)
+    plan = plan_cache(geometry, policy, Calibration(key_discrepancy=discrepancy))
+    starts = geometry.schedule.starts
+    for s in range(1, geometry.schedule.num_scales):
+        seen = plan.allocation.visible(geometry, s)[1]
+        count = np.add.reduceat(seen, starts, axis=-1, dtype=np.int32)
+        np.testing.assert_array_equal(count, 2 * [case["count_per_source"][s - 1]])
+
+
+@pytest.mark.parametrize(
+    ("preset", "geometry", "batch_size", "gigabytes", "saved"),
+    [
+        ("d30-table3", D30, 50, 4.77, 0.7872),
+        ("d36-table3", D36, 25, 15.26, 0.7129),
+        ("d30-abstract", D30, 50, 3.40, 0.8483),
+        ("d30-stated", D30, 50, 7.14, None),
+        ("d36-stated", D36, 25, 17.84, None),
+    ],
+)
+def test_published_memory(preset, geometry, batch_size, gigabytes, saved):
+    policy = AMSKV(preset=preset).prepare(geometry, None)
+    tokens = policy.steady_tokens(geometry)
+    width = geometry.num_heads * geometry.head_dim
+    assert tokens * width * 6 * 2 * batch_size / 2**20 / 1000 == pytest.approx(gigabytes, abs=5e-3)
+    if saved:
+        full = geometry.schedule.total_tokens * geometry.num_layers
+        assert 1 - tokens / full == pytest.approx(saved, abs=2e-4)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("mode", ["profiled", "online"])
+def test_presets_plan_without_a_calibration(preset, mode):
+    geometry = dataclasses.replace(D30 if preset.startswith("d30") else D36, num_heads=1)
+    fixed_layers = any(x in preset for x in ("table1", "uniform"))
+    policy = AMSKV(preset=preset, mode=mode)
+    if mode == "online" and fixed_layers:
+        with pytest.raises(UserError, match="leave out"):
+            plan_cache(geometry, policy)
+        return
+    plan = plan_cache(geometry, policy)
+    assert plan.budget * geometry.dense_tokens == pytest.approx(plan.pool_tokens)
+    assert plan.live_tokens.max() >= 0.95 * plan.pool_tokens
+
+
+def test_size_preset_on_a_narrower_model():
+    narrow = dataclasses.replace(D30, num_heads=1)
+    plan = plan_cache(narrow, AMSKV(preset="d30-table3", layers="3-9;29"))
+    np.testing.assert_array_equal(
+        np.flatnonzero(plan.capacity[-1, :, 0] == 424), [*range(3, 10), 29]
+    )
+    np.testing.assert_array_equal(np.unique(plan.capacity[-1]), [41, 424])
+
+
+# --- budgets ---
+
+
+@pytest.mark.parametrize("budget", [0.0152, 0.04, 0.1, 0.2, 0.25, 0.5, 0.77, 1.0])
+@pytest.mark.parametrize("granularity", ["token", "scale"])
+@pytest.mark.parametrize("mode", ["profiled", "online"])
+def test_budget_is_kept(budget, granularity, mode):
+    policy = AMSKV(budget=budget, granularity=granularity, mode=mode)
+    plan = plan_cache(DEMO, policy, calibration(DEMO))
+    assert plan.pool_tokens <= budget * DEMO.dense_tokens + 1e-6
+    assert plan.live_tokens.max() <= plan.pool_tokens
+    if budget == 1:
+        assert (plan.capacity == np.array(DEMO.schedule.starts)[:, None, None]).all()
+    elif granularity == "token":
+        lost = DEMO.num_layers * DEMO.num_heads  # less than one token per head
+        assert plan.live_tokens.max() > budget * DEMO.dense_tokens * 0.95 - lost
+
+
+@pytest.mark.parametrize("demanding", [0, 1, 4, 8])
+def test_budget_with_other_numbers_of_layers(demanding):
+    found = calibration(DEMO)
+    for budget in (0.05, 0.3, 0.9, 1.0):
+        plan = plan_cache(DEMO, AMSKV(budget=budget, demanding=demanding), found)
+        assert plan.pool_tokens <= budget * DEMO.dense_tokens + 1e-6
+        wide = np.flatnonzero(plan.capacity[-1, :, 0] > plan.capacity[-1].min())
+        if budget == 0.3 and 0 < demanding < 8:
+            least_similar = np.argsort(-found.key_discrepancy[:, 1:].mean(1))[:demanding]
+            np.testing.assert_array_equal(wide, np.sort(least_similar))
+
+
+@pytest.mark.parametrize("mode", ["profiled", "online"])
+def test_smallest_budget(mode):
+    policy = AMSKV(mode=mode, layers="" if mode == "online" else "1;2", condensed=2)
+    with pytest.raises(UserError, match=r"condensed scales.*smallest feasible budget is 0\.091"):
+        plan_cache(DEMO, dataclasses.replace(policy, budget=0.08))
+    plan = plan_cache(DEMO, dataclasses.replace(policy, budget=0.091))
+    assert plan.capacity[-1].min() == 6
+
+
+def test_given_sizes_and_budget():
+    sizes = {"cmin": 10, "cmax": 40, "layers": "0"}
+    with pytest.raises(UserError, match=r"more than budget=0\.1"):
+        plan_cache(DEMO, AMSKV(**sizes, budget=0.1))
+    assert plan_cache(DEMO, AMSKV(**sizes, budget=0.5)).budget == 0.5
+    assert plan_cache(DEMO, AMSKV(**sizes)).budget < 0.25
+
+
+def test_preparing_twice_changes_nothing():
+    found = calibration(DEMO)
+    for policy in (
+        AMSKV(),
+        AMSKV(mode="online"),
+        AMSKV(mode="online", demanding=3),
+        AMSKV(placement="uniform", demanding=3),
+        AMSKV(cmin=10, cmax=30, theta=-1.0),
+        AMSKV(remove="local"),
+    ):
+        once = policy.prepare(DEMO, found)
+        assert once.prepare(DEMO, found) == once
+
+
+# --- ablations ---
+
+
+@pytest.mark.parametrize(
+    ("group", "seen"),
+    [
+        ("condensed", [[], [], [], [2], [2, 3], [2, 3, 4]]),
+        ("local", [[], [0], [0, 1], [0, 1, 2], [0, 1, 2], [0, 1, 2]]),
+        ("intermediate", [[], [0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 3, 4]]),
+    ],
+)
+def test_removed_groups(group, seen):
+    plan = plan_cache(DEMO, AMSKV(remove=group))
+    for s, scales in enumerate(seen):
+        visible = plan.allocation.visible(DEMO, s)[0, 0]
+        np.testing.assert_array_equal(visible, np.isin(DEMO.schedule.scale_of_token, scales))
+
+
+def test_uniform_placement():
+    policy = AMSKV(placement="uniform", demanding=5).prepare(D30, None)
+    assert policy.layers == "3;9;15;21;27"
+
+
+@pytest.mark.parametrize(("condensed", "locked"), [(0, 0), (1, 1), (2, 5), (3, 14)])
+def test_number_of_condensed_scales(condensed, locked):
+    narrow = dataclasses.replace(D30, num_heads=1)
+    plan = plan_cache(narrow, AMSKV(preset="d30-table3", condensed=condensed))
+    seen = plan.allocation.visible(narrow, 9)[29, 0]
+    assert seen.sum() == 41
+    assert seen[:locked].all() and not seen[locked : locked + 10].any()
+
+
+def test_whole_scales():
+    tokens = D30.schedule.tokens
+    sizes = rules.Sizes(cmin=41, cmax=430, condensed=5, whole_scales=True)
+    retained, _ = rules.cache_layer(tokens, sizes, np.zeros(10, bool))
+    count = np.add.reduceat(retained, D30.schedule.starts, axis=1, dtype=int)
+    assert ((count == 0) | (count == tokens)).all()
+    np.testing.assert_array_equal(count[4, :5], [1, 4, 0, 0, 25])
+    np.testing.assert_array_equal(count[-1], [1, 4, 0, 0, 0, 36, 0, 0, 0, 0])
+
+
+# --- wrong arguments ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"preset": "d30-tabel3"}, "did you mean 'd30-table3'"),
+        ({"preset": "d36-table3"}, "another model: its schedule"),
+        ({"preset": "d30-table3", "cmax": "500"}, "contradict"),
+        ({"preset": "d30-table3", "layers": "0;1"}, "2 layers, but demanding=8"),
+        ({"preset": "d30-table3", "theta": "-1"}, "theta and demanding contradict"),
+        ({"cmin": "50", "cmax": "40"}, "cmin <= cmax"),
+        ({"cmax": "40"}, "give both"),
+        ({"cmin": "5", "cmax": "681", "condensed": "1"}, "680 tokens of all scales"),
+        ({"cmin": "5", "cmax": "40"}, "condensed scales take 5 tokens"),
+        ({"cmin": "9", "cmax": "40", "condensed_tokens": "9"}, "no room in cmin=9"),
+        ({"condensed": "1", "condensed_tokens": "1"}, "keep one"),
+        ({"condensed": "10"}, "choose 0 to 9"),
+        ({"theta": "-1", "demanding": "2"}, "contradict"),
+        ({"theta": "0.5"}, "negative distances"),
+        ({"theta": "nan"}, "negative distances"),
+        ({"mode": "onlin"}, "did you mean 'online'"),
+        ({"mode": "online", "layers": "3"}, "leave out layers"),
+        ({"mode": "online", "demanding": "3"}, "needs a calibration"),
+        ({"granularity": "head"}, "token, scale"),
+        ({"granularity": "scale", "condensed_tokens": "7"}, "cuts a scale"),
+        ({"granularity": "scale", "oversize": "fill"}, "choose one"),
+        ({"layers": "0;30"}, "from 0 to 29"),
+        ({"layers": "5-3"}, "from 0 to 29"),
+        ({"layers": "three"}, "from 0 to 29"),
+        ({"layers": "1", "placement": "uniform"}, "contradict"),
+        ({"demanding": "31"}, "choose 0 to 30"),
+        ({"ratio": "0.5"}, "1 or more"),
+        ({"remove": "locals"}, "did you mean 'local'"),
+        ({"remove": "local", "cmin": "9", "cmax": "9"}, "leave out cmin"),
+        ({"local": "0"}, "at least 1"),
+        ({}, r"experiments\.calibrate"),
+        ({"theta": "-1"}, r"experiments\.calibrate"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(UserError, match=message):
+        plan_cache(D30, get_policy("amskv", None, arguments))
+
+
+def test_calibration_of_another_model():
+    with pytest.raises(UserError, match="key_discrepancy has shape"):
+        plan_cache(D30, AMSKV(), calibration(DEMO))
+
+
+# --- device ---
+
+
+class Device:
+    """One layer's cache driven through `remember` and `select`, as the engine does: slots in any
+    order, own tokens padded."""
+
+    def __init__(self, policy: AMSKV, geometry: Geometry, rows: int, found=None):
+        self.schedule, self.rows = geometry.schedule, rows
+        self.policy = policy.prepare(geometry, found)
+        self.allocation = self.policy.allocate(geometry, self.policy.budget, found)
+        self.inputs = self.policy.inputs(geometry, self.allocation, np.arange(rows // 2))
+        self.memory = self.policy.first_memory(geometry, rows)
+        self.held = [np.zeros(0, int)] * rows
+
+    def step(self, s: int, similarity: np.ndarray) -> list[np.ndarray]:
+        """Sorted positions that every row holds after scale s; two heads must agree."""
+        own = np.arange(self.schedule.starts[s], self.schedule.ends[s])
+        slots, padding = max(map(len, self.held)) + 3, 2
+        position = np.zeros((self.rows, 2, slots + own.size + padding), np.int32)
+        live = np.zeros(position.shape, bool)
+        for row, held in enumerate(self.held):
+            mixed = np.random.default_rng(s).permutation(held)
+            position[row, :, : held.size], live[row, :, : held.size] = mixed, True
+        position[:, :, slots : slots + own.size] = own
+        live[:, :, slots : slots + own.size] = True
+        following = self.allocation.region_capacity[s + 1, 0, :2]
+        obs = Observation(
+            scale=jnp.int32(s),
+            live=jnp.asarray(live),
+            own=jnp.arange(live.shape[-1]) >= slots,
+            position=jnp.asarray(position),
+            capacity=jnp.broadcast_to(jnp.asarray(following), (self.rows, 2)),
+            regions=jnp.zeros((self.rows, 2), jnp.int32),
+            inputs={k: jnp.asarray(v[s, 0]) for k, v in self.inputs.items()},
+            memory=self.memory,
+            key_similarity=jnp.asarray(similarity, jnp.float32),
+        )
+        obs = dataclasses.replace(obs, memory=self.policy.remember(obs))
+        self.memory, keep = obs.memory, np.asarray(self.policy.select(obs))
+        assert not (keep & ~live).any() and (keep.sum(-1) <= following).all()
+        assert (keep[:, 0] == keep[:, 1]).all()
+        self.held = [np.sort(p[k]) for p, k in zip(position[:, 0], keep[:, 0], strict=True)]
+        return self.held
+
+
+ONLINE = {
+    "given": {"cmin": 20, "cmax": 50},
+    "given, no condensed": {"cmin": 20, "cmax": 50, "condensed": 0},
+    "narrow": {"cmin": 7, "cmax": 12},
+    "large": {"cmin": 30, "cmax": 130},
+    "whole scales": {"cmin": 22, "cmax": 42, "granularity": "scale"},
+    "filled": {"cmin": 20, "cmax": 30, "oversize": "fill"},
+    "budget": {"budget": 0.4},
+    "small budget": {"budget": 0.1},
+    "whole scales of a budget": {"budget": 0.4, "granularity": "scale"},
+    "full": {"budget": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_device_equals_host(name):
+    """Rows turn demanding at different scales; each follows Algorithm 1 on its own."""
+    policy = AMSKV(mode="online", theta=-1.0, **ONLINE[name])
+    tokens, last = DEMO.schedule.tokens, DEMO.schedule.num_scales - 1
+    below = np.random.default_rng(3).random((8, last + 1)) < 0.3
+    below[0], below[1, :], below[:, 0] = False, True, False
+    device = Device(policy, DEMO, rows=8)
+    sizes = device.policy.sizes(DEMO, device.policy.budget)
+    expected = [rules.cache_layer(tokens, sizes, row)[0] for row in below]
+    for s in range(last):
+        held = device.step(s, np.where(below[:, s], -1.5, -0.5))
+        for row in range(8):
+            np.testing.assert_array_equal(held[row], np.flatnonzero(expected[row][s]))
+
+
+@pytest.mark.parametrize("mode", ["profiled", "online"])
+def test_adopted_rooms(mode):
+    """In rooms of another policy: condensed and newest tokens, as many as the room allows."""
+    rooms = np.array([0, 1, 5, 9, 7, 20])
+    policy = AMSKV(mode=mode, layers="" if mode == "online" else "all", budget=0.2)
+    device = Device(policy, DEMO, rows=2)
+    device.allocation = device.policy.adopt(
+        DEMO, 0.2, np.broadcast_to(rooms[:, None, None], (6, 8, 2)).astype(np.int32)
+    )
+    device.inputs = device.policy.inputs(DEMO, device.allocation, np.arange(1))
+    for s in range(5):
+        held = device.step(s, np.full(2, -9.0))
+        assert held[0].size == rooms[s + 1]
+    assert set(range(device.allocation.protected)) < set(held[0])
+
+
+def test_online_plans_cmax_everywhere():
+    plan = plan_cache(DEMO, AMSKV(mode="online", cmin=10, cmax=40))
+    np.testing.assert_array_equal(
+        plan.capacity,
+        np.broadcast_to(np.minimum(DEMO.schedule.starts, 40)[:, None, None], plan.capacity.shape),
+    )
+    assert (
+        "every layer is planned with Cmax"
+        in AMSKV(mode="online").prepare(DEMO, None).plan_lines(DEMO)[0]
+    )
+
+
+def test_threshold_from_a_calibration():
+    found = calibration(DEMO)
+    theta = AMSKV(mode="online", demanding=3).prepare(DEMO, found).theta
+    assert (-found.key_discrepancy[:, 1:].mean(1) < theta).sum() == 3
+    assert AMSKV(mode="online").prepare(DEMO, None).theta == -1
