@@ -9,9 +9,10 @@ Writes grid.png, samples.npz (arr_0 uint8 images, arr_1 labels), report.json and
 started again with the same flags continues where it stopped.
 """
 
-import dataclasses
 import pathlib
 import sys
+
+import jax.numpy as jnp
 
 from experiments import run_report, settings
 from experiments.run_folder import RunFolder
@@ -64,6 +65,12 @@ DTYPE = FLAGS.enum(
     ["bfloat16", "float32"],
     "Type of weights and cache; default: float32 on CPU, else bfloat16.",
 )
+KV_DTYPE = FLAGS.enum(
+    "kv_dtype",
+    None,
+    list(generation.KV_DTYPES),
+    "Type of stored keys and values; default: that of the weights. int8 has a scale per token.",
+)
 PRECISION = FLAGS.enum(
     "matmul_precision",
     "default",
@@ -114,8 +121,6 @@ def resolve() -> settings.RunSettings:
     labels = settings.choose_labels(LABELS.value, NUM_IMAGES.value, model.num_classes)
     policy = get_policy(POLICY.value, BUDGET.value, command_line.typed_pairs(POLICY_ARGS.value))
     policy.check_images(len(labels))
-    calibration = settings.read_calibration(CALIBRATION.value, policy, model.geometry)
-    plan = plan_cache(model.geometry, policy, calibration)
     sampling = Sampling.recommended(
         dict(model.metadata.get("sampling", {})),
         cfg=CFG.value,
@@ -124,10 +129,15 @@ def resolve() -> settings.RunSettings:
         greedy=GREEDY.value,
         more_smooth=MORE_SMOOTH.value,
     )
+    calibration = settings.read_calibration(
+        CALIBRATION.value, policy, model.geometry, model, sampling
+    )
+    plan = plan_cache(model.geometry, policy, calibration)
     vocabulary = model.transformer.config.vocab_size
     generation.plan_segments(model.geometry.schedule, SEGMENTS.value)
     dtype = DTYPE.value or generation.default_dtype()
-    kv_dtype = generation.storage_dtype(dtype)
+    dense_dtype = generation.storage_dtype(dtype)
+    kv_dtype = jnp.dtype(KV_DTYPE.value or dense_dtype)
     return settings.RunSettings(
         model=model,
         labels=labels,
@@ -138,6 +148,7 @@ def resolve() -> settings.RunSettings:
         batch_size=_batch_size(model, plan, len(labels), dtype, kv_dtype),
         dtype=dtype,
         kv_dtype=kv_dtype,
+        dense_dtype=dense_dtype,
         matmul_precision=PRECISION.value,
         segments=SEGMENTS.value,
         attention=settings.check_attention(ATTENTION.value),
@@ -175,12 +186,6 @@ def _batch_size(model, plan, num_images: int, dtype, kv_dtype) -> int:
     return memory.choose_batch_size(predict, asked, num_images, USUAL_BATCH)
 
 
-def load_model(abstract: settings.AbstractModel, dtype: str) -> Model:
-    """The weights of a checked checkpoint."""
-    loaded = generation.load(abstract.directory, dtype)
-    return dataclasses.replace(loaded, name=abstract.name)
-
-
 def generate_series(
     run: settings.RunSettings, model: Model, folder: RunFolder, series: str
 ) -> Generator:
@@ -196,7 +201,7 @@ def generate_series(
         batch_size=run.batch_size,
         segments=run.segments,
         attention=run.attention,
-        kv_dtype=run.kv_dtype,
+        kv_dtype=run.kv_dtype if series == "main" else run.dense_dtype,
         matmul_precision=run.matmul_precision,
         keep_logits=run.save_arrays and series == "main",
         cache_plan=plan,
@@ -239,7 +244,7 @@ def main(argv) -> int | None:
         folder = RunFolder(pathlib.Path(OUT.value), fingerprint, overwrite=OVERWRITE.value)
     else:
         folder = RunFolder.fresh(f"{run.model.name}-{run.policy.name}", fingerprint)
-    model = load_model(run.model, run.dtype)
+    model = settings.load_model(run.model, run.dtype)
     with folder.working():
         generator = generate_series(run, model, folder, "main")
         if run.compare:

@@ -60,7 +60,7 @@ def build(
     """The content of report.json. Byte counts are for one batch; `allocated` is read off the
     compiled program."""
     plan, batch = run.plan, run.batch_size
-    dense = plan.dense_bytes(batch, run.kv_dtype)
+    dense = plan.dense_bytes(batch, run.dense_dtype)
     analysis = generator.compiled.memory_analysis()
     report = {
         **run.describe(),
@@ -71,6 +71,7 @@ def build(
         "versions": {"varjax": varjax.__version__, "jax": jax.__version__, "numpy": np.__version__},
         "kv": {
             "dtype": str(run.kv_dtype),
+            "dense_dtype": str(run.dense_dtype),
             "dense_bytes": dense,
             "planned_bytes": plan.num_bytes(batch, run.kv_dtype),
             "allocated_bytes": generator.allocated_bytes,
@@ -79,7 +80,9 @@ def build(
             "block_size": plan.block_size,
             "pool_blocks": plan.pool_blocks,
             "accounting": plan.accounting,
+            "bookkeeping_bytes": generator.bookkeeping_bytes,
         },
+        "attention_flops_per_image": generator.attention_flops(),
         "memory": {
             "arguments_bytes": analysis.argument_size_in_bytes,
             "temporary_bytes": analysis.temp_size_in_bytes,
@@ -125,7 +128,8 @@ def device_name() -> str:
 def plan_line(run: RunSettings) -> str:
     """One line about the plan, printed before compiling."""
     plan, batch = run.plan, run.batch_size
-    planned, dense = (f(batch, run.kv_dtype) for f in (plan.num_bytes, plan.dense_bytes))
+    planned = plan.num_bytes(batch, run.kv_dtype)
+    dense = plan.dense_bytes(batch, run.dense_dtype)
     return (
         f"{run.model.name}: {len(run.labels)} images in batches of {batch}; {run.policy.name} "
         f"keeps {memory.show_bytes(planned)} of "
@@ -137,6 +141,7 @@ def plan_line(run: RunSettings) -> str:
 def dry_run_text(run: RunSettings) -> str:
     """The plan and predicted bytes."""
     plan, batch = run.plan, run.batch_size
+    dense = plan.dense_bytes(batch, run.dense_dtype)
     need = memory.predict(
         plan, run.model.transformer, run.model.codec, batch, run.dtype, run.kv_dtype
     )
@@ -157,10 +162,10 @@ def dry_run_text(run: RunSettings) -> str:
             f"{batch} images, {batch * plan.geometry.rows_per_image} rows, {run.dtype}, cache "
             f"in {run.kv_dtype}",
         ),
-        ("full cache", memory.show_bytes(plan.dense_bytes(batch, run.kv_dtype))),
+        ("full cache", memory.show_bytes(dense)),
         (
             "KV pool",
-            f"{memory.show_bytes(need.kv_pool)} ({plan.fraction:.2%} of full), "
+            f"{memory.show_bytes(need.kv_pool)} ({need.kv_pool / max(1, dense):.2%} of full), "
             f"{plan.pool_blocks} blocks of {plan.block_size}",
         ),
         ("peak live tokens", f"{plan.peak_live_fraction:.2%} of full"),

@@ -16,11 +16,12 @@ from varjax import checkpoint, generation
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
 from varjax.errors import UserError
+from varjax.generation import Model
 from varjax.geometry import Geometry
 from varjax.models import parameters, registry
 from varjax.policies import Policy
+from varjax.policies import calibration as calibration_lib
 from varjax.policies.calibration import Calibration
-from varjax.policies.calibration import load as load_calibration
 from varjax.sampling import Sampling
 
 ALL_CLASSES_UP_TO = (
@@ -146,18 +147,32 @@ def read_given_tokens(
     return tokens.astype(np.int32)
 
 
-def read_calibration(path: str | None, policy: Policy, geometry: Geometry) -> Calibration | None:
-    """The file of `--calibration=FILE`, refused for policies that would ignore it."""
+def read_calibration(
+    path: str | None,
+    policy: Policy,
+    geometry: Geometry,
+    model: AbstractModel | None = None,
+    sampling: Sampling | None = None,
+) -> Calibration | None:
+    """The file of `--calibration=FILE`, refused for policies that would ignore it and, with a model
+    and its sampling, if it was made for other weights or guidance."""
     if not path:
         return None
     if not policy.uses_calibration:
         raise UserError(f"policy {policy.name!r} uses no calibration: leave out --calibration")
-    return load_calibration(path, geometry)
+    found = calibration_lib.load(path, geometry)
+    if model is not None and sampling is not None:
+        try:
+            found.check_origin(calibration_lib.model_digest(model.metadata), sampling.cfg)
+        except UserError as error:
+            raise UserError(f"--calibration={path}: {error}") from None
+    return found
 
 
 @dataclass(frozen=True, eq=False)
 class RunSettings:
-    """A resolved run. calibration: SHA-256 of the calibration file."""
+    """A resolved run. calibration: SHA-256 of the calibration file. kv_dtype: of the pool;
+    dense_dtype: of the full cache that it is compared with."""
 
     model: AbstractModel
     labels: np.ndarray
@@ -168,6 +183,7 @@ class RunSettings:
     batch_size: int
     dtype: str
     kv_dtype: Any
+    dense_dtype: Any
     matmul_precision: str
     segments: str
     attention: str | None
@@ -194,6 +210,7 @@ class RunSettings:
             "seed": self.seed,
             "batch_size": self.batch_size,
             "dtype": self.dtype,
+            "kv_dtype": str(self.kv_dtype),
             "matmul_precision": self.matmul_precision,
             "segments": str(self.segments),
             "attention": self.attention or "auto",
@@ -210,6 +227,12 @@ def policy_arguments(policy: Policy) -> dict:
     return {
         f.name: getattr(policy, f.name) for f in dataclasses.fields(policy) if f.name != "budget"
     }
+
+
+def load_model(abstract: AbstractModel, dtype: str) -> Model:
+    """The weights of a checked checkpoint."""
+    loaded = generation.load(abstract.directory, dtype)
+    return dataclasses.replace(loaded, name=abstract.name)
 
 
 def full_plan(geometry: Geometry) -> tuple[Policy, CachePlan]:

@@ -116,25 +116,21 @@ def generate_codes(
 
     Returns:
       {"tokens": int32 [B, L], "code_map": float32 [B, P, Q, C], "logits": float32 [B, L, V] if
-      asked for, "record": per segment what the policy records, leading axes [scales, layers], if it
-      does} and the cache as it is after the last scale.
+      asked for} and the cache as it is after the last scale.
     """
     with jax.named_scope("prepare"):
         context = model.prepare(condition)
     code_map = model.empty_code_map(keys.shape[0])
-    carry, parts, records = (code_map, state), [], []
+    carry, parts = (code_map, state), []
     for segment, cache, table in zip(spec.segments, spec.cache, tables, strict=True):
 
         def step(carry, table, cache=cache):
             return _scale_step(model, context, keys, given, cache, spec, carry, table)
 
-        carry, (outputs, record) = jax.lax.scan(step, carry, table, unroll=spec.unroll)
-        records.append(record)
+        carry, outputs = jax.lax.scan(step, carry, table, unroll=spec.unroll)
         parts.append(_without_padding(outputs, spec.schedule, segment))
     code_map, state = carry
     results = {name: jnp.concatenate([p[name] for p in parts], axis=1) for name in parts[0]}
-    if any(cache.records for cache in spec.cache):
-        results["record"] = tuple(records)
     return {**results, "code_map": code_map}, state
 
 
@@ -154,7 +150,7 @@ def _scale_step(
             q, k, v = model.project(block, layer_context, x)
             raw = model.raw_queries(block, layer_context, x) if cache.raw_queries else None
         with jax.named_scope("attend"):
-            attended, state, record = attend_and_store(
+            attended, state = attend_and_store(
                 q,
                 k,
                 v,
@@ -167,11 +163,11 @@ def _scale_step(
             )
         with jax.named_scope("finish"):
             x = model.finish(block, layer_context, x, attended)
-        return (x, state), record
+        return (x, state), None
 
     layers = jnp.arange(model.num_layers)
     inputs = (model.blocks, context["layers"], table.layers, layers)
-    (x, state), record = jax.lax.scan(layer, (x, state), inputs, unroll=spec.unroll)
+    (x, state), _ = jax.lax.scan(layer, (x, state), inputs, unroll=spec.unroll)
     with jax.named_scope("head"):
         logits = model.logits(context, x, maps, spec.sampling)
     with jax.named_scope("choose"):
@@ -181,7 +177,7 @@ def _scale_step(
     with jax.named_scope("accumulate"):
         code_map = model.accumulate(code_map, codes, maps)
     outputs = {"tokens": tokens, "logits": logits} if spec.keep_logits else {"tokens": tokens}
-    return (code_map, state), (outputs, record)
+    return (code_map, state), outputs
 
 
 def _without_padding(

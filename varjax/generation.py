@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from varjax import checkpoint, engine, sampling
+from varjax.cache import cost
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
@@ -20,6 +22,7 @@ from varjax.errors import UserError, choose
 from varjax.geometry import Geometry
 from varjax.models import registry
 from varjax.policies import POLICIES, Policy, get_policy
+from varjax.policies import calibration as calibrations
 from varjax.policies.calibration import Calibration
 from varjax.sampling import Sampling
 from varjax.segments import plan_segments
@@ -119,9 +122,18 @@ def resolve_policy(policy: str | Policy, budget: float | None = None, **argument
 def plan(
     model, policy: str | Policy = "full", budget: float | None = None, calibration=None, **arguments
 ) -> CachePlan:
-    """The cache plan of a policy on a model (`Model`, or a `Geometry`)."""
+    """The cache plan of a policy on a model (`Model`, or a `Geometry`). calibration: measurements
+    of the model or a file of them."""
     geometry = model if isinstance(model, Geometry) else model.geometry
-    return plan_cache(geometry, resolve_policy(policy, budget, **arguments), calibration)
+    found = read_calibration(calibration, geometry)
+    return plan_cache(geometry, resolve_policy(policy, budget, **arguments), found)
+
+
+def read_calibration(calibration, geometry: Geometry) -> Calibration | None:
+    """A calibration as it is, or read from a file."""
+    if calibration is None or isinstance(calibration, Calibration):
+        return calibration
+    return calibrations.load(calibration, geometry)
 
 
 def check_labels(labels: Sequence[int], num_classes: int) -> np.ndarray:
@@ -239,6 +251,10 @@ class Generator:
         total = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(state))
         return total - self.allocated_bytes
 
+    def attention_flops(self) -> dict[str, float]:
+        """FLOPs per image of the attention, and of looking at it for the policy."""
+        return cost.attention_flops(self.plan, self.segments, self.spec.cache)
+
     @property
     def compiled(self):
         """The compiled program that draws the codes (for memory analysis)."""
@@ -305,6 +321,8 @@ def generate(
     greedy: bool | None = None,
     more_smooth: bool | None = None,
     segments: int | str = "auto",
+    calibration: str | os.PathLike | Calibration | None = None,
+    kv_dtype: str | None = None,
 ) -> np.ndarray:
     """Generate one image per label: float32 [N, H, W, 3], RGB in [0, 1].
 
@@ -317,6 +335,8 @@ def generate(
       cfg, top_k, top_p, greedy, more_smooth: see `Sampling`; None takes the checkpoint's
         recommendation.
       segments: how the scale loop is cut (`varjax.segments`); results do not depend on it.
+      calibration: measurements of this model, or the file that `experiments.calibrate` wrote.
+      kv_dtype: type of the cache; None takes that of the weights, "int8" has a scale per token.
 
     Raises:
       UserError: for anything that cannot work, before compiling.
@@ -327,12 +347,18 @@ def generate(
     overrides = dict(cfg=cfg, top_k=top_k, top_p=top_p, greedy=greedy, more_smooth=more_smooth)
     chosen = resolve_policy(policy, budget, **(policy_args or {}))
     chosen.check_images(len(labels))
+    sampling = Sampling.recommended(model.recommended_sampling, **overrides)
+    found = read_calibration(calibration, model.geometry)
+    if found is not None:
+        found.check_origin(calibrations.model_digest(model.metadata), sampling.cfg)
     generator = Generator(
         model,
         chosen,
-        sampling=Sampling.recommended(model.recommended_sampling, **overrides),
+        sampling=sampling,
         batch_size=min(len(labels), batch_size or 8),
         segments=segments,
+        calibration=found,
+        kv_dtype=None if kv_dtype is None else choose("kv_dtype", kv_dtype, KV_DTYPES),
     )
     return np.concatenate(
         [results["images"] for _, results in generator.batches(labels, seed=seed)]

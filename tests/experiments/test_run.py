@@ -261,7 +261,9 @@ def test_identical_images_count_as_100_db():
 
 
 def test_dry_run_allocates_nothing(call, monkeypatch, tmp_path):
-    monkeypatch.setattr(run_module, "load_model", lambda *a: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        run_module.settings, "load_model", lambda *a: pytest.fail("weights were read")
+    )
     monkeypatch.chdir(tmp_path)
     flags = (
         "--checkpoint=var-d36",

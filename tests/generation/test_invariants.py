@@ -141,3 +141,21 @@ def test_bfloat16_runs_and_stays_close():
         forced["logits_cfg1p5"]
     )
     assert error < 0.05
+
+
+@pytest.mark.parametrize("name", ["streaming", "headkv"])
+def test_int8_storage_is_close_and_small(name):
+    """A quarter of float32's bytes plus two scales per token; logits move, but little."""
+    model, policy = models.fixture_model(NAME), POLICIES[name]
+    exact = models.greedy_generator(model, policy)
+    small = models.greedy_generator(model, policy, kv_dtype="int8")
+    tokens = exact.run_batch(LABELS[:2], np.arange(2))[0]["tokens"]
+    forced = [
+        g.run_batch(LABELS[:2], np.arange(2), given=tokens)[0]["logits"]
+        for g in (models.greedy_generator(model, policy), small)
+    ]
+    spread = float(np.std(forced[0]))
+    assert 0 < np.abs(forced[1] - forced[0]).max() < 0.1 * spread
+    head = model.geometry.head_dim
+    assert small.allocated_bytes * 8 * head == exact.allocated_bytes * (2 * head + 8)
+    assert small.allocated_bytes == small.plan.num_bytes(2, "int8")

@@ -30,9 +30,8 @@ def attend_and_store(
     state: KVState,
     tables: LayerTables,
     segment: CacheSegment,
-) -> tuple[Float[Array, "R N T H"], KVState, Any]:
-    """Attention output of one layer, the cache with this scale's survivors stored, and what the
-    policy records."""
+) -> tuple[Float[Array, "R N T H"], KVState]:
+    """Attention output of one layer and the cache with this scale's survivors stored."""
 
     def attention(table: BlockTable):
         return attend(
@@ -52,20 +51,19 @@ def attend_and_store(
         if segment.stores:
             slots = after(tables.write, out).reshape(1, -1)
             state = store(state, slots, Entries.encode(kv, state.kv_pool.dtype))
-        return out, state, None
+        return out, state
     held = _Held.read(state, tables.read, layer, segment)
-    out, record = attention(held.table), None
-    if segment.stores or segment.records:
+    out = attention(held.table)
+    if segment.stores or segment.remembers:
         look = Look(q, k, raw_queries, state, held.table, now)
         obs = _candidates(held, look, layer, tables)
         obs = observe(obs, look, held.mass, layer, segment)
         obs = replace(obs, memory=segment.policy.remember(obs))
         keep, obs = _decide(obs, tables, segment)
-        record = segment.policy.record(obs) if segment.records else None
         if segment.stores:
             state = _store_dynamic(state, keep, held, obs, kv, out, layer, tables, segment)
         state = _carry(state, obs, k, layer)
-    return out, state, record
+    return out, state
 
 
 @dataclass(frozen=True)

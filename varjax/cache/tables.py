@@ -27,7 +27,7 @@ class CacheSegment:
     selects: bool
     moves: bool
     ragged: bool
-    records: bool
+    remembers: bool
     regroup_scale: int | None
     attention: str | None
 
@@ -45,7 +45,7 @@ class CacheSegment:
             selects=any(plan.selects(s) for s in scales),
             moves=any(plan.moves(s) for s in scales),
             ragged=getattr(plan.allocation, "ragged", False),
-            records=type(policy).record is not Policy.record,
+            remembers=type(policy).remember is not Policy.remember,
             regroup_scale=regroup if regroup in scales else None,
             attention=attention,
         )
@@ -56,8 +56,8 @@ class CacheSegment:
 
     @property
     def decides(self) -> bool:
-        """Whether the policy looks at this segment: it chooses contents or records."""
-        return self.selects or self.records
+        """Whether the policy looks at this segment: it chooses contents or takes notes."""
+        return self.selects or self.remembers
 
     @property
     def raw_queries(self) -> bool:

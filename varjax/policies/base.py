@@ -212,13 +212,9 @@ class Policy:
         return None
 
     def remember(self, obs: Observation) -> Any:
-        """The memory after this scale; called before `select`, which sees the result."""
+        """The memory after this scale; called before `select`, which sees the result. A policy that
+        overrides this is asked at every scale, the last one included."""
         return obs.memory
-
-    def record(self, obs: Observation) -> Any:
-        """Pytree of arrays, of one shape for all scales, that generation returns for every scale
-        and layer (`results["record"]`). A policy that overrides this sees the last scale too."""
-        return None
 
     def select(self, obs: Observation) -> Bool[Array, "R N K"]:
         """Which live tokens to keep: at most `obs.capacity` per head. Traced and pure."""

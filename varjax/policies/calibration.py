@@ -27,7 +27,8 @@ class Calibration:
     """Measurements of one model. What was not measured, or what a file does not say, is None.
 
     Letters: K scales, L layers, N heads, T = L * N, S source scales after the sinks.
-    model, schedule, num_layers, num_heads, guidance, num_samples: what was measured, and how.
+    model, model_digest, schedule, num_layers, num_heads, guidance, num_samples: what was measured,
+      and how. The digest tells models of one shape apart.
     orders: int32 [S, T, 2], (head, layer), least needed first; the last list belongs to scale K - 2
       (HeatKV's S-CAS orders). A single list may order whole heads.
     beta: float64 [L, N, K, K], attention mass from query scale to source scale, averaged over
@@ -41,12 +42,13 @@ class Calibration:
     pattern_heads, patterns, pattern_scale, pattern_edges: example attention maps: int32 [E, 2] of
       (head, layer); float64 [E, Q, C], queries of scale `pattern_scale` (evenly spread) by columns;
       column c holds the mass on tokens pattern_edges[c] to pattern_edges[c + 1] - 1.
-    rank_dispersion: float64 [S], standard deviation of a head's rank in the order of each source
-      scale over repeated calibrations, averaged over heads (HeatKV, Figure 6).
+    rank_dispersion: float64 [K - 1], standard deviation of a head's rank in the order of each
+      source scale over repeated calibrations, averaged over heads (HeatKV, Figure 6).
     digest: SHA-256 of the file it was read from.
     """
 
     model: str | None = None
+    model_digest: str | None = None
     schedule: Schedule | None = None
     num_layers: int | None = None
     num_heads: int | None = None
@@ -73,30 +75,78 @@ class Calibration:
                     f"the calibration was made for another model: its {name} is {made_for}, this "
                     f"model has {wanted}; calibrate this model"
                 )
-        shape = (geometry.num_layers, geometry.num_heads, *2 * (geometry.schedule.num_scales,))
-        if self.beta is not None and self.beta.shape != shape:
-            raise UserError(
-                f"the calibration's beta has shape {self.beta.shape}, this model needs {shape} "
-                f"(layers, heads, query scales, source scales)"
-            )
+        size = {
+            "layers": geometry.num_layers,
+            "heads": geometry.num_heads,
+            "scales": geometry.schedule.num_scales,
+        }
+        for name, axes in _AXES.items():
+            array, shape = getattr(self, name), tuple(size[axis] for axis in axes)
+            if array is not None and array.shape != shape:
+                raise UserError(
+                    f"the calibration's {name} has shape {array.shape}, this model needs {shape} "
+                    f"({', '.join(axes)})"
+                )
         if self.orders is not None:
             for i, order in enumerate(self.orders):
                 read_order(f"order list {i}", order.tolist(), geometry)
+
+    def check_origin(self, model_digest: str, guidance: float) -> None:
+        """Raise `UserError` if this was measured on other weights, or with other guidance."""
+        if self.model_digest not in (None, model_digest):
+            raise UserError(
+                f"the calibration was made for other weights (of a model called {self.model!r}); "
+                f"calibrate this model: python -m experiments.calibrate"
+            )
+        if self.guidance is not None and abs(self.guidance - guidance) > 1e-6:
+            raise UserError(
+                f"the calibration was made with guidance cfg={self.guidance:g}, this run uses "
+                f"cfg={guidance:g}: run with --cfg={self.guidance:g}, or calibrate with "
+                f"--cfg={guidance:g}"
+            )
+
+    @property
+    def attention_density(self) -> np.ndarray:
+        """float64 [L, N, K]: attention that a token of each source scale receives from all queries
+        of the last scale, T_last * beta[last, k] / T_k (AMS-KV, Section 3)."""
+        tokens = np.array(self.schedule.tokens, np.float64)
+        return tokens[-1] * self.beta[..., -1, :] / tokens
 
 
 # --- files ---
 
 
 def save(calibration: Calibration, path: str | os.PathLike) -> None:
-    """Write our calibration file: a JSON object, arrays as nested lists, only what is known."""
+    """Write our calibration file: a JSON object, arrays as nested lists with 7 digits, only what is
+    known. Under "derived" it holds, for other readers, what follows from beta."""
     content = {"format_version": FORMAT_VERSION}
     for name, value in vars(calibration).items():
-        if value is None or name == "digest":
-            continue
-        value = str(value) if isinstance(value, Schedule) else value
-        content[name] = value.tolist() if isinstance(value, np.ndarray) else value
+        if value is not None and name != "digest":
+            content[name] = _plain(value)
+    if calibration.beta is not None and calibration.schedule is not None:
+        content["derived"] = {name: _plain(value) for name, value in _derived(calibration).items()}
     with writing(path) as file:
-        file.write(json.dumps(content).encode())
+        file.write(json.dumps(content, allow_nan=False).encode())
+
+
+def _plain(value):
+    if isinstance(value, np.ndarray) and value.dtype.kind == "f":
+        rounded = np.vectorize(lambda x: float(f"{x:.7g}"), otypes=[object])(value)
+        return np.where(np.isnan(value), None, rounded).tolist()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return str(value) if isinstance(value, Schedule) else value
+
+
+def _derived(calibration: Calibration) -> dict:
+    """S-CAS of every source scale, CAS after up to three sink scales, attention density."""
+    sinks = max(0, min(3, calibration.schedule.num_scales - 2))
+    return {
+        "scas": scas(calibration.beta, 0),
+        "cas": cas(calibration.beta, sinks),
+        "cas_sinks": sinks,
+        "attention_density": calibration.attention_density,
+    }
 
 
 def load(path: str | os.PathLike, geometry: Geometry) -> Calibration:
@@ -139,25 +189,34 @@ def _from_object(content: dict, geometry: Geometry, digest: str) -> Calibration:
             raise UserError(f"{name} is {value!r:.60}: the wrong type")
     if fields.get("schedule") is not None:
         fields["schedule"] = Schedule.parse(fields["schedule"])
-    orders, beta = fields.pop("orders", None), fields.pop("beta", None)
+    given = {name: fields.pop(name, None) for name in ("orders", *_ARRAYS)}
+    orders = given.pop("orders")
     found = Calibration(**(fields | {"digest": digest}))
     found.check(geometry)  # of two complaints, "another model" is the useful one
     if orders is not None:
         orders = read_orders(orders, geometry)
-    if beta is not None:
-        beta = _read_numbers("beta", beta)
-    complete = Calibration(**(vars(found) | {"orders": orders, "beta": beta}))
+    arrays = {name: _read_numbers(name, a) for name, a in given.items() if a is not None}
+    complete = Calibration(**(vars(found) | {"orders": orders} | arrays))
     complete.check(geometry)
     return complete
 
 
+_AXES = {
+    "beta": ("layers", "heads", "scales", "scales"),
+    "key_discrepancy": ("layers", "scales"),
+    "query_variance": ("layers", "heads"),
+    "selectivity": ("layers", "scales"),
+}
+_ARRAYS = (*_AXES, "pattern_heads", "patterns", "pattern_edges", "rank_dispersion")
 _SCALARS = {
     "model": str,
+    "model_digest": str,
     "schedule": str,
     "num_layers": int,
     "num_heads": int,
     "guidance": (int, float),
     "num_samples": int,
+    "pattern_scale": int,
 }
 
 
@@ -168,7 +227,7 @@ def _read_numbers(name: str, nested: object) -> np.ndarray:
         raise UserError(f"{name} is no regular array of numbers: {error}") from None
     if not np.isfinite(array).all():
         raise UserError(f"{name} holds values that are not finite numbers")
-    return array
+    return array.astype(np.int32) if name in ("pattern_heads", "pattern_edges") else array
 
 
 def read_orders(content: object, geometry: Geometry) -> np.ndarray:
@@ -208,6 +267,14 @@ def read_order(name: str, entries: object, geometry: Geometry) -> np.ndarray:
                 f"{seen[head, layer]}): every head appears once"
             )
     return np.array(entries, np.int32)
+
+
+def model_digest(metadata: dict) -> str:
+    """SHA-256 that tells models apart: of a checkpoint's sources, or of its parameter files."""
+    what = metadata.get("sources") or metadata.get("files") or metadata
+    if isinstance(what, list):
+        what = [{k: v for k, v in entry.items() if k != "file"} for entry in what]
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 
 # --- scores ---

@@ -1,0 +1,126 @@
+"""Measure a model, once: everything that policies calibrate with, in one file.
+
+    python -m experiments.calibrate --save=CAL.json
+    python -m experiments.calibrate --checkpoint=DIR --num_samples=10 --stability=10 --save=CAL.json
+    python -m experiments.run --policy=heatkv --budget=0.1 --calibration=CAL.json
+
+Generates a few images with the full cache and records, per layer and head: attention mass between
+scales (beta, S-CAS, CAS, attention density), the distance of keys to those of the scale before, how
+much the queries of a head disagree, attention selectivity, and a few attention maps. A file belongs
+to one model, schedule and guidance; used with another one it is refused.
+
+--stability=N measures N times with different seeds, averages, and prints how much the order of
+heads differs between the runs: the standard deviation of a head's rank, averaged over heads, per
+source scale.
+"""
+
+import pathlib
+
+import numpy as np
+
+from experiments import settings
+from varjax import command_line, generation, measuring
+from varjax.errors import UserError
+from varjax.policies import calibration as measured
+from varjax.policies.calibration import Calibration
+from varjax.sampling import Sampling
+
+FLAGS = command_line.CommandFlags()
+CHECKPOINT = FLAGS.string("checkpoint", None, "Checkpoint folder; default: the embedded demo.")
+NUM_SAMPLES = FLAGS.integer(
+    "num_samples", 10, "Images per measurement, over classes spread evenly.", lower_bound=1
+)
+LABELS = FLAGS.string("labels", None, "Class numbers instead of --num_samples: 3,7,7.")
+STABILITY = FLAGS.integer(
+    "stability", 1, "Repeat with so many seeds and report the dispersion of ranks.", lower_bound=1
+)
+CFG = FLAGS.floating(
+    "cfg", None, "Guidance strength; default: the checkpoint's, as for the sampling flags."
+)
+TOP_K = FLAGS.integer("top_k", None, "Keep the k largest logits; 0 is off.")
+TOP_P = FLAGS.floating("top_p", None, "Nucleus sampling with this mass; 0 is off.")
+GREEDY = FLAGS.boolean("greedy", False, "Take the largest logit instead of sampling.")
+SEED = FLAGS.integer("seed", 0, "Run r starts from seed + r.")
+BATCH_SIZE = FLAGS.integer("batch_size", 5, "Images per program call.", lower_bound=1)
+DTYPE = FLAGS.enum(
+    "dtype", None, ["bfloat16", "float32"], "Type of the weights; default: float32 on CPU."
+)
+SAVE = FLAGS.string("save", None, "The file to write.")
+OVERWRITE = FLAGS.boolean("overwrite", False, "Replace the file if it exists.")
+FLAGS.require("save")
+
+
+def choose_labels(num_classes: int) -> np.ndarray:
+    """int32 [N]: as named, or spread evenly over the classes."""
+    if LABELS.value is not None:
+        return settings.choose_labels(LABELS.value, None, num_classes)
+    turn = np.arange(NUM_SAMPLES.value) / NUM_SAMPLES.value
+    return np.floor(turn * num_classes).astype(np.int32)
+
+
+def text(found: Calibration) -> str:
+    """The printed summary."""
+    density = found.attention_density.mean((0, 1))
+    layers = zip(
+        found.key_discrepancy[:, 1:].mean(1), found.selectivity[:, 1:].mean(1), strict=True
+    )
+    lines = [
+        f"{found.model}: {found.num_layers} layers, {found.num_heads} heads, schedule "
+        f"{found.schedule}, cfg {found.guidance:g}, {found.num_samples} images",
+        "attention density of the last scale, by source scale: "
+        + " ".join(f"{d:.3f}" for d in density),
+        "layer  key discrepancy  selectivity  query variance (mean over heads)",
+    ]
+    for i, ((distance, selectivity), variance) in enumerate(
+        zip(layers, found.query_variance.mean(1), strict=True)
+    ):
+        lines.append(f"{i:5d}  {distance:15.4f}  {selectivity:11.4f}  {variance:.4f}")
+    if found.rank_dispersion is not None:
+        heads = found.num_layers * found.num_heads
+        lines.append(
+            f"rank dispersion by source scale (of {heads} ranks): "
+            + " ".join(f"{d:.2f}" for d in found.rank_dispersion)
+        )
+    return "\n".join(lines)
+
+
+def main(argv) -> None:
+    model = settings.abstract_model(CHECKPOINT.value)
+    if model.directory is None:
+        raise UserError(
+            f"{model.name} is a published model without weights here: convert its weights with "
+            f"`python -m ported_weights --model={model.name} ...` and give the folder"
+        )
+    labels = choose_labels(model.num_classes)
+    sampling = Sampling.recommended(
+        dict(model.metadata.get("sampling", {})),
+        cfg=CFG.value,
+        top_k=TOP_K.value,
+        top_p=TOP_P.value,
+        greedy=GREEDY.value,
+        more_smooth=None,
+    ).check(model.transformer.config.vocab_size)
+    seed, target = settings.check_seed(SEED.value), pathlib.Path(SAVE.value)
+    if target.exists() and not OVERWRITE.value:
+        raise UserError(f"{target} exists already: choose another file or add --overwrite")
+    if not target.parent.is_dir():
+        raise UserError(f"--save={target}: there is no folder {target.parent}")
+    loaded = settings.load_model(model, DTYPE.value or generation.default_dtype())
+    total = STABILITY.value * len(labels)
+    progress = command_line.Progress("measured image", total)
+    progress.note("compiling")
+    found = measuring.measure(
+        loaded,
+        labels,
+        sampling,
+        runs=STABILITY.value,
+        seed=seed,
+        batch_size=min(BATCH_SIZE.value, len(labels)),
+        progress=progress.update,
+    )
+    measured.save(found, target)
+    print(f"{text(found)}\nwritten to {target}")
+
+
+if __name__ == "__main__":
+    command_line.run(main)
