@@ -120,13 +120,18 @@ def paper_lines(plan: CachePlan, batch_size: int, steady_tokens: int | None = No
     kept = plan.capacity[-1].sum() if steady_tokens is None else steady_tokens * g.num_heads
     with_last = g.schedule.total_tokens * g.num_layers * g.num_heads
     full = g.dense_tokens * per_token
+    live = plan.live_tokens.max() * per_token
     return [
-        f"papers    AMS-KV's count {kept * per_token / 1000:.3f} GB of "
-        f"{with_last * per_token / 1000:.3f} GB, {1 - kept / with_last:.2%} saved (float32 keys, "
-        f"16-bit values, last scale in the full cache; GB = 1000 MiB)",
-        f"          HeatKV's count {plan.budget * full:.0f} MB of {full:.0f} MB by budget, "
-        f"{plan.live_tokens.max() * per_token:.0f} MB live at most (last scale left out; MB = MiB)",
+        f"papers    AMS-KV's count {_show(kept * per_token / 1000, 3)} GB of "
+        f"{_show(with_last * per_token / 1000, 3)} GB, {1 - kept / with_last:.2%} saved (float32 "
+        f"keys, 16-bit values, last scale in the full cache; GB = 1000 MiB)",
+        f"          HeatKV's count {_show(plan.budget * full, 0)} MB of {_show(full, 0)} MB by "
+        f"budget, {_show(live, 0)} MB live at most (last scale left out; MB = MiB)",
     ]
+
+
+def _show(value: float, decimals: int) -> str:
+    return f"{value:.{decimals}f}" if value >= 1 else f"{value:.3g}"
 
 
 def text(name: str, plan: CachePlan, batch_size: int, dtype: str, remarks: Sequence[str]) -> str:

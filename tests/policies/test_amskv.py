@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import models_under_test as models
 from varjax.cache.planner import plan_cache
 from varjax.errors import UserError
 from varjax.geometry import Geometry
@@ -321,14 +322,11 @@ class Device:
 
 ONLINE = {
     "given": {"cmin": 20, "cmax": 50},
-    "given, no condensed": {"cmin": 20, "cmax": 50, "condensed": 0},
-    "narrow": {"cmin": 7, "cmax": 12},
+    "narrow, no condensed": {"cmin": 7, "cmax": 12, "condensed": 0},
     "large": {"cmin": 30, "cmax": 130},
     "whole scales": {"cmin": 22, "cmax": 42, "granularity": "scale"},
     "filled": {"cmin": 20, "cmax": 30, "oversize": "fill"},
     "budget": {"budget": 0.4},
-    "small budget": {"budget": 0.1},
-    "whole scales of a budget": {"budget": 0.4, "granularity": "scale"},
     "full": {"budget": 1.0},
 }
 
@@ -382,3 +380,72 @@ def test_threshold_from_a_calibration():
     theta = AMSKV(mode="online", demanding=3).prepare(DEMO, found).theta
     assert (-found.key_discrepancy[:, 1:].mean(1) < theta).sum() == 3
     assert AMSKV(mode="online").prepare(DEMO, None).theta == -1
+
+
+# --- in the engine ---
+
+LABELS, MODEL = np.array([3, 7], np.int32), "b_k6_sharedaln"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Noting(AMSKV):
+    """Online AMS-KV that notes the similarities it sees."""
+
+    def first_memory(self, geometry, rows):
+        return {
+            "demanding": super().first_memory(geometry, rows),
+            "similarity": jnp.zeros((rows, geometry.schedule.num_scales)),
+        }
+
+    def remember(self, obs):
+        demanding = super().remember(dataclasses.replace(obs, memory=obs.memory["demanding"]))
+        noted = obs.memory["similarity"].at[:, obs.scale].set(obs.key_similarity)
+        return {"demanding": demanding, "similarity": noted}
+
+    def select(self, obs):
+        return super().select(dataclasses.replace(obs, memory=obs.memory["demanding"]))
+
+
+@functools.cache
+def run(policy: AMSKV):
+    """(results, final cache, plan) of a greedy run."""
+    generator = models.greedy_generator(models.fixture_model(MODEL), policy)
+    return *generator.run_batch(LABELS, np.arange(2)), generator.plan
+
+
+def held(state, plan, row: int, layer: int, head: int) -> np.ndarray:
+    """Sorted positions in the cache when the last scale starts."""
+    entries = (a[-1, layer, head] for a in (plan.ids, plan.start, plan.stop))
+    slots = [b * plan.block_size + np.arange(i, j) for b, i, j in zip(*entries, strict=True)]
+    position = np.asarray(state.position)[row, np.concatenate(slots)]
+    return np.sort(position[position >= 0])
+
+
+@pytest.mark.parametrize(("theta", "layers"), [(-1e-6, "all"), (-1e6, "none")])
+def test_online_extremes_equal_profiled(theta, layers):
+    sizes = {"cmin": 11, "cmax": 31}
+    online, _, _ = run(AMSKV(mode="online", theta=theta, **sizes))
+    profiled, _, _ = run(AMSKV(layers=layers, **sizes))
+    np.testing.assert_array_equal(online["tokens"], profiled["tokens"])
+    np.testing.assert_allclose(online["logits"], profiled["logits"], atol=models.LOGITS["1.5"])
+
+
+def test_online_follows_each_row():
+    """Every row and layer holds what Algorithm 1 makes of the similarities it saw."""
+    geometry = models.fixture_model(MODEL).geometry
+    theta = -0.76
+    _, state, plan = run(Noting(mode="online", cmin=11, cmax=31, theta=theta))
+    similarity = np.asarray(state.memory["similarity"])
+    below = similarity < theta
+    below[:, :, 0] = False
+    wide = set()
+    for layer, row in np.ndindex(*below.shape[:2]):
+        host, rooms = rules.cache_layer(
+            geometry.schedule.tokens, plan.policy.sizes(geometry, 1.0), below[layer, row]
+        )
+        wide.add(int(rooms[-2]))
+        for head in range(geometry.num_heads):
+            np.testing.assert_array_equal(
+                held(state, plan, row, layer, head), np.flatnonzero(host[-2])
+            )
+    assert wide == {11, 31}

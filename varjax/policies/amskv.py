@@ -172,7 +172,6 @@ class AMSKV(Policy):
         if self._online:
             return self._with_threshold(geometry, calibration, number)
         if self.theta:
-            self._measured(geometry, calibration)
             return self
         everything = np.arange(geometry.num_layers)
         if self.placement == UNIFORM:
@@ -180,9 +179,11 @@ class AMSKV(Policy):
             chosen = np.floor(turn * geometry.num_layers).astype(int)
         elif number in (0, geometry.num_layers) or (guess and calibration is None):
             chosen = everything[:number]
-        else:
+        elif self._is_measured(calibration):
             mean = self._measured(geometry, calibration)[:, 1:].mean(1)
             chosen = np.argsort(-mean, kind="stable")[:number]
+        else:
+            return self  # whoever asks for the layers is told; as `select` of `compose` nobody asks
         names = ";".join(map(str, sorted(chosen.tolist()))) or "none"
         return dataclasses.replace(self, layers=names, demanding=number, placement=BY_SIMILARITY)
 
@@ -191,7 +192,7 @@ class AMSKV(Policy):
 
     def _with_threshold(self, geometry: Geometry, calibration, number: int) -> "AMSKV":
         """In online mode theta is the one argument that a calibration can decide."""
-        measured = calibration is not None and calibration.key_discrepancy is not None
+        measured = self._is_measured(calibration)
         if self.demanding >= 0 and (self.theta or not measured):
             arguments.refuse(
                 f"mode=online: demanding={self.demanding} can only choose theta, and needs a "
@@ -204,6 +205,9 @@ class AMSKV(Policy):
             place = geometry.num_layers - number
             theta = -float(mean[place : place + 2].mean())
         return dataclasses.replace(self, theta=theta, demanding=-1)
+
+    def _is_measured(self, calibration: Calibration | None) -> bool:
+        return calibration is not None and calibration.key_discrepancy is not None
 
     def _measured(self, geometry: Geometry, calibration: Calibration | None) -> np.ndarray:
         """key_discrepancy float64 [L, K] of the calibration."""
@@ -229,9 +233,11 @@ class AMSKV(Policy):
             found = -self._measured(geometry, calibration) < self.theta
             found[:, 0] = False
             return found
-        demanding = np.isin(
-            np.arange(geometry.num_layers), arguments.named_layers(self.layers, geometry.num_layers)
-        )
+        policy = self if self.layers else self._with_layers(geometry, calibration, guess=False)
+        if not policy.layers:
+            self._measured(geometry, calibration)
+        named = arguments.named_layers(policy.layers, geometry.num_layers)
+        demanding = np.isin(np.arange(geometry.num_layers), named)
         return np.broadcast_to(demanding[:, None], shape)
 
     # --- sizes and contents -----------------------------------------------------------------------
@@ -317,6 +323,7 @@ class AMSKV(Policy):
             return [f"layers    all without their {self.remove} scales"]
         sizes = self.sizes(geometry, self.budget, calibration)
         rest = f"{sizes.condensed} of them condensed"
+        rest += "" if self.cmax else " (before rounding to blocks)"
         if self._online:
             return [
                 f"layers    demanding ones are found while generating (similarity below "
@@ -328,8 +335,8 @@ class AMSKV(Policy):
             return [f"sizes     {sizes.cmin} tokens in every layer, {rest}"]
         return [
             f"layers    demanding: {' '.join(map(str, turned)) or 'none'}",
-            f"sizes     {len(turned)} layers of Cmax {sizes.cmax} tokens, "
-            f"{geometry.num_layers - len(turned)} of Cmin {sizes.cmin}, {rest}",
+            f"sizes     Cmax {sizes.cmax} tokens in {len(turned)} of {geometry.num_layers} layers, "
+            f"Cmin {sizes.cmin} in the others, {rest}",
         ]
 
     def adopt(self, geometry: Geometry, budget: float, capacity: np.ndarray) -> RegionAllocation:
