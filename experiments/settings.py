@@ -154,18 +154,23 @@ def read_calibration(
     model: AbstractModel | None = None,
     sampling: Sampling | None = None,
 ) -> Calibration | None:
-    """The file of `--calibration=FILE`, refused for policies that would ignore it and, with a model
-    and its sampling, if it was made for other weights or guidance."""
+    """The file of `--calibration=FILE`, else the one in the model's folder.
+
+    A file that is given is refused for policies that would ignore it. With a model and its sampling
+    it is refused if it was made for other weights or guidance.
+    """
+    if path and not policy.uses_calibration:
+        raise UserError(f"policy {policy.name!r} uses no calibration: leave out --calibration")
+    if not path and policy.uses_calibration and model is not None:
+        path = calibration_lib.beside(model.directory)
     if not path:
         return None
-    if not policy.uses_calibration:
-        raise UserError(f"policy {policy.name!r} uses no calibration: leave out --calibration")
     found = calibration_lib.load(path, geometry)
     if model is not None and sampling is not None:
         try:
             found.check_origin(calibration_lib.model_digest(model.metadata), sampling.cfg)
         except UserError as error:
-            raise UserError(f"--calibration={path}: {error}") from None
+            raise UserError(f"calibration {path}: {error}") from None
     return found
 
 

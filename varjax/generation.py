@@ -37,6 +37,7 @@ class Model:
     pipeline: Any
     metadata: dict
     name: str
+    directory: str | None = None
 
     @property
     def geometry(self) -> Geometry:
@@ -95,9 +96,8 @@ def load(path=None, dtype: str | None = None) -> Model:
     found = checkpoint.load(directory)
     transformer = cast(found.transformer, dtype or default_dtype())
     pipeline = registry.family(found.family).pipeline(transformer, cast(found.codec, "float32"))
-    return Model(
-        pipeline, found.metadata, "demo" if path is None else checkpoint.Path(directory).name
-    )
+    name = "demo" if path is None else checkpoint.Path(directory).name
+    return Model(pipeline, found.metadata, name, str(directory))
 
 
 def cast(module, dtype):
@@ -122,11 +122,13 @@ def resolve_policy(policy: str | Policy, budget: float | None = None, **argument
 def plan(
     model, policy: str | Policy = "full", budget: float | None = None, calibration=None, **arguments
 ) -> CachePlan:
-    """The cache plan of a policy on a model (`Model`, or a `Geometry`). calibration: measurements
-    of the model or a file of them."""
+    """The cache plan of a policy on a model (`Model`, or a `Geometry`). calibration: as in
+    `generate`."""
     geometry = model if isinstance(model, Geometry) else model.geometry
-    found = read_calibration(calibration, geometry)
-    return plan_cache(geometry, resolve_policy(policy, budget, **arguments), found)
+    chosen = resolve_policy(policy, budget, **arguments)
+    if calibration is None and chosen.uses_calibration:
+        calibration = calibrations.beside(getattr(model, "directory", None))
+    return plan_cache(geometry, chosen, read_calibration(calibration, geometry))
 
 
 def read_calibration(calibration, geometry: Geometry) -> Calibration | None:
@@ -335,7 +337,8 @@ def generate(
       cfg, top_k, top_p, greedy, more_smooth: see `Sampling`; None takes the checkpoint's
         recommendation.
       segments: how the scale loop is cut (`varjax.segments`); results do not depend on it.
-      calibration: measurements of this model, or the file that `experiments.calibrate` wrote.
+      calibration: measurements of this model, or the file that `experiments.calibrate` wrote; None
+        takes `calibration.json` of the checkpoint folder, if it is there.
       kv_dtype: type of the cache; None takes that of the weights, "int8" has a scale per token.
 
     Raises:
@@ -348,6 +351,8 @@ def generate(
     chosen = resolve_policy(policy, budget, **(policy_args or {}))
     chosen.check_images(len(labels))
     sampling = Sampling.recommended(model.recommended_sampling, **overrides)
+    if calibration is None and chosen.uses_calibration:
+        calibration = calibrations.beside(model.directory)
     found = read_calibration(calibration, model.geometry)
     if found is not None:
         found.check_origin(calibrations.model_digest(model.metadata), sampling.cfg)

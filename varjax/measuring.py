@@ -11,6 +11,7 @@ from varjax.policies.calibration import Calibration
 from varjax.policies.probe import Probe
 from varjax.sampling import Sampling
 
+PATTERN_DIGITS = 4  # after the point, of attention maps
 EXAMPLES = 6  # attention maps that are kept as pictures
 SUMMED = ("beta", "query_variance", "concentration", "key_distance")
 
@@ -73,7 +74,7 @@ def _summarise(model, sampling, probe, notes, patterns, num_samples: int) -> Cal
         query_variance=mean["query_variance"][..., 1:].mean(-1),
         selectivity=(current * mean["concentration"]).mean(1),
         pattern_heads=chosen,
-        patterns=patterns[chosen[:, 1], chosen[:, 0]],
+        patterns=np.round(patterns[chosen[:, 1], chosen[:, 0]], PATTERN_DIGITS),
         pattern_scale=probe.pattern_scale,
         pattern_edges=probe.edges(geometry),
         rank_dispersion=rank_dispersion([r["beta"] for r in notes]) if len(notes) > 1 else None,

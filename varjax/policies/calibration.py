@@ -20,6 +20,7 @@ from varjax.geometry import Geometry
 from varjax.schedule import Schedule
 
 FORMAT_VERSION = 1
+BESIDE_CHECKPOINT = "calibration.json"  # in a checkpoint folder: used if no other file is given
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -267,6 +268,12 @@ def read_order(name: str, entries: object, geometry: Geometry) -> np.ndarray:
                 f"{seen[head, layer]}): every head appears once"
             )
     return np.array(entries, np.int32)
+
+
+def beside(directory: str | os.PathLike | None) -> pathlib.Path | None:
+    """The calibration file of a checkpoint folder, if it has one."""
+    path = pathlib.Path(directory, BESIDE_CHECKPOINT) if directory else None
+    return path if path and path.is_file() else None
 
 
 def model_digest(metadata: dict) -> str:
