@@ -151,6 +151,19 @@ def test_budget_with_other_numbers_of_layers(demanding):
             np.testing.assert_array_equal(wide, np.sort(least_similar))
 
 
+@pytest.mark.parametrize("theta", [-0.6, -0.8, -1.0, -1.2, -1.4])
+@pytest.mark.parametrize("oversize", ["skip", "fill"])
+def test_budget_with_a_threshold(theta, oversize):
+    """Layers that turn demanding late or never do not cost the others their room."""
+    found = calibration(DEMO)
+    for budget in (0.0152, 0.1, 0.35, 0.8, 1.0):
+        policy = AMSKV(budget=budget, theta=theta, oversize=oversize)
+        plan = plan_cache(DEMO, policy, found)
+        assert plan.pool_tokens <= budget * DEMO.dense_tokens + 1e-6
+        if budget == 0.35 and oversize == "fill":
+            assert plan.live_tokens.max() > 0.9 * budget * DEMO.dense_tokens
+
+
 @pytest.mark.parametrize("mode", ["profiled", "online"])
 def test_smallest_budget(mode):
     policy = AMSKV(mode=mode, layers="" if mode == "online" else "1;2", condensed=2)

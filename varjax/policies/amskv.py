@@ -11,13 +11,13 @@ from varjax.cache import planner
 from varjax.cache.allocation import Allocation, RegionAllocation, StaticAllocation
 from varjax.geometry import Geometry
 from varjax.policies import amskv_arguments as arguments
+from varjax.policies import amskv_layers as which
 from varjax.policies import amskv_rules as rules
-from varjax.policies.amskv_arguments import BY_SIMILARITY, UNIFORM
+from varjax.policies.amskv_arguments import BY_SIMILARITY
 from varjax.policies.base import Needs, Observation, Policy
 from varjax.policies.calibration import Calibration
 from varjax.policies.registry import register
 
-UNIT_KEYS_THRESHOLD = -1.0  # keys of norm 1 that stand at 60 degrees
 BLOCKS = tuple(b for b in planner.BLOCK_SIZES if b <= planner.LARGEST_BLOCK_SHORT)
 
 
@@ -138,7 +138,7 @@ class AMSKV(Policy):
             values = arguments.preset_values(self, geometry)
             policy = dataclasses.replace(self, preset="", **values)
         arguments.check(policy, geometry)
-        policy = policy._with_layers(geometry, calibration, guess=bool(self.preset))
+        policy = which.decide(policy, geometry, calibration, guess=bool(self.preset))
         return policy if policy.budgeted else policy._with_cost(geometry, calibration)
 
     def check(self, geometry: Geometry) -> None:
@@ -151,7 +151,7 @@ class AMSKV(Policy):
         peak = planner.peak_tokens(geometry, allocation)
         dense = max(1, geometry.dense_tokens)
         if isinstance(self.budget, NotGiven):
-            sizes = (self.block_size,) if self.block_size in planner.BLOCK_SIZES else ()
+            sizes = (self.block_size,) if self.block_size in (128, *planner.BLOCK_SIZES) else ()
             pools = (planner.pool_slots(geometry, allocation, b) for b in sizes or BLOCKS)
             slots = next((n for n in pools if sizes or n * planner.KEPT_AT_LEAST <= peak), peak)
             return dataclasses.replace(self, budget=min(1.0, max(1, slots) / dense))
@@ -161,84 +161,6 @@ class AMSKV(Policy):
                 f"budget={self.budget:g}: raise the budget, leave it out, or choose smaller sizes"
             )
         return self
-
-    # --- which layers -----------------------------------------------------------------------------
-
-    def _with_layers(self, geometry: Geometry, calibration, guess: bool) -> "AMSKV":
-        """With the demanding layers named, or in online mode the threshold."""
-        if self.remove or (self.layers and not self._online):
-            return self
-        number = self.demanding if self.demanding >= 0 else self._automatic_number(geometry)
-        if self._online:
-            return self._with_threshold(geometry, calibration, number)
-        if self.theta:
-            return self
-        everything = np.arange(geometry.num_layers)
-        if self.placement == UNIFORM:
-            turn = (np.arange(number) + 0.5) / max(1, number)
-            chosen = np.floor(turn * geometry.num_layers).astype(int)
-        elif number in (0, geometry.num_layers) or (guess and calibration is None):
-            chosen = everything[:number]
-        elif self._is_measured(calibration):
-            mean = self._measured(geometry, calibration)[:, 1:].mean(1)
-            chosen = np.argsort(-mean, kind="stable")[:number]
-        else:
-            return self  # whoever asks for the layers is told; as `select` of `compose` nobody asks
-        names = ";".join(map(str, sorted(chosen.tolist()))) or "none"
-        return dataclasses.replace(self, layers=names, demanding=number, placement=BY_SIMILARITY)
-
-    def _automatic_number(self, geometry: Geometry) -> int:
-        return max(1, round(geometry.num_layers / 4))
-
-    def _with_threshold(self, geometry: Geometry, calibration, number: int) -> "AMSKV":
-        """In online mode theta is the one argument that a calibration can decide."""
-        measured = self._is_measured(calibration)
-        if self.demanding >= 0 and (self.theta or not measured):
-            arguments.refuse(
-                f"mode=online: demanding={self.demanding} can only choose theta, and needs a "
-                f"calibration with key_discrepancy and no theta for that; leave it out"
-            )
-        theta = self.theta or UNIT_KEYS_THRESHOLD
-        if not self.theta and measured:
-            mean = np.sort(self._measured(geometry, calibration)[:, 1:].mean(1))
-            mean = np.concatenate([[0.0], mean, [2 * mean[-1] + 1]])
-            place = geometry.num_layers - number
-            theta = -float(mean[place : place + 2].mean())
-        return dataclasses.replace(self, theta=theta, demanding=-1)
-
-    def _is_measured(self, calibration: Calibration | None) -> bool:
-        return calibration is not None and calibration.key_discrepancy is not None
-
-    def _measured(self, geometry: Geometry, calibration: Calibration | None) -> np.ndarray:
-        """key_discrepancy float64 [L, K] of the calibration."""
-        found = None if calibration is None else calibration.key_discrepancy
-        if found is None:
-            arguments.refuse(
-                "which layers are demanding is measured on the model: give --calibration=FILE with "
-                "key_discrepancy (python -m experiments.calibrate writes it), or name them "
-                "(layers=0;3;5), or spread them (placement=uniform), or choose mode=online"
-            )
-        wanted = (geometry.num_layers, geometry.schedule.num_scales)
-        if np.shape(found) != wanted:
-            arguments.refuse(
-                f"the calibration's key_discrepancy has shape {np.shape(found)}, this model needs "
-                f"{wanted} (layers, scales); calibrate this model"
-            )
-        return np.asarray(found)
-
-    def below(self, geometry: Geometry, calibration=None) -> np.ndarray:
-        """bool [L, K]: where the similarity test of Algorithm 1 finds a demanding layer."""
-        shape = (geometry.num_layers, geometry.schedule.num_scales)
-        if self.theta:
-            found = -self._measured(geometry, calibration) < self.theta
-            found[:, 0] = False
-            return found
-        policy = self if self.layers else self._with_layers(geometry, calibration, guess=False)
-        if not policy.layers:
-            self._measured(geometry, calibration)
-        named = arguments.named_layers(policy.layers, geometry.num_layers)
-        demanding = np.isin(np.arange(geometry.num_layers), named)
-        return np.broadcast_to(demanding[:, None], shape)
 
     # --- sizes and contents -----------------------------------------------------------------------
 
@@ -266,6 +188,22 @@ class AMSKV(Policy):
 
     def sizes(self, geometry: Geometry, budget: float, calibration=None) -> rules.Sizes:
         """Cmin, Cmax and the reading of the rules, as given or as a budget leads to them."""
+        if self.cmax or self._online:
+            return self._divided(geometry, budget, 0)
+        below = which.below(self, geometry, calibration)[:, :-1]
+        number = int(below.any(1).sum())
+        found = self._divided(geometry, budget, number)
+        while self.theta:  # layers that Algorithm 1 does not come to test leave room for others
+            fewer = int(rules.turned(geometry.schedule.tokens[:-1], found, below).sum())
+            better = self._divided(geometry, budget, fewer)
+            again = int(rules.turned(geometry.schedule.tokens[:-1], better, below).sum())
+            if fewer >= number or again > fewer:
+                break
+            number, found = fewer, better
+        return found
+
+    def _divided(self, geometry: Geometry, budget: float, number: int) -> rules.Sizes:
+        """Sizes for so many demanding layers."""
         cmin, cmax, whole = self.cmin, self.cmax, self.granularity == "scale"
         fill = self.oversize == "fill"
         if not cmax:
@@ -274,7 +212,6 @@ class AMSKV(Policy):
             if self._online:
                 cmin, cmax = rules.divide_online(geometry, budget, least, self.ratio)
             else:
-                number = int(self.below(geometry, calibration)[:, :-1].any(1).sum())
                 cmin, cmax = rules.divide(geometry, budget, number, least, self.ratio)
         locked = self.locked_tokens(geometry, cmin)
         return rules.Sizes(cmin=cmin, cmax=cmax, condensed=locked, whole_scales=whole, fill=fill)
@@ -295,7 +232,7 @@ class AMSKV(Policy):
                 protected=sizes.condensed,
                 recent=min(sizes.cmin, schedule.persistent_tokens) - sizes.condensed,
             )
-        below = self.below(geometry, calibration)
+        below = which.below(self, geometry, calibration)
         kinds, kind_of_layer = np.unique(below, axis=0, return_inverse=True)
         held = [rules.cache_layer(schedule.tokens, sizes, kind)[0] for kind in kinds]
         death = np.stack([schedule.scale_of_token + 1 + h[:-1].sum(0) for h in held])
@@ -313,9 +250,9 @@ class AMSKV(Policy):
 
     def _turned(self, geometry: Geometry, sizes: rules.Sizes, calibration) -> np.ndarray:
         """bool [L]: layers that end with Cmax."""
-        tokens, below = geometry.schedule.tokens, self.below(geometry, calibration)
-        rooms = [rules.cache_layer(tokens, sizes, row)[1][-1] for row in below]
-        return (np.array(rooms) > sizes.cmin) | (sizes.cmax == sizes.cmin)
+        return rules.turned(
+            geometry.schedule.tokens, sizes, which.below(self, geometry, calibration)
+        )
 
     def plan_lines(self, geometry: Geometry, calibration=None) -> list[str]:
         """What a printed plan says about a prepared policy."""

@@ -57,6 +57,12 @@ def cache_layer(
     return retained, rooms
 
 
+def turned(tokens: Sequence[int], sizes: Sizes, below: np.ndarray) -> np.ndarray:
+    """bool [L]: layers whose room becomes C_max, from bool [L, K]; all if the sizes are equal."""
+    rooms = [cache_layer(tokens, sizes, row)[1][-1:] for row in below]
+    return (np.array(rooms).max(1, initial=0) > sizes.cmin) | (sizes.cmax == sizes.cmin)
+
+
 def _append(held, own, room: int, sizes: Sizes, scale_of) -> np.ndarray:
     both = np.concatenate([held, own])
     if both.size <= room:
