@@ -12,11 +12,13 @@ from varjax.policies.h2o import H2O  # isort: skip
 from varjax.policies.scalekv import ScaleKV  # isort: skip
 from varjax.policies.hack import HACK  # isort: skip
 from varjax.policies.amskv import AMSKV  # isort: skip
+from varjax.policies.compose import Compose  # isort: skip
 
 __all__ = [
-    "AMSKV",
     "POLICIES",
+    "AMSKV",
     "BinaryHeatKV",
+    "Compose",
     "Full",
     "H2O",
     "HACK",

@@ -1,0 +1,209 @@
+"""Every sensible pair of policies, and a reason for every other."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import models_under_test as models
+from tests.policies.observations import CAPACITIES, DEMO, check_counts, kept_columns, observation
+from varjax import policies
+from varjax.cache.planner import plan_cache
+from varjax.errors import UserError
+from varjax.geometry import Geometry
+from varjax.policies import POLICIES, Compose, get_policy
+from varjax.policies.base import Policy
+from varjax.policies.calibration import Calibration
+from varjax.policies.compose import REFUSED, Newest
+
+ALLOCATING = [name for name in POLICIES if ("allocate", name) not in REFUSED and name != "table"]
+SELECTING = [name for name in POLICIES if ("select", name) not in REFUSED]
+
+
+def calibration(geometry: Geometry) -> Calibration:
+    """Measurements of everything that any policy wants, at random."""
+    rng = np.random.default_rng(0)
+    layers, heads, scales = geometry.num_layers, geometry.num_heads, geometry.schedule.num_scales
+    return Calibration(
+        beta=rng.random((layers, heads, scales, scales)),
+        key_discrepancy=rng.random((layers, scales)),
+        query_variance=rng.random((layers, heads)),
+        selectivity=rng.random((layers, scales)),
+    )
+
+
+def pair(allocate: str, select: str, budget: float | None = 0.3, **more: str) -> Compose:
+    return get_policy("compose", budget, {"allocate": allocate, "select": select, **more})
+
+
+def test_the_matrix_is_not_empty():
+    assert len(ALLOCATING) >= 9 and len(SELECTING) >= 7
+    assert {name for _, name in REFUSED} <= set(POLICIES)
+
+
+@pytest.mark.parametrize("select", SELECTING)
+@pytest.mark.parametrize("allocate", ALLOCATING)
+def test_capacities_of_one_and_selection_of_the_other(allocate, select):
+    measured = calibration(DEMO)
+    plan = plan_cache(DEMO, pair(allocate, select, accounting="tokens"), measured)
+    alone = plan_cache(DEMO, get_policy(allocate, 0.3, {"accounting": "tokens"}), measured)
+    np.testing.assert_array_equal(plan.capacity, alone.capacity)
+    assert not plan.static_content and plan.policy.selector.name in (select, "streaming")
+    assert plan.policy.needs == plan.policy.selector.needs
+    in_bytes = plan_cache(DEMO, pair(allocate, select), measured)
+    assert in_bytes.pool_tokens <= 0.3 * DEMO.dense_tokens
+    tables = plan.policy.inputs(DEMO, plan.allocation, np.arange(2))
+    hash(plan.policy), tables
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("select", ["swa", "streaming", "headkv", "snapkv", "h2o", "scalekv"])
+def test_selections_fill_any_room(select, capacity):
+    """Also rooms that are smaller than the sinks of the selection."""
+    policy = pair("snapkv", select).prepare(DEMO, None)
+    inputs = jnp.array([14, 3]) if select == "headkv" else jnp.int32(14)
+    obs = observation(1, capacity, inputs=inputs)
+    check_counts(obs, policy.select(obs))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("capacity", CAPACITIES)
+def test_newest_tokens_and_sinks(seed, capacity):
+    obs = observation(seed, capacity, inputs=jnp.int32(14))
+    live, position = np.asarray(obs.live), np.asarray(obs.position)
+    for head, kept in kept_columns(Newest().select(obs)).items():
+        oldest = sorted(np.flatnonzero(live[head]), key=lambda c: position[head][c])
+        sinks = [c for c in oldest if position[head][c] < 14][:capacity]
+        rest = [c for c in oldest if c not in sinks]
+        assert kept == {*sinks, *rest[::-1][: capacity - len(sinks)]}
+
+
+def test_sinks_follow_the_selection():
+    def protected(select, **more):
+        return plan_cache(DEMO, pair("h2o", select, **more)).allocation.protected
+
+    assert protected("swa") == 0
+    assert protected("streaming") == 5  # two scales fit half of 19 tokens
+    assert protected("streaming", select_sinks="1") == 1
+
+
+def test_arguments_reach_their_part():
+    policy = pair("hack", "snapkv", allocate_asymmetry="3", select_window="8", block_size="2")
+    assert policy.allocator == policies.HACK(budget=0.3, asymmetry=3.0, block_size=2)
+    assert policy.selector == policies.SnapKV(budget=0.3, window=8, block_size=2)
+    assert policy.window_tokens(8, 8).shape == (8,)
+    in_python = Compose.of(
+        allocate=policies.HACK(budget=0.3, asymmetry=3.0, block_size=2),
+        select=policies.SnapKV(window=8),
+    )
+    assert in_python == policy and hash(in_python) == hash(policy)
+    assert pair("heatkv", "snapkv", None).budget == policies.HeatKV().budget
+
+
+def test_calibration_is_used_where_a_part_does():
+    assert pair("heatkv", "snapkv").uses_calibration and pair("snapkv", "hack").uses_calibration
+    assert not pair("snapkv", "h2o").uses_calibration
+    plan_cache(DEMO, pair("snapkv", "scalekv"))  # its selection needs none
+    for names in (("heatkv", "snapkv"), ("snapkv", "hack"), ("scalekv", "snapkv")):
+        with pytest.raises(UserError, match="--calibration=FILE"):
+            plan_cache(DEMO, pair(*names))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "needs to know allocate and select"),
+        ({"allocate": "snapkv"}, "needs to know select"),
+        ({"allocate": "snapvk", "select": "h2o"}, "did you mean 'snapkv'"),
+        ({"allocate": "snapkv", "select": "h20"}, "did you mean 'h2o'"),
+        ({"allocate": "snapkv", "select": "h2o", "selct_x": "1"}, "no argument 'selct_x'"),
+        (
+            {"allocate": "hack", "select": "h2o", "allocate_asymetry": "1"},
+            "did you mean 'allocate_asymmetry'",
+        ),
+        ({"allocate": "snapkv", "select": "h2o", "select_budget": "1"}, "no argument"),
+        ({"allocate": "hack", "select": "h2o", "allocate__types": "1"}, "no argument"),
+        ({"allocate": "hack", "select": "h2o", "allocate_sinks": "x"}, "not a whole number"),
+        ({"allocate": "hack", "select": "h2o", "block_size": "x"}, "not a whole number"),
+        ({"allocate": "snapkv", "select": "h2o", "parts": "x"}, "no argument 'parts'"),
+    ],
+)
+def test_wrong_text(arguments, message):
+    with pytest.raises(UserError, match=message):
+        get_policy("compose", None, arguments)
+
+
+@pytest.mark.parametrize(("role", "name"), REFUSED)
+def test_senseless_pairs_are_refused_with_the_reason(role, name):
+    parts = {"allocate": "snapkv", "select": "h2o", role: name}
+    with pytest.raises(UserError, match=f"{role}={name} makes no sense: "):
+        get_policy("compose", None, parts)
+
+
+def test_compositions_made_in_python_are_checked_too():
+    with pytest.raises(UserError, match="makes no sense"):
+        Compose.of(allocate=policies.SnapKV(), select=policies.HeatKV())
+    with pytest.raises(UserError, match="needs to know"):
+        plan_cache(DEMO, Compose())
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"budget": 1.5}, r"budget=1.5 is outside"),
+        ({"budget": 0.01}, "too small for policy 'snapkv'"),
+        ({"select_recent_share": "2"}, "recent_share=2 is outside"),
+        ({"allocate_window": "65"}, "window=65"),
+        ({"block_size": "3"}, "power of two"),
+    ],
+)
+def test_parts_check_their_arguments(more, message):
+    with pytest.raises(UserError, match=message):
+        plan_cache(DEMO, pair("snapkv", "h2o", **{"budget": 0.3, **more}))
+
+
+def test_a_table_gives_capacities(tmp_path):
+    keep = np.zeros((6, 3, 4, 6), bool)
+    keep[1:, :, :2, 0] = keep[3:, :, 2:, 2] = True
+    np.savez(tmp_path / "keep.npz", keep_scale=keep)
+    path = str(tmp_path / "keep.npz")
+    policy = pair("table", "h2o", allocate_path=path)
+    plan = plan_cache(DEMO, policy)
+    np.testing.assert_array_equal(plan.capacity[5], [[1, 1, 9, 9]] * 3)
+    assert policy.content() == policies.Table(path=path).content() and not policy.shrinks
+
+
+def test_memory_of_the_selection():
+    """A selection that remembers makes a composition that remembers."""
+
+    class Remembering(policies.SnapKV):
+        def first_memory(self, geometry, rows):
+            return jnp.zeros(rows)
+
+        def remember(self, obs):
+            return obs.memory + 1
+
+    policy = pair("h2o", "snapkv")
+    assert type(policy.prepare(DEMO, None)).remember is Policy.remember
+    policy = dataclasses.replace(policy, _prepared=(policies.H2O(), Remembering()))
+    prepared = policy.prepare(DEMO, None)
+    assert type(prepared).remember is not Policy.remember and prepared.name == "compose"
+    obs = observation(0, 3, memory=prepared.first_memory(DEMO, 2))
+    np.testing.assert_array_equal(prepared.remember(obs), [1, 1])
+
+
+@pytest.mark.parametrize(
+    ("allocate", "select"),
+    [("heatkv", "snapkv"), ("scalekv", "streaming"), ("snapkv", "headkv")],
+)
+def test_on_a_real_model(allocate, select):
+    """All heads hold what the one policy allows, in the rooms that the plan gives them."""
+    model = models.fixture_model("b_k6_sharedaln")
+    policy = pair(allocate, select, 0.3)
+    plan = plan_cache(model.geometry, policy, calibration(model.geometry))
+    generator = models.greedy_generator(model, policy, plan=plan)
+    results, state = generator.run_batch([3, 7], [0, 1])
+    assert np.isfinite(results["logits"]).all()
+    held = (np.asarray(state.position) >= 0).sum(-1)
+    np.testing.assert_array_equal(held, plan.capacity[-1].sum())

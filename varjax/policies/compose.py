@@ -1,0 +1,264 @@
+"""One policy says how much every head holds, another which tokens."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from varjax.cache.allocation import Allocation, RegionAllocation
+from varjax.errors import UserError, choose, nearest
+from varjax.geometry import Geometry
+from varjax.policies import building_blocks as blocks
+from varjax.policies import sinks as sink_rules
+from varjax.policies.base import (
+    Needs,
+    Observation,
+    Policy,
+    argument_types,
+    make_policy,
+    read_arguments,
+)
+from varjax.policies.registry import POLICIES, register
+from varjax.policies.windows import SlidingWindow, Streaming
+
+ROLES = ("allocate", "select")
+SHARED = ("budget", "accounting", "block_size")  # arguments of the composition, not of its parts
+_GIVEN = "its contents are not chosen by a score, they follow from its own "
+REFUSED = {
+    ("allocate", "full"): "it keeps everything, so there is nothing to select",
+    ("allocate", "headkv"): "which head gets which room is decided for every image, by its own "
+    "grouping",
+    ("allocate", "compose"): "compositions do not nest",
+    ("select", "full"): "it keeps everything; any other policy does that with budget 1",
+    ("select", "table"): _GIVEN + "file",
+    ("select", "heatkv"): _GIVEN + "schedule of scales",
+    ("select", "binary_heatkv"): _GIVEN + "schedule of scales",
+    ("select", "heatkv_naive"): _GIVEN + "schedule of scales",
+    ("select", "compose"): "compositions do not nest",
+}
+
+
+@register("compose")
+@dataclass(frozen=True, kw_only=True)
+class Compose(Policy):
+    """Capacities of one policy, contents of another:
+    `--policy=compose --policy_args=allocate=heatkv,select=snapkv`.
+
+    Idea: how much each head may hold and which tokens fill the room are separate questions, and the
+    papers answer both at once. With every pair at hand the answers can be compared one by one.
+
+    Every head holds, when a scale starts, as many tokens as it does under the policy `allocate`;
+    after every scale `select` chooses which. In Python: `Compose.of(allocate=HeatKV(budget=0.1),
+    select=SnapKV())`, where the budget of the first counts.
+
+    Args:
+      budget: fraction of the full cache, by default that of the policy `allocate`.
+      allocate: the policy that gives the capacities: any but full (nothing is left to select),
+        headkv and online amskv (who gets how much is decided while generating).
+      select: the policy that chooses: swa and streaming (the newest, without or with sinks), or any
+        that scores (snapkv, h2o, hack, scalekv, headkv), or amskv (condensed and newest tokens).
+      allocate_NAME, select_NAME: argument NAME of either policy, for example allocate_sinks=3 or
+        select_window=8.
+
+    What a part needs (a calibration, a file) it needs here too, but `scalekv` as `select` needs
+    neither budgets nor calibration.
+
+    Differs from the parts: sinks of `select` that exceed a head's room stay only as far as there is
+      room, the oldest first. `headkv` as `select` keeps the recent tokens that it would give a
+      local head of the same budget, and groups no heads.
+    """
+
+    budget: float = 0.25
+    parts: tuple[tuple[str, str], ...] = ()  # all arguments but the shared ones, as text
+    _prepared: tuple[Policy, ...] = field(default=(), repr=False)
+
+    summary = "capacities of one policy, selection of another"
+
+    # --- arguments --------------------------------------------------------------------------------
+
+    @classmethod
+    def of(cls, *, allocate: Policy, select: Policy) -> "Compose":
+        """From two policies; budget, accounting and block size are those of `allocate`."""
+        parts = {"allocate": allocate.name, "select": select.name}
+        for role, part in zip(ROLES, (allocate, select), strict=True):
+            default = type(part)()
+            for name in _own_arguments(type(part)):
+                if getattr(part, name) != getattr(default, name):
+                    parts[f"{role}_{name}"] = str(getattr(part, name))
+        shared = {name: getattr(allocate, name) for name in SHARED}
+        return cls(**(cls.from_arguments(parts) | shared))
+
+    @classmethod
+    def from_arguments(cls, arguments: dict[str, str]) -> dict[str, Any]:
+        own = {k: v for k, v in arguments.items() if k in SHARED}
+        parts = {k: v for k, v in arguments.items() if k not in SHARED}
+        known = [*SHARED[1:], *ROLES]
+        for role in ROLES:
+            if role in parts:
+                chosen = _choose_part(role, parts[role])
+                known += [f"{role}_{name}" for name in _own_arguments(chosen)]
+        for name in parts:
+            if name not in known:
+                raise UserError(
+                    f"policy 'compose' has no argument {name!r}{nearest(name, known)}; here it "
+                    f"has: {', '.join(known)}"
+                )
+        values = read_arguments(cls, own)
+        built = dict(zip(ROLES, cls(**values, parts=tuple(parts.items()))._parts, strict=True))
+        for name in parts.keys() - ROLES:  # 3 and 3.0 are the same policy
+            role, _, own_name = name.partition("_")
+            parts[name] = str(getattr(built[role], own_name))
+        return values | {"parts": tuple(sorted(parts.items())), "budget": built["allocate"].budget}
+
+    @cached_property
+    def _parts(self) -> tuple[Policy, ...]:
+        """(who says how much, who says which); their own budgets are the defaults."""
+        given = dict(self.parts)
+        if missing := [role for role in ROLES if role not in given]:
+            raise UserError(
+                f"policy 'compose' needs to know {' and '.join(missing)}: "
+                f"--policy_args=allocate=POLICY,select=POLICY, for example "
+                f"allocate=heatkv,select=snapkv"
+            )
+        result = []
+        for role in ROLES:
+            prefix = f"{role}_"
+            own = {k.removeprefix(prefix): v for k, v in given.items() if k.startswith(prefix)}
+            result.append(make_policy(_choose_part(role, given[role]), None, own))
+        return tuple(result)
+
+    def _role(self, index: int) -> Policy:
+        if self._prepared:
+            return self._prepared[index]
+        part = self._parts[index]
+        if isinstance(part, SlidingWindow | Streaming) and index:
+            part = Newest(sinks=getattr(part, "sinks", 0), protects=isinstance(part, Streaming))
+        return dataclasses.replace(part, **{name: getattr(self, name) for name in SHARED})
+
+    @property
+    def allocator(self) -> Policy:
+        """The policy that says how much."""
+        return self._role(0)
+
+    @property
+    def selector(self) -> Policy:
+        """The policy that says which."""
+        return self._role(1)
+
+    # --- what the parts say -----------------------------------------------------------------------
+
+    @property
+    def needs(self) -> Needs:
+        return self.selector.needs
+
+    @property
+    def uses_calibration(self) -> bool:
+        return self.allocator.uses_calibration or self.selector.uses_calibration
+
+    @property
+    def budgeted(self) -> bool:
+        return self.allocator.budgeted
+
+    @property
+    def shrinks(self) -> bool:
+        return self.allocator.shrinks
+
+    def prepare(self, geometry: Geometry, calibration: Any) -> "Compose":
+        allocator = self.allocator.prepare(geometry, calibration)
+        selector = dataclasses.replace(self.selector, budget=allocator.budget)
+        selector = selector.prepare(geometry, calibration)
+        remembers = type(selector).remember is not Policy.remember
+        return (_Remembering if remembers else Compose)(
+            budget=allocator.budget,
+            accounting=self.accounting,
+            block_size=self.block_size,
+            parts=self.parts,
+            _prepared=(allocator, selector),
+        )
+
+    def check(self, geometry: Geometry) -> None:
+        self.allocator.check(geometry)
+        self.selector.check(geometry)
+
+    def minimum_budget(self, geometry: Geometry) -> float:
+        return self.allocator.minimum_budget(geometry)
+
+    def smallest_reason(self) -> str:
+        return self.allocator.smallest_reason()
+
+    def content(self) -> str | None:
+        return ";".join(filter(None, (self.allocator.content(), self.selector.content()))) or None
+
+    def check_images(self, num_images: int) -> None:
+        self.allocator.check_images(num_images)
+        self.selector.check_images(num_images)
+
+    def allocate(self, geometry: Geometry, budget: float, calibration=None) -> Allocation:
+        given = self.allocator.allocate(geometry, budget, calibration)
+        regroups = getattr(given, "regroup_scale", None) is not None
+        fixed = not getattr(given, "ragged", False) or self.allocator.name == "table"
+        if regroups or not fixed:
+            raise UserError(
+                f"policy 'compose': allocate={self.allocator.name} with these arguments decides "
+                f"while generating how much a head holds; capacities must be known beforehand"
+            )
+        return self.selector.adopt(geometry, budget, given.capacity(geometry))
+
+    def inputs(self, geometry: Geometry, allocation: Allocation, image_index: np.ndarray) -> Any:
+        return self.selector.inputs(geometry, allocation, image_index)
+
+    def window_tokens(self, height: int, width: int) -> np.ndarray:
+        return self.selector.window_tokens(height, width)
+
+    def first_memory(self, geometry: Geometry, rows: int) -> Any:
+        return self.selector.first_memory(geometry, rows)
+
+    def select(self, obs: Observation):
+        kept = self.selector.select(obs)
+        return blocks.top(-obs.position, kept, obs.capacity)
+
+
+class _Remembering(Compose):
+    """A composition whose selection has a memory; the engine looks for the method."""
+
+    def remember(self, obs: Observation) -> Any:
+        return self.selector.remember(obs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Newest(sink_rules.SinkPolicy):
+    """The rule of `swa` and, with `protects`, of `streaming`, as a selection."""
+
+    protects: bool = False
+    name = "streaming"
+
+    def adopt(self, geometry: Geometry, budget: float, capacity: np.ndarray) -> RegionAllocation:
+        scales = sink_rules.sink_scales(self.sinks, geometry, budget) if self.protects else 0
+        return RegionAllocation(capacity, protected=sink_rules.sink_tokens(scales, geometry))
+
+    def inputs(self, geometry: Geometry, allocation: RegionAllocation, image_index: np.ndarray):
+        """Per scale and layer: the protected tokens, int32 [K, L]."""
+        shape = (geometry.schedule.num_scales, geometry.num_layers)
+        return np.full(shape, allocation.protected, np.int32)
+
+    def select(self, obs: Observation):
+        first = blocks.protect(obs.position, obs.live, obs.inputs)
+        kept = blocks.top(-obs.position, first, obs.capacity)
+        return kept | blocks.recent(obs.position, obs.live & ~kept, obs.capacity - kept.sum(-1))
+
+
+def _own_arguments(cls: type[Policy]) -> list[str]:
+    return [name for name in argument_types(cls) if name not in SHARED]
+
+
+def _choose_part(role: str, name: str) -> type[Policy]:
+    cls = POLICIES[choose(f"policy in {role}={name}:", name, POLICIES)]
+    if reason := REFUSED.get((role, name)):
+        fitting = [other for other in POLICIES if (role, other) not in REFUSED]
+        raise UserError(
+            f"policy 'compose': {role}={name} makes no sense: {reason}; choose one of "
+            f"{', '.join(fitting)}"
+        )
+    return cls
