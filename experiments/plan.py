@@ -32,7 +32,7 @@ from varjax.geometry import Geometry
 from varjax.memory import show_bytes
 from varjax.models import registry
 from varjax.models.published_geometry import GEOMETRIES
-from varjax.policies import AMSKV, POLICIES, get_policy
+from varjax.policies import POLICIES, get_policy
 
 FLAGS = command_line.CommandFlags()
 NAMES = sorted({*registry.PRESETS, *GEOMETRIES}, key=lambda name: (name in GEOMETRIES, name))
@@ -65,20 +65,20 @@ SAVE = FLAGS.string("save", None, "Write the plan's arrays to this npz file.")
 OVERWRITE = FLAGS.boolean("overwrite", False, "Replace the --save file if it exists.")
 
 
-def geometry() -> tuple[str, Geometry]:
-    """(name, geometry) of the model named by exactly one of the flags."""
+def model_or_geometry() -> tuple[str, Geometry, settings.AbstractModel | None]:
+    """(name, geometry, model if there is more than that) named by exactly one of the flags."""
     named = {"--model": MODEL.value, "--checkpoint": CHECKPOINT.value, "--geometry": GEOMETRY.value}
     given = [flag for flag, value in named.items() if value]
     if len(given) > 1:
         raise UserError(f"{' and '.join(given)} exclude each other: name one model")
     if GEOMETRY.value:
-        return "geometry", Geometry.parse(GEOMETRY.value)
+        return "geometry", Geometry.parse(GEOMETRY.value), None
     if MODEL.value:
         choose("model", MODEL.value, NAMES)
         if MODEL.value in GEOMETRIES:
-            return MODEL.value, GEOMETRIES[MODEL.value]
+            return MODEL.value, GEOMETRIES[MODEL.value], None
     model = settings.abstract_model(MODEL.value or CHECKPOINT.value)
-    return model.name, model.geometry
+    return model.name, model.geometry, model
 
 
 def arrays(plan: CachePlan, batch_size: int, dtype: str) -> dict[str, np.ndarray]:
@@ -172,19 +172,16 @@ def text(name: str, plan: CachePlan, batch_size: int, dtype: str, remarks: Seque
 
 
 def main(argv) -> None:
-    name, model_geometry = geometry()
+    name, geometry, model = model_or_geometry()
     policy = get_policy(POLICY.value, BUDGET.value, command_line.typed_pairs(POLICY_ARGS.value))
-    calibration = settings.read_calibration(CALIBRATION.value, policy, model_geometry)
+    calibration = settings.read_calibration(CALIBRATION.value, policy, geometry, model)
     target = pathlib.Path(SAVE.value) if SAVE.value else None
     if target and target.exists() and not OVERWRITE.value:
         raise UserError(f"{target} exists already: choose another file or add --overwrite")
-    policy = policy.prepare(model_geometry, calibration)
-    plan = plan_cache(model_geometry, policy, calibration)
-    remarks, steady = [], None
-    if isinstance(policy, AMSKV):
-        remarks = policy.plan_lines(model_geometry, calibration)
-        steady = policy.steady_tokens(model_geometry, calibration)
-    remarks += paper_lines(plan, BATCH_SIZE.value, steady)
+    plan = plan_cache(geometry, policy, calibration)
+    steady = plan.policy.steady_tokens(geometry, calibration)
+    remarks = plan.policy.plan_lines(geometry, calibration)
+    remarks = [*remarks, *paper_lines(plan, BATCH_SIZE.value, steady)]
     print(text(name, plan, BATCH_SIZE.value, DTYPE.value, remarks))
     if target:
         with writing(target) as file:

@@ -159,6 +159,7 @@ def resolve() -> settings.RunSettings:
         ),
         given_scales=_given_scales(model.geometry.schedule.num_scales),
         calibration=None if calibration is None else calibration.digest,
+        remarks=tuple(plan.policy.plan_lines(model.geometry, calibration)),
     )
 
 

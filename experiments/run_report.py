@@ -82,6 +82,7 @@ def build(
             "accounting": plan.accounting,
             "bookkeeping_bytes": generator.bookkeeping_bytes,
         },
+        "remarks": list(run.remarks),
         "attention_flops_per_image": generator.attention_flops(),
         "memory": {
             "arguments_bytes": analysis.argument_size_in_bytes,
@@ -173,7 +174,7 @@ def dry_run_text(run: RunSettings) -> str:
         ("activations", f"about {memory.show_bytes(need.activations)}"),
         ("total", f"about {memory.show_bytes(need.total)}"),
     ]
-    return _columns(rows)
+    return "\n".join([_columns(rows), *run.remarks])
 
 
 def _millions(module) -> str:

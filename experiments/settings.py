@@ -156,8 +156,8 @@ def read_calibration(
 ) -> Calibration | None:
     """The file of `--calibration=FILE`, else the one in the model's folder.
 
-    A file that is given is refused for policies that would ignore it. With a model and its sampling
-    it is refused if it was made for other weights or guidance.
+    A file that is given is refused for policies that would ignore it, and any file if it was made
+    for other weights than the model's or, with `sampling`, for another guidance.
     """
     if path and not policy.uses_calibration:
         raise UserError(f"policy {policy.name!r} uses no calibration: leave out --calibration")
@@ -166,9 +166,10 @@ def read_calibration(
     if not path:
         return None
     found = calibration_lib.load(path, geometry)
-    if model is not None and sampling is not None:
+    if model is not None and model.directory is not None:
+        guidance = None if sampling is None else sampling.cfg
         try:
-            found.check_origin(calibration_lib.model_digest(model.metadata), sampling.cfg)
+            found.check_origin(calibration_lib.model_digest(model.metadata), guidance)
         except UserError as error:
             raise UserError(f"calibration {path}: {error}") from None
     return found
@@ -177,7 +178,7 @@ def read_calibration(
 @dataclass(frozen=True, eq=False)
 class RunSettings:
     """A resolved run. calibration: SHA-256 of the calibration file. kv_dtype: of the pool;
-    dense_dtype: of the full cache that it is compared with."""
+    dense_dtype: of the full cache that it is compared with. remarks: of the policy, on its plan."""
 
     model: AbstractModel
     labels: np.ndarray
@@ -197,6 +198,7 @@ class RunSettings:
     given_tokens: np.ndarray | None = None
     given_scales: int | None = None
     calibration: str | None = None
+    remarks: tuple[str, ...] = ()
 
     def describe(self) -> dict:
         """JSON-able content: what decides the results."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from experiments import run, settings
+from tests import models_under_test as models
 
 HEATKV = pathlib.Path(__file__).parents[1] / "fixtures/policies/heatkv"
 GEOMETRY = "--geometry=layers=3,heads=4,head_dim=16,schedule=1x1;2x3;4x4;5x6"
@@ -119,7 +120,11 @@ def test_run_records_the_calibration(call, tmp_path, monkeypatch):
     assert status == 0, err
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     assert seen[0].describe()["calibration"] == digest
-    assert call("run", *flags)[0] == 2
+    assert call("run", *flags)[0] == 0  # the one in the model's folder
+    own = settings.abstract_model(None).directory / "calibration.json"
+    assert seen[1].describe()["calibration"] == hashlib.sha256(own.read_bytes()).hexdigest()
+    bare = models.checkpoint_folder("b_k6_sharedaln")
+    assert call("run", *flags, f"--checkpoint={bare}")[0] == 2
     assert call("run", "--dry_run", f"--calibration={path}")[0] == 2
 
 

@@ -45,7 +45,7 @@ class CacheSegment:
             selects=any(plan.selects(s) for s in scales),
             moves=any(plan.moves(s) for s in scales),
             ragged=getattr(plan.allocation, "ragged", False),
-            remembers=type(policy).remember is not Policy.remember,
+            remembers=policy.first_memory(plan.geometry, 1) is not None,
             regroup_scale=regroup if regroup in scales else None,
             attention=attention,
         )

@@ -110,6 +110,8 @@ class AMSKV(Policy):
 
     summary = "condensed and newest scales, more in layers whose keys change; needs a calibration"
     uses_calibration = True
+    contents = "known beforehand, or per image"
+    examples = ({}, {"mode": "online"}, {"placement": "uniform"})
 
     @property
     def needs(self) -> Needs:

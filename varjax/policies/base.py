@@ -118,6 +118,9 @@ class Policy:
     )
     shrinks: ClassVar[bool] = True  # False: `allocate` ignores the budget
     uses_calibration: ClassVar[bool] = False
+    contents: ClassVar[str] = ""  # for tables, where it is not simply "decided per image" or not
+    # argument sets that generic tests and sweeps over all policies take
+    examples: ClassVar[tuple[dict[str, str], ...]] = ({},)
 
     # --- host -------------------------------------------------------------------------------------
 
@@ -196,6 +199,15 @@ class Policy:
     def content(self) -> str | None:
         """What else decides the results, as text: for example the hash of a file named in the
         arguments."""
+        return None
+
+    def plan_lines(self, geometry: Geometry, calibration: Any = None) -> list[str]:
+        """What a printed plan should say about this (prepared) policy."""
+        return []
+
+    def steady_tokens(self, geometry: Geometry, calibration: Any = None) -> int | None:
+        """Tokens per head, summed over layers, that the policy's paper counts as its memory; None:
+        those that the last scale sees."""
         return None
 
     def check_images(self, num_images: int) -> None:

@@ -92,14 +92,15 @@ class Calibration:
             for i, order in enumerate(self.orders):
                 read_order(f"order list {i}", order.tolist(), geometry)
 
-    def check_origin(self, model_digest: str, guidance: float) -> None:
-        """Raise `UserError` if this was measured on other weights, or with other guidance."""
+    def check_origin(self, model_digest: str, guidance: float | None = None) -> None:
+        """Raise `UserError` if this was measured on other weights, or with other guidance (None:
+        whatever it was)."""
         if self.model_digest not in (None, model_digest):
             raise UserError(
                 f"the calibration was made for other weights (of a model called {self.model!r}); "
                 f"calibrate this model: python -m experiments.calibrate"
             )
-        if self.guidance is not None and abs(self.guidance - guidance) > 1e-6:
+        if None not in (self.guidance, guidance) and abs(self.guidance - guidance) > 1e-6:
             raise UserError(
                 f"the calibration was made with guidance cfg={self.guidance:g}, this run uses "
                 f"cfg={guidance:g}: run with --cfg={self.guidance:g}, or calibrate with "

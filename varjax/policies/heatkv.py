@@ -190,6 +190,7 @@ class HeatKVNaive(HeatKV):
 
     whole_heads: bool = False
 
+    examples = ({}, {"whole_heads": "true"})
     summary = "as heatkv, but nearly everything is removed a scale early"
 
     def _whole_heads(self) -> bool:

@@ -35,7 +35,7 @@ def markdown_table() -> str:
     rows = ["| policy | keeps | contents | default budget |", "| --- | --- | --- | --- |"]
     for name, cls in POLICIES.items():
         contents = "decided per image" if cls.select is not Policy.select else "known beforehand"
-        contents = contents if cls.budgeted else "given"
+        contents = cls.contents or (contents if cls.budgeted else "given")
         budget = f"{cls().budget:g}" if cls.budgeted else "what it keeps"
         rows.append(f"| `{name}` | {cls.summary} | {contents} | {budget} |")
     return "\n".join(rows)

@@ -84,6 +84,7 @@ class ScaleKV(Policy):
     kernel: int = 5
     faithful: bool = False
 
+    examples = ({}, {"faithful": "true"})
     summary = "everything in drafter layers, best logits in refiners; needs budgets or calibration"
 
     @property
