@@ -1,4 +1,8 @@
-"""KV-cache policies. Import order is the order of tables and help texts."""
+"""KV-cache policies. Import order is the order of tables and help texts; modules of this folder
+that are not named here follow, so a new policy is found by being there."""
+
+import importlib
+import pkgutil
 
 from varjax.policies.base import Needs, Observation, Policy
 from varjax.policies.registry import POLICIES, get_policy, register
@@ -13,6 +17,9 @@ from varjax.policies.scalekv import ScaleKV  # isort: skip
 from varjax.policies.hack import HACK  # isort: skip
 from varjax.policies.amskv import AMSKV  # isort: skip
 from varjax.policies.compose import Compose  # isort: skip
+
+for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    importlib.import_module(_module.name)
 
 __all__ = [
     "POLICIES",

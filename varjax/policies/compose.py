@@ -75,6 +75,11 @@ class Compose(Policy):
     _prepared: tuple[Policy, ...] = field(default=(), repr=False)
 
     summary = "capacities of one policy, selection of another"
+    examples = (
+        {"allocate": "heatkv", "select": "snapkv"},
+        {"allocate": "hack", "select": "scalekv"},
+        {"allocate": "scalekv", "select": "streaming"},
+    )
 
     # --- arguments --------------------------------------------------------------------------------
 

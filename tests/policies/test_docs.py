@@ -1,0 +1,78 @@
+"""docs/policies.md: its example is a working policy, its table names every policy and argument."""
+
+import dataclasses
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests import models_under_test as models
+from varjax.policies import POLICIES, registry
+from varjax.policies.base import Policy
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "policies.md").read_text("utf-8")
+EXAMPLE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
+
+
+@pytest.fixture
+def example(monkeypatch):
+    monkeypatch.setattr(registry, "POLICIES", dict(registry.POLICIES))
+    exec(compile(EXAMPLE, "policies.md", "exec", dont_inherit=True), {"__name__": "example"})
+    return registry.get_policy("best_attended", 0.3)
+
+
+def test_it_is_short():
+    lines = EXAMPLE.strip().splitlines()
+    assert len(lines) < 40 and sum(not re.match(r"from|import|$", line) for line in lines) <= 20
+
+
+def test_it_fits_its_budget_and_changes_little(example):
+    model = models.fixture_model("b_k6_sharedaln")
+    generator = models.greedy_generator(model, example)
+    results, state = generator.run_batch([3, 7], [0, 1])
+    assert state.kv_pool.nbytes <= 0.3 * generator.plan.dense_bytes(2, "float32")
+    held = (np.asarray(state.position) >= 0).sum(1)
+    assert (held == generator.plan.capacity[-1].sum()).all()
+    full, _ = models.greedy_generator(model).run_batch([3, 7], [0, 1])
+    assert 0.3 < (np.asarray(results["tokens"]) == np.asarray(full["tokens"])).mean() < 1
+
+
+def test_a_file_in_the_folder_is_found(tmp_path):
+    """A new file appears in the help of commands and in the generic tests."""
+    import shutil
+
+    for package in ("varjax", "pallas_kernels", "experiments", "tests"):
+        shutil.copytree(
+            ROOT / package,
+            tmp_path / package,
+            ignore=shutil.ignore_patterns("__pycache__", "fixtures"),
+        )
+    (tmp_path / "ported_weights").symlink_to(ROOT / "ported_weights")
+    (tmp_path / "tests" / "fixtures").symlink_to(ROOT / "tests" / "fixtures")
+    (tmp_path / "varjax" / "policies" / "best_attended.py").write_text(EXAMPLE, "utf-8")
+    code = (
+        "from experiments import run; from tests.policies import test_every_policy as every; "
+        "assert 'best_attended' in every.CASES; "
+        "print(run.command_line._help_text(run.main, run.FLAGS.values))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "best_attended" in done.stdout
+
+
+def table_rows() -> dict[str, str]:
+    return dict(re.findall(r"^\| `(\w+)` \|(.*)$", PAGE, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_table_names_every_argument(name):
+    row, shared = table_rows()[name], {f.name for f in dataclasses.fields(Policy)}
+    own = {f.name for f in dataclasses.fields(POLICIES[name]) if f.name[0] != "_"}
+    missing = {n for n in own - shared - {"parts"} if f"`{n}`" not in row}
+    assert not missing

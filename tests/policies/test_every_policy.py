@@ -1,0 +1,217 @@
+"""What every registered policy has to keep, at every budget. A new policy is tested here by being
+registered."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import models_under_test as models
+from varjax import engine, generation, measuring
+from varjax.cache.layer import attend_and_store
+from varjax.cache.planner import plan_cache
+from varjax.cache.state import KVState
+from varjax.errors import UserError
+from varjax.policies import POLICIES, get_policy
+from varjax.policies import calibration as calibrations
+from varjax.sampling import Sampling
+
+BUDGETS = (0.04, 0.1, 0.2, 0.5)
+EVERY = {
+    ",".join([name, *(f"{k}={v}" for k, v in arguments.items())]): (name, arguments)
+    for name, cls in POLICIES.items()
+    if cls.budgeted is not False
+    for arguments in cls.examples
+}
+CASES = [case for case in EVERY if case != "full"]
+SMALL = "b_k6_sharedaln"
+LABELS = np.array([3, 7], np.int32)
+LOGITS = 1e-4  # float32: slots may come in another order
+
+
+@functools.cache
+def model_and_calibration(name: str):
+    """The embedded demo with the calibration in its folder, or a fixture model measured here."""
+    if name == "demo":
+        model = generation.load(None, "float32")
+        path = calibrations.beside(model.directory)
+        return model, calibrations.load(path, model.geometry)
+    model = models.fixture_model(name)
+    return model, measuring.measure(model, LABELS, Sampling(cfg=1.5, greedy=True), batch_size=2)
+
+
+def plan_of(model: str, policy: str, budget: float):
+    """The plan, or None where the policy says that the budget is too small."""
+    (loaded, calibration), (name, arguments) = model_and_calibration(model), EVERY[policy]
+    try:
+        return plan_cache(loaded.geometry, get_policy(name, budget, arguments), calibration)
+    except UserError as error:
+        assert "smallest feasible budget is" in str(error)
+        smallest = float(str(error).rsplit(" ", 1)[1])
+        assert budget < smallest <= 1
+        plan_cache(loaded.geometry, get_policy(name, smallest, arguments), calibration)
+        return None
+
+
+@functools.cache
+def program(model: str, policy: str, budget: float):
+    """A compiled greedy generator for two images, tokens given or not."""
+    plan = plan_of(model, policy, budget)
+    if plan is None:
+        pytest.skip(f"{policy} says that a budget of {budget} is too small")
+    generator = models.greedy_generator(model_and_calibration(model)[0], plan=plan)
+    generator.compile(given=True)
+    return generator
+
+
+def run(generator, labels=LABELS, numbers=(0, 1), tokens=None):
+    """(results, final state) of a free run, or of one with the tokens given."""
+    total = generator.model.geometry.schedule.total_tokens
+    given = np.zeros((2, total), np.int32) if tokens is None else tokens
+    scales = 0 if tokens is None else None
+    return generator.run_batch(
+        np.asarray(labels), np.array(numbers), given=given, given_scales=scales
+    )
+
+
+# --- plans ---
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("policy", CASES)
+def test_pool_keeps_to_the_budget(policy, budget, dtype):
+    """Bytes of the arrays that would be allocated, int8 with its scales, and tokens that are live,
+    at every layer of every scale."""
+    plan = plan_of("demo", policy, budget)
+    if plan is None:
+        return
+    state = jax.eval_shape(lambda: KVState.empty(plan, 3, dtype))
+    arrays = [a for a in (state.kv_pool, state.kv_scale) if a is not None]
+    allocated = sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
+    assert allocated == plan.num_bytes(3, dtype) <= budget * plan.dense_bytes(3, "float32")
+    assert plan.live_tokens.max() <= plan.pool_tokens <= budget * plan.geometry.dense_tokens
+    assert (plan.capacity[0] == 0).all()
+
+
+@pytest.mark.parametrize("policy", CASES)
+def test_the_budget_is_used(policy):
+    """Half of the cache: at least a third is live at some time."""
+    assert plan_of("demo", policy, 0.5).peak_live_fraction > 1 / 3
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "full"])
+def test_documented(name):
+    """The docstring is the manual: every field of its own is explained in it."""
+    cls = POLICIES[name]
+    own = {f.name for f in dataclasses.fields(cls) if not f.name.startswith("_")}
+    own -= {"budget", "accounting", "block_size", "parts"}
+    text = " ".join(c.__doc__ or "" for c in cls.__mro__[:-1])
+    assert cls.summary and cls.__doc__ and not {n for n in own if n not in text}
+
+
+# --- runs ---
+
+
+@pytest.mark.parametrize("policy", CASES)
+def test_whole_budget_is_the_full_cache(policy):
+    check_whole_budget(SMALL, policy)
+
+
+@pytest.mark.parametrize("policy", CASES)
+def test_rows_are_independent(policy):
+    check_rows(SMALL, policy, 0.3)
+
+
+@pytest.mark.parametrize("policy", CASES)
+def test_dropped_tokens_are_never_read(policy):
+    check_poison(SMALL, policy, 0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", CASES)
+def test_demo_with_the_whole_budget(policy):
+    check_whole_budget("demo", policy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("policy", CASES)
+def test_demo_at_every_budget(policy, budget):
+    check_rows("demo", policy, budget)
+    check_poison("demo", policy, budget)
+
+
+def check_whole_budget(model: str, policy: str):
+    """Budget 1.0 gives the tokens of the full cache, and its logits."""
+    full, _ = run(program(model, "full", 1.0))
+    whole, _ = run(program(model, policy, 1.0))
+    np.testing.assert_array_equal(whole["tokens"], full["tokens"])
+    np.testing.assert_allclose(whole["logits"], full["logits"], atol=LOGITS, rtol=0)
+
+
+def check_rows(model: str, policy: str, budget: float):
+    """Images do not see each other, their order does not matter, and unconditional rows do not
+    depend on the condition."""
+    generator = program(model, policy, budget)
+    one, _ = run(generator, [3, 7])
+    other, _ = run(generator, [3, 1])
+    swapped, _ = run(generator, [7, 3], (1, 0))
+    tokens = np.asarray(one["tokens"])
+    np.testing.assert_array_equal(tokens[0], other["tokens"][0])
+    np.testing.assert_array_equal(tokens, np.asarray(swapped["tokens"])[::-1])
+    assert (tokens[1] != np.asarray(other["tokens"][1])).any()
+    _, state = run(generator, [3, 7], tokens=tokens)
+    _, changed = run(generator, [5, 1], tokens=tokens)
+    np.testing.assert_array_equal(state.kv_pool[2:], changed.kv_pool[2:])
+    assert (np.asarray(state.kv_pool[:2]) != np.asarray(changed.kv_pool[:2])).any()
+    if state.position is not None:
+        np.testing.assert_array_equal(state.position[2:], changed.position[2:])
+
+
+def check_poison(model: str, policy: str, budget: float):
+    """Slots are NaN before they are used and become NaN again in the step that frees them; nothing
+    changes."""
+    generator = program(model, policy, budget)
+    expected, _ = run(generator)
+    poisoned = models.greedy_generator(generator.model, plan=generator.plan)
+    live = jnp.asarray(live_slots(generator.plan))
+    empty = poisoned.empty_state
+
+    def poison(state, keep):
+        shape = (*keep.shape[:1], *state.kv_pool.shape[1:3], 1)
+        kept = jnp.where(keep.reshape(shape), state.kv_pool, jnp.nan)
+        return dataclasses.replace(state, kv_pool=kept)
+
+    def attend(*arguments, now, layer, **more):
+        out, state = attend_and_store(*arguments, now=now, layer=layer, **more)
+        fixed = live[now.scale, layer][None]
+        return out, poison(state, fixed if state.position is None else state.position >= 0)
+
+    poisoned.empty_state = lambda: poison(empty(), jnp.zeros((1, generator.plan.pool_tokens), bool))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "attend_and_store", attend)
+        poisoned.compile(given=True)
+    found, _ = run(poisoned)
+    assert np.isfinite(found["logits"]).all()
+    np.testing.assert_array_equal(found["tokens"], expected["tokens"])
+    np.testing.assert_allclose(found["logits"], expected["logits"], atol=LOGITS, rtol=0)
+
+
+def live_slots(plan) -> np.ndarray:
+    """bool [K, L, slots]: slots that the tables of static contents list right after layer l of
+    scale s has stored."""
+    num_scales, layers = plan.capacity.shape[:2]
+    held = np.zeros((num_scales + 1, layers, plan.pool_tokens), bool)
+    for s, layer in np.ndindex(num_scales, layers):
+        for block, start, stop in zip(
+            *(a[s, layer].ravel() for a in (plan.ids, plan.start, plan.stop)), strict=True
+        ):
+            held[s, layer, block * plan.block_size + np.arange(start, stop)] = True
+    after = np.arange(layers)[:, None] >= np.arange(layers)  # [layer that ran, layer]
+    now = [np.where(after[..., None], held[s + 1], held[s]).any(1) for s in range(num_scales)]
+    return np.stack(now)
