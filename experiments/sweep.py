@@ -15,13 +15,16 @@ Measured against the full cache on the same seeds: PSNR, SSIM and equal tokens o
 freely, the KL divergence of the logits (nats per token) with the full cache's tokens forced, bytes
 of the cache, seconds per image.
 
-Writes sweep.md, sweep.csv, sweep.json, samples.npz (images for `experiments.report`) and
-fidelity.png into --out (default: a new folder under results/). Finished cells of an interrupted
-sweep are kept: start it again with the same settings; policies and budgets may change.
+Writes sweep.md, sweep.csv, sweep.json, fidelity.png, what `experiments.report` shows besides
+(samples.npz, images; calibration.json, a copy of the calibration if one was used) into --out
+(default: a new folder under results/). Finished cells of an interrupted sweep are kept: start it
+again with the same settings; policies and budgets may change.
 """
 
 import pathlib
 import sys
+
+import jax.numpy as jnp
 
 from experiments import run, settings, sweep_plan, sweep_tables
 from experiments.run_folder import RunFolder
@@ -30,7 +33,8 @@ from experiments.sweep_plan import Cell, SweepSettings
 from varjax import command_line, extras, generation, memory
 from varjax.errors import UserError
 from varjax.folders import replacing
-from varjax.policies.calibration import load as load_calibration
+from varjax.policies import calibration as calibration_lib
+from varjax.policies.calibration import Calibration
 from varjax.sampling import Sampling
 
 FLAGS = command_line.CommandFlags()
@@ -39,7 +43,11 @@ POLICIES = FLAGS.string(
 )
 BUDGETS = FLAGS.string("budgets", "0.1,0.25,0.5", "Fractions of the full cache's bytes.")
 CHECKPOINT = FLAGS.string("checkpoint", None, "Checkpoint folder; default: the embedded demo.")
-CALIBRATION = FLAGS.string("calibration", None, "Calibration file, for policies that use one.")
+CALIBRATION = FLAGS.string(
+    "calibration",
+    None,
+    "Calibration file, for policies that use one; default: calibration.json of the checkpoint.",
+)
 LABELS = FLAGS.string("labels", None, "Class numbers, one image each: 3,7,7.")
 NUM_IMAGES = FLAGS.integer("num_images", None, "Number of images, over all classes in turn.")
 SAMPLES = FLAGS.integer(
@@ -63,6 +71,12 @@ DTYPE = FLAGS.enum(
     None,
     ["bfloat16", "float32"],
     "Type of weights and cache; default: float32 on CPU, else bfloat16.",
+)
+KV_DTYPE = FLAGS.enum(
+    "kv_dtype",
+    None,
+    list(generation.KV_DTYPES),
+    "Type of stored keys and values; default: that of the weights, as the full cache always has.",
 )
 PRECISION = FLAGS.enum(
     "matmul_precision",
@@ -95,28 +109,52 @@ def resolve() -> SweepSettings:
     extras.require("dm_pix", extra="eval", purpose="PSNR and SSIM")
     labels = settings.choose_labels(LABELS.value, NUM_IMAGES.value, model.num_classes)
     geometry = model.geometry
-    calibration = load_calibration(CALIBRATION.value, geometry) if CALIBRATION.value else None
+    sampling = _sampling(model)
+    path, calibration = _calibration(model, sampling)
     cells = sweep_plan.plan_cells(entries, budgets, geometry, calibration, len(labels))
+    used = any(cell.policy.uses_calibration for cell in cells if cell.policy)
+    if CALIBRATION.value and not used:
+        raise UserError("none of the policies uses a calibration: leave out --calibration")
     full_policy, full_plan = settings.full_plan(geometry)
     generation.plan_segments(geometry.schedule, SEGMENTS.value)
     dtype = DTYPE.value or generation.default_dtype()
-    kv_dtype = generation.storage_dtype(dtype)
+    dense_dtype = generation.storage_dtype(dtype)
     return SweepSettings(
         model=model,
         cells=cells,
         full=Cell("full", "full", full_policy.budget, full_policy, full_plan),
         labels=labels,
         samples=min(SAMPLES.value, len(labels)),
-        sampling=_sampling(model),
+        sampling=sampling,
         seed=settings.check_seed(SEED.value),
-        batch_size=_batch_size(model, full_plan, len(labels), dtype, kv_dtype),
+        batch_size=_batch_size(model, full_plan, len(labels), dtype, dense_dtype),
         dtype=dtype,
-        kv_dtype=kv_dtype,
+        kv_dtype=jnp.dtype(KV_DTYPE.value or dense_dtype),
+        dense_dtype=dense_dtype,
         matmul_precision=PRECISION.value,
         segments=SEGMENTS.value,
         attention=settings.check_attention(ATTENTION.value),
-        calibration=None if calibration is None else calibration.digest,
+        calibration=calibration.digest if calibration is not None and used else None,
+        calibration_path=path if used else None,
     )
+
+
+def _calibration(
+    model: settings.AbstractModel, sampling: Sampling
+) -> tuple[pathlib.Path | None, Calibration | None]:
+    """The file that is given, else the one of the checkpoint, if it has one."""
+    path = CALIBRATION.value or calibration_lib.beside(model.directory)
+    if not path:
+        return None, None
+    found = calibration_lib.load(path, model.geometry)
+    try:
+        found.check_origin(calibration_lib.model_digest(model.metadata), sampling.cfg)
+    except UserError as error:
+        if not CALIBRATION.value:
+            print(f"calibration {path} is not used: {error}", file=sys.stderr)
+            return None, None
+        raise UserError(f"--calibration={path}: {error}") from None
+    return pathlib.Path(path), found
 
 
 def _sampling(model: settings.AbstractModel) -> Sampling:
@@ -151,14 +189,15 @@ def main(argv) -> None:
         folder = RunFolder(pathlib.Path(OUT.value), fingerprint, overwrite=OVERWRITE.value)
     else:
         folder = RunFolder.fresh(f"{sweep.model.name}-sweep", fingerprint)
-    runner = Runner(sweep, lambda: run.load_model(sweep.model, sweep.dtype), folder)
+    runner = Runner(sweep, lambda: settings.load_model(sweep.model, sweep.dtype), folder)
     with folder.working():
         runner.run()
         done = (sweep.full, *(cell for cell in sweep.cells if cell.plan is not None))
         results = {cell.key: runner.results(cell) for cell in done}
         report = sweep_tables.content(sweep, results)
         with replacing(folder.out, overwrite=folder.overwrite) as out:
-            missing = sweep_tables.write(out, report, sweep_tables.samples(sweep, results))
+            images = sweep_tables.samples(sweep, results)
+            missing = sweep_tables.write(out, report, images, sweep.calibration_path)
         folder.close()
     if missing:
         print(f"fidelity.png is not written: {missing}", file=sys.stderr)

@@ -35,7 +35,7 @@ def make_generator(sweep: SweepSettings, model: Model, cell: Cell) -> Generator:
         batch_size=sweep.batch_size,
         segments=sweep.segments,
         attention=sweep.attention,
-        kv_dtype=sweep.kv_dtype,
+        kv_dtype=sweep.storage(cell),
         matmul_precision=sweep.matmul_precision,
         keep_logits=True,
         cache_plan=cell.plan,
@@ -227,8 +227,8 @@ def summarize(arrays: dict[str, np.ndarray]) -> dict:
 def describe_cell(sweep: SweepSettings, cell: Cell, generator: Generator) -> dict:
     """Everything about a cell but its fidelity. Byte counts are for one batch; `live_tokens` and
     `used_slots` int [K, layers] are those of one cache row after each store."""
-    plan, batch = cell.plan, sweep.batch_size
-    dense = plan.dense_bytes(batch, sweep.kv_dtype)
+    plan, batch, kv_dtype = cell.plan, sweep.batch_size, sweep.storage(cell)
+    dense, planned = plan.dense_bytes(batch, sweep.dense_dtype), plan.num_bytes(batch, kv_dtype)
     return {
         "label": cell.label,
         "policy": cell.name,
@@ -236,14 +236,16 @@ def describe_cell(sweep: SweepSettings, cell: Cell, generator: Generator) -> dic
         "budget": cell.budget,
         "plan": plan.digest,
         "kv": {
+            "dtype": str(kv_dtype),
             "dense_bytes": dense,
-            "planned_bytes": plan.num_bytes(batch, sweep.kv_dtype),
+            "planned_bytes": planned,
             "allocated_bytes": generator.allocated_bytes,
             "fraction": generator.allocated_bytes / max(1, dense),
             "peak_live_fraction": plan.peak_live_fraction,
             "block_size": plan.block_size,
             "pool_blocks": plan.pool_blocks,
             "pool_slots": plan.pool_tokens,
+            "slot_bytes": planned // max(1, plan.pool_tokens),
             "dense_slots": plan.geometry.dense_tokens,
             "accounting": plan.accounting,
         },

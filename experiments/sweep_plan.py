@@ -4,9 +4,11 @@ compiled."""
 import dataclasses
 import hashlib
 import json
+import pathlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -74,8 +76,8 @@ class Cell:
 
 @dataclass(frozen=True, eq=False)
 class SweepSettings:
-    """A resolved sweep. calibration: SHA-256 of the calibration file. samples: so many images are
-    kept for the report."""
+    """A resolved sweep. kv_dtype: of the pools; dense_dtype: of the full cache. calibration:
+    SHA-256 of the calibration file. samples: so many images are kept for the report."""
 
     model: settings.AbstractModel
     cells: list[Cell]
@@ -86,11 +88,17 @@ class SweepSettings:
     seed: int
     batch_size: int
     dtype: str
-    kv_dtype: object
+    kv_dtype: Any
+    dense_dtype: Any
     matmul_precision: str
     segments: str
     attention: str | None
     calibration: str | None
+    calibration_path: pathlib.Path | None = None
+
+    def storage(self, cell: Cell) -> Any:
+        """Type of a cell's pool: the full cache is never compressed."""
+        return self.dense_dtype if cell is self.full else self.kv_dtype
 
     def describe(self) -> dict:
         """JSON-able content: what decides the results of every cell."""
@@ -187,8 +195,8 @@ def plan_policy(
 ) -> tuple[Policy, CachePlan]:
     """(the policy as the program runs it, its plan): the one place where a sweep plans."""
     calibration = calibration if policy.uses_calibration else None
-    prepared = policy.prepare(geometry, calibration)
-    return prepared, plan_cache(geometry, prepared, calibration)
+    plan = plan_cache(geometry, policy, calibration)
+    return plan.policy, plan
 
 
 def plan_cells(
@@ -204,17 +212,13 @@ def plan_cells(
       UserError: nothing of a policy that was asked for by name can work.
     """
     cells: list[Cell] = []
-    used = False
     for entry in entries:
         if entry.name == "full":
             continue  # the reference is always there
         row = _plan_row(entry, budgets, geometry, calibration, num_images)
         if entry.named and not any(cell.plan for cell in row):
             raise UserError(f"{entry.label}: {row[0].reason}")
-        used |= any(cell.policy.uses_calibration for cell in row if cell.policy)
         cells += row
-    if calibration is not None and not used:
-        raise UserError("none of the policies uses a calibration: leave out --calibration")
     return cells
 
 
@@ -222,7 +226,12 @@ def _plan_row(entry, budgets, geometry, calibration, num_images) -> list[Cell]:
     given = POLICIES[entry.name].budgeted
     row = []
     for budget in budgets if given else [None]:
-        policy = get_policy(entry.name, budget, entry.arguments)
+        try:
+            policy = get_policy(entry.name, budget, entry.arguments)
+        except UserError as error:
+            if entry.named:
+                raise
+            return [Cell(entry.label, entry.name, None, reason=str(error))]
         cell = _plan_cell(entry, policy, geometry, calibration, num_images)
         if cell.plan is None and policy.uses_calibration and calibration is None:
             return [Cell(entry.label, entry.name, None, reason=cell.reason)]
@@ -241,7 +250,7 @@ def _plan_cell(entry, policy, geometry, calibration, num_images) -> Cell:
 
 def show_sizes(sweep: SweepSettings) -> str:
     """One line before anything is compiled."""
-    dense = sweep.full.plan.dense_bytes(sweep.batch_size, sweep.kv_dtype)
+    dense = sweep.full.plan.dense_bytes(sweep.batch_size, sweep.dense_dtype)
     feasible = sum(cell.plan is not None for cell in sweep.cells)
     return (
         f"{sweep.model.name}: {feasible} of {len(sweep.cells)} cells can run, "

@@ -17,6 +17,7 @@ from varjax.metrics import pixel
 
 FORMAT_VERSION = 1
 FULL = "full"
+CALIBRATION_COPY = "calibration.json"
 # Okabe and Ito's colours, told apart by the colour-blind (yellow left out: too light for lines)
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
 DEFINITIONS = {
@@ -59,8 +60,6 @@ def content(sweep: SweepSettings, results: dict[str, dict]) -> dict:
             "head_dim": g.head_dim,
             "rows_per_image": g.rows_per_image,
         },
-        "slot_bytes": sweep.full.plan.num_bytes(sweep.batch_size, sweep.kv_dtype)
-        // max(1, sweep.full.plan.pool_tokens),
         "device": device_name(),
         "versions": {"varjax": varjax.__version__, "jax": jax.__version__, "numpy": np.__version__},
         "sample_names": [names[i] if names else f"class {i}" for i in _sample_labels(sweep)],
@@ -173,8 +172,15 @@ def markdown(report: dict) -> str:
 # --- files ---
 
 
-def write(out: pathlib.Path, report: dict, images: dict[str, np.ndarray]) -> str | None:
+def write(
+    out: pathlib.Path,
+    report: dict,
+    images: dict[str, np.ndarray],
+    calibration: pathlib.Path | None = None,
+) -> str | None:
     """Fill the folder of a finished sweep; returns why the plot is missing, if it is."""
+    if calibration is not None:
+        (out / CALIBRATION_COPY).write_bytes(calibration.read_bytes())
     text = json.dumps(pixel.json_safe(report), indent=1, ensure_ascii=False)
     (out / "sweep.json").write_text(text + "\n", encoding="utf-8")
     (out / "sweep.csv").write_text(csv_text(report), encoding="utf-8")

@@ -67,7 +67,7 @@ def test_table_files_and_resumption(call, checkpoint, tmp_path, monkeypatch):
     assert small["time"]["timed_runs"] >= 2 and small["time"]["steady_s_per_image"] > 0
     slots = np.array(small["used_slots"])
     assert slots.max() == small["kv"]["pool_slots"] and (slots >= small["live_tokens"]).all()
-    assert report["slot_bytes"] * small["kv"]["pool_slots"] == small["kv"]["planned_bytes"]
+    assert small["kv"]["slot_bytes"] * small["kv"]["pool_slots"] == small["kv"]["planned_bytes"]
 
     with np.load(out / "samples.npz") as samples, open(out / "sweep.csv") as table:
         assert samples["full"].shape == samples[small["samples"]].shape == (2, 16, 16, 3)
@@ -94,7 +94,7 @@ def test_table_files_and_resumption(call, checkpoint, tmp_path, monkeypatch):
         (["--policies=swa:budget=0.1"], "--budgets"),
         (["--policies=swa:sinks=1"], "no argument 'sinks'"),
         (["--policies=all:sinks=1"], "no arguments"),
-        (["--policies=heatkv"], "needs measurements"),
+        (["--policies=heatkv", "--cfg=7"], "needs measurements"),
         (["--policies=streaming:sinks=5", "--budgets=0.01,0.02"], "smallest feasible budget"),
         (["--policies=swa", "--calibration=CAL"], "leave out --calibration"),
         (["--budgets=0.1,much"], "fractions"),
