@@ -1,0 +1,114 @@
+"""One page with the results of a sweep and the figures of the papers, drawn from your own model.
+
+    python -m experiments.sweep --policies=all --budgets=0.1,0.25 --out=SWEEP
+    python -m experiments.report --sweep=SWEEP --out=report.html
+    python -m experiments.report --sweep=SWEEP --calibration=CAL.json --out=report.html
+
+The page is a single file that needs no network: the table, fidelity against bytes, pictures of all
+policies with a slider that wipes between each and the full cache, bytes in use at every layer of
+every scale; and, from a calibration, attention density (AMS-KV, Figure 4), key discrepancy (AMS-KV,
+Figure 6), head patterns (HeatKV, Figure 3), the pruning schedule (HeatKV, Figure 4) and the
+stability of the ranking (HeatKV, Figure 6). What is missing says which command provides it.
+"""
+
+import json
+import pathlib
+import sys
+import zipfile
+
+import numpy as np
+
+from experiments import sweep_tables
+from experiments.report_page import page
+from varjax import command_line
+from varjax.errors import UserError
+from varjax.files import writing
+from varjax.folders import check_place
+from varjax.geometry import Geometry
+from varjax.memory import show_bytes
+from varjax.policies.calibration import Calibration
+from varjax.policies.calibration import load as load_calibration
+from varjax.schedule import Schedule
+
+PICTURE_LIMIT = 16 * 2**20  # pixels of all pictures together, without --images
+
+FLAGS = command_line.CommandFlags()
+SWEEP = FLAGS.string("sweep", None, "Folder that `python -m experiments.sweep` has written.")
+CALIBRATION = FLAGS.string(
+    "calibration", None, "Calibration file to show; default: the copy in the sweep's folder."
+)
+IMAGES = FLAGS.integer(
+    "images",
+    None,
+    "So many of the sweep's sample images are shown; default: all, or fewer if they are large.",
+    lower_bound=1,
+)
+OUT = FLAGS.string("out", "report.html", "The file to write.")
+OVERWRITE = FLAGS.boolean("overwrite", False, "Replace --out if it exists.")
+FLAGS.require("sweep")
+
+
+def read_sweep(folder: pathlib.Path) -> tuple[dict, dict[str, np.ndarray]]:
+    """(content of sweep.json, arrays of samples.npz) of a finished sweep."""
+    try:
+        report = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
+        with np.load(folder / "samples.npz", allow_pickle=False) as archive:
+            samples = {name: archive[name] for name in archive.files}
+    except OSError as error:
+        raise UserError(
+            f"--sweep={folder} is no finished sweep ({error.strerror}: "
+            f"{pathlib.Path(error.filename or folder).name}): give the folder that "
+            f"`python -m experiments.sweep` has written"
+        ) from None
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"--sweep={folder}: its files are damaged: {error}") from None
+    version = report.get("format_version") if isinstance(report, dict) else None
+    if version != sweep_tables.FORMAT_VERSION:
+        raise UserError(
+            f"--sweep={folder}: format_version is {version!r}, this version of varjax reads "
+            f"{sweep_tables.FORMAT_VERSION}: run the sweep again"
+        )
+    return report, samples
+
+
+def read_geometry(report: dict) -> Geometry:
+    fields = dict(report["geometry"])
+    return Geometry(schedule=Schedule.parse(fields.pop("schedule")), **fields)
+
+
+def read_calibration(folder: pathlib.Path, geometry: Geometry) -> Calibration | None:
+    """The file that is given, else the sweep's own."""
+    copy = folder / sweep_tables.CALIBRATION_COPY
+    path = CALIBRATION.value or (copy if copy.is_file() else None)
+    return load_calibration(path, geometry) if path else None
+
+
+def number_of_images(samples: dict[str, np.ndarray]) -> int:
+    """How many samples are shown: as asked for, else what keeps the page at a few MB."""
+    full = samples[sweep_tables.FULL]
+    there = len(full)
+    if IMAGES.value is not None:
+        return min(IMAGES.value, there)
+    pixels = (len(samples) - 1) * full.shape[1] * full.shape[2]
+    return max(1, min(there, PICTURE_LIMIT // max(1, pixels)))
+
+
+def main(argv) -> None:
+    folder, target = pathlib.Path(SWEEP.value), check_place(OUT.value)
+    if target.is_dir():
+        raise UserError(f"--out={OUT.value} is a folder: name a file, for example report.html")
+    if target.exists() and not OVERWRITE.value:
+        raise UserError(f"{OUT.value} exists already: choose another file or add --overwrite")
+    report, samples = read_sweep(folder)
+    geometry = read_geometry(report)
+    calibration = read_calibration(folder, geometry)
+    print(f"drawing {len(report['cells'])} cells", file=sys.stderr, flush=True)
+    text = page.build(report, samples, geometry, calibration, number_of_images(samples))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with writing(target) as file:
+        file.write(text.encode("utf-8"))
+    print(f"written to {OUT.value} ({show_bytes(len(text.encode('utf-8')))})")
+
+
+if __name__ == "__main__":
+    command_line.run(main)
