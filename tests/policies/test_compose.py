@@ -113,8 +113,6 @@ def test_calibration_is_used_where_a_part_does():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "needs to know allocate and select"),
-        ({"allocate": "snapkv"}, "needs to know select"),
         ({"allocate": "snapvk", "select": "h2o"}, "did you mean 'snapkv'"),
         ({"allocate": "snapkv", "select": "h20"}, "did you mean 'h2o'"),
         ({"allocate": "snapkv", "select": "h2o", "selct_x": "1"}, "no argument 'selct_x'"),
@@ -144,8 +142,14 @@ def test_senseless_pairs_are_refused_with_the_reason(role, name):
 def test_compositions_made_in_python_are_checked_too():
     with pytest.raises(UserError, match="makes no sense"):
         Compose.of(allocate=policies.SnapKV(), select=policies.HeatKV())
-    with pytest.raises(UserError, match="needs to know"):
-        plan_cache(DEMO, Compose())
+
+
+def test_what_is_not_said():
+    policy = get_policy("compose")
+    assert policy.allocator == policies.HeatKV() and policy.selector == policies.SnapKV(budget=0.1)
+    assert policy.plan_lines(DEMO)[0].split() == ["parts", "allocate=heatkv,", "select=snapkv"]
+    assert Compose().allocator == policy.allocator and Compose().budget == policy.budget
+    assert get_policy("compose", None, {"select": "h2o"}).selector.name == "h2o"
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from varjax.policies.base import (
 from varjax.policies.registry import POLICIES, register
 from varjax.policies.windows import SlidingWindow, Streaming
 
-ROLES = ("allocate", "select")
+ROLES = {"allocate": "heatkv", "select": "snapkv"}  # with what they are if not said
 SHARED = ("budget", "accounting", "block_size")  # arguments of the composition, not of its parts
 _GIVEN = "its contents are not chosen by a score, they follow from its own "
 REFUSED = {
@@ -55,10 +55,11 @@ class Compose(Policy):
 
     Args:
       budget: fraction of the full cache, by default that of the policy `allocate`.
-      allocate: the policy that gives the capacities: any but full (nothing is left to select),
-        headkv and online amskv (who gets how much is decided while generating).
-      select: the policy that chooses: swa and streaming (the newest, without or with sinks), or any
-        that scores (snapkv, h2o, hack, scalekv, headkv), or amskv (condensed and newest tokens).
+      allocate: the policy that gives the capacities (heatkv): any but full (nothing is left to
+        select), headkv and online amskv (who gets how much is decided while generating).
+      select: the policy that chooses (snapkv): swa and streaming (the newest, without or with
+        sinks), amskv (condensed and newest), or any that scores (snapkv, h2o, hack, scalekv,
+        headkv).
       allocate_NAME, select_NAME: argument NAME of either policy, for example allocate_sinks=3 or
         select_window=8.
 
@@ -70,7 +71,7 @@ class Compose(Policy):
       local head of the same budget, and groups no heads.
     """
 
-    budget: float = 0.25
+    budget: float = 0.1
     parts: tuple[tuple[str, str], ...] = ()  # all arguments but the shared ones, as text
     _prepared: tuple[Policy, ...] = field(default=(), repr=False)
 
@@ -98,12 +99,11 @@ class Compose(Policy):
     @classmethod
     def from_arguments(cls, arguments: dict[str, str]) -> dict[str, Any]:
         own = {k: v for k, v in arguments.items() if k in SHARED}
-        parts = {k: v for k, v in arguments.items() if k not in SHARED}
+        parts = ROLES | {k: v for k, v in arguments.items() if k not in SHARED}
         known = [*SHARED[1:], *ROLES]
         for role in ROLES:
-            if role in parts:
-                chosen = _choose_part(role, parts[role])
-                known += [f"{role}_{name}" for name in _own_arguments(chosen)]
+            chosen = _choose_part(role, parts[role])
+            known += [f"{role}_{name}" for name in _own_arguments(chosen)]
         for name in parts:
             if name not in known:
                 raise UserError(
@@ -120,13 +120,7 @@ class Compose(Policy):
     @cached_property
     def _parts(self) -> tuple[Policy, ...]:
         """(who says how much, who says which); their own budgets are the defaults."""
-        given = dict(self.parts)
-        if missing := [role for role in ROLES if role not in given]:
-            raise UserError(
-                f"policy 'compose' needs to know {' and '.join(missing)}: "
-                f"--policy_args=allocate=POLICY,select=POLICY, for example "
-                f"allocate=heatkv,select=snapkv"
-            )
+        given = ROLES | dict(self.parts)
         result = []
         for role in ROLES:
             prefix = f"{role}_"
@@ -182,6 +176,10 @@ class Compose(Policy):
             parts=self.parts,
             _prepared=(allocator, selector),
         )
+
+    def plan_lines(self, geometry: Geometry, calibration: Any = None) -> list[str]:
+        parts = ", ".join(f"{name}={value}" for name, value in (ROLES | dict(self.parts)).items())
+        return [f"parts     {parts}", *self.allocator.plan_lines(geometry, calibration)]
 
     def check(self, geometry: Geometry) -> None:
         self.allocator.check(geometry)
