@@ -36,9 +36,10 @@ code { font: .9em ui-monospace, "DejaVu Sans Mono", Consolas, monospace; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .32rem .7rem; border-bottom: 1px solid var(--line); text-align: right;
   white-space: nowrap; }
-th:first-child, td:first-child, td.note, th.note { text-align: left; }
+th:first-child, td:first-child, td.note { text-align: left; }
 th:first-child, td:first-child { position: sticky; left: 0; background: var(--back); }
-td.note { white-space: normal; min-width: 22rem; color: var(--soft); }
+td.note { white-space: normal; color: var(--soft); font-size: .82rem; line-height: 1.35; }
+td.note span { display: block; max-width: min(50rem, 58vw); }
 tbody tr:hover td { background: var(--panel); }
 th { vertical-align: bottom; border-bottom: 2px solid var(--line); }
 th button { all: unset; cursor: pointer; font-weight: 600; }
@@ -70,9 +71,13 @@ input[type=range] { width: 100%; accent-color: var(--accent); height: 1.9rem; }
 .wipe .absent { position: absolute; inset: 0; display: grid; place-items: center; padding: .5rem;
   text-align: center; color: var(--soft); font-size: .8rem; overflow: auto; }
 .panels { display: grid; gap: 12px 18px;
-  grid-template-columns: repeat(auto-fill, minmax(min(100%, 350px), 1fr)); }
+  grid-template-columns: repeat(auto-fill, minmax(min(100%, 330px), 1fr)); }
+.panels.two { grid-template-columns: repeat(auto-fill, minmax(min(100%, 420px), 1fr)); }
+.panels > * { min-width: 0; }
+.absent-note:empty { display: none; }
 .panels.small { display: flex; flex-wrap: wrap; }
 svg { display: block; } .panels svg { max-width: 100%; height: auto; }
+.panels.two > svg { width: 100%; }
 .panels.small svg { flex: none; }
 svg text { fill: var(--ink); font: 12px system-ui, "DejaVu Sans", sans-serif; }
 svg text.title { font-weight: 600; font-size: 13px; }
@@ -108,8 +113,8 @@ button.entry[aria-pressed=true] { background: var(--panel); border-color: var(--
   dl.facts { grid-template-columns: 1fr; } dl.facts dt { margin-top: .3rem; }
   .tiles { grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 10px; }
   .tiles.one { grid-template-columns: 1fr; }
-  th:first-child, td:first-child { max-width: 9.5rem; white-space: normal;
-    overflow-wrap: anywhere; }
+  th:first-child, td:first-child { min-width: 7.5rem; max-width: 9.5rem; white-space: normal;
+    overflow-wrap: break-word; }
 }
 @media print { .controls, nav { display: none; } }
 """ + "".join(
@@ -137,7 +142,7 @@ function sortTable(table, column, heading) {
   const down = heading.getAttribute("aria-sort") === "ascending";
   all("th", table).forEach((other) => other.removeAttribute("aria-sort"));
   heading.setAttribute("aria-sort", down ? "descending" : "ascending");
-  const value = (row) => row.cells[column].dataset.value ?? row.cells[column].textContent;
+  const value = (row) => row.cells[column]?.dataset.value ?? "";
   const compare = (a, b) => {
     const [x, y] = [value(a), value(b)];
     if (x === "" || y === "") return (x === "") - (y === "");
@@ -188,7 +193,7 @@ function startViewer(viewer) {
   const [image, budget, policy] = ["image", "budget", "policy"].map(
     (name) => viewer.querySelector(`select[name=${name}]`));
   const slider = viewer.querySelector("input[type=range]");
-  const tiles = viewer.querySelector(".tiles");
+  const tiles = viewer.querySelector(".tiles"), note = viewer.querySelector(".absent-note");
 
   const wipe = () => tiles.style.setProperty("--wipe", `${slider.value}%`);
   const drag = (event) => {
@@ -223,7 +228,10 @@ function startViewer(viewer) {
       (row.budget === null || String(row.budget) === budget.value)
       && (policy.value === "" || row.label === policy.value));
     tiles.classList.toggle("one", policy.value !== "");
-    tiles.replaceChildren(...rows.map((row) => tile(row, i)));
+    const shown = rows.filter((row) => row.images || policy.value !== "");
+    const absent = rows.filter((row) => !shown.includes(row)).map((row) => row.label);
+    tiles.replaceChildren(...shown.map((row) => tile(row, i)));
+    note.textContent = absent.length ? `Not run at this budget: ${absent.join(", ")}.` : "";
     wipe();
   }
   [image, budget, policy].forEach((select) => select.addEventListener("change", show));

@@ -34,10 +34,6 @@ def _unit(values: np.ndarray, *, log: bool = False) -> tuple[np.ndarray, list[st
     return (shown - low) / (high - low or 1), texts
 
 
-def wide(figure: str) -> str:
-    return f'<div class="wide">{figure}</div>'
-
-
 # --- attention density (AMS-KV, Figure 4) ---
 
 
@@ -63,7 +59,9 @@ def density_map(density: np.ndarray, geometry: Geometry) -> str:
     plot.image(values)
     plot.horizontals([i * heads for i in range(1, layers)])
     picture = plot.svg("attention density of every head on every source scale")
-    return wide(picture) + svg.colour_bar(texts, "attention received per token (log)")
+    return svg.wide(picture, "attention density") + svg.colour_bar(
+        texts, "attention received per token (log)"
+    )
 
 
 def _columns_width(scales: int) -> int:
@@ -85,11 +83,19 @@ def density_lines(density: np.ndarray, geometry: Geometry, layer: int) -> str:
     )
     for head, values in enumerate(found):
         points = list(zip(scales, np.maximum(values, low / 1.2), strict=True))
-        dash = svg.DASHES[head // svg.NUM_COLOURS % len(svg.DASHES)]
-        plot.line(points, style=head, name=f"layer {layer}, head {head}", dash=dash)
+        plot.line(points, style=head, name=f"layer {layer}, head {head}", dash=_dash(head))
     mean = list(zip(scales, np.maximum(found.mean(0), low / 1.2), strict=True))
     plot.line(mean, style="mean", name="mean over heads")
-    return wide(plot.svg(f"attention density per source scale, heads of layer {layer}"))
+    names = "".join(
+        f'<span class="entry">{svg.line_key(head, _dash(head))}head {head}</span>'
+        for head in range(len(found))
+    )
+    picture = plot.svg(f"attention density per source scale, heads of layer {layer}")
+    return f'{svg.wide(picture, "attention density")}<div class="legend">{names}</div>'
+
+
+def _dash(head: int) -> str:
+    return svg.DASHES[head // svg.NUM_COLOURS % len(svg.DASHES)]
 
 
 # --- key discrepancy (AMS-KV, Figure 6) ---
@@ -108,7 +114,7 @@ def discrepancy(values: np.ndarray, geometry: Geometry) -> str:
     )
     plot.image(unit)
     picture = plot.svg("distance of keys to those of the scale before, layers by scales")
-    return wide(picture) + svg.colour_bar(texts, "mean ‖kᵢ − resized kᵢ₋₁‖₂")
+    return svg.wide(picture, "key discrepancy") + svg.colour_bar(texts, "mean ‖kᵢ − resized kᵢ₋₁‖₂")
 
 
 # --- head patterns (HeatKV, Figure 3) ---
@@ -249,4 +255,5 @@ def dispersion(values: np.ndarray, geometry: Geometry) -> str:
     places = [(i + 0.5, float(v)) for i, v in enumerate(values)]
     plot.line(places, style=0, name="standard deviation of ranks")
     plot.markers([(x, v, f"{names[int(x)]}: {v:.3g} ranks") for x, v in places], number=0)
-    return wide(plot.svg("standard deviation of head ranks over calibrations, per source scale"))
+    picture = plot.svg("standard deviation of head ranks over calibrations, per source scale")
+    return svg.wide(picture, "stability of ranks")

@@ -14,6 +14,9 @@ from varjax.geometry import Geometry
 from varjax.policies.calibration import Calibration
 
 CALIBRATE = "python -m experiments.calibrate --save=CAL.json"
+_TABLE_ORDER = (
+    "label budget planned_bytes allocated_bytes psnr ssim token_agreement kl steady_s_per_image"
+).split()
 SMALL_PICTURE = 160  # pixels: smaller ones are shown with hard edges
 
 
@@ -68,9 +71,8 @@ def budgets(report: dict) -> list[float]:
 
 def table(report: dict) -> str:
     heads = "".join(
-        f'<th scope="col"{" class=note" if name == "note" else ""}>'
-        f'<button type="button">{escape(name)}</button></th>'
-        for name in sweep_tables.HEADER
+        f'<th scope="col"><button type="button">{escape(name)}</button></th>'
+        for name in sweep_tables.HEADER[:-1]
     )
     body = "".join(_table_row(row) for row in sweep_tables.rows(report))
     meaning = " ".join(f"<b>{k}</b>: {escape(v)}." for k, v in report["definitions"].items())
@@ -83,18 +85,17 @@ def table(report: dict) -> str:
 
 
 def _table_row(row: dict) -> str:
-    texts = sweep_tables.cells_as_text(row)
-    order = (
-        "label budget planned_bytes allocated_bytes psnr ssim token_agreement kl "
-        "steady_s_per_image note"
-    ).split()
-    values = [row.get(name) for name in order]
-    cells = "".join(
-        f'<td data-value="{"" if value is None else escape(str(value))}"'
-        f"{' class=note' if name == 'note' else ''}>{escape(text)}</td>"
-        for name, value, text in zip(order, values, texts, strict=True)
-    )
-    return f"<tr>{cells}</tr>"
+    """A row of numbers, or what kept it from running across all of them."""
+    *texts, note = sweep_tables.cells_as_text(row)
+    values = [row.get(name) for name in _TABLE_ORDER]
+    cells = [
+        f'<td data-value="{"" if value is None else escape(str(value))}">{escape(text)}</td>'
+        for value, text in zip(values, texts, strict=True)
+    ]
+    if row["status"] != "done":
+        note_cell = f'<td class="note" data-value="" colspan="{len(cells) - 2}">'
+        cells[2:] = [f"{note_cell}<span>{escape(note)}</span></td>"]
+    return f"<tr>{''.join(cells)}</tr>"
 
 
 def fidelity(report: dict) -> str:
@@ -135,8 +136,9 @@ def viewer(report: dict, samples: dict[str, np.ndarray], count: int) -> tuple[st
     left_out = len(full) - count
     note = f" {left_out} more samples of the sweep are left out for size." if left_out else ""
     body = figure(
-        f'<div class="viewer"><div class="controls">{controls}</div><div class="tiles" '
-        'aria-live="off"></div></div><noscript><p class="missing">Choosing pictures needs the '
+        f'<div class="viewer"><div class="controls">{controls}</div><div class="tiles"></div>'
+        '<p class="absent-note"></p></div>'
+        '<noscript><p class="missing">Choosing pictures needs the '
         "script of this page.</p></noscript>",
         "The same class and seed under every policy, each over the picture of the full cache. Move "
         "the line with the slider (arrow keys work) or on a picture. Numbers belong to this "
@@ -207,22 +209,21 @@ def density(found: Calibration | None, geometry: Geometry) -> str:
         str(i): measured_figures.density_lines(values, geometry, i)
         for i in range(geometry.num_layers)
     }
-    caption = (
+    body = (
+        f"<div>{measured_figures.density_map(values, geometry)}</div>"
+        f"<div>{picker([('layer', list(layers))], layers)}</div>"
+    )
+    return figure(
+        f'<div class="panels two">{body}</div>',
         "Attention density d<sub>i←j</sub> = T<sub>j</sub> · β[j, i] / T<sub>i</sub> at the last "
         "scale j: the attention that one token of source scale i receives from all T<sub>j</sub> "
         "queries; β[j, i] is the attention mass of scale j on scale i, averaged over queries and "
-        "images. The last column is scale j itself, which is never cached. {} "
-        "After AMS-KV, Figure 4 (definition: Section 3 there)."
+        "images. The last column is scale j itself, which is never cached. All heads as "
+        "rows, heads "
+        "of a layer below each other; and the heads of one layer as lines, thick: their "
+        "mean. After "
+        "AMS-KV, Figure 4 (definition: Section 3 there).",
     )
-    whole = figure(
-        measured_figures.density_map(values, geometry),
-        caption.format("One row per head, heads of a layer below each other."),
-    )
-    single = figure(
-        picker([("layer", list(layers))], layers),
-        caption.format("One line per head of the chosen layer, thick: their mean."),
-    )
-    return whole + single
 
 
 def discrepancy(found: Calibration | None, geometry: Geometry) -> str:
@@ -245,7 +246,7 @@ def patterns(found: Calibration | None, geometry: Geometry) -> str:
     scale = "" if k is None else f" of scale {measured_figures.scale_names(geometry)[k]}"
     return figure(
         measured_figures.patterns(found, geometry),
-        f"Attention maps of example heads of one image: queries{scale} down in raster order, "
+        f"Attention maps of example heads for one image: queries{scale} down in raster order, "
         "tokens across from the first scale to the current one; dashed lines part the "
         "scales. Colour: "
         "attention per token relative to the largest of the map, square-root scale. After HeatKV, "

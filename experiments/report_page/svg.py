@@ -55,10 +55,11 @@ def linear(low: float, high: float, label: str, count: int = 5) -> Axis:
 
 
 def logarithmic(low: float, high: float, label: str) -> Axis:
-    """A logarithmic axis with ticks at 1, 2, 5 times powers of ten, or at the powers alone."""
+    """A logarithmic axis with ticks at powers of ten and, where there are few, between."""
     low, high = (low, high) if high > low else (low / 1.5, high * 1.5)
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    steps = (1, 2, 5) if last - first <= 2 else (1,)
+    decades = math.log10(high / low)
+    steps = (1, 1.5, 2, 3, 4, 5, 7) if decades < 1 else (1, 2, 5) if decades < 2 else (1,)
     values = [m * 10.0**e for e in range(first, last + 1) for m in steps]
     inside = [v for v in values if low * 0.999 <= v <= high * 1.001]
     return Axis(low, high, label, [(v, f"{v:g}") for v in inside], log=True)
@@ -121,13 +122,12 @@ class Plot:
                 f'd="{shape}"><title>{escape(text)}</title></path>'
             )
 
-    def rule(self, y: float, text: str, *, kind: str = "rule", end: bool = True) -> None:
-        """A horizontal line over the whole width, with its name."""
+    def rule(self, y: float, text: str, *, kind: str = "rule", below: bool = False) -> None:
+        """A horizontal line over the whole width, with its name above or below."""
         (x0, place), (x1, _) = self.at(self.x.low, y), self.at(self.x.high, y)
-        anchor, x = ("end", x1 - 4) if end else ("start", x0 + 4)
         self.items.append(
             f'<path class="{kind}" d="M{x0:.1f},{place:.1f}H{x1:.1f}"/>'
-            f'<text class="note" x="{x:.1f}" y="{place - 4:.1f}" text-anchor="{anchor}">'
+            f'<text class="note" x="{x0 + 4:.1f}" y="{place + (14 if below else -4):.1f}">'
             f"{escape(text)}</text>"
         )
 
@@ -192,6 +192,22 @@ def key(number: int) -> str:
         f'<path class="line c{number % NUM_COLOURS}" d="M0,6H26"/>'
         f'<path class="mark f{number % NUM_COLOURS}" transform="translate(13,6)" '
         f'd="{MARKERS[number % len(MARKERS)]}"/></svg>'
+    )
+
+
+def wide(figure: str, name: str) -> str:
+    """A diagram that scrolls sideways, by keyboard too, where the page is narrow."""
+    return (
+        f'<div class="wide" tabindex="0" role="region" aria-label="{escape(name)}">{figure}</div>'
+    )
+
+
+def line_key(style: int | str, dash: str = "") -> str:
+    """A line of a legend, without marker."""
+    kind = f"c{style % NUM_COLOURS}" if isinstance(style, int) else style
+    return (
+        '<svg class="key" aria-hidden="true" viewBox="0 0 26 12" width="26" height="12">'
+        f'<path class="line {kind}" stroke-dasharray="{dash or "none"}" d="M0,6H26"/></svg>'
     )
 
 

@@ -31,7 +31,7 @@ def legend(report: dict) -> str:
 def fidelity(report: dict) -> str:
     """A panel per metric."""
     panels = [_panel(report, metric) for metric in sweep_tables.METRICS]
-    return f'<div class="panels">{"".join(panels)}</div>{legend(report)}'
+    return f'<div class="panels two">{"".join(panels)}</div>{legend(report)}'
 
 
 def _panel(report: dict, metric: str) -> str:
@@ -47,6 +47,8 @@ def _panel(report: dict, metric: str) -> str:
     plot = svg.Plot(
         svg.logarithmic(min(sizes) / 1.1, max(sizes) * 1.1, "KV cache of a batch, MiB (log)"),
         svg.linear(low, max(values) + spread, unit or "index"),
+        width=440,
+        height=270,
         title=f"{title} ({better} is better)",
     )
     order = labels(report)
@@ -90,9 +92,9 @@ def live_bytes(report: dict, cell: dict) -> str:
     plot.rule(budget, f"budget {cell['budget']:g}: {budget:.3g} MiB", kind="rule budget")
     if abs(pool - budget) > 0.002 * budget:
         text = f"allocated pool: {pool:.3g} MiB"
-        plot.rule(pool, text, kind="rule pool", end=False)
+        plot.rule(pool, text, kind="rule pool", below=True)
     alt = f"KV bytes in use over time, {cell['label']} at budget {cell['budget']:g}"
-    return f'<div class="wide">{plot.svg(alt)}</div>'
+    return svg.wide(plot.svg(alt), "bytes over time")
 
 
 def _steps(values: Sequence[float]) -> list[tuple[float, float]]:
@@ -107,8 +109,6 @@ def _steps(values: Sequence[float]) -> list[tuple[float, float]]:
 
 
 TIME_KEY = (
-    '<div class="legend"><span class="entry"><svg class="key" aria-hidden="true" viewBox="0 0 26 '
-    '12" width="26" height="12"><path class="line used" d="M0,6H26"/></svg>blocks in use × their '
-    'size</span><span class="entry"><svg class="key" aria-hidden="true" viewBox="0 0 26 12" '
-    'width="26" height="12"><path class="line live" d="M0,6H26"/></svg>live tokens</span></div>'
+    f'<div class="legend"><span class="entry">{svg.line_key("used")}blocks in use × their size'
+    f'</span><span class="entry">{svg.line_key("live")}live tokens</span></div>'
 )
