@@ -83,19 +83,14 @@ def density_lines(density: np.ndarray, geometry: Geometry, layer: int) -> str:
     )
     for head, values in enumerate(found):
         points = list(zip(scales, np.maximum(values, low / 1.2), strict=True))
-        plot.line(points, style=head, name=f"layer {layer}, head {head}", dash=_dash(head))
+        plot.line(points, style=head, name=f"layer {layer}, head {head}")
     mean = list(zip(scales, np.maximum(found.mean(0), low / 1.2), strict=True))
     plot.line(mean, style="mean", name="mean over heads")
     names = "".join(
-        f'<span class="entry">{svg.line_key(head, _dash(head))}head {head}</span>'
-        for head in range(len(found))
+        f'<span class="entry">{svg.line_key(head)}head {head}</span>' for head in range(len(found))
     )
     picture = plot.svg(f"attention density per source scale, heads of layer {layer}")
     return f'{svg.wide(picture, "attention density")}<div class="legend">{names}</div>'
-
-
-def _dash(head: int) -> str:
-    return svg.DASHES[head // svg.NUM_COLOURS % len(svg.DASHES)]
 
 
 # --- key discrepancy (AMS-KV, Figure 6) ---

@@ -21,7 +21,7 @@ MARKERS = (
     "M0,-5l1.5,3.2l3.5,.4l-2.6,2.4l.7,3.6l-3.1,-1.8l-3.1,1.8l.7,-3.6l-2.6,-2.4l3.5,-.4z",
     "M-5,-2l3,-3l6,0l1,3l-1,5l-6,0z",
 )
-DASHES = ("", "6 3", "2 2")
+DASHES = ("none", "6 3", "2 2")
 
 
 @dataclass(frozen=True)
@@ -100,17 +100,11 @@ class Plot:
             self.bottom - self.y.part(y) * (self.bottom - self.top),
         )
 
-    def line(
-        self, points: Iterable[tuple[float, float]], *, style: int | str, name: str, dash: str = ""
-    ) -> None:
+    def line(self, points: Iterable[tuple[float, float]], *, style: int | str, name: str) -> None:
         """A polyline; `style` is the number of a series or a CSS class."""
         places = [self.at(*point) for point in points]
         path = "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        kind = f"line c{style % NUM_COLOURS}" if isinstance(style, int) else f"line {style}"
-        dashes = f' stroke-dasharray="{dash}"' if dash else ""
-        self.items.append(
-            f'<path class="{kind}"{dashes} d="{path}"><title>{escape(name)}</title></path>'
-        )
+        self.items.append(f'<path {_stroke(style)} d="{path}"><title>{escape(name)}</title></path>')
 
     def markers(self, points: Iterable[tuple[float, float, str]], *, number: int) -> None:
         """Markers of series `number`, each with what it says when pointed at."""
@@ -185,11 +179,19 @@ class Plot:
         )
 
 
+def _stroke(style: int | str) -> str:
+    """Attributes of a line: a series by colour, then by dashes, or a class of its own."""
+    if isinstance(style, str):
+        return f'class="line {style}"'
+    dash = DASHES[style // NUM_COLOURS % len(DASHES)]
+    return f'class="line c{style % NUM_COLOURS}" stroke-dasharray="{dash}"'
+
+
 def key(number: int) -> str:
     """Line and marker of series `number` for a legend."""
     return (
         '<svg class="key" aria-hidden="true" viewBox="0 0 26 12" width="26" height="12">'
-        f'<path class="line c{number % NUM_COLOURS}" d="M0,6H26"/>'
+        f'<path {_stroke(number)} d="M0,6H26"/>'
         f'<path class="mark f{number % NUM_COLOURS}" transform="translate(13,6)" '
         f'd="{MARKERS[number % len(MARKERS)]}"/></svg>'
     )
@@ -202,12 +204,11 @@ def wide(figure: str, name: str) -> str:
     )
 
 
-def line_key(style: int | str, dash: str = "") -> str:
+def line_key(style: int | str) -> str:
     """A line of a legend, without marker."""
-    kind = f"c{style % NUM_COLOURS}" if isinstance(style, int) else style
     return (
         '<svg class="key" aria-hidden="true" viewBox="0 0 26 12" width="26" height="12">'
-        f'<path class="line {kind}" stroke-dasharray="{dash or "none"}" d="M0,6H26"/></svg>'
+        f'<path {_stroke(style)} d="M0,6H26"/></svg>'
     )
 
 
