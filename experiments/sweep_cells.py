@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from experiments import settings
 from experiments.run_folder import RunFolder
 from experiments.run_report import HIGHEST_PSNR
 from experiments.sweep_plan import Cell, SweepSettings
@@ -232,7 +231,7 @@ def describe_cell(sweep: SweepSettings, cell: Cell, generator: Generator) -> dic
     return {
         "label": cell.label,
         "policy": cell.name,
-        "policy_args": settings.policy_arguments(cell.policy),
+        "policy_args": cell.arguments,
         "budget": cell.budget,
         "plan": plan.digest,
         "kv": {

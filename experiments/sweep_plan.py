@@ -49,7 +49,8 @@ class Entry:
 class Cell:
     """A policy at a budget. Either `plan` or the `reason` why there is none.
 
-    policy: as the program runs it, with what the calibration decides filled in.
+    policy: as the program runs it, with what the calibration decides filled in; arguments: as they
+      were before, defaults included.
     budget: None for what a calibration is missing for, at any budget.
     """
 
@@ -59,6 +60,7 @@ class Cell:
     policy: Policy | None = None
     plan: CachePlan | None = None
     reason: str | None = None
+    arguments: dict = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -66,7 +68,7 @@ class Cell:
         assert self.plan is not None and self.policy is not None
         content = [
             self.name,
-            settings.policy_arguments(self.policy),
+            self.arguments,
             self.budget,
             self.plan.digest,
             self.policy.content(),
@@ -245,7 +247,8 @@ def _plan_cell(entry, policy, geometry, calibration, num_images) -> Cell:
         prepared, plan = plan_policy(geometry, policy, calibration)
     except UserError as error:
         return Cell(entry.label, entry.name, policy.budget, reason=str(error))
-    return Cell(entry.label, entry.name, policy.budget, prepared, plan)
+    arguments = settings.policy_arguments(policy)
+    return Cell(entry.label, entry.name, policy.budget, prepared, plan, arguments=arguments)
 
 
 def show_sizes(sweep: SweepSettings) -> str:

@@ -7,10 +7,11 @@ import sys
 import numpy as np
 import pytest
 
-from experiments import sweep_plan
+from experiments import settings, sweep_plan
 from tests import models_under_test as models
 from varjax.errors import UserError
 from varjax.generation import Generator
+from varjax.policies import calibration as calibration_lib
 
 FILES = ["fidelity.png", "samples.npz", "sweep.csv", "sweep.json", "sweep.md"]
 
@@ -150,13 +151,26 @@ def test_without_matplotlib_the_tables_are_there(tmp_path, monkeypatch):
     from experiments import sweep_tables
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    settings = {"model": "m", "labels": [1], "seed": 0, "batch_size": 1, "dtype": "float32"}
-    settings |= {"kv_dtype": "float32", "calibration": None}
+    run = {"model": "m", "labels": [1], "seed": 0, "batch_size": 1, "dtype": "float32"}
+    run |= {"kv_dtype": "float32", "calibration": None}
     kv = {"planned_bytes": 1, "allocated_bytes": 1, "dense_bytes": 1, "fraction": 1.0}
     full = {"label": "full", "policy": "full", "budget": 1.0, "status": "done", "kv": kv}
-    report = {"settings": settings, "device": "cpu", "definitions": {}, "cells": []}
+    report = {"settings": run, "device": "cpu", "definitions": {}, "cells": []}
     report |= {"reference": full | {"time": {"steady_s_per_image": 1.0}}}
     report |= {"versions": {"varjax": "0", "jax": "0"}}
     missing = sweep_tables.write(tmp_path, report, {"labels": np.zeros(1)})
     assert "pip install" in missing
     assert sorted(p.name for p in tmp_path.iterdir()) == FILES[1:]
+
+
+def test_every_cell_has_a_key_of_its_own():
+    """Composed policies hold policies; they too can be told apart and written down."""
+    model = settings.abstract_model(None)
+    calibration = calibration_lib.load(calibration_lib.beside(model.directory), model.geometry)
+    text = "all,compose:allocate=heatkv+select=snapkv,compose:allocate=heatkv+select=h2o"
+    entries = sweep_plan.parse_entries(text)
+    cells = sweep_plan.plan_cells(entries, [0.25], model.geometry, calibration, 2)
+    planned = {cell.label: cell.key for cell in cells if cell.plan}
+    snapkv, h2o = (planned.pop(entry.label) for entry in entries[-2:])
+    assert planned.pop("compose") == snapkv != h2o  # the former is what compose is by default
+    assert len({*planned.values(), snapkv, h2o}) == len(planned) + 2 > 5
