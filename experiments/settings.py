@@ -230,10 +230,9 @@ class RunSettings:
 
 
 def policy_arguments(policy: Policy) -> dict:
-    """The policy's fields except the budget."""
-    return {
-        f.name: getattr(policy, f.name) for f in dataclasses.fields(policy) if f.name != "budget"
-    }
+    """The policy's arguments except the budget."""
+    names = (f.name for f in dataclasses.fields(policy) if f.name[0] != "_")
+    return {name: getattr(policy, name) for name in names if name != "budget"}
 
 
 def load_model(abstract: AbstractModel, dtype: str) -> Model:

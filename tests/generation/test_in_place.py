@@ -25,6 +25,7 @@ POLICIES = {
     "full": policies.Full(),
     "streaming": policies.Streaming(budget=0.5),
     "headkv": policies.HeadKV(budget=0.5),
+    "h2o": policies.H2O(budget=0.5),
 }
 
 
@@ -40,13 +41,14 @@ def abstract_model() -> VARPipeline:
     )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_pool_is_never_copied(policy):
+def test_pool_is_never_copied(policy, dtype):
     model, batch = abstract_model(), 4
     plan = plan_cache(model.geometry, policy)
     segments = plan_segments(SCHEDULE)
     spec = engine.ProgramSpec.of(plan, segments, Sampling(greedy=True))
-    state = jax.eval_shape(lambda: KVState.empty(plan, batch, jnp.float32))
+    state = jax.eval_shape(lambda: KVState.empty(plan, batch, dtype))
     program = (
         jax.jit(partial(engine.generate_codes, spec=spec), donate_argnums=1)
         .lower(
@@ -62,9 +64,10 @@ def test_pool_is_never_copied(policy):
     pool = state.kv_pool
     rows, blocks, size, width = pool.shape
     copies = re.findall(
-        rf"= f32\[{rows},(?:{blocks},{size}|{blocks * size}),{width}\]\S* copy\(", program.as_text()
+        rf"= (?:f32|s8)\[{rows},(?:{blocks},{size}|{blocks * size}),{width}\]\S* copy\(",
+        program.as_text(),
     )
     assert not copies
     analysis = program.memory_analysis()
     assert analysis.temp_size_in_bytes < pool.size * 4
-    assert analysis.alias_size_in_bytes >= pool.size * 4
+    assert analysis.alias_size_in_bytes >= pool.size * pool.dtype.itemsize

@@ -9,8 +9,8 @@ from pallas_kernels.ragged_attention import (
     attend,
     attention_moments,
     attention_scores,
+    reference,
 )
-from pallas_kernels.ragged_attention import reference
 
 ROWS, HEADS, TOKENS, SIZE, BLOCKS, BLOCK, ENTRIES = 2, 3, 5, 4, 7, 4, 3
 LENGTH = 4

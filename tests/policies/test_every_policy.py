@@ -57,7 +57,7 @@ def plan_of(model: str, policy: str, budget: float):
         return None
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4)  # compiled programs are large
 def program(model: str, policy: str, budget: float):
     """A compiled greedy generator for two images, tokens given or not."""
     plan = plan_of(model, policy, budget)

@@ -59,6 +59,17 @@ def peak_tokens(geometry: Geometry, allocation: Allocation) -> int:
     return int(allocator.after_each_store(held).max(initial=0))
 
 
+def cost(geometry: Geometry, allocation: Allocation, block_size: int = 0) -> float:
+    """What given contents cost, as a budget: the fraction of the full cache that their pool takes
+    in blocks of at most `LARGEST_BLOCK_SHORT` slots (or as asked) that round up by at most 5 %."""
+    usual = (b for b in BLOCK_SIZES if b <= LARGEST_BLOCK_SHORT)
+    sizes = (block_size,) if block_size in (128, *BLOCK_SIZES) else usual
+    peak = peak_tokens(geometry, allocation)
+    pools = (pool_slots(geometry, allocation, size) for size in sizes)
+    slots = next((n for n in pools if block_size or n * KEPT_AT_LEAST <= peak), peak)
+    return min(1.0, max(1, slots) / max(1, geometry.dense_tokens))
+
+
 def _least_rounding(geometry: Geometry, allocation: Allocation) -> int:
     """The largest block size whose pool exceeds the live tokens by at most 5 %."""
     tokens = peak_tokens(geometry, allocation)

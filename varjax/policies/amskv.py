@@ -14,15 +14,9 @@ from varjax.policies import amskv_arguments as arguments
 from varjax.policies import amskv_layers as which
 from varjax.policies import amskv_rules as rules
 from varjax.policies.amskv_arguments import BY_SIMILARITY
-from varjax.policies.base import Needs, Observation, Policy
+from varjax.policies.base import Needs, NotGiven, Observation, Policy
 from varjax.policies.calibration import Calibration
 from varjax.policies.registry import register
-
-BLOCKS = tuple(b for b in planner.BLOCK_SIZES if b <= planner.LARGEST_BLOCK_SHORT)
-
-
-class NotGiven(float):
-    """A default that can be told from the same number given by the user."""
 
 
 @register("amskv")
@@ -153,10 +147,8 @@ class AMSKV(Policy):
         peak = planner.peak_tokens(geometry, allocation)
         dense = max(1, geometry.dense_tokens)
         if isinstance(self.budget, NotGiven):
-            sizes = (self.block_size,) if self.block_size in (128, *planner.BLOCK_SIZES) else ()
-            pools = (planner.pool_slots(geometry, allocation, b) for b in sizes or BLOCKS)
-            slots = next((n for n in pools if sizes or n * planner.KEPT_AT_LEAST <= peak), peak)
-            return dataclasses.replace(self, budget=min(1.0, max(1, slots) / dense))
+            budget = planner.cost(geometry, allocation, self.block_size)
+            return dataclasses.replace(self, budget=budget)
         if peak > self.budget * dense + 1e-6:
             arguments.refuse(
                 f"the given sizes hold up to {peak / dense:.4f} of the full cache, more than "

@@ -17,6 +17,10 @@ from varjax.errors import UserError, nearest
 from varjax.geometry import Geometry
 
 
+class NotGiven(float):
+    """A default that can be told from the same number given by the user."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Needs:
     """What a policy wants to see; the engine computes nothing that is not asked for.

@@ -7,14 +7,14 @@ from functools import cached_property
 
 import numpy as np
 
-from varjax.cache import allocator
+from varjax.cache import allocator, planner
 from varjax.cache.allocation import RegionAllocation
 from varjax.errors import UserError
 from varjax.geometry import Geometry
 from varjax.policies import building_blocks as blocks
 from varjax.policies import rooms
 from varjax.policies import scalekv_budgets as layer_budgets
-from varjax.policies.base import Needs, Observation, Policy
+from varjax.policies.base import Needs, NotGiven, Observation, Policy
 from varjax.policies.calibration import Calibration
 from varjax.policies.registry import register
 from varjax.policies.snapkv import WINDOW_SHARE, check_kernel
@@ -51,7 +51,8 @@ class ScaleKV(Policy):
 
     Args:
       budget: fraction of the full cache; the mean over layers whenever a scale starts.
-      budgets: published budget file, see `scalekv_budgets.BudgetFile`.
+      budgets: published budget file, see `scalekv_budgets.BudgetFile`. The budget is then what it
+        costs; one that is given is checked.
       drafters: the most drafter layers. 0 takes one in 16 layers, as the published files have.
       refiner_share: room that refiners keep at least, relative to the mean over layers; the
         published files go down to 0.31. Where it is not left, fewer layers are drafters, and the
@@ -76,7 +77,7 @@ class ScaleKV(Policy):
       - Maps with sides below the grid, which its sizes never compress, are sampled evenly.
     """
 
-    budget: float = 0.25
+    budget: float = NotGiven(0.25)
     budgets: str = ""
     drafters: int = 0
     refiner_share: float = 0.3
@@ -107,6 +108,8 @@ class ScaleKV(Policy):
     # --- host -------------------------------------------------------------------------------------
 
     def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "ScaleKV":
+        if self.budgets and isinstance(self.budget, NotGiven):
+            return dataclasses.replace(self, budget=self._cost(geometry), grid=self.grid or GRID)
         if self.grid or self.budgets or self.faithful:
             return dataclasses.replace(self, grid=self.grid or GRID)
         share = rooms.uniform(geometry, self.budget) // WINDOW_SHARE
@@ -137,9 +140,7 @@ class ScaleKV(Policy):
 
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> RegionAllocation:
         if self.budgets:
-            held = rooms.capacity(geometry, self._file.rooms(geometry)[..., None])
-            self._check_file(geometry, held, budget)
-            return RegionAllocation(held)
+            return RegionAllocation(self._checked(geometry, self._held(geometry), budget))
         selectivity = self._selectivity(geometry, calibration)
         drafters = self.drafters or layer_budgets.automatic_drafters(geometry)
         per_layer = layer_budgets.own_rooms(
@@ -152,18 +153,32 @@ class ScaleKV(Policy):
         )
         return RegionAllocation(rooms.capacity(geometry, per_layer[..., None]))
 
-    def _check_file(self, geometry: Geometry, held: np.ndarray, budget: float) -> None:
+    def _held(self, geometry: Geometry) -> np.ndarray:
+        """int32 [K, L, N]: what the file lets every head hold."""
+        return rooms.capacity(geometry, self._file.rooms(geometry)[..., None])
+
+    def _cost(self, geometry: Geometry) -> float:
+        """The budget of a run that gives none."""
+        held = self._held(geometry)
+        if self.accounting == "tokens":
+            return self._share(geometry, held)
+        return planner.cost(geometry, RegionAllocation(held), self.block_size)
+
+    def _share(self, geometry: Geometry, held: np.ndarray) -> float:
+        """What they are together, as a fraction of the full cache, as `accounting` says."""
         tokens = held.sum(-1, dtype=np.int64)
-        if self.accounting == "bytes":
-            tokens = allocator.after_each_store(tokens)
-            share = tokens.max() / geometry.dense_tokens
-        else:
-            share = tokens.sum(-1).max() / geometry.dense_tokens
+        peak = self.accounting == "bytes"
+        most = allocator.after_each_store(tokens).max() if peak else tokens.sum(-1).max()
+        return float(most / geometry.dense_tokens)
+
+    def _checked(self, geometry: Geometry, held: np.ndarray, budget: float) -> np.ndarray:
+        share = self._share(geometry, held)
         if share > budget + 1e-9:
             raise UserError(
                 f"budgets={self.budgets} keeps up to {share:.4f} of the full cache, more than "
                 f"budget={budget:g}: the file decides, give --budget={np.ceil(share * 1e4) / 1e4:g}"
             )
+        return held
 
     def _selectivity(self, geometry: Geometry, calibration: Calibration | None) -> np.ndarray:
         """float64 [L]."""
