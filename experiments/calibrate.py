@@ -19,11 +19,11 @@ import pathlib
 import numpy as np
 
 from experiments import settings
+from experiments.generation_flags import SamplingFlags
 from varjax import command_line, generation, measuring
 from varjax.errors import UserError
 from varjax.policies import calibration as measured
 from varjax.policies.calibration import Calibration
-from varjax.sampling import Sampling
 
 FLAGS = command_line.CommandFlags()
 CHECKPOINT = FLAGS.string("checkpoint", None, "Checkpoint folder; default: the embedded demo.")
@@ -34,13 +34,7 @@ LABELS = FLAGS.string("labels", None, "Class numbers instead of --num_samples: 3
 STABILITY = FLAGS.integer(
     "stability", 1, "Repeat with so many seeds and report the dispersion of ranks.", lower_bound=1
 )
-CFG = FLAGS.floating(
-    "cfg", None, "Guidance strength; default: the checkpoint's, as for the sampling flags."
-)
-TOP_K = FLAGS.integer("top_k", None, "Keep the k largest logits; 0 is off.")
-TOP_P = FLAGS.floating("top_p", None, "Nucleus sampling with this mass; 0 is off.")
-GREEDY = FLAGS.boolean("greedy", False, "Take the largest logit instead of sampling.")
-SEED = FLAGS.integer("seed", 0, "Run r starts from seed + r.")
+SAMPLING = SamplingFlags(FLAGS)
 BATCH_SIZE = FLAGS.integer("batch_size", 5, "Images per program call.", lower_bound=1)
 DTYPE = FLAGS.enum(
     "dtype", None, ["bfloat16", "float32"], "Type of the weights; default: float32 on CPU."
@@ -86,21 +80,9 @@ def text(found: Calibration) -> str:
 
 def main(argv) -> None:
     model = settings.abstract_model(CHECKPOINT.value)
-    if model.directory is None:
-        raise UserError(
-            f"{model.name} is a published model without weights here: convert its weights with "
-            f"`python -m ported_weights --model={model.name} ...` and give the folder"
-        )
+    settings.require_weights(model)
     labels = choose_labels(model.num_classes)
-    sampling = Sampling.recommended(
-        dict(model.metadata.get("sampling", {})),
-        cfg=CFG.value,
-        top_k=TOP_K.value,
-        top_p=TOP_P.value,
-        greedy=GREEDY.value,
-        more_smooth=None,
-    ).check(model.transformer.config.vocab_size)
-    seed, target = settings.check_seed(SEED.value), pathlib.Path(SAVE.value)
+    sampling, seed, target = SAMPLING.sampling(model), SAMPLING.seed, pathlib.Path(SAVE.value)
     if target.exists() and not OVERWRITE.value:
         raise UserError(f"{target} exists already: choose another file or add --overwrite")
     if not target.parent.is_dir():

@@ -12,19 +12,16 @@ started again with the same flags continues where it stopped.
 import pathlib
 import sys
 
-import jax.numpy as jnp
-
 from experiments import run_report, settings
+from experiments.generation_flags import ProgramFlags, SamplingFlags
 from experiments.run_folder import RunFolder
-from varjax import command_line, generation, memory
+from experiments.run_settings import RunSettings
+from varjax import command_line
 from varjax.cache.planner import plan_cache
 from varjax.errors import UserError, choose
 from varjax.generation import Generator, Model
 from varjax.models import registry
 from varjax.policies import POLICIES, get_policy
-from varjax.sampling import Sampling
-
-USUAL_BATCH = 8
 
 FLAGS = command_line.CommandFlags()
 CHECKPOINT = FLAGS.string(
@@ -46,45 +43,8 @@ CALIBRATION = FLAGS.string("calibration", None, "Calibration file, for policies 
 LABELS = FLAGS.string("labels", None, "Class numbers, one image each: 3,7,7.")
 NUM_IMAGES = FLAGS.integer("num_images", None, "Number of images, over all classes in turn.")
 PROMPTS = FLAGS.string("prompts", None, "File with one prompt per line (text-to-image models).")
-CFG = FLAGS.floating(
-    "cfg",
-    None,
-    "Guidance strength; default: the checkpoint's recommendation, as for all sampling flags.",
-)
-TOP_K = FLAGS.integer("top_k", None, "Keep the k largest logits; 0 is off.")
-TOP_P = FLAGS.floating("top_p", None, "Nucleus sampling with this mass; 0 is off.")
-GREEDY = FLAGS.boolean("greedy", False, "Take the largest logit instead of sampling.")
-MORE_SMOOTH = FLAGS.boolean("more_smooth", None, "Feed back mixtures of codes: smoother pictures.")
-SEED = FLAGS.integer("seed", 0, "Image i depends on (seed, i, label) only.")
-BATCH_SIZE = FLAGS.integer(
-    "batch_size", None, f"Images per program call; default: {USUAL_BATCH}, or what fits."
-)
-DTYPE = FLAGS.enum(
-    "dtype",
-    None,
-    ["bfloat16", "float32"],
-    "Type of weights and cache; default: float32 on CPU, else bfloat16.",
-)
-KV_DTYPE = FLAGS.enum(
-    "kv_dtype",
-    None,
-    list(generation.KV_DTYPES),
-    "Type of stored keys and values; default: that of the weights. int8 has a scale per token.",
-)
-PRECISION = FLAGS.enum(
-    "matmul_precision",
-    "default",
-    list(generation.MATMUL_PRECISIONS),
-    "Precision of float32 products.",
-)
-SEGMENTS = FLAGS.string(
-    "segments",
-    "auto",
-    "How many segments the scale loop is cut into: auto or a number. Results do not change.",
-)
-ATTENTION = FLAGS.enum(
-    "attention", "auto", ["auto", "reference", "triton", "tpu"], "Attention implementation."
-)
+SAMPLING = SamplingFlags(FLAGS)
+PROGRAM = ProgramFlags(FLAGS)
 COMPARE = FLAGS.boolean("compare", False, "Also run the full cache and report fidelity to it.")
 SAVE_ARRAYS = FLAGS.boolean(
     "save_arrays", False, "Also write arrays.npz: tokens, code map, images, logits."
@@ -100,19 +60,15 @@ OVERWRITE = FLAGS.boolean("overwrite", False, "Replace --out if it exists.")
 OUT = FLAGS.string("out", None, "Output folder; default: a new one under results/.")
 
 
-def resolve() -> settings.RunSettings:
+def resolve() -> RunSettings:
     """Check every flag and plan the cache. Nothing is compiled, allocated or written."""
     if MODEL.value and CHECKPOINT.value:
         raise UserError("--model and --checkpoint exclude each other: name one model")
     if MODEL.value:
         choose("model", MODEL.value, registry.PRESETS)
     model = settings.abstract_model(MODEL.value or CHECKPOINT.value)
-    if model.directory is None and not DRY_RUN.value:
-        raise UserError(
-            f"{model.name} is a published model without weights here: add --dry_run, or convert "
-            f"its weights with "
-            f"`python -m ported_weights --model={model.name} ...` and give the folder"
-        )
+    if not DRY_RUN.value:
+        settings.require_weights(model, "add --dry_run, or ")
     if PROMPTS.value is not None:
         raise UserError(
             f"--prompts: {model.name} is class-conditional; choose images with --labels or "
@@ -121,41 +77,27 @@ def resolve() -> settings.RunSettings:
     labels = settings.choose_labels(LABELS.value, NUM_IMAGES.value, model.num_classes)
     policy = get_policy(POLICY.value, BUDGET.value, command_line.typed_pairs(POLICY_ARGS.value))
     policy.check_images(len(labels))
-    sampling = Sampling.recommended(
-        dict(model.metadata.get("sampling", {})),
-        cfg=CFG.value,
-        top_k=TOP_K.value,
-        top_p=TOP_P.value,
-        greedy=GREEDY.value,
-        more_smooth=MORE_SMOOTH.value,
-    )
+    sampling = SAMPLING.sampling(model)
     calibration = settings.read_calibration(
         CALIBRATION.value, policy, model.geometry, model, sampling
     )
     plan = plan_cache(model.geometry, policy, calibration)
-    vocabulary = model.transformer.config.vocab_size
-    generation.plan_segments(model.geometry.schedule, SEGMENTS.value)
-    dtype = DTYPE.value or generation.default_dtype()
-    dense_dtype = generation.storage_dtype(dtype)
-    kv_dtype = jnp.dtype(KV_DTYPE.value or dense_dtype)
-    return settings.RunSettings(
+    program = PROGRAM.resolve(model)
+    return RunSettings(
         model=model,
         labels=labels,
         policy=policy,
         plan=plan,
-        sampling=sampling.check(vocabulary),
-        seed=settings.check_seed(SEED.value),
-        batch_size=_batch_size(model, plan, len(labels), dtype, kv_dtype),
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        dense_dtype=dense_dtype,
-        matmul_precision=PRECISION.value,
-        segments=SEGMENTS.value,
-        attention=settings.check_attention(ATTENTION.value),
+        sampling=sampling,
+        seed=SAMPLING.seed,
+        batch_size=PROGRAM.batch_size(
+            model, plan, len(labels), program["dtype"], program["kv_dtype"], DRY_RUN.value
+        ),
+        **program,
         compare=COMPARE.value,
         save_arrays=SAVE_ARRAYS.value,
         given_tokens=settings.read_given_tokens(
-            GIVEN_TOKENS.value, len(labels), model.geometry, vocabulary
+            GIVEN_TOKENS.value, len(labels), model.geometry, model.transformer.config.vocab_size
         ),
         given_scales=_given_scales(model.geometry.schedule.num_scales),
         calibration=None if calibration is None else calibration.digest,
@@ -172,40 +114,19 @@ def _given_scales(num_scales: int) -> int | None:
     return given
 
 
-def _batch_size(model, plan, num_images: int, dtype, kv_dtype) -> int:
-    asked = BATCH_SIZE.value
-    if asked is not None and asked < 1:
-        raise UserError(f"--batch_size={asked}: at least 1")
-
-    def predict(size):
-        return memory.predict(plan, model.transformer, model.codec, size, dtype, kv_dtype)
-
-    if DRY_RUN.value:
-        return asked or min(num_images, USUAL_BATCH)
-    if asked is not None and memory.largest_batch(predict, asked, memory.available_bytes()) < asked:
-        memory.choose_batch_size(predict, asked, asked, USUAL_BATCH)
-    return memory.choose_batch_size(predict, asked, num_images, USUAL_BATCH)
-
-
-def generate_series(
-    run: settings.RunSettings, model: Model, folder: RunFolder, series: str
-) -> Generator:
+def generate_series(run: RunSettings, model: Model, folder: RunFolder, series: str) -> Generator:
     """Run what is missing of one series of batches ("main": the policy, "full": the full cache) and
     keep every batch."""
     policy, plan = (
         (run.policy, run.plan) if series == "main" else settings.full_plan(model.geometry)
     )
-    generator = Generator(
+    main = series == "main"
+    generator = run.generator(
         model,
         policy,
-        sampling=run.sampling,
-        batch_size=run.batch_size,
-        segments=run.segments,
-        attention=run.attention,
-        kv_dtype=run.kv_dtype if series == "main" else run.dense_dtype,
-        matmul_precision=run.matmul_precision,
-        keep_logits=run.save_arrays and series == "main",
-        cache_plan=plan,
+        plan,
+        kv_dtype=run.kv_dtype if main else run.dense_dtype,
+        keep_logits=run.save_arrays and main,
     )
     done, total = folder.finished(series), len(run.labels)
     print(

@@ -9,7 +9,7 @@ import numpy as np
 
 import varjax
 from experiments.run_folder import RunFolder
-from experiments.settings import RunSettings
+from experiments.run_settings import RunSettings
 from varjax import extras, images, memory
 from varjax.folders import replacing
 from varjax.generation import Generator

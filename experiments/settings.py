@@ -2,7 +2,6 @@
 wrong with it."""
 
 import dataclasses
-import hashlib
 import json
 import pathlib
 from dataclasses import dataclass
@@ -175,64 +174,19 @@ def read_calibration(
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class RunSettings:
-    """A resolved run. calibration: SHA-256 of the calibration file. kv_dtype: of the pool;
-    dense_dtype: of the full cache that it is compared with. remarks: of the policy, on its plan."""
-
-    model: AbstractModel
-    labels: np.ndarray
-    policy: Policy
-    plan: CachePlan
-    sampling: Sampling
-    seed: int
-    batch_size: int
-    dtype: str
-    kv_dtype: Any
-    dense_dtype: Any
-    matmul_precision: str
-    segments: str
-    attention: str | None
-    compare: bool
-    save_arrays: bool
-    given_tokens: np.ndarray | None = None
-    given_scales: int | None = None
-    calibration: str | None = None
-    remarks: tuple[str, ...] = ()
-
-    def describe(self) -> dict:
-        """JSON-able content: what decides the results."""
-        return {
-            "model": self.model.name,
-            "model_sources": self.model.metadata.get("sources", []),
-            "model_files": self.model.metadata.get("files", {}),
-            "labels": self.labels.tolist(),
-            "policy": self.policy.name,
-            "policy_args": policy_arguments(self.policy),
-            "budget": self.policy.budget,
-            "plan": self.plan.digest,
-            "policy_content": self.policy.content(),
-            "calibration": self.calibration,
-            "sampling": dataclasses.asdict(self.sampling),
-            "seed": self.seed,
-            "batch_size": self.batch_size,
-            "dtype": self.dtype,
-            "kv_dtype": str(self.kv_dtype),
-            "matmul_precision": self.matmul_precision,
-            "segments": str(self.segments),
-            "attention": self.attention or "auto",
-            "compare": self.compare,
-            "save_arrays": self.save_arrays,
-            "given": None
-            if self.given_tokens is None
-            else _digest(self.given_tokens) + f":{self.given_scales}",
-        }
-
-
 def policy_arguments(policy: Policy) -> dict:
     """The policy's arguments except the budget."""
     names = (f.name for f in dataclasses.fields(policy) if f.name[0] != "_")
     return {name: getattr(policy, name) for name in names if name != "budget"}
+
+
+def require_weights(model: AbstractModel, hint: str = "") -> None:
+    """Refuse a published name where a checkpoint is needed. hint: another way out."""
+    if model.directory is None:
+        raise UserError(
+            f"{model.name} is a published model without weights here: {hint}convert its weights "
+            f"with `python -m ported_weights --model={model.name} ...` and give the folder"
+        )
 
 
 def load_model(abstract: AbstractModel, dtype: str) -> Model:
@@ -245,10 +199,6 @@ def full_plan(geometry: Geometry) -> tuple[Policy, CachePlan]:
     """The full cache, for comparisons."""
     policy = generation.resolve_policy("full")
     return policy, plan_cache(geometry, policy)
-
-
-def _digest(array: np.ndarray) -> str:
-    return hashlib.sha256(array.tobytes()).hexdigest()[:16]
 
 
 def fingerprint(description: dict) -> str:

@@ -24,13 +24,12 @@ again with the same settings; policies and budgets may change.
 import pathlib
 import sys
 
-import jax.numpy as jnp
-
-from experiments import run, settings, sweep_plan, sweep_tables
+from experiments import settings, sweep_plan, sweep_tables
+from experiments.generation_flags import ProgramFlags, SamplingFlags
 from experiments.run_folder import RunFolder
 from experiments.sweep_cells import Runner
 from experiments.sweep_plan import Cell, SweepSettings
-from varjax import command_line, extras, generation, memory
+from varjax import command_line, extras
 from varjax.errors import UserError
 from varjax.folders import replacing
 from varjax.policies import calibration as calibration_lib
@@ -53,45 +52,8 @@ NUM_IMAGES = FLAGS.integer("num_images", None, "Number of images, over all class
 SAMPLES = FLAGS.integer(
     "samples", 8, "So many of the first images are kept for the report.", lower_bound=1
 )
-CFG = FLAGS.floating(
-    "cfg",
-    None,
-    "Guidance strength; default: the checkpoint's recommendation, as for all sampling flags.",
-)
-TOP_K = FLAGS.integer("top_k", None, "Keep the k largest logits; 0 is off.")
-TOP_P = FLAGS.floating("top_p", None, "Nucleus sampling with this mass; 0 is off.")
-GREEDY = FLAGS.boolean("greedy", False, "Take the largest logit instead of sampling.")
-MORE_SMOOTH = FLAGS.boolean("more_smooth", None, "Feed back mixtures of codes: smoother pictures.")
-SEED = FLAGS.integer("seed", 0, "Image i depends on (seed, i, label) only.")
-BATCH_SIZE = FLAGS.integer(
-    "batch_size", None, f"Images per program call; default: {run.USUAL_BATCH}, or what fits."
-)
-DTYPE = FLAGS.enum(
-    "dtype",
-    None,
-    ["bfloat16", "float32"],
-    "Type of weights and cache; default: float32 on CPU, else bfloat16.",
-)
-KV_DTYPE = FLAGS.enum(
-    "kv_dtype",
-    None,
-    list(generation.KV_DTYPES),
-    "Type of stored keys and values; default: that of the weights, as the full cache always has.",
-)
-PRECISION = FLAGS.enum(
-    "matmul_precision",
-    "default",
-    list(generation.MATMUL_PRECISIONS),
-    "Precision of float32 products.",
-)
-SEGMENTS = FLAGS.string(
-    "segments",
-    "auto",
-    "How many segments the scale loop is cut into: auto or a number. Results do not change.",
-)
-ATTENTION = FLAGS.enum(
-    "attention", "auto", ["auto", "reference", "triton", "tpu"], "Attention implementation."
-)
+SAMPLING = SamplingFlags(FLAGS)
+PROGRAM = ProgramFlags(FLAGS)
 OVERWRITE = FLAGS.boolean("overwrite", False, "Replace --out if it exists.")
 OUT = FLAGS.string("out", None, "Output folder; default: a new one under results/.")
 
@@ -101,24 +63,19 @@ def resolve() -> SweepSettings:
     entries = sweep_plan.parse_entries(POLICIES.value)
     budgets = sweep_plan.parse_budgets(BUDGETS.value)
     model = settings.abstract_model(CHECKPOINT.value)
-    if model.directory is None:
-        raise UserError(
-            f"{model.name} is a published model without weights here: convert its weights with "
-            f"`python -m ported_weights --model={model.name} ...` and give the folder"
-        )
+    settings.require_weights(model)
     extras.require("dm_pix", extra="eval", purpose="PSNR and SSIM")
     labels = settings.choose_labels(LABELS.value, NUM_IMAGES.value, model.num_classes)
     geometry = model.geometry
-    sampling = _sampling(model)
+    sampling = SAMPLING.sampling(model)
     path, calibration = _calibration(model, sampling)
     cells = sweep_plan.plan_cells(entries, budgets, geometry, calibration, len(labels))
     used = any(cell.policy.uses_calibration for cell in cells if cell.policy)
     if CALIBRATION.value and not used:
         raise UserError("none of the policies uses a calibration: leave out --calibration")
     full_policy, full_plan = settings.full_plan(geometry)
-    generation.plan_segments(geometry.schedule, SEGMENTS.value)
-    dtype = DTYPE.value or generation.default_dtype()
-    dense_dtype = generation.storage_dtype(dtype)
+    program = PROGRAM.resolve(model)
+    types = (program["dtype"], program["dense_dtype"])
     return SweepSettings(
         model=model,
         cells=cells,
@@ -126,14 +83,9 @@ def resolve() -> SweepSettings:
         labels=labels,
         samples=min(SAMPLES.value, len(labels)),
         sampling=sampling,
-        seed=settings.check_seed(SEED.value),
-        batch_size=_batch_size(model, full_plan, len(labels), dtype, dense_dtype),
-        dtype=dtype,
-        kv_dtype=jnp.dtype(KV_DTYPE.value or dense_dtype),
-        dense_dtype=dense_dtype,
-        matmul_precision=PRECISION.value,
-        segments=SEGMENTS.value,
-        attention=settings.check_attention(ATTENTION.value),
+        seed=SAMPLING.seed,
+        batch_size=PROGRAM.batch_size(model, full_plan, len(labels), *types),
+        **program,
         calibration=calibration.digest if calibration is not None and used else None,
         calibration_path=path if used else None,
     )
@@ -155,30 +107,6 @@ def _calibration(
             return None, None
         raise UserError(f"--calibration={path}: {error}") from None
     return pathlib.Path(path), found
-
-
-def _sampling(model: settings.AbstractModel) -> Sampling:
-    chosen = Sampling.recommended(
-        dict(model.metadata.get("sampling", {})),
-        cfg=CFG.value,
-        top_k=TOP_K.value,
-        top_p=TOP_P.value,
-        greedy=GREEDY.value,
-        more_smooth=MORE_SMOOTH.value,
-    )
-    return chosen.check(model.transformer.config.vocab_size)
-
-
-def _batch_size(model, full_plan, num_images: int, dtype, kv_dtype) -> int:
-    """The batch that fits with the full cache, for all cells: fidelity compares equal programs."""
-    asked = BATCH_SIZE.value
-    if asked is not None and asked < 1:
-        raise UserError(f"--batch_size={asked}: at least 1")
-
-    def predict(size):
-        return memory.predict(full_plan, model.transformer, model.codec, size, dtype, kv_dtype)
-
-    return memory.choose_batch_size(predict, asked, num_images, run.USUAL_BATCH)
 
 
 def main(argv) -> None:

@@ -27,17 +27,8 @@ TIMED_RUNS = 2  # at least so many runs of a program after its first
 def make_generator(sweep: SweepSettings, model: Model, cell: Cell) -> Generator:
     """The program of a cell. It always takes given tokens, so that one serves both ways of
     running."""
-    return Generator(
-        model,
-        cell.policy,
-        sampling=sweep.sampling,
-        batch_size=sweep.batch_size,
-        segments=sweep.segments,
-        attention=sweep.attention,
-        kv_dtype=sweep.storage(cell),
-        matmul_precision=sweep.matmul_precision,
-        keep_logits=True,
-        cache_plan=cell.plan,
+    return sweep.generator(
+        model, cell.policy, cell.plan, kv_dtype=sweep.storage(cell), keep_logits=True
     )
 
 

@@ -1,7 +1,6 @@
 """What a sweep runs: rows (a policy with its arguments) times budgets, planned before anything is
 compiled."""
 
-import dataclasses
 import hashlib
 import json
 import pathlib
@@ -10,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from experiments import settings
+from experiments.generation_flags import GenerationSettings
 from varjax import memory
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
@@ -21,7 +19,6 @@ from varjax.errors import UserError, choose
 from varjax.geometry import Geometry
 from varjax.policies import POLICIES, Policy, get_policy
 from varjax.policies.calibration import Calibration
-from varjax.sampling import Sampling
 
 ALL = "all"
 NOT_IN_ALL = ("full", "table")  # the reference, and what needs a file of its own
@@ -76,25 +73,14 @@ class Cell:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True, eq=False)
-class SweepSettings:
-    """A resolved sweep. kv_dtype: of the pools; dense_dtype: of the full cache. calibration:
-    SHA-256 of the calibration file. samples: so many images are kept for the report."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SweepSettings(GenerationSettings):
+    """A resolved sweep. calibration: SHA-256 of the calibration file. samples: so many images are
+    kept for the report."""
 
-    model: settings.AbstractModel
     cells: list[Cell]
     full: Cell
-    labels: np.ndarray
     samples: int
-    sampling: Sampling
-    seed: int
-    batch_size: int
-    dtype: str
-    kv_dtype: Any
-    dense_dtype: Any
-    matmul_precision: str
-    segments: str
-    attention: str | None
     calibration: str | None
     calibration_path: pathlib.Path | None = None
 
@@ -105,19 +91,8 @@ class SweepSettings:
     def describe(self) -> dict:
         """JSON-able content: what decides the results of every cell."""
         return {
-            "model": self.model.name,
-            "model_sources": self.model.metadata.get("sources", []),
-            "model_files": self.model.metadata.get("files", {}),
-            "labels": self.labels.tolist(),
+            **super().describe(),
             "samples": self.samples,
-            "sampling": dataclasses.asdict(self.sampling),
-            "seed": self.seed,
-            "batch_size": self.batch_size,
-            "dtype": self.dtype,
-            "kv_dtype": str(self.kv_dtype),
-            "matmul_precision": self.matmul_precision,
-            "segments": str(self.segments),
-            "attention": self.attention or "auto",
             "calibration": self.calibration,
         }
 

@@ -1,0 +1,182 @@
+"""Flags that all commands share which generate images, and the settings that follow from them."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import settings
+from varjax import generation, memory
+from varjax.cache.plan import CachePlan
+from varjax.command_line import CommandFlags
+from varjax.errors import UserError
+from varjax.generation import Generator, Model
+from varjax.policies import Policy
+from varjax.sampling import Sampling
+
+USUAL_BATCH = 8
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GenerationSettings:
+    """What decides the images of a command besides the policy.
+
+    kv_dtype: of the pool; dense_dtype: of a full cache.
+    """
+
+    model: settings.AbstractModel
+    labels: np.ndarray
+    sampling: Sampling
+    seed: int
+    batch_size: int
+    dtype: str
+    kv_dtype: Any
+    dense_dtype: Any
+    matmul_precision: str
+    segments: str
+    attention: str | None
+
+    def describe(self) -> dict:
+        """JSON-able content: what decides the results."""
+        return {
+            "model": self.model.name,
+            "model_sources": self.model.metadata.get("sources", []),
+            "model_files": self.model.metadata.get("files", {}),
+            "labels": self.labels.tolist(),
+            "sampling": dataclasses.asdict(self.sampling),
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "dtype": self.dtype,
+            "kv_dtype": str(self.kv_dtype),
+            "matmul_precision": self.matmul_precision,
+            "segments": str(self.segments),
+            "attention": self.attention or "auto",
+        }
+
+    def generator(
+        self, model: Model, policy: Policy, plan: CachePlan, *, kv_dtype, keep_logits: bool
+    ) -> Generator:
+        """The program of a policy under these settings."""
+        return Generator(
+            model,
+            policy,
+            sampling=self.sampling,
+            batch_size=self.batch_size,
+            segments=self.segments,
+            attention=self.attention,
+            kv_dtype=kv_dtype,
+            matmul_precision=self.matmul_precision,
+            keep_logits=keep_logits,
+            cache_plan=plan,
+        )
+
+
+class SamplingFlags:
+    """--cfg, --top_k, --top_p, --greedy, --more_smooth and --seed of a command."""
+
+    def __init__(self, flags: CommandFlags):
+        self._cfg = flags.floating(
+            "cfg",
+            None,
+            "Guidance strength; default: the checkpoint's recommendation, as for all sampling "
+            "flags.",
+        )
+        self._top_k = flags.integer("top_k", None, "Keep the k largest logits; 0 is off.")
+        self._top_p = flags.floating("top_p", None, "Nucleus sampling with this mass; 0 is off.")
+        self._greedy = flags.boolean("greedy", False, "Take the largest logit instead of sampling.")
+        self._more_smooth = flags.boolean(
+            "more_smooth", None, "Feed back mixtures of codes: smoother pictures."
+        )
+        self._seed = flags.integer("seed", 0, "Image i depends on (seed, i, label) only.")
+
+    def sampling(self, model: settings.AbstractModel) -> Sampling:
+        """As asked, else as the checkpoint recommends."""
+        chosen = Sampling.recommended(
+            dict(model.metadata.get("sampling", {})),
+            cfg=self._cfg.value,
+            top_k=self._top_k.value,
+            top_p=self._top_p.value,
+            greedy=self._greedy.value,
+            more_smooth=self._more_smooth.value,
+        )
+        return chosen.check(model.transformer.config.vocab_size)
+
+    @property
+    def seed(self) -> int:
+        return settings.check_seed(self._seed.value)
+
+
+class ProgramFlags:
+    """--dtype, --kv_dtype, --matmul_precision, --segments, --attention and --batch_size."""
+
+    def __init__(self, flags: CommandFlags):
+        self._batch_size = flags.integer(
+            "batch_size", None, f"Images per program call; default: {USUAL_BATCH}, or what fits."
+        )
+        self._dtype = flags.enum(
+            "dtype",
+            None,
+            ["bfloat16", "float32"],
+            "Type of weights and cache; default: float32 on CPU, else bfloat16.",
+        )
+        self._kv_dtype = flags.enum(
+            "kv_dtype",
+            None,
+            list(generation.KV_DTYPES),
+            "Type of stored keys and values; default: that of the weights, as the full cache "
+            "always has. int8 has a scale per token.",
+        )
+        self._precision = flags.enum(
+            "matmul_precision",
+            "default",
+            list(generation.MATMUL_PRECISIONS),
+            "Precision of float32 products.",
+        )
+        self._segments = flags.string(
+            "segments",
+            "auto",
+            "How many segments the scale loop is cut into: auto or a number. Results do not "
+            "change.",
+        )
+        self._attention = flags.enum(
+            "attention", "auto", ["auto", "reference", "triton", "tpu"], "Attention implementation."
+        )
+
+    def resolve(self, model: settings.AbstractModel) -> dict[str, Any]:
+        """Checked fields of `GenerationSettings`, all but the batch size."""
+        generation.plan_segments(model.geometry.schedule, self._segments.value)
+        dtype = self._dtype.value or generation.default_dtype()
+        dense_dtype = generation.storage_dtype(dtype)
+        return {
+            "dtype": dtype,
+            "kv_dtype": jnp.dtype(self._kv_dtype.value or dense_dtype),
+            "dense_dtype": dense_dtype,
+            "matmul_precision": self._precision.value,
+            "segments": self._segments.value,
+            "attention": settings.check_attention(self._attention.value),
+        }
+
+    def batch_size(
+        self,
+        model: settings.AbstractModel,
+        plan: CachePlan,
+        num_images: int,
+        dtype,
+        kv_dtype,
+        dry_run: bool = False,
+    ) -> int:
+        """As asked, or the usual one cut down to what fits the device."""
+        asked = self._batch_size.value
+        if asked is not None and asked < 1:
+            raise UserError(f"--batch_size={asked}: at least 1")
+        if dry_run:
+            return asked or min(num_images, USUAL_BATCH)
+
+        def predict(size):
+            return memory.predict(plan, model.transformer, model.codec, size, dtype, kv_dtype)
+
+        if asked and memory.largest_batch(predict, asked, memory.available_bytes()) < asked:
+            memory.choose_batch_size(predict, asked, asked, USUAL_BATCH)
+        return memory.choose_batch_size(predict, asked, num_images, USUAL_BATCH)
