@@ -34,7 +34,7 @@ code { font: .9em ui-monospace, "DejaVu Sans Mono", Consolas, monospace; }
 .scroll, .wide { overflow-x: auto; max-width: 100%; }
 .scroll:focus-visible, .wide:focus-visible { outline: 2px solid var(--accent); }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .32rem .7rem; border-bottom: 1px solid var(--line); text-align: right;
+th, td { padding: .32rem .45rem; border-bottom: 1px solid var(--line); text-align: right;
   white-space: nowrap; }
 th:first-child, td:first-child, td.note { text-align: left; }
 th:first-child, td:first-child { position: sticky; left: 0; background: var(--back); }
