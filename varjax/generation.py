@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import numbers
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -110,6 +111,10 @@ def cast(module, dtype):
 
 def resolve_policy(policy: str | Policy, budget: float | None = None, **arguments) -> Policy:
     """A policy object from a name and arguments; objects pass through."""
+    if not isinstance(policy, str | Policy):
+        raise UserError(f"policy={policy!r:.60}: give a name, one of {', '.join(POLICIES)}")
+    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, numbers.Real)):
+        raise UserError(f"budget={budget!r:.60} is not a number")
     if isinstance(policy, Policy):
         if budget is not None or arguments:
             raise UserError(
@@ -126,16 +131,20 @@ def plan(
     `generate`."""
     geometry = model if isinstance(model, Geometry) else model.geometry
     chosen = resolve_policy(policy, budget, **arguments)
-    if calibration is None and chosen.uses_calibration:
-        calibration = calibrations.beside(getattr(model, "directory", None))
-    return plan_cache(geometry, chosen, read_calibration(calibration, geometry))
+    return plan_cache(geometry, chosen, _calibration(calibration, chosen, model))
 
 
-def read_calibration(calibration, geometry: Geometry) -> Calibration | None:
-    """A calibration as it is, or read from a file."""
-    if calibration is None or isinstance(calibration, Calibration):
-        return calibration
-    return calibrations.load(calibration, geometry)
+def _calibration(calibration, policy: Policy, model, cfg=None) -> Calibration | None:
+    """A calibration as it is, read from a file, or the one of the checkpoint folder; refused if it
+    was made for other weights or, with `cfg`, another guidance."""
+    is_model = isinstance(model, Model)
+    if calibration is None and policy.uses_calibration and is_model:
+        calibration = calibrations.beside(model.directory)
+    if calibration is not None and not isinstance(calibration, Calibration):
+        calibration = calibrations.load(calibration, model.geometry if is_model else model)
+    if calibration is not None and is_model:
+        calibration.check_origin(calibrations.model_digest(model.metadata), cfg)
+    return calibration
 
 
 def check_labels(labels: Sequence[int], num_classes: int) -> np.ndarray:
@@ -351,18 +360,13 @@ def generate(
     chosen = resolve_policy(policy, budget, **(policy_args or {}))
     chosen.check_images(len(labels))
     sampling = Sampling.recommended(model.recommended_sampling, **overrides)
-    if calibration is None and chosen.uses_calibration:
-        calibration = calibrations.beside(model.directory)
-    found = read_calibration(calibration, model.geometry)
-    if found is not None:
-        found.check_origin(calibrations.model_digest(model.metadata), sampling.cfg)
     generator = Generator(
         model,
         chosen,
         sampling=sampling,
         batch_size=min(len(labels), batch_size or 8),
         segments=segments,
-        calibration=found,
+        calibration=_calibration(calibration, chosen, model, sampling.cfg),
         kv_dtype=None if kv_dtype is None else choose("kv_dtype", kv_dtype, KV_DTYPES),
     )
     return np.concatenate(

@@ -115,3 +115,23 @@ def test_plans_hash_by_content():
 def test_single_scale_needs_no_cache():
     g = Geometry(schedule=Schedule.parse("4x4"), num_layers=1, num_heads=1, head_dim=4)
     assert plan_cache(g, policies.Full()).pool_tokens == 0
+
+
+def test_a_table_whose_peak_exceeds_its_budget_is_refused(tmp_path):
+    """What scales hold when they start fits, what is held between two layers does not."""
+    keep = np.zeros((4, 2, 1, 4), bool)
+    keep[1, :, :, 0] = keep[2, 1, :, :2] = keep[3, 0, :, 2] = True
+    keep[1, 1, :, 1] = False
+    np.savez(tmp_path / "keep.npz", keep_scale=keep)
+    g = Geometry(schedule=Schedule.square((1, 2, 3, 4)), num_layers=2, num_heads=1, head_dim=8)
+    table = policies.Table(path=str(tmp_path / "keep.npz"), budget=0.33)
+    with pytest.raises(UserError, match="after some layer of some scale it holds 0.5"):
+        plan_cache(g, table)
+    plan_cache(g, policies.Table(path=str(tmp_path / "keep.npz"), budget=0.5))
+
+
+def test_the_whole_budget_keeps_everything_in_any_block_size():
+    g = geometry("demo")
+    with pytest.raises(UserError, match="choose block_size="):
+        plan_cache(g, policies.SlidingWindow(budget=1.0, block_size=16))
+    assert plan_cache(g, policies.SlidingWindow(budget=1.0)).pool_tokens == g.dense_tokens

@@ -308,3 +308,18 @@ def test_random_problems(seed):
         for k, gone in enumerate(hidden):
             j, layer, head = np.nonzero(found.hidden[k])
             assert set(zip(j.tolist(), head.tolist(), layer.tolist(), strict=True)) == gone
+
+
+def test_a_budget_that_is_a_whole_number_of_tokens(tmp_path):
+    """0.6 of 300 tokens are 180, although 0.6 * 2 * 3 * 50 is less in floating point: one early
+    removal, of the last layer's head 0, suffices at scale 3."""
+    geometry = Geometry(
+        schedule=Schedule.parse("1x1;3x3;4x5;4x5;4x6"), num_layers=2, num_heads=3, head_dim=8
+    )
+    orders = [
+        [[2, 1], [0, 1], [0, 0], [1, 0], [2, 0], [1, 1]],
+        [[2, 0], [0, 1], [1, 1], [0, 0], [1, 0], [2, 1]],
+    ]
+    schedule = prune_schedule(geometry, np.array(orders), sinks=2, budget=0.6)
+    assert schedule.early_count.tolist() == [0, 0, 0, 1, 0]
+    assert schedule.total_after_layer[3].max() == 180

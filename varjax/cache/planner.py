@@ -94,16 +94,23 @@ def _charge_rounding(geometry: Geometry, policy, allocate) -> tuple[Allocation, 
             continue
         kept = peak_tokens(geometry, allocation)
         loose = pool_slots(geometry, allocation, block_size) * KEPT_AT_LEAST > kept
-        if asked or (kept >= share * wanted and (policy.shrinks or not loose)):
+        whole = share == 1.0 and kept < wanted  # a budget of 1 must keep everything
+        if (asked and not whole) or (kept >= share * wanted and (policy.shrinks or not loose)):
             return allocation, block_size
-    fitting = (
-        b
-        for b in BLOCK_SIZES
-        if _largest_that_fits(geometry, policy, allocate, lowest, limit, b) is not None
-    )
-    raise UserError(
-        f"policy {policy.name!r} at budget {policy.budget:g} does not fit {limit} slots in blocks "
-        f"of {asked}: choose block_size={next(fitting)} or smaller, or accounting=tokens"
+    raise UserError(_too_large(geometry, policy, allocate, lowest, limit, asked))
+
+
+def _too_large(geometry: Geometry, policy, allocate, lowest, limit: int, asked: int) -> str:
+    """Why no pool fits, and what would."""
+    problem = f"policy {policy.name!r} at budget {policy.budget:g} does not fit {limit} slots"
+    problem += f" in blocks of {asked}" if asked else ""
+    for size in BLOCK_SIZES:
+        if _largest_that_fits(geometry, policy, allocate, lowest, limit, size) is not None:
+            return f"{problem}: choose block_size={size} or smaller, or accounting=tokens"
+    needed = peak_tokens(geometry, allocate(policy.budget)) / max(1, geometry.dense_tokens)
+    return (
+        f"{problem}: after some layer of some scale it holds {needed:.4f} of the full cache; give "
+        f"that budget, or accounting=tokens"
     )
 
 

@@ -123,7 +123,7 @@ class Policy:
     shrinks: ClassVar[bool] = True  # False: `allocate` ignores the budget
     uses_calibration: ClassVar[bool] = False
     contents: ClassVar[str] = ""  # for tables, where it is not simply "decided per image" or not
-    # argument sets that generic tests and sweeps over all policies take
+    # argument sets that the generic tests take, the defaults first
     examples: ClassVar[tuple[dict[str, str], ...]] = ({},)
 
     # --- host -------------------------------------------------------------------------------------
@@ -157,10 +157,11 @@ class Policy:
             raise UserError(f"accounting={self.accounting!r}: choose bytes or tokens")
         lowest = self.minimum_budget(geometry)
         if self.budgeted and self.budget < lowest - 1e-9:
+            blocks = " in blocks of one slot" if self.block_size > 1 else ""
             raise UserError(
                 f"budget={self.budget:g} is too small for policy {self.name!r} on this model: "
-                f"{self.smallest_reason()}; "
-                f"the smallest feasible budget is {np.ceil(lowest * 1e4) / 1e4:g}"
+                f"{self.smallest_reason()}; the smallest feasible budget{blocks} is "
+                f"{np.ceil(lowest * 1e4) / 1e4:g}"
             )
 
     def minimum_budget(self, geometry: Geometry) -> float:

@@ -224,11 +224,16 @@ _SCALARS = {
 
 def _read_numbers(name: str, nested: object) -> np.ndarray:
     try:
-        array = np.array(nested, np.float64)
+        array = np.array(nested)
+        if array.dtype.kind not in "iuf":
+            raise UserError(f"{name} holds {str(array.dtype):.20} where numbers are needed")
+        array = array.astype(np.float64)
     except (ValueError, TypeError, OverflowError) as error:
         raise UserError(f"{name} is no regular array of numbers: {error}") from None
     if not np.isfinite(array).all():
         raise UserError(f"{name} holds values that are not finite numbers")
+    if array.min(initial=0) < 0:
+        raise UserError(f"{name} holds negative numbers")
     return array.astype(np.int32) if name in ("pattern_heads", "pattern_edges") else array
 
 
@@ -290,7 +295,8 @@ def model_digest(metadata: dict) -> str:
 
 def attention_mass(probabilities: Sequence[np.ndarray], schedule: Schedule) -> np.ndarray:
     """beta [..., K, K] of one sample from attention [..., t_k, c_k] of every scale k over 0..k:
-    mean over queries, sum over the columns of each source scale (HeatKV, Eq. 2)."""
+    mean over queries, sum over the columns of each source scale (HeatKV, Eq. 2). For attention
+    that is at hand; `Probe` sums up the same while generating."""
     num_scales = schedule.num_scales
     beta = np.zeros((*probabilities[0].shape[:-2], num_scales, num_scales))
     for k, attention in enumerate(probabilities):

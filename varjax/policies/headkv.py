@@ -86,12 +86,11 @@ class HeadKV(sink_rules.SinkPolicy):
                 raise UserError(
                     f"policy 'headkv': {name}={getattr(self, name):g} is outside (0, 1]"
                 )
-        most = max(geometry.schedule.tokens)
-        if not 1 <= self.window <= max(most, 16) or self.group_after < 0:
-            raise UserError(
-                f"policy 'headkv': window={self.window} must be 1 to {most} (the largest scale's "
-                f"tokens), group_after={self.group_after} at least 0"
-            )
+        most = max(*geometry.schedule.tokens, 16)
+        if not 1 <= self.window <= most:
+            raise UserError(f"policy 'headkv': window={self.window} must be 1 to {most}")
+        if self.group_after < 0:
+            raise UserError(f"policy 'headkv': group_after={self.group_after} must be at least 0")
         if not 0 <= self.global_heads <= geometry.num_heads:
             raise UserError(
                 f"policy 'headkv': global_heads={self.global_heads}, but a layer has "

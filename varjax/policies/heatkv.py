@@ -49,9 +49,11 @@ class HeatKV(Policy):
       - the paper: Algorithm 2 as printed counts the current scale in layers that have not stored it
         yet and so removes almost everything early (`heatkv_naive`). Like the authors' code, we
         count what is stored.
-      - the authors' code: after layer l of scale k our cache goes straight to A_(k+1), so that
-        slots of early removals are free one scale sooner; what attention sees is the same. Any
-        schedule, not only the square 1M one; the pool is exact, with no static over-allocation.
+      - the authors' planner: it counts a scale's early removals from the layer that made them
+        necessary. Here, as in their runtime, the cache goes straight to A_(k+1) after layer l of
+        scale k, so tokens held after a layer are at most what their planner counts; what attention
+        sees is the same. Any schedule, not only the square 1M one; the pool is exact, with no
+        static over-allocation.
     """
 
     budget: float = 0.1

@@ -141,7 +141,7 @@ class _Problem:
             sink_size=np.minimum((0, *schedule.ends), protected),
             removed=removed,
             rank=rank,
-            limit=math.floor(budget * layers * heads * schedule.persistent_tokens),
+            limit=math.floor(budget * geometry.dense_tokens + 1e-6),  # 0.6 * 300 is 180, not less
         )
 
     def held(self, row: int, removed: np.ndarray | None = None) -> np.ndarray:

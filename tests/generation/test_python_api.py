@@ -1,0 +1,47 @@
+"""What the Python API refuses, and the calibration it takes by itself."""
+
+import dataclasses
+
+import pytest
+
+import varjax
+from varjax import policies
+from varjax.errors import UserError
+from varjax.policies import calibration as calibrations
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return varjax.load()
+
+
+def test_the_folder_serves_its_calibration(demo):
+    plan = varjax.plan(demo, policy="heatkv", budget=0.2)
+    assert plan.num_bytes(1, "float32") <= 0.2 * plan.dense_bytes(1, "float32")
+    with pytest.raises(UserError, match="needs measurements"):
+        varjax.plan(demo.geometry, policy="heatkv", budget=0.2)
+
+
+def test_a_calibration_of_other_weights_is_refused(demo):
+    own = calibrations.load(calibrations.beside(demo.directory), demo.geometry)
+    other = dataclasses.replace(own, model_digest="0" * 64)
+    for use in (varjax.plan, lambda *a, **k: varjax.generate(a[0], [1], **k)):
+        with pytest.raises(UserError, match="other weights"):
+            use(demo, policy="heatkv", calibration=other)
+    with pytest.raises(UserError, match="guidance"):
+        varjax.generate(demo, [1], policy="heatkv", cfg=4.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"policy": None}, "give a name"),
+        ({"policy": "headkv", "budget": "0.1"}, "not a number"),
+        ({"policy": "headkv", "budget": True}, "not a number"),
+        ({"policy": policies.HeadKV(), "budget": 0.5}, "policy object itself"),
+        ({"policy": "headkv", "kv_dtype": "int3"}, "kv_dtype"),
+    ],
+)
+def test_refused(demo, arguments, message):
+    with pytest.raises(UserError, match=message):
+        varjax.generate(demo, [1, 2], **arguments)
