@@ -273,6 +273,14 @@ def test_whole_scales():
         ({"remove": "locals"}, "did you mean 'local'"),
         ({"remove": "local", "cmin": "9", "cmax": "9"}, "leave out cmin"),
         ({"local": "0"}, "at least 1"),
+        ({"local": "3"}, "local=3 only says which scales remove=intermediate or remove=local"),
+        ({"remove": "condensed", "local": "3"}, "local=3 only says"),
+        ({"preset": "d30-table1-condensed", "local": "3"}, "local=3 only says"),
+        ({"preset": "d30-table3", "ratio": "9"}, "ratio=9 divides a budget, but cmin=41"),
+        ({"cmin": "50", "cmax": "90", "ratio": "9"}, "ratio=9 .* leave out one of the two"),
+        ({"remove": "local", "ratio": "9"}, "leave out ratio"),
+        ({"remove": "local", "oversize": "fill"}, "leave out oversize"),
+        ({"remove": "local", "granularity": "scale"}, "leave out granularity=scale"),
         ({}, r"experiments\.calibrate"),
         ({"theta": "-1"}, r"experiments\.calibrate"),
     ],
@@ -386,6 +394,18 @@ def test_online_plans_cmax_everywhere():
         "every layer is planned with Cmax"
         in AMSKV(mode="online").prepare(DEMO, None).plan_lines(DEMO)[0]
     )
+
+
+def test_an_assumed_threshold_is_said():
+    """The policy cannot know the norm of the model's keys."""
+
+    def said(found=None, **arguments):
+        policy = AMSKV(mode="online", **arguments).prepare(DEMO, found).prepare(DEMO, found)
+        return [line for line in policy.plan_lines(DEMO, found) if "keys of norm 1" in line]
+
+    (line,) = said()
+    assert line.startswith("theta     -1 is assumed") and "--calibration=FILE or theta=" in line
+    assert not said(theta=-1.0) and not said(calibration(DEMO))
 
 
 def test_threshold_from_a_calibration():

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from varjax.policies import POLICIES, Compose, get_policy
 from varjax.policies.base import Policy
 from varjax.policies.calibration import Calibration
 from varjax.policies.compose import REFUSED, Newest
+from varjax.schedule import Schedule
 
 ALLOCATING = [name for name in POLICIES if ("allocate", name) not in REFUSED and name != "table"]
 SELECTING = [name for name in POLICIES if ("select", name) not in REFUSED]
@@ -49,7 +51,7 @@ def test_capacities_of_one_and_selection_of_the_other(allocate, select):
     plan = plan_cache(DEMO, pair(allocate, select, accounting="tokens"), measured)
     alone = plan_cache(DEMO, get_policy(allocate, 0.3, {"accounting": "tokens"}), measured)
     np.testing.assert_array_equal(plan.capacity, alone.capacity)
-    assert not plan.static_content and plan.policy.selector.name in (select, "streaming")
+    assert not plan.static_content and plan.policy.selector.name == select
     assert plan.policy.needs == plan.policy.selector.needs
     in_bytes = plan_cache(DEMO, pair(allocate, select), measured)
     assert in_bytes.pool_tokens <= 0.3 * DEMO.dense_tokens
@@ -115,6 +117,7 @@ def test_calibration_is_used_where_a_part_does():
     [
         ({"allocate": "snapvk", "select": "h2o"}, "did you mean 'snapkv'"),
         ({"allocate": "snapkv", "select": "h20"}, "did you mean 'h2o'"),
+        ({"allocate": "snapkv", "select": "hack", "select_contxtual": "1"}, "'select_contextual'"),
         ({"allocate": "snapkv", "select": "h2o", "selct_x": "1"}, "no argument 'selct_x'"),
         (
             {"allocate": "hack", "select": "h2o", "allocate_asymetry": "1"},
@@ -139,6 +142,130 @@ def test_senseless_pairs_are_refused_with_the_reason(role, name):
         get_policy("compose", None, parts)
 
 
+@pytest.mark.parametrize(("role", "names"), [("allocate", ALLOCATING), ("select", SELECTING)])
+def test_unknown_policies_are_told_what_works(role, names):
+    with pytest.raises(UserError, match=f"unknown policy for {role}") as error:
+        get_policy("compose", None, {role: "zzz"})
+    listed = str(error.value).rsplit("choose one of ", 1)[1].split(", ")
+    assert set(listed) - {"table"} == set(names) - {"table"}
+
+
+IDLE = {
+    ("allocate", "streaming"): {"sinks": "1"},
+    ("allocate", "snapkv"): {"window": "8", "kernel": "3"},
+    ("allocate", "h2o"): {"recent_share": "0.1"},
+    ("allocate", "scalekv"): {"grid": "2", "kernel": "3", "faithful": "true"},
+    ("select", "hack"): {"asymmetry": "3"},
+    ("select", "headkv"): {"group_after": "9", "threshold": "0.5", "global_heads": "1"},
+    ("select", "scalekv"): {"budgets": "missing.json", "drafters": "2", "refiner_share": "0.5"},
+    ("select", "amskv"): {
+        **{"mode": "online", "preset": "d30-table3", "cmin": "8", "cmax": "12", "demanding": "2"},
+        **{"layers": "0", "placement": "uniform", "theta": "-1", "ratio": "3"},
+        **{"oversize": "fill", "remove": "local", "local": "3"},
+    },
+}
+EVERY_IDLE = [(*key, *item) for key, arguments in IDLE.items() for item in arguments.items()]
+
+
+@pytest.mark.parametrize(("role", "name", "argument", "text"), EVERY_IDLE)
+def test_arguments_of_the_other_role_are_refused(role, name, argument, text):
+    parts = {"allocate": "snapkv", "select": "h2o", role: name, f"{role}_{argument}": text}
+    other = "select" if role == "allocate" else "allocate"
+    with pytest.raises(UserError, match=f"{role}_{argument}={text} has no effect") as error:
+        get_policy("compose", None, parts)
+    instead = f"or give it to {other}: {other}={name},{other}_{argument}={text}"
+    assert str(error.value).endswith("leave it out" if name == "headkv" else instead)
+    part = get_policy(name, None, {argument: text})
+    with pytest.raises(UserError, match="has no effect"):
+        Compose.of(**{"allocate": policies.SnapKV(), "select": policies.H2O(), role: part})
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "text"), [case[1:] for case in EVERY_IDLE if case[0] == "allocate"]
+)
+def test_what_is_refused_does_not_change_rooms(name, argument, text):
+    def held(**arguments):
+        policy = get_policy(name, 0.3, {"accounting": "tokens", **arguments})
+        return plan_cache(DEMO, policy, calibration(DEMO)).capacity
+
+    np.testing.assert_array_equal(held(**{argument: text}), held())
+
+
+MATTERS = {
+    ("allocate", "heatkv"): {"sinks": "1"},
+    ("allocate", "hack"): {"sinks": "4", "contextual": "0.1", "asymmetry": "9"},
+    ("allocate", "scalekv"): {"drafters": "2", "refiner_share": "1"},
+    ("allocate", "amskv"): {"demanding": "2", "layers": "0", "theta": "-0.5", "ratio": "9"},
+    ("select", "streaming"): {"sinks": "1"},
+    ("select", "hack"): {"sinks": "1", "contextual": "0.1"},
+    ("select", "headkv"): {"sinks": "1", "local_share": "0.9", "window": "8", "ratio": "0.9"},
+    ("select", "snapkv"): {"window": "3", "kernel": "3"},
+    ("select", "h2o"): {"recent_share": "0.1"},
+    ("select", "scalekv"): {"grid": "3", "kernel": "3", "faithful": "true"},
+    ("select", "amskv"): {"condensed": "1", "condensed_tokens": "2"},
+}
+
+
+@pytest.mark.parametrize(
+    ("role", "name", "argument", "text"),
+    [(*key, *item) for key, arguments in MATTERS.items() for item in arguments.items()],
+)
+def test_arguments_of_the_own_role_matter(role, name, argument, text):
+    """Rooms, or what the selection is told, change."""
+
+    def told(**more):
+        parts = {"allocate": "snapkv", "select": "h2o", role: name}
+        policy = pair(**parts, budget=0.5, **more)
+        plan = plan_cache(DEMO, policy, calibration(DEMO))
+        if role == "allocate":
+            return plan.capacity.tolist()
+        inputs = jax.tree.leaves(plan.policy.inputs(DEMO, plan.allocation, np.arange(2)))
+        fields = ("kernel", "ratio", "recent_share")
+        used = [getattr(plan.policy.selector, field, None) for field in fields]
+        return [i.tolist() for i in inputs], plan.policy.needs, used
+
+    assert told() != told(**{f"{role}_{argument}": text})
+
+
+SMALL_ROOMS = Geometry(
+    schedule=Schedule(((2, 3), (2, 4), (3, 4))), num_layers=2, num_heads=2, head_dim=8
+)
+
+
+@pytest.mark.parametrize("select", SELECTING)
+def test_no_budget_is_too_small_for_the_selection(select):
+    """The first scale alone has 6 tokens, the rooms have 2; of what is always kept the oldest."""
+    plan = plan_cache(SMALL_ROOMS, pair("swa", select, 0.2), calibration(SMALL_ROOMS))
+    np.testing.assert_array_equal(plan.capacity[1:], 2)
+    assert plan.policy.selector.name == select
+    inputs = plan.policy.inputs(SMALL_ROOMS, plan.allocation, np.arange(1))
+    if select == "hack":
+        inputs = (jnp.array([True, False, True]), jnp.int32(plan.allocation.protected))
+    else:
+        inputs = jax.tree.map(lambda a: jnp.asarray(a[0, 0]), inputs)
+    obs = observation(2, 2, inputs=inputs)
+    kept = plan.policy.select(obs)
+    check_counts(obs, kept)
+    position = np.where(obs.live, obs.position, 99)
+    if select in ("streaming", "hack", "headkv"):
+        for head, columns in kept_columns(kept).items():
+            oldest = np.argsort(position[head])[:2]
+            assert {c for c in oldest if position[head][c] < 6} <= columns
+
+
+def test_condensed_tokens_beyond_the_room():
+    """Of the condensed tokens the oldest stay, as with sinks."""
+    policy = pair("swa", "amskv", 0.2, select_condensed="2")
+    plan = plan_cache(DEMO, policy, calibration(DEMO))
+    assert plan.allocation.protected == 5
+    obs = observation(1, 3, inputs={"sizes": jnp.array([99, 99, 14, 1]), "starts": jnp.arange(6)})
+    kept = plan.policy.select(obs)
+    check_counts(obs, kept)
+    position = np.where(obs.live, obs.position, 99)
+    for head, columns in kept_columns(kept).items():
+        assert columns == set(np.argsort(position[head])[:3])
+
+
 def test_compositions_made_in_python_are_checked_too():
     with pytest.raises(UserError, match="makes no sense"):
         Compose.of(allocate=policies.SnapKV(), select=policies.HeatKV())
@@ -158,13 +285,17 @@ def test_what_is_not_said():
         ({"budget": 1.5}, r"budget=1.5 is outside"),
         ({"budget": 0.01}, "too small for policy 'snapkv'"),
         ({"select_recent_share": "2"}, "recent_share=2 is outside"),
-        ({"allocate_window": "65"}, "window=65"),
+        ({"select": "snapkv", "select_window": "65"}, "window=65"),
+        ({"select": "streaming", "select_sinks": "6"}, "sinks=6: choose 1 to 5"),
+        ({"select": "amskv", "select_condensed": "6"}, "condensed=6: choose 0 to 5"),
+        ({"select": "amskv", "select_granularity": "scale"}, "only granularity=token works"),
         ({"block_size": "3"}, "power of two"),
     ],
 )
 def test_parts_check_their_arguments(more, message):
     with pytest.raises(UserError, match=message):
-        plan_cache(DEMO, pair("snapkv", "h2o", **{"budget": 0.3, **more}))
+        parts = {"allocate": "snapkv", "select": "h2o", "budget": 0.3}
+        plan_cache(DEMO, pair(**{**parts, **more}))
 
 
 def test_a_table_gives_capacities(tmp_path):
@@ -198,13 +329,19 @@ def test_memory_of_the_selection():
 
 
 @pytest.mark.parametrize(
-    ("allocate", "select"),
-    [("heatkv", "snapkv"), ("scalekv", "streaming"), ("snapkv", "headkv")],
+    ("allocate", "select", "budget"),
+    [
+        ("heatkv", "snapkv", 0.3),
+        ("scalekv", "streaming", 0.3),
+        ("snapkv", "headkv", 0.3),
+        ("swa", "streaming", 0.1),  # the sinks do not fit
+    ],
 )
-def test_on_a_real_model(allocate, select):
+def test_on_a_real_model(allocate, select, budget):
     """All heads hold what the one policy allows, in the rooms that the plan gives them."""
     model = models.fixture_model("b_k6_sharedaln")
-    policy = pair(allocate, select, 0.3)
+    more = {"select_sinks": "4"} if budget < 0.3 else {}
+    policy = pair(allocate, select, budget, **more)
     plan = plan_cache(model.geometry, policy, calibration(model.geometry))
     generator = models.greedy_generator(model, policy, plan=plan)
     results, state = generator.run_batch([3, 7], [0, 1])

@@ -152,6 +152,18 @@ def test_a_file_says_how_much_is_kept():
 
 
 @pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"drafters": 2}, "leave out drafters, or budgets"),
+        ({"refiner_share": 0.5, "drafters": 1}, "leave out drafters and refiner_share"),
+    ],
+)
+def test_what_a_file_already_says(more, message):
+    with pytest.raises(UserError, match=message):
+        plan_cache(INFINITY["2b"], file_policy("2b", **more))
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [
         (None, "cannot read the file"),

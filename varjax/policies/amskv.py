@@ -61,7 +61,8 @@ class AMSKV(Policy):
       layers: demanding layers, for example 0;3;5 or 0-7, all, none.
       placement: similarity, or uniform: evenly over the depth (Table 2).
       theta: threshold of the similarity, below 0; 0 is automatic, in online mode -1 (keys of norm 1
-        at 60 degrees) or, with a calibration, between the `demanding` layers and the others.
+        at 60 degrees) or, with a calibration, between the `demanding` layers and the others. Keys
+        that are not normalised are further apart: there -1 makes every layer demanding.
       ratio: Cmax over Cmin where they come from the budget; about that of the stated sizes.
       granularity: token cuts the tail by tokens, so that a scale may be kept in part; scale drops
         whole scales, oldest first.
@@ -102,6 +103,7 @@ class AMSKV(Policy):
     remove: str = ""
     local: int = 2
 
+    selection_arguments = ("condensed", "condensed_tokens", "granularity")
     summary = "condensed and newest scales, more in layers whose keys change; needs a calibration"
     uses_calibration = True
     contents = "known beforehand, or per image"
@@ -256,9 +258,14 @@ class AMSKV(Policy):
         rest = f"{sizes.condensed} of them condensed"
         rest += "" if self.cmax else " (before rounding to blocks)"
         if self._online:
+            assumed = (
+                f"theta     {self.theta:g} is assumed, for keys of norm 1; if this model does not "
+                f"normalise its keys, give --calibration=FILE or theta="
+            )
             return [
                 f"layers    demanding ones are found while generating (similarity below "
                 f"{self.theta:g}), so every layer is planned with Cmax",
+                *([assumed] if isinstance(self.theta, NotGiven) else []),
                 f"sizes     Cmin {sizes.cmin}, Cmax {sizes.cmax} tokens, {rest}",
             ]
         turned = np.flatnonzero(self._turned(geometry, sizes, calibration)).tolist()
@@ -317,4 +324,5 @@ class AMSKV(Policy):
         if obs.memory is not None:
             room = jnp.where(obs.memory[:, None], cmax, room)
         starts = obs.inputs["starts"] if self.granularity == "scale" else None
-        return rules.keep(obs, jnp.minimum(room, obs.capacity), condensed, fill > 0, starts)
+        room = jnp.minimum(room, obs.capacity)
+        return rules.keep(obs, room, jnp.minimum(condensed, room), fill > 0, starts)

@@ -157,10 +157,23 @@ def _check_combinations(policy, geometry: Geometry) -> None:
         "theta": policy.theta,
         "demanding": policy.demanding >= 0,
         "mode=online": online,
+        "granularity=scale": policy.granularity == "scale",
+        "ratio": policy.ratio != type(policy).ratio,
+        "oversize": policy.oversize != type(policy).oversize,
     }
     given = [name for name, value in given.items() if value]
     if policy.remove and given:
         refuse(f"remove={policy.remove} already says what is kept: leave out {given[0]}")
+    if "ratio" in given and policy.cmax:
+        refuse(
+            f"ratio={policy.ratio:g} divides a budget, but cmin={policy.cmin} and "
+            f"cmax={policy.cmax} are given (a preset gives them too): leave out one of the two"
+        )
+    if policy.local != type(policy).local and policy.remove not in GROUPS[1:]:
+        refuse(
+            f"local={policy.local} only says which scales remove={' or remove='.join(GROUPS[1:])} "
+            f"takes: leave it out, or give one of them"
+        )
     named = [name for name in ("layers", "placement=uniform") if name in given]
     if online and named:
         refuse(f"mode=online finds the layers while generating: leave out {' and '.join(named)}")

@@ -122,6 +122,10 @@ class Policy:
     )
     shrinks: ClassVar[bool] = True  # False: `allocate` ignores the budget
     uses_calibration: ClassVar[bool] = False
+    # arguments that matter to `allocate`, and those that matter to its selection in rooms of
+    # another policy: a composition refuses the others; None: all
+    allocation_arguments: ClassVar[tuple[str, ...] | None] = None
+    selection_arguments: ClassVar[tuple[str, ...] | None] = None
     contents: ClassVar[str] = ""  # for tables, where it is not simply "decided per image" or not
     # argument sets that the generic tests take, the defaults first
     examples: ClassVar[tuple[dict[str, str], ...]] = ({},)

@@ -24,6 +24,7 @@ from varjax.policies.registry import POLICIES, register
 from varjax.policies.windows import SlidingWindow, Streaming
 
 ROLES = {"allocate": "heatkv", "select": "snapkv"}  # with what they are if not said
+DECIDES = {"allocate": "how much heads hold", "select": "which tokens heads keep"}
 SHARED = ("budget", "accounting", "block_size")  # arguments of the composition, not of its parts
 _GIVEN = "its contents are not chosen by a score, they follow from its own "
 REFUSED = {
@@ -61,14 +62,15 @@ class Compose(Policy):
         sinks), amskv (condensed and newest), or any that scores (snapkv, h2o, hack, scalekv,
         headkv).
       allocate_NAME, select_NAME: argument NAME of either policy, for example allocate_sinks=3 or
-        select_window=8.
+        select_window=8. Only arguments that matter to the role: what hack's asymmetry says about
+        rooms is refused as select_asymmetry.
 
     What a part needs (a calibration, a file) it needs here too, but `scalekv` as `select` needs
     neither budgets nor calibration.
 
     Differs from the parts: sinks of `select` that exceed a head's room stay only as far as there is
-      room, the oldest first. `headkv` as `select` keeps the recent tokens that it would give a
-      local head of the same budget, and groups no heads.
+      room, the oldest first; so no budget is too small for `select`. `headkv` as `select` keeps the
+      recent tokens that it would give a local head of the same budget, and groups no heads.
     """
 
     budget: float = 0.1
@@ -103,9 +105,10 @@ class Compose(Policy):
         known = [*SHARED[1:], *ROLES]
         for role in ROLES:
             chosen = _choose_part(role, parts[role])
-            known += [f"{role}_{name}" for name in _own_arguments(chosen)]
+            known += [f"{role}_{name}" for name in _own_arguments(chosen, role)]
         for name in parts:
             if name not in known:
+                _explain_idle(name, parts)
                 raise UserError(
                     f"policy 'compose' has no argument {name!r}{nearest(name, known)}; here it "
                     f"has: {', '.join(known)}"
@@ -183,7 +186,8 @@ class Compose(Policy):
 
     def check(self, geometry: Geometry) -> None:
         self.allocator.check(geometry)
-        self.selector.check(geometry)
+        # its rooms are given, so no budget is too small for it
+        dataclasses.replace(self.selector, budget=1.0).check(geometry)
 
     def minimum_budget(self, geometry: Geometry) -> float:
         return self.allocator.minimum_budget(geometry)
@@ -235,7 +239,10 @@ class Newest(sink_rules.SinkPolicy):
     """The rule of `swa` and, with `protects`, of `streaming`, as a selection."""
 
     protects: bool = False
-    name = "streaming"
+
+    @property
+    def name(self) -> str:
+        return "streaming" if self.protects else "swa"
 
     def adopt(self, geometry: Geometry, budget: float, capacity: np.ndarray) -> RegionAllocation:
         scales = sink_rules.sink_scales(self.sinks, geometry, budget) if self.protects else 0
@@ -252,16 +259,33 @@ class Newest(sink_rules.SinkPolicy):
         return kept | blocks.recent(obs.position, obs.live & ~kept, obs.capacity - kept.sum(-1))
 
 
-def _own_arguments(cls: type[Policy]) -> list[str]:
-    return [name for name in argument_types(cls) if name not in SHARED]
+def _own_arguments(cls: type[Policy], role: str = "") -> list[str]:
+    """Arguments of a part, with a role those that matter to it."""
+    used = {"allocate": cls.allocation_arguments, "select": cls.selection_arguments}.get(role)
+    names = [name for name in argument_types(cls) if name not in SHARED]
+    return names if used is None else [name for name in names if name in used]
 
 
 def _choose_part(role: str, name: str) -> type[Policy]:
-    cls = POLICIES[choose(f"policy in {role}={name}:", name, POLICIES)]
+    fitting = [other for other in POLICIES if (role, other) not in REFUSED]
     if reason := REFUSED.get((role, name)):
-        fitting = [other for other in POLICIES if (role, other) not in REFUSED]
         raise UserError(
             f"policy 'compose': {role}={name} makes no sense: {reason}; choose one of "
             f"{', '.join(fitting)}"
         )
-    return cls
+    return POLICIES[choose(f"policy for {role}:", name, fitting)]
+
+
+def _explain_idle(name: str, parts: dict[str, str]) -> None:
+    """Refuse an argument that a part has, but not for its role; return if it has none such."""
+    role, _, own = name.partition("_")
+    if role not in ROLES or own not in _own_arguments(POLICIES[parts[role]]):
+        return
+    part, other = parts[role], next(r for r in ROLES if r != role)
+    usable = ", ".join(f"{role}_{n}" for n in _own_arguments(POLICIES[part], role))
+    instead = f", or give it to {other}: {other}={part},{other}_{own}={parts[name]}"
+    raise UserError(
+        f"policy 'compose': {name}={parts[name]} has no effect: {own!r} of {part!r} is about "
+        f"{DECIDES[other]}, and {role} decides {DECIDES[role]} (with {part} it takes "
+        f"{usable or 'no arguments'}); leave it out" + ("" if (other, part) in REFUSED else instead)
+    )

@@ -44,6 +44,7 @@ class H2O(Policy):
     budget: float = 0.25
     recent_share: float = 0.5
 
+    allocation_arguments = ()
     summary = "most accumulated attention, and the newest tokens"
     needs = Needs(total_mass=True)
 

@@ -63,6 +63,7 @@ class HACK(sink_rules.SinkPolicy):
     asymmetry: float = 2.0
     _types: tuple[tuple[bool, ...], ...] = field(default=(), repr=False)  # [L][N], True: contextual
 
+    selection_arguments = ("sinks", "contextual")
     summary = "per head kind the most attended or the newest tokens; needs a calibration"
     needs = Needs(scale_mass=True)
     uses_calibration = True

@@ -72,6 +72,7 @@ class HeadKV(sink_rules.SinkPolicy):
     window: int = 16
     ratio: float = 0.5
 
+    selection_arguments = ("sinks", "local_share", "window", "ratio")
     summary = "local and global heads found per image, stratified eviction"
 
     @property

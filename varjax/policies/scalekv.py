@@ -85,6 +85,8 @@ class ScaleKV(Policy):
     kernel: int = 5
     faithful: bool = False
 
+    allocation_arguments = ("budgets", "drafters", "refiner_share")
+    selection_arguments = ("grid", "kernel", "faithful")
     examples = ({}, {"faithful": "true"})
     summary = "everything in drafter layers, best logits in refiners; needs budgets or calibration"
 
@@ -127,8 +129,19 @@ class ScaleKV(Policy):
             raise UserError(
                 f"policy 'scalekv': refiner_share={self.refiner_share:g} is outside (0, 1]"
             )
+        self._check_beside_file()
         check_kernel(self, self.kernel)
         super().check(geometry)
+
+    def _check_beside_file(self) -> None:
+        """Refuse arguments of own budgets beside a file that gives the budgets."""
+        names = ("drafters", "refiner_share")
+        given = [name for name in names if getattr(self, name) != getattr(type(self), name)]
+        if self.budgets and given:
+            raise UserError(
+                f"policy 'scalekv': budgets={self.budgets} already says what every layer keeps: "
+                f"leave out {' and '.join(given)}, or budgets"
+            )
 
     @cached_property
     def _file(self) -> layer_budgets.BudgetFile:

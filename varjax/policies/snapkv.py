@@ -66,6 +66,7 @@ class SnapKV(Policy):
     window: int = 0
     kernel: int = 7
 
+    allocation_arguments = ()
     summary = "what a window of recent queries attends to, and its neighbours"
 
     @property

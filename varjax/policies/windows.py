@@ -78,6 +78,7 @@ class Streaming(sink_rules.SinkPolicy):
     """
 
     budget: float = 0.25
+    allocation_arguments = ()  # sinks take their room from the window
     summary = "sink scales and newest tokens"
 
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> StaticAllocation:
