@@ -1,0 +1,204 @@
+"""AMS-KV on the device against the host, and online in the engine."""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import models_under_test as models
+from tests.policies.amskv_cases import DEMO, calibration
+from varjax.cache.planner import plan_cache
+from varjax.geometry import Geometry
+from varjax.policies import amskv_rules as rules
+from varjax.policies.amskv import AMSKV
+from varjax.policies.base import Observation
+
+# --- device ---
+
+
+class Device:
+    """One layer's cache driven through `remember` and `select`, as the engine does: slots in any
+    order, own tokens padded."""
+
+    def __init__(self, policy: AMSKV, geometry: Geometry, rows: int, found=None):
+        self.schedule, self.rows = geometry.schedule, rows
+        self.policy = policy.prepare(geometry, found)
+        self.allocation = self.policy.allocate(geometry, self.policy.budget, found)
+        self.inputs = self.policy.inputs(geometry, self.allocation, np.arange(rows // 2))
+        self.memory = self.policy.first_memory(geometry, rows)
+        self.held = [np.zeros(0, int)] * rows
+
+    def step(self, s: int, similarity: np.ndarray) -> list[np.ndarray]:
+        """Sorted positions that every row holds after scale s; two heads must agree."""
+        own = np.arange(self.schedule.starts[s], self.schedule.ends[s])
+        slots, padding = max(map(len, self.held)) + 3, 2
+        position = np.zeros((self.rows, 2, slots + own.size + padding), np.int32)
+        live = np.zeros(position.shape, bool)
+        for row, held in enumerate(self.held):
+            mixed = np.random.default_rng(s).permutation(held)
+            position[row, :, : held.size], live[row, :, : held.size] = mixed, True
+        position[:, :, slots : slots + own.size] = own
+        live[:, :, slots : slots + own.size] = True
+        following = self.allocation.region_capacity[s + 1, 0, :2]
+        obs = Observation(
+            scale=jnp.int32(s),
+            live=jnp.asarray(live),
+            own=jnp.arange(live.shape[-1]) >= slots,
+            position=jnp.asarray(position),
+            capacity=jnp.broadcast_to(jnp.asarray(following), (self.rows, 2)),
+            regions=jnp.zeros((self.rows, 2), jnp.int32),
+            inputs={k: jnp.asarray(v[s, 0]) for k, v in self.inputs.items()},
+            memory=self.memory,
+            key_similarity=jnp.asarray(similarity, jnp.float32),
+        )
+        obs = dataclasses.replace(obs, memory=self.policy.remember(obs))
+        self.memory, keep = obs.memory, np.asarray(self.policy.select(obs))
+        assert not (keep & ~live).any() and (keep.sum(-1) <= following).all()
+        assert (keep[:, 0] == keep[:, 1]).all()
+        self.held = [np.sort(p[k]) for p, k in zip(position[:, 0], keep[:, 0], strict=True)]
+        return self.held
+
+
+ONLINE = {
+    "given": {"cmin": 20, "cmax": 50},
+    "narrow, no condensed": {"cmin": 7, "cmax": 12, "condensed": 0},
+    "large": {"cmin": 30, "cmax": 130},
+    "whole scales": {"cmin": 22, "cmax": 42, "granularity": "scale"},
+    "filled": {"cmin": 20, "cmax": 30, "oversize": "fill"},
+    "budget": {"budget": 0.4},
+    "full": {"budget": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_device_equals_host(name):
+    """Rows turn demanding at different scales; each follows Algorithm 1 on its own."""
+    policy = AMSKV(mode="online", theta=-1.0, **ONLINE[name])
+    tokens, last = DEMO.schedule.tokens, DEMO.schedule.num_scales - 1
+    below = np.random.default_rng(3).random((8, last + 1)) < 0.3
+    below[0], below[1, :], below[:, 0] = False, True, False
+    device = Device(policy, DEMO, rows=8)
+    sizes = device.policy.sizes(DEMO, device.policy.budget)
+    expected = [rules.cache_layer(tokens, sizes, row)[0] for row in below]
+    for s in range(last):
+        held = device.step(s, np.where(below[:, s], -1.5, -0.5))
+        for row in range(8):
+            np.testing.assert_array_equal(held[row], np.flatnonzero(expected[row][s]))
+
+
+@pytest.mark.parametrize("mode", ["profiled", "online"])
+def test_adopted_rooms(mode):
+    """In rooms of another policy: condensed and newest tokens, as many as the room allows."""
+    rooms = np.array([0, 1, 5, 9, 7, 20])
+    policy = AMSKV(mode=mode, layers="" if mode == "online" else "all", budget=0.2)
+    device = Device(policy, DEMO, rows=2)
+    device.allocation = device.policy.adopt(
+        DEMO, 0.2, np.broadcast_to(rooms[:, None, None], (6, 8, 2)).astype(np.int32)
+    )
+    device.inputs = device.policy.inputs(DEMO, device.allocation, np.arange(1))
+    for s in range(5):
+        held = device.step(s, np.full(2, -9.0))
+        assert held[0].size == rooms[s + 1]
+    assert set(range(device.allocation.protected)) < set(held[0])
+
+
+def test_online_plans_cmax_everywhere():
+    plan = plan_cache(DEMO, AMSKV(mode="online", cmin=10, cmax=40))
+    np.testing.assert_array_equal(
+        plan.capacity,
+        np.broadcast_to(np.minimum(DEMO.schedule.starts, 40)[:, None, None], plan.capacity.shape),
+    )
+    assert (
+        "every layer is planned with Cmax"
+        in AMSKV(mode="online").prepare(DEMO, None).plan_lines(DEMO)[0]
+    )
+
+
+def test_an_assumed_threshold_is_said():
+    """The policy cannot know the norm of the model's keys."""
+
+    def said(found=None, **arguments):
+        policy = AMSKV(mode="online", **arguments).prepare(DEMO, found).prepare(DEMO, found)
+        return [line for line in policy.plan_lines(DEMO, found) if "keys of norm 1" in line]
+
+    (line,) = said()
+    assert line.startswith("theta     -1 is assumed") and "--calibration=FILE or theta=" in line
+    assert not said(theta=-1.0) and not said(calibration(DEMO))
+
+
+def test_threshold_from_a_calibration():
+    found = calibration(DEMO)
+    theta = AMSKV(mode="online", demanding=3).prepare(DEMO, found).theta
+    assert (-found.key_discrepancy[:, 1:].mean(1) < theta).sum() == 3
+    assert AMSKV(mode="online").prepare(DEMO, None).theta == -1
+
+
+# --- in the engine ---
+
+LABELS, MODEL = np.array([3, 7], np.int32), "b_k6_sharedaln"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Noting(AMSKV):
+    """Online AMS-KV that notes the similarities it sees."""
+
+    def first_memory(self, geometry, rows):
+        return {
+            "demanding": super().first_memory(geometry, rows),
+            "similarity": jnp.zeros((rows, geometry.schedule.num_scales)),
+        }
+
+    def remember(self, obs):
+        demanding = super().remember(dataclasses.replace(obs, memory=obs.memory["demanding"]))
+        noted = obs.memory["similarity"].at[:, obs.scale].set(obs.key_similarity)
+        return {"demanding": demanding, "similarity": noted}
+
+    def select(self, obs):
+        return super().select(dataclasses.replace(obs, memory=obs.memory["demanding"]))
+
+
+@functools.cache
+def run(policy: AMSKV):
+    """(results, final cache, plan) of a greedy run."""
+    generator = models.greedy_generator(models.fixture_model(MODEL), policy)
+    return *generator.run_batch(LABELS, np.arange(2)), generator.plan
+
+
+def held(state, plan, row: int, layer: int, head: int) -> np.ndarray:
+    """Sorted positions in the cache when the last scale starts."""
+    entries = (a[-1, layer, head] for a in (plan.ids, plan.start, plan.stop))
+    slots = [b * plan.block_size + np.arange(i, j) for b, i, j in zip(*entries, strict=True)]
+    position = np.asarray(state.position)[row, np.concatenate(slots)]
+    return np.sort(position[position >= 0])
+
+
+@pytest.mark.parametrize(("theta", "layers"), [(-1e-6, "all"), (-1e6, "none")])
+def test_online_extremes_equal_profiled(theta, layers):
+    sizes = {"cmin": 11, "cmax": 31}
+    online, _, _ = run(AMSKV(mode="online", theta=theta, **sizes))
+    profiled, _, _ = run(AMSKV(layers=layers, **sizes))
+    np.testing.assert_array_equal(online["tokens"], profiled["tokens"])
+    np.testing.assert_allclose(online["logits"], profiled["logits"], atol=models.LOGITS["1.5"])
+
+
+def test_online_follows_each_row():
+    """Every row and layer holds what Algorithm 1 makes of the similarities it saw."""
+    geometry = models.fixture_model(MODEL).geometry
+    theta = -0.76
+    _, state, plan = run(Noting(mode="online", cmin=11, cmax=31, theta=theta))
+    similarity = np.asarray(state.memory["similarity"])
+    below = similarity < theta
+    below[:, :, 0] = False
+    wide = set()
+    for layer, row in np.ndindex(*below.shape[:2]):
+        host, rooms = rules.cache_layer(
+            geometry.schedule.tokens, plan.policy.sizes(geometry, 1.0), below[layer, row]
+        )
+        wide.add(int(rooms[-2]))
+        for head in range(geometry.num_heads):
+            np.testing.assert_array_equal(
+                held(state, plan, row, layer, head), np.flatnonzero(host[-2])
+            )
+    assert wide == {11, 31}
