@@ -14,21 +14,23 @@ heads differs between the runs: the standard deviation of a head's rank, average
 source scale.
 """
 
-import pathlib
-
 import numpy as np
 
 from experiments import settings
 from experiments.generation_flags import SamplingFlags
 from varjax import command_line, generation, measuring
-from varjax.errors import UserError
+from varjax.files import check_file_place
 from varjax.policies import calibration as measured
 from varjax.policies.calibration import Calibration
 
 FLAGS = command_line.CommandFlags()
 CHECKPOINT = FLAGS.string("checkpoint", None, "Checkpoint folder; default: the embedded demo.")
 NUM_SAMPLES = FLAGS.integer(
-    "num_samples", 10, "Images per measurement, over classes spread evenly.", lower_bound=1
+    "num_samples",
+    10,
+    "Images per measurement, over classes spread evenly.",
+    lower_bound=1,
+    upper_bound=10**6,
 )
 LABELS = FLAGS.string("labels", None, "Class numbers instead of --num_samples: 3,7,7.")
 STABILITY = FLAGS.integer(
@@ -79,14 +81,11 @@ def text(found: Calibration) -> str:
 
 
 def main(argv) -> None:
+    target = check_file_place(SAVE.value, overwrite=OVERWRITE.value, flag="--save")
     model = settings.abstract_model(CHECKPOINT.value)
     settings.require_weights(model)
     labels = choose_labels(model.num_classes)
-    sampling, seed, target = SAMPLING.sampling(model), SAMPLING.seed, pathlib.Path(SAVE.value)
-    if target.exists() and not OVERWRITE.value:
-        raise UserError(f"{target} exists already: choose another file or add --overwrite")
-    if not target.parent.is_dir():
-        raise UserError(f"--save={target}: there is no folder {target.parent}")
+    sampling, seed = SAMPLING.sampling(model), SAMPLING.seed
     loaded = settings.load_model(model, DTYPE.value or generation.default_dtype())
     total = STABILITY.value * len(labels)
     progress = command_line.Progress("measured image", total)

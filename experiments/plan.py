@@ -17,9 +17,9 @@ is live at any time, and what the budget allows.
 `keep_count`, of how many of its tokens.
 """
 
-import pathlib
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from experiments import settings
@@ -27,7 +27,7 @@ from varjax import command_line
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
 from varjax.errors import UserError, choose
-from varjax.files import writing
+from varjax.files import check_file_place, writing
 from varjax.geometry import Geometry
 from varjax.memory import show_bytes
 from varjax.models import registry
@@ -56,7 +56,11 @@ POLICY_ARGS = FLAGS.string(
 )
 CALIBRATION = FLAGS.string("calibration", None, "Calibration file, for policies that use one.")
 BATCH_SIZE = FLAGS.integer(
-    "batch_size", 1, "Images per batch (two cache rows each).", lower_bound=1
+    "batch_size",
+    1,
+    "Images per batch (two cache rows each).",
+    lower_bound=1,
+    upper_bound=10**6,
 )
 DTYPE = FLAGS.enum(
     "dtype", "bfloat16", ["bfloat16", "float32"], "Type of the stored keys and values."
@@ -171,20 +175,31 @@ def text(name: str, plan: CachePlan, batch_size: int, dtype: str, remarks: Seque
     return "\n".join(lines)
 
 
+def check_countable(geometry: Geometry, batch_size: int, dtype: str) -> None:
+    """Raise `UserError` if 64 bits may not hold the bytes of a batch (blocks may be padded)."""
+    row = geometry.dense_tokens * 2 * geometry.head_dim * jnp.dtype(dtype).itemsize
+    needed = batch_size * geometry.rows_per_image * row
+    if needed > np.iinfo(np.int64).max // 2:
+        raise UserError(
+            f"a batch of {batch_size} needs {show_bytes(needed)}, more than can be counted in 64 "
+            f"bits: lower --batch_size or the sizes in --geometry"
+        )
+
+
 def main(argv) -> None:
+    if SAVE.value:
+        check_file_place(SAVE.value, overwrite=OVERWRITE.value, flag="--save")
     name, geometry, model = model_or_geometry()
+    check_countable(geometry, BATCH_SIZE.value, DTYPE.value)
     policy = get_policy(POLICY.value, BUDGET.value, command_line.typed_pairs(POLICY_ARGS.value))
     calibration = settings.read_calibration(CALIBRATION.value, policy, geometry, model)
-    target = pathlib.Path(SAVE.value) if SAVE.value else None
-    if target and target.exists() and not OVERWRITE.value:
-        raise UserError(f"{target} exists already: choose another file or add --overwrite")
     plan = plan_cache(geometry, policy, calibration)
     steady = plan.policy.steady_tokens(geometry, calibration)
     remarks = plan.policy.plan_lines(geometry, calibration)
     remarks = [*remarks, *paper_lines(plan, BATCH_SIZE.value, steady)]
     print(text(name, plan, BATCH_SIZE.value, DTYPE.value, remarks))
-    if target:
-        with writing(target) as file:
+    if SAVE.value:
+        with writing(SAVE.value) as file:
             np.savez(file, **arrays(plan, BATCH_SIZE.value, DTYPE.value))
 
 

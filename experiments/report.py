@@ -11,24 +11,19 @@ Figure 6), head patterns (HeatKV, Figure 3), the pruning schedule (HeatKV, Figur
 stability of the ranking (HeatKV, Figure 6). What is missing says which command provides it.
 """
 
-import json
 import pathlib
 import sys
-import zipfile
 
 import numpy as np
 
 from experiments import sweep_tables
-from experiments.report_page import page
+from experiments.report_page import page, sweep_files
 from varjax import command_line
-from varjax.errors import UserError
-from varjax.files import writing
-from varjax.folders import check_place
+from varjax.files import check_file_place, writing
 from varjax.geometry import Geometry
 from varjax.memory import show_bytes
 from varjax.policies.calibration import Calibration
 from varjax.policies.calibration import load as load_calibration
-from varjax.schedule import Schedule
 
 PICTURE_LIMIT = 16 * 2**20  # pixels of all pictures together, without --images
 
@@ -46,34 +41,6 @@ IMAGES = FLAGS.integer(
 OUT = FLAGS.string("out", "report.html", "The file to write.")
 OVERWRITE = FLAGS.boolean("overwrite", False, "Replace --out if it exists.")
 FLAGS.require("sweep")
-
-
-def read_sweep(folder: pathlib.Path) -> tuple[dict, dict[str, np.ndarray]]:
-    """(content of sweep.json, arrays of samples.npz) of a finished sweep."""
-    try:
-        report = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
-        with np.load(folder / "samples.npz", allow_pickle=False) as archive:
-            samples = {name: archive[name] for name in archive.files}
-    except OSError as error:
-        raise UserError(
-            f"--sweep={folder} is no finished sweep ({error.strerror}: "
-            f"{pathlib.Path(error.filename or folder).name}): give the folder that "
-            f"`python -m experiments.sweep` has written"
-        ) from None
-    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"--sweep={folder}: its files are damaged: {error}") from None
-    version = report.get("format_version") if isinstance(report, dict) else None
-    if version != sweep_tables.FORMAT_VERSION:
-        raise UserError(
-            f"--sweep={folder}: format_version is {version!r}, this version of varjax reads "
-            f"{sweep_tables.FORMAT_VERSION}: run the sweep again"
-        )
-    return report, samples
-
-
-def read_geometry(report: dict) -> Geometry:
-    fields = dict(report["geometry"])
-    return Geometry(schedule=Schedule.parse(fields.pop("schedule")), **fields)
 
 
 def read_calibration(folder: pathlib.Path, geometry: Geometry) -> Calibration | None:
@@ -94,20 +61,15 @@ def number_of_images(samples: dict[str, np.ndarray]) -> int:
 
 
 def main(argv) -> None:
-    folder, target = pathlib.Path(SWEEP.value), check_place(OUT.value)
-    if target.is_dir():
-        raise UserError(f"--out={OUT.value} is a folder: name a file, for example report.html")
-    if target.exists() and not OVERWRITE.value:
-        raise UserError(f"{OUT.value} exists already: choose another file or add --overwrite")
-    report, samples = read_sweep(folder)
-    geometry = read_geometry(report)
+    folder = pathlib.Path(SWEEP.value)
+    target = check_file_place(OUT.value, overwrite=OVERWRITE.value, flag="--out")
+    report, samples, geometry = sweep_files.read(folder)
     calibration = read_calibration(folder, geometry)
     print(f"drawing {len(report['cells'])} cells", file=sys.stderr, flush=True)
     text = page.build(report, samples, geometry, calibration, number_of_images(samples))
-    target.parent.mkdir(parents=True, exist_ok=True)
     with writing(target) as file:
         file.write(text.encode("utf-8"))
-    print(f"written to {OUT.value} ({show_bytes(len(text.encode('utf-8')))})")
+    print(f"written to {target} ({show_bytes(len(text.encode('utf-8')))})")
 
 
 if __name__ == "__main__":

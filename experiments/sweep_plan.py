@@ -109,9 +109,10 @@ def parse_entries(text: str) -> list[Entry]:
     Raises:
       UserError: an empty or malformed entry, an unknown policy, or the same entry twice.
     """
-    entries: list[Entry] = []
-    for part in _NEXT_ENTRY.split(text):
-        entries += _parse_entry(part.strip(), text)
+    parts = [part.strip() for part in _NEXT_ENTRY.split(text)]
+    if parts.count(ALL) > 1:
+        raise UserError(f"--policies={text!r:.200} names {ALL} twice: keep one of them")
+    entries = [entry for part in parts for entry in _parse_entry(part, text)]
     found: dict[str, Entry] = {}
     for entry in entries:
         before = found.get(entry.label)

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import pathlib
 from collections.abc import Sequence
 
@@ -194,10 +195,10 @@ def write(
 
 
 def curves(table: Sequence[dict], metric: str) -> dict[str, list[tuple[float, float]]]:
-    """{label: [(allocated bytes, value), ...]} by ascending bytes."""
+    """{label: [(allocated bytes, value), ...]} by ascending bytes, infinite values left out."""
     found: dict[str, list[tuple[float, float]]] = {}
     for row in table:
-        if metric in row:
+        if metric in row and math.isfinite(float(row[metric])):
             value = float(row[metric])
             found.setdefault(row["label"], []).append((float(row["allocated_bytes"]), value))
     return {label: sorted(points) for label, points in found.items()}

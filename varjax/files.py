@@ -6,6 +6,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from varjax.errors import UserError
+from varjax.folders import check_place, naming
+
+
+def check_file_place(path: str | os.PathLike, *, overwrite: bool, flag: str) -> Path:
+    """`path` as it was given, if a file may be written there now. `flag` is named in messages.
+
+    Raises:
+      UserError: it exists and may not be replaced or is no file; its folder does not exist or
+        cannot be written.
+    """
+    target = check_place(path, kind="file", flag=flag)
+    if target.is_dir():
+        raise UserError(f"{flag}={path} is a folder: name a file")
+    if os.path.lexists(target) and not overwrite:
+        raise UserError(f"{path} exists already: choose another file or add --overwrite")
+    if target.exists() and not target.is_file():
+        raise UserError(f"{flag}={path} is no ordinary file: choose another one")
+    if not target.parent.is_dir():
+        raise UserError(f"{flag}={path}: there is no folder {target.parent}: create it first")
+    return Path(path)
+
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike) -> Iterator[BinaryIO]:
@@ -18,9 +40,10 @@ def writing(path: str | os.PathLike) -> Iterator[BinaryIO]:
     """
     target = Path(path)
     work = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with open(work, "wb") as file:
-            yield file
-        os.replace(work, target)
-    finally:
-        work.unlink(missing_ok=True)
+    with naming(path, target):
+        try:
+            with open(work, "wb") as file:
+                yield file
+            os.replace(work, target)
+        finally:
+            work.unlink(missing_ok=True)

@@ -26,26 +26,51 @@ def check_absent(directory, *, overwrite: bool) -> Path:
     return target
 
 
-def check_place(directory) -> Path:
-    """Absolute path of a folder whose nearest existing parent can be written.
+def check_place(path, *, kind: str = "folder", flag: str = "--out") -> Path:
+    """Absolute path of a folder or file whose nearest existing parent can be written.
 
     Raises:
       UserError: an empty or impossible path, a parent that is a file or may not be written.
     """
-    text = os.fsdecode(directory)
+    text = os.fsdecode(path)
     if not text.strip():
-        raise UserError(f"{text!r} is no folder: write its name, for example --out=FOLDER")
+        raise UserError(f"{text!r} is no {kind}: write its name, for example {flag}={kind.upper()}")
     if "\0" in text:
-        raise UserError(f"{text!r:.200} is no folder: names cannot hold a NUL byte")
+        raise UserError(f"{text!r:.200} is no {kind}: names cannot hold a NUL byte")
     target = Path(os.path.abspath(text))
     if any(len(os.fsencode(part)) > LONGEST_NAME for part in target.parts):
-        raise UserError(f"{text!r:.60}... is no folder: names have at most {LONGEST_NAME} bytes")
+        raise UserError(f"{text!r:.60}... is no {kind}: names have at most {LONGEST_NAME} bytes")
     parent = next((p for p in target.parents if p.exists()), target)
     if not parent.is_dir():
-        raise UserError(f"cannot write {directory}: {parent} is not a folder")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UserError(f"cannot write {directory}: no write permission in {parent}")
+        raise UserError(f"cannot write {path}: {parent} is not a folder")
+    _check_writable(path, parent)
     return target
+
+
+def _check_writable(path, parent: Path) -> None:
+    """Permissions alone do not tell: root has them on a read-only file system and in /proc."""
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write {path}: no write permission in {parent}")
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"cannot write {path}: nothing can be created in {parent} ({error.strerror})"
+        ) from None
+
+
+@contextlib.contextmanager
+def naming(path, target: Path) -> Iterator[None]:
+    """Failures of what is in the making beside `target`, under `.NAME.something`, name `path`."""
+    hidden = os.path.join(target.parent, f".{target.name}.")
+    try:
+        yield
+    except OSError as error:
+        failed = hidden if error.filename is None else str(error.filename)
+        if error.errno is None or not failed.startswith(hidden):
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
 @contextlib.contextmanager
@@ -58,18 +83,25 @@ def replacing(directory, *, overwrite: bool = False) -> Iterator[Path]:
     target = check_absent(directory, overwrite=overwrite)
     made = _make_parents(target)
     try:
-        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        try:
-            os.chmod(work, 0o777 & ~_umask())  # mkdtemp makes it private
+        with naming(directory, target), _work_folder(target) as work:
             yield work
             _swap(work, target)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
     except BaseException:
         for folder in made:
             with contextlib.suppress(OSError):  # not empty: somebody else uses it now
                 folder.rmdir()
         raise
+
+
+@contextlib.contextmanager
+def _work_folder(target: Path) -> Iterator[Path]:
+    """A folder beside `target` that is gone afterwards, unless it was renamed."""
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        os.chmod(work, 0o777 & ~_umask())  # mkdtemp makes it private
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def _make_parents(target: Path) -> list[Path]:

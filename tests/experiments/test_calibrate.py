@@ -88,10 +88,14 @@ def test_nothing_is_overwritten(call, calibrated, folder):
         (("--checkpoint=var-d30",), "without weights"),
         (("--labels=99",), "outside the model's"),
         (("--save=/nowhere/at/all.json",), "no folder"),
+        (("--save=/tmp", "--overwrite"), "--save=/tmp is a folder"),
+        (("--save=/proc/x.json",), "cannot write /proc/x.json"),
+        (("--num_samples=99999999999999999999",), "[1, 1000000]"),
         (("--stability=0",), "stability"),
     ],
 )
-def test_bad_input(call, tmp_path, flags, message):
+def test_bad_input(call, tmp_path, monkeypatch, flags, message):
+    monkeypatch.setattr(generation, "load", lambda *a: pytest.fail("loaded"))
     status, _, err = call("calibrate", f"--save={tmp_path / 'x.json'}", *flags)
     assert status == 2 and message in err
     assert not (tmp_path / "x.json").exists()

@@ -7,11 +7,12 @@ import pathlib
 import numpy as np
 import pytest
 
-from experiments import run, settings
+from experiments import plan, run, settings
 from tests import models_under_test as models
 
 HEATKV = pathlib.Path(__file__).parents[1] / "fixtures/policies/heatkv"
 GEOMETRY = "--geometry=layers=3,heads=4,head_dim=16,schedule=1x1;2x3;4x4;5x6"
+HUGE = "--geometry=layers=1000,heads=1000,head_dim=1000000,schedule=1x1;64x64;64x64"
 
 
 def test_saved_arrays(call, tmp_path):
@@ -70,12 +71,47 @@ def test_dynamic_policy_has_no_keep_scale(call, tmp_path):
         ((GEOMETRY, "--policy=streaming", "--budget=0.01"), "smallest feasible"),
         ((GEOMETRY, "--calibration=file.json"), "no calibration"),
         ((GEOMETRY, "--batch_size=0"), "batch_size"),
+        ((GEOMETRY, "--batch_size=99999999999999999999", "--save=x.npz"), "[1, 1000000]"),
+        ((HUGE, "--batch_size=1000000", "--save=x.npz"), "lower --batch_size"),
         (("--checkpoint=/nowhere",), "no checkpoint"),
     ],
 )
-def test_bad_input(call, flags, message):
-    status, _, err = call("plan", *flags)
-    assert status == 2 and message in err
+def test_bad_input(call, tmp_path, monkeypatch, flags, message):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = call("plan", *flags)
+    assert status == 2 and message in err and not out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("/proc/x.npz", "cannot write /proc/x.npz: nothing can be created in /proc"),
+        ("/nowhere/at/all.npz", "there is no folder /nowhere/at"),
+        ("/dev/null", "no ordinary file"),
+        ("folder", "--save=folder is a folder"),
+        ("file/x.npz", "file is not a folder"),
+        ("a\0b", "is no file: names cannot hold a NUL byte"),
+    ],
+)
+def test_the_place_is_checked_first(call, tmp_path, monkeypatch, place, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plan, "plan_cache", lambda *a: pytest.fail("planned"))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    status, out, err = call("plan", GEOMETRY, f"--save={place}", "--overwrite")
+    assert status == 2 and message in err and not out
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_a_failed_write_names_the_file_that_was_asked_for(call, tmp_path, monkeypatch):
+    """Here the folder vanishes while the plan is made."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    real = plan.plan_cache
+    monkeypatch.setattr(plan, "plan_cache", lambda *a: (folder.rmdir(), real(*a))[1])
+    status, _, err = call("plan", GEOMETRY, f"--save={folder / 'x.npz'}")
+    assert status == 2 and err == f"error: No such file or directory: {folder / 'x.npz'}\n"
 
 
 def test_existing_file_is_kept(call, tmp_path):

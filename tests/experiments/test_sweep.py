@@ -92,6 +92,8 @@ def test_table_files_and_resumption(call, checkpoint, tmp_path, monkeypatch):
         (["--policies=swap"], "did you mean 'swa'"),
         (["--policies=swa,,headkv"], "cannot read"),
         (["--policies=swa,swa"], "twice"),
+        (["--policies=all,all"], "names all twice"),
+        (["--policies=all,swa, all"], "names all twice"),
         (["--policies=swa:budget=0.1"], "--budgets"),
         (["--policies=swa:sinks=1"], "no argument 'sinks'"),
         (["--policies=all:sinks=1"], "no arguments"),
@@ -115,6 +117,13 @@ def test_wrong_input_ends_before_compiling(call, tmp_path, monkeypatch, flags, m
     status, _, err = call("sweep", *flags, f"--out={tmp_path / 'out'}")
     assert status == 2 and message in err, err
     assert [p.name for p in tmp_path.iterdir()] == [calibration.name]
+
+
+def test_a_place_that_cannot_be_written(call, checkpoint, monkeypatch):
+    monkeypatch.setattr(Generator, "compile", lambda *a, **k: pytest.fail("compiled"))
+    flags = (checkpoint, "--policies=swa", "--labels=1", "--out=/proc/x")
+    status, _, err = call("sweep", *flags)
+    assert status == 2 and "cannot write /proc/x: nothing can be created in /proc" in err
 
 
 def test_entries():
