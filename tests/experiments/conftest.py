@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.experiments import made_up_sweep
 from varjax import command_line
 
 
@@ -23,3 +24,11 @@ def call(capsys, monkeypatch):
         return stop.value.code, captured.out, captured.err
 
     return invoke
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """A finished sweep, made up."""
+    folder = tmp_path / "sweep"
+    made_up_sweep.write(folder)
+    return folder

@@ -13,16 +13,10 @@ import pytest
 
 from experiments import report as report_module
 from experiments.report_page import calibration_figures, png, svg
-from varjax.cache.planner import plan_cache
-from varjax.geometry import Geometry
+from tests.experiments.made_up_sweep import GEOMETRY
 from varjax.policies import calibration as measured
-from varjax.policies import get_policy
 from varjax.policies.calibration import Calibration
-from varjax.schedule import Schedule
 
-GEOMETRY = Geometry(
-    schedule=Schedule.square([1, 2, 3, 4, 6]), num_layers=3, num_heads=4, head_dim=8
-)
 SECTIONS = "table fidelity pictures bytes density discrepancy patterns pruning stability".split()
 VOID = {"meta", "link", "img", "input", "br"}
 BROWSER = (
@@ -30,64 +24,6 @@ BROWSER = (
     "--disable-background-networking --disable-component-update --disable-sync "
     "--enable-logging=stderr --v=0 --virtual-time-budget=3000 --dump-dom"
 ).split()
-
-
-def cell(label, budget, number):
-    plan = plan_cache(GEOMETRY, get_policy(label, budget))
-    slot = plan.num_bytes(1, "float32") // plan.pool_tokens
-    kv = {"dense_bytes": plan.dense_bytes(1, "float32"), "slot_bytes": slot}
-    kv |= {"planned_bytes": plan.num_bytes(1, "float32"), "fraction": plan.fraction}
-    kv |= {"allocated_bytes": plan.num_bytes(1, "float32"), "pool_slots": plan.pool_tokens}
-    kv |= {"dense_slots": GEOMETRY.dense_tokens}
-    close = {"psnr": 20.0 + number, "ssim": 0.9, "token_agreement": 0.5, "kl": 0.1 / number}
-    return {
-        "label": label,
-        "policy": label,
-        "budget": budget,
-        "status": "done",
-        "samples": f"c{number}",
-        "kv": kv,
-        "time": {"steady_s_per_image": 0.1},
-        "fidelity": close,
-        "samples_fidelity": {"psnr": [20.0, "inf"], "ssim": [0.9, 1], "kl": [0.1, 0.0]},
-        "live_tokens": plan.live_tokens.tolist(),
-        "used_slots": (plan.blocks_after_store * plan.block_size).tolist(),
-    }
-
-
-@pytest.fixture
-def sweep(tmp_path):
-    """A folder as `experiments.sweep` writes it."""
-    reason = "the budget is <b>too</b> small & </script> harmless"
-    cells = [cell("swa", 0.2, 1), cell("swa", 0.5, 2), cell("streaming", 0.5, 3)]
-    cells += [{"label": "streaming", "policy": "streaming", "budget": 0.2}]
-    cells[-1] |= {"status": "infeasible", "reason": reason}
-    cells += [{"label": "heatkv", "policy": "heatkv", "budget": None}]
-    cells[-1] |= {"status": "skipped", "reason": "needs a calibration"}
-    full = cell("full", 1.0, 9)
-    del full["fidelity"]
-    settings = {"model": "made <up>", "labels": [3, 7], "seed": 0, "batch_size": 1}
-    settings |= {"dtype": "float32", "kv_dtype": "float32", "sampling": {"cfg": 1.5}}
-    fields = {name: getattr(GEOMETRY, name) for name in ("num_layers", "num_heads", "head_dim")}
-    report = {
-        "format_version": 1,
-        "settings": settings | {"calibration": None},
-        "geometry": fields | {"rows_per_image": 2, "schedule": str(GEOMETRY.schedule)},
-        "device": "cpu: cpu",
-        "versions": {"varjax": "0"},
-        "sample_names": ["an apple", "a pear"],
-        "definitions": {"KL": "nats"},
-        "reference": full,
-        "cells": cells,
-    }
-    folder = tmp_path / "sweep"
-    folder.mkdir()
-    (folder / "sweep.json").write_text(json.dumps(report))
-    rng = np.random.default_rng(0)
-    names = ["full", "c1", "c2", "c3"]
-    images = {name: rng.integers(0, 256, (2, 16, 16, 3), np.uint8) for name in names}
-    np.savez(folder / "samples.npz", labels=np.array([3, 7]), **images)
-    return folder
 
 
 @pytest.fixture
@@ -209,117 +145,6 @@ def test_a_browser_runs_it_without_errors(call, sweep, calibration, tmp_path):
     assert 'data-errors="0"' in root and 'data-ready="1"' in root and 'data-wiped="20%"' in root
     assert 'aria-sort="ascending"' in done.stdout and 'class="series chosen"' in done.stdout
     assert "needs a calibration" in done.stdout  # the last choice is the policy that was skipped
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (lambda folder: shutil.rmtree(folder), "no finished sweep"),
-        (lambda folder: (folder / "samples.npz").write_bytes(b"x"), "damaged"),
-        (lambda folder: (folder / "sweep.json").write_text("{"), "damaged"),
-        (lambda folder: (folder / "sweep.json").write_text("{}"), "format_version"),
-        (lambda folder: (folder / "calibration.json").write_text("[]"), "calibration"),
-    ],
-)
-def test_unusable_sweeps_are_refused(call, sweep, tmp_path, change, message):
-    change(sweep)
-    status, _, err = call("report", f"--sweep={sweep}", f"--out={tmp_path / 'report.html'}")
-    assert status == 2 and message in err and not (tmp_path / "report.html").exists()
-
-
-REMOVED, WRONG = object(), "wrong"
-
-
-@pytest.mark.parametrize(
-    "keys, value, message",
-    [
-        (["geometry"], REMOVED, "sweep.json: geometry is missing"),
-        (["geometry"], WRONG, "geometry is 'wrong', it must be an object"),
-        (["geometry", "num_layers"], 2.5, "geometry.num_layers is 2.5"),
-        (["geometry", "num_heads"], 0, "num_heads is 0"),
-        (["geometry", "schedule"], WRONG, "token map 'wrong'"),
-        (["geometry", "schedule"], "1x1;2x2", "cells[0].live_tokens is not 2 lists of 3"),
-        (["cells"], REMOVED, "cells is missing"),
-        (["cells"], {}, "cells is {}, it must be a list"),
-        (["cells", 1], WRONG, "cells[1] is 'wrong'"),
-        (["cells", 0, "kv", "slot_bytes"], REMOVED, "cells[0].kv.slot_bytes is missing"),
-        (["cells", 0, "kv", "allocated_bytes"], 0, "allocated_bytes is 0, it must be a positive"),
-        (["cells", 0, "budget"], 7, "cells[0].budget is 7"),
-        (["cells", 0, "fidelity", "psnr"], WRONG, "cells[0].fidelity.psnr"),
-        (["cells", 0, "used_slots", 1], WRONG, "cells[0].used_slots[1]"),
-        (["cells", 3, "reason"], REMOVED, "cells[3].reason is missing"),
-        (["reference"], [], "reference is []"),
-        (["settings", "model"], 3, "settings.model is 3"),
-        (["versions"], {"jax": 1}, "versions is"),
-        (["sample_names"], ["one"], "samples.npz: 2 images, but 1 names in sweep.json"),
-        (["cells", 0, "samples"], "c9", "samples.npz: the array c9 is missing"),
-        (["cells", 0, "samples_fidelity", "kl"], [0.1], "2 images of swa, other counts"),
-    ],
-)
-def test_damaged_reports_are_refused(call, sweep, tmp_path, keys, value, message):
-    content = json.loads((sweep / "sweep.json").read_text())
-    *path, last = keys
-    inner = content
-    for key in path:
-        inner = inner[key]
-    inner[last] = value
-    if value is REMOVED:
-        del inner[last]
-    (sweep / "sweep.json").write_text(json.dumps(content))
-    check_refused(call, sweep, tmp_path, message)
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"full": None}, "the array full is missing"),
-        ({"full": np.zeros((2, 16, 16, 3))}, "full is float64"),
-        ({"full": np.zeros((2, 16), np.uint8)}, "full is uint8 (2, 16)"),
-        ({"c2": np.zeros((1, 16, 16, 3), np.uint8)}, "c2 has shape"),
-    ],
-)
-def test_damaged_samples_are_refused(call, sweep, tmp_path, change, message):
-    with np.load(sweep / "samples.npz") as archive:
-        arrays = {name: archive[name] for name in archive.files} | change
-    arrays = {name: array for name, array in arrays.items() if array is not None}
-    np.savez(sweep / "samples.npz", **arrays)
-    check_refused(call, sweep, tmp_path, f"samples.npz: {message}")
-
-
-def test_samples_that_are_one_array_are_refused(call, sweep, tmp_path):
-    with open(sweep / "samples.npz", "wb") as file:
-        np.save(file, np.zeros(3))
-    check_refused(call, sweep, tmp_path, "samples.npz")
-
-
-def check_refused(call, sweep, tmp_path, message):
-    out = tmp_path / "report.html"
-    status, text, err = call("report", f"--sweep={sweep}", f"--out={out}")
-    assert status == 2 and not text and not out.exists(), err
-    assert err.startswith(f"error: --sweep={sweep}: its files are damaged: ") and message in err
-    assert err.count("\n") == 1
-
-
-def test_infinite_divergence_is_drawn_as_a_gap(call, sweep, tmp_path):
-    content = json.loads((sweep / "sweep.json").read_text())
-    content["cells"][0]["fidelity"]["kl"] = "inf"
-    (sweep / "sweep.json").write_text(json.dumps(content))
-    status, _, err = call("report", f"--sweep={sweep}", f"--out={tmp_path / 'report.html'}")
-    assert status == 0, err
-
-
-@pytest.mark.parametrize(
-    "out, message",
-    [
-        ("/proc/x.html", "cannot write /proc/x.html: nothing can be created in /proc"),
-        ("/nowhere/at/all.html", "there is no folder /nowhere/at"),
-        (".", "is a folder"),
-    ],
-)
-def test_places_that_cannot_be_written(call, sweep, monkeypatch, out, message):
-    monkeypatch.setattr(report_module.page, "build", lambda *a: pytest.fail("drawn"))
-    status, _, err = call("report", f"--sweep={sweep}", f"--out={out}", "--overwrite")
-    assert status == 2 and message in err and ".x.html" not in err
 
 
 def test_large_pictures_are_left_out():

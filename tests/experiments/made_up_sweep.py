@@ -1,0 +1,70 @@
+"""A small sweep folder as `experiments.sweep` writes it, without running one."""
+
+import json
+import pathlib
+
+import numpy as np
+
+from varjax.cache.planner import plan_cache
+from varjax.geometry import Geometry
+from varjax.policies import get_policy
+from varjax.schedule import Schedule
+
+GEOMETRY = Geometry(
+    schedule=Schedule.square([1, 2, 3, 4, 6]), num_layers=3, num_heads=4, head_dim=8
+)
+
+
+def cell(label, budget, number):
+    plan = plan_cache(GEOMETRY, get_policy(label, budget))
+    slot = plan.num_bytes(1, "float32") // plan.pool_tokens
+    kv = {"dense_bytes": plan.dense_bytes(1, "float32"), "slot_bytes": slot}
+    kv |= {"planned_bytes": plan.num_bytes(1, "float32"), "fraction": plan.fraction}
+    kv |= {"allocated_bytes": plan.num_bytes(1, "float32"), "pool_slots": plan.pool_tokens}
+    kv |= {"dense_slots": GEOMETRY.dense_tokens}
+    close = {"psnr": 20.0 + number, "ssim": 0.9, "token_agreement": 0.5, "kl": 0.1 / number}
+    return {
+        "label": label,
+        "policy": label,
+        "budget": budget,
+        "status": "done",
+        "samples": f"c{number}",
+        "kv": kv,
+        "time": {"steady_s_per_image": 0.1},
+        "fidelity": close,
+        "samples_fidelity": {"psnr": [20.0, "inf"], "ssim": [0.9, 1], "kl": [0.1, 0.0]},
+        "live_tokens": plan.live_tokens.tolist(),
+        "used_slots": (plan.blocks_after_store * plan.block_size).tolist(),
+    }
+
+
+def write(folder: pathlib.Path) -> None:
+    """A folder as `experiments.sweep` writes it."""
+    reason = "the budget is <b>too</b> small & </script> harmless"
+    cells = [cell("swa", 0.2, 1), cell("swa", 0.5, 2), cell("streaming", 0.5, 3)]
+    cells += [{"label": "streaming", "policy": "streaming", "budget": 0.2}]
+    cells[-1] |= {"status": "infeasible", "reason": reason}
+    cells += [{"label": "heatkv", "policy": "heatkv", "budget": None}]
+    cells[-1] |= {"status": "skipped", "reason": "needs a calibration"}
+    full = cell("full", 1.0, 9)
+    del full["fidelity"]
+    settings = {"model": "made <up>", "labels": [3, 7], "seed": 0, "batch_size": 1}
+    settings |= {"dtype": "float32", "kv_dtype": "float32", "sampling": {"cfg": 1.5}}
+    fields = {name: getattr(GEOMETRY, name) for name in ("num_layers", "num_heads", "head_dim")}
+    report = {
+        "format_version": 1,
+        "settings": settings | {"calibration": None},
+        "geometry": fields | {"rows_per_image": 2, "schedule": str(GEOMETRY.schedule)},
+        "device": "cpu: cpu",
+        "versions": {"varjax": "0"},
+        "sample_names": ["an apple", "a pear"],
+        "definitions": {"KL": "nats"},
+        "reference": full,
+        "cells": cells,
+    }
+    folder.mkdir()
+    (folder / "sweep.json").write_text(json.dumps(report))
+    rng = np.random.default_rng(0)
+    names = ["full", "c1", "c2", "c3"]
+    images = {name: rng.integers(0, 256, (2, 16, 16, 3), np.uint8) for name in names}
+    np.savez(folder / "samples.npz", labels=np.array([3, 7]), **images)

@@ -1,0 +1,120 @@
+"""`experiments.report` refuses damaged sweeps and places that cannot be written."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from experiments import report as report_module
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda folder: shutil.rmtree(folder), "no finished sweep"),
+        (lambda folder: (folder / "samples.npz").write_bytes(b"x"), "damaged"),
+        (lambda folder: (folder / "sweep.json").write_text("{"), "damaged"),
+        (lambda folder: (folder / "sweep.json").write_text("{}"), "format_version"),
+        (lambda folder: (folder / "calibration.json").write_text("[]"), "calibration"),
+    ],
+)
+def test_unusable_sweeps_are_refused(call, sweep, tmp_path, change, message):
+    change(sweep)
+    status, _, err = call("report", f"--sweep={sweep}", f"--out={tmp_path / 'report.html'}")
+    assert status == 2 and message in err and not (tmp_path / "report.html").exists()
+
+
+REMOVED, WRONG = object(), "wrong"
+
+
+@pytest.mark.parametrize(
+    "keys, value, message",
+    [
+        (["geometry"], REMOVED, "sweep.json: geometry is missing"),
+        (["geometry"], WRONG, "geometry is 'wrong', it must be an object"),
+        (["geometry", "num_layers"], 2.5, "geometry.num_layers is 2.5"),
+        (["geometry", "num_heads"], 0, "num_heads is 0"),
+        (["geometry", "schedule"], WRONG, "token map 'wrong'"),
+        (["geometry", "schedule"], "1x1;2x2", "cells[0].live_tokens is not 2 lists of 3"),
+        (["cells"], REMOVED, "cells is missing"),
+        (["cells"], {}, "cells is {}, it must be a list"),
+        (["cells", 1], WRONG, "cells[1] is 'wrong'"),
+        (["cells", 0, "kv", "slot_bytes"], REMOVED, "cells[0].kv.slot_bytes is missing"),
+        (["cells", 0, "kv", "allocated_bytes"], 0, "allocated_bytes is 0, it must be a positive"),
+        (["cells", 0, "budget"], 7, "cells[0].budget is 7"),
+        (["cells", 0, "fidelity", "psnr"], WRONG, "cells[0].fidelity.psnr"),
+        (["cells", 0, "used_slots", 1], WRONG, "cells[0].used_slots[1]"),
+        (["cells", 3, "reason"], REMOVED, "cells[3].reason is missing"),
+        (["reference"], [], "reference is []"),
+        (["settings", "model"], 3, "settings.model is 3"),
+        (["versions"], {"jax": 1}, "versions is"),
+        (["sample_names"], ["one"], "samples.npz: 2 images, but 1 names in sweep.json"),
+        (["cells", 0, "samples"], "c9", "samples.npz: the array c9 is missing"),
+        (["cells", 0, "samples_fidelity", "kl"], [0.1], "2 images of swa, other counts"),
+    ],
+)
+def test_damaged_reports_are_refused(call, sweep, tmp_path, keys, value, message):
+    content = json.loads((sweep / "sweep.json").read_text())
+    *path, last = keys
+    inner = content
+    for key in path:
+        inner = inner[key]
+    inner[last] = value
+    if value is REMOVED:
+        del inner[last]
+    (sweep / "sweep.json").write_text(json.dumps(content))
+    check_refused(call, sweep, tmp_path, message)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"full": None}, "the array full is missing"),
+        ({"full": np.zeros((2, 16, 16, 3))}, "full is float64"),
+        ({"full": np.zeros((2, 16), np.uint8)}, "full is uint8 (2, 16)"),
+        ({"c2": np.zeros((1, 16, 16, 3), np.uint8)}, "c2 has shape"),
+    ],
+)
+def test_damaged_samples_are_refused(call, sweep, tmp_path, change, message):
+    with np.load(sweep / "samples.npz") as archive:
+        arrays = {name: archive[name] for name in archive.files} | change
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+    np.savez(sweep / "samples.npz", **arrays)
+    check_refused(call, sweep, tmp_path, f"samples.npz: {message}")
+
+
+def test_samples_that_are_one_array_are_refused(call, sweep, tmp_path):
+    with open(sweep / "samples.npz", "wb") as file:
+        np.save(file, np.zeros(3))
+    check_refused(call, sweep, tmp_path, "samples.npz")
+
+
+def check_refused(call, sweep, tmp_path, message):
+    out = tmp_path / "report.html"
+    status, text, err = call("report", f"--sweep={sweep}", f"--out={out}")
+    assert status == 2 and not text and not out.exists(), err
+    assert err.startswith(f"error: --sweep={sweep}: its files are damaged: ") and message in err
+    assert err.count("\n") == 1
+
+
+def test_infinite_divergence_is_drawn_as_a_gap(call, sweep, tmp_path):
+    content = json.loads((sweep / "sweep.json").read_text())
+    content["cells"][0]["fidelity"]["kl"] = "inf"
+    (sweep / "sweep.json").write_text(json.dumps(content))
+    status, _, err = call("report", f"--sweep={sweep}", f"--out={tmp_path / 'report.html'}")
+    assert status == 0, err
+
+
+@pytest.mark.parametrize(
+    "out, message",
+    [
+        ("/proc/x.html", "cannot write /proc/x.html: nothing can be created in /proc"),
+        ("/nowhere/at/all.html", "there is no folder /nowhere/at"),
+        (".", "is a folder"),
+    ],
+)
+def test_places_that_cannot_be_written(call, sweep, monkeypatch, out, message):
+    monkeypatch.setattr(report_module.page, "build", lambda *a: pytest.fail("drawn"))
+    status, _, err = call("report", f"--sweep={sweep}", f"--out={out}", "--overwrite")
+    assert status == 2 and message in err and ".x.html" not in err
