@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import settings
-from varjax import command_line
+from varjax import command_line, generation
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
 from varjax.errors import UserError, choose
@@ -63,7 +63,13 @@ BATCH_SIZE = FLAGS.integer(
     upper_bound=10**6,
 )
 DTYPE = FLAGS.enum(
-    "dtype", "bfloat16", ["bfloat16", "float32"], "Type of the stored keys and values."
+    "dtype", "bfloat16", ["bfloat16", "float32"], "Type of keys and values in a full cache."
+)
+KV_DTYPE = FLAGS.enum(
+    "kv_dtype",
+    None,
+    list(generation.KV_DTYPES),
+    "Type of the compressed pool, beside a full cache of --dtype; default: --dtype.",
 )
 SAVE = FLAGS.string("save", None, "Write the plan's arrays to this npz file.")
 OVERWRITE = FLAGS.boolean("overwrite", False, "Replace the --save file if it exists.")
@@ -85,13 +91,13 @@ def model_or_geometry() -> tuple[str, Geometry, settings.AbstractModel | None]:
     return model.name, model.geometry, model
 
 
-def arrays(plan: CachePlan, batch_size: int, dtype: str) -> dict[str, np.ndarray]:
+def arrays(plan: CachePlan, batch_size: int, dtype: str, kv_dtype: str) -> dict[str, np.ndarray]:
     """What --save writes."""
     found = {
         "capacity": plan.capacity,
         "live_tokens": plan.live_tokens,
         "pool_tokens": np.int64(plan.pool_tokens),
-        "num_bytes": np.int64(plan.num_bytes(batch_size, dtype)),
+        "num_bytes": np.int64(plan.num_bytes(batch_size, kv_dtype)),
         "dense_bytes": np.int64(plan.dense_bytes(batch_size, dtype)),
         "block_size": np.int64(plan.block_size),
         "schedule": np.array(plan.geometry.schedule.maps, np.int32),
@@ -138,10 +144,13 @@ def _show(value: float, decimals: int) -> str:
     return f"{value:.{decimals}f}" if value >= 1 else f"{value:.3g}"
 
 
-def text(name: str, plan: CachePlan, batch_size: int, dtype: str, remarks: Sequence[str]) -> str:
+def text(
+    name: str, plan: CachePlan, batch_size: int, dtype: str, kv_dtype: str, remarks: Sequence[str]
+) -> str:
     """The printed plan. remarks: lines that only some policies have."""
     g, dense = plan.geometry, max(1, plan.geometry.dense_tokens)
     excess = plan.fraction - plan.budget
+    held, full = plan.num_bytes(batch_size, kv_dtype), plan.dense_bytes(batch_size, dtype)
     lines = [
         f"{name}: {g.num_layers} layers, {g.num_heads} heads of {g.head_dim}, "
         f"{g.schedule.num_scales} scales, "
@@ -150,10 +159,9 @@ def text(name: str, plan: CachePlan, batch_size: int, dtype: str, remarks: Seque
         f"policy {POLICY.value}, budget {plan.budget:g}, accounting {plan.accounting}",
         f"pool      {plan.pool_blocks} blocks of {plan.block_size} slots = {plan.pool_tokens} "
         f"tokens, {plan.fraction:.2%} of full",
-        f"bytes     {plan.num_bytes(batch_size, dtype)} "
-        f"({show_bytes(plan.num_bytes(batch_size, dtype))}) of "
-        f"{plan.dense_bytes(batch_size, dtype)} "
-        f"({show_bytes(plan.dense_bytes(batch_size, dtype))}), batch {batch_size}, {dtype}",
+        f"bytes     {held} ({show_bytes(held)}) of {full} ({show_bytes(full)}), batch "
+        f"{batch_size}, {dtype}"
+        + (f", the pool {kv_dtype}: {held / max(1, full):.2%}" if kv_dtype != dtype else ""),
         f"peak      {plan.peak_live_fraction:.2%} of full is live at most",
     ]
     if excess > 1e-9:
@@ -194,13 +202,14 @@ def main(argv) -> None:
     policy = get_policy(POLICY.value, BUDGET.value, command_line.typed_pairs(POLICY_ARGS.value))
     calibration = settings.read_calibration(CALIBRATION.value, policy, geometry, model)
     plan = plan_cache(geometry, policy, calibration)
+    sizes = (BATCH_SIZE.value, DTYPE.value, KV_DTYPE.value or DTYPE.value)
     steady = plan.policy.steady_tokens(geometry, calibration)
     remarks = plan.policy.plan_lines(geometry, calibration)
     remarks = [*remarks, *paper_lines(plan, BATCH_SIZE.value, steady)]
-    print(text(name, plan, BATCH_SIZE.value, DTYPE.value, remarks))
+    print(text(name, plan, *sizes, remarks))
     if SAVE.value:
         with writing(SAVE.value) as file:
-            np.savez(file, **arrays(plan, BATCH_SIZE.value, DTYPE.value))
+            np.savez(file, **arrays(plan, *sizes))
 
 
 if __name__ == "__main__":

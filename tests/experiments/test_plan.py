@@ -204,3 +204,14 @@ def test_amskv_sizes_in_tokens(call, tmp_path):
         np.testing.assert_array_equal(plan["keep_count"][4, 1, 1], [1, 2, 5, 0, 0, 0])
         np.testing.assert_array_equal(plan["keep_count"][4, 0, 1], [1, 2, 5, 12, 0, 0])
         np.testing.assert_array_equal(plan["keep_count"][5, 2, 0], [1, 2, 0, 0, 17, 0])
+
+
+def test_int8_pool_beside_a_bfloat16_cache(call, tmp_path):
+    """2 x 32 bytes of numbers and 8 of scales per token, instead of 4 x 32."""
+    target = tmp_path / "plan.npz"
+    flags = ("--geometry=layers=2,heads=2,head_dim=32,schedule=1x1;2x2;4x4", "--policy=swa")
+    status, out, err = call("plan", *flags, "--budget=0.5", "--kv_dtype=int8", f"--save={target}")
+    assert status == 0 and "the pool int8" in out, err
+    with np.load(target) as plan:
+        assert plan["num_bytes"] == plan["pool_tokens"] * 2 * (2 * 32 + 8)
+        assert plan["dense_bytes"] == 5 * 4 * 2 * 4 * 32
