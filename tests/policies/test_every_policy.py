@@ -28,6 +28,9 @@ EVERY = {
     for arguments in cls.examples
 }
 CASES = [case for case in EVERY if case != "full"]
+RUNS = [  # policies with their defaults; their other examples take minutes
+    case if not EVERY[case][1] else pytest.param(case, marks=pytest.mark.slow) for case in CASES
+]
 SMALL = "b_k6_sharedaln"
 LABELS = np.array([3, 7], np.int32)
 LOGITS = 1e-4  # float32: slots may come in another order
@@ -117,17 +120,17 @@ def test_documented(name):
 # --- runs ---
 
 
-@pytest.mark.parametrize("policy", CASES)
+@pytest.mark.parametrize("policy", RUNS)
 def test_whole_budget_is_the_full_cache(policy):
     check_whole_budget(SMALL, policy)
 
 
-@pytest.mark.parametrize("policy", CASES)
+@pytest.mark.parametrize("policy", RUNS)
 def test_rows_are_independent(policy):
     check_rows(SMALL, policy, 0.3)
 
 
-@pytest.mark.parametrize("policy", CASES)
+@pytest.mark.parametrize("policy", RUNS)
 def test_dropped_tokens_are_never_read(policy):
     check_poison(SMALL, policy, 0.3)
 

@@ -79,7 +79,7 @@ class Compose(Policy):
 
     summary = "capacities of one policy, selection of another"
     examples = (
-        {"allocate": "heatkv", "select": "snapkv"},
+        {},
         {"allocate": "hack", "select": "scalekv"},
         {"allocate": "scalekv", "select": "streaming"},
     )
