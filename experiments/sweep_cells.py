@@ -7,6 +7,8 @@ Letters: N images, L tokens, K scales.
 import contextlib
 import json
 import sys
+import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -21,6 +23,7 @@ from varjax.generation import Generator, Model
 from varjax.metrics import logits, pixel
 
 REFERENCE_LOGITS = 2**30  # bytes of the full cache's logits that are kept in host memory
+DAMAGED = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
 TIMED_RUNS = 2  # at least so many runs of a program after its first
 
 
@@ -92,8 +95,9 @@ class Runner:
         return self.folder.work / f"cell-{key}.npz"
 
     def results(self, cell: Cell) -> dict | None:
-        """What is stored of a cell: {"row": numbers, "samples": uint8 images, ...}."""
-        with contextlib.suppress(OSError, ValueError, KeyError), np.load(self.path(cell.key)) as f:
+        """What is stored of a cell: {"row": numbers, "samples": uint8 images, ...}; None if it is
+        missing or damaged, so that it is run again."""
+        with contextlib.suppress(*DAMAGED), np.load(self.path(cell.key)) as f:
             found = {name: f[name] for name in f.files}
             return found | {"row": json.loads(str(found["row"]))}
         return None

@@ -3,11 +3,12 @@
 import csv
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from experiments import settings, sweep_plan
+from experiments import settings, sweep_cells, sweep_plan
 from tests import models_under_test as models
 from varjax.errors import UserError
 from varjax.generation import Generator
@@ -183,3 +184,15 @@ def test_every_cell_has_a_key_of_its_own():
     snapkv, h2o = (planned.pop(entry.label) for entry in entries[-2:])
     assert planned.pop("compose") == snapkv != h2o  # the former is what compose is by default
     assert len({*planned.values(), snapkv, h2o}) == len(planned) + 2 > 5
+
+
+@pytest.mark.parametrize("keep", [0, 10, 200, -30])
+def test_a_damaged_cell_is_run_again(tmp_path, keep):
+    """A truncated file of an unfinished sweep counts as missing."""
+    runner = sweep_cells.Runner(None, None, SimpleNamespace(work=tmp_path))
+    cell = SimpleNamespace(key="a")
+    runner.keep(cell, {"n": 1}, samples=np.zeros((2, 4, 4, 3), np.uint8))
+    assert runner.results(cell)["row"] == {"n": 1}
+    path = runner.path("a")
+    path.write_bytes(path.read_bytes()[:keep])
+    assert runner.results(cell) is None
