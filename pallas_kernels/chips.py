@@ -1,0 +1,250 @@
+"""Chips that programs are compiled for, and compile-only devices of chips that are not here.
+
+Peak numbers are dense ones (no sparsity) from the vendors' public data sheets: Google Cloud's pages
+"TPU v4", "TPU v5e", "TPU v5p", "TPU v6e (Trillium)" and "TPU7x (Ironwood)"; NVIDIA's data sheets of
+the A100 80GB SXM, H100 SXM, H200 SXM, HGX B200, L4 and the Ada architecture white paper. They are
+those of one JAX device: a TPU v4 or TPU7x chip is two devices, each with half of the chip.
+
+Memory is what a program may fill. TPU: what the compiler enforces. GPU: what the driver offers,
+which JAX takes only when told so (`XLA_PYTHON_CLIENT_MEM_FRACTION`; three quarters by default), and
+which no compiler checks: compare it yourself.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+GIB = 2**30
+TERA = 10**12
+GPUS_PER_HOST = 8
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What XLA's GPU compiler wants to know of a chip.
+
+    capability: of CUDA. accelerated: Hopper's and Blackwell's architecture-specific instructions.
+    cores: multiprocessors. lanes: float32 units of each. clock: GHz. l2_cache: MiB.
+    shared_memory: bytes per core and per block at most. threads: per core.
+    """
+
+    capability: tuple[int, int]
+    accelerated: bool
+    cores: int
+    lanes: int
+    clock: float
+    l2_cache: int
+    shared_memory: tuple[int, int]
+    threads: int
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One accelerator device.
+
+    name: as users write it. platform: "tpu" or "gpu". memory: bytes that a program may fill.
+    bf16_flops, int8_flops: peak operations per second. bandwidth: bytes per second of the memory.
+    topologies: TPU, (devices, name) of the topologies that can be asked for, smallest first.
+    gpu: GPU, what its compiler wants to know.
+    """
+
+    name: str
+    platform: str
+    memory: int
+    bf16_flops: float
+    int8_flops: float
+    bandwidth: float
+    topologies: tuple[tuple[int, str], ...] = ()
+    gpu: Gpu | None = None
+
+    @property
+    def most_devices(self) -> int:
+        """Devices of the largest topology that is offered."""
+        return self.topologies[-1][0] if self.topologies else 32 * GPUS_PER_HOST
+
+
+def _tpu(name, gib, bf16, int8, gigabytes_per_second, topologies) -> Chip:
+    flops, bandwidth = (bf16 * TERA, int8 * TERA), gigabytes_per_second * 10**9
+    named = tuple((count, f"{name.removeprefix('tpu-')}:{grid}") for count, grid in topologies)
+    return Chip(name, "tpu", int(gib * GIB), *flops, bandwidth, named)
+
+
+def _gpu(name, memory, bf16, int8, gigabytes_per_second, gpu: Gpu) -> Chip:
+    flops, bandwidth = (bf16 * TERA, int8 * TERA), gigabytes_per_second * 10**9
+    return Chip(name, "gpu", memory, *flops, bandwidth, gpu=gpu)
+
+
+_FLAT = ((4, "2x2"), (8, "2x4"), (16, "4x4"), (32, "4x8"), (64, "8x8"), (128, "8x16"))
+_FLAT = (*_FLAT, (256, "16x16"))
+_V4 = ((8, "2x2x1"), (16, "2x2x2"), (32, "2x2x4"), (64, "2x4x4"), (128, "4x4x4"), (256, "4x4x8"))
+_V5P = ((4, "2x2x1"), (8, "2x2x2"), (16, "2x2x4"), (32, "2x4x4"), (64, "4x4x4"), (128, "4x4x8"))
+_V5P = (*_V5P, (256, "4x8x8"))
+_AMPERE = {"lanes": 64, "shared_memory": (167936, 166912), "threads": 2048}
+_ADA = {"lanes": 128, "shared_memory": (102400, 101376), "threads": 1536}
+_HOPPER = {"lanes": 128, "shared_memory": (233472, 232448), "threads": 2048}
+
+_A100 = Gpu((8, 0), False, 108, clock=1.41, l2_cache=40, **_AMPERE)
+_L4 = Gpu((8, 9), False, 58, clock=2.04, l2_cache=48, **_ADA)
+_RTX4090 = Gpu((8, 9), False, 128, clock=2.52, l2_cache=72, **_ADA)
+_H100 = Gpu((9, 0), True, 132, clock=1.98, l2_cache=50, **_HOPPER)
+_B200 = Gpu((10, 0), True, 148, clock=1.965, l2_cache=126, **_HOPPER)
+
+_CHIPS = (
+    _tpu("tpu-v4", 15.25, 275 / 2, 275 / 2, 1228 / 2, _V4),
+    _tpu("tpu-v5e", 15.75, 197, 394, 819, _FLAT),
+    _tpu("tpu-v5p", 95.74, 459, 918, 2765, _V5P),
+    _tpu("tpu-v6e", 31.25, 918, 1836, 1640, _FLAT),
+    # no int8 rate is published for TPU7x: that of bf16 (fp8 is twice as fast)
+    _tpu("tpu7x", 94.75, 2307 / 2, 2307 / 2, 7380 / 2, _V4),
+    _gpu("a100", 85_100_068_864, 312, 624, 2039, _A100),
+    _gpu("l4", 23_600_000_000, 121, 242, 300, _L4),
+    _gpu("rtx4090", 25_300_000_000, 165.2, 660.6, 1008, _RTX4090),
+    _gpu("h100", 84_900_000_000, 989.4, 1978.9, 3352, _H100),
+    _gpu("h200", 150_100_000_000, 989.4, 1978.9, 4800, _H100),
+    _gpu("b200", 191_500_000_000, 2250, 4500, 7672, _B200),
+)
+CHIPS: Mapping[str, Chip] = {chip.name: chip for chip in _CHIPS}
+_ALIASES = {"tpu-v7x": "tpu7x", "tpu-7x": "tpu7x", "v7x": "tpu7x", "tpu-v7": "tpu7x"}
+_ALIASES |= {name.removeprefix("tpu-"): name for name in CHIPS if name.startswith("tpu-")}
+
+
+def get_chip(name: str) -> Chip:
+    """The chip called `name` ("tpu-v5e", "v5e" and "h200" are such names).
+
+    Raises:
+      ValueError: there is none; the message lists the known names.
+    """
+    known = _ALIASES.get(name.lower(), name.lower())
+    if known not in CHIPS:
+        raise ValueError(f"unknown chip {name!r}: choose one of {', '.join(CHIPS)}")
+    return CHIPS[known]
+
+
+def quiet_environment() -> dict[str, str]:
+    """Environment variables for a process that compiles for absent chips; to be set before jax is
+    imported there. JAX itself runs on the CPU, and libtpu does not look for a TPU host."""
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",  # any: it does not limit the topologies
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+
+
+# --- compilers ---
+
+
+def why_unavailable(name: str) -> str | None:
+    """What is missing here to compile for a chip, with the pip command; None if nothing is.
+
+    Raises:
+      ValueError: unknown chip.
+    """
+    if get_chip(name).platform == "tpu":
+        found = _version("libtpu")
+        return None if found else "libtpu is not installed: run `pip install 'jax[tpu]'`"
+    wanted = _version("jaxlib")
+    packages = f"jax-cuda13-plugin=={wanted} jax-cuda13-pjrt=={wanted}"
+    command = f"run `pip install --no-deps {packages}`"
+    found = [_version("jax-cuda13-plugin"), _version("jax-cuda13-pjrt")]
+    if None in found:
+        return f"JAX's CUDA plugin is not installed: {command}"
+    if found != [wanted, wanted]:
+        return (
+            f"JAX's CUDA plugin is {' and '.join(sorted(set(found)))}, jaxlib {wanted}: {command}"
+        )
+    if not _has_ptxas():
+        return "ptxas is not here: install a CUDA toolkit or run `pip install nvidia-cuda-nvcc`"
+    return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _has_ptxas() -> bool:
+    """Whether XLA finds ptxas: on the path, in a CUDA toolkit, or in NVIDIA's Python package."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
+    found = [file for root in roots for file in root.glob("*/bin/ptxas")]
+    found.append(Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda") / "bin" / "ptxas")
+    return shutil.which("ptxas") is not None or any(file.exists() for file in found)
+
+
+def compile_only_devices(name: str, count: int = 1) -> list:
+    """`count` devices of a chip to compile for; nothing can run on them.
+
+    Raises:
+      ValueError: unknown chip, or more devices than its largest topology has.
+      NotImplementedError: the compiler is not installed (`why_unavailable`).
+    """
+    from jax.experimental import topologies  # this table is useful without jax
+
+    chip = get_chip(name)
+    if not 1 <= count <= chip.most_devices:
+        raise ValueError(f"{count} devices of {chip.name}: choose 1 to {chip.most_devices}")
+    if why := why_unavailable(chip.name):
+        raise NotImplementedError(why)
+    if chip.platform == "tpu":
+        topology = next(grid for devices, grid in chip.topologies if devices >= count)
+        description = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    else:
+        config = _gpu_target_config(chip)
+        description = topologies.get_topology_desc(
+            "", "cuda", target_config=config, topology=_gpu_topology(count)
+        )
+    return list(description.devices)[:count]
+
+
+def _gpu_topology(count: int) -> str:
+    """slices x hosts x GPUs per host."""
+    hosts = -(-count // GPUS_PER_HOST)
+    return f"1x{hosts}x{min(count, GPUS_PER_HOST)}"
+
+
+def _gpu_target_config(chip: Chip) -> str:
+    """The chip as XLA's text message `GpuTargetConfigProto`."""
+    gpu = chip.gpu
+    major, minor = gpu.capability
+    per_core, per_block = gpu.shared_memory
+    extension = "feature_extension: ACCELERATED_FEATURES" if gpu.accelerated else ""
+    numbers = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "threads_per_core_limit": gpu.threads,
+        "core_count": gpu.cores,
+        "fpus_per_core": gpu.lanes,
+        "shared_memory_per_block": 49152,
+        "shared_memory_per_core": per_core,
+        "shared_memory_per_block_optin": per_block,
+        "block_dim_limit_x": 2**31 - 1,
+        "block_dim_limit_y": 2**16 - 1,
+        "block_dim_limit_z": 2**16 - 1,
+        "thread_dim_limit_x": 1024,
+        "thread_dim_limit_y": 1024,
+        "thread_dim_limit_z": 64,
+        "registers_per_core_limit": 65536,
+        "registers_per_block_limit": 65536,
+        "memory_bandwidth": int(chip.bandwidth),
+        "l2_cache_size": gpu.l2_cache * 2**20,
+        "clock_rate_ghz": gpu.clock,
+        "device_memory_size": chip.memory,
+    }
+    fields = "\n".join(f"  {key}: {value}" for key, value in numbers.items())
+    return f"""gpu_device_info {{
+{fields}
+  cuda_compute_capability {{ major: {major} minor: {minor} {extension} }}
+}}
+platform_name: "CUDA"
+runtime_version {{ major: 13 minor: 0 }}
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "NVIDIA {chip.name.upper()}"
+"""

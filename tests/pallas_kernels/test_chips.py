@@ -1,0 +1,64 @@
+"""The table of chips, and what is said about compilers that are missing."""
+
+import pytest
+
+from pallas_kernels import chips
+
+
+def test_names():
+    for name in chips.CHIPS:
+        assert chips.get_chip(name).name == name
+    assert chips.get_chip("v5e") is chips.get_chip("TPU-v5e")
+    assert chips.get_chip("v7x") is chips.get_chip("tpu7x")
+    with pytest.raises(ValueError, match="unknown chip 'v5litepod-4': .*tpu-v4, tpu-v5e.*b200"):
+        chips.get_chip("v5litepod-4")
+    with pytest.raises(ValueError, match="unknown chip"):
+        chips.why_unavailable("a10000")
+
+
+@pytest.mark.parametrize("chip", chips.CHIPS.values(), ids=chips.CHIPS)
+def test_numbers_are_of_the_right_order(chip):
+    """A misplaced unit is off by a thousand."""
+    assert 2**33 < chip.memory < 2**38
+    assert 1e14 < chip.bf16_flops <= chip.int8_flops < 1e16
+    assert 1e11 < chip.bandwidth < 1e13
+    assert (chip.gpu is None) == bool(chip.topologies)
+    assert list(chip.topologies) == sorted(chip.topologies) and chip.most_devices == 256
+
+
+@pytest.mark.parametrize("chip", chips.CHIPS.values(), ids=chips.CHIPS)
+def test_devices_or_the_reason(chip):
+    why = chips.why_unavailable(chip.name)
+    if why:
+        assert "pip install" in why
+        with pytest.raises(NotImplementedError, match="pip install"):
+            chips.compile_only_devices(chip.name)
+        pytest.skip(why)
+    for count in (1, 3, 8, 16, 256):
+        devices = chips.compile_only_devices(chip.name, count)
+        assert len({device.id for device in devices}) == count
+        assert devices[0].platform.lower() in ("tpu", "gpu", "cuda")
+
+
+def test_too_many_devices():
+    with pytest.raises(ValueError, match="1 to 256"):
+        chips.compile_only_devices("v5e", 257)
+
+
+def versions(monkeypatch, **installed):
+    found = {name.replace("_", "-"): version for name, version in installed.items()}
+    monkeypatch.setattr(chips, "_version", found.get)
+    monkeypatch.setattr(chips, "_has_ptxas", lambda: False)
+
+
+def test_what_is_missing(monkeypatch):
+    versions(monkeypatch, jaxlib="0.10.2")
+    assert "pip install 'jax[tpu]'" in chips.why_unavailable("v5e")
+    assert "jax-cuda13-plugin==0.10.2 jax-cuda13-pjrt==0.10.2" in chips.why_unavailable("h200")
+    other = {"jax_cuda13_plugin": "0.10.1", "jax_cuda13_pjrt": "0.10.2"}
+    versions(monkeypatch, jaxlib="0.10.2", **other)
+    assert "is 0.10.1 and 0.10.2, jaxlib 0.10.2: run" in chips.why_unavailable("h200")
+    right = {"jax_cuda13_plugin": "0.10.2", "jax_cuda13_pjrt": "0.10.2"}
+    versions(monkeypatch, jaxlib="0.10.2", libtpu="0.0.42", **right)
+    assert chips.why_unavailable("v5e") is None
+    assert "nvidia-cuda-nvcc" in chips.why_unavailable("h200")
