@@ -1,12 +1,7 @@
 """Attention of one scale's queries over a pool of cache blocks, with a different set of blocks for
 every head."""
 
-from pallas_kernels.ragged_attention.api import (
-    IMPLEMENTATIONS,
-    attend,
-    attention_moments,
-    attention_scores,
-)
+from pallas_kernels.ragged_attention.api import attend, attention_moments, attention_scores
 from pallas_kernels.ragged_attention.table import BlockTable
 
-__all__ = ["IMPLEMENTATIONS", "BlockTable", "attend", "attention_moments", "attention_scores"]
+__all__ = ["BlockTable", "attend", "attention_moments", "attention_scores"]

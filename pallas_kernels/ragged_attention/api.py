@@ -1,18 +1,16 @@
-"""Ragged attention: signature, documentation and dispatch.
+"""Ragged attention: signatures, documentation and dispatch.
 
 The op serves one layer of one scale: every query sees all keys of its own scale (passed in, not yet
 stored) and the stored slots that its head owns. One flat pool holds all layers and heads, so the
 layer is data, and raggedness is in the table, never in a shape.
 """
 
-from collections.abc import Callable
-
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.implementations import select
 from pallas_kernels.ragged_attention import reference
 from pallas_kernels.ragged_attention.table import BlockTable
-
-IMPLEMENTATIONS: dict[str, Callable] = {"reference": reference.attend}
 
 
 def attend(
@@ -24,35 +22,37 @@ def attend(
     table: BlockTable,
     *,
     kv_scale: Float[Array, "R blocks two_block_size"] | None = None,
+    return_lse: bool = False,
     implementation: str | None = None,
-) -> Float[Array, "R N T H"]:
+) -> Float[Array, "R N T H"] | tuple[Float[Array, "R N T H"], Float[Array, "R N T"]]:
     """Attention of a scale's queries over its own keys and the stored slots of `table`.
 
     Args:
       q: queries; they carry the attention scale. Rows past `new_length` are padding: their result
         is unspecified but finite.
       k_new, v_new: keys and values of the same scale; entries past `new_length` are masked.
-      new_length: number of real tokens of the scale (traced).
+      new_length: number of real tokens of the scale (traced), at least 1.
       kv_pool: K in the first half of the last axis, V in the second (KV = 2 H). Unlisted slots may
         hold anything, NaN included.
       table: slots per head, shared by all rows or per row.
       kv_scale: for an int8 pool, what its numbers are multiplied by: block_size scales of the keys
         of a block's slots, then as many of the values.
-      implementation: a name of `IMPLEMENTATIONS`; None takes the best one that can run here.
+      return_lse: also return the logarithm of the sum of the exponentials of each query's scores.
+      implementation: one of `implementations.NAMES`; None takes the best one for this platform.
 
     Returns:
-      Attention output in the type of `v_new`; softmax statistics are float32.
+      Attention output in the type of `v_new`; softmax statistics are float32. With `return_lse` a
+      pair, the second part float32 (natural logarithm).
 
     Raises:
       NotImplementedError: the implementation named cannot run, with the reason.
     """
-    name = implementation or "reference"
-    if name not in IMPLEMENTATIONS:
-        raise NotImplementedError(
-            f"attention implementation {name!r} does not exist; available: "
-            f"{', '.join(IMPLEMENTATIONS)}"
-        )
-    return IMPLEMENTATIONS[name](q, k_new, v_new, new_length, kv_pool, table, kv_scale)
+    chosen = select(implementation)
+    arguments = (q, k_new, v_new, new_length, kv_pool, table, kv_scale)
+    if chosen.name == "reference":
+        return reference.attend(*arguments, return_lse=return_lse)
+    kernel = chosen.module("pallas_kernels.ragged_attention")
+    return kernel.attend(*arguments, return_lse=return_lse, interpret=chosen.interpret)
 
 
 def attention_scores(
@@ -67,8 +67,8 @@ def attention_scores(
     """Scores of a few queries before the softmax, float32, -inf where there is no key.
 
     The Q queries are any of the scale's. Columns are the P = M * block_size slots of the table in
-    table order, then the T own tokens. Computed by the reference, and only for policies that ask
-    for it.
+    table order, then the T own tokens. Computed by the reference on every platform: it is for
+    policies that look through a window of queries, where the scores themselves are the output.
     """
     return reference.attention_scores(q, k_new, new_length, kv_pool, table, kv_scale)
 
@@ -80,16 +80,54 @@ def attention_moments(
     kv_pool: Float[Array, "R blocks block_size KV"],
     table: BlockTable,
     query_weights: Float[Array, " Q"],
+    lse: Float[Array, "R N Q"],
     *,
     kv_scale: Float[Array, "R blocks two_block_size"] | None = None,
     squares: bool = False,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "R N PT"], Float[Array, "R N PT"] | None]:
     """Attention weights, and on request their squares, summed over queries.
 
-    out[k] = sum_q query_weights[q] * softmax(scores)[q, k], columns as in `attention_scores`.
-    A second pass over what the attention has loaded, in chunks of queries; computed by the
-    reference, and only for policies that ask for it.
+    out[k] = sum_q query_weights[q] * exp(score[q, k] - lse[q]), columns as in `attention_scores`;
+    zero where there is no key. A second pass over what the attention has loaded.
+
+    Args:
+      query_weights: float32; zero for padded queries.
+      lse: what `attend(..., return_lse=True)` returned for these queries.
+      squares: also sum the squared weights.
+      The rest as in `attend`.
     """
-    return reference.attention_moments(
-        q, k_new, new_length, kv_pool, table, query_weights, kv_scale, squares=squares
-    )
+    chosen = select(implementation)
+    arguments = (q, k_new, new_length, kv_pool, table, query_weights, lse, kv_scale)
+    if chosen.name == "reference":
+        return reference.attention_moments(*arguments, squares=squares)
+    kernel = chosen.module("pallas_kernels.ragged_attention")
+    return kernel.attention_moments(*arguments, squares=squares, interpret=chosen.interpret)
+
+
+def check_kernel_arguments(
+    q: Array, kv_pool: Array, kv_scale: Array | None, *, name: str, head_dims, block_sizes, dtypes
+) -> None:
+    """Raise `NotImplementedError` with the reason and a way out if a kernel cannot take these
+    arrays. `dtypes`: names of the pool's types that it takes."""
+    head_dim, block_size = q.shape[-1], kv_pool.shape[2]
+    way_out = "use implementation='reference' (--attention=reference)"
+    if head_dim not in head_dims:
+        raise NotImplementedError(
+            f"{name} attention takes heads of {_listed(head_dims)}, not {head_dim}: {way_out}"
+        )
+    if block_size not in block_sizes:
+        raise NotImplementedError(
+            f"{name} attention takes blocks of {_listed(block_sizes)} slots, not {block_size}: "
+            f"plan with one of them (policy argument block_size) or {way_out}"
+        )
+    if kv_pool.dtype.name not in dtypes:
+        raise NotImplementedError(
+            f"{name} attention takes a pool of {_listed(dtypes)}, not {kv_pool.dtype}: {way_out}"
+        )
+    if (kv_pool.dtype == jnp.int8) != (kv_scale is not None):
+        raise ValueError("an int8 pool comes with kv_scale, and only that")
+
+
+def _listed(values) -> str:
+    return ", ".join(map(str, values))

@@ -64,7 +64,9 @@ def attend(
     kv_pool: Float[Array, "R blocks block_size KV"],
     table: BlockTable,
     kv_scale: Float[Array, "R blocks two_block_size"] | None = None,
-) -> Float[Array, "R N T H"]:
+    *,
+    return_lse: bool = False,
+) -> Float[Array, "R N T H"] | tuple[Float[Array, "R N T H"], Float[Array, "R N T"]]:
     """See `api.attend`."""
     k_old, v_old, mask = gather_slots(kv_pool, table, kv_scale)
     scores = _scores(q, k_old, mask, k_new, new_length)
@@ -78,28 +80,35 @@ def attend(
         out += jnp.einsum(
             "rntp,rnph->rnth", old, v_old.astype(old.dtype), preferred_element_type=jnp.float32
         )
-    return out.astype(v_new.dtype)
+    out = out.astype(v_new.dtype)
+    return (out, jax.nn.logsumexp(scores, axis=-1)) if return_lse else out
 
 
 def attention_moments(
-    q, k_new, new_length, kv_pool, table, query_weights, kv_scale=None, *, squares: bool
+    q, k_new, new_length, kv_pool, table, query_weights, lse, kv_scale=None, *, squares: bool
 ) -> tuple[Float[Array, "R N PT"], Float[Array, "R N PT"] | None]:
     """See `api.attention_moments`."""
     k_old, _, mask = gather_slots(kv_pool, table, kv_scale)
     chunk = min(CHUNK, q.shape[2])
-    padding = -q.shape[2] % chunk
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, 0)))
-    weights = jnp.pad(query_weights, (0, padding)).reshape(-1, chunk)
-    chunks = jnp.moveaxis(q.reshape(*q.shape[:2], -1, chunk, q.shape[-1]), 2, 0)
 
     def add(sums, inputs):
-        some, weight = inputs
-        p = jax.nn.softmax(_scores(some, k_old, mask, k_new, new_length), axis=-1)
+        some, weight, log_sum = inputs
+        p = jnp.exp(_scores(some, k_old, mask, k_new, new_length) - log_sum[..., None])
         powers = (p, p * p) if squares else (p,)
         return tuple(
             s + jnp.einsum("t,rntk->rnk", weight, a) for s, a in zip(sums, powers, strict=True)
         ), None
 
     zero = jnp.zeros((*q.shape[:2], k_old.shape[2] + k_new.shape[2]), jnp.float32)
-    sums, _ = jax.lax.scan(add, (zero, zero) if squares else (zero,), (chunks, weights))
+    chunks = (_chunks(q, 2, chunk), _chunks(query_weights, 0, chunk), _chunks(lse, 2, chunk))
+    sums, _ = jax.lax.scan(add, (zero, zero) if squares else (zero,), chunks)
     return sums[0], sums[1] if squares else None
+
+
+def _chunks(array: Array, axis: int, size: int) -> Array:
+    """Cut an axis into pieces of `size`, zeros behind the last one; pieces come first."""
+    padding = [(0, 0)] * array.ndim
+    padding[axis] = (0, -array.shape[axis] % size)
+    padded = jnp.pad(array, padding)
+    shape = (*array.shape[:axis], -1, size, *array.shape[axis + 1 :])
+    return jnp.moveaxis(padded.reshape(shape), axis, 0)

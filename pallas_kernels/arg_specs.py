@@ -1,0 +1,234 @@
+"""Named shapes of the operations, taken from published models, and arguments of these shapes.
+
+Used by the tests (cut down by `reduced`), by ahead-of-time compilation (`abstract`) and by the
+benchmark (`arguments`).
+"""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.cache_write.reference import quantize
+from pallas_kernels.cache_write.table import BlockWrites, block_writes
+from pallas_kernels.ragged_attention.table import BlockTable
+
+TABLES = ("random", "empty", "full", "repeated")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArgSpec:
+    """One call of an operation.
+
+    rows: batch rows (two per image). tokens: T, padded length of the scale; length: its real
+    tokens. entries: M, table entries of every head. owned: share of the table's slots that a head
+    owns on average. table: how entries are filled: "random" runs with an empty and a full head
+    among them, all "empty", all "full", or "repeated" (blocks listed twice with disjoint ranges).
+    per_row: whether every row has a table of its own. kv_dtype: of the pool.
+    """
+
+    name: str
+    rows: int = 16
+    heads: int
+    head_dim: int
+    tokens: int
+    length: int
+    block_size: int = 16
+    entries: int
+    table: str = "random"
+    per_row: bool = False
+    dtype: str = "bfloat16"
+    kv_dtype: str | None = None
+
+    @property
+    def pool_dtype(self):
+        return jnp.dtype(self.kv_dtype or self.dtype)
+
+    @property
+    def pool_blocks(self) -> int:
+        return self.heads * self.entries + 1
+
+    def reduced(self, **changes) -> "ArgSpec":
+        """The same kind of call, small enough for interpret mode: 2 rows, at most 3 heads, 200
+        tokens and 7 entries."""
+        tokens = min(self.tokens, 200)
+        small = dict(
+            rows=2,
+            heads=min(self.heads, 3),
+            tokens=tokens,
+            length=max(1, self.length * tokens // self.tokens),
+            entries=min(self.entries, 7),
+        )
+        return replace(self, **(small | changes))
+
+    def abstract(self, sharding=None) -> "Arguments":
+        """Shapes and types only."""
+        found = jax.eval_shape(lambda: self._arrays(_zeros, _Tables.abstract(self)))
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), found
+        )
+
+    def arguments(self, seed: int = 0, poison: bool = True) -> "Arguments":
+        """Random arrays on the default device. poison: slots that no head owns hold NaN (int8: the
+        scales do)."""
+        rng = np.random.default_rng(seed)
+        tables = _Tables.random(self, rng)
+        found = self._arrays(rng.standard_normal, tables)
+        return found.poisoned(self) if poison else found
+
+    def _arrays(self, normal, tables: "_Tables") -> "Arguments":
+        shape = (self.rows, self.heads, self.tokens, self.head_dim)
+        q, k, v = (jnp.asarray(normal(shape), self.dtype) for _ in range(3))
+        pool = normal((self.rows, self.pool_blocks, self.block_size, 2 * self.head_dim))
+        pool, scale = jnp.asarray(pool, jnp.float32), None
+        if self.pool_dtype == jnp.int8:
+            halves = pool.reshape(*pool.shape[:-1], 2, self.head_dim)
+            values, scales = quantize(halves)
+            pool = values.reshape(pool.shape)
+            scale = jnp.swapaxes(scales, -1, -2).reshape(*pool.shape[:2], -1)
+        else:
+            pool = pool.astype(self.pool_dtype)
+        q = q * jnp.asarray(2 / np.sqrt(self.head_dim), self.dtype)  # scores of a few units
+        length = jnp.asarray(self.length, jnp.int32)
+        return Arguments(q, k, v, length, pool, scale, tables.read, tables.writes)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Arguments:
+    """What `attend` and `write` take. `writes` stores some of the tokens into blocks of their
+    heads."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    length: jax.Array
+    kv_pool: jax.Array
+    kv_scale: jax.Array | None
+    table: BlockTable
+    writes: BlockWrites
+
+    @property
+    def attend(self) -> tuple:
+        """Positional arguments of `attend` (`kv_scale` goes by name)."""
+        return self.q, self.k, self.v, self.length, self.kv_pool, self.table
+
+    def poisoned(self, spec: ArgSpec) -> "Arguments":
+        """The same with NaN wherever no head may read."""
+        rows, blocks, size, _ = self.kv_pool.shape
+        shape = (rows, *self.table.ids.shape[-2:])
+        slots = np.broadcast_to(self.table.slots(size), (*shape[:2], shape[2] * size))
+        mask = np.broadcast_to(self.table.slot_mask(size), slots.shape)
+        owned = np.zeros((rows, blocks * size), bool)
+        for row in range(rows):
+            owned[row, slots[row][mask[row]]] = True
+        owned = jnp.asarray(owned.reshape(rows, blocks, size))
+        if self.kv_scale is None:
+            return replace(self, kv_pool=jnp.where(owned[..., None], self.kv_pool, jnp.nan))
+        both = jnp.concatenate([owned, owned], axis=-1)
+        return replace(self, kv_scale=jnp.where(both, self.kv_scale, jnp.nan))
+
+
+@dataclass(frozen=True)
+class _Tables:
+    read: BlockTable
+    writes: BlockWrites
+
+    @classmethod
+    def abstract(cls, spec: ArgSpec) -> "_Tables":
+        shape = _table_shape(spec)
+        zeros = np.zeros(shape, np.int32)
+        source = np.zeros((*shape, spec.block_size), np.int32)
+        return cls(BlockTable(zeros, zeros, zeros), BlockWrites(zeros, source))
+
+    @classmethod
+    def random(cls, spec: ArgSpec, rng: np.random.Generator) -> "_Tables":
+        shape, size = _table_shape(spec), spec.block_size
+        ids = np.arange(1, spec.pool_blocks).reshape(shape[-2:])  # block 0 belongs to nobody
+        ids = np.broadcast_to(ids, shape).astype(np.int32)
+        if spec.per_row:
+            ids = rng.permuted(ids.reshape(shape[0], -1), axis=-1).reshape(shape)
+        start, stop = _ranges(spec, rng, shape)
+        read = ids.copy()
+        if spec.table == "repeated" and spec.entries > 1:
+            read[..., 1::2] = read[..., : read.shape[-1] // 2 * 2 : 2]
+            middle = rng.integers(0, size + 1, shape)[..., : read.shape[-1] // 2]
+            start[..., 1::2], stop[..., 1::2] = middle, size
+            start[..., : middle.shape[-1] * 2 : 2] = 0
+            stop[..., : middle.shape[-1] * 2 : 2] = middle
+        slots = _write_slots(spec, rng, ids)
+        writes = block_writes(slots, size, spec.entries)
+        arrays = (jnp.asarray(a) for a in (read, start, stop))
+        return cls(BlockTable(*arrays), jax.tree.map(jnp.asarray, writes))
+
+
+def _table_shape(spec: ArgSpec) -> tuple[int, ...]:
+    shape = (spec.heads, spec.entries)
+    return (spec.rows, *shape) if spec.per_row else shape
+
+
+def _ranges(spec: ArgSpec, rng, shape) -> tuple[np.ndarray, np.ndarray]:
+    """First and last valid slot of every entry."""
+    size = spec.block_size
+    start, stop = np.zeros(shape, np.int32), np.full(shape, size, np.int32)
+    if spec.table == "empty":
+        stop[:] = 0
+    elif spec.table != "full":
+        start = rng.integers(0, size, shape).astype(np.int32)
+        stop = np.minimum(start + rng.integers(0, size + 1, shape), size).astype(np.int32)
+        used = rng.integers(0, spec.entries + 1, shape[:-1])
+        stop = np.where(np.arange(spec.entries) < used[..., None], stop, start)
+        start[..., 0, :], stop[..., 0, :] = 0, size  # a full head, whose last block is full
+        if spec.heads > 1:
+            stop[..., -1, :] = start[..., -1, :]  # an empty head
+    return start, stop
+
+
+def _write_slots(spec: ArgSpec, rng, ids: np.ndarray) -> np.ndarray:
+    """int [*rows, N, T]: some tokens of each head, in slots of its own blocks; head 0 keeps all
+    that fit, in order."""
+    size, lead = spec.block_size, ids.shape[:-1]
+    room = (ids[..., None] * size + np.arange(size)).reshape(*lead, -1)
+    slots = np.full((*lead, spec.tokens), -1, np.int64)
+    for head in np.ndindex(*lead):
+        fits = min(room.shape[-1], spec.length)
+        count = fits if head[-1] == 0 else rng.integers(0, fits + 1)
+        if head[-1] == 0:
+            tokens, places = np.arange(count), room[head][:count]
+        else:
+            tokens = rng.permutation(spec.length)[:count]
+            places = rng.permutation(room[head])[:count]
+        slots[(*head, tokens)] = places
+    return slots
+
+
+def _zeros(shape) -> np.ndarray:
+    return np.zeros(shape, np.float32)
+
+
+def _model(name: str, heads: int, head_dim: int, scales) -> list[ArgSpec]:
+    """scales: (padded tokens, tokens, entries of blocks of 16)."""
+    return [
+        ArgSpec(
+            name=f"{name}-t{length}",
+            heads=heads,
+            head_dim=head_dim,
+            tokens=tokens,
+            length=length,
+            entries=entries,
+        )
+        for tokens, length, entries in scales
+    ]
+
+
+# Entries: the full cache of the scales before. Padded lengths as the default segments choose them.
+SPECS = {
+    spec.name: spec
+    for spec in (
+        *_model("var-d30", 30, 64, [(16, 1, 1), (64, 36, 4), (169, 100, 16), (256, 256, 27)]),
+        *_model("var-d36", 36, 64, [(16, 9, 2), (324, 324, 21), (1024, 1024, 76)]),
+        *_model("infinity-2b", 16, 128, [(64, 64, 4), (576, 400, 55), (4096, 4096, 402)]),
+        *_model("infinity-8b", 28, 128, [(144, 144, 8), (1600, 1600, 140), (4096, 4096, 402)]),
+    )
+}

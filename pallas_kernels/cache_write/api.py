@@ -1,0 +1,41 @@
+"""Storing a scale's tokens in the pool: signature, documentation and dispatch."""
+
+from jaxtyping import Array, Float
+
+from pallas_kernels.cache_write import reference
+from pallas_kernels.cache_write.table import BlockWrites
+from pallas_kernels.implementations import select
+
+
+def write(
+    kv_pool: Float[Array, "R blocks block_size KV"],
+    k: Float[Array, "R N T H"],
+    v: Float[Array, "R N T H"],
+    writes: BlockWrites,
+    *,
+    kv_scale: Float[Array, "R blocks two_block_size"] | None = None,
+    implementation: str | None = None,
+) -> tuple[Array, Array | None]:
+    """Put tokens of a scale into the slots that `writes` names.
+
+    The pool is updated in place when its buffer is not needed any more (donated, or carried by a
+    scan): kernels alias it.
+
+    Args:
+      kv_pool, kv_scale: as in `ragged_attention.attend`. An int8 pool stores each key and value
+        divided by its scale = largest magnitude / 127, rounded to nearest even.
+      k, v: keys and values of the scale.
+      writes: which token goes into which slot.
+      implementation: one of `implementations.NAMES`; None takes the best one for this platform.
+
+    Returns:
+      The pool and its scales (None unless int8).
+
+    Raises:
+      NotImplementedError: the implementation named cannot run, with the reason.
+    """
+    chosen = select(implementation)
+    if chosen.name == "reference":
+        return reference.write(kv_pool, k, v, writes, kv_scale)
+    kernel = chosen.module("pallas_kernels.cache_write")
+    return kernel.write(kv_pool, k, v, writes, kv_scale, interpret=chosen.interpret)

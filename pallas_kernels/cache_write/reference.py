@@ -1,0 +1,75 @@
+"""Plain JAX storing of tokens, in place: the definition of correct, runs on every platform.
+
+Rows are indexed explicitly (`pool.at[rows[:, None], slots]`): `[:, slots]` or vmap make TPU
+relayout the whole pool.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.cache_write.table import BlockWrites
+
+LARGEST_INT8 = 127.0
+
+
+def quantize(x: Float[Array, "... H"]) -> tuple[Int[Array, "... H"], Float[Array, "..."]]:
+    """Keys or values as int8, and their scales (float32): largest magnitude / 127."""
+    x = x.astype(jnp.float32)
+    scale = jnp.abs(x).max(-1) / LARGEST_INT8
+    whole = jnp.round(x / jnp.where(scale > 0, scale, 1)[..., None])
+    return whole.astype(jnp.int8), scale
+
+
+def encode(k: Float[Array, "... H"], v: Float[Array, "... H"], dtype):
+    """Tokens as the pool holds them: [..., 2 H] and, for an int8 pool, scales [..., 2]."""
+    if dtype != jnp.int8:
+        return jnp.concatenate([k, v], axis=-1).astype(dtype), None
+    (k, k_scale), (v, v_scale) = quantize(k), quantize(v)
+    return jnp.concatenate([k, v], axis=-1), jnp.stack([k_scale, v_scale], axis=-1)
+
+
+def scale_slots(slots: Int[Array, "..."], block_size: int) -> Int[Array, "... 2"]:
+    """Where the scales of key and value of a slot lie in the flat `kv_scale`."""
+    key = slots // block_size * (2 * block_size) + slots % block_size
+    return jnp.stack([key, key + block_size], axis=-1)
+
+
+def scatter(
+    kv_pool: Array,
+    kv_scale: Array | None,
+    slots: Int[Array, "rows E"],
+    values: Array,
+    scales: Float[Array, "R E 2"] | None,
+) -> tuple[Array, Array | None]:
+    """Put entry e of every row into slot `slots[r, e]` (or `slots[0, e]`); slots outside the pool
+    are skipped. values: [R, E, 2 H], as the pool holds them."""
+    rows, _, block_size, width = kv_pool.shape
+    row = jnp.arange(rows)[:, None]
+    flat = kv_pool.reshape(rows, -1, width).at[row, slots].set(values, mode="drop")
+    pool = flat.reshape(kv_pool.shape)
+    if kv_scale is None:
+        return pool, None
+    where = scale_slots(slots, block_size).reshape(len(slots), -1)
+    flat = kv_scale.reshape(rows, -1).at[row, where].set(scales.reshape(rows, -1), mode="drop")
+    return pool, flat.reshape(kv_scale.shape)
+
+
+def write(
+    kv_pool: Float[Array, "R blocks block_size KV"],
+    k: Float[Array, "R N T H"],
+    v: Float[Array, "R N T H"],
+    writes: BlockWrites,
+    kv_scale: Float[Array, "R blocks two_block_size"] | None = None,
+) -> tuple[Array, Array | None]:
+    """See `api.write`."""
+    rows, heads = k.shape[:2]
+    none = kv_pool.shape[1] * kv_pool.shape[2]
+    source = writes.source.reshape(*writes.ids.shape[:-1], -1)
+    slots = jnp.where(source >= 0, writes.slots, none)
+    slots, source = (a if a.ndim == 3 else a[None] for a in (slots, source))
+    values, scales = encode(k, v, kv_pool.dtype)
+    index = (jnp.arange(rows)[:, None, None], jnp.arange(heads)[:, None], jnp.maximum(source, 0))
+    values = values[index].reshape(rows, -1, values.shape[-1])
+    if scales is not None:
+        scales = scales[index].reshape(rows, -1, 2)
+    return scatter(kv_pool, kv_scale, slots.reshape(len(slots), -1), values, scales)

@@ -1,0 +1,120 @@
+"""Kernels in interpret mode against the float32 reference, over shapes of published models.
+
+With --slow every shape meets every type; by default each shape meets float32 and one other.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import cache_write, ragged_attention
+from pallas_kernels.arg_specs import SPECS, TABLES, ArgSpec
+
+KERNELS = ["triton-interpret", "tpu-interpret"]
+# Relative Frobenius error against the float32 reference. float32: another order of sums.
+# bfloat16: 8 bits of mantissa in the inputs' products, weights and result.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+OTHER_TYPES = [("bfloat16", None), ("bfloat16", "int8"), ("float32", "int8")]
+
+attend = jax.jit(
+    partial(ragged_attention.attend, return_lse=True), static_argnames=["implementation"]
+)
+moments = jax.jit(
+    partial(ragged_attention.attention_moments, squares=True), static_argnames=["implementation"]
+)
+write = jax.jit(cache_write.write, static_argnames=["implementation"])
+
+
+def error(found, expected) -> float:
+    found, expected = (np.asarray(a, np.float64) for a in (found, expected))
+    return np.linalg.norm(found - expected) / max(np.linalg.norm(expected), 1e-30)
+
+
+def in_float32(args):
+    """The same numbers in float32; an int8 pool stays as it is."""
+    return jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, args)
+
+
+def shapes() -> list[ArgSpec]:
+    """Every model's shapes; tables per row; larger blocks."""
+    models = [spec.reduced() for spec in SPECS.values()]
+    small = SPECS["var-d30-t256"].reduced(tokens=40, length=33)
+    wide = SPECS["infinity-2b-t64"].reduced()
+    changed = [
+        ("rows", replace(small, per_row=True)),
+        ("rows-block32", replace(wide, per_row=True, block_size=32)),
+        ("block64", replace(small, block_size=64)),
+    ]
+    return models + [replace(s, name=f"{s.name}-{name}") for name, s in changed]
+
+
+def cases():
+    for i, spec in enumerate(shapes()):
+        chosen = OTHER_TYPES[i % len(OTHER_TYPES)]
+        for types in [("float32", None), *OTHER_TYPES]:
+            dtype, kv_dtype = types
+            marks = [] if types in (("float32", None), chosen) else [pytest.mark.slow]
+            name = f"{spec.name}-{dtype}" + (f"-{kv_dtype}" if kv_dtype else "")
+            yield pytest.param(replace(spec, dtype=dtype, kv_dtype=kv_dtype), id=name, marks=marks)
+
+
+def tables(spec: ArgSpec):
+    """One shape with every kind of table: same program, other numbers."""
+    return [replace(spec, table=table, name=f"{spec.name}-{table}") for table in TABLES]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("shape", cases())
+def test_attend(kernel, shape):
+    for spec in tables(shape):
+        args = spec.arguments()
+        out, lse = attend(*args.attend, kv_scale=args.kv_scale, implementation=kernel)
+        exact = in_float32(args)
+        expected, expected_lse = attend(
+            *exact.attend, kv_scale=args.kv_scale, implementation="reference"
+        )
+        assert out.dtype == args.v.dtype and lse.dtype == jnp.float32
+        assert np.isfinite(np.asarray(out, np.float32)).all(), spec.name
+        real = slice(None), slice(None), slice(0, spec.length)
+        assert error(out[real], expected[real]) < TOLERANCE[spec.dtype], spec.name
+        tolerance = 10 * TOLERANCE[spec.dtype]
+        np.testing.assert_allclose(lse[real], expected_lse[real], atol=tolerance)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("shape", cases())
+def test_attention_moments(kernel, shape):
+    for spec in tables(shape):
+        args = spec.arguments()
+        exact = in_float32(args)
+        _, lse = attend(*exact.attend, kv_scale=args.kv_scale, implementation="reference")
+        weights = jnp.where(jnp.arange(spec.tokens) < spec.length, 1.0, 0.0)
+        both = (
+            moments(
+                *(a.q, a.k, a.length, a.kv_pool, a.table, weights, lse),
+                kv_scale=a.kv_scale,
+                implementation=implementation,
+            )
+            for a, implementation in ((args, kernel), (exact, "reference"))
+        )
+        for found, expected in zip(*both, strict=True):
+            assert found.shape == expected.shape and found.dtype == jnp.float32
+            assert error(found, expected) < TOLERANCE[spec.dtype], spec.name
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("shape", cases())
+def test_write(kernel, shape):
+    args = shape.arguments(poison=False)
+    given = (args.kv_pool, args.k, args.v, args.writes)
+    assert (args.writes.source >= 0).any()
+    found, expected = (
+        write(*given, kv_scale=args.kv_scale, implementation=name) for name in (kernel, "reference")
+    )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
