@@ -1,20 +1,18 @@
 """From labels to images: loading, planning, compiling once, running batch after batch."""
 
-import contextlib
 import math
 import numbers
 import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from varjax import checkpoint, engine, sampling
+from varjax import checkpoint, engine, programs, sampling
 from varjax.cache import cost
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
@@ -29,6 +27,7 @@ from varjax.sampling import Sampling
 from varjax.segments import plan_segments
 
 MATMUL_PRECISIONS = ("default", "highest")
+AUTO_LAYOUT_PLATFORMS = ("tpu",)  # elsewhere stacked weights are not copied into another layout
 
 
 @dataclass(frozen=True)
@@ -204,16 +203,9 @@ class Generator:
             unroll=unroll,
         )
         self.timing = Timing()
-        self._program = self._decoder = None
+        self._program = self._decoder = self._formats = None
 
     # --- compiling --------------------------------------------------------------------------------
-
-    def _precision(self):
-        return (
-            jax.default_matmul_precision("highest")
-            if self.precision == "highest"
-            else contextlib.nullcontext()
-        )
 
     def empty_state(self) -> KVState:
         return KVState.empty(self.plan, self.batch_size, self.kv_dtype, self.model.dtype)
@@ -229,13 +221,20 @@ class Generator:
             else None
         )
         arguments = self._arguments(np.zeros(self.batch_size, np.int32), image_index, 0, forced, 0)
-        state = jax.eval_shape(self.empty_state)
-        with self._precision():
-            codes = jax.jit(partial(engine.generate_codes, spec=self.spec), donate_argnums=(1,))
-            self._program = codes.lower(self.model.pipeline, state, *arguments).compile()
-            code_map = jax.eval_shape(lambda: self.model.pipeline.empty_code_map(self.batch_size))
-            pixels = jax.jit(lambda pipeline, code_map: pipeline.decode(code_map))
-            self._decoder = pixels.lower(self.model.pipeline, code_map).compile()
+        state, pipeline = jax.eval_shape(self.empty_state), self.model.pipeline
+        automatic = jax.default_backend() in AUTO_LAYOUT_PLATFORMS
+        codes = programs.lower_codes(
+            *(pipeline, state, arguments, self.spec),
+            precision=self.precision,
+            auto_layout=automatic,
+        )
+        self._program = codes.compile()
+        self._formats = self._program.input_formats[0][0] if automatic else None
+        code_map = jax.eval_shape(lambda: pipeline.empty_code_map(self.batch_size))
+        pixels = programs.lower_pixels(
+            pipeline, code_map, precision=self.precision, formats=self._formats
+        )
+        self._decoder = pixels.compile()
         self.timing.compile_s = time.perf_counter() - start
 
     def _arguments(self, labels, image_index, seed, given, given_scales):
@@ -282,6 +281,8 @@ class Generator:
             self.compile(given=given is not None)
         scales = self.model.geometry.schedule.num_scales if given_scales is None else given_scales
         arguments = self._arguments(labels, image_index, seed, given, scales)
+        if self._formats is not None:
+            programs.place(self.model.pipeline, self._formats)
         state = jax.block_until_ready(self.empty_state())
         start = time.perf_counter()
         results, state = self._program(self.model.pipeline, state, *arguments)

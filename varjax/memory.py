@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import jax
 
+from varjax import programs
 from varjax.cache.plan import CachePlan, item_size
 from varjax.errors import UserError
 from varjax.models import parameters
@@ -44,8 +45,7 @@ def predict(plan: CachePlan, transformer, codec, batch_size: int, dtype, kv_dtyp
         2 * rows * plan.geometry.num_heads * keys * 2 * plan.geometry.head_dim * item_size(kv_dtype)
     )
     logits = 2 * rows * tokens * config.vocab_size * 4
-    height, width = codec.config.image_size
-    pixels = 6 * batch_size * height * width * codec.config.ch * codec.config.ch_mult[0] * 4
+    pixels = programs.decoder_batch(codec, batch_size) * programs.decoder_bytes(codec)
     return Prediction(
         weights=weight_bytes(transformer, codec, dtype),
         kv_pool=plan.num_bytes(batch_size, kv_dtype),
