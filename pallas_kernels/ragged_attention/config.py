@@ -1,0 +1,222 @@
+"""Tile sizes of the attention kernels: a heuristic, and tuned values where the benchmark found some.
+
+Tuned values lie in `tuned/<device kind>/<operation>.json` beside this file. Only `python -m
+experiments.bench --tune` writes them, on the device they are for. They are read when a program is
+traced for such a device; a file that cannot be used is named in a warning and left out.
+"""
+
+import json
+import re
+import warnings
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from pathlib import Path
+
+import jax
+
+TUNED = Path(__file__).parent / "tuned"
+FORMAT = 1
+OPERATIONS = ("attend", "attention_moments")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonConfig:
+    """Tiles of the GPU kernels; powers of two.
+
+    block_q: queries of a tile. block_k: keys of a step (any number of cache blocks is joined to
+    it). num_warps: groups of 32 threads per tile. num_stages: steps whose keys are under way.
+    """
+
+    block_q: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TPUConfig:
+    """Tiles of the TPU kernels.
+
+    block_q: queries of a tile. copy_keys: stored keys per copy step (blocks are joined to about
+    this many). own_keys: own keys of a step. vmem_limit: bytes of vector memory the kernel may
+    use; None is the compiler's default.
+    """
+
+    block_q: int
+    copy_keys: int
+    own_keys: int
+    vmem_limit: int | None = None
+
+
+Config = TritonConfig | TPUConfig
+KINDS = {"triton": TritonConfig, "tpu": TPUConfig}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What the tiles of a call depend on.
+
+    operation: one of `OPERATIONS`. queries: T, padded. slots: P = M * block_size, of a head's
+    table. dtype, kv_dtype: names, of the keys passed in and of the pool.
+    """
+
+    operation: str
+    queries: int
+    slots: int
+    head_dim: int
+    block_size: int
+    dtype: str
+    kv_dtype: str
+
+    @classmethod
+    def of(cls, operation: str, q, k_new, kv_pool, table) -> "Call":
+        """The call with these arguments of the operation."""
+        return cls(
+            operation=operation,
+            queries=q.shape[2],
+            slots=table.ids.shape[-1] * kv_pool.shape[2],
+            head_dim=q.shape[-1],
+            block_size=kv_pool.shape[2],
+            dtype=k_new.dtype.name,
+            kv_dtype=kv_pool.dtype.name,
+        )
+
+    def bucket(self) -> "Call":
+        """The call that stands for all of about this size: queries and slots rounded up to powers
+        of two."""
+        sizes = {"queries": power_of_two(self.queries), "slots": power_of_two(self.slots)}
+        return Call(**(asdict(self) | sizes))
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is at least `number`."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def choose(call: Call, implementation: str) -> Config:
+    """The tiles of a call: tuned on the device that is traced for, or else the heuristic's.
+
+    implementation: "triton" or "tpu".
+    """
+    found = tuned(device_kind(), call.operation, implementation).get(call.bucket())
+    return found or heuristic(call, implementation)
+
+
+def heuristic(call: Call, implementation: str) -> Config:
+    """Tiles that compile and should do well on any device."""
+    return _triton_heuristic(call) if implementation == "triton" else _tpu_heuristic(call)
+
+
+def _triton_heuristic(call: Call) -> TritonConfig:
+    """Tiles that fit the registers of an A100 and an H200."""
+    block_q = min(64, max(16, power_of_two(call.queries)))
+    return TritonConfig(block_q=block_q, block_k=64, num_warps=4, num_stages=2)
+
+
+def _tpu_heuristic(call: Call) -> TPUConfig:
+    """Tiles that fit the default limit of vector memory."""
+    block_q = min(512, max(16, power_of_two(call.queries)))
+    return TPUConfig(block_q=block_q, copy_keys=256, own_keys=256)
+
+
+# --- tuned values ---
+
+
+def device_kind() -> str:
+    """The kind of device that is traced for: of the mesh in use, which may be abstract, or else of
+    the default device."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return (device or jax.devices()[0]).device_kind
+
+
+def folder_name(kind: str) -> str:
+    """A device kind as a folder name: "NVIDIA H200" is "nvidia-h200"."""
+    return re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-")
+
+
+def tuned_path(kind: str, operation: str) -> Path:
+    """Where the tuned values of an operation on a kind of device lie."""
+    return TUNED / folder_name(kind) / f"{operation}.json"
+
+
+@cache
+def tuned(kind: str, operation: str, implementation: str) -> dict[Call, Config]:
+    """Tuned tiles by bucket; empty (with a warning) if the file cannot be used."""
+    path = tuned_path(kind, operation)
+    if not path.is_file():
+        return {}
+    try:
+        return read_tuned(path, kind, operation, implementation)
+    except (OSError, ValueError) as error:
+        warnings.warn(
+            f"tuned tiles are left out: {path}: {error}; write the file anew with `python -m "
+            f"experiments.bench --tune` on this device, or delete it",
+            stacklevel=2,
+        )
+        return {}
+
+
+def read_tuned(path: Path, kind: str, operation: str, implementation: str) -> dict[Call, Config]:
+    """The contents of a file that `write_tuned` wrote.
+
+    Raises:
+      ValueError: it is damaged, or of another device, operation, implementation or format.
+    """
+    found = json.loads(path.read_text())
+    if not isinstance(found, dict) or not isinstance(found.get("entries"), list):
+        raise ValueError("not a file of tuned tiles")
+    wanted = _header(kind, operation, implementation)
+    for name, value in wanted.items():
+        if found.get(name) != value:
+            raise ValueError(f"{name} is {found.get(name)!r}, needed is {value!r}")
+    return dict(_read_entry(entry, operation, implementation) for entry in found["entries"])
+
+
+def write_tuned(
+    path: Path, kind: str, operation: str, implementation: str, entries: dict[Call, Config]
+) -> None:
+    """Write tuned tiles where `choose` finds them. For the benchmark only."""
+    contents = _header(kind, operation, implementation) | {
+        "jax": jax.__version__,
+        "entries": [
+            {"call": asdict(call.bucket()), "config": asdict(config)}
+            for call, config in sorted(entries.items(), key=lambda item: str(item[0]))
+        ],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(contents, indent=1) + "\n")
+    tuned.cache_clear()
+
+
+def _header(kind: str, operation: str, implementation: str) -> dict:
+    return {
+        "format": FORMAT,
+        "device": folder_name(kind),
+        "operation": operation,
+        "implementation": implementation,
+    }
+
+
+def _read_entry(entry, operation: str, implementation: str) -> tuple[Call, Config]:
+    if not isinstance(entry, dict):
+        raise ValueError(f"entry {entry!r} is not a call with its tiles")
+    call = _fill(Call, entry.get("call"))
+    config = _fill(KINDS[implementation], entry.get("config"))
+    if call.operation != operation or call != call.bucket():
+        raise ValueError(f"entry of another call: {entry['call']}")
+    return call, config
+
+
+def _fill(kind: type, values):
+    """A dataclass from a JSON object with exactly its fields, of the right types; sizes are
+    positive."""
+    names = [field.name for field in fields(kind)]
+    if not isinstance(values, dict) or sorted(values) != sorted(names):
+        raise ValueError(f"{values!r} does not have the fields {', '.join(names)}")
+    for field in fields(kind):
+        value, allowed = values[field.name], field.type
+        if type(value) is bool or not isinstance(value, allowed):
+            raise ValueError(f"{field.name} is {value!r}")
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"{field.name} is {value}, needed is a positive number")
+    return kind(**values)
