@@ -1,0 +1,121 @@
+"""What a traced program computes and reads, counted from its jaxpr.
+
+The compiler's own count takes a loop body once, however often it runs, so it says nothing about a
+program that scans over scales and layers. Here the body of a scan counts as often as it runs.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Cost:
+    """flops: of matrix products and convolutions, a multiply-add is two; nothing else is counted.
+    scanned_bytes: inputs that scans cut into slices, one slice per iteration: stacked weights and
+      tables, read once whenever the scan runs.
+    kernels: {name of a Pallas kernel: how often it is called}; what they compute is not counted.
+    loops: while loops whose length is not known; their bodies count once.
+    """
+
+    flops: float = 0.0
+    scanned_bytes: float = 0.0
+    kernels: Counter = field(default_factory=Counter)
+    loops: int = 0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            self.flops + other.flops,
+            self.scanned_bytes + other.scanned_bytes,
+            self.kernels + other.kernels,
+            self.loops + other.loops,
+        )
+
+    def times(self, count: int) -> "Cost":
+        kernels = Counter({name: calls * count for name, calls in self.kernels.items()})
+        return Cost(self.flops * count, self.scanned_bytes * count, kernels, self.loops)
+
+
+def program_cost(jaxpr: Any) -> Cost:
+    """Cost of a jaxpr (`jax.make_jaxpr`, `Traced.jaxpr`), of one device inside `shard_map`.
+
+    Of the branches of a `cond` the one with the most FLOPs counts.
+    """
+    return sum((_equation_cost(e) for e in _open(jaxpr).eqns), Cost())
+
+
+def used_inputs(jaxpr: Any) -> list[bool]:
+    """Which inputs of a jaxpr something reads. `jax.jit` leaves the others out of the program."""
+    inner = _open(jaxpr)
+    read = {id(v) for e in inner.eqns for v in e.invars} | {id(v) for v in inner.outvars}
+    return [id(v) in read for v in inner.invars]
+
+
+def _equation_cost(equation) -> Cost:
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+        return Cost(_dot_flops(equation))
+    if name == "conv_general_dilated":
+        return Cost(_convolution_flops(equation))
+    if name == "pallas_call":
+        return Cost(kernels=Counter({_kernel_name(params): 1}))
+    if name == "scan":
+        once = program_cost(params["jaxpr"]) + Cost(scanned_bytes=_slice_bytes(equation))
+        return once.times(params["length"])
+    if name == "while":
+        inner = program_cost(params["body_jaxpr"]) + program_cost(params["cond_jaxpr"])
+        return inner + Cost(loops=1)
+    if name == "cond":
+        return max((program_cost(b) for b in params["branches"]), key=lambda cost: cost.flops)
+    return sum((program_cost(inner) for inner in _inner(params.values())), Cost())
+
+
+def _dot_flops(equation) -> float:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    shape = equation.invars[0].aval.shape
+    return 2.0 * equation.outvars[0].aval.size * math.prod(shape[i] for i in contracted)
+
+
+def _convolution_flops(equation) -> float:
+    """Every output number sums over the inputs and the window of its own feature."""
+    weights = equation.invars[1].aval
+    features = weights.shape[equation.params["dimension_numbers"].rhs_spec[0]]
+    return 2.0 * equation.outvars[0].aval.size * weights.size / features
+
+
+def _slice_bytes(equation) -> float:
+    """Bytes of the slices that one iteration of a scan takes from its inputs.
+
+    These are the inputs whose shape in the body lacks the leading axis; how a scan's parameters say
+    which ones they are differs between versions of JAX.
+    """
+    inside = (v.aval for v in _open(equation.params["jaxpr"]).invars)
+    pairs = zip(equation.invars, inside, strict=True)
+    return float(sum(num_bytes(a) for v, a in pairs if v.aval.shape != a.shape))
+
+
+def num_bytes(leaf) -> int:
+    """Bytes of an array or of anything with a shape and a type; random keys are 8 bytes."""
+    dtype = leaf.dtype
+    return math.prod(leaf.shape) * (dtype.itemsize if isinstance(dtype, np.dtype) else 8)
+
+
+def _kernel_name(params) -> str:
+    info = params.get("name_and_src_info")
+    return str(getattr(info, "name", None) or params.get("name") or "pallas_call")
+
+
+def _inner(values: Iterable) -> Iterable:
+    """Jaxprs among the parameters of an equation (calls, custom derivatives, `shard_map`)."""
+    for value in values:
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(_open(item), "eqns"):
+                yield item
+
+
+def _open(jaxpr):
+    return getattr(jaxpr, "jaxpr", jaxpr)
