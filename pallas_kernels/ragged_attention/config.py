@@ -1,4 +1,4 @@
-"""Tile sizes of the attention kernels: a heuristic, and tuned values where the benchmark found some.
+"""Tile sizes of the attention kernels: a heuristic, and values that the benchmark has tuned.
 
 Tuned values lie in `tuned/<device kind>/<operation>.json` beside this file. Only `python -m
 experiments.bench --tune` writes them, on the device they are for. They are read when a program is

@@ -1,0 +1,172 @@
+"""How the GPU kernels read keys, stored and own, and multiply them."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Int
+
+from pallas_kernels.ragged_attention import config as tiles
+from pallas_kernels.ragged_attention.api import check_kernel_arguments
+from pallas_kernels.ragged_attention.table import BlockTable
+
+HEAD_DIMS = (16, 32, 64, 128)  # a tensor core multiplies at least 16 elements
+BLOCK_SIZES = tuple(2**i for i in range(9))
+POOL_DTYPES = ("bfloat16", "float16", "float32", "int8")
+LOG2_E = math.log2(math.e)
+FULL_PRECISION = ("highest", "float32")  # values of jax_default_matmul_precision
+ENTRIES_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The pool and table of a call as kernel operands.
+
+    The pool is seen as slots [R, P', 2 H] and the scales as a line [R, 2 P'], both without a copy.
+    Key g of a head is slot g % block_size of entry g // block_size of its table.
+    """
+
+    kv_pool: Array
+    table: BlockTable
+    kv_scale: Array | None
+
+    @property
+    def block_size(self) -> int:
+        return self.kv_pool.shape[2]
+
+    @property
+    def entries(self) -> int:
+        return self.table.ids.shape[-1]
+
+    @property
+    def keys(self) -> int:
+        """Keys that a head can have."""
+        return self.entries * self.block_size
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv_pool.shape[-1] // 2
+
+    @cached_property
+    def arrays(self) -> tuple[Array, ...]:
+        rows = self.kv_pool.shape[0]
+        table = (self.table.ids, self.table.start, self.table.stop)
+        found = [a if a.ndim == 3 else a[None] for a in table]
+        found.append(self.kv_pool.reshape(rows, -1, self.kv_pool.shape[-1]))
+        if self.kv_scale is not None:
+            found.append(self.kv_scale.reshape(rows, -1))
+        return tuple(found)
+
+    @cached_property
+    def specs(self) -> list[pl.BlockSpec]:
+        """One head's table and one row's pool, for a grid (tiles, heads, rows)."""
+        per_row = self.table.ids.ndim == 3
+        table = pl.BlockSpec(
+            (None, None, self.entries), lambda i, n, r: (r if per_row else 0, n, 0)
+        )
+        pool = [
+            pl.BlockSpec((None, *a.shape[1:]), lambda i, n, r, d=a.ndim: (r, *(0,) * (d - 1)))
+            for a in self.arrays[3:]
+        ]
+        return [table, table, table, *pool]
+
+    @property
+    def bytes(self) -> int:
+        """At most what is read of pool and table when every head owns all its slots."""
+        rows = self.kv_pool.shape[0]
+        heads = self.table.ids.shape[-2]
+        per_slot = self.kv_pool.dtype.itemsize * 2 * self.head_dim
+        per_slot += 8 if self.kv_scale is not None else 0
+        return rows * heads * (self.keys * per_slot + self.entries * 12)
+
+    # --- inside a kernel; refs: those of `arrays` ---
+
+    def used(self, refs) -> Int[Array, ""]:
+        """Keys up to the last entry that the head uses."""
+        size = min(ENTRIES_AT_ONCE, tiles.power_of_two(self.entries))
+
+        def last(i, found):
+            entry = i * size + jnp.arange(size, dtype=jnp.int32)
+            inside = entry < self.entries
+            start, stop = (_load(ref, entry, inside) for ref in refs[1:3])
+            return jnp.maximum(found, jnp.max(jnp.where(stop > start, entry + 1, 0)))
+
+        count = jax.lax.fori_loop(0, pl.cdiv(self.entries, size), last, jnp.int32(0))
+        return count * self.block_size
+
+    def slots(self, refs, key: Int[Array, " K"]):
+        """Slot numbers, whether the head owns them, and where their blocks' scales start."""
+        entry, offset = key // self.block_size, key % self.block_size
+        ids, start, stop = (_load(ref, entry, entry < self.entries) for ref in refs[:3])
+        owned = (offset >= start) & (offset < stop)
+        return ids * self.block_size + offset, owned, ids * 2 * self.block_size + offset
+
+    def read(self, refs, key: Int[Array, " K"], dtypes):
+        """[(K or V [K, H], its scales [K] or None)], K first, one per type; zero where not
+        owned, and the mask [K]."""
+        slot, owned, place = self.slots(refs, key)
+        found = []
+        for half, dtype in enumerate(dtypes):
+            scale = None
+            if self.kv_scale is not None:
+                scale = _load(refs[4], place + half * self.block_size, owned)
+            values = rows_at(refs[3], slot, owned, self.head_dim, half)
+            found.append((values.astype(dtype), scale))
+        return found, owned
+
+
+def _load(ref, index, mask):
+    return plgpu.load(ref.at[index], mask=mask, other=0)
+
+
+def rows_at(ref, index: Int[Array, " K"], mask, head_dim: int, half: int = 0) -> Array:
+    """Rows [K, H] of ref[:, half * H :]; without a mask all, else zero where it is false."""
+    column = half * head_dim + jnp.arange(head_dim, dtype=jnp.int32)
+    shape = (*index.shape, head_dim)  # index arrays only: interpreted masks cannot mix with slices
+    view = ref.at[jnp.broadcast_to(index[:, None], shape), jnp.broadcast_to(column, shape)]
+    if mask is None:
+        return plgpu.load(view)
+    return plgpu.load(view, mask=mask[:, None], other=0)
+
+
+def dot(a: Array, b: Array, transposed: bool = False) -> Array:
+    """a @ b, or a @ b.T; float32 sums. float32 factors: full precision only where JAX's default for
+    matrix products asks for it when the program is traced, else TF32."""
+    full = jax.config.jax_default_matmul_precision in FULL_PRECISION
+    exact = full and a.dtype == jnp.float32
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((1,), (1 if transposed else 0,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def check(q: Array, kv_pool: Array, kv_scale: Array | None, interpret: bool) -> None:
+    """Raise `NotImplementedError` with the reason where the kernels cannot run; interpreted, they
+    take every size."""
+    anything = interpret
+    check_kernel_arguments(
+        q,
+        kv_pool,
+        kv_scale,
+        name="triton",
+        head_dims=(q.shape[-1],) if anything else HEAD_DIMS,
+        block_sizes=(kv_pool.shape[2],) if anything else BLOCK_SIZES,
+        dtypes=POOL_DTYPES,
+    )
+    if not interpret and kv_pool.dtype == jnp.int8 and 2**31 < kv_pool.size <= 2**32:
+        # Pallas-Triton counts elements in signed 32 bits up to 2**32 bytes
+        raise NotImplementedError(
+            f"triton attention cannot address an int8 pool of {kv_pool.size / 2**30:.2f} GiB "
+            "(between 2 and 4 GiB): choose another batch size, or a bfloat16 pool"
+        )
+
+
+def compiler_params(config: tiles.TritonConfig) -> plgpu.CompilerParams:
+    return plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages)
