@@ -41,7 +41,8 @@ def test_scans_are_multiplied_out():
     weights = jax.ShapeDtypeStruct((5, 8, 8), jnp.bfloat16)
 
     def layers(x, weights):
-        return jax.lax.scan(lambda x, w: (x @ w.astype(x.dtype), None), x, weights)[0]
+        unread = jnp.zeros((5, 1000))
+        return jax.lax.scan(lambda x, w: (x @ w[0].astype(x.dtype), None), x, (weights, unread))[0]
 
     def scales(x, weights):
         return jax.lax.scan(lambda x, _: (layers(x, weights), None), x, None, length=7)[0]

@@ -90,12 +90,14 @@ def _convolution_flops(equation) -> float:
 def _slice_bytes(equation) -> float:
     """Bytes of the slices that one iteration of a scan takes from its inputs.
 
-    These are the inputs whose shape in the body lacks the leading axis; how a scan's parameters say
-    which ones they are differs between versions of JAX.
+    These are the inputs whose shape in the body lacks the leading axis (how a scan's parameters say
+    which ones they are differs between versions of JAX); the compiler drops those that nothing
+    reads.
     """
-    inside = (v.aval for v in _open(equation.params["jaxpr"]).invars)
-    pairs = zip(equation.invars, inside, strict=True)
-    return float(sum(num_bytes(a) for v, a in pairs if v.aval.shape != a.shape))
+    body = equation.params["jaxpr"]
+    inside, read = (v.aval for v in _open(body).invars), used_inputs(body)
+    found = zip(equation.invars, inside, read, strict=True)
+    return float(sum(num_bytes(a) for v, a, used in found if used and v.aval.shape != a.shape))
 
 
 def num_bytes(leaf) -> int:

@@ -1,0 +1,240 @@
+"""Compile the two programs of a run for a chip that is not here, and measure them.
+
+The programs are those of `varjax.programs`, which `Generator` runs; their arguments are shapes and
+types, so no weights are needed and nothing is allocated.
+"""
+
+import re
+import tempfile
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from experiments import aot_buffers, settings
+from experiments.aot_buffers import Buffer
+from pallas_kernels import chips
+from pallas_kernels.chips import Chip
+from varjax import engine, generation, programs, sampling
+from varjax.cache.plan import CachePlan
+from varjax.cache.state import KVState
+from varjax.jaxpr_cost import Cost, num_bytes, program_cost, used_inputs
+from varjax.meshes import MeshSpec
+from varjax.models import registry
+from varjax.sampling import Sampling
+from varjax.segments import Segment
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Request:
+    """What is compiled, apart from the chip and the batch.
+
+    attention: of `pallas_kernels.implementations.NAMES`.
+    """
+
+    model: settings.AbstractModel
+    plan: CachePlan
+    sampling: Sampling
+    dtype: str
+    kv_dtype: str
+    segments: tuple[Segment, ...]
+    attention: str
+    precision: str = "default"
+    mesh: MeshSpec = field(default_factory=MeshSpec)
+
+
+class DoesNotFit(Exception):
+    """The compiler refused a program because the chip's memory is too small.
+
+    needed: bytes that it asked for.
+    """
+
+    def __init__(self, message: str, needed: int):
+        super().__init__(message)
+        self.needed = needed
+
+
+@dataclass(frozen=True)
+class Program:
+    """One compiled program; bytes are those of one device.
+
+    arguments, outputs, aliased, temporaries, code: of the compiler's memory analysis; `aliased` is
+      the part of the outputs that lies in donated arguments.
+    unread: bytes of weights that are on the device but no argument of this program.
+    live: temporaries at the moment when they take most (empty: the compiler did not say).
+    compile_s: seconds, tracing included.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    code: int
+    unread: int
+    cost: Cost
+    compile_s: float
+    live: list[Buffer]
+    pool_copies: list[str]
+
+    @property
+    def num_bytes(self) -> int:
+        """What the program needs, code apart: its arguments, results and temporaries."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Both programs for a batch. state: shapes of the cache, of all devices together."""
+
+    chip: Chip
+    batch_size: int
+    codes: Program
+    pixels: Program
+    state: KVState
+    pipeline: Any
+
+
+def compile_programs(request: Request, chip: Chip, batch_size: int) -> Compiled:
+    """Compile for `batch_size` images.
+
+    Raises:
+      DoesNotFit: a TPU program does not fit; GPU compilers do not look.
+      jax.errors.JaxRuntimeError: the compiler failed otherwise.
+    """
+    devices = chips.compile_only_devices(chip.name, request.mesh.num_devices)
+    mesh = Mesh(np.array(devices).reshape(request.mesh.shape), ("data", "model"))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    pipeline = _pipeline(request)
+    state = jax.eval_shape(lambda: _empty_state(request, batch_size))
+    arguments = _arguments(request, batch_size)
+    spec = engine.ProgramSpec.of(
+        request.plan, request.segments, request.sampling, attention=request.attention
+    )
+    automatic = chip.platform in generation.AUTO_LAYOUT_PLATFORMS
+    placed = _on((pipeline, state, arguments), everywhere)
+    code_map = jax.eval_shape(lambda: pipeline.empty_code_map(batch_size))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # kernels ask it for the device kind
+        codes, formats = _compile(
+            lambda: programs.lower_codes(
+                *placed, spec, precision=request.precision, auto_layout=automatic
+            ),
+            jax.make_jaxpr(partial(engine.generate_codes, spec=spec))(pipeline, state, *arguments),
+            pipeline,
+            state.kv_pool.shape,
+        )
+        pixels, _ = _compile(
+            lambda: programs.lower_pixels(
+                placed[0],
+                _on(code_map, everywhere),
+                precision=request.precision,
+                formats=formats[0][0] if automatic else None,
+            ),
+            jax.make_jaxpr(programs.decode)(pipeline, code_map),
+            pipeline,
+            None,
+        )
+    return Compiled(chip, batch_size, codes, pixels, state, pipeline)
+
+
+def _pipeline(request: Request) -> Any:
+    """The model as shapes: transformer in the type of the computation, codec in float32."""
+    model = request.model
+    family = registry.family(model.metadata["family"])
+    return family.pipeline(_cast(model.transformer, request.dtype), _cast(model.codec, "float32"))
+
+
+def _cast(module, dtype):
+    dtype = jnp.dtype(dtype)
+    return jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(
+            a.shape, dtype if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype
+        ),
+        module,
+    )
+
+
+def _empty_state(request: Request, batch_size: int) -> KVState:
+    return KVState.empty(
+        request.plan, batch_size, jnp.dtype(request.kv_dtype), jnp.dtype(request.dtype)
+    )
+
+
+def _arguments(request: Request, batch_size: int) -> tuple:
+    """Condition, keys, tables and no given tokens, as `Generator` passes them."""
+    image_index = np.zeros(batch_size, np.int32)
+    keys = jax.eval_shape(lambda: sampling.image_keys(0, jnp.asarray(image_index)))
+    tables = engine.program_tables(request.plan, request.segments, image_index)
+    labels = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
+    return (labels, keys, _on(tables, None), None)
+
+
+def _on(tree, sharding) -> Any:
+    """Shapes and types, placed on devices."""
+    return jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype, sharding=sharding), tree
+    )
+
+
+def _compile(lower, jaxpr, pipeline, pool_shape) -> tuple[Program, Any]:
+    """A program and the formats of its arguments."""
+    start = time.perf_counter()
+    lowered = lower()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            compiled = lowered.compile(
+                compiler_options={**aot_buffers.DUMP_OPTIONS, "xla_dump_to": folder}
+            )
+        except jax.errors.JaxRuntimeError as error:
+            if needed := memory_asked(str(error)):
+                raise DoesNotFit(first_line(str(error)), needed) from None
+            raise
+        elapsed = time.perf_counter() - start
+        text = compiled.as_text()
+        found = aot_buffers.read_dump(Path(folder), text)
+    stats = compiled.memory_analysis()
+    weights = jax.tree.leaves(pipeline)
+    read = used_inputs(jaxpr)[: len(weights)]
+    unread = sum(num_bytes(a) for a, used in zip(weights, read, strict=True) if not used)
+    copies = [] if pool_shape is None else aot_buffers.pool_copies(text, pool_shape)
+    if pool_shape is not None and found is not None:
+        second = aot_buffers.second_pools(found, pool_shape)
+        copies += [f"{b.name}: {b.shape} ({b.source})" for b in second]
+    program = Program(
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes,
+        aliased=stats.alias_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+        code=stats.generated_code_size_in_bytes,
+        unread=unread,
+        cost=program_cost(jaxpr),
+        compile_s=elapsed,
+        live=[] if found is None else found.live,
+        pool_copies=copies,
+    )
+    return program, compiled.input_formats
+
+
+# --- compilers that refuse ---
+
+_UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def memory_asked(message: str) -> int | None:
+    """Bytes that a TPU compiler's out-of-memory message names; None for any other message, such as
+    one about a kernel's own memory."""
+    if "RESOURCE_EXHAUSTED" not in message or "hbm" not in message.lower():
+        return None
+    asked = re.search(r"Used ([\d.]+)([BKMGT]?) of [\d.]+[BKMGT]? hbm", message)
+    asked = asked or re.search(r"temporaries \(([\d.]+)([BKMGT]?)\) exceeds", message)
+    return int(float(asked[1]) * _UNITS[asked[2] or "B"]) if asked else None
+
+
+def first_line(message: str) -> str:
+    """The first line of a message, cut to a readable length."""
+    return message.strip().splitlines()[0][:300] if message.strip() else ""
