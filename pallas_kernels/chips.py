@@ -129,6 +129,7 @@ def quiet_environment() -> dict[str, str]:
     imported there. JAX itself runs on the CPU, and libtpu does not look for a TPU host."""
     return {
         "JAX_PLATFORMS": "cpu",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # compiling takes no TPU from another process
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v5litepod-4",  # any: it does not limit the topologies
         "TPU_WORKER_HOSTNAMES": "localhost",
