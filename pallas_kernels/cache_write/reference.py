@@ -13,11 +13,20 @@ LARGEST_INT8 = 127.0
 
 
 def quantize(x: Float[Array, "... H"]) -> tuple[Int[Array, "... H"], Float[Array, "..."]]:
-    """Keys or values as int8, and their scales (float32): largest magnitude / 127."""
+    """Keys or values as int8, and their scales (float32): largest magnitude / 127.
+
+    A product with the reciprocal, spelled out: compilers replace some divisions by it and not
+    others, and the kernels store the same numbers, bit for bit.
+    """
     x = x.astype(jnp.float32)
     scale = jnp.abs(x).max(-1) / LARGEST_INT8
-    whole = jnp.round(x / jnp.where(scale > 0, scale, 1)[..., None])
+    whole = jnp.round(x * inverse_scale(scale)[..., None])
     return whole.astype(jnp.int8), scale
+
+
+def inverse_scale(scale: Float[Array, "..."]) -> Float[Array, "..."]:
+    """What numbers are multiplied by; 1 where all are zero (or have no float32 reciprocal)."""
+    return 1 / jnp.where(scale >= jnp.finfo(jnp.float32).tiny, scale, 1)
 
 
 def encode(k: Float[Array, "... H"], v: Float[Array, "... H"], dtype):
