@@ -66,7 +66,8 @@ class Program:
 
     arguments, outputs, aliased, temporaries, code: of the compiler's memory analysis; `aliased` is
       the part of the outputs that lies in donated arguments.
-    unread: bytes of weights that are on the device but no argument of this program.
+    reads: which weights are arguments of this program; `unread`: bytes of the others, which are on
+      the device all the same.
     live: temporaries at the moment when they take most (empty: the compiler did not say).
     compile_s: seconds, tracing included.
     """
@@ -76,6 +77,7 @@ class Program:
     aliased: int
     temporaries: int
     code: int
+    reads: list[bool]
     unread: int
     cost: Cost
     compile_s: float
@@ -199,8 +201,8 @@ def _compile(lower, jaxpr, pipeline, pool_shape) -> tuple[Program, Any]:
         found = aot_buffers.read_dump(Path(folder), text)
     stats = compiled.memory_analysis()
     weights = jax.tree.leaves(pipeline)
-    read = used_inputs(jaxpr)[: len(weights)]
-    unread = sum(num_bytes(a) for a, used in zip(weights, read, strict=True) if not used)
+    reads = used_inputs(jaxpr)[: len(weights)]
+    unread = sum(num_bytes(a) for a, used in zip(weights, reads, strict=True) if not used)
     copies = [] if pool_shape is None else aot_buffers.pool_copies(text, pool_shape)
     if pool_shape is not None and found is not None:
         second = aot_buffers.second_pools(found, pool_shape)
@@ -211,6 +213,7 @@ def _compile(lower, jaxpr, pipeline, pool_shape) -> tuple[Program, Any]:
         aliased=stats.alias_size_in_bytes,
         temporaries=stats.temp_size_in_bytes,
         code=stats.generated_code_size_in_bytes,
+        reads=reads,
         unread=unread,
         cost=program_cost(jaxpr),
         compile_s=elapsed,
