@@ -24,6 +24,7 @@ from varjax.policies import calibration as measured
 from varjax.policies.calibration import Calibration
 
 FLAGS = command_line.CommandFlags()
+FLAGS.compilation_cache()
 CHECKPOINT = FLAGS.string("checkpoint", None, "Checkpoint folder; default: the embedded demo.")
 NUM_SAMPLES = FLAGS.integer(
     "num_samples",

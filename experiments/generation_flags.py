@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import settings
+from pallas_kernels import implementations
 from varjax import generation, memory
 from varjax.cache.plan import CachePlan
 from varjax.command_line import CommandFlags
@@ -141,7 +142,11 @@ class ProgramFlags:
             "change.",
         )
         self._attention = flags.enum(
-            "attention", "auto", ["auto", "reference", "triton", "tpu"], "Attention implementation."
+            "attention",
+            "auto",
+            ["auto", *implementations.NAMES],
+            "Attention and cache writing: auto takes triton on GPU, tpu on TPU, else reference; "
+            "-interpret runs a kernel step by step anywhere, slowly.",
         )
 
     def resolve(self, model: settings.AbstractModel) -> dict[str, Any]:

@@ -45,6 +45,7 @@ NUM_IMAGES = FLAGS.integer("num_images", None, "Number of images, over all class
 PROMPTS = FLAGS.string("prompts", None, "File with one prompt per line (text-to-image models).")
 SAMPLING = SamplingFlags(FLAGS)
 PROGRAM = ProgramFlags(FLAGS)
+FLAGS.compilation_cache()
 COMPARE = FLAGS.boolean("compare", False, "Also run the full cache and report fidelity to it.")
 SAVE_ARRAYS = FLAGS.boolean(
     "save_arrays", False, "Also write arrays.npz: tokens, code map, images, logits."
@@ -137,7 +138,10 @@ def generate_series(run: RunSettings, model: Model, folder: RunFolder, series: s
     )
     generator.compile(given=run.given_tokens is not None)
     progress = command_line.Progress(f"{policy.name}: image", total, first=done)
-    progress.note(f"{policy.name}: compiled in {generator.timing.compile_s:.1f} s")
+    progress.note(
+        f"{policy.name}: compiled in {generator.timing.compile_s:.1f} s (compilation "
+        f"cache {generator.timing.cache})"
+    )
     if done:
         progress.note(f"{policy.name}: {done} of {total} images are there already, continuing")
     forced = dict(given=run.given_tokens, given_scales=run.given_scales)

@@ -7,10 +7,9 @@ import pathlib
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 
-from pallas_kernels.ragged_attention import IMPLEMENTATIONS
+from pallas_kernels import implementations
 from varjax import checkpoint, generation
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
@@ -28,7 +27,6 @@ ALL_CLASSES_UP_TO = (
 )
 FEW_IMAGES = 16
 MOST_IMAGES = 10**7
-PLATFORM_OF = {"triton": "gpu", "tpu": "tpu"}
 
 
 @dataclass(frozen=True)
@@ -106,15 +104,11 @@ def check_attention(name: str) -> str | None:
     """The implementation of `--attention`; None for auto."""
     if name == "auto":
         return None
-    if name in PLATFORM_OF and jax.default_backend() != PLATFORM_OF[name]:
+    reason = implementations.why_not_here(name)
+    if reason:
         raise UserError(
-            f"--attention={name} needs a {PLATFORM_OF[name].upper()}, this machine offers "
-            f"{jax.default_backend()}: choose auto or reference"
-        )
-    if name not in IMPLEMENTATIONS:
-        raise UserError(
-            f"--attention={name} is not part of this version; available: auto, "
-            f"{', '.join(IMPLEMENTATIONS)}"
+            f"--attention={reason}: choose auto, reference or {name}-interpret (the kernel step by "
+            f"step, slow, for checking)"
         )
     return name
 

@@ -54,6 +54,7 @@ SAMPLES = FLAGS.integer(
 )
 SAMPLING = SamplingFlags(FLAGS)
 PROGRAM = ProgramFlags(FLAGS)
+FLAGS.compilation_cache()
 OVERWRITE = FLAGS.boolean("overwrite", False, "Replace --out if it exists.")
 OUT = FLAGS.string("out", None, "Output folder; default: a new one under results/.")
 

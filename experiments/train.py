@@ -17,6 +17,7 @@ from varjax.training import loop, session
 from varjax.training.settings import Settings
 
 FLAGS = command_line.CommandFlags()
+FLAGS.compilation_cache()
 
 
 STAGE = FLAGS.enum("stage", "both", session.STAGES, "what to train: the codec, the transformer")

@@ -6,8 +6,6 @@ that end in `-interpret` run it step by step with JAX operations anywhere, slowl
 """
 
 import importlib
-from dataclasses import dataclass
-from types import ModuleType
 
 import jax
 
@@ -16,31 +14,31 @@ SUFFIX = "-interpret"
 NAMES = ("reference", *PLATFORMS, *(name + SUFFIX for name in PLATFORMS))
 
 
-@dataclass(frozen=True)
-class Implementation:
-    """name: "reference", "triton" or "tpu"; interpret: run the kernel without its platform."""
+def run(name: str | None, operation: str, function: str, *arguments, **options):
+    """Call `function` of the implementation `name` in the folder of an operation.
 
-    name: str
-    interpret: bool = False
+    None takes the kernel of the default platform, and the reference where there is none or it
+    cannot take these arguments. A kernel's platform is not checked, because programs are also
+    compiled for accelerators that are not there; see `why_not_here`.
 
-    def module(self, operation: str) -> ModuleType:
-        """The file of the kernel in the folder of an operation; imported only when it is used."""
-        return importlib.import_module(f"{operation}.{self.name}")
-
-
-def select(name: str | None) -> Implementation:
-    """The implementation called `name`; None is the kernel of the default platform, or the
-    reference on a CPU.
-
-    A kernel's platform is not checked here, because programs are also compiled for accelerators
-    that are not there; see `why_not_here`.
+    Raises:
+      NotImplementedError: the implementation named does not exist or cannot take the arguments.
     """
-    name = name or preferred(jax.default_backend())
+    if name is None:
+        try:
+            name = preferred(jax.default_backend())
+            return run(name, operation, function, *arguments, **options)
+        except NotImplementedError:
+            return run("reference", operation, function, *arguments, **options)
     if name not in NAMES:
         raise NotImplementedError(
             f"attention implementation {name!r} does not exist; available: {', '.join(NAMES)}"
         )
-    return Implementation(name.removesuffix(SUFFIX), name.endswith(SUFFIX))
+    file = name.removesuffix(SUFFIX)
+    if file != "reference":
+        options["interpret"] = name.endswith(SUFFIX)
+    module = importlib.import_module(f"{operation}.{file}")
+    return getattr(module, function)(*arguments, **options)
 
 
 def preferred(platform: str) -> str:

@@ -24,6 +24,7 @@ from typing import NoReturn, TextIO
 from absl import flags
 from absl.testing import flagsaver
 
+from varjax import compilation_cache
 from varjax.errors import UserError, nearest
 
 OWN_PACKAGES = ("experiments", "ported_weights", "varjax", "pallas_kernels")
@@ -46,6 +47,15 @@ class CommandFlags:
         self.enum = partial(flags.DEFINE_enum, flag_values=self.values)
         self.list = partial(flags.DEFINE_list, flag_values=self.values)
         self.require = partial(flags.mark_flag_as_required, flag_values=self.values)
+
+    def compilation_cache(self) -> None:
+        """Add --compilation_cache, for commands that compile programs; `run` obeys it."""
+        self.string(
+            compilation_cache.FLAG,
+            None,
+            "Folder that keeps compiled programs for the next start, or off; default: "
+            "JAX_COMPILATION_CACHE_DIR, else varjax/programs in the user's cache folder.",
+        )
 
 
 def run(main: Callable, argv: Sequence[str] | None = None) -> NoReturn:
@@ -72,6 +82,8 @@ def _guarded(main: Callable, argv: list[str], values: flags.FlagValues) -> int:
             print(_help_text(main, values))
             return 0
         parse_flags(argv, values)
+        if compilation_cache.FLAG in values:
+            compilation_cache.use(values[compilation_cache.FLAG].value)
         status = main(argv[:1])
         sys.stdout.flush()
         return status or 0

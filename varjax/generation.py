@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from varjax import checkpoint, engine, programs, sampling
+from varjax import checkpoint, compilation_cache, engine, programs, sampling
 from varjax.cache import cost
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
@@ -161,10 +161,12 @@ def check_labels(labels: Sequence[int], num_classes: int) -> np.ndarray:
 
 @dataclass
 class Timing:
-    """Seconds. `runs` are those of each call of the compiled program, pixels included, the first
-    one apart."""
+    """Seconds. `compile_s` includes tracing; `cache` says whether the programs came from the
+    compilation cache ("warm"), were compiled ("cold"), or there is none ("off"). `runs` are those
+    of each call of the compiled program, pixels included, the first one apart."""
 
     compile_s: float = 0.0
+    cache: str = "off"
     first_run_s: float = 0.0
     runs: list[float] = field(default_factory=list)
 
@@ -214,13 +216,19 @@ class Generator:
         """Compile both programs (codes, pixels) ahead of time. `given`: some tokens will be
         forced."""
         start = time.perf_counter()
-        image_index = np.zeros(self.batch_size, np.int32)
-        forced = (
-            np.zeros((self.batch_size, self.model.geometry.schedule.total_tokens), np.int32)
-            if given
-            else None
-        )
-        arguments = self._arguments(np.zeros(self.batch_size, np.int32), image_index, 0, forced, 0)
+        with compilation_cache.Watch() as watch:
+            try:
+                self._compile(given)
+            except NotImplementedError as error:  # a kernel that cannot take these shapes
+                raise UserError(str(error)) from error
+        self.timing.compile_s = time.perf_counter() - start
+        self.timing.cache = watch.verdict
+
+    def _compile(self, given: bool) -> None:
+        images, tokens = self.batch_size, self.model.geometry.schedule.total_tokens
+        forced = np.zeros((images, tokens), np.int32) if given else None
+        zeros = np.zeros(images, np.int32)
+        arguments = self._arguments(zeros, zeros, 0, forced, 0)
         state, pipeline = jax.eval_shape(self.empty_state), self.model.pipeline
         automatic = jax.default_backend() in AUTO_LAYOUT_PLATFORMS
         codes = programs.lower_codes(
@@ -230,12 +238,11 @@ class Generator:
         )
         self._program = codes.compile()
         self._formats = self._program.input_formats[0][0] if automatic else None
-        code_map = jax.eval_shape(lambda: pipeline.empty_code_map(self.batch_size))
+        code_map = jax.eval_shape(lambda: pipeline.empty_code_map(images))
         pixels = programs.lower_pixels(
             pipeline, code_map, precision=self.precision, formats=self._formats
         )
         self._decoder = pixels.compile()
-        self.timing.compile_s = time.perf_counter() - start
 
     def _arguments(self, labels, image_index, seed, given, given_scales):
         tables = engine.program_tables(self.plan, self.segments, image_index)

@@ -2,9 +2,8 @@
 
 from jaxtyping import Array, Float
 
-from pallas_kernels.cache_write import reference
+from pallas_kernels import implementations
 from pallas_kernels.cache_write.table import BlockWrites
-from pallas_kernels.implementations import select
 
 
 def write(
@@ -34,8 +33,5 @@ def write(
     Raises:
       NotImplementedError: the implementation named cannot run, with the reason.
     """
-    chosen = select(implementation)
-    if chosen.name == "reference":
-        return reference.write(kv_pool, k, v, writes, kv_scale)
-    kernel = chosen.module("pallas_kernels.cache_write")
-    return kernel.write(kv_pool, k, v, writes, kv_scale, interpret=chosen.interpret)
+    arguments = (kv_pool, k, v, writes, kv_scale)
+    return implementations.run(implementation, __name__.rpartition(".")[0], "write", *arguments)

@@ -8,9 +8,11 @@ layer is data, and raggedness is in the table, never in a shape.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.implementations import select
+from pallas_kernels import implementations
 from pallas_kernels.ragged_attention import reference
 from pallas_kernels.ragged_attention.table import BlockTable
+
+OPERATION = __name__.rpartition(".")[0]
 
 
 def attend(
@@ -47,12 +49,11 @@ def attend(
     Raises:
       NotImplementedError: the implementation named cannot run, with the reason.
     """
-    chosen = select(implementation)
-    arguments = (q, k_new, v_new, new_length, kv_pool, table, kv_scale)
-    if chosen.name == "reference":
-        return reference.attend(*arguments, return_lse=return_lse)
-    kernel = chosen.module("pallas_kernels.ragged_attention")
-    return kernel.attend(*arguments, return_lse=return_lse, interpret=chosen.interpret)
+    return implementations.run(
+        *(implementation, OPERATION, "attend"),
+        *(q, k_new, v_new, new_length, kv_pool, table, kv_scale),
+        return_lse=return_lse,
+    )
 
 
 def attention_scores(
@@ -97,12 +98,11 @@ def attention_moments(
       squares: also sum the squared weights.
       The rest as in `attend`.
     """
-    chosen = select(implementation)
-    arguments = (q, k_new, new_length, kv_pool, table, query_weights, lse, kv_scale)
-    if chosen.name == "reference":
-        return reference.attention_moments(*arguments, squares=squares)
-    kernel = chosen.module("pallas_kernels.ragged_attention")
-    return kernel.attention_moments(*arguments, squares=squares, interpret=chosen.interpret)
+    return implementations.run(
+        *(implementation, OPERATION, "attention_moments"),
+        *(q, k_new, new_length, kv_pool, table, query_weights, lse, kv_scale),
+        squares=squares,
+    )
 
 
 def check_kernel_arguments(

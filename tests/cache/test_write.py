@@ -2,42 +2,42 @@
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.cache_write import block_writes
 from varjax.cache.state import KVState
-from varjax.cache.write import Entries, after, destinations, store
+from varjax.cache.write import Entries, after, arrange, store, store_entries
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_destinations_fill_a_prefix_with_the_fewest_moves(seed):
+def test_arrange_fills_a_prefix_with_the_fewest_moves(seed):
     rng = np.random.default_rng(seed)
     rows, heads, stored, new, room = 2, 3, 6, 5, int(rng.integers(4, 12))
     keep = rng.random((rows, heads, stored + new)) < 0.5
     keep &= np.cumsum(keep, -1) <= room
     stays = rng.random((rows, heads)) < 0.7
-    slots = rng.permutation(100)[: rows * heads * room].reshape(rows, heads, room)
-    found, in_place = destinations(
-        jnp.asarray(keep), stored, jnp.asarray(stays), jnp.asarray(slots), 1000
-    )
-    found, in_place = np.asarray(found), np.asarray(in_place)
+    found = arrange(jnp.asarray(keep), stored, jnp.asarray(stays), room)
+    contents, fresh = map(np.asarray, found)
+    assert contents.shape == fresh.shape == (rows, heads, room)
     for r, n in np.ndindex(rows, heads):
         count = keep[r, n].sum()
-        columns = [c for c in range(stored + new) if keep[r, n, c]]
-        where = {c: slots[r, n, c] if in_place[r, n, c] else found[r, n, c] for c in columns}
-        assert sorted(where.values()) == sorted(slots[r, n, :count])  # a prefix, every slot once
-        still = {c for c in columns if stays[r, n] and c < min(stored, count)}
-        assert {c for c in columns if in_place[r, n, c]} == still
-        assert (found[r, n][~keep[r, n] | in_place[r, n]] == 1000).all()
+        kept = np.flatnonzero(keep[r, n])
+        assert sorted(contents[r, n, :count]) == list(kept)  # a prefix, every candidate once
+        assert (contents[r, n, count:] == -1).all() and not fresh[r, n, count:].any()
+        still = {c for c in kept if stays[r, n] and c < min(stored, count)}
+        assert {c for p, c in enumerate(contents[r, n, :count]) if not fresh[r, n, p]} == still
+        assert all(contents[r, n, c] == c for c in still)
 
 
 def test_store_writes_only_listed_slots():
     state = KVState(jnp.zeros((2, 3, 4, 6)))
     kv = jnp.arange(2 * 3 * 6, dtype=jnp.float32).reshape(2, 1, 3, 6) + 1
-    slots = jnp.array([[5, 12, 0], [11, 2, 99]])
-    result = store(state, slots, Entries.encode(kv, jnp.float32)).kv_pool
+    writes = block_writes(np.array([[[5, -1, 0]], [[11, 2, -1]]]), 4)
+    result = store(state, kv[..., :3], kv[..., 3:], jax.tree.map(jnp.asarray, writes)).kv_pool
     result, kv = np.asarray(result).reshape(2, 12, 6), kv[:, 0]
     np.testing.assert_array_equal(result[0, [5, 0]], kv[0, [0, 2]])
     np.testing.assert_array_equal(result[1, [11, 2]], kv[1, :2])
@@ -50,18 +50,29 @@ def test_int8_entries():
     state = KVState(jnp.zeros((2, 3, 4, 6), jnp.int8), jnp.zeros((2, 3, 8)))
     kv = np.random.default_rng(0).standard_normal((2, 1, 3, 6)).astype(np.float32)
     kv[0, 0, 0, :3] = 0
-    slots = jnp.array([[5, 12, 0], [11, 2, 99]])
-    state = store(state, slots, Entries.encode(jnp.asarray(kv), jnp.int8))
+    slots = jnp.array([[[5, 12, 0]], [[11, 2, 99]]])
+    entries = Entries.encode(jnp.asarray(kv[..., :3]), jnp.asarray(kv[..., 3:]), jnp.int8)
+    state = store_entries(state, slots, entries)
     read = Entries.read(state, jnp.array([[[5, 0]], [[11, 2]]]))
     found = read.values.reshape(2, 1, 2, 2, 3) * read.scales[..., None]
     wanted = np.stack([kv[0][:, [0, 2]], kv[1][:, :2]]).reshape(2, 1, 2, 2, 3)
     step = np.abs(wanted).max(-1, keepdims=True) / 127
     assert (np.abs(found - wanted) <= 0.5001 * step).all()
     assert (np.asarray(state.kv_pool) != 0).any(-1).sum() == 4
-    moved = store(state, jnp.array([[7, 8], [7, 8]]), read)
+    moved = store_entries(state, jnp.array([[[7, 8]], [[7, 8]]]), read)
     again = Entries.read(moved, jnp.array([[[7, 8]], [[7, 8]]]))
     np.testing.assert_array_equal(again.values, read.values)
     np.testing.assert_array_equal(again.scales, read.scales)
+
+
+def test_both_ways_of_storing_encode_alike():
+    """Tokens through `store` and entries through `store_entries` leave the same int8 pool."""
+    state = KVState(jnp.zeros((2, 3, 4, 8), jnp.int8), jnp.zeros((2, 3, 8)))
+    k, v = (jax.random.normal(jax.random.key(i), (2, 1, 5, 4)) for i in range(2))
+    slots = np.array([[[5, 0, 7, 2, 11]], [[1, 2, 3, 8, 4]]])
+    writes = jax.tree.map(jnp.asarray, block_writes(slots, 4))
+    entries = store_entries(state, jnp.asarray(slots), Entries.encode(k, v, jnp.int8))
+    chex.assert_trees_all_equal(store(state, k, v, writes), entries)
 
 
 def test_after_keeps_values():
@@ -79,8 +90,9 @@ def test_pool_is_updated_in_place():
         flat = state.kv_pool.reshape(rows, -1, width)
         old = flat[jnp.arange(rows)[:, None], slots[None]]
         read = jnp.tanh(old @ jnp.ones((width, width)))
-        entries = Entries.encode(read[:, None], jnp.float32)
-        return store(state, after(slots[None], read), entries), read.sum()
+        entries = Entries.encode(*jnp.split(read[:, None], 2, axis=-1), jnp.float32)
+        where = jnp.broadcast_to(after(slots[None, None], read), (rows, 1, len(slots)))
+        return store_entries(state, where, entries), read.sum()
 
     slots = jnp.arange(layers * 32).reshape(layers, 32)
     pool = jnp.zeros((rows, blocks, size, width))

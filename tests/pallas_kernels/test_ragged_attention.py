@@ -87,14 +87,10 @@ def test_attention_moments(monkeypatch, chunk):
     q, k, v, pool, table = problem(7)
     query_weights = np.array([0.5, 0.25, 0.25, 0, 0], np.float32)
     arrays = BlockTable(*map(jnp.asarray, table))
+    q_, k_, v_, pool_ = map(jnp.asarray, (q, k, v, pool))
+    _, lse = attend(q_, k_, v_, jnp.int32(LENGTH), pool_, arrays, return_lse=True)
     found, squares = attention_moments(
-        jnp.asarray(q),
-        jnp.asarray(k),
-        jnp.int32(LENGTH),
-        jnp.asarray(pool),
-        arrays,
-        jnp.asarray(query_weights),
-        squares=True,
+        *(q_, k_, jnp.int32(LENGTH), pool_, arrays, jnp.asarray(query_weights), lse), squares=True
     )
     mask = np.asarray(arrays.slot_mask(BLOCK))
     _, weights = oracle(q, k, v, pool, table)

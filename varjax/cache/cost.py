@@ -29,9 +29,7 @@ def _queries(segment: CacheSegment, length: int) -> int:
     needs = segment.needs
     if segment.static_content or not (segment.stores or segment.remembers):
         return 0
-    per_scale = segment.decides and (needs.scale_mass or needs.query_variance)
-    regroups = segment.regroup_scale is not None and needs.regroup_mass
-    queries = length if per_scale or regroups or needs.total_mass else 0
+    queries = length if segment.sums_attention else 0
     if segment.decides:
         looks = (needs.window_mass or needs.window_attention) + needs.window_logits
         queries += needs.window * looks

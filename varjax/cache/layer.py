@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.cache_write import BlockWrites
 from pallas_kernels.ragged_attention import BlockTable, attend
 from varjax.cache.observe import Look, observe
 from varjax.cache.state import KVState
 from varjax.cache.tables import CacheSegment, LayerTables, ScaleTables
-from varjax.cache.write import Entries, after, destinations, store
+from varjax.cache.write import Entries, after, arrange, store, store_entries
 from varjax.policies.base import Observation
 
 
@@ -34,34 +35,30 @@ def attend_and_store(
     """Attention output of one layer and the cache with this scale's survivors stored."""
 
     def attention(table: BlockTable):
-        return attend(
-            q,
-            k,
-            v,
-            now.length,
-            state.kv_pool,
-            table,
+        found = attend(
+            *(q, k, v, now.length, state.kv_pool, table),
             kv_scale=state.kv_scale,
+            return_lse=segment.sums_attention,
             implementation=segment.attention,
         )
+        return found if segment.sums_attention else (found, None)
 
-    kv = jnp.concatenate([k, v], axis=-1)
     if segment.static_content:
-        out = attention(tables.read)
+        out, _ = attention(tables.read)
         if segment.stores:
-            slots = after(tables.write, out).reshape(1, -1)
-            state = store(state, slots, Entries.encode(kv, state.kv_pool.dtype))
+            writes = replace(tables.write, ids=after(tables.write.ids, out))
+            state = store(state, k, v, writes, segment.attention)
         return out, state
     held = _Held.read(state, tables.read, layer, segment)
-    out = attention(held.table)
+    out, lse = attention(held.table)
     if segment.stores or segment.remembers:
-        look = Look(q, k, raw_queries, state, held.table, now)
+        look = Look(q, k, raw_queries, lse, state, held.table, now, segment.attention)
         obs = _candidates(held, look, layer, tables)
         obs = observe(obs, look, held.mass, layer, segment)
         obs = replace(obs, memory=segment.policy.remember(obs))
         keep, obs = _decide(obs, tables, segment)
         if segment.stores:
-            state = _store_dynamic(state, keep, held, obs, kv, out, layer, tables, segment)
+            state = _store_dynamic(state, keep, held, obs, (k, v, out), layer, tables, segment)
         state = _carry(state, obs, k, layer)
     return out, state
 
@@ -130,36 +127,49 @@ def _decide(obs: Observation, tables: LayerTables, segment: CacheSegment):
 
 
 def _store_dynamic(
-    state, keep, held: _Held, obs: Observation, kv, out, layer, tables, segment
+    state, keep, held: _Held, obs: Observation, layer_arrays, layer, tables, segment
 ) -> KVState:
-    """Put kept tokens into the slots of their (new) regions and keep the book of positions."""
-    rows = jnp.arange(keep.shape[0])[:, None]
-    stored, none = held.slots.shape[-1], segment.num_slots
-    new_slots = tables.following.slots(state.block_size)[obs.regions]
-    slots, in_place = destinations(keep, stored, obs.regions == held.regions, new_slots, none)
-    slots = after(slots, out)
-    vacated = jnp.where(held.live & ~in_place[..., :stored], held.slots, none)
-    position = state.position.at[rows, vacated.reshape(len(rows), -1)].set(-1, mode="drop")
-    position = position.at[rows, slots.reshape(len(rows), -1)].set(
-        obs.position.reshape(len(rows), -1), mode="drop"
-    )
-    state = replace(state, position=position)
-    if state.total_mass is not None:
-        home = jnp.where(in_place[..., :stored], held.slots, slots[..., :stored])
-        home = jnp.concatenate([home, slots[..., stored:]], axis=-1).reshape(len(rows), -1)
-        mass = obs.total_mass.reshape(len(rows), -1)
-        state = replace(state, total_mass=state.total_mass.at[rows, home].set(mass, mode="drop"))
-    entries = Entries.encode(kv, state.kv_pool.dtype)
+    """Put kept tokens into the slots of their (new) regions and keep the book of positions.
+
+    layer_arrays: own keys and values, and the attention output, which has to be there first.
+    """
+    k, v, out = layer_arrays
+    stored, following = held.slots.shape[-1], tables.following.for_rows(obs.regions)
+    slots = following.slots(state.block_size)
+    stays = obs.regions == held.regions
+    contents, fresh = arrange(keep, stored, stays, slots.shape[-1])
+    contents = after(contents, out)
+    state = _keep_book(state, held, obs, slots, contents)
     if segment.moves:
         # the barrier keeps XLA from reading the pool inside the write, for which it would copy it
-        entries = Entries.read(state, held.slots).before(entries)
+        new = Entries.encode(k, v, state.kv_pool.dtype)
+        entries = Entries.read(state, held.slots).before(new).take(contents)
         entries = jax.lax.optimization_barrier(entries)
+        state = store_entries(state, jnp.where(fresh, slots, segment.num_slots), entries)
     else:
-        slots = slots[..., stored:]
-    state = store(state, slots.reshape(len(rows), -1), entries)
+        source = jnp.where(fresh, contents - stored, -1)
+        writes = BlockWrites(following.ids, source.reshape(*following.ids.shape, -1))
+        state = store(state, k, v, writes, segment.attention)
     if state.regions is not None and segment.regroup_scale is not None:
         state = replace(state, regions=state.regions.at[layer].set(obs.regions))
     return state
+
+
+def _keep_book(state: KVState, held: _Held, obs: Observation, slots, contents) -> KVState:
+    """Positions and accumulated attention of what the slots hold from now on."""
+    rows, none = jnp.arange(len(slots))[:, None, None], state.num_slots
+    here = jnp.where(contents >= 0, slots, none)
+    chosen = jnp.maximum(contents, 0)
+    vacated = jnp.where(held.live, held.slots, none)
+    position = state.position.at[rows, vacated].set(-1, mode="drop")
+    position = position.at[rows, here].set(
+        jnp.take_along_axis(obs.position, chosen, axis=-1), mode="drop"
+    )
+    state = replace(state, position=position)
+    if state.total_mass is None:
+        return state
+    mass = jnp.take_along_axis(obs.total_mass, chosen, axis=-1)
+    return replace(state, total_mass=state.total_mass.at[rows, here].set(mass, mode="drop"))
 
 
 def _carry(state: KVState, obs: Observation, k, layer) -> KVState:

@@ -17,15 +17,18 @@ from varjax.policies.base import Observation
 class Look:
     """The attention of one layer, for looking at it again.
 
-    q, k: queries and own keys of the scale. raw_queries: see `Needs.raw_queries`.
+    q, k: queries and own keys of the scale. raw_queries: see `Needs.raw_queries`. lse: log-sum-exp
+    of the attention's scores, where they are summed over queries.
     """
 
     q: Float[Array, "R N T H"]
     k: Float[Array, "R N T H"]
     raw_queries: Float[Array, "R N T H"] | None
+    lse: Float[Array, "R N T"] | None
     state: KVState
     table: BlockTable
     now: ScaleTables
+    implementation: str | None
 
     def scores(self, queries: Float[Array, "R N Q H"]) -> Float[Array, "R N Q K"]:
         return attention_scores(
@@ -47,8 +50,10 @@ class Look:
             self.state.kv_pool,
             self.table,
             weights,
+            self.lse,
             kv_scale=self.state.kv_scale,
             squares=squares,
+            implementation=self.implementation,
         )
 
 
@@ -60,9 +65,7 @@ def observe(obs: Observation, look: Look, held_mass, layer, segment: CacheSegmen
     needs = segment.needs
     if segment.decides and needs.window:
         obs = _look_at_window(obs, look, needs)
-    regroups = segment.regroup_scale is not None and needs.regroup_mass
-    per_scale = segment.decides and (needs.scale_mass or needs.query_variance)
-    if per_scale or regroups or needs.total_mass:
+    if segment.sums_attention:
         obs = _sum_over_queries(obs, look, held_mass, needs)
     if needs.key_similarity:
         obs = replace(obs, key_similarity=_key_similarity(look, layer))

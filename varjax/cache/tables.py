@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.cache_write import BlockWrites, block_writes
 from pallas_kernels.ragged_attention import BlockTable
 from varjax.cache.plan import CachePlan
 from varjax.codecs.resize import bilinear_neighbours
@@ -60,6 +61,15 @@ class CacheSegment:
         return self.selects or self.remembers
 
     @property
+    def sums_attention(self) -> bool:
+        """Whether the policy is shown attention weights summed over the scale's queries."""
+        if self.static_content or not (self.stores or self.remembers):
+            return False
+        per_scale = self.decides and (self.needs.scale_mass or self.needs.query_variance)
+        regroups = self.regroup_scale is not None and self.needs.regroup_mass
+        return per_scale or regroups or self.needs.total_mass
+
+    @property
     def raw_queries(self) -> bool:
         return self.decides and self.needs.raw_queries
 
@@ -70,13 +80,13 @@ class LayerTables:
     """Scan inputs: leading axes [scales of the segment, layers] are scanned away.
 
     read: the slots that the scale may read.
-    write: int32 [N, T], slots of the scale's tokens (static contents).
+    write: where the scale's tokens are stored (static contents).
     following, capacity: slots and sizes of the regions after the scale (dynamic contents).
     policy_inputs: `Policy.inputs` of the scale.
     """
 
     read: BlockTable
-    write: Int[Array, "... N T"] | None = None
+    write: BlockWrites | None = None
     following: BlockTable | None = None
     capacity: Int[Array, "... N"] | None = None
     policy_inputs: Any = None
@@ -149,19 +159,15 @@ def _entries(plan: CachePlan, scales: np.ndarray) -> BlockTable:
     )
 
 
-def _write_table(plan: CachePlan, segment: Segment) -> np.ndarray:
-    """int32 [S, L, N, T]; `pool_tokens` where nothing is stored (padding, dropped tokens, the last
-    scale)."""
-    schedule = plan.geometry.schedule
-    shape = (
-        segment.stop - segment.start,
-        plan.geometry.num_layers,
-        plan.geometry.num_heads,
-        segment.length,
-    )
-    table = np.full(shape, plan.pool_tokens, np.int32)
+def _write_table(plan: CachePlan, segment: Segment) -> BlockWrites:
+    """Arrays [S, L, N, J, ...]; dropped tokens, padding and the last scale are not stored."""
+    starts, tokens = plan.geometry.schedule.starts, plan.geometry.schedule.tokens
+    scales = range(segment.start, segment.stop)
     assert plan.write_slots is not None
-    for i, s in enumerate(range(segment.start, segment.stop)):
-        slots = plan.write_slots[:, :, schedule.starts[s] : schedule.ends[s]]
-        table[i, :, :, : schedule.tokens[s]] = np.where(slots >= 0, slots, plan.pool_tokens)
-    return table
+    of_scale = [plan.write_slots[..., starts[s] : starts[s] + tokens[s]] for s in scales]
+    longest = max(tokens[s] for s in scales)
+    slots = [
+        np.pad(a, ((0, 0), (0, 0), (0, longest - a.shape[-1])), constant_values=-1)
+        for a in of_scale
+    ]
+    return block_writes(np.stack(slots), plan.block_size)

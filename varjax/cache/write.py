@@ -1,8 +1,4 @@
-"""Storing tokens in the pool, in place.
-
-Rows are indexed explicitly (`pool.at[rows[:, None], slots]`): `[:, slots]` or vmap make TPU
-relayout the whole pool. A slot number of `num_slots` or more means "do not store".
-"""
+"""Storing tokens in the pool, in place: which candidate goes where, and what is written."""
 
 from dataclasses import dataclass, replace
 
@@ -10,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels import cache_write
+from pallas_kernels.cache_write import BlockWrites, reference
 from varjax.cache.state import KVState
-
-LARGEST_INT8 = 127.0
 
 
 @jax.tree_util.register_dataclass
@@ -25,15 +21,10 @@ class Entries:
     scales: Float[Array, "R N E 2"] | None = None
 
     @classmethod
-    def encode(cls, kv: Float[Array, "R N E KV"], dtype) -> "Entries":
+    def encode(cls, k: Float[Array, "R N E H"], v: Float[Array, "R N E H"], dtype) -> "Entries":
         """Tokens in the type of the pool. int8: each token's key and value are divided by their
         largest magnitude / 127 and rounded."""
-        if dtype != jnp.int8:
-            return cls(kv.astype(dtype))
-        halves = kv.astype(jnp.float32).reshape(*kv.shape[:-1], 2, -1)
-        scales = jnp.abs(halves).max(-1) / LARGEST_INT8
-        whole = jnp.round(halves / jnp.where(scales > 0, scales, 1)[..., None])
-        return cls(whole.astype(jnp.int8).reshape(kv.shape), scales)
+        return cls(*reference.encode(k, v, dtype))
 
     @classmethod
     def read(cls, state: KVState, slots: Int[Array, "R N P"]) -> "Entries":
@@ -44,33 +35,39 @@ class Entries:
         if state.kv_scale is None:
             return cls(values)
         flat = state.kv_scale.reshape(len(rows), -1)
-        return cls(values, flat[rows[..., None], scale_slots(slots, state.block_size)])
+        return cls(values, flat[rows[..., None], reference.scale_slots(slots, state.block_size)])
 
     def before(self, later: "Entries") -> "Entries":
         """These entries followed by others."""
         return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=2), self, later)
 
+    def take(self, index: Int[Array, "R N P"]) -> "Entries":
+        """Entries by their number in each head; negative numbers take any."""
+        index = jnp.maximum(index, 0)[..., None]
+        return jax.tree.map(lambda a: jnp.take_along_axis(a, index, axis=2), self)
 
-def scale_slots(slots: Int[Array, "..."], block_size: int) -> Int[Array, "... 2"]:
-    """Where the scales of key and value of a slot lie in the flat `kv_scale`."""
-    key = slots // block_size * (2 * block_size) + slots % block_size
-    return jnp.stack([key, key + block_size], axis=-1)
+
+def store(
+    state: KVState,
+    k: Float[Array, "R N T H"],
+    v: Float[Array, "R N T H"],
+    writes: BlockWrites,
+    implementation: str | None = None,
+) -> KVState:
+    """Write tokens of the scale into their slots."""
+    pool, scale = cache_write.write(
+        state.kv_pool, k, v, writes, kv_scale=state.kv_scale, implementation=implementation
+    )
+    return replace(state, kv_pool=pool, kv_scale=scale)
 
 
-def store(state: KVState, slots: Int[Array, "rows E"], entries: Entries) -> KVState:
-    """Write entry e (over heads and tokens) of every row into slot `slots[r, e]` (or
-    `slots[0, e]`); slots outside the pool are skipped."""
-    rows, _, block_size, width = state.kv_pool.shape
-    row = jnp.arange(rows)[:, None]
-    flat = state.kv_pool.reshape(rows, -1, width)
-    flat = flat.at[row, slots].set(entries.values.reshape(rows, -1, width), mode="drop")
-    state = replace(state, kv_pool=flat.reshape(state.kv_pool.shape))
-    if state.kv_scale is None:
-        return state
-    flat = state.kv_scale.reshape(rows, -1)
-    where = scale_slots(slots, block_size).reshape(len(slots), -1)
-    flat = flat.at[row, where].set(entries.scales.reshape(rows, -1), mode="drop")
-    return replace(state, kv_scale=flat.reshape(state.kv_scale.shape))
+def store_entries(state: KVState, slots: Int[Array, "R N P"], entries: Entries) -> KVState:
+    """Write entries as they are into slots; slots outside the pool are skipped."""
+    flat = jax.tree.map(lambda a: a.reshape(len(slots), -1, a.shape[-1]), entries)
+    pool, scale = reference.scatter(
+        state.kv_pool, state.kv_scale, slots.reshape(len(slots), -1), flat.values, flat.scales
+    )
+    return replace(state, kv_pool=pool, kv_scale=scale)
 
 
 def after(slots: Int[Array, "..."], read: Float[Array, "..."]) -> Int[Array, "..."]:
@@ -84,35 +81,28 @@ def after(slots: Int[Array, "..."], read: Float[Array, "..."]) -> Int[Array, "..
     return slots + never.astype(slots.dtype)
 
 
-def destinations(
-    keep: Bool[Array, "R N K"],
-    stored: int,
-    stays: Bool[Array, "R N"],
-    new_slots: Int[Array, "R N P"],
-    none: int,
-) -> tuple[Int[Array, "R N K"], Bool[Array, "R N K"]]:
-    """Where kept tokens go so that each head's tokens are the first ones of its region, with the
-    fewest moves.
+def arrange(
+    keep: Bool[Array, "R N K"], stored: int, stays: Bool[Array, "R N"], room: int
+) -> tuple[Int[Array, "R N P"], Bool[Array, "R N P"]]:
+    """Which candidate sits in each place of a head's region, so that the kept ones are the first
+    and the fewest are moved.
 
     Args:
-      keep: tokens to keep; the first `stored` columns are in the pool already, in table order, the
-        rest are new.
-      stays: whether the head keeps its region (whose table then starts with the same slots).
-      new_slots: slots of the head's region after this step, in table order.
-      none: slot number for tokens that need not be written.
+      keep: candidates to keep; the first `stored` of them are in the pool already, candidate c in
+        place c of the region that the head had; the rest are new.
+      stays: whether the head keeps its region.
+      room: P, places of a region.
 
     Returns:
-      The slot of every token that must be written (else `none`), and which stored tokens remain
-      where they are.
+      The candidate in every place (-1: none), and whether it has to be written there.
     """
-    room = new_slots.shape[-1]
     count = keep.sum(-1, keepdims=True)
-    column = jnp.arange(keep.shape[-1])
+    column, place = jnp.arange(keep.shape[-1]), jnp.arange(room)
     in_place = keep & (column < min(stored, room)) & (column < count) & stays[..., None]
-    taken = in_place[..., :stored]
-    taken = jnp.pad(taken, ((0, 0), (0, 0), (0, max(0, room - stored))))[..., :room]
-    vacant = (jnp.arange(room) < count) & ~taken
-    homes = jnp.take_along_axis(new_slots, jnp.argsort(~vacant, axis=-1, stable=True), axis=-1)
-    needy = keep & ~in_place
-    turn = jnp.clip(jnp.cumsum(needy, axis=-1) - 1, 0, max(0, room - 1))
-    return jnp.where(needy, jnp.take_along_axis(homes, turn, axis=-1), none), in_place
+    taken = in_place[..., :room]
+    taken = jnp.pad(taken, ((0, 0), (0, 0), (0, room - taken.shape[-1])))
+    fresh = (place < count) & ~taken
+    waiting = jnp.argsort(~(keep & ~in_place), axis=-1, stable=True)
+    turn = jnp.clip(jnp.cumsum(fresh, axis=-1) - 1, 0, keep.shape[-1] - 1)
+    incoming = jnp.take_along_axis(waiting, turn, axis=-1).astype(jnp.int32)
+    return jnp.where(fresh, incoming, jnp.where(taken, place, -1)), fresh

@@ -1,0 +1,100 @@
+"""Compiled programs kept on disk, so that a second process starts without compiling.
+
+JAX does the keeping (`jax_compilation_cache_dir`); here are the place that varjax's commands use,
+and a count of what came from there.
+"""
+
+import os
+import pathlib
+from dataclasses import dataclass
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from varjax.errors import UserError
+
+FLAG = "compilation_cache"
+OFF = "off"
+# Programs that compile faster than this are not kept: single operations, mostly.
+SHORTEST_S = 0.5
+_EVENTS = {
+    "/jax/compilation_cache/cache_hits": "hits",
+    "/jax/compilation_cache/cache_misses": "misses",
+}
+
+
+def default_directory() -> pathlib.Path:
+    """`varjax/programs` in the user's cache folder."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return pathlib.Path(home) / "varjax" / "programs"
+
+
+def use(place: str | None) -> None:
+    """Keep compiled programs in a folder.
+
+    Args:
+      place: the folder, made when the first program is kept; "off" keeps nothing. None takes what
+        JAX was told already (JAX_COMPILATION_CACHE_DIR), else `default_directory()`, and goes on
+        without a cache where that cannot be written.
+
+    Raises:
+      UserError: the folder named cannot be written.
+    """
+    if place == OFF:
+        _set(None)
+        return
+    if place is None and jax.config.jax_compilation_cache_dir:
+        return
+    folder = pathlib.Path(place) if place else default_directory()
+    if _can_be_written(folder):
+        _set(str(folder))
+    elif place is not None:
+        raise UserError(f"--{FLAG}={place}: cannot write there; name another folder or {OFF!r}")
+
+
+def _can_be_written(folder: pathlib.Path) -> bool:
+    """Whether the folder, or else the nearest one above that exists, lets us write."""
+    found = next((f for f in (folder, *folder.absolute().parents) if f.exists()), None)
+    return found is not None and found.is_dir() and os.access(found, os.W_OK | os.X_OK)
+
+
+def _set(folder: str | None) -> None:
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST_S)
+    compilation_cache.reset_cache()  # JAX looks at the folder once, when it first compiles
+
+
+@dataclass
+class Watch:
+    """Counts programs that came from the cache (`hits`) and that had to be compiled (`misses`)
+    while it is entered."""
+
+    hits: int = 0
+    misses: int = 0
+
+    def __enter__(self) -> "Watch":
+        _watches.append(self)
+        return self
+
+    def __exit__(self, *error) -> None:
+        _watches.remove(self)
+
+    @property
+    def verdict(self) -> str:
+        """ "warm": everything came from the cache; "cold": something was compiled; "off": there is
+        no cache."""
+        if self.hits + self.misses == 0:
+            return "off"
+        return "cold" if self.misses else "warm"
+
+
+_watches: list[Watch] = []
+
+
+def _count(event: str, **_) -> None:
+    name = _EVENTS.get(event)
+    for watch in _watches if name else ():
+        setattr(watch, name, getattr(watch, name) + 1)
+
+
+jax.monitoring.register_event_listener(_count)
