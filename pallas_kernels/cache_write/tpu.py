@@ -1,0 +1,354 @@
+"""Storing tokens in the pool on TPU (Mosaic): whole blocks are read, changed and written back.
+
+HBM holds blocks in tiles, out of which no single bfloat16 or int8 row can be written. So for every
+head of every row the kernel walks over the blocks that receive tokens: while one is put together,
+the old contents of the next one are on their way in and the new contents of the last one on their
+way out. Rows are picked from a float32 copy of all tokens in vector memory, where single rows can
+be addressed; the old contents of the block lie behind the tokens, and a slot that keeps what it has
+names its row there. float32 holds bfloat16 and int8 exactly, and nothing is added or multiplied on
+the way, so what other rows hold (NaN included) does not matter. An int8 pool's scales are lanes
+beside the rows.
+
+HBM traffic in bytes, e and b bytes per element of tokens and pool, J_p and J blocks of a head that
+are partly overwritten and that are written at all, S block_size:
+
+    R N (2 T H e + (J_p + J) 2 H S b), int8: + R N (J_p + J) 4 max(128, 2 S) for scales
+
+Vector memory: 4 (T + S) 2 H for the tokens, and the tokens in their own type twice. Heads that are
+no multiple of 128 come packed, K beside V: a narrower array would be padded to 128 lanes.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.cache_write.reference import LARGEST_INT8, inverse_scale
+from pallas_kernels.cache_write.table import BlockWrites
+
+LANES = 128
+EMPTY, PARTIAL, FULL, CONSECUTIVE = range(4)  # kinds of entries, in the low bits beside the id
+KIND_BITS = 2
+CHUNK = 128  # tokens that are converted at once
+
+
+def write(kv_pool, k, v, writes, kv_scale, *, interpret: bool):
+    """See `api.write`.
+
+    No block may be listed by two entries that store something: the next block is read before the
+    last one is written.
+    """
+    if not interpret:
+        _check(k, kv_pool)
+    tokens, head_dim = k.shape[2:]
+    chunk = min(CHUNK, _rounded(tokens, 32))
+    padded = _rounded(tokens, chunk)
+    tables = _pack(writes, padded)
+    given = [jnp.concatenate([k, v], axis=-1)] if head_dim % LANES else [k, v]
+    # a row of scales is a tile of its own in this view, which a copy may pick
+    pools = [kv_pool] if kv_scale is None else [kv_pool, kv_scale[:, :, None]]
+    layout = _Layout.of(head_dim, kv_pool.shape[2], kv_scale is not None)
+    found = pl.pallas_call(
+        partial(_kernel, layout=layout, chunk=chunk, given=len(given), pools=len(pools)),
+        grid=k.shape[:2],
+        in_specs=[
+            *map(_table_spec, tables),
+            *(_tokens_spec(array, padded) for array in given),
+            *[pl.BlockSpec(memory_space=pl.ANY)] * len(pools),
+        ],
+        out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(pools),
+        out_shape=[jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pools],
+        scratch_shapes=_scratch_shapes(layout, pools, padded),
+        input_output_aliases={2 + len(given) + i: i for i in range(len(pools))},
+        # blocks belong to one head, so that two cores may share the heads
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel"),
+            vmem_limit_bytes=_vmem_limit(layout, padded, k.dtype),
+        ),
+        cost_estimate=_cost(given, pools, writes),
+        interpret=interpret,
+        name="cache_write",
+    )(*tables, *given, *pools)
+    return found[0], None if kv_scale is None else found[1][:, :, 0]
+
+
+def _check(k, kv_pool) -> None:
+    """Raise `NotImplementedError` for what the compiler cannot take."""
+    head_dim, block_size = k.shape[-1], kv_pool.shape[2]
+    way_out = "use implementation='reference'"
+    if 2 * head_dim % LANES:
+        raise NotImplementedError(
+            f"storing on TPU takes heads of 64, 128, ..., not {head_dim}: {way_out}"
+        )
+    largest = LANES // 2 if kv_pool.dtype == jnp.int8 else LANES
+    if block_size not in (8, 16, 32, 64, 128) or block_size > largest:
+        raise NotImplementedError(
+            f"storing on TPU takes blocks of 8, 16, ... {largest} slots in a pool of "
+            f"{kv_pool.dtype}, not {block_size}: plan with one of them (policy argument "
+            f"block_size) or {way_out}"
+        )
+
+
+def _rounded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+# --- tables: a row of each in scalar memory per grid step ---
+
+
+def _pack(writes: BlockWrites, padded: int) -> tuple[Array, Array]:
+    """(int [*, N, 1, J + 2]: id and kind of every entry, an empty one, how many are in use; int [*,
+    N, 1, J * block_size]: the row of the tokens in vector memory that each slot takes)."""
+    ids, source = (a if writes.ids.ndim == 3 else a[None] for a in (writes.ids, writes.source))
+    stored, slot = source >= 0, jnp.arange(source.shape[-1], dtype=jnp.int32)
+    consecutive = (source == source[..., :1] + slot).all(-1)
+    kind = jnp.where(stored.any(-1), PARTIAL, EMPTY)
+    kind = jnp.where(stored.all(-1), jnp.where(consecutive, CONSECUTIVE, FULL), kind)
+    entry = jnp.arange(ids.shape[-1], dtype=jnp.int32)
+    used = jnp.where(kind > EMPTY, entry + 1, 0).max(-1, keepdims=True, initial=0)
+    entries = jnp.concatenate([ids << KIND_BITS | kind, jnp.zeros_like(used), used], axis=-1)
+    source = jnp.where(stored, source, padded + slot)
+    source = source.reshape(*ids.shape[:2], 1, -1)
+    return entries.astype(jnp.int32)[:, :, None], source.astype(jnp.int32)
+
+
+def _table_spec(table: Array) -> pl.BlockSpec:
+    shared = table.shape[0] == 1
+    return pl.BlockSpec(
+        (1, 1, 1, table.shape[-1]),
+        lambda r, n: (0 if shared else r, n, 0, 0),
+        memory_space=pltpu.SMEM,
+    )
+
+
+def _tokens_spec(array: Array, padded: int) -> pl.BlockSpec:
+    return pl.BlockSpec((1, 1, padded, array.shape[-1]), lambda r, n: (r, n, 0, 0))
+
+
+# --- vector memory ---
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Lanes of a token in vector memory, cut into parts of at most 128: only in such an array can
+    rows be read from any place on. parts: widths; the last one holds scales if `scaled`: those of
+    the key in the first half of the lanes, those of the value in the second."""
+
+    block_size: int
+    parts: tuple[int, ...]
+    scaled: bool
+
+    @classmethod
+    def of(cls, head_dim: int, block_size: int, scaled: bool) -> "_Layout":
+        width = 2 * head_dim
+        whole = width % LANES == 0
+        parts = (LANES,) * (width // LANES) if whole else (width,)
+        return cls(block_size, parts + (2 * block_size,) * scaled, scaled)
+
+    @property
+    def values(self) -> int:
+        """Parts that hold keys and values."""
+        return len(self.parts) - self.scaled
+
+    def cut(self, values: Array) -> list[Array]:
+        """The lanes of tokens [rows, 2 H] as parts."""
+        firsts = [sum(self.parts[:i]) for i in range(self.values)]
+        return [values[:, a : a + self.parts[i]] for i, a in enumerate(firsts)]
+
+
+def _scratch_shapes(layout: _Layout, pools: list[Array], padded: int) -> list:
+    """Tokens by part, a block by part; the old and the new block, two of each (pool and scales);
+    semaphores [old or new, which of the two]."""
+    blocks = [pltpu.VMEM((2, *pool.shape[2:]), pool.dtype) for pool in pools]
+    return [
+        *(pltpu.VMEM((padded + layout.block_size, w), jnp.float32) for w in layout.parts),
+        *(pltpu.VMEM((layout.block_size, w), jnp.float32) for w in layout.parts),
+        *blocks,
+        *blocks,
+        pltpu.SemaphoreType.DMA((2, 2)),
+    ]
+
+
+def _vmem_limit(layout: _Layout, padded: int, dtype) -> int | None:
+    """Bytes of vector memory that the kernel asks for, where it needs more than compilers allow by
+    default."""
+    lanes = sum(_rounded(width, LANES) for width in layout.parts)
+    tokens = padded * _rounded(sum(layout.parts[: layout.values]), LANES)
+    needed = 4 * padded * lanes + 2 * tokens * dtype.itemsize + 2**21
+    return needed if needed > 14 * 2**20 else None
+
+
+def _cost(given: list[Array], pools: list[Array], writes: BlockWrites) -> pl.CostEstimate:
+    """As if every entry were partly overwritten."""
+    rows, heads = given[0].shape[:2]
+    blocks = rows * heads * writes.ids.shape[-1]
+    moved = sum(array.size * array.dtype.itemsize for array in given)
+    block_bytes = (p.dtype.itemsize * p.shape[2] * p.shape[3] for p in pools)
+    moved += sum(2 * blocks * size for size in block_bytes)
+    return pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved)
+
+
+# --- the kernel ---
+
+
+def _kernel(*refs, layout: _Layout, chunk: int, given: int, pools: int):
+    refs = list(refs)
+
+    def take(count):
+        return [refs.pop(0) for _ in range(count)]
+
+    (entries, source), new_tokens, _ = take(2), take(given), take(pools)
+    pool, parts = take(pools), len(layout.parts)
+    head = _Head(
+        *(layout, pl.program_id(0), entries, source, pool),
+        *(take(parts), take(parts), take(pools), take(pools), *refs),
+    )
+
+    @pl.when(head.used > 0)
+    def _():
+        head.read(0)
+        _convert(new_tokens, head.tokens, layout, chunk)
+        jax.lax.fori_loop(0, head.used, lambda j, _: head.step(j), 0)
+        head.wait_stored(head.used - 2)
+        head.wait_stored(head.used - 1)
+
+
+def _convert(given, tokens, layout: _Layout, chunk: int) -> None:
+    """Put the tokens into vector memory as rows of float32; for an int8 pool whole numbers and
+    their scales."""
+
+    def step(i, _):
+        here = pl.ds(pl.multiple_of(i * chunk, chunk), chunk)
+        parts = [array[0, 0, here].astype(jnp.float32) for array in given]
+        if layout.scaled:
+            values, scales = _quantized(jnp.concatenate(parts, axis=-1), layout.block_size)
+            tokens[-1][here] = scales
+            parts = [values]
+        for part, values in zip(tokens, layout.cut(jnp.concatenate(parts, axis=-1)), strict=False):
+            part[here] = values
+        return 0
+
+    jax.lax.fori_loop(0, given[0].shape[2] // chunk, step, 0)
+
+
+def _quantized(
+    kv: Float[Array, "rows KV"], block_size: int
+) -> tuple[Float[Array, "rows KV"], Float[Array, "rows two_block_size"]]:
+    """Tokens as whole numbers, and their scales: of the key in the first half of the lanes, of the
+    value in the second. The same numbers as `reference.quantize`."""
+    is_key = _is_first_half(kv.shape)
+    size = jnp.abs(kv)
+    k_scale, v_scale = (
+        jnp.where(half, size, 0.0).max(axis=1, keepdims=True) / LARGEST_INT8
+        for half in (is_key, ~is_key)
+    )
+    whole = jnp.round(kv * jnp.where(is_key, inverse_scale(k_scale), inverse_scale(v_scale)))
+    return whole, jnp.where(_is_first_half((len(kv), 2 * block_size)), k_scale, v_scale)
+
+
+def _is_first_half(shape):
+    return jax.lax.broadcasted_iota(jnp.int32, shape, 1) < shape[1] // 2
+
+
+@dataclass(frozen=True)
+class _Head:
+    """One head of one row: its tables (SMEM), all pools, and what is in vector memory: tokens with
+    the old block behind them and the block that is put together, by part; the old and the new
+    block as the pools hold them, two of each."""
+
+    layout: _Layout
+    row: Any
+    entries: Any
+    source: Any
+    pools: list
+    tokens: list
+    block: list
+    old: list
+    new: list
+    semaphores: Any
+
+    @property
+    def used(self) -> Int[Array, ""]:
+        """Entries up to the last one that stores something."""
+        return self.entries[0, 0, 0, self.entries.shape[-1] - 1]
+
+    def kind(self, j):
+        return self.entries[0, 0, 0, j] & (2**KIND_BITS - 1)
+
+    def read(self, j) -> None:
+        """Start reading the block of an entry that keeps some of it."""
+
+        @pl.when(self.kind(j) == PARTIAL)
+        def _():
+            for copy in self._copies(j, reads=True):
+                copy.start()
+
+    def wait_stored(self, j) -> None:
+        """Until the block of an entry (if there is such an entry) is in the pool."""
+
+        @pl.when((j >= 0) & (self.kind(jnp.maximum(j, 0)) > EMPTY))
+        def _():
+            for copy in self._copies(j, reads=False):
+                copy.wait()
+
+    def _copies(self, j, reads: bool):
+        block = self.entries[0, 0, 0, j] >> KIND_BITS
+        which = jax.lax.rem(j, 2)
+        semaphore = self.semaphores.at[0 if reads else 1, which]
+        for pool, here in zip(self.pools, self.old if reads else self.new, strict=True):
+            ends = (pool.at[self.row, block], here.at[which])
+            yield pltpu.make_async_copy(*(ends if reads else ends[::-1]), semaphore)
+
+    def step(self, j) -> int:
+        """Put the block of entry j together and start storing it."""
+        self.read(j + 1)
+        self.wait_stored(j - 2)  # before its memory takes the new block
+        kind = self.kind(j)
+        pl.when(kind == PARTIAL)(lambda: self._unpack_old(j))
+        pl.when(kind == CONSECUTIVE)(lambda: self._pick_run(j))
+        pl.when((kind == PARTIAL) | (kind == FULL))(lambda: self._pick_rows(j))
+        pl.when(kind > EMPTY)(lambda: self._store(j))
+        return 0
+
+    def _unpack_old(self, j) -> None:
+        for copy in self._copies(j, reads=True):
+            copy.wait()
+        which, size = jax.lax.rem(j, 2), self.layout.block_size
+        behind = pl.ds(self.tokens[0].shape[0] - size, size)
+        values = self.layout.cut(self.old[0][which].astype(jnp.float32))
+        for part, new in zip(self.tokens, values, strict=False):
+            part[behind] = new
+        if self.layout.scaled:
+            self.tokens[-1][behind] = jnp.broadcast_to(self.old[1][which], (size, 2 * size))
+
+    def _pick_run(self, j) -> None:
+        size = self.layout.block_size
+        first = self.source[0, 0, 0, j * size]
+        for block, tokens in zip(self.block, self.tokens, strict=True):
+            block[...] = tokens[pl.ds(first, size)]
+
+    def _pick_rows(self, j) -> None:
+        size = self.layout.block_size
+        for i in range(size):
+            row = self.source[0, 0, 0, j * size + i]
+            for block, tokens in zip(self.block, self.tokens, strict=True):
+                block[pl.ds(i, 1)] = tokens[pl.ds(row, 1)]
+
+    def _store(self, j) -> None:
+        which, size = jax.lax.rem(j, 2), self.layout.block_size
+        values = [part[...] for part in self.block[: self.layout.values]]
+        self.new[0][which] = jnp.concatenate(values, axis=-1).astype(self.new[0].dtype)
+        if self.layout.scaled:
+            # slot i's scales are lanes i and block_size + i of row i; an old row holds all of them
+            scales = self.block[-1][...]
+            lane = jax.lax.broadcasted_iota(jnp.int32, scales.shape, 1)
+            slot = jax.lax.broadcasted_iota(jnp.int32, scales.shape, 0)
+            own = (lane == slot) | (lane == slot + size)
+            self.new[1][which] = jnp.where(own, scales, 0.0).sum(axis=0, keepdims=True)
+        for copy in self._copies(j, reads=False):
+            copy.start()
