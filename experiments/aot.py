@@ -156,6 +156,7 @@ def resolve(wanted: list[Chip]) -> dict[str, Request]:
             kv_dtype=KV_DTYPE.value or DTYPE.value,
             segments=segments,
             attention=attention[chip.name],
+            or_reference=ATTENTION.value == "auto",
             precision=PRECISION.value,
             mesh=mesh,
         )

@@ -35,7 +35,8 @@ from varjax.segments import Segment
 class Request:
     """What is compiled, apart from the chip and the batch.
 
-    attention: of `pallas_kernels.implementations.NAMES`.
+    attention: of `pallas_kernels.implementations.NAMES`. or_reference: take the reference where the
+      kernel cannot take the shapes, as `Generator` does unless an implementation is named.
     """
 
     model: settings.AbstractModel
@@ -45,6 +46,7 @@ class Request:
     kv_dtype: str
     segments: tuple[Segment, ...]
     attention: str
+    or_reference: bool = False
     precision: str = "default"
     mesh: MeshSpec = field(default_factory=MeshSpec)
 

@@ -4,6 +4,7 @@ The parent calls `start`, which runs the same command again for one target; ther
 and writes what it found into a file.
 """
 
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -90,9 +91,15 @@ def work(request: Request, chip: Chip, batch: int | None, temporaries: int, path
 
 def _attempt(request: Request, chip: Chip, batch: int, temporaries: int) -> tuple[dict, Trial]:
     """One compilation: the result and what a search needs of it."""
-    print(f"{chip.name}: compiling batch {batch}", file=sys.stderr, flush=True)
+    _say(f"{chip.name}: compiling batch {batch}, attention {request.attention}")
     try:
         compiled = compile_programs(request, chip, batch)
+    except NotImplementedError as error:
+        if not request.or_reference:
+            raise
+        _say(f"{chip.name}: {first_line(str(error))}: taking the reference")
+        reference = dataclasses.replace(request, attention="reference", or_reference=False)
+        return _attempt(reference, chip, batch, temporaries)
     except DoesNotFit as error:
         result = {
             "status": "refused",
@@ -107,9 +114,12 @@ def _attempt(request: Request, chip: Chip, batch: int, temporaries: int) -> tupl
         result = aot_report.describe(request, compiled, temporaries)
         trial = Trial(batch, result["peak_bytes"], result["fits"])
     verdict = "fits" if trial.fits else "does not fit"
-    line = f"{chip.name}: batch {batch} takes {show_bytes(trial.num_bytes)}, {verdict}"
-    print(line, file=sys.stderr, flush=True)
+    _say(f"{chip.name}: batch {batch} takes {show_bytes(trial.num_bytes)}, {verdict}")
     return result, trial
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _search(request: Request, chip: Chip, temporaries: int) -> dict:

@@ -1,0 +1,187 @@
+"""`experiments.aot`: flags, tables and failures, without compilers; one real compilation of a small
+model for each platform whose compiler is here."""
+
+import json
+import stat
+import sys
+
+import pytest
+
+from experiments import aot_program, aot_worker
+from pallas_kernels import chips
+from tests import models_under_test as models
+from varjax import generation
+
+COMPILED = {
+    "status": "compiled",
+    "batch_size": 8,
+    "attention": "triton",
+    "devices": 1,
+    "parameter_bytes": 3 << 30,
+    "kv_pool_bytes": 1 << 30,
+    "bookkeeping_bytes": 0,
+    "peak_bytes": 5 << 30,
+    "peak_of": "codes",
+    "memory_bytes": 80 << 30,
+    "fits": True,
+    "promised_bytes": 4 << 30,
+    "peak_over_promised": 1.25,
+    "pool_aliased": True,
+    "pool_copies": [],
+    "flops": 4e13,
+    "kernel_flops": 1e13,
+    "loops_of_unknown_length": 0,
+    "roofline_s": 0.125,
+    "roofline_bound": "FLOPs",
+    "roofline_images_per_s": 64.0,
+    "compile_s": 30.0,
+    "programs": {
+        name: {
+            "temporary_bytes": 1 << 29,
+            "live_temporary_bytes": 1 << 28,
+            "largest_temporaries": [
+                {
+                    "bytes": 1 << 27,
+                    "shape": "f32[4,8]{1,0}",
+                    "instruction": "fusion.1",
+                    "source": f"{name}/dot_general",
+                }
+            ],
+        }
+        for name in ("codes", "pixels")
+    },
+}
+
+
+@pytest.fixture
+def compilers(monkeypatch):
+    """All compilers are here, and none is run."""
+    monkeypatch.setattr(chips, "why_unavailable", lambda name: None)
+    monkeypatch.setattr(aot_worker, "start", lambda *a: pytest.fail("a compiler was started"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--target=v5litepod",), "choose one of tpu-v4, tpu-v5e"),
+        (("--target=h200,",), "unknown chip ''"),
+        (("--model=var-d17",), "var-d16"),
+        (("--model=var-d16", "--checkpoint=x"), "exclude each other"),
+        (("--checkpoint=/nowhere",), "no checkpoint"),
+        (("--target=h200,v5e", "--attention=triton"), "tpu-v5e is a TPU"),
+        (("--target=h200", "--attention=tpu"), "h200 is a GPU"),
+        (("--attention=cudnn",), "auto, reference, triton, tpu"),
+        (("--mesh=date=8",), "did you mean 'data'"),
+        (("--mesh=data=3",), "multiple of 3"),
+        (("--mesh=data=512", "--batch_size=512"), "at most 256"),
+        (("--mesh=model=3",), "divisor of"),
+        (("--batch_size=0",), "batch_size"),
+        (("--segments=99",), "segments"),
+        (("--policy=streaming", "--budget=1e-9"), "smallest feasible"),
+        (("--calibration=file.json",), "no calibration"),
+        (("--temporaries=-1",), "temporaries"),
+        (("--cfg=-1",), "cfg"),
+        (("--json=/nowhere/x.json",), "no folder /nowhere"),
+        (("--json=there.json",), "--overwrite"),
+    ],
+)
+def test_bad_input(call, compilers, tmp_path, monkeypatch, flags, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.json").write_text("precious")
+    status, out, err = call("aot", *flags)
+    assert status == 2 and message in err and not out
+    assert (tmp_path / "there.json").read_text() == "precious"
+
+
+def test_missing_compilers_are_named_together(call, monkeypatch):
+    why = {"tpu-v5e": "no libtpu: pip install A", "tpu-v6e": "no libtpu: pip install A"}
+    monkeypatch.setattr(chips, "why_unavailable", lambda name: why.get(name, "pip install B"))
+    status, out, err = call("aot", "--target=v5e,v6e,h200")
+    assert status == 2 and not out and err.count("\n") == 1
+    assert "tpu-v5e, tpu-v6e: no libtpu: pip install A; h200: pip install B" in err
+
+
+def results(monkeypatch, **of):
+    monkeypatch.setattr(aot_worker, "start", lambda target, flags: of[target])
+
+
+def test_table(call, compilers, monkeypatch, tmp_path):
+    copies = ["%copy.1 = bf16[4] copy(%x)"]
+    bad = {**COMPILED, "fits": False, "pool_copies": copies, "loops_of_unknown_length": 2}
+    results(monkeypatch, h200=COMPILED, a100=bad)
+    target = tmp_path / "results.json"
+    status, out, err = call("aot", "--target=h200,a100,h200", f"--json={target}")
+    assert status == 0, err
+    lines = [line.split() for line in out.splitlines()]
+    assert ["h200", "a100"] in lines and ["KV", "pool", "1", "GiB", "1", "GiB"] in lines
+    assert ["fits", "yes", "NO"] in lines and ["in", "place", "yes", "NO:", "1", "copies"] in lines
+    assert ["kernels", "25.0%", "25.0%"] in lines
+    assert "128 MiB  f32[4,8]                     pixels/dot_general" in out
+    assert "a100: copy of the pool: %copy.1" in out and "a100: 2 loops" in out
+    written = json.loads(target.read_text())
+    assert [r["target"] for r in written["results"]] == ["h200", "a100"]
+    assert written["versions"]["jax"] and written["flags"]["policy"] == "full"
+
+
+def test_refused_and_failed_targets(call, compilers, monkeypatch):
+    refused = {"status": "refused", "needed_bytes": 18 << 30, "error": "Ran out of memory"}
+    failed = {"status": "failed", "error": "the compiler's process ended with -6:\n  abort"}
+    results(monkeypatch, **{"tpu-v5e": refused, "h200": COMPILED, "a100": failed})
+    status, out, err = call("aot", "--target=v5e,h200,a100")
+    assert status == 1, err
+    assert "NO: asks for 18 GiB" in out and "FAILED" in out
+    assert "tpu-v5e: Ran out of memory" in out and "ended with -6" in out
+    assert call("aot", "--target=v5e")[0] == 0  # not to fit is a result
+
+
+def test_a_compiler_that_aborts(monkeypatch, tmp_path, capsys):
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho 'h200: compiling' >&2\necho 'LLVM ERROR' >&2\nkill -6 $$\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(sys, "executable", str(program))
+    result = aot_worker.start("h200", [])
+    assert result["status"] == "failed"
+    assert "ended with -6" in result["error"] and "LLVM ERROR" in result["error"]
+    assert capsys.readouterr().err == "h200: compiling\n"
+
+
+@pytest.mark.parametrize(
+    ("message", "needed"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space"
+            " hbm. Used 18.50G of 15.75G hbm. Exceeded hbm capacity by 2.75G.",
+            int(18.5 * 2**30),
+        ),
+        (
+            "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total "
+            "memory required for HLO temporaries (18.00G) exceeds available HBM (15.75G)",
+            18 * 2**30,
+        ),
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 20M of 16M", None),
+        ("RESOURCE_EXHAUSTED: Shared memory size limit exceeded", None),
+        ("INVALID_ARGUMENT: hbm", None),
+    ],
+)
+def test_messages_about_memory(message, needed):
+    assert aot_program.memory_asked(message) == needed
+
+
+@pytest.mark.parametrize("target", ["tpu-v5e", "h200"])
+def test_compiles(call, target, tmp_path):
+    """The whole command on a small model: bytes add up, the pool is updated in place."""
+    if why := chips.why_unavailable(target):
+        pytest.skip(why)
+    folder, written = models.checkpoint_folder("b_k6_sharedaln"), tmp_path / "found.json"
+    flags = (f"--checkpoint={folder}", "--segments=1", "--greedy", "--attention=reference")
+    status, out, err = call(
+        "aot", f"--target={target}", *flags, "--batch_size=2", f"--json={written}"
+    )
+    assert status == 0, err
+    (found,) = json.loads(written.read_text())["results"]
+    assert found["fits"] and found["pool_aliased"]
+    plan = generation.plan(models.fixture_model("b_k6_sharedaln"))
+    assert found["kv_pool_bytes"] == plan.num_bytes(2, "bfloat16")
+    assert found["peak_bytes"] >= found["parameter_bytes"] + found["kv_pool_bytes"]
+    assert 0 < found["roofline_s"] < 1 and found["flops"] > 1e6
+    assert found["programs"]["codes"]["largest_temporaries"]

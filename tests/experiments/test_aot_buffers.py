@@ -1,0 +1,107 @@
+"""Reading what compilers write about buffers, on short texts in their format."""
+
+from experiments import aot_buffers
+
+POOL = (4, 10, 8, 128)
+
+ASSIGNMENT = """\
+BufferAssignment:
+allocation 0: size 80, parameter 0, shape |bf16[4,10,8,128]| at ShapeIndex {}, maybe-live-out:
+ value: <1 state_kv_pool.1 @0> (size=80,offset=0): bf16[4,10,8,128]{3,2,1,0}
+ value: <2 scatter.3 @0> (size=80,offset=0): bf16[4,80,128]{2,1,0}
+allocation 1: size 900, preallocated-temp:
+ value: <3 scores.1 @0> (size=600,offset=0): f32[64,256]{1,0}
+ value: <4 weights.1 @0> (size=300,offset=0): bf16[64,256]{1,0}
+ value: <5 pair.1{} @0> (size=16,offset=880): (f32[2]{0}, f32[2]{0})
+ value: <6 pair.1{1} @0> (size=200,offset=600): f32[2]{0}
+ value: <7 loop.1{0} (phi) @0> (size=100,offset=800): f32[10,10]{1,0}
+ value: <8 late.1 @0> (size=700,offset=0): f32[70,10]{1,0}
+allocation 2: size 5000, color 1, preallocated-temp:
+ value: <9 fetched.1 @1> (size=5000,offset=0): f32[1250]{0:S(1)}
+"""
+RANGES = """\
+HloLiveRange (max 90):
+  InstructionSequence:
+    0:state_kv_pool.1
+  BufferLiveRange:
+    scores.1{}:10-20
+    weights.1{}:15-25
+    pair.1{}:12-30
+    pair.1{1}:12-30
+    loop.1{0}:5-90
+    late.1{}:60-70
+    fetched.1{}:0-90
+  Live ranges at 12 (peak):
+    scores.1{}: 600 bytes (cumulative: 600 bytes)
+"""
+TEXT = """\
+ENTRY %main {
+  %scores.1 = f32[64,256]{1,0} fusion(%q), metadata={op_name="jit(f)/while/body/attend/dot_general"}
+  %copy.7 = f32[2]{0:T(128)} copy(%bitcast.9)
+  %bitcast.9 = f32[2]{0} bitcast(%scores.1)
+  %pair.1 = (f32[2]{0}, f32[2]{0}, u32[]{:S(2)}) copy-start(%copy.7), backend_config={}
+  %late.1 = f32[70,10]{1,0} iota(), iota_dimension=0
+  ROOT %loop.1 = (f32[10,10]{1,0}) while(%t), metadata={op_name="jit(f)/while"}
+}
+"""
+
+
+def test_the_fullest_moment():
+    found = aot_buffers.buffers(ASSIGNMENT, RANGES, TEXT)
+    sizes = [(b.name, b.size) for b in found.live]
+    assert sizes == [("scores.1", 600), ("pair.1", 200), ("loop.1", 100)]
+    assert found.live_bytes == 900
+    assert {b.name for b in found.others} == {"state_kv_pool.1", "scatter.3"}
+    assert "fetched.1" not in {b.name for b in found.temporaries}  # another memory
+
+
+def test_values_in_one_place_count_once():
+    """`weights.1` overwrites `scores.1` where it lies."""
+    ranges = RANGES.replace("late.1{}:60-70", "late.1{}:10-20")
+    found = aot_buffers.buffers(ASSIGNMENT, ranges, TEXT)
+    assert [b.name for b in found.live] == ["late.1", "pair.1", "loop.1"]
+
+
+def test_sources():
+    found = aot_buffers.buffers(ASSIGNMENT, RANGES, TEXT)
+    sources = {b.name: b.source for b in found.temporaries}
+    assert sources["scores.1"] == "attend/dot_general"
+    assert sources["pair.1"] == "copy-start of copy of attend/dot_general"
+    assert sources["late.1"] == "iota" and sources["weights.1"] == ""
+    assert aot_buffers.short_source("jit(f)/head/dot_general") == "head/dot_general"
+
+
+def test_a_second_pool():
+    found = aot_buffers.buffers(ASSIGNMENT, RANGES, TEXT)
+    assert aot_buffers.second_pools(found, POOL) == []
+    for shape in ("f32[4,80,128]{2,1,0}", "bf16[40,8,128]{2,0,1:T(8,128)}", "s8[4,10,8,128]"):
+        text = ASSIGNMENT.replace("f32[70,10]{1,0}", shape)
+        (second,) = aot_buffers.second_pools(aot_buffers.buffers(text, RANGES, TEXT), POOL)
+        assert second.name == "late.1"
+
+
+def test_copies_of_the_pool():
+    moves = """\
+  %a = bf16[4,10,8,128]{3,2,1,0} copy(%b)
+  %c = (f32[4,80,128]{2,1,0}, f32[4,80,128]{1,2,0}, u32[]) copy-start(%a)
+  ROOT %d = s8[40,8,128]{2,1,0:T(8,128)(4,1)} transpose(%c), dimensions={0,2,1}
+  %e = f32[320,128]{1,0} convert(%d)
+"""
+    others = """\
+  %f = bf16[4,10,8,128]{3,2,1,0} fusion(%copy), kind=kLoop, calls=%copy_fusion
+  %g = bf16[4,10,8,64]{3,2,1,0} copy(%b)
+  %h = (bf16[4,10,8,128]{3,2,1,0}, bf16[4,10,8,128]{3,2,1,0:S(1)}, u32[]) copy-start(%b)
+  %i = bf16[4,10,8,128]{3,2,1,0} dynamic-update-slice(%b, %copy.1, %c)
+"""
+    assert len(aot_buffers.pool_copies(moves + others, POOL)) == 4
+    assert aot_buffers.pool_copies(others, POOL) == []
+
+
+def test_unreadable(tmp_path):
+    assert aot_buffers.read_dump(tmp_path, TEXT) is None
+    (tmp_path / "m.buffer-assignment.txt").write_text("another format")
+    (tmp_path / "m.live-range.txt").write_text("")
+    assert aot_buffers.read_dump(tmp_path, TEXT) is None
+    (tmp_path / "m.buffer-assignment.txt").write_text(ASSIGNMENT)
+    (tmp_path / "m.live-range.txt").write_text(RANGES)
+    assert aot_buffers.read_dump(tmp_path, TEXT).live_bytes == 900
