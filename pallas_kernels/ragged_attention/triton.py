@@ -30,6 +30,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.ragged_attention import config as tiles
 from pallas_kernels.ragged_attention.table import BlockTable
+from pallas_kernels.ragged_attention.triton_moments import attention_moments
 from pallas_kernels.ragged_attention.triton_pool import (
     LOG2_E,
     Stored,
@@ -39,7 +40,7 @@ from pallas_kernels.ragged_attention.triton_pool import (
     rows_at,
 )
 
-__all__ = ["attend"]
+__all__ = ["attend", "attention_moments"]
 
 
 def attend(
@@ -58,7 +59,7 @@ def attend(
     """See `api.attend`. config: tiles; None takes those of `config.choose`."""
     check(q, kv_pool, kv_scale, interpret)
     config = config or tiles.choose(tiles.Call.of("attend", q, k_new, kv_pool, table), "triton")
-    stored = Stored(kv_pool, table, kv_scale)
+    stored = Stored.of(kv_pool, table, kv_scale)
     rows, heads, tokens, head_dim = q.shape
     tile = pl.BlockSpec((None, None, config.block_q, head_dim), lambda i, n, r: (r, n, i, 0))
     own = pl.BlockSpec((None, None, tokens, head_dim), lambda i, n, r: (r, n, 0, 0))

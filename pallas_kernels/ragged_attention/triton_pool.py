@@ -19,7 +19,7 @@ BLOCK_SIZES = tuple(2**i for i in range(9))
 POOL_DTYPES = ("bfloat16", "float16", "float32", "int8")
 LOG2_E = math.log2(math.e)
 FULL_PRECISION = ("highest", "float32")  # values of jax_default_matmul_precision
-ENTRIES_AT_ONCE = 1024
+AT_ONCE = 1024  # numbers that are searched side by side
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,19 @@ class Stored:
     kv_pool: Array
     table: BlockTable
     kv_scale: Array | None
+
+    @classmethod
+    def of(cls, kv_pool: Array, table: BlockTable, kv_scale: Array | None) -> "Stored":
+        """The operands of a call; an empty table or pool becomes one empty entry or block, because
+        a kernel cannot have an array without elements."""
+        if not table.ids.shape[-1]:
+            one = jnp.zeros((*table.ids.shape[:-1], 1), jnp.int32)
+            table = BlockTable(one, one, one)
+        if not kv_pool.shape[1]:
+            kv_pool = jnp.zeros((kv_pool.shape[0], 1, *kv_pool.shape[2:]), kv_pool.dtype)
+            if kv_scale is not None:
+                kv_scale = jnp.zeros((len(kv_scale), 1, kv_scale.shape[2]), kv_scale.dtype)
+        return cls(kv_pool, table, kv_scale)
 
     @property
     def block_size(self) -> int:
@@ -87,15 +100,9 @@ class Stored:
 
     def used(self, refs) -> Int[Array, ""]:
         """Keys up to the last entry that the head uses."""
-        size = min(ENTRIES_AT_ONCE, tiles.power_of_two(self.entries))
-
-        def last(i, found):
-            entry = i * size + jnp.arange(size, dtype=jnp.int32)
-            inside = entry < self.entries
-            start, stop = (_load(ref, entry, inside) for ref in refs[1:3])
-            return jnp.maximum(found, jnp.max(jnp.where(stop > start, entry + 1, 0)))
-
-        count = jax.lax.fori_loop(0, pl.cdiv(self.entries, size), last, jnp.int32(0))
+        count = last_true(
+            lambda m, inside: _load(refs[2], m, inside) > _load(refs[1], m, inside), self.entries
+        )
         return count * self.block_size
 
     def slots(self, refs, key: Int[Array, " K"]):
@@ -117,6 +124,21 @@ class Stored:
             values = rows_at(refs[3], slot, owned, self.head_dim, half)
             found.append((values.astype(dtype), scale))
         return found, owned
+
+
+def last_true(where, length: int) -> Int[Array, ""]:
+    """One more than the last index below `length` for which `where(index, inside)` is true, or 0.
+
+    where: called in a kernel with a piece of the indices and whether they are below `length`.
+    """
+    size = min(AT_ONCE, tiles.power_of_two(length))
+
+    def last(i, found):
+        index = i * size + jnp.arange(size, dtype=jnp.int32)
+        inside = index < length
+        return jnp.maximum(found, jnp.max(jnp.where(where(index, inside), index + 1, 0)))
+
+    return jax.lax.fori_loop(0, pl.cdiv(length, size), last, jnp.int32(0))
 
 
 def _load(ref, index, mask):

@@ -1,0 +1,134 @@
+"""Column sums of attention on NVIDIA GPUs with Pallas-Triton. See `api.attention_moments`.
+
+Tiling. One program serves `block_k` columns (keys) of one head of one row: it loads their keys
+once, walks over the queries in steps of `block_q`, computes weights again from scores and
+log-sum-exp, and adds them up per key in float32. No matrix of queries by keys leaves the registers,
+and programs whose columns hold no key only write zeros. The walk ends with the last query of
+non-zero weight; what queries of weight zero hold (padding) never meets arithmetic.
+
+Traffic, with b bytes per element: from memory R N H b (Q + T + P') in, P' = valid slots of a head,
+and R N (P + T) 4 bytes out per moment; queries come from the L2 cache, R N H b Q once per program,
+so (P + T) / block_k times.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.ragged_attention import config as tiles
+from pallas_kernels.ragged_attention.table import BlockTable
+from pallas_kernels.ragged_attention.triton_pool import (
+    LOG2_E,
+    Stored,
+    check,
+    compiler_params,
+    dot,
+    last_true,
+    rows_at,
+)
+
+
+def attention_moments(
+    q,
+    k_new,
+    new_length,
+    kv_pool,
+    table: BlockTable,
+    query_weights,
+    lse,
+    kv_scale=None,
+    *,
+    squares: bool,
+    interpret: bool = False,
+    config: tiles.TritonConfig | None = None,
+):
+    """See `api.attention_moments`. config: tiles; None takes those of `config.choose`."""
+    check(q, kv_pool, kv_scale, interpret)
+    call = tiles.Call.of("attention_moments", q, k_new, kv_pool, table)
+    config = config or tiles.choose(call, "triton")
+    rows, heads, queries, head_dim = q.shape
+    stored, own, old = Stored.of(kv_pool, table, kv_scale), k_new.shape[2], call.slots
+
+    def head(*shape):
+        return pl.BlockSpec((None, None, *shape), lambda i, n, r: (r, n, *(0,) * len(shape)))
+
+    def line(size):
+        return pl.BlockSpec((size,), lambda i, n, r: (0,))
+
+    specs = [line(1), head(queries, head_dim), head(own, head_dim), line(queries), head(queries)]
+    sums = jax.ShapeDtypeStruct((rows, heads, old + own), jnp.float32)
+    moments = 2 if squares else 1
+    found = pl.pallas_call(
+        partial(_kernel, stored, config, old),
+        grid=(pl.cdiv(old, config.block_k) + pl.cdiv(own, config.block_k), heads, rows),
+        in_specs=[*specs, *stored.specs],
+        out_specs=(head(old + own),) * moments,
+        out_shape=(sums,) * moments,
+        compiler_params=compiler_params(config),
+        cost_estimate=_cost(q, k_new, stored, moments),
+        interpret=interpret,
+        name="attention_moments",
+    )(
+        new_length.reshape(1).astype(jnp.int32),
+        *(q, k_new, query_weights.astype(jnp.float32), lse),
+        *stored.arrays,
+    )
+    return found[0], found[1] if squares else None
+
+
+def _kernel(stored: Stored, config, old: int, length_ref, q_ref, k_ref, weight_ref, lse_ref, *refs):
+    """One tile of columns; tiles of own keys come after those of the `old` slots of the table."""
+    refs, out_refs = refs[: len(stored.arrays)], refs[len(stored.arrays) :]
+    size, queries, own = config.block_k, q_ref.shape[0], k_ref.shape[0]
+    key = pl.program_id(0) * size + jnp.arange(size, dtype=jnp.int32)
+    token = key - pl.cdiv(old, size) * size  # negative in tiles of the table
+    new = (token >= 0) & (token < length_ref[0])
+    # keys of these tiles lie behind the last entry, so nothing is read for them
+    [(k, scale)], owned = stored.read(refs, key, (k_ref.dtype,))
+    k += rows_at(k_ref, token, new, stored.head_dim)
+    factor = LOG2_E if scale is None else (jnp.where(new, 1, scale) * LOG2_E)[:, None]
+    last = last_true(lambda i, inside: _line(weight_ref, i, inside) != 0, queries)
+    steps = jnp.where(
+        jnp.max((owned | new).astype(jnp.int32)) > 0, pl.cdiv(last, config.block_q), 0
+    )
+    sums = tuple(jnp.zeros((size,), jnp.float32) for _ in out_refs)
+    walk = partial(_add, config.block_q, k, factor, q_ref, weight_ref, lse_ref)
+    sums = jax.lax.fori_loop(0, steps, walk, sums)
+    column = jnp.where(token >= 0, old + token, key)
+    inside = jnp.where(token >= 0, token < own, key < old)
+    for ref, total in zip(out_refs, sums, strict=True):
+        plgpu.store(ref.at[column], jnp.where(owned | new, total, 0), mask=inside)
+
+
+def _add(size: int, k, factor, q_ref, weight_ref, lse_ref, i, sums):
+    """Sums over queries with those of step i."""
+    query = i * size + jnp.arange(size, dtype=jnp.int32)
+    inside = query < q_ref.shape[0]
+    weight, lse = (_line(ref, query, inside) for ref in (weight_ref, lse_ref))
+    q = rows_at(q_ref, query, inside, q_ref.shape[1]).astype(k.dtype)
+    scores = dot(k, q, transposed=True) * factor
+    p = jnp.exp2(scores - (lse * LOG2_E)[None])
+    p = jnp.where((weight != 0)[None], p, 0)
+    found = [p * weight[None]]
+    if len(sums) == 2:
+        found.append(p * found[0])
+    return tuple(a + jnp.sum(b, axis=1) for a, b in zip(sums, found, strict=True))
+
+
+def _line(ref, index, mask):
+    return plgpu.load(ref.at[index], mask=mask, other=0)
+
+
+def _cost(q, k_new, stored: Stored, moments: int) -> pl.CostEstimate:
+    """Upper bound: every token real, every slot owned, queries and keys read once."""
+    rows, heads, queries, head_dim = q.shape
+    columns = rows * heads * (k_new.shape[2] + stored.keys)
+    moved = sum(a.size * a.dtype.itemsize for a in (q, k_new)) + 4 * rows * heads * queries
+    return pl.CostEstimate(
+        flops=columns * queries * (2 * head_dim + 2 * moments),
+        transcendentals=columns * queries,
+        bytes_accessed=moved + 4 * columns * moments + stored.bytes,
+    )
