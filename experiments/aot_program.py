@@ -7,6 +7,7 @@ types, so no weights are needed and nothing is allocated.
 import re
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,8 @@ from varjax import engine, generation, programs, sampling
 from varjax.cache.plan import CachePlan
 from varjax.cache.state import KVState
 from varjax.jaxpr_cost import Cost, num_bytes, program_cost, used_inputs
-from varjax.meshes import MeshSpec
+from varjax.memory import show_bytes
+from varjax.meshes import AXES, MeshSpec
 from varjax.models import registry
 from varjax.sampling import Sampling
 from varjax.segments import Segment
@@ -87,9 +89,11 @@ class Program:
     pool_copies: list[str]
 
     @property
-    def num_bytes(self) -> int:
-        """What the program needs, code apart: its arguments, results and temporaries."""
-        return self.arguments + self.outputs - self.aliased + self.temporaries
+    def resident(self) -> int:
+        """Bytes on the device while the program runs: its arguments, results, temporaries and
+        code, and the weights that it does not read."""
+        own = self.arguments + self.outputs - self.aliased + self.temporaries
+        return own + self.code + self.unread
 
 
 @dataclass(frozen=True)
@@ -104,46 +108,89 @@ class Compiled:
     pipeline: Any
 
 
-def compile_programs(request: Request, chip: Chip, batch_size: int) -> Compiled:
+def compile_programs(
+    request: Request,
+    chip: Chip,
+    batch_size: int,
+    *,
+    stop_early: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> Compiled:
     """Compile for `batch_size` images.
 
+    Args:
+      stop_early: do not compile the decoder if drawing codes does not fit already.
+      say: called with progress lines.
+
     Raises:
-      DoesNotFit: a TPU program does not fit; GPU compilers do not look.
+      DoesNotFit: a TPU program does not fit (GPU compilers do not look), or `stop_early`.
+      NotImplementedError: a kernel cannot take the shapes.
       jax.errors.JaxRuntimeError: the compiler failed otherwise.
     """
-    devices = chips.compile_only_devices(chip.name, request.mesh.num_devices)
-    mesh = Mesh(np.array(devices).reshape(request.mesh.shape), ("data", "model"))
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    pipeline = _pipeline(request)
-    state = jax.eval_shape(lambda: _empty_state(request, batch_size))
-    arguments = _arguments(request, batch_size)
-    spec = engine.ProgramSpec.of(
-        request.plan, request.segments, request.sampling, attention=request.attention
-    )
-    automatic = chip.platform in generation.AUTO_LAYOUT_PLATFORMS
-    placed = _on((pipeline, state, arguments), everywhere)
-    code_map = jax.eval_shape(lambda: pipeline.empty_code_map(batch_size))
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # kernels ask it for the device kind
-        codes, formats = _compile(
-            lambda: programs.lower_codes(
-                *placed, spec, precision=request.precision, auto_layout=automatic
-            ),
-            jax.make_jaxpr(partial(engine.generate_codes, spec=spec))(pipeline, state, *arguments),
-            pipeline,
-            state.kv_pool.shape,
+    case = _Case(request, chip, batch_size)
+    codes, formats = case.codes()
+    say(f"codes in {codes.compile_s:.0f} s, {show_bytes(codes.resident)} on the device")
+    if stop_early and codes.resident > chip.memory:
+        raise DoesNotFit("drawing codes does not fit", codes.resident)
+    pixels = case.pixels(formats)
+    say(f"pixels in {pixels.compile_s:.0f} s, {show_bytes(pixels.resident)} without the cache")
+    return Compiled(chip, batch_size, codes, pixels, case.state, case.pipeline)
+
+
+class _Case:
+    """The arguments of both programs as shapes on the chip's devices."""
+
+    def __init__(self, request: Request, chip: Chip, batch_size: int):
+        devices = chips.compile_only_devices(chip.name, request.mesh.num_devices)
+        self.mesh = Mesh(np.array(devices).reshape(request.mesh.shape), AXES)
+        self.automatic = chip.platform in generation.AUTO_LAYOUT_PLATFORMS
+        self.precision = request.precision
+        self.pipeline = _pipeline(request)
+        self.state = jax.eval_shape(lambda: _empty_state(request, batch_size))
+        self.arguments = _arguments(request, batch_size)
+        self.code_map = jax.eval_shape(lambda: self.pipeline.empty_code_map(batch_size))
+        self.spec = engine.ProgramSpec.of(
+            request.plan, request.segments, request.sampling, attention=request.attention
         )
-        pixels, _ = _compile(
-            lambda: programs.lower_pixels(
-                placed[0],
-                _on(code_map, everywhere),
-                precision=request.precision,
-                formats=formats[0][0] if automatic else None,
-            ),
-            jax.make_jaxpr(programs.decode)(pipeline, code_map),
-            pipeline,
-            None,
-        )
-    return Compiled(chip, batch_size, codes, pixels, state, pipeline)
+
+    def placed(self, tree) -> Any:
+        return _on(tree, NamedSharding(self.mesh, PartitionSpec()))
+
+    def kind(self):
+        """Kernels ask the mesh for the kind of device."""
+        return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
+
+    def codes(self) -> tuple[Program, Any]:
+        """The program that draws codes, and the formats of its weights (None: the usual ones)."""
+        whole = (self.pipeline, self.state, self.arguments)
+
+        def lower():
+            return programs.lower_codes(
+                *self.placed(whole),
+                self.spec,
+                precision=self.precision,
+                auto_layout=self.automatic,
+            )
+
+        with self.kind():
+            traced = partial(engine.generate_codes, spec=self.spec)
+            jaxpr = jax.make_jaxpr(traced)(self.pipeline, self.state, *self.arguments)
+            program, formats = _compile(lower, jaxpr, self.pipeline, self.state.kv_pool.shape)
+        return program, formats[0][0] if self.automatic else None
+
+    def pixels(self, formats) -> Program:
+        """The program that decodes pixels."""
+
+        def lower():
+            return programs.lower_pixels(
+                *self.placed((self.pipeline, self.code_map)),
+                precision=self.precision,
+                formats=formats,
+            )
+
+        with self.kind():
+            jaxpr = jax.make_jaxpr(programs.decode)(self.pipeline, self.code_map)
+            return _compile(lower, jaxpr, self.pipeline, None)[0]
 
 
 def _pipeline(request: Request) -> Any:

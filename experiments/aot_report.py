@@ -34,10 +34,9 @@ GPU          nothing is tuned without the chip, which may choose other kernels a
 def peaks(compiled: Compiled) -> dict[str, int]:
     """Most bytes on the device while each program runs."""
     codes, pixels = compiled.codes, compiled.pixels
-    code = codes.code + pixels.code
     return {
-        "codes": codes.num_bytes + codes.unread + code,
-        "pixels": pixels.num_bytes + pixels.unread + codes.aliased + code,
+        "codes": codes.resident + pixels.code,
+        "pixels": pixels.resident + codes.code + codes.aliased,
     }
 
 
@@ -124,10 +123,9 @@ def text(results: Sequence[dict]) -> str:
         if any(row[1:])
     ]
     notes = [note for r in results for note in _notes(r)]
-    legend = [LEGEND]
-    if any(r.get("platform") == "gpu" for r in results):
-        legend.append(GPU_LEGEND)
-    return "\n".join([*lines, *notes, "", *legend])
+    compiled = [r["platform"] for r in results if r["status"] == "compiled"]
+    legend = ["", LEGEND] * bool(compiled) + [GPU_LEGEND] * ("gpu" in compiled)
+    return "\n".join([*lines, *notes, *legend])
 
 
 def _cell(row, result: dict) -> str:

@@ -89,17 +89,21 @@ def work(request: Request, chip: Chip, batch: int | None, temporaries: int, path
     Path(path).write_text(json.dumps(result))
 
 
-def _attempt(request: Request, chip: Chip, batch: int, temporaries: int) -> tuple[dict, Trial]:
+def _attempt(
+    request: Request, chip: Chip, batch: int, temporaries: int, stop_early: bool = False
+) -> tuple[dict, Trial]:
     """One compilation: the result and what a search needs of it."""
     _say(f"{chip.name}: compiling batch {batch}, attention {request.attention}")
     try:
-        compiled = compile_programs(request, chip, batch)
+        compiled = compile_programs(
+            request, chip, batch, stop_early=stop_early, say=lambda s: _say(f"{chip.name}: {s}")
+        )
     except NotImplementedError as error:
         if not request.or_reference:
             raise
         _say(f"{chip.name}: {first_line(str(error))}: taking the reference")
         reference = dataclasses.replace(request, attention="reference", or_reference=False)
-        return _attempt(reference, chip, batch, temporaries)
+        return _attempt(reference, chip, batch, temporaries, stop_early)
     except DoesNotFit as error:
         result = {
             "status": "refused",
@@ -127,7 +131,7 @@ def _search(request: Request, chip: Chip, temporaries: int) -> dict:
     results = {}
 
     def attempt(batch: int) -> Trial:
-        results[batch], trial = _attempt(request, chip, batch, temporaries)
+        results[batch], trial = _attempt(request, chip, batch, temporaries, stop_early=True)
         return trial
 
     step = request.mesh.data
