@@ -1,0 +1,107 @@
+"""Storing tokens in the pool on NVIDIA GPUs with Pallas-Triton. See `api.write`.
+
+Tiling. One program serves `SLOTS` consecutive slots of one head's list of one row, joined from as
+many blocks as that takes: it reads which token goes into each slot, gathers the tokens' keys and
+values, quantises them for an int8 pool, and stores them where they belong. Loads and stores are
+masked with "a token goes here", so slots that stay as they are, and empty entries, cost only the
+reading of their 4 bytes of source. The pool and its scales are aliased: nothing else is written.
+
+Traffic: every stored token once in its own type and once in the pool's; for T tokens of H elements
+that are stored in R rows and N heads 2 R N T H (b + b_pool) bytes, int8: + 8 R N T of scales, and
+tables of 4 (J block_size + J) bytes per head and row.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.cache_write.reference import LARGEST_INT8, inverse_scale
+from pallas_kernels.cache_write.table import BlockWrites
+from pallas_kernels.ragged_attention.triton_pool import check, rows_at
+
+SLOTS = 64  # per program: 128 threads hold 64 bytes each of a bfloat16 tile of heads of 64
+WARPS = 4
+
+
+def write(kv_pool, k, v, writes: BlockWrites, kv_scale=None, *, interpret: bool = False):
+    """See `api.write`."""
+    check(k, kv_pool, kv_scale, interpret)
+    if not kv_pool.size or not writes.source.size:
+        return kv_pool, kv_scale  # there is no slot to fill
+    rows, heads, tokens, head_dim = k.shape
+    block_size, entries = kv_pool.shape[2], writes.ids.shape[-1]
+    places = entries * block_size
+    source = writes.source.reshape(*writes.ids.shape[:-1], places)
+    table = [a if a.ndim == 3 else a[None] for a in (writes.ids, source)]
+    stores = [kv_pool.reshape(rows, -1, 2 * head_dim)]
+    if kv_scale is not None:
+        stores.append(kv_scale.reshape(rows, -1))
+    token = pl.BlockSpec((None, None, tokens, head_dim), lambda j, n, r: (r, n, 0, 0))
+    row_specs = [
+        pl.BlockSpec((None, *a.shape[1:]), lambda j, n, r, d=a.ndim: (r, *(0,) * (d - 1)))
+        for a in stores
+    ]
+    found = pl.pallas_call(
+        partial(_kernel, block_size, head_dim),
+        grid=(pl.cdiv(places, SLOTS), heads, rows),
+        in_specs=[*(_head(a) for a in table), token, token, *row_specs],
+        out_specs=row_specs,
+        out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in stores],
+        input_output_aliases={4 + i: i for i in range(len(stores))},
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
+        cost_estimate=_cost(k, stores, places),
+        interpret=interpret,
+        name="cache_write",
+    )(*table, k, v, *stores)
+    scales = found[1].reshape(kv_scale.shape) if kv_scale is not None else None
+    return found[0].reshape(kv_pool.shape), scales
+
+
+def _head(array) -> pl.BlockSpec:
+    """One head's line of a table [R or 1, N, length]."""
+    per_row = array.shape[0] > 1
+    return pl.BlockSpec((None, None, array.shape[2]), lambda j, n, r: (r if per_row else 0, n, 0))
+
+
+def _kernel(block_size: int, head_dim: int, ids_ref, source_ref, k_ref, v_ref, *refs):
+    pool_ref, *scale_ref = refs[len(refs) // 2 :]  # results; the same memory as the operands
+    place = pl.program_id(0) * SLOTS + jnp.arange(SLOTS, dtype=jnp.int32)
+    inside = place < source_ref.shape[0]
+    token = plgpu.load(source_ref.at[place], mask=inside, other=-1)
+    block = plgpu.load(ids_ref.at[place // block_size], mask=inside, other=0)
+    slot, stored = block * block_size + place % block_size, token >= 0
+    for half, ref in enumerate((k_ref, v_ref)):
+        x = rows_at(ref, token, stored, head_dim)
+        if scale_ref:
+            x, scale = _quantize(x)
+            line = block * (2 * block_size) + half * block_size + place % block_size
+            plgpu.store(scale_ref[0].at[line], scale, mask=stored)
+        column = half * head_dim + jnp.arange(head_dim, dtype=jnp.int32)
+        where = tuple(jnp.broadcast_to(a, x.shape) for a in (slot[:, None], column))
+        plgpu.store(pool_ref.at[where], x.astype(pool_ref.dtype), mask=stored[:, None])
+
+
+def _quantize(x):
+    """`reference.quantize` in operations that a kernel has; the same bits."""
+    x = x.astype(jnp.float32)
+    # XLA divides by a constant so, too
+    scale = jnp.max(jnp.abs(x), axis=1) * np.float32(1 / LARGEST_INT8)
+    x *= inverse_scale(scale)[:, None]
+    below = jnp.floor(x)
+    rest, odd = x - below, below - 2 * jnp.floor(below * 0.5)
+    up = (rest > 0.5) | ((rest == 0.5) & (odd == 1))  # to nearest, ties to even
+    return jnp.where(up, below + 1, below).astype(jnp.int8), scale
+
+
+def _cost(k, stores, places: int) -> pl.CostEstimate:
+    """Upper bound: every slot receives a token."""
+    rows, heads, _, head_dim = k.shape
+    element = k.dtype.itemsize + stores[0].dtype.itemsize
+    per_slot = 2 * head_dim * element + (8 if len(stores) == 2 else 0) + 8
+    slots = rows * heads * places
+    flops = slots * 2 * head_dim * 8 if len(stores) == 2 else 0
+    return pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=slots * per_slot)
