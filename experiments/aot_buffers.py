@@ -164,11 +164,14 @@ def _source(name: str, made: dict[str, str], depth: int = 8) -> str:
     return f"{operation} of {inner}" if inner else operation
 
 
+_STRUCTURE = {"while", "body", "cond", "closed_call", "eval_jaxpr"}  # of loops, not of the model
+
+
 def short_source(op_name: str) -> str:
     """ "jit(f)/while/body/closed_call/head/dot_general" -> "head/dot_general"."""
-    skipped = ("while", "body", "closed_call", "cond", "branch_0_fun", "branch_1_fun")
-    parts = [p for p in op_name.split("/") if not p.startswith("jit(") and p not in skipped]
-    return "/".join(parts) or op_name
+    parts = [p for p in op_name.split("/") if not p.startswith(("jit(", "branch_"))]
+    told = [p for p in parts if p not in _STRUCTURE]
+    return "/".join(told) or ("carried through a loop" if "while" in parts else op_name)
 
 
 # --- the pool ---

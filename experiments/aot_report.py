@@ -169,7 +169,7 @@ _ROWS = (
     ("in place", _in_place),
     ("promised", lambda r: show_bytes(r["promised_bytes"])),
     ("  peak / promised", lambda r: f"{r['peak_over_promised']:.3f}"),
-    ("TFLOPs", lambda r: f"{r['flops'] / TERA:.2f}"),
+    ("TFLOPs", lambda r: f"{r['flops'] / TERA:.4g}"),
     ("  kernels", _kernels),
     ("roofline seconds", lambda r: f"{r['roofline_s']:.3g} ({r['roofline_bound']})"),
     ("roofline images/s", lambda r: f"{r['roofline_images_per_s']:.3g}"),

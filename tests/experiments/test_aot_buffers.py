@@ -68,7 +68,9 @@ def test_sources():
     assert sources["scores.1"] == "attend/dot_general"
     assert sources["pair.1"] == "copy-start of copy of attend/dot_general"
     assert sources["late.1"] == "iota" and sources["weights.1"] == ""
-    assert aot_buffers.short_source("jit(f)/head/dot_general") == "head/dot_general"
+    assert sources["loop.1"] == "carried through a loop"
+    assert aot_buffers.short_source("jit(f)/eval_jaxpr/cond/branch_0_fun/head/mul") == "head/mul"
+    assert aot_buffers.short_source("model.head.kernel") == "model.head.kernel"
 
 
 def test_a_second_pool():
