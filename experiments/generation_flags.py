@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,8 +15,10 @@ from varjax.cache.plan import CachePlan
 from varjax.command_line import CommandFlags
 from varjax.errors import UserError
 from varjax.generation import Generator, Model
+from varjax.meshes import MeshSpec
 from varjax.policies import Policy
 from varjax.sampling import Sampling
+from varjax.segments import plan_segments
 
 USUAL_BATCH = 8
 
@@ -38,6 +41,7 @@ class GenerationSettings:
     matmul_precision: str
     segments: str
     attention: str | None
+    mesh: MeshSpec = MeshSpec()
 
     def describe(self) -> dict:
         """JSON-able content: what decides the results."""
@@ -54,6 +58,7 @@ class GenerationSettings:
             "matmul_precision": self.matmul_precision,
             "segments": str(self.segments),
             "attention": self.attention or "auto",
+            "mesh": str(self.mesh),
         }
 
     def generator(
@@ -71,6 +76,7 @@ class GenerationSettings:
             matmul_precision=self.matmul_precision,
             keep_logits=keep_logits,
             cache_plan=plan,
+            mesh=self.mesh,
         )
 
 
@@ -110,9 +116,17 @@ class SamplingFlags:
 
 
 class ProgramFlags:
-    """--dtype, --kv_dtype, --matmul_precision, --segments, --attention and --batch_size."""
+    """--dtype, --kv_dtype, --matmul_precision, --segments, --attention, --batch_size and, on
+    request, --mesh."""
 
-    def __init__(self, flags: CommandFlags):
+    def __init__(self, flags: CommandFlags, *, mesh: bool = False):
+        self._mesh = None
+        if mesh:
+            self._mesh = flags.string(
+                "mesh",
+                None,
+                "Devices to split over: data=4 (images), data=4,model=2 (also heads and weights).",
+            )
         self._batch_size = flags.integer(
             "batch_size", None, f"Images per program call; default: {USUAL_BATCH}, or what fits."
         )
@@ -151,7 +165,7 @@ class ProgramFlags:
 
     def resolve(self, model: settings.AbstractModel) -> dict[str, Any]:
         """Checked fields of `GenerationSettings`, all but the batch size."""
-        generation.plan_segments(model.geometry.schedule, self._segments.value)
+        plan_segments(model.geometry.schedule, self._segments.value)
         dtype = self._dtype.value or generation.default_dtype()
         dense_dtype = generation.storage_dtype(dtype)
         return {
@@ -161,7 +175,18 @@ class ProgramFlags:
             "matmul_precision": self._precision.value,
             "segments": self._segments.value,
             "attention": settings.check_attention(self._attention.value),
+            "mesh": self.mesh(model),
         }
+
+    def mesh(self, model: settings.AbstractModel) -> MeshSpec:
+        """Checked, but for the batch."""
+        found = MeshSpec.parse(self._mesh.value if self._mesh else None)
+        return found.check(
+            batch_size=found.data,
+            num_heads=model.geometry.num_heads,
+            available=len(jax.devices()),
+            where="this machine",
+        )
 
     def batch_size(
         self,
@@ -172,16 +197,24 @@ class ProgramFlags:
         kv_dtype,
         dry_run: bool = False,
     ) -> int:
-        """As asked, or the usual one cut down to what fits the device."""
-        asked = self._batch_size.value
+        """As asked, or the usual one cut down to what fits, a multiple of the devices along
+        `data`."""
+        asked, shards = self._batch_size.value, self.mesh(model).data
         if asked is not None and asked < 1:
             raise UserError(f"--batch_size={asked}: at least 1")
-        if dry_run:
-            return asked or min(num_images, USUAL_BATCH)
+        if asked and asked % shards:
+            raise UserError(
+                f"--batch_size={asked} cannot be split evenly over data={shards} devices: choose a "
+                f"multiple of {shards}"
+            )
 
         def predict(size):
             return memory.predict(plan, model.transformer, model.codec, size, dtype, kv_dtype)
 
+        asked, images = asked and asked // shards, -(-num_images // shards)
+        usual = -(-USUAL_BATCH // shards)
+        if dry_run:
+            return shards * (asked or min(images, usual))
         if asked and memory.largest_batch(predict, asked, memory.available_bytes()) < asked:
-            memory.choose_batch_size(predict, asked, asked, USUAL_BATCH)
-        return memory.choose_batch_size(predict, asked, num_images, USUAL_BATCH)
+            memory.choose_batch_size(predict, asked, asked, usual)
+        return shards * memory.choose_batch_size(predict, asked, images, usual)

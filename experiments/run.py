@@ -22,6 +22,7 @@ from varjax.errors import UserError, choose
 from varjax.generation import Generator, Model
 from varjax.models import registry
 from varjax.policies import POLICIES, get_policy
+from varjax.sharding import check_plan
 
 FLAGS = command_line.CommandFlags()
 CHECKPOINT = FLAGS.string(
@@ -44,7 +45,7 @@ LABELS = FLAGS.string("labels", None, "Class numbers, one image each: 3,7,7.")
 NUM_IMAGES = FLAGS.integer("num_images", None, "Number of images, over all classes in turn.")
 PROMPTS = FLAGS.string("prompts", None, "File with one prompt per line (text-to-image models).")
 SAMPLING = SamplingFlags(FLAGS)
-PROGRAM = ProgramFlags(FLAGS)
+PROGRAM = ProgramFlags(FLAGS, mesh=True)
 FLAGS.compilation_cache()
 COMPARE = FLAGS.boolean("compare", False, "Also run the full cache and report fidelity to it.")
 SAVE_ARRAYS = FLAGS.boolean(
@@ -84,6 +85,8 @@ def resolve() -> RunSettings:
     )
     plan = plan_cache(model.geometry, policy, calibration)
     program = PROGRAM.resolve(model)
+    if program["mesh"].num_devices > 1:
+        check_plan(plan, program["mesh"])
     return RunSettings(
         model=model,
         labels=labels,

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "shard_map")
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -50,9 +52,20 @@ def program_cost(jaxpr: Any) -> Cost:
 
 def used_inputs(jaxpr: Any) -> list[bool]:
     """Which inputs of a jaxpr something reads. `jax.jit` leaves the others out of the program."""
-    inner = _open(jaxpr)
-    read = {id(v) for e in inner.eqns for v in e.invars} | {id(v) for v in inner.outvars}
+    inner, read = _open(jaxpr), set()
+    for equation in inner.eqns:
+        read |= {id(v) for v in _inputs_read(equation)}
+    read |= {id(v) for v in inner.outvars}
     return [id(v) in read for v in inner.invars]
+
+
+def _inputs_read(equation) -> list:
+    """Inputs of an equation, without those that a called function (`jit`, `shard_map`) ignores."""
+    called = list(_inner(equation.params.values()))
+    if equation.primitive.name not in _CALLS or len(called) != 1:
+        return list(equation.invars)
+    found = zip(equation.invars, used_inputs(called[0]), strict=True)
+    return [v for v, used in found if used]
 
 
 def _equation_cost(equation) -> Cost:
@@ -101,9 +114,11 @@ def _slice_bytes(equation) -> float:
 
 
 def num_bytes(leaf) -> int:
-    """Bytes of an array or of anything with a shape and a type; random keys are 8 bytes."""
-    dtype = leaf.dtype
-    return math.prod(leaf.shape) * (dtype.itemsize if isinstance(dtype, np.dtype) else 8)
+    """Bytes of an array or of anything with a shape and a type, on each of the devices that it is
+    divided over; random keys are 8 bytes."""
+    dtype, sharding = leaf.dtype, getattr(leaf, "sharding", None)
+    shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+    return math.prod(shape) * (dtype.itemsize if isinstance(dtype, np.dtype) else 8)
 
 
 def _kernel_name(params) -> str:

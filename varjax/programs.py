@@ -17,7 +17,10 @@ from jaxtyping import Array, Float
 
 from varjax import engine
 from varjax.cache.state import KVState
+from varjax.sharding import ShardedProgram
 
+# Where the compiler chooses the weights' layout; elsewhere the usual one is never copied.
+AUTO_LAYOUT_PLATFORMS = ("tpu",)
 DECODER_BYTES = 2 * 2**30  # activations that decoding may take at once
 
 
@@ -29,6 +32,7 @@ def lower_codes(
     *,
     precision: str = "default",
     auto_layout: bool = False,
+    sharded: ShardedProgram | None = None,
 ) -> jax.stages.Lowered:
     """The program `(pipeline, state, *arguments) -> (results, state)` of `engine.generate_codes`.
 
@@ -39,8 +43,10 @@ def lower_codes(
       precision: "default" or "highest", of float32 products.
       auto_layout: let the compiler choose how the weights lie in memory (TPU: stacked weights are
         not copied into another layout in every call); the caller puts them there, see `place`.
+      sharded: for several devices: the program of a mesh; state and tables are then those of its
+        `ShardedPlan`, and shapes carry its `shardings`.
     """
-    program = partial(engine.generate_codes, spec=spec)
+    program = sharded or partial(engine.generate_codes, spec=spec)
     where = {}
     if auto_layout:
         pipeline = jax.tree.map(_somewhere, pipeline)
@@ -51,7 +57,12 @@ def lower_codes(
 
 
 def lower_pixels(
-    pipeline: Any, code_map: Any, *, precision: str = "default", formats: Any = None
+    pipeline: Any,
+    code_map: Any,
+    *,
+    precision: str = "default",
+    formats: Any = None,
+    sharded: ShardedProgram | None = None,
 ) -> jax.stages.Lowered:
     """The program `(pipeline, code_map [B, P, Q, C]) -> images [B, H, W, 3]`.
 
@@ -59,7 +70,8 @@ def lower_pixels(
     """
     where = {} if formats is None else {"in_shardings": (formats, None)}
     with _matmul_precision(precision):
-        return jax.jit(decode, **where).lower(pipeline, code_map)
+        program = decode if sharded is None else sharded.over_images(decode)
+        return jax.jit(program, **where).lower(pipeline, code_map)
 
 
 def decode(pipeline: Any, code_map: Float[Array, "B P Q C"]) -> Float[Array, "B H W 3"]:

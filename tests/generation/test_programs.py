@@ -62,5 +62,5 @@ def test_generation_with_layouts_chosen_by_the_compiler(monkeypatch):
         return generator.run_batch(labels, index)[0]["tokens"]
 
     expected = tokens()
-    monkeypatch.setattr(generation, "AUTO_LAYOUT_PLATFORMS", (jax.default_backend(),))
+    monkeypatch.setattr(programs, "AUTO_LAYOUT_PLATFORMS", (jax.default_backend(),))
     assert jnp.array_equal(tokens(), expected)

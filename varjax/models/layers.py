@@ -29,9 +29,9 @@ def modulate(x, scale, shift):
     return x * (1 + scale[:, None]) + shift[:, None]
 
 
-def split_heads(x: Float[Array, "R T D"], num_heads: int) -> Float[Array, "R N T H"]:
-    rows, length, width = x.shape
-    return x.reshape(rows, length, num_heads, width // num_heads).transpose(0, 2, 1, 3)
+def split_heads(x: Float[Array, "R T D"], head_dim: int) -> Float[Array, "R N T H"]:
+    rows, length, _ = x.shape
+    return x.reshape(rows, length, -1, head_dim).transpose(0, 2, 1, 3)
 
 
 def merge_heads(x: Float[Array, "R N T H"]) -> Float[Array, "R T D"]:

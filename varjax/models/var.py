@@ -25,7 +25,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from varjax.errors import UserError
-from varjax.models import layers, published
+from varjax.models import layers, parallel, published
+from varjax.models.parallel import Split
 from varjax.schedule import Schedule
 
 SIDES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
@@ -191,6 +192,23 @@ class VAR(nnx.Module):
         self.head_modulation = _linear(width, 2 * width, 0.5 * std, rngs)
         self.head = _linear(width, config.vocab_size, 0.02 * std, rngs)
 
+    @staticmethod
+    def splits() -> dict[str, Split]:
+        """Stacked parameters of the blocks that are divided over heads or the feed-forward's width;
+        the others are whole on every device."""
+        return {
+            "qkv.kernel": Split(2, parts=3),
+            "q_bias": Split(1),
+            "v_bias": Split(1),
+            "log_scale": Split(1),
+            "proj.kernel": Split(1),
+            "fc1.kernel": Split(2),
+            "fc1.bias": Split(1),
+            "fc2.kernel": Split(1),
+            "modulation.kernel": Split(2),
+            "modulation.bias": Split(1),
+        }
+
     # --- once per image ---------------------------------------------------------------------------
 
     def prepare(self, labels: Int[Array, " R"]) -> dict[str, Array]:
@@ -205,7 +223,7 @@ class VAR(nnx.Module):
         else:
             kernel, bias = self.blocks.modulation.kernel[...], self.blocks.modulation.bias[...]
             per_layer = jnp.einsum("rd,lde->lre", active, kernel) + bias[:, None]
-            per_layer = per_layer.reshape(config.depth, -1, 6, config.embed_dim)
+            per_layer = parallel.whole(per_layer).reshape(config.depth, -1, 6, config.embed_dim)
         return {
             "start": condition[:, None] + self.start_embedding[...],
             "head": self.head_modulation(active).reshape(-1, 2, config.embed_dim),
@@ -241,7 +259,7 @@ class VAR(nnx.Module):
             [block.q_bias[...], jnp.zeros_like(block.q_bias[...]), block.v_bias[...]]
         )
         q, k, v = (
-            layers.split_heads(a, config.num_heads)
+            layers.split_heads(a, config.head_dim)
             for a in jnp.split(block.qkv(h) + bias, 3, axis=-1)
         )
         if not config.attn_l2_norm:
@@ -255,9 +273,9 @@ class VAR(nnx.Module):
     ) -> Float[Array, "R N T H"]:
         """x W_q / sqrt(H): queries without bias, normalisation or learned multiplier, as ScaleKV's
         published code scores with."""
-        width, config = self.config.embed_dim, self.config
-        q = self._attention_input(modulation, x) @ block.qkv.kernel[..., :width]
-        return layers.split_heads(q, config.num_heads) / math.sqrt(config.head_dim)
+        size, kernel = self.config.head_dim, block.qkv.kernel[...]
+        q = self._attention_input(modulation, x) @ kernel[..., : kernel.shape[-1] // 3]
+        return layers.split_heads(q, size) / math.sqrt(size)
 
     def _attention_input(self, modulation, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
         normal = layers.layer_norm(x, self.config.norm_eps)
@@ -267,11 +285,12 @@ class VAR(nnx.Module):
         self, block: Block, modulation, x, attended: Float[Array, "R N T H"]
     ) -> Float[Array, "R T D"]:
         """Output projection, gate, feed-forward and residuals of one layer."""
-        x = x + block.proj(layers.merge_heads(attended)) * modulation[:, None, 0]
+        x = x + parallel.contract(block.proj, layers.merge_heads(attended)) * modulation[:, None, 0]
         h = layers.modulate(
             layers.layer_norm(x, self.config.norm_eps), modulation[:, 3], modulation[:, 5]
         )
-        return x + block.fc2(jax.nn.gelu(block.fc1(h), approximate=True)) * modulation[:, None, 1]
+        wide = jax.nn.gelu(block.fc1(h), approximate=True)
+        return x + parallel.contract(block.fc2, wide) * modulation[:, None, 1]
 
     def logits(
         self, modulation: Float[Array, "R 2 D"], x: Float[Array, "R T D"]

@@ -1,0 +1,51 @@
+"""Runs on eight CPU devices, in a process of its own: the same images on every mesh.
+
+XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.generation.sharded
+"""
+
+import jax
+import numpy as np
+
+from varjax import generation
+from varjax.meshes import MeshSpec
+from varjax.sampling import Sampling
+
+CASES = [
+    ("full", {}, None, ("data=8", "data=4,model=2")),
+    ("heatkv", {"budget": 0.2}, "int8", ("data=2,model=4", "model=2")),
+    ("h2o", {"budget": 0.3}, None, ("data=4",)),
+]
+
+
+def main() -> None:
+    jax.config.update("jax_default_matmul_precision", "highest")
+    assert len(jax.devices()) == 8
+    model, images = generation.load(dtype="float32"), 8
+    index = np.arange(images, dtype=np.int32)
+    for policy, arguments, kv_dtype, meshes in CASES:
+        plan = generation.plan(model, policy, **arguments)
+
+        def run(mesh: str, plan=plan, kv_dtype=kv_dtype):
+            generator = generation.Generator(
+                *(model, plan.policy),
+                sampling=Sampling(cfg=2.0, top_k=100),
+                batch_size=images,
+                cache_plan=plan,
+                kv_dtype=kv_dtype,
+                mesh=MeshSpec.parse(mesh),
+            )
+            return generator, generator.run_batch(index, index)[0]
+
+        _, expected = run("")
+        for mesh in meshes:
+            generator, found = run(mesh)
+            np.testing.assert_array_equal(found["tokens"], expected["tokens"])
+            np.testing.assert_allclose(found["images"], expected["images"], atol=1e-4)
+            spec = generator.layout.spec
+            assert len(found["images"].sharding.device_set) == spec.num_devices
+            assert len(generator.layout.groups) == spec.model
+            print(f"{policy} {mesh}: same images")
+
+
+if __name__ == "__main__":
+    main()
