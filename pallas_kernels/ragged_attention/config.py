@@ -112,12 +112,13 @@ def _triton_heuristic(call: Call) -> TritonConfig:
     no spills (tests/pallas_kernels/test_triton_compile.py)."""
     wide, queries = call.head_dim > 64, max(16, power_of_two(call.queries))
     if call.dtype == "float32":  # products without tensor cores, where full precision is asked for
-        block_q = 16 if wide and call.kv_dtype != "float32" else 32
+        block_q = 32 if call.kv_dtype == "float32" else 16
         block_k = 16 if wide else 32
         return TritonConfig(
             block_q=min(block_q, queries), block_k=block_k, num_warps=8, num_stages=2
         )
-    block_k = 32 if wide and call.kv_dtype == "float32" else 64
+    converted = call.kv_dtype not in ("bfloat16", "float16")  # on the way through registers
+    block_k = 32 if wide and converted else 64
     return TritonConfig(block_q=min(64, queries), block_k=block_k, num_warps=4, num_stages=3)
 
 

@@ -3,8 +3,8 @@
 Tiling. One program serves `block_q` queries of one head of one row: it holds the query tile, the
 float32 accumulator and the running maximum and sum, and walks over keys in steps of `block_k`: own
 keys first, then the head's table. Own keys are at least one, so the maximum is finite from the
-first step on, and empty heads need no case of their own. The last, partial step of own keys comes
-first; the others need no mask.
+first step on, and empty heads need no case of their own. (Full steps of own keys without a mask,
+and a last one with it, cost more shared memory than they save.)
 
 Stored keys are numbered through the table, so a step joins as many blocks as it needs, for any
 block size, and a program stops after the last entry that its head uses. Loads are masked with the
@@ -106,9 +106,10 @@ def _walk(stored: Stored, config, q, length, k_ref, v_ref, refs):
     size, head_dim = config.block_k, stored.head_dim
     within = jnp.arange(size, dtype=jnp.int32)
 
-    def own(i, carry, mask=None):
-        k, v = (rows_at(ref, i * size + within, mask, head_dim) for ref in (k_ref, v_ref))
-        return _step(q, (k, None), (v, None), mask, carry)
+    def own(i, carry):
+        key = i * size + within
+        k, v = (rows_at(ref, key, key < length, head_dim) for ref in (k_ref, v_ref))
+        return _step(q, (k, None), (v, None), key < length, carry)
 
     def old(i, carry):
         (k, v), owned = stored.read(refs, i * size + within, (k_ref.dtype, v_ref.dtype))
@@ -120,11 +121,8 @@ def _walk(stored: Stored, config, q, length, k_ref, v_ref, refs):
         jnp.zeros((queries,), jnp.float32),
         jnp.zeros((queries, head_dim), jnp.float32),
     )
-    full = jax.lax.div(length - 1, size)
-    carry = own(full, carry, full * size + within < length)
-    carry = jax.lax.fori_loop(0, full, own, carry)
-    steps = pl.cdiv(stored.used(refs), size)
-    return jax.lax.fori_loop(0, steps, old, carry)
+    carry = jax.lax.fori_loop(0, pl.cdiv(length, size), own, carry)
+    return jax.lax.fori_loop(0, pl.cdiv(stored.used(refs), size), old, carry)
 
 
 def _step(q, k, v, mask, carry):
@@ -133,8 +131,7 @@ def _step(q, k, v, mask, carry):
     scores = dot(q, k, transposed=True)
     if k_scale is not None:
         scores *= k_scale[None]
-    if mask is not None:
-        scores = jnp.where(mask[None], scores, -jnp.inf)
+    scores = jnp.where(mask[None], scores, -jnp.inf)
     new_top = jnp.maximum(top, jnp.max(scores, axis=1) * LOG2_E)
     weights = jnp.exp2(scores * LOG2_E - new_top[:, None])
     decay = jnp.exp2(top - new_top)

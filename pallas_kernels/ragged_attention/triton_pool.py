@@ -146,12 +146,10 @@ def _load(ref, index, mask):
 
 
 def rows_at(ref, index: Int[Array, " K"], mask, head_dim: int, half: int = 0) -> Array:
-    """Rows [K, H] of ref[:, half * H :]; without a mask all, else zero where it is false."""
+    """Rows [K, H] of ref[:, half * H :]; zero where `mask` [K] is false."""
     column = half * head_dim + jnp.arange(head_dim, dtype=jnp.int32)
     shape = (*index.shape, head_dim)  # index arrays only: interpreted masks cannot mix with slices
     view = ref.at[jnp.broadcast_to(index[:, None], shape), jnp.broadcast_to(column, shape)]
-    if mask is None:
-        return plgpu.load(view)
     return plgpu.load(view, mask=mask[:, None], other=0)
 
 
