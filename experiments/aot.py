@@ -25,7 +25,7 @@ from experiments.aot_program import Request
 from experiments.generation_flags import SamplingFlags
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
-from varjax import command_line, generation
+from varjax import command_line, generation, sharding
 from varjax.cache.planner import plan_cache
 from varjax.errors import UserError, choose
 from varjax.files import check_file_place, writing
@@ -147,6 +147,8 @@ def resolve(wanted: list[Chip]) -> dict[str, Request]:
     segments = plan_segments(model.geometry.schedule, SEGMENTS.value)
     attention = {chip.name: attention_for(chip) for chip in wanted}
     plan = plan_cache(model.geometry, policy, calibration)
+    if mesh.num_devices > 1:
+        sharding.check_plan(plan, mesh)
     return {
         chip.name: Request(
             model=model,

@@ -16,21 +16,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments import aot_buffers, settings
 from experiments.aot_buffers import Buffer
 from pallas_kernels import chips
 from pallas_kernels.chips import Chip
-from varjax import engine, generation, programs, sampling
+from varjax import engine, programs, sampling, sharding
 from varjax.cache.plan import CachePlan
 from varjax.cache.state import KVState
 from varjax.jaxpr_cost import Cost, num_bytes, program_cost, used_inputs
 from varjax.memory import show_bytes
-from varjax.meshes import AXES, MeshSpec
+from varjax.meshes import MeshSpec
 from varjax.models import registry
 from varjax.sampling import Sampling
 from varjax.segments import Segment
+from varjax.sharding import ShardedPlan, ShardedProgram
+
+CONDITION = 2  # the place of the condition among the program's arguments, divided like images
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -98,7 +101,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Both programs for a batch. state: shapes of the cache, of all devices together."""
+    """Both programs for a batch. pipeline, state: shapes, placed on the devices."""
 
     chip: Chip
     batch_size: int
@@ -141,20 +144,34 @@ class _Case:
     """The arguments of both programs as shapes on the chip's devices."""
 
     def __init__(self, request: Request, chip: Chip, batch_size: int):
-        devices = chips.compile_only_devices(chip.name, request.mesh.num_devices)
-        self.mesh = Mesh(np.array(devices).reshape(request.mesh.shape), AXES)
-        self.automatic = chip.platform in generation.AUTO_LAYOUT_PLATFORMS
+        spec, devices = request.mesh, chips.compile_only_devices
+        self.mesh = sharding.make_mesh(spec, devices(chip.name, spec.num_devices))
+        self.automatic = chip.platform in programs.AUTO_LAYOUT_PLATFORMS
         self.precision = request.precision
-        self.pipeline = _pipeline(request)
-        self.state = jax.eval_shape(lambda: _empty_state(request, batch_size))
-        self.arguments = _arguments(request, batch_size)
-        self.code_map = jax.eval_shape(lambda: self.pipeline.empty_code_map(batch_size))
         self.spec = engine.ProgramSpec.of(
             request.plan, request.segments, request.sampling, attention=request.attention
         )
+        layout = ShardedPlan(request.plan, spec)
+        pipeline, types = _pipeline(request), map(jnp.dtype, (request.kv_dtype, request.dtype))
+        state = jax.eval_shape(partial(layout.empty_state, batch_size, *types))
+        tables = layout.tables(request.segments, np.zeros(batch_size, np.int32))
+        arguments = _arguments(batch_size, tables)
+        code_map = jax.eval_shape(lambda: pipeline.empty_code_map(batch_size))
+        self.sharded = None
+        if spec.num_devices > 1:
+            self.sharded = ShardedProgram.of(
+                self.mesh, self.spec, layout, pipeline, state, tables, None
+            )
+        self.pipeline, self.state, *self.arguments = self._placed(
+            (pipeline, state, *arguments), slice(None)
+        )
+        self.code_map = self._placed(code_map, CONDITION)
 
-    def placed(self, tree) -> Any:
-        return _on(tree, NamedSharding(self.mesh, PartitionSpec()))
+    def _placed(self, tree, which) -> Any:
+        """Shapes on the devices, divided like the argument `which` of the program."""
+        if self.sharded is None:
+            return _on(tree, NamedSharding(self.mesh, PartitionSpec()))
+        return self.sharded.place_shapes(which, tree)
 
     def kind(self):
         """Kernels ask the mesh for the kind of device."""
@@ -162,20 +179,22 @@ class _Case:
 
     def codes(self) -> tuple[Program, Any]:
         """The program that draws codes, and the formats of its weights (None: the usual ones)."""
-        whole = (self.pipeline, self.state, self.arguments)
 
         def lower():
             return programs.lower_codes(
-                *self.placed(whole),
-                self.spec,
+                *(self.pipeline, self.state, tuple(self.arguments), self.spec),
                 precision=self.precision,
                 auto_layout=self.automatic,
+                sharded=self.sharded,
             )
 
+        pool = self.state.kv_pool
         with self.kind():
-            traced = partial(engine.generate_codes, spec=self.spec)
+            traced = self.sharded or partial(engine.generate_codes, spec=self.spec)
             jaxpr = jax.make_jaxpr(traced)(self.pipeline, self.state, *self.arguments)
-            program, formats = _compile(lower, jaxpr, self.pipeline, self.state.kv_pool.shape)
+            program, formats = _compile(
+                lower, jaxpr, self.pipeline, pool.sharding.shard_shape(pool.shape)
+            )
         return program, formats[0][0] if self.automatic else None
 
     def pixels(self, formats) -> Program:
@@ -183,13 +202,16 @@ class _Case:
 
         def lower():
             return programs.lower_pixels(
-                *self.placed((self.pipeline, self.code_map)),
+                *(self.pipeline, self.code_map),
                 precision=self.precision,
                 formats=formats,
+                sharded=self.sharded,
             )
 
+        decode = programs.decode
         with self.kind():
-            jaxpr = jax.make_jaxpr(programs.decode)(self.pipeline, self.code_map)
+            traced = decode if self.sharded is None else self.sharded.over_images(decode)
+            jaxpr = jax.make_jaxpr(traced)(self.pipeline, self.code_map)
             return _compile(lower, jaxpr, self.pipeline, None)[0]
 
 
@@ -210,18 +232,10 @@ def _cast(module, dtype):
     )
 
 
-def _empty_state(request: Request, batch_size: int) -> KVState:
-    return KVState.empty(
-        request.plan, batch_size, jnp.dtype(request.kv_dtype), jnp.dtype(request.dtype)
-    )
-
-
-def _arguments(request: Request, batch_size: int) -> tuple:
+def _arguments(batch_size: int, tables) -> tuple:
     """Condition, keys, tables and no given tokens, as `Generator` passes them."""
-    image_index = np.zeros(batch_size, np.int32)
-    keys = jax.eval_shape(lambda: sampling.image_keys(0, jnp.asarray(image_index)))
-    tables = engine.program_tables(request.plan, request.segments, image_index)
     labels = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
+    keys = jax.eval_shape(lambda: sampling.image_keys(0, jnp.zeros(batch_size, jnp.int32)))
     return (labels, keys, _on(tables, None), None)
 
 

@@ -14,6 +14,7 @@ from experiments.aot_roofline import roofline
 from varjax import memory
 from varjax.jaxpr_cost import num_bytes
 from varjax.memory import show_bytes
+from varjax.sharding import ShardedPlan
 
 TERA = 10**12
 
@@ -45,27 +46,28 @@ def describe(request: Request, compiled: Compiled, temporaries: int) -> dict:
     found = peaks(compiled)
     decides = max(found, key=found.get)
     state, pool = compiled.state, compiled.state.kv_pool
-    devices = request.mesh.num_devices
     pool_bytes = sum(num_bytes(a) for a in (pool, state.kv_scale) if a is not None)
     held = sum(map(num_bytes, jax.tree.leaves(state)))
+    parameters = sum(map(num_bytes, jax.tree.leaves(compiled.pipeline)))
     ceiling = roofline(request, compiled)
-    promised = _promised(request, compiled.batch_size)
+    activations = _activations(request, compiled.batch_size)
+    promised = parameters + held + activations
     return {
         "status": "compiled",
         "batch_size": compiled.batch_size,
         "attention": request.attention,
-        "devices": devices,
-        "parameter_bytes": sum(map(num_bytes, jax.tree.leaves(compiled.pipeline))),
-        "kv_pool_bytes": pool_bytes // devices,
-        "bookkeeping_bytes": (held - pool_bytes) // devices,
+        "devices": request.mesh.num_devices,
+        "parameter_bytes": parameters,
+        "kv_pool_bytes": pool_bytes,
+        "bookkeeping_bytes": held - pool_bytes,
         "peak_bytes": found[decides],
         "peak_of": decides,
         "memory_bytes": compiled.chip.memory,
         "fits": found[decides] <= compiled.chip.memory,
-        "promised_bytes": promised.total,
-        "promised_activation_bytes": promised.activations,
-        "peak_over_promised": found[decides] / promised.total,
-        "pool_aliased": compiled.codes.aliased >= held // devices,
+        "promised_bytes": promised,
+        "promised_activation_bytes": activations,
+        "peak_over_promised": found[decides] / promised,
+        "pool_aliased": compiled.codes.aliased >= held,
         "pool_copies": compiled.codes.pool_copies,
         "flops": ceiling.flops,
         "kernel_flops": ceiling.kernel_flops,
@@ -83,11 +85,11 @@ def describe(request: Request, compiled: Compiled, temporaries: int) -> dict:
     }
 
 
-def _promised(request: Request, batch_size: int) -> memory.Prediction:
-    """The prediction without compiling, of one device."""
-    model = request.model
+def _activations(request: Request, batch_size: int) -> int:
+    """Activations and logits of one device, as predicted without compiling."""
+    model, plan = request.model, ShardedPlan(request.plan, request.mesh).groups[0]
     sizes = (batch_size // request.mesh.data, request.dtype, request.kv_dtype)
-    return memory.predict(request.plan, model.transformer, model.codec, *sizes)
+    return memory.predict(plan, model.transformer, model.codec, *sizes).activations
 
 
 def _program(program: Program, temporaries: int) -> dict:

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from varjax.jaxpr_cost import num_bytes, program_cost, used_inputs
 
@@ -84,6 +86,23 @@ def test_kernels_are_named_and_not_looked_into():
 def test_used_inputs():
     jaxpr = jax.make_jaxpr(lambda a, b, c: (a @ a.T, c))(A, B, 1.0)
     assert used_inputs(jaxpr) == [True, False, True]
+    jaxpr = jax.make_jaxpr(jax.jit(lambda a, b, c: (a @ a.T, c)))(A, B, 1.0)
+    assert used_inputs(jaxpr) == [True, False, True]
+
+
+def test_inside_shard_map_the_share_of_one_device_counts():
+    mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    split, whole = P("data"), P()
+
+    def run(a, b, unread):
+        return a @ b.astype(a.dtype)
+
+    program = jax.shard_map(run, mesh=mesh, in_specs=(split, whole, whole), out_specs=split)
+    jaxpr = jax.make_jaxpr(program)(A, B, A)
+    assert program_cost(jaxpr).flops == PRODUCT / 2
+    assert used_inputs(jaxpr) == [True, True, False]
+    divided = jax.ShapeDtypeStruct((4, 8), jnp.float32, sharding=NamedSharding(mesh, split))
+    assert num_bytes(divided) == 4 * 8 * 4 / 2
 
 
 def test_bytes_of_keys():
