@@ -6,6 +6,7 @@ that end in `-interpret` run it step by step with JAX operations anywhere, slowl
 """
 
 import importlib
+import warnings
 
 import jax
 
@@ -17,9 +18,9 @@ NAMES = ("reference", *PLATFORMS, *(name + SUFFIX for name in PLATFORMS))
 def run(name: str | None, operation: str, function: str, *arguments, **options):
     """Call `function` of the implementation `name` in the folder of an operation.
 
-    None takes the kernel of the default platform, and the reference where there is none or it
-    cannot take these arguments. A kernel's platform is not checked, because programs are also
-    compiled for accelerators that are not there; see `why_not_here`.
+    None takes the kernel of the default platform, and the reference where there is none or, with a
+    warning, where it cannot take these arguments. A kernel's platform is not checked, because
+    programs are also compiled for accelerators that are not there; see `why_not_here`.
 
     Raises:
       NotImplementedError: the implementation named does not exist or cannot take the arguments.
@@ -28,7 +29,8 @@ def run(name: str | None, operation: str, function: str, *arguments, **options):
         try:
             name = preferred(jax.default_backend())
             return run(name, operation, function, *arguments, **options)
-        except NotImplementedError:
+        except NotImplementedError as error:
+            warnings.warn(f"the plain JAX reference runs instead: {error}", stacklevel=3)
             return run("reference", operation, function, *arguments, **options)
     if name not in NAMES:
         raise NotImplementedError(

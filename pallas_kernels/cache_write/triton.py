@@ -73,7 +73,12 @@ def _kernel(block_size: int, head_dim: int, ids_ref, source_ref, k_ref, v_ref, *
     inside = place < source_ref.shape[0]
     token = plgpu.load(source_ref.at[place], mask=inside, other=-1)
     block = plgpu.load(ids_ref.at[place // block_size], mask=inside, other=0)
-    slot, stored = block * block_size + place % block_size, token >= 0
+    stored = token >= 0
+    # Entries without tokens may name any block. A masked lane stores nothing on a GPU; in interpret
+    # mode it puts the old value back, and only a slot that does not exist keeps it from undoing the
+    # store of another lane.
+    block = jnp.where(stored, block, pool_ref.shape[0] // block_size)
+    slot = block * block_size + place % block_size
     for half, ref in enumerate((k_ref, v_ref)):
         x = rows_at(ref, token, stored, head_dim)
         if scale_ref:

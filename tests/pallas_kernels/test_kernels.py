@@ -118,3 +118,16 @@ def test_write(kernel, shape):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_empty_entries_of_a_write_touch_nothing(kernel):
+    """They may name a block that another entry stores into."""
+    k, v = (jax.random.normal(jax.random.key(i), (1, 1, 16, 64)) for i in range(2))
+    slots = np.full((1, 16), -1)
+    slots[0, 3] = 0
+    writes = jax.tree.map(jnp.asarray, cache_write.block_writes(slots, 16, entries=4))
+    pool = jnp.zeros((1, 2, 16, 128))
+    found, _ = write(pool, k, v, writes, implementation=kernel)
+    expected = pool.at[0, 0, 0].set(jnp.concatenate([k[0, 0, 3], v[0, 0, 3]]))
+    np.testing.assert_array_equal(found, expected)

@@ -1,0 +1,40 @@
+"""Whole generations with the accelerators' kernels, step by step in interpret mode: the tokens are
+those of the reference."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from tests.models_under_test import fixture_model, greedy_generator
+from varjax import policies
+
+KERNELS = ["triton-interpret", "tpu-interpret"]
+# Blocks of 8 slots, the smallest that every kernel takes.
+CASES = {
+    "full": (policies.Full(block_size=8, accounting="tokens"), None),
+    "full-int8": (policies.Full(block_size=8, accounting="tokens"), "int8"),
+    "streaming": (policies.Streaming(budget=0.4, block_size=8), None),
+    "h2o": (policies.H2O(budget=0.4, block_size=8), None),
+    "headkv-int8": (policies.HeadKV(budget=0.4, block_size=8), "int8"),
+}
+MODELS = ["a_k10", "b_k6_sharedaln", "c_k5_nol2norm"]
+RUNS = [(m, "full") for m in MODELS] + [("c_k5_nol2norm", case) for case in CASES if case != "full"]
+
+
+@functools.lru_cache(maxsize=2)
+def generate(model: str, case: str, attention: str):
+    policy, kv_dtype = CASES[case]
+    generator = greedy_generator(
+        fixture_model(model), policy, attention=attention, kv_dtype=kv_dtype, segments=2
+    )
+    results, _ = generator.run_batch(np.array([1, 2]), np.arange(2, dtype=np.int32))
+    return {name: np.asarray(a) for name, a in results.items()}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("model,case", RUNS)
+def test_greedy_tokens_are_those_of_the_reference(model, case, kernel):
+    expected, found = (generate(model, case, name) for name in ("reference", kernel))
+    np.testing.assert_array_equal(found["tokens"], expected["tokens"])
+    np.testing.assert_allclose(found["logits"], expected["logits"], atol=2e-3)
