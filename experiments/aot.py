@@ -29,6 +29,7 @@ from varjax import command_line, generation, sharding
 from varjax.cache.planner import plan_cache
 from varjax.errors import UserError, choose
 from varjax.files import check_file_place, writing
+from varjax.generator import MATMUL_PRECISIONS
 from varjax.meshes import MeshSpec
 from varjax.models import registry
 from varjax.policies import POLICIES, get_policy
@@ -67,7 +68,7 @@ KV_DTYPE = FLAGS.enum(
 PRECISION = FLAGS.enum(
     "matmul_precision",
     "default",
-    list(generation.MATMUL_PRECISIONS),
+    list(MATMUL_PRECISIONS),
     "Precision of float32 products.",
 )
 SEGMENTS = FLAGS.string(

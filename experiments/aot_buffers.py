@@ -164,7 +164,14 @@ def _source(name: str, made: dict[str, str], depth: int = 8) -> str:
     return f"{operation} of {inner}" if inner else operation
 
 
-_STRUCTURE = {"while", "body", "cond", "closed_call", "eval_jaxpr"}  # of loops, not of the model
+_STRUCTURE = {
+    "while",
+    "body",
+    "cond",
+    "closed_call",
+    "eval_jaxpr",
+    "shard_map",
+}  # of loops, not of the model
 
 
 def short_source(op_name: str) -> str:

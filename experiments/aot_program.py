@@ -4,13 +4,9 @@ The programs are those of `varjax.programs`, which `Generator` runs; their argum
 types, so no weights are needed and nothing is allocated.
 """
 
-import re
-import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,14 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments import aot_buffers, settings
-from experiments.aot_buffers import Buffer
+from experiments import settings
+from experiments.aot_compiler import Program, compile_program
 from pallas_kernels import chips
 from pallas_kernels.chips import Chip
 from varjax import engine, programs, sampling, sharding
 from varjax.cache.plan import CachePlan
 from varjax.cache.state import KVState
-from varjax.jaxpr_cost import Cost, num_bytes, program_cost, used_inputs
 from varjax.memory import show_bytes
 from varjax.meshes import MeshSpec
 from varjax.models import registry
@@ -56,49 +51,6 @@ class Request:
     mesh: MeshSpec = field(default_factory=MeshSpec)
 
 
-class DoesNotFit(Exception):
-    """The compiler refused a program because the chip's memory is too small.
-
-    needed: bytes that it asked for.
-    """
-
-    def __init__(self, message: str, needed: int):
-        super().__init__(message)
-        self.needed = needed
-
-
-@dataclass(frozen=True)
-class Program:
-    """One compiled program; bytes are those of one device.
-
-    arguments, outputs, aliased, temporaries, code: of the compiler's memory analysis; `aliased` is
-      the part of the outputs that lies in donated arguments.
-    reads: which weights are arguments of this program; `unread`: bytes of the others, which are on
-      the device all the same.
-    live: temporaries at the moment when they take most (empty: the compiler did not say).
-    compile_s: seconds, tracing included.
-    """
-
-    arguments: int
-    outputs: int
-    aliased: int
-    temporaries: int
-    code: int
-    reads: list[bool]
-    unread: int
-    cost: Cost
-    compile_s: float
-    live: list[Buffer]
-    pool_copies: list[str]
-
-    @property
-    def resident(self) -> int:
-        """Bytes on the device while the program runs: its arguments, results, temporaries and
-        code, and the weights that it does not read."""
-        own = self.arguments + self.outputs - self.aliased + self.temporaries
-        return own + self.code + self.unread
-
-
 @dataclass(frozen=True)
 class Compiled:
     """Both programs for a batch. pipeline, state: shapes, placed on the devices."""
@@ -111,39 +63,24 @@ class Compiled:
     pipeline: Any
 
 
-def compile_programs(
-    request: Request,
-    chip: Chip,
-    batch_size: int,
-    *,
-    stop_early: bool = False,
-    say: Callable[[str], None] = lambda line: None,
-) -> Compiled:
-    """Compile for `batch_size` images.
+class Compilation:
+    """Both programs for a batch: first `compile_codes`, then `finish`.
 
-    Args:
-      stop_early: do not compile the decoder if drawing codes does not fit already.
-      say: called with progress lines.
+    say: called with progress lines.
 
-    Raises:
-      DoesNotFit: a TPU program does not fit (GPU compilers do not look), or `stop_early`.
-      NotImplementedError: a kernel cannot take the shapes.
-      jax.errors.JaxRuntimeError: the compiler failed otherwise.
+    Both raise `DoesNotFit` where a TPU program does not fit (GPU compilers do not look),
+    `NotImplementedError` where a kernel cannot take the shapes, `jax.errors.JaxRuntimeError` where
+    the compiler failed otherwise.
     """
-    case = _Case(request, chip, batch_size)
-    codes, formats = case.codes()
-    say(f"codes in {codes.compile_s:.0f} s, {show_bytes(codes.resident)} on the device")
-    if stop_early and codes.resident > chip.memory:
-        raise DoesNotFit("drawing codes does not fit", codes.resident)
-    pixels = case.pixels(formats)
-    say(f"pixels in {pixels.compile_s:.0f} s, {show_bytes(pixels.resident)} without the cache")
-    return Compiled(chip, batch_size, codes, pixels, case.state, case.pipeline)
 
-
-class _Case:
-    """The arguments of both programs as shapes on the chip's devices."""
-
-    def __init__(self, request: Request, chip: Chip, batch_size: int):
+    def __init__(
+        self,
+        request: Request,
+        chip: Chip,
+        batch_size: int,
+        say: Callable[[str], None] = lambda line: None,
+    ):
+        self.chip, self.batch_size, self.say = chip, batch_size, say
         spec, devices = request.mesh, chips.compile_only_devices
         self.mesh = sharding.make_mesh(spec, devices(chip.name, spec.num_devices))
         self.automatic = chip.platform in programs.AUTO_LAYOUT_PLATFORMS
@@ -173,12 +110,26 @@ class _Case:
             return _on(tree, NamedSharding(self.mesh, PartitionSpec()))
         return self.sharded.place_shapes(which, tree)
 
-    def kind(self):
+    def compile_codes(self) -> Program:
+        """The program that draws codes."""
+        codes, self.formats = self._codes()
+        self.codes = codes
+        self.say(f"codes in {codes.compile_s:.0f} s, {show_bytes(codes.resident)} on the device")
+        return codes
+
+    def finish(self) -> Compiled:
+        """Compile the program that decodes pixels too."""
+        pixels = self._pixels()
+        taken = show_bytes(pixels.resident)
+        self.say(f"pixels in {pixels.compile_s:.0f} s, {taken} on the device without the cache")
+        return Compiled(self.chip, self.batch_size, self.codes, pixels, self.state, self.pipeline)
+
+    def _kind(self):
         """Kernels ask the mesh for the kind of device."""
         return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
 
-    def codes(self) -> tuple[Program, Any]:
-        """The program that draws codes, and the formats of its weights (None: the usual ones)."""
+    def _codes(self) -> tuple[Program, Any]:
+        """The program, and the formats of its weights (None: the usual ones)."""
 
         def lower():
             return programs.lower_codes(
@@ -189,30 +140,27 @@ class _Case:
             )
 
         pool = self.state.kv_pool
-        with self.kind():
+        with self._kind():
             traced = self.sharded or partial(engine.generate_codes, spec=self.spec)
             jaxpr = jax.make_jaxpr(traced)(self.pipeline, self.state, *self.arguments)
-            program, formats = _compile(
-                lower, jaxpr, self.pipeline, pool.sharding.shard_shape(pool.shape)
-            )
+            local = pool.sharding.shard_shape(pool.shape)
+            program, formats = compile_program(lower, jaxpr, self.pipeline, local)
         return program, formats[0][0] if self.automatic else None
 
-    def pixels(self, formats) -> Program:
-        """The program that decodes pixels."""
-
+    def _pixels(self) -> Program:
         def lower():
             return programs.lower_pixels(
                 *(self.pipeline, self.code_map),
                 precision=self.precision,
-                formats=formats,
+                formats=self.formats,
                 sharded=self.sharded,
             )
 
         decode = programs.decode
-        with self.kind():
+        with self._kind():
             traced = decode if self.sharded is None else self.sharded.over_images(decode)
             jaxpr = jax.make_jaxpr(traced)(self.pipeline, self.code_map)
-            return _compile(lower, jaxpr, self.pipeline, None)[0]
+            return compile_program(lower, jaxpr, self.pipeline)[0]
 
 
 def _pipeline(request: Request) -> Any:
@@ -244,63 +192,3 @@ def _on(tree, sharding) -> Any:
     return jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype, sharding=sharding), tree
     )
-
-
-def _compile(lower, jaxpr, pipeline, pool_shape) -> tuple[Program, Any]:
-    """A program and the formats of its arguments."""
-    start = time.perf_counter()
-    lowered = lower()
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            compiled = lowered.compile(
-                compiler_options={**aot_buffers.DUMP_OPTIONS, "xla_dump_to": folder}
-            )
-        except jax.errors.JaxRuntimeError as error:
-            if needed := memory_asked(str(error)):
-                raise DoesNotFit(first_line(str(error)), needed) from None
-            raise
-        elapsed = time.perf_counter() - start
-        text = compiled.as_text()
-        found = aot_buffers.read_dump(Path(folder), text)
-    stats = compiled.memory_analysis()
-    weights = jax.tree.leaves(pipeline)
-    reads = used_inputs(jaxpr)[: len(weights)]
-    unread = sum(num_bytes(a) for a, used in zip(weights, reads, strict=True) if not used)
-    copies = [] if pool_shape is None else aot_buffers.pool_copies(text, pool_shape)
-    if pool_shape is not None and found is not None:
-        second = aot_buffers.second_pools(found, pool_shape)
-        copies += [f"{b.name}: {b.shape} ({b.source})" for b in second]
-    program = Program(
-        arguments=stats.argument_size_in_bytes,
-        outputs=stats.output_size_in_bytes,
-        aliased=stats.alias_size_in_bytes,
-        temporaries=stats.temp_size_in_bytes,
-        code=stats.generated_code_size_in_bytes,
-        reads=reads,
-        unread=unread,
-        cost=program_cost(jaxpr),
-        compile_s=elapsed,
-        live=[] if found is None else found.live,
-        pool_copies=copies,
-    )
-    return program, compiled.input_formats
-
-
-# --- compilers that refuse ---
-
-_UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-
-def memory_asked(message: str) -> int | None:
-    """Bytes that a TPU compiler's out-of-memory message names; None for any other message, such as
-    one about a kernel's own memory."""
-    if "RESOURCE_EXHAUSTED" not in message or "hbm" not in message.lower():
-        return None
-    asked = re.search(r"Used ([\d.]+)([BKMGT]?) of [\d.]+[BKMGT]? hbm", message)
-    asked = asked or re.search(r"temporaries \(([\d.]+)([BKMGT]?)\) exceeds", message)
-    return int(float(asked[1]) * _UNITS[asked[2] or "B"]) if asked else None
-
-
-def first_line(message: str) -> str:
-    """The first line of a message, cut to a readable length."""
-    return message.strip().splitlines()[0][:300] if message.strip() else ""

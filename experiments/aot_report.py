@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 import jax
 
-from experiments.aot_program import Compiled, Program, Request
+from experiments.aot_compiler import Program
+from experiments.aot_program import Compiled, Request
 from experiments.aot_roofline import roofline
 from varjax import memory
-from varjax.jaxpr_cost import num_bytes
+from varjax.jaxpr_cost import device_bytes
 from varjax.memory import show_bytes
 from varjax.sharding import ShardedPlan
 
@@ -46,9 +47,9 @@ def describe(request: Request, compiled: Compiled, temporaries: int) -> dict:
     found = peaks(compiled)
     decides = max(found, key=found.get)
     state, pool = compiled.state, compiled.state.kv_pool
-    pool_bytes = sum(num_bytes(a) for a in (pool, state.kv_scale) if a is not None)
-    held = sum(map(num_bytes, jax.tree.leaves(state)))
-    parameters = sum(map(num_bytes, jax.tree.leaves(compiled.pipeline)))
+    pool_bytes = sum(device_bytes(a) for a in (pool, state.kv_scale) if a is not None)
+    held = sum(map(device_bytes, jax.tree.leaves(state)))
+    parameters = sum(map(device_bytes, jax.tree.leaves(compiled.pipeline)))
     ceiling = roofline(request, compiled)
     activations = _activations(request, compiled.batch_size)
     promised = parameters + held + activations

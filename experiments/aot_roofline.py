@@ -20,7 +20,7 @@ import numpy as np
 
 from experiments.aot_program import Compiled, Request
 from varjax.cache.plan import CachePlan
-from varjax.jaxpr_cost import num_bytes
+from varjax.jaxpr_cost import device_bytes
 from varjax.segments import Segment
 
 
@@ -89,4 +89,4 @@ def _weights_outside_layers(compiled: Compiled) -> float:
     layers = {id(leaf) for leaf in jax.tree.leaves(compiled.pipeline.blocks)}
     leaves = jax.tree.leaves(compiled.pipeline)
     read = zip(leaves, compiled.codes.reads, compiled.pixels.reads, strict=True)
-    return float(sum(num_bytes(a) for a, *by in read if any(by) and id(a) not in layers))
+    return float(sum(device_bytes(a) for a, *by in read if any(by) and id(a) not in layers))

@@ -4,7 +4,6 @@ The parent calls `start`, which runs the same command again for one target; ther
 and writes what it found into a file.
 """
 
-import dataclasses
 import importlib.metadata
 import json
 import os
@@ -13,12 +12,14 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 
 from experiments import aot_report
-from experiments.aot_program import DoesNotFit, Request, compile_programs, first_line
+from experiments.aot_compiler import DoesNotFit, first_line
+from experiments.aot_program import Compilation, Request
 from experiments.aot_search import Trial, largest_batch
 from pallas_kernels import chips
 from pallas_kernels.chips import Chip
@@ -79,76 +80,94 @@ def _forward(lines, target: str) -> list[str]:
 
 def work(request: Request, chip: Chip, batch: int | None, temporaries: int, path: str) -> None:
     """Compile for a batch, or for the largest that fits (None), and write the result to `path`."""
+    job = _Job(request, chip, temporaries)
     try:
-        if batch is None:
-            result = _search(request, chip, temporaries)
-        else:
-            result, _ = _attempt(request, chip, batch, temporaries)
+        result = job.search() if batch is None else job.describe(batch)
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
         result = {"status": "failed", "error": f"{type(error).__name__}: {first_line(str(error))}"}
     Path(path).write_text(json.dumps(result))
 
 
-def _attempt(
-    request: Request, chip: Chip, batch: int, temporaries: int, stop_early: bool = False
-) -> tuple[dict, Trial]:
-    """One compilation: the result and what a search needs of it."""
-    _say(f"{chip.name}: compiling batch {batch}, attention {request.attention}")
-    try:
-        compiled = compile_programs(
-            request, chip, batch, stop_early=stop_early, say=lambda s: _say(f"{chip.name}: {s}")
-        )
-    except NotImplementedError as error:
-        if not request.or_reference:
-            raise
-        _say(f"{chip.name}: {first_line(str(error))}: taking the reference")
-        reference = dataclasses.replace(request, attention="reference", or_reference=False)
-        return _attempt(reference, chip, batch, temporaries, stop_early)
-    except DoesNotFit as error:
-        result = {
-            "status": "refused",
-            "batch_size": batch,
-            "fits": False,
-            "needed_bytes": error.needed,
-            "memory_bytes": chip.memory,
-            "error": str(error),
-        }
-        trial = Trial(batch, error.needed, False)
-    else:
-        result = aot_report.describe(request, compiled, temporaries)
-        trial = Trial(batch, result["peak_bytes"], result["fits"])
-    verdict = "fits" if trial.fits else "does not fit"
-    _say(f"{chip.name}: batch {batch} takes {show_bytes(trial.num_bytes)}, {verdict}")
-    return result, trial
+class _Job:
+    """Compilations for one target; none is done twice."""
 
+    def __init__(self, request: Request, chip: Chip, temporaries: int):
+        self.request, self.chip, self.temporaries = request, chip, temporaries
+        self.begun: dict[int, Compilation] = {}
+        self.results: dict[int, dict] = {}
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    def say(self, line: str) -> None:
+        print(f"{self.chip.name}: {line}", file=sys.stderr, flush=True)
 
+    def begin(self, batch: int) -> Compilation:
+        """The compilation for a batch, codes done."""
+        if batch in self.begun:
+            return self.begun[batch]
+        self.say(f"compiling batch {batch}, attention {self.request.attention}")
+        case = Compilation(self.request, self.chip, batch, self.say)
+        try:
+            case.compile_codes()
+        except NotImplementedError as error:
+            if not self.request.or_reference:
+                raise
+            self.say(f"{first_line(str(error))}: taking the reference")
+            self.request = replace(self.request, attention="reference", or_reference=False)
+            return self.begin(batch)
+        self.begun[batch] = case
+        return case
 
-def _search(request: Request, chip: Chip, temporaries: int) -> dict:
-    """The result of the largest batch that fits, with all trials."""
-    results = {}
+    def describe(self, batch: int) -> dict:
+        """The result of both programs for a batch."""
+        if batch not in self.results:
+            try:
+                compiled = self.begin(batch).finish()
+                result = aot_report.describe(self.request, compiled, self.temporaries)
+            except DoesNotFit as error:
+                result = self._refused(batch, error.needed, str(error))
+            self.results[batch] = result
+        return self.results[batch]
 
-    def attempt(batch: int) -> Trial:
-        results[batch], trial = _attempt(request, chip, batch, temporaries, stop_early=True)
-        return trial
+    def _refused(self, batch: int, needed: int, why: str) -> dict:
+        sizes = {"batch_size": batch, "needed_bytes": needed, "memory_bytes": self.chip.memory}
+        return {"status": "refused", "fits": False, "error": why, **sizes}
 
-    step = request.mesh.data
-    found, trials = largest_batch(
-        attempt, chip.memory, first=_first_guess(request, chip), step=step
-    )
-    listed = [{"batch": t.batch, "bytes": t.num_bytes, "fits": t.fits} for t in trials]
-    if not found:
-        smallest = min(results)
-        return {
-            **results[smallest],
-            "status": "refused",
-            "needed_bytes": min(trials, key=lambda t: t.batch).num_bytes,
-            "error": f"not even a batch of {smallest} fits",
-            "trials": listed,
-        }
-    return {**results[found], "largest_batch": found, "trials": listed}
+    # --- searching ---
+
+    def search(self) -> dict:
+        """The result of the largest batch that fits, with all trials.
+
+        Drawing codes usually decides, so the decoder is compiled for the batch found so only; if
+        it does not fit there, it is compiled for every batch of a second search.
+        """
+        step, memory_bytes = self.request.mesh.data, self.chip.memory
+        guess = _first_guess(self.request, self.chip)
+        found, trials = largest_batch(self._try_codes, memory_bytes, first=guess, step=step)
+        if found and not self.describe(found)["fits"]:
+            found, more = largest_batch(self._try_both, memory_bytes, first=found, step=step)
+            trials = [*trials, *more]
+        listed = [{"batch": t.batch, "bytes": t.num_bytes, "fits": t.fits} for t in trials]
+        if not found:
+            least = min(trials, key=lambda t: (t.batch, -t.num_bytes))
+            why = f"not even a batch of {least.batch} fits"
+            return {**self._refused(least.batch, least.num_bytes, why), "trials": listed}
+        return {**self.describe(found), "largest_batch": found, "trials": listed}
+
+    def _try_codes(self, batch: int) -> Trial:
+        try:
+            needed = self.begin(batch).codes.resident
+        except DoesNotFit as error:
+            return self._judged(batch, error.needed, False)
+        return self._judged(batch, needed, needed <= self.chip.memory)
+
+    def _try_both(self, batch: int) -> Trial:
+        result = self.describe(batch)
+        needed = result.get("peak_bytes") or result["needed_bytes"]
+        return self._judged(batch, needed, result["fits"])
+
+    def _judged(self, batch: int, needed: int, fits: bool) -> Trial:
+        verdict = "fits" if fits else "does not fit"
+        self.say(f"batch {batch} takes {show_bytes(needed)}, {verdict}")
+        return Trial(batch, needed, fits)
 
 
 def _first_guess(request: Request, chip: Chip) -> int:

@@ -7,7 +7,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from varjax.jaxpr_cost import num_bytes, program_cost, used_inputs
+from varjax.jaxpr_cost import device_bytes, num_bytes, program_cost, used_inputs
 
 A = jax.ShapeDtypeStruct((4, 8), jnp.float32)
 B = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16)
@@ -102,7 +102,7 @@ def test_inside_shard_map_the_share_of_one_device_counts():
     assert program_cost(jaxpr).flops == PRODUCT / 2
     assert used_inputs(jaxpr) == [True, True, False]
     divided = jax.ShapeDtypeStruct((4, 8), jnp.float32, sharding=NamedSharding(mesh, split))
-    assert num_bytes(divided) == 4 * 8 * 4 / 2
+    assert device_bytes(divided) == num_bytes(divided) / 2 == 4 * 8 * 4 / 2
 
 
 def test_bytes_of_keys():

@@ -114,10 +114,16 @@ def _slice_bytes(equation) -> float:
 
 
 def num_bytes(leaf) -> int:
-    """Bytes of an array or of anything with a shape and a type, on each of the devices that it is
-    divided over; random keys are 8 bytes."""
-    dtype, sharding = leaf.dtype, getattr(leaf, "sharding", None)
-    shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+    """Bytes of an array or of anything with a shape and a type; random keys are 8 bytes."""
+    return _bytes(leaf.shape, leaf.dtype)
+
+
+def device_bytes(leaf) -> int:
+    """Bytes of an array, or of a shape with a sharding, on each of its devices."""
+    return _bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+
+
+def _bytes(shape, dtype) -> int:
     return math.prod(shape) * (dtype.itemsize if isinstance(dtype, np.dtype) else 8)
 
 

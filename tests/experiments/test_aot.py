@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from experiments import aot_program, aot_worker
+from experiments import aot_compiler, aot_worker
 from pallas_kernels import chips
 from tests import models_under_test as models
 from varjax import generation
@@ -164,7 +164,7 @@ def test_a_compiler_that_aborts(monkeypatch, tmp_path, capsys):
     ],
 )
 def test_messages_about_memory(message, needed):
-    assert aot_program.memory_asked(message) == needed
+    assert aot_compiler.memory_asked(message) == needed
 
 
 @pytest.mark.parametrize("target", ["tpu-v5e", "h200"])
