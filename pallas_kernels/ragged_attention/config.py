@@ -6,6 +6,7 @@ traced for such a device; a file that cannot be used is named in a warning and l
 """
 
 import json
+import os
 import re
 import warnings
 from dataclasses import asdict, dataclass, fields
@@ -193,7 +194,9 @@ def write_tuned(
         ],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(contents, indent=1) + "\n")
+    work = path.with_suffix(f".{os.getpid()}")  # whoever reads sees the old file or the new one
+    work.write_text(json.dumps(contents, indent=1) + "\n")
+    os.replace(work, path)
     tuned.cache_clear()
 
 

@@ -1,0 +1,255 @@
+"""Timings of the cache's operations on the device that is there, and of what they compete with.
+
+A candidate is a function that runs an operation once and returns something to feed its next run
+with, so that runs follow each other on the device without the host between them: `measure` times a
+loop of them and takes the median of several. What a loop does not change is made to depend on its
+carry (`_after`), or else the compiler would compute it once, before the loop.
+
+The dense ways attend to a full cache of the same scale, whatever the kernel's heads own: they
+are what a compressed cache has to beat.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import cache_write, ragged_attention
+from pallas_kernels.arg_specs import ArgSpec, Arguments
+from pallas_kernels.chips import CHIPS, Chip
+
+OPERATIONS = ("attend", "attention_moments", "write")
+DENSE = "dense"
+HOLDS_SCORES = ("reference", f"{DENSE} xla")  # ways that hold a matrix of queries by keys
+AIM = 0.02  # seconds of a timed loop
+MOST_RUNS = 200
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to do an operation. step: traced, (carry, arguments) -> carry."""
+
+    name: str
+    step: Callable
+    carry: jax.Array
+    arguments: tuple
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an operation has to do at least: floating-point operations and bytes of memory."""
+
+    flops: float
+    bytes: float
+
+
+def work(operation: str, spec: ArgSpec, keys: int) -> Work:
+    """keys: stored keys that every head owns. Every real token and key is moved once."""
+    heads, real = spec.rows * spec.heads, spec.length
+    element = jnp.dtype(spec.dtype).itemsize
+    stored = 2 * spec.head_dim * spec.pool_dtype.itemsize + (8 if spec.kv_dtype == "int8" else 0)
+    token = spec.head_dim * element
+    pairs = heads * real * (real + keys)
+    if operation == "attend":
+        return Work(4 * pairs * spec.head_dim, heads * (4 * real * token + keys * stored))
+    if operation == "attention_moments":
+        moved = 2 * real * token + 4 * real + keys * stored / 2 + 4 * (real + keys)
+        return Work(2 * pairs * spec.head_dim, heads * moved)
+    written = min(real, spec.entries * spec.block_size)
+    return Work(0, heads * written * (2 * token + stored))
+
+
+def compressed(spec: ArgSpec, share: float) -> ArgSpec:
+    """The call when every head owns that share of the cache, in whole blocks, at least one."""
+    return replace(spec, table="full", entries=max(1, round(spec.entries * share)))
+
+
+# --- candidates ---
+
+
+def ways(operation: str, spec: ArgSpec, kernel: str) -> list[str]:
+    """Names of the ways to do an operation on this device, `kernel` first."""
+    found = list(dict.fromkeys([kernel, "reference"]))
+    if operation == "attend":
+        found += [f"{DENSE} {name}" for name in dense_implementations(spec)]
+    return found
+
+
+def prepare(operation: str, spec: ArgSpec, share: float, way: str) -> Candidate:
+    """One of `ways`; heads own that share of the cache, `DENSE` ones all of it."""
+    if way.startswith(DENSE):
+        return dense(spec, way.removeprefix(DENSE).strip())
+    args = compressed(spec, share).arguments(poison=False)
+    return candidate(operation, args, way)
+
+
+def candidate(operation: str, args: Arguments, name: str, run: Callable | None = None) -> Candidate:
+    """Our implementation `name`. run: what to call instead of the API's function."""
+    tokens = args.q.shape[2]
+    if operation == "attend":
+        return Candidate(name, _attend_step(name, run), args.q, (args,))
+    if operation == "write":
+        return Candidate(name, _write_step(name), (args.kv_pool, args.kv_scale), (args,))
+    weights = jnp.where(jnp.arange(tokens) < args.length, 1.0, 0.0).astype(jnp.float32)
+    log_sum = jnp.full(args.q.shape[:3], np.log(tokens), jnp.float32)
+    return Candidate(name, _moments_step(name, run), args.q, (args, weights, log_sum))
+
+
+def _after(args: Arguments, carry) -> Arguments:
+    """The same arguments, but only known once `carry` is."""
+    never = (carry.reshape(-1)[0] > jnp.inf).astype(jnp.int32)
+    table = replace(args.table, ids=args.table.ids + never)
+    return replace(args, table=table, length=args.length + never)
+
+
+def _attend_step(name: str, run):
+    run = run or (lambda *a, **k: ragged_attention.attend(*a, **k, implementation=name))
+
+    def step(q, args):
+        args = _after(args, q)
+        return run(q, *args.attend[1:], kv_scale=args.kv_scale).astype(q.dtype)
+
+    return step
+
+
+def _moments_step(name: str, run):
+    run = run or (lambda *a, **k: ragged_attention.attention_moments(*a, **k, implementation=name))
+
+    def step(q, args, weights, log_sum):
+        args = _after(args, q)
+        pool = (args.length, args.kv_pool, args.table, weights, log_sum)
+        sums, _ = run(q, args.k, *pool, kv_scale=args.kv_scale, squares=False)
+        return q.at[0, 0, 0, 0].add((sums.reshape(-1)[0] * 0).astype(q.dtype))
+
+    return step
+
+
+def _write_step(name: str):
+    def step(carry, args):
+        pool, scale = carry
+        k, v, pool = jax.lax.optimization_barrier((args.k, args.v, pool))
+        given = (pool, k, v, args.writes)
+        return cache_write.write(*given, kv_scale=scale, implementation=name)
+
+    return step
+
+
+def dense_implementations(spec: ArgSpec) -> list[str]:
+    """What `jax.nn.dot_product_attention` offers here for this type."""
+    on_gpu = jax.default_backend() == "gpu"
+    return ["xla", "cudnn"] if on_gpu and spec.dtype in ("bfloat16", "float16") else ["xla"]
+
+
+def dense(spec: ArgSpec, name: str) -> Candidate:
+    """JAX's attention over a full cache: the stored keys first, then the scale's own."""
+    rng = np.random.default_rng(0)
+    stored = spec.entries * spec.block_size
+
+    def normal(tokens):
+        shape = (spec.rows, tokens, spec.heads, spec.head_dim)
+        return jnp.asarray(rng.standard_normal(shape, np.float32), spec.dtype)
+
+    q, k, v = normal(spec.tokens), normal(stored + spec.tokens), normal(stored + spec.tokens)
+    length = jnp.full((spec.rows,), stored + spec.length, jnp.int32)
+
+    def step(q, k, v, length):
+        return jax.nn.dot_product_attention(
+            q, k, v, key_value_seq_lengths=length, scale=1.0, implementation=name
+        )
+
+    return Candidate(f"{DENSE} {name}", step, q, (k, v, length))
+
+
+# --- timing ---
+
+
+def measure(candidate: Candidate, repeats: int) -> float:
+    """Seconds per run: median over `repeats` timed loops, compiled and warmed up before."""
+
+    @jax.jit
+    def loop(runs, carry, arguments):
+        return jax.lax.fori_loop(0, runs, lambda i, c: candidate.step(c, *arguments), carry)
+
+    def seconds(runs: int) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(loop(runs, candidate.carry, candidate.arguments))
+        return time.perf_counter() - start
+
+    seconds(1)
+    runs = int(np.clip(AIM / max(seconds(1), 1e-6), 1, MOST_RUNS))
+    seconds(runs)
+    return statistics.median(seconds(runs) for _ in range(repeats)) / runs
+
+
+def fits(spec: ArgSpec, copies: int = 3) -> bool:
+    """Whether an implementation that holds all scores in float32 a few times fits this device."""
+    scores = spec.rows * spec.heads * spec.tokens * (spec.entries * spec.block_size + spec.tokens)
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 2**33)
+    return copies * 4 * scores < limit / 2
+
+
+def chip(kind: str) -> Chip | None:
+    """The chip of a JAX device kind; None for devices whose peak numbers are not known."""
+    kind = kind.lower().replace(" lite", "e").replace(" ", "")
+    kind = {"tpuv5": "tpuv5p", "tpuv7": "tpu7x", "tpuv7x": "tpu7x"}.get(kind, kind)
+    names = {name.replace("-", ""): found for name, found in CHIPS.items()}
+    if kind in names:
+        return names[kind]
+    return next((c for name, c in names.items() if c.platform == "gpu" and name in kind), None)
+
+
+# --- correctness ---
+
+
+@jax.default_matmul_precision("highest")
+def errors(operation: str, spec: ArgSpec, name: str) -> dict[str, float]:
+    """Relative Frobenius error of each result of implementation `name` against the reference in
+    float32; for `write`, which has to store the same numbers, 0 or inf."""
+    args = spec.arguments(poison=operation != "write")
+    exact = jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, args)
+    if operation == "write":
+        stores = (args.kv_pool, args.kv_scale)
+        same = _same(*(jax.jit(_write_step(n))(stores, args) for n in (name, "reference")))
+        return {"pool": 0.0 if same else float("inf")}
+    out, lse = _attend(exact, "reference")
+    if operation == "attend":
+        real = (slice(None), slice(None), slice(spec.length))
+        found = (a[real] for a in _attend(args, name))
+        return _relative(("out", "lse"), found, (out[real], lse[real]))
+    expected = _moments(exact, lse, "reference")
+    return _relative(("sums", "squares"), _moments(args, lse, name), expected)
+
+
+def _attend(args: Arguments, name: str):
+    return jax.jit(
+        lambda a: ragged_attention.attend(
+            *a.attend, kv_scale=a.kv_scale, return_lse=True, implementation=name
+        )
+    )(args)
+
+
+def _moments(args: Arguments, lse, name: str):
+    weights = jnp.where(jnp.arange(args.q.shape[2]) < args.length, 1.0, 0.0)
+    given = (args.q, args.k, args.length, args.kv_pool, args.table, weights, lse)
+    return jax.jit(
+        lambda *a, s: ragged_attention.attention_moments(
+            *a, kv_scale=s, squares=True, implementation=name
+        )
+    )(*given, s=args.kv_scale)
+
+
+def _relative(names, found, expected) -> dict[str, float]:
+    errors = {}
+    for name, *pair in zip(names, found, expected, strict=True):
+        a, b = (np.asarray(x, np.float64) for x in pair)
+        errors[name] = float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30))
+    return errors
+
+
+def _same(found, expected) -> bool:
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    return all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)

@@ -1,0 +1,109 @@
+"""Finding the fastest tiles of the attention kernels on the device that is there."""
+
+import importlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import jax
+import numpy as np
+
+from pallas_kernels.arg_specs import ArgSpec
+from pallas_kernels.ragged_attention import bench, config
+
+OPERATIONS = config.OPERATIONS
+CHOICES = {
+    "triton": {
+        "block_q": (16, 32, 64, 128),
+        "block_k": (32, 64, 128),
+        "num_warps": (4, 8),
+        "num_stages": (2, 3, 4),
+    },
+    "tpu": {
+        "block_q": (128, 256, 512, 1024),
+        "copy_keys": (128, 256, 512),
+        "own_keys": (128, 256, 512),
+    },
+}
+
+
+def tiles(call: config.Call, implementation: str) -> list[config.Config]:
+    """The heuristic's tiles, then all others that make sense for the call."""
+    choices = CHOICES[implementation]
+    kind = config.KINDS[implementation]
+    grid = (
+        kind(**dict(zip(choices, t, strict=True))) for t in itertools.product(*choices.values())
+    )
+    most = max(min(choices["block_q"]), config.power_of_two(call.queries))
+    first = config.heuristic(call, implementation)
+    return [first, *(t for t in grid if t.block_q <= most and t != first)]
+
+
+def why_not(implementation: str, operation: str) -> str | None:
+    """Why the tiles of a kernel cannot be tuned, or None."""
+    if implementation not in CHOICES:
+        return f"{implementation} has no tiles"
+    if "config" not in inspect.signature(_function(implementation, operation)).parameters:
+        return f"the {implementation} kernel of {operation} takes no tiles"
+    return None
+
+
+def _function(implementation: str, operation: str) -> Callable:
+    module = importlib.import_module(f"pallas_kernels.ragged_attention.{implementation}")
+    return getattr(module, operation)
+
+
+def call_of(operation: str, spec: ArgSpec) -> config.Call:
+    """The call that a shape stands for."""
+    args = spec.abstract()
+    return config.Call.of(operation, args.q, args.k, args.kv_pool, args.table)
+
+
+def trials(
+    operation: str, spec: ArgSpec, implementation: str, repeats: int
+) -> Iterator[tuple[config.Config, float, str]]:
+    """(tiles, seconds, why they failed) one after another; seconds are infinite for tiles that the
+    compiler refuses or that give wrong results (other ones than the reference or, where that does
+    not fit, than the first tiles)."""
+    args = bench.compressed(spec, 1.0).arguments(poison=False)
+    kernel = _function(implementation, operation)
+    expected = _once(bench.candidate(operation, args, "reference")) if bench.fits(spec) else None
+    for tile in tiles(call_of(operation, spec), implementation):
+        run = partial(_run, kernel, operation, tile)
+        candidate = bench.candidate(operation, args, implementation, run)
+        try:
+            result = _once(candidate)
+            seconds = bench.measure(candidate, repeats)
+        except Exception as error:  # compilers have many ways to refuse tiles
+            yield (
+                tile,
+                float("inf"),
+                f"{type(error).__name__}: {' '.join(str(error).split())[:120]}",
+            )
+            continue
+        expected = result if expected is None else expected
+        scale = max(float(np.linalg.norm(expected)), 1e-30)
+        wrong = float(np.linalg.norm(result - expected)) / scale > 1e-2
+        yield tile, float("inf") if wrong else seconds, "wrong result" if wrong else ""
+
+
+def _once(candidate: bench.Candidate) -> np.ndarray:
+    """The result of one step; of the moments only that it comes (their sums are checked by
+    `experiments.bench --check`)."""
+    return np.asarray(jax.jit(candidate.step)(candidate.carry, *candidate.arguments), np.float32)
+
+
+def _run(kernel, operation: str, tile, *args, kv_scale, squares=False):
+    options = {"squares": squares} if operation == "attention_moments" else {"return_lse": False}
+    return kernel(*args, kv_scale, **options, interpret=False, config=tile)
+
+
+def keep(kind: str, operation: str, implementation: str, found: dict) -> str:
+    """Put the best tiles of calls into the tuned file of a device kind, beside what is there.
+    Returns its path."""
+    path = config.tuned_path(kind, operation)
+    before = config.tuned(kind, operation, implementation)
+    entries = before | {call.bucket(): tile for call, tile in found.items()}
+    config.write_tuned(path, kind, operation, implementation, entries)
+    return str(path)
