@@ -18,6 +18,7 @@ Vector memory: 4 (T + S) 2 H for the tokens, and the tokens in their own type tw
 no multiple of 128 come packed, K beside V: a narrower array would be padded to 128 lanes.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,8 +31,19 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.cache_write.reference import LARGEST_INT8, inverse_scale
 from pallas_kernels.cache_write.table import BlockWrites
+from pallas_kernels.tpu_operands import (
+    LANES,
+    block_of,
+    block_shape,
+    in_parts,
+    packed_tokens,
+    pool_specs,
+    rounded,
+    table_spec,
+    whole_head,
+)
+from pallas_kernels.tpu_operands import pools as in_hbm
 
-LANES = 128
 EMPTY, PARTIAL, FULL, CONSECUTIVE = range(4)  # kinds of entries, in the low bits beside the id
 KIND_BITS = 2
 CHUNK = 128  # tokens that are converted at once
@@ -46,22 +58,21 @@ def write(kv_pool, k, v, writes, kv_scale, *, interpret: bool):
     if not interpret:
         _check(k, kv_pool)
     tokens, head_dim = k.shape[2:]
-    chunk = min(CHUNK, _rounded(tokens, 32))
-    padded = _rounded(tokens, chunk)
+    chunk = min(CHUNK, rounded(tokens, 32))
+    padded = rounded(tokens, chunk)
     tables = _pack(writes, padded)
-    given = [jnp.concatenate([k, v], axis=-1)] if head_dim % LANES else [k, v]
-    # a row of scales is a tile of its own in this view, which a copy may pick
-    pools = [kv_pool] if kv_scale is None else [kv_pool, kv_scale[:, :, None]]
+    given = packed_tokens(k, v)
+    pools = in_hbm(kv_pool, kv_scale, interpret)
     layout = _Layout.of(head_dim, kv_pool.shape[2], kv_scale is not None)
     found = pl.pallas_call(
         partial(_kernel, layout=layout, chunk=chunk, given=len(given), pools=len(pools)),
         grid=k.shape[:2],
         in_specs=[
-            *map(_table_spec, tables),
-            *(_tokens_spec(array, padded) for array in given),
-            *[pl.BlockSpec(memory_space=pl.ANY)] * len(pools),
+            *map(table_spec, tables),
+            *(whole_head(array, padded) for array in given),
+            *pool_specs(pools),
         ],
-        out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(pools),
+        out_specs=pool_specs(pools),
         out_shape=[jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pools],
         scratch_shapes=_scratch_shapes(layout, pools, padded),
         input_output_aliases={2 + len(given) + i: i for i in range(len(pools))},
@@ -74,7 +85,9 @@ def write(kv_pool, k, v, writes, kv_scale, *, interpret: bool):
         interpret=interpret,
         name="cache_write",
     )(*tables, *given, *pools)
-    return found[0], None if kv_scale is None else found[1][:, :, 0]
+    # the compiler refuses an aliased result in HBM that is a donated argument and a result at once
+    found = jax.lax.optimization_barrier(found)
+    return found[0], None if kv_scale is None else found[1]
 
 
 def _check(k, kv_pool) -> None:
@@ -94,10 +107,6 @@ def _check(k, kv_pool) -> None:
         )
 
 
-def _rounded(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
 # --- tables: a row of each in scalar memory per grid step ---
 
 
@@ -115,19 +124,6 @@ def _pack(writes: BlockWrites, padded: int) -> tuple[Array, Array]:
     source = jnp.where(stored, source, padded + slot)
     source = source.reshape(*ids.shape[:2], 1, -1)
     return entries.astype(jnp.int32)[:, :, None], source.astype(jnp.int32)
-
-
-def _table_spec(table: Array) -> pl.BlockSpec:
-    shared = table.shape[0] == 1
-    return pl.BlockSpec(
-        (1, 1, 1, table.shape[-1]),
-        lambda r, n: (0 if shared else r, n, 0, 0),
-        memory_space=pltpu.SMEM,
-    )
-
-
-def _tokens_spec(array: Array, padded: int) -> pl.BlockSpec:
-    return pl.BlockSpec((1, 1, padded, array.shape[-1]), lambda r, n: (r, n, 0, 0))
 
 
 # --- vector memory ---
@@ -164,7 +160,7 @@ class _Layout:
 def _scratch_shapes(layout: _Layout, pools: list[Array], padded: int) -> list:
     """Tokens by part, a block by part; the old and the new block, two of each (pool and scales);
     semaphores [old or new, which of the two]."""
-    blocks = [pltpu.VMEM((2, *pool.shape[2:]), pool.dtype) for pool in pools]
+    blocks = [pltpu.VMEM((2, *block_shape(pool)), pool.dtype) for pool in pools]
     return [
         *(pltpu.VMEM((padded + layout.block_size, w), jnp.float32) for w in layout.parts),
         *(pltpu.VMEM((layout.block_size, w), jnp.float32) for w in layout.parts),
@@ -177,8 +173,8 @@ def _scratch_shapes(layout: _Layout, pools: list[Array], padded: int) -> list:
 def _vmem_limit(layout: _Layout, padded: int, dtype) -> int | None:
     """Bytes of vector memory that the kernel asks for, where it needs more than compilers allow by
     default."""
-    lanes = sum(_rounded(width, LANES) for width in layout.parts)
-    tokens = padded * _rounded(sum(layout.parts[: layout.values]), LANES)
+    lanes = sum(rounded(width, LANES) for width in layout.parts)
+    tokens = padded * rounded(sum(layout.parts[: layout.values]), LANES)
     needed = 4 * padded * lanes + 2 * tokens * dtype.itemsize + 2**21
     return needed if needed > 14 * 2**20 else None
 
@@ -188,7 +184,7 @@ def _cost(given: list[Array], pools: list[Array], writes: BlockWrites) -> pl.Cos
     rows, heads = given[0].shape[:2]
     blocks = rows * heads * writes.ids.shape[-1]
     moved = sum(array.size * array.dtype.itemsize for array in given)
-    block_bytes = (p.dtype.itemsize * p.shape[2] * p.shape[3] for p in pools)
+    block_bytes = (p.dtype.itemsize * math.prod(block_shape(p)) for p in pools)
     moved += sum(2 * blocks * size for size in block_bytes)
     return pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved)
 
@@ -197,17 +193,10 @@ def _cost(given: list[Array], pools: list[Array], writes: BlockWrites) -> pl.Cos
 
 
 def _kernel(*refs, layout: _Layout, chunk: int, given: int, pools: int):
-    refs = list(refs)
-
-    def take(count):
-        return [refs.pop(0) for _ in range(count)]
-
-    (entries, source), new_tokens, _ = take(2), take(given), take(pools)
-    pool, parts = take(pools), len(layout.parts)
-    head = _Head(
-        *(layout, pl.program_id(0), entries, source, pool),
-        *(take(parts), take(parts), take(pools), take(pools), *refs),
-    )
+    entries, source, *refs = refs
+    parts = len(layout.parts)
+    new_tokens, _, *state = in_parts(refs, given, pools, pools, parts, parts, pools, pools, 1)
+    head = _Head(layout, pl.program_id(0), entries, source, *state[:-1], state[-1][0])
 
     @pl.when(head.used > 0)
     def _():
@@ -301,7 +290,7 @@ class _Head:
         which = jax.lax.rem(j, 2)
         semaphore = self.semaphores.at[0 if reads else 1, which]
         for pool, here in zip(self.pools, self.old if reads else self.new, strict=True):
-            ends = (pool.at[self.row, block], here.at[which])
+            ends = (block_of(pool, self.row, block), here.at[which])
             yield pltpu.make_async_copy(*(ends if reads else ends[::-1]), semaphore)
 
     def step(self, j) -> int:

@@ -1,0 +1,174 @@
+"""Ragged attention on TPU (Mosaic).
+
+One grid step is a tile of queries of one head of one row. It reads the scale's own keys first (at
+least one is valid, so that the running maximum is finite from then on) while the first stored
+blocks are copied, then the stored ones (`tpu_blocks`).
+
+Keys are rows and queries are lanes: scores are [keys, queries]. So the softmax statistics are
+single rows, whose maximum and sum need no work across lanes, what masks keys is a column shared by
+all queries, and the log-sum-exp leaves as the row it is stored as. The output is accumulated
+transposed, [H, queries], and turned once at the end.
+
+HBM traffic in bytes, e and b bytes per element of tokens and pool, P_n live slots of head n, S
+block_size, tiles = ceil(T / block_q):
+
+    R N (2 T H e (q, out) + 2 T H e (k, v)) + R tiles sum_n (2 P_n H b, int8: + 8 P_n)
+
+with H rounded up to 128 for q and out. Scales of blocks below 64 slots are padded to 512 bytes.
+Vector memory: own K and V twice (the next head's are fetched meanwhile), tiles of q and out twice,
+scores of one step: 8 MiB at T = 4096, H = 128, bfloat16. A tile of 512 queries does 512 operations
+per byte of bfloat16 keys, above the ratio of a v5e (240) and near that of a v6e (560).
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.ragged_attention import config
+from pallas_kernels.ragged_attention.tpu_blocks import (
+    Blocks,
+    Grouping,
+    check,
+    dot,
+    load_own,
+    pack,
+    scratch_shapes,
+    split,
+)
+from pallas_kernels.ragged_attention.tpu_moments import attention_moments
+from pallas_kernels.tpu_operands import (
+    LANES,
+    balanced,
+    in_parts,
+    packed_tokens,
+    pool_specs,
+    pools,
+    rounded,
+    table_spec,
+    whole_head,
+)
+
+__all__ = ["attend", "attention_moments"]
+
+
+def attend(
+    q, k_new, v_new, new_length, kv_pool, table, kv_scale, *, return_lse: bool, interpret: bool
+):
+    """See `api.attend`."""
+    if not interpret:
+        check(q, kv_pool, kv_scale)
+    tiles = config.choose(config.Call.of("attend", q, k_new, kv_pool, table), "tpu")
+    rows, heads, tokens, head_dim = q.shape
+    entries, block_size = table.ids.shape[-1], kv_pool.shape[2]
+    keys = min(tiles.copy_keys, max(1, entries) * block_size)
+    grouping = Grouping.of(entries, block_size, keys)
+    block_q = balanced(tokens, tiles.block_q, LANES)
+    own_keys = balanced(tokens, tiles.own_keys, 16)
+    length, packed = jnp.reshape(new_length, 1).astype(jnp.int32), pack(table, grouping)
+    own, stored = packed_tokens(k_new, v_new), pools(kv_pool, kv_scale, interpret)
+    own_spec = [whole_head(array, rounded(tokens, own_keys)) for array in own]
+    tile = pl.BlockSpec((1, 1, block_q, head_dim), lambda r, n, t: (r, n, t, 0))
+    row = pl.BlockSpec((1, 1, 1, block_q), lambda r, n, t: (r, n, 0, t))
+    row_shape = jax.ShapeDtypeStruct((rows, heads, 1, tokens), jnp.float32)
+    counts = (len(own), len(stored), 1 + return_lse)
+    found = pl.pallas_call(
+        partial(_kernel, grouping=grouping, own_keys=own_keys, counts=counts),
+        grid=(rows, heads, pl.cdiv(tokens, block_q)),
+        in_specs=[
+            *(pl.BlockSpec(memory_space=pltpu.SMEM), table_spec(packed), tile),
+            *(*own_spec, *pool_specs(stored)),
+        ],
+        out_specs=[tile, row] if return_lse else [tile],
+        out_shape=[jax.ShapeDtypeStruct(q.shape, v_new.dtype)] + [row_shape] * return_lse,
+        scratch_shapes=[
+            *[pltpu.VMEM((1, block_q), jnp.float32)] * 2,
+            pltpu.VMEM((head_dim, block_q), jnp.float32),
+            *scratch_shapes(grouping, stored),
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",) * 3, vmem_limit_bytes=tiles.vmem_limit
+        ),
+        cost_estimate=_cost(q, k_new, kv_pool, entries, block_q),
+        interpret=interpret,
+        name="ragged_attention",
+    )(length, packed, q, *own, *stored)
+    return (found[0], found[1].reshape(rows, heads, tokens)) if return_lse else found[0]
+
+
+def _cost(q, k_new, kv_pool, entries: int, block_q: int) -> pl.CostEstimate:
+    """As if every slot of the table were live."""
+    rows, heads, tokens, head_dim = q.shape
+    stored = entries * kv_pool.shape[2]
+    pairs = rows * heads * tokens * (stored + tokens)
+    copied = rows * heads * pl.cdiv(tokens, block_q) * stored * 2 * head_dim
+    return pl.CostEstimate(
+        flops=4 * pairs * head_dim,
+        transcendentals=pairs,
+        bytes_accessed=4 * q.size * k_new.dtype.itemsize + copied * kv_pool.dtype.itemsize,
+    )
+
+
+def _kernel(length_ref, table, q_ref, *refs, grouping: Grouping, own_keys: int, counts):
+    """counts: arrays of own tokens, pools, results."""
+    own, stored, results, sums, buffers, (semaphores,) = in_parts(refs, *counts, 3, counts[1], 1)
+    blocks = Blocks(grouping, pl.program_id(0), table, stored, buffers, semaphores)
+    length, first = length_ref[0], pl.program_id(2) * q_ref.shape[2]
+
+    @pl.when(first >= length)  # padding only: any finite result will do
+    def _():
+        for result in results:
+            result[...] = jnp.zeros_like(result)
+
+    @pl.when(first < length)
+    def _():
+        blocks.start()
+        _attend_tile(q_ref, own, blocks, sums, own_keys, length)
+        _finish(results, sums)
+
+
+def _attend_tile(q_ref, own, blocks: Blocks, sums, own_keys: int, length) -> None:
+    """All keys that a tile of queries sees, own ones first."""
+    dtype = own[0].dtype
+    q = q_ref[0, 0].astype(dtype)
+    top, total, out = sums
+    top[...] = jnp.full_like(top, -jnp.inf)
+    total[...] = jnp.zeros_like(total)
+    out[...] = jnp.zeros_like(out)
+
+    def own_step(i, _):
+        parts, valid = load_own(own, i * own_keys, own_keys, length)
+        k, v = split(parts[0]) if len(parts) == 1 else (parts[0], parts[1].T)
+        _accumulate(q, k.astype(dtype), v.astype(dtype), valid, sums)
+        return 0
+
+    def stored_step(group):
+        kv, valid = blocks.load(group)
+        k, v = split(kv)
+        _accumulate(q, k.astype(dtype), v.astype(dtype), valid, sums)
+
+    jax.lax.fori_loop(0, pl.cdiv(length, own_keys), own_step, 0)
+    blocks.for_each_group(stored_step)
+
+
+def _accumulate(q, k, v, valid, sums) -> None:
+    """Online softmax: q [queries, H], k [keys, H], v [H, keys], valid [keys, 1] into the running
+    maximum and sum [1, queries] and the output [H, queries], which are relative to the maximum."""
+    top_ref, total_ref, out_ref = sums
+    scores = jnp.where(valid, dot(k, q, (1, 1)), -jnp.inf)
+    top = jnp.maximum(top_ref[...], scores.max(axis=0, keepdims=True))
+    shrink = jnp.exp(top_ref[...] - top)
+    weights = jnp.exp(scores - top)
+    top_ref[...] = top
+    total_ref[...] = total_ref[...] * shrink + weights.sum(axis=0, keepdims=True)
+    out_ref[...] = out_ref[...] * shrink + dot(v, weights.astype(v.dtype), (1, 0))
+
+
+def _finish(results, sums) -> None:
+    """Write the output and, if it is asked for, the log-sum-exp."""
+    top, total, out = sums
+    results[0][0, 0] = (out[...] / total[...]).T.astype(results[0].dtype)
+    if len(results) > 1:
+        results[1][0, 0] = top[...] + jnp.log(total[...])

@@ -1,0 +1,209 @@
+"""Keys and values of a head on TPU: stored slots, whose blocks are copied through the table while
+the kernel computes on those copied before, and the scale's own tokens.
+
+The table of a head is one row of int32 in scalar memory, a new one per grid step, so that per-row
+tables of any number of rows cost no more scalar memory than shared ones:
+
+    [ids of M' entries | start + 2**16 stop of M' entries | entries in use]
+
+M' is M rounded up to whole groups of entries. A group's blocks are copied behind one another into
+one of `BUFFERS` buffers. Only entries in use are copied (trailing empty ones cost nothing). Rows
+outside the valid range are zeroed as they are loaded, whatever the buffer holds there: also what
+nothing was copied to.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Int
+
+from pallas_kernels.ragged_attention.api import check_kernel_arguments
+from pallas_kernels.ragged_attention.table import BlockTable
+from pallas_kernels.tpu_operands import LANES, block_of, block_shape
+
+# Groups in flight or in use. One of 128 keys is 32 KiB and computed on in less time than HBM takes
+# to answer, so more than two.
+BUFFERS = 4
+MAX_GROUP = 16  # blocks per group: the loads of a group are unrolled
+RANGE_BITS = 16
+
+
+def check(q: Array, kv_pool: Array, kv_scale: Array | None) -> None:
+    """Raise `NotImplementedError` for arrays that do not compile or were never compiled."""
+    check_kernel_arguments(
+        *(q, kv_pool, kv_scale),
+        name="TPU",
+        head_dims=(64, 128, 256),
+        block_sizes=(8, 16, 32, 64, 128),
+        dtypes=("bfloat16", "float32", "int8"),
+    )
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """How a table is read. entries: M. blocks: per group."""
+
+    entries: int
+    blocks: int
+    block_size: int
+
+    @classmethod
+    def of(cls, entries: int, block_size: int, keys: int) -> "Grouping":
+        """Groups of about `keys` slots."""
+        return cls(entries, min(MAX_GROUP, max(1, keys // block_size)), block_size)
+
+    @property
+    def groups(self) -> int:
+        """Groups of the whole table, at least one."""
+        return max(1, -(-self.entries // self.blocks))
+
+    @property
+    def padded(self) -> int:
+        """M'."""
+        return self.groups * self.blocks
+
+    @property
+    def keys(self) -> int:
+        """Slots per group."""
+        return self.blocks * self.block_size
+
+
+def pack(table: BlockTable, grouping: Grouping) -> Int[Array, "rows N 1 packed"]:
+    """The table as the kernels read it; rows is 1 for a shared one."""
+    ids, start, stop = (a if a.ndim == 3 else a[None] for a in (table.ids, table.start, table.stop))
+    ranges = jnp.where(stop > start, start | stop << RANGE_BITS, 0)
+    entry = jax.lax.broadcasted_iota(jnp.int32, ranges.shape, 2)
+    used = jnp.where(ranges > 0, entry + 1, 0).max(-1, keepdims=True, initial=0)
+    tail = ((0, 0), (0, 0), (0, grouping.padded - grouping.entries))
+    packed = jnp.concatenate([jnp.pad(ids, tail), jnp.pad(ranges, tail), used], axis=-1)
+    return packed.astype(jnp.int32)[:, :, None]
+
+
+def scratch_shapes(grouping: Grouping, pools: list[Array]) -> list:
+    """Buffers of blocks (and scales), semaphores: the last fields of `Blocks`."""
+    shapes = [(BUFFERS, grouping.blocks, *block_shape(pool)) for pool in pools]
+    buffers = [pltpu.VMEM(s, pool.dtype) for s, pool in zip(shapes, pools, strict=True)]
+    return [*buffers, pltpu.SemaphoreType.DMA((BUFFERS,))]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The stored slots of one head of one row, inside a kernel.
+
+    table: its packed row (SMEM). pools: `pools(...)`, whole. buffers, semaphores: scratch.
+    """
+
+    grouping: Grouping
+    row: Any
+    table: Any
+    pools: list
+    buffers: list
+    semaphores: Any
+
+    @property
+    def used(self):
+        """Entries up to the last one that is not empty."""
+        return self.table[0, 0, 0, 2 * self.grouping.padded]
+
+    def for_each_group(self, do) -> None:
+        """Call `do(group)` for every group in use, when it has arrived."""
+
+        def step(group, _):
+            self._for_copies(group, lambda copy: copy.wait())
+            self._start(group + BUFFERS - 1)
+            do(group)
+            return 0
+
+        jax.lax.fori_loop(0, pl.cdiv(self.used, self.grouping.blocks), step, 0)
+
+    def start(self) -> None:
+        """Start the first copies; before anything that can be computed meanwhile."""
+        for group in range(BUFFERS - 1):
+            self._start(group)
+
+    def _start(self, group) -> None:
+        """Start copying a group; one that is not in use has nothing to copy."""
+        self._for_copies(group, lambda copy: copy.start())
+
+    def _for_copies(self, group, do) -> None:
+        size = self.grouping.blocks
+        buffer = jax.lax.rem(group, BUFFERS)
+
+        def step(i, _):
+            block = self.table[0, 0, 0, group * size + i]
+            for pool, target in zip(self.pools, self.buffers, strict=True):
+                source, target = block_of(pool, self.row, block), target.at[buffer, i]
+                do(pltpu.make_async_copy(source, target, self.semaphores.at[buffer]))
+            return 0
+
+        jax.lax.fori_loop(0, jnp.minimum(size, self.used - group * size), step, 0)
+
+    def load(self, group):
+        """(K and V float32 [keys, 2 H] with invalid rows zeroed, valid bool [keys, 1]) of a group
+        that has arrived."""
+        size, count = self.grouping.block_size, self.grouping.blocks
+        slot = jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0)
+        rows, valid = [], []
+        for i in range(count):
+            packed = self.table[0, 0, 0, self.grouping.padded + group * count + i]
+            start, stop = packed & (2**RANGE_BITS - 1), packed >> RANGE_BITS
+            inside = (slot >= start) & (slot < stop)
+            rows.append(jnp.where(inside, self._block(group, i), 0.0))
+            valid.append(inside.astype(jnp.int32))
+        return jnp.concatenate(rows, axis=0), jnp.concatenate(valid, axis=0) > 0
+
+    def _block(self, group, i: int):
+        """Block i of a group as float32 [block_size, 2 H]."""
+        buffer = jax.lax.rem(group, BUFFERS)
+        block = self.buffers[0][buffer, i].astype(jnp.float32)
+        if len(self.buffers) == 1:
+            return block
+        scales, (size, width) = self.buffers[1][buffer, i], block.shape
+        is_key = jax.lax.broadcasted_iota(jnp.int32, block.shape, 1) < width // 2
+        return block * jnp.where(is_key, _column(scales, 0, size), _column(scales, size, size))
+
+
+def _column(row, first: int, size: int):
+    """Elements first, first + 1, ... of a row [1, W] as a column [size, 1]; exact, and an element
+    that is NaN stays alone."""
+    shape = (size, row.shape[1])
+    here = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + first
+    chosen = jax.lax.broadcasted_iota(jnp.int32, shape, 1) == here
+    return jnp.where(chosen, row, 0.0).sum(axis=1, keepdims=True)
+
+
+# --- the scale's own tokens ---
+
+
+def load_own(refs, first, size: int, length):
+    """([float32 [size, H or 2 H] per ref], valid bool [size, 1]): own tokens first, first + 1, ...,
+    zeroed from `length` on."""
+    here = pl.ds(pl.multiple_of(first, size), size)
+    valid = jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0) + first < length
+    return [jnp.where(valid, ref[0, 0, here].astype(jnp.float32), 0.0) for ref in refs], valid
+
+
+def split(kv):
+    """K [keys, H] and the transpose of V [H, keys] of packed rows [keys, 2 H]."""
+    head_dim = kv.shape[1] // 2
+    if head_dim % LANES == 0:
+        return kv[:, :head_dim], kv[:, head_dim:].T
+    return kv[:, :head_dim], kv.T[head_dim:]  # rows are cut where lanes would have to be moved
+
+
+# --- products ---
+
+
+def dot(a, b, contract: tuple[int, int]):
+    """Product in float32 over axis contract[0] of a and contract[1] of b."""
+    wanted = jax.config.jax_default_matmul_precision
+    exact = a.dtype == jnp.float32 and wanted in ("highest", "float32")
+    return jax.lax.dot_general(
+        *(a, b, (((contract[0],), (contract[1],)), ((), ()))),
+        precision=jax.lax.Precision.HIGHEST if exact else None,
+        preferred_element_type=jnp.float32,
+    )

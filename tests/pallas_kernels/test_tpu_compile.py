@@ -1,0 +1,81 @@
+"""The TPU kernels go through the compiler of every TPU (none is needed), and leave the cache in
+place.
+
+By default the shapes of VAR and Infinity on v5e; with --slow all chips, types, head and block
+sizes.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from pallas_kernels import chips
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = Path(__file__).with_name("tpu_programs.py")
+TPUS = [name for name, chip in chips.CHIPS.items() if chip.platform == "tpu"]
+TYPES = ["bfloat16", "float32", "int8"]
+
+pytestmark = pytest.mark.skipif(
+    chips.why_unavailable("tpu-v5e") is not None, reason=str(chips.why_unavailable("tpu-v5e"))
+)
+
+
+def results(chip: str, cases: list[str]) -> list[dict]:
+    """What `tpu_programs` finds, in a process of its own."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    child = subprocess.run(
+        [sys.executable, str(PROGRAMS), chip, *cases],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    found = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
+    assert [result["case"] for result in found] == cases, child.stderr[-2000:]
+    return found
+
+
+def check(chip: str, cases: list[str]) -> None:
+    found = results(chip, cases)
+    assert {r["case"]: r["error"] for r in found if "error" in r} == {}
+    for scan in (r for r in found if r["case"].startswith("scan")):
+        assert scan["copies"] == [], scan["case"]
+        assert scan["temp"] < scan["pool"], scan["case"]
+
+
+def test_one_chip():
+    check(
+        "tpu-v5e",
+        [
+            "attend-bfloat16-h64-b16-t169",
+            "attend-int8-h128-b32-t4096",
+            "moments-bfloat16-h128-b16-t400",
+            "write-bfloat16-h64-b16-t169",
+            "write-int8-h128-b64-t1",
+            "scan-bfloat16-h64-b16-t169",
+            "scan-int8-h128-b16-t64-rows",
+        ],
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", ["attend", "moments", "write", "scan"])
+@pytest.mark.parametrize("chip", TPUS)
+def test_every_chip(chip, operation):
+    blocks = [16, 64] if operation == "scan" else [8, 16, 32, 64]
+    tokens = [169] if operation == "scan" else [36, 4096]
+    sizes = product(TYPES, [64, 128], blocks, tokens)
+    check(chip, [f"{operation}-{kind}-h{h}-b{b}-t{t}" for kind, h, b, t in sizes])
+
+
+def test_a_failure_is_told():
+    """Heads that no TPU kernel takes; a chip that does not exist ends the child."""
+    (found,) = results("tpu-v5e", ["attend-bfloat16-h32-b16-t16"])
+    assert "NotImplementedError: TPU attention takes heads of 64, 128" in found["error"]
+    (found,) = results("tpu-v1", ["attend-bfloat16-h64-b16-t16"])
+    assert "unknown chip 'tpu-v1'" in found["error"]

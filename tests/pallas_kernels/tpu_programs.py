@@ -1,0 +1,150 @@
+"""Programs with the TPU kernels, compiled for a chip that is not here.
+
+    python tests/pallas_kernels/tpu_programs.py CHIP CASE ...
+
+prints one JSON object per case: {"case", "error"} or {"case", "temp", "pool", "copies"}. Runs in a
+process of its own, because some errors of the compiler end the process. Cases are
+
+    OPERATION-POOLTYPE-hHEADDIM-bBLOCKSIZE-tTOKENS (OPERATION: attend, moments, write), and
+    scan-POOLTYPE-hHEADDIM-bBLOCKSIZE-tTOKENS[-rows]: two scans, over scales and over layers,
+
+with bfloat16 activations unless the pool is float32.
+"""
+
+import json
+import os
+import re
+import sys
+
+from pallas_kernels import chips
+
+os.environ.update(chips.quiet_environment())  # before jax is imported
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.experimental.layout import Format, Layout  # noqa: E402
+from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+
+from pallas_kernels import cache_write, ragged_attention  # noqa: E402
+from pallas_kernels.arg_specs import ArgSpec  # noqa: E402
+
+SCALES, LAYERS = 2, 3
+
+
+def spec_of(case: str) -> ArgSpec:
+    """A pool far larger than everything else of the program, in blocks of no round number."""
+    _, kv_dtype, *sizes = case.removesuffix("-rows").split("-")
+    head_dim, block_size, tokens = (int(size[1:]) for size in sizes)
+    return ArgSpec(
+        name=case,
+        rows=4,
+        heads=3,
+        head_dim=head_dim,
+        tokens=tokens,
+        length=tokens,
+        block_size=block_size,
+        entries=-(-8192 // block_size) | 1,
+        per_row=case.endswith("-rows"),
+        dtype="float32" if kv_dtype == "float32" else "bfloat16",
+        kv_dtype=kv_dtype,
+    )
+
+
+def attend(a):
+    return ragged_attention.attend(
+        *a.attend, kv_scale=a.kv_scale, return_lse=True, implementation="tpu"
+    )
+
+
+def moments(a, lse=None):
+    lse = jnp.zeros(a.q.shape[:3]) if lse is None else lse
+    return ragged_attention.attention_moments(
+        *(a.q, a.k, a.length, a.kv_pool, a.table, jnp.ones(a.q.shape[2]), lse),
+        kv_scale=a.kv_scale,
+        squares=True,
+        implementation="tpu",
+    )
+
+
+def write(a):
+    return cache_write.write(
+        a.kv_pool, a.k, a.v, a.writes, kv_scale=a.kv_scale, implementation="tpu"
+    )
+
+
+def scans(cache, tokens, tables):
+    """As the engine uses the kernels: the cache in the carry of both scans, tables and the length
+    as scan inputs, attention, what a policy asks for, storing."""
+    from dataclasses import replace
+
+    def layer(carry, inputs):
+        (pool, scale), x, total = carry
+        table, writes, length = inputs
+        a = replace(tokens, q=x, kv_pool=pool, kv_scale=scale, table=table, writes=writes)
+        a = replace(a, length=length)
+        out, lse = attend(a)
+        sums, _ = moments(a, lse)
+        after = (out.reshape(-1)[0] > jnp.inf).astype(jnp.int32)
+        a = replace(a, writes=replace(writes, ids=writes.ids + after))
+        return (write(a), (x + out).astype(x.dtype), total + sums.sum()), None
+
+    def one_scale(carry, inputs):
+        return jax.lax.scan(layer, carry, inputs)
+
+    carry, _ = jax.lax.scan(one_scale, (cache, tokens.q, jnp.zeros(())), tables)
+    return carry
+
+
+def scan_arguments(spec: ArgSpec):
+    a = spec.abstract()
+
+    def stacked(array):
+        return jax.ShapeDtypeStruct((SCALES, LAYERS, *array.shape), array.dtype)
+
+    tables = jax.tree.map(stacked, (a.table, a.writes, a.length))
+    return (a.kv_pool, a.kv_scale), a, tables
+
+
+def compiled(case: str, chip: str):
+    mesh = Mesh(np.array(chips.compile_only_devices(chip)), ("device",))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    operation, spec = case.split("-")[0], spec_of(case)
+    arguments = scan_arguments(spec) if operation == "scan" else (spec.abstract(),)
+    function = scans if operation == "scan" else globals()[operation]
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        # as generation does: the compiler chooses layouts, so that nothing is copied on the way in
+        where = Format(Layout.AUTO, sharding)
+        jitted = jax.jit(function, donate_argnums=0, in_shardings=where, out_shardings=where)
+        return jitted.lower(*arguments).compile()
+
+
+def copies(text: str, spec: ArgSpec) -> list[str]:
+    """Lines that copy something of the pool's shape or its scales', or move it between memories."""
+    shapes = [(spec.block_size, 2 * spec.head_dim), (2 * spec.block_size,)]
+    dims = "|".join(
+        re.escape(",".join(map(str, (spec.rows, spec.pool_blocks, *rest)))) for rest in shapes
+    )
+    moved = r"copy|copy-start|slice-start|transpose|dynamic-slice|concatenate"
+    pattern = re.compile(rf"= \(?\w+\[({dims})\].* ({moved})\(|S\(1\)\}} .*\[({dims})\]")
+    return [line.strip()[:200] for line in text.splitlines() if pattern.search(line)]
+
+
+def result(case: str, chip: str) -> dict:
+    try:
+        program = compiled(case, chip)
+    except Exception as error:  # whatever the compiler finds is the result
+        return {"case": case, "error": f"{type(error).__name__}: {error}"[:2000]}
+    spec = spec_of(case)
+    pool = spec.rows * spec.pool_blocks * spec.block_size * 2 * spec.head_dim
+    return {
+        "case": case,
+        "temp": program.memory_analysis().temp_size_in_bytes,
+        "pool": pool * spec.pool_dtype.itemsize,
+        "copies": copies(program.as_text(), spec),
+    }
+
+
+if __name__ == "__main__":
+    for name in sys.argv[2:]:
+        print(json.dumps(result(name, sys.argv[1])), flush=True)
