@@ -193,13 +193,14 @@ def fits(spec: ArgSpec, copies: int = 3) -> bool:
 
 
 def chip(kind: str) -> Chip | None:
-    """The chip of a JAX device kind; None for devices whose peak numbers are not known."""
-    kind = kind.lower().replace(" lite", "e").replace(" ", "")
-    kind = {"tpuv5": "tpuv5p", "tpuv7": "tpu7x", "tpuv7x": "tpu7x"}.get(kind, kind)
-    names = {name.replace("-", ""): found for name, found in CHIPS.items()}
-    if kind in names:
-        return names[kind]
-    return next((c for name, c in names.items() if c.platform == "gpu" and name in kind), None)
+    """The chip of a JAX device kind ("NVIDIA H200", "TPU v5 lite"); None if its peak numbers are
+    not known, as those of cards with another memory than the table's."""
+    kind = kind.lower().replace(" lite", "e").replace("tpu ", "tpu-").replace("rtx ", "rtx")
+    kind = {"tpu-v5": "tpu-v5p", "tpu-7x": "tpu7x"}.get(kind, kind)
+    words = kind.replace("tpu-", "tpu=").replace("-", " ").replace("=", "-").split()
+    if {"pcie", "40gb"} & set(words):
+        return None
+    return next((found for name, found in CHIPS.items() if name in words), None)
 
 
 # --- correctness ---

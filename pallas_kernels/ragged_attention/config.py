@@ -22,10 +22,11 @@ OPERATIONS = ("attend", "attention_moments")
 
 @dataclass(frozen=True, kw_only=True)
 class TritonConfig:
-    """Tiles of the GPU kernels; powers of two.
+    """Tiles of the GPU kernels.
 
     block_q: queries of a tile. block_k: keys of a step (any number of cache blocks is joined to
-    it). num_warps: groups of 32 threads per tile. num_stages: steps whose keys are under way.
+    it). num_warps: groups of 32 threads per tile. These are powers of two. num_stages: steps whose
+    keys are under way or in use.
     """
 
     block_q: int

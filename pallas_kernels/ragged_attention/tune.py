@@ -68,12 +68,14 @@ def trials(
     not fit, than the first tiles)."""
     args = bench.compressed(spec, 1.0).arguments(poison=False)
     kernel = _function(implementation, operation)
-    expected = _once(bench.candidate(operation, args, "reference")) if bench.fits(spec) else None
+    expected = None
+    if bench.fits(spec):
+        expected = _once(bench.candidate(operation, args, "reference"), spec.length)
     for tile in tiles(call_of(operation, spec), implementation):
         run = partial(_run, kernel, operation, tile)
         candidate = bench.candidate(operation, args, implementation, run)
         try:
-            result = _once(candidate)
+            result = _once(candidate, spec.length)
             seconds = bench.measure(candidate, repeats)
         except Exception as error:  # compilers have many ways to refuse tiles
             yield (
@@ -88,10 +90,11 @@ def trials(
         yield tile, float("inf") if wrong else seconds, "wrong result" if wrong else ""
 
 
-def _once(candidate: bench.Candidate) -> np.ndarray:
-    """The result of one step; of the moments only that it comes (their sums are checked by
-    `experiments.bench --check`)."""
-    return np.asarray(jax.jit(candidate.step)(candidate.carry, *candidate.arguments), np.float32)
+def _once(candidate: bench.Candidate, length: int) -> np.ndarray:
+    """The result of one step for the real queries. (Of the moments only that it comes: their sums
+    are checked by `experiments.bench --check`.)"""
+    result = jax.jit(candidate.step)(candidate.carry, *candidate.arguments)
+    return np.asarray(result[:, :, :length], np.float32)
 
 
 def _run(kernel, operation: str, tile, *args, kv_scale, squares=False):
