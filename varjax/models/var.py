@@ -222,7 +222,8 @@ class VAR(nnx.Module):
             per_layer = self.blocks.modulation_offset[:, None] + shared[None]
         else:
             kernel, bias = self.blocks.modulation.kernel[...], self.blocks.modulation.bias[...]
-            per_layer = jnp.einsum("rd,lde->lre", active, kernel) + bias[:, None]
+            # layer by layer: one product over all would first copy all these weights, transposed
+            per_layer = jax.lax.map(lambda layer: active @ layer[0] + layer[1], (kernel, bias))
             per_layer = parallel.whole(per_layer).reshape(config.depth, -1, 6, config.embed_dim)
         return {
             "start": condition[:, None] + self.start_embedding[...],
