@@ -20,6 +20,7 @@ import numpy as np
 
 from experiments.aot_program import Compiled, Request
 from varjax.cache.plan import CachePlan
+from varjax.cache.tables import CacheSegment
 from varjax.jaxpr_cost import device_bytes
 from varjax.segments import Segment
 
@@ -60,14 +61,16 @@ def roofline(request: Request, compiled: Compiled) -> Roofline:
 
 def attention_flops(plan: CachePlan, segments: tuple[Segment, ...]) -> float:
     """FLOPs of one image's attention: all padded queries of a scale against every slot of the
-    listed blocks and the scale's real tokens; two products."""
-    g, pairs = plan.geometry, 0.0
+    listed blocks and the scale's real tokens; two products, and one more where the policy is shown
+    sums of the attention weights."""
+    g, products = plan.geometry, 0.0
     for segment in segments:
+        passes = 2 + CacheSegment.of(plan, segment, None).sums_attention
         for s in segment.scales:
             blocks = float((plan.stop[s] > plan.start[s]).sum())
             own = g.num_layers * g.num_heads * g.schedule.tokens[s]
-            pairs += segment.length * (blocks * plan.block_size + own)
-    return 2 * 2 * g.head_dim * g.rows_per_image * pairs
+            products += passes * segment.length * (blocks * plan.block_size + own)
+    return 2 * g.head_dim * g.rows_per_image * products
 
 
 def pool_traffic(plan: CachePlan, batch_size: int, kv_dtype: str) -> float:

@@ -58,7 +58,7 @@ def _next(trials, memory: int, low: int, high: int | None, gap: int, step: int) 
     if guess is None:
         guess = 2 * low if high is None else (low + high) / 2
     guess = int(guess) // step * step
-    if guess <= low:
+    if low and guess < low + gap:  # whether what lies between fits is not worth a compilation
         guess = low + gap
     if high is None:
         return min(guess, 8 * max(low, step))  # a line from small batches may be far off

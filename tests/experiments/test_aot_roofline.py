@@ -1,0 +1,55 @@
+"""What the plan says about FLOPs and bytes, counted by hand on small geometries."""
+
+import numpy as np
+
+from experiments import aot_roofline
+from varjax import generation
+from varjax.geometry import Geometry
+from varjax.segments import plan_segments
+
+GEOMETRY = Geometry.parse("layers=3,heads=2,head_dim=8,schedule=1x1;2x2;3x3")
+ROWS, LAYERS, HEADS, SIZE = 2, 3, 2, 8
+
+
+def planned(policy, **arguments):
+    return generation.plan(GEOMETRY, policy, **arguments)
+
+
+def test_full_cache():
+    plan = planned("full", block_size=1)
+    exact = plan_segments(GEOMETRY.schedule, 3)
+    pairs = 1 * 1 + 4 * (1 + 4) + 9 * (5 + 9)
+    assert aot_roofline.attention_flops(plan, exact) == 4 * SIZE * ROWS * LAYERS * HEADS * pairs
+    padded = plan_segments(GEOMETRY.schedule, 1)
+    pairs = 9 * 1 + 9 * (1 + 4) + 9 * (5 + 9)
+    assert aot_roofline.attention_flops(plan, padded) == 4 * SIZE * ROWS * LAYERS * HEADS * pairs
+
+
+def test_pool_traffic():
+    """Scale 1 reads one token per head, scale 2 five; five are written."""
+    plan = planned("full", block_size=1)
+    token = 2 * SIZE * 2
+    tokens = (1 + 5 + 5) * LAYERS * HEADS * ROWS * 4
+    assert aot_roofline.pool_traffic(plan, 4, "bfloat16") == tokens * token
+    int8 = aot_roofline.pool_traffic(plan, 4, "int8")
+    assert int8 == tokens * (2 * SIZE + 2 * 4)
+
+
+def test_contents_that_the_device_decides():
+    plan = planned("headkv", budget=0.6)
+    read = plan.capacity.sum()
+    written = np.maximum(plan.capacity[1:] - plan.capacity[:-1], 0).sum()
+    per_token = plan.num_bytes(1, "bfloat16") / plan.pool_tokens
+    assert aot_roofline.pool_traffic(plan, 1, "bfloat16") == (read + written) * per_token
+
+
+def test_looking_at_attention_costs_a_product():
+    exact = plan_segments(GEOMETRY.schedule, 3)
+    plan = planned("h2o", budget=0.6)
+    blocks = (plan.stop > plan.start).sum((1, 2, 3)) * plan.block_size
+    pairs = [
+        t * (b + LAYERS * HEADS * t) for t, b in zip(GEOMETRY.schedule.tokens, blocks, strict=True)
+    ]
+    passes = [3, 3, 2]  # nothing is decided after the last scale
+    wanted = 2 * SIZE * ROWS * np.dot(passes, pairs)
+    assert aot_roofline.attention_flops(plan, exact) == wanted
