@@ -1,0 +1,156 @@
+"""What the GPU kernels must survive that shapes of published models do not have, interpreted."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import cache_write, ragged_attention
+from pallas_kernels.arg_specs import ArgSpec
+from pallas_kernels.ragged_attention import BlockTable, triton
+from pallas_kernels.ragged_attention.config import TritonConfig
+
+SPEC = ArgSpec(
+    name="edge",
+    rows=2,
+    heads=3,
+    head_dim=16,
+    tokens=37,
+    length=29,
+    block_size=4,
+    entries=5,
+    dtype="float32",
+)
+NEAR = {"atol": 2e-5, "rtol": 2e-5}
+attend = jax.jit(
+    partial(ragged_attention.attend, return_lse=True), static_argnames=["implementation"]
+)
+moments = jax.jit(
+    partial(ragged_attention.attention_moments, squares=True), static_argnames=["implementation"]
+)
+
+
+def compare(args, length: int):
+    """Attention and its moments, kernel against reference, for arguments of SPEC's kind."""
+    weights = (jnp.arange(args.q.shape[2]) < length).astype(jnp.float32)
+    results = []
+    for name in ("triton-interpret", "reference"):
+        out, lse = attend(*args.attend, kv_scale=args.kv_scale, implementation=name)
+        given = (args.q, args.k, args.length, args.kv_pool, args.table, weights, lse)
+        sums = moments(*given, kv_scale=args.kv_scale, implementation=name)
+        results.append((out[:, :, :length], lse, *sums))
+        assert np.isfinite(np.asarray(out)).all()
+    for i, (found, expected) in enumerate(zip(*results, strict=True)):
+        if i == 1:  # log-sum-exp
+            found, expected = found[:, :, :length], expected[:, :, :length]
+        np.testing.assert_allclose(found, expected, **NEAR)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"block_size": 1, "tokens": 1, "length": 1},
+        {"block_size": 3, "head_dim": 24},  # no powers of two
+        {"tokens": 129, "length": 1, "table": "empty"},  # query tiles of nothing but padding
+        {"rows": 1, "per_row": True, "kv_dtype": "int8"},
+        {"kv_dtype": "bfloat16"},
+    ],
+    ids=lambda c: "-".join(f"{k}{v}" for k, v in c.items()),
+)
+def test_sizes(changes):
+    spec = replace(SPEC, **changes)
+    compare(spec.arguments(), spec.length)
+
+
+@pytest.mark.parametrize("blocks", [0, 4])
+def test_nothing_stored(blocks):
+    """Before the first scale a table may have no entry and a pool no block."""
+    args = SPEC.arguments(poison=False)
+    none = jnp.zeros((SPEC.heads, 0), jnp.int32)
+    pool = jnp.full_like(args.kv_pool, jnp.nan)[:, :blocks]
+    compare(replace(args, table=BlockTable(none, none, none), kv_pool=pool), SPEC.length)
+
+
+def test_padding_may_hold_anything():
+    """Real queries do not see what lies behind the last token."""
+    args = SPEC.arguments()
+    padded = (jnp.arange(SPEC.tokens) >= SPEC.length)[:, None]
+    clean = attend(*args.attend, implementation="triton-interpret")
+    for anything in (jnp.nan, jnp.inf):
+        q, k, v = (jnp.where(padded, anything, a) for a in (args.q, args.k, args.v))
+        dirty = replace(args, q=q, k=k, v=v)
+        found = attend(*dirty.attend, implementation="triton-interpret")
+        for a, b in zip(found, clean, strict=True):
+            assert np.isfinite(np.asarray(a)).all()
+            np.testing.assert_array_equal(a[:, :, : SPEC.length], b[:, :, : SPEC.length])
+        weights = (jnp.arange(SPEC.tokens) < SPEC.length).astype(jnp.float32)
+        lse = jnp.where(padded[:, 0], anything, clean[1])
+        given = (q, k, args.length, args.kv_pool, args.table, weights, lse)
+        sums, _ = moments(*given, implementation="triton-interpret")
+        np.testing.assert_allclose(sums.sum(-1), SPEC.length, rtol=1e-5)
+
+
+@pytest.mark.parametrize("block_q", [16, 64])
+@pytest.mark.parametrize("block_k", [16, 128])
+def test_any_tiles_give_the_same(block_q, block_k):
+    args = SPEC.arguments()
+    config = TritonConfig(block_q=block_q, block_k=block_k, num_warps=4, num_stages=2)
+    out, lse = triton.attend(*args.attend, return_lse=True, interpret=True, config=config)
+    expected, expected_lse = attend(*args.attend, implementation="reference")
+    real = (slice(None), slice(None), slice(SPEC.length))
+    np.testing.assert_allclose(out[real], expected[real], **NEAR)
+    np.testing.assert_allclose(lse[real], expected_lse[real], **NEAR)
+
+
+def test_large_scores_do_not_overflow():
+    args = SPEC.arguments()
+    args = replace(args, q=args.q * 100)  # scores of hundreds
+    out, lse = attend(*args.attend, implementation="triton-interpret")
+    expected, expected_lse = attend(*args.attend, implementation="reference")
+    np.testing.assert_allclose(
+        lse[:, :, : SPEC.length], expected_lse[:, :, : SPEC.length], rtol=1e-5
+    )
+    difference = (out - expected)[:, :, : SPEC.length]
+    assert np.linalg.norm(difference) < 1e-3 * np.linalg.norm(expected[:, :, : SPEC.length])
+
+
+def test_writing_nothing():
+    args = SPEC.arguments(poison=False)
+    nothing = replace(args.writes, source=jnp.full_like(args.writes.source, -1))
+    pool, _ = cache_write.write(
+        args.kv_pool, args.k, args.v, nothing, implementation="triton-interpret"
+    )
+    np.testing.assert_array_equal(pool, args.kv_pool)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 24}, "heads of 16, 32, 64, 128, not 24"),
+        ({"block_size": 48}, "blocks of 1, 2, .* slots, not 48"),
+        ({"kv_dtype": "float64"}, "pool of bfloat16, .*, not float64"),
+    ],
+)
+def test_refused_on_a_gpu(changes, message):
+    """With the reason and a way out, when the program is traced."""
+    spec = replace(SPEC, **{n: v for n, v in changes.items() if n != "kv_dtype"})
+    args = spec.abstract()
+    if "kv_dtype" in changes:
+        args = replace(args, kv_pool=jax.ShapeDtypeStruct(args.kv_pool.shape, np.float64))
+    with jax.enable_x64(True), pytest.raises(NotImplementedError, match=message) as caught:
+        jax.eval_shape(partial(attend, implementation="triton"), *args.attend)
+    assert "--attention=reference" in str(caught.value)
+
+
+def test_an_int8_pool_that_32_bits_cannot_address_is_refused():
+    spec = replace(SPEC, head_dim=64, block_size=16, rows=1, kv_dtype="int8", dtype="bfloat16")
+    args = spec.abstract()
+    blocks = 2**31 // (16 * 128) + 1
+    pool = jax.ShapeDtypeStruct((1, blocks, 16, 128), jnp.int8)
+    scale = jax.ShapeDtypeStruct((1, blocks, 32), jnp.float32)
+    args = replace(args, kv_pool=pool)
+    with pytest.raises(NotImplementedError, match="int8 pool of 2.00 GiB"):
+        jax.eval_shape(partial(attend, implementation="triton"), *args.attend, kv_scale=scale)
