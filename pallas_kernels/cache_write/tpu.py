@@ -171,12 +171,11 @@ def _scratch_shapes(layout: _Layout, pools: list[Array], padded: int) -> list:
 
 
 def _vmem_limit(layout: _Layout, padded: int, dtype) -> int | None:
-    """Bytes of vector memory that the kernel asks for, where it needs more than compilers allow by
-    default."""
+    """Bytes of vector memory that the kernel asks for; None where the default of 16 MiB will do."""
     lanes = sum(rounded(width, LANES) for width in layout.parts)
     tokens = padded * rounded(sum(layout.parts[: layout.values]), LANES)
-    needed = 4 * padded * lanes + 2 * tokens * dtype.itemsize + 2**21
-    return needed if needed > 14 * 2**20 else None
+    needed = 4 * padded * lanes + 2 * tokens * dtype.itemsize + 2**20
+    return None if needed <= 14 * 2**20 else needed * 5 // 4
 
 
 def _cost(given: list[Array], pools: list[Array], writes: BlockWrites) -> pl.CostEstimate:

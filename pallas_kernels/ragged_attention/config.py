@@ -41,7 +41,7 @@ class TPUConfig:
 
     block_q: queries of a tile. copy_keys: stored keys per copy step (blocks are joined to about
     this many). own_keys: own keys of a step. vmem_limit: bytes of vector memory the kernel may
-    use; None is the compiler's default.
+    use; None is what `tpu_vmem_limit` says.
     """
 
     block_q: int
@@ -125,9 +125,32 @@ def _triton_heuristic(call: Call) -> TritonConfig:
 
 
 def _tpu_heuristic(call: Call) -> TPUConfig:
-    """Tiles that fit the default limit of vector memory."""
-    block_q = min(512, max(16, power_of_two(call.queries)))
-    return TPUConfig(block_q=block_q, copy_keys=256, own_keys=256)
+    """512 queries do 512 operations per byte of bfloat16 keys, about what the chips need to be kept
+    busy. Short tables are read 128 keys at a time, so that little of the last group is padding."""
+    return TPUConfig(block_q=512, copy_keys=128 if call.slots <= 1024 else 256, own_keys=256)
+
+
+def tpu_vmem_limit(call: Call, tiles: TPUConfig) -> int | None:
+    """Bytes of vector memory that a call may use; None where the compilers' default of 16 MiB will
+    do (all that a v4 has), as it does up to 4096 tokens with the heuristic's tiles."""
+    needed = tpu_vector_memory(call, tiles)
+    return tiles.vmem_limit or (None if needed <= 14 * 2**20 else needed * 5 // 4)
+
+
+def tpu_vector_memory(call: Call, tiles: TPUConfig) -> int:
+    """About how many bytes of vector memory a call takes: arrays of the head at work and of the
+    next one, stored blocks on their way (four groups), scores of a step and what comes of them."""
+    size = {"float32": 4, "bfloat16": 2, "int8": 1}
+    each, stored = size[call.dtype], size[call.kv_dtype]
+    one, both = (-(-width // 128) * 128 for width in (call.head_dim, 2 * call.head_dim))
+    block_q = min(tiles.block_q, -(-call.queries // 128) * 128)
+    if call.operation == "attend":
+        arrays = 2 * call.queries * both * each + 4 * block_q * one * each
+    else:
+        arrays = 4 * call.queries * one * each + 16 * (call.slots + call.queries)
+    step = 3 * max(tiles.own_keys, tiles.copy_keys) * block_q * 4
+    copies = tiles.copy_keys * both * (4 * stored + 4)
+    return arrays + block_q * (one + 16) * 4 + step + copies
 
 
 # --- tuned values ---

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.ragged_attention import config
+from pallas_kernels.ragged_attention import config as tiles
 from pallas_kernels.ragged_attention.tpu_blocks import (
     Blocks,
     Grouping,
@@ -55,18 +55,29 @@ __all__ = ["attend", "attention_moments"]
 
 
 def attend(
-    q, k_new, v_new, new_length, kv_pool, table, kv_scale, *, return_lse: bool, interpret: bool
+    q,
+    k_new,
+    v_new,
+    new_length,
+    kv_pool,
+    table,
+    kv_scale,
+    *,
+    return_lse: bool,
+    interpret: bool,
+    config: tiles.TPUConfig | None = None,
 ):
-    """See `api.attend`."""
+    """See `api.attend`. config: tiles; None takes those of `config.choose`."""
     if not interpret:
         check(q, kv_pool, kv_scale)
-    tiles = config.choose(config.Call.of("attend", q, k_new, kv_pool, table), "tpu")
+    call = tiles.Call.of("attend", q, k_new, kv_pool, table)
+    config = config or tiles.choose(call, "tpu")
     rows, heads, tokens, head_dim = q.shape
     entries, block_size = table.ids.shape[-1], kv_pool.shape[2]
-    keys = min(tiles.copy_keys, max(1, entries) * block_size)
+    keys = min(config.copy_keys, max(1, entries) * block_size)
     grouping = Grouping.of(entries, block_size, keys)
-    block_q = balanced(tokens, tiles.block_q, LANES)
-    own_keys = balanced(tokens, tiles.own_keys, 16)
+    block_q = balanced(tokens, config.block_q, LANES)
+    own_keys = balanced(tokens, config.own_keys, 16)
     length, packed = jnp.reshape(new_length, 1).astype(jnp.int32), pack(table, grouping)
     own, stored = packed_tokens(k_new, v_new), pools(kv_pool, kv_scale, interpret)
     own_spec = [whole_head(array, rounded(tokens, own_keys)) for array in own]
@@ -89,7 +100,8 @@ def attend(
             *scratch_shapes(grouping, stored),
         ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) * 3, vmem_limit_bytes=tiles.vmem_limit
+            dimension_semantics=("parallel",) * 3,
+            vmem_limit_bytes=tiles.tpu_vmem_limit(call, config),
         ),
         cost_estimate=_cost(q, k_new, kv_pool, entries, block_q),
         interpret=interpret,

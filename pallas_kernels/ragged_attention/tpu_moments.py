@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.ragged_attention import config
+from pallas_kernels.ragged_attention import config as tiles
 from pallas_kernels.ragged_attention.tpu_blocks import (
     Blocks,
     Grouping,
@@ -51,17 +51,19 @@ def attention_moments(
     *,
     squares: bool,
     interpret: bool,
+    config: tiles.TPUConfig | None = None,
 ):
-    """See `api.attention_moments`."""
+    """See `api.attention_moments`. config: tiles; None takes those of `config.choose`."""
     if not interpret:
         check(q, kv_pool, kv_scale)
-    tiles = config.choose(config.Call.of("attention_moments", q, k_new, kv_pool, table), "tpu")
+    call = tiles.Call.of("attention_moments", q, k_new, kv_pool, table)
+    config = config or tiles.choose(call, "tpu")
     rows, heads, queries, head_dim = q.shape
     tokens, (entries, block_size) = k_new.shape[2], (table.ids.shape[-1], kv_pool.shape[2])
     # groups and pieces of own keys are whole rows of 128 results
-    grouping = Grouping.of(entries, block_size, rounded(tiles.copy_keys, LANES))
-    own_keys = min(rounded(tiles.own_keys, LANES), rounded(tokens, LANES))
-    block_q = balanced(queries, tiles.block_q, LANES)
+    grouping = Grouping.of(entries, block_size, rounded(config.copy_keys, LANES))
+    own_keys = min(rounded(config.own_keys, LANES), rounded(tokens, LANES))
+    block_q = balanced(queries, config.block_q, LANES)
     all_queries, all_own = rounded(queries, block_q), rounded(tokens, own_keys)
     tail = all_queries - queries
     weights = jnp.pad(query_weights.astype(jnp.float32), (0, tail))[None]
@@ -83,7 +85,8 @@ def attention_moments(
         out_shape=[jax.ShapeDtypeStruct((rows, heads, 1, w), jnp.float32) for w in widths],
         scratch_shapes=scratch_shapes(grouping, stored),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) * 2, vmem_limit_bytes=tiles.vmem_limit
+            dimension_semantics=("parallel",) * 2,
+            vmem_limit_bytes=tiles.tpu_vmem_limit(call, config),
         ),
         cost_estimate=_cost(q, k_new, kv_pool, entries),
         interpret=interpret,

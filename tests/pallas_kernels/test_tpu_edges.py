@@ -1,0 +1,157 @@
+"""TPU kernels in interpret mode where shapes and contents are awkward."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import cache_write, ragged_attention
+from pallas_kernels.arg_specs import ArgSpec
+from pallas_kernels.cache_write import BlockWrites
+from pallas_kernels.ragged_attention import tpu
+from pallas_kernels.ragged_attention.config import TPUConfig
+from pallas_kernels.ragged_attention.tpu_blocks import BUFFERS, MAX_GROUP
+
+SMALL = ArgSpec(
+    name="small", rows=2, heads=2, head_dim=16, tokens=21, length=13, entries=3, dtype="float32"
+)
+SMALL_TILES = TPUConfig(block_q=128, copy_keys=32, own_keys=64)
+attend = jax.jit(
+    partial(ragged_attention.attend, return_lse=True), static_argnames="implementation"
+)
+moments = jax.jit(
+    partial(ragged_attention.attention_moments, squares=True), static_argnames="implementation"
+)
+write = jax.jit(cache_write.write, static_argnames="implementation")
+
+
+def close(found, expected, tolerance=1e-5):
+    found, expected = (np.asarray(a, np.float64) for a in (found, expected))
+    assert np.linalg.norm(found - expected) <= tolerance * np.linalg.norm(expected)
+
+
+def check_attend(args, found):
+    """`found`, or what the kernel gives, against the reference."""
+    expected = attend(*args.attend, kv_scale=args.kv_scale, implementation="reference")
+    for a, b in zip(found, expected, strict=True):
+        assert np.isfinite(np.asarray(a)).all()
+        close(a[:, :, : int(args.length)], b[:, :, : int(args.length)])
+
+
+def kernel_attend(args):
+    return attend(*args.attend, kv_scale=args.kv_scale, implementation="tpu-interpret")
+
+
+@pytest.mark.parametrize("head_dim, block_size", [(16, 1), (64, 2), (16, 5)])
+def test_small_heads_and_blocks(head_dim, block_size):
+    args = replace(SMALL, head_dim=head_dim, block_size=block_size, per_row=True).arguments()
+    check_attend(args, kernel_attend(args))
+
+
+@pytest.mark.parametrize("length, kv_dtype", [(1, None), (129, None), (300, "int8")])
+def test_several_tiles_of_every_kind(length, kv_dtype):
+    """Tiles of queries and groups of keys that the sizes are no multiples of, more groups than
+    buffers; padded tokens hold anything."""
+    entries = 2 * BUFFERS * 2 + 1
+    spec = replace(SMALL, tokens=301, length=length, entries=entries, kv_dtype=kv_dtype)
+    args = spec.arguments()
+    padding = (jnp.arange(301) >= length)[:, None]
+    k, v = (jnp.where(padding, bad, a) for a, bad in ((args.k, jnp.nan), (args.v, jnp.inf)))
+    args = replace(args, k=k, v=v)
+    found = jax.jit(partial(tpu.attend, return_lse=True, interpret=True, config=SMALL_TILES))(
+        *args.attend, args.kv_scale
+    )
+    exact = replace(args, k=jnp.where(padding, 0, k), v=jnp.where(padding, 0, v))
+    check_attend(exact, found)
+
+
+def test_no_table():
+    with_entries = SMALL.arguments()
+    table = jax.tree.map(lambda a: a[..., :0], with_entries.table)
+    args = replace(with_entries, table=table)
+    check_attend(args, kernel_attend(args))
+
+
+def test_more_entries_than_a_group_may_unroll():
+    args = replace(SMALL, block_size=1, entries=3 * MAX_GROUP + 1, table="full").arguments()
+    check_attend(args, kernel_attend(args))
+
+
+def test_length_may_be_a_number():
+    args = replace(SMALL.arguments(), length=SMALL.length)
+    check_attend(args, kernel_attend(args))
+
+
+@pytest.mark.parametrize("queries", [5, 200])
+def test_moments_of_some_queries(queries):
+    """Fewer or more queries than tokens; those of no weight may hold anything."""
+    args = replace(SMALL, tokens=150, length=131, entries=20).arguments()
+    rng = np.random.default_rng(3)
+    q = jnp.asarray(rng.standard_normal((*args.q.shape[:2], queries, 16)), jnp.float32)
+    lse = jnp.asarray(rng.uniform(3, 5, q.shape[:3]), jnp.float32)
+    weights = jnp.asarray(rng.random(queries), jnp.float32).at[-2:].set(0)
+    rest = (args.k, args.length, args.kv_pool, args.table, weights, lse)
+    expected = moments(q, *rest, implementation="reference")
+    k = args.k.at[:, :, 131:].set(jnp.nan)
+    found = moments(q.at[:, :, -2:].set(jnp.nan), k, *rest[1:], implementation="tpu-interpret")
+    for a, b in zip(found, expected, strict=True):
+        close(a, b)
+
+
+def both_writes(args):
+    found, expected = (
+        write(
+            *(args.kv_pool, args.k, args.v, args.writes),
+            kv_scale=args.kv_scale,
+            implementation=name,
+        )
+        for name in ("tpu-interpret", "reference")
+    )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+def test_every_kind_of_entry(kv_dtype):
+    """Consecutive, full, partial and empty entries in any order, an empty head; tokens that are not
+    stored hold anything; zeros."""
+    size, none = 8, -np.ones(8, np.int32)
+    run, mixed = np.arange(3, 3 + size), np.array([20, 2, 19, 0, 1, 12, 13, 11])
+    part = np.where(np.arange(size) % 3 == 1, 14 + np.arange(size) // 3, -1)
+    source = np.stack([np.stack([none, part, none, none, run, mixed]), np.tile(none, (6, 1))])
+    ids = np.array([[0, 4, 0, 0, 2, 7], [0, 0, 0, 0, 0, 0]])
+    writes = BlockWrites(jnp.asarray(ids, jnp.int32), jnp.asarray(source, jnp.int32))
+    spec = replace(SMALL, block_size=size, entries=6, kv_dtype=kv_dtype)
+    args = replace(spec.arguments(poison=False), writes=writes)
+    unused = np.setdiff1d(np.arange(21), source)
+    k = args.k.at[:, :, unused].set(jnp.nan).at[:, :, 2].set(0)
+    both_writes(replace(args, k=k))
+
+
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_nothing_and_everything_is_stored(tokens):
+    spec = replace(SMALL, tokens=tokens, length=tokens, entries=-(-tokens // 16) + 1)
+    args = spec.arguments(poison=False)
+    both_writes(args)
+    empty = replace(args.writes, source=jnp.full_like(args.writes.source, -1))
+    both_writes(replace(args, writes=empty))
+
+
+def test_what_does_not_compile_is_refused():
+    args = SMALL.arguments()
+    with pytest.raises(NotImplementedError, match="heads of 64, 128, 256, not 16.*reference"):
+        ragged_attention.attend(*args.attend, implementation="tpu")
+    with pytest.raises(NotImplementedError, match="heads of 64, 128, ..., not 16.*reference"):
+        cache_write.write(args.kv_pool, args.k, args.v, args.writes, implementation="tpu")
+    args = replace(SMALL, head_dim=64, block_size=128, kv_dtype="int8").arguments()
+    with pytest.raises(
+        NotImplementedError, match="blocks of 8, 16, ... 64 slots in a pool of int8"
+    ):
+        cache_write.write(
+            *(args.kv_pool, args.k, args.v, args.writes),
+            kv_scale=args.kv_scale,
+            implementation="tpu",
+        )
