@@ -9,15 +9,16 @@ single rows, whose maximum and sum need no work across lanes, what masks keys is
 all queries, and the log-sum-exp leaves as the row it is stored as. The output is accumulated
 transposed, [H, queries], and turned once at the end.
 
-HBM traffic in bytes, e and b bytes per element of tokens and pool, P_n live slots of head n, S
-block_size, tiles = ceil(T / block_q):
+HBM traffic in bytes, e and b bytes per element of tokens and pool, P_n slots of the blocks that head
+n has in use, tiles = ceil(T / block_q):
 
-    R N (2 T H e (q, out) + 2 T H e (k, v)) + R tiles sum_n (2 P_n H b, int8: + 8 P_n)
+    R N (2 T H e (q, out) + 2 T H e (k, v)) + R tiles sum_n 2 P_n H b
 
-with H rounded up to 128 for q and out. Scales of blocks below 64 slots are padded to 512 bytes.
-Vector memory: own K and V twice (the next head's are fetched meanwhile), tiles of q and out twice,
-scores of one step: 8 MiB at T = 4096, H = 128, bfloat16. A tile of 512 queries does 512 operations
-per byte of bfloat16 keys, above the ratio of a v5e (240) and near that of a v6e (560).
+with H rounded up to 128 for q and out; int8: + the scales, 8 bytes per slot but at least 512 per
+block. Vector memory: own K and V twice (the next head's are fetched meanwhile), tiles of q and out
+twice, scores of one step: 6 MiB at T = 4096, H = 128, bfloat16 (compiled for a v5e). A tile of 512
+queries does 512 operations per byte of bfloat16 keys; the peaks of a v5e are 240 apart, those of a
+v6e 560.
 """
 
 from functools import partial

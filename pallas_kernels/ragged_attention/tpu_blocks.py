@@ -25,8 +25,8 @@ from pallas_kernels.ragged_attention.api import check_kernel_arguments
 from pallas_kernels.ragged_attention.table import BlockTable
 from pallas_kernels.tpu_operands import LANES, block_of, block_shape
 
-# Groups in flight or in use. One of 128 keys is 32 KiB and computed on in less time than HBM takes
-# to answer, so more than two.
+# Groups in flight or in use. More than two, because a group of 128 keys is only 32 KiB, and what is
+# computed on it may take less time than HBM takes to answer.
 BUFFERS = 4
 MAX_GROUP = 16  # blocks per group: the loads of a group are unrolled
 RANGE_BITS = 16
