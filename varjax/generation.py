@@ -14,7 +14,7 @@ from varjax import checkpoint
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
 from varjax.errors import UserError, choose
-from varjax.generator import Generator
+from varjax.generator import MATMUL_PRECISIONS, Generator, Timing, storage_dtype
 from varjax.geometry import Geometry
 from varjax.models import registry
 from varjax.policies import POLICIES, Policy, get_policy
@@ -204,6 +204,15 @@ def generate(
 
 
 __all__ = [
-    *("KV_DTYPES", "MATMUL_PRECISIONS", "POLICIES", "Generator", "Model", "Timing"),
-    *("default_dtype", "generate", "load", "plan", "storage_dtype"),
+    "KV_DTYPES",
+    "MATMUL_PRECISIONS",
+    "POLICIES",
+    "Generator",
+    "Model",
+    "Timing",
+    "default_dtype",
+    "generate",
+    "load",
+    "plan",
+    "storage_dtype",
 ]

@@ -93,20 +93,44 @@ def guide(logits: Float[Array, "R T V"], strength: Float[Array, ""]) -> Float[Ar
 
 
 def filter_logits(logits: Float[Array, "... V"], top_k: int, top_p: float) -> Float[Array, "... V"]:
-    """Set what top-k, then top-p, rejects to -inf. The largest always survives. Static `top_k`,
-    `top_p`; 0 is off."""
-    vocabulary = logits.shape[-1]
-    if 0 < top_k < vocabulary:
-        threshold = jax.lax.top_k(logits, top_k)[0][..., -1:]
-        logits = jnp.where(logits < threshold, -jnp.inf, logits)
+    """Set what top-k, then top-p, rejects to -inf. The largest always survives, and equal logits
+    share their fate. Static `top_k`, `top_p`; 0 is off.
+
+    Top-k keeps the k largest. Top-p rejects the smallest logits whose probabilities add up to at
+    most 1 - p. Both look for a threshold, bit by bit, instead of sorting: sorting takes several
+    arrays of the size of the logits, and TPU compilers long for every shape.
+    """
+    if 0 < top_k < logits.shape[-1]:
+        order = _ordered(logits)
+        threshold = _largest(lambda t: (order >= t).sum(-1, keepdims=True) >= top_k, order)
+        logits = jnp.where(order < threshold, -jnp.inf, logits)
     if 0 < top_p < 1:
-        order = jnp.argsort(logits, axis=-1, stable=True)
-        ascending = jnp.take_along_axis(logits, order, axis=-1)
-        below = jnp.cumsum(jax.nn.softmax(ascending, axis=-1), axis=-1) <= 1 - top_p
-        below = below.at[..., -1].set(False)
-        rejected = jnp.take_along_axis(below, jnp.argsort(order, axis=-1), axis=-1)
+        order, p = _ordered(logits), jax.nn.softmax(logits, axis=-1)
+
+        def may_go(t):
+            return jnp.where(order <= t, p, 0).sum(-1, keepdims=True) <= 1 - top_p
+
+        rejected = (order <= _largest(may_go, order)) & (logits < logits.max(-1, keepdims=True))
         logits = jnp.where(rejected, -jnp.inf, logits)
     return logits
+
+
+def _ordered(x: Float[Array, "..."]) -> Int[Array, "..."]:
+    """int32 that compare as the float32 numbers do; zeros of both signs are equal."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
+    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+
+
+def _largest(holds, like: Int[Array, "... V"]) -> Int[Array, "... 1"]:
+    """The largest int32 for which `holds` is true; `holds` is true up to some number and false
+    beyond it."""
+    lowest = jnp.full((*like.shape[:-1], 1), jnp.iinfo(jnp.int32).min)
+
+    def step(i, found):
+        raised = found + (jnp.int32(1) << (31 - i))  # the first one wraps from the lowest to 0
+        return jnp.where(holds(raised), raised, found)
+
+    return jax.lax.fori_loop(0, 32, step, lowest)
 
 
 def gumbel(keys: Array, length: int, vocabulary: int) -> Float[Array, "B T V"]:
