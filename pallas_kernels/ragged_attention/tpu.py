@@ -9,8 +9,8 @@ single rows, whose maximum and sum need no work across lanes, what masks keys is
 all queries, and the log-sum-exp leaves as the row it is stored as. The output is accumulated
 transposed, [H, queries], and turned once at the end.
 
-HBM traffic in bytes, e and b bytes per element of tokens and pool, P_n slots of the blocks that head
-n has in use, tiles = ceil(T / block_q):
+HBM traffic in bytes, e and b bytes per element of tokens and pool, P_n slots of the blocks that
+head n has in use, tiles = ceil(T / block_q):
 
     R N (2 T H e (q, out) + 2 T H e (k, v)) + R tiles sum_n 2 P_n H b
 
