@@ -2,7 +2,7 @@
 
 Bytes are those of one device. The peak is that of the program that needs more, next to what lies on
 the device while it runs: for drawing codes the weights that only the decoder reads, for decoding
-pixels the other weights and the cache, which is freed later.
+pixels the other weights. The cache is freed before pixels are decoded.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def peaks(compiled: Compiled) -> dict[str, int]:
     codes, pixels = compiled.codes, compiled.pixels
     return {
         "codes": codes.resident + pixels.code,
-        "pixels": pixels.resident + codes.code + codes.aliased,
+        "pixels": pixels.resident + codes.code,
     }
 
 
@@ -90,7 +90,9 @@ def _activations(request: Request, batch_size: int) -> int:
     """Activations and logits of one device, as predicted without compiling."""
     model, plan = request.model, ShardedPlan(request.plan, request.mesh).groups[0]
     sizes = (batch_size // request.mesh.data, request.dtype, request.kv_dtype)
-    return memory.predict(plan, model.transformer, model.codec, *sizes).activations
+    kernels = request.attention != "reference"
+    parts = (plan, model.transformer, model.codec)
+    return memory.predict(*parts, *sizes, kernels=kernels).activations
 
 
 def _program(program: Program, temporaries: int) -> dict:

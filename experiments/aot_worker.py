@@ -176,7 +176,9 @@ def _first_guess(request: Request, chip: Chip) -> int:
 
     def predict(images: int) -> memory.Prediction:
         sizes = (images, request.dtype, request.kv_dtype)
-        return memory.predict(request.plan, model.transformer, model.codec, *sizes)
+        kernels = request.attention != "reference"
+        parts = (request.plan, model.transformer, model.codec)
+        return memory.predict(*parts, *sizes, kernels=kernels)
 
     per_device = memory.largest_batch(predict, 10**5, int(chip.memory / memory.SAFETY))
     return max(1, per_device) * mesh.data

@@ -168,16 +168,13 @@ def _scale_step(
     layers = jnp.arange(model.num_layers)
     inputs = (model.blocks, context["layers"], table.layers, layers)
     (x, state), _ = jax.lax.scan(layer, (x, state), inputs, unroll=spec.unroll)
-    with jax.named_scope("head"):
-        logits = model.logits(context, x, maps, spec.sampling)
-    with jax.named_scope("choose"):
-        scale_keys = jax.vmap(lambda key: jax.random.fold_in(key, maps.scale))(keys)
-        forced = None if given is None else (given.tokens[:, maps.token_index], given.scales)
-        tokens, codes = model.choose(logits, scale_keys, maps, spec.sampling, forced)
+    scale_keys = jax.vmap(lambda key: jax.random.fold_in(key, maps.scale))(keys)
+    forced = None if given is None else (given.tokens[:, maps.token_index], given.scales)
+    drawn = model.draw(context, x, scale_keys, maps, spec.sampling, forced)
     with jax.named_scope("accumulate"):
-        code_map = model.accumulate(code_map, codes, maps)
-    outputs = {"tokens": tokens, "logits": logits} if spec.keep_logits else {"tokens": tokens}
-    return (code_map, state), outputs
+        code_map = model.accumulate(code_map, drawn["codes"], maps)
+    wanted = ("tokens", "logits") if spec.keep_logits else ("tokens",)
+    return (code_map, state), {name: drawn[name] for name in wanted}
 
 
 def _without_padding(

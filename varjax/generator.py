@@ -181,10 +181,13 @@ class Generator:
     # --- running ----------------------------------------------------------------------------------
 
     def run_batch(
-        self, labels, image_index, *, seed=0, given=None, given_scales=None
-    ) -> tuple[dict, KVState]:
+        self, labels, image_index, *, seed=0, given=None, given_scales=None, keep_cache=True
+    ) -> tuple[dict, KVState | None]:
         """One full batch: {"images" float32 [B, H, W, 3] in [0, 1], "tokens", "code_map",
-        "logits"?} and the final cache."""
+        "logits"?} and the final cache.
+
+        keep_cache: without it None is returned, and the cache is gone before pixels are decoded.
+        """
         if self._program is None:
             self.compile(given=given is not None)
         scales = self.model.geometry.schedule.num_scales if given_scales is None else given_scales
@@ -197,6 +200,8 @@ class Generator:
         state = jax.block_until_ready(state)
         start = time.perf_counter()
         results, state = self._program(self._pipeline, state, *arguments)
+        if not keep_cache:
+            state = None
         results["images"] = self._decoder(self._pipeline, results["code_map"])
         jax.block_until_ready(results)
         elapsed = time.perf_counter() - start
@@ -220,7 +225,11 @@ class Generator:
             padded = np.pad(index, (0, self.batch_size - index.size), mode="edge").astype(np.int32)
             forced = None if given is None else np.asarray(given)[padded]
             results, _ = self.run_batch(
-                labels[padded], padded, seed=seed, given=forced, given_scales=given_scales
+                *(labels[padded], padded),
+                seed=seed,
+                given=forced,
+                given_scales=given_scales,
+                keep_cache=False,
             )
             yield index, {k: np.asarray(v)[: index.size] for k, v in results.items()}
 

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 import jax
 
+from pallas_kernels import implementations
 from varjax import programs
 from varjax.cache.plan import CachePlan, item_size
 from varjax.errors import UserError
 from varjax.models import parameters
+from varjax.models.pipeline import ARRAYS_PER_LOGIT, images_at_once
 
 SAFETY = 0.9  # share of the device's memory that predictions may fill
 
@@ -33,24 +35,46 @@ def weight_bytes(transformer, codec, dtype) -> int:
     return parameters.count(transformer) * item_size(dtype) + parameters.count(codec) * 4
 
 
-def predict(plan: CachePlan, transformer, codec, batch_size: int, dtype, kv_dtype) -> Prediction:
+def predict(
+    plan: CachePlan,
+    transformer,
+    codec,
+    batch_size: int,
+    dtype,
+    kv_dtype,
+    *,
+    kernels: bool | None = None,
+) -> Prediction:
     """Predicted bytes. The pool is exact; activations are the live tensors of the widest step,
-    counted from shapes."""
+    counted from shapes.
+
+    kernels: whether attention runs in a kernel, which has no scores and no gathered keys in memory;
+      None: as on this machine by default.
+    """
+    if kernels is None:
+        kernels = implementations.preferred(jax.default_backend()) != "reference"
     config, rows = transformer.config, batch_size * plan.geometry.rows_per_image
     tokens = max(plan.geometry.schedule.tokens)
-    keys = tokens + int(plan.capacity.max(initial=0))
     layer = rows * tokens * (6 * config.embed_dim + 2 * config.hidden_dim) * item_size(dtype)
-    scores = 2 * rows * config.num_heads * tokens * keys * 4
-    gathered = (
-        2 * rows * plan.geometry.num_heads * keys * 2 * plan.geometry.head_dim * item_size(kv_dtype)
-    )
-    logits = 2 * rows * tokens * config.vocab_size * 4
+    if not kernels:
+        layer += _reference_attention(plan, rows, tokens, kv_dtype)
+    chosen = min(batch_size, images_at_once(tokens, config.vocab_size))
+    logits = ARRAYS_PER_LOGIT * chosen * tokens * config.vocab_size * 4
+    logits += rows * tokens * config.embed_dim * item_size(dtype)
     pixels = programs.decoder_batch(codec, batch_size) * programs.decoder_bytes(codec)
     return Prediction(
         weights=weight_bytes(transformer, codec, dtype),
         kv_pool=plan.num_bytes(batch_size, kv_dtype),
-        activations=max(layer + scores + gathered, logits, pixels),
+        activations=max(layer, logits, pixels),
     )
+
+
+def _reference_attention(plan: CachePlan, rows: int, tokens: int, kv_dtype) -> int:
+    """Bytes of scores and weights, and of keys and values gathered from the pool."""
+    heads = plan.geometry.num_heads
+    keys = tokens + int(plan.capacity.max(initial=0))
+    gathered = 2 * rows * heads * keys * 2 * plan.geometry.head_dim * item_size(kv_dtype)
+    return 2 * rows * heads * tokens * keys * 4 + gathered
 
 
 def available_bytes() -> int | None:

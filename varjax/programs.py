@@ -10,16 +10,16 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.experimental.layout import Format, Layout
 from jaxtyping import Array, Float
 
 from varjax import engine
 from varjax.cache.state import KVState
+from varjax.rounds import in_rounds
 from varjax.sharding import ShardedProgram
 
-# Where the compiler chooses the weights' layout; elsewhere the usual one is never copied.
+# Where the compiler chooses how the weights lie, because it would copy stacked ones otherwise.
 AUTO_LAYOUT_PLATFORMS = ("tpu",)
 DECODER_BYTES = 2 * 2**30  # activations that decoding may take at once
 
@@ -77,13 +77,8 @@ def lower_pixels(
 def decode(pipeline: Any, code_map: Float[Array, "B P Q C"]) -> Float[Array, "B H W 3"]:
     """Pixels of a batch, as many images at a time as `DECODER_BYTES` allow."""
     images = code_map.shape[0]
-    rounds = -(-images // decoder_batch(pipeline.codec, images))
-    if rounds == 1:
-        return pipeline.decode(code_map)
-    size = -(-images // rounds)
-    padded = jnp.pad(code_map, ((0, rounds * size - images), (0, 0), (0, 0), (0, 0)))
-    parts = jax.lax.map(pipeline.decode, padded.reshape(rounds, size, *code_map.shape[1:]))
-    return parts.reshape(-1, *parts.shape[2:])[:images]
+    at_once = decoder_batch(pipeline.codec, images)
+    return in_rounds(lambda index: pipeline.decode(code_map[index]), images, at_once)
 
 
 def decoder_batch(codec: Any, images: int) -> int:

@@ -15,8 +15,17 @@ from varjax import sampling as sampling_lib
 from varjax.codecs.vqvae import VQVAE
 from varjax.geometry import Geometry
 from varjax.models.var import VAR
+from varjax.rounds import in_rounds
 from varjax.sampling import Sampling
 from varjax.scale_maps import ScaleMaps
+
+LOGITS_BYTES = 2**30  # logits, and what choosing from them takes, that may exist at once
+ARRAYS_PER_LOGIT = 6  # both rows of guidance, guided, filtered, ordered or probabilities, noise
+
+
+def images_at_once(tokens: int, vocab_size: int) -> int:
+    """How many images' tokens are chosen at once."""
+    return max(1, LOGITS_BYTES // (ARRAYS_PER_LOGIT * tokens * vocab_size * 4))
 
 
 @jax.tree_util.register_dataclass
@@ -78,24 +87,40 @@ class VARPipeline:
     def finish(self, block, layer_context, x, attended):
         return self.transformer.finish(block, layer_context, x, attended)
 
-    def logits(
-        self, context, x: Float[Array, "R T D"], maps: ScaleMaps, sampling: Sampling
-    ) -> Float[Array, "B T V"]:
-        """Guided logits of a scale, float32, before filters."""
-        return sampling_lib.guide(
-            self.transformer.logits(context["head"], x), sampling.cfg * maps.ratio
-        )
-
-    def choose(
+    def draw(
         self,
-        logits: Float[Array, "B T V"],
+        context,
+        x: Float[Array, "R T D"],
         keys: Array,
         maps: ScaleMaps,
         sampling: Sampling,
         given: tuple[Int[Array, "B T"], Array] | None,
+    ) -> dict[str, Array]:
+        """Tokens, their code vectors and guided logits of a scale, as many images at a time as
+        `LOGITS_BYTES` allow. `given` = (tokens, number of scales that take them) replaces the draw
+        there."""
+        images, tokens = keys.shape[0], x.shape[1]
+        head, x = (a.reshape(2, images, *a.shape[1:]) for a in (context["head"], x))
+
+        def some(index):
+            rows = (a[:, index].reshape(-1, *a.shape[2:]) for a in (head, x))
+            with jax.named_scope("head"):
+                logits = self._logits(*rows, maps, sampling)
+            forced = None if given is None else (given[0][index], given[1])
+            with jax.named_scope("choose"):
+                chosen, codes = self._choose(logits, keys[index], maps, sampling, forced)
+            return {"tokens": chosen, "codes": codes, "logits": logits}
+
+        return in_rounds(some, images, images_at_once(tokens, self.vocab_size))
+
+    def _logits(self, head, x, maps: ScaleMaps, sampling: Sampling) -> Float[Array, "B T V"]:
+        """Guided logits, float32, before filters."""
+        return sampling_lib.guide(self.transformer.logits(head, x), sampling.cfg * maps.ratio)
+
+    def _choose(
+        self, logits: Float[Array, "B T V"], keys: Array, maps: ScaleMaps, sampling: Sampling, given
     ) -> tuple[Int[Array, "B T"], Float[Array, "B T C"]]:
-        """Tokens and their code vectors. `given` = (tokens, number of scales that take them)
-        replaces the draw there."""
+        """Tokens and their code vectors."""
         tokens, filtered = sampling_lib.sample(logits, keys, sampling)
         if given is not None:
             tokens = jnp.where(maps.scale < given[1], given[0], tokens)
