@@ -120,7 +120,7 @@ def _triton_heuristic(call: Call) -> TritonConfig:
             block_q=min(block_q, queries), block_k=block_k, num_warps=8, num_stages=2
         )
     converted = call.kv_dtype not in ("bfloat16", "float16")  # on the way through registers
-    block_k = 32 if wide and converted else 64
+    block_k = 32 if wide and converted and call.operation == "attend" else 64
     return TritonConfig(block_q=min(64, queries), block_k=block_k, num_warps=4, num_stages=3)
 
 

@@ -25,6 +25,7 @@ from pallas_kernels import chips
 
 OPERATIONS = ("attend", "attention_moments", "write")
 NAMES = dict(zip(OPERATIONS, ("ragged_attention", "attention_moments", "cache_write"), strict=True))
+TENSOR_CORES = ("tcgen05.mma", "wgmma", "mma.sync")  # instructions, the newest first
 FEW_TYPES = [("bfloat16", None), ("bfloat16", "int8")]
 ALL_TYPES = [*FEW_TYPES, ("float32", None), ("float32", "int8")]
 
@@ -94,7 +95,7 @@ def inspect(folder: Path, kernel: str) -> dict:
         "spills": spills,
         "shared_memory": int(shared.group(1)) if shared else None,
         "asynchronous": "cp.async" in text,
-        "tensor_cores": "wgmma" if "wgmma" in text else "mma" if "mma.sync" in text else None,
+        "tensor_cores": next((name for name in TENSOR_CORES if name in text), None),
     }
 
 

@@ -34,8 +34,7 @@ def test_kernels_compile(target, cases):
             assert kernel["asynchronous"], kernel  # keys are on the way while others are used
         if kernel["dtype"] == "bfloat16" and kernel["operation"] != "write":
             assert kernel["tensor_cores"], kernel
-        if target == "h200":  # elsewhere a few bytes are spilled
-            assert not kernel["spills"], kernel
+        assert not kernel["spills"], kernel
 
 
 def test_ptxas_is_found_or_missing():
