@@ -199,11 +199,15 @@ def split(kv):
 
 
 def dot(a, b, contract: tuple[int, int]):
-    """Product in float32 over axis contract[0] of a and contract[1] of b."""
+    """Product in float32 over axis contract[0] of a and contract[1] of b.
+
+    The precision is always named: one that the user set for all products (`None` takes it) does
+    not compile for bfloat16, whose products are exact anyway.
+    """
     wanted = jax.config.jax_default_matmul_precision
     exact = a.dtype == jnp.float32 and wanted in ("highest", "float32")
     return jax.lax.dot_general(
         *(a, b, (((contract[0],), (contract[1],)), ((), ()))),
-        precision=jax.lax.Precision.HIGHEST if exact else None,
+        precision=jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
     )

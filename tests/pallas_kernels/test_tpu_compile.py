@@ -26,14 +26,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def results(chip: str, cases: list[str]) -> list[dict]:
-    """What `tpu_programs` finds, in a process of its own."""
+def results(chip: str, cases: list[str], precision: str | None = None) -> list[dict]:
+    """What `tpu_programs` finds, in a process of its own. precision: of all products that name
+    none."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    extra = {"JAX_DEFAULT_MATMUL_PRECISION": precision} if precision else {}
     child = subprocess.run(
         [sys.executable, str(PROGRAMS), chip, *cases],
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": path},
+        env=os.environ | {"PYTHONPATH": path} | extra,
     )
     found = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
     assert [result["case"] for result in found] == cases, child.stderr[-2000:]
@@ -61,6 +63,13 @@ def test_one_chip():
             "scan-int8-h128-b16-t64-rows",
         ],
     )
+
+
+def test_highest_precision():
+    """It is for float32 only; the compiler takes no bfloat16 with it."""
+    cases = ["attend-bfloat16-h64-b16-t64", "attend-float32-h128-b16-t64"]
+    cases.append("moments-int8-h64-b16-t64")
+    assert [r.get("error") for r in results("tpu-v5e", cases, precision="highest")] == [None] * 3
 
 
 @pytest.mark.slow
