@@ -14,9 +14,9 @@ class BlockWrites:
     """Blocks that receive tokens: slot i of entry j of head n takes token `source[n, j, i]` of the
     scale; -1 leaves the slot as it is.
 
-    Arrays are int32, for all rows alike or per row. No block is listed twice in a row,
-    neither by one head nor by two: kernels read a block while another one is written. An entry whose sources are all -1 is empty: its id may be anything
-    valid, and its block is not touched.
+    Arrays are int32, for all rows alike or per row. No block is listed twice in a row, neither by
+    one head nor by two: kernels read a block while another one is written. An entry whose sources
+    are all -1 is empty: its id may be anything valid, and its block is not touched.
     """
 
     ids: Int[Array, "*rows N J"]
