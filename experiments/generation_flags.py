@@ -180,7 +180,7 @@ class ProgramFlags:
 
     def mesh(self, model: settings.AbstractModel) -> MeshSpec:
         """Checked, but for the batch."""
-        found = MeshSpec.parse(self._mesh.value if self._mesh else None)
+        found = MeshSpec.parse(None if self._mesh is None else self._mesh.value)
         return found.check(
             batch_size=found.data,
             num_heads=model.geometry.num_heads,
