@@ -14,6 +14,8 @@ On a CPU shapes are cut down and the reference is timed: it shows that the comma
 fast a chip is. --check compares kernel and reference over shapes, types and tables instead, and
 exits with 1 if one differs. --tune times all tiles of the attention kernels and writes the best
 into pallas_kernels/ragged_attention/tuned/, where later programs for this kind of device find them.
+Timing exits with 1 if the kernel itself could not be timed or is wrong, --tune if no tiles of a
+call work.
 """
 
 import json
@@ -23,12 +25,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import jax
+import numpy as np
 
 from experiments import bench_table
 from experiments.bench_table import Row
 from pallas_kernels import arg_specs, implementations
 from pallas_kernels.arg_specs import ArgSpec
 from pallas_kernels.ragged_attention import bench, tune
+from pallas_kernels.ragged_attention.config import Config
 from varjax import command_line
 from varjax.errors import UserError, choose
 from varjax.files import check_file_place, writing
@@ -139,7 +143,8 @@ def _ways(operation: str, spec: ArgSpec, budget: float, name: str) -> Iterator[R
             try:
                 seconds = bench.measure(bench.prepare(operation, spec, budget, way), REPEATS.value)
                 if not way.startswith(bench.DENSE):
-                    error = max(bench.errors(operation, few(own), way).values())
+                    found = bench.errors(operation, few(own), way).values()
+                    error = float(np.max(list(found)))  # unlike max, it does not lose NaN
             except Exception as problem:  # out of memory, a library that refuses the call
                 note = f"{type(problem).__name__}: {' '.join(str(problem).split())[:100]}"
         yield Row.of(operation, own, budget, way, work, seconds=seconds, error=error, note=note)
@@ -164,7 +169,20 @@ def show_timings(name: str) -> int:
     print(bench_table.table(rows, bench.chip(device)))
     print("\n".join(bench_table.summary(rows, name)))
     save({"device": device, "rows": [row.as_json() for row in rows]})
-    return 0
+    failures = [line for row in rows if row.way == name and (line := _failure(row))]
+    for line in failures:
+        print(f"error: {line}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _failure(row: Row) -> str | None:
+    """What is wrong with a row of the kernel that the command is about, or None."""
+    call = f"{row.way}: {row.operation} {row.shape} at budget {row.budget:g}"
+    if row.seconds is None or row.error is None:
+        return f"{call}: {row.note}"
+    if not row.error < TOLERANCE[row.dtype]:  # NaN is wrong too
+        return f"{call}: error {row.error:.1e}, allowed is less than {TOLERANCE[row.dtype]:.0e}"
+    return None
 
 
 def _count(name: str) -> int:
@@ -214,37 +232,50 @@ def show_check(name: str) -> int:
 
 
 def show_tuning(name: str) -> int:
-    """Times tiles and keeps the best of every call."""
+    """Times tiles and keeps the best of every call; 1 if no tiles of a call work."""
     if jax.default_backend() == "cpu" or name not in implementations.PLATFORMS:
         raise UserError(
             f"--tune times the tiles of a kernel on its own device; this is {name} on "
             f"{jax.default_backend()}: run it on the GPU or TPU that programs are to run on"
         )
     chosen = [op for op in operations() if op in tune.OPERATIONS]
+    if not chosen:
+        raise UserError(
+            f"--tune: {', '.join(operations())} has no tiles: choose --op from "
+            f"{', '.join(tune.OPERATIONS)}"
+        )
     for operation in chosen:
         if why := tune.why_not(name, operation):
             raise UserError(f"--tune: {why}: leave {operation} out of --op")
-    kind, calls = jax.devices()[0].device_kind, 0
+    kind, calls, wanted = jax.devices()[0].device_kind, 0, 0
     for operation in chosen:
-        best = {}
-        for spec in shapes():
-            trials = list(tune.trials(operation, spec, name, REPEATS.value))
-            tiles, seconds, note = min(trials, key=lambda trial: trial[1])
-            first = trials[0][1]
-            if math.isinf(seconds):
-                print(f"{operation} {spec.name}: no tiles work: {note}", file=sys.stderr)
-                continue
-            best[tune.call_of(operation, spec)] = tiles
-            print(
-                f"{operation} {spec.name}: {tiles}, {bench_table.show_time(seconds)}, "
-                f"{first / seconds:.2f} times as fast as the heuristic's",
-                flush=True,
-            )
-        path = tune.keep(kind, operation, name, best)
-        calls += len(best)
+        best = _best_tiles(operation, name)
+        calls, wanted = calls + len(best), wanted + len(shapes())
+        if not best:  # a file without entries would say that there is something to use
+            print(f"{operation}: no tiles work, nothing is written", file=sys.stderr)
+            continue
+        path = tune.keep(kind, operation, name, {tune.call_of(operation, s): t for s, t in best})
         print(f"{operation}: {len(best)} calls kept in {path}")
-    print(f"{name} on {kind}: tiles of {calls} calls tuned")
-    return 0
+    print(f"{name} on {kind}: tiles of {calls} of {wanted} calls tuned")
+    return 0 if calls == wanted else 1
+
+
+def _best_tiles(operation: str, name: str) -> list[tuple[ArgSpec, Config]]:
+    """The fastest tiles of every shape, without the shapes for which none work."""
+    best = []
+    for spec in shapes():
+        trials = list(tune.trials(operation, spec, name, REPEATS.value))
+        tiles, seconds, note = min(trials, key=lambda trial: trial[1])
+        if math.isinf(seconds):
+            print(f"error: {operation} {spec.name}: no tiles work: {note}", file=sys.stderr)
+            continue
+        best.append((spec, tiles))
+        first = trials[0][1]
+        gain = f"{first / seconds:.2f} times as fast as the heuristic's"
+        gain = "the heuristic's do not work" if math.isinf(first) else gain
+        time = bench_table.show_time(seconds)
+        print(f"{operation} {spec.name}: {tiles}, {time}, {gain}", flush=True)
+    return best
 
 
 def main(argv) -> int:

@@ -22,6 +22,7 @@ from absl import flags
 from varjax import command_line
 from varjax.errors import UserError
 
+NAMES = flags.DEFINE_list("names", ["a", "b"], "who")
 BUDGET = flags.DEFINE_float("budget", 0.5, "fraction of the cache", lower_bound=0.0)
 COUNT = flags.DEFINE_integer("count", 3, "how many images")
 POLICY = flags.DEFINE_enum("policy", "full", ["full", "headkv"], "which tokens stay")
@@ -124,6 +125,8 @@ def test_values_do_not_stay_for_the_next_command(tiny_here):
         ("--nogreedy=1", ["nogreedy", "does not take an argument"]),
         ("--count=13", ["--count=13", "13 brings bad luck"]),
         ("--budget", ["Missing value", "--budget", "--help"]),
+        ("--fail=", ["--fail= is empty: give a value, or leave the flag out"]),
+        ("--names=", ["--names= is empty: give a value, or leave the flag out"]),
         ("surplus", ["unexpected argument 'surplus'", "--flag=value"]),
     ],
 )

@@ -131,7 +131,7 @@ def parse_flags(argv: Sequence[str], values: flags.FlagValues) -> None:
         raise UserError("\n".join(_reword(line, values) for line in _entries(str(error)))) from None
     except (flags.Error, ValueError) as error:
         raise UserError(f"{error}{hint}") from None
-    empty = [name for name in values if values[name].present and values[name].value == ""]
+    empty = [name for name in values if values[name].present and values[name].value in ("", [])]
     if empty:
         raise UserError(f"--{empty[0]}= is empty: give a value, or leave the flag out")
     if leftover:

@@ -31,12 +31,14 @@ MOST_RUNS = 200
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to do an operation. step: traced, (carry, arguments) -> carry."""
+    """One way to do an operation. step: traced, (carry, arguments) -> carry. result: traced, the
+    same arguments -> the array to compare with other ways; None if that is the next carry."""
 
     name: str
     step: Callable
     carry: jax.Array
     arguments: tuple
+    result: Callable | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ def candidate(operation: str, args: Arguments, name: str, run: Callable | None =
         return Candidate(name, _write_step(name), (args.kv_pool, args.kv_scale), (args,))
     weights = jnp.where(jnp.arange(tokens) < args.length, 1.0, 0.0).astype(jnp.float32)
     log_sum = jnp.full(args.q.shape[:3], np.log(tokens), jnp.float32)
-    return Candidate(name, _moments_step(name, run), args.q, (args, weights, log_sum))
+    sums = _moments_sums(name, run)
+    return Candidate(name, _moments_step(sums), args.q, (args, weights, log_sum), sums)
 
 
 def _after(args: Arguments, carry) -> Arguments:
@@ -116,14 +119,20 @@ def _attend_step(name: str, run):
     return step
 
 
-def _moments_step(name: str, run):
+def _moments_sums(name: str, run):
     run = run or (lambda *a, **k: ragged_attention.attention_moments(*a, **k, implementation=name))
 
-    def step(q, args, weights, log_sum):
-        args = _after(args, q)
+    def sums(q, args, weights, log_sum):
         pool = (args.length, args.kv_pool, args.table, weights, log_sum)
-        sums, _ = run(q, args.k, *pool, kv_scale=args.kv_scale, squares=False)
-        return q.at[0, 0, 0, 0].add((sums.reshape(-1)[0] * 0).astype(q.dtype))
+        return run(q, args.k, *pool, kv_scale=args.kv_scale, squares=False)[0]
+
+    return sums
+
+
+def _moments_step(sums):
+    def step(q, args, weights, log_sum):
+        found = sums(q, _after(args, q), weights, log_sum)
+        return q.at[0, 0, 0, 0].add((found.reshape(-1)[0] * 0).astype(q.dtype))
 
     return step
 

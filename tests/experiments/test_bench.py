@@ -52,6 +52,40 @@ def test_check_finds_a_wrong_kernel(call, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("error", "message"),
+    [(0.5, "error 5.0e-01, allowed is less than 1e-05"), (float("nan"), "error nan, allowed")],
+)
+def test_timings_of_a_wrong_kernel_fail(call, monkeypatch, error, message):
+    monkeypatch.setattr(bench, "errors", lambda *_: {"out": 0.0, "lse": error})
+    monkeypatch.setattr(bench, "measure", lambda *_: 1e-3)
+    status, out, err = call("bench", *SMALL, "--op=attend")
+    assert status == 1 and f"error: reference: attend var-d30-t1 at budget 1: {message}" in err
+    assert "dense xla" in out  # the table is printed all the same
+
+
+@pytest.mark.parametrize("broken", ["measure", "errors"])
+def test_timings_fail_where_the_kernel_does(call, monkeypatch, broken):
+    def refuse(*_):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(bench, "measure", lambda *_: 1e-3)
+    monkeypatch.setattr(bench, broken, refuse)
+    status, _, err = call("bench", *SMALL, "--op=write")
+    assert status == 1 and "RuntimeError: no such instruction" in err
+
+
+def test_timings_may_lack_another_way(call, monkeypatch):
+    def measure(candidate, repeats):
+        if candidate.name.startswith(bench.DENSE):
+            raise RuntimeError("out of memory")
+        return 1e-3
+
+    monkeypatch.setattr(bench, "measure", measure)
+    status, out, err = call("bench", *SMALL, "--op=attend")
+    assert status == 0 and "out of memory" in out, err
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--check"], "cpu has none: choose --implementation=triton-interpret"),
@@ -66,6 +100,9 @@ def test_check_finds_a_wrong_kernel(call, monkeypatch):
         (["--dtype=float64"], "unknown type 'float64'"),
         (["--budget=0.5,2"], "--budget=0.5,2: shares above 0, at most 1"),
         (["--budget=x"], "--budget=x"),
+        (["--op="], "--op= is empty"),
+        (["--model="], "--model= is empty"),
+        (["--shape="], "--shape= is empty"),
     ],
 )
 def test_wrong_flags(call, flags, message):
@@ -120,8 +157,23 @@ def test_table_shows_shares_of_the_peak():
     assert line.startswith("attend at budget 1: triton takes 0.50 of the time of reference")
 
 
+def interpreted(monkeypatch):
+    """Makes `tune` run kernels step by step. Returns what now stands for its `_run`."""
+    real = tune._run
+
+    def run(kernel, *args, **options):
+        def step_by_step(*args, interpret, **options):
+            return kernel(*args, interpret=True, **options)
+
+        return real(step_by_step, *args, **options)
+
+    monkeypatch.setattr(tune, "_run", run)
+    return run
+
+
 def test_tuning_takes_the_fastest_right_tiles(monkeypatch):
     """The kernel runs interpreted here, so times mean nothing and are made up."""
+    run = interpreted(monkeypatch)
     spec = arg_specs.SPECS["var-d30-t1"].reduced(rows=1, heads=1)
     call = tune.call_of("attend", spec)
     every = tune.tiles(call, "triton")
@@ -130,19 +182,13 @@ def test_tuning_takes_the_fastest_right_tiles(monkeypatch):
     monkeypatch.setattr(tune, "tiles", lambda *_: every[:3])
     seconds = iter([3.0, 1.0])
     monkeypatch.setattr(bench, "measure", lambda *_: next(seconds))
-    real = tune._run
 
-    def run(kernel, operation, tile, *args, **options):
+    def refusing(kernel, operation, tile, *args, **options):
         if tile == every[2]:
             raise RuntimeError("refused")
-        return real(interpreted, operation, tile, *args, **options)
+        return run(kernel, operation, tile, *args, **options)
 
-    def interpreted(*args, interpret, **options):
-        from pallas_kernels.ragged_attention import triton
-
-        return triton.attend(*args, interpret=True, **options)
-
-    monkeypatch.setattr(tune, "_run", run)
+    monkeypatch.setattr(tune, "_run", refusing)
     found = list(tune.trials("attend", spec, "triton", repeats=1))
     assert [(tile, time) for tile, time, _ in found] == [
         (every[0], 3.0),
@@ -150,6 +196,66 @@ def test_tuning_takes_the_fastest_right_tiles(monkeypatch):
         (every[2], float("inf")),
     ]
     assert "refused" in found[2][2]
+
+
+@pytest.mark.parametrize("operation", tune.OPERATIONS)
+@pytest.mark.parametrize("wrong", [1.1, float("nan")])
+def test_tuning_refuses_wrong_tiles(monkeypatch, operation, wrong):
+    """The second tiles give results that are a little too large, or no numbers, and are fastest."""
+    spec = arg_specs.SPECS["var-d30-t36"].reduced(rows=1, heads=1)
+    every = tune.tiles(tune.call_of(operation, spec), "triton")[:2]
+    run = interpreted(monkeypatch)
+
+    def faulty(kernel, operation, tile, *args, **options):
+        found = run(kernel, operation, tile, *args, **options)
+        factor = wrong if tile == every[1] else 1.0
+        return jax.tree.map(lambda a: a * factor, found)
+
+    monkeypatch.setattr(tune, "_run", faulty)
+    monkeypatch.setattr(tune, "tiles", lambda *_: every)
+    seconds = iter([3.0, 1.0])
+    monkeypatch.setattr(bench, "measure", lambda *_: next(seconds))
+    found = list(tune.trials(operation, spec, "triton", repeats=1))
+    assert found == [(every[0], 3.0, ""), (every[1], float("inf"), "wrong result")]
+
+
+@pytest.fixture
+def tuning(call, monkeypatch, tmp_path):
+    """tuning(works, *flags): outcome of --tune and the files written, as on a GPU on which tiles
+    of the operations `works` can be timed."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(config, "TUNED", tmp_path)
+
+    def invoke(works, *flags):
+        def trials(operation, spec, name, repeats):
+            tile = config.heuristic(tune.call_of(operation, spec), name)
+            works_here = operation in works
+            yield tile, 1e-3 if works_here else float("inf"), "" if works_here else "refused"
+
+        monkeypatch.setattr(tune, "trials", trials)
+        outcome = call("bench", "--tune", "--shape=var-d30-t1", "--size=small", *flags)
+        return *outcome, sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
+
+    return invoke
+
+
+def test_tuning_keeps_what_works(tuning):
+    status, out, err, files = tuning(tune.OPERATIONS)
+    assert (status, files) == (0, [f"{name}.json" for name in tune.OPERATIONS]), err
+    assert "tiles of 2 of 2 calls tuned" in out
+
+
+@pytest.mark.parametrize("works", [(), ("attend",)])
+def test_tuning_without_tiles_that_work_writes_nothing_and_fails(tuning, works):
+    status, out, err, files = tuning(works)
+    assert (status, files) == (1, [f"{name}.json" for name in works])
+    assert "attention_moments var-d30-t1: no tiles work: refused" in err
+    assert f"tiles of {len(works)} of 2 calls tuned" in out
+
+
+def test_tuning_of_an_operation_without_tiles_is_refused(tuning):
+    status, _, err, files = tuning((), "--op=write")
+    assert status == 2 and "write has no tiles: choose --op from attend" in err and not files
 
 
 def test_measured_loops_run_the_operation_every_time():
