@@ -208,13 +208,21 @@ class ProgramFlags:
                 f"multiple of {shards}"
             )
 
+        kernels = settings.runs_kernels(settings.check_attention(self._attention.value), plan)
+
         def predict(size):
-            return memory.predict(plan, model.transformer, model.codec, size, dtype, kv_dtype)
+            sizes = (size, dtype, kv_dtype)
+            return memory.predict(plan, model.transformer, model.codec, *sizes, kernels=kernels)
 
         asked, images = asked and asked // shards, -(-num_images // shards)
         usual = -(-USUAL_BATCH // shards)
         if dry_run:
             return shards * (asked or min(images, usual))
-        if asked and memory.largest_batch(predict, asked, memory.available_bytes()) < asked:
-            memory.choose_batch_size(predict, asked, asked, usual)
-        return shards * memory.choose_batch_size(predict, asked, images, usual)
+        try:
+            if asked and memory.largest_batch(predict, asked, memory.available_bytes()) < asked:
+                memory.choose_batch_size(predict, asked, asked, usual)
+            return shards * memory.choose_batch_size(predict, asked, images, usual)
+        except UserError as error:
+            if shards == 1:
+                raise
+            raise UserError(f"on each of the {shards} devices along data: {error}") from None

@@ -205,7 +205,8 @@ def main(argv) -> None:
     sizes = (BATCH_SIZE.value, DTYPE.value, KV_DTYPE.value or DTYPE.value)
     steady = plan.policy.steady_tokens(geometry, calibration)
     remarks = plan.policy.plan_lines(geometry, calibration)
-    remarks = [*remarks, *paper_lines(plan, BATCH_SIZE.value, steady)]
+    small = settings.block_remark(plan, "tpu")
+    remarks = [*remarks, *([small] if small else []), *paper_lines(plan, BATCH_SIZE.value, steady)]
     print(text(name, plan, *sizes, remarks))
     if SAVE.value:
         with writing(SAVE.value) as file:

@@ -12,11 +12,15 @@ started again with the same flags continues where it stopped.
 import pathlib
 import sys
 
+import jax
+
 from experiments import run_report, settings
 from experiments.generation_flags import ProgramFlags, SamplingFlags
 from experiments.run_folder import RunFolder
 from experiments.run_settings import RunSettings
+from pallas_kernels import implementations
 from varjax import command_line
+from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
 from varjax.errors import UserError, choose
 from varjax.generation import Generator, Model
@@ -105,8 +109,16 @@ def resolve() -> RunSettings:
         ),
         given_scales=_given_scales(model.geometry.schedule.num_scales),
         calibration=None if calibration is None else calibration.digest,
-        remarks=tuple(plan.policy.plan_lines(model.geometry, calibration)),
+        remarks=(
+            *plan.policy.plan_lines(model.geometry, calibration),
+            *filter(None, [_block_remark(plan, program["attention"])]),
+        ),
     )
+
+
+def _block_remark(plan: CachePlan, attention: str | None) -> str:
+    name = attention or implementations.preferred(jax.default_backend())
+    return settings.block_remark(plan, name)
 
 
 def _given_scales(num_scales: int) -> int | None:

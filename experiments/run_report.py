@@ -10,6 +10,7 @@ import numpy as np
 import varjax
 from experiments.run_folder import RunFolder
 from experiments.run_settings import RunSettings
+from experiments.settings import runs_kernels
 from varjax import extras, images, memory
 from varjax.folders import replacing
 from varjax.generation import Generator, Timing
@@ -156,7 +157,8 @@ def dry_run_text(run: RunSettings) -> str:
     plan, batch = run.plan, run.batch_size
     dense = plan.dense_bytes(batch, run.dense_dtype)
     need = memory.predict(
-        plan, run.model.transformer, run.model.codec, batch, run.dtype, run.kv_dtype
+        *(plan, run.model.transformer, run.model.codec, batch, run.dtype, run.kv_dtype),
+        kernels=runs_kernels(run.attention, plan),
     )
     rows = [
         ("model", run.model.name),

@@ -7,6 +7,7 @@ import pathlib
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from pallas_kernels import implementations
@@ -27,6 +28,7 @@ ALL_CLASSES_UP_TO = (
 )
 FEW_IMAGES = 16
 MOST_IMAGES = 10**7
+SMALLEST_TPU_BLOCK = 8
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,24 @@ def check_attention(name: str) -> str | None:
             f"step, slow, for checking)"
         )
     return name
+
+
+def runs_kernels(attention: str | None, plan: CachePlan) -> bool:
+    """Whether attention of this plan runs in a kernel of this machine, which needs less memory."""
+    name = attention or implementations.preferred(jax.default_backend())
+    if name not in implementations.PLATFORMS:
+        return False
+    return attention is not None or not block_remark(plan, name)
+
+
+def block_remark(plan: CachePlan, name: str) -> str:
+    """A line about blocks that the TPU kernels do not take; empty if they do, or for others."""
+    if name != "tpu" or plan.block_size >= SMALLEST_TPU_BLOCK:
+        return ""
+    return (
+        f"blocks    of {plan.block_size} slots are too small for the TPU kernels, so that the "
+        f"reference runs there: --policy_args=block_size={SMALLEST_TPU_BLOCK} keeps the kernel"
+    )
 
 
 def read_given_tokens(

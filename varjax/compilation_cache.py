@@ -6,6 +6,7 @@ and a count of what came from there.
 
 import os
 import pathlib
+import tempfile
 from dataclasses import dataclass
 
 import jax
@@ -18,8 +19,8 @@ OFF = "off"
 # Programs that compile faster than this are not kept: single operations, mostly.
 SHORTEST_S = 0.5
 _EVENTS = {
+    "/jax/compilation_cache/compile_requests_use_cache": "requests",
     "/jax/compilation_cache/cache_hits": "hits",
-    "/jax/compilation_cache/cache_misses": "misses",
 }
 
 
@@ -33,9 +34,9 @@ def use(place: str | None) -> None:
     """Keep compiled programs in a folder.
 
     Args:
-      place: the folder, made when the first program is kept; "off" keeps nothing. None takes what
-        JAX was told already (JAX_COMPILATION_CACHE_DIR), else `default_directory()`, and goes on
-        without a cache where that cannot be written.
+      place: the folder, made if needed; "off" keeps nothing. None takes what JAX was told already
+        (JAX_COMPILATION_CACHE_DIR), else `default_directory()`, and goes on without a cache where
+        that cannot be written.
 
     Raises:
       UserError: the folder named cannot be written.
@@ -45,7 +46,7 @@ def use(place: str | None) -> None:
         return
     if place is None and jax.config.jax_compilation_cache_dir:
         return
-    folder = pathlib.Path(place) if place else default_directory()
+    folder = pathlib.Path(place).expanduser() if place else default_directory()
     if _can_be_written(folder):
         _set(str(folder))
     elif place is not None:
@@ -53,9 +54,14 @@ def use(place: str | None) -> None:
 
 
 def _can_be_written(folder: pathlib.Path) -> bool:
-    """Whether the folder, or else the nearest one above that exists, lets us write."""
-    found = next((f for f in (folder, *folder.absolute().parents) if f.exists()), None)
-    return found is not None and found.is_dir() and os.access(found, os.W_OK | os.X_OK)
+    """Whether a file can be made there. Asking for permissions is not enough: for root they always
+    look right."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def _set(folder: str | None) -> None:
@@ -66,11 +72,11 @@ def _set(folder: str | None) -> None:
 
 @dataclass
 class Watch:
-    """Counts programs that came from the cache (`hits`) and that had to be compiled (`misses`)
+    """Counts programs that were looked for in the cache (`requests`) and that were there (`hits`)
     while it is entered."""
 
+    requests: int = 0
     hits: int = 0
-    misses: int = 0
 
     def __enter__(self) -> "Watch":
         _watches.append(self)
@@ -81,11 +87,11 @@ class Watch:
 
     @property
     def verdict(self) -> str:
-        """ "warm": everything came from the cache; "cold": something was compiled; "off": there is
-        no cache."""
-        if self.hits + self.misses == 0:
+        """ "warm": every program came from the cache; "cold": something was compiled; "off": there
+        is no cache."""
+        if self.requests == 0 or not jax.config.jax_compilation_cache_dir:
             return "off"
-        return "cold" if self.misses else "warm"
+        return "warm" if self.hits == self.requests else "cold"
 
 
 _watches: list[Watch] = []

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
@@ -99,7 +100,11 @@ class Generator:
     # --- compiling --------------------------------------------------------------------------------
 
     def empty_state(self) -> KVState:
-        return self.layout.empty_state(self.batch_size, self.kv_dtype, self.model.dtype)
+        """An empty cache; over several devices each makes its own share."""
+        make = partial(self.layout.empty_state, self.batch_size, self.kv_dtype, self.model.dtype)
+        if self._sharded is None:
+            return make()
+        return jax.jit(make, out_shardings=self._sharded.shardings[1])()
 
     def compile(self, given: bool = False) -> None:
         """Compile both programs (codes, pixels) ahead of time. `given`: some tokens will be
@@ -142,8 +147,7 @@ class Generator:
             sharding.make_mesh(spec, jax.devices()),
             *(self.spec, self.layout, pipeline, state, tables, given),
         )
-        pipeline = sharding.arrange_weights(pipeline, spec)
-        self._pipeline = jax.device_put(pipeline, self._sharded.shardings[0])
+        self._pipeline = sharding.place_weights(pipeline, spec, self._sharded.shardings[0])
 
     def _arguments(self, labels, image_index, seed, given, given_scales):
         tables = self.layout.tables(self.segments, image_index)
@@ -187,6 +191,7 @@ class Generator:
         "logits"?} and the final cache.
 
         keep_cache: without it None is returned, and the cache is gone before pixels are decoded.
+          Over several devices its rows are those of the first device, then of the next.
         """
         if self._program is None:
             self.compile(given=given is not None)
@@ -194,10 +199,9 @@ class Generator:
         arguments = self._arguments(labels, image_index, seed, given, scales)
         if self._formats is not None:
             programs.place(self._pipeline, self._formats)
-        state = self.empty_state()
         if self._sharded is not None:
-            state, *arguments = jax.device_put((state, *arguments), self._sharded.shardings[1:])
-        state = jax.block_until_ready(state)
+            arguments = jax.device_put(arguments, self._sharded.shardings[2:])
+        state = jax.block_until_ready(self.empty_state())
         start = time.perf_counter()
         results, state = self._program(self._pipeline, state, *arguments)
         if not keep_cache:
@@ -231,7 +235,9 @@ class Generator:
                 given_scales=given_scales,
                 keep_cache=False,
             )
-            yield index, {k: np.asarray(v)[: index.size] for k, v in results.items()}
+            on_host = {k: np.asarray(v)[: index.size] for k, v in results.items()}
+            del results  # or they would stay on the device during the next batch
+            yield index, on_host
 
     def steady_seconds_per_image(self) -> float:
         """Median over the runs after the first one."""

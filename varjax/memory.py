@@ -5,10 +5,12 @@ import os
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import implementations
 from varjax import programs
 from varjax.cache.plan import CachePlan, item_size
+from varjax.cache.state import KVState
 from varjax.errors import UserError
 from varjax.models import parameters
 from varjax.models.pipeline import ARRAYS_PER_LOGIT, images_at_once
@@ -18,8 +20,8 @@ SAFETY = 0.9  # share of the device's memory that predictions may fill
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes of one batch: weights, KV pool, and an estimate of activations (largest scale and image
-    decoder)."""
+    """Bytes of one batch: weights, the cache (KV pool and what else it carries), and an estimate of
+    activations (largest scale and image decoder)."""
 
     weights: int
     kv_pool: int
@@ -62,9 +64,10 @@ def predict(
     logits = ARRAYS_PER_LOGIT * chosen * tokens * config.vocab_size * 4
     logits += rows * tokens * config.embed_dim * item_size(dtype)
     pixels = programs.decoder_batch(codec, batch_size) * programs.decoder_bytes(codec)
+    cache = jax.eval_shape(lambda: KVState.empty(plan, batch_size, jnp.dtype(kv_dtype), dtype))
     return Prediction(
         weights=weight_bytes(transformer, codec, dtype),
-        kv_pool=plan.num_bytes(batch_size, kv_dtype),
+        kv_pool=sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(cache)),
         activations=max(layer, logits, pixels),
     )
 

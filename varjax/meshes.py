@@ -27,7 +27,11 @@ class MeshSpec:
           UserError: an unknown axis, one given twice, or no whole number from 1 on.
         """
         sizes = {}
-        for axis, size in typed_pairs(text or "").items():
+        try:
+            pairs = typed_pairs(text or "")
+        except UserError as error:
+            raise UserError(f"--mesh={text}: {error}") from None
+        for axis, size in pairs.items():
             if axis not in AXES:
                 raise UserError(
                     f"--mesh={text}: unknown axis {axis!r}: choose data (images) or model (heads "

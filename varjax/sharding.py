@@ -11,7 +11,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -42,7 +41,7 @@ def check_plan(plan: CachePlan, spec: MeshSpec) -> None:
         raise UserError(
             f"--mesh={spec}: policy {plan.policy.name!r} decides on the device what to keep, which "
             f"does not work with heads on several devices yet: use data only, or a policy whose "
-            f"contents are planned (full, swa, streaming, amskv, heatkv, table)"
+            f"contents are known beforehand (full, swa, streaming, heatkv, table)"
         )
     one, two = (_input_shapes(plan, images) for images in (1, 2))
     if one != two:
@@ -247,17 +246,20 @@ class ShardedProgram:
         )
 
 
-def arrange_weights(pipeline: Any, spec: MeshSpec) -> Any:
-    """The pipeline with the sections of side-by-side parameters (queries, keys, values)
-    interleaved, so that every device's share is contiguous."""
-    if spec.model == 1:
-        return pipeline
+def place_weights(pipeline: Any, spec: MeshSpec, shardings: Any) -> Any:
+    """The pipeline on the mesh, array by array: the sections of side-by-side parameters (queries,
+    keys, values) interleaved so that every device's share is contiguous. The host does it, so that
+    no device holds more than its share of them."""
 
     def arranged(leaf, split: Split | None):
-        if split is None or split.parts == 1:
+        if split is None or split.parts == 1 or spec.model == 1:
             return leaf
-        shape, axis = leaf.shape, split.axis
-        cut = leaf.reshape(*shape[:axis], split.parts, spec.model, -1, *shape[axis + 1 :])
-        return jnp.swapaxes(cut, axis, axis + 1).reshape(shape)
+        array, shape, axis = np.asarray(leaf), leaf.shape, split.axis
+        cut = array.reshape(*shape[:axis], split.parts, spec.model, -1, *shape[axis + 1 :])
+        return np.swapaxes(cut, axis, axis + 1).reshape(shape)
 
-    return map_weights(arranged, pipeline)
+    leaves, tree = jax.tree.flatten(pipeline)
+    places = jax.tree.leaves(shardings)
+    arrays = jax.tree.leaves(map_weights(arranged, pipeline))
+    assert len(leaves) == len(places) == len(arrays)
+    return tree.unflatten([jax.device_put(a, p) for a, p in zip(arrays, places, strict=True)])

@@ -72,6 +72,8 @@ def attend(
     scores = _scores(q, k_old, mask, k_new, new_length)
     weights = jax.nn.softmax(scores, axis=-1).astype(v_new.dtype)
     stored = v_old.shape[2]
+    real = jnp.arange(v_new.shape[2]) < new_length
+    v_new = jnp.where(real[:, None], v_new, 0)  # padding may hold anything, and 0 * NaN is NaN
     out = jnp.einsum(
         "rnts,rnsh->rnth", weights[..., stored:], v_new, preferred_element_type=jnp.float32
     )
@@ -94,6 +96,7 @@ def attention_moments(
     def add(sums, inputs):
         some, weight, log_sum = inputs
         p = jnp.exp(_scores(some, k_old, mask, k_new, new_length) - log_sum[..., None])
+        p = jnp.where(weight[:, None] != 0, p, 0)  # padded queries may hold anything
         powers = (p, p * p) if squares else (p,)
         return tuple(
             s + jnp.einsum("t,rntk->rnk", weight, a) for s, a in zip(sums, powers, strict=True)

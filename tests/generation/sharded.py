@@ -44,6 +44,8 @@ def main() -> None:
             spec = generator.layout.spec
             assert len(found["images"].sharding.device_set) == spec.num_devices
             assert len(generator.layout.groups) == spec.model
+            pool = generator.empty_state().kv_pool
+            assert {a.data.size for a in pool.addressable_shards} == {pool.size // spec.num_devices}
             print(f"{policy} {mesh}: same images")
 
 

@@ -131,3 +131,23 @@ def test_empty_entries_of_a_write_touch_nothing(kernel):
     found, _ = write(pool, k, v, writes, implementation=kernel)
     expected = pool.at[0, 0, 0].set(jnp.concatenate([k[0, 0, 3], v[0, 0, 3]]))
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("kernel", ["reference", *KERNELS])
+def test_padding_may_hold_anything(kernel):
+    """Padded keys, values and queries of NaN change nothing."""
+    spec = SPECS["var-d30-t36"].reduced(dtype="float32", tokens=40, length=9)
+    args = spec.arguments()
+    padded = jnp.arange(spec.tokens)[:, None] >= spec.length
+    dirty = replace(args, **{n: jnp.where(padded, jnp.nan, getattr(args, n)) for n in "qkv"})
+    weights = jnp.where(jnp.arange(spec.tokens) < spec.length, 1.0, 0.0)
+
+    def results(a):
+        out, lse = attend(*a.attend, implementation=kernel)
+        sums = moments(
+            *(a.q, a.k, a.length, a.kv_pool, a.table, weights, lse), implementation=kernel
+        )
+        return out[:, :, : spec.length], lse[:, :, : spec.length], sums
+
+    for found, expected in zip(*map(jax.tree.leaves, map(results, (dirty, args))), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-6)
