@@ -1,5 +1,5 @@
 """Whole generations with the accelerators' kernels, step by step in interpret mode: the tokens are
-those of the reference."""
+those of the reference. With --slow on every fixture."""
 
 import functools
 
@@ -19,7 +19,15 @@ CASES = {
     "headkv-int8": (policies.HeadKV(budget=0.4, block_size=8), "int8"),
 }
 MODELS = ["a_k10", "b_k6_sharedaln", "c_k5_nol2norm"]
-RUNS = [(m, "full") for m in MODELS] + [("c_k5_nol2norm", case) for case in CASES if case != "full"]
+SMALL = "c_k5_nol2norm"
+RUNS = [
+    *(pytest.param(m, "full", marks=[pytest.mark.slow] if m != SMALL else []) for m in MODELS),
+    *(
+        pytest.param(SMALL, case, marks=[] if case in ("h2o", "full-int8") else [pytest.mark.slow])
+        for case in CASES
+        if case != "full"
+    ),
+]
 
 
 @functools.lru_cache(maxsize=2)
