@@ -6,7 +6,8 @@ the GPU and the TPU compiler do. From these two and the compiled text follow
 - the temporaries that are alive when temporaries take most memory, with the operation in our
   sources that made them (the scopes prepare, embed, project, attend, finish, head, choose,
   accumulate, store are those of `varjax.engine`);
-- whether the KV pool exists once: buffers of its shape outside the donated argument.
+- whether the KV pool and the other large arrays of the cache exist once: copies of them, and
+  buffers of their shape outside the donated argument.
 
 Only the device's main memory counts; a TPU's VMEM is another space.
 """
@@ -181,35 +182,71 @@ def short_source(op_name: str) -> str:
     return "/".join(told) or ("carried through a loop" if "while" in parts else op_name)
 
 
-# --- the pool ---
+# --- arrays that should exist once ---
 
 
-def pool_copies(text: str, shape: Sequence[int]) -> list[str]:
-    """Instructions of the compiled text that copy, transpose or convert an array of the pool's
-    shape, in any type, within the main memory: `name = shape operation(...)`.
+@dataclass(frozen=True)
+class Carried:
+    """An array that is updated in place, if all is well.
 
-    The pool may be seen as [R, blocks, size, 2 H] or with some of the first three axes merged. A
-    TPU may fetch a pool that is small enough into its VMEM, layout `S(1)`: that is no second pool.
+    name: for people. shape: on one device. dtype: the only type in which a copy of it counts; None:
+      any type, as for the pool, which a compiler may convert as a whole.
+    flat: whether other values of this shape and type are usual (numbers for every slot), so that
+      only instructions that move it count, not every temporary of its shape.
     """
-    dims = "|".join(",".join(map(str, d)) for d in _views(shape))
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str | None = None
+    flat: bool = False
+
+
+def second_copies(text: str, found: Buffers | None, arrays: Sequence[Carried]) -> dict[str, list]:
+    """{name: lines of text} for the arrays that exist more than once, for the reader of a report.
+
+    text: of the compiled program. found: its buffers, None if unknown.
+    """
+    copies = {a.name: copies_of(text, a) for a in arrays}
+    for a in arrays if found is not None else ():
+        copies[a.name] += [f"{b.name}: {b.shape} ({b.source})" for b in second_buffers(found, a)]
+    return {name: lines for name, lines in copies.items() if lines}
+
+
+def copies_of(text: str, array: Carried) -> list[str]:
+    """Instructions of the compiled text that copy, transpose or convert an array of this shape
+    within the main memory: `name = shape operation(...)`.
+
+    The array may be seen with some of its axes merged, except for the last. A TPU may fetch what is
+    small enough into its VMEM, layout `S(1)`: that is no second array.
+    """
+    types = r"\w+" if array.dtype is None else _hlo_type(array.dtype)
+    dims = "|".join(",".join(map(str, d)) for d in _views(array.shape))
     moved = re.compile(
-        rf"= \(?\w+\[(?:{dims})\]\S*(?: [^=]*?)? (?:copy|copy-start|transpose|convert)\("
+        rf"= \(?{types}\[(?:{dims})\]\S*(?: [^=]*?)? (?:copy|copy-start|transpose|convert)\("
     )
     lines = (line.strip().removeprefix("ROOT ") for line in text.splitlines() if moved.search(line))
     return [line[:160] for line in lines if "S(1)" not in line.split("(%", 1)[0]]
 
 
-def second_pools(found: Buffers, shape: Sequence[int]) -> list[Buffer]:
-    """Temporaries of the pool's shape, in any type."""
-    views = set(_views(shape))
-    return [b for b in found.temporaries if b.type_and_dims[1] in views]
+def second_buffers(found: Buffers, array: Carried) -> list[Buffer]:
+    """Temporaries of the array's shape; none for a `flat` array."""
+    if array.flat:
+        return []
+    views, kind = set(_views(array.shape)), array.dtype and _hlo_type(array.dtype)
+    seen = ((b, *b.type_and_dims) for b in found.temporaries)
+    return [b for b, its_type, dims in seen if dims in views and kind in (None, its_type)]
+
+
+def _hlo_type(dtype: str) -> str:
+    """ "float32" -> "f32", "int8" -> "s8", "bool" -> "pred"."""
+    kind, bits = re.fullmatch(r"([a-z]+)(\w*)", dtype).groups()
+    letters = {"float": "f", "int": "s", "uint": "u", "bfloat": "bf", "bool": "pred"}
+    return letters.get(kind, kind) + bits
 
 
 def _views(shape: Sequence[int]) -> list[tuple[int, ...]]:
-    rows, blocks, size, width = shape
-    return [
-        (rows, blocks, size, width),
-        (rows, blocks * size, width),
-        (rows * blocks, size, width),
-        (rows * blocks * size, width),
-    ]
+    """The shape, and those with neighbouring axes merged; the last axis stays."""
+    if len(shape) <= 2:
+        return [tuple(shape)]
+    first, second, *rest = shape
+    return [*((first, *view) for view in _views((second, *rest))), *_views((first * second, *rest))]

@@ -34,6 +34,7 @@ class Program:
     reads: which weights are arguments of this program; `unread`: bytes of the others, which are on
       the device all the same.
     live: temporaries at the moment when they take most (empty: the compiler did not say).
+    copies: {array of the state: where it exists a second time}; nothing for those updated in place.
     compile_s: seconds, tracing included.
     """
 
@@ -47,7 +48,7 @@ class Program:
     cost: Cost
     compile_s: float
     live: list[Buffer]
-    pool_copies: list[str]
+    copies: dict[str, list[str]]
 
     @property
     def resident(self) -> int:
@@ -57,13 +58,13 @@ class Program:
         return own + self.code + self.unread
 
 
-def compile_program(lower, jaxpr, pipeline, pool_shape=None) -> tuple[Program, Any]:
+def compile_program(lower, jaxpr, pipeline, carried=()) -> tuple[Program, Any]:
     """A program and the formats of its arguments.
 
     Args:
       lower: makes the `jax.stages.Lowered`.
       jaxpr: of the same program. pipeline: the shapes of its first argument, the weights.
-      pool_shape: the pool on one device, for the program that has it.
+      carried: arrays (`aot_buffers.Carried`) that should be updated in place.
 
     Raises:
       DoesNotFit: the compiler says so.
@@ -86,10 +87,6 @@ def compile_program(lower, jaxpr, pipeline, pool_shape=None) -> tuple[Program, A
     weights = jax.tree.leaves(pipeline)
     reads = used_inputs(jaxpr)[: len(weights)]
     unread = sum(device_bytes(a) for a, used in zip(weights, reads, strict=True) if not used)
-    copies = [] if pool_shape is None else aot_buffers.pool_copies(text, pool_shape)
-    if pool_shape is not None and found is not None:
-        second = aot_buffers.second_pools(found, pool_shape)
-        copies += [f"{b.name}: {b.shape} ({b.source})" for b in second]
     program = Program(
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,
@@ -101,7 +98,7 @@ def compile_program(lower, jaxpr, pipeline, pool_shape=None) -> tuple[Program, A
         cost=program_cost(jaxpr),
         compile_s=elapsed,
         live=[] if found is None else found.live,
-        pool_copies=copies,
+        copies=aot_buffers.second_copies(text, found, carried),
     )
     return program, compiled.input_formats
 

@@ -15,12 +15,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments import settings
+from experiments.aot_buffers import Carried
 from experiments.aot_compiler import Program, compile_program
 from pallas_kernels import chips
 from pallas_kernels.chips import Chip
 from varjax import engine, programs, sampling, sharding
 from varjax.cache.plan import CachePlan
 from varjax.cache.state import KVState
+from varjax.jaxpr_cost import device_bytes
 from varjax.memory import show_bytes
 from varjax.meshes import MeshSpec
 from varjax.models import registry
@@ -29,6 +31,7 @@ from varjax.segments import Segment
 from varjax.sharding import ShardedPlan, ShardedProgram
 
 CONDITION = 2  # the place of the condition among the program's arguments, divided like images
+SHARE_THAT_MATTERS = 0.01  # of the pool's bytes: smaller arrays of the state may be copied
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -139,12 +142,11 @@ class Compilation:
                 sharded=self.sharded,
             )
 
-        pool = self.state.kv_pool
         with self._kind():
             traced = self.sharded or partial(engine.generate_codes, spec=self.spec)
             jaxpr = jax.make_jaxpr(traced)(self.pipeline, self.state, *self.arguments)
-            local = pool.sharding.shard_shape(pool.shape)
-            program, formats = compile_program(lower, jaxpr, self.pipeline, local)
+            carried = carried_arrays(self.state)
+            program, formats = compile_program(lower, jaxpr, self.pipeline, carried)
         return program, formats[0][0] if self.automatic else None
 
     def _pixels(self) -> Program:
@@ -161,6 +163,22 @@ class Compilation:
             traced = decode if self.sharded is None else self.sharded.over_images(decode)
             jaxpr = jax.make_jaxpr(traced)(self.pipeline, self.code_map)
             return compile_program(lower, jaxpr, self.pipeline)[0]
+
+
+def carried_arrays(state: KVState) -> list[Carried]:
+    """What a program should update in place: the pool, in any type, and the other arrays that take
+    at least `SHARE_THAT_MATTERS` of its bytes, in their own."""
+    least = SHARE_THAT_MATTERS * device_bytes(state.kv_pool)
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        name = jax.tree_util.keystr(path).lstrip(".")
+        shape = leaf.sharding.shard_shape(leaf.shape)
+        if name == "kv_pool":
+            found.append(Carried(name, shape))
+        elif device_bytes(leaf) >= least:
+            per_slot = name in ("position", "total_mass")
+            found.append(Carried(name, shape, str(leaf.dtype), flat=per_slot))
+    return found
 
 
 def _pipeline(request: Request) -> Any:

@@ -22,9 +22,10 @@ TERA = 10**12
 LEGEND = """\
 peak         most bytes on the device at one time: weights, cache, temporaries, results and code;
              "codes" or "pixels": the program that decides. Not counted: what the runtime reserves.
-in place     the donated pool is updated in place; no buffer and no copy of its shape beside it.
+in place     the donated cache is updated in place: no buffer and no copy of the pool's shape beside
+             it, and no copy of another array of at least 1 % of its bytes.
 promised     weights + pool + activations and logits as predicted without compiling.
-FLOPs        products and convolutions, padding included; "kernels": counted from the plan.
+FLOPs        products and convolutions, padding included; "kernels": counted from the plan, without.
 roofline     a floor, not a prediction: max(FLOPs / peak bfloat16 rate, bytes / bandwidth), bytes =
              a layer's weights and tables once per scale, other weights once, the pool's tokens read
              by every scale and written once."""
@@ -69,7 +70,7 @@ def describe(request: Request, compiled: Compiled, temporaries: int) -> dict:
         "promised_activation_bytes": activations,
         "peak_over_promised": found[decides] / promised,
         "pool_aliased": compiled.codes.aliased >= held,
-        "pool_copies": compiled.codes.pool_copies,
+        "copies": compiled.codes.copies,
         "flops": ceiling.flops,
         "kernel_flops": ceiling.kernel_flops,
         "kernel_calls": dict(compiled.codes.cost.kernels),
@@ -156,7 +157,8 @@ def _kernels(r: dict) -> str:
 def _in_place(r: dict) -> str:
     if not r["pool_aliased"]:
         return "NO: not aliased"
-    return f"NO: {len(r['pool_copies'])} copies" if r["pool_copies"] else "yes"
+    counts = [f"{len(copies)} of {name}" for name, copies in r["copies"].items()]
+    return f"NO: copies: {', '.join(counts)}" if counts else "yes"
 
 
 _ROWS = (
@@ -192,7 +194,8 @@ def _notes(r: dict) -> list[str]:
             live = show_bytes(program["live_temporary_bytes"])
             lines += ["", f"{r['target']}, {name}: {live} of temporaries at the fullest moment"]
             lines += map(_temporary_line, program["largest_temporaries"])
-    lines += [f"{r['target']}: copy of the pool: {copy}" for copy in r["pool_copies"]]
+    for name, copies in r["copies"].items():
+        lines += [f"{r['target']}: copy of {name}: {copy}" for copy in copies]
     if r["loops_of_unknown_length"]:
         lines.append(f"{r['target']}: {r['loops_of_unknown_length']} loops were counted once")
     return lines

@@ -4,11 +4,11 @@
 
 FLOPs: products and convolutions of both programs from the jaxpr, padding included, scan bodies as
 often as they run. What Pallas kernels compute is not in the jaxpr and is added from the plan: for
-every scale, layer and head, the scale's queries against the slots of the listed blocks and the
-scale's own tokens. Bytes: what scans cut into slices (weights, tables and conditioning of a layer,
-once per scale and layer), every other weight once, the tokens that each scale finds in the pool
-read once and what it adds written once. Activations are not counted, and float32 products as if
-they ran at the rate of bfloat16.
+every scale, layer and head, the scale's tokens against those that the head holds and their own,
+without padding, because kernels skip tiles of it. Bytes: what scans cut into slices (weights,
+tables and conditioning of a layer, once per scale and layer), every other weight once, the tokens
+that each scale finds in the pool read once and what it adds written once. Activations are not
+counted, and float32 products as if they ran at the rate of bfloat16.
 
 All numbers are of one device; images/s are those of all devices.
 """
@@ -60,16 +60,16 @@ def roofline(request: Request, compiled: Compiled) -> Roofline:
 
 
 def attention_flops(plan: CachePlan, segments: tuple[Segment, ...]) -> float:
-    """FLOPs of one image's attention: all padded queries of a scale against every slot of the
-    listed blocks and the scale's real tokens; two products, and one more where the policy is shown
-    sums of the attention weights."""
+    """Least FLOPs of one image's attention: a scale's tokens against those that the pool holds for
+    it and themselves, no padding and no empty slots; two products, and one more where the policy is
+    shown sums of the attention weights."""
     g, products = plan.geometry, 0.0
     for segment in segments:
         passes = 2 + CacheSegment.of(plan, segment, None).sums_attention
         for s in segment.scales:
-            blocks = float((plan.stop[s] > plan.start[s]).sum())
-            own = g.num_layers * g.num_heads * g.schedule.tokens[s]
-            products += passes * segment.length * (blocks * plan.block_size + own)
+            tokens = g.schedule.tokens[s]
+            held = float(plan.capacity[s].sum(dtype=np.float64))
+            products += passes * tokens * (held + g.num_layers * g.num_heads * tokens)
     return 2 * g.head_dim * g.rows_per_image * products
 
 

@@ -1,8 +1,12 @@
 """Reading what compilers write about buffers, on short texts in their format."""
 
+import pytest
+
 from experiments import aot_buffers
 
-POOL = (4, 10, 8, 128)
+POOL = aot_buffers.Carried("kv_pool", (4, 10, 8, 128))
+SCALE = aot_buffers.Carried("kv_scale", (4, 10, 16), "float32")
+POSITION = aot_buffers.Carried("position", (4, 80), "int32", flat=True)
 
 ASSIGNMENT = """\
 BufferAssignment:
@@ -75,10 +79,10 @@ def test_sources():
 
 def test_a_second_pool():
     found = aot_buffers.buffers(ASSIGNMENT, RANGES, TEXT)
-    assert aot_buffers.second_pools(found, POOL) == []
+    assert aot_buffers.second_buffers(found, POOL) == []
     for shape in ("f32[4,80,128]{2,1,0}", "bf16[40,8,128]{2,0,1:T(8,128)}", "s8[4,10,8,128]"):
         text = ASSIGNMENT.replace("f32[70,10]{1,0}", shape)
-        (second,) = aot_buffers.second_pools(aot_buffers.buffers(text, RANGES, TEXT), POOL)
+        (second,) = aot_buffers.second_buffers(aot_buffers.buffers(text, RANGES, TEXT), POOL)
         assert second.name == "late.1"
 
 
@@ -95,8 +99,51 @@ def test_copies_of_the_pool():
   %h = (bf16[4,10,8,128]{3,2,1,0}, bf16[4,10,8,128]{3,2,1,0:S(1)}, u32[]) copy-start(%b)
   %i = bf16[4,10,8,128]{3,2,1,0} dynamic-update-slice(%b, %copy.1, %c)
 """
-    assert len(aot_buffers.pool_copies(moves + others, POOL)) == 4
-    assert aot_buffers.pool_copies(others, POOL) == []
+    assert len(aot_buffers.copies_of(moves + others, POOL)) == 4
+    assert aot_buffers.copies_of(others, POOL) == []
+
+
+def test_copies_of_smaller_arrays():
+    """Counted in their own type only: a mask or an index may have the shape of `position`."""
+    text = """\
+  %a = f32[4,10,16]{2,1,0} copy(%b)
+  %c = f32[40,16]{1,0} transpose(%a), dimensions={0,1}
+  %d = s8[4,10,16]{2,1,0} copy(%b)
+  %e = f32[4,10,8]{2,1,0} copy(%b)
+  %f = s32[4,80]{1,0} copy(%g)
+  %h = pred[4,80]{1,0} copy(%i)
+"""
+    found = aot_buffers.second_copies(text, None, [POOL, SCALE, POSITION])
+    lines = {name: [line.split()[0] for line in copies] for name, copies in found.items()}
+    assert lines == {"kv_scale": ["%a", "%c"], "position": ["%f"]}
+
+
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [
+        ("f32[4,10,16]{2,1,0}", {"kv_scale"}),
+        ("f32[40,16]{1,0}", {"kv_scale"}),
+        ("s32[4,10,16]{2,1,0}", set()),
+        ("s32[4,80]{1,0}", set()),  # usual: one number for every slot
+        ("f32[4,80,128]{2,1,0}", {"kv_pool"}),
+    ],
+)
+def test_second_buffers(shape, names):
+    text = ASSIGNMENT.replace("f32[70,10]{1,0}", shape)
+    found = aot_buffers.buffers(text, RANGES, TEXT)
+    copies = aot_buffers.second_copies("", found, [POOL, SCALE, POSITION])
+    assert set(copies) == names
+    assert all(line.startswith("late.1: ") for (line,) in copies.values())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "short"),
+    [("float32", "f32"), ("bfloat16", "bf16"), ("int32", "s32"), ("uint8", "u8"), ("bool", "pred")],
+)
+def test_types_of_compiled_text(dtype, short):
+    array = aot_buffers.Carried("memory", (2, 3, 4), dtype)
+    assert len(aot_buffers.copies_of(f"  %a = {short}[6,4]{{1,0}} copy(%b)", array)) == 1
+    assert aot_buffers.copies_of("  %a = f64[6,4]{1,0} copy(%b)", array) == []
 
 
 def test_unreadable(tmp_path):

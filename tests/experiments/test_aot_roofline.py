@@ -17,12 +17,21 @@ def planned(policy, **arguments):
 
 def test_full_cache():
     plan = planned("full", block_size=1)
-    exact = plan_segments(GEOMETRY.schedule, 3)
     pairs = 1 * 1 + 4 * (1 + 4) + 9 * (5 + 9)
-    assert aot_roofline.attention_flops(plan, exact) == 4 * SIZE * ROWS * LAYERS * HEADS * pairs
-    padded = plan_segments(GEOMETRY.schedule, 1)
-    pairs = 9 * 1 + 9 * (1 + 4) + 9 * (5 + 9)
-    assert aot_roofline.attention_flops(plan, padded) == 4 * SIZE * ROWS * LAYERS * HEADS * pairs
+    for count in (1, 3):
+        segments = plan_segments(GEOMETRY.schedule, count)
+        found = aot_roofline.attention_flops(plan, segments)
+        assert found == 4 * SIZE * ROWS * LAYERS * HEADS * pairs
+
+
+def test_padding_and_empty_slots_do_not_count():
+    """Large blocks and one padded segment change nothing: kernels may skip what they add."""
+    least = aot_roofline.attention_flops(
+        planned("full", block_size=1), plan_segments(GEOMETRY.schedule, 3)
+    )
+    coarse = planned("full", block_size=8, accounting="tokens")
+    assert coarse.block_size == 8
+    assert aot_roofline.attention_flops(coarse, plan_segments(GEOMETRY.schedule, 1)) == least
 
 
 def test_pool_traffic():
@@ -46,9 +55,9 @@ def test_contents_that_the_device_decides():
 def test_looking_at_attention_costs_a_product():
     exact = plan_segments(GEOMETRY.schedule, 3)
     plan = planned("h2o", budget=0.6)
-    blocks = (plan.stop > plan.start).sum((1, 2, 3)) * plan.block_size
+    held = plan.capacity.sum((1, 2))
     pairs = [
-        t * (b + LAYERS * HEADS * t) for t, b in zip(GEOMETRY.schedule.tokens, blocks, strict=True)
+        t * (h + LAYERS * HEADS * t) for t, h in zip(GEOMETRY.schedule.tokens, held, strict=True)
     ]
     passes = [3, 3, 2]  # nothing is decided after the last scale
     wanted = 2 * SIZE * ROWS * np.dot(passes, pairs)
