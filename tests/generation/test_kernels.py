@@ -21,7 +21,7 @@ CASES = {
 MODELS = ["a_k10", "b_k6_sharedaln", "c_k5_nol2norm"]
 SMALL = "c_k5_nol2norm"
 RUNS = [
-    *(pytest.param(m, "full", marks=[pytest.mark.slow] if m != SMALL else []) for m in MODELS),
+    *(pytest.param(m, "full", marks=[pytest.mark.slow]) for m in MODELS),
     *(
         pytest.param(SMALL, case, marks=[] if case in ("h2o", "full-int8") else [pytest.mark.slow])
         for case in CASES
