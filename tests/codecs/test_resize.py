@@ -1,15 +1,28 @@
-"""Resizing equals torch's area pooling and bicubic interpolation; so does the choice of phi."""
+"""Resizing equals torch's area pooling, bicubic and trilinear interpolation, patchify its pixel
+shuffle; so does the choice of phi."""
 
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from varjax.codecs.patchify import patchify, unpatchify
+
 from varjax.codecs.quantizer import phi_index
-from varjax.codecs.resize import area_matrix, bicubic_matrix, resize, resize_area, resize_bicubic
+from varjax.codecs.resize import (
+    area_matrix,
+    bicubic_matrix,
+    bilinear_matrix,
+    resize,
+    resize_area,
+    resize_bicubic,
+    resize_bilinear,
+)
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "var" / "ops"
+INFINITY = Path(__file__).parents[1] / "fixtures" / "infinity" / "interp_vectors.npz"
 CASES = [name for name in np.load(FIXTURES / "interp.npz").files if not name.startswith("x_")]
 # float32: the reference itself is 2e-7 (area) and 4e-6 (bicubic) away from float64
 TOLERANCE = {"area": 1e-6, "bicubic": 2e-5}
@@ -28,7 +41,34 @@ def test_matches_torch(name):
     )
 
 
-@pytest.mark.parametrize("matrix", [area_matrix, bicubic_matrix])
+@pytest.mark.parametrize("kind", ["trilinear", "area"])
+def test_matches_torch_with_one_frame(kind):
+    """(1, 3, 1, h, w) maps, as Infinity's quantiser resizes them, up and down."""
+    arrays = np.load(INFINITY)
+    function = {"area": resize_area, "trilinear": resize_bilinear}[kind]
+    names = [n for n in arrays.files if n.startswith(kind) and not n.endswith("16to16")]
+    assert len(names) >= 7
+    for name in names:
+        source = name.split("_")[1].split("to")[0]
+        x = arrays["in_16x16" if source == "16" else f"in_{source}"]
+        expected = arrays[name][:, :, 0].transpose(0, 2, 3, 1)
+        found = function(x[:, :, 0].transpose(0, 2, 3, 1), expected.shape[1:3])
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("library", [np, jnp])
+def test_patchify_is_pixel_unshuffle(library):
+    arrays = np.load(INFINITY)
+    narrow, wide = (
+        library.asarray(arrays[name].transpose(0, 2, 3, 1))
+        for name in ("pixshuf_in", "pixshuf_out")
+    )
+    np.testing.assert_array_equal(unpatchify(narrow), wide)
+    np.testing.assert_array_equal(patchify(wide), narrow)
+    assert isinstance(patchify(wide), type(wide))
+
+
+@pytest.mark.parametrize("matrix", [area_matrix, bicubic_matrix, bilinear_matrix])
 def test_matrices(matrix):
     """Rows sum to one, equal sizes give the identity, and cached matrices cannot be changed."""
     np.testing.assert_array_equal(matrix(7, 7), np.eye(7, dtype=np.float32))

@@ -1,7 +1,7 @@
 """Resizing as matrix products, equal to the original (torch) results.
 
 `jax.image.resize` uses another bicubic constant (-0.5) and another border rule, so its pictures and
-tokens differ. Both resizings used here are separable and linear: one small matrix per axis,
+tokens differ. The resizings used here are separable and linear: one small matrix per axis,
 computed on the host, applied with an einsum. The matrices are exact for every
 pair of sizes, non-square included.
 """
@@ -61,6 +61,23 @@ def bicubic_matrix(source: int, target: int) -> np.ndarray:
     return matrix
 
 
+@lru_cache(maxsize=256)
+def bilinear_matrix(source: int, target: int) -> np.ndarray:
+    """float32 [target, source]: linear interpolation along one axis, up or down.
+
+    Half-pixel centres, no antialiasing (shrinking looks at two neighbours only), borders clamped.
+    The identity when the sizes agree. This is what torch's trilinear mode does to a map of one
+    frame.
+    """
+    lower, upper, weight = _linear_neighbours(source, target)
+    matrix = np.zeros((target, source), np.float64)
+    np.add.at(matrix, (np.arange(target), lower), 1 - weight)
+    np.add.at(matrix, (np.arange(target), upper), weight)
+    matrix = matrix.astype(np.float32)
+    matrix.flags.writeable = False
+    return matrix
+
+
 def bilinear_neighbours(
     source: tuple[int, int], target: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -105,3 +122,10 @@ def resize_bicubic(x: Float[Array, "B h w C"], size: tuple[int, int]) -> Float[A
     if x.shape[1:3] == tuple(size):
         return x
     return resize(x, bicubic_matrix(x.shape[1], size[0]), bicubic_matrix(x.shape[2], size[1]))
+
+
+def resize_bilinear(x: Float[Array, "B h w C"], size: tuple[int, int]) -> Float[Array, "B p q C"]:
+    """Linear interpolation of maps to `size` = (height, width), up or down."""
+    if x.shape[1:3] == tuple(size):
+        return x
+    return resize(x, bilinear_matrix(x.shape[1], size[0]), bilinear_matrix(x.shape[2], size[1]))
