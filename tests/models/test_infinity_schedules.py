@@ -1,0 +1,70 @@
+"""Infinity's templates, sizes and rope positions against the published tables."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from varjax.errors import UserError
+from varjax.models.infinity_schedules import (
+    PIXELS,
+    SIZES,
+    TEMPLATES,
+    resolve,
+    rope_positions,
+)
+from varjax.schedule import Schedule
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "infinity"
+PUBLISHED = json.loads((FIXTURES / "dynamic_resolution.json").read_text())
+
+
+def test_names_are_the_published_ones():
+    assert [float(name) for name in TEMPLATES] == PUBLISHED["h_div_w_templates"]
+    assert set(TEMPLATES) == set(PUBLISHED["table"])
+    assert set(SIZES) == set(PUBLISHED["table"]["1.000"])
+
+
+@pytest.mark.parametrize("aspect", TEMPLATES)
+def test_tables(aspect):
+    """Maps, pixels and positions of every size; positions of a size start those of 1M."""
+    positions = np.load(FIXTURES / "rope_tables.npz")[f"pos_{aspect}"]
+    for size, entry in PUBLISHED["table"][aspect].items():
+        found = resolve(aspect, size)
+        assert (found.aspect, found.size) == (aspect, size)
+        assert [list(m) for m in found.schedule.maps] == [scale[1:] for scale in entry["scales"]]
+        assert [side * PIXELS for side in found.schedule.final_map] == entry["pixel"]
+        ours = rope_positions(found.schedule, found.rope_map)
+        assert ours.dtype == np.int32 and ours.shape == (found.schedule.total_tokens, 2)
+        np.testing.assert_array_equal(ours, positions[: len(ours)])
+    assert len(ours) == len(positions)
+
+
+@pytest.mark.parametrize(
+    ("aspect", "name"),
+    [(1, "1.000"), ("1.0", "1.000"), (1.1, "1.000"), (9 / 16, "0.571"), (0.3, "0.333")]
+    + [("3.9", "3.000"), (0.25, "0.333"), (1.29, "1.250"), (2 / 3, "0.666"), (1.125, "1.000")],
+)
+def test_nearest_template(aspect, name):
+    """The last case is as far from 1.0 as from 1.25: the first of the published list is taken."""
+    assert resolve(aspect, "1M").aspect == name
+
+
+@pytest.mark.parametrize("aspect", ["x", "16:9", 0, -1, 5, 0.2, float("nan"), "inf", None])
+def test_impossible_aspect(aspect):
+    with pytest.raises(UserError, match=r"aspect .* is not supported: .*from 0\.333, 0\.400, .*3"):
+        resolve(aspect, "1M")
+
+
+def test_unknown_size():
+    with pytest.raises(UserError, match=r"unknown size '2M': choose one of 0.06M, .*, 1M"):
+        resolve(1.0, "2M")
+
+
+def test_positions_round_halves_to_even():
+    """Two cells on 5: 0 and 2.5; four cells on 6: 0, 1.5, 3, 4.5; the last map is the identity."""
+    positions = rope_positions(Schedule(((2, 4), (5, 6))), (5, 6))
+    np.testing.assert_array_equal(positions[:8, 0], [0] * 4 + [2] * 4)
+    np.testing.assert_array_equal(positions[:4, 1], [0, 2, 3, 4])
+    np.testing.assert_array_equal(positions[8:14], [[0, c] for c in range(6)])
