@@ -20,41 +20,29 @@ import sys
 
 import jax
 
-from experiments import aot_report, aot_worker, settings
+from experiments import aot_report, aot_worker
 from experiments.aot_program import Request
 from experiments.generation_flags import SamplingFlags
+from experiments.model_flags import ModelFlags
+from experiments.policy_flags import PolicyFlags
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
 from varjax import command_line, generation, sharding
 from varjax.cache.planner import plan_cache
-from varjax.errors import UserError, choose
+from varjax.errors import UserError
 from varjax.files import check_file_place, writing
 from varjax.generator import MATMUL_PRECISIONS
 from varjax.meshes import MeshSpec
-from varjax.models import registry
-from varjax.policies import POLICIES, get_policy
 from varjax.segments import plan_segments
 
 FLAGS = command_line.CommandFlags()
-MODEL = FLAGS.string("model", None, f"Published name: {', '.join(registry.PRESETS)}.")
-CHECKPOINT = FLAGS.string(
-    "checkpoint", None, "Checkpoint folder; default (without --model): the embedded demo."
-)
+MODEL = ModelFlags(FLAGS, published="Published name")
 TARGET = FLAGS.string(
     "target",
     "tpu-v5e,tpu-v6e,a100,h200",
     f"Chips, separated by commas: {', '.join(chips.CHIPS)}.",
 )
-POLICY = FLAGS.enum("policy", "full", list(POLICIES), "KV-cache policy.")
-BUDGET = FLAGS.floating(
-    "budget",
-    None,
-    "Fraction of the full cache's bytes that may be kept; default: the policy's own.",
-)
-POLICY_ARGS = FLAGS.string(
-    "policy_args", "", "Further arguments of the policy: key=value,key=value."
-)
-CALIBRATION = FLAGS.string("calibration", None, "Calibration file, for policies that use one.")
+POLICY = PolicyFlags(FLAGS)
 BATCH_SIZE = FLAGS.integer(
     "batch_size", 8, "Images per program call.", lower_bound=1, upper_bound=10**6
 )
@@ -127,12 +115,8 @@ def attention_for(chip: Chip) -> str:
 
 def resolve(wanted: list[Chip]) -> dict[str, Request]:
     """What to compile for each target. All flags are checked, nothing is compiled."""
-    if MODEL.value and CHECKPOINT.value:
-        raise UserError("--model and --checkpoint exclude each other: name one model")
-    if MODEL.value:
-        choose("model", MODEL.value, registry.PRESETS)
-    model = settings.abstract_model(MODEL.value or CHECKPOINT.value)
-    policy = get_policy(POLICY.value, BUDGET.value, command_line.typed_pairs(POLICY_ARGS.value))
+    model = MODEL.resolve()
+    policy = POLICY.resolve()
     mesh = MeshSpec.parse(MESH.value)
     for chip in wanted:
         mesh.check(
@@ -142,9 +126,7 @@ def resolve(wanted: list[Chip]) -> dict[str, Request]:
             where=chip.name,
         )
     sampling = SAMPLING.sampling(model)
-    calibration = settings.read_calibration(
-        CALIBRATION.value, policy, model.geometry, model, sampling
-    )
+    calibration = POLICY.calibration(policy, model.geometry, model, sampling)
     segments = plan_segments(model.geometry.schedule, SEGMENTS.value)
     attention = {chip.name: attention_for(chip) for chip in wanted}
     plan = plan_cache(model.geometry, policy, calibration)
@@ -172,7 +154,7 @@ def title(request: Request) -> str:
     plan, mesh = request.plan, request.mesh
     parts = [
         request.model.name,
-        f"policy {POLICY.value}",
+        f"policy {POLICY.name}",
         f"budget {plan.budget:g} (pool {plan.fraction:.2%} of full)",
         request.dtype,
         *([f"cache {request.kv_dtype}"] if request.kv_dtype != request.dtype else []),

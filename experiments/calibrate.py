@@ -18,6 +18,7 @@ import numpy as np
 
 from experiments import settings
 from experiments.generation_flags import SamplingFlags
+from experiments.model_flags import ModelFlags
 from varjax import command_line, generation, measuring
 from varjax.files import check_file_place
 from varjax.policies import calibration as measured
@@ -25,7 +26,7 @@ from varjax.policies.calibration import Calibration
 
 FLAGS = command_line.CommandFlags()
 FLAGS.compilation_cache()
-CHECKPOINT = FLAGS.string("checkpoint", None, "Checkpoint folder; default: the embedded demo.")
+MODEL = ModelFlags(FLAGS)
 NUM_SAMPLES = FLAGS.integer(
     "num_samples",
     10,
@@ -83,7 +84,7 @@ def text(found: Calibration) -> str:
 
 def main(argv) -> None:
     target = check_file_place(SAVE.value, overwrite=OVERWRITE.value, flag="--save")
-    model = settings.abstract_model(CHECKPOINT.value)
+    model = MODEL.resolve()
     settings.require_weights(model)
     labels = choose_labels(model.num_classes)
     sampling, seed = SAMPLING.sampling(model), SAMPLING.seed

@@ -23,38 +23,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import settings
+from experiments.model_flags import ModelFlags
+from experiments.policy_flags import PolicyFlags
 from varjax import command_line, generation
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
-from varjax.errors import UserError, choose
+from varjax.errors import UserError
 from varjax.files import check_file_place, writing
 from varjax.geometry import Geometry
 from varjax.memory import show_bytes
-from varjax.models import registry
 from varjax.models.published_geometry import GEOMETRIES
-from varjax.policies import POLICIES, get_policy
 
 FLAGS = command_line.CommandFlags()
-NAMES = sorted({*registry.PRESETS, *GEOMETRIES}, key=lambda name: (name in GEOMETRIES, name))
-MODEL = FLAGS.string("model", None, f"Published name: {', '.join(NAMES)}.")
-CHECKPOINT = FLAGS.string(
-    "checkpoint",
-    None,
-    "Checkpoint folder; default (without --model and --geometry): the embedded demo.",
-)
+MODEL = ModelFlags(FLAGS, published=f"Published name ({', '.join(GEOMETRIES)} too)")
 GEOMETRY = FLAGS.string(
     "geometry", None, "layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4 (height x width)."
 )
-POLICY = FLAGS.enum("policy", "full", list(POLICIES), "KV-cache policy.")
-BUDGET = FLAGS.floating(
-    "budget",
-    None,
-    "Fraction of the full cache's bytes that may be kept; default: the policy's own.",
-)
-POLICY_ARGS = FLAGS.string(
-    "policy_args", "", "Further arguments of the policy: key=value,key=value."
-)
-CALIBRATION = FLAGS.string("calibration", None, "Calibration file, for policies that use one.")
+POLICY = PolicyFlags(FLAGS)
 BATCH_SIZE = FLAGS.integer(
     "batch_size",
     1,
@@ -77,17 +62,12 @@ OVERWRITE = FLAGS.boolean("overwrite", False, "Replace the --save file if it exi
 
 def model_or_geometry() -> tuple[str, Geometry, settings.AbstractModel | None]:
     """(name, geometry, model if there is more than that) named by exactly one of the flags."""
-    named = {"--model": MODEL.value, "--checkpoint": CHECKPOINT.value, "--geometry": GEOMETRY.value}
-    given = [flag for flag, value in named.items() if value]
-    if len(given) > 1:
-        raise UserError(f"{' and '.join(given)} exclude each other: name one model")
+    MODEL.check_alone(GEOMETRY)
     if GEOMETRY.value:
         return "geometry", Geometry.parse(GEOMETRY.value), None
-    if MODEL.value:
-        choose("model", MODEL.value, NAMES)
-        if MODEL.value in GEOMETRIES:
-            return MODEL.value, GEOMETRIES[MODEL.value], None
-    model = settings.abstract_model(MODEL.value or CHECKPOINT.value)
+    if MODEL.name in GEOMETRIES:
+        return MODEL.name, GEOMETRIES[MODEL.name], None
+    model = MODEL.resolve()
     return model.name, model.geometry, model
 
 
@@ -156,7 +136,7 @@ def text(
         f"{g.schedule.num_scales} scales, "
         f"{g.schedule.total_tokens} tokens ({g.schedule.persistent_tokens} per head in a full "
         f"cache)",
-        f"policy {POLICY.value}, budget {plan.budget:g}, accounting {plan.accounting}",
+        f"policy {POLICY.name}, budget {plan.budget:g}, accounting {plan.accounting}",
         f"pool      {plan.pool_blocks} blocks of {plan.block_size} slots = {plan.pool_tokens} "
         f"tokens, {plan.fraction:.2%} of full",
         f"bytes     {held} ({show_bytes(held)}) of {full} ({show_bytes(full)}), batch "
@@ -199,8 +179,8 @@ def main(argv) -> None:
         check_file_place(SAVE.value, overwrite=OVERWRITE.value, flag="--save")
     name, geometry, model = model_or_geometry()
     check_countable(geometry, BATCH_SIZE.value, DTYPE.value)
-    policy = get_policy(POLICY.value, BUDGET.value, command_line.typed_pairs(POLICY_ARGS.value))
-    calibration = settings.read_calibration(CALIBRATION.value, policy, geometry, model)
+    policy = POLICY.resolve()
+    calibration = POLICY.calibration(policy, geometry, model)
     plan = plan_cache(geometry, policy, calibration)
     sizes = (BATCH_SIZE.value, DTYPE.value, KV_DTYPE.value or DTYPE.value)
     steady = plan.policy.steady_tokens(geometry, calibration)

@@ -16,35 +16,21 @@ import jax
 
 from experiments import run_report, settings
 from experiments.generation_flags import ProgramFlags, SamplingFlags
+from experiments.model_flags import ModelFlags
+from experiments.policy_flags import PolicyFlags
 from experiments.run_folder import RunFolder
 from experiments.run_settings import RunSettings
 from pallas_kernels import implementations
 from varjax import command_line
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
-from varjax.errors import UserError, choose
+from varjax.errors import UserError
 from varjax.generation import Generator, Model
-from varjax.models import registry
-from varjax.policies import POLICIES, get_policy
 from varjax.sharding import check_plan
 
 FLAGS = command_line.CommandFlags()
-CHECKPOINT = FLAGS.string(
-    "checkpoint",
-    None,
-    "Checkpoint folder; default: the embedded demo. With --dry_run also a published name.",
-)
-MODEL = FLAGS.string("model", None, "Published name, with --dry_run: plan without weights.")
-POLICY = FLAGS.enum("policy", "full", list(POLICIES), "KV-cache policy.")
-BUDGET = FLAGS.floating(
-    "budget",
-    None,
-    "Fraction of the full cache's bytes that may be kept; default: the policy's own.",
-)
-POLICY_ARGS = FLAGS.string(
-    "policy_args", "", "Further arguments of the policy: key=value,key=value."
-)
-CALIBRATION = FLAGS.string("calibration", None, "Calibration file, for policies that use one.")
+MODEL = ModelFlags(FLAGS, published="Published name, with --dry_run: plan without weights")
+POLICY = PolicyFlags(FLAGS)
 LABELS = FLAGS.string("labels", None, "Class numbers, one image each: 3,7,7.")
 NUM_IMAGES = FLAGS.integer("num_images", None, "Number of images, over all classes in turn.")
 PROMPTS = FLAGS.string("prompts", None, "File with one prompt per line (text-to-image models).")
@@ -68,11 +54,7 @@ OUT = FLAGS.string("out", None, "Output folder; default: a new one under results
 
 def resolve() -> RunSettings:
     """Check every flag and plan the cache. Nothing is compiled, allocated or written."""
-    if MODEL.value and CHECKPOINT.value:
-        raise UserError("--model and --checkpoint exclude each other: name one model")
-    if MODEL.value:
-        choose("model", MODEL.value, registry.PRESETS)
-    model = settings.abstract_model(MODEL.value or CHECKPOINT.value)
+    model = MODEL.resolve()
     if not DRY_RUN.value:
         settings.require_weights(model, "add --dry_run, or ")
     if PROMPTS.value is not None:
@@ -81,12 +63,10 @@ def resolve() -> RunSettings:
             f"--num_images"
         )
     labels = settings.choose_labels(LABELS.value, NUM_IMAGES.value, model.num_classes)
-    policy = get_policy(POLICY.value, BUDGET.value, command_line.typed_pairs(POLICY_ARGS.value))
+    policy = POLICY.resolve()
     policy.check_images(len(labels))
     sampling = SAMPLING.sampling(model)
-    calibration = settings.read_calibration(
-        CALIBRATION.value, policy, model.geometry, model, sampling
-    )
+    calibration = POLICY.calibration(policy, model.geometry, model, sampling)
     plan = plan_cache(model.geometry, policy, calibration)
     program = PROGRAM.resolve(model)
     if program["mesh"].num_devices > 1:

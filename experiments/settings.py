@@ -19,9 +19,6 @@ from varjax.generation import Model
 from varjax.geometry import Geometry
 from varjax.models import parameters, registry
 from varjax.policies import Policy
-from varjax.policies import calibration as calibration_lib
-from varjax.policies.calibration import Calibration
-from varjax.sampling import Sampling
 
 ALL_CLASSES_UP_TO = (
     64  # without --labels and --num_images: every class once, or this many images for larger models
@@ -158,34 +155,6 @@ def read_given_tokens(
             f"allowed is 0 to {vocab_size - 1}"
         )
     return tokens.astype(np.int32)
-
-
-def read_calibration(
-    path: str | None,
-    policy: Policy,
-    geometry: Geometry,
-    model: AbstractModel | None = None,
-    sampling: Sampling | None = None,
-) -> Calibration | None:
-    """The file of `--calibration=FILE`, else the one in the model's folder.
-
-    A file that is given is refused for policies that would ignore it, and any file if it was made
-    for other weights than the model's or, with `sampling`, for another guidance.
-    """
-    if path and not policy.uses_calibration:
-        raise UserError(f"policy {policy.name!r} uses no calibration: leave out --calibration")
-    if not path and policy.uses_calibration and model is not None:
-        path = calibration_lib.beside(model.directory)
-    if not path:
-        return None
-    found = calibration_lib.load(path, geometry)
-    if model is not None and model.directory is not None:
-        guidance = None if sampling is None else sampling.cfg
-        try:
-            found.check_origin(calibration_lib.model_digest(model.metadata), guidance)
-        except UserError as error:
-            raise UserError(f"calibration {path}: {error}") from None
-    return found
 
 
 def policy_arguments(policy: Policy) -> dict:

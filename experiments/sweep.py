@@ -26,6 +26,7 @@ import sys
 
 from experiments import settings, sweep_plan, sweep_tables
 from experiments.generation_flags import ProgramFlags, SamplingFlags
+from experiments.model_flags import ModelFlags
 from experiments.run_folder import RunFolder
 from experiments.sweep_cells import Runner
 from experiments.sweep_plan import Cell, SweepSettings
@@ -41,7 +42,7 @@ POLICIES = FLAGS.string(
     "policies", "all", "all, or policies separated by commas: headkv,streaming:sinks=3+block_size=8"
 )
 BUDGETS = FLAGS.string("budgets", "0.1,0.25,0.5", "Fractions of the full cache's bytes.")
-CHECKPOINT = FLAGS.string("checkpoint", None, "Checkpoint folder; default: the embedded demo.")
+MODEL = ModelFlags(FLAGS)
 CALIBRATION = FLAGS.string(
     "calibration",
     None,
@@ -63,7 +64,7 @@ def resolve() -> SweepSettings:
     """Check every flag and plan every cell. Nothing is compiled, allocated or written."""
     entries = sweep_plan.parse_entries(POLICIES.value)
     budgets = sweep_plan.parse_budgets(BUDGETS.value)
-    model = settings.abstract_model(CHECKPOINT.value)
+    model = MODEL.resolve()
     settings.require_weights(model)
     extras.require("dm_pix", extra="eval", purpose="PSNR and SSIM")
     labels = settings.choose_labels(LABELS.value, NUM_IMAGES.value, model.num_classes)

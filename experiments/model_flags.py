@@ -1,0 +1,41 @@
+"""Which model a command is about: --checkpoint and --model."""
+
+from experiments.settings import AbstractModel, abstract_model
+from varjax.command_line import CommandFlags
+from varjax.errors import UserError, choose
+from varjax.models import registry
+
+
+class ModelFlags:
+    """--checkpoint of a command and, where a model without weights will do, --model.
+
+    published: what the help says of --model; None: the command has no such flag.
+    """
+
+    def __init__(self, flags: CommandFlags, *, published: str | None = None):
+        self._checkpoint = flags.string(
+            "checkpoint", None, "Checkpoint folder; default: the embedded demo."
+        )
+        self._model = None
+        if published is not None:
+            names = ", ".join(registry.PRESETS)
+            self._model = flags.string("model", None, f"{published}: {names}.")
+
+    def check_alone(self, *others) -> None:
+        """Raise `UserError` if several flags name a model. others: holders of further ones."""
+        holders = (self._model, self._checkpoint, *others)
+        given = [f"--{holder.name}" for holder in holders if holder is not None and holder.value]
+        if len(given) > 1:
+            raise UserError(f"{' and '.join(given)} exclude each other: name one model")
+
+    @property
+    def name(self) -> str | None:
+        """What --model says."""
+        return None if self._model is None else self._model.value
+
+    def resolve(self) -> AbstractModel:
+        """The model without its weights; the embedded demo if none is named."""
+        self.check_alone()
+        if self.name:
+            choose("model", self.name, registry.PRESETS)
+        return abstract_model(self.name or self._checkpoint.value)
