@@ -1,19 +1,56 @@
-"""The convolutional encoder and decoder of the VQVAE, channels last.
+"""The convolutional encoder and decoder that image codecs share, channels last.
 
-The layout is that of the published model (VQGAN's f16 network): levels of residual blocks,
-attention at the coarsest level, stride-2 convolutions down, nearest-neighbour doubling plus
-convolution up. Everything runs in the type of the input and the weights; normalisation statistics
-and the attention softmax are float32.
+The layout is that of VQGAN's network: levels of residual blocks, attention at the coarsest level
+where a codec has it, stride-2 convolutions down, nearest-neighbour doubling plus convolution up.
+Everything runs in the type of the input and the weights; normalisation statistics and the
+attention softmax are float32.
 """
+
+import contextlib
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from varjax.codecs.config import VQVAEConfig
+from varjax.errors import UserError
 
 _uniform_fan_in = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Sizes of an encoder or a decoder.
+
+    Attributes:
+      image_channels: of the pictures.
+      latent_channels: of the map between encoder and decoder.
+      base: width of the encoder's first convolution.
+      widths: channels of each level, finest first.
+      num_blocks: residual blocks per level.
+      num_resamplings: the finest levels are followed by a halving (encoder), and as many of the
+        coarser ones by a doubling (decoder).
+      group_choices: numbers of normalisation groups; the first that divides a width is taken.
+      epsilon: of the normalisation.
+      attend_coarsest: attention after every block of the coarsest level.
+      attend_middle: attention between the two middle blocks.
+    """
+
+    image_channels: int
+    latent_channels: int
+    base: int
+    widths: tuple[int, ...]
+    num_blocks: int
+    num_resamplings: int
+    group_choices: tuple[int, ...] = (32,)
+    epsilon: float = 1e-6
+    attend_coarsest: bool = False
+    attend_middle: bool = False
+
+    def groups(self, channels: int) -> int:
+        """Normalisation groups of a width; configurations make sure that there is a choice."""
+        return next(groups for groups in self.group_choices if channels % groups == 0)
 
 
 def conv(c_in: int, c_out: int, size: int, rngs: nnx.Rngs, stride: int = 1) -> nnx.Conv:
@@ -36,8 +73,8 @@ class GroupNorm(nnx.Module):
     reshape of `nnx.GroupNorm` and makes the whole decoder about 15 % faster on CPU.
     """
 
-    def __init__(self, channels: int, config: VQVAEConfig):
-        self.groups, self.epsilon = config.group_norm_groups, config.group_norm_eps
+    def __init__(self, channels: int, layout: Layout):
+        self.groups, self.epsilon = layout.groups(channels), layout.epsilon
         self.scale = nnx.Param(jnp.ones((channels,)))
         self.bias = nnx.Param(jnp.zeros((channels,)))
 
@@ -56,10 +93,10 @@ class GroupNorm(nnx.Module):
 class ResidualBlock(nnx.Module):
     """norm, silu, conv, twice, plus the input (through a 1x1 product when the width changes)."""
 
-    def __init__(self, c_in: int, c_out: int, config: VQVAEConfig, *, rngs: nnx.Rngs):
-        self.norm1 = GroupNorm(c_in, config)
+    def __init__(self, c_in: int, c_out: int, layout: Layout, *, rngs: nnx.Rngs):
+        self.norm1 = GroupNorm(c_in, layout)
         self.conv1 = conv(c_in, c_out, 3, rngs)
-        self.norm2 = GroupNorm(c_out, config)
+        self.norm2 = GroupNorm(c_out, layout)
         self.conv2 = conv(c_out, c_out, 3, rngs)
         self.nin_shortcut = dense(c_in, c_out, rngs) if c_in != c_out else None
 
@@ -72,8 +109,8 @@ class ResidualBlock(nnx.Module):
 class AttentionBlock(nnx.Module):
     """Single-head attention over all positions of the map, plus the input."""
 
-    def __init__(self, channels: int, config: VQVAEConfig, *, rngs: nnx.Rngs):
-        self.norm = GroupNorm(channels, config)
+    def __init__(self, channels: int, layout: Layout, *, rngs: nnx.Rngs):
+        self.norm = GroupNorm(channels, layout)
         self.qkv = dense(channels, 3 * channels, rngs)
         self.proj_out = dense(channels, channels, rngs)
 
@@ -89,10 +126,10 @@ class AttentionBlock(nnx.Module):
 class Middle(nnx.Module):
     """Residual block, attention, residual block at the coarsest size."""
 
-    def __init__(self, channels: int, config: VQVAEConfig, *, rngs: nnx.Rngs):
-        self.block_1 = ResidualBlock(channels, channels, config, rngs=rngs)
-        self.attn_1 = AttentionBlock(channels, config, rngs=rngs) if config.using_mid_sa else None
-        self.block_2 = ResidualBlock(channels, channels, config, rngs=rngs)
+    def __init__(self, channels: int, layout: Layout, *, rngs: nnx.Rngs):
+        self.block_1 = ResidualBlock(channels, channels, layout, rngs=rngs)
+        self.attn_1 = AttentionBlock(channels, layout, rngs=rngs) if layout.attend_middle else None
+        self.block_2 = ResidualBlock(channels, channels, layout, rngs=rngs)
 
     def __call__(self, x):
         x = self.block_1(x)
@@ -102,12 +139,12 @@ class Middle(nnx.Module):
 class Level(nnx.Module):
     """Residual blocks of one size. `attn` is empty except at the coarsest level."""
 
-    def __init__(self, c_in, c_out, num_blocks, attend, config: VQVAEConfig, *, rngs: nnx.Rngs):
+    def __init__(self, c_in, c_out, num_blocks, attend, layout: Layout, *, rngs: nnx.Rngs):
         widths = [c_in] + [c_out] * num_blocks
         pairs = zip(widths[:-1], widths[1:], strict=True)
-        self.block = nnx.List([ResidualBlock(a, b, config, rngs=rngs) for a, b in pairs])
+        self.block = nnx.List([ResidualBlock(a, b, layout, rngs=rngs) for a, b in pairs])
         attentions = num_blocks if attend else 0
-        self.attn = nnx.List([AttentionBlock(c_out, config, rngs=rngs) for _ in range(attentions)])
+        self.attn = nnx.List([AttentionBlock(c_out, layout, rngs=rngs) for _ in range(attentions)])
 
     def __call__(self, x):
         for i, block in enumerate(self.block):
@@ -118,23 +155,21 @@ class Level(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """Images [B, H, W, 3] to latents [B, H / downsample, W / downsample, z_channels]."""
+    """Images [B, H, W, 3] to latents [B, H / 2**n, W / 2**n, C], n = `layout.num_resamplings`."""
 
-    def __init__(self, config: VQVAEConfig, *, rngs: nnx.Rngs):
-        widths = [config.ch, *(config.ch * m for m in config.ch_mult)]
-        last = len(config.ch_mult) - 1
-        self.conv_in = conv(config.in_channels, config.ch, 3, rngs)
+    def __init__(self, layout: Layout, *, rngs: nnx.Rngs):
+        widths = [layout.base, *layout.widths]
+        last = len(layout.widths) - 1
+        self.conv_in = conv(layout.image_channels, layout.base, 3, rngs)
         self.down = nnx.List([])
         for i in range(last + 1):
-            attend = i == last and config.using_sa
-            level = Level(
-                widths[i], widths[i + 1], config.num_res_blocks, attend, config, rngs=rngs
-            )
-            level.downsample = conv(widths[i + 1], widths[i + 1], 3, rngs, 2) if i < last else None
+            attend, halve = i == last and layout.attend_coarsest, i < layout.num_resamplings
+            level = Level(widths[i], widths[i + 1], layout.num_blocks, attend, layout, rngs=rngs)
+            level.downsample = conv(widths[i + 1], widths[i + 1], 3, rngs, 2) if halve else None
             self.down.append(level)
-        self.mid = Middle(widths[-1], config, rngs=rngs)
-        self.norm_out = GroupNorm(widths[-1], config)
-        self.conv_out = conv(widths[-1], config.z_channels, 3, rngs)
+        self.mid = Middle(widths[-1], layout, rngs=rngs)
+        self.norm_out = GroupNorm(widths[-1], layout)
+        self.conv_out = conv(widths[-1], layout.latent_channels, 3, rngs)
 
     def __call__(self, x: Float[Array, "B H W 3"]) -> Float[Array, "B h w C"]:
         x = self.conv_in(x)
@@ -146,26 +181,24 @@ class Encoder(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Latents [B, h, w, z_channels] to images [B, h * downsample, w * downsample, 3], not clipped.
+    """Latents [B, h, w, C] to images [B, h * 2**n, w * 2**n, 3], not clipped.
 
     `up[0]` is the finest level, as in the published names; levels run from the last to the first.
     """
 
-    def __init__(self, config: VQVAEConfig, *, rngs: nnx.Rngs):
-        widths = [config.ch * m for m in config.ch_mult]
-        widths.append(widths[-1])  # the coarsest level follows the middle, which has its width
-        last = len(config.ch_mult) - 1
-        self.conv_in = conv(config.z_channels, widths[-1], 3, rngs)
-        self.mid = Middle(widths[-1], config, rngs=rngs)
+    def __init__(self, layout: Layout, *, rngs: nnx.Rngs):
+        widths = [*layout.widths, layout.widths[-1]]  # the coarsest level follows the middle
+        last = len(layout.widths) - 1
+        self.conv_in = conv(layout.latent_channels, widths[-1], 3, rngs)
+        self.mid = Middle(widths[-1], layout, rngs=rngs)
         self.up = nnx.List([])
         for i in range(last + 1):
-            attend = i == last and config.using_sa
-            blocks = config.num_res_blocks + 1
-            level = Level(widths[i + 1], widths[i], blocks, attend, config, rngs=rngs)
-            level.upsample = conv(widths[i], widths[i], 3, rngs) if i > 0 else None
+            attend, twice = i == last and layout.attend_coarsest, 1 <= i <= layout.num_resamplings
+            level = Level(widths[i + 1], widths[i], layout.num_blocks, attend, layout, rngs=rngs)
+            level.upsample = conv(widths[i], widths[i], 3, rngs) if twice else None
             self.up.append(level)
-        self.norm_out = GroupNorm(widths[0], config)
-        self.conv_out = conv(widths[0], config.in_channels, 3, rngs)
+        self.norm_out = GroupNorm(widths[0], layout)
+        self.conv_out = conv(widths[0], layout.image_channels, 3, rngs)
 
     def __call__(self, z: Float[Array, "B h w C"]) -> Float[Array, "B H W 3"]:
         x = self.mid(self.conv_in(z))
@@ -181,3 +214,27 @@ def double(x: Float[Array, "B h w C"]) -> Float[Array, "B 2*h 2*w C"]:
     batch, height, width, channels = x.shape
     x = jnp.broadcast_to(x[:, :, None, :, None], (batch, height, 2, width, 2, channels))
     return x.reshape(batch, 2 * height, 2 * width, channels)
+
+
+# --- running them ---
+
+
+def check_images(images: Float[Array, "B H W 3"], downsample: int) -> None:
+    """Raise `UserError` unless height and width are multiples of `downsample` pixels."""
+    if images.ndim != 4 or any(side % downsample for side in images.shape[1:3]):
+        raise UserError(
+            f"images of shape {images.shape} given: [batch, height, width, channels] with"
+            f" sides that are multiples of {downsample} are needed"
+        )
+
+
+def cast(modules, dtype):
+    """Modules with every parameter in `dtype`."""
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), modules)
+
+
+def full_precision(dtype):
+    """Context in which float32 products are really float32 (not TF32 or bfloat16 passes)."""
+    if dtype == jnp.float32:
+        return jax.default_matmul_precision("highest")
+    return contextlib.nullcontext()

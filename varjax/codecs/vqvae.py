@@ -8,19 +8,23 @@ Images are channels last. Both networks run in float32, with full-precision prod
 too, unless another `dtype` is asked for: an encoder in bfloat16 changes about one token in eight.
 """
 
-import contextlib
-
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from varjax.codecs.autoencoder import Decoder, Encoder, conv
+from varjax.codecs.autoencoder import (
+    Decoder,
+    Encoder,
+    Layout,
+    cast,
+    check_images,
+    conv,
+    full_precision,
+)
 from varjax.codecs.config import VQVAEConfig
 from varjax.codecs.quantizer import Quantizer
-from varjax.errors import UserError
 
-__all__ = ["VQVAE", "VQVAEConfig"]
+__all__ = ["VQVAE", "VQVAEConfig", "cast"]
 
 
 class VQVAE(nnx.Module):
@@ -29,11 +33,11 @@ class VQVAE(nnx.Module):
     def __init__(self, config: VQVAEConfig, *, rngs: nnx.Rngs):
         self.config = config
         channels, size = config.z_channels, config.quant_conv_ks
-        self.encoder = Encoder(config, rngs=rngs)
+        self.encoder = Encoder(_layout(config, config.num_res_blocks), rngs=rngs)
         self.quant_conv = conv(channels, channels, size, rngs)
         self.quantizer = Quantizer(config, rngs=rngs)
         self.post_quant_conv = conv(channels, channels, size, rngs)
-        self.decoder = Decoder(config, rngs=rngs)
+        self.decoder = Decoder(_layout(config, config.num_res_blocks + 1), rngs=rngs)
 
     def encode(self, images: Float[Array, "B H W 3"], dtype=jnp.float32) -> Float[Array, "B P Q C"]:
         """Latent map before quantisation, float32. `images` in [-1, 1].
@@ -41,11 +45,7 @@ class VQVAE(nnx.Module):
         Raises:
           UserError: if height or width is not a multiple of `config.downsample`.
         """
-        if images.ndim != 4 or any(side % self.config.downsample for side in images.shape[1:3]):
-            raise UserError(
-                f"images of shape {images.shape} given: [batch, height, width, channels] with"
-                f" sides that are multiples of {self.config.downsample} are needed"
-            )
+        check_images(images, self.config.downsample)
         encoder, quant_conv = cast((self.encoder, self.quant_conv), dtype)
         with full_precision(dtype):
             return quant_conv(encoder(images.astype(dtype))).astype(jnp.float32)
@@ -71,13 +71,17 @@ class VQVAE(nnx.Module):
         return self.tokens_to_images(self.images_to_tokens(images))
 
 
-def cast(modules, dtype):
-    """Modules with every parameter in `dtype`."""
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), modules)
-
-
-def full_precision(dtype):
-    """Context in which float32 products are really float32 (not TF32 or bfloat16 passes)."""
-    if dtype == jnp.float32:
-        return jax.default_matmul_precision("highest")
-    return contextlib.nullcontext()
+def _layout(config: VQVAEConfig, num_blocks: int) -> Layout:
+    """Sizes of the encoder or, with one more block per level, the decoder."""
+    return Layout(
+        image_channels=config.in_channels,
+        latent_channels=config.z_channels,
+        base=config.ch,
+        widths=tuple(config.ch * m for m in config.ch_mult),
+        num_blocks=num_blocks,
+        num_resamplings=len(config.ch_mult) - 1,
+        group_choices=(config.group_norm_groups,),
+        epsilon=config.group_norm_eps,
+        attend_coarsest=config.using_sa,
+        attend_middle=config.using_mid_sa,
+    )
