@@ -9,7 +9,8 @@ lines "papers" count as the published tables of AMS-KV and HeatKV do, which our 
 6 bytes for an element of K and one of V together (float32 keys, 16-bit values), both guidance rows.
 AMS-KV: GB of 1000 MiB; the full cache has the last scale, the compressed one what its sizes allow
 in the end (what the last scale sees, for other policies). HeatKV: MiB, no last scale; the most that
-is live at any time, and what the budget allows.
+is live at any time, what the budget allows, and the nearest row of its table. A published model
+needs no --calibration here: layers and heads then count as alike.
 --save writes the arrays: `capacity` int (K, layers, heads), tokens held when a scale starts;
 `live_tokens` int (K, layers), tokens in the whole cache of one row right after a layer has stored;
 `pool_tokens`, `num_bytes`, `dense_bytes`; for policies whose contents are known beforehand
@@ -24,6 +25,7 @@ import numpy as np
 
 from experiments import settings
 from experiments.model_flags import ModelFlags
+from experiments.paper_bytes import paper_lines
 from experiments.policy_flags import PolicyFlags
 from varjax import command_line, generation
 from varjax.cache.plan import CachePlan
@@ -96,34 +98,6 @@ def kept_per_source(plan: CachePlan) -> np.ndarray:
     return np.stack([np.add.reduceat(v, starts, axis=-1, dtype=np.int32) for v in visible])
 
 
-BYTES_PER_PAIR = 6  # an element of K in float32 and one of V in 16 bits
-MIB = 2**20
-
-
-def paper_lines(plan: CachePlan, batch_size: int, steady_tokens: int | None = None) -> list[str]:
-    """The bytes as AMS-KV and HeatKV count them.
-
-    steady_tokens: tokens per head, summed over layers, that AMS-KV counts; None for other policies.
-    """
-    g = plan.geometry
-    per_token = g.head_dim * BYTES_PER_PAIR * g.rows_per_image * batch_size / MIB
-    kept = plan.capacity[-1].sum() if steady_tokens is None else steady_tokens * g.num_heads
-    with_last = g.schedule.total_tokens * g.num_layers * g.num_heads
-    full = g.dense_tokens * per_token
-    live = plan.live_tokens.max() * per_token
-    return [
-        f"papers    AMS-KV's count {_show(kept * per_token / 1000, 3)} GB of "
-        f"{_show(with_last * per_token / 1000, 3)} GB, {1 - kept / with_last:.2%} saved (float32 "
-        f"keys, 16-bit values, last scale in the full cache; GB = 1000 MiB)",
-        f"          HeatKV's count {_show(plan.budget * full, 0)} MB of {_show(full, 0)} MB by "
-        f"budget, {_show(live, 0)} MB live at most (last scale left out; MB = MiB)",
-    ]
-
-
-def _show(value: float, decimals: int) -> str:
-    return f"{value:.{decimals}f}" if value >= 1 else f"{value:.3g}"
-
-
 def text(
     name: str, plan: CachePlan, batch_size: int, dtype: str, kv_dtype: str, remarks: Sequence[str]
 ) -> str:
@@ -184,9 +158,11 @@ def main(argv) -> None:
     plan = plan_cache(geometry, policy, calibration)
     sizes = (BATCH_SIZE.value, DTYPE.value, KV_DTYPE.value or DTYPE.value)
     steady = plan.policy.steady_tokens(geometry, calibration)
-    remarks = plan.policy.plan_lines(geometry, calibration)
-    small = settings.block_remark(plan, "tpu")
-    remarks = [*remarks, *([small] if small else []), *paper_lines(plan, BATCH_SIZE.value, steady)]
+    remarks = [
+        *POLICY.remarks(plan, calibration),
+        *filter(None, [settings.block_remark(plan, "tpu")]),
+        *paper_lines(plan, BATCH_SIZE.value, sizes[-1], steady),
+    ]
     print(text(name, plan, *sizes, remarks))
     if SAVE.value:
         with writing(SAVE.value) as file:

@@ -1,6 +1,10 @@
 """Which KV-cache policy a command plans with: --policy, --budget, --policy_args, --calibration."""
 
+import numpy as np
+
 from experiments.settings import AbstractModel
+from varjax.cache.plan import CachePlan
+from varjax.cache.planner import plan_cache
 from varjax.command_line import CommandFlags, typed_pairs
 from varjax.errors import UserError
 from varjax.geometry import Geometry
@@ -8,6 +12,11 @@ from varjax.policies import POLICIES, Policy, get_policy
 from varjax.policies import calibration as calibration_lib
 from varjax.policies.calibration import Calibration
 from varjax.sampling import Sampling
+
+UNMEASURED = (
+    "ranking   without --calibration layers and heads count as alike: what each of them keeps is "
+    "made up, the budget holds"
+)
 
 
 class PolicyFlags:
@@ -49,7 +58,8 @@ class PolicyFlags:
         """The file of --calibration, else the one in the model's folder.
 
         A file that is given is refused for policies that would ignore it, and any file if it was
-        made for other weights than the model's or, with `sampling`, for another guidance.
+        made for other weights than the model's or, with `sampling`, for another guidance. A model
+        without weights, which can only be planned for, has a `stand_in`.
         """
         path = self._calibration.value
         if path and not policy.uses_calibration:
@@ -57,7 +67,8 @@ class PolicyFlags:
         if not path and policy.uses_calibration and model is not None:
             path = calibration_lib.beside(model.directory)
         if not path:
-            return None
+            unmeasured = model is not None and model.directory is None
+            return stand_in(policy, geometry) if unmeasured else None
         found = calibration_lib.load(path, geometry)
         if model is not None and model.directory is not None:
             guidance = None if sampling is None else sampling.cfg
@@ -66,3 +77,34 @@ class PolicyFlags:
             except UserError as error:
                 raise UserError(f"calibration {path}: {error}") from None
         return found
+
+    def remarks(self, plan: CachePlan, calibration: Calibration | None) -> list[str]:
+        """Lines to print with a plan."""
+        lines = plan.policy.plan_lines(plan.geometry, calibration)
+        return [*lines, UNMEASURED] if _is_stand_in(calibration) else lines
+
+
+def stand_in(policy: Policy, geometry: Geometry) -> Calibration | None:
+    """Measurements that treat all heads alike, for a policy that cannot plan without any."""
+    try:
+        plan_cache(geometry, policy, None)
+        return None
+    except UserError:  # it needs one; if something else is wrong, planning will say so
+        pass
+    layers, heads, schedule = geometry.num_layers, geometry.num_heads, geometry.schedule
+    tokens = np.tril(np.broadcast_to(schedule.tokens, (schedule.num_scales,) * 2))
+    beta = tokens / tokens.sum(-1, keepdims=True)
+    per_layer = np.broadcast_to([0.0] + [1.0] * (schedule.num_scales - 1), (layers, len(beta)))
+    return Calibration(
+        schedule=schedule,
+        num_layers=layers,
+        num_heads=heads,
+        beta=np.broadcast_to(beta, (layers, heads, *beta.shape)),
+        key_discrepancy=per_layer,
+        query_variance=np.ones((layers, heads)),
+        selectivity=per_layer,
+    )
+
+
+def _is_stand_in(calibration: Calibration | None) -> bool:
+    return calibration is not None and calibration.digest is None

@@ -90,7 +90,7 @@ def resolve() -> RunSettings:
         given_scales=_given_scales(model.geometry.schedule.num_scales),
         calibration=None if calibration is None else calibration.digest,
         remarks=(
-            *plan.policy.plan_lines(model.geometry, calibration),
+            *POLICY.remarks(plan, calibration),
             *filter(None, [_block_remark(plan, program["attention"])]),
         ),
     )

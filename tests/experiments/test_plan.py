@@ -178,6 +178,16 @@ def test_published_amskv_memory(call, model, preset, batch_size, line, pool):
     assert f"AMS-KV's count {line}" in out and pool in out
 
 
+@pytest.mark.parametrize("policy", ["heatkv", "scalekv", "amskv", "hack"])
+def test_published_models_need_no_calibration(call, policy):
+    """Layers and heads count as alike; with weights that could be measured it is an error."""
+    flags = (f"--policy={policy}", "--budget=0.2")
+    status, out, err = call("plan", "--model=var-d16", *flags)
+    assert status == 0, err
+    assert "count as alike" in out
+    assert call("plan", GEOMETRY, *flags)[0] == 2
+
+
 @pytest.mark.parametrize(
     ("size", "line"), [("2b", "3900 MB of 38550 MB"), ("8b", "8531 MB of 84328 MB")]
 )
@@ -188,6 +198,9 @@ def test_published_heatkv_memory(call, size, line):
     status, out, err = call("plan", f"--model=infinity-{size}", *flags)
     assert status == 0, err
     assert f"HeatKV's count {line}" in out
+    row = next(text for text in out.splitlines() if "HeatKV's table, 10%" in text)
+    assert f"650 tokens per head = {line}; ours" in row
+    assert int(row.split()[-2]) < 0.68 * int(line.split()[0])  # 16-bit keys: 4 bytes, not 6
 
 
 def test_amskv_sizes_in_tokens(call, tmp_path):
