@@ -1,0 +1,244 @@
+"""The text encoder's port: numbers of the original through a ported folder, names, refusals."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from ported_weights import rules
+from ported_weights import t5 as port_t5
+from varjax.errors import UserError
+from varjax.models import parameters
+from varjax.text import batches, t5
+from varjax.text.encoder import TextEncoder
+from varjax.text.t5 import T5Encoder
+
+HIDDEN = 1e-4  # float32 against the original in float32, whose own error is 5e-6
+HERE = "t5"
+
+
+@pytest.fixture(scope="module")
+def spiece(tmp_path_factory):
+    """A SentencePiece model with T5's special ids."""
+    sentencepiece = pytest.importorskip(
+        "sentencepiece", reason="sentencepiece is not installed (extra `text`)"
+    )
+    prefix = tmp_path_factory.mktemp("spiece") / "spiece"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a cat and a dog", "a red apple and a pear"]),
+        model_prefix=str(prefix),
+        vocab_size=40,
+        hard_vocab_limit=False,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        minloglevel=2,
+    )
+    return prefix.with_suffix(".model")
+
+
+@pytest.fixture
+def published(tmp_path, fixtures_dir, spiece):
+    """A folder as it is published, with safetensors."""
+    folder = tmp_path / "published"
+    folder.mkdir()
+    shutil.copy(fixtures_dir / HERE / "t5_tiny.safetensors", folder / "model.safetensors")
+    shutil.copy(fixtures_dir / HERE / "t5_tiny_config.json", folder / "config.json")
+    shutil.copy(spiece, folder / "spiece.model")
+    return folder
+
+
+def _ported(source, out, **options) -> TextEncoder:
+    lines = []
+    port_t5.port(source, out, say=lines.append, **options)
+    assert len(lines) == 1 and "21 tensors read" in lines[0], lines
+    return TextEncoder.load(out, "float32")
+
+
+def _weights(published) -> dict:
+    return {n: a.astype(np.float32) for n, a in load_file(published / "model.safetensors").items()}
+
+
+@pytest.fixture(scope="module")
+def io(fixtures_dir):
+    with np.load(fixtures_dir / HERE / "t5_tiny_io.npz") as archive:
+        return dict(archive)
+
+
+def test_numbers_of_the_original(published, tmp_path, io):
+    """Position bias, first layer, all layers; then the path that prompts take, whose padding is
+    another than the original's 512."""
+    encoder = _ported(published, tmp_path / "out")
+    ids, lengths = io["input_ids"], io["attention_mask"].sum(1)
+
+    @jax.jit
+    def run(module, ids, lengths):
+        bias = module.score_bias(lengths, ids.shape[1])
+        first = jax.tree.map(lambda leaf: leaf[0], module.blocks)
+        inside = module.layer(first, module.embedding[...][ids], bias)
+        return bias, inside, module(ids, lengths)
+
+    bias, inside, features = run(encoder.module, ids, lengths)
+    keys, length = io["rel_offset"], ids.shape[1]
+    for query in (0, 70, length - 1):
+        offsets = np.arange(length) - query - keys[0]
+        np.testing.assert_array_equal(bias[0, :, query], io["rel_bias"][:, offsets])
+    np.testing.assert_allclose(inside, io["hidden_after_block0"], atol=HIDDEN, rtol=0)
+    np.testing.assert_allclose(features, io["last_hidden_state"], atol=HIDDEN, rtol=0)
+    starts = io["enc_cu_seqlens"]
+    texts = [io["enc_ids"][a:b].tolist() for a, b in zip(starts, starts[1:], strict=False)]
+    found = batches.encode(encoder.module, [*texts, None, texts[0]], 2)
+    assert [len(f) for f in found[:2]] == io["enc_lens"].tolist()
+    np.testing.assert_allclose(np.concatenate(found[:2]), io["enc_kv_compact"], atol=HIDDEN, rtol=0)
+    np.testing.assert_allclose(found[3], found[0], atol=HIDDEN, rtol=0)
+    assert found[2].shape == (1, 64) and not found[2].any()
+
+
+def test_all_containers_give_the_same(published, tmp_path, torch_zip):
+    """A torch file of a whole language model; shards with an index, in which the other name of the
+    embedding is kept. Both are preferred as published: safetensors, then torch."""
+    wanted = parameters.named(_ported(published, tmp_path / "a").module)
+    weights = _weights(published)
+    (published / "model.safetensors").unlink()
+    decoder = {"lm_head.weight": np.ones((128, 64), np.float32)}
+    decoder["decoder.block.0.layer.0.SelfAttention.q.weight"] = np.ones((64, 64), np.float32)
+    torch_zip.save(published / "pytorch_model.bin", {**weights, **decoder})
+    found = parameters.named(_ported(published, tmp_path / "b").module)
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(found[name], array)
+
+    del weights["shared.weight"]
+    names = sorted(weights)
+    parts = {"model-1.safetensors": names[:7], "model-2.safetensors": names[7:]}
+    for file, members in parts.items():
+        save_file({n: weights[n] for n in members}, published / file)
+    index = {"weight_map": {n: file for file, members in parts.items() for n in members}}
+    (published / "model.safetensors.index.json").write_text(json.dumps(index))
+    (published / "pytorch_model.bin").write_bytes(b"not read")
+    found = parameters.named(_ported(published, tmp_path / "c").module)
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(found[name], array)
+
+
+def test_an_index_without_its_shards_does_not_hide_the_other_container(published, tmp_path):
+    index = published / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"shared.weight": "model-1.safetensors"}}')
+    assert _ported(published, tmp_path / "out").width == 64
+
+
+def test_description_and_storage_types(published, tmp_path):
+    content = _ported(published, tmp_path / "a").metadata
+    assert content["dtype"] == "bfloat16"  # as in the file
+    files = [source["file"] for source in content["sources"]]
+    assert files == ["config.json", "spiece.model", "model.safetensors"]
+    assert all(len(source["sha256"]) == 64 for source in content["sources"])
+    half = {n: a.astype(np.float16) for n, a in _weights(published).items()}
+    save_file(half, published / "model.safetensors")
+    assert _ported(published, tmp_path / "b").metadata["dtype"] == "float32"
+    assert _ported(published, tmp_path / "c", dtype="bfloat16").metadata["dtype"] == "bfloat16"
+
+
+def _published_shapes(config) -> dict[str, jax.ShapeDtypeStruct]:
+    """Names and shapes of a full published model, encoder and decoder, by its architecture."""
+    width, inner, hidden = config.d_model, config.num_heads * config.d_kv, config.d_ff
+    table = (config.vocab_size, width)
+    shapes = {n: table for n in ("shared.weight", "lm_head.weight")}
+    for part in ("encoder", "decoder"):
+        shapes[f"{part}.embed_tokens.weight"] = table
+        shapes[f"{part}.final_layer_norm.weight"] = (width,)
+        bias = f"{part}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        shapes[bias] = (config.relative_attention_num_buckets, config.num_heads)
+        kinds = ["SelfAttention"] + ["EncDecAttention"] * (part == "decoder") + ["DenseReluDense"]
+        for i in range(config.num_layers):
+            for j, kind in enumerate(kinds):
+                place = f"{part}.block.{i}.layer.{j}"
+                shapes[f"{place}.layer_norm.weight"] = (width,)
+                if kind == "DenseReluDense":
+                    shapes[f"{place}.{kind}.wi_0.weight"] = (hidden, width)
+                    shapes[f"{place}.{kind}.wi_1.weight"] = (hidden, width)
+                    shapes[f"{place}.{kind}.wo.weight"] = (width, hidden)
+                    continue
+                for name in "qkv":
+                    shapes[f"{place}.{kind}.{name}.weight"] = (inner, width)
+                shapes[f"{place}.{kind}.o.weight"] = (width, inner)
+    return {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes.items()}
+
+
+@pytest.mark.parametrize("name", t5.PRESETS)
+def test_every_published_name_once(name):
+    """Without weights: `rules.check` refuses what is missing, surplus, misshapen or given twice."""
+    config = t5.PRESETS[name]
+    shapes = _published_shapes(config)
+    module = parameters.abstract(lambda: T5Encoder(config, rngs=nnx.Rngs(0)))
+    plan = rules.check(port_t5.t5_rules(shapes), shapes, parameters.named(module))
+    assert len(plan.moves) + len(plan.ignored) == len(shapes)
+    assert len(plan.moves) == 9 * config.num_layers + 3
+    places = {"decoder", "lm_head", "encoder.embed_tokens"}
+    assert {n for n, _ in plan.ignored} == {n for n in shapes if n.startswith(tuple(places))}
+
+
+def _lacking(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def _config(**changes):
+    def edit(folder):
+        content = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**content, **changes}))
+
+    return edit
+
+
+def _tensor(name, change):
+    def edit(folder):
+        weights = _weights(folder)
+        change(weights, name)
+        save_file(weights, folder / "model.safetensors")
+
+    return edit
+
+
+_Q = "encoder.block.1.layer.0.SelfAttention.q.weight"
+REFUSED = {
+    "no config": (_lacking("config.json"), "has no config.json"),
+    "no tokenizer": (_lacking("spiece.model"), "there is no tokenizer file .*spiece.model"),
+    "no weights": (_lacking("model.safetensors"), "one weights file; found: none"),
+    "broken config": (lambda f: (f / "config.json").write_text("{"), "cannot read .*config.json"),
+    "version 1.0": (_config(feed_forward_proj="relu"), "config.json: .*'relu'"),
+    "more layers": (_config(num_layers=3), "(?s)does not fit .*missing: encoder.block.2.layer.0"),
+    "another width": (_config(d_model=32), r"(?s)does not fit .*wrong shape: .*\[128, 64\]"),
+    "another vocabulary": (_config(vocab_size=9), "pieces, the encoder one of 9"),
+    "missing tensor": (_tensor(_Q, lambda w, n: w.pop(n)), f"missing: {_Q}"),
+    "surplus tensor": (
+        _tensor("encoder.extra", lambda w, n: w.update({n: np.ones(3, np.float32)})),
+        "surplus: encoder.extra",
+    ),
+    "not finite": (_tensor(_Q, lambda w, n: w[n].fill(np.nan)), "not finite: .*4096 values"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_leave_nothing(case, published, tmp_path):
+    edit, message = REFUSED[case]
+    edit(published)
+    with pytest.raises(UserError, match=message):
+        port_t5.port(published, tmp_path / "out", say=[].append)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["published"]
+
+
+def test_a_folder_that_exists(published, tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UserError, match="exists already"):
+        port_t5.port(published, tmp_path / "out", say=[].append)
+    assert _ported(published, tmp_path / "out", overwrite=True).width == 64
+
+
+def test_the_source_is_a_folder(tmp_path):
+    with pytest.raises(UserError, match="is no folder: give that of a published T5 encoder"):
+        port_t5.port(tmp_path / "model.safetensors", tmp_path / "out")

@@ -1,0 +1,1 @@
+"""Text for text-to-image models: encoder, tokenizer, features."""

@@ -1,0 +1,294 @@
+"""Text features: what the encoder makes of prompts, all that a text-to-image model sees of them.
+
+One image per entry, as with class labels: `len(features)` images, `take(index)` gives the arrays of
+some of them. On disk an npz file; its arrays are described at `load`.
+
+Letters: P prompts, N images, B images of a batch, M tokens (padded), C width of the encoder.
+"""
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from varjax.errors import UserError
+from varjax.files import writing
+from varjax.text.t5 import PRESETS
+
+MAX_LENGTH = 512  # tokens of the released models
+LENGTH_STEP = 16  # lengths are padded to a multiple: few shapes, few programs
+_OPTIONAL = ("negative_kv", "negative_lens", "unconditional", "prompts")
+
+
+@dataclass(frozen=True, eq=False)
+class TextFeatures:
+    """Features of P prompts for N images.
+
+    Attributes:
+      kv: features of all prompts, one after the other.
+      lens: how many rows belong to each prompt.
+      negative_kv, negative_lens: likewise for the texts that guidance leads away from; None: the
+        model's own unconditional text.
+      unconditional: prompts that are empty: they stand for the model's own unconditional text, and
+        their single row of `kv` is not used.
+      prompts: the texts, where known.
+      numbers: the prompt of every image; by default one image per prompt.
+      text_maxlen: the most tokens that the model takes.
+
+    Raises:
+      UserError: arrays that do not fit each other.
+    """
+
+    kv: Float[np.ndarray, "rows C"]
+    lens: Int[np.ndarray, " P"]
+    negative_kv: Float[np.ndarray, "rows_negative C"] | None = None
+    negative_lens: Int[np.ndarray, " P"] | None = None
+    unconditional: Bool[np.ndarray, " P"] | None = None
+    prompts: tuple[str, ...] | None = None
+    numbers: Int[np.ndarray, " N"] | None = None
+    text_maxlen: int = MAX_LENGTH
+
+    def __post_init__(self):
+        _set(self, "kv", _checked_kv("kv", self.kv))
+        _set(self, "lens", _checked_lens("lens", self.lens, "kv", self.kv))
+        self._check_negative()
+        count = len(self.lens)
+        if self.unconditional is None:
+            _set(self, "unconditional", np.zeros(count, bool))
+        _set(self, "unconditional", _checked_flags(self.unconditional, self.lens))
+        if self.prompts is not None and len(self.prompts) != count:
+            raise UserError(f"prompts has {len(self.prompts)} texts for {count} entries of lens")
+        if self.numbers is None:
+            _set(self, "numbers", np.arange(count, dtype=np.int32))
+        longest = self.longest
+        if longest > self.text_maxlen:
+            raise UserError(
+                f"a text has {longest} tokens, the model takes {self.text_maxlen}: encode it with"
+                f" --max_length={self.text_maxlen}"
+            )
+
+    def _check_negative(self) -> None:
+        """Both arrays or none; a single text serves all prompts."""
+        if (self.negative_kv is None) != (self.negative_lens is None):
+            raise UserError("negative_kv and negative_lens belong together: give both or none")
+        if self.negative_kv is None:
+            return
+        kv = _checked_kv("negative_kv", self.negative_kv)
+        lens = _checked_lens("negative_lens", self.negative_lens, "negative_kv", kv)
+        if kv.shape[1] != self.width:
+            raise UserError(
+                f"negative_kv is {kv.shape[1]} wide, kv {self.width}: encode both alike"
+            )
+        if len(lens) not in (1, len(self.lens)):
+            raise UserError(
+                f"negative_lens has {len(lens)} entries: give one for each of the {len(self.lens)}"
+                " prompts, or one for all"
+            )
+        _set(self, "negative_kv", kv)
+        _set(self, "negative_lens", lens)
+
+    # --- images -----------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """The number of images."""
+        return len(self.numbers)
+
+    def repeat(self, count: int) -> "TextFeatures":
+        """`count` images of every image that there is, in turn: prompt 0 `count` times first."""
+        if count < 1:
+            raise UserError(f"{count} images per prompt: at least 1")
+        return dataclasses.replace(self, numbers=np.repeat(self.numbers, count))
+
+    def take(self, index: Int[np.ndarray, " B"]) -> dict[str, np.ndarray]:
+        """Arrays of the images `index`: `kv` float32 [B, M, C] with zeros behind each text,
+        `length` int32 [B], `unconditional` bool [B], and `negative_kv`, `negative_length` likewise
+        where there are negative texts. Shapes depend on nothing but B."""
+        prompts = self.numbers[np.asarray(index)]
+        found = {
+            "kv": self._padded(self.kv, self.lens, prompts),
+            "length": self.lens[prompts],
+            "unconditional": self.unconditional[prompts],
+        }
+        if self.negative_kv is not None:
+            own = prompts % len(self.negative_lens)  # all 0 where one text serves all
+            found["negative_kv"] = self._padded(self.negative_kv, self.negative_lens, own)
+            found["negative_length"] = self.negative_lens[own]
+        return found
+
+    def _padded(self, kv: np.ndarray, lens: np.ndarray, which: np.ndarray) -> np.ndarray:
+        starts = np.cumsum(lens) - lens
+        result = np.zeros((len(which), self.padded_length, self.width), np.float32)
+        for row, i in zip(result, which, strict=True):
+            row[: lens[i]] = kv[starts[i] : starts[i] + lens[i]]
+        return result
+
+    @property
+    def captions(self) -> list[str] | None:
+        """The prompt of every image, where known."""
+        return None if self.prompts is None else [self.prompts[i] for i in self.numbers]
+
+    @property
+    def width(self) -> int:
+        return self.kv.shape[1]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text, negative ones included."""
+        negative = () if self.negative_lens is None else self.negative_lens
+        return int(max([*self.lens, *negative]))
+
+    @cached_property
+    def padded_length(self) -> int:
+        """M: the same for all batches of the set."""
+        return min(-(-self.longest // LENGTH_STEP) * LENGTH_STEP, self.text_maxlen)
+
+    def describe(self) -> dict:
+        """What a report says of the texts; equal for equal ones."""
+        return {
+            "kind": "text",
+            "images": len(self),
+            "prompts": len(self.lens),
+            "tokens": int(self.lens.sum()),
+            "longest": self.longest,
+            "negative_texts": 0 if self.negative_lens is None else len(self.negative_lens),
+            "sha256": self._digest,
+        }
+
+    @cached_property
+    def _digest(self) -> str:
+        digest = hashlib.sha256()
+        for array in (*self._arrays().values(), self.numbers):
+            digest.update(str(array.shape).encode() + np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()
+
+    # --- fitting a model, files -------------------------------------------------------------------
+
+    def fitted(self, text_channels: int, text_maxlen: int) -> "TextFeatures":
+        """The same for a model that takes features of this width and at most so many tokens.
+
+        Raises:
+          UserError: another width, or a text that is too long.
+        """
+        if self.width != text_channels:
+            raise UserError(
+                f"features are {self.width} wide{_encoders(self.width)}, the model takes"
+                f" {text_channels}{_encoders(text_channels)}: encode the prompts with the encoder"
+                " that the model was trained with"
+            )
+        return dataclasses.replace(self, text_maxlen=text_maxlen)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the features of the prompts (not how often each is repeated) as npz."""
+        with writing(path) as file:
+            np.savez(file, **self._arrays())
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        arrays = {name: getattr(self, name) for name in ("kv", "lens", *_OPTIONAL)}
+        if self.prompts is not None:
+            arrays["prompts"] = np.array(self.prompts, dtype=str)
+        return {name: array for name, array in arrays.items() if array is not None}
+
+
+def load(
+    path: str | os.PathLike, text_channels: int | None = None, text_maxlen: int | None = None
+) -> TextFeatures:
+    """Read text features, from `save` or from anywhere else.
+
+    The file holds `kv` float [sum of lens, C], the features of all prompts one after the other, and
+    `lens` int [P]; if need be `negative_kv` and `negative_lens` (P texts, or one for all),
+    `unconditional` bool [P], `prompts` texts [P].
+
+    Args:
+      path: the npz file.
+      text_channels, text_maxlen: of the model, if it is known.
+
+    Raises:
+      UserError: no such file, damaged, arrays that do not fit each other or the model.
+    """
+    arrays = _read(path)
+    try:
+        prompts = arrays.pop("prompts", None)
+        found = TextFeatures(
+            **arrays,
+            prompts=None if prompts is None else tuple(map(str, prompts.reshape(-1))),
+            text_maxlen=2**31 - 1,
+        )
+        channels = found.width if text_channels is None else text_channels
+        return found.fitted(channels, text_maxlen or max(MAX_LENGTH, found.longest))
+    except UserError as error:
+        raise UserError(f"text features {path}: {error}") from None
+
+
+def _read(path: str | os.PathLike) -> dict[str, np.ndarray]:
+    if not os.path.exists(path):
+        raise UserError(f"there is no file {path}")
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            names = [n for n in ("kv", "lens", *_OPTIONAL) if n in archive.files]
+            arrays = {name: archive[name] for name in names}
+    except Exception as error:  # NumPy raises many kinds over damaged files
+        raise UserError(f"cannot read {path} as an npz file: {error}") from None
+    if missing := [name for name in ("kv", "lens") if name not in arrays]:
+        raise UserError(
+            f"text features {path}: {' and '.join(missing)} missing; needed are kv [sum of lens, C]"
+            " and lens [prompts], as `python -m experiments.encode_text` writes them"
+        )
+    return arrays
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def _set(features: TextFeatures, name: str, value) -> None:
+    object.__setattr__(features, name, value)
+
+
+def _checked_kv(name: str, kv) -> np.ndarray:
+    kv = np.asarray(kv)
+    if kv.ndim != 2 or not kv.size or not np.issubdtype(kv.dtype, np.floating):
+        raise UserError(
+            f"{name} has shape {kv.shape} and type {kv.dtype}: give floats [sum of lengths, C]"
+        )
+    kv = kv.astype(np.float32, copy=False)
+    if not np.isfinite(kv).all():
+        raise UserError(f"{name} holds values that are NaN or infinite")
+    return kv
+
+
+def _checked_lens(name: str, lens, kv_name: str, kv: np.ndarray) -> np.ndarray:
+    lens = np.asarray(lens)
+    if lens.ndim != 1 or not len(lens) or not np.issubdtype(lens.dtype, np.integer):
+        raise UserError(
+            f"{name} has shape {lens.shape} and type {lens.dtype}: give a whole number per text"
+        )
+    if (short := np.flatnonzero(lens < 1)).size:
+        raise UserError(f"{name}[{short[0]}] is {lens[short[0]]}: a text has at least 1 token")
+    if int(lens.astype(object).sum()) != len(kv):
+        raise UserError(f"{name} sums up to {lens.sum()}, {kv_name} has {len(kv)} rows")
+    return lens.astype(np.int32)
+
+
+def _checked_flags(unconditional, lens: np.ndarray) -> np.ndarray:
+    flags = np.asarray(unconditional)
+    if flags.shape != lens.shape or flags.dtype != bool:
+        raise UserError(
+            f"unconditional has shape {flags.shape} and type {flags.dtype}: give true or false for"
+            f" each of the {len(lens)} prompts"
+        )
+    if (long := np.flatnonzero(flags & (lens != 1))).size:
+        raise UserError(
+            f"prompt {long[0]} is marked unconditional but has {lens[long[0]]} tokens: an empty"
+            " prompt has 1"
+        )
+    return flags
+
+
+def _encoders(width: int, presets: Mapping = PRESETS) -> str:
+    """Which published encoders give features of this width, in brackets."""
+    names: Sequence[str] = [n for n, config in presets.items() if config.d_model == width]
+    return f" ({', '.join(names)})" if names else ""

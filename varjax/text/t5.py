@@ -1,0 +1,220 @@
+"""The encoder of T5 version 1.1 (Raffel et al. 2020, Shazeer 2020), of which the flan-t5 models are
+fine-tuned versions: gated GELU, root-mean-square norms, no biases in products, relative positions.
+
+Layers are stacked and scanned. The relative position bias is stored once and added to the scores of
+every layer; scores carry no factor 1/sqrt(H). Numbers: products run in the type of the weights
+(float32 ones in full precision on every device) and sum up in float32; the residual stream, norms,
+softmax and position bias are float32 always, so that bfloat16 weights lose little.
+
+Letters: B texts, T and K tokens, L layers, N heads, H head size, D width, F feed-forward width,
+V vocabulary. Names of the published files are in `ported_weights/t5.py`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from varjax.errors import UserError
+from varjax.models import layers, published
+
+FEED_FORWARD = "gated-gelu"
+# What the published configuration class assumes where a file leaves the entry out.
+DEFAULTS = {
+    "relative_attention_num_buckets": 32,
+    "relative_attention_max_distance": 128,
+    "layer_norm_epsilon": 1e-6,
+}
+MASKED = -1e30  # score of padding: finite, so that a row without any token stays finite
+
+
+@dataclass(frozen=True, kw_only=True)
+class T5Config:
+    """Shape of the encoder; field names follow the published `config.json`."""
+
+    vocab_size: int
+    d_model: int
+    d_kv: int
+    d_ff: int
+    num_layers: int
+    num_heads: int
+    relative_attention_num_buckets: int = DEFAULTS["relative_attention_num_buckets"]
+    relative_attention_max_distance: int = DEFAULTS["relative_attention_max_distance"]
+    layer_norm_epsilon: float = DEFAULTS["layer_norm_epsilon"]
+
+    def __post_init__(self):
+        published.check_size("T5", "num_layers", self.num_layers, published.LARGEST_DEPTH)
+        for name in ("vocab_size", "d_model", "d_kv", "d_ff", "num_heads"):
+            published.check_size("T5", name, getattr(self, name))
+        published.check_real("T5", "layer_norm_epsilon", self.layer_norm_epsilon)
+        buckets = self.relative_attention_num_buckets
+        published.check_size("T5", "relative_attention_num_buckets", buckets, least=4)
+        if buckets % 4 or self.relative_attention_max_distance <= buckets // 4:
+            raise UserError(
+                f"T5 configuration: relative_attention_num_buckets is {buckets} and "
+                f"relative_attention_max_distance {self.relative_attention_max_distance}: the first"
+                " must be a multiple of 4, the second more than a quarter of it"
+            )
+
+    @classmethod
+    def from_published(cls, arguments: Mapping) -> "T5Config":
+        """Read the entries of a published `config.json`; those without effect on the encoder's
+        function are passed over.
+
+        Raises:
+          UserError: an entry is missing or malformed, or the feed-forward is not gated GELU, as in
+            T5 of version 1.0.
+        """
+        kind = arguments.get("feed_forward_proj", "relu")  # what a file without the entry means
+        if kind != FEED_FORWARD:
+            raise UserError(
+                f"T5 configuration: feed_forward_proj is {kind!r:.60}, supported is"
+                f" {FEED_FORWARD!r} (T5 version 1.1 and flan-t5)"
+            )
+        types = {f.name: f.type for f in dataclasses.fields(cls)}
+        known = {name: value for name, value in arguments.items() if name in types}
+        found = published.arguments("T5", known, types, ())
+        if missing := [name for name in types if name not in {**found, **DEFAULTS}]:
+            raise UserError(
+                f"T5 configuration: {', '.join(missing)} not given: take the config.json that is"
+                " published beside the weights"
+            )
+        return cls(**found)
+
+    def to_published(self) -> dict:
+        """Names and values as in `config.json`: the inverse of `from_published`."""
+        return {**dataclasses.asdict(self), "feed_forward_proj": FEED_FORWARD}
+
+
+def _flan(d_model: int, d_ff: int, num_layers: int, num_heads: int) -> T5Config:
+    return T5Config(
+        vocab_size=32128,
+        d_model=d_model,
+        d_kv=64,
+        d_ff=d_ff,
+        num_layers=num_layers,
+        num_heads=num_heads,
+    )
+
+
+PRESETS = {
+    "flan-t5-small": _flan(512, 1024, 8, 6),
+    "flan-t5-base": _flan(768, 2048, 12, 12),
+    "flan-t5-large": _flan(1024, 2816, 24, 16),
+    "flan-t5-xl": _flan(2048, 5120, 24, 32),
+    "flan-t5-xxl": _flan(4096, 10240, 24, 64),
+}
+
+
+def relative_buckets(config: T5Config, length: int) -> Int[np.ndarray, "T K"]:
+    """Which entry of the position bias belongs to (query, key): half of the buckets for keys before
+    the query or at it, half for keys after it; in each half the first ones for single distances,
+    the others for distances that grow by a constant factor."""
+    half = config.relative_attention_num_buckets // 2
+    exact = half // 2
+    offset = np.arange(length)[None, :] - np.arange(length)[:, None]
+    distance = np.abs(offset)
+    # float32 in the published order of operations: where the quotient is whole, it decides
+    ratio = np.log(np.maximum(distance, 1).astype(np.float32) / np.float32(exact))
+    span = np.float32(math.log(config.relative_attention_max_distance / exact))
+    far = exact + (ratio / span * np.float32(half - exact)).astype(np.int32)
+    near = np.where(distance < exact, distance, np.minimum(far, half - 1))
+    return (near + half * (offset > 0)).astype(np.int32)
+
+
+def _linear(d_in: int, d_out: int, std: float, rngs: nnx.Rngs) -> nnx.Linear:
+    init = jax.nn.initializers.normal(std)
+    return nnx.Linear(d_in, d_out, use_bias=False, kernel_init=init, rngs=rngs)
+
+
+class T5Block(nnx.Module):
+    """One layer (parameters only). Stacked over layers by `T5Encoder`."""
+
+    def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
+        width, inner = config.d_model, config.num_heads * config.d_kv
+        self.attention_norm = nnx.Param(jnp.ones((width,)))
+        self.q = _linear(width, inner, (width * config.d_kv) ** -0.5, rngs)
+        self.k = _linear(width, inner, width**-0.5, rngs)
+        self.v = _linear(width, inner, width**-0.5, rngs)
+        self.o = _linear(inner, width, inner**-0.5, rngs)
+        self.feed_forward_norm = nnx.Param(jnp.ones((width,)))
+        self.gate = _linear(width, config.d_ff, width**-0.5, rngs)
+        self.up = _linear(width, config.d_ff, width**-0.5, rngs)
+        self.down = _linear(config.d_ff, width, config.d_ff**-0.5, rngs)
+
+
+class T5Encoder(nnx.Module):
+    """Parameters of the encoder, and the function that it computes."""
+
+    def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
+        self.config = config
+        buckets, width = config.relative_attention_num_buckets, config.d_model
+        self.embedding = nnx.Param(jax.random.normal(rngs.params(), (config.vocab_size, width)))
+        self.position_bias = nnx.Param(
+            jax.random.normal(rngs.params(), (buckets, config.num_heads)) * width**-0.5
+        )
+        self.blocks = layers.stack_layers(
+            lambda r: T5Block(config, rngs=r), config.num_layers, rngs
+        )
+        self.final_norm = nnx.Param(jnp.ones((width,)))
+
+    @property
+    def dtype(self):
+        """The type of the weights, which is the type that matrix products run in."""
+        return self.embedding[...].dtype
+
+    def __call__(self, ids: Int[Array, "B T"], lengths: Int[Array, " B"]) -> Float[Array, "B T D"]:
+        """Float32 features. The first `lengths` tokens of a row are its text; rows of the others
+        are defined but mean nothing, and no text sees them."""
+        bias = self.score_bias(lengths, ids.shape[1])
+        x = self.embedding[...][ids].astype(jnp.float32)
+        x, _ = jax.lax.scan(lambda x, block: (self.layer(block, x, bias), None), x, self.blocks)
+        return self._norm(x, self.final_norm[...])
+
+    def score_bias(self, lengths: Int[Array, " B"], size: int) -> Float[Array, "B N T K"]:
+        """What is added to the scores of every layer: relative positions, and the mask of `size`
+        tokens of which the first `lengths` are text."""
+        buckets = jnp.asarray(relative_buckets(self.config, size))
+        relative = self.position_bias[...].astype(jnp.float32)[buckets].transpose(2, 0, 1)
+        is_text = jnp.arange(size) < lengths[:, None]
+        return jnp.where(is_text[:, None, None], relative, MASKED)
+
+    def layer(
+        self, block: T5Block, x: Float[Array, "B T D"], bias: Float[Array, "B N T K"]
+    ) -> Float[Array, "B T D"]:
+        """Self attention and feed-forward of one layer with their residuals, float32."""
+        h = self._norm(x, block.attention_norm[...])
+        q, k, v = (
+            layers.split_heads(self._product(h, p), self.config.d_kv)
+            for p in (block.q, block.k, block.v)
+        )
+        scores = jnp.einsum("bnth,bnkh->bntk", *self._typed(q, k), **self._exactness()) + bias
+        weights, v = self._typed(jax.nn.softmax(scores, axis=-1), v)
+        attended = jnp.einsum("bntk,bnkh->bnth", weights, v, **self._exactness())
+        x = x + self._product(layers.merge_heads(attended), block.o)
+        h = self._norm(x, block.feed_forward_norm[...])
+        gate = jax.nn.gelu(self._product(h, block.gate), approximate=True)
+        return x + self._product(gate * self._product(h, block.up), block.down)
+
+    def _norm(self, x: Float[Array, "B T D"], scale: Float[Array, " D"]) -> Float[Array, "B T D"]:
+        """Root-mean-square normalisation: no mean is taken off, no bias added."""
+        mean_square = jnp.square(x).mean(-1, keepdims=True)
+        normal = x * jax.lax.rsqrt(mean_square + self.config.layer_norm_epsilon)
+        return normal * scale.astype(jnp.float32)
+
+    def _product(self, x: Array, projection: nnx.Linear) -> Float[Array, "B T _"]:
+        return jnp.dot(*self._typed(x, projection.kernel[...]), **self._exactness())
+
+    def _typed(self, *arrays: Array) -> list[Array]:
+        return [array.astype(self.dtype) for array in arrays]
+
+    def _exactness(self) -> dict:
+        """Sums in float32; float32 factors are not shortened, as TPUs do by default."""
+        exact = jax.lax.Precision.HIGHEST if self.dtype == jnp.float32 else None
+        return {"preferred_element_type": jnp.float32, "precision": exact}
