@@ -12,6 +12,7 @@ from varjax.codecs.config import VQVAEConfig
 from varjax.errors import UserError
 from varjax.models import parameters, published, registry
 from varjax.models.var import VARConfig
+from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 
 SCHEDULE = Schedule(((1, 1), (1, 2), (2, 3)))
@@ -295,8 +296,8 @@ def test_presets_round_trip_through_published_names(name):
     for part, config in ((family.transformer, preset.transformer), (family.codec, preset.codec)):
         written = json.loads(json.dumps(config.to_published()))
         assert part.read(written) == config
-    assert preset.transformer.schedule == preset.codec.schedule
-    assert preset.transformer.vocab_size == preset.codec.vocab_size == 4096
+    family.check(preset.transformer, preset.codec)
+    preset.transformer.check_sampling(Sampling.recommended(preset.sampling))
 
 
 def test_defaults_are_those_of_the_published_constructor():

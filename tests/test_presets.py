@@ -14,6 +14,13 @@ PUBLISHED = {
     "var-d24": 1.0e9,
     "var-d30": 2.0e9,
     "var-d36": 2.3e9,
+    "infinity-layer12": 125e6,
+    "infinity-layer16": 361e6,
+    "infinity-layer24": 940e6,
+    "infinity-layer32": 2.2e9,
+    "infinity-layer40": 4.7e9,
+    "infinity-2b": 2.2e9,
+    "infinity-8b": 8.4e9,
 }
 
 

@@ -98,16 +98,33 @@ def test_equal_logits_share_their_fate():
         ({"top_p": "0.9"}, "top_p='0.9'"),
         ({"greedy": 1}, "greedy=1: it must be true or false"),
         ({"more_smooth": "yes"}, "more_smooth='yes'"),
+        ({"cfg": (1.0, 2.0)}, "cfg lists 2 numbers, the schedule has 3 scales"),
+        ({"cfg": (1.0, 2.0, "x")}, "cfg='x': it must be a number"),
+        ({"cfg": [1.0, 2.0, -3.0]}, "cfg=-3"),
+        ({"tau": 0.0}, "tau=0: the temperature"),
+        ({"tau": (1.0, 1.0, float("nan"))}, "tau=nan"),
+        ({"cfg_insertion_layer": ()}, "cfg_insertion_layer"),
+        ({"cfg_insertion_layer": (0.5,)}, "cfg_insertion_layer=0.5: it must be a whole number"),
+        ({"top_k": (3,)}, "top_k="),
     ],
 )
 def test_bad_values(values, message):
     with pytest.raises(UserError, match=message):
-        Sampling(**values).check(10)
+        Sampling(**values).check(3, 10)
 
 
 def test_numbers_of_numpy_are_numbers():
     values = {"cfg": np.float32(2), "top_k": np.int64(3), "greedy": np.bool_(True)}
-    assert Sampling.recommended(values, more_smooth=np.bool_(False)).check(10).top_k == 3
+    assert Sampling.recommended(values, more_smooth=np.bool_(False)).check(3, 10).top_k == 3
+
+
+def test_one_number_or_one_per_scale():
+    one, many = Sampling(cfg=2.0, tau=0.5), Sampling(cfg=[1, 2.5, 4])
+    assert one.check(3, 10).per_scale("cfg", 3) == (2.0, 2.0, 2.0)
+    assert many.check(3).per_scale("cfg", 3) == (1, 2.5, 4) and hash(many) is not None
+    assert float(many.at("cfg", jnp.int32(1), 3)) == 2.5 and many.guidance == 2.5
+    with pytest.raises(UserError, match="cfg lists 3 numbers, the schedule has 4"):
+        many.check(4)
 
 
 @pytest.mark.parametrize("settings", [None, [1], "cfg", 3])

@@ -10,7 +10,7 @@ shapes of all stored arrays, before a single weight is read.
 
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,6 +77,7 @@ def save(
     metadata: Mapping | None = None,
     dtype=None,
     overwrite: bool = False,
+    also: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a checkpoint.
 
@@ -88,6 +89,7 @@ def save(
         converter_version, or anything that JSON can hold. Computed entries win.
       dtype: storage type of floating parameters; by default they stay as they are.
       overwrite: replace `directory` if it exists.
+      also: writes what else belongs into the folder (a text encoder) before the folder appears.
 
     Raises:
       UserError: `directory` exists, or cannot be written, or the entries do not fit the model.
@@ -95,7 +97,7 @@ def save(
     """
     modules = {"transformer": transformer, "codec": codec}
     free = {k: v for k, v in (metadata or {}).items() if k != "files"}  # files are those written
-    description_file.check_entries(directory, free, transformer.config, codec.config)
+    description_file.check_entries(directory, family, free, transformer.config, codec.config)
     with replacing(directory, overwrite=overwrite) as folder:
         arrays = _host_arrays(modules, _dtype(dtype))
         with ocp.PyTreeCheckpointer() as checkpointer:
@@ -103,6 +105,8 @@ def save(
         _forget_path(folder / "params")
         content = description_file.compose(family, transformer.config, codec.config, arrays)
         content["files"] = description_file.file_records(folder / "params")
+        if also is not None:
+            also(folder)
         description_file.write(folder, {**(metadata or {}), **content})
 
 
@@ -138,12 +142,13 @@ def load_abstract(directory) -> Checkpoint:
     return Checkpoint(content["family"], *_abstract_modules(content, path), content, path)
 
 
-def load(directory, dtype=None) -> Checkpoint:
+def load(directory, dtype=None, codec_dtype=None) -> Checkpoint:
     """Read a checkpoint onto the default device.
 
     Args:
       directory: folder of the checkpoint.
-      dtype: type of the floating parameters; None keeps the stored types.
+      dtype: type of the transformer's floating parameters; None keeps the stored types.
+      codec_dtype: likewise for the codec.
 
     Raises:
       UserError: not a checkpoint, another format version, names or shapes that do not fit the
@@ -156,7 +161,8 @@ def load(directory, dtype=None) -> Checkpoint:
     stored = _stored_arrays(folder)
     expected = {f"{p}/{n}": x for p in PARTS for n, x in parameters.named(modules[p]).items()}
     _check(folder, stored, expected)
-    arrays = _restore(folder, stored, _dtype(dtype))
+    wanted = dict(zip(PARTS, (_dtype(dtype), _dtype(codec_dtype)), strict=True))
+    arrays = _restore(folder, stored, wanted)
     filled = [
         parameters.fill(modules[p], {n: arrays[f"{p}/{n}"] for n in parameters.named(modules[p])})
         for p in PARTS
@@ -192,15 +198,16 @@ def _check(folder: Path, stored: Mapping, expected: Mapping) -> None:
         )
 
 
-def _restore(folder: Path, stored: Mapping, dtype) -> dict[str, jax.Array]:
-    """{"part/name": array}; Orbax casts while it reads."""
+def _restore(folder: Path, stored: Mapping, dtypes: Mapping) -> dict[str, jax.Array]:
+    """{"part/name": array}; Orbax casts to {part: type or None} while it reads."""
     device = jax.sharding.SingleDeviceSharding(jnp.zeros(()).devices().pop())
 
-    def argument(entry):
+    def argument(name, entry):
+        dtype = dtypes[name.split("/")[0]]
         kind = dtype if dtype is not None and parameters.is_floating(entry.dtype) else entry.dtype
         return ocp.ArrayRestoreArgs(dtype=kind, sharding=device)
 
-    arguments = parameters.nested({name: argument(entry) for name, entry in stored.items()})
+    arguments = parameters.nested({name: argument(name, entry) for name, entry in stored.items()})
     with _explaining(folder), ocp.PyTreeCheckpointer() as checkpointer:
         tree = checkpointer.restore(os.path.abspath(folder), restore_args=arguments)
         return jax.block_until_ready(parameters.flattened(tree))

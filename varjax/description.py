@@ -72,7 +72,7 @@ def read(folder: Path) -> dict:
             f"{file} is inconsistent: schedule {str(content['schedule'])[:200]} but the"
             f" transformer's configuration says {str(maps)[:200]}"
         )
-    check_entries(file, content, transformer, codec)
+    check_entries(file, content["family"], content, transformer, codec)
     return content
 
 
@@ -126,34 +126,31 @@ def configurations(where, content: Mapping) -> tuple:
     return tuple(found)
 
 
-def check_entries(where, content: Mapping, transformer, codec) -> None:
+def check_entries(where, family: str, content: Mapping, transformer, codec) -> None:
     """Check what is free in a description: that both parts fit each other, and optional entries.
 
     Args:
       where: the file or folder, for messages.
+      family: its name.
       content: class_names, sampling and files are checked where they are there.
       transformer, codec: configurations.
 
     Raises:
       UserError: a value of another kind, or entries that contradict each other.
     """
-    for name in ("vocab_size", "z_channels", "schedule"):
-        ours, theirs = getattr(transformer, name), getattr(codec, name)
-        if ours != theirs:
-            shown = "patch_nums" if name == "schedule" else name
-            raise UserError(
-                f"{where} is inconsistent: {shown} is {str(ours):.200} for the transformer and"
-                f" {str(theirs):.200} for the codec; they must agree"
-            )
+    try:
+        registry.family(family).check(transformer, codec)
+    except UserError as error:
+        raise UserError(f"{where} is inconsistent: {error}") from error
     if "class_names" in content:
         _check_class_names(where, content["class_names"], getattr(transformer, "num_classes", 0))
     if "sampling" in content:
         try:
-            Sampling.recommended(content["sampling"]).check(transformer.vocab_size)
+            transformer.check_sampling(Sampling.recommended(content["sampling"]))
         except UserError as error:
             raise UserError(f"{where}, entry 'sampling': {error}") from error
     if "files" in content:
-        _check_records(where, content["files"])
+        check_records(where, content["files"])
 
 
 def _check_class_names(where, names, count: int) -> None:
@@ -169,7 +166,8 @@ def _check_class_names(where, names, count: int) -> None:
         )
 
 
-def _check_records(where, records) -> None:
+def check_records(where, records) -> None:
+    """Raise `UserError` unless these are file names with size and crc32."""
     if not isinstance(records, dict):
         raise UserError(
             f"{where}, entry 'files' is {records!r:.60}: it must hold file names with size and"

@@ -25,7 +25,7 @@ from varjax.cache.tables import (
     scale_tables,
 )
 from varjax.sampling import Sampling
-from varjax.scale_maps import ScaleMaps
+from varjax.scale_maps import POOLED, Resampling, ScaleMaps
 from varjax.schedule import Schedule
 from varjax.segments import Segment
 
@@ -71,14 +71,19 @@ class SegmentTables:
 
 
 def program_tables(
-    plan: CachePlan, segments: tuple[Segment, ...], image_index: np.ndarray
+    plan: CachePlan,
+    segments: tuple[Segment, ...],
+    image_index: np.ndarray,
+    resampling: Resampling = POOLED,
 ) -> tuple[SegmentTables, ...]:
-    """Host arrays of all segments for a batch of images."""
+    """Host arrays of all segments for a batch of images. resampling: the model's."""
     inputs = plan.policy.inputs(plan.geometry, plan.allocation, image_index)
     schedule = plan.geometry.schedule
     return tuple(
         SegmentTables(
-            ScaleMaps.of(schedule, s), scale_tables(plan, s), layer_tables(plan, s, inputs)
+            ScaleMaps.of(schedule, s, resampling),
+            scale_tables(plan, s),
+            layer_tables(plan, s, inputs),
         )
         for s in segments
     )
@@ -87,9 +92,9 @@ def program_tables(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Given:
-    """Tokens that replace the draw in the first `scales` scales."""
+    """Tokens (or the bits of tokens) that replace the draw in the first `scales` scales."""
 
-    tokens: Int[Array, "B L"]
+    tokens: Int[Array, "B L ..."]
     scales: Int[Array, ""]
 
 
@@ -108,15 +113,17 @@ def generate_codes(
     Args:
       model: a pipeline (`varjax.models.pipeline`).
       state: empty cache; donate it.
-      condition: what `model.prepare` takes, for B images (VAR: int32 labels [B]).
+      condition: what `model.prepare` takes, for B images (VAR: int32 labels [B]; see
+        `varjax.conditions`).
       keys: one typed random key per image [B].
       tables: `program_tables`.
       given: tokens to force, or None.
       spec: static.
 
     Returns:
-      {"tokens": int32 [B, L], "code_map": float32 [B, P, Q, C], "logits": float32 [B, L, V] if
-      asked for} and the cache as it is after the last scale.
+      {"tokens": int32 [B, L] (uint8 [B, L, bits] of bitwise models), "code_map": float32
+      [B, P, Q, C], "logits": float32 [B, L, V] ([B, L, bits, 2]) if asked for} and the cache as it
+      is after the last scale.
     """
     with jax.named_scope("prepare"):
         context = model.prepare(condition)
@@ -142,12 +149,13 @@ def _scale_step(
     maps = table.maps
     with jax.named_scope("embed"):
         x = model.embed(context, code_map, maps)
+        shared = model.scale_context(context, maps, spec.sampling)
 
     def layer(carry, inputs):
         x, state = carry
         block, layer_context, tables, index = inputs
         with jax.named_scope("project"):
-            q, k, v = model.project(block, layer_context, x)
+            q, k, v = model.project(block, layer_context, shared, x)
             raw = model.raw_queries(block, layer_context, x) if cache.raw_queries else None
         with jax.named_scope("attend"):
             attended, state = attend_and_store(
@@ -162,7 +170,7 @@ def _scale_step(
                 segment=cache,
             )
         with jax.named_scope("finish"):
-            x = model.finish(block, layer_context, x, attended)
+            x = model.finish(block, layer_context, shared, x, attended)
         return (x, state), None
 
     layers = jnp.arange(model.num_layers)

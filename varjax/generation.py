@@ -1,26 +1,31 @@
-"""From labels to images: loading, planning, compiling once, running batch after batch."""
+"""From labels or text to images: loading, planning, compiling once, running batch after batch."""
 
 import numbers
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from varjax import checkpoint
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
+from varjax.conditions import Condition, Labels
 from varjax.errors import UserError, choose
 from varjax.generator import MATMUL_PRECISIONS, Generator, Timing, storage_dtype
 from varjax.geometry import Geometry
 from varjax.models import registry
+from varjax.models.registry import Family
 from varjax.policies import POLICIES, Policy, get_policy
 from varjax.policies import calibration as calibrations
 from varjax.policies.calibration import Calibration
 from varjax.sampling import Sampling
+from varjax.text.encoder import FOLDER, TextEncoder
+from varjax.text.features import TextFeatures
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,12 @@ class Model:
         return self.pipeline.transformer.dtype
 
     @property
+    def family(self) -> Family:
+        return registry.family(self.metadata["family"])
+
+    @property
     def num_classes(self) -> int:
+        """Classes of a class-conditional model."""
         return self.pipeline.transformer.config.num_classes
 
     @property
@@ -58,41 +68,55 @@ def default_dtype() -> str:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
+DTYPES = ("float32", "bfloat16")
 KV_DTYPES = ("bfloat16", "float32", "int8")
 
 
-def load(path=None, dtype: str | None = None) -> Model:
+def load(
+    path=None,
+    dtype: str | None = None,
+    *,
+    aspect: float | str | None = None,
+    size: str | None = None,
+) -> Model:
     """Load a checkpoint folder; without a path the embedded demo (64-pixel fruit, 44 classes).
 
     Args:
       path: folder written by `python -m ported_weights` or `experiments.train`.
       dtype: "float32" or "bfloat16" for the transformer; None takes float32 on CPU, bfloat16
         elsewhere. The codec is float32.
+      aspect, size: height / width and pixel count of the pictures, as 1.5 and "0.25M", for models
+        that have templates (Infinity); None keeps the checkpoint's.
 
     Raises:
-      UserError: there is no usable checkpoint there.
+      UserError: there is no usable checkpoint there, or no such template.
     """
     directory = path or checkpoint.demo_directory()
-    if str(directory) in registry.PRESETS and not checkpoint.Path(directory).exists():
+    if str(directory) in registry.PRESETS and not Path(directory).exists():
         raise UserError(
             f"{directory} is the name of a published model, whose weights are not part of "
             f"varjax: convert them with "
             f"`python -m ported_weights --model={directory} --source=... --tokenizer_source=... "
             f"--out=DIR` and give DIR"
         )
-    found = checkpoint.load(directory)
-    transformer = cast(found.transformer, dtype or default_dtype())
-    pipeline = registry.family(found.family).pipeline(transformer, cast(found.codec, "float32"))
-    name = "demo" if path is None else checkpoint.Path(directory).name
+    dtype = choose("dtype", str(dtype or default_dtype()), DTYPES)
+    found = checkpoint.load(directory, dtype, "float32")
+    family = registry.family(found.family)
+    transformer = with_template(family, found.transformer, aspect, size)
+    pipeline = family.pipeline(transformer, found.codec)
+    name = "demo" if path is None else Path(directory).name
     return Model(pipeline, found.metadata, name, str(directory))
 
 
-def cast(module, dtype):
-    """A module with its floating parameters in `dtype`."""
-    dtype = jnp.dtype(choose("dtype", str(dtype), ("float32", "bfloat16")))
-    return jax.tree.map(
-        lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, module
-    )
+def with_template(family: Family, transformer, aspect, size):
+    """A transformer for pictures of another shape; its weights are shared, not copied."""
+    config = family.with_template(transformer.config, aspect, size)
+    if config == transformer.config:
+        return transformer
+    graph, state = nnx.split(transformer)
+    other = nnx.merge(graph, state)
+    other.config = config
+    return other
 
 
 def resolve_policy(policy: str | Policy, budget: float | None = None, **arguments) -> Policy:
@@ -133,29 +157,44 @@ def _calibration(calibration, policy: Policy, model, cfg=None) -> Calibration | 
     return calibration
 
 
-def check_labels(labels: Sequence[int], num_classes: int) -> np.ndarray:
-    """int32 [B]; `UserError` naming every label outside the classes."""
-    wrong = sorted({int(x) for x in labels if not 0 <= int(x) < num_classes})
-    if wrong:
+def make_condition(
+    model: Model,
+    labels: Sequence[int] | None,
+    prompts: Sequence[str] | None,
+    text_features: TextFeatures | None,
+) -> Condition:
+    """What the model's images are made of; `UserError` if it is not what the model takes."""
+    given = {"labels": labels, "prompts": prompts, "text_features": text_features}
+    named = [name for name, value in given.items() if value is not None]
+    wanted = {"labels": ("labels",), "text": ("prompts", "text_features")}[model.family.condition]
+    if len(named) != 1 or named[0] not in wanted:
         raise UserError(
-            f"labels {', '.join(map(str, wrong))} are outside the model's {num_classes} "
-            f"classes: choose 0 to {num_classes - 1}"
+            f"{', '.join(named) or 'nothing'} given: {model.name} ({model.family.name}) draws from "
+            f"{' or '.join(wanted)}: give exactly that"
         )
-    if len(labels) == 0:
-        raise UserError("no labels given: name at least one class")
-    return np.asarray(labels, np.int32)
+    if labels is not None:
+        return Labels.of(labels, model.num_classes, model.class_names)
+    config = model.pipeline.transformer.config
+    if prompts is not None:
+        reader = TextEncoder.load(Path(model.directory or "") / FOLDER, default_dtype())
+        text_features = reader.encode(prompts, max_length=config.text_maxlen)
+    return text_features.fitted(config.text_channels, config.text_maxlen)
 
 
 def generate(
     model: Model,
-    labels: Sequence[int],
+    labels: Sequence[int] | None = None,
     policy: str | Policy = "full",
     budget: float | None = None,
     *,
+    prompts: Sequence[str] | None = None,
+    text_features: TextFeatures | None = None,
     seed: int = 0,
     batch_size: int | None = None,
     policy_args: dict | None = None,
-    cfg: float | None = None,
+    cfg: float | Sequence[float] | None = None,
+    tau: float | Sequence[float] | None = None,
+    cfg_insertion_layer: Sequence[int] | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
     greedy: bool | None = None,
@@ -164,16 +203,19 @@ def generate(
     calibration: str | os.PathLike | Calibration | None = None,
     kv_dtype: str | None = None,
 ) -> np.ndarray:
-    """Generate one image per label: float32 [N, H, W, 3], RGB in [0, 1].
+    """Generate one image per label or prompt: float32 [N, H, W, 3], RGB in [0, 1].
 
     Args:
       model: from `load`.
-      labels: class numbers.
+      labels: class numbers, for class-conditional models.
+      prompts: texts, for text-conditional models whose checkpoint holds the text encoder; it is
+        loaded, used and freed before anything else.
+      text_features: the same computed beforehand (`varjax.text`).
       policy, budget, policy_args: how the KV cache is compressed; see `varjax.policies.POLICIES`.
-      seed: image i depends on (seed, i, label) only, never on the batch size.
+      seed: image i depends on (seed, i, label or prompt) only, never on the batch size.
       batch_size: images per program call; None takes all, at most 8.
-      cfg, top_k, top_p, greedy, more_smooth: see `Sampling`; None takes the checkpoint's
-        recommendation.
+      cfg, tau, cfg_insertion_layer, top_k, top_p, greedy, more_smooth: see `Sampling`; None takes
+        the checkpoint's recommendation.
       segments: how the scale loop is cut (`varjax.segments`); results do not depend on it.
       calibration: measurements of this model, or the file that `experiments.calibrate` wrote; None
         takes `calibration.json` of the checkpoint folder, if it is there.
@@ -182,24 +224,32 @@ def generate(
     Raises:
       UserError: for anything that cannot work, before compiling.
     """
-    labels = check_labels(labels, model.num_classes)
+    condition = make_condition(model, labels, prompts, text_features)
     if batch_size is not None and batch_size < 1:
         raise UserError(f"batch_size={batch_size}: at least 1")
-    overrides = dict(cfg=cfg, top_k=top_k, top_p=top_p, greedy=greedy, more_smooth=more_smooth)
+    overrides = dict(
+        cfg=cfg,
+        tau=tau,
+        cfg_insertion_layer=cfg_insertion_layer,
+        top_k=top_k,
+        top_p=top_p,
+        greedy=greedy,
+        more_smooth=more_smooth,
+    )
     chosen = resolve_policy(policy, budget, **(policy_args or {}))
-    chosen.check_images(len(labels))
+    chosen.check_images(len(condition))
     sampling = Sampling.recommended(model.recommended_sampling, **overrides)
     generator = Generator(
         model,
         chosen,
         sampling=sampling,
-        batch_size=min(len(labels), batch_size or 8),
+        batch_size=min(len(condition), batch_size or 8),
         segments=segments,
-        calibration=_calibration(calibration, chosen, model, sampling.cfg),
+        calibration=_calibration(calibration, chosen, model, sampling.guidance),
         kv_dtype=None if kv_dtype is None else choose("kv_dtype", kv_dtype, KV_DTYPES),
     )
     return np.concatenate(
-        [results["images"] for _, results in generator.batches(labels, seed=seed)]
+        [results["images"] for _, results in generator.batches(condition, seed=seed)]
     )
 
 

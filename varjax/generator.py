@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from varjax.cache import cost
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
+from varjax.conditions import Condition
 from varjax.errors import UserError, choose
 from varjax.meshes import MeshSpec
 from varjax.policies import Policy
@@ -67,8 +68,9 @@ class Generator:
         cache_plan: CachePlan | None = None,
         calibration: Calibration | None = None,
         mesh: MeshSpec | None = None,
+        decode_batch: int | None = None,
     ):
-        self.model, self.batch_size = model, batch_size
+        self.model, self.batch_size, self.decode_batch = model, batch_size, decode_batch
         self.plan = cache_plan or plan_cache(model.geometry, policy, calibration)
         self.policy = self.plan.policy
         self.kv_dtype = jnp.dtype(kv_dtype or storage_dtype(model.dtype))
@@ -77,7 +79,7 @@ class Generator:
         self.spec = engine.ProgramSpec.of(
             self.plan,
             self.segments,
-            sampling.check(model.pipeline.vocab_size),
+            model.pipeline.transformer.config.check_sampling(sampling),
             attention=attention,
             keep_logits=keep_logits,
             unroll=unroll,
@@ -106,23 +108,26 @@ class Generator:
             return make()
         return jax.jit(make, out_shardings=self._sharded.shardings[1])()
 
-    def compile(self, given: bool = False) -> None:
-        """Compile both programs (codes, pixels) ahead of time. `given`: some tokens will be
-        forced."""
+    def compile(self, condition: Any = None, given: np.ndarray | None = None) -> None:
+        """Compile both programs (codes, pixels) ahead of time.
+
+        condition: arrays of a batch, or their shapes, as `run_batch` will take them; None: labels.
+        given: tokens of a batch if some will be forced.
+        """
         start = time.perf_counter()
         with compilation_cache.Watch() as watch:
             try:
-                self._compile(given)
+                self._compile(condition, given)
             except NotImplementedError as error:  # a kernel that cannot take these shapes
                 raise UserError(str(error)) from error
         self.timing.compile_s = time.perf_counter() - start
         self.timing.cache = watch.verdict
 
-    def _compile(self, given: bool) -> None:
-        images, tokens = self.batch_size, self.model.geometry.schedule.total_tokens
-        forced = np.zeros((images, tokens), np.int32) if given else None
+    def _compile(self, condition: Any, given: np.ndarray | None) -> None:
+        images = self.batch_size
         zeros = np.zeros(images, np.int32)
-        arguments = self._arguments(zeros, zeros, 0, forced, 0)
+        condition = zeros if condition is None else condition
+        arguments = self._arguments(condition, zeros, 0, given, 0)
         state = jax.eval_shape(self.empty_state)
         if self.layout.spec.num_devices > 1:
             self._split(state, arguments)
@@ -136,7 +141,12 @@ class Generator:
         self._program = codes.compile()
         self._formats = self._program.input_formats[0][0] if automatic else None
         code_map = jax.eval_shape(lambda: self._pipeline.empty_code_map(images))
-        pixels = programs.lower_pixels(self._pipeline, code_map, formats=self._formats, **options)
+        pixels = programs.lower_pixels(
+            *(self._pipeline, code_map),
+            formats=self._formats,
+            at_once=self.decode_batch,
+            **options,
+        )
         self._decoder = pixels.compile()
 
     def _split(self, state, arguments) -> None:
@@ -149,15 +159,16 @@ class Generator:
         )
         self._pipeline = sharding.place_weights(pipeline, spec, self._sharded.shardings[0])
 
-    def _arguments(self, labels, image_index, seed, given, given_scales):
-        tables = self.layout.tables(self.segments, image_index)
+    def _arguments(self, condition, image_index, seed, given, given_scales):
+        tables = self.layout.tables(self.segments, image_index, self._pipeline.resampling)
         forced = None
         if given is not None:
-            forced = engine.Given(
-                jnp.asarray(given, jnp.int32), jnp.asarray(given_scales, jnp.int32)
-            )
+            forced = engine.Given(jnp.asarray(given), jnp.asarray(given_scales, jnp.int32))
         keys = sampling.image_keys(seed, jnp.asarray(image_index))
-        return jnp.asarray(labels), keys, jax.tree.map(jnp.asarray, tables), forced
+        if isinstance(condition, (list, tuple)):  # labels as Python numbers
+            condition = np.asarray(condition, np.int32)
+        condition, tables = (jax.tree.map(jnp.asarray, tree) for tree in (condition, tables))
+        return condition, keys, tables, forced
 
     @property
     def allocated_bytes(self) -> int:
@@ -182,21 +193,28 @@ class Generator:
         """The compiled program that draws the codes (for memory analysis)."""
         return self._program
 
+    @property
+    def compiled_decoder(self):
+        """The compiled program that decodes pixels."""
+        return self._decoder
+
     # --- running ----------------------------------------------------------------------------------
 
     def run_batch(
-        self, labels, image_index, *, seed=0, given=None, given_scales=None, keep_cache=True
+        self, condition, image_index, *, seed=0, given=None, given_scales=None, keep_cache=True
     ) -> tuple[dict, KVState | None]:
         """One full batch: {"images" float32 [B, H, W, 3] in [0, 1], "tokens", "code_map",
         "logits"?} and the final cache.
 
+        condition: arrays with a leading image axis (`Condition.take`); for VAR labels [B].
+        given: tokens of the images that replace the draw in the first `given_scales` scales.
         keep_cache: without it None is returned, and the cache is gone before pixels are decoded.
           Over several devices its rows are those of the first device, then of the next.
         """
         if self._program is None:
-            self.compile(given=given is not None)
+            self.compile(condition, given)
         scales = self.model.geometry.schedule.num_scales if given_scales is None else given_scales
-        arguments = self._arguments(labels, image_index, seed, given, scales)
+        arguments = self._arguments(condition, image_index, seed, given, scales)
         if self._formats is not None:
             programs.place(self._pipeline, self._formats)
         if self._sharded is not None:
@@ -216,20 +234,19 @@ class Generator:
         return results, state
 
     def batches(
-        self, labels, *, seed=0, first=0, given=None, given_scales=None
+        self, condition: Condition, *, seed=0, first=0, given=None, given_scales=None
     ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
         """All images from number `first` on, batch by batch: (their numbers, results on the host).
 
         The last batch is padded by repeating its last image; the padding is dropped. Image i
-        depends on (seed, i, label) only.
+        depends on (seed, i, its condition) only.
         """
-        labels = np.asarray(labels, np.int32)
-        for start in range(first, len(labels), self.batch_size):
-            index = np.arange(start, min(start + self.batch_size, len(labels)))
+        for start in range(first, len(condition), self.batch_size):
+            index = np.arange(start, min(start + self.batch_size, len(condition)))
             padded = np.pad(index, (0, self.batch_size - index.size), mode="edge").astype(np.int32)
             forced = None if given is None else np.asarray(given)[padded]
             results, _ = self.run_batch(
-                *(labels[padded], padded),
+                *(condition.take(padded), padded),
                 seed=seed,
                 given=forced,
                 given_scales=given_scales,

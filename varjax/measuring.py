@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from varjax.conditions import Condition
 from varjax.generation import Generator, Model
 from varjax.policies import calibration as measured
 from varjax.policies.calibration import Calibration
@@ -18,7 +19,7 @@ SUMMED = ("beta", "query_variance", "concentration", "key_distance")
 
 def measure(
     model: Model,
-    labels: np.ndarray,
+    condition: Condition,
     sampling: Sampling,
     *,
     runs: int = 1,
@@ -26,7 +27,7 @@ def measure(
     batch_size: int = 1,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Calibration:
-    """Measurements averaged over the conditional rows of `runs` times the images of `labels`.
+    """Measurements averaged over the conditional rows of `runs` times the images of `condition`.
 
     Image i of run r depends on (seed + r, i, label). With several runs, `rank_dispersion` says how
     much the removal orders of the single runs differ.
@@ -37,21 +38,23 @@ def measure(
     notes, patterns = [], None
     for run in range(runs):
         total = None
-        for start in range(0, len(labels), batch_size):
-            index = np.arange(start, min(start + batch_size, len(labels)))
-            memory = _notes_of(generator, labels, index, seed + run)
+        for start in range(0, len(condition), batch_size):
+            index = np.arange(start, min(start + batch_size, len(condition)))
+            memory = _notes_of(generator, condition, index, seed + run)
             patterns = memory.pop("pattern")[:, 0] if patterns is None else patterns
             sums = {name: memory[name].sum(1) for name in SUMMED}
             total = sums if total is None else {n: total[n] + sums[n] for n in SUMMED}
-            progress(run * len(labels) + int(index[-1]) + 1)
-        notes.append({name: a / len(labels) for name, a in total.items()})
-    return _summarise(model, sampling, probe, notes, patterns, runs * len(labels))
+            progress(run * len(condition) + int(index[-1]) + 1)
+        notes.append({name: a / len(condition) for name, a in total.items()})
+    return _summarise(model, sampling, probe, notes, patterns, runs * len(condition))
 
 
-def _notes_of(generator: Generator, labels, index: np.ndarray, seed: int) -> dict[str, np.ndarray]:
+def _notes_of(
+    generator: Generator, condition: Condition, index: np.ndarray, seed: int
+) -> dict[str, np.ndarray]:
     """float64 [L, images, ...]: the probe's memory of the conditional rows of one batch."""
     padded = np.pad(index, (0, generator.batch_size - index.size), mode="edge").astype(np.int32)
-    _, state = generator.run_batch(labels[padded], padded, seed=seed)
+    _, state = generator.run_batch(condition.take(padded), padded, seed=seed)
     return {k: np.asarray(a, np.float64)[:, : index.size] for k, a in state.memory.items()}
 
 
@@ -67,7 +70,7 @@ def _summarise(model, sampling, probe, notes, patterns, num_samples: int) -> Cal
         schedule=geometry.schedule,
         num_layers=geometry.num_layers,
         num_heads=geometry.num_heads,
-        guidance=float(sampling.cfg),
+        guidance=sampling.guidance,
         num_samples=num_samples,
         beta=beta,
         key_discrepancy=mean["key_distance"],

@@ -20,16 +20,18 @@ SAFETY = 0.9  # share of the device's memory that predictions may fill
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes of one batch: weights, the cache (KV pool and what else it carries), and an estimate of
-    activations (largest scale and image decoder)."""
+    """Bytes of one batch: weights, the cache (KV pool and what else it carries), what layers hold
+    of the condition (keys and values of the text), and an estimate of activations (largest scale
+    and image decoder)."""
 
     weights: int
     kv_pool: int
     activations: int
+    condition: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv_pool + self.activations
+        return self.weights + self.kv_pool + self.activations + self.condition
 
 
 def weight_bytes(transformer, codec, dtype) -> int:
@@ -46,12 +48,16 @@ def predict(
     kv_dtype,
     *,
     kernels: bool | None = None,
+    text_tokens: int | None = None,
+    decode_batch: int | None = None,
 ) -> Prediction:
     """Predicted bytes. The pool is exact; activations are the live tensors of the widest step,
     counted from shapes.
 
     kernels: whether attention runs in a kernel, which has no scores and no gathered keys in memory;
       None: as on this machine by default.
+    text_tokens: padded length of the text; None: the most that the model takes.
+    decode_batch: images decoded at once; None: as `programs.decode` chooses.
     """
     if kernels is None:
         kernels = implementations.preferred(jax.default_backend()) != "reference"
@@ -60,15 +66,19 @@ def predict(
     layer = rows * tokens * (6 * config.embed_dim + 2 * config.hidden_dim) * item_size(dtype)
     if not kernels:
         layer += _reference_attention(plan, rows, tokens, kv_dtype)
-    chosen = min(batch_size, images_at_once(tokens, config.vocab_size))
-    logits = ARRAYS_PER_LOGIT * chosen * tokens * config.vocab_size * 4
+    chosen = min(batch_size, images_at_once(tokens, config.logits_per_token))
+    logits = ARRAYS_PER_LOGIT * chosen * tokens * config.logits_per_token * 4
     logits += rows * tokens * config.embed_dim * item_size(dtype)
-    pixels = programs.decoder_batch(codec, batch_size) * programs.decoder_bytes(codec)
+    code_map = config.code_map[:2]
+    usual = programs.decoder_batch(codec, code_map, batch_size)
+    decoded = min(batch_size, decode_batch or usual)
+    pixels = decoded * programs.decoder_bytes(codec, code_map)
     cache = jax.eval_shape(lambda: KVState.empty(plan, batch_size, jnp.dtype(kv_dtype), dtype))
     return Prediction(
         weights=weight_bytes(transformer, codec, dtype),
         kv_pool=sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(cache)),
         activations=max(layer, logits, pixels),
+        condition=config.condition_bytes(rows, item_size(dtype), text_tokens),
     )
 
 

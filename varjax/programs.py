@@ -63,33 +63,38 @@ def lower_pixels(
     precision: str = "default",
     formats: Any = None,
     sharded: ShardedProgram | None = None,
+    at_once: int | None = None,
 ) -> jax.stages.Lowered:
     """The program `(pipeline, code_map [B, P, Q, C]) -> images [B, H, W, 3]`.
 
+    at_once: see `decode`.
     formats: where and how the pipeline's arrays lie, if not as usual (`Compiled.input_formats`).
     """
     where = {} if formats is None else {"in_shardings": (formats, None)}
     with _matmul_precision(precision):
-        program = decode if sharded is None else sharded.over_images(decode)
+        program = partial(decode, at_once=at_once)
+        program = program if sharded is None else sharded.over_images(program)
         return jax.jit(program, **where).lower(pipeline, code_map)
 
 
-def decode(pipeline: Any, code_map: Float[Array, "B P Q C"]) -> Float[Array, "B H W 3"]:
-    """Pixels of a batch, as many images at a time as `DECODER_BYTES` allow."""
+def decode(
+    pipeline: Any, code_map: Float[Array, "B P Q C"], *, at_once: int | None = None
+) -> Float[Array, "B H W 3"]:
+    """Pixels of a batch, `at_once` images at a time; None: as many as `DECODER_BYTES` allow."""
     images = code_map.shape[0]
-    at_once = decoder_batch(pipeline.codec, images)
+    at_once = at_once or decoder_batch(pipeline.codec, code_map.shape[1:3], images)
     return in_rounds(lambda index: pipeline.decode(code_map[index]), images, at_once)
 
 
-def decoder_batch(codec: Any, images: int) -> int:
-    """How many images are decoded at once."""
-    return max(1, min(images, DECODER_BYTES // decoder_bytes(codec)))
+def decoder_batch(codec: Any, code_map: tuple[int, int], images: int) -> int:
+    """How many images are decoded at once. code_map: height and width of the latent map."""
+    return max(1, min(images, DECODER_BYTES // decoder_bytes(codec, code_map)))
 
 
-def decoder_bytes(codec: Any) -> int:
+def decoder_bytes(codec: Any, code_map: tuple[int, int]) -> int:
     """Estimate of what decoding one image takes: six activations of the widest resolution."""
-    height, width = codec.config.image_size
-    return 6 * height * width * codec.config.ch * codec.config.ch_mult[0] * 4
+    height, width = (side * codec.config.downsample for side in code_map)
+    return 6 * height * width * codec.config.decoder_width * 4
 
 
 def place(pipeline: Any, formats: Any) -> None:

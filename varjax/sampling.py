@@ -13,6 +13,9 @@ from jaxtyping import Array, Float, Int
 from varjax.errors import UserError
 
 LARGEST_CFG = 1e6  # far beyond use; guided logits must stay float32 numbers
+SMALLEST_TAU = 1e-4
+LISTS = ("cfg", "tau", "cfg_insertion_layer")  # one number or several
+RECOMMENDABLE = (*LISTS, "top_k", "top_p", "more_smooth")  # what a checkpoint may recommend
 SMOOTH_KEY = 1  # folded into a scale's key for the noise of `more_smooth`
 
 
@@ -20,37 +23,93 @@ SMOOTH_KEY = 1  # folded into a scale's key for the noise of `more_smooth`
 class Sampling:
     """How tokens are drawn.
 
-    cfg: guidance strength; scale k of K uses t = cfg * k / (K - 1) in (1 + t) * cond - t * uncond.
+    cfg: guidance strength, one number or one per scale; what it multiplies is the model's own
+      convention (VAR: scale k of K uses t = cfg * k / (K - 1) in (1 + t) * cond - t * uncond;
+      Infinity: cfg * cond + (1 - cfg) * uncond).
+    tau: temperature, one number or one per scale; logits are divided by it before guidance.
+    cfg_insertion_layer: where the conditional and unconditional rows are mixed: 0 on the logits, -k
+      after layer depth - k (Infinity).
     top_k: keep the k largest logits (ties at the k-th survive); 0 is off.
     top_p: nucleus; drop the smallest probabilities while their sum is at most 1 - p; 0 is off.
     greedy: take the largest guided logit; filters and keys do not matter.
     more_smooth: feed back a mixture of codes (Gumbel softmax) instead of the drawn code: smoother
-      pictures, not for metrics.
+      pictures, not for metrics (VAR).
     """
 
-    cfg: float = 1.5
+    cfg: float | tuple[float, ...] = 1.5
+    tau: float | tuple[float, ...] = 1.0
+    cfg_insertion_layer: tuple[int, ...] = (0,)
     top_k: int = 0
     top_p: float = 0.0
     greedy: bool = False
     more_smooth: bool = False
 
-    def check(self, vocab_size: int) -> "Sampling":
-        """Return self, or raise `UserError` for values that cannot work, of any type."""
-        for name, kind in _KINDS.items():
-            if not kind.fits(getattr(self, name)):
-                raise UserError(f"{name}={getattr(self, name)!r:.60}: it must be {kind.words}")
-        if self.top_k < 0 or self.top_k > vocab_size:
-            raise UserError(
-                f"top_k={self.top_k}: choose 0 (off) to {vocab_size} (the size of the vocabulary)"
-            )
+    def __post_init__(self):
+        for name in LISTS:
+            value = getattr(self, name)
+            if isinstance(value, (list, np.ndarray)):  # as JSON has it; hashable as a tuple
+                object.__setattr__(self, name, tuple(value))
+
+    def check(self, num_scales: int, vocab_size: int | None = None) -> "Sampling":
+        """Return self, or raise `UserError` for values that cannot work, of any type. vocab_size:
+        the most that `top_k` may keep; None: any number, too large ones keep everything."""
+        self._check_types()
+        self._check_lists(num_scales)
+        most = 2**31 - 1 if vocab_size is None else vocab_size
+        if self.top_k < 0 or self.top_k > most:
+            what = "" if vocab_size is None else " (the size of the vocabulary)"
+            raise UserError(f"top_k={self.top_k}: choose 0 (off) to {most}{what}")
         if not 0 <= self.top_p <= 1:
             raise UserError(f"top_p={self.top_p:g} is outside [0, 1]; 0 switches it off")
-        if not 0 <= self.cfg <= LARGEST_CFG:
-            raise UserError(
-                f"cfg={self.cfg:g}: guidance strength is a finite number, at least 0 (0 "
-                f"switches it off), at most {LARGEST_CFG:g}"
-            )
         return self
+
+    def _check_types(self) -> None:
+        for name, kind in _KINDS.items():
+            value = getattr(self, name)
+            many = isinstance(value, tuple) and name in LISTS
+            for one in value if many else (value,):
+                if not kind.fits(one):
+                    raise UserError(f"{name}={one!r:.60}: it must be {kind.words}")
+
+    def _check_lists(self, num_scales: int) -> None:
+        for name in ("cfg", "tau"):
+            value = getattr(self, name)
+            if isinstance(value, tuple) and len(value) != num_scales:
+                raise UserError(
+                    f"{name} lists {len(value)} numbers, the schedule has {num_scales} scales: "
+                    f"give one number, or one for each scale"
+                )
+        for cfg in self.per_scale("cfg", num_scales):
+            if not 0 <= cfg <= LARGEST_CFG:
+                raise UserError(
+                    f"cfg={cfg:g}: guidance strength is a finite number, at least 0, at most "
+                    f"{LARGEST_CFG:g}"
+                )
+        for tau in self.per_scale("tau", num_scales):
+            if not SMALLEST_TAU <= tau <= LARGEST_CFG:
+                raise UserError(
+                    f"tau={tau:g}: the temperature is a finite number, at least {SMALLEST_TAU:g}, "
+                    f"at most {LARGEST_CFG:g}; greedy takes the largest logit"
+                )
+        if not isinstance(self.cfg_insertion_layer, tuple) or not self.cfg_insertion_layer:
+            raise UserError(
+                f"cfg_insertion_layer={self.cfg_insertion_layer!r:.60}: give a list of places, as "
+                f"0 (on the logits) or 0,-5"
+            )
+
+    def per_scale(self, name: str, num_scales: int) -> tuple[float, ...]:
+        """`cfg` or `tau` of every scale."""
+        value = getattr(self, name)
+        return value if isinstance(value, tuple) else (value,) * num_scales
+
+    def at(self, name: str, scale: Int[Array, ""], num_scales: int) -> Float[Array, ""]:
+        """`cfg` or `tau` of one scale, traced."""
+        return jnp.asarray(self.per_scale(name, num_scales), jnp.float32)[scale]
+
+    @property
+    def guidance(self) -> float:
+        """`cfg` as one number, for records: the mean over scales."""
+        return float(np.mean(self.cfg))
 
     @classmethod
     def recommended(cls, settings: Mapping, **overrides) -> "Sampling":
@@ -61,7 +120,7 @@ class Sampling:
                 f"recommended sampling is {settings!r:.60}: it must hold names and values, as"
                 ' {"cfg": 1.5, "top_k": 900}'
             )
-        known = {k: settings[k] for k in ("cfg", "top_k", "top_p", "more_smooth") if k in settings}
+        known = {k: settings[k] for k in RECOMMENDABLE if k in settings}
         base = cls(**known)
         return replace(base, **{k: v for k, v in overrides.items() if v is not None})
 
@@ -83,7 +142,10 @@ class _Kind:
 _REAL = _Kind("a number", (numbers.Real,))
 _WHOLE = _Kind("a whole number", (numbers.Integral,))
 _SWITCH = _Kind("true or false", (bool, np.bool_))
-_KINDS = {"cfg": _REAL, "top_k": _WHOLE, "top_p": _REAL, "greedy": _SWITCH, "more_smooth": _SWITCH}
+_KINDS = {
+    **{"cfg": _REAL, "tau": _REAL, "cfg_insertion_layer": _WHOLE, "top_k": _WHOLE, "top_p": _REAL},
+    **{"greedy": _SWITCH, "more_smooth": _SWITCH},
+}
 
 
 def guide(logits: Float[Array, "R T V"], strength: Float[Array, ""]) -> Float[Array, "B T V"]:

@@ -7,15 +7,31 @@ the segment. Padding of the grid meets zero columns of the matrices, padding of 
 repeats the scale's last token; neither reaches a result.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from varjax.codecs.resize import area_matrix, bicubic_matrix, resize
+from varjax.codecs.patchify import patchify, unpatchify
+from varjax.codecs.resize import area_matrix, bicubic_matrix, bilinear_matrix, resize
 from varjax.schedule import Schedule
 from varjax.segments import Segment, token_index
+
+MATRICES = {"area": area_matrix, "bicubic": bicubic_matrix, "bilinear": bilinear_matrix}
+
+
+@dataclass(frozen=True)
+class Resampling:
+    """How a model's code map changes size: names of `MATRICES` towards a scale and back, and the
+    side of the square of codes that one token stands for."""
+
+    down: str = "area"
+    up: str = "bicubic"
+    patch: int = 1
+
+
+POOLED = Resampling()  # as VAR does
 
 
 @jax.tree_util.register_dataclass
@@ -27,7 +43,9 @@ class ScaleMaps:
     ratio: k / (K - 1).
     token_index: global position of every (padded) token.
     cell, token: grid cell of every token; token of every grid cell.
-    down_*, up_*: matrices from the latent map to the grid (area) and back (bicubic).
+    down_*, up_*: matrices from the latent map to the grid and back; with patches of side p, the
+      latent map and the grid have p x p cells per token.
+    patch: p, static.
     """
 
     scale: Int[Array, "..."]
@@ -40,15 +58,19 @@ class ScaleMaps:
     down_columns: Float[Array, "... Gw Q"]
     up_rows: Float[Array, "... P Gh"]
     up_columns: Float[Array, "... Q Gw"]
+    patch: int = field(default=1, metadata=dict(static=True))
 
     @classmethod
-    def of(cls, schedule: Schedule, segment: Segment) -> "ScaleMaps":
+    def of(
+        cls, schedule: Schedule, segment: Segment, resampling: Resampling = POOLED
+    ) -> "ScaleMaps":
         """Host arrays for one segment."""
         scales = np.arange(segment.start, segment.stop)
         maps = np.array([schedule.maps[s] for s in scales])
         grid = tuple(int(n) for n in maps.max(0))
-        final = schedule.final_map
         cells = [_cell(h, w, grid, segment.length) for h, w in maps]
+        axes = [_resizing(maps[:, i], grid[i], schedule.final_map[i], resampling) for i in (0, 1)]
+        (down_rows, up_rows), (down_columns, up_columns) = axes
         return cls(
             scale=scales.astype(np.int32),
             length=maps.prod(1).astype(np.int32),
@@ -56,22 +78,37 @@ class ScaleMaps:
             token_index=token_index(schedule, segment),
             cell=np.stack(cells),
             token=np.stack([_token(h, w, grid) for h, w in maps]),
-            down_rows=np.stack([_pad(area_matrix(final[0], h), 0, grid[0]) for h, _ in maps]),
-            down_columns=np.stack([_pad(area_matrix(final[1], w), 0, grid[1]) for _, w in maps]),
-            up_rows=np.stack([_pad(bicubic_matrix(h, final[0]), 1, grid[0]) for h, _ in maps]),
-            up_columns=np.stack([_pad(bicubic_matrix(w, final[1]), 1, grid[1]) for _, w in maps]),
+            down_rows=down_rows,
+            down_columns=down_columns,
+            up_rows=up_rows,
+            up_columns=up_columns,
+            patch=resampling.patch,
         )
 
     def shrink(self, code_map: Float[Array, "B P Q C"]) -> Float[Array, "B T C"]:
-        """The latent map pooled to this scale, as a padded token row."""
-        grid = resize(code_map, self.down_rows, self.down_columns)
+        """The latent map resized to this scale, as a padded token row; with patches the channels of
+        a token are those of `patchify`."""
+        grid = patchify(resize(code_map, self.down_rows, self.down_columns), self.patch)
         return grid.reshape(len(grid), -1, grid.shape[-1])[:, self.cell]
 
     def enlarge(self, codes: Float[Array, "B T C"]) -> Float[Array, "B P Q C"]:
         """A padded row of codes enlarged to the latent map."""
-        grid = codes[:, self.token]
-        grid = grid.reshape(len(codes), self.up_rows.shape[-1], self.up_columns.shape[-1], -1)
-        return resize(grid, self.up_rows, self.up_columns)
+        height, width = (a.shape[-1] // self.patch for a in (self.up_rows, self.up_columns))
+        grid = codes[:, self.token].reshape(len(codes), height, width, -1)
+        return resize(unpatchify(grid, self.patch), self.up_rows, self.up_columns)
+
+
+def _resizing(
+    sides: np.ndarray, grid: int, final: int, resampling: Resampling
+) -> tuple[np.ndarray, np.ndarray]:
+    """Matrices of all scales along one axis, to the (padded) grid and back."""
+    patch, final, grid = resampling.patch, final * resampling.patch, grid * resampling.patch
+    down, up = MATRICES[resampling.down], MATRICES[resampling.up]
+    sides = [int(side) * patch for side in sides]
+    return (
+        np.stack([_pad(down(final, side), 0, grid) for side in sides]),
+        np.stack([_pad(up(side, final), 1, grid) for side in sides]),
+    )
 
 
 def _cell(h: int, w: int, grid: tuple[int, int], length: int) -> np.ndarray:

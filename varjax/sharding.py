@@ -25,6 +25,7 @@ from varjax.errors import UserError
 from varjax.meshes import AXES, MeshSpec
 from varjax.models import parallel
 from varjax.models.parallel import Split
+from varjax.scale_maps import POOLED, Resampling
 from varjax.segments import Segment
 
 DATA, MODEL = AXES
@@ -92,11 +93,14 @@ class ShardedPlan:
         return KVState.empty(whole, batch_size, dtype, compute_dtype)
 
     def tables(
-        self, segments: tuple[Segment, ...], image_index: np.ndarray
+        self,
+        segments: tuple[Segment, ...],
+        image_index: np.ndarray,
+        resampling: Resampling = POOLED,
     ) -> tuple[SegmentTables, ...]:
         """Scan inputs with the heads of all groups side by side; block numbers are those of each
         group's own pool."""
-        groups = [engine.program_tables(p, segments, image_index) for p in self.groups]
+        groups = [engine.program_tables(p, segments, image_index, resampling) for p in self.groups]
         return tuple(
             dataclasses.replace(parts[0], layers=_beside([p.layers for p in parts]))
             for parts in zip(*groups, strict=True)

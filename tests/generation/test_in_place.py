@@ -14,7 +14,7 @@ from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
 from varjax.codecs.vqvae import VQVAE, VQVAEConfig
 from varjax.models import parameters
-from varjax.models.pipeline import VARPipeline
+from varjax.models.var_pipeline import VARPipeline
 from varjax.models.var import VAR, VARConfig
 from varjax.sampling import Sampling, image_keys
 from varjax.schedule import Schedule

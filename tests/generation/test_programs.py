@@ -22,14 +22,14 @@ def test_decoding_in_rounds_gives_the_same_pixels(monkeypatch, images):
     shape = pipeline.empty_code_map(images).shape
     code_map = jax.random.normal(jax.random.key(0), shape)
     expected = pipeline.decode(code_map)
-    monkeypatch.setattr(programs, "DECODER_BYTES", 2 * programs.decoder_bytes(pipeline.codec))
-    assert programs.decoder_batch(pipeline.codec, images) == min(images, 2)
+    monkeypatch.setattr(programs, "DECODER_BYTES", 2 * programs.decoder_bytes(pipeline.codec, shape[1:3]))
+    assert programs.decoder_batch(pipeline.codec, shape[1:3], images) == min(images, 2)
     np.testing.assert_allclose(programs.decode(pipeline, code_map), expected, atol=1e-5)
 
 
 def test_decoder_takes_one_image_if_even_that_is_too_much(monkeypatch):
     monkeypatch.setattr(programs, "DECODER_BYTES", 1)
-    assert programs.decoder_batch(small_model().pipeline.codec, 8) == 1
+    assert programs.decoder_batch(small_model().pipeline.codec, (16, 16), 8) == 1
 
 
 def test_weights_are_placed_where_a_program_wants_them():

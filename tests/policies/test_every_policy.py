@@ -67,14 +67,17 @@ def program(model: str, policy: str, budget: float):
     if plan is None:
         pytest.skip(f"{policy} says that a budget of {budget} is too small")
     generator = models.greedy_generator(model_and_calibration(model)[0], plan=plan)
-    generator.compile(given=True)
+    generator.compile(given=given_tokens(generator))
     return generator
+
+
+def given_tokens(generator):
+    return np.zeros((2, generator.model.geometry.schedule.total_tokens), np.int32)
 
 
 def run(generator, labels=LABELS, numbers=(0, 1), tokens=None):
     """(results, final state) of a free run, or of one with the tokens given."""
-    total = generator.model.geometry.schedule.total_tokens
-    given = np.zeros((2, total), np.int32) if tokens is None else tokens
+    given = given_tokens(generator) if tokens is None else tokens
     scales = 0 if tokens is None else None
     return generator.run_batch(
         np.asarray(labels), np.array(numbers), given=given, given_scales=scales
@@ -198,7 +201,7 @@ def check_poison(model: str, policy: str, budget: float):
     poisoned.empty_state = lambda: poison(empty(), jnp.zeros((1, generator.plan.pool_tokens), bool))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "attend_and_store", attend)
-        poisoned.compile(given=True)
+        poisoned.compile(given=given_tokens(generator))
     found, _ = run(poisoned)
     assert np.isfinite(found["logits"]).all()
     np.testing.assert_array_equal(found["tokens"], expected["tokens"])

@@ -79,6 +79,11 @@ class VQVAEConfig:
         return 2 ** (len(self.ch_mult) - 1)
 
     @property
+    def decoder_width(self) -> int:
+        """Channels of the decoder at full resolution."""
+        return self.ch * self.ch_mult[0]
+
+    @property
     def image_size(self) -> tuple[int, int]:
         """(height, width) of the images in pixels."""
         return tuple(side * self.downsample for side in self.schedule.final_map)

@@ -67,6 +67,16 @@ def resolve(aspect: float | str, size: str) -> TemplateSchedule:
     return TemplateSchedule(name, size, Schedule(maps[:count]), maps[-1])
 
 
+def name_of(schedule: Schedule, rope_map: tuple[int, int]) -> tuple[str, str] | None:
+    """(aspect, size) of published maps; None for others."""
+    for aspect, maps in _MAPS.items():
+        for size, count in _SCALES.items():
+            found = Schedule.parse(maps).maps
+            if found[:count] == schedule.maps and found[-1] == tuple(rope_map):
+                return aspect, size
+    return None
+
+
 def _ratio(aspect: float | str) -> float:
     try:
         ratio = float(aspect)

@@ -1,10 +1,14 @@
 """Small parts shared by transformer decoders: normalisation, dense projection, head split, dense
 masked attention."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
+
+MAX_LOG_SCALE = math.log(100.0)  # of the learned attention multiplier
 
 
 def layer_norm(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
@@ -37,6 +41,40 @@ def split_heads(x: Float[Array, "R T D"], head_dim: int) -> Float[Array, "R N T 
 def merge_heads(x: Float[Array, "R N T H"]) -> Float[Array, "R T D"]:
     rows, heads, length, size = x.shape
     return x.transpose(0, 2, 1, 3).reshape(rows, length, heads * size)
+
+
+def fused_qkv(block, h: Float[Array, "R T D"], head_dim: int):
+    """Queries, keys and values [R, N, T, H] of one product `block.qkv` with biases `block.q_bias`
+    and `block.v_bias`; keys have none."""
+    q_bias, v_bias = block.q_bias[...], block.v_bias[...]
+    bias = jnp.concatenate([q_bias, jnp.zeros_like(q_bias), v_bias])
+    return tuple(split_heads(a, head_dim) for a in jnp.split(block.qkv(h) + bias, 3, axis=-1))
+
+
+def attention_multiplier(log_scale: Float[Array, " N"]) -> Float[Array, "N 1 1"]:
+    """The learned multiplier of normalised queries, float32, at most 100."""
+    clamped = jnp.minimum(log_scale.astype(jnp.float32), MAX_LOG_SCALE)
+    return jnp.exp(clamped)[:, None, None]
+
+
+def plain_queries(block, h: Float[Array, "R T D"], head_dim: int) -> Float[Array, "R N T H"]:
+    """x W_q / sqrt(H): queries without bias, normalisation, learned multiplier or rotation, as
+    ScaleKV's published code scores with."""
+    kernel = block.qkv.kernel[...]
+    q = h @ kernel[..., : kernel.shape[-1] // 3]
+    return split_heads(q, head_dim) / math.sqrt(head_dim)
+
+
+def modulated_head(
+    head, modulation: Float[Array, "R 2 D"], x: Float[Array, "R T D"], eps: float
+) -> Float[Array, "R T V"]:
+    """Float32 logits: normalise, modulate (scale, shift), then the linear layer `head` in its own
+    type."""
+    scale, shift = (modulation[:, i].astype(jnp.float32) for i in (0, 1))
+    h = modulate(layer_norm(x.astype(jnp.float32), eps), scale, shift)
+    kernel = head.kernel[...]
+    product = jnp.dot(h.astype(kernel.dtype), kernel, preferred_element_type=jnp.float32)
+    return product + head.bias[...]
 
 
 def dense_attention(

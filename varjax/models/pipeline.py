@@ -2,40 +2,43 @@
 
 The engine knows schedules, segments, layers and the cache. Everything else is a part that the model
 brings: conditioning, inputs of a scale, projections, head, choice of tokens, accumulation of codes,
-pixels. A new family writes one such class.
+pixels. A new family writes one subclass of `Pipeline`.
 """
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jaxtyping import Array, Float
 
-from varjax import sampling as sampling_lib
-from varjax.codecs.vqvae import VQVAE
 from varjax.geometry import Geometry
-from varjax.models.var import VAR
 from varjax.rounds import in_rounds
 from varjax.sampling import Sampling
-from varjax.scale_maps import ScaleMaps
+from varjax.scale_maps import Resampling, ScaleMaps
 
 LOGITS_BYTES = 2**30  # logits, and what choosing from them takes, that may exist at once
 ARRAYS_PER_LOGIT = 6  # both rows of guidance, guided, filtered, ordered or probabilities, noise
 
 
-def images_at_once(tokens: int, vocab_size: int) -> int:
+def images_at_once(tokens: int, logits_per_token: int) -> int:
     """How many images' tokens are chosen at once."""
-    return max(1, LOGITS_BYTES // (ARRAYS_PER_LOGIT * tokens * vocab_size * 4))
+    return max(1, LOGITS_BYTES // (ARRAYS_PER_LOGIT * tokens * logits_per_token * 4))
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class VARPipeline:
-    """VAR with its VQVAE. Rows: conditional images first, then the same images unconditional (R = 2
-    B)."""
+class Pipeline:
+    """What all families share. Rows: conditional images first, then the same images unconditional
+    (R = 2 B).
 
-    transformer: VAR
-    codec: VQVAE
+    A family adds `prepare`, `embed`, `logits`, `choose`, `accumulate`, and where it differs
+    `scale_context`, `project`, `raw_queries`, `finish`. Subclasses are registered as pytrees.
+    """
+
+    transformer: Any
+    codec: Any
+
+    token_name: ClassVar[str] = "tokens"  # what a token is called in files
 
     @property
     def geometry(self) -> Geometry:
@@ -48,53 +51,55 @@ class VARPipeline:
         )
 
     @property
-    def vocab_size(self) -> int:
-        return self.transformer.config.vocab_size
-
-    @property
     def num_layers(self) -> int:
         return self.transformer.config.depth
 
+    @property
+    def resampling(self) -> Resampling:
+        """How code maps change size."""
+        return Resampling()
+
     # --- what the engine calls --------------------------------------------------------------------
 
-    def prepare(self, labels: Int[Array, " B"]) -> dict[str, Array]:
-        """Everything that depends on the condition only, for all rows. `layers` is scanned with the
-        stacked blocks."""
-        null = jnp.full_like(labels, self.transformer.config.null_label)
-        return self.transformer.prepare(jnp.concatenate([labels, null]))
+    def prepare(self, condition: Any) -> dict[str, Any]:
+        """Everything that depends on the condition only, for all rows: `head` [R, 2, D] and
+        `layers` (leading axis layers, scanned with the stacked blocks) are expected in it."""
+        raise NotImplementedError
+
+    def scale_context(self, context: dict, maps: ScaleMaps, sampling: Sampling) -> Any:
+        """What all layers of a scale share beyond the condition."""
+        return None
 
     def empty_code_map(self, batch: int) -> Float[Array, "B P Q C"]:
-        config = self.transformer.config
-        return jnp.zeros((batch, *config.schedule.final_map, config.z_channels), jnp.float32)
+        return jnp.zeros((batch, *self.transformer.config.code_map), jnp.float32)
 
     def embed(
-        self, context, code_map: Float[Array, "B P Q C"], maps: ScaleMaps
+        self, context: dict, code_map: Float[Array, "B P Q C"], maps: ScaleMaps
     ) -> Float[Array, "R T D"]:
         """Inputs of a scale from what has been drawn so far."""
-        codes = maps.shrink(code_map)
-        return self.transformer.embed(context["start"], codes, maps.token_index, maps.scale)
+        raise NotImplementedError
 
     @property
     def blocks(self):
         return self.transformer.blocks
 
-    def project(self, block, layer_context, x):
+    def project(self, block, layer_context, shared, x):
         return self.transformer.project(block, layer_context, x)
 
     def raw_queries(self, block, layer_context, x):
         return self.transformer.raw_queries(block, layer_context, x)
 
-    def finish(self, block, layer_context, x, attended):
+    def finish(self, block, layer_context, shared, x, attended):
         return self.transformer.finish(block, layer_context, x, attended)
 
     def draw(
         self,
-        context,
+        context: dict,
         x: Float[Array, "R T D"],
         keys: Array,
         maps: ScaleMaps,
         sampling: Sampling,
-        given: tuple[Int[Array, "B T"], Array] | None,
+        given: tuple[Array, Array] | None,
     ) -> dict[str, Array]:
         """Tokens, their code vectors and guided logits of a scale, as many images at a time as
         `LOGITS_BYTES` allow. `given` = (tokens, number of scales that take them) replaces the draw
@@ -104,38 +109,43 @@ class VARPipeline:
 
         def some(index):
             rows = (a[:, index].reshape(-1, *a.shape[2:]) for a in (head, x))
-            with jax.named_scope("head"):
-                logits = self._logits(*rows, maps, sampling)
+            logits = self.logits(*rows, maps, sampling)
             forced = None if given is None else (given[0][index], given[1])
-            with jax.named_scope("choose"):
-                chosen, codes = self._choose(logits, keys[index], maps, sampling, forced)
+            chosen, codes = self.choose(logits, keys[index], maps, sampling, forced)
             return {"tokens": chosen, "codes": codes, "logits": logits}
 
-        return in_rounds(some, images, images_at_once(tokens, self.vocab_size))
+        at_once = images_at_once(tokens, self.transformer.config.logits_per_token)
+        return in_rounds(some, images, at_once)
 
-    def _logits(self, head, x, maps: ScaleMaps, sampling: Sampling) -> Float[Array, "B T V"]:
-        """Guided logits, float32, before filters."""
-        return sampling_lib.guide(self.transformer.logits(head, x), sampling.cfg * maps.ratio)
+    def logits(self, head: Float[Array, "R 2 D"], x, maps: ScaleMaps, sampling: Sampling) -> Array:
+        """Guided logits [B, T, ...], float32, before filters."""
+        raise NotImplementedError
 
-    def _choose(
-        self, logits: Float[Array, "B T V"], keys: Array, maps: ScaleMaps, sampling: Sampling, given
-    ) -> tuple[Int[Array, "B T"], Float[Array, "B T C"]]:
+    def choose(
+        self, logits: Array, keys: Array, maps: ScaleMaps, sampling: Sampling, given
+    ) -> tuple[Array, Float[Array, "B T C"]]:
         """Tokens and their code vectors."""
-        tokens, filtered = sampling_lib.sample(logits, keys, sampling)
-        if given is not None:
-            tokens = jnp.where(maps.scale < given[1], given[0], tokens)
-        quantizer = self.codec.quantizer
-        if not sampling.more_smooth:
-            return tokens, quantizer.lookup(tokens)
-        codebook = quantizer.embedding[...].astype(jnp.float32)
-        return tokens, sampling_lib.smooth_codes(filtered, keys, maps.ratio, codebook)
+        raise NotImplementedError
 
     def accumulate(
         self, code_map, codes: Float[Array, "B T C"], maps: ScaleMaps
     ) -> Float[Array, "B P Q C"]:
         """Add a scale's codes to the latent map."""
-        return code_map + self.codec.quantizer.phi(maps.enlarge(codes), maps.scale)
+        raise NotImplementedError
 
     def decode(self, code_map: Float[Array, "B P Q C"]) -> Float[Array, "B H W 3"]:
         """Pixels in [0, 1]."""
         return (self.codec.decode(code_map) + 1) / 2
+
+    # --- tokens in files --------------------------------------------------------------------------
+
+    def tokens_to_file(self, tokens: np.ndarray) -> np.ndarray:
+        """Drawn tokens of N images as `arrays.npz` has them."""
+        return np.asarray(tokens, np.int32)
+
+    def tokens_from_file(self, array: np.ndarray, num_images: int, scales: int) -> np.ndarray:
+        """The inverse, for tokens that are given; `UserError` if the array does not fit.
+
+        scales: how many scales take them; it may end there.
+        """
+        raise NotImplementedError

@@ -6,11 +6,15 @@ from functools import lru_cache
 
 from flax import nnx
 
+from varjax.codecs import bsq
+from varjax.codecs.bsq import BSQVAE, BSQConfig
 from varjax.codecs.config import VQVAEConfig
 from varjax.codecs.vqvae import VQVAE
 from varjax.errors import UserError, choose
-from varjax.models import parameters, var
-from varjax.models.pipeline import VARPipeline
+from varjax.models import infinity, parameters, var
+from varjax.models.infinity import Infinity, InfinityConfig
+from varjax.models.infinity_pipeline import InfinityPipeline
+from varjax.models.var_pipeline import VARPipeline
 
 
 @dataclass(frozen=True)
@@ -55,12 +59,45 @@ def _abstract(part: Part, config):
 
 @dataclass(frozen=True)
 class Family:
-    """A transformer, the codec that turns its tokens into pictures, and both for the engine."""
+    """A transformer, the codec that turns its tokens into pictures, and both for the engine.
+
+    agreed: names that both configurations have and must agree in.
+    condition: what images are made of, "labels" or "text".
+    """
 
     name: str
     transformer: Part
     codec: Part
     pipeline: type
+    agreed: tuple[str, ...]
+    condition: str
+
+    def check(self, transformer, codec) -> None:
+        """Raise `UserError` if two configurations do not belong together."""
+        for name in self.agreed:
+            ours, theirs = getattr(transformer, name), getattr(codec, name)
+            if ours != theirs:
+                shown = "patch_nums" if name == "schedule" else name
+                raise UserError(
+                    f"{shown} is {str(ours):.200} for the transformer and {str(theirs):.200} for "
+                    f"the codec; they must agree"
+                )
+
+    def with_template(self, config, aspect: float | str | None, size: str | None):
+        """A transformer's configuration for pictures of another aspect (height / width) and size.
+
+        Raises:
+          UserError: the family has one schedule per checkpoint, or there is no such template.
+        """
+        if aspect is None and size is None:
+            return config
+        if not hasattr(config, "with_template"):
+            height, width = config.schedule.final_map
+            raise UserError(
+                f"aspect and size: {self.transformer.name} draws pictures of one shape per "
+                f"checkpoint ({height}x{width} tokens here): leave them out"
+            )
+        return config.with_template(aspect, size)
 
 
 @dataclass(frozen=True)
@@ -75,16 +112,44 @@ class Preset:
 
 FAMILIES = {
     "var": Family(
-        "var", Part("VAR", var.VARConfig, var.VAR), Part("VQVAE", VQVAEConfig, VQVAE), VARPipeline
+        "var",
+        Part("VAR", var.VARConfig, var.VAR),
+        Part("VQVAE", VQVAEConfig, VQVAE),
+        VARPipeline,
+        agreed=("vocab_size", "z_channels", "schedule"),
+        condition="labels",
+    ),
+    "infinity": Family(
+        "infinity",
+        Part("Infinity", InfinityConfig, Infinity),
+        Part("BSQVAE", BSQConfig, BSQVAE),
+        InfinityPipeline,
+        agreed=("codebook_dim",),
+        condition="text",
     ),
 }
 
 # Settings of the published FID evaluation of VAR.
 VAR_SAMPLING = {"cfg": 1.5, "top_k": 900, "top_p": 0.96, "more_smooth": False}
 
+# Settings of the published inference scripts of Infinity; top-k never binds on two values.
+INFINITY_SAMPLING = {"cfg": 3.0, "tau": 0.5, "top_k": 900, "top_p": 0.97}
+INFINITY_8B = {**INFINITY_SAMPLING, "tau": 1.0}
+
 PRESETS = {
-    name: Preset("var", config, VQVAEConfig(schedule=config.schedule), VAR_SAMPLING)
-    for name, config in var.PRESETS.items()
+    **{
+        name: Preset("var", config, VQVAEConfig(schedule=config.schedule), VAR_SAMPLING)
+        for name, config in var.PRESETS.items()
+    },
+    **{
+        name: Preset(
+            "infinity",
+            config,
+            bsq.PRESETS["bsq-d56" if config.apply_spatial_patchify else "bsq-d32"],
+            INFINITY_8B if config.apply_spatial_patchify else INFINITY_SAMPLING,
+        )
+        for name, config in infinity.PRESETS.items()
+    },
 }
 
 

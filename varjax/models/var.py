@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int
 from varjax.errors import UserError
 from varjax.models import layers, parallel, published
 from varjax.models.parallel import Split
+from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 
 SIDES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
@@ -36,7 +37,6 @@ IGNORED_NAMES = (
     *("vae", "vae_local", "vae_kwargs", "L", "note"),
     *("drop_rate", "attn_drop_rate", "drop_path_rate", "flash_if_available", "fused_if_available"),
 )
-MAX_LOG_SCALE = math.log(100.0)  # the learned attention multiplier is clamped at 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +114,28 @@ class VARConfig:
     @property
     def hidden_dim(self) -> int:
         return round(self.embed_dim * self.mlp_ratio)
+
+    @property
+    def logits_per_token(self) -> int:
+        return self.vocab_size
+
+    @property
+    def code_map(self) -> tuple[int, int, int]:
+        """Height, width and channels of the latent map."""
+        return (*self.schedule.final_map, self.z_channels)
+
+    def condition_bytes(self, rows: int, item_size: int, text_tokens: int | None = None) -> int:
+        """Bytes that every layer holds of the condition while an image is drawn."""
+        return self.depth * rows * 6 * self.embed_dim * item_size
+
+    def check_sampling(self, sampling: Sampling) -> Sampling:
+        """Return it, or raise `UserError` if this model cannot draw that way."""
+        if sampling.cfg_insertion_layer != (0,):
+            raise UserError(
+                f"cfg_insertion_layer={sampling.cfg_insertion_layer!r:.60}: VAR mixes its rows on "
+                f"the logits only, which is 0"
+            )
+        return sampling.check(self.schedule.num_scales, self.vocab_size)
 
     @property
     def null_label(self) -> int:
@@ -256,27 +278,20 @@ class VAR(nnx.Module):
         """Queries, keys and values [R, N, T, H] of one layer; queries carry the attention scale."""
         config = self.config
         h = self._attention_input(modulation, x)
-        bias = jnp.concatenate(
-            [block.q_bias[...], jnp.zeros_like(block.q_bias[...]), block.v_bias[...]]
-        )
-        q, k, v = (
-            layers.split_heads(a, config.head_dim)
-            for a in jnp.split(block.qkv(h) + bias, 3, axis=-1)
-        )
+        q, k, v = layers.fused_qkv(block, h, config.head_dim)
         if not config.attn_l2_norm:
             return q * (0.25 / math.sqrt(config.head_dim)), k, v
-        multiplier = jnp.exp(jnp.minimum(block.log_scale[...].astype(jnp.float32), MAX_LOG_SCALE))
-        q = layers.l2_normalize(q) * multiplier[:, None, None].astype(q.dtype)
+        multiplier = layers.attention_multiplier(block.log_scale[...])
+        q = layers.l2_normalize(q) * multiplier.astype(q.dtype)
         return q, layers.l2_normalize(k), v
 
     def raw_queries(
         self, block: Block, modulation: Float[Array, "R 6 D"], x: Float[Array, "R T D"]
     ) -> Float[Array, "R N T H"]:
-        """x W_q / sqrt(H): queries without bias, normalisation or learned multiplier, as ScaleKV's
-        published code scores with."""
-        size, kernel = self.config.head_dim, block.qkv.kernel[...]
-        q = self._attention_input(modulation, x) @ kernel[..., : kernel.shape[-1] // 3]
-        return layers.split_heads(q, size) / math.sqrt(size)
+        """See `layers.plain_queries`."""
+        return layers.plain_queries(
+            block, self._attention_input(modulation, x), self.config.head_dim
+        )
 
     def _attention_input(self, modulation, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
         normal = layers.layer_norm(x, self.config.norm_eps)
@@ -297,14 +312,7 @@ class VAR(nnx.Module):
         self, modulation: Float[Array, "R 2 D"], x: Float[Array, "R T D"]
     ) -> Float[Array, "R T V"]:
         """Float32 logits, before guidance."""
-        wide = layers.layer_norm(x.astype(jnp.float32), self.config.norm_eps)
-        h = layers.modulate(wide, *(modulation[:, i].astype(jnp.float32) for i in (0, 1))).astype(
-            self.dtype
-        )
-        return (
-            jnp.dot(h, self.head.kernel[...], preferred_element_type=jnp.float32)
-            + self.head.bias[...]
-        )
+        return layers.modulated_head(self.head, modulation, x, self.config.norm_eps)
 
     @property
     def dtype(self):
