@@ -1,0 +1,88 @@
+"""The multi-scale binary spherical quantiser: one bit per channel, position and scale.
+
+Scale k pools what is still unexplained of the latent map to its own size and keeps the signs.
+Their code, a corner of the unit cube's sphere, is enlarged to the full map and subtracted. There
+is nothing learned here. All of it runs in float32 with full-precision products: a single different
+bit early on changes later ones.
+
+The quantiser shrinks by area means, the transformer's inputs are shrunk linearly: two different
+resizings of nearly the same maps.
+
+Letters: B images, L latent positions of all scales, P x Q the final map, C channels (bits).
+"""
+
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt8
+
+from varjax.codecs.patchify import patchify
+from varjax.codecs.resize import resize_area, resize_bilinear
+from varjax.errors import UserError
+from varjax.schedule import Schedule
+
+
+def codes(bits: Int[Array, "..."], channels: int) -> Float[Array, "..."]:
+    """Code values of bits, (2 b - 1) / sqrt(channels): vectors of `channels` of them have length 1.
+
+    `channels` is the latent width C, also for the 4 C bits of a patchified token.
+    """
+    return (2 * bits.astype(jnp.float32) - 1) / jnp.sqrt(jnp.float32(channels))
+
+
+def features_to_bits(h: Float[Array, "B P Q C"], schedule: Schedule) -> UInt8[Array, "B L C"]:
+    """Bits of all scales, coarse to fine, each map row-major."""
+    found = [(residual > 0).astype(jnp.uint8) for residual in residuals(h, schedule)]
+    return jnp.concatenate([bits.reshape(len(h), -1, h.shape[-1]) for bits in found], axis=1)
+
+
+def residuals(h: Float[Array, "B P Q C"], schedule: Schedule) -> Iterator[Float[Array, "B p q C"]]:
+    """Per scale, the pooled rest whose signs are the bits.
+
+    The published quantiser normalises it first, which cannot change a sign and is left out.
+    """
+    if h.shape[1:3] != schedule.final_map:
+        raise UserError(
+            f"a latent map of {h.shape[1]} x {h.shape[2]} positions does not fit schedule"
+            f" {schedule}: its last map has {schedule.final_map[0]} x {schedule.final_map[1]}"
+        )
+    rest = h.astype(jnp.float32)
+    for size in schedule.maps:
+        pooled = resize_area(rest, size)
+        yield pooled
+        rest = rest - resize_bilinear(codes(pooled > 0, h.shape[-1]), schedule.final_map)
+
+
+def code_maps(bits: UInt8[Array, "B L C"], schedule: Schedule) -> list[Float[Array, "B P Q C"]]:
+    """Running sums: entry k is the latent map after scales 0..k; the last one is decoded."""
+    if bits.ndim != 3 or bits.shape[1] != schedule.total_tokens:
+        raise UserError(
+            f"bits of shape {bits.shape} given: schedule {schedule} needs [images,"
+            f" {schedule.total_tokens}, bits per position]"
+        )
+    batch, _, channels = bits.shape
+    total = jnp.zeros((batch, *schedule.final_map, channels), jnp.float32)
+    totals = []
+    for size, start, end in zip(schedule.maps, schedule.starts, schedule.ends, strict=True):
+        part = codes(bits[:, start:end], channels).reshape(batch, *size, channels)
+        total = total + resize_bilinear(part, schedule.final_map)
+        totals.append(total)
+    return totals
+
+
+def teacher_inputs(
+    bits: UInt8[Array, "B L C"], schedule: Schedule, patch: int = 1
+) -> Float[Array, "B M p*p*C"]:
+    """What the transformer sees at scales 1..K-1: the running sum resized to each next map.
+
+    `schedule` is the codec's, also for a transformer with patchify: then its tokens are `patch` by
+    `patch` positions. M is the number of tokens of scales 1..K-1.
+    """
+    maps = schedule.maps
+    inputs = [
+        patchify(resize_bilinear(total, size), patch)
+        for total, size in zip(code_maps(bits, schedule)[:-1], maps[1:], strict=True)
+    ]
+    channels = bits.shape[-1] * patch**2
+    empty = jnp.zeros((len(bits), 0, channels), jnp.float32)
+    return jnp.concatenate([empty, *(x.reshape(len(bits), -1, channels) for x in inputs)], axis=1)
