@@ -1,0 +1,147 @@
+"""Folders of images as the official scorers read them."""
+
+import json
+
+import numpy as np
+import pytest
+
+from experiments import image_layouts
+from experiments.image_layouts import write_images
+from experiments.prompt_sets import IMAGES_PER_PROMPT, Kind, Prompt, PromptSet
+from varjax.errors import UserError
+
+pillow = pytest.importorskip("PIL.Image", reason="pillow is not installed (extra `eval`)")
+
+NAMES = {
+    Kind.HPSV2: ("anime/00000", "photo/00000"),
+    Kind.DPG: ("2", "partiprompts10"),
+    Kind.COCO: ("000000000042", "000000391895"),
+    Kind.COCO_CAPTIONS: ("000000000042_7", "000000000042_9"),
+}
+
+
+def _set(kind: Kind) -> PromptSet:
+    names = NAMES.get(kind, ("00000", "00001"))
+    prompts = tuple(
+        Prompt(text, name, "here", {"tag": name, "prompt": text})
+        for name, text in zip(names, ("a cat", "zwei Löwen"), strict=True)
+    )
+    return PromptSet(prompts, kind, IMAGES_PER_PROMPT.get(kind, 1))
+
+
+def _images(count, height=8, width=8):
+    return np.random.default_rng(0).integers(0, 256, (count, height, width, 3)).astype(np.uint8)
+
+
+def _read(path):
+    with pillow.open(path) as file:
+        return np.asarray(file)
+
+
+def _tree(folder):
+    return sorted(f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file())
+
+
+EXPECTED = {
+    Kind.LINES: ["00000.png", "00001.png"],
+    Kind.HPSV2: ["anime/00000.jpg", "photo/00000.jpg"],
+    Kind.COCO: ["000000000042.png", "000000391895.png"],
+    Kind.COCO_CAPTIONS: ["000000000042_7.png", "000000000042_9.png"],
+}
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_one_image_per_prompt(kind, tmp_path):
+    images = _images(2)
+    write_images(tmp_path, _set(kind), images, seed=5)
+    assert _tree(tmp_path / "images") == EXPECTED[kind]
+    if kind is not Kind.HPSV2:  # whose JPEG loses a little
+        for name, image in zip(EXPECTED[kind], images, strict=True):
+            np.testing.assert_array_equal(_read(tmp_path / "images" / name), image)
+    manifest = json.loads((tmp_path / "manifest.json").read_text(encoding="utf-8"))
+    assert [e["file"] for e in manifest["images"]] == [f"images/{n}" for n in EXPECTED[kind]]
+    assert [e["prompt"] for e in manifest["images"]] == ["a cat", "zwei Löwen"]
+    assert [e["number"] for e in manifest["images"]] == [0, 1]
+    assert {e["seed"] for e in manifest["images"]} == {5} and manifest["kind"] == kind
+
+
+def test_jpeg_is_close(tmp_path):
+    image = np.broadcast_to(np.arange(32, dtype=np.uint8)[:, None, None] * 6, (1, 32, 32, 3))
+    write_images(tmp_path, _set(Kind.HPSV2).first(1), image)
+    found = _read(tmp_path / "images" / "anime" / "00000.jpg").astype(int)
+    assert np.abs(found - image[0]).max() <= 4
+
+
+def test_geneval(tmp_path):
+    """Numbered folders with the line of the prompt file; every prompt has its four samples."""
+    images, prompts = _images(8), _set(Kind.GENEVAL)
+    write_images(tmp_path, prompts, images)
+    samples = [f"samples/{i:04d}.png" for i in range(4)]
+    names = [f"{n}/{f}" for n in ("00000", "00001") for f in ("metadata.jsonl", *samples)]
+    assert _tree(tmp_path / "images") == names
+    np.testing.assert_array_equal(_read(tmp_path / "images/00001/samples/0002.png"), images[6])
+    metadata = json.loads((tmp_path / "images/00001/metadata.jsonl").read_text())
+    assert metadata == prompts.prompts[1].metadata
+
+
+def _tiles(grid):
+    """As DPG-Bench's scorer cuts: left, right, then the lower two."""
+    side = grid.shape[0] // 2
+    rows = (grid[:side], grid[side:])
+    return np.stack([part for row in rows for part in (row[:, :side], row[:, side:])])
+
+
+@pytest.mark.parametrize("parts", [(8,), (2, 3, 3), (1, 7)])
+def test_dpg(parts, tmp_path):
+    """A grid per prompt file, also where the images of a prompt come in parts; what an older run
+    left of a prompt is not mixed with new ones."""
+    images, first = _images(8), 0
+    write_images(tmp_path, _set(Kind.DPG), 255 - images)
+    for count in parts:
+        part = images[first : first + count]
+        write_images(tmp_path, _set(Kind.DPG), part, first=first, manifest=first + count == 8)
+        first += count
+    assert _tree(tmp_path / "images") == ["2.png", "partiprompts10.png"]
+    for i, name in enumerate(("2", "partiprompts10")):
+        grid = _read(tmp_path / "images" / f"{name}.png")
+        np.testing.assert_array_equal(_tiles(grid), images[4 * i : 4 * i + 4])
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert [e["sample"] for e in manifest["images"]] == [0, 1, 2, 3] * 2
+
+
+def test_dpg_with_one_image_has_no_grid(tmp_path):
+    images = _images(2)
+    write_images(tmp_path, _set(Kind.DPG), images, 1)
+    np.testing.assert_array_equal(_read(tmp_path / "images" / "2.png"), images[0])
+
+
+def test_several_images_per_line(tmp_path):
+    write_images(tmp_path, _set(Kind.LINES), _images(4), 2)
+    names = ["00000_0.png", "00000_1.png", "00001_0.png", "00001_1.png"]
+    assert _tree(tmp_path / "images") == names
+
+
+def test_the_manifest_lists_what_is_there(tmp_path):
+    write_images(tmp_path, _set(Kind.LINES), _images(1), first=1, manifest=False)
+    assert not (tmp_path / "manifest.json").exists()
+    image_layouts.write_manifest(tmp_path, _set(Kind.LINES), 1, None)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert [e["number"] for e in manifest["images"]] == [1]
+
+
+REFUSED = {
+    "hpsv2": (Kind.HPSV2, _images(4), 2, "2 images per prompt: hpsv2 takes 1$"),
+    "dpg": (Kind.DPG, _images(5), 5, "5 images per prompt: dpg takes 1 to 4"),
+    "dpg shape": (Kind.DPG, _images(2, 8, 12), 1, "8x12 pixels: .*choose a square aspect"),
+    "none": (Kind.LINES, _images(1), 0, "0 images per prompt: lines takes at least 1"),
+    "too many": (Kind.LINES, _images(3), 1, "images 0 to 2: 2 prompts have 2"),
+    "type": (Kind.LINES, _images(2) / 255, 1, "images are float64"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_write_nothing(case, tmp_path):
+    kind, images, each, message = REFUSED[case]
+    with pytest.raises(UserError, match=message):
+        write_images(tmp_path / "out", _set(kind), images, each)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,189 @@
+"""Prompt files as benchmarks publish them, and what can be wrong with them."""
+
+import json
+
+import pytest
+
+from experiments import prompt_sets
+from experiments.prompt_sets import Kind, read_prompts
+from varjax.errors import UserError
+
+GENEVAL = (
+    {"tag": "single_object", "include": [{"class": "bench", "count": 1}], "prompt": "a bench"},
+    {
+        "tag": "counting",
+        "include": [{"class": "clock", "count": 4}],
+        "exclude": [{"class": "clock", "count": 5}],
+        "prompt": "a photo of four clocks",
+    },
+)
+COCO = {
+    "info": {"year": 2014},
+    "images": [{"id": 42, "file_name": "COCO_val2014_000000000042.jpg"}, {"id": 391895}],
+    "licenses": [],
+    "annotations": [
+        {"image_id": 391895, "id": 771687, "caption": "A young girl inhales.\n"},
+        {"image_id": 42, "id": 641613, "caption": "This wire metal rack holds shoes"},
+        {"image_id": 42, "id": 637956, "caption": "A dog sleeping on a show rack"},
+    ],
+}
+
+
+def write_json_lines(path, entries):
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return path
+
+
+def write_sample(kind: Kind, folder):
+    """A small file or folder in the published format."""
+    if kind is Kind.LINES:
+        (folder / "prompts.txt").write_text("a cat\n\n  ein Löwe \r\nlast", encoding="utf-8")
+        return folder / "prompts.txt"
+    if kind is Kind.GENEVAL:
+        return write_json_lines(folder / "evaluation_metadata.jsonl", GENEVAL)
+    if kind is Kind.DPG:
+        for name, text in (("partiprompts10", "ten\nlines"), ("2", "two"), ("partiprompts9", "9")):
+            (folder / f"{name}.txt").write_text(text)
+        return folder
+    if kind is Kind.HPSV2:
+        for style, prompts in (("photo", ["p0", "p1"]), ("anime", ["a0"]), ("drawbench", ["d"])):
+            (folder / f"{style}.json").write_text(json.dumps(prompts))
+        return folder
+    (folder / "captions_val2014.json").write_text(json.dumps(COCO))
+    return folder / "captions_val2014.json"
+
+
+EXPECTED = {
+    Kind.LINES: [("a cat", "00000"), ("", "00001"), ("ein Löwe", "00002"), ("last", "00003")],
+    Kind.GENEVAL: [("a bench", "00000"), ("a photo of four clocks", "00001")],
+    Kind.DPG: [("two", "2"), ("9", "partiprompts9"), ("ten lines", "partiprompts10")],
+    Kind.HPSV2: [("a0", "anime/00000"), ("p0", "photo/00000"), ("p1", "photo/00001")],
+    Kind.COCO: [
+        ("A dog sleeping on a show rack", "000000000042"),
+        ("A young girl inhales.", "000000391895"),
+    ],
+    Kind.COCO_CAPTIONS: [
+        ("A dog sleeping on a show rack", "000000000042_637956"),
+        ("This wire metal rack holds shoes", "000000000042_641613"),
+        ("A young girl inhales.", "000000391895_771687"),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_published_formats(kind, tmp_path):
+    found = read_prompts(write_sample(kind, tmp_path), kind)
+    assert [(p.text, p.name) for p in found.prompts] == EXPECTED[kind]
+    assert found.kind is kind
+    assert found.images_per_prompt == {Kind.GENEVAL: 4, Kind.DPG: 4}.get(kind, 1)
+    assert all(str(tmp_path) in where for where in found.names)
+
+
+@pytest.mark.parametrize("kind", [k for k in Kind if k is not Kind.COCO_CAPTIONS])
+def test_formats_are_recognised(kind, tmp_path):
+    assert read_prompts(write_sample(kind, tmp_path)).kind is kind
+
+
+def test_metadata(tmp_path):
+    path = write_sample(Kind.GENEVAL, tmp_path)
+    assert [p.metadata for p in read_prompts(path).prompts] == list(GENEVAL)
+    path = write_sample(Kind.COCO, tmp_path)
+    assert read_prompts(path).prompts[0].metadata == {"image_id": 42, "caption_id": 637956}
+
+
+def test_one_style_and_others_than_the_four(tmp_path):
+    """DrawBench comes as such a file too, but is not one of the styles."""
+    write_sample(Kind.HPSV2, tmp_path)
+    found = read_prompts(tmp_path / "drawbench.json")
+    assert [(p.text, p.name) for p in found.prompts] == [("d", "drawbench/00000")]
+
+
+def test_first(tmp_path):
+    found = read_prompts(write_sample(Kind.LINES, tmp_path))
+    assert found.first(2).texts == ["a cat", ""] and len(found.first(99)) == 4
+    with pytest.raises(UserError, match="0 prompts: at least 1"):
+        found.first(0)
+
+
+def test_byte_order_mark_and_other_separators(tmp_path):
+    """Only line feeds end lines: numbers agree with those of editors."""
+    (tmp_path / "f.txt").write_bytes("\ufeffa cat\u2028and a dog\x0b!\nb".encode())
+    assert read_prompts(tmp_path / "f.txt").texts == ["a cat\u2028and a dog\x0b!", "b"]
+
+
+def _file(name, content):
+    def write(folder):
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        (folder / name).write_bytes(data)
+        return folder / name
+
+    return write
+
+
+def _folder(**files):
+    def write(folder):
+        for name, data in files.items():
+            (folder / name.replace("_", ".")).write_bytes(data)
+        return folder
+
+    return write
+
+
+_NO_TAG = json.dumps(GENEVAL[0]).encode() + b'\n{"prompt": "a cow", "include": []}\n'
+REFUSED = {
+    "nothing": (lambda folder: folder / "no.txt", "auto", "there is no prompt file"),
+    "empty": (_file("f.txt", b""), "auto", "f.txt holds no prompts"),
+    "encoding": (_file("f.txt", b"a\nb\xff\n"), "auto", "f.txt, line 2 is not UTF-8"),
+    "binary": (_file("f.txt", b"a\nb\x00\n"), "auto", "f.txt, line 2 holds a NUL"),
+    "geneval line": (_file("f.jsonl", b'{"a": 1}\n{'), "auto", "f.jsonl, line 1: expected"),
+    "geneval json": (_file("f.jsonl", b"{}}"), "auto", "f.jsonl, line 1 is not JSON"),
+    "geneval tag": (_file("f.jsonl", _NO_TAG), "auto", "line 2: .*'tag' is missing"),
+    "geneval blank": (_file("f.jsonl", b"\n"), "auto", "line 1 is not JSON"),
+    "hpsv2 entry": (_file("anime.json", ["a", 3]), "auto", "anime.json, entry 1: .*found 3"),
+    "hpsv2 blank": (_file("anime.json", ["a", " "]), "auto", "anime.json, entry 1: .*found ' '"),
+    "hpsv2 object": (_file("anime.json", {"a": 1}), "hpsv2", "must hold a JSON list"),
+    "json": (_file("f.json", {"a": 1}), "auto", "neither a list of prompts .* nor a COCO"),
+    "no json": (_file("f.json", b"[1,"), "auto", "f.json is not JSON"),
+    "coco objects": (
+        _file("f.json", {"annotations": [{"image_id": 1, "id": 2, "bbox": []}]}),
+        "auto",
+        r"annotations\[0\]: expected a prompt, found None",
+    ),
+    "coco ids": (
+        _file("f.json", {"annotations": [{"image_id": "1", "id": 2, "caption": "a"}]}),
+        "auto",
+        r"annotations\[0\]: expected an object with image_id, id and caption",
+    ),
+    "coco twice": (
+        _file("f.json", {"annotations": [{"image_id": 1, "id": 2, "caption": "a"}] * 2}),
+        "coco",
+        r"annotations\[1\]: caption .* is there twice",
+    ),
+    "coco list": (_file("f.json", ["a"]), "coco", "no COCO file of captions"),
+    "dpg empty": (_folder(a_txt=b"x", b_txt=b" \n"), "auto", "b.txt: expected a prompt"),
+    "no folder": (_folder(a_md=b"x"), "auto", "neither .txt files .* nor style lists"),
+    "both": (_folder(a_txt=b"x", anime_json=b"[]"), "auto", "both .txt files .* and style lists"),
+    "folder of none": (_folder(a_md=b"x"), "dpg", "holds no prompts"),
+    "folder as lines": (_folder(a_txt=b"x"), "lines", "is a folder: prompts of the kind lines"),
+    "file as dpg": (_file("f.txt", b"a"), "dpg", "is a file: prompts of DPG-Bench"),
+    "kind": (_file("f.txt", b"a"), "gneval", "unknown kind of prompts .*did you mean 'geneval'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_files_that_are_refused(case, tmp_path):
+    write, kind, message = REFUSED[case]
+    with pytest.raises(UserError, match=message):
+        read_prompts(write(tmp_path), kind)
+
+
+def test_every_kind_is_a_value_of_the_flag():
+    assert prompt_sets.KINDS == (
+        "auto",
+        "lines",
+        "geneval",
+        "dpg",
+        "hpsv2",
+        "coco",
+        "coco-captions",
+    )
