@@ -1,7 +1,9 @@
-"""Models that several test folders use: the reference fixtures, ported to disk once per session,
-and their geometry."""
+"""Models that several test folders use: the reference fixtures of all families, ported to disk once
+per session, and what their images are made of."""
 
+import dataclasses
 import functools
+import json
 import pathlib
 import tempfile
 
@@ -10,8 +12,11 @@ import numpy as np
 from ported_weights.convert import Request, convert
 from varjax import generation, policies
 from varjax.cache.plan import CachePlan
+from varjax.conditions import Labels
 from varjax.generation import Generator, Model
 from varjax.sampling import Sampling
+from varjax.schedule import Schedule
+from varjax.text.features import TextFeatures
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures" / "var"
 TOKENIZER = {
@@ -19,6 +24,17 @@ TOKENIZER = {
     "b_k6_sharedaln": "vae_small/vae.safetensors",
     "c_k5_nol2norm": "vae_small/vae.safetensors",
 }
+INFINITY_FIXTURES = FIXTURES.parent / "infinity"
+INFINITY = {  # weights, tokenizer, its name in configs.json; the transformer's name
+    "infinity_a": ("infinity_A.safetensors", "bsqvae_p16_d16.pth", "infinity_A"),
+    "infinity_b": ("infinity_B_sharded", "bsqvae_p8_d8.safetensors", "infinity_B_sharded"),
+}
+SMALL = {  # weights of the left under a smaller schedule, which they do not depend on
+    "infinity_a_small": ("infinity_a", "1x1;2x2;3x2;6x4;8x5;9x6"),
+    "infinity_b_small": ("infinity_b", "1x1;2x2;3x4;4x6"),
+}
+# One small model per family, for tests of what all families share.
+FAMILIES = {"var": "b_k6_sharedaln", "infinity": "infinity_a_small"}
 # Largest differences to the original implementation in float32, from tests/fixtures/README.md.
 LOGITS = {"1.5": 6e-4, "4": 1e-3}
 CODE_MAP, IMAGE = 3e-5, 5e-5
@@ -28,6 +44,8 @@ CODE_MAP, IMAGE = 3e-5, 5e-5
 def checkpoint_folder(name: str) -> pathlib.Path:
     """A fixture model, converted by the port exactly as a user would."""
     out = pathlib.Path(tempfile.mkdtemp(prefix="varjax-test-")) / name
+    if name in INFINITY:
+        return _infinity_folder(name, out)
     tokenizer = FIXTURES / TOKENIZER[name]
     request = Request(
         model="var-custom",
@@ -41,15 +59,79 @@ def checkpoint_folder(name: str) -> pathlib.Path:
     return out
 
 
+def _infinity_folder(name: str, out: pathlib.Path) -> pathlib.Path:
+    source, tokenizer, config = INFINITY[name]
+    configs = json.loads((INFINITY_FIXTURES / "configs.json").read_text())
+    files = {}
+    for kind, entry in (("config", config), ("tokenizer_config", tokenizer.split(".")[0])):
+        content = configs[entry] | ({"size": "0.06M"} if kind == "config" else {})
+        files[kind] = out.parent / f"{kind}.json"
+        files[kind].write_text(json.dumps(content))
+    request = Request(
+        model="infinity-custom",
+        source=str(INFINITY_FIXTURES / source),
+        tokenizer_source=str(INFINITY_FIXTURES / tokenizer),
+        out=str(out),
+        **{kind: str(file) for kind, file in files.items()},
+    )
+    convert(request, say=lambda line: None)
+    return out
+
+
 @functools.cache
 def fixture_model(name: str) -> Model:
-    return generation.load(checkpoint_folder(name), "float32")
+    if name not in SMALL:
+        return generation.load(checkpoint_folder(name), "float32")
+    name, maps = SMALL[name]
+    model, schedule = fixture_model(name), Schedule.parse(maps)
+    transformer = generation.with_config(
+        model.pipeline.transformer,
+        dataclasses.replace(
+            model.pipeline.transformer.config, schedule=schedule, rope_map=schedule.final_map
+        ),
+    )
+    pipeline = dataclasses.replace(model.pipeline, transformer=transformer)
+    return dataclasses.replace(model, pipeline=pipeline)
 
 
 def fixture(name: str, file: str) -> dict[str, np.ndarray]:
-    """Arrays of one fixture file."""
-    with np.load(FIXTURES / name / f"{file}.npz") as archive:
+    """Arrays of one fixture file of VAR."""
+    return _arrays(FIXTURES / name / f"{file}.npz")
+
+
+def infinity_fixture(file: str) -> dict[str, np.ndarray]:
+    return _arrays(INFINITY_FIXTURES / f"{file}.npz")
+
+
+def _arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
+    with np.load(path) as archive:
         return {key: archive[key] for key in archive.files}
+
+
+def condition(model: Model, numbers) -> Labels | TextFeatures:
+    """What some images of a model are made of: their numbers stand for labels, or for texts cut out
+    of a fixture's, with an even number of a shorter one."""
+    numbers = np.asarray(numbers, np.int32)
+    if model.family.condition == "labels":
+        return Labels.of(numbers % model.num_classes, model.num_classes)
+    width = model.pipeline.transformer.config.text_channels
+    rows = np.random.default_rng(0).normal(size=(64, width)).astype(np.float32)
+    lens = np.array([8 + 4 * (i % 2) for i in range(16)])
+    kv = np.concatenate([np.roll(rows, -3 * i, axis=0)[:n] for i, n in enumerate(lens)])
+    return TextFeatures(kv=kv, lens=lens, numbers=numbers % 16)
+
+
+def arrays_of(model: Model, numbers):
+    """What `Generator.run_batch` takes for the images `numbers`."""
+    return condition(model, numbers).take(np.arange(len(numbers)))
+
+
+def no_tokens(model: Model, images: int) -> np.ndarray:
+    """Tokens of the shape that a model gives, all 0."""
+    total = model.geometry.schedule.total_tokens
+    if model.pipeline.token_name == "bits":
+        return np.zeros((images, total, model.pipeline.transformer.config.bits), np.uint8)
+    return np.zeros((images, total), np.int32)
 
 
 def greedy_generator(

@@ -109,12 +109,15 @@ def load(
 
 
 def with_template(family: Family, transformer, aspect, size):
-    """A transformer for pictures of another shape; its weights are shared, not copied."""
-    config = family.with_template(transformer.config, aspect, size)
+    """A transformer for pictures of another shape (`Family.with_template`)."""
+    return with_config(transformer, family.with_template(transformer.config, aspect, size))
+
+
+def with_config(transformer, config):
+    """The same weights, shared and not copied, under another configuration."""
     if config == transformer.config:
         return transformer
-    graph, state = nnx.split(transformer)
-    other = nnx.merge(graph, state)
+    other = nnx.merge(*nnx.split(transformer))
     other.config = config
     return other
 

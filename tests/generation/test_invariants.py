@@ -16,7 +16,8 @@ from varjax.generation import Generator
 from varjax.sampling import Sampling, image_keys
 from varjax.segments import plan_segments
 
-NAME = "b_k6_sharedaln"
+NAME = models.FAMILIES["var"]
+EVERY = list(models.FAMILIES.values())
 LABELS = np.array([3, 7, 1, 9, 0, 2, 5, 8], np.int32)
 POLICIES = {
     "full": policies.Full(),
@@ -26,36 +27,38 @@ POLICIES = {
 }
 
 
-def sampled(policy, *, batch_size, segments="auto", count=3, **options):
+def sampled(policy, *, batch_size, segments="auto", count=3, name=NAME, **options):
     """Tokens and images of the first `count` images, drawn with filters."""
-    sampling = Sampling(cfg=2.0, top_k=40, top_p=0.9, **options)
+    sampling, model = Sampling(cfg=2.0, top_k=40, top_p=0.9, **options), models.fixture_model(name)
     generator = Generator(
-        models.fixture_model(NAME),
+        model,
         policy,
         sampling=sampling,
         batch_size=batch_size,
         segments=segments,
         matmul_precision="highest",
     )
-    parts = [r for _, r in generator.batches(LABELS[:count], seed=5)]
+    parts = [r for _, r in generator.batches(models.condition(model, LABELS[:count]), seed=5)]
     return tuple(np.concatenate([p[k] for p in parts]) for k in ("tokens", "images"))
 
 
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("policy", [POLICIES["streaming"], POLICIES["headkv"]])
-def test_segments_do_not_change_tokens(policy):
-    expected, images = sampled(policy, batch_size=3)
+def test_segments_do_not_change_tokens(name, policy):
+    expected, images = sampled(policy, batch_size=3, name=name)
     for segments in (1, 6):
-        tokens, other = sampled(policy, batch_size=3, segments=segments)
+        tokens, other = sampled(policy, batch_size=3, segments=segments, name=name)
         np.testing.assert_array_equal(tokens, expected)
         np.testing.assert_allclose(other, images, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("policy", [POLICIES["full"], POLICIES["headkv"]], ids=["full", "headkv"])
-def test_batch_size_does_not_change_images(policy):
+def test_batch_size_does_not_change_images(name, policy):
     """Batches of 1, 3 and 8, the last one of 3 padded: the same image for the same number."""
-    expected, images = sampled(policy, batch_size=8, count=8)
+    expected, images = sampled(policy, batch_size=8, count=8, name=name)
     for batch_size in (1, 3):
-        tokens, other = sampled(policy, batch_size=batch_size, count=8)
+        tokens, other = sampled(policy, batch_size=batch_size, count=8, name=name)
         np.testing.assert_array_equal(tokens, expected)
         np.testing.assert_allclose(other, images, atol=1e-5)
 
@@ -72,56 +75,63 @@ def test_more_smooth_mixes_codes():
     assert np.isfinite(smooth).all() and np.abs(smooth - images).max() > 1e-3
 
 
-def run_with_pool(policy, fill, rows=slice(None)):
+def run_with_pool(name, policy, fill):
     """Greedy run whose pool starts filled with `fill` (zeros or NaN)."""
-    model = models.fixture_model(NAME)
+    model = models.fixture_model(name)
     plan = plan_cache(model.geometry, policy)
     segments = plan_segments(model.geometry.schedule)
     spec = engine.ProgramSpec.of(plan, segments, Sampling(cfg=1.5, greedy=True), keep_logits=True)
-    tables = engine.program_tables(plan, segments, np.arange(2))
+    tables = engine.program_tables(plan, segments, np.arange(2), model.pipeline.resampling)
     state = KVState.empty(plan, 2, jnp.float32)
     state = dataclasses.replace(state, kv_pool=jnp.full_like(state.kv_pool, fill))
-    labels = jnp.asarray(LABELS[:2])
+    condition = models.arrays_of(model, LABELS[:2])
     results, _ = jax.jit(lambda *a: engine.generate_codes(*a, spec=spec))(
-        model.pipeline, state, labels, image_keys(0, jnp.arange(2)), tables, None
+        model.pipeline, state, condition, image_keys(0, jnp.arange(2)), tables, None
     )
     return results
 
 
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_unused_slots_are_never_read(policy):
+def test_unused_slots_are_never_read(name, policy):
     """A pool full of NaN gives the same logits as one full of zeros."""
-    clean, poisoned = run_with_pool(policy, 0.0), run_with_pool(policy, jnp.nan)
+    clean, poisoned = (run_with_pool(name, policy, fill) for fill in (0.0, jnp.nan))
     np.testing.assert_array_equal(poisoned["logits"], clean["logits"])
 
 
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_images_do_not_see_each_other(policy):
-    """Another label beside it does not change an image; nor does its place in the batch."""
-    generator = models.greedy_generator(models.fixture_model(NAME), policy)
-    one, _ = generator.run_batch([3, 7], [0, 1])
-    two, _ = generator.run_batch([3, 1], [0, 1])
-    swapped, _ = generator.run_batch([7, 3], [1, 0])
+def test_images_do_not_see_each_other(name, policy):
+    """Another label or prompt beside it does not change an image; nor does its place in the
+    batch."""
+    model = models.fixture_model(name)
+    generator = models.greedy_generator(model, policy)
+    one, _ = generator.run_batch(models.arrays_of(model, [3, 7]), [0, 1])
+    two, _ = generator.run_batch(models.arrays_of(model, [3, 2]), [0, 1])
+    swapped, _ = generator.run_batch(models.arrays_of(model, [7, 3]), [1, 0])
     np.testing.assert_array_equal(one["tokens"][0], two["tokens"][0])
     np.testing.assert_array_equal(one["tokens"][0], swapped["tokens"][1])
     assert (np.asarray(one["tokens"][1]) != np.asarray(two["tokens"][1])).any()
 
 
-@pytest.mark.parametrize("name", ["streaming", "headkv"])
-def test_whole_budget_gives_the_tokens_of_full(name):
-    model = models.fixture_model(NAME)
-    full, _ = models.greedy_generator(model).run_batch(LABELS[:2], np.arange(2))
-    policy = dataclasses.replace(POLICIES[name], budget=1.0)
-    whole, _ = models.greedy_generator(model, policy).run_batch(LABELS[:2], np.arange(2))
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("policy", ["streaming", "headkv"])
+def test_whole_budget_gives_the_tokens_of_full(name, policy):
+    model = models.fixture_model(name)
+    images = models.arrays_of(model, LABELS[:2])
+    full, _ = models.greedy_generator(model).run_batch(images, np.arange(2))
+    policy = dataclasses.replace(POLICIES[policy], budget=1.0)
+    whole, _ = models.greedy_generator(model, policy).run_batch(images, np.arange(2))
     np.testing.assert_array_equal(whole["tokens"], full["tokens"])
     np.testing.assert_allclose(whole["logits"], full["logits"], atol=1e-4)
 
 
-def test_unrolled_scans_agree():
-    model = models.fixture_model("c_k5_nol2norm")
-    labels = LABELS[:2] % model.num_classes
-    scanned, _ = models.greedy_generator(model).run_batch(labels, np.arange(2))
-    unrolled, _ = models.greedy_generator(model, unroll=True).run_batch(labels, np.arange(2))
+@pytest.mark.parametrize("name", ["c_k5_nol2norm", "infinity_b_small"])
+def test_unrolled_scans_agree(name):
+    model = models.fixture_model(name)
+    images = models.arrays_of(model, LABELS[:2])
+    scanned, _ = models.greedy_generator(model).run_batch(images, np.arange(2))
+    unrolled, _ = models.greedy_generator(model, unroll=True).run_batch(images, np.arange(2))
     np.testing.assert_array_equal(unrolled["tokens"], scanned["tokens"])
 
 

@@ -22,7 +22,9 @@ def test_decoding_in_rounds_gives_the_same_pixels(monkeypatch, images):
     shape = pipeline.empty_code_map(images).shape
     code_map = jax.random.normal(jax.random.key(0), shape)
     expected = pipeline.decode(code_map)
-    monkeypatch.setattr(programs, "DECODER_BYTES", 2 * programs.decoder_bytes(pipeline.codec, shape[1:3]))
+    monkeypatch.setattr(
+        programs, "DECODER_BYTES", 2 * programs.decoder_bytes(pipeline.codec, shape[1:3])
+    )
     assert programs.decoder_batch(pipeline.codec, shape[1:3], images) == min(images, 2)
     np.testing.assert_allclose(programs.decode(pipeline, code_map), expected, atol=1e-5)
 

@@ -31,7 +31,10 @@ CASES = [case for case in EVERY if case != "full"]
 RUNS = [  # policies with their defaults; their other examples take minutes
     case if not EVERY[case][1] else pytest.param(case, marks=pytest.mark.slow) for case in CASES
 ]
-SMALL = "b_k6_sharedaln"
+SMALL = models.FAMILIES["var"]
+# The others run with every policy too, but by default with one of each kind of selection.
+OTHERS = [name for family, name in models.FAMILIES.items() if family != "var"]
+TYPICAL = ("full", "heatkv", "scalekv", "headkv", "hack")
 LABELS = np.array([3, 7], np.int32)
 LOGITS = 1e-4  # float32: slots may come in another order
 
@@ -43,8 +46,8 @@ def model_and_calibration(name: str):
         model = generation.load(None, "float32")
         path = calibrations.beside(model.directory)
         return model, calibrations.load(path, model.geometry)
-    model = models.fixture_model(name)
-    return model, measuring.measure(model, LABELS, Sampling(cfg=1.5, greedy=True), batch_size=2)
+    model, sampling = models.fixture_model(name), Sampling(cfg=1.5, greedy=True)
+    return model, measuring.measure(model, models.condition(model, LABELS), sampling, batch_size=2)
 
 
 def plan_of(model: str, policy: str, budget: float):
@@ -67,20 +70,25 @@ def program(model: str, policy: str, budget: float):
     if plan is None:
         pytest.skip(f"{policy} says that a budget of {budget} is too small")
     generator = models.greedy_generator(model_and_calibration(model)[0], plan=plan)
-    generator.compile(given=given_tokens(generator))
+    start(generator)
     return generator
 
 
-def given_tokens(generator):
-    return np.zeros((2, generator.model.geometry.schedule.total_tokens), np.int32)
+def start(generator):
+    """Compile it for tokens that are given or not."""
+    model = generator.model
+    generator.compile(models.arrays_of(model, LABELS), models.no_tokens(model, 2))
 
 
 def run(generator, labels=LABELS, numbers=(0, 1), tokens=None):
     """(results, final state) of a free run, or of one with the tokens given."""
-    given = given_tokens(generator) if tokens is None else tokens
+    given = models.no_tokens(generator.model, 2) if tokens is None else tokens
     scales = 0 if tokens is None else None
     return generator.run_batch(
-        np.asarray(labels), np.array(numbers), given=given, given_scales=scales
+        models.arrays_of(generator.model, labels),
+        np.array(numbers),
+        given=given,
+        given_scales=scales,
     )
 
 
@@ -123,9 +131,24 @@ def test_documented(name):
 # --- runs ---
 
 
+OTHER_RUNS = [
+    pytest.param(name, case, marks=() if case in TYPICAL else pytest.mark.slow)
+    for name in OTHERS
+    for case in CASES
+]
+
+
 @pytest.mark.parametrize("policy", RUNS)
 def test_whole_budget_is_the_full_cache(policy):
     check_whole_budget(SMALL, policy)
+
+
+@pytest.mark.parametrize(("model", "policy"), OTHER_RUNS)
+def test_other_families(model, policy):
+    """A text-conditional model with bits for tokens: the same checks."""
+    check_whole_budget(model, policy)
+    check_rows(model, policy, 0.3)
+    check_poison(model, policy, 0.3)
 
 
 @pytest.mark.parametrize("policy", RUNS)
@@ -201,7 +224,7 @@ def check_poison(model: str, policy: str, budget: float):
     poisoned.empty_state = lambda: poison(empty(), jnp.zeros((1, generator.plan.pool_tokens), bool))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "attend_and_store", attend)
-        poisoned.compile(given=given_tokens(generator))
+        start(poisoned)
     found, _ = run(poisoned)
     assert np.isfinite(found["logits"]).all()
     np.testing.assert_array_equal(found["tokens"], expected["tokens"])

@@ -1,0 +1,176 @@
+"""Infinity through ported checkpoints against the original PyTorch implementation, float32."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import models_under_test as models
+from varjax import generation
+from varjax.cache.planner import plan_cache
+from varjax.generation import Model
+from varjax.models.infinity import rotate
+from varjax.policies import Full
+from varjax.sampling import Sampling, filter_logits
+from varjax.text.features import TextFeatures
+
+# float32 against float32 of another order of operations, from tests/fixtures/README.md
+HEAD, GUIDED, CODES, IMAGE = 5e-4, 2e-3, 1e-4, 1e-3
+CASES = {  # fixture: (model, aspect)
+    "infinity_A_gen_square": ("infinity_a", 1.0),
+    "infinity_A_gen_1.5_b2": ("infinity_a", 1.5),
+    "infinity_A_gen_layer-2_neg": ("infinity_a", 1.0),
+    "infinity_A_forced_square": ("infinity_a", 1.0),
+    "infinity_B_gen_square": ("infinity_b", 1.0),
+    "infinity_B_forced_square": ("infinity_b", 1.0),
+}
+
+
+def model_of(case: str) -> Model:
+    name, aspect = CASES[case]
+    if aspect == 1.0:
+        return models.fixture_model(name)
+    return generation.load(models.checkpoint_folder(name), "float32", aspect=aspect)
+
+
+def features(arrays: dict) -> TextFeatures:
+    negative = {}
+    if "neg_text_kv" in arrays:
+        negative = {
+            "negative_kv": arrays["neg_text_kv"],
+            "negative_lens": arrays["neg_text_lens"],
+        }
+    return TextFeatures(kv=arrays["text_kv"], lens=arrays["text_lens"], **negative)
+
+
+def sampling_of(arrays: dict) -> Sampling:
+    lists = {name: arrays[name].tolist() for name in ("cfg", "tau", "cfg_insertion_layer")}
+    return Sampling(**lists, greedy=True)
+
+
+def run(case: str, plan=None):
+    """(model, fixture arrays, results, final cache), as the original was called."""
+    model, arrays = model_of(case), models.infinity_fixture(case)
+    assert [list(m) for m in model.geometry.schedule.maps] == arrays["schedule"].tolist()
+    text = features(arrays)
+    index, forced = np.arange(len(text)), {}
+    if "gt_bits" in arrays:
+        scales = int(arrays["gt_leak"])
+        given = model.pipeline.tokens_from_file(arrays["gt_bits"], len(text), scales)
+        forced = {"given": given, "given_scales": scales}
+    generator = generation.Generator(
+        model,
+        Full(),
+        sampling=sampling_of(arrays),
+        batch_size=len(text),
+        keep_logits=True,
+        matmul_precision="highest",
+        cache_plan=plan,
+    )
+    return model, arrays, *generator.run_batch(text.take(index), index, **forced)
+
+
+def expected_logits(arrays: dict, model: Model) -> tuple[np.ndarray, float]:
+    """What the original drew from, [B, L, 2 C], made of its raw head logits; and what to accept."""
+    head, images = arrays["head_logits"], len(arrays["text_lens"])
+    scale = model.geometry.schedule.scale_of_token
+    cfg, tau = (arrays[name][scale][:, None] for name in ("cfg", "tau"))
+    if 0 not in arrays["cfg_insertion_layer"]:
+        return head[:images] / tau, HEAD / tau.min()
+    uncond = np.where(cfg == 1, 0, head[images:])  # absent where a scale has no guidance
+    return (cfg * head[:images] + (1 - cfg) * uncond) / tau, GUIDED
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_generation_is_identical(case):
+    model, arrays, results, _ = run(case)
+    bits = model.pipeline.tokens_to_file(np.asarray(results["tokens"]))
+    np.testing.assert_array_equal(bits, arrays["bits"])
+    if "token_bits" in arrays:
+        np.testing.assert_array_equal(results["tokens"], arrays["token_bits"])
+    logits = np.asarray(results["logits"])
+    expected, accepted = expected_logits(arrays, model)
+    np.testing.assert_allclose(logits.reshape(expected.shape), expected, rtol=0, atol=accepted)
+    if "sample_logits" in arrays:
+        np.testing.assert_allclose(logits, arrays["sample_logits"], rtol=0, atol=GUIDED)
+    code_map = np.moveaxis(np.asarray(results["code_map"]), -1, 1)
+    np.testing.assert_allclose(code_map, arrays["summed_codes"], rtol=0, atol=CODES)
+    pixels = np.asarray(results["images"])
+    original = np.moveaxis(np.clip(arrays["image_sub4"], -1, 1), 1, -1)
+    np.testing.assert_allclose(2 * pixels[:, ::4, ::4] - 1, original, rtol=0, atol=IMAGE)
+    bgr = (pixels[:, ::4, ::4, ::-1] * 255).astype(np.uint8).astype(int)
+    assert np.abs(bgr - arrays["image_u8_out_sub4"]).max() <= 1
+
+
+@pytest.mark.parametrize("name", ["A", "B"])
+def test_teacher_forcing(name):
+    transformer = models.fixture_model(f"infinity_{name.lower()}").pipeline.transformer
+    arrays = models.infinity_fixture(f"infinity_{name}_forward")
+    text = TextFeatures(kv=arrays["text_kv"], lens=arrays["text_lens"])
+    batch = text.take(np.arange(len(text)))
+    visible = jnp.arange(batch["kv"].shape[1]) < batch["length"][:, None]
+    condition, _ = transformer.read_text(batch["kv"], visible)
+    np.testing.assert_allclose(condition, arrays["cond_vec"], rtol=0, atol=1e-4)
+    logits = transformer(jnp.asarray(batch["kv"]), batch["length"], arrays["x_wo_prefix"])
+    np.testing.assert_allclose(logits, arrays["logits"], rtol=0, atol=HEAD)
+
+
+def test_cache_content():
+    """Keys (normalised and rotated) and values of layer 1 in the pool, read back through the plan,
+    are those of the original's cache."""
+    model = models.fixture_model("infinity_a")
+    plan = plan_cache(model.geometry, Full())
+    _, arrays, _, state = run("infinity_A_forced_square", plan)
+    stored = model.geometry.schedule.persistent_tokens
+    slots = np.asarray(state.kv_pool[0]).reshape(-1, state.kv_pool.shape[-1])
+    found = slots[plan.write_slots[1, :, :stored]]  # heads, tokens, 2 H
+    keys, values = np.split(found, 2, axis=-1)
+    np.testing.assert_allclose(keys, arrays["layer1_k"][0, :, :stored], rtol=0, atol=3e-5)
+    np.testing.assert_allclose(values, arrays["layer1_v"][0, :, :stored], rtol=0, atol=1e-4)
+
+
+def test_modulation_is_shared():
+    model = models.fixture_model("infinity_a")
+    arrays = models.infinity_fixture("infinity_A_gen_square")
+    context = model.pipeline.prepare(features(arrays).take(np.arange(1)))
+    offset = model.pipeline.transformer.blocks.modulation_offset[:, None]
+    shared = np.asarray(context["layers"]["modulation"] - offset)
+    for layer in shared:
+        np.testing.assert_allclose(layer, arrays["ada_vec"][:, 0], rtol=0, atol=1e-4)
+
+
+def test_rotation_angles():
+    """Cosines and sines of a template's 0.06M schedule, one per pair of neighbouring numbers."""
+    tables = models.infinity_fixture("rope_tables")
+    names = [name for name in tables if name.startswith("cos_sin_hd16_")]
+    assert names
+    for name in names:
+        model = generation.with_template(
+            models.fixture_model("infinity_a").family,
+            models.fixture_model("infinity_a").pipeline.transformer,
+            *(name.removeprefix("cos_sin_hd16_"), "0.06M"),
+        )
+        found = model.rotation(jnp.arange(model.config.schedule.total_tokens))
+        for array, expected in zip(found, tables[name], strict=True):
+            np.testing.assert_allclose(array[:, ::2], expected, rtol=0, atol=1e-5)
+            np.testing.assert_array_equal(array[:, ::2], array[:, 1::2])
+
+
+def test_rotation_turns_pairs():
+    x = jnp.array([[[[1.0, 0.0, 0.0, 2.0]]]])
+    cos, sin = jnp.array([[0.0, 0.0, 0.6, 0.6]]), jnp.array([[1.0, 1.0, 0.8, 0.8]])
+    np.testing.assert_allclose(rotate(x, cos, sin)[0, 0, 0], [0, 1, -1.6, 1.2], atol=1e-6)
+
+
+def test_sampler_vectors():
+    """Probabilities after top-k and top-p; of two values a small one is dropped."""
+    arrays = models.infinity_fixture("sampler_vectors")
+    checked = 0
+    for name, expected in arrays.items():
+        if "_probs_" in f"_{name}":
+            source = "wide_logits" if name.startswith("wide") else "bit_logits"
+            top_k, top_p = name.split("_k")[1].split("_p")
+            kept = filter_logits(jnp.asarray(arrays[source]), int(top_k), float(top_p))
+            found = np.asarray(jnp.exp(kept) / jnp.exp(kept).sum(-1, keepdims=True))
+            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5, err_msg=name)
+            checked += 1
+    assert checked == 7
