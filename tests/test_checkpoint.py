@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from varjax import checkpoint
+from varjax import checkpoint, parameter_files
 from varjax.codecs.config import VQVAEConfig
 from varjax.errors import UserError
 from varjax.models import parameters, published, registry
@@ -225,7 +225,7 @@ def test_all_differences_are_listed_before_anything_is_restored(copy, monkeypatc
     content = json.loads((copy / "model.json").read_text())
     changes = {"num_classes": 4, "attn_l2_norm": False, "shared_aln": True}
     _edit(copy, transformer={**content["transformer"], **changes}, class_names=list("abcd"))
-    monkeypatch.setattr(checkpoint, "_restore", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(parameter_files, "_restore", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(UserError) as caught:
         checkpoint.load(copy)
     text = str(caught.value)

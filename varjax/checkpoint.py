@@ -9,18 +9,14 @@ shapes of all stored arrays, before a single weight is read.
 """
 
 import importlib.util
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import orbax.checkpoint as ocp
 from flax import nnx
 
 from varjax import description as description_file
+from varjax import parameter_files
 from varjax.errors import UserError
 from varjax.folders import replacing
 from varjax.models import parameters, registry
@@ -99,32 +95,17 @@ def save(
     free = {k: v for k, v in (metadata or {}).items() if k != "files"}  # files are those written
     description_file.check_entries(directory, family, free, transformer.config, codec.config)
     with replacing(directory, overwrite=overwrite) as folder:
-        arrays = _host_arrays(modules, _dtype(dtype))
-        with ocp.PyTreeCheckpointer() as checkpointer:
-            checkpointer.save(folder / "params", parameters.nested(arrays))
-        _forget_path(folder / "params")
+        arrays = {
+            f"{part}/{name}": array
+            for part, module in modules.items()
+            for name, array in parameter_files.host_arrays(module, dtype).items()
+        }
+        parameter_files.write(folder / "params", arrays)
         content = description_file.compose(family, transformer.config, codec.config, arrays)
         content["files"] = description_file.file_records(folder / "params")
         if also is not None:
             also(folder)
         description_file.write(folder, {**(metadata or {}), **content})
-
-
-def _forget_path(folder: Path) -> None:
-    """Orbax notes the path it wrote to, which is about to change: keep the note, drop the path."""
-    note = folder / "commit_success.txt"
-    if note.exists():
-        note.write_text("complete\n", encoding="utf-8")
-
-
-def _host_arrays(modules: Mapping[str, nnx.Module], dtype) -> dict[str, np.ndarray]:
-    """{"part/name": array} in host memory, floating ones in `dtype`."""
-    arrays = {}
-    for part, module in modules.items():
-        for name, leaf in parameters.named(module).items():
-            cast = dtype is not None and parameters.is_floating(leaf.dtype)
-            arrays[f"{part}/{name}"] = np.asarray(leaf.astype(dtype) if cast else leaf)
-    return arrays
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -158,11 +139,11 @@ def load(directory, dtype=None, codec_dtype=None) -> Checkpoint:
     modules = dict(zip(PARTS, (described.transformer, described.codec), strict=True))
     folder = described.path / "params"
     description_file.check_files(folder, described.metadata)
-    stored = _stored_arrays(folder)
     expected = {f"{p}/{n}": x for p in PARTS for n, x in parameters.named(modules[p]).items()}
-    _check(folder, stored, expected)
-    wanted = dict(zip(PARTS, (_dtype(dtype), _dtype(codec_dtype)), strict=True))
-    arrays = _restore(folder, stored, wanted)
+    dtypes = dict(zip(PARTS, (dtype, codec_dtype), strict=True))
+    arrays = parameter_files.read(
+        *(folder, expected, description_file.NAME), lambda name: dtypes[name.split("/")[0]]
+    )
     filled = [
         parameters.fill(modules[p], {n: arrays[f"{p}/{n}"] for n in parameters.named(modules[p])})
         for p in PARTS
@@ -175,71 +156,3 @@ def _abstract_modules(content: Mapping, path: Path) -> list[nnx.Module]:
     configs = description_file.configurations(path / description_file.NAME, content)
     parts = (family.transformer, family.codec)
     return [part.abstract(config) for part, config in zip(parts, configs, strict=True)]
-
-
-def _stored_arrays(folder: Path) -> dict:
-    """{"part/name": Orbax's description with shape and dtype} of the arrays on disk."""
-    with _explaining(folder), ocp.PyTreeCheckpointer() as checkpointer:
-        tree = checkpointer.metadata(os.path.abspath(folder)).item_metadata
-        return parameters.flattened(tree.tree)
-
-
-def _check(folder: Path, stored: Mapping, expected: Mapping) -> None:
-    problems = [f"missing: {name}" for name in sorted(set(expected) - set(stored))]
-    problems += [f"surplus: {name}" for name in sorted(set(stored) - set(expected))]
-    for name in sorted(set(stored) & set(expected)):
-        found, wanted = tuple(stored[name].shape), tuple(expected[name].shape)
-        if found != wanted:
-            problems.append(f"wrong shape: {name} is {list(found)}, not {list(wanted)}")
-    if problems:
-        raise UserError(
-            f"{folder} does not hold the parameters that {description_file.NAME} describes:\n  "
-            + "\n  ".join(problems)
-        )
-
-
-def _restore(folder: Path, stored: Mapping, dtypes: Mapping) -> dict[str, jax.Array]:
-    """{"part/name": array}; Orbax casts to {part: type or None} while it reads."""
-    device = jax.sharding.SingleDeviceSharding(jnp.zeros(()).devices().pop())
-
-    def argument(name, entry):
-        dtype = dtypes[name.split("/")[0]]
-        kind = dtype if dtype is not None and parameters.is_floating(entry.dtype) else entry.dtype
-        return ocp.ArrayRestoreArgs(dtype=kind, sharding=device)
-
-    arguments = parameters.nested({name: argument(name, entry) for name, entry in stored.items()})
-    with _explaining(folder), ocp.PyTreeCheckpointer() as checkpointer:
-        tree = checkpointer.restore(os.path.abspath(folder), restore_args=arguments)
-        return jax.block_until_ready(parameters.flattened(tree))
-
-
-class _explaining:
-    """Turns what Orbax raises over damaged files into a `UserError` that names the folder."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        innocent = (UserError, MemoryError, jax.errors.JaxRuntimeError)  # as out of device memory
-        if isinstance(error, Exception) and not isinstance(error, innocent):
-            reason = str(error).strip().split("\n")[0][:300]
-            raise UserError(
-                f"cannot read the parameters in {self.folder}: the files are damaged or incomplete"
-                f" ({reason}); convert or copy the checkpoint again"
-            ) from error
-
-
-def _dtype(dtype):
-    """numpy type of a name, or None."""
-    if dtype is None:
-        return None
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        found = None
-    if found is None or not parameters.is_floating(found):
-        raise UserError(f"dtype {dtype!r} given: choose float32, bfloat16 or float16")
-    return found

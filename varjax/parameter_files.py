@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,19 +46,23 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
         note.write_text("complete\n", encoding="utf-8")
 
 
-def read(folder: Path, expected: Mapping, described_in: str, dtype=None) -> dict[str, jax.Array]:
+def read(
+    folder: Path, expected: Mapping, described_in: str, dtype: Any = None
+) -> dict[str, jax.Array]:
     """{name: array} on the default device.
 
     Args:
       folder: what `write` wrote.
       expected: {name: leaf with a shape}: the names and shapes that have to be there.
       described_in: name of the file that says so, for messages.
-      dtype: type of the floating arrays; Orbax casts while it reads. None keeps the stored ones.
+      dtype: type of the floating arrays, or a function from the name to it; Orbax casts while it
+        reads. None keeps the stored ones.
 
     Raises:
       UserError: other names or shapes (all of them in one message), or damaged files.
     """
-    wanted = floating_dtype(dtype)
+    of_name = dtype if callable(dtype) and not isinstance(dtype, type) else lambda name: dtype
+    wanted = {name: floating_dtype(of_name(name)) for name in expected}
     stored = _stored(folder)
     _check(folder, stored, expected, described_in)
     return _restore(folder, stored, wanted)
@@ -84,14 +89,14 @@ def _check(folder: Path, stored: Mapping, expected: Mapping, described_in: str) 
         )
 
 
-def _restore(folder: Path, stored: Mapping, dtype) -> dict[str, jax.Array]:
+def _restore(folder: Path, stored: Mapping, wanted: Mapping) -> dict[str, jax.Array]:
     device = jax.sharding.SingleDeviceSharding(jnp.zeros(()).devices().pop())
 
-    def argument(entry):
-        kind = dtype if dtype is not None and parameters.is_floating(entry.dtype) else entry.dtype
-        return ocp.ArrayRestoreArgs(dtype=kind, sharding=device)
+    def argument(name, entry):
+        cast = wanted[name] is not None and parameters.is_floating(entry.dtype)
+        return ocp.ArrayRestoreArgs(dtype=wanted[name] if cast else entry.dtype, sharding=device)
 
-    arguments = parameters.nested({name: argument(entry) for name, entry in stored.items()})
+    arguments = parameters.nested({name: argument(name, entry) for name, entry in stored.items()})
     with _explaining(folder), ocp.PyTreeCheckpointer() as checkpointer:
         tree = checkpointer.restore(os.path.abspath(folder), restore_args=arguments)
         return jax.block_until_ready(parameters.flattened(tree))

@@ -14,8 +14,8 @@ from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
 from varjax.codecs.vqvae import VQVAE, VQVAEConfig
 from varjax.models import parameters
-from varjax.models.var_pipeline import VARPipeline
 from varjax.models.var import VAR, VARConfig
+from varjax.models.var_pipeline import VARPipeline
 from varjax.sampling import Sampling, image_keys
 from varjax.schedule import Schedule
 from varjax.segments import plan_segments
