@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from ported_weights import rules
 from ported_weights import t5 as port_t5
+from tests import text_encoder_under_test as small
 from varjax.errors import UserError
 from varjax.models import parameters
 from varjax.text import batches, t5
@@ -24,23 +25,7 @@ HERE = "t5"
 
 @pytest.fixture(scope="module")
 def spiece(tmp_path_factory):
-    """A SentencePiece model with T5's special ids."""
-    sentencepiece = pytest.importorskip(
-        "sentencepiece", reason="sentencepiece is not installed (extra `text`)"
-    )
-    prefix = tmp_path_factory.mktemp("spiece") / "spiece"
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["a cat and a dog", "a red apple and a pear"]),
-        model_prefix=str(prefix),
-        vocab_size=40,
-        hard_vocab_limit=False,
-        pad_id=0,
-        eos_id=1,
-        unk_id=2,
-        bos_id=-1,
-        minloglevel=2,
-    )
-    return prefix.with_suffix(".model")
+    return small.write_tokenizer(tmp_path_factory.mktemp("spiece") / "spiece.model")
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.text_encoder_under_test import CONFIG
 from varjax.errors import UserError
 from varjax.models import parameters
 from varjax.text import t5
@@ -124,11 +125,11 @@ def test_bfloat16_weights_keep_the_features_float32(random_encoder):
     assert 0 < difference.max() < 0.1 and difference.mean() < 0.01
 
 
-def test_layers_are_scanned(random_encoder, tiny):
+def test_layers_are_scanned():
     """One compiled body for all layers: the program does not grow with their number."""
 
     def size(num_layers):
-        config = dataclasses.replace(tiny.config, num_layers=num_layers)
+        config = dataclasses.replace(CONFIG, num_layers=num_layers)
         module = parameters.abstract(lambda: T5Encoder(config, rngs=nnx.Rngs(0)))
         ids, lengths = jnp.zeros((1, 16), jnp.int32), jnp.ones(1, jnp.int32)
         return str(jax.make_jaxpr(lambda m: m(ids, lengths))(module)).count("dot_general")

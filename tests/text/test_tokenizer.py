@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from tests import text_encoder_under_test as small
 from varjax.errors import UserError
 from varjax.extras import MissingExtra
 from varjax.text.tokenizer import END, Tokenizer
@@ -67,16 +68,9 @@ def test_no_file(spiece, tmp_path):
 
 
 def test_other_special_ids(tmp_path):
-    sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["a cat and a dog", "a red apple and a pear"]),
-        model_prefix=str(tmp_path / "other"),
-        vocab_size=40,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
+    path = small.write_tokenizer(tmp_path / "other.model", bos_id=1, eos_id=2, unk_id=0)
     with pytest.raises(UserError, match="end token has the id 2 instead of 1"):
-        Tokenizer(tmp_path / "other.model", 128)
+        Tokenizer(path, 128)
 
 
 def test_missing_package(monkeypatch, tmp_path):

@@ -1,0 +1,106 @@
+"""Encode prompts once and keep the features, so that the encoder need not share the chip's memory
+with the model.
+
+    python -m experiments.encode_text --checkpoint=DIR --prompts=FILE --save=FEATURES.npz
+    python -m experiments.run --checkpoint=DIR --text_features=FEATURES.npz
+
+--checkpoint is a checkpoint with a text encoder, or the folder of an encoder alone. --prompts is a
+file with one prompt per line, or a published prompt set (--prompt_set, docs/text.md). An empty line
+stands for the model's own unconditional text. Longer prompts than --max_length are cut, with a
+warning that names the line.
+"""
+
+import pathlib
+
+from experiments import prompt_sets
+from varjax import command_line, generation
+from varjax.errors import UserError
+from varjax.files import check_file_place
+from varjax.text import encoder as encoder_lib
+from varjax.text.encoder import TextEncoder
+from varjax.text.features import MAX_LENGTH, TextFeatures
+
+FLAGS = command_line.CommandFlags()
+FLAGS.compilation_cache()
+CHECKPOINT = FLAGS.string("checkpoint", None, "Checkpoint with a text encoder, or an encoder.")
+PROMPTS = FLAGS.string("prompts", None, "The texts: a file with one per line, or a published set.")
+PROMPT_SET = FLAGS.enum(
+    "prompt_set", prompt_sets.AUTO, prompt_sets.KINDS, "What --prompts holds; auto: look."
+)
+NEGATIVE_PROMPTS = FLAGS.string(
+    "negative_prompts", None, "File with one text per prompt, or one for all, to lead away from."
+)
+SAVE = FLAGS.string("save", None, "The file to write.")
+DTYPE = FLAGS.enum(
+    "dtype", None, list(encoder_lib.DTYPES), "Type of the weights; default: float32 on CPU."
+)
+BATCH_SIZE = FLAGS.integer("batch_size", 8, "Texts per program call.", lower_bound=1)
+MAX_LENGTH_FLAG = FLAGS.integer(
+    "max_length", MAX_LENGTH, "Tokens per text, the end token included.", lower_bound=1
+)
+OVERWRITE = FLAGS.boolean("overwrite", False, "Replace the file if it exists.")
+for _name in ("checkpoint", "prompts", "save"):
+    FLAGS.require(_name)
+
+
+def encoder_folder(checkpoint: str) -> pathlib.Path:
+    """The encoder's folder, described as usable. `UserError` if there is none."""
+    own = pathlib.Path(checkpoint)
+    inside = own / encoder_lib.FOLDER
+    folder = own if (own / encoder_lib.NAME).is_file() else inside
+    if not folder.exists():
+        raise UserError(
+            f"--checkpoint={checkpoint} has no text encoder (no folder {encoder_lib.FOLDER}):"
+            " convert one with `python -m ported_weights ... --text_encoder_source=DIR`"
+        )
+    encoder_lib.read_description(folder)
+    return folder
+
+
+def text(features: TextFeatures) -> str:
+    """The printed summary."""
+    empty = int(features.unconditional.sum())
+    lines = [
+        f"{len(features.lens)} prompts, {int(features.lens.sum())} tokens, longest"
+        f" {int(features.lens.max())}, width {features.width}"
+    ]
+    if empty:
+        lines.append(f"{empty} empty prompts: the model's own unconditional text")
+    if features.negative_lens is not None:
+        lines.append(
+            f"{len(features.negative_lens)} negative prompts, longest"
+            f" {int(features.negative_lens.max())}"
+        )
+    return "\n".join(lines)
+
+
+def main(argv) -> None:
+    target = check_file_place(SAVE.value, overwrite=OVERWRITE.value, flag="--save")
+    prompts = prompt_sets.read_prompts(PROMPTS.value, PROMPT_SET.value)
+    negative = None
+    if NEGATIVE_PROMPTS.value:
+        negative = prompt_sets.read_prompts(NEGATIVE_PROMPTS.value, prompt_sets.Kind.LINES)
+    folder = encoder_folder(CHECKPOINT.value)
+    progress = command_line.Progress("encoded text", len(prompts), every=2.0)
+    progress.note("reading the encoder")
+    encoder = TextEncoder.load(folder, DTYPE.value or generation.default_dtype())
+
+    def report(done: int, total: int) -> None:
+        progress.total = total
+        progress.update(done)
+
+    features = encoder.encode(
+        prompts.texts,
+        None if negative is None else negative.texts,
+        max_length=MAX_LENGTH_FLAG.value,
+        batch_size=BATCH_SIZE.value,
+        names=prompts.names,
+        negative_names=None if negative is None else negative.names,
+        progress=report,
+    )
+    features.save(target)
+    print(f"{text(features)}\nwritten to {target}")
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,95 @@
+"""`experiments.encode_text`: prompts to a file of features, once."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests import text_encoder_under_test as small
+from varjax.text import features
+
+LONG = "a photo of a red apple on a wooden table"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A checkpoint as far as this command looks at it."""
+    path = tmp_path_factory.mktemp("checkpoint")
+    small.write_folder(path / "text_encoder")
+    return path
+
+
+@pytest.fixture
+def encode(call, checkpoint, tmp_path):
+    """encode("text of the file", "--flag=..."): what `call` returns; features go to f.npz."""
+
+    def invoke(content, *flags):
+        (tmp_path / "prompts.txt").write_text(content, encoding="utf-8")
+        given = [f"--checkpoint={checkpoint}", f"--prompts={tmp_path / 'prompts.txt'}"]
+        names = {flag.split("=")[0] for flag in flags}
+        given = [flag for flag in given if flag.split("=")[0] not in names]
+        return call("encode_text", *given, f"--save={tmp_path / 'f.npz'}", *flags)
+
+    return invoke
+
+
+def test_prompts_to_a_file(encode, tmp_path):
+    """One warning names the file and line that is cut; what is there is not replaced."""
+    status, out, err = encode(f"a cat\n\n{LONG}\n", "--max_length=14", "--batch_size=2")
+    assert status == 0, err
+    assert "3 prompts" in out and "longest 14, width 64" in out and "1 empty prompts" in out
+    assert err.count("cut to 14") == 1 and f"{tmp_path / 'prompts.txt'}, line 3 has" in err
+    found = features.load(tmp_path / "f.npz", 64, 512)
+    assert found.prompts == ("a cat", "", LONG) and found.lens[2] == 14
+    assert found.unconditional.tolist() == [False, True, False]
+    with np.load(tmp_path / "f.npz") as archive:  # the layout that is promised
+        assert archive["kv"].dtype == np.float32 and archive["kv"].shape[0] == archive["lens"].sum()
+    before = (tmp_path / "f.npz").read_bytes()
+    status, _, err = encode("a dog")
+    assert status == 2 and "exists already" in err
+    assert (tmp_path / "f.npz").read_bytes() == before
+
+
+def test_negative_prompts_and_the_encoder_alone(encode, checkpoint, tmp_path):
+    (tmp_path / "negative.txt").write_text("a blue cup\n")
+    status, out, err = encode(
+        "a cat\na dog",
+        f"--negative_prompts={tmp_path / 'negative.txt'}",
+        f"--checkpoint={checkpoint / 'text_encoder'}",
+        "--dtype=bfloat16",
+    )
+    assert status == 0 and "1 negative prompts" in out, err
+    assert len(features.load(tmp_path / "f.npz").negative_lens) == 1
+
+
+def test_published_sets(encode, tmp_path):
+    path = tmp_path / "anime.json"
+    path.write_text(json.dumps(["a red apple", "a dog"]))
+    status, out, err = encode("", f"--prompts={path}", "--batch_size=2", "--max_length=16")
+    assert status == 0 and "2 prompts" in out, err
+    assert features.load(tmp_path / "f.npz").prompts == ("a red apple", "a dog")
+
+
+REFUSED = {
+    "no prompts": (("--prompts=nowhere.txt",), "there is no prompt file"),
+    "no encoder": (("--checkpoint=.",), "has no text encoder"),
+    "no checkpoint": (("--checkpoint=nowhere",), "has no text encoder"),
+    "kind": (("--prompt_set=geneval",), "line 1 is not JSON"),
+    "length": (("--max_length=0",), "max_length=0 is not valid"),
+    "type": (("--dtype=float16",), "must be one of float32, bfloat16"),
+    "place": (("--save=nowhere/f.npz",), "there is no folder"),
+    "negative": (("--negative_prompts=nowhere.txt",), "there is no prompt file"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_wrong_flags(case, encode, tmp_path):
+    flags, message = REFUSED[case]
+    status, _, err = encode("a cat\n", *flags)
+    assert status == 2 and message in err
+    assert not (tmp_path / "f.npz").exists()
+
+
+def test_no_prompts_at_all(encode, tmp_path):
+    status, _, err = encode("")
+    assert status == 2 and "holds no prompts" in err
