@@ -2,6 +2,7 @@
 
     python -m experiments.calibrate --save=CAL.json
     python -m experiments.calibrate --checkpoint=DIR --num_samples=10 --stability=10 --save=CAL.json
+    python -m experiments.calibrate --checkpoint=DIR --prompts=FILE.txt --size=0.25M --save=CAL.json
     python -m experiments.run --policy=heatkv --budget=0.1 --calibration=CAL.json
 
 Generates a few images with the full cache and records, per layer and head: attention mass between
@@ -14,9 +15,8 @@ heads differs between the runs: the standard deviation of a head's rank, average
 source scale.
 """
 
-import numpy as np
-
-from experiments import settings
+from experiments import settings, text_condition
+from experiments.condition_flags import ConditionFlags
 from experiments.generation_flags import SamplingFlags
 from experiments.model_flags import ModelFlags
 from varjax import command_line, generation, measuring
@@ -27,14 +27,7 @@ from varjax.policies.calibration import Calibration
 FLAGS = command_line.CommandFlags()
 FLAGS.compilation_cache()
 MODEL = ModelFlags(FLAGS)
-NUM_SAMPLES = FLAGS.integer(
-    "num_samples",
-    10,
-    "Images per measurement, over classes spread evenly.",
-    lower_bound=1,
-    upper_bound=10**6,
-)
-LABELS = FLAGS.string("labels", None, "Class numbers instead of --num_samples: 3,7,7.")
+CONDITION = ConditionFlags(FLAGS, samples=10)
 STABILITY = FLAGS.integer(
     "stability", 1, "Repeat with so many seeds and report the dispersion of ranks.", lower_bound=1
 )
@@ -46,14 +39,6 @@ DTYPE = FLAGS.enum(
 SAVE = FLAGS.string("save", None, "The file to write.")
 OVERWRITE = FLAGS.boolean("overwrite", False, "Replace the file if it exists.")
 FLAGS.require("save")
-
-
-def choose_labels(num_classes: int) -> np.ndarray:
-    """int32 [N]: as named, or spread evenly over the classes."""
-    if LABELS.value is not None:
-        return settings.choose_labels(LABELS.value, None, num_classes)
-    turn = np.arange(NUM_SAMPLES.value) / NUM_SAMPLES.value
-    return np.floor(turn * num_classes).astype(np.int32)
 
 
 def text(found: Calibration) -> str:
@@ -86,19 +71,21 @@ def main(argv) -> None:
     target = check_file_place(SAVE.value, overwrite=OVERWRITE.value, flag="--save")
     model = MODEL.resolve()
     settings.require_weights(model)
-    labels = choose_labels(model.num_classes)
+    condition = CONDITION.resolve(model)
     sampling, seed = SAMPLING.sampling(model), SAMPLING.seed
-    loaded = settings.load_model(model, DTYPE.value or generation.default_dtype())
-    total = STABILITY.value * len(labels)
+    dtype = DTYPE.value or generation.default_dtype()
+    condition = text_condition.encoded(condition, model, dtype)
+    loaded = settings.load_model(model, dtype)
+    total = STABILITY.value * len(condition)
     progress = command_line.Progress("measured image", total)
     progress.note("compiling")
     found = measuring.measure(
         loaded,
-        labels,
+        condition,
         sampling,
         runs=STABILITY.value,
         seed=seed,
-        batch_size=min(BATCH_SIZE.value, len(labels)),
+        batch_size=min(BATCH_SIZE.value, len(condition)),
         progress=progress.update,
     )
     measured.save(found, target)

@@ -2,13 +2,13 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import settings
+from experiments import settings, text_condition
 from pallas_kernels import implementations
 from varjax import generation, memory
 from varjax.cache.plan import CachePlan
@@ -27,11 +27,13 @@ USUAL_BATCH = 8
 class GenerationSettings:
     """What decides the images of a command besides the policy.
 
+    condition: what they are made of (`varjax.conditions`); prompts may still have to be encoded.
     kv_dtype: of the pool; dense_dtype: of a full cache.
+    decode_batch: images decoded at once; None: as many as fit.
     """
 
     model: settings.AbstractModel
-    labels: np.ndarray
+    condition: Any
     sampling: Sampling
     seed: int
     batch_size: int
@@ -41,6 +43,7 @@ class GenerationSettings:
     matmul_precision: str
     segments: str
     attention: str | None
+    decode_batch: int | None = None
     mesh: MeshSpec = MeshSpec()
 
     def describe(self) -> dict:
@@ -49,7 +52,9 @@ class GenerationSettings:
             "model": self.model.name,
             "model_sources": self.model.metadata.get("sources", []),
             "model_files": self.model.metadata.get("files", {}),
-            "labels": self.labels.tolist(),
+            "schedule": [list(pair) for pair in self.model.geometry.schedule.maps],
+            "labels": self.condition.numbers.tolist(),
+            **self._text(),
             "sampling": dataclasses.asdict(self.sampling),
             "seed": self.seed,
             "batch_size": self.batch_size,
@@ -60,6 +65,20 @@ class GenerationSettings:
             "attention": self.attention or "auto",
             "mesh": str(self.mesh),
         }
+
+    def _text(self) -> dict:
+        """What labels do not say: the texts behind their numbers."""
+        said = self.condition.describe()
+        return {"text": said} if isinstance(said, dict) else {}
+
+    def encoded(self) -> Self:
+        """With prompts encoded; the encoder is freed again before the model is loaded."""
+        condition = text_condition.encoded(self.condition, self.model, self.dtype)
+        return dataclasses.replace(self, condition=condition)
+
+    def padded(self, index: np.ndarray) -> np.ndarray:
+        """int32 [batch_size]: image numbers of a whole batch, the last one repeated."""
+        return np.pad(index, (0, self.batch_size - index.size), mode="edge").astype(np.int32)
 
     def generator(
         self, model: Model, policy: Policy, plan: CachePlan, *, kv_dtype, keep_logits: bool
@@ -77,47 +96,79 @@ class GenerationSettings:
             keep_logits=keep_logits,
             cache_plan=plan,
             mesh=self.mesh,
+            decode_batch=self.decode_batch,
         )
 
 
 class SamplingFlags:
-    """--cfg, --top_k, --top_p, --greedy, --more_smooth and --seed of a command."""
+    """--cfg, --tau, --cfg_insertion_layer, --top_k, --top_p, --greedy, --more_smooth and --seed of
+    a command."""
 
     def __init__(self, flags: CommandFlags):
-        self._cfg = flags.floating(
+        self._cfg = flags.string(
             "cfg",
             None,
-            "Guidance strength; default: the checkpoint's recommendation, as for all sampling "
-            "flags.",
+            "Guidance strength, a number or one per scale (3,3,2.5); default: the checkpoint's "
+            "recommendation, as for all sampling flags.",
+        )
+        self._tau = flags.string(
+            "tau", None, "Temperature that logits are divided by, a number or one per scale."
+        )
+        self._insertion = flags.string(
+            "cfg_insertion_layer",
+            None,
+            "Where guidance acts, a list: 0 on the logits, -k after layer depth - k (Infinity).",
         )
         self._top_k = flags.integer("top_k", None, "Keep the k largest logits; 0 is off.")
         self._top_p = flags.floating("top_p", None, "Nucleus sampling with this mass; 0 is off.")
         self._greedy = flags.boolean("greedy", False, "Take the largest logit instead of sampling.")
         self._more_smooth = flags.boolean(
-            "more_smooth", None, "Feed back mixtures of codes: smoother pictures."
+            "more_smooth", None, "Feed back mixtures of codes: smoother pictures (VAR)."
         )
-        self._seed = flags.integer("seed", 0, "Image i depends on (seed, i, label) only.")
+        self._seed = flags.integer(
+            "seed", 0, "Image i depends on (seed, i, its label or prompt) only."
+        )
 
     def sampling(self, model: settings.AbstractModel) -> Sampling:
         """As asked, else as the checkpoint recommends."""
         chosen = Sampling.recommended(
             dict(model.metadata.get("sampling", {})),
-            cfg=self._cfg.value,
+            cfg=_one_or_many(self._cfg),
+            tau=_one_or_many(self._tau),
+            cfg_insertion_layer=_numbers(self._insertion, int),
             top_k=self._top_k.value,
             top_p=self._top_p.value,
             greedy=self._greedy.value,
             more_smooth=self._more_smooth.value,
         )
-        return chosen.check(model.transformer.config.vocab_size)
+        return model.transformer.config.check_sampling(chosen)
 
     @property
     def seed(self) -> int:
         return settings.check_seed(self._seed.value)
 
 
+def _numbers(holder, kind: type) -> tuple | None:
+    """The numbers of a flag `1,2,3`; None if it was not set."""
+    if holder.value is None:
+        return None
+    try:
+        return tuple(kind(part) for part in holder.value.split(","))
+    except ValueError:
+        what = {int: "whole numbers", float: "numbers"}[kind]
+        raise UserError(
+            f"--{holder.name}={holder.value}: write {what} separated by commas, or a single one"
+        ) from None
+
+
+def _one_or_many(holder) -> float | tuple[float, ...] | None:
+    found = _numbers(holder, float)
+    return found[0] if found is not None and len(found) == 1 else found
+
+
 class ProgramFlags:
-    """--dtype, --kv_dtype, --matmul_precision, --segments, --attention, --batch_size and, on
-    request, --mesh."""
+    """--dtype, --kv_dtype, --matmul_precision, --segments, --attention, --batch_size,
+    --decode_batch and, on request, --mesh."""
 
     def __init__(self, flags: CommandFlags, *, mesh: bool = False):
         self._mesh = None
@@ -129,6 +180,12 @@ class ProgramFlags:
             )
         self._batch_size = flags.integer(
             "batch_size", None, f"Images per program call; default: {USUAL_BATCH}, or what fits."
+        )
+        self._decode_batch = flags.integer(
+            "decode_batch",
+            None,
+            "Images decoded to pixels at a time, which lowers the peak; default: what takes 2 GiB.",
+            lower_bound=1,
         )
         self._dtype = flags.enum(
             "dtype",
@@ -176,6 +233,7 @@ class ProgramFlags:
             "segments": self._segments.value,
             "attention": settings.check_attention(self._attention.value),
             "mesh": self.mesh(model),
+            "decode_batch": self._decode_batch.value,
         }
 
     def mesh(self, model: settings.AbstractModel) -> MeshSpec:
@@ -192,13 +250,13 @@ class ProgramFlags:
         self,
         model: settings.AbstractModel,
         plan: CachePlan,
-        num_images: int,
+        condition: Any,
         dtype,
         kv_dtype,
         dry_run: bool = False,
     ) -> int:
-        """As asked, or the usual one cut down to what fits, a multiple of the devices along
-        `data`."""
+        """As asked, or the usual one for the images of a condition, cut down to what fits, a
+        multiple of the devices along `data`."""
         asked, shards = self._batch_size.value, self.mesh(model).data
         if asked is not None and asked < 1:
             raise UserError(f"--batch_size={asked}: at least 1")
@@ -212,9 +270,14 @@ class ProgramFlags:
 
         def predict(size):
             sizes = (size, dtype, kv_dtype)
-            return memory.predict(plan, model.transformer, model.codec, *sizes, kernels=kernels)
+            return memory.predict(
+                *(plan, model.transformer, model.codec, *sizes),
+                kernels=kernels,
+                text_tokens=text_condition.text_tokens(condition),
+                decode_batch=self._decode_batch.value,
+            )
 
-        asked, images = asked and asked // shards, -(-num_images // shards)
+        asked, images = asked and asked // shards, -(-len(condition) // shards)
         usual = -(-USUAL_BATCH // shards)
         if dry_run:
             return shards * (asked or min(images, usual))

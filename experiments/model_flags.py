@@ -1,13 +1,15 @@
-"""Which model a command is about: --checkpoint and --model."""
+"""Which model a command is about: --checkpoint, --model, and the shape of its pictures."""
 
 from experiments.settings import AbstractModel, abstract_model
 from varjax.command_line import CommandFlags
 from varjax.errors import UserError, choose
 from varjax.models import registry
+from varjax.models.infinity_schedules import SIZES, TEMPLATES
 
 
 class ModelFlags:
-    """--checkpoint of a command and, where a model without weights will do, --model.
+    """--checkpoint of a command and, where a model without weights will do, --model; --aspect and
+    --size.
 
     published: what the help says of --model; None: the command has no such flag.
     """
@@ -20,6 +22,15 @@ class ModelFlags:
         if published is not None:
             names = ", ".join(registry.PRESETS)
             self._model = flags.string("model", None, f"{published}: {names}.")
+        self._aspect = flags.string(
+            "aspect",
+            None,
+            f"Height / width of the pictures of a text-to-image model: a number, the nearest of "
+            f"{', '.join(sorted(TEMPLATES, key=float))} is taken; default: the checkpoint's.",
+        )
+        self._size = flags.string(
+            "size", None, f"Their pixels: {', '.join(SIZES)}; default: the checkpoint's."
+        )
 
     def check_alone(self, *others) -> None:
         """Raise `UserError` if several flags name a model. others: holders of further ones."""
@@ -38,4 +49,5 @@ class ModelFlags:
         self.check_alone()
         if self.name:
             choose("model", self.name, registry.PRESETS)
-        return abstract_model(self.name or self._checkpoint.value)
+        shape = (self._aspect.value, self._size.value)
+        return abstract_model(self.name or self._checkpoint.value, *shape)

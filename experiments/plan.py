@@ -34,10 +34,9 @@ from varjax.errors import UserError
 from varjax.files import check_file_place, writing
 from varjax.geometry import Geometry
 from varjax.memory import show_bytes
-from varjax.models.published_geometry import GEOMETRIES
 
 FLAGS = command_line.CommandFlags()
-MODEL = ModelFlags(FLAGS, published=f"Published name ({', '.join(GEOMETRIES)} too)")
+MODEL = ModelFlags(FLAGS, published="Published name")
 GEOMETRY = FLAGS.string(
     "geometry", None, "layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4 (height x width)."
 )
@@ -67,8 +66,6 @@ def model_or_geometry() -> tuple[str, Geometry, settings.AbstractModel | None]:
     MODEL.check_alone(GEOMETRY)
     if GEOMETRY.value:
         return "geometry", Geometry.parse(GEOMETRY.value), None
-    if MODEL.name in GEOMETRIES:
-        return MODEL.name, GEOMETRIES[MODEL.name], None
     model = MODEL.resolve()
     return model.name, model.geometry, model
 

@@ -71,7 +71,7 @@ class PolicyFlags:
             return stand_in(policy, geometry) if unmeasured else None
         found = calibration_lib.load(path, geometry)
         if model is not None and model.directory is not None:
-            guidance = None if sampling is None else sampling.cfg
+            guidance = None if sampling is None else sampling.guidance
             try:
                 found.check_origin(calibration_lib.model_digest(model.metadata), guidance)
             except UserError as error:

@@ -2,20 +2,25 @@
 
     python -m experiments.run --policy=headkv --budget=0.25 --labels=3,7,7 --out=DIR
     python -m experiments.run --policy=streaming --budget=0.1 --compare
-    python -m experiments.run --checkpoint=var-d30 --policy=headkv --batch_size=8 --dry_run
+    python -m experiments.run --model=infinity-8b --policy=headkv --batch_size=8 --dry_run
+    python -m experiments.run --checkpoint=DIR --prompts=FILE.txt --aspect=1.5 --size=0.25M
 
-Writes grid.png, samples.npz (arr_0 uint8 images, arr_1 labels), report.json and, with
---save_arrays, arrays.npz into --out (default: a new folder under results/). An interrupted run
-started again with the same flags continues where it stopped.
+Writes grid.png, samples.npz (arr_0 uint8 images, arr_1 labels or prompt numbers), report.json and,
+with --save_arrays, arrays.npz into --out (default: a new folder under results/); from prompts also
+images/ with one file per image in the layout of the prompt set. An interrupted run started again
+with the same flags continues where it stopped.
 """
 
 import pathlib
 import sys
 
 import jax
+import numpy as np
 
 from experiments import run_report, settings
+from experiments.condition_flags import ConditionFlags
 from experiments.generation_flags import ProgramFlags, SamplingFlags
+from experiments.given_flags import GivenFlags
 from experiments.model_flags import ModelFlags
 from experiments.policy_flags import PolicyFlags
 from experiments.run_folder import RunFolder
@@ -24,16 +29,13 @@ from pallas_kernels import implementations
 from varjax import command_line
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
-from varjax.errors import UserError
 from varjax.generation import Generator, Model
 from varjax.sharding import check_plan
 
 FLAGS = command_line.CommandFlags()
 MODEL = ModelFlags(FLAGS, published="Published name, with --dry_run: plan without weights")
 POLICY = PolicyFlags(FLAGS)
-LABELS = FLAGS.string("labels", None, "Class numbers, one image each: 3,7,7.")
-NUM_IMAGES = FLAGS.integer("num_images", None, "Number of images, over all classes in turn.")
-PROMPTS = FLAGS.string("prompts", None, "File with one prompt per line (text-to-image models).")
+CONDITION = ConditionFlags(FLAGS)
 SAMPLING = SamplingFlags(FLAGS)
 PROGRAM = ProgramFlags(FLAGS, mesh=True)
 FLAGS.compilation_cache()
@@ -41,12 +43,7 @@ COMPARE = FLAGS.boolean("compare", False, "Also run the full cache and report fi
 SAVE_ARRAYS = FLAGS.boolean(
     "save_arrays", False, "Also write arrays.npz: tokens, code map, images, logits."
 )
-GIVEN_TOKENS = FLAGS.string(
-    "given_tokens", None, "npz file with `tokens` int [N, L] that replace the draw."
-)
-GIVEN_SCALES = FLAGS.integer(
-    "given_scales", None, "The first so many scales take the given tokens; default: all."
-)
+GIVEN = GivenFlags(FLAGS)
 DRY_RUN = FLAGS.boolean("dry_run", False, "Print the plan and predicted bytes; allocate nothing.")
 OVERWRITE = FLAGS.boolean("overwrite", False, "Replace --out if it exists.")
 OUT = FLAGS.string("out", None, "Output folder; default: a new one under results/.")
@@ -57,14 +54,9 @@ def resolve() -> RunSettings:
     model = MODEL.resolve()
     if not DRY_RUN.value:
         settings.require_weights(model, "add --dry_run, or ")
-    if PROMPTS.value is not None:
-        raise UserError(
-            f"--prompts: {model.name} is class-conditional; choose images with --labels or "
-            f"--num_images"
-        )
-    labels = settings.choose_labels(LABELS.value, NUM_IMAGES.value, model.num_classes)
+    condition = CONDITION.resolve(model, weights=not DRY_RUN.value)
     policy = POLICY.resolve()
-    policy.check_images(len(labels))
+    policy.check_images(len(condition))
     sampling = SAMPLING.sampling(model)
     calibration = POLICY.calibration(policy, model.geometry, model, sampling)
     plan = plan_cache(model.geometry, policy, calibration)
@@ -73,21 +65,18 @@ def resolve() -> RunSettings:
         check_plan(plan, program["mesh"])
     return RunSettings(
         model=model,
-        labels=labels,
+        condition=condition,
         policy=policy,
         plan=plan,
         sampling=sampling,
         seed=SAMPLING.seed,
         batch_size=PROGRAM.batch_size(
-            model, plan, len(labels), program["dtype"], program["kv_dtype"], DRY_RUN.value
+            model, plan, condition, program["dtype"], program["kv_dtype"], DRY_RUN.value
         ),
         **program,
         compare=COMPARE.value,
         save_arrays=SAVE_ARRAYS.value,
-        given_tokens=settings.read_given_tokens(
-            GIVEN_TOKENS.value, len(labels), model.geometry, model.transformer.config.vocab_size
-        ),
-        given_scales=_given_scales(model.geometry.schedule.num_scales),
+        given=GIVEN.resolve(model, len(condition)),
         calibration=None if calibration is None else calibration.digest,
         remarks=(
             *POLICY.remarks(plan, calibration),
@@ -99,15 +88,6 @@ def resolve() -> RunSettings:
 def _block_remark(plan: CachePlan, attention: str | None) -> str:
     name = attention or implementations.preferred(jax.default_backend())
     return settings.block_remark(plan, name)
-
-
-def _given_scales(num_scales: int) -> int | None:
-    given = GIVEN_SCALES.value
-    if given is not None and (not GIVEN_TOKENS.value or not 0 <= given <= num_scales):
-        raise UserError(
-            f"--given_scales={given}: 0 to {num_scales} scales, together with --given_tokens=FILE"
-        )
-    return given
 
 
 def generate_series(run: RunSettings, model: Model, folder: RunFolder, series: str) -> Generator:
@@ -124,14 +104,15 @@ def generate_series(run: RunSettings, model: Model, folder: RunFolder, series: s
         kv_dtype=run.kv_dtype if main else run.dense_dtype,
         keep_logits=run.save_arrays and main,
     )
-    done, total = folder.finished(series), len(run.labels)
+    done, total = folder.finished(series), len(run.condition)
     print(
         f"{policy.name}: compiling {len(generator.segments)} segments for batches of "
         f"{run.batch_size}",
         file=sys.stderr,
         flush=True,
     )
-    generator.compile(given=run.given_tokens is not None)
+    first = run.padded(np.arange(1))
+    generator.compile(run.condition.take(first), run.given.take(first))
     progress = command_line.Progress(f"{policy.name}: image", total, first=done)
     progress.note(
         f"{policy.name}: compiled in {generator.timing.compile_s:.1f} s (compilation "
@@ -139,18 +120,18 @@ def generate_series(run: RunSettings, model: Model, folder: RunFolder, series: s
     )
     if done:
         progress.note(f"{policy.name}: {done} of {total} images are there already, continuing")
-    forced = dict(given=run.given_tokens, given_scales=run.given_scales)
+    options = dict(seed=run.seed, given=run.given.tokens, given_scales=run.given.scales)
     keep = ("images", "tokens", "code_map", "logits") if run.save_arrays else ("images", "tokens")
-    for index, results in generator.batches(run.labels, seed=run.seed, first=done, **forced):
+    for index, results in generator.batches(run.condition, first=done, **options):
         folder.add(series, index, {k: v for k, v in results.items() if k in keep})
         progress.update(int(index[-1]) + 1)
     if (
         series == "main" and not generator.timing.runs
     ):  # a single batch: run it again for the steady time
-        start = max(0, len(run.labels) - run.batch_size)
-        list(generator.batches(run.labels, seed=run.seed, first=start, **forced))
+        start = max(0, total - run.batch_size)
+        list(generator.batches(run.condition, first=start, **options))
         if not generator.timing.runs:
-            list(generator.batches(run.labels, seed=run.seed, first=start, **forced))
+            list(generator.batches(run.condition, first=start, **options))
     return generator
 
 
@@ -165,6 +146,7 @@ def main(argv) -> int | None:
         folder = RunFolder(pathlib.Path(OUT.value), fingerprint, overwrite=OVERWRITE.value)
     else:
         folder = RunFolder.fresh(f"{run.model.name}-{run.policy.name}", fingerprint)
+    run = run.encoded()
     model = settings.load_model(run.model, run.dtype)
     with folder.working():
         generator = generate_series(run, model, folder, "main")

@@ -8,13 +8,17 @@ import jax
 import numpy as np
 
 import varjax
+from experiments.image_layouts import write_images
+from experiments.phases import generation_phases
 from experiments.run_folder import RunFolder
 from experiments.run_settings import RunSettings
 from experiments.settings import runs_kernels
+from experiments.text_condition import Text, encoding_bytes, text_tokens
 from varjax import extras, images, memory
 from varjax.folders import replacing
 from varjax.generation import Generator, Timing
 from varjax.metrics import pixel
+from varjax.models import parameters
 
 HIGHEST_PSNR = 100.0  # dB: identical images have an infinite PSNR, which means and JSON cannot hold
 
@@ -25,9 +29,9 @@ def finish(run: RunSettings, folder: RunFolder, generator: Generator) -> dict:
     reference = folder.collect("full") if run.compare else None
     report = build(run, generator, arrays, reference, resumed=folder.resumed)
     with replacing(folder.out, overwrite=folder.overwrite) as out:
-        _write_pictures(out, run, arrays["images"])
+        _write_pictures(out, run, images.to_uint8(arrays["images"]))
         if run.save_arrays:
-            _write_arrays(out, arrays)
+            _write_arrays(out, run, arrays)
         text = json.dumps(pixel.json_safe(report), indent=1, ensure_ascii=False)
         (out / "report.json").write_text(text + "\n", encoding="utf-8")
     folder.close()
@@ -35,20 +39,21 @@ def finish(run: RunSettings, folder: RunFolder, generator: Generator) -> dict:
 
 
 def _write_pictures(out: pathlib.Path, run: RunSettings, pixels: np.ndarray) -> None:
-    bytes_ = images.to_uint8(pixels)
-    images.save_samples_npz(out / "samples.npz", bytes_, run.labels)
-    names = run.model.metadata.get("class_names")
-    captions = [names[i] for i in run.labels] if names else None
+    images.save_samples_npz(out / "samples.npz", pixels, run.condition.numbers)
     try:
-        images.save_grid(out / "grid.png", bytes_, labels=captions)
+        images.save_grid(out / "grid.png", pixels, labels=run.condition.captions)
+        if isinstance(run.condition, Text):
+            texts = run.condition
+            write_images(out, texts.prompts, pixels, texts.each, seed=run.seed)
     except extras.MissingExtra as error:
-        print(f"grid.png is not written: {error}", flush=True)
+        print(f"no picture files are written: {error}", flush=True)
 
 
-def _write_arrays(out: pathlib.Path, arrays: dict[str, np.ndarray]) -> None:
+def _write_arrays(out: pathlib.Path, run: RunSettings, arrays: dict[str, np.ndarray]) -> None:
+    pipeline = run.model.pipeline
     np.savez(
         out / "arrays.npz",
-        tokens=arrays["tokens"].astype(np.int32),
+        **{pipeline.token_name: pipeline.tokens_to_file(arrays["tokens"])},
         code_map=np.moveaxis(arrays["code_map"], -1, 1),
         images=np.moveaxis(arrays["images"], -1, 1),
         logits=arrays["logits"],
@@ -65,8 +70,7 @@ def build(
     analysis = generator.compiled.memory_analysis()
     report = {
         **run.describe(),
-        "schedule": [list(pair) for pair in plan.geometry.schedule.maps],
-        "num_images": len(run.labels),
+        "num_images": len(run.condition),
         "resumed": resumed,
         "device": device_name(),
         "versions": {"varjax": varjax.__version__, "jax": jax.__version__, "numpy": np.__version__},
@@ -88,6 +92,7 @@ def build(
         "memory": {
             "arguments_bytes": analysis.argument_size_in_bytes,
             "temporary_bytes": analysis.temp_size_in_bytes,
+            "phases": generation_phases(generator, encoding_bytes(run.condition)),
         },
         "time": {
             **compile_times(generator.timing),
@@ -145,7 +150,7 @@ def plan_line(run: RunSettings) -> str:
     planned = plan.num_bytes(batch, run.kv_dtype)
     dense = plan.dense_bytes(batch, run.dense_dtype)
     return (
-        f"{run.model.name}: {len(run.labels)} images in batches of {batch}; {run.policy.name} "
+        f"{run.model.name}: {len(run.condition)} images in batches of {batch}; {run.policy.name} "
         f"keeps {memory.show_bytes(planned)} of "
         f"{memory.show_bytes(dense)} KV cache ({planned / max(1, dense):.1%}), blocks of "
         f"{plan.block_size}"
@@ -159,6 +164,8 @@ def dry_run_text(run: RunSettings) -> str:
     need = memory.predict(
         *(plan, run.model.transformer, run.model.codec, batch, run.dtype, run.kv_dtype),
         kernels=runs_kernels(run.attention, plan),
+        text_tokens=text_tokens(run.condition),
+        decode_batch=run.decode_batch,
     )
     rows = [
         ("model", run.model.name),
@@ -185,15 +192,21 @@ def dry_run_text(run: RunSettings) -> str:
         ),
         ("peak live tokens", f"{plan.peak_live_fraction:.2%} of full"),
         ("weights", memory.show_bytes(need.weights)),
+        *_text_row(run, need.condition),
         ("activations", f"about {memory.show_bytes(need.activations)}"),
         ("total", f"about {memory.show_bytes(need.total)}"),
     ]
     return "\n".join([_columns(rows), *run.remarks])
 
 
-def _millions(module) -> str:
-    from varjax.models import parameters
+def _text_row(run: RunSettings, num_bytes: int) -> list[tuple[str, str]]:
+    length = text_tokens(run.condition)
+    if length is None:
+        return []
+    return [("text", f"{memory.show_bytes(num_bytes)}, keys and values of {length} tokens")]
 
+
+def _millions(module) -> str:
     return f"{parameters.count(module) / 1e6:.1f}"
 
 

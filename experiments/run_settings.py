@@ -3,9 +3,8 @@
 import hashlib
 from dataclasses import dataclass
 
-import numpy as np
-
 from experiments.generation_flags import GenerationSettings
+from experiments.given_flags import Given
 from experiments.settings import policy_arguments
 from varjax.cache.plan import CachePlan
 from varjax.policies import Policy
@@ -20,8 +19,7 @@ class RunSettings(GenerationSettings):
     plan: CachePlan
     compare: bool
     save_arrays: bool
-    given_tokens: np.ndarray | None = None
-    given_scales: int | None = None
+    given: Given = Given()
     calibration: str | None = None
     remarks: tuple[str, ...] = ()
 
@@ -41,7 +39,7 @@ class RunSettings(GenerationSettings):
         }
 
     def _given(self) -> str | None:
-        if self.given_tokens is None:
+        if self.given.tokens is None:
             return None
-        digest = hashlib.sha256(self.given_tokens.tobytes()).hexdigest()[:16]
-        return f"{digest}:{self.given_scales}"
+        digest = hashlib.sha256(self.given.tokens.tobytes()).hexdigest()[:16]
+        return f"{digest}:{self.given.scales}"

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from pallas_kernels import implementations
 from varjax import checkpoint, generation
@@ -17,79 +16,70 @@ from varjax.cache.planner import plan_cache
 from varjax.errors import UserError
 from varjax.generation import Model
 from varjax.geometry import Geometry
-from varjax.models import parameters, registry
+from varjax.models import registry
+from varjax.models.pipeline import Pipeline
+from varjax.models.registry import Family
 from varjax.policies import Policy
 
-ALL_CLASSES_UP_TO = (
-    64  # without --labels and --num_images: every class once, or this many images for larger models
-)
-FEW_IMAGES = 16
-MOST_IMAGES = 10**7
 SMALLEST_TPU_BLOCK = 8
 
 
 @dataclass(frozen=True)
 class AbstractModel:
-    """A model without weights: configurations and shapes. Enough to plan and to check every
-    flag."""
+    """A model without weights: configurations and shapes. Enough to plan and to check every flag.
+
+    aspect, size: what was asked for; None: as the checkpoint, or the published preset, has it.
+    """
 
     name: str
     transformer: Any
     codec: Any
     metadata: dict
     directory: pathlib.Path | None
+    aspect: str | None = None
+    size: str | None = None
+
+    @property
+    def family(self) -> Family:
+        return registry.family(self.metadata["family"])
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """As the engine sees it; its arrays are shapes."""
+        return self.family.pipeline(self.transformer, self.codec)
 
     @property
     def geometry(self) -> Geometry:
-        pipeline = registry.family(self.metadata["family"]).pipeline
-        return pipeline(self.transformer, self.codec).geometry
+        return self.pipeline.geometry
 
     @property
     def num_classes(self) -> int:
         return self.transformer.config.num_classes
 
 
-def abstract_model(name_or_directory: str | None) -> AbstractModel:
-    """The embedded demo (None), a checkpoint folder, or a published name (no weights)."""
+def abstract_model(
+    name_or_directory: str | None, aspect: str | None = None, size: str | None = None
+) -> AbstractModel:
+    """The embedded demo (None), a checkpoint folder, or a published name (no weights).
+
+    aspect, size: of the pictures, for families that have templates.
+    """
     if name_or_directory in registry.PRESETS and not pathlib.Path(name_or_directory).exists():
         preset = registry.preset(name_or_directory)
         family = registry.family(preset.family)
-        parts = [
-            parameters.abstract(lambda p=p, c=c: p.build(c))
-            for p, c in ((family.transformer, preset.transformer), (family.codec, preset.codec))
-        ]
+        config = family.with_template(preset.transformer, aspect, size)
+        parts = (family.transformer.abstract(config), family.codec.abstract(preset.codec))
         metadata = {"family": preset.family, "sampling": dict(preset.sampling)}
-        return AbstractModel(name_or_directory, *parts, metadata, None)
+        return AbstractModel(name_or_directory, *parts, metadata, None, aspect, size)
     directory = (
         pathlib.Path(name_or_directory) if name_or_directory else checkpoint.demo_directory()
     )
     found = checkpoint.load_abstract(directory)
     name = directory.resolve().name if name_or_directory else "demo"
-    return AbstractModel(name, found.transformer, found.codec, found.metadata, directory)
-
-
-def choose_labels(labels: str | None, num_images: int | None, num_classes: int) -> np.ndarray:
-    """int32 [N] from `--labels=3,7,7` or `--num_images=N` (over all classes in turn)."""
-    if labels is not None and num_images is not None:
-        raise UserError(
-            "--labels and --num_images exclude each other: labels already say how many images "
-            "there are"
-        )
-    if labels is not None:
-        try:
-            wanted = [int(part) for part in labels.split(",")]
-        except ValueError:
-            raise UserError(
-                f"--labels={labels!r}: write class numbers separated by commas, for example 3,7,7"
-            ) from None
-        return generation.check_labels(wanted, num_classes)
-    if num_images is None:
-        num_images = num_classes if num_classes <= ALL_CLASSES_UP_TO else FEW_IMAGES
-    if num_images < 1:
-        raise UserError(f"--num_images={num_images}: at least 1")
-    if num_images > MOST_IMAGES:
-        raise UserError(f"--num_images={num_images}: at most {MOST_IMAGES}")
-    return (np.arange(num_images) % num_classes).astype(np.int32)
+    family = registry.family(found.family)
+    transformer = generation.with_template(family, found.transformer, aspect, size)
+    parts = (transformer, found.codec, found.metadata, directory)
+    return AbstractModel(name, *parts, aspect, size)
 
 
 def check_seed(seed: int) -> int:
@@ -130,33 +120,6 @@ def block_remark(plan: CachePlan, name: str) -> str:
     )
 
 
-def read_given_tokens(
-    path: str | None, num_images: int, geometry: Geometry, vocab_size: int
-) -> np.ndarray | None:
-    """int32 [N, L] of `--given_tokens=FILE.npz` (array `tokens`)."""
-    if not path:
-        return None
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            tokens = archive["tokens"]
-    except Exception as error:  # NumPy raises many kinds over damaged files
-        raise UserError(
-            f"--given_tokens={path}: cannot read array `tokens` of an .npz file: {error}"
-        ) from None
-    wanted = (num_images, geometry.schedule.total_tokens)
-    if tokens.shape != wanted or not np.issubdtype(tokens.dtype, np.integer):
-        raise UserError(
-            f"--given_tokens={path}: tokens are {tokens.dtype} {tokens.shape}, needed are "
-            f"integers {wanted}"
-        )
-    if tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise UserError(
-            f"--given_tokens={path}: tokens reach from {tokens.min()} to {tokens.max()}, "
-            f"allowed is 0 to {vocab_size - 1}"
-        )
-    return tokens.astype(np.int32)
-
-
 def policy_arguments(policy: Policy) -> dict:
     """The policy's arguments except the budget."""
     names = (f.name for f in dataclasses.fields(policy) if f.name[0] != "_")
@@ -174,7 +137,8 @@ def require_weights(model: AbstractModel, hint: str = "") -> None:
 
 def load_model(abstract: AbstractModel, dtype: str) -> Model:
     """The weights of a checked checkpoint."""
-    loaded = generation.load(abstract.directory, dtype)
+    shape = {"aspect": abstract.aspect, "size": abstract.size}
+    loaded = generation.load(abstract.directory, dtype, **shape)
     return dataclasses.replace(loaded, name=abstract.name)
 
 

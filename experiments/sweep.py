@@ -3,7 +3,8 @@
     python -m experiments.sweep --policies=all --budgets=0.04,0.1,0.2,0.5 --out=DIR
     python -m experiments.sweep --policies=headkv,streaming:sinks=3,streaming:sinks=1 \\
         --budgets=0.1,0.25 --num_images=16 --out=DIR
-    python -m experiments.sweep --checkpoint=var-d30 --policies=all --calibration=CAL.json --out=DIR
+    python -m experiments.sweep --checkpoint=DIR --policies=all --calibration=CAL.json --out=DIR
+    python -m experiments.sweep --checkpoint=DIR --prompts=FILE.txt --size=0.25M --out=DIR
 
 Every row is a policy, with arguments after a colon, joined by +, if it is to differ from its
 defaults: `streaming:sinks=3+block_size=8`. `all` stands for every policy with its defaults (but
@@ -25,6 +26,7 @@ import pathlib
 import sys
 
 from experiments import settings, sweep_plan, sweep_tables
+from experiments.condition_flags import ConditionFlags
 from experiments.generation_flags import ProgramFlags, SamplingFlags
 from experiments.model_flags import ModelFlags
 from experiments.run_folder import RunFolder
@@ -48,8 +50,7 @@ CALIBRATION = FLAGS.string(
     None,
     "Calibration file, for policies that use one; default: calibration.json of the checkpoint.",
 )
-LABELS = FLAGS.string("labels", None, "Class numbers, one image each: 3,7,7.")
-NUM_IMAGES = FLAGS.integer("num_images", None, "Number of images, over all classes in turn.")
+CONDITION = ConditionFlags(FLAGS)
 SAMPLES = FLAGS.integer(
     "samples", 8, "So many of the first images are kept for the report.", lower_bound=1
 )
@@ -67,11 +68,11 @@ def resolve() -> SweepSettings:
     model = MODEL.resolve()
     settings.require_weights(model)
     extras.require("dm_pix", extra="eval", purpose="PSNR and SSIM")
-    labels = settings.choose_labels(LABELS.value, NUM_IMAGES.value, model.num_classes)
+    condition = CONDITION.resolve(model)
     geometry = model.geometry
     sampling = SAMPLING.sampling(model)
     path, calibration = _calibration(model, sampling)
-    cells = sweep_plan.plan_cells(entries, budgets, geometry, calibration, len(labels))
+    cells = sweep_plan.plan_cells(entries, budgets, geometry, calibration, len(condition))
     used = any(cell.policy.uses_calibration for cell in cells if cell.policy)
     if CALIBRATION.value and not used:
         raise UserError("none of the policies uses a calibration: leave out --calibration")
@@ -82,11 +83,11 @@ def resolve() -> SweepSettings:
         model=model,
         cells=cells,
         full=Cell("full", "full", full_policy.budget, full_policy, full_plan),
-        labels=labels,
-        samples=min(SAMPLES.value, len(labels)),
+        condition=condition,
+        samples=min(SAMPLES.value, len(condition)),
         sampling=sampling,
         seed=SAMPLING.seed,
-        batch_size=PROGRAM.batch_size(model, full_plan, len(labels), *types),
+        batch_size=PROGRAM.batch_size(model, full_plan, condition, *types),
         **program,
         calibration=calibration.digest if calibration is not None and used else None,
         calibration_path=path if used else None,
@@ -102,7 +103,7 @@ def _calibration(
         return None, None
     found = calibration_lib.load(path, model.geometry)
     try:
-        found.check_origin(calibration_lib.model_digest(model.metadata), sampling.cfg)
+        found.check_origin(calibration_lib.model_digest(model.metadata), sampling.guidance)
     except UserError as error:
         if not CALIBRATION.value:
             print(f"calibration {path} is not used: {error}", file=sys.stderr)
@@ -119,6 +120,7 @@ def main(argv) -> None:
         folder = RunFolder(pathlib.Path(OUT.value), fingerprint, overwrite=OVERWRITE.value)
     else:
         folder = RunFolder.fresh(f"{sweep.model.name}-sweep", fingerprint)
+    sweep = sweep.encoded()
     runner = Runner(sweep, lambda: settings.load_model(sweep.model, sweep.dtype), folder)
     with folder.working():
         runner.run()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from experiments.given_flags import no_tokens
 from experiments.run_folder import RunFolder
 from experiments.run_report import HIGHEST_PSNR
 from experiments.sweep_plan import Cell, SweepSettings
@@ -37,41 +38,31 @@ def make_generator(sweep: SweepSettings, model: Model, cell: Cell) -> Generator:
 
 def free(sweep: SweepSettings, generator: Generator):
     """Batches whose tokens are drawn."""
-    unused = np.zeros((len(sweep.labels), _tokens(generator)), np.int32)
-    return generator.batches(sweep.labels, seed=sweep.seed, given=unused, given_scales=0)
-
-
-def _tokens(generator: Generator) -> int:
-    return generator.model.geometry.schedule.total_tokens
+    unused = no_tokens(generator.model.pipeline, len(sweep.condition))
+    return generator.batches(sweep.condition, seed=sweep.seed, given=unused, given_scales=0)
 
 
 @dataclass(eq=False)
 class Reference:
     """The full cache on all images.
 
-    tokens: int32 [N, L]; pictures: float32 [N, H, W, 3].
+    tokens: [N, L, ...]; pictures: float32 [N, H, W, 3].
     start: compiles its program, which is needed only while cells are missing.
     """
 
     tokens: np.ndarray
     pictures: np.ndarray
     start: Callable[[], Generator]
-    seed: int
-    labels: np.ndarray
+    sweep: SweepSettings
     stored: dict[int, np.ndarray] = field(default_factory=dict)
 
     def logits(self, index: np.ndarray) -> np.ndarray:
-        """float32 [B, L, V] at the forced tokens for images `index`; computed anew where host
+        """float32 [B, L, ...] at the forced tokens for images `index`; computed anew where host
         memory does not hold them."""
         first = int(index[0])
         if first in self.stored:
             return self.stored[first]
-        generator = self.start()
-        padded = np.pad(index, (0, generator.batch_size - index.size), mode="edge")
-        results, _ = generator.run_batch(
-            self.labels[padded], padded, seed=self.seed, given=self.tokens[padded]
-        )
-        found = np.asarray(results["logits"])[: index.size]
+        found = np.asarray(forced_logits(self.sweep, self.start(), self.tokens, index))
         if sum(a.nbytes for a in self.stored.values()) + found.nbytes <= REFERENCE_LOGITS:
             self.stored[first] = found
         return found
@@ -121,10 +112,7 @@ class Runner:
             self._run_cell(cell, reference)
 
     def _reference(self, stored: dict) -> Reference:
-        sweep = self.sweep
-        return Reference(
-            stored["tokens"], stored["pictures"], self._start_full, sweep.seed, sweep.labels
-        )
+        return Reference(stored["tokens"], stored["pictures"], self._start_full, self.sweep)
 
     def _start_full(self) -> Generator:
         if self._full is None:
@@ -133,13 +121,15 @@ class Runner:
 
     def _compiled(self, cell: Cell) -> Generator:
         generator = make_generator(self.sweep, self.model, cell)
-        generator.compile(given=True)
+        first = self.sweep.padded(np.arange(1))
+        unused = no_tokens(generator.model.pipeline, len(first))
+        generator.compile(self.sweep.condition.take(first), unused)
         _say(f"  compiled in {generator.timing.compile_s:.1f} s")
         return generator
 
     def _run_full(self) -> dict:
         sweep = self.sweep
-        _say(f"full cache: {len(sweep.labels)} images in batches of {sweep.batch_size}")
+        _say(f"full cache: {len(sweep.condition)} images in batches of {sweep.batch_size}")
         generator = self._start_full()
         parts = [(r["tokens"], r["images"]) for _, r in free(sweep, generator)]
         tokens, pictures = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
@@ -152,12 +142,10 @@ class Runner:
     def _time(self, generator: Generator) -> None:
         """Run again until there are enough times."""
         size, sweep = self.sweep.batch_size, self.sweep
-        index = np.arange(size) % len(sweep.labels)
-        unused = np.zeros((size, _tokens(generator)), np.int32)
+        index = np.arange(size) % len(sweep.condition)
+        options = dict(given=no_tokens(generator.model.pipeline, size), given_scales=0)
         while len(generator.timing.runs) < TIMED_RUNS:
-            generator.run_batch(
-                sweep.labels[index], index, seed=sweep.seed, given=unused, given_scales=0
-            )
+            generator.run_batch(sweep.condition.take(index), index, seed=sweep.seed, **options)
 
     def _run_cell(self, cell: Cell, reference: Reference) -> None:
         sweep, generator = self.sweep, self._compiled(cell)
@@ -183,14 +171,22 @@ class Runner:
         )
 
     def _divergence(self, generator: Generator, reference: Reference, index) -> np.ndarray:
-        """float32 [B]: token-mean KL of each image, with the full cache's tokens forced."""
-        sweep = self.sweep
-        padded = np.pad(index, (0, sweep.batch_size - index.size), mode="edge")
-        results, _ = generator.run_batch(
-            sweep.labels[padded], padded, seed=sweep.seed, given=reference.tokens[padded]
-        )
-        mine = results["logits"][: index.size]
-        return np.asarray(logits.token_kl(reference.logits(index), mine)).mean(1)
+        """float32 [B]: token-mean KL of each image, with the full cache's tokens forced. A token of
+        several bits counts their sum."""
+        mine = forced_logits(self.sweep, generator, reference.tokens, index)
+        images, tokens, *_, choices = mine.shape
+        flat = (a.reshape(images, -1, choices) for a in (reference.logits(index), mine))
+        found = np.asarray(logits.token_kl(*flat))
+        return found.reshape(images, tokens, -1).sum(-1).mean(1)
+
+
+def forced_logits(sweep: SweepSettings, generator: Generator, tokens: np.ndarray, index):
+    """float32 [B, L, ...] of images `index` with their `tokens` forced."""
+    padded = sweep.padded(index)
+    results, _ = generator.run_batch(
+        sweep.condition.take(padded), padded, seed=sweep.seed, given=tokens[padded]
+    )
+    return results["logits"][: index.size]
 
 
 def _say(line: str) -> None:
@@ -205,8 +201,13 @@ def compare_pictures(results: dict, reference: Reference, index: np.ndarray) -> 
     return {
         "psnr": pixel.psnr(results["images"], reference.pictures[index]),
         "ssim": pixel.ssim(results["images"], reference.pictures[index]),
-        "token_agreement": (results["tokens"] == reference.tokens[index]).mean(1),
+        "token_agreement": _per_image(results["tokens"] == reference.tokens[index]),
     }
+
+
+def _per_image(equal: np.ndarray) -> np.ndarray:
+    """Means over all but the first axis."""
+    return equal.reshape(len(equal), -1).mean(1)
 
 
 def summarize(arrays: dict[str, np.ndarray]) -> dict:

@@ -233,6 +233,6 @@ def show_sizes(sweep: SweepSettings) -> str:
     feasible = sum(cell.plan is not None for cell in sweep.cells)
     return (
         f"{sweep.model.name}: {feasible} of {len(sweep.cells)} cells can run, "
-        f"{len(sweep.labels)} images in batches of {sweep.batch_size}; the full cache takes "
+        f"{len(sweep.condition)} images in batches of {sweep.batch_size}; the full cache takes "
         f"{memory.show_bytes(dense)}"
     )

@@ -50,7 +50,7 @@ CSV_FIELDS = (
 def content(sweep: SweepSettings, results: dict[str, dict]) -> dict:
     """Everything of sweep.json. `results`: what is stored of each cell, by its key."""
     g = sweep.model.geometry
-    names = sweep.model.metadata.get("class_names")
+    shown = sweep.condition.captions or [f"class {i}" for i in _sample_labels(sweep)]
     return {
         "format_version": FORMAT_VERSION,
         "settings": sweep.describe(),
@@ -63,7 +63,7 @@ def content(sweep: SweepSettings, results: dict[str, dict]) -> dict:
         },
         "device": device_name(),
         "versions": {"varjax": varjax.__version__, "jax": jax.__version__, "numpy": np.__version__},
-        "sample_names": [names[i] if names else f"class {i}" for i in _sample_labels(sweep)],
+        "sample_names": shown[: sweep.samples],
         "definitions": DEFINITIONS,
         "reference": results[sweep.full.key]["row"] | {"status": "done", "samples": FULL},
         "cells": [_cell_content(cell, results) for cell in sweep.cells],
@@ -71,7 +71,7 @@ def content(sweep: SweepSettings, results: dict[str, dict]) -> dict:
 
 
 def _sample_labels(sweep: SweepSettings) -> list[int]:
-    return [int(label) for label in sweep.labels[: sweep.samples]]
+    return [int(label) for label in sweep.condition.numbers[: sweep.samples]]
 
 
 def _cell_content(cell: Cell, results: dict[str, dict]) -> dict:

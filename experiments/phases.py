@@ -1,0 +1,36 @@
+"""What each phase of a run takes on the device: the text encoder, drawing codes, decoding pixels.
+
+Bytes are those of the compiled program: its arguments (the weights that it reads among them), its
+results and temporaries. The phases follow each other; what one has taken, but for weights that
+stay, is free in the next.
+"""
+
+import jax
+import numpy as np
+
+from varjax.generator import Generator
+from varjax.text import batches
+from varjax.text.encoder import TextEncoder
+
+
+def peak_bytes(compiled: jax.stages.Compiled) -> int:
+    """Bytes on one device while a program runs."""
+    stats = compiled.memory_analysis()
+    own = stats.argument_size_in_bytes + stats.temp_size_in_bytes
+    return own + stats.output_size_in_bytes - stats.alias_size_in_bytes
+
+
+def generation_phases(generator: Generator, text: int | None) -> dict[str, int | None]:
+    """Bytes by phase. text: of the encoder; None if features came from a file or there is none."""
+    return {
+        "text": text,
+        "transformer": peak_bytes(generator.compiled),
+        "decode": peak_bytes(generator.compiled_decoder),
+    }
+
+
+def encoder_bytes(encoder: TextEncoder, longest: int, rows: int) -> int:
+    """Bytes of encoding `rows` texts of `longest` tokens; that program is there already."""
+    size = batches.padded_size(longest)
+    ids, lengths = np.zeros((rows, size), np.int32), np.ones(rows, np.int32)
+    return peak_bytes(batches._program.lower(encoder.module, ids, lengths).compile())
