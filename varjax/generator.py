@@ -111,7 +111,8 @@ class Generator:
     def compile(self, condition: Any = None, given: np.ndarray | None = None) -> None:
         """Compile both programs (codes, pixels) ahead of time.
 
-        condition: arrays of a batch, or their shapes, as `run_batch` will take them; None: labels.
+        condition: arrays of a batch, of the shapes that `run_batch` will get; None: labels, or
+          texts as long as the model takes.
         given: tokens of a batch if some will be forced.
         """
         start = time.perf_counter()
@@ -126,7 +127,9 @@ class Generator:
     def _compile(self, condition: Any, given: np.ndarray | None) -> None:
         images = self.batch_size
         zeros = np.zeros(images, np.int32)
-        condition = zeros if condition is None else condition
+        if condition is None:
+            shapes = self._pipeline.condition_shapes(images)
+            condition = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
         arguments = self._arguments(condition, zeros, 0, given, 0)
         state = jax.eval_shape(self.empty_state)
         if self.layout.spec.num_devices > 1:

@@ -228,7 +228,7 @@ class ShardedProgram:
         """Shapes of some arguments (by their place in `specs`), placed on the mesh."""
         return jax.tree.map(
             lambda a, where: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where),
-            *(arguments, self.shardings[which]),
+            *(arguments, jax.tree.broadcast(self.shardings[which], arguments)),
         )
 
     def over_images(self, function):

@@ -6,26 +6,30 @@ XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.generation.sh
 import jax
 import numpy as np
 
+from tests import models_under_test as models
 from varjax import generation
 from varjax.meshes import MeshSpec
 from varjax.sampling import Sampling
 
+DEMO, TEXT = "demo", models.FAMILIES["infinity"]
 CASES = [
-    ("full", {}, None, ("data=8", "data=4,model=2")),
-    ("heatkv", {"budget": 0.2}, "int8", ("data=2,model=4", "model=2")),
-    ("h2o", {"budget": 0.3}, None, ("data=4",)),
+    (DEMO, "full", {}, None, ("data=8", "data=4,model=2")),
+    (DEMO, "heatkv", {"budget": 0.2}, "int8", ("data=2,model=4", "model=2")),
+    (DEMO, "h2o", {"budget": 0.3}, None, ("data=4",)),
+    (TEXT, "streaming", {"budget": 0.4}, None, ("data=2,model=4",)),
 ]
 
 
 def main() -> None:
     jax.config.update("jax_default_matmul_precision", "highest")
     assert len(jax.devices()) == 8
-    model, images = generation.load(dtype="float32"), 8
+    images = 8
     index = np.arange(images, dtype=np.int32)
-    for policy, arguments, kv_dtype, meshes in CASES:
+    for name, policy, arguments, kv_dtype, meshes in CASES:
+        model = generation.load(dtype="float32") if name == DEMO else models.fixture_model(name)
         plan = generation.plan(model, policy, **arguments)
 
-        def run(mesh: str, plan=plan, kv_dtype=kv_dtype):
+        def run(mesh: str, model=model, plan=plan, kv_dtype=kv_dtype):
             generator = generation.Generator(
                 *(model, plan.policy),
                 sampling=Sampling(cfg=2.0, top_k=100),
@@ -34,7 +38,7 @@ def main() -> None:
                 kv_dtype=kv_dtype,
                 mesh=MeshSpec.parse(mesh),
             )
-            return generator, generator.run_batch(index, index)[0]
+            return generator, generator.run_batch(models.arrays_of(model, index), index)[0]
 
         _, expected = run("")
         for mesh in meshes:
@@ -46,7 +50,7 @@ def main() -> None:
             assert len(generator.layout.groups) == spec.model
             pool = generator.empty_state().kv_pool
             assert {a.data.size for a in pool.addressable_shards} == {pool.size // spec.num_devices}
-            print(f"{policy} {mesh}: same images")
+            print(f"{name} {policy} {mesh}: same images")
 
 
 if __name__ == "__main__":

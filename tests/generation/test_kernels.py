@@ -6,7 +6,7 @@ import functools
 import numpy as np
 import pytest
 
-from tests.models_under_test import fixture_model, greedy_generator
+from tests.models_under_test import arrays_of, fixture_model, greedy_generator
 from varjax import policies
 
 KERNELS = ["triton-interpret", "tpu-interpret"]
@@ -18,7 +18,7 @@ CASES = {
     "h2o": (policies.H2O(budget=0.4, block_size=8), None),
     "headkv-int8": (policies.HeadKV(budget=0.4, block_size=8), "int8"),
 }
-MODELS = ["a_k10", "b_k6_sharedaln", "c_k5_nol2norm"]
+MODELS = ["a_k10", "b_k6_sharedaln", "c_k5_nol2norm", "infinity_a_small"]
 SMALL = "c_k5_nol2norm"
 RUNS = [
     *(pytest.param(m, "full", marks=[pytest.mark.slow]) for m in MODELS),
@@ -33,10 +33,9 @@ RUNS = [
 @functools.lru_cache(maxsize=2)
 def generate(model: str, case: str, attention: str):
     policy, kv_dtype = CASES[case]
-    generator = greedy_generator(
-        fixture_model(model), policy, attention=attention, kv_dtype=kv_dtype, segments=2
-    )
-    results, _ = generator.run_batch(np.array([1, 2]), np.arange(2, dtype=np.int32))
+    model = fixture_model(model)
+    generator = greedy_generator(model, policy, attention=attention, kv_dtype=kv_dtype, segments=2)
+    results, _ = generator.run_batch(arrays_of(model, [1, 2]), np.arange(2, dtype=np.int32))
     return {name: np.asarray(a) for name, a in results.items()}
 
 

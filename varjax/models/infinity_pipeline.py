@@ -30,6 +30,16 @@ class InfinityPipeline(Pipeline):
     def resampling(self) -> Resampling:
         return Resampling("bilinear", "bilinear", self.transformer.config.patch)
 
+    def condition_shapes(self, images: int, text_tokens: int | None = None) -> dict:
+        """Without negative prompts, which double what is read but change nothing later."""
+        config = self.transformer.config
+        length = config.text_maxlen if text_tokens is None else text_tokens
+        return {
+            "kv": jax.ShapeDtypeStruct((images, length, config.text_channels), jnp.float32),
+            "length": jax.ShapeDtypeStruct((images,), jnp.int32),
+            "unconditional": jax.ShapeDtypeStruct((images,), jnp.bool_),
+        }
+
     def prepare(self, condition: dict[str, Array]) -> dict:
         """Rows without guidance see the unconditional text, as long as the prompt, or the negative
         prompt. So do images without a prompt in both."""

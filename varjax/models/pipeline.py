@@ -59,6 +59,11 @@ class Pipeline:
         """How code maps change size."""
         return Resampling()
 
+    def condition_shapes(self, images: int, text_tokens: int | None = None) -> Any:
+        """Shapes and types of what `prepare` takes for so many images. text_tokens: padded length
+        of texts; None: the most that the model takes."""
+        raise NotImplementedError
+
     # --- what the engine calls --------------------------------------------------------------------
 
     def prepare(self, condition: Any) -> dict[str, Any]:

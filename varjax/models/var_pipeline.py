@@ -19,6 +19,9 @@ from varjax.scale_maps import ScaleMaps
 class VARPipeline(Pipeline):
     """Class-conditional: the condition is int32 labels [B]."""
 
+    def condition_shapes(self, images: int, text_tokens: int | None = None):
+        return jax.ShapeDtypeStruct((images,), jnp.int32)
+
     def prepare(self, labels: Int[Array, " B"]) -> dict[str, Array]:
         null = jnp.full_like(labels, self.transformer.config.null_label)
         return self.transformer.prepare(jnp.concatenate([labels, null]))
