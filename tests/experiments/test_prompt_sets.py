@@ -1,6 +1,8 @@
 """Prompt files as benchmarks publish them, and what can be wrong with them."""
 
 import json
+import pathlib
+import re
 
 import pytest
 
@@ -177,13 +179,9 @@ def test_files_that_are_refused(case, tmp_path):
         read_prompts(write(tmp_path), kind)
 
 
-def test_every_kind_is_a_value_of_the_flag():
-    assert prompt_sets.KINDS == (
-        "auto",
-        "lines",
-        "geneval",
-        "dpg",
-        "hpsv2",
-        "coco",
-        "coco-captions",
-    )
+def test_every_kind_is_a_value_of_the_flag_and_documented():
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "text.md").read_text("utf-8")
+    table = re.findall(r"^\| `([\w-]+)` \| .*\| (\d) \|$", page, re.MULTILINE)
+    assert ("auto", *(kind for kind, _ in table)) == prompt_sets.KINDS
+    for kind, each in table:
+        assert prompt_sets.IMAGES_PER_PROMPT.get(kind, 1) == int(each)
