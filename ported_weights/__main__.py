@@ -7,8 +7,12 @@ Files may be .safetensors, .pth/.pt/.bin as torch.save writes them, or a folder 
 index. They are read without PyTorch and without running anything that they contain. Every tensor
 must find its place: missing, surplus or misshapen ones are listed together and nothing is written.
 
-Models of other sizes: --model=var-custom with --config and --tokenizer_config, JSON files that use
-the argument names of the published constructors.
+    python -m ported_weights --model=infinity-2b --source=infinity_2b_reg.pth \\
+        --tokenizer_source=infinity_vae_d32reg.pth --text_encoder_source=flan-t5-xl \\
+        --out=checkpoints/infinity-2b
+
+Models of other sizes: --model=var-custom or infinity-custom with --config and --tokenizer_config,
+JSON files that use the argument names of the published constructors.
 """
 
 import dataclasses
@@ -21,12 +25,13 @@ FLAGS = command_line.CommandFlags()
 FLAGS.enum("model", None, convert.MODELS, "Which published model, or *-custom.")
 FLAGS.string("source", None, "Transformer weights: a file, or a folder of shards.")
 FLAGS.string("tokenizer_source", None, "Weights of the image tokenizer.")
+FLAGS.string("text_encoder_source", None, "Text models: folder of the published flan-t5.")
 FLAGS.string("config", None, "*-custom models: JSON file with the transformer's arguments.")
 FLAGS.string("tokenizer_config", None, "*-custom models: likewise for the tokenizer.")
 FLAGS.string("out", None, "Folder to create.")
 FLAGS.enum("dtype", None, convert.DTYPES, "Type to store; by default that of the source.")
 FLAGS.string("class_names", None, "JSON list of class names, index = label.")
-FLAGS.string("sampling", None, "JSON file: recommended cfg, top_k, top_p, more_smooth.")
+FLAGS.string("sampling", None, "JSON file: recommended cfg, tau, top_k, top_p, more_smooth.")
 FLAGS.string("source_key", None, "Which state dict of --source, for example ema.")
 FLAGS.string("tokenizer_source_key", None, "Likewise for --tokenizer_source.")
 FLAGS.boolean("overwrite", False, "Replace --out if it exists.")

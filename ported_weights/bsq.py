@@ -6,10 +6,12 @@ releases have names without it. The wrapper is therefore optional in every patte
 tensor under both names is an error. 1x1 convolutions are matrix products here.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from ported_weights.rules import Ignore, Rule
-from varjax.codecs.bsq import BSQConfig
+from varjax.codecs.bsq import PRESETS, BSQConfig
 
 # Names that tell a BSQ-VAE's weights from others; a VQVAE has none of them.
 SIGNATURE = (
@@ -70,3 +72,15 @@ def _ignored(config: BSQConfig) -> list[Ignore]:
         Ignore(r"quantizer\.lfq\.mask", "the value of each bit in an index, not needed", check),
         Ignore(r"quantize\.lfq\.mask", "the same buffer registered a second time", check),
     ]
+
+
+def published_tokenizer(transformer: Mapping) -> tuple[dict, str]:
+    """Arguments of the released tokenizer for a transformer's arguments, and what it is in words.
+
+    Patchify belongs to the 8x tokenizer. The number of bits is the transformer's where it is given.
+    """
+    patchify = bool(transformer.get("apply_spatial_patchify", False))
+    arguments = PRESETS["bsq-d56" if patchify else "bsq-d32"].to_published()
+    if "codebook_dim" in transformer:
+        arguments["codebook_dim"] = transformer["codebook_dim"]
+    return arguments, f"{arguments['patch_size']}x, {arguments['codebook_dim']} bits per position"

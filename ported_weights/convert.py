@@ -1,39 +1,22 @@
 """From published PyTorch files to a varjax checkpoint folder: the library behind the command."""
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ported_weights import rules, sources, var, vqvae
+from ported_weights import rules, sources, t5
+from ported_weights.tables import CUSTOM, TABLES, Table
 from varjax import checkpoint
 from varjax.command_line import Progress
 from varjax.description import parse_json
 from varjax.errors import UserError, choose
 from varjax.folders import check_absent
 from varjax.models import parameters, registry
-from varjax.sampling import Sampling
+from varjax.sampling import RECOMMENDABLE, Sampling
+from varjax.text import encoder as text_encoder
 
 CONVERTER_VERSION = 1
 DTYPES = ("float32", "bfloat16")
-# Used unless the preset or --sampling says otherwise: guidance as published, no filters.
-DEFAULT_SAMPLING = {"cfg": 1.5, "top_k": 0, "top_p": 0.0, "more_smooth": False}
-
-
-@dataclass(frozen=True)
-class Table:
-    """How the weights of one module class are recognised and where they go."""
-
-    what: str
-    flag: str
-    signature: Sequence[str]
-    rules: Callable[[object], Sequence]
-
-
-TABLES = {
-    "VAR": Table("VAR transformer", "--source", var.SIGNATURE, var.var_rules),
-    "VQVAE": Table("VQVAE tokenizer", "--tokenizer_source", vqvae.SIGNATURE, vqvae.vqvae_rules),
-}
 MODELS = (*registry.PRESETS, *(f"{family}-custom" for family in registry.FAMILIES))
 
 
@@ -45,6 +28,7 @@ class Request:
     source: str
     out: str
     tokenizer_source: str | None = None
+    text_encoder_source: str | None = None
     config: str | None = None
     tokenizer_config: str | None = None
     source_key: str | None = None
@@ -66,25 +50,18 @@ def convert(request: Request, say: Callable[[str], None] = print) -> None:
     family, transformer, codec, sampling = configurations(request, say)
     metadata = {
         "model": request.model,
-        "sampling": _sampling(request.sampling, sampling, transformer.vocab_size, say),
+        "sampling": _sampling(request.sampling, sampling, transformer, say),
         "converter_version": CONVERTER_VERSION,
         "sources": [],
     }
     if request.class_names:
-        metadata["class_names"] = _class_names(request.class_names, transformer.num_classes)
+        metadata["class_names"] = _class_names(request.class_names, transformer)
     parts = {
         "transformer": (family.transformer, transformer, request.source, request.source_key),
-        "codec": (family.codec, codec, *_tokenizer_source(request)),
+        "codec": (family.codec, codec, *_tokenizer_source(family, request)),
     }
     opened = {name: _open(part, path, key) for name, (part, _, path, key) in parts.items()}
-    modules, problems = {}, []
-    for name, (part, config, _, _) in parts.items():
-        try:
-            modules[name] = _port(part, config, opened[name], say)
-        except UserError as error:
-            problems.append(str(error))
-    if problems:
-        raise UserError("\n".join(problems))
+    modules = _modules(parts, opened, say)
     for name, source in opened.items():
         metadata["sources"] += [{"part": name, **f} for f in source.fingerprints()]
     checkpoint.save(
@@ -94,17 +71,51 @@ def convert(request: Request, say: Callable[[str], None] = print) -> None:
         metadata=metadata,
         dtype=request.dtype,
         overwrite=request.overwrite,
+        also=_text_encoder(family, transformer, request, say),
     )
     say(f"{request.out}: {sum(map(parameters.count, modules.values())):,} parameters written")
 
 
-def _tokenizer_source(request: Request) -> tuple[str, str | None]:
+def _modules(parts: Mapping, opened: Mapping, say) -> dict:
+    """Both modules, filled; what is wrong with either is reported together."""
+    modules, problems = {}, []
+    for name, (part, config, _, _) in parts.items():
+        try:
+            modules[name] = _port(part, config, opened[name], say)
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("\n".join(problems))
+    return modules
+
+
+def _tokenizer_source(family: registry.Family, request: Request) -> tuple[str, str | None]:
     if request.tokenizer_source:
         return request.tokenizer_source, request.tokenizer_source_key
     raise UserError(
-        "--tokenizer_source is required: the file with the weights of the image tokenizer (for VAR"
-        " the published vae_ch160v4096z32.pth); if --source holds both, give it twice"
+        "--tokenizer_source is required: the file with the weights of the image tokenizer"
+        f" (published for {family.transformer.name}: {CUSTOM[family.name].tokenizer_files}); if"
+        " --source holds both, give it twice"
     )
+
+
+def _text_encoder(family: registry.Family, transformer, request: Request, say):
+    """None, or what writes the text encoder, read and checked, into the checkpoint's folder."""
+    if not request.text_encoder_source:
+        return None
+    if family.condition != "text":
+        raise UserError(
+            f"--text_encoder_source: {family.transformer.name} draws classes, not texts: drop it"
+        )
+    encoder = t5.read(request.text_encoder_source, say)
+    width = encoder.module.config.d_model
+    if width != transformer.text_channels:
+        raise UserError(
+            f"--text_encoder_source: {request.text_encoder_source} gives features of width {width},"
+            f" the transformer reads width {transformer.text_channels} (text_channels): take the"
+            " encoder it was trained with (flan-t5-xl for the released models)"
+        )
+    return lambda folder: encoder.write(folder / text_encoder.FOLDER, dtype=request.dtype)
 
 
 def _open(part: registry.Part, path: str, key: str | None) -> sources.Source:
@@ -147,7 +158,12 @@ def _grouped(ignored: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     groups: dict[str, list[str]] = {}
     for name, reason in ignored:
         groups.setdefault(reason, []).append(name)
-    return [(", ".join(names), reason) for reason, names in groups.items()]
+    return [(_shortened(names), reason) for reason, names in groups.items()]
+
+
+def _shortened(names: Sequence[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _check_kind(table: Table, source: sources.Source) -> None:
@@ -167,48 +183,70 @@ def _check_kind(table: Table, source: sources.Source) -> None:
 
 def configurations(request: Request, say: Callable[[str], None] = print):
     """(family, transformer configuration, codec configuration, recommended sampling)."""
-    if request.model in registry.PRESETS:
-        for flag, value in (
-            ("config", request.config),
-            ("tokenizer_config", request.tokenizer_config),
-        ):
-            if value:
-                raise UserError(
-                    f"--{flag} is for *-custom models; {request.model} has a published"
-                    " configuration: drop the flag or choose --model=var-custom"
-                )
-        preset = registry.preset(request.model)
-        return (
-            registry.family(preset.family),
-            preset.transformer,
-            preset.codec,
-            dict(preset.sampling),
-        )
-    family = registry.family(request.model.removesuffix("-custom"))
-    return family, *_custom(family, request, say), DEFAULT_SAMPLING
+    if request.model not in registry.PRESETS:
+        family = registry.family(request.model.removesuffix("-custom"))
+        transformer, codec = _custom(family, request, say)
+        return family, transformer, codec, dict(CUSTOM[family.name].sampling(transformer))
+    preset = registry.preset(request.model)
+    for flag in ("config", "tokenizer_config"):
+        if getattr(request, flag):
+            raise UserError(
+                f"--{flag} is for *-custom models; {request.model} has a published configuration:"
+                f" drop the flag or choose --model={preset.family}-custom"
+            )
+    family = registry.family(preset.family)
+    return family, preset.transformer, preset.codec, dict(preset.sampling)
 
 
 def _custom(family: registry.Family, request: Request, say):
     """Both configurations from their files, checked against each other."""
+    custom = CUSTOM[family.name]
     if not request.config:
         raise UserError(
             f"--model={request.model} needs --config=FILE.json with the argument names of the"
-            ' published constructor, for example {"num_classes": 1000, "depth": 16, "embed_dim":'
-            ' 1024, "num_heads": 16, "attn_l2_norm": true, "patch_nums": [1, 2, 3]}'
+            f" published constructor, for example {custom.example}"
         )
-    given = _read_json(request.config)
-    codec = _explained(family.codec, _codec_arguments(request, say), request.tokenizer_config)
-    if isinstance(given, Mapping):
-        given = {"vocab_size": codec.vocab_size, "z_channels": codec.z_channels, **given}
+    given = _arguments(request.config, request.source)
+    codec = _explained(
+        family.codec, _codec_arguments(custom, given, request, say), request.tokenizer_config
+    )
+    if isinstance(given, Mapping):  # what both must agree in may be left out; maps are adapted
+        shared = [name for name in family.agreed if name != "schedule"]
+        given = {**{name: getattr(codec, name) for name in shared}, **given}
     transformer = _explained(family.transformer, given, request.config)
-    return transformer, _consistent(transformer, codec, request, say)
+    tell = say if request.tokenizer_config else lambda line: None
+    codec = custom.adapt(codec, transformer, tell)
+    try:
+        family.check(transformer, codec)
+    except UserError as error:
+        files = f"{request.config} and {request.tokenizer_config or 'the published tokenizer'}"
+        raise UserError(f"the configurations do not belong together: {error} ({files})") from error
+    return transformer, codec
 
 
-def _codec_arguments(request: Request, say):
+def _codec_arguments(custom, transformer, request: Request, say):
+    """The tokenizer's arguments: those of its file, or of the published one."""
     if request.tokenizer_config:
-        return _read_json(request.tokenizer_config)
-    say("--tokenizer_config is not given: taking the published tokenizer (4096 codes, 32 channels)")
-    return {}
+        return _arguments(request.tokenizer_config, request.tokenizer_source)
+    arguments, words = custom.tokenizer(transformer if isinstance(transformer, Mapping) else {})
+    say(f"--tokenizer_config is not given: taking the published tokenizer ({words})")
+    return arguments
+
+
+def _arguments(path: str, weights: str | None):
+    """Names and values of a configuration file. Of a file with several configurations, that which
+    is called as the weights are."""
+    content = _read_json(path)
+    several = isinstance(content, Mapping) and all(isinstance(v, dict) for v in content.values())
+    if not (several and content):
+        return content
+    name = Path(weights or "").name
+    if found := next((content[n] for n in (name, Path(name).stem) if n in content), None):
+        return found
+    raise UserError(
+        f"{path} holds several configurations ({', '.join(content)}), none of them called as the"
+        f" weights {name!r}: put the one to use into a file of its own"
+    )
 
 
 def _explained(part: registry.Part, arguments, path: str | None):
@@ -217,33 +255,6 @@ def _explained(part: registry.Part, arguments, path: str | None):
         return part.read(arguments)
     except UserError as error:
         raise UserError(f"{path or 'published defaults'}: {error}") from error
-
-
-def _consistent(transformer, codec, request: Request, say):
-    """The codec's configuration under the transformer's schedule.
-
-    A tokenizer's weights hardly depend on its schedule, so one tokenizer serves several
-    transformers; only phi convolutions that belong to single scales tie it to one.
-    """
-    for name in ("vocab_size", "z_channels"):
-        ours, theirs = getattr(transformer, name), getattr(codec, name)
-        if ours != theirs:
-            raise UserError(
-                f"the configurations do not belong together: {name} is {ours} in {request.config}"
-                f" and {theirs} in {request.tokenizer_config or 'the published tokenizer'}"
-            )
-    if codec.schedule == transformer.schedule:
-        return codec
-    adapted = dataclasses.replace(codec, schedule=transformer.schedule)
-    if adapted.num_phi != codec.num_phi:
-        raise UserError(
-            f"the tokenizer has one phi convolution for each of its {codec.num_phi} scales"
-            f" ({codec.schedule}), the transformer has {transformer.schedule.num_scales} scales"
-            f" ({transformer.schedule}): their patch_nums must agree"
-        )
-    if request.tokenizer_config:
-        say(f"tokenizer schedule {codec.schedule}: the transformer's is used instead")
-    return adapted
 
 
 # --- small files ----------------------------------------------------------------------------------
@@ -258,29 +269,30 @@ def _read_json(path: str):
         raise UserError(f"cannot read {path} as JSON: {error}") from error
 
 
-def _class_names(path: str, num_classes: int) -> list[str]:
+def _class_names(path: str, transformer) -> list[str]:
     """A JSON list of names, or {"classes": list}; index = label."""
     names = _read_json(path)
     names = names.get("classes") if isinstance(names, dict) else names
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise UserError(f'{path} must hold a list of texts, or {{"classes": [...]}}')
-    if len(names) != num_classes:
-        raise UserError(f"{path} has {len(names)} class names, the model has {num_classes} classes")
+    count = getattr(transformer, "num_classes", 0)
+    if len(names) != count:
+        raise UserError(f"{path} has {len(names)} class names, the model has {count} classes")
     return names
 
 
-def _sampling(path: str | None, default: Mapping, vocab_size: int, say) -> dict:
+def _sampling(path: str | None, default: Mapping, transformer, say) -> dict:
     """Recommended sampling: the default, updated from a JSON file."""
     if not path:
         return dict(default)
     given = _read_json(path)
     if not isinstance(given, dict):
-        raise UserError(f"{path} must hold names and values: {', '.join(DEFAULT_SAMPLING)}")
-    for name in (n for n in given if n not in DEFAULT_SAMPLING):
+        raise UserError(f"{path} must hold names and values: {', '.join(RECOMMENDABLE)}")
+    for name in (n for n in given if n not in RECOMMENDABLE):
         say(f"{path}: {name} is not a sampling setting, ignored")
-    chosen = {name: given.get(name, default[name]) for name in DEFAULT_SAMPLING}
+    chosen = {**default, **{n: v for n, v in given.items() if n in RECOMMENDABLE}}
     try:
-        Sampling(**chosen).check(vocab_size)
+        transformer.check_sampling(Sampling.recommended(chosen))
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     return chosen

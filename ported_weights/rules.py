@@ -28,6 +28,27 @@ MAX_CHECKED = 2**27  # elements of an ignored tensor whose values are checked
 
 
 @dataclass(frozen=True)
+class Nested:
+    """An index on a stacked axis that a name gives in two numbers: outer * size + inner.
+
+    outer, inner: groups of the pattern; size: how many inner ones there are.
+    """
+
+    outer: int
+    inner: int
+    size: int
+
+    def index(self, match: re.Match) -> int:
+        """-1, which is no index, where the inner number is too large."""
+        inner = int(match[self.inner])
+        return int(match[self.outer]) * self.size + inner if inner < self.size else -1
+
+    def groups(self, index: int) -> dict[int, str]:
+        """What the groups say for an index: the inverse of `index`."""
+        return {self.outer: str(index // self.size), self.inner: str(index % self.size)}
+
+
+@dataclass(frozen=True)
 class Rule:
     r"""Source names that match `pattern` go to the parameter `target`.
 
@@ -35,13 +56,17 @@ class Rule:
       pattern: regular expression for the whole name.
       target: '/'-joined parameter path; `\1` stands for group 1 of the pattern.
       transform: None, a name of `TRANSFORMS`, or several that are applied in turn.
-      stack: the group whose number is the index on the leading axis of the target, or None.
+      stack: the group whose number is the index on the leading axis of the target, two groups as
+        `Nested`, or None.
+      row_limit: name of the setting that says how many rows are taken: the source may have more,
+        which are reported as ignored. None: shapes must be equal.
     """
 
     pattern: str
     target: str
     transform: str | tuple[str, ...] | None = None
-    stack: int | None = None
+    stack: int | Nested | None = None
+    row_limit: str | None = None
 
     def apply(self, array: np.ndarray) -> np.ndarray:
         """The array as the target has it. `ValueError` if its shape is unsuitable."""
@@ -49,6 +74,18 @@ class Rule:
         for name in (names,) if isinstance(names, str) else names:
             array = TRANSFORMS[name](array)
         return array
+
+    def slot(self, match: re.Match) -> int | None:
+        """Index on the stacked axis, None for a target without one."""
+        if isinstance(self.stack, Nested):
+            return self.stack.index(match)
+        return int(match[self.stack]) if self.stack else None
+
+    def groups(self, slot: int) -> dict[int, str]:
+        """What the pattern's groups say for an index."""
+        if isinstance(self.stack, Nested):
+            return self.stack.groups(slot)
+        return {self.stack: str(slot)} if self.stack else {}
 
 
 @dataclass(frozen=True)
@@ -107,7 +144,8 @@ def apply(
         if target not in arrays:
             arrays[target] = np.empty(targets[target].shape, types[target])
         into = arrays[target] if slot is None else arrays[target][slot]
-        into[...] = rule.apply(tensors[name].read())
+        array = rule.apply(tensors[name].read())
+        into[...] = array[: len(into)] if rule.row_limit else array
         if bad := into.size - np.count_nonzero(np.isfinite(into)):
             plan.problems.append(f"not finite: {name} has {bad} values that are NaN or infinite")
         progress(done, len(plan.moves))
@@ -169,16 +207,20 @@ def _objections(name: str, rule: Ignore, tensor) -> list[str]:
 def _place(plan: _Plan, name: str, rule: Rule, match: re.Match, tensor, targets: Mapping) -> None:
     """Check one source tensor against its target and note the move."""
     target = match.expand(rule.target)
-    slot = int(match[rule.stack]) if rule.stack else None
+    slot = rule.slot(match)
     leaf = targets.get(target)
-    if leaf is None or (slot is not None and slot >= leaf.shape[0]):
+    if leaf is None or (slot is not None and not 0 <= slot < leaf.shape[0]):
         plan.problems.append(
             f"surplus: {name} {list(tensor.shape)} (the configuration has no place for it)"
         )
         return
     plan.moves.append((name, rule, target, slot))
     wanted = tuple(leaf.shape if slot is None else leaf.shape[1:])
-    if (shape := _shape(rule, tensor)) != wanted:
+    shape = _shape(rule, tensor)
+    if _is_longer(rule, shape, wanted):
+        reason = f"only the first {wanted[0]} are used: {rule.row_limit} is {wanted[0]}"
+        plan.ignored.append((f"rows {wanted[0]} to {shape[0] - 1} of {name}", reason))
+    elif shape != wanted:
         plan.problems.append(
             f"wrong shape: {name} is {list(tensor.shape)}, {_expected(rule, tensor, shape, wanted)}"
         )
@@ -194,7 +236,14 @@ def _shape(rule: Rule, tensor) -> tuple[int, ...] | None:
         return None
 
 
+def _is_longer(rule: Rule, shape, wanted: tuple[int, ...]) -> bool:
+    """True if the source has more rows than wanted and may."""
+    return bool(rule.row_limit and shape and shape[1:] == wanted[1:] and shape[0] > wanted[0])
+
+
 def _expected(rule: Rule, tensor, shape, wanted: tuple[int, ...]) -> str:
+    if rule.row_limit and shape and shape[1:] == wanted[1:]:
+        return f"but {list(wanted)} is expected: set {rule.row_limit} to {shape[0]} or less"
     if shape is None or not rule.transform:
         return f"but {list(wanted)} is expected" + (f" after {rule.transform!r}" * (shape is None))
     return f"which becomes {list(shape)} instead of {list(wanted)}"
@@ -209,9 +258,7 @@ def _check_coverage(plan: _Plan, rules: Sequence, targets: Mapping) -> None:
         if len(names) > 1:
             plan.problems.append(f"given twice: {target} by {' and '.join(sorted(names))}")
     for target, leaf in targets.items():
-        makers = [
-            rule for rule in rules if isinstance(rule, Rule) and _source_name(rule, target, 0)
-        ]
+        makers = [rule for rule in rules if isinstance(rule, Rule) and _source_name(rule, target)]
         if not makers:
             plan.problems.append(f"missing: {target} (no rule leads to it)")
             continue
@@ -220,7 +267,7 @@ def _check_coverage(plan: _Plan, rules: Sequence, targets: Mapping) -> None:
                 plan.problems.append(f"missing: {_source_name(makers[0], target, slot)}")
 
 
-def _source_name(rule: Rule, target: str, slot: int | None) -> str | None:
+def _source_name(rule: Rule, target: str, slot: int | None = None) -> str | None:
     r"""The published name that a rule would put into a slot of `target`; None if it never does.
 
     The rule's target is matched backwards, `\N` standing for one path entry, and the groups found
@@ -230,7 +277,7 @@ def _source_name(rule: Rule, target: str, slot: int | None) -> str | None:
     match = re.fullmatch(backwards, target)
     if not match:
         return None
-    groups = {int(k[1:]): v for k, v in match.groupdict().items()} | {rule.stack: str(slot)}
+    groups = {int(k[1:]): v for k, v in match.groupdict().items()} | rule.groups(slot or 0)
     values = iter([groups.get(i, "*") for i in range(1, 100)])
     name = re.sub(r"\([^()]*\)", lambda _: next(values), rule.pattern).replace(r"\.", ".")
     return name if re.fullmatch(rule.pattern, name) else None

@@ -10,8 +10,8 @@ from ported_weights.rules import Ignore, Refuse, Rule
 from varjax.models.var import VARConfig
 from varjax.schedule import Schedule
 
-# Names that tell VAR's weights from others.
-SIGNATURE = ("pos_start", "pos_1LC", "lvl_embed.weight", "head_nm.ada_lin.1.weight")
+# Names that tell VAR's weights from others, Infinity's included.
+SIGNATURE = ("pos_1LC", "class_emb.weight")
 _N = r"blocks\.(\d+)\."
 
 

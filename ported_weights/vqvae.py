@@ -5,8 +5,12 @@ The module tree keeps the published names (`encoder.down.0.block.1.conv1` is
 are stacked along a leading axis.
 """
 
+import dataclasses
+from collections.abc import Callable
+
 from ported_weights.rules import Ignore, Rule
 from varjax.codecs.vqvae import VQVAEConfig
+from varjax.errors import UserError
 
 # Names that tell a VQVAE's weights from others.
 SIGNATURE = ("quantize.embedding.weight", "quant_conv.weight", "post_quant_conv.weight")
@@ -64,3 +68,24 @@ def _phi_rules(config: VQVAEConfig) -> list[Rule]:
         Rule(rf"{source}\.weight", "quantizer/phi_kernel", "conv", stack=1),
         Rule(rf"{source}\.bias", "quantizer/phi_bias", stack=1),
     ]
+
+
+def under_schedule(
+    codec: VQVAEConfig, transformer, say: Callable[[str], None] = print
+) -> VQVAEConfig:
+    """The codec's configuration under the transformer's schedule.
+
+    A tokenizer's weights hardly depend on its schedule, so one tokenizer serves several
+    transformers; only phi convolutions that belong to single scales tie it to one.
+    """
+    if codec.schedule == transformer.schedule:
+        return codec
+    adapted = dataclasses.replace(codec, schedule=transformer.schedule)
+    if adapted.num_phi != codec.num_phi:
+        raise UserError(
+            f"the tokenizer has one phi convolution for each of its {codec.num_phi} scales"
+            f" ({codec.schedule}), the transformer has {transformer.schedule.num_scales} scales"
+            f" ({transformer.schedule}): their patch_nums must agree"
+        )
+    say(f"tokenizer schedule {codec.schedule}: the transformer's is used instead")
+    return adapted

@@ -226,7 +226,7 @@ CONFIGS = {
     "depth": ({"depth": 3}, r"surplus: blocks\.3\.ada_gss .*no place"),
     "unknown": ({"embed_dims": 48}, "unknown name 'embed_dims'.*did you mean 'embed_dim'"),
     "type": ({"depth": "4"}, "depth is '4', it must be a whole number"),
-    "vocabulary": ({"vocab_size": 64}, "vocab_size is 64 in .* and 128"),
+    "vocabulary": ({"vocab_size": 64}, "vocab_size is 64 for .* 128"),
     "channels": ({"z_channels": 9}, "z_channels is 9"),
     "heads": ({"num_heads": 5}, "not a multiple of num_heads"),
     "malformed_schedule": ({"patch_nums": [1, "2"]}, "patch_nums .* must list"),

@@ -1,7 +1,5 @@
 """The rule engine on a toy module: placement, transforms, and all problems in one report."""
 
-import gzip
-import json
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +9,7 @@ from flax import nnx
 from ported_weights import rules
 from ported_weights.convert import TABLES
 from ported_weights.rules import Ignore, Refuse, Rule
+from tests import released_shapes
 from varjax.errors import UserError
 from varjax.models import parameters, registry
 
@@ -167,18 +166,6 @@ def test_integers_and_values_that_are_not_finite():
 # --- released checkpoints -------------------------------------------------------------------------
 
 
-class Shape(Lazy):
-    """A tensor of which only the shape is known; reading gives zeros, or the levels for lvl_1L."""
-
-    def __init__(self, shape, schedule):
-        super().__init__(np.broadcast_to(np.float32(0), shape))
-        self.schedule = schedule
-
-    def read(self):
-        is_levels = len(self.shape) == 2 and self.shape == (1, self.schedule.total_tokens)
-        return self.schedule.scale_of_token[None] if is_levels else self.array
-
-
 @pytest.mark.parametrize(
     "name, part, parameters_expected",
     [
@@ -189,13 +176,12 @@ class Shape(Lazy):
 )
 def test_released_names_and_shapes(name, part, parameters_expected, fixtures):
     """The state dicts of the original classes at published sizes find their places."""
-    shapes = json.loads(gzip.open(fixtures / "released_shapes.json.gz").read())[name]
+    tensors = released_shapes.read(fixtures / "released_shapes.json.gz", name)
     preset = registry.preset("var-d16" if name == "vqvae" else name)
     kind = getattr(registry.family(preset.family), part)
     config = getattr(preset, part)
-    tensors = {n: Shape(tuple(s), config.schedule) for n, s in shapes.items()}
+    if part == "transformer":
+        tensors["lvl_1L"].value = lambda shape: config.schedule.scale_of_token[None]
     module = kind.abstract(config)
-    table = TABLES[kind.name].rules(config)
-    plan = rules.check(table, tensors, parameters.named(module))
-    assert len(plan.moves) + len(plan.ignored) == len(shapes)
+    released_shapes.check(TABLES[kind.name].rules(config), tensors, module)
     assert parameters.count(module) == parameters_expected

@@ -1,0 +1,81 @@
+"""What the port knows of every model family: rule tables, and what a custom model leaves out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ported_weights import bsq, infinity, var, vqvae
+from varjax.models import registry
+
+
+@dataclass(frozen=True)
+class Table:
+    """How the weights of one module class are recognised and where they go."""
+
+    what: str
+    flag: str
+    signature: Sequence[str]
+    rules: Callable[[object], Sequence]
+
+
+# By the name of the `registry.Part`.
+TABLES = {
+    "VAR": Table("VAR transformer", "--source", var.SIGNATURE, var.var_rules),
+    "VQVAE": Table("VQVAE tokenizer", "--tokenizer_source", vqvae.SIGNATURE, vqvae.vqvae_rules),
+    "Infinity": Table(
+        "Infinity transformer", "--source", infinity.SIGNATURE, infinity.infinity_rules
+    ),
+    "BSQVAE": Table("BSQ-VAE tokenizer", "--tokenizer_source", bsq.SIGNATURE, bsq.bsq_rules),
+}
+
+
+def _unchanged(codec, transformer, say: Callable[[str], None]):
+    """The codec's configuration, where it does not depend on the transformer's."""
+    del transformer, say
+    return codec
+
+
+@dataclass(frozen=True)
+class Custom:
+    """What a `*-custom` model of a family takes where the user gives nothing, and how to ask.
+
+    Attributes:
+      example: a transformer's configuration, for messages.
+      tokenizer_files: names of the published tokenizers, for messages.
+      tokenizer: from the transformer's arguments as given to those of the published tokenizer, and
+        what that is in words.
+      adapt: the codec's configuration under a transformer's; `UserError` if that is impossible.
+      sampling: recommended sampling of a transformer's configuration.
+    """
+
+    example: str
+    tokenizer_files: str
+    tokenizer: Callable[[Mapping], tuple[dict, str]]
+    sampling: Callable[[object], Mapping]
+    adapt: Callable = _unchanged
+
+
+# By the name of the `registry.Family`.
+CUSTOM = {
+    "var": Custom(
+        example=(
+            '{"num_classes": 1000, "depth": 16, "embed_dim": 1024, "num_heads": 16,'
+            ' "attn_l2_norm": true, "patch_nums": [1, 2, 3]}'
+        ),
+        tokenizer_files="vae_ch160v4096z32.pth",
+        tokenizer=lambda given: ({}, "4096 codes, 32 channels"),
+        # guidance as published, no filters
+        sampling=lambda config: {"cfg": 1.5, "top_k": 0, "top_p": 0.0, "more_smooth": False},
+        adapt=vqvae.under_schedule,
+    ),
+    "infinity": Custom(
+        example=(
+            '{"depth": 32, "embed_dim": 2048, "num_heads": 16, "block_chunks": 8,'
+            ' "text_channels": 2048, "text_maxlen": 512}'
+        ),
+        tokenizer_files="infinity_vae_d32reg.pth or infinity_vae_d56_f8_14_patchify.pth",
+        tokenizer=bsq.published_tokenizer,
+        sampling=lambda config: (
+            registry.INFINITY_8B if config.apply_spatial_patchify else registry.INFINITY_SAMPLING
+        ),
+    ),
+}
