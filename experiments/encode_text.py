@@ -13,7 +13,7 @@ warning that names the line.
 import pathlib
 
 from experiments import prompt_sets
-from varjax import command_line, generation
+from varjax import command_line, description, generation
 from varjax.errors import UserError
 from varjax.files import check_file_place
 from varjax.text import encoder as encoder_lib
@@ -35,8 +35,11 @@ DTYPE = FLAGS.enum(
     "dtype", None, list(encoder_lib.DTYPES), "Type of the weights; default: float32 on CPU."
 )
 BATCH_SIZE = FLAGS.integer("batch_size", 8, "Texts per program call.", lower_bound=1)
-MAX_LENGTH_FLAG = FLAGS.integer(
-    "max_length", MAX_LENGTH, "Tokens per text, the end token included.", lower_bound=1
+LONGEST = FLAGS.integer(
+    "max_length",
+    None,
+    f"Tokens per text, the end token included; default: what the model takes, else {MAX_LENGTH}.",
+    lower_bound=1,
 )
 OVERWRITE = FLAGS.boolean("overwrite", False, "Replace the file if it exists.")
 for _name in ("checkpoint", "prompts", "save"):
@@ -55,6 +58,15 @@ def encoder_folder(checkpoint: str) -> pathlib.Path:
         )
     encoder_lib.read_description(folder)
     return folder
+
+
+def max_length(checkpoint: str) -> int:
+    """Tokens per text: as asked for, what the checkpoint's model takes, or the released ones'."""
+    if LONGEST.value is not None:
+        return LONGEST.value
+    if not (pathlib.Path(checkpoint) / description.NAME).is_file():
+        return MAX_LENGTH
+    return description.read(pathlib.Path(checkpoint))["transformer"].get("text_maxlen", MAX_LENGTH)
 
 
 def text(features: TextFeatures) -> str:
@@ -80,7 +92,7 @@ def main(argv) -> None:
     negative = None
     if NEGATIVE_PROMPTS.value:
         negative = prompt_sets.read_prompts(NEGATIVE_PROMPTS.value, prompt_sets.Kind.LINES)
-    folder = encoder_folder(CHECKPOINT.value)
+    folder, longest = encoder_folder(CHECKPOINT.value), max_length(CHECKPOINT.value)
     progress = command_line.Progress("encoded text", len(prompts), every=2.0)
     progress.note("reading the encoder")
     encoder = TextEncoder.load(folder, DTYPE.value or generation.default_dtype())
@@ -92,7 +104,7 @@ def main(argv) -> None:
     features = encoder.encode(
         prompts.texts,
         None if negative is None else negative.texts,
-        max_length=MAX_LENGTH_FLAG.value,
+        max_length=longest,
         batch_size=BATCH_SIZE.value,
         names=prompts.names,
         negative_names=None if negative is None else negative.names,
