@@ -20,7 +20,7 @@ import sys
 
 import jax
 
-from experiments import aot_report, aot_worker
+from experiments import aot_report, aot_worker, text_condition
 from experiments.aot_program import Request
 from experiments.generation_flags import SamplingFlags
 from experiments.model_flags import ModelFlags
@@ -72,6 +72,18 @@ MESH = FLAGS.string(
     "mesh", None, "Devices: data=8 splits the batch, data=4,model=2 heads and weights as well."
 )
 SAMPLING = SamplingFlags(FLAGS)
+TEXT_TOKENS = FLAGS.integer(
+    "text_tokens",
+    None,
+    "Padded length of the texts of a text-to-image model; default: the most it takes.",
+    lower_bound=1,
+)
+DECODE_BATCH = FLAGS.integer(
+    "decode_batch",
+    None,
+    "Images decoded to pixels at a time; default: what takes 2 GiB.",
+    lower_bound=1,
+)
 TEMPORARIES = FLAGS.integer(
     "temporaries", 8, "How many temporaries to list of each program.", lower_bound=0
 )
@@ -144,6 +156,8 @@ def resolve(wanted: list[Chip]) -> dict[str, Request]:
             or_reference=ATTENTION.value == "auto",
             precision=PRECISION.value,
             mesh=mesh,
+            text_tokens=text_condition.check_text_tokens(TEXT_TOKENS.value, model),
+            decode_batch=DECODE_BATCH.value,
         )
         for chip in wanted
     }

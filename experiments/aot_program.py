@@ -19,13 +19,12 @@ from experiments.aot_buffers import Carried
 from experiments.aot_compiler import Program, compile_program
 from pallas_kernels import chips
 from pallas_kernels.chips import Chip
-from varjax import engine, programs, sampling, sharding
+from varjax import engine, memory, programs, sampling, sharding
 from varjax.cache.plan import CachePlan
 from varjax.cache.state import KVState
 from varjax.jaxpr_cost import device_bytes
 from varjax.memory import show_bytes
 from varjax.meshes import MeshSpec
-from varjax.models import registry
 from varjax.sampling import Sampling
 from varjax.segments import Segment
 from varjax.sharding import ShardedPlan, ShardedProgram
@@ -40,6 +39,8 @@ class Request:
 
     attention: of `pallas_kernels.implementations.NAMES`. or_reference: take the reference where the
       kernel cannot take the shapes, as `Generator` does unless an implementation is named.
+    text_tokens: padded length of texts; None: the most that the model takes.
+    decode_batch: images decoded at once; None: as many as fit.
     """
 
     model: settings.AbstractModel
@@ -52,6 +53,18 @@ class Request:
     or_reference: bool = False
     precision: str = "default"
     mesh: MeshSpec = field(default_factory=MeshSpec)
+    text_tokens: int | None = None
+    decode_batch: int | None = None
+
+    def predict(self, plan: CachePlan, batch_size: int) -> memory.Prediction:
+        """Bytes of one device without compiling. plan: what it holds of the cache."""
+        return memory.predict(
+            *(plan, self.model.transformer, self.model.codec),
+            *(batch_size, self.dtype, self.kv_dtype),
+            kernels=self.attention != "reference",
+            text_tokens=self.text_tokens,
+            decode_batch=self.decode_batch,
+        )
 
 
 @dataclass(frozen=True)
@@ -87,15 +100,17 @@ class Compilation:
         spec, devices = request.mesh, chips.compile_only_devices
         self.mesh = sharding.make_mesh(spec, devices(chip.name, spec.num_devices))
         self.automatic = chip.platform in programs.AUTO_LAYOUT_PLATFORMS
-        self.precision = request.precision
+        self.precision, self.at_once = request.precision, request.decode_batch
         self.spec = engine.ProgramSpec.of(
             request.plan, request.segments, request.sampling, attention=request.attention
         )
         layout = ShardedPlan(request.plan, spec)
         pipeline, types = _pipeline(request), map(jnp.dtype, (request.kv_dtype, request.dtype))
         state = jax.eval_shape(partial(layout.empty_state, batch_size, *types))
-        tables = layout.tables(request.segments, np.zeros(batch_size, np.int32))
-        arguments = _arguments(batch_size, tables)
+        numbers = np.zeros(batch_size, np.int32)
+        tables = layout.tables(request.segments, numbers, pipeline.resampling)
+        condition = pipeline.condition_shapes(batch_size, request.text_tokens)
+        arguments = (condition, _keys(batch_size), _on(tables, None), None)
         code_map = jax.eval_shape(lambda: pipeline.empty_code_map(batch_size))
         self.sharded = None
         if spec.num_devices > 1:
@@ -156,9 +171,10 @@ class Compilation:
                 precision=self.precision,
                 formats=self.formats,
                 sharded=self.sharded,
+                at_once=self.at_once,
             )
 
-        decode = programs.decode
+        decode = partial(programs.decode, at_once=self.at_once)
         with self._kind():
             traced = decode if self.sharded is None else self.sharded.over_images(decode)
             jaxpr = jax.make_jaxpr(traced)(self.pipeline, self.code_map)
@@ -184,8 +200,8 @@ def carried_arrays(state: KVState) -> list[Carried]:
 def _pipeline(request: Request) -> Any:
     """The model as shapes: transformer in the type of the computation, codec in float32."""
     model = request.model
-    family = registry.family(model.metadata["family"])
-    return family.pipeline(_cast(model.transformer, request.dtype), _cast(model.codec, "float32"))
+    parts = (_cast(model.transformer, request.dtype), _cast(model.codec, "float32"))
+    return model.family.pipeline(*parts)
 
 
 def _cast(module, dtype):
@@ -198,11 +214,9 @@ def _cast(module, dtype):
     )
 
 
-def _arguments(batch_size: int, tables) -> tuple:
-    """Condition, keys, tables and no given tokens, as `Generator` passes them."""
-    labels = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
-    keys = jax.eval_shape(lambda: sampling.image_keys(0, jnp.zeros(batch_size, jnp.int32)))
-    return (labels, keys, _on(tables, None), None)
+def _keys(batch_size: int):
+    """One typed key per image."""
+    return jax.eval_shape(lambda: sampling.image_keys(0, jnp.zeros(batch_size, jnp.int32)))
 
 
 def _on(tree, sharding) -> Any:

@@ -12,7 +12,6 @@ import jax
 from experiments.aot_compiler import Program
 from experiments.aot_program import Compiled, Request
 from experiments.aot_roofline import roofline
-from varjax import memory
 from varjax.jaxpr_cost import device_bytes
 from varjax.memory import show_bytes
 from varjax.sharding import ShardedPlan
@@ -88,12 +87,11 @@ def describe(request: Request, compiled: Compiled, temporaries: int) -> dict:
 
 
 def _activations(request: Request, batch_size: int) -> int:
-    """Activations and logits of one device, as predicted without compiling."""
-    model, plan = request.model, ShardedPlan(request.plan, request.mesh).groups[0]
-    sizes = (batch_size // request.mesh.data, request.dtype, request.kv_dtype)
-    kernels = request.attention != "reference"
-    parts = (plan, model.transformer, model.codec)
-    return memory.predict(*parts, *sizes, kernels=kernels).activations
+    """Activations, logits and what layers hold of the text on one device, as predicted without
+    compiling."""
+    plan = ShardedPlan(request.plan, request.mesh).groups[0]
+    need = request.predict(plan, batch_size // request.mesh.data)
+    return need.activations + need.condition
 
 
 def _program(program: Program, temporaries: int) -> dict:

@@ -13,6 +13,7 @@ import tempfile
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -172,16 +173,9 @@ class _Job:
 
 def _first_guess(request: Request, chip: Chip) -> int:
     """The batch whose prediction fills the chip."""
-    model, mesh = request.model, request.mesh
-
-    def predict(images: int) -> memory.Prediction:
-        sizes = (images, request.dtype, request.kv_dtype)
-        kernels = request.attention != "reference"
-        parts = (request.plan, model.transformer, model.codec)
-        return memory.predict(*parts, *sizes, kernels=kernels)
-
-    per_device = memory.largest_batch(predict, 10**5, int(chip.memory / memory.SAFETY))
-    return max(1, per_device) * mesh.data
+    available = int(chip.memory / memory.SAFETY)
+    per_device = memory.largest_batch(partial(request.predict, request.plan), 10**5, available)
+    return max(1, per_device) * request.mesh.data
 
 
 def versions() -> dict[str, str]:

@@ -15,7 +15,7 @@ from experiments import prompt_sets
 from experiments.image_layouts import check_layout
 from experiments.prompt_sets import Kind, Prompt, PromptSet
 from experiments.settings import AbstractModel
-from experiments.text_condition import Text
+from experiments.text_condition import Text, check_text_tokens
 from varjax import extras
 from varjax.command_line import CommandFlags
 from varjax.conditions import Labels
@@ -187,15 +187,10 @@ class TextFlags:
             text_maxlen=config.text_maxlen,
             negative=negative,
             encoder=encoder,
-            assumed=self._assumed(config.text_maxlen),
+            assumed=check_text_tokens(self._tokens.value, model),
             features=None if features is None else features.repeat(each),
         )
         return text if self._samples is None else text.spread(self._samples.value)
-
-    def _assumed(self, most: int) -> int | None:
-        if (self._tokens.value or 0) > most:
-            raise UserError(f"--text_tokens={self._tokens.value}: the model takes at most {most}")
-        return self._tokens.value
 
     def _read_prompts(self, features) -> PromptSet | None:
         if self._prompts.value is None:

@@ -18,6 +18,7 @@ import numpy as np
 from experiments import phases
 from experiments.prompt_sets import PromptSet
 from experiments.settings import AbstractModel
+from varjax.errors import UserError
 from varjax.text import encoder as text_encoder
 from varjax.text.encoder import TextEncoder
 from varjax.text.features import TextFeatures
@@ -73,12 +74,12 @@ class Text:
         if self.encoder is None:
             return found | ({} if self.features is None else {"features": self.features.describe()})
         negative = [] if self.negative is None else self.negative.texts
-        texts = json.dumps([self.prompts.texts, negative])
+        files = text_encoder.read_description(self.encoder)["files"]
         return found | {
             "prompts": len(self.prompts),
             "negative_prompts": len(negative),
-            "sha256": hashlib.sha256(texts.encode()).hexdigest(),
-            "encoder_files": text_encoder.read_description(self.encoder)["files"],
+            "sha256": _digest([self.prompts.texts, negative]),
+            "encoder": _digest(files),
         }
 
     def spread(self, count: int) -> "Text":
@@ -126,6 +127,20 @@ class Text:
         gc.collect()  # modules may refer to themselves, and their arrays should go now
         fitted = features.fitted(text_channels, self.text_maxlen).repeat(self.each)
         return dataclasses.replace(self, features=fitted, peak_bytes=peak)
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def check_text_tokens(asked: int | None, model: AbstractModel) -> int | None:
+    """Padded length of texts that --text_tokens names, if the model takes it."""
+    most = getattr(model.transformer.config, "text_maxlen", None)
+    if asked is not None and most is None:
+        raise UserError(f"--text_tokens={asked}: {model.name} takes no text, leave it out")
+    if asked is not None and asked > most:
+        raise UserError(f"--text_tokens={asked}: {model.name} takes at most {most}")
+    return asked
 
 
 def text_tokens(condition: Any) -> int | None:
