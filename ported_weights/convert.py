@@ -47,6 +47,7 @@ def convert(request: Request, say: Callable[[str], None] = print) -> None:
     """
     choose("model", request.model, MODELS)
     check_absent(request.out, overwrite=request.overwrite)
+    tokenizer_source = _tokenizer_source(request)
     family, transformer, codec, sampling = configurations(request, say)
     metadata = {
         "model": request.model,
@@ -58,7 +59,7 @@ def convert(request: Request, say: Callable[[str], None] = print) -> None:
         metadata["class_names"] = _class_names(request.class_names, transformer)
     parts = {
         "transformer": (family.transformer, transformer, request.source, request.source_key),
-        "codec": (family.codec, codec, *_tokenizer_source(family, request)),
+        "codec": (family.codec, codec, *tokenizer_source),
     }
     opened = {name: _open(part, path, key) for name, (part, _, path, key) in parts.items()}
     modules = _modules(parts, opened, say)
@@ -89,9 +90,17 @@ def _modules(parts: Mapping, opened: Mapping, say) -> dict:
     return modules
 
 
-def _tokenizer_source(family: registry.Family, request: Request) -> tuple[str, str | None]:
+def _family(model: str) -> registry.Family:
+    """Of a preset's name, or of FAMILY-custom."""
+    if model in registry.PRESETS:
+        return registry.family(registry.preset(model).family)
+    return registry.family(model.removesuffix("-custom"))
+
+
+def _tokenizer_source(request: Request) -> tuple[str, str | None]:
     if request.tokenizer_source:
         return request.tokenizer_source, request.tokenizer_source_key
+    family = _family(request.model)
     raise UserError(
         "--tokenizer_source is required: the file with the weights of the image tokenizer"
         f" (published for {family.transformer.name}: {CUSTOM[family.name].tokenizer_files}); if"
@@ -183,8 +192,8 @@ def _check_kind(table: Table, source: sources.Source) -> None:
 
 def configurations(request: Request, say: Callable[[str], None] = print):
     """(family, transformer configuration, codec configuration, recommended sampling)."""
+    family = _family(request.model)
     if request.model not in registry.PRESETS:
-        family = registry.family(request.model.removesuffix("-custom"))
         transformer, codec = _custom(family, request, say)
         return family, transformer, codec, dict(CUSTOM[family.name].sampling(transformer))
     preset = registry.preset(request.model)
@@ -192,9 +201,8 @@ def configurations(request: Request, say: Callable[[str], None] = print):
         if getattr(request, flag):
             raise UserError(
                 f"--{flag} is for *-custom models; {request.model} has a published configuration:"
-                f" drop the flag or choose --model={preset.family}-custom"
+                f" drop the flag or choose --model={family.name}-custom"
             )
-    family = registry.family(preset.family)
     return family, preset.transformer, preset.codec, dict(preset.sampling)
 
 

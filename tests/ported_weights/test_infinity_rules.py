@@ -1,0 +1,380 @@
+"""Rule tables of Infinity and its tokenizer, and the conversion of both."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from ported_weights import convert, rules, sources
+from ported_weights.tables import TABLES
+from tests import released_shapes
+from varjax import checkpoint
+from varjax.errors import UserError
+from varjax.models import parameters, registry
+from varjax.models.infinity import InfinityConfig
+from varjax.text import encoder as text_encoder
+
+HERE = Path(__file__).parents[1] / "fixtures" / "infinity"
+CONFIGS = json.loads((HERE / "configs.json").read_text())
+WEIGHTS = {
+    "infinity_A": ("infinity_A.safetensors", "bsqvae_p16_d16.pth"),
+    "infinity_B_sharded": ("infinity_B_sharded", "bsqvae_p8_d8.safetensors"),
+}
+FAMILY = registry.family("infinity")
+
+
+def _request(tmp_path, name: str = "infinity_A", **changes) -> convert.Request:
+    source, tokenizer = WEIGHTS[name]
+    fields = {
+        "model": "infinity-custom",
+        "source": str(HERE / source),
+        "tokenizer_source": str(HERE / tokenizer),
+        "config": str(HERE / "configs.json"),
+        "tokenizer_config": str(HERE / "configs.json"),
+        "out": str(tmp_path / "out"),
+    }
+    return convert.Request(**{**fields, **changes})
+
+
+def _converted(request) -> tuple[checkpoint.Checkpoint, str]:
+    """The checkpoint, read from disk, and what the command says."""
+    lines = []
+    convert.convert(request, say=lines.append)
+    return checkpoint.load(request.out), "\n".join(lines)
+
+
+def _tensors(name: str = "infinity_A") -> dict[str, np.ndarray]:
+    source = sources.open_source(HERE / WEIGHTS[name][0])
+    return {n: np.array(t.read()) for n, t in source.tensors.items()}
+
+
+def _apply(arrays: dict, config: InfinityConfig) -> rules.Ported:
+    tensors = {n: released_shapes.Shape(a.shape, lambda _, a=a: a) for n, a in arrays.items()}
+    part = FAMILY.transformer
+    return rules.apply(TABLES[part.name].rules(config), tensors, part.abstract(config))
+
+
+def _config(**changes) -> InfinityConfig:
+    read = FAMILY.transformer.read({**CONFIGS["infinity_A"], "codebook_dim": 16})
+    return dataclasses.replace(read, **changes)
+
+
+def _assert_same(one, other):
+    ours, theirs = parameters.named(one), parameters.named(other)
+    assert list(ours) == list(theirs)
+    for name in ours:
+        np.testing.assert_array_equal(np.float32(ours[name]), np.float32(theirs[name]), name)
+
+
+# --- names and shapes of the published sizes ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, preset, part, parameters_expected",
+    [
+        ("infinity_2b", "infinity-2b", "transformer", 2_204_564_032),
+        ("infinity_8b", "infinity-8b", "transformer", 8_375_791_824),
+        ("bsqvae_d32_f16", "infinity-2b", "codec", 110_118_051),
+        ("bsqvae_d14_f8_patchify", "infinity-8b", "codec", 81_624_209),
+    ],
+)
+def test_released_names_and_shapes(name, preset, part, parameters_expected):
+    """Every released name matches one rule, and all full-size parameters are filled once."""
+    preset = registry.preset(preset)
+    kind, config = getattr(FAMILY, part), getattr(preset, part)
+    tensors = released_shapes.read(HERE / "released_shapes.json.gz", name)
+    module = kind.abstract(config)
+    table = TABLES[kind.name].rules(config)
+    taken = released_shapes.check(table, tensors, module)
+    ignored = sum(n.endswith(("zero_k_bias", "lfq.mask")) for n in tensors)
+    assert taken == len(tensors) - ignored
+    assert parameters.count(module) == parameters_expected
+    if part == "codec":  # names as some releases have them, without the wrappers
+        bare = {_without_wrapper(n): t for n, t in tensors.items()}
+        assert len(bare) == len(tensors) and set(bare) != set(tensors)
+        assert released_shapes.check(table, bare, module) == taken
+
+
+def _without_wrapper(name: str) -> str:
+    """encoder.conv_in.conv.weight -> encoder.conv_in.weight, likewise for norms."""
+    *path, wrapper, kind = name.split(".")
+    return ".".join([*path, kind]) if wrapper in ("conv", "norm") else name
+
+
+def test_both_names_of_one_convolution():
+    config = registry.preset("infinity-2b").codec
+    tensors = released_shapes.read(HERE / "released_shapes.json.gz", "bsqvae_d32_f16")
+    tensors["decoder.conv_in.bias"] = tensors["decoder.conv_in.conv.bias"]
+    with pytest.raises(
+        UserError, match="given twice: decoder/conv_in/bias by decoder.conv_in.bias"
+    ):
+        released_shapes.check(
+            TABLES["BSQVAE"].rules(config), tensors, FAMILY.codec.abstract(config)
+        )
+
+
+# --- the rules ------------------------------------------------------------------------------------
+
+
+def test_chunks_of_layers():
+    """block_chunks.I.module.J is layer 2 I + J; the same weights with layers numbered through."""
+    arrays, config = _tensors(), _config()
+    ported = _apply(arrays, config).module
+    for i in range(2):
+        for j in range(2):
+            expected = arrays[f"block_chunks.{i}.module.{j}.ffn.fc1.bias"]
+            np.testing.assert_array_equal(ported.blocks.fc1.bias[...][2 * i + j], expected)
+    plain = {}
+    for name, array in arrays.items():
+        match name.split("."):
+            case ["block_chunks", i, "module", j, *rest]:
+                name = ".".join(["blocks", str(2 * int(i) + int(j)), *rest])
+        plain[name] = array
+    for chunks in (1, 2):
+        _assert_same(_apply(plain, dataclasses.replace(config, block_chunks=chunks)).module, ported)
+
+
+def test_modulation_keeps_its_order():
+    arrays = _tensors()
+    found = _apply(arrays, _config()).module.blocks.modulation_offset[...]
+    name = "block_chunks.1.module.0.ada_gss"
+    np.testing.assert_array_equal(found[2], arrays[name][0, 0])
+
+
+def _problems(arrays, **changes) -> str:
+    with pytest.raises(UserError) as caught:
+        _apply(arrays, _config(**changes))
+    return str(caught.value)
+
+
+def test_other_chunks_than_configured():
+    """The report names the layers as the configuration would have them."""
+    text = _problems(_tensors(), block_chunks=4)
+    assert "missing: block_chunks.2.module.0.ada_gss" in text
+    assert "surplus: block_chunks.1.module.1.ada_gss [1, 1, 6, 64] (the configuration has" in text
+
+
+def test_missing_in_one_chunk_and_a_key_bias():
+    arrays = _tensors()
+    del arrays["block_chunks.1.module.0.ca.mat_q.bias"]
+    arrays["block_chunks.0.module.1.ca.zero_k_bias"][3] = 1
+    arrays["text_proj_for_sos.ca.zero_k_bias"][0] = 1
+    text = _problems(arrays)
+    assert "missing: block_chunks.1.module.0.ca.mat_q.bias" in text
+    assert "block_chunks.0.module.1.ca.zero_k_bias must be zero" in text
+    assert "text_proj_for_sos.ca.zero_k_bias must be zero" in text
+    one = {n.replace("module.", "module.9"): a for n, a in _tensors().items()}
+    assert "missing: blocks.3.ca_norm.bias" in _problems(one, block_chunks=1)
+
+
+def test_length_of_the_unconditional_text():
+    """Longer than text_maxlen: cut, and said; shorter: refused, with what to set."""
+    arrays = _tensors()
+    ported = _apply(arrays, _config(text_maxlen=20))
+    found = ported.module.unconditional_text[...]
+    np.testing.assert_array_equal(found, arrays["cfg_uncond"][:20])
+    reason = "only the first 20 are used: text_maxlen is 20"
+    assert ("rows 20 to 31 of cfg_uncond", reason) in ported.ignored
+    text = _problems(arrays, text_maxlen=33)
+    assert "cfg_uncond is [32, 256], but [33, 256] is expected: set text_maxlen to 32 or" in text
+    assert "cfg_uncond is [32, 256], but [32, 128] is expected" in _problems(
+        arrays, text_channels=128
+    )
+
+
+# --- conversion -----------------------------------------------------------------------------------
+
+
+def test_containers_give_the_same_parameters(tmp_path, torch_zip):
+    """Safetensors in bfloat16; a torch file in float32, nested as trainers save it."""
+    found, said = _converted(_request(tmp_path))
+    assert "97 tensors read" in said and "took vae" in said and "739,651 parameters" in said
+    arrays = {n: a.astype(np.float32) for n, a in _tensors().items()}
+    other = torch_zip.save(tmp_path / "infinity_A.pth", {"trainer": {"gpt_fsdp": arrays}})
+    again, said = _converted(_request(tmp_path, source=str(other), out=str(tmp_path / "again")))
+    assert "took trainer/gpt_fsdp" in said
+    _assert_same(found.transformer, again.transformer)
+    _assert_same(found.codec, again.codec)
+    assert found.metadata["dtype"] != again.metadata["dtype"] == "float32"
+    assert found.sampling == {"cfg": 3.0, "tau": 0.5, "top_k": 900, "top_p": 0.97}
+    assert found.transformer.config.codebook_dim == 16  # left out: the tokenizer says it
+
+
+def test_shards_and_patchify(tmp_path):
+    found, said = _converted(_request(tmp_path, "infinity_B_sharded", dtype="float32"))
+    assert "78 tensors read" in said and found.transformer.config.bits == 32
+    assert found.sampling["tau"] == 1.0
+    arrays = {}
+    for shard in (HERE / "infinity_B_sharded").glob("*.safetensors"):
+        arrays |= load_file(shard)
+    named = parameters.named(found.transformer)
+    np.testing.assert_array_equal(
+        named["word_embedding/kernel"], arrays["word_embed.weight"].astype(np.float32).T
+    )
+    for i in range(3):
+        expected = arrays[f"block_chunks.{i}.module.0.sa.scale_mul_1H11"].astype(np.float32)
+        np.testing.assert_array_equal(named["blocks/log_scale"][i], expected.reshape(-1))
+
+
+def test_configuration_files(tmp_path):
+    """One configuration per file, or several of which that called as the weights is taken."""
+    (tmp_path / "one.json").write_text(json.dumps({**CONFIGS["infinity_A"], "size": "0.25M"}))
+    family, transformer, codec, _ = convert.configurations(
+        _request(tmp_path, config=str(tmp_path / "one.json"))
+    )
+    assert family.name == "infinity" and transformer.schedule.num_scales == 10
+    assert (transformer.depth, transformer.codebook_dim, codec.base_ch) == (4, 16, 24)
+    with pytest.raises(UserError, match=r"several configurations \(bsqvae_p16.*'weights.pth'"):
+        convert.configurations(_request(tmp_path, source="weights.pth"))
+
+
+@pytest.mark.parametrize(
+    "changes, tokenizer",
+    [
+        ({}, "bsq-d32"),
+        ({"apply_spatial_patchify": 1}, "bsq-d56"),
+        ({"codebook_dim": 16}, "bsq-d16"),
+    ],
+)
+def test_published_tokenizer_is_the_default(changes, tokenizer, tmp_path):
+    """It is the one that belongs to the transformer's configuration."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**CONFIGS["infinity_A"], "apply_spatial_patchify": 0, **changes}))
+    lines = []
+    request = _request(tmp_path, config=str(file), tokenizer_config=None)
+    _, transformer, codec, _ = convert.configurations(request, lines.append)
+    assert codec == registry.bsq.PRESETS[tokenizer]
+    assert transformer.codebook_dim == codec.codebook_dim
+    assert f"{codec.codebook_dim} bits per position" in "\n".join(lines)
+
+
+def test_presets():
+    for name, bits, tau in (("infinity-2b", 32, 0.5), ("infinity-8b", 14, 1.0)):
+        request = convert.Request(model=name, source="a", out="b")
+        _, transformer, codec, sampling = convert.configurations(request)
+        assert transformer.codebook_dim == codec.codebook_dim == bits and sampling["tau"] == tau
+
+
+def _refused(request, match, folder):
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(UserError, match=match):
+        convert.convert(request, say=lambda line: None)
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_files_of_other_models(tmp_path):
+    """Swapped files, and those of the other family, which shares some names."""
+    request = _request(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["infinity_A"]))
+    swapped = dataclasses.replace(
+        request,
+        source=request.tokenizer_source,
+        tokenizer_source=request.source,
+        config=str(tmp_path / "config.json"),
+        tokenizer_config=None,
+    )
+    _refused(swapped, "looks like BSQ-VAE tokenizer weights.*--tokenizer_source", tmp_path)
+    var = HERE.parent / "var" / "c_k5_nol2norm"
+    other = dataclasses.replace(
+        request, source=str(var / "var.pth"), config=str(tmp_path / "config.json")
+    )
+    _refused(other, "looks like VAR transformer weights", tmp_path)
+    codec = HERE.parent / "var" / "vae_small"
+    wrong = convert.Request(
+        model="var-custom",
+        source=request.source,
+        tokenizer_source=str(codec / "vae.safetensors"),
+        config=str(var / "config.json"),
+        tokenizer_config=str(codec / "config.json"),
+        out=str(tmp_path / "out"),
+    )
+    _refused(wrong, "looks like Infinity transformer weights", tmp_path)
+
+
+def test_configurations_that_do_not_fit(tmp_path):
+    file = tmp_path / "config.json"
+    for changes, match in (
+        ({"codebook_dim": 8}, "codebook_dim is 8 for the transformer and 16 for the codec"),
+        ({"depth": 6}, r"missing: block_chunks\.0\.module\.2\.ada_gss"),
+        ({"embed_dim": 65}, "not a multiple"),
+        ({"rms_norm": True}, "rms_norm=True is not supported"),
+        ({"size": "2M"}, "unknown size '2M'"),
+    ):
+        file.write_text(json.dumps({**CONFIGS["infinity_A"], **changes}))
+        _refused(_request(tmp_path, config=str(file)), match, tmp_path)
+    file.write_text(json.dumps({**CONFIGS["bsqvae_p16_d16"], "codebook_dim": 8}))
+    _refused(
+        _request(tmp_path, tokenizer_config=str(file)),
+        r"(?s)quantizer\.lfq\.mask has shape \[16\]: .*codebook_dim 8",
+        tmp_path,
+    )
+    for name, content, match in (
+        ("sampling", {"tau": 0}, "tau=0"),
+        ("sampling", {"cfg": [1, 2]}, "cfg lists 2 numbers, the schedule has 13 scales"),
+        ("class_names", ["a"], "1 class names, the model has 0 classes"),
+    ):
+        file.write_text(json.dumps(content))
+        _refused(_request(tmp_path, **{name: str(file)}), match, tmp_path)
+    _refused(
+        _request(tmp_path, tokenizer_source=None),
+        "published for Infinity: infinity_vae_d32reg.pth",
+        tmp_path,
+    )
+    _refused(_request(tmp_path, config=None), 'for example {"depth": 32', tmp_path)
+
+
+# --- the text encoder -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def t5_folder(tmp_path_factory):
+    """Makes a T5 folder as it is published, of some width."""
+    small = pytest.importorskip("tests.text_encoder_under_test")
+    published = HERE.parent / "t5"
+    folder = tmp_path_factory.mktemp("t5")
+    small.write_tokenizer(folder / "spiece.model")
+
+    def make(width: int) -> Path:
+        arrays = {
+            name: np.resize(array, [width if n == 64 else n for n in array.shape])
+            for name, array in load_file(published / "t5_tiny.safetensors").items()
+        }
+        config = json.loads((published / "t5_tiny_config.json").read_text())
+        config |= {"d_model": width, "d_kv": width // config["num_heads"]}
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(arrays, folder / "model.safetensors")
+        return folder
+
+    return make
+
+
+def test_text_encoder_beside_the_model(tmp_path, t5_folder):
+    folder = t5_folder(256)
+    request = _request(tmp_path, text_encoder_source=str(folder), dtype="float32")
+    found, said = _converted(request)
+    assert "text encoder: 21 tensors read" in said
+    encoder = text_encoder.TextEncoder.load(found.path / text_encoder.FOLDER)
+    assert encoder.module.config.d_model == 256
+    assert {str(x.dtype) for x in parameters.named(encoder.module).values()} == {"float32"}
+
+
+def test_text_encoders_that_do_not_fit(tmp_path, t5_folder):
+    folder = t5_folder(64)
+    request = _request(tmp_path, text_encoder_source=str(folder))
+    _refused(request, r"features of width 64, the transformer reads width 256", tmp_path)
+    shutil.move(folder / "spiece.model", folder / "moved")
+    _refused(request, "spiece.model", tmp_path)
+    labels = convert.Request(
+        model="var-custom",
+        source=str(HERE.parent / "var" / "c_k5_nol2norm" / "var.pth"),
+        tokenizer_source=str(HERE.parent / "var" / "vae_small" / "vae.safetensors"),
+        config=str(HERE.parent / "var" / "c_k5_nol2norm" / "config.json"),
+        tokenizer_config=str(HERE.parent / "var" / "vae_small" / "config.json"),
+        text_encoder_source=str(folder),
+        out=str(tmp_path / "out"),
+    )
+    _refused(labels, "VAR draws classes, not texts: drop it", tmp_path)
