@@ -248,12 +248,13 @@ def _arguments(path: str, weights: str | None):
     several = isinstance(content, Mapping) and all(isinstance(v, dict) for v in content.values())
     if not (several and content):
         return content
-    name = Path(weights or "").name
-    if found := next((content[n] for n in (name, Path(name).stem) if n in content), None):
+    file = Path(weights or "")
+    names = (file.name, file.stem, file.parent.name)  # the last for the index of a folder of shards
+    if found := next((content[name] for name in names if name in content), None):
         return found
     raise UserError(
         f"{path} holds several configurations ({', '.join(content)}), none of them called as the"
-        f" weights {name!r}: put the one to use into a file of its own"
+        f" weights {file.name!r}: put the one to use into a file of its own"
     )
 
 
