@@ -92,6 +92,7 @@ def build(
         "memory": {
             "arguments_bytes": analysis.argument_size_in_bytes,
             "temporary_bytes": analysis.temp_size_in_bytes,
+            "decode_batch": run.decode_batch,
             "phases": generation_phases(generator, encoding_bytes(run.condition)),
         },
         "time": {
