@@ -46,6 +46,8 @@ def convert(request: Request, say: Callable[[str], None] = print) -> None:
       UserError: wrong input of any kind. Nothing is written then.
     """
     choose("model", request.model, MODELS)
+    if request.dtype is not None:
+        choose("dtype", request.dtype, DTYPES)
     check_absent(request.out, overwrite=request.overwrite)
     tokenizer_source = _tokenizer_source(request)
     family, transformer, codec, sampling = configurations(request, say)
@@ -62,7 +64,7 @@ def convert(request: Request, say: Callable[[str], None] = print) -> None:
         "codec": (family.codec, codec, *tokenizer_source),
     }
     opened = {name: _open(part, path, key) for name, (part, _, path, key) in parts.items()}
-    modules = _modules(parts, opened, say)
+    modules = _modules(parts, opened, request.dtype, say)
     for name, source in opened.items():
         metadata["sources"] += [{"part": name, **f} for f in source.fingerprints()]
     checkpoint.save(
@@ -70,19 +72,18 @@ def convert(request: Request, say: Callable[[str], None] = print) -> None:
         family=family.name,
         **modules,
         metadata=metadata,
-        dtype=request.dtype,
         overwrite=request.overwrite,
         also=_text_encoder(family, transformer, request, say),
     )
     say(f"{request.out}: {sum(map(parameters.count, modules.values())):,} parameters written")
 
 
-def _modules(parts: Mapping, opened: Mapping, say) -> dict:
+def _modules(parts: Mapping, opened: Mapping, dtype: str | None, say) -> dict:
     """Both modules, filled; what is wrong with either is reported together."""
     modules, problems = {}, []
     for name, (part, config, _, _) in parts.items():
         try:
-            modules[name] = _port(part, config, opened[name], say)
+            modules[name] = _port(part, config, opened[name], dtype, say)
         except UserError as error:
             problems.append(str(error))
     if problems:
@@ -135,7 +136,7 @@ def _open(part: registry.Part, path: str, key: str | None) -> sources.Source:
     return source
 
 
-def _port(part: registry.Part, config, source: sources.Source, say):
+def _port(part: registry.Part, config, source: sources.Source, dtype: str | None, say):
     """One module, filled; what was read and ignored is reported."""
     table = TABLES[part.name]
     if source.taken:
@@ -148,7 +149,9 @@ def _port(part: registry.Part, config, source: sources.Source, say):
             progress.update(done)
 
     try:
-        ported = rules.apply(table.rules(config), source.tensors, part.abstract(config), report)
+        ported = rules.apply(
+            table.rules(config), source.tensors, part.abstract(config), report, dtype
+        )
     except UserError as error:
         raise UserError(
             f"{source.path} does not fit the {table.what} configuration: {error}"

@@ -128,17 +128,19 @@ def apply(
     tensors: Mapping,
     module: nnx.Module,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    dtype=None,
 ) -> Ported:
     """Fill `module` (usually abstract) from `tensors`, {name: lazy tensor}, in file order.
 
-    Floating parameters keep the source's type (float64 becomes float32); stacked ones the widest.
+    Floating parameters get `dtype`, as they are read; without it they keep the source's type
+    (float64 becomes float32), stacked ones the widest.
 
     Raises:
       UserError: listing everything that is missing, surplus, misshapen, given twice or not finite.
     """
     targets = parameters.named(module)
     plan = check(rules, tensors, targets)
-    types = _types(plan, tensors, targets)
+    types = _types(plan, tensors, targets, dtype)
     arrays: dict[str, np.ndarray] = {}
     for done, (name, rule, target, slot) in enumerate(plan.moves, 1):
         if target not in arrays:
@@ -286,13 +288,16 @@ def _source_name(rule: Rule, target: str, slot: int | None = None) -> str | None
 # --- values ---------------------------------------------------------------------------------------
 
 
-def _types(plan: _Plan, tensors: Mapping, targets: Mapping) -> dict[str, np.dtype]:
-    """Type of every parameter: that of its source tensors, the widest where they differ."""
+def _types(plan: _Plan, tensors: Mapping, targets: Mapping, dtype=None) -> dict[str, np.dtype]:
+    """Type of every parameter: `dtype`, or that of its source tensors, the widest where they
+    differ."""
     types: dict[str, np.dtype] = {}
     for name, _, target, _ in plan.moves:
         given = tensors[name].dtype
         if given == np.float64 or given.kind in "iub":  # integers take the module's type
             given = np.dtype(targets[target].dtype)
+        if dtype is not None and parameters.is_floating(given):
+            given = np.dtype(dtype)
         before = types.setdefault(target, given)
         if before != given:
             types[target] = np.dtype(np.float32)

@@ -275,7 +275,7 @@ FLAGS = {
     "no_tokenizer_config": ({"tokenizer_config": None}, "vocab_size .* the published tokenizer"),
     "absent_source": ({"source": "nowhere.pth"}, "no file or folder nowhere.pth"),
     "absent_config": ({"config": "nowhere.json"}, "no file nowhere.json"),
-    "dtype": ({"dtype": "int8"}, "choose float32, bfloat16"),
+    "dtype": ({"dtype": "int8"}, "choose one of float32, bfloat16"),
 }
 
 
