@@ -38,6 +38,9 @@ class ModelFlags:
         given = [f"--{holder.name}" for holder in holders if holder is not None and holder.value]
         if len(given) > 1:
             raise UserError(f"{' and '.join(given)} exclude each other: name one model")
+        shape = [f"--{h.name}" for h in (self._aspect, self._size) if h.value]
+        if shape and any(holder.value for holder in others):
+            raise UserError(f"{shape[0]}: {given[0]} says the schedule already, leave it out")
 
     @property
     def name(self) -> str | None:

@@ -17,7 +17,7 @@ import sys
 import jax
 import numpy as np
 
-from experiments import run_report, settings
+from experiments import run_report, run_results, settings
 from experiments.condition_flags import ConditionFlags
 from experiments.generation_flags import ProgramFlags, SamplingFlags
 from experiments.given_flags import GivenFlags
@@ -121,9 +121,8 @@ def generate_series(run: RunSettings, model: Model, folder: RunFolder, series: s
     if done:
         progress.note(f"{policy.name}: {done} of {total} images are there already, continuing")
     options = dict(seed=run.seed, given=run.given.tokens, given_scales=run.given.scales)
-    keep = ("images", "tokens", "code_map", "logits") if run.save_arrays else ("images", "tokens")
     for index, results in generator.batches(run.condition, first=done, **options):
-        folder.add(series, index, {k: v for k, v in results.items() if k in keep})
+        folder.add(series, index, run_results.kept(run, results))
         progress.update(int(index[-1]) + 1)
     if (
         series == "main" and not generator.timing.runs
@@ -152,7 +151,7 @@ def main(argv) -> int | None:
         generator = generate_series(run, model, folder, "main")
         if run.compare:
             generate_series(run, model, folder, "full")
-        report = run_report.finish(run, folder, generator)
+        report = run_results.finish(run, folder, generator)
     print(run_report.table(report, folder.out))
     return None
 

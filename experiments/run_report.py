@@ -1,70 +1,24 @@
-"""What a run leaves behind: pictures, arrays, report.json, and the short table on standard
-output."""
+"""What a run says: report.json, the plan before it starts, the short table on standard output."""
 
-import json
 import pathlib
 
 import jax
 import numpy as np
 
 import varjax
-from experiments.image_layouts import write_images
+from experiments.fidelity import HIGHEST_PSNR, summarize
 from experiments.phases import generation_phases
-from experiments.run_folder import RunFolder
 from experiments.run_settings import RunSettings
 from experiments.settings import runs_kernels
-from experiments.text_condition import Text, encoding_bytes, text_tokens
-from varjax import extras, images, memory
-from varjax.folders import replacing
+from experiments.text_condition import encoding_bytes, text_tokens
+from varjax import memory
 from varjax.generation import Generator, Timing
-from varjax.metrics import pixel
 from varjax.models import parameters
 
-HIGHEST_PSNR = 100.0  # dB: identical images have an infinite PSNR, which means and JSON cannot hold
 
-
-def finish(run: RunSettings, folder: RunFolder, generator: Generator) -> dict:
-    """Write all results at once into the final folder and return the report."""
-    arrays = folder.collect("main")
-    reference = folder.collect("full") if run.compare else None
-    report = build(run, generator, arrays, reference, resumed=folder.resumed)
-    with replacing(folder.out, overwrite=folder.overwrite) as out:
-        _write_pictures(out, run, images.to_uint8(arrays["images"]))
-        if run.save_arrays:
-            _write_arrays(out, run, arrays)
-        text = json.dumps(pixel.json_safe(report), indent=1, ensure_ascii=False)
-        (out / "report.json").write_text(text + "\n", encoding="utf-8")
-    folder.close()
-    return report
-
-
-def _write_pictures(out: pathlib.Path, run: RunSettings, pixels: np.ndarray) -> None:
-    images.save_samples_npz(out / "samples.npz", pixels, run.condition.numbers)
-    try:
-        images.save_grid(out / "grid.png", pixels, labels=run.condition.captions)
-        if isinstance(run.condition, Text):
-            texts = run.condition
-            write_images(out, texts.prompts, pixels, texts.each, seed=run.seed)
-    except extras.MissingExtra as error:
-        print(f"no picture files are written: {error}", flush=True)
-
-
-def _write_arrays(out: pathlib.Path, run: RunSettings, arrays: dict[str, np.ndarray]) -> None:
-    pipeline = run.model.pipeline
-    np.savez(
-        out / "arrays.npz",
-        **{pipeline.token_name: pipeline.tokens_to_file(arrays["tokens"])},
-        code_map=np.moveaxis(arrays["code_map"], -1, 1),
-        images=np.moveaxis(arrays["images"], -1, 1),
-        logits=arrays["logits"],
-    )
-
-
-def build(
-    run: RunSettings, generator: Generator, arrays: dict, reference: dict | None, *, resumed: bool
-) -> dict:
+def build(run: RunSettings, generator: Generator, close: dict | None, *, resumed: bool) -> dict:
     """The content of report.json. Byte counts are for one batch; `allocated` is read off the
-    compiled program."""
+    compiled program. close: `closeness` to the full cache, if it was run."""
     plan, batch = run.plan, run.batch_size
     dense = plan.dense_bytes(batch, run.dense_dtype)
     analysis = generator.compiled.memory_analysis()
@@ -102,27 +56,13 @@ def build(
         },
         "segments_used": [[s.start, s.stop, s.length] for s in generator.segments],
     }
-    if reference is not None:
-        report["fidelity"] = fidelity(arrays, reference)
-    return report
+    return report if close is None else report | {"fidelity": close}
 
 
-def fidelity(arrays: dict, reference: dict) -> dict:
-    """Closeness to the full cache on the same seeds.
-
-    psnr is the mean over images, each at most `HIGHEST_PSNR`, which identical images have; those
-    are also counted.
-    """
-    decibels = pixel.psnr(arrays["images"], reference["images"])
-    identical = int(np.isinf(decibels).sum())
-    decibels = np.minimum(decibels, HIGHEST_PSNR)
-    return {
-        "psnr": float(decibels.mean()),
-        "ssim": float(pixel.ssim(arrays["images"], reference["images"]).mean()),
-        "token_agreement": pixel.token_agreement(arrays["tokens"], reference["tokens"]),
-        "identical_images": identical,
-        "psnr_per_image": decibels,
-    }
+def closeness(arrays: dict) -> dict:
+    """The report's `fidelity` from per-image numbers (`fidelity.per_image`)."""
+    decibels = np.minimum(arrays["psnr"], HIGHEST_PSNR)
+    return summarize(arrays) | {"psnr_per_image": decibels}
 
 
 def compile_times(timing: Timing) -> dict[str, float | str | None]:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from experiments import fidelity
 from experiments.given_flags import no_tokens
 from experiments.run_folder import RunFolder
-from experiments.run_report import HIGHEST_PSNR
 from experiments.sweep_plan import Cell, SweepSettings
 from varjax import images
 from varjax.files import writing
@@ -55,6 +55,10 @@ class Reference:
     start: Callable[[], Generator]
     sweep: SweepSettings
     stored: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def results(self, index: np.ndarray) -> dict[str, np.ndarray]:
+        """Tokens and images of images `index`."""
+        return {"tokens": self.tokens[index], "images": self.pictures[index]}
 
     def logits(self, index: np.ndarray) -> np.ndarray:
         """float32 [B, L, ...] at the forced tokens for images `index`; computed anew where host
@@ -149,19 +153,18 @@ class Runner:
 
     def _run_cell(self, cell: Cell, reference: Reference) -> None:
         sweep, generator = self.sweep, self._compiled(cell)
-        found: dict[str, list] = {}
+        found: list[dict] = []
         kept: list[np.ndarray] = []
         for index, results in free(sweep, generator):
-            batch = compare_pictures(results, reference, index)
+            batch = fidelity.per_image(results, reference.results(index))
             pictures = results.pop("images")[: max(0, sweep.samples - int(index[0]))]
             kept += [images.to_uint8(pictures)] if len(pictures) else []
             del results
             batch["kl"] = self._divergence(generator, reference, index)
-            for name, values in batch.items():
-                found.setdefault(name, []).append(values)
+            found.append(batch)
         self._time(generator)
-        arrays = {name: np.concatenate(values) for name, values in found.items()}
-        row = describe_cell(sweep, cell, generator) | {"fidelity": summarize(arrays)}
+        arrays = fidelity.joined(found)
+        row = describe_cell(sweep, cell, generator) | {"fidelity": fidelity.summarize(arrays)}
         row["samples_fidelity"] = {n: a[: sweep.samples].tolist() for n, a in arrays.items()}
         self.keep(cell, row, samples=np.concatenate(kept))
         close = row["fidelity"]
@@ -194,29 +197,6 @@ def _say(line: str) -> None:
 
 
 # --- numbers ---
-
-
-def compare_pictures(results: dict, reference: Reference, index: np.ndarray) -> dict:
-    """Closeness of a batch to the full cache, one number per image."""
-    return {
-        "psnr": pixel.psnr(results["images"], reference.pictures[index]),
-        "ssim": pixel.ssim(results["images"], reference.pictures[index]),
-        "token_agreement": _per_image(results["tokens"] == reference.tokens[index]),
-    }
-
-
-def _per_image(equal: np.ndarray) -> np.ndarray:
-    """Means over all but the first axis."""
-    return equal.reshape(len(equal), -1).mean(1)
-
-
-def summarize(arrays: dict[str, np.ndarray]) -> dict:
-    """Means over images, standard deviations as `*_std`; PSNR at most `HIGHEST_PSNR` each."""
-    identical = int(np.isinf(arrays["psnr"]).sum())
-    arrays = arrays | {"psnr": np.minimum(arrays["psnr"], HIGHEST_PSNR)}
-    found: dict = {name: float(values.mean()) for name, values in arrays.items()}
-    found |= {f"{name}_std": float(values.std()) for name, values in arrays.items()}
-    return found | {"identical_images": identical}
 
 
 def describe_cell(sweep: SweepSettings, cell: Cell, generator: Generator) -> dict:

@@ -68,6 +68,8 @@ def test_dynamic_policy_has_no_keep_scale(call, tmp_path):
         (("--model=var-d17",), "var-d16"),
         (("--model=var-d16", GEOMETRY), "exclude each other"),
         (("--geometry=layers=3",), "lacks"),
+        ((GEOMETRY, "--size=1M"), "--size: --geometry says the schedule already"),
+        (("--model=infinity-2b", "--size=9M"), "choose one of 0.06M"),
         ((GEOMETRY, "--policy=streaming", "--budget=0.01"), "smallest feasible"),
         ((GEOMETRY, "--calibration=file.json"), "no calibration"),
         ((GEOMETRY, "--batch_size=0"), "batch_size"),

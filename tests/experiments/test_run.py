@@ -6,8 +6,8 @@ import shutil
 import numpy as np
 import pytest
 
+from experiments import fidelity, run_report
 from experiments import run as run_module
-from experiments import run_report
 from experiments.run_folder import RunFolder
 from tests import models_under_test as models
 from varjax import policies
@@ -258,7 +258,7 @@ def test_dry_run_of_published_sizes(call, name, flag):
 
 def test_identical_images_count_as_100_db():
     same = {"images": np.full((2, 16, 16, 3), 0.5, np.float32), "tokens": np.zeros((2, 3), int)}
-    close = run_report.fidelity(same, same)
+    close = run_report.closeness(fidelity.per_image(same, same))
     assert close["psnr"] == 100 and close["identical_images"] == 2
     assert close["ssim"] == pytest.approx(1) and close["token_agreement"] == 1
 
