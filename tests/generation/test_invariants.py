@@ -17,7 +17,7 @@ from varjax.sampling import Sampling, image_keys
 from varjax.segments import plan_segments
 
 NAME = models.FAMILIES["var"]
-EVERY = list(models.FAMILIES.values())
+SLOW = pytest.mark.slow
 LABELS = np.array([3, 7, 1, 9, 0, 2, 5, 8], np.int32)
 POLICIES = {
     "full": policies.Full(),
@@ -25,6 +25,15 @@ POLICIES = {
     "streaming": policies.Streaming(budget=0.3),
     "headkv": policies.HeadKV(budget=0.3),
 }
+
+
+def every_family(names, ordinary: str):
+    """(model, name of a policy): by default all policies with VAR, one with the other families."""
+    return [
+        pytest.param(model, name, marks=() if NAME == model or name == ordinary else SLOW)
+        for model in models.FAMILIES.values()
+        for name in names
+    ]
 
 
 def sampled(policy, *, batch_size, segments="auto", count=3, name=NAME, **options):
@@ -42,9 +51,9 @@ def sampled(policy, *, batch_size, segments="auto", count=3, name=NAME, **option
     return tuple(np.concatenate([p[k] for p in parts]) for k in ("tokens", "images"))
 
 
-@pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("policy", [POLICIES["streaming"], POLICIES["headkv"]])
+@pytest.mark.parametrize(("name", "policy"), every_family(["streaming", "headkv"], "streaming"))
 def test_segments_do_not_change_tokens(name, policy):
+    policy = POLICIES[policy]
     expected, images = sampled(policy, batch_size=3, name=name)
     for segments in (1, 6):
         tokens, other = sampled(policy, batch_size=3, segments=segments, name=name)
@@ -52,10 +61,10 @@ def test_segments_do_not_change_tokens(name, policy):
         np.testing.assert_allclose(other, images, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("policy", [POLICIES["full"], POLICIES["headkv"]], ids=["full", "headkv"])
+@pytest.mark.parametrize(("name", "policy"), every_family(["full", "headkv"], "full"))
 def test_batch_size_does_not_change_images(name, policy):
     """Batches of 1, 3 and 8, the last one of 3 padded: the same image for the same number."""
+    policy = POLICIES[policy]
     expected, images = sampled(policy, batch_size=8, count=8, name=name)
     for batch_size in (1, 3):
         tokens, other = sampled(policy, batch_size=batch_size, count=8, name=name)
@@ -91,21 +100,19 @@ def run_with_pool(name, policy, fill):
     return results
 
 
-@pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize(("name", "policy"), every_family(POLICIES, "headkv"))
 def test_unused_slots_are_never_read(name, policy):
     """A pool full of NaN gives the same logits as one full of zeros."""
-    clean, poisoned = (run_with_pool(name, policy, fill) for fill in (0.0, jnp.nan))
+    clean, poisoned = (run_with_pool(name, POLICIES[policy], fill) for fill in (0.0, jnp.nan))
     np.testing.assert_array_equal(poisoned["logits"], clean["logits"])
 
 
-@pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize(("name", "policy"), every_family(POLICIES, "full"))
 def test_images_do_not_see_each_other(name, policy):
     """Another label or prompt beside it does not change an image; nor does its place in the
     batch."""
     model = models.fixture_model(name)
-    generator = models.greedy_generator(model, policy)
+    generator = models.greedy_generator(model, POLICIES[policy])
     one, _ = generator.run_batch(models.arrays_of(model, [3, 7]), [0, 1])
     two, _ = generator.run_batch(models.arrays_of(model, [3, 2]), [0, 1])
     swapped, _ = generator.run_batch(models.arrays_of(model, [7, 3]), [1, 0])
@@ -114,8 +121,7 @@ def test_images_do_not_see_each_other(name, policy):
     assert (np.asarray(one["tokens"][1]) != np.asarray(two["tokens"][1])).any()
 
 
-@pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("policy", ["streaming", "headkv"])
+@pytest.mark.parametrize(("name", "policy"), every_family(["streaming", "headkv"], ""))
 def test_whole_budget_gives_the_tokens_of_full(name, policy):
     model = models.fixture_model(name)
     images = models.arrays_of(model, LABELS[:2])
@@ -126,7 +132,7 @@ def test_whole_budget_gives_the_tokens_of_full(name, policy):
     np.testing.assert_allclose(whole["logits"], full["logits"], atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["c_k5_nol2norm", "infinity_b_small"])
+@pytest.mark.parametrize("name", ["c_k5_nol2norm", pytest.param("infinity_b_small", marks=SLOW)])
 def test_unrolled_scans_agree(name):
     model = models.fixture_model(name)
     images = models.arrays_of(model, LABELS[:2])

@@ -34,7 +34,7 @@ RUNS = [  # policies with their defaults; their other examples take minutes
 SMALL = models.FAMILIES["var"]
 # The others run with every policy too, but by default with one of each kind of selection.
 OTHERS = [name for family, name in models.FAMILIES.items() if family != "var"]
-TYPICAL = ("full", "heatkv", "scalekv", "headkv", "hack")
+TYPICAL = ("heatkv", "scalekv")
 LABELS = np.array([3, 7], np.int32)
 LOGITS = 1e-4  # float32: slots may come in another order
 

@@ -211,13 +211,17 @@ class Infinity(nnx.Module):
         self, block: Block, modulation: Float[Array, "R 6 D"], rotation, x: Float[Array, "R T D"]
     ):
         """Queries, keys and values [R, N, T, H] of one layer: normalised (eps 1e-12), queries times
-        the learned multiplier, then both rotated; normalisation and rotation in float32."""
+        the learned multiplier, both rotated, in float32.
+
+        A rotation keeps lengths, so it comes first: normalised copies in float32, which a rotation
+        would read twice, are never in memory.
+        """
         h = self._attention_input(modulation, x)
         q, k, v = layers.fused_qkv(block, h, self.config.head_dim)
         multiplier = layers.attention_multiplier(block.log_scale[...])
-        q = layers.l2_normalize(q.astype(jnp.float32)) * multiplier
-        k = layers.l2_normalize(k.astype(jnp.float32))
-        return rotate(q, *rotation).astype(x.dtype), rotate(k, *rotation).astype(x.dtype), v
+        q_rotated, k_rotated = (rotate(a.astype(jnp.float32), *rotation) for a in (q, k))
+        q = q_rotated * (multiplier / layers.length(q))
+        return q.astype(x.dtype), (k_rotated / layers.length(k)).astype(x.dtype), v
 
     def raw_queries(
         self, block: Block, modulation: Float[Array, "R 6 D"], x: Float[Array, "R T D"]

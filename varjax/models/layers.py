@@ -23,9 +23,13 @@ def layer_norm(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
 def l2_normalize(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
     """Scale the last axis to unit length in float32; lengths below 1e-12 are treated as 1e-12, as
     torch does."""
-    wide = x.astype(jnp.float32)
-    norm = jnp.sqrt(jnp.square(wide).sum(-1, keepdims=True))
-    return (wide / jnp.maximum(norm, 1e-12)).astype(x.dtype)
+    return (x.astype(jnp.float32) / length(x)).astype(x.dtype)
+
+
+def length(x: Float[Array, "... H"]) -> Float[Array, "... 1"]:
+    """Euclidean length of the last axis, float32, at least 1e-12."""
+    norm = jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(-1, keepdims=True))
+    return jnp.maximum(norm, 1e-12)
 
 
 def modulate(x, scale, shift):
