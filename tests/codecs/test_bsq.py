@@ -133,13 +133,20 @@ def test_image_to_bits_to_image(tiny):
     assert found.shape == images.shape and float(jnp.std(found)) > 0.01
 
 
-def test_bfloat16_decoder(tiny):
-    """The decoder runs in another type when asked; images are float32 all the same."""
-    latents = codes(jax.random.bernoulli(jax.random.key(0), shape=(1, 2, 3, 6)), 6)
-    decode = jax.jit(BSQVAE.decode, static_argnames=("clip", "dtype"))
-    exact, rough = decode(tiny, latents), decode(tiny, latents, dtype=jnp.bfloat16)
-    assert exact.dtype == rough.dtype == jnp.float32 and exact.shape == (1, 4, 6, 3)
-    assert 0 < float(jnp.abs(exact - rough).max()) < 0.2
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_types_and_precision(tiny, dtype):
+    """Convolutions run in the type asked for, float32 ones with full products on every device;
+    images are float32 all the same."""
+    latents = jnp.zeros((1, 2, 3, 6))
+    run = jax.make_jaxpr(lambda codec, h: codec.encode(codec.decode(h, dtype=dtype), dtype=dtype))
+    with jax.default_matmul_precision("default"):
+        jaxpr = run(tiny, latents)
+    found = [e for e in jaxpr.eqns if e.primitive.name == "conv_general_dilated"]
+    assert len(found) > 20
+    assert {str(e.outvars[0].aval.dtype) for e in found} == {dtype}
+    highest = (jax.lax.Precision.HIGHEST,) * 2
+    assert {e.params["precision"] == highest for e in found} == {dtype == "float32"}
+    assert jaxpr.out_avals[0].dtype == jnp.float32
 
 
 # --- the quantiser alone --------------------------------------------------------------------------

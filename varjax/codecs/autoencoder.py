@@ -235,6 +235,6 @@ def cast(modules, dtype):
 
 def full_precision(dtype):
     """Context in which float32 products are really float32 (not TF32 or bfloat16 passes)."""
-    if dtype == jnp.float32:
+    if jnp.dtype(dtype) == jnp.float32:  # names of types are types too
         return jax.default_matmul_precision("highest")
     return contextlib.nullcontext()
