@@ -158,13 +158,14 @@ def resolve(wanted: list[Chip]) -> dict[str, Request]:
             mesh=mesh,
             text_tokens=text_condition.check_text_tokens(TEXT_TOKENS.value, model),
             decode_batch=DECODE_BATCH.value,
+            remarks=tuple(POLICY.remarks(plan, calibration)),
         )
         for chip in wanted
     }
 
 
 def title(request: Request) -> str:
-    """What is compiled, in one line."""
+    """What is compiled, in one line, and remarks on the plan."""
     plan, mesh = request.plan, request.mesh
     parts = [
         request.model.name,
@@ -175,7 +176,7 @@ def title(request: Request) -> str:
         f"{len(request.segments)} segments",
         *([f"mesh {mesh}, bytes per device"] if mesh.num_devices > 1 else []),
     ]
-    return ", ".join(parts)
+    return "\n".join([", ".join(parts), *request.remarks])
 
 
 def main(argv) -> int:

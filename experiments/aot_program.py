@@ -41,6 +41,7 @@ class Request:
       kernel cannot take the shapes, as `Generator` does unless an implementation is named.
     text_tokens: padded length of texts; None: the most that the model takes.
     decode_batch: images decoded at once; None: as many as fit.
+    remarks: lines to print with the plan.
     """
 
     model: settings.AbstractModel
@@ -55,6 +56,7 @@ class Request:
     mesh: MeshSpec = field(default_factory=MeshSpec)
     text_tokens: int | None = None
     decode_batch: int | None = None
+    remarks: tuple[str, ...] = ()
 
     def predict(self, plan: CachePlan, batch_size: int) -> memory.Prediction:
         """Bytes of one device without compiling. plan: what it holds of the cache."""

@@ -166,17 +166,14 @@ class TextFlags:
     def resolve(self, model: AbstractModel, weights: bool) -> Text:
         config = model.transformer.config
         features = negative = None
-        if self._features.value:
-            path = self._features.value
+        if path := self._features.value:
             features = text_features.load(path, config.text_channels, config.text_maxlen)
         prompts = self._read_prompts(features)
         if prompts is None and weights:
             raise UserError(f"{model.name} {self.words}")
-        if self._negative.value:
-            if features is not None:
-                raise UserError("--negative_prompts: --text_features holds its own, leave it out")
-            negative = prompt_sets.read_prompts(self._negative.value, Kind.LINES)
         prompts = prompts or _plain([""], "--dry_run")
+        if self._negative.value:
+            negative = self._read_negative(prompts, features)
         each = 1 if self._each is None else self._each.value or prompts.images_per_prompt
         encoder = _encoder(model) if weights and features is None else None
         if self._each is not None:
@@ -199,12 +196,35 @@ class TextFlags:
             unnamed = [f"text {i}" for i in range(len(features.lens))]
             return _plain(features.prompts or unnamed, str(self._features.value))
         found = prompt_sets.read_prompts(self._prompts.value, self._prompt_set.value)
-        if features is not None and len(features.lens) != len(found.prompts):
+        if features is not None:
+            _check_same(found, features)
+        return found
+
+    def _read_negative(self, prompts: PromptSet, features) -> PromptSet:
+        if features is not None:
+            raise UserError("--negative_prompts: --text_features holds its own, leave it out")
+        found = prompt_sets.read_prompts(self._negative.value, Kind.LINES)
+        if len(found) not in (1, len(prompts)):
             raise UserError(
-                f"--text_features holds {len(features.lens)} texts, --prompts "
-                f"{len(found.prompts)}: encode these prompts"
+                f"--negative_prompts has {len(found)} lines for {len(prompts)} prompts: give one "
+                f"for each, or one for all"
             )
         return found
+
+
+def _check_same(prompts: PromptSet, features) -> None:
+    """Raise `UserError` unless features are, as far as they say, those of the prompts."""
+    if len(features.lens) != len(prompts):
+        raise UserError(
+            f"--text_features holds {len(features.lens)} texts, --prompts {len(prompts)}: encode "
+            f"these prompts"
+        )
+    for prompt, text in zip(prompts.prompts, features.prompts or (), strict=False):
+        if prompt.text.strip() != text:
+            raise UserError(
+                f"--text_features was made of {text!r:.60}, but {prompt.where} is "
+                f"{prompt.text!r:.60}: encode these prompts"
+            )
 
 
 def _encoder(model: AbstractModel) -> pathlib.Path:

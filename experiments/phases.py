@@ -11,6 +11,7 @@ import numpy as np
 from varjax.generator import Generator
 from varjax.text import batches
 from varjax.text.encoder import TextEncoder
+from varjax.text.features import TextFeatures
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
@@ -29,8 +30,13 @@ def generation_phases(generator: Generator, text: int | None) -> dict[str, int |
     }
 
 
-def encoder_bytes(encoder: TextEncoder, longest: int, rows: int) -> int:
-    """Bytes of encoding `rows` texts of `longest` tokens; that program is there already."""
-    size = batches.padded_size(longest)
+def encoder_bytes(encoder: TextEncoder, features: TextFeatures, batch_size: int) -> int | None:
+    """Bytes of the largest program that made these features, which is there already; None if all
+    texts are empty and there was none."""
+    negative = () if features.negative_lens is None else features.negative_lens
+    texts = int((~features.unconditional).sum()) + len(negative)
+    if not texts:
+        return None
+    rows, size = min(batch_size, texts), batches.padded_size(features.longest)
     ids, lengths = np.zeros((rows, size), np.int32), np.ones(rows, np.int32)
     return peak_bytes(batches._program.lower(encoder.module, ids, lengths).compile())

@@ -111,8 +111,8 @@ class Text:
         """
         if self.features is not None:
             return self
-        total, negative = len(self.prompts), self.negative
-        print(f"encoding {total} prompts with {self.encoder}", file=sys.stderr, flush=True)
+        negative, count = self.negative, len(self.prompts)
+        print(f"encoding {count} prompts with {self.encoder}", file=sys.stderr, flush=True)
         encoder = TextEncoder.load(self.encoder, dtype)
         features = encoder.encode(
             self.prompts.texts,
@@ -122,7 +122,7 @@ class Text:
             names=self.prompts.names,
             negative_names=None if negative is None else negative.names,
         )
-        peak = phases.encoder_bytes(encoder, features.longest, min(BATCH_SIZE, total))
+        peak = phases.encoder_bytes(encoder, features, BATCH_SIZE)
         del encoder
         gc.collect()  # modules may refer to themselves, and their arrays should go now
         fitted = features.fitted(text_channels, self.text_maxlen).repeat(self.each)

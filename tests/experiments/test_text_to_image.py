@@ -29,7 +29,8 @@ def files(tmp_path_factory):
     folder, arrays = tmp_path_factory.mktemp("inputs"), models.infinity_fixture(CASE)
     np.savez(folder / "text.npz", kv=arrays["text_kv"], lens=arrays["text_lens"])
     four = np.repeat(np.arange(4.0, dtype=np.float32)[:, None], arrays["text_kv"].shape[1], 1)
-    np.savez(folder / "four.npz", kv=four, lens=[1, 1, 1, 1])
+    np.savez(folder / "four.npz", kv=four, lens=[1, 1, 1, 1], prompts=["a", "b", "a cat", "d"])
+    (folder / "four.txt").write_text("a\nb\nc\nd\n")
     np.savez(folder / "wide.npz", kv=np.zeros((3, 32), np.float32), lens=[3])
     np.savez(folder / "bits.npz", bits=arrays["gt_bits"])
     np.savez(folder / "short.npz", bits=arrays["gt_bits"][:, :3])
@@ -78,8 +79,12 @@ def test_prompts_become_a_benchmarks_folder(call, files, tmp_path):
     entries = [{"prompt": text, "tag": "color", "include": []} for text in encoder.SENTENCES[:2]]
     prompts.write_text("\n".join(map(json.dumps, entries)))
     (tmp_path / "avoid.txt").write_text("a dog\n")
+    (tmp_path / "three.txt").write_text("a dog\na cat\na fly\n")
     flags = (f"--checkpoint={folder}", f"--prompts={prompts}", f"--out={out}", "--batch_size=2")
-    flags += (f"--negative_prompts={tmp_path / 'avoid.txt'}", "--images_per_prompt=1", *FAST)
+    flags += ("--images_per_prompt=1", *FAST)
+    wrong = call("run", *flags, f"--negative_prompts={tmp_path / 'three.txt'}")
+    assert wrong[0] == 2 and "has 3 lines for 2 prompts" in wrong[2]
+    flags += (f"--negative_prompts={tmp_path / 'avoid.txt'}",)
     status, text, err = call("run", *flags, "--policy=headkv", "--budget=0.3")
     assert status == 0, err
     assert "encoding 2 prompts" in err and "allocated KV" in text
@@ -117,6 +122,7 @@ BAD = [
     (("--text_features=IN/bits.npz",), "kv and lens missing"),
     (("--text_features=/nowhere.npz",), "no file /nowhere.npz"),
     (("TEXT", "--prompts=IN/prompts.txt"), "holds 2 texts, --prompts 3"),
+    (("--text_features=IN/four.npz", "--prompts=IN/four.txt"), "was made of 'a cat', but"),
     (("TEXT", "--negative_prompts=IN/prompts.txt"), "holds its own"),
     (("TEXT", "--images_per_prompt=0"), "positive integer"),
     (("TEXT", "--text_tokens=10000"), "takes at most"),
@@ -200,5 +206,5 @@ def test_few_samples_are_spread_over_the_prompts(files, checkpoint):
     condition = ConditionFlags(flags, samples=2)
     flags.values(["calibrate", f"--text_features={files / 'four.npz'}"])
     found = condition.resolve(settings.abstract_model(checkpoint.partition("=")[2]))
-    assert len(found) == 2 and found.captions == ["text 0", "text 2"]
+    assert len(found) == 2 and found.captions == ["a", "a cat"]
     np.testing.assert_array_equal(found.take(np.arange(2))["kv"][:, 0, 0], [0, 2])
