@@ -11,7 +11,7 @@ from varjax import policies
 from varjax.cache.planner import plan_cache
 from varjax.errors import UserError
 from varjax.geometry import Geometry
-from varjax.models.published_geometry import GEOMETRIES
+from varjax.models import registry
 from varjax.policies import calibration as measured
 from varjax.policies import sinks as sink_rules
 from varjax.policies.calibration import Calibration
@@ -67,8 +67,8 @@ def problem(request):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_geometry(name):
-    geometry, known = Problem(name).geometry, GEOMETRIES[PUBLISHED[name][1]]
-    assert (known.schedule, known.num_layers, known.num_heads) == (
+    geometry, known = Problem(name).geometry, registry.preset(PUBLISHED[name][1]).transformer
+    assert (known.schedule, known.depth, known.num_heads) == (
         geometry.schedule,
         geometry.num_layers,
         geometry.num_heads,
