@@ -10,6 +10,8 @@ that the generation engine and teacher forcing share:
     finish(block, ...)         cross attention and the rest of the layer
     logits(...)                head, float32: two per bit
 
+The residual stream is float32 whatever the type of the weights, as in the published code.
+
 Letters: R rows, T tokens of a scale (padded), M text tokens (padded), E text channels, L layers, N
 heads, H head size, D width, C bits per token. Names of the original implementation are in
 `ported_weights/infinity.py`.
@@ -185,13 +187,15 @@ class Infinity(nnx.Module):
         codes: Float[Array, "B T C"],
         scale: Int[Array, ""],
     ) -> Float[Array, "R T D"]:
-        """Inputs of one scale: the resized codes, or the start embedding at scale 0, plus level.
+        """Inputs of one scale, float32: the resized codes, or the start embedding at scale 0, plus
+        level.
 
         `codes` holds one row per image; conditional and unconditional rows share it.
         """
         words = self.word_embedding(codes.astype(self.dtype))
         words = jnp.tile(words, (start.shape[0] // words.shape[0], 1, 1))
-        return jnp.where(scale == 0, start, words) + self.level_embedding[scale]
+        x = jnp.where(scale == 0, start, words) + self.level_embedding[scale]
+        return x.astype(jnp.float32)
 
     def rotation(self, token_index: Int[Array, " T"]) -> tuple[Float[Array, "T H"], ...]:
         """Cosines and sines by which keys and queries of these tokens are rotated, float32; pairs
@@ -221,7 +225,7 @@ class Infinity(nnx.Module):
         multiplier = layers.attention_multiplier(block.log_scale[...])
         q_rotated, k_rotated = (rotate(a.astype(jnp.float32), *rotation) for a in (q, k))
         q = q_rotated * (multiplier / layers.length(q))
-        return q.astype(x.dtype), (k_rotated / layers.length(k)).astype(x.dtype), v
+        return q.astype(v.dtype), (k_rotated / layers.length(k)).astype(v.dtype), v
 
     def raw_queries(
         self, block: Block, modulation: Float[Array, "R 6 D"], x: Float[Array, "R T D"]
@@ -232,8 +236,12 @@ class Infinity(nnx.Module):
         )
 
     def _attention_input(self, modulation, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
-        normal = layers.layer_norm(x, self.config.norm_eps)
-        return layers.modulate(normal, modulation[:, 2], modulation[:, 4])
+        return self._modulated(x, modulation[:, 2], modulation[:, 4])
+
+    def _modulated(self, x, scale, shift) -> Float[Array, "R T D"]:
+        """Normalised and modulated in float32, then in the type of the weights."""
+        normal = layers.layer_norm(x.astype(jnp.float32), self.config.norm_eps)
+        return layers.modulate(normal, scale, shift).astype(self.dtype)
 
     def finish(
         self,
@@ -247,16 +255,15 @@ class Infinity(nnx.Module):
         modulation = layer_context["modulation"]
         x = x + parallel.contract(block.proj, layers.merge_heads(attended)) * modulation[:, None, 0]
         x = x + self.cross_attention(block, layer_context, visible, x)
-        h = layers.modulate(
-            layers.layer_norm(x, self.config.norm_eps), modulation[:, 3], modulation[:, 5]
-        )
+        h = self._modulated(x, modulation[:, 3], modulation[:, 5])
         wide = jax.nn.gelu(block.fc1(h), approximate=True)
         return x + parallel.contract(block.fc2, wide) * modulation[:, None, 1]
 
     def cross_attention(self, block: Block, layer_context, visible, x: Float[Array, "R T D"]):
         """What the tokens take from the text, [R, T, D]."""
-        h = layers.layer_norm(x, self.config.norm_eps)
+        h = layers.layer_norm(x.astype(jnp.float32), self.config.norm_eps)
         h = h * block.cross_norm.scale[...] + block.cross_norm.bias[...]
+        h = h.astype(self.dtype)
         q = layers.split_heads(block.cross_q(h), self.config.head_dim)
         k, v = layer_context["text_keys"], layer_context["text_values"]
         out = _attend_text(q, k, v, visible)
@@ -283,6 +290,7 @@ class Infinity(nnx.Module):
         words = self.word_embedding(codes.astype(self.dtype))
         scale = schedule.scale_of_token
         x = jnp.concatenate([context["start"], words], axis=1) + self.level_embedding[scale]
+        x = x.astype(jnp.float32)
         mask = jnp.asarray(scale[:, None] >= scale[None, :])
         rotation = self.rotation(jnp.arange(schedule.total_tokens))
 
