@@ -7,15 +7,10 @@ import numpy as np
 from experiments.settings import AbstractModel
 from varjax.command_line import CommandFlags
 from varjax.errors import UserError
-from varjax.models.pipeline import Pipeline
 
 KINDS = {  # what a model calls its tokens: how a file holds them
     "tokens": "int [N, L]",
     "bits": "uint8 [N, L of the image tokenizer, bits of a code]",
-}
-EMPTY_FILES = {  # of one image, for the configuration of a transformer
-    "tokens": lambda config: np.zeros((1, config.schedule.total_tokens), np.int32),
-    "bits": lambda config: np.zeros((1, 0, config.codebook_dim), np.uint8),
 }
 
 
@@ -66,13 +61,6 @@ class GivenFlags:
             return Given(model.pipeline.tokens_from_file(array, num_images, count), scales)
         except UserError as error:
             raise UserError(f"--given_{mine}={path}: {error}") from None
-
-
-def no_tokens(pipeline: Pipeline, images: int) -> np.ndarray:
-    """Tokens as a model draws them, all 0, for programs that take some and are given none."""
-    empty = EMPTY_FILES[pipeline.token_name](pipeline.transformer.config)
-    one = pipeline.tokens_from_file(empty, 1, 0)
-    return np.broadcast_to(one, (images, *one.shape[1:]))
 
 
 def _read(path: str, name: str) -> np.ndarray:

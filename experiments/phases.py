@@ -6,7 +6,6 @@ stay, is free in the next.
 """
 
 import jax
-import numpy as np
 
 from varjax.generator import Generator
 from varjax.text import batches
@@ -37,6 +36,5 @@ def encoder_bytes(encoder: TextEncoder, features: TextFeatures, batch_size: int)
     texts = int((~features.unconditional).sum()) + len(negative)
     if not texts:
         return None
-    rows, size = min(batch_size, texts), batches.padded_size(features.longest)
-    ids, lengths = np.zeros((rows, size), np.int32), np.ones(rows, np.int32)
-    return peak_bytes(batches._program.lower(encoder.module, ids, lengths).compile())
+    rows = min(batch_size, texts)
+    return peak_bytes(batches.compiled(encoder.module, rows, features.longest))

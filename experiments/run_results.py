@@ -1,6 +1,6 @@
 """The files of a finished run: pictures, arrays, report.json. They appear all at once.
 
-Batches are read one after the other; what is in memory at once are bytes of pixels.
+Batches are read one after the other, so that large sets of pictures need little memory.
 """
 
 import json
@@ -18,6 +18,7 @@ from varjax.folders import replacing
 from varjax.generation import Generator
 from varjax.metrics import pixel
 
+PIXELS = "pixels.npy"  # in the work folder, while results are written
 GRID_PIXELS = 2**26  # of the images in grid.png, which shows no more of them
 
 
@@ -51,9 +52,16 @@ def _fidelity(folder: RunFolder) -> dict:
 
 
 def _pixels(folder: RunFolder) -> np.ndarray:
-    """uint8 [N, H, W, 3]: all images."""
-    parts = (results["images"] for _, results in folder.batches("main"))
-    return np.concatenate([p if p.dtype == np.uint8 else images.to_uint8(p) for p in parts])
+    """uint8 [N, H, W, 3]: all images, on disk: large sets do not fit into memory."""
+    pixels, total = None, folder.finished("main")
+    for index, results in folder.batches("main"):
+        some = results["images"]
+        some = some if some.dtype == np.uint8 else images.to_uint8(some)
+        if pixels is None:
+            file, shape = folder.work / PIXELS, (total, *some.shape[1:])
+            pixels = np.lib.format.open_memmap(file, "w+", np.uint8, shape)
+        pixels[index] = some
+    return pixels
 
 
 def _write_pictures(out: pathlib.Path, run: RunSettings, pixels: np.ndarray) -> None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from experiments import fidelity
-from experiments.given_flags import no_tokens
 from experiments.run_folder import RunFolder
 from experiments.sweep_plan import Cell, SweepSettings
 from varjax import images
@@ -38,7 +37,7 @@ def make_generator(sweep: SweepSettings, model: Model, cell: Cell) -> Generator:
 
 def free(sweep: SweepSettings, generator: Generator):
     """Batches whose tokens are drawn."""
-    unused = no_tokens(generator.model.pipeline, len(sweep.condition))
+    unused = generator.model.pipeline.no_tokens(len(sweep.condition))
     return generator.batches(sweep.condition, seed=sweep.seed, given=unused, given_scales=0)
 
 
@@ -126,7 +125,7 @@ class Runner:
     def _compiled(self, cell: Cell) -> Generator:
         generator = make_generator(self.sweep, self.model, cell)
         first = self.sweep.padded(np.arange(1))
-        unused = no_tokens(generator.model.pipeline, len(first))
+        unused = generator.model.pipeline.no_tokens(len(first))
         generator.compile(self.sweep.condition.take(first), unused)
         _say(f"  compiled in {generator.timing.compile_s:.1f} s")
         return generator
@@ -147,7 +146,7 @@ class Runner:
         """Run again until there are enough times."""
         size, sweep = self.sweep.batch_size, self.sweep
         index = np.arange(size) % len(sweep.condition)
-        options = dict(given=no_tokens(generator.model.pipeline, size), given_scales=0)
+        options = dict(given=generator.model.pipeline.no_tokens(size), given_scales=0)
         while len(generator.timing.runs) < TIMED_RUNS:
             generator.run_batch(sweep.condition.take(index), index, seed=sweep.seed, **options)
 

@@ -126,14 +126,6 @@ def arrays_of(model: Model, numbers):
     return condition(model, numbers).take(np.arange(len(numbers)))
 
 
-def no_tokens(model: Model, images: int) -> np.ndarray:
-    """Tokens of the shape that a model gives, all 0."""
-    total = model.geometry.schedule.total_tokens
-    if model.pipeline.token_name == "bits":
-        return np.zeros((images, total, model.pipeline.transformer.config.bits), np.uint8)
-    return np.zeros((images, total), np.int32)
-
-
 def greedy_generator(
     model: Model, policy=None, *, cfg=1.5, batch_size=2, plan: CachePlan | None = None, **options
 ) -> Generator:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from varjax.codecs.patchify import patchify, unpatchify
-
 from varjax.codecs.quantizer import phi_index
 from varjax.codecs.resize import (
     area_matrix,

@@ -77,12 +77,12 @@ def program(model: str, policy: str, budget: float):
 def start(generator):
     """Compile it for tokens that are given or not."""
     model = generator.model
-    generator.compile(models.arrays_of(model, LABELS), models.no_tokens(model, 2))
+    generator.compile(models.arrays_of(model, LABELS), model.pipeline.no_tokens(2))
 
 
 def run(generator, labels=LABELS, numbers=(0, 1), tokens=None):
     """(results, final state) of a free run, or of one with the tokens given."""
-    given = models.no_tokens(generator.model, 2) if tokens is None else tokens
+    given = generator.model.pipeline.no_tokens(2) if tokens is None else tokens
     scales = 0 if tokens is None else None
     return generator.run_batch(
         models.arrays_of(generator.model, labels),

@@ -141,6 +141,10 @@ class InfinityPipeline(Pipeline):
             parts.append(unpatchify(maps, config.patch).reshape(len(maps), -1, config.codebook_dim))
         return np.concatenate(parts, axis=1)
 
+    def no_tokens(self, images: int) -> np.ndarray:
+        bits = self.transformer.config.bits
+        return np.zeros((images, self.geometry.schedule.total_tokens, bits), np.uint8)
+
     def tokens_from_file(self, array: np.ndarray, num_images: int, scales: int) -> np.ndarray:
         """uint8 [N, L, C] from bits of the image tokenizer that reach at least through the given
         scales; 0 beyond."""

@@ -148,6 +148,10 @@ class Pipeline:
         """Drawn tokens of N images as `arrays.npz` has them."""
         return np.asarray(tokens, np.int32)
 
+    def no_tokens(self, images: int) -> np.ndarray:
+        """Tokens as they are drawn, all 0, for programs that take given ones and get none."""
+        return np.zeros((images, self.geometry.schedule.total_tokens), np.int32)
+
     def tokens_from_file(self, array: np.ndarray, num_images: int, scales: int) -> np.ndarray:
         """The inverse, for tokens that are given; `UserError` if the array does not fit.
 

@@ -59,6 +59,11 @@ def _arrays(texts: Sequence[Sequence[int]], rows: int, size: int):
     return ids, lengths
 
 
+def compiled(module: T5Encoder, rows: int, length: int) -> jax.stages.Compiled:
+    """The program for `rows` texts of at most `length` tokens, for questions about its memory."""
+    return _program.lower(module, *_arrays([], rows, padded_size(length))).compile()
+
+
 @jax.jit
 def _program(
     module: T5Encoder, ids: Int[Array, "B T"], lengths: Int[Array, " B"]
