@@ -22,7 +22,7 @@ from experiments.model_flags import ModelFlags
 from varjax import command_line, generation, measuring
 from varjax.files import check_file_place
 from varjax.policies import calibration as measured
-from varjax.policies.calibration import Calibration
+from varjax.policies.calibration import Calibration, show_guidance
 
 FLAGS = command_line.CommandFlags()
 FLAGS.compilation_cache()
@@ -49,7 +49,7 @@ def text(found: Calibration) -> str:
     )
     lines = [
         f"{found.model}: {found.num_layers} layers, {found.num_heads} heads, schedule "
-        f"{found.schedule}, cfg {found.guidance:g}, {found.num_samples} images",
+        f"{found.schedule}, cfg {show_guidance(found.guidance)}, {found.num_samples} images",
         "attention density of the last scale, by source scale: "
         + " ".join(f"{d:.3f}" for d in density),
         "layer  key discrepancy  selectivity  query variance (mean over heads)",

@@ -122,7 +122,10 @@ def test_one_number_or_one_per_scale():
     one, many = Sampling(cfg=2.0, tau=0.5), Sampling(cfg=[1, 2.5, 4])
     assert one.check(3, 10).per_scale("cfg", 3) == (2.0, 2.0, 2.0)
     assert many.check(3).per_scale("cfg", 3) == (1, 2.5, 4) and hash(many) is not None
-    assert float(many.at("cfg", jnp.int32(1), 3)) == 2.5 and many.guidance == 2.5
+    assert float(many.at("cfg", jnp.int32(1), 3)) == 2.5
+    assert one.guidance == Sampling(cfg=[2, 2, 2]).guidance == 2.0
+    assert many.guidance == "1,2.5,4"
+    assert Sampling(cfg=2.0, cfg_insertion_layer=[0, -2]).guidance == "2 at 0,-2"
     with pytest.raises(UserError, match="cfg lists 3 numbers, the schedule has 4"):
         many.check(4)
 

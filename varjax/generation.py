@@ -1,5 +1,6 @@
 """From labels or text to images: loading, planning, compiling once, running batch after batch."""
 
+import gc
 import numbers
 import os
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from flax import nnx
 from varjax import checkpoint
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
-from varjax.conditions import Condition, Labels
+from varjax.conditions import Labels
 from varjax.errors import UserError, choose
 from varjax.generator import MATMUL_PRECISIONS, Generator, Timing, storage_dtype
 from varjax.geometry import Geometry
@@ -160,14 +161,8 @@ def _calibration(calibration, policy: Policy, model, cfg=None) -> Calibration | 
     return calibration
 
 
-def make_condition(
-    model: Model,
-    labels: Sequence[int] | None,
-    prompts: Sequence[str] | None,
-    text_features: TextFeatures | None,
-) -> Condition:
-    """What the model's images are made of; `UserError` if it is not what the model takes."""
-    given = {"labels": labels, "prompts": prompts, "text_features": text_features}
+def _check_condition(model: Model, **given) -> None:
+    """Raise `UserError` unless exactly what the model's images are made of is given."""
     named = [name for name, value in given.items() if value is not None]
     wanted = {"labels": ("labels",), "text": ("prompts", "text_features")}[model.family.condition]
     if len(named) != 1 or named[0] not in wanted:
@@ -175,13 +170,28 @@ def make_condition(
             f"{', '.join(named) or 'nothing'} given: {model.name} ({model.family.name}) draws from "
             f"{' or '.join(wanted)}: give exactly that"
         )
-    if labels is not None:
-        return Labels.of(labels, model.num_classes, model.class_names)
-    config = model.pipeline.transformer.config
+    labels, prompts, features = (given[n] for n in ("labels", "prompts", "text_features"))
+    if labels is not None and not hasattr(labels, "__len__"):
+        raise UserError(f"labels={labels!r:.60}: give a list of class numbers, one for each image")
     if prompts is not None:
-        reader = TextEncoder.load(Path(model.directory or "") / FOLDER, default_dtype())
-        text_features = reader.encode(prompts, max_length=config.text_maxlen)
-    return text_features.fitted(config.text_channels, config.text_maxlen)
+        texts = isinstance(prompts, (list, tuple)) and all(isinstance(p, str) for p in prompts)
+        if not texts or not prompts:
+            raise UserError(f"prompts={prompts!r:.60}: give a list of texts, one for each image")
+    if features is not None and not isinstance(features, TextFeatures):
+        raise UserError(
+            f"text_features={features!r:.60}: give TextFeatures, as varjax.text.features.load reads"
+        )
+
+
+def read_prompts(model: Model, prompts: Sequence[str]) -> TextFeatures:
+    """Features of prompts by the text encoder of the model's checkpoint, which is on the device
+    only while this runs. `UserError` if there is none, or it is another model's."""
+    config = model.pipeline.transformer.config
+    reader = TextEncoder.load(Path(model.directory or "") / FOLDER, default_dtype())
+    features = reader.encode(prompts, max_length=config.text_maxlen)
+    del reader
+    gc.collect()  # modules refer to themselves, and their arrays should go now
+    return features.fitted(config.text_channels, config.text_maxlen)
 
 
 def generate(
@@ -212,7 +222,7 @@ def generate(
       model: from `load`.
       labels: class numbers, for class-conditional models.
       prompts: texts, for text-conditional models whose checkpoint holds the text encoder; it is
-        loaded, used and freed before anything else.
+        loaded, used and freed before anything is compiled for the model.
       text_features: the same computed beforehand (`varjax.text`).
       policy, budget, policy_args: how the KV cache is compressed; see `varjax.policies.POLICIES`.
       seed: image i depends on (seed, i, label or prompt) only, never on the batch size.
@@ -227,10 +237,14 @@ def generate(
     Raises:
       UserError: for anything that cannot work, before compiling.
     """
-    condition = make_condition(model, labels, prompts, text_features)
+    _check_condition(model, labels=labels, prompts=prompts, text_features=text_features)
+    count = next(len(c) for c in (labels, prompts, text_features) if c is not None)
     if batch_size is not None and batch_size < 1:
         raise UserError(f"batch_size={batch_size}: at least 1")
-    overrides = dict(
+    chosen = resolve_policy(policy, budget, **(policy_args or {}))
+    chosen.check_images(count)
+    sampling = Sampling.recommended(
+        *(model.recommended_sampling,),
         cfg=cfg,
         tau=tau,
         cfg_insertion_layer=cfg_insertion_layer,
@@ -239,21 +253,25 @@ def generate(
         greedy=greedy,
         more_smooth=more_smooth,
     )
-    chosen = resolve_policy(policy, budget, **(policy_args or {}))
-    chosen.check_images(len(condition))
-    sampling = Sampling.recommended(model.recommended_sampling, **overrides)
+    model.pipeline.transformer.config.check_sampling(sampling)
+    if labels is not None:
+        condition = Labels.of(labels, model.num_classes, model.class_names)
     generator = Generator(
         model,
         chosen,
         sampling=sampling,
-        batch_size=min(len(condition), batch_size or 8),
+        batch_size=min(count, batch_size or 8),
         segments=segments,
         calibration=_calibration(calibration, chosen, model, sampling.guidance),
         kv_dtype=None if kv_dtype is None else choose("kv_dtype", kv_dtype, KV_DTYPES),
     )
-    return np.concatenate(
-        [results["images"] for _, results in generator.batches(condition, seed=seed)]
-    )
+    if prompts is not None:
+        condition = read_prompts(model, prompts)
+    elif text_features is not None:
+        config = model.pipeline.transformer.config
+        condition = text_features.fitted(config.text_channels, config.text_maxlen)
+    batches = generator.batches(condition, seed=seed)
+    return np.concatenate([results["images"] for _, results in batches])
 
 
 __all__ = [

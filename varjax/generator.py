@@ -39,9 +39,9 @@ def storage_dtype(dtype):
 
 @dataclass
 class Timing:
-    """Seconds. `compile_s` includes tracing; `cache` says whether the programs came from the
-    compilation cache ("warm"), were compiled ("cold"), or there is none ("off"). `runs` are those
-    of each call of the compiled program, pixels included, the first one apart."""
+    """Seconds. `compile_s` includes tracing; `cache` says whether the program that draws codes came
+    from the compilation cache ("warm"), was compiled ("cold"), or there is none ("off"). `runs` are
+    those of each call of the compiled program, pixels included, the first one apart."""
 
     compile_s: float = 0.0
     cache: str = "off"
@@ -116,13 +116,11 @@ class Generator:
         given: tokens of a batch if some will be forced.
         """
         start = time.perf_counter()
-        with compilation_cache.Watch() as watch:
-            try:
-                self._compile(condition, given)
-            except NotImplementedError as error:  # a kernel that cannot take these shapes
-                raise UserError(str(error)) from error
+        try:
+            self._compile(condition, given)
+        except NotImplementedError as error:  # a kernel that cannot take these shapes
+            raise UserError(str(error)) from error
         self.timing.compile_s = time.perf_counter() - start
-        self.timing.cache = watch.verdict
 
     def _compile(self, condition: Any, given: np.ndarray | None) -> None:
         images = self.batch_size
@@ -141,7 +139,9 @@ class Generator:
         codes = programs.lower_codes(
             self._pipeline, state, arguments, self.spec, auto_layout=automatic, **options
         )
-        self._program = codes.compile()
+        with compilation_cache.Watch() as watch:  # not the helpers, which are too quick to be kept
+            self._program = codes.compile()
+        self.timing.cache = watch.verdict
         self._formats = self._program.input_formats[0][0] if automatic else None
         code_map = jax.eval_shape(lambda: self._pipeline.empty_code_map(images))
         pixels = programs.lower_pixels(

@@ -15,6 +15,7 @@ from varjax.errors import UserError
 from varjax.models import parameters
 from varjax.models.pipeline import ARRAYS_PER_LOGIT, images_at_once
 
+SCORE_ARRAYS = 3  # of attention without a kernel, at one time
 SAFETY = 0.9  # share of the device's memory that predictions may fill
 
 
@@ -64,6 +65,7 @@ def predict(
     config, rows = transformer.config, batch_size * plan.geometry.rows_per_image
     tokens = max(plan.geometry.schedule.tokens)
     layer = rows * tokens * (6 * config.embed_dim + 2 * config.hidden_dim) * item_size(dtype)
+    layer += rows * tokens * config.embed_dim * (4 - item_size(dtype))  # a float32 residual stream
     if not kernels:
         layer += _reference_attention(plan, rows, tokens, kv_dtype)
     chosen = min(batch_size, images_at_once(tokens, config.logits_per_token))
@@ -83,11 +85,12 @@ def predict(
 
 
 def _reference_attention(plan: CachePlan, rows: int, tokens: int, kv_dtype) -> int:
-    """Bytes of scores and weights, and of keys and values gathered from the pool."""
+    """Bytes of scores in three stages (XLA's CPU compiler keeps as many), and of keys and values
+    gathered from the pool."""
     heads = plan.geometry.num_heads
     keys = tokens + int(plan.capacity.max(initial=0))
     gathered = 2 * rows * heads * keys * 2 * plan.geometry.head_dim * item_size(kv_dtype)
-    return 2 * rows * heads * tokens * keys * 4 + gathered
+    return SCORE_ARRAYS * rows * heads * tokens * keys * 4 + gathered
 
 
 def available_bytes() -> int | None:
@@ -149,7 +152,8 @@ def choose_batch_size(predict_for, asked: int | None, num_images: int, usual: in
         raise UserError(
             f"a batch of {wanted if asked else 1} needs about {show_bytes(need.total)} (weights "
             f"{show_bytes(need.weights)}, "
-            f"KV pool {show_bytes(need.kv_pool)}, activations {show_bytes(need.activations)}), but "
+            f"KV pool {show_bytes(need.kv_pool)}, condition {show_bytes(need.condition)}, "
+            f"activations {show_bytes(need.activations)}), but "
             f"{show_bytes(int(SAFETY * available))} are available: {hint}"
         )
     return size

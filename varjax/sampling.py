@@ -107,9 +107,15 @@ class Sampling:
         return jnp.asarray(self.per_scale(name, num_scales), jnp.float32)[scale]
 
     @property
-    def guidance(self) -> float:
-        """`cfg` as one number, for records: the mean over scales."""
-        return float(np.mean(self.cfg))
+    def guidance(self) -> float | str:
+        """What records say of the guidance: its strength where one number on the logits is all,
+        else a text with the strength of every scale and the places."""
+        strengths = self.cfg if isinstance(self.cfg, tuple) else (self.cfg,)
+        on_logits = self.cfg_insertion_layer == (0,)
+        if on_logits and len(set(strengths)) == 1:
+            return float(strengths[0])
+        places = "" if on_logits else f" at {','.join(map(str, self.cfg_insertion_layer))}"
+        return ",".join(f"{strength:g}" for strength in strengths) + places
 
     @classmethod
     def recommended(cls, settings: Mapping, **overrides) -> "Sampling":

@@ -34,6 +34,7 @@ def main() -> None:
                 *(model, plan.policy),
                 sampling=Sampling(cfg=2.0, top_k=100),
                 batch_size=images,
+                segments=1,
                 cache_plan=plan,
                 kv_dtype=kv_dtype,
                 mesh=MeshSpec.parse(mesh),

@@ -65,6 +65,7 @@ def run(case: str, plan=None):
         keep_logits=True,
         matmul_precision="highest",
         cache_plan=plan,
+        segments="auto" if "gen" in case else 2,
     )
     return model, arrays, *generator.run_batch(text.take(index), index, **forced)
 

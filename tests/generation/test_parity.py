@@ -24,7 +24,10 @@ def subsampled(images: np.ndarray, arrays: dict) -> np.ndarray:
 def test_greedy_generation_is_identical(name, cfg):
     arrays = models.fixture(name, f"gen_cfg{cfg}")
     generator = models.greedy_generator(
-        models.fixture_model(name), cfg=float(cfg), batch_size=len(arrays["labels"])
+        models.fixture_model(name),
+        cfg=float(cfg),
+        batch_size=len(arrays["labels"]),
+        segments="auto",
     )
     results, _ = generator.run_batch(arrays["labels"], np.arange(len(arrays["labels"])))
     np.testing.assert_array_equal(results["tokens"], arrays["tokens"])

@@ -41,8 +41,8 @@ class InfinityPipeline(Pipeline):
         }
 
     def prepare(self, condition: dict[str, Array]) -> dict:
-        """Rows without guidance see the unconditional text, as long as the prompt, or the negative
-        prompt. So do images without a prompt in both."""
+        """The second rows see the negative prompt, or else the unconditional text, cut to the
+        length of the prompt. An image without a prompt sees the unconditional text in its first."""
         text, length = condition["kv"], condition["length"]
         empty = self._empty_text(text)
         text = jnp.where(condition["unconditional"][:, None, None], empty, text)

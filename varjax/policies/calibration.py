@@ -53,7 +53,7 @@ class Calibration:
     schedule: Schedule | None = None
     num_layers: int | None = None
     num_heads: int | None = None
-    guidance: float | None = None
+    guidance: float | str | None = None
     num_samples: int | None = None
     orders: np.ndarray | None = None
     beta: np.ndarray | None = None
@@ -92,19 +92,19 @@ class Calibration:
             for i, order in enumerate(self.orders):
                 read_order(f"order list {i}", order.tolist(), geometry)
 
-    def check_origin(self, model_digest: str, guidance: float | None = None) -> None:
-        """Raise `UserError` if this was measured on other weights, or with other guidance (None:
-        whatever it was)."""
+    def check_origin(self, model_digest: str, guidance: float | str | None = None) -> None:
+        """Raise `UserError` if this was measured on other weights, or with other guidance
+        (`Sampling.guidance`; None: whatever it was)."""
         if self.model_digest not in (None, model_digest):
             raise UserError(
                 f"the calibration was made for other weights (of a model called {self.model!r}); "
                 f"calibrate this model: python -m experiments.calibrate"
             )
-        if None not in (self.guidance, guidance) and abs(self.guidance - guidance) > 1e-6:
+        if None not in (self.guidance, guidance) and not _same_guidance(self.guidance, guidance):
+            mine, other = (show_guidance(g) for g in (self.guidance, guidance))
             raise UserError(
-                f"the calibration was made with guidance cfg={self.guidance:g}, this run uses "
-                f"cfg={guidance:g}: run with --cfg={self.guidance:g}, or calibrate with "
-                f"--cfg={guidance:g}"
+                f"the calibration was made with guidance cfg={mine}, this run uses cfg={other}: "
+                f"run with --cfg={mine}, or calibrate with --cfg={other}"
             )
 
     @property
@@ -203,6 +203,16 @@ def _from_object(content: dict, geometry: Geometry, digest: str) -> Calibration:
     return complete
 
 
+def show_guidance(guidance: float | str) -> str:
+    return guidance if isinstance(guidance, str) else f"{guidance:g}"
+
+
+def _same_guidance(one: float | str, other: float | str) -> bool:
+    if isinstance(one, str) or isinstance(other, str):
+        return one == other
+    return abs(one - other) <= 1e-6
+
+
 _AXES = {
     "beta": ("layers", "heads", "scales", "scales"),
     "key_discrepancy": ("layers", "scales"),
@@ -216,7 +226,7 @@ _SCALARS = {
     "schedule": str,
     "num_layers": int,
     "num_heads": int,
-    "guidance": (int, float),
+    "guidance": (int, float, str),
     "num_samples": int,
     "pattern_scale": int,
 }
