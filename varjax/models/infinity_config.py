@@ -24,8 +24,12 @@ IGNORED_NAMES = (
     *("tau", "top_p", "top_k", "customized_flash_attn", "fused_mlp", "fused_norm", "checkpointing"),
     *("pad_to_multiplier", "use_flex_attn", "batch_size", "pn", "train_h_div_w_list"),
     *("video_frames", "always_training_scales", "inference_mode", "raw_scale_schedule"),
-    *("ffn_hidden", "text_pool_heads"),
 )
+# Published notes of what follows from others: name to (our name, what it follows from).
+DERIVED = {
+    "ffn_hidden": ("hidden_dim", ("embed_dim", "mlp_ratio")),
+    "text_pool_heads": ("pool_heads", ("text_channels", "embed_dim")),
+}
 MAPS = ("aspect", "size", "patch_nums", "rope_map")
 TEMPLATE = infinity_schedules.resolve("1.000", "1M")
 
@@ -84,11 +88,11 @@ class InfinityConfig:
 
         Raises:
           UserError: for an unknown name, a value of the wrong type, or an option that no released
-            model has.
+            model has, or one that does not follow from the others as it must.
         """
         types = {f.name: f.type for f in dataclasses.fields(cls) if f.name not in MAPS}
         types = {**types, "apply_spatial_patchify": object, "schedule": object}
-        loose = {name: object for name in (*FIXED, *MAPS)}
+        loose = {name: object for name in (*FIXED, *DERIVED, *MAPS)}
         found = published.arguments("Infinity", arguments, {**types, **loose}, IGNORED_NAMES)
         for name, value in FIXED.items():
             given = found.pop(name, value)
@@ -97,7 +101,21 @@ class InfinityConfig:
         patchify = found.pop("apply_spatial_patchify", False)
         if patchify not in (0, 1):
             raise _wrong(f"apply_spatial_patchify is {patchify!r:.40}, it must be true or false")
-        return cls(**_maps(found), **found, apply_spatial_patchify=bool(patchify))
+        notes = {name: found.pop(name) for name in DERIVED if name in found}
+        config = cls(**_maps(found), **found, apply_spatial_patchify=bool(patchify))
+        config._check_derived(notes)
+        return config
+
+    def _check_derived(self, given: Mapping) -> None:
+        """Compare what a file says of values that follow from others."""
+        for name, value in given.items():
+            ours, sources = DERIVED[name]
+            if value != getattr(self, ours):
+                follows = " and ".join(f"{s} {getattr(self, s):g}" for s in sources)
+                raise _wrong(
+                    f"{name} is {value!r:.40}, but {follows} make it {getattr(self, ours)}: correct"
+                    f" them, or leave {name} out"
+                )
 
     def to_published(self) -> dict:
         """Names and JSON values: the inverse of `from_published`."""
@@ -113,7 +131,9 @@ class InfinityConfig:
             raise UserError(
                 "the checkpoint's schedule is none of the published ones: give both aspect and size"
             )
-        found = infinity_schedules.resolve(aspect or named[0], size or named[1])
+        found = infinity_schedules.resolve(
+            named[0] if aspect is None else aspect, named[1] if size is None else size
+        )
         return dataclasses.replace(self, schedule=found.schedule, rope_map=found.rope_map)
 
     # --- what follows -----------------------------------------------------------------------------
@@ -182,7 +202,9 @@ def _maps(found: dict) -> dict:
     aspect, size, patch_nums, rope_map = (found.pop(name, None) for name in MAPS)
     found.pop("schedule", None)  # only repeats patch_nums, if at all
     if patch_nums is None:
-        template = infinity_schedules.resolve(aspect or "1.000", size or "1M")
+        template = infinity_schedules.resolve(
+            "1.000" if aspect is None else aspect, "1M" if size is None else size
+        )
         return {"schedule": template.schedule, "rope_map": template.rope_map}
     if aspect is not None or size is not None:
         raise _wrong("give either aspect and size, or patch_nums and rope_map")
