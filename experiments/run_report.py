@@ -11,7 +11,7 @@ from experiments.phases import generation_phases
 from experiments.run_settings import RunSettings
 from experiments.settings import runs_kernels
 from experiments.text_condition import encoding_bytes, text_tokens
-from varjax import memory
+from varjax import memory, programs
 from varjax.generation import Generator, Timing
 from varjax.models import parameters
 
@@ -46,7 +46,7 @@ def build(run: RunSettings, generator: Generator, close: dict | None, *, resumed
         "memory": {
             "arguments_bytes": analysis.argument_size_in_bytes,
             "temporary_bytes": analysis.temp_size_in_bytes,
-            "decode_batch": run.decode_batch,
+            "decode_batch": decoded_at_once(run),
             "phases": generation_phases(generator, encoding_bytes(run.condition)),
         },
         "time": {
@@ -57,6 +57,16 @@ def build(run: RunSettings, generator: Generator, close: dict | None, *, resumed
         "segments_used": [[s.start, s.stop, s.length] for s in generator.segments],
     }
     return report if close is None else report | {"fidelity": close}
+
+
+def decoded_at_once(run: RunSettings) -> int:
+    """Images that a device decodes to pixels at a time; rounds are of equal size
+    (`rounds.in_rounds`)."""
+    images = run.batch_size // run.mesh.data
+    code_map = run.model.transformer.config.code_map[:2]
+    most = run.decode_batch or programs.decoder_batch(run.model.codec, code_map, images)
+    rounds = -(-images // most)
+    return -(-images // rounds)
 
 
 def closeness(arrays: dict) -> dict:

@@ -5,6 +5,7 @@ Batches are read one after the other, so that large sets of pictures need little
 
 import json
 import pathlib
+import sys
 
 import numpy as np
 
@@ -74,7 +75,7 @@ def _write_pictures(out: pathlib.Path, run: RunSettings, pixels: np.ndarray) -> 
         if isinstance(condition, Text):
             write_images(out, condition.prompts, pixels, condition.each, seed=run.seed)
     except extras.MissingExtra as error:
-        print(f"no picture files are written: {error}", flush=True)
+        print(f"no picture files are written: {error}", file=sys.stderr, flush=True)
 
 
 def _write_arrays(out: pathlib.Path, run: RunSettings, arrays: dict[str, np.ndarray]) -> None:

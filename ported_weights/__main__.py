@@ -19,6 +19,7 @@ import dataclasses
 
 from ported_weights import convert
 from varjax import command_line
+from varjax.sampling import RECOMMENDABLE
 
 FLAGS = command_line.CommandFlags()
 
@@ -31,7 +32,7 @@ FLAGS.string("tokenizer_config", None, "*-custom models: likewise for the tokeni
 FLAGS.string("out", None, "Folder to create.")
 FLAGS.enum("dtype", None, convert.DTYPES, "Type to store; by default that of the source.")
 FLAGS.string("class_names", None, "JSON list of class names, index = label.")
-FLAGS.string("sampling", None, "JSON file: recommended cfg, tau, top_k, top_p, more_smooth.")
+FLAGS.string("sampling", None, f"JSON file: recommended {', '.join(RECOMMENDABLE)}.")
 FLAGS.string("source_key", None, "Which state dict of --source, for example ema.")
 FLAGS.string("tokenizer_source_key", None, "Likewise for --tokenizer_source.")
 FLAGS.boolean("overwrite", False, "Replace --out if it exists.")

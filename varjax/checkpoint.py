@@ -45,7 +45,8 @@ class Checkpoint:
 
     @property
     def sampling(self) -> dict:
-        """Recommended sampling: cfg, top_k, top_p, more_smooth."""
+        """Recommended sampling, by the names of `sampling.RECOMMENDABLE`: cfg, tau,
+        cfg_insertion_layer, top_k, top_p, more_smooth."""
         return dict(self.metadata.get("sampling", {}))
 
 

@@ -2,15 +2,18 @@
 
 import json
 import shutil
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from experiments import fidelity, run_report
+from experiments import fidelity, run_report, run_results
 from experiments import run as run_module
 from experiments.run_folder import RunFolder
 from tests import models_under_test as models
 from varjax import policies
+from varjax.conditions import Labels
 from varjax.generation import Generator
 
 FIELDS = (
@@ -254,6 +257,30 @@ def test_published_name_without_weights(call, flags, message):
 def test_dry_run_of_published_sizes(call, name, flag):
     status, out, _ = call("run", f"{flag}={name}", "--policy=streaming", "--dry_run")
     assert status == 0 and "KV pool" in out
+
+
+def test_without_pillow_the_arrays_are_there(tmp_path, monkeypatch, capsys):
+    """Standard output is for results; the remark goes to standard error."""
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    run = SimpleNamespace(condition=Labels.of([0, 1], 2))
+    run_results._write_pictures(tmp_path, run, np.zeros((2, 4, 4, 3), np.uint8))
+    captured = capsys.readouterr()
+    assert "no picture files are written: " in captured.err and not captured.out
+    assert [path.name for path in tmp_path.iterdir()] == ["samples.npz"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "devices", "expected"), [(None, 1, 3), (2, 1, 2), (5, 1, 3), (6, 1, 6), (9, 2, 3)]
+)
+def test_images_decoded_at_once(monkeypatch, asked, devices, expected):
+    """Of six images, where four fit; rounds are even: 3 + 3, not 5 + 1."""
+    monkeypatch.setattr(run_report.programs, "decoder_batch", lambda codec, code_map, images: 4)
+    config = SimpleNamespace(code_map=(8, 8, 16))
+    model = SimpleNamespace(codec=None, transformer=SimpleNamespace(config=config))
+    run = SimpleNamespace(
+        batch_size=6, decode_batch=asked, model=model, mesh=SimpleNamespace(data=devices)
+    )
+    assert run_report.decoded_at_once(run) == expected
 
 
 def test_identical_images_count_as_100_db():

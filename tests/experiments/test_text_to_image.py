@@ -94,6 +94,7 @@ def test_prompts_become_a_benchmarks_folder(call, files, tmp_path):
     assert [entry["prompt"] for entry in manifest["images"]] == list(encoder.SENTENCES[:2])
     report = json.loads((out / "report.json").read_text(encoding="utf-8"))
     assert report["text"]["negative_prompts"] == 1 and report["memory"]["phases"]["text"] > 0
+    assert report["memory"]["decode_batch"] == 2  # without the flag: what really happened
 
 
 @pytest.mark.slow
@@ -176,7 +177,8 @@ def test_class_conditional_models_refuse(call, tmp_path, flag, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters", "tokens"), [("infinity-2b", "2", 64), ("infinity-8b", "8", 512)]
+    ("name", "parameters", "tokens"),
+    [("infinity-2b", "2204.6", 64), ("infinity-8b", "8375.8", 512)],
 )
 def test_dry_run_of_published_sizes(call, name, parameters, tokens):
     """Without weights; the pool follows the schedule, the text its padded length."""
@@ -185,7 +187,8 @@ def test_dry_run_of_published_sizes(call, name, parameters, tokens):
     status, out, err = call("run", *flags, "--batch_size=2")
     assert status == 0, err
     assert f"keys and values of {tokens} tokens" in out and "48x48;64x64" in out
-    assert f"{parameters}" in next(x for x in out.splitlines() if x.startswith("parameters"))
+    line = next(x for x in out.splitlines() if x.startswith("parameters"))
+    assert line.split()[1] == parameters
     status, small, _ = call("run", *flags, "--aspect=0.5", "--size=0.06M")
     assert status == 0 and "schedule          1x1;2x2;2x4;3x6;5x10;8x16;11x22\n" in small
 
