@@ -150,7 +150,11 @@ def _port(part: registry.Part, config, source: sources.Source, dtype: str | None
 
     try:
         ported = rules.apply(
-            table.rules(config), source.tensors, part.abstract(config), report, dtype
+            table.rules(config, source.tensors),
+            source.tensors,
+            part.abstract(config),
+            report,
+            dtype,
         )
     except UserError as error:
         raise UserError(

@@ -1,10 +1,14 @@
 """Where the tensors of a published Infinity checkpoint go in `varjax.models.infinity.Infinity`.
 
 Layers are stacked. The published blocks come in chunks: `block_chunks.I.module.J.` is layer
-I * (depth / chunks) + J; models of one chunk call them `blocks.I.`. Both are understood whatever
-the configuration says. The six modulation vectors keep the published order (two gates, two scales,
-two shifts), the head's two as well (scale, shift).
+I * (layers of a chunk) + J; models of one chunk call them `blocks.I.`. The names in the file say
+which it is and how long a chunk is, whatever the configuration's `block_chunks`. The six modulation
+vectors keep the published order (two gates, two scales, two shifts), the head's two as well (scale,
+shift).
 """
+
+import re
+from collections.abc import Collection
 
 import numpy as np
 
@@ -13,14 +17,20 @@ from varjax.models.infinity import InfinityConfig
 
 # Names that tell Infinity's weights from others, VAR's included.
 SIGNATURE = ("cfg_uncond", "text_norm.weight", "text_proj_for_ca.0.weight")
+_CHUNKED = r"block_chunks\.(\d+)\.module\.(\d+)\."
 _POOL = r"text_proj_for_sos\.ca"
 
 
-def infinity_rules(config: InfinityConfig) -> list[Rule | Ignore]:
-    """Rules for a transformer of this configuration."""
-    chunked = (r"block_chunks\.(\d+)\.module\.(\d+)\.", Nested(1, 2, _per_chunk(config)))
-    plain = (r"blocks\.(\d+)\.", 1)
-    ways = (chunked, plain) if config.block_chunks > 1 else (plain, chunked)
+def infinity_rules(config: InfinityConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
+    """Rules for a transformer of this configuration, from a file with these `names`; without any,
+    chunks are as configured."""
+    per_chunk, is_chunked = config.depth // config.block_chunks, config.block_chunks > 1
+    if inner := [int(m[2]) for m in map(re.compile(_CHUNKED).match, names) if m]:
+        per_chunk, is_chunked = 1 + max(inner), True
+    elif names:
+        is_chunked = False
+    chunked, plain = (_CHUNKED, Nested(1, 2, per_chunk)), (r"blocks\.(\d+)\.", 1)
+    ways = (chunked, plain) if is_chunked else (plain, chunked)
     return [
         Rule(r"cfg_uncond", "unconditional_text", row_limit="text_maxlen"),
         Rule(r"text_norm\.weight", "text_norm"),
@@ -39,10 +49,6 @@ def infinity_rules(config: InfinityConfig) -> list[Rule | Ignore]:
         *_linear(r"head", "head"),
         *(rule for prefix, stack in ways for rule in _block(prefix, stack)),
     ]
-
-
-def _per_chunk(config: InfinityConfig) -> int:
-    return config.depth // config.block_chunks
 
 
 def _block(prefix: str, stack: int | Nested) -> list[Rule | Ignore]:

@@ -1,6 +1,6 @@
 """What the port knows of every model family: rule tables, and what a custom model leaves out."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ported_weights import bsq, infinity, var, vqvae
@@ -9,22 +9,34 @@ from varjax.models import registry
 
 @dataclass(frozen=True)
 class Table:
-    """How the weights of one module class are recognised and where they go."""
+    """How the weights of one module class are recognised and where they go.
+
+    rules: of a configuration and the names in the file.
+    """
 
     what: str
     flag: str
     signature: Sequence[str]
-    rules: Callable[[object], Sequence]
+    rules: Callable[[object, Collection[str]], Sequence]
+
+
+def _of_all(rules: Callable[[object], Sequence]):
+    """Rules that are the same for all files."""
+    return lambda config, names: rules(config)
 
 
 # By the name of the `registry.Part`.
 TABLES = {
-    "VAR": Table("VAR transformer", "--source", var.SIGNATURE, var.var_rules),
-    "VQVAE": Table("VQVAE tokenizer", "--tokenizer_source", vqvae.SIGNATURE, vqvae.vqvae_rules),
+    "VAR": Table("VAR transformer", "--source", var.SIGNATURE, _of_all(var.var_rules)),
+    "VQVAE": Table(
+        "VQVAE tokenizer", "--tokenizer_source", vqvae.SIGNATURE, _of_all(vqvae.vqvae_rules)
+    ),
     "Infinity": Table(
         "Infinity transformer", "--source", infinity.SIGNATURE, infinity.infinity_rules
     ),
-    "BSQVAE": Table("BSQ-VAE tokenizer", "--tokenizer_source", bsq.SIGNATURE, bsq.bsq_rules),
+    "BSQVAE": Table(
+        "BSQ-VAE tokenizer", "--tokenizer_source", bsq.SIGNATURE, _of_all(bsq.bsq_rules)
+    ),
 }
 
 

@@ -55,7 +55,7 @@ def _tensors(name: str = "infinity_A") -> dict[str, np.ndarray]:
 def _apply(arrays: dict, config: InfinityConfig) -> rules.Ported:
     tensors = {n: released_shapes.Shape(a.shape, lambda _, a=a: a) for n, a in arrays.items()}
     part = FAMILY.transformer
-    return rules.apply(TABLES[part.name].rules(config), tensors, part.abstract(config))
+    return rules.apply(TABLES[part.name].rules(config, tensors), tensors, part.abstract(config))
 
 
 def _config(**changes) -> InfinityConfig:
@@ -88,7 +88,7 @@ def test_released_names_and_shapes(name, preset, part, parameters_expected):
     kind, config = getattr(FAMILY, part), getattr(preset, part)
     tensors = released_shapes.read(HERE / "released_shapes.json.gz", name)
     module = kind.abstract(config)
-    table = TABLES[kind.name].rules(config)
+    table = TABLES[kind.name].rules(config, tensors)
     taken = released_shapes.check(table, tensors, module)
     ignored = sum(n.endswith(("zero_k_bias", "lfq.mask")) for n in tensors)
     assert taken == len(tensors) - ignored
@@ -113,7 +113,7 @@ def test_both_names_of_one_convolution():
         UserError, match="given twice: decoder/conv_in/bias by decoder.conv_in.bias"
     ):
         released_shapes.check(
-            TABLES["BSQVAE"].rules(config), tensors, FAMILY.codec.abstract(config)
+            TABLES["BSQVAE"].rules(config, tensors), tensors, FAMILY.codec.abstract(config)
         )
 
 
@@ -128,14 +128,20 @@ def test_chunks_of_layers():
         for j in range(2):
             expected = arrays[f"block_chunks.{i}.module.{j}.ffn.fc1.bias"]
             np.testing.assert_array_equal(ported.blocks.fc1.bias[...][2 * i + j], expected)
+    plain = _renumbered(arrays)
+    for chunks in (1, 2):
+        _assert_same(_apply(plain, dataclasses.replace(config, block_chunks=chunks)).module, ported)
+
+
+def _renumbered(arrays: dict) -> dict:
+    """The same with names of a model of one chunk."""
     plain = {}
     for name, array in arrays.items():
         match name.split("."):
             case ["block_chunks", i, "module", j, *rest]:
                 name = ".".join(["blocks", str(2 * int(i) + int(j)), *rest])
         plain[name] = array
-    for chunks in (1, 2):
-        _assert_same(_apply(plain, dataclasses.replace(config, block_chunks=chunks)).module, ported)
+    return plain
 
 
 def test_modulation_keeps_its_order():
@@ -151,11 +157,23 @@ def _problems(arrays, **changes) -> str:
     return str(caught.value)
 
 
-def test_other_chunks_than_configured():
-    """The report names the layers as the configuration would have them."""
-    text = _problems(_tensors(), block_chunks=4)
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_other_chunks_than_configured(chunks):
+    """The names in the file say how long a chunk is; reports go by them."""
+    arrays, config = _tensors(), _config()
+    other = dataclasses.replace(config, block_chunks=chunks)
+    _assert_same(_apply(arrays, other).module, _apply(arrays, config).module)
+    text = _problems(arrays, depth=8, block_chunks=chunks)
     assert "missing: block_chunks.2.module.0.ada_gss" in text
+    text = _problems(arrays, depth=3, block_chunks=1)
     assert "surplus: block_chunks.1.module.1.ada_gss [1, 1, 6, 64] (the configuration has" in text
+    assert "missing" not in text
+
+
+def test_a_file_of_the_other_naming():
+    """Layers numbered through, under a configuration of several chunks."""
+    text = _problems(_renumbered(_tensors()), depth=6)
+    assert "missing: blocks.4.ada_gss" in text and "surplus" not in text
 
 
 def test_missing_in_one_chunk_and_a_key_bias():
@@ -167,8 +185,8 @@ def test_missing_in_one_chunk_and_a_key_bias():
     assert "missing: block_chunks.1.module.0.ca.mat_q.bias" in text
     assert "block_chunks.0.module.1.ca.zero_k_bias must be zero" in text
     assert "text_proj_for_sos.ca.zero_k_bias must be zero" in text
-    one = {n.replace("module.", "module.9"): a for n, a in _tensors().items()}
-    assert "missing: blocks.3.ca_norm.bias" in _problems(one, block_chunks=1)
+    far = {n.replace("module.", "module.9"): a for n, a in _tensors().items()}
+    assert "surplus: block_chunks.1.module.91.ca_norm.bias" in _problems(far)
 
 
 def test_length_of_the_unconditional_text():
@@ -299,7 +317,7 @@ def test_configurations_that_do_not_fit(tmp_path):
     file = tmp_path / "config.json"
     for changes, match in (
         ({"codebook_dim": 8}, "codebook_dim is 8 for the transformer and 16 for the codec"),
-        ({"depth": 6}, r"missing: block_chunks\.0\.module\.2\.ada_gss"),
+        ({"depth": 6}, r"missing: block_chunks\.2\.module\.0\.ada_gss"),
         ({"embed_dim": 65}, "not a multiple"),
         ({"rms_norm": True}, "rms_norm=True is not supported"),
         ({"size": "2M"}, "unknown size '2M'"),

@@ -183,5 +183,5 @@ def test_released_names_and_shapes(name, part, parameters_expected, fixtures):
     if part == "transformer":
         tensors["lvl_1L"].value = lambda shape: config.schedule.scale_of_token[None]
     module = kind.abstract(config)
-    released_shapes.check(TABLES[kind.name].rules(config), tensors, module)
+    released_shapes.check(TABLES[kind.name].rules(config, tensors), tensors, module)
     assert parameters.count(module) == parameters_expected
