@@ -51,6 +51,7 @@ def convert(request: Request, say: Callable[[str], None] = print) -> None:
     check_absent(request.out, overwrite=request.overwrite)
     tokenizer_source = _tokenizer_source(request)
     family, transformer, codec, sampling = configurations(request, say)
+    encoder = _open_text_encoder(family, transformer, request)
     metadata = {
         "model": request.model,
         "sampling": _sampling(request.sampling, sampling, transformer, say),
@@ -73,7 +74,7 @@ def convert(request: Request, say: Callable[[str], None] = print) -> None:
         **modules,
         metadata=metadata,
         overwrite=request.overwrite,
-        also=_text_encoder(family, transformer, request, say),
+        also=_text_encoder_writer(encoder, request.dtype, say),
     )
     say(f"{request.out}: {sum(map(parameters.count, modules.values())):,} parameters written")
 
@@ -109,23 +110,36 @@ def _tokenizer_source(request: Request) -> tuple[str, str | None]:
     )
 
 
-def _text_encoder(family: registry.Family, transformer, request: Request, say):
-    """None, or what writes the text encoder, read and checked, into the checkpoint's folder."""
+def _open_text_encoder(
+    family: registry.Family, transformer, request: Request
+) -> t5.PublishedEncoder | None:
+    """The text encoder to convert, if any; all but the values of its weights is checked."""
     if not request.text_encoder_source:
         return None
     if family.condition != "text":
         raise UserError(
             f"--text_encoder_source: {family.transformer.name} draws classes, not texts: drop it"
         )
-    encoder = t5.read(request.text_encoder_source, say)
-    width = encoder.module.config.d_model
+    try:
+        encoder = t5.open_folder(request.text_encoder_source)
+    except UserError as error:
+        raise type(error)(f"--text_encoder_source: {error}") from error
+    width = encoder.config.d_model
     if width != transformer.text_channels:
         raise UserError(
             f"--text_encoder_source: {request.text_encoder_source} gives features of width {width},"
             f" the transformer reads width {transformer.text_channels} (text_channels): take the"
             " encoder it was trained with (flan-t5-xl for the released models)"
         )
-    return lambda folder: encoder.write(folder / text_encoder.FOLDER, dtype=request.dtype)
+    return encoder
+
+
+def _text_encoder_writer(encoder: t5.PublishedEncoder | None, dtype: str | None, say):
+    """What writes the text encoder, which is read now, into the checkpoint's folder."""
+    if encoder is None:
+        return None
+    ported = encoder.read(say)
+    return lambda folder: ported.write(folder / text_encoder.FOLDER, dtype=dtype)
 
 
 def _open(part: registry.Part, path: str, key: str | None) -> sources.Source:

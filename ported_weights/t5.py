@@ -5,6 +5,7 @@ of their containers. Only the encoder is taken; full checkpoints also hold a dec
 stacked: `encoder.block.N.` is index N on the leading axis.
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -126,31 +127,67 @@ def port(
 
 def read(source_dir, say: Callable[[str], None] = print) -> PortedEncoder:
     """The encoder of a published folder, all of it checked. Raises `UserError` as `port`."""
+    return open_folder(source_dir).read(say)
+
+
+def open_folder(source_dir) -> "PublishedEncoder":
+    """A published folder, of which all but the values of the weights is checked, in a moment.
+    Raises `UserError` as `port`."""
     folder = Path(source_dir)
     config = read_config(folder)
     Tokenizer(folder / FILE_NAME, config.vocab_size)
-    source = sources.open_source(_weights(folder), SIGNATURE)
-    module = parameters.abstract(lambda: T5Encoder(config, rngs=nnx.Rngs(0)))
-    progress = Progress("text encoder: tensors", len(source.tensors), every=2.0)
+    found = PublishedEncoder(folder, config, sources.open_source(_weights(folder), SIGNATURE))
+    found.check()
+    return found
 
-    def report(done: int, total: int) -> None:
-        progress.total = total
-        if done % 50 == 0 or done == total:
-            progress.update(done)
 
-    try:
-        ported = rules.apply(t5_rules(source.tensors), source.tensors, module, report)
-    except UserError as error:
-        raise UserError(f"{source.path} does not fit {folder / CONFIG}: {error}") from error
-    say(
-        f"text encoder: {ported.tensors_read} tensors read from {source.path},"
-        f" {parameters.count(ported.module):,} parameters; {len(ported.ignored)} of the decoder and"
-        " repeated ones ignored"
-    )
-    small = sources.Source(folder, {}, (folder / CONFIG, folder / FILE_NAME))
-    return PortedEncoder(
-        ported.module, folder / FILE_NAME, small.fingerprints() + source.fingerprints()
-    )
+@dataclass(frozen=True)
+class PublishedEncoder:
+    """What `open_folder` found: the configuration, and weights that are not read yet."""
+
+    folder: Path
+    config: T5Config
+    source: sources.Source
+
+    def check(self) -> None:
+        """Raise `UserError` unless names and shapes of the weights fit the configuration."""
+        tensors = self.source.tensors
+        with self._explained():
+            rules.check(t5_rules(tensors), tensors, parameters.named(self._module()))
+
+    def read(self, say: Callable[[str], None] = print) -> PortedEncoder:
+        """Read the weights. Raises `UserError` if a value is not finite."""
+        source = self.source
+        progress = Progress("text encoder: tensors", len(source.tensors), every=2.0)
+
+        def report(done: int, total: int) -> None:
+            progress.total = total
+            if done % 50 == 0 or done == total:
+                progress.update(done)
+
+        with self._explained():
+            ported = rules.apply(t5_rules(source.tensors), source.tensors, self._module(), report)
+        say(
+            f"text encoder: {ported.tensors_read} tensors read from {source.path},"
+            f" {parameters.count(ported.module):,} parameters; {len(ported.ignored)} of the decoder"
+            " and repeated ones ignored"
+        )
+        files = (self.folder / CONFIG, self.folder / FILE_NAME)
+        small = sources.Source(self.folder, {}, files)
+        return PortedEncoder(
+            ported.module, self.folder / FILE_NAME, small.fingerprints() + source.fingerprints()
+        )
+
+    def _module(self) -> T5Encoder:
+        return parameters.abstract(lambda: T5Encoder(self.config, rngs=nnx.Rngs(0)))
+
+    @contextlib.contextmanager
+    def _explained(self):
+        try:
+            yield
+        except UserError as error:
+            file = self.folder / CONFIG
+            raise UserError(f"{self.source.path} does not fit {file}: {error}") from error
 
 
 def read_config(folder: Path) -> T5Config:

@@ -168,11 +168,7 @@ def test_other_chunks_than_configured(chunks):
     text = _problems(arrays, depth=3, block_chunks=1)
     assert "surplus: block_chunks.1.module.1.ada_gss [1, 1, 6, 64] (the configuration has" in text
     assert "missing" not in text
-
-
-def test_a_file_of_the_other_naming():
-    """Layers numbered through, under a configuration of several chunks."""
-    text = _problems(_renumbered(_tensors()), depth=6)
+    text = _problems(_renumbered(arrays), depth=8, block_chunks=chunks)
     assert "missing: blocks.4.ada_gss" in text and "surplus" not in text
 
 
@@ -380,12 +376,18 @@ def test_text_encoder_beside_the_model(tmp_path, t5_folder):
     assert {str(x.dtype) for x in parameters.named(encoder.module).values()} == {"float32"}
 
 
-def test_text_encoders_that_do_not_fit(tmp_path, t5_folder):
+def test_text_encoders_that_do_not_fit(tmp_path, t5_folder, monkeypatch):
+    """Found out at once, not after both weight files were read and hashed."""
+    monkeypatch.setattr(convert, "_open", lambda *a: pytest.fail("opened the weights"))
+    missing = _request(tmp_path, text_encoder_source=str(tmp_path / "nowhere"))
+    _refused(missing, "--text_encoder_source: .*nowhere is no folder", tmp_path)
     folder = t5_folder(64)
     request = _request(tmp_path, text_encoder_source=str(folder))
     _refused(request, r"features of width 64, the transformer reads width 256", tmp_path)
     shutil.move(folder / "spiece.model", folder / "moved")
-    _refused(request, "spiece.model", tmp_path)
+    _refused(request, "--text_encoder_source: there is no tokenizer file .*spiece", tmp_path)
+    (folder / "config.json").unlink()
+    _refused(request, "--text_encoder_source: .* has no config.json", tmp_path)
     labels = convert.Request(
         model="var-custom",
         source=str(HERE.parent / "var" / "c_k5_nol2norm" / "var.pth"),
