@@ -18,6 +18,11 @@ UNMEASURED = (
     "made up, the budget holds"
 )
 
+UNKNOWN_SCHEDULE = (
+    "orders    the order list does not say for which schedule it was measured; those published "
+    "with HeatKV are for 1M, square"
+)
+
 
 class PolicyFlags:
     """The flags of one policy."""
@@ -81,7 +86,8 @@ class PolicyFlags:
     def remarks(self, plan: CachePlan, calibration: Calibration | None) -> list[str]:
         """Lines to print with a plan."""
         lines = plan.policy.plan_lines(plan.geometry, calibration)
-        return [*lines, UNMEASURED] if _is_stand_in(calibration) else lines
+        further = ((UNMEASURED, _is_stand_in), (UNKNOWN_SCHEDULE, _is_bare_order_list))
+        return [*lines, *(line for line, applies in further if applies(calibration))]
 
 
 def stand_in(policy: Policy, geometry: Geometry) -> Calibration | None:
@@ -108,3 +114,9 @@ def stand_in(policy: Policy, geometry: Geometry) -> Calibration | None:
 
 def _is_stand_in(calibration: Calibration | None) -> bool:
     return calibration is not None and calibration.digest is None
+
+
+def _is_bare_order_list(calibration: Calibration | None) -> bool:
+    if calibration is None or calibration.orders is None:
+        return False
+    return calibration.beta is None and calibration.schedule is None

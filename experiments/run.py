@@ -139,7 +139,7 @@ def main(argv) -> int | None:
     if DRY_RUN.value:
         print(run_report.dry_run_text(run))
         return None
-    print(run_report.plan_line(run), file=sys.stderr)
+    print(run_report.plan_line(run), *run.remarks, sep="\n", file=sys.stderr)
     fingerprint = settings.fingerprint(run.describe())
     if OUT.value:
         folder = RunFolder(pathlib.Path(OUT.value), fingerprint, overwrite=OVERWRITE.value)

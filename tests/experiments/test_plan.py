@@ -144,6 +144,20 @@ def test_published_heatkv_schedule(call, tmp_path, name, budget):
         assert plan["live_tokens"].max() <= wanted["threshold_total_tokens"]
 
 
+@pytest.mark.parametrize("aspect", ["1", "1.5"])
+@pytest.mark.parametrize("verb", ["plan", "run"])
+def test_order_lists_carry_no_schedule(call, verb, aspect):
+    """Those published are for 1M, square; another shape of as many scales is taken with a remark,
+    and so is their own, which the file does not name."""
+    flags = ("--model=infinity-2b", f"--aspect={aspect}", "--policy=heatkv", "--budget=0.1")
+    flags += ("--dry_run",) * (verb == "run")
+    status, out, err = call(verb, *flags, f"--calibration={HEATKV / 'orders_2b.json'}")
+    assert status == 0, err
+    assert out.count("does not say for which schedule it was measured") == 1
+    status, out, err = call(verb, *flags)  # nothing measured: another remark
+    assert status == 0 and "does not say" not in out and "count as alike" in out, err
+
+
 def test_run_records_the_calibration(call, tmp_path, monkeypatch):
     """Orders for the embedded model: the file is part of what identifies a run."""
     seen = []
