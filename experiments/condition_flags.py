@@ -15,7 +15,12 @@ from experiments import prompt_sets
 from experiments.image_layouts import check_layout
 from experiments.prompt_sets import Kind, Prompt, PromptSet
 from experiments.settings import AbstractModel
-from experiments.text_condition import Text, check_text_tokens
+from experiments.text_condition import (
+    Text,
+    check_text_tokens,
+    encoder_folder,
+    read_negative,
+)
 from varjax import extras
 from varjax.command_line import CommandFlags
 from varjax.conditions import Labels
@@ -203,13 +208,7 @@ class TextFlags:
     def _read_negative(self, prompts: PromptSet, features) -> PromptSet:
         if features is not None:
             raise UserError("--negative_prompts: --text_features holds its own, leave it out")
-        found = prompt_sets.read_prompts(self._negative.value, Kind.LINES)
-        if len(found) not in (1, len(prompts)):
-            raise UserError(
-                f"--negative_prompts has {len(found)} lines for {len(prompts)} prompts: give one "
-                f"for each, or one for all"
-            )
-        return found
+        return read_negative(self._negative.value, prompts)
 
 
 def _check_same(prompts: PromptSet, features) -> None:
@@ -228,15 +227,12 @@ def _check_same(prompts: PromptSet, features) -> None:
 
 
 def _encoder(model: AbstractModel) -> pathlib.Path:
-    """The text encoder's folder in a checkpoint, described as fitting the model."""
-    folder = pathlib.Path(model.directory) / text_encoder.FOLDER
-    if not folder.exists():
-        raise UserError(
-            f"--prompts: {model.directory} has no text encoder: convert one with `python -m "
-            f"ported_weights ... --text_encoder_source=DIR`, or give features that were computed "
-            f"elsewhere with --text_features=FILE.npz"
-        )
-    width = text_encoder.abstract(text_encoder.read_description(folder)).config.d_model
+    """The text encoder's folder in a checkpoint: all but its weights is checked, and fits."""
+    folder = encoder_folder(
+        model.directory,
+        ", or give features that were computed elsewhere with --text_features=FILE.npz",
+    )
+    width = text_encoder.check_folder(folder).d_model
     wanted = model.transformer.config.text_channels
     if width != wanted:
         raise UserError(

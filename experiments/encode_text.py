@@ -12,9 +12,8 @@ warning that names the line.
 
 import pathlib
 
-from experiments import prompt_sets
+from experiments import prompt_sets, text_condition
 from varjax import command_line, description, generation
-from varjax.errors import UserError
 from varjax.files import check_file_place
 from varjax.text import encoder as encoder_lib
 from varjax.text.encoder import TextEncoder
@@ -44,20 +43,6 @@ LONGEST = FLAGS.integer(
 OVERWRITE = FLAGS.boolean("overwrite", False, "Replace the file if it exists.")
 for _name in ("checkpoint", "prompts", "save"):
     FLAGS.require(_name)
-
-
-def encoder_folder(checkpoint: str) -> pathlib.Path:
-    """The encoder's folder, described as usable. `UserError` if there is none."""
-    own = pathlib.Path(checkpoint)
-    inside = own / encoder_lib.FOLDER
-    folder = own if (own / encoder_lib.NAME).is_file() else inside
-    if not folder.exists():
-        raise UserError(
-            f"--checkpoint={checkpoint} has no text encoder (no folder {encoder_lib.FOLDER}):"
-            " convert one with `python -m ported_weights ... --text_encoder_source=DIR`"
-        )
-    encoder_lib.read_description(folder)
-    return folder
 
 
 def max_length(checkpoint: str) -> int:
@@ -91,8 +76,9 @@ def main(argv) -> None:
     prompts = prompt_sets.read_prompts(PROMPTS.value, PROMPT_SET.value)
     negative = None
     if NEGATIVE_PROMPTS.value:
-        negative = prompt_sets.read_prompts(NEGATIVE_PROMPTS.value, prompt_sets.Kind.LINES)
-    folder, longest = encoder_folder(CHECKPOINT.value), max_length(CHECKPOINT.value)
+        negative = text_condition.read_negative(NEGATIVE_PROMPTS.value, prompts)
+    folder, longest = text_condition.encoder_folder(CHECKPOINT.value), max_length(CHECKPOINT.value)
+    encoder_lib.check_folder(folder)
     progress = command_line.Progress("encoded text", len(prompts), every=2.0)
     progress.note("reading the encoder")
     encoder = TextEncoder.load(folder, DTYPE.value or generation.default_dtype())

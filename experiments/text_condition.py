@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import hashlib
 import json
+import os
 import pathlib
 import sys
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from experiments import phases
-from experiments.prompt_sets import PromptSet
+from experiments.prompt_sets import Kind, PromptSet, read_prompts
 from experiments.settings import AbstractModel
 from varjax.errors import UserError
 from varjax.text import encoder as text_encoder
@@ -131,6 +132,32 @@ class Text:
 
 def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def read_negative(path: str, prompts: PromptSet) -> PromptSet:
+    """Texts to lead away from, a file with one line per prompt or one for all.
+
+    Raises:
+      UserError: as `read_prompts` and `negative_texts`.
+    """
+    found = read_prompts(path, Kind.LINES)
+    text_encoder.negative_texts(found.texts, len(prompts), found.names)
+    return found
+
+
+def encoder_folder(checkpoint: str | os.PathLike, otherwise: str = "") -> pathlib.Path:
+    """Where the encoder of a checkpoint is, or `checkpoint` itself if it is an encoder alone.
+
+    otherwise: what else a user can do if there is none.
+    """
+    own = pathlib.Path(checkpoint)
+    folder = own if (own / text_encoder.NAME).is_file() else own / text_encoder.FOLDER
+    if not folder.exists():
+        raise UserError(
+            f"{checkpoint} has no text encoder: convert one with `python -m ported_weights ... "
+            f"--text_encoder_source=DIR`{otherwise}"
+        )
+    return folder
 
 
 def check_text_tokens(asked: int | None, model: AbstractModel) -> int | None:

@@ -98,6 +98,17 @@ REFUSED = {
 }
 
 
+def test_refused_before_the_encoder_is_read(encode, checkpoint, tmp_path):
+    gap = tmp_path / "gap.txt"
+    gap.write_text("a dog\n\n")
+    status, _, err = encode("a cat\na dog\n", f"--negative_prompts={gap}")
+    assert status == 2 and f"{gap}, line 2 is empty" in err and "reading" not in err
+    folder = shutil.copytree(checkpoint, tmp_path / "copy") / "text_encoder"
+    (folder / "spiece.model").write_bytes(b"no model")
+    status, _, err = encode("a cat\n", f"--checkpoint={folder}")
+    assert status == 2 and "spiece.model as a SentencePiece model" in err and "reading" not in err
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_wrong_flags(case, encode, tmp_path):
     flags, message = REFUSED[case]

@@ -83,7 +83,7 @@ def test_prompts_become_a_benchmarks_folder(call, files, tmp_path):
     flags = (f"--checkpoint={folder}", f"--prompts={prompts}", f"--out={out}", "--batch_size=2")
     flags += ("--images_per_prompt=1", *FAST)
     wrong = call("run", *flags, f"--negative_prompts={tmp_path / 'three.txt'}")
-    assert wrong[0] == 2 and "has 3 lines for 2 prompts" in wrong[2]
+    assert wrong[0] == 2 and "3 negative prompts for 2 prompts" in wrong[2]
     flags += (f"--negative_prompts={tmp_path / 'avoid.txt'}",)
     status, text, err = call("run", *flags, "--policy=headkv", "--budget=0.3")
     assert status == 0, err
@@ -202,6 +202,33 @@ def test_an_encoder_of_another_width(call, files, tmp_path, monkeypatch):
     status, _, err = call("run", *flags, f"--out={tmp_path / 'out'}")
     assert status == 2 and "features of width 64, checkpoint takes 256" in err
     assert not (tmp_path / "out").exists()
+
+
+def test_texts_are_refused_before_the_encoder_is_loaded(call, files, tmp_path, monkeypatch):
+    """A gap among negative prompts, and a tokenizer that is missing or another encoder's."""
+    monkeypatch.setattr(encoder.encoder_lib.TextEncoder, "load", lambda *a: pytest.fail("loaded"))
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(models.checkpoint_folder("infinity_a"), folder)
+    encoder.write_folder(folder / "text_encoder", dataclasses.replace(encoder.CONFIG, d_model=256))
+
+    def refused(message, *flags):
+        flags += (f"--checkpoint={folder}", f"--prompts={files / 'prompts.txt'}")
+        status, _, err = call("run", *flags, f"--out={tmp_path / 'out'}")
+        assert status == 2 and message in err and "encoding" not in err, err
+        assert not (tmp_path / "out").exists()
+
+    gap = tmp_path / "gap.txt"
+    gap.write_text("a dog\n\na cat\n")
+    refused(f"{gap}, line 2 is empty and others are not", f"--negative_prompts={gap}")
+    tokenizer, described = (
+        folder / "text_encoder" / n for n in ("spiece.model", "text_encoder.json")
+    )
+    content = json.loads(described.read_text(encoding="utf-8"))
+    content["config"]["vocab_size"] = 9
+    described.write_text(json.dumps(content))
+    refused("pieces, the encoder one of 9")
+    tokenizer.unlink()
+    refused("there is no tokenizer file")
 
 
 def test_few_samples_are_spread_over_the_prompts(files, checkpoint):

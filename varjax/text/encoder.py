@@ -99,7 +99,7 @@ class TextEncoder:
             raise UserError("there are no prompts: give at least one")
         prompts = [prompt.strip() for prompt in prompts]
         names = names or [f"prompt {i}" for i in range(len(prompts))]
-        negatives = _negatives(negative_prompts, len(prompts), negative_names)
+        negatives = negative_texts(negative_prompts, len(prompts), negative_names)
         tokens = self._tokens(prompts, names, max_length, warn)
         tokens += self._tokens(*negatives, max_length, warn)
         features = batches.encode(self.module, [t and t.ids for t in tokens], batch_size, progress)
@@ -136,8 +136,14 @@ def _check_numbers(max_length: int, batch_size: int) -> None:
         raise UserError(f"batch_size is {batch_size}: choose 1 to {2**15} texts")
 
 
-def _negatives(given, count: int, names) -> tuple[list[str], list[str]]:
-    """Negative texts with their names; none where all are empty."""
+def negative_texts(
+    given: Sequence[str] | None, count: int, names: Sequence[str] | None = None
+) -> tuple[list[str], list[str]]:
+    """Negative texts of `count` prompts, with their names; none where all are empty.
+
+    Raises:
+      UserError: another number of texts than 1 and `count`; some are empty and others are not.
+    """
     texts = [text.strip() for text in given or ()]
     if not any(texts):
         return [], []
@@ -236,6 +242,18 @@ def read_description(directory) -> dict:
     except (UserError, TypeError, AttributeError) as error:
         raise UserError(f"{file}, entry 'config': {error}") from None
     return content
+
+
+def check_folder(directory) -> T5Config:
+    """The configuration of an encoder's folder, of which all but the weights is checked.
+
+    Raises:
+      UserError: as `read_description`; the tokenizer is missing, damaged or another encoder's.
+      MissingExtra: without the `sentencepiece` package.
+    """
+    config = T5Config.from_published(read_description(directory)["config"])
+    Tokenizer(Path(directory) / FILE_NAME, config.vocab_size)
+    return config
 
 
 def _check_files(folder: Path, content: Mapping) -> None:
