@@ -69,54 +69,45 @@ def write_images(
     images: UInt8[np.ndarray, "N H W 3"],
     images_per_prompt: int | None = None,
     *,
-    first: int = 0,
     seed: int | None = None,
-    manifest: bool = True,
 ) -> None:
-    """Write some images of a prompt set and the manifest.
+    """Write the images of a prompt set and the manifest.
 
-    Image i belongs to prompt i // images_per_prompt. Sets may be written in parts, in any order;
-    files that are there are replaced.
+    Image i belongs to prompt i // images_per_prompt.
 
     Args:
       folder: where `images/` and `manifest.json` go; made if need be.
       prompt_set: the prompts.
-      images: bytes, RGB.
+      images: bytes, RGB; read from where they are, one prompt after the other.
       images_per_prompt: by default what the benchmark publishes.
-      first: number of the first of `images`.
       seed: what the run's random numbers start from, for the manifest.
-      manifest: write the manifest too; it lists all images that are there. With many parts it is
-        enough to do so with the last.
 
     Raises:
-      UserError: as `check_layout`; images of another kind, or more than the set has.
+      UserError: as `check_layout`; images of another kind, or another number than the set has.
       OSError: a file cannot be written.
     """
     each = prompt_set.images_per_prompt if images_per_prompt is None else images_per_prompt
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
         raise UserError(f"images are {images.dtype} {images.shape}: give uint8 [N, H, W, 3]")
     check_layout(prompt_set, each, *images.shape[1:3])
-    if first < 0 or first + len(images) > len(prompt_set) * each:
+    if len(images) != len(prompt_set) * each:
         raise UserError(
-            f"images {first} to {first + len(images) - 1}: {len(prompt_set)} prompts have"
-            f" {len(prompt_set) * each}"
+            f"{len(images)} images: {len(prompt_set)} prompts have {len(prompt_set) * each}"
         )
-    numbers = np.arange(first, first + len(images))
-    for i in np.unique(numbers // each):
-        samples = {int(n % each): images[n - first] for n in numbers[numbers // each == i]}
-        _write_prompt(Path(folder) / FOLDER, prompt_set.kind, prompt_set.prompts[i], samples, each)
-    if manifest:
-        write_manifest(folder, prompt_set, each, seed)
+    for i, prompt in enumerate(prompt_set.prompts):
+        samples = images[i * each : (i + 1) * each]
+        _write_prompt(Path(folder) / FOLDER, prompt_set.kind, prompt, samples)
+    _write_manifest(Path(folder), prompt_set, each, seed)
 
 
 def _write_prompt(
-    folder: Path, kind: Kind, prompt: Prompt, samples: Mapping[int, np.ndarray], each: int
+    folder: Path, kind: Kind, prompt: Prompt, images: UInt8[np.ndarray, "N H W 3"]
 ) -> None:
-    """The files of one prompt; samples: {number among those of the prompt: image}."""
+    """The files of one prompt and its images."""
+    each = len(images)
     if kind is Kind.DPG and each > 1:
-        path = folder / _file(kind, prompt, 0, each)
-        samples = {0: _with_tiles(path, samples)}
-    for sample, image in samples.items():
+        images = _tiled(images)[None]
+    for sample, image in enumerate(images):
         path = folder / _file(kind, prompt, sample, each)
         path.parent.mkdir(parents=True, exist_ok=True)
         _save(path, image)
@@ -124,36 +115,30 @@ def _write_prompt(
         _write_text(folder / prompt.name / "metadata.jsonl", json.dumps(prompt.metadata))
 
 
-def write_manifest(
-    folder: str | os.PathLike, prompt_set: PromptSet, images_per_prompt: int, seed: int | None
-) -> None:
-    """Write `manifest.json`: all images of the set whose files are there."""
-    entries = list(_entries(Path(folder), prompt_set, images_per_prompt, seed))
+def _write_manifest(folder: Path, prompt_set: PromptSet, each: int, seed: int | None) -> None:
     content = {
         "kind": str(prompt_set.kind),
-        "images_per_prompt": images_per_prompt,
+        "images_per_prompt": each,
         "seed": seed,
-        "images": entries,
+        "images": list(_entries(prompt_set, each, seed)),
     }
     text = json.dumps(content, indent=1, ensure_ascii=False)
-    _write_text(Path(folder) / MANIFEST, text + "\n")
+    _write_text(folder / MANIFEST, text + "\n")
 
 
-def _entries(folder: Path, prompt_set: PromptSet, each: int, seed) -> Iterator[dict]:
+def _entries(prompt_set: PromptSet, each: int, seed: int | None) -> Iterator[dict]:
     for number in range(len(prompt_set) * each):
         prompt, sample = prompt_set.prompts[number // each], number % each
-        file = f"{FOLDER}/{_file(prompt_set.kind, prompt, sample, each)}"
-        if (folder / file).is_file():
-            yield {
-                "number": number,
-                "file": file,
-                "prompt": prompt.text,
-                "prompt_number": number // each,
-                "name": prompt.name,
-                "sample": sample,
-                "seed": seed,
-                "metadata": dict(prompt.metadata),
-            }
+        yield {
+            "number": number,
+            "file": f"{FOLDER}/{_file(prompt_set.kind, prompt, sample, each)}",
+            "prompt": prompt.text,
+            "prompt_number": number // each,
+            "name": prompt.name,
+            "sample": sample,
+            "seed": seed,
+            "metadata": dict(prompt.metadata),
+        }
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -178,18 +163,12 @@ def _file(kind: Kind, prompt: Prompt, sample: int, each: int) -> str:
 # --- pixels ---------------------------------------------------------------------------------------
 
 
-def _with_tiles(path: Path, samples: Mapping[int, np.ndarray]) -> np.ndarray:
-    """The grid of a prompt with these images in their places; what an earlier part of the set wrote
-    stays, unless the prompt starts anew."""
-    side = next(iter(samples.values())).shape[0]
+def _tiled(images: UInt8[np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "2H 2W 3"]:
+    """The 2x2 grid of a prompt's square images; where there are fewer than four, it is black."""
+    side = images.shape[1]
     canvas = np.zeros((2 * side, 2 * side, 3), np.uint8)
-    if 0 not in samples and path.is_file():
-        pillow = require("PIL.Image", extra="eval", purpose="writing images")
-        with pillow.open(path) as file:
-            found = np.asarray(file.convert("RGB"))
-        canvas = found.copy() if found.shape == canvas.shape else canvas
-    for sample, image in samples.items():
-        row, column = (place * side for place in TILES[sample])
+    for image, place in zip(images, TILES, strict=False):
+        row, column = (number * side for number in place)
         canvas[row : row + side, column : column + side] = image
     return canvas
 

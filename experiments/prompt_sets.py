@@ -73,12 +73,6 @@ class PromptSet:
         """How messages call the prompts: file and line."""
         return [prompt.where for prompt in self.prompts]
 
-    def first(self, count: int) -> "PromptSet":
-        """The first `count` prompts, or all if there are fewer."""
-        if count < 1:
-            raise UserError(f"{count} prompts: at least 1")
-        return replace(self, prompts=self.prompts[:count])
-
 
 def read_prompts(path: str | os.PathLike, kind: str = AUTO) -> PromptSet:
     """Read a prompt file or folder.

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from experiments import image_layouts
 from experiments.image_layouts import write_images
 from experiments.prompt_sets import IMAGES_PER_PROMPT, Kind, Prompt, PromptSet
 from varjax.errors import UserError
@@ -66,8 +65,8 @@ def test_one_image_per_prompt(kind, tmp_path):
 
 
 def test_jpeg_is_close(tmp_path):
-    image = np.broadcast_to(np.arange(32, dtype=np.uint8)[:, None, None] * 6, (1, 32, 32, 3))
-    write_images(tmp_path, _set(Kind.HPSV2).first(1), image)
+    image = np.broadcast_to(np.arange(32, dtype=np.uint8)[:, None, None] * 6, (2, 32, 32, 3))
+    write_images(tmp_path, _set(Kind.HPSV2), image)
     found = _read(tmp_path / "images" / "anime" / "00000.jpg").astype(int)
     assert np.abs(found - image[0]).max() <= 4
 
@@ -91,22 +90,18 @@ def _tiles(grid):
     return np.stack([part for row in rows for part in (row[:, :side], row[:, side:])])
 
 
-@pytest.mark.parametrize("parts", [(8,), (2, 3, 3), (1, 7)])
-def test_dpg(parts, tmp_path):
-    """A grid per prompt file, also where the images of a prompt come in parts; what an older run
-    left of a prompt is not mixed with new ones."""
-    images, first = _images(8), 0
-    write_images(tmp_path, _set(Kind.DPG), 255 - images)
-    for count in parts:
-        part = images[first : first + count]
-        write_images(tmp_path, _set(Kind.DPG), part, first=first, manifest=first + count == 8)
-        first += count
+@pytest.mark.parametrize("each", [2, 3, 4])
+def test_dpg(each, tmp_path):
+    """A grid per prompt file; with fewer than four images the rest of it is black."""
+    images = _images(2 * each)
+    write_images(tmp_path, _set(Kind.DPG), images, each)
     assert _tree(tmp_path / "images") == ["2.png", "partiprompts10.png"]
     for i, name in enumerate(("2", "partiprompts10")):
-        grid = _read(tmp_path / "images" / f"{name}.png")
-        np.testing.assert_array_equal(_tiles(grid), images[4 * i : 4 * i + 4])
+        tiles = _tiles(_read(tmp_path / "images" / f"{name}.png"))
+        np.testing.assert_array_equal(tiles[:each], images[each * i : each * (i + 1)])
+        assert not tiles[each:].any()
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert [e["sample"] for e in manifest["images"]] == [0, 1, 2, 3] * 2
+    assert [e["sample"] for e in manifest["images"]] == [*range(each)] * 2
 
 
 def test_dpg_with_one_image_has_no_grid(tmp_path):
@@ -121,20 +116,13 @@ def test_several_images_per_line(tmp_path):
     assert _tree(tmp_path / "images") == names
 
 
-def test_the_manifest_lists_what_is_there(tmp_path):
-    write_images(tmp_path, _set(Kind.LINES), _images(1), first=1, manifest=False)
-    assert not (tmp_path / "manifest.json").exists()
-    image_layouts.write_manifest(tmp_path, _set(Kind.LINES), 1, None)
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert [e["number"] for e in manifest["images"]] == [1]
-
-
 REFUSED = {
     "hpsv2": (Kind.HPSV2, _images(4), 2, "2 images per prompt: hpsv2 takes 1$"),
     "dpg": (Kind.DPG, _images(5), 5, "5 images per prompt: dpg takes 1 to 4"),
     "dpg shape": (Kind.DPG, _images(2, 8, 12), 1, "8x12 pixels: .*choose a square aspect"),
     "none": (Kind.LINES, _images(1), 0, "0 images per prompt: lines takes at least 1"),
-    "too many": (Kind.LINES, _images(3), 1, "images 0 to 2: 2 prompts have 2"),
+    "too many": (Kind.LINES, _images(3), 1, "3 images: 2 prompts have 2"),
+    "too few": (Kind.GENEVAL, _images(4), 4, "4 images: 2 prompts have 8"),
     "type": (Kind.LINES, _images(2) / 255, 1, "images are float64"),
 }
 

@@ -100,13 +100,6 @@ def test_one_style_and_others_than_the_four(tmp_path):
     assert [(p.text, p.name) for p in found.prompts] == [("d", "drawbench/00000")]
 
 
-def test_first(tmp_path):
-    found = read_prompts(write_sample(Kind.LINES, tmp_path))
-    assert found.first(2).texts == ["a cat", ""] and len(found.first(99)) == 4
-    with pytest.raises(UserError, match="0 prompts: at least 1"):
-        found.first(0)
-
-
 def test_byte_order_mark_and_other_separators(tmp_path):
     """Only line feeds end lines: numbers agree with those of editors."""
     (tmp_path / "f.txt").write_bytes("\ufeffa cat\u2028and a dog\x0b!\nb".encode())
