@@ -12,8 +12,8 @@ from varjax.geometry import Geometry
 BLOCK_SIZES = (64, 32, 16, 8, 4, 2, 1)
 LARGEST_BLOCK_SHORT = 32  # schedules with fewer persistent tokens than LONG_SCHEDULE
 LONG_SCHEDULE = 1024
-# A block size is taken if rounding costs at most 5 % of the tokens. Where nothing is dropped it must
-# cost none of them; with a long schedule the pool may then be this much larger than the tokens:
+# A block size is taken if rounding costs at most 5 % of the tokens. Where nothing is dropped it
+# must cost none; with a long schedule the pool may then be a little larger than the tokens:
 # blocks of one slot, all that fits the 6425 tokens of Infinity exactly, are what no kernel likes.
 KEPT_AT_LEAST = 0.95
 ROUNDING_OF_ALL = 0.005
