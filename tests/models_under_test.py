@@ -129,10 +129,8 @@ def arrays_of(model: Model, numbers):
 def greedy_generator(
     model: Model, policy=None, *, cfg=1.5, batch_size=2, plan: CachePlan | None = None, **options
 ) -> Generator:
-    """Greedy float32 generation with everything kept that a test may look at, in one segment, which
-    compiles fastest."""
-    usual = {"keep_logits": True, "matmul_precision": "highest", "segments": 1}
-    options = {**usual, **options}
+    """Greedy float32 generation with everything kept that a test may look at."""
+    options = {"keep_logits": True, "matmul_precision": "highest", **options}
     return Generator(
         model,
         policy or policies.Full(),

@@ -99,7 +99,7 @@ def test_predicted_bytes_bound_the_compiled_program(policy):
     pipeline = type(model.pipeline)(transformer, model.pipeline.codec)
     model = generation.Model(pipeline, model.metadata, model.name)
     plan = plan_cache(model.geometry, policy)
-    generator = models.greedy_generator(model, plan=plan, keep_logits=False)
+    generator = models.greedy_generator(model, plan=plan, keep_logits=False, segments=1)
     generator.compile(models.arrays_of(model, [0, 1]))
     stats = generator.compiled.memory_analysis()
     needed = stats.argument_size_in_bytes + stats.temp_size_in_bytes
@@ -119,11 +119,11 @@ def test_bfloat16_stays_close():
     text = models.TextFeatures(kv=arrays["text_kv"], lens=arrays["text_lens"]).take(np.arange(1))
     given = model.pipeline.tokens_from_file(arrays["gt_bits"], 1, 7)
     generator = models.greedy_generator(
-        model, cfg=float(arrays["cfg"][0]), batch_size=1, kv_dtype="bfloat16"
+        model, cfg=float(arrays["cfg"][0]), batch_size=1, kv_dtype="bfloat16", segments=1
     )
     results, state = generator.run_batch(text, np.arange(1), given=given)
     exact = models.greedy_generator(
-        models.fixture_model("infinity_a"), cfg=float(arrays["cfg"][0]), batch_size=1
+        models.fixture_model("infinity_a"), cfg=float(arrays["cfg"][0]), batch_size=1, segments=1
     )
     expected, _ = exact.run_batch(text, np.arange(1), given=given)
     assert state.kv_pool.dtype == "bfloat16"

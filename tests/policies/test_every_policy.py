@@ -65,11 +65,12 @@ def plan_of(model: str, policy: str, budget: float):
 
 @functools.lru_cache(maxsize=4)  # compiled programs are large
 def program(model: str, policy: str, budget: float):
-    """A compiled greedy generator for two images, tokens given or not."""
+    """A compiled greedy generator for two images, tokens given or not; in one segment, which
+    compiles fastest."""
     plan = plan_of(model, policy, budget)
     if plan is None:
         pytest.skip(f"{policy} says that a budget of {budget} is too small")
-    generator = models.greedy_generator(model_and_calibration(model)[0], plan=plan)
+    generator = models.greedy_generator(model_and_calibration(model)[0], plan=plan, segments=1)
     start(generator)
     return generator
 
@@ -207,7 +208,7 @@ def check_poison(model: str, policy: str, budget: float):
     changes."""
     generator = program(model, policy, budget)
     expected, _ = run(generator)
-    poisoned = models.greedy_generator(generator.model, plan=generator.plan)
+    poisoned = models.greedy_generator(generator.model, plan=generator.plan, segments=1)
     live = jnp.asarray(live_slots(generator.plan))
     empty = poisoned.empty_state
 
