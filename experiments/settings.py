@@ -114,9 +114,12 @@ def block_remark(plan: CachePlan, name: str) -> str:
     """A line about blocks that the TPU kernels do not take; empty if they do, or for others."""
     if name != "tpu" or plan.block_size >= SMALLEST_TPU_BLOCK:
         return ""
+    argument = f"block_size={SMALLEST_TPU_BLOCK}"
+    if plan.peak_live_fraction == 1:  # nothing may be dropped for larger blocks: they cost memory
+        argument = "accounting=tokens"
     return (
         f"blocks    of {plan.block_size} slots are too small for the TPU kernels, so that the "
-        f"reference runs there: --policy_args=block_size={SMALLEST_TPU_BLOCK} keeps the kernel"
+        f"reference runs there: --policy_args={argument} keeps the kernel"
     )
 
 

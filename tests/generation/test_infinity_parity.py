@@ -1,5 +1,6 @@
 """Infinity through ported checkpoints against the original PyTorch implementation, float32."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from tests import models_under_test as models
 from varjax import generation
 from varjax.cache.planner import plan_cache
 from varjax.generation import Model
-from varjax.models.infinity import rotate
+from varjax.models.infinity import quarter_turn, quarter_turn_by_product, rotate
 from varjax.policies import Full
 from varjax.sampling import Sampling, filter_logits
 from varjax.text.features import TextFeatures
@@ -161,6 +162,13 @@ def test_rotation_turns_pairs():
     x = jnp.array([[[[1.0, 0.0, 0.0, 2.0]]]])
     cos, sin = jnp.array([[0.0, 0.0, 0.6, 0.6]]), jnp.array([[1.0, 1.0, 0.8, 0.8]])
     np.testing.assert_allclose(rotate(x, cos, sin)[0, 0, 0], [0, 1, -1.6, 1.2], atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_turning_by_a_product_is_exact(dtype):
+    """What TPUs run gives the same numbers to the last bit."""
+    x = jax.random.normal(jax.random.key(0), (2, 3, 5, 16)).astype(dtype)
+    np.testing.assert_array_equal(quarter_turn_by_product(x), quarter_turn(x))
 
 
 def test_sampler_vectors():

@@ -12,11 +12,8 @@ from varjax.geometry import Geometry
 BLOCK_SIZES = (64, 32, 16, 8, 4, 2, 1)
 LARGEST_BLOCK_SHORT = 32  # schedules with fewer persistent tokens than LONG_SCHEDULE
 LONG_SCHEDULE = 1024
-# A block size is taken if rounding costs at most 5 % of the tokens. Where nothing is dropped it
-# must cost none; with a long schedule the pool may then be a little larger than the tokens:
-# blocks of one slot, all that fits the 6425 tokens of Infinity exactly, are what no kernel likes.
+# A block size is taken if rounding costs at most 5 % of the tokens; none if nothing is dropped.
 KEPT_AT_LEAST = 0.95
-ROUNDING_OF_ALL = 0.005
 SEARCH_STEPS = 14
 
 
@@ -89,8 +86,6 @@ def _charge_rounding(geometry: Geometry, policy, allocate) -> tuple[Allocation, 
     exact = allocate(policy.budget)
     wanted = peak_tokens(geometry, exact)
     share = 1.0 if wanted == geometry.dense_tokens else KEPT_AT_LEAST
-    if share == 1.0 and geometry.schedule.persistent_tokens >= LONG_SCHEDULE:
-        limit = int(geometry.dense_tokens * (1 + ROUNDING_OF_ALL))
     lowest = policy.minimum_budget(geometry)
     asked = check_block_size(policy.block_size) if policy.block_size else 0
     for block_size in (asked,) if asked else _candidates(geometry):

@@ -223,7 +223,7 @@ class Infinity(nnx.Module):
         h = self._attention_input(modulation, x)
         q, k, v = layers.fused_qkv(block, h, self.config.head_dim)
         multiplier = layers.attention_multiplier(block.log_scale[...])
-        q_rotated, k_rotated = (rotate(a.astype(jnp.float32), *rotation) for a in (q, k))
+        q_rotated, k_rotated = (rotate(a, *rotation) for a in (q, k))
         q = q_rotated * (multiplier / layers.length(q))
         return q.astype(v.dtype), (k_rotated / layers.length(k)).astype(v.dtype), v
 
@@ -307,10 +307,27 @@ class Infinity(nnx.Module):
 def rotate(
     x: Float[Array, "R N T H"], cos: Float[Array, "T H"], sin: Float[Array, "T H"]
 ) -> Float[Array, "R N T H"]:
-    """Rotary embedding: numbers 2 j and 2 j + 1 are turned by the angle of their pair."""
+    """Rotary embedding, float32: numbers 2 j and 2 j + 1 are turned by the angle of their pair."""
+    turned = jax.lax.platform_dependent(x, tpu=quarter_turn_by_product, default=quarter_turn)
+    return x.astype(jnp.float32) * cos + turned.astype(jnp.float32) * sin
+
+
+def quarter_turn(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
+    """Every pair (a, b) of neighbours as (-b, a)."""
     even = jnp.arange(x.shape[-1]) % 2 == 0
-    turned = jnp.where(even, -jnp.roll(x, -1, axis=-1), jnp.roll(x, 1, axis=-1))
-    return x * cos + turned * sin
+    return jnp.where(even, -jnp.roll(x, -1, axis=-1), jnp.roll(x, 1, axis=-1))
+
+
+def quarter_turn_by_product(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
+    """The same as a product with a matrix of zeros and ones, which is exact. TPUs keep what a roll
+    cuts off in memory, each number in a row of its own."""
+    size = x.shape[-1]
+    matrix = np.zeros((size, size), np.float32)
+    matrix[np.arange(1, size, 2), np.arange(0, size, 2)] = -1
+    matrix[np.arange(0, size, 2), np.arange(1, size, 2)] = 1
+    return jnp.einsum(
+        "...h,hk->...k", x, jnp.asarray(matrix, x.dtype), precision=jax.lax.Precision.HIGHEST
+    )
 
 
 def _attend_text(
