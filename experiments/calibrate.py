@@ -15,14 +15,17 @@ heads differs between the runs: the standard deviation of a head's rank, average
 source scale.
 """
 
-from experiments import settings, text_condition
-from experiments.condition_flags import ConditionFlags
-from experiments.generation_flags import SamplingFlags
-from experiments.model_flags import ModelFlags
-from varjax import command_line, generation, measuring
-from varjax.files import check_file_place
-from varjax.policies import calibration as measured
-from varjax.policies.calibration import Calibration, show_guidance
+from experiments import settings
+from experiments.flags.condition import ConditionFlags
+from experiments.flags.generation import SamplingFlags
+from experiments.flags.model import ModelFlags
+from experiments.prompts import condition as text_condition
+from varjax import api
+from varjax.calibration import data as measured
+from varjax.calibration import measure
+from varjax.calibration.data import Calibration, show_guidance
+from varjax.cli import command_line
+from varjax.storage.files import check_file_place
 
 FLAGS = command_line.CommandFlags()
 FLAGS.compilation_cache()
@@ -73,13 +76,13 @@ def main(argv) -> None:
     settings.require_weights(model)
     condition = CONDITION.resolve(model)
     sampling, seed = SAMPLING.sampling(model), SAMPLING.seed
-    dtype = DTYPE.value or generation.default_dtype()
+    dtype = DTYPE.value or api.default_dtype()
     condition = text_condition.encoded(condition, model, dtype)
     loaded = settings.load_model(model, dtype)
     total = STABILITY.value * len(condition)
     progress = command_line.Progress("measured image", total)
     progress.note("compiling")
-    found = measuring.measure(
+    found = measure.measure(
         loaded,
         condition,
         sampling,

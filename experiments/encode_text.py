@@ -12,9 +12,11 @@ warning that names the line.
 
 import pathlib
 
-from experiments import prompt_sets, text_condition
-from varjax import command_line, description, generation
-from varjax.files import check_file_place
+from experiments.prompts import condition, sets
+from varjax import api
+from varjax.cli import command_line
+from varjax.storage import manifest
+from varjax.storage.files import check_file_place
 from varjax.text import encoder as encoder_lib
 from varjax.text.encoder import TextEncoder
 from varjax.text.features import MAX_LENGTH, TextFeatures
@@ -23,9 +25,7 @@ FLAGS = command_line.CommandFlags()
 FLAGS.compilation_cache()
 CHECKPOINT = FLAGS.string("checkpoint", None, "Checkpoint with a text encoder, or an encoder.")
 PROMPTS = FLAGS.string("prompts", None, "The texts: a file with one per line, or a published set.")
-PROMPT_SET = FLAGS.enum(
-    "prompt_set", prompt_sets.AUTO, prompt_sets.KINDS, "What --prompts holds; auto: look."
-)
+PROMPT_SET = FLAGS.enum("prompt_set", sets.AUTO, sets.KINDS, "What --prompts holds; auto: look.")
 NEGATIVE_PROMPTS = FLAGS.string(
     "negative_prompts", None, "File with one text per prompt, or one for all, to lead away from."
 )
@@ -49,9 +49,9 @@ def max_length(checkpoint: str) -> int:
     """Tokens per text: as asked for, what the checkpoint's model takes, or the released ones'."""
     if LONGEST.value is not None:
         return LONGEST.value
-    if not (pathlib.Path(checkpoint) / description.NAME).is_file():
+    if not (pathlib.Path(checkpoint) / manifest.NAME).is_file():
         return MAX_LENGTH
-    return description.read(pathlib.Path(checkpoint))["transformer"].get("text_maxlen", MAX_LENGTH)
+    return manifest.read(pathlib.Path(checkpoint))["transformer"].get("text_maxlen", MAX_LENGTH)
 
 
 def text(features: TextFeatures) -> str:
@@ -73,15 +73,15 @@ def text(features: TextFeatures) -> str:
 
 def main(argv) -> None:
     target = check_file_place(SAVE.value, overwrite=OVERWRITE.value, flag="--save")
-    prompts = prompt_sets.read_prompts(PROMPTS.value, PROMPT_SET.value)
+    prompts = sets.read_prompts(PROMPTS.value, PROMPT_SET.value)
     negative = None
     if NEGATIVE_PROMPTS.value:
-        negative = text_condition.read_negative(NEGATIVE_PROMPTS.value, prompts)
-    folder, longest = text_condition.encoder_folder(CHECKPOINT.value), max_length(CHECKPOINT.value)
+        negative = condition.read_negative(NEGATIVE_PROMPTS.value, prompts)
+    folder, longest = condition.encoder_folder(CHECKPOINT.value), max_length(CHECKPOINT.value)
     encoder_lib.check_folder(folder)
     progress = command_line.Progress("encoded text", len(prompts), every=2.0)
     progress.note("reading the encoder")
-    encoder = TextEncoder.load(folder, DTYPE.value or generation.default_dtype())
+    encoder = TextEncoder.load(folder, DTYPE.value or api.default_dtype())
 
     def report(done: int, total: int) -> None:
         progress.total = total

@@ -10,16 +10,17 @@ from typing import Any
 import jax
 
 from pallas_kernels import implementations
-from varjax import checkpoint, generation
+from varjax import api
+from varjax.api import Model
+from varjax.cache.geometry import Geometry
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
 from varjax.errors import UserError
-from varjax.generation import Model
-from varjax.geometry import Geometry
 from varjax.models import registry
 from varjax.models.pipeline import Pipeline
 from varjax.models.registry import Family
 from varjax.policies import Policy
+from varjax.storage import checkpoint
 
 SMALLEST_TPU_BLOCK = 8
 
@@ -77,7 +78,7 @@ def abstract_model(
     found = checkpoint.load_abstract(directory)
     name = directory.resolve().name if name_or_directory else "demo"
     family = registry.family(found.family)
-    transformer = generation.with_template(family, found.transformer, aspect, size)
+    transformer = api.with_template(family, found.transformer, aspect, size)
     parts = (transformer, found.codec, found.metadata, directory)
     return AbstractModel(name, *parts, aspect, size)
 
@@ -141,13 +142,13 @@ def require_weights(model: AbstractModel, hint: str = "") -> None:
 def load_model(abstract: AbstractModel, dtype: str) -> Model:
     """The weights of a checked checkpoint."""
     shape = {"aspect": abstract.aspect, "size": abstract.size}
-    loaded = generation.load(abstract.directory, dtype, **shape)
+    loaded = api.load(abstract.directory, dtype, **shape)
     return dataclasses.replace(loaded, name=abstract.name)
 
 
 def full_plan(geometry: Geometry) -> tuple[Policy, CachePlan]:
     """The full cache, for comparisons."""
-    policy = generation.resolve_policy("full")
+    policy = api.resolve_policy("full")
     return policy, plan_cache(geometry, policy)
 
 

@@ -11,7 +11,7 @@ and the finished model to RUN/model. What to choose: docs/training.md.
 
 import dataclasses
 
-from varjax import command_line
+from varjax.cli import command_line
 from varjax.errors import UserError
 from varjax.training import loop, session
 from varjax.training.settings import Settings

@@ -18,7 +18,7 @@ JSON files that use the argument names of the published constructors.
 import dataclasses
 
 from ported_weights import convert
-from varjax import command_line
+from varjax.cli import command_line
 from varjax.sampling import RECOMMENDABLE
 
 FLAGS = command_line.CommandFlags()

@@ -4,15 +4,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ported_weights import rules, sources, t5
-from ported_weights.tables import CUSTOM, TABLES, Table
-from varjax import checkpoint
-from varjax.command_line import Progress
-from varjax.description import parse_json
+from ported_weights import rules
+from ported_weights.readers import sources
+from ported_weights.tables import t5
+from ported_weights.tables.registry import CUSTOM, TABLES, Table
+from varjax.cli.command_line import Progress
 from varjax.errors import UserError, choose
-from varjax.folders import check_absent
 from varjax.models import parameters, registry
 from varjax.sampling import RECOMMENDABLE, Sampling
+from varjax.storage import checkpoint
+from varjax.storage.folders import check_absent
+from varjax.storage.manifest import parse_json
 from varjax.text import encoder as text_encoder
 
 CONVERTER_VERSION = 1

@@ -10,10 +10,10 @@ import tempfile
 import numpy as np
 
 from ported_weights.convert import Request, convert
-from varjax import generation, policies
+from varjax import api, policies
+from varjax.api import Generator, Model
 from varjax.cache.plan import CachePlan
 from varjax.conditions import Labels
-from varjax.generation import Generator, Model
 from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 from varjax.text.features import TextFeatures
@@ -81,10 +81,10 @@ def _infinity_folder(name: str, out: pathlib.Path) -> pathlib.Path:
 @functools.cache
 def fixture_model(name: str) -> Model:
     if name not in SMALL:
-        return generation.load(checkpoint_folder(name), "float32")
+        return api.load(checkpoint_folder(name), "float32")
     name, maps = SMALL[name]
     model, schedule = fixture_model(name), Schedule.parse(maps)
-    transformer = generation.with_config(
+    transformer = api.with_config(
         model.pipeline.transformer,
         dataclasses.replace(
             model.pipeline.transformer.config, schedule=schedule, rope_map=schedule.final_map

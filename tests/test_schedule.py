@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
+from varjax.cache.geometry import Geometry
 from varjax.errors import UserError
-from varjax.geometry import Geometry
 from varjax.schedule import Schedule
 
 

@@ -9,8 +9,8 @@ plan.num_bytes(batch_size=8, dtype="bfloat16")
 """
 
 from varjax import policies
+from varjax.api import Model, generate, load, plan
 from varjax.errors import UserError
-from varjax.generation import Model, generate, load, plan
 
 __version__ = "0.1.0"
 __all__ = ["Model", "UserError", "__version__", "generate", "load", "plan", "policies"]

@@ -5,9 +5,9 @@ import pytest
 
 from varjax.cache import allocator
 from varjax.cache.allocation import RegionAllocation, StaticAllocation
+from varjax.cache.geometry import Geometry
 from varjax.cache.plan import build_plan
 from varjax.errors import UserError
-from varjax.geometry import Geometry
 from varjax.schedule import Schedule
 
 GEOMETRY = Geometry(

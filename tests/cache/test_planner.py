@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from varjax import policies
+from varjax.cache.geometry import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
 from varjax.errors import UserError
-from varjax.geometry import Geometry
-from varjax.models.var import SIDES_256
+from varjax.models.var.transformer import SIDES_256
 from varjax.schedule import Schedule
 
 SCHEDULES = {

@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels.cache_write import block_writes
 from varjax.cache.state import KVState
-from varjax.cache.write import Entries, after, arrange, store, store_entries
+from varjax.cache.write import Entries, arrange, order_after, store, store_entries
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -78,7 +78,7 @@ def test_both_ways_of_storing_encode_alike():
 def test_after_keeps_values():
     slots = jnp.arange(6).reshape(2, 3)
     for value in (0.0, jnp.nan, -jnp.inf, jnp.inf):
-        np.testing.assert_array_equal(after(slots, jnp.full((4,), value)), slots)
+        np.testing.assert_array_equal(order_after(slots, jnp.full((4,), value)), slots)
 
 
 def test_pool_is_updated_in_place():
@@ -91,7 +91,7 @@ def test_pool_is_updated_in_place():
         old = flat[jnp.arange(rows)[:, None], slots[None]]
         read = jnp.tanh(old @ jnp.ones((width, width)))
         entries = Entries.encode(*jnp.split(read[:, None], 2, axis=-1), jnp.float32)
-        where = jnp.broadcast_to(after(slots[None, None], read), (rows, 1, len(slots)))
+        where = jnp.broadcast_to(order_after(slots[None, None], read), (rows, 1, len(slots)))
         return store_entries(state, where, entries), read.sum()
 
     slots = jnp.arange(layers * 32).reshape(layers, 32)

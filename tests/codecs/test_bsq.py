@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ported_weights import rules, sources
-from ported_weights.bsq import SIGNATURE, bsq_rules
-from varjax.codecs import bsq_quantizer
-from varjax.codecs.bsq import BSQVAE, PRESETS, BSQConfig, codes
+from ported_weights import rules
+from ported_weights.readers import sources
+from ported_weights.tables.bsq import SIGNATURE, bsq_rules
+from varjax.codecs.bsq import quantizer
+from varjax.codecs.bsq.model import BSQVAE, PRESETS, BSQConfig, codes
 from varjax.codecs.resize import resize_area
 from varjax.errors import UserError
 from varjax.models import parameters
@@ -60,7 +61,7 @@ def test_encoder_and_bits(case):
     @jax.jit
     def run(codec, images):
         h = codec.encode(images)
-        return h, codec.features_to_bits(h, schedule), list(bsq_quantizer.residuals(h, schedule))
+        return h, codec.features_to_bits(h, schedule), list(quantizer.residuals(h, schedule))
 
     h, bits, rests = run(codec, images)
     np.testing.assert_allclose(h, _last(arrays["h"]), rtol=0, atol=LATENT)
@@ -165,12 +166,12 @@ def test_bits_explain_the_map(text):
 
     @jax.jit
     def run(h):
-        bits = bsq_quantizer.features_to_bits(h, schedule)
-        before = [jnp.zeros_like(h), *bsq_quantizer.code_maps(bits, schedule)[:-1]]
+        bits = quantizer.features_to_bits(h, schedule)
+        before = [jnp.zeros_like(h), *quantizer.code_maps(bits, schedule)[:-1]]
         pairs = zip(before, schedule.maps, strict=True)
         rest = [resize_area(h - total, size) for total, size in pairs]
-        found = list(bsq_quantizer.residuals(h, schedule))
-        return bits, rest, found, bsq_quantizer.teacher_inputs(bits, schedule)
+        found = list(quantizer.residuals(h, schedule))
+        return bits, rest, found, quantizer.teacher_inputs(bits, schedule)
 
     bits, rest, found, inputs = run(h)
     assert bits.shape == (2, schedule.total_tokens, 5)
@@ -180,7 +181,7 @@ def test_bits_explain_the_map(text):
 
 def test_zero_is_bit_zero():
     schedule = Schedule.parse("1x1")
-    assert not bsq_quantizer.features_to_bits(jnp.zeros((1, 1, 1, 3)), schedule).any()
+    assert not quantizer.features_to_bits(jnp.zeros((1, 1, 1, 3)), schedule).any()
 
 
 def test_wrong_shapes_are_explained():

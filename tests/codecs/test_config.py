@@ -7,7 +7,7 @@ import jax
 import pytest
 from flax import nnx
 
-from varjax.codecs.vqvae import VQVAE, VQVAEConfig
+from varjax.codecs.vqvae.model import VQVAE, VQVAEConfig
 from varjax.errors import UserError
 from varjax.schedule import Schedule
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from varjax.codecs.quantizer import Quantizer
-from varjax.codecs.vqvae import VQVAEConfig
+from varjax.codecs.vqvae.model import VQVAEConfig
+from varjax.codecs.vqvae.quantizer import Quantizer
 from varjax.errors import UserError
 from varjax.schedule import Schedule
 

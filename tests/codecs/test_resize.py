@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from varjax.codecs.patchify import patchify, unpatchify
-from varjax.codecs.quantizer import phi_index
 from varjax.codecs.resize import (
     area_matrix,
     bicubic_matrix,
@@ -19,6 +18,7 @@ from varjax.codecs.resize import (
     resize_bicubic,
     resize_bilinear,
 )
+from varjax.codecs.vqvae.quantizer import phi_index
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "var" / "ops"
 INFINITY = Path(__file__).parents[1] / "fixtures" / "infinity" / "interp_vectors.npz"

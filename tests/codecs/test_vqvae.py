@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ported_weights import rules, sources
-from ported_weights.vqvae import vqvae_rules
-from varjax.codecs.vqvae import VQVAE, VQVAEConfig
+from ported_weights import rules
+from ported_weights.readers import sources
+from ported_weights.tables.vqvae import vqvae_rules
+from varjax.codecs.vqvae.model import VQVAE, VQVAEConfig
 from varjax.models import parameters
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "var"

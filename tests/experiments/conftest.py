@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.experiments import made_up_sweep
-from varjax import command_line
+from varjax.cli import command_line
 
 
 @pytest.fixture
@@ -16,7 +16,10 @@ def call(capsys, monkeypatch):
     experiments.run --flag=...`."""
 
     def invoke(verb, *flags):
-        module = importlib.import_module(f"experiments.{verb}")
+        package = importlib.import_module(f"experiments.{verb}")
+        is_package = hasattr(package, "__path__")
+        name = f"experiments.{verb}.command" if is_package else f"experiments.{verb}"
+        module = importlib.import_module(name)
         monkeypatch.setattr(sys, "argv", [f"experiments/{verb}.py", *flags])
         with pytest.raises(SystemExit) as stop:
             command_line.run(module.main)

@@ -5,8 +5,8 @@ import pathlib
 
 import numpy as np
 
+from varjax.cache.geometry import Geometry
 from varjax.cache.planner import plan_cache
-from varjax.geometry import Geometry
 from varjax.policies import get_policy
 from varjax.schedule import Schedule
 

@@ -9,11 +9,13 @@ from functools import partial
 import jax
 import pytest
 
-from experiments import aot_compiler, aot_program, aot_worker
+from experiments.aot import compiler, worker
+from experiments.aot import program as aot_program
 from pallas_kernels import chips
 from tests import models_under_test as models
-from varjax import checkpoint, generation
+from varjax import api
 from varjax.cache.state import KVState
+from varjax.storage import checkpoint
 
 COMPILED = {
     "status": "compiled",
@@ -60,7 +62,7 @@ COMPILED = {
 def compilers(monkeypatch):
     """All compilers are here, and none is run."""
     monkeypatch.setattr(chips, "why_unavailable", lambda name: None)
-    monkeypatch.setattr(aot_worker, "start", lambda *a: pytest.fail("a compiler was started"))
+    monkeypatch.setattr(worker, "start", lambda *a: pytest.fail("a compiler was started"))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +107,7 @@ def test_missing_compilers_are_named_together(call, monkeypatch):
 
 
 def results(monkeypatch, **of):
-    monkeypatch.setattr(aot_worker, "start", lambda target, flags: of[target])
+    monkeypatch.setattr(worker, "start", lambda target, flags: of[target])
 
 
 def test_table(call, compilers, monkeypatch, tmp_path):
@@ -154,7 +156,7 @@ def test_a_compiler_that_aborts(monkeypatch, tmp_path, capsys):
     program.write_text("#!/bin/sh\necho 'h200: compiling' >&2\necho 'LLVM ERROR' >&2\nkill -6 $$\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(sys, "executable", str(program))
-    result = aot_worker.start("h200", [])
+    result = worker.start("h200", [])
     assert result["status"] == "failed"
     assert "ended with -6" in result["error"] and "LLVM ERROR" in result["error"]
     assert capsys.readouterr().err == "h200: compiling\n"
@@ -179,7 +181,7 @@ def test_a_compiler_that_aborts(monkeypatch, tmp_path, capsys):
     ],
 )
 def test_messages_about_memory(message, needed):
-    assert aot_compiler.memory_asked(message) == needed
+    assert compiler.memory_asked(message) == needed
 
 
 def test_arrays_to_look_at():
@@ -227,7 +229,7 @@ def test_compiles(call, target, attention, tmp_path):
     assert bool(found["kernel_calls"]) == bool(found["kernel_flops"]) == (attention == "auto")
     assert found["fits"] and found["pool_aliased"]
     assert target == "tpu-v5e" or found["copies"] == {}
-    plan = generation.plan(generation.load(folder, "float32"))
+    plan = api.plan(api.load(folder, "float32"))
     assert found["kv_pool_bytes"] == plan.num_bytes(2, "bfloat16")
     assert found["peak_bytes"] >= found["parameter_bytes"] + found["kv_pool_bytes"]
     assert 0 < found["roofline_s"] < 1 and found["flops"] > 1e6

@@ -2,11 +2,11 @@
 
 import pytest
 
-from experiments import aot_buffers
+from experiments.aot import buffers
 
-POOL = aot_buffers.Carried("kv_pool", (4, 10, 8, 128))
-SCALE = aot_buffers.Carried("kv_scale", (4, 10, 16), "float32")
-POSITION = aot_buffers.Carried("position", (4, 80), "int32", flat=True)
+POOL = buffers.Carried("kv_pool", (4, 10, 8, 128))
+SCALE = buffers.Carried("kv_scale", (4, 10, 16), "float32")
+POSITION = buffers.Carried("position", (4, 80), "int32", flat=True)
 
 ASSIGNMENT = """\
 BufferAssignment:
@@ -51,7 +51,7 @@ ENTRY %main {
 
 
 def test_the_fullest_moment():
-    found = aot_buffers.buffers(ASSIGNMENT, RANGES, TEXT)
+    found = buffers.buffers(ASSIGNMENT, RANGES, TEXT)
     sizes = [(b.name, b.size) for b in found.live]
     assert sizes == [("scores.1", 600), ("pair.1", 200), ("loop.1", 100)]
     assert found.live_bytes == 900
@@ -62,27 +62,27 @@ def test_the_fullest_moment():
 def test_values_in_one_place_count_once():
     """`weights.1` overwrites `scores.1` where it lies."""
     ranges = RANGES.replace("late.1{}:60-70", "late.1{}:10-20")
-    found = aot_buffers.buffers(ASSIGNMENT, ranges, TEXT)
+    found = buffers.buffers(ASSIGNMENT, ranges, TEXT)
     assert [b.name for b in found.live] == ["late.1", "pair.1", "loop.1"]
 
 
 def test_sources():
-    found = aot_buffers.buffers(ASSIGNMENT, RANGES, TEXT)
+    found = buffers.buffers(ASSIGNMENT, RANGES, TEXT)
     sources = {b.name: b.source for b in found.temporaries}
     assert sources["scores.1"] == "attend/dot_general"
     assert sources["pair.1"] == "copy-start of copy of attend/dot_general"
     assert sources["late.1"] == "iota" and sources["weights.1"] == ""
     assert sources["loop.1"] == "carried through a loop"
-    assert aot_buffers.short_source("jit(f)/eval_jaxpr/cond/branch_0_fun/head/mul") == "head/mul"
-    assert aot_buffers.short_source("model.head.kernel") == "model.head.kernel"
+    assert buffers.short_source("jit(f)/eval_jaxpr/cond/branch_0_fun/head/mul") == "head/mul"
+    assert buffers.short_source("model.head.kernel") == "model.head.kernel"
 
 
 def test_a_second_pool():
-    found = aot_buffers.buffers(ASSIGNMENT, RANGES, TEXT)
-    assert aot_buffers.second_buffers(found, POOL) == []
+    found = buffers.buffers(ASSIGNMENT, RANGES, TEXT)
+    assert buffers.second_buffers(found, POOL) == []
     for shape in ("f32[4,80,128]{2,1,0}", "bf16[40,8,128]{2,0,1:T(8,128)}", "s8[4,10,8,128]"):
         text = ASSIGNMENT.replace("f32[70,10]{1,0}", shape)
-        (second,) = aot_buffers.second_buffers(aot_buffers.buffers(text, RANGES, TEXT), POOL)
+        (second,) = buffers.second_buffers(buffers.buffers(text, RANGES, TEXT), POOL)
         assert second.name == "late.1"
 
 
@@ -99,8 +99,8 @@ def test_copies_of_the_pool():
   %h = (bf16[4,10,8,128]{3,2,1,0}, bf16[4,10,8,128]{3,2,1,0:S(1)}, u32[]) copy-start(%b)
   %i = bf16[4,10,8,128]{3,2,1,0} dynamic-update-slice(%b, %copy.1, %c)
 """
-    assert len(aot_buffers.copies_of(moves + others, POOL)) == 4
-    assert aot_buffers.copies_of(others, POOL) == []
+    assert len(buffers.copies_of(moves + others, POOL)) == 4
+    assert buffers.copies_of(others, POOL) == []
 
 
 def test_copies_of_smaller_arrays():
@@ -113,7 +113,7 @@ def test_copies_of_smaller_arrays():
   %f = s32[4,80]{1,0} copy(%g)
   %h = pred[4,80]{1,0} copy(%i)
 """
-    found = aot_buffers.second_copies(text, None, [POOL, SCALE, POSITION])
+    found = buffers.second_copies(text, None, [POOL, SCALE, POSITION])
     lines = {name: [line.split()[0] for line in copies] for name, copies in found.items()}
     assert lines == {"kv_scale": ["%a", "%c"], "position": ["%f"]}
 
@@ -130,8 +130,8 @@ def test_copies_of_smaller_arrays():
 )
 def test_second_buffers(shape, names):
     text = ASSIGNMENT.replace("f32[70,10]{1,0}", shape)
-    found = aot_buffers.buffers(text, RANGES, TEXT)
-    copies = aot_buffers.second_copies("", found, [POOL, SCALE, POSITION])
+    found = buffers.buffers(text, RANGES, TEXT)
+    copies = buffers.second_copies("", found, [POOL, SCALE, POSITION])
     assert set(copies) == names
     assert all(line.startswith("late.1: ") for (line,) in copies.values())
 
@@ -141,16 +141,16 @@ def test_second_buffers(shape, names):
     [("float32", "f32"), ("bfloat16", "bf16"), ("int32", "s32"), ("uint8", "u8"), ("bool", "pred")],
 )
 def test_types_of_compiled_text(dtype, short):
-    array = aot_buffers.Carried("memory", (2, 3, 4), dtype)
-    assert len(aot_buffers.copies_of(f"  %a = {short}[6,4]{{1,0}} copy(%b)", array)) == 1
-    assert aot_buffers.copies_of("  %a = f64[6,4]{1,0} copy(%b)", array) == []
+    array = buffers.Carried("memory", (2, 3, 4), dtype)
+    assert len(buffers.copies_of(f"  %a = {short}[6,4]{{1,0}} copy(%b)", array)) == 1
+    assert buffers.copies_of("  %a = f64[6,4]{1,0} copy(%b)", array) == []
 
 
 def test_unreadable(tmp_path):
-    assert aot_buffers.read_dump(tmp_path, TEXT) is None
+    assert buffers.read_dump(tmp_path, TEXT) is None
     (tmp_path / "m.buffer-assignment.txt").write_text("another format")
     (tmp_path / "m.live-range.txt").write_text("")
-    assert aot_buffers.read_dump(tmp_path, TEXT) is None
+    assert buffers.read_dump(tmp_path, TEXT) is None
     (tmp_path / "m.buffer-assignment.txt").write_text(ASSIGNMENT)
     (tmp_path / "m.live-range.txt").write_text(RANGES)
-    assert aot_buffers.read_dump(tmp_path, TEXT).live_bytes == 900
+    assert buffers.read_dump(tmp_path, TEXT).live_bytes == 900

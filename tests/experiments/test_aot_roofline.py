@@ -2,17 +2,17 @@
 
 import numpy as np
 
-from experiments import aot_roofline
-from varjax import generation
-from varjax.geometry import Geometry
-from varjax.segments import plan_segments
+from experiments.aot import roofline
+from varjax import api
+from varjax.cache.geometry import Geometry
+from varjax.engine.segments import plan_segments
 
 GEOMETRY = Geometry.parse("layers=3,heads=2,head_dim=8,schedule=1x1;2x2;3x3")
 ROWS, LAYERS, HEADS, SIZE = 2, 3, 2, 8
 
 
 def planned(policy, **arguments):
-    return generation.plan(GEOMETRY, policy, **arguments)
+    return api.plan(GEOMETRY, policy, **arguments)
 
 
 def test_full_cache():
@@ -20,18 +20,18 @@ def test_full_cache():
     pairs = 1 * 1 + 4 * (1 + 4) + 9 * (5 + 9)
     for count in (1, 3):
         segments = plan_segments(GEOMETRY.schedule, count)
-        found = aot_roofline.attention_flops(plan, segments)
+        found = roofline.attention_flops(plan, segments)
         assert found == 4 * SIZE * ROWS * LAYERS * HEADS * pairs
 
 
 def test_padding_and_empty_slots_do_not_count():
     """Large blocks and one padded segment change nothing: kernels may skip what they add."""
-    least = aot_roofline.attention_flops(
+    least = roofline.attention_flops(
         planned("full", block_size=1), plan_segments(GEOMETRY.schedule, 3)
     )
     coarse = planned("full", block_size=8, accounting="tokens")
     assert coarse.block_size == 8
-    assert aot_roofline.attention_flops(coarse, plan_segments(GEOMETRY.schedule, 1)) == least
+    assert roofline.attention_flops(coarse, plan_segments(GEOMETRY.schedule, 1)) == least
 
 
 def test_pool_traffic():
@@ -39,8 +39,8 @@ def test_pool_traffic():
     plan = planned("full", block_size=1)
     token = 2 * SIZE * 2
     tokens = (1 + 5 + 5) * LAYERS * HEADS * ROWS * 4
-    assert aot_roofline.pool_traffic(plan, 4, "bfloat16") == tokens * token
-    int8 = aot_roofline.pool_traffic(plan, 4, "int8")
+    assert roofline.pool_traffic(plan, 4, "bfloat16") == tokens * token
+    int8 = roofline.pool_traffic(plan, 4, "int8")
     assert int8 == tokens * (2 * SIZE + 2 * 4)
 
 
@@ -49,7 +49,7 @@ def test_contents_that_the_device_decides():
     read = plan.capacity.sum()
     written = np.maximum(plan.capacity[1:] - plan.capacity[:-1], 0).sum()
     per_token = plan.num_bytes(1, "bfloat16") / plan.pool_tokens
-    assert aot_roofline.pool_traffic(plan, 1, "bfloat16") == (read + written) * per_token
+    assert roofline.pool_traffic(plan, 1, "bfloat16") == (read + written) * per_token
 
 
 def test_looking_at_attention_costs_a_product():
@@ -61,4 +61,4 @@ def test_looking_at_attention_costs_a_product():
     ]
     passes = [3, 3, 2]  # nothing is decided after the last scale
     wanted = 2 * SIZE * ROWS * np.dot(passes, pairs)
-    assert aot_roofline.attention_flops(plan, exact) == wanted
+    assert roofline.attention_flops(plan, exact) == wanted

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import bench_table
+from experiments.bench import table as bench_table
 from pallas_kernels import arg_specs
 from pallas_kernels.chips import get_chip
 from pallas_kernels.ragged_attention import bench, config, tune

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests import text_encoder_under_test as small
-from varjax import description
 from varjax.models import registry
+from varjax.storage import manifest
 from varjax.text import features
 
 LONG = "a photo of a red apple on a wooden table"
@@ -58,9 +58,9 @@ def test_texts_are_as_long_as_the_model_takes(encode, checkpoint, tmp_path):
     """Without --max_length the checkpoint says so."""
     preset = registry.preset("infinity-2b")
     transformer = dataclasses.replace(preset.transformer, text_maxlen=9)
-    content = description.compose(preset.family, transformer, preset.codec, {})
+    content = manifest.compose(preset.family, transformer, preset.codec, {})
     shutil.copytree(checkpoint, tmp_path / "whole")
-    description.write(tmp_path / "whole", content)
+    manifest.write(tmp_path / "whole", content)
     status, _, err = encode(f"{LONG}\n", f"--checkpoint={tmp_path / 'whole'}")
     assert status == 0 and "line 1 has" in err and "cut to 9" in err, err
     assert features.load(tmp_path / "f.npz").lens.tolist() == [9]

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from experiments.image_layouts import write_images
-from experiments.prompt_sets import IMAGES_PER_PROMPT, Kind, Prompt, PromptSet
+from experiments.prompts.layouts import write_images
+from experiments.prompts.sets import IMAGES_PER_PROMPT, Kind, Prompt, PromptSet
 from varjax.errors import UserError
 
 pillow = pytest.importorskip("PIL.Image", reason="pillow is not installed (extra `eval`)")

@@ -7,7 +7,9 @@ import pathlib
 import numpy as np
 import pytest
 
-from experiments import plan, run, settings
+from experiments import settings
+from experiments.plan import command as plan
+from experiments.run import command
 from tests import models_under_test as models
 
 HEATKV = pathlib.Path(__file__).parents[1] / "fixtures/policies/heatkv"
@@ -161,7 +163,7 @@ def test_order_lists_carry_no_schedule(call, verb, aspect):
 def test_run_records_the_calibration(call, tmp_path, monkeypatch):
     """Orders for the embedded model: the file is part of what identifies a run."""
     seen = []
-    monkeypatch.setattr(run.run_report, "dry_run_text", seen.append)
+    monkeypatch.setattr(command.run_report, "dry_run_text", seen.append)
     geometry = settings.abstract_model(None).geometry
     layers, heads = geometry.num_layers, geometry.num_heads
     order = [[head, layer] for layer in range(layers) for head in range(heads)]

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from experiments import prompt_sets
-from experiments.prompt_sets import Kind, read_prompts
+from experiments.prompts import sets
+from experiments.prompts.sets import Kind, read_prompts
 from varjax.errors import UserError
 
 GENEVAL = (
@@ -175,6 +175,6 @@ def test_files_that_are_refused(case, tmp_path):
 def test_every_kind_is_a_value_of_the_flag_and_documented():
     page = (pathlib.Path(__file__).parents[2] / "docs" / "text.md").read_text("utf-8")
     table = re.findall(r"^\| `([\w-]+)` \| .*\| (\d) \|$", page, re.MULTILINE)
-    assert ("auto", *(kind for kind, _ in table)) == prompt_sets.KINDS
+    assert ("auto", *(kind for kind, _ in table)) == sets.KINDS
     for kind, each in table:
-        assert prompt_sets.IMAGES_PER_PROMPT.get(kind, 1) == int(each)
+        assert sets.IMAGES_PER_PROMPT.get(kind, 1) == int(each)

@@ -11,11 +11,11 @@ import subprocess
 import numpy as np
 import pytest
 
-from experiments import report as report_module
-from experiments.report_page import calibration_figures, png, svg
+from experiments.report import calibration_figures, png, svg
+from experiments.report import command as report_module
 from tests.experiments.made_up_sweep import GEOMETRY
-from varjax.policies import calibration as measured
-from varjax.policies.calibration import Calibration
+from varjax.calibration import data as measured
+from varjax.calibration.data import Calibration
 
 SECTIONS = "table fidelity pictures bytes density discrepancy patterns pruning stability".split()
 VOID = {"meta", "link", "img", "input", "br"}

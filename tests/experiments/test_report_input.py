@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from experiments import report as report_module
+from experiments.report import command as report_module
 
 
 @pytest.mark.parametrize(

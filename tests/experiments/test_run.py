@@ -8,13 +8,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from experiments import fidelity, run_report, run_results
-from experiments import run as run_module
-from experiments.run_folder import RunFolder
+from experiments import fidelity
+from experiments.run import command as run_module
+from experiments.run import report as run_report
+from experiments.run import results
+from experiments.run.folder import RunFolder
 from tests import models_under_test as models
 from varjax import policies
+from varjax.api import Generator
 from varjax.conditions import Labels
-from varjax.generation import Generator
 
 FIELDS = (
     "policy",
@@ -263,7 +265,7 @@ def test_without_pillow_the_arrays_are_there(tmp_path, monkeypatch, capsys):
     """Standard output is for results; the remark goes to standard error."""
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     run = SimpleNamespace(condition=Labels.of([0, 1], 2))
-    run_results._write_pictures(tmp_path, run, np.zeros((2, 4, 4, 3), np.uint8))
+    results._write_pictures(tmp_path, run, np.zeros((2, 4, 4, 3), np.uint8))
     captured = capsys.readouterr()
     assert "no picture files are written: " in captured.err and not captured.out
     assert [path.name for path in tmp_path.iterdir()] == ["samples.npz"]

@@ -8,11 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from experiments import settings, sweep_cells, sweep_plan
+from experiments import settings
+from experiments.sweep import cells as sweep_cells
+from experiments.sweep import plan
 from tests import models_under_test as models
+from varjax.api import Generator
+from varjax.calibration import data as calibration_lib
 from varjax.errors import UserError
-from varjax.generation import Generator
-from varjax.policies import calibration as calibration_lib
 
 FILES = ["fidelity.png", "samples.npz", "sweep.csv", "sweep.json", "sweep.md"]
 
@@ -128,26 +130,24 @@ def test_a_place_that_cannot_be_written(call, checkpoint, monkeypatch):
 
 
 def test_entries():
-    entries = sweep_plan.parse_entries(
-        "headkv, streaming:sinks=3+block_size=8,table:path=a,b+c.npz"
-    )
+    entries = plan.parse_entries("headkv, streaming:sinks=3+block_size=8,table:path=a,b+c.npz")
     assert [(e.name, e.arguments) for e in entries] == [
         ("headkv", {}),
         ("streaming", {"sinks": "3", "block_size": "8"}),
         ("table", {"path": "a,b+c.npz"}),
     ]
     assert entries[1].label == "streaming:sinks=3+block_size=8"
-    everything = [e.name for e in sweep_plan.parse_entries("all,swa")]
+    everything = [e.name for e in plan.parse_entries("all,swa")]
     assert {"swa", "headkv"} <= set(everything) and not {"full", "table"} & set(everything)
     assert len(set(everything)) == len(everything)
     with pytest.raises(UserError, match="key=value"):
-        sweep_plan.parse_entries("streaming:3")
+        plan.parse_entries("streaming:3")
 
 
 def test_without_calibration_all_says_who_needs_one():
     geometry = models.fixture_model("b_k6_sharedaln").geometry
-    entries = sweep_plan.parse_entries("all")
-    cells = sweep_plan.plan_cells(entries, [0.001, 0.5], geometry, None, 2)
+    entries = plan.parse_entries("all")
+    cells = plan.plan_cells(entries, [0.001, 0.5], geometry, None, 2)
     rows = {}
     for cell in cells:
         rows.setdefault(cell.label, []).append(cell)
@@ -158,7 +158,7 @@ def test_without_calibration_all_says_who_needs_one():
 
 
 def test_without_matplotlib_the_tables_are_there(tmp_path, monkeypatch):
-    from experiments import sweep_tables
+    from experiments.sweep import tables
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     run = {"model": "m", "labels": [1], "seed": 0, "batch_size": 1, "dtype": "float32"}
@@ -168,7 +168,7 @@ def test_without_matplotlib_the_tables_are_there(tmp_path, monkeypatch):
     report = {"settings": run, "device": "cpu", "definitions": {}, "cells": []}
     report |= {"reference": full | {"time": {"steady_s_per_image": 1.0}}}
     report |= {"versions": {"varjax": "0", "jax": "0"}}
-    missing = sweep_tables.write(tmp_path, report, {"labels": np.zeros(1)})
+    missing = tables.write(tmp_path, report, {"labels": np.zeros(1)})
     assert "pip install" in missing
     assert sorted(p.name for p in tmp_path.iterdir()) == FILES[1:]
 
@@ -178,8 +178,8 @@ def test_every_cell_has_a_key_of_its_own():
     model = settings.abstract_model(None)
     calibration = calibration_lib.load(calibration_lib.beside(model.directory), model.geometry)
     text = "all,compose:allocate=heatkv+select=snapkv,compose:allocate=heatkv+select=h2o"
-    entries = sweep_plan.parse_entries(text)
-    cells = sweep_plan.plan_cells(entries, [0.25], model.geometry, calibration, 2)
+    entries = plan.parse_entries(text)
+    cells = plan.plan_cells(entries, [0.25], model.geometry, calibration, 2)
     planned = {cell.label: cell.key for cell in cells if cell.plan}
     snapkv, h2o = (planned.pop(entry.label) for entry in entries[-2:])
     assert planned.pop("compose") == snapkv != h2o  # the former is what compose is by default

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from experiments import settings
-from experiments.condition_flags import ConditionFlags
+from experiments.flags.condition import ConditionFlags
 from tests import models_under_test as models
 from tests import text_encoder_under_test as encoder
-from varjax.command_line import CommandFlags
-from varjax.generation import Generator
+from varjax.api import Generator
+from varjax.cli.command_line import CommandFlags
 
 CASE = "infinity_A_gen_1.5_b2"
 FAST = ("--segments=1", "--dtype=float32", "--compilation_cache=off")

@@ -9,7 +9,7 @@ import pytest
 
 from ported_weights.convert import Request, convert
 from tests import models_under_test as models
-from varjax import generation
+from varjax import api
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def demo(shared_dir, tmp_path_factory):
     convert(request, say=lambda line: None)
     with np.load(source / "reference.npz") as archive:
         reference = {name: archive[name] for name in archive.files}
-    return generation.load(out, "float32"), reference
+    return api.load(out, "float32"), reference
 
 
 @pytest.mark.parametrize("cfg", ["1.5", "3"])

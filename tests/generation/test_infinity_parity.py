@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from tests import models_under_test as models
-from varjax import generation
+from varjax import api
+from varjax.api import Model
 from varjax.cache.planner import plan_cache
-from varjax.generation import Model
-from varjax.models.infinity import quarter_turn, quarter_turn_by_product, rotate
+from varjax.models.infinity.transformer import quarter_turn, quarter_turn_by_product, rotate
 from varjax.policies import Full
 from varjax.sampling import Sampling, filter_logits
 from varjax.text.features import TextFeatures
@@ -30,7 +30,7 @@ def model_of(case: str) -> Model:
     name, aspect = CASES[case]
     if aspect == 1.0:
         return models.fixture_model(name)
-    return generation.load(models.checkpoint_folder(name), "float32", aspect=aspect)
+    return api.load(models.checkpoint_folder(name), "float32", aspect=aspect)
 
 
 def features(arrays: dict) -> TextFeatures:
@@ -58,7 +58,7 @@ def run(case: str, plan=None):
         scales = int(arrays["gt_leak"])
         given = model.pipeline.tokens_from_file(arrays["gt_bits"], len(text), scales)
         forced = {"given": given, "given_scales": scales}
-    generator = generation.Generator(
+    generator = api.Generator(
         model,
         Full(),
         sampling=sampling_of(arrays),
@@ -147,7 +147,7 @@ def test_rotation_angles():
     names = [name for name in tables if name.startswith("cos_sin_hd16_")]
     assert names
     for name in names:
-        model = generation.with_template(
+        model = api.with_template(
             models.fixture_model("infinity_a").family,
             models.fixture_model("infinity_a").pipeline.transformer,
             *(name.removeprefix("cos_sin_hd16_").replace("p", "."), "0.06M"),

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from tests import models_under_test as models
-from varjax import engine, policies
+from varjax import policies
+from varjax.api import Generator
 from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
-from varjax.generation import Generator
+from varjax.engine import scales
+from varjax.engine.segments import plan_segments
 from varjax.sampling import Sampling, image_keys
-from varjax.segments import plan_segments
 
 NAME = models.FAMILIES["var"]
 SLOW = pytest.mark.slow
@@ -89,12 +90,12 @@ def run_with_pool(name, policy, fill):
     model = models.fixture_model(name)
     plan = plan_cache(model.geometry, policy)
     segments = plan_segments(model.geometry.schedule)
-    spec = engine.ProgramSpec.of(plan, segments, Sampling(cfg=1.5, greedy=True), keep_logits=True)
-    tables = engine.program_tables(plan, segments, np.arange(2), model.pipeline.resampling)
+    spec = scales.ProgramSpec.of(plan, segments, Sampling(cfg=1.5, greedy=True), keep_logits=True)
+    tables = scales.program_tables(plan, segments, np.arange(2), model.pipeline.resampling)
     state = KVState.empty(plan, 2, jnp.float32)
     state = dataclasses.replace(state, kv_pool=jnp.full_like(state.kv_pool, fill))
     condition = models.arrays_of(model, LABELS[:2])
-    results, _ = jax.jit(lambda *a: engine.generate_codes(*a, spec=spec))(
+    results, _ = jax.jit(lambda *a: scales.generate_codes(*a, spec=spec))(
         model.pipeline, state, condition, image_keys(0, jnp.arange(2)), tables, None
     )
     return results
@@ -144,9 +145,9 @@ def test_unrolled_scans_agree(name):
 def test_bfloat16_runs_and_stays_close():
     """Not a parity claim: bfloat16 rounds to three digits, so only most tokens of the forced run's
     logits agree in rank."""
-    from varjax import generation
+    from varjax import api
 
-    model = generation.load(models.checkpoint_folder(NAME), "bfloat16")
+    model = api.load(models.checkpoint_folder(NAME), "bfloat16")
     forced = models.fixture(NAME, "gen_forced")
     results, state = models.greedy_generator(model, kv_dtype="bfloat16").run_batch(
         forced["labels"], np.arange(2), given=forced["tokens"]

@@ -6,8 +6,8 @@ import pytest
 
 import varjax
 from varjax import policies
+from varjax.calibration import data as calibrations
 from varjax.errors import UserError
-from varjax.policies import calibration as calibrations
 
 
 @pytest.fixture(scope="module")

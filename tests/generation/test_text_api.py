@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from tests import models_under_test as models
-from varjax import generation, memory
+from varjax import api
 from varjax.cache.planner import plan_cache
+from varjax.engine import memory
 from varjax.errors import UserError
 from varjax.policies import Full, Streaming
 
@@ -24,9 +25,9 @@ def test_features_to_images():
     options = dict(
         text_features=features(), policy="streaming", budget=0.4, segments=1, cfg=[3.0] * 6
     )
-    images = generation.generate(model, **options)
+    images = api.generate(model, **options)
     assert images.shape[0] == 2 and images.shape[-1] == 3 and np.isfinite(images).all()
-    again = generation.generate(model, **options, batch_size=1)
+    again = api.generate(model, **options, batch_size=1)
     np.testing.assert_allclose(images, again, atol=1e-5)
 
 
@@ -49,27 +50,27 @@ def test_features_to_images():
     ],
 )
 def test_what_cannot_work_is_said_before_compiling(given, message, monkeypatch):
-    monkeypatch.setattr(generation.Generator, "compile", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(api.Generator, "compile", lambda *_: pytest.fail("compiled"))
     given = {name: value() if callable(value) else value for name, value in given.items()}
     with pytest.raises(UserError, match=message):
-        generation.generate(models.fixture_model(NAME), **given)
+        api.generate(models.fixture_model(NAME), **given)
 
 
 def test_prompts_of_a_class_conditional_model():
     model = models.fixture_model(models.FAMILIES["var"])
     with pytest.raises(UserError, match="prompts given: .* draws from labels"):
-        generation.generate(model, prompts=["a cat"])
+        api.generate(model, prompts=["a cat"])
 
 
 def test_another_shape_shares_the_weights():
     model = models.fixture_model("infinity_a")
     transformer = model.pipeline.transformer
-    wide = generation.with_template(model.family, transformer, 0.5, "0.25M")
+    wide = api.with_template(model.family, transformer, 0.5, "0.25M")
     assert wide.config.schedule.final_map == (23, 46)
     assert wide.head.kernel[...] is transformer.head.kernel[...]
     with pytest.raises(UserError, match="aspect and size: VAR draws"):
         var = models.fixture_model(models.FAMILIES["var"])
-        generation.with_template(var.family, var.pipeline.transformer, 0.5, None)
+        api.with_template(var.family, var.pipeline.transformer, 0.5, None)
 
 
 def test_text_encoder_leaves_the_device(tmp_path, monkeypatch):
@@ -82,10 +83,10 @@ def test_text_encoder_leaves_the_device(tmp_path, monkeypatch):
         def encode(self, prompts, max_length):
             return features(len(prompts))
 
-    monkeypatch.setattr(generation.TextEncoder, "load", lambda *_: Reader())
+    monkeypatch.setattr(api.TextEncoder, "load", lambda *_: Reader())
     gc.disable()
     try:
-        found = generation.read_prompts(model, ["a", "b"])
+        found = api.read_prompts(model, ["a", "b"])
     finally:
         gc.enable()
     assert len(found) == 2 and len(jax.live_arrays()) <= before
@@ -95,9 +96,9 @@ def test_text_encoder_leaves_the_device(tmp_path, monkeypatch):
 def test_predicted_bytes_bound_the_compiled_program(policy):
     """Where attention dominates, without kernels."""
     model = models.fixture_model("infinity_a")
-    transformer = generation.with_template(model.family, model.pipeline.transformer, 2.0, "0.25M")
+    transformer = api.with_template(model.family, model.pipeline.transformer, 2.0, "0.25M")
     pipeline = type(model.pipeline)(transformer, model.pipeline.codec)
-    model = generation.Model(pipeline, model.metadata, model.name)
+    model = api.Model(pipeline, model.metadata, model.name)
     plan = plan_cache(model.geometry, policy)
     generator = models.greedy_generator(model, plan=plan, keep_logits=False, segments=1)
     generator.compile(models.arrays_of(model, [0, 1]))
@@ -114,7 +115,7 @@ def test_predicted_bytes_bound_the_compiled_program(policy):
 def test_bfloat16_stays_close():
     """Weights and cache in bfloat16, residual stream in float32. Not a parity claim; the bound is
     twice what was measured (0.0146)."""
-    model = generation.load(models.checkpoint_folder("infinity_a"), "bfloat16")
+    model = api.load(models.checkpoint_folder("infinity_a"), "bfloat16")
     arrays = models.infinity_fixture("infinity_A_forced_square")
     text = models.TextFeatures(kv=arrays["text_kv"], lens=arrays["text_lens"]).take(np.arange(1))
     given = model.pipeline.tokens_from_file(arrays["gt_bits"], 1, 7)

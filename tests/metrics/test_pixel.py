@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from varjax.errors import UserError
-from varjax.extras import MissingExtra
+from varjax.io.extras import MissingExtra
 from varjax.metrics.pixel import json_safe, psnr, ssim, token_agreement
 
 

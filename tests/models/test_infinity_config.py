@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from varjax.errors import UserError
-from varjax.models.infinity_config import InfinityConfig
+from varjax.models.infinity.config import InfinityConfig
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "infinity"
 PUBLISHED = json.loads((FIXTURES / "configs.json").read_text())

@@ -7,13 +7,7 @@ import numpy as np
 import pytest
 
 from varjax.errors import UserError
-from varjax.models.infinity_schedules import (
-    PIXELS,
-    SIZES,
-    TEMPLATES,
-    resolve,
-    rope_positions,
-)
+from varjax.models.infinity.schedules import PIXELS, SIZES, TEMPLATES, resolve, rope_positions
 from varjax.schedule import Schedule
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "infinity"

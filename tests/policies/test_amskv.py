@@ -7,12 +7,12 @@ import pytest
 
 from tests.policies.amskv_cases import CASES, D30, D36, DEMO, calibration, fixture
 from varjax.cache.planner import plan_cache
+from varjax.calibration.data import Calibration
 from varjax.errors import UserError
 from varjax.policies import amskv_rules as rules
 from varjax.policies import get_policy
 from varjax.policies.amskv import AMSKV
 from varjax.policies.amskv_arguments import PRESETS
-from varjax.policies.calibration import Calibration
 
 
 @pytest.mark.parametrize("name", CASES)

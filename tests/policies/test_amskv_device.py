@@ -9,8 +9,8 @@ import pytest
 
 from tests import models_under_test as models
 from tests.policies.amskv_cases import DEMO, calibration
+from varjax.cache.geometry import Geometry
 from varjax.cache.planner import plan_cache
-from varjax.geometry import Geometry
 from varjax.policies import amskv_rules as rules
 from varjax.policies.amskv import AMSKV
 from varjax.policies.base import Observation
@@ -19,15 +19,15 @@ from varjax.policies.base import Observation
 
 
 class Device:
-    """One layer's cache driven through `remember` and `select`, as the engine does: slots in any
-    order, own tokens padded."""
+    """One layer's cache driven through `update_state` and `select`, as the engine does: slots in
+    any order, own tokens padded."""
 
     def __init__(self, policy: AMSKV, geometry: Geometry, rows: int, found=None):
         self.schedule, self.rows = geometry.schedule, rows
         self.policy = policy.prepare(geometry, found)
         self.allocation = self.policy.allocate(geometry, self.policy.budget, found)
         self.inputs = self.policy.inputs(geometry, self.allocation, np.arange(rows // 2))
-        self.memory = self.policy.first_memory(geometry, rows)
+        self.memory = self.policy.init_state(geometry, rows)
         self.held = [np.zeros(0, int)] * rows
 
     def step(self, s: int, similarity: np.ndarray) -> list[np.ndarray]:
@@ -50,11 +50,11 @@ class Device:
             capacity=jnp.broadcast_to(jnp.asarray(following), (self.rows, 2)),
             regions=jnp.zeros((self.rows, 2), jnp.int32),
             inputs={k: jnp.asarray(v[s, 0]) for k, v in self.inputs.items()},
-            memory=self.memory,
+            state=self.memory,
             key_similarity=jnp.asarray(similarity, jnp.float32),
         )
-        obs = dataclasses.replace(obs, memory=self.policy.remember(obs))
-        self.memory, keep = obs.memory, np.asarray(self.policy.select(obs))
+        obs = dataclasses.replace(obs, state=self.policy.update_state(obs))
+        self.memory, keep = obs.state, np.asarray(self.policy.select(obs))
         assert not (keep & ~live).any() and (keep.sum(-1) <= following).all()
         assert (keep[:, 0] == keep[:, 1]).all()
         self.held = [np.sort(p[k]) for p, k in zip(position[:, 0], keep[:, 0], strict=True)]
@@ -144,19 +144,19 @@ LABELS, MODEL = np.array([3, 7], np.int32), "b_k6_sharedaln"
 class Noting(AMSKV):
     """Online AMS-KV that notes the similarities it sees."""
 
-    def first_memory(self, geometry, rows):
+    def init_state(self, geometry, rows):
         return {
-            "demanding": super().first_memory(geometry, rows),
+            "demanding": super().init_state(geometry, rows),
             "similarity": jnp.zeros((rows, geometry.schedule.num_scales)),
         }
 
-    def remember(self, obs):
-        demanding = super().remember(dataclasses.replace(obs, memory=obs.memory["demanding"]))
-        noted = obs.memory["similarity"].at[:, obs.scale].set(obs.key_similarity)
+    def update_state(self, obs):
+        demanding = super().update_state(dataclasses.replace(obs, state=obs.state["demanding"]))
+        noted = obs.state["similarity"].at[:, obs.scale].set(obs.key_similarity)
         return {"demanding": demanding, "similarity": noted}
 
     def select(self, obs):
-        return super().select(dataclasses.replace(obs, memory=obs.memory["demanding"]))
+        return super().select(dataclasses.replace(obs, state=obs.state["demanding"]))
 
 
 @functools.cache
@@ -188,7 +188,7 @@ def test_online_follows_each_row():
     geometry = models.fixture_model(MODEL).geometry
     theta = -0.76
     _, state, plan = run(Noting(mode="online", cmin=11, cmax=31, theta=theta))
-    similarity = np.asarray(state.memory["similarity"])
+    similarity = np.asarray(state.policy_state["similarity"])
     below = similarity < theta
     below[:, :, 0] = False
     wide = set()

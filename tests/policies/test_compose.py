@@ -10,12 +10,12 @@ import pytest
 from tests import models_under_test as models
 from tests.policies.observations import CAPACITIES, DEMO, check_counts, kept_columns, observation
 from varjax import policies
+from varjax.cache.geometry import Geometry
 from varjax.cache.planner import plan_cache
+from varjax.calibration.data import Calibration
 from varjax.errors import UserError
-from varjax.geometry import Geometry
 from varjax.policies import POLICIES, Compose, get_policy
 from varjax.policies.base import Policy
-from varjax.policies.calibration import Calibration
 from varjax.policies.compose import REFUSED, Newest
 from varjax.schedule import Schedule
 
@@ -313,19 +313,19 @@ def test_memory_of_the_selection():
     """A selection that remembers makes a composition that remembers."""
 
     class Remembering(policies.SnapKV):
-        def first_memory(self, geometry, rows):
+        def init_state(self, geometry, rows):
             return jnp.zeros(rows)
 
-        def remember(self, obs):
-            return obs.memory + 1
+        def update_state(self, obs):
+            return obs.state + 1
 
     policy = pair("h2o", "snapkv")
-    assert type(policy.prepare(DEMO, None)).remember is Policy.remember
+    assert type(policy.prepare(DEMO, None)).update_state is Policy.update_state
     policy = dataclasses.replace(policy, _prepared=(policies.H2O(), Remembering()))
     prepared = policy.prepare(DEMO, None)
-    assert type(prepared).remember is not Policy.remember and prepared.name == "compose"
-    obs = observation(0, 3, memory=prepared.first_memory(DEMO, 2))
-    np.testing.assert_array_equal(prepared.remember(obs), [1, 1])
+    assert type(prepared).update_state is not Policy.update_state and prepared.name == "compose"
+    obs = observation(0, 3, state=prepared.init_state(DEMO, 2))
+    np.testing.assert_array_equal(prepared.update_state(obs), [1, 1])
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,8 @@ def test_a_file_in_the_folder_is_found(tmp_path):
     (tmp_path / "tests" / "fixtures").symlink_to(ROOT / "tests" / "fixtures")
     (tmp_path / "varjax" / "policies" / "best_attended.py").write_text(EXAMPLE, "utf-8")
     code = (
-        "from experiments import run; from tests.policies import test_every_policy as every; "
+        "from experiments.run import command as run; "
+        "from tests.policies import test_every_policy as every; "
         "assert 'best_attended' in every.CASES; "
         "print(run.command_line._help_text(run.main, run.FLAGS.values))"
     )

@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 
 from tests import models_under_test as models
-from varjax import engine, generation, measuring
-from varjax.cache.layer import attend_and_store
+from varjax import api
 from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
+from varjax.cache.step import attend_and_store
+from varjax.calibration import data as calibrations
+from varjax.calibration import measure
+from varjax.engine import scales as engine
 from varjax.errors import UserError
 from varjax.policies import POLICIES, get_policy
-from varjax.policies import calibration as calibrations
 from varjax.sampling import Sampling
 
 BUDGETS = (0.04, 0.1, 0.2, 0.5)
@@ -43,11 +45,11 @@ LOGITS = 1e-4  # float32: slots may come in another order
 def model_and_calibration(name: str):
     """The embedded demo with the calibration in its folder, or a fixture model measured here."""
     if name == "demo":
-        model = generation.load(None, "float32")
+        model = api.load(None, "float32")
         path = calibrations.beside(model.directory)
         return model, calibrations.load(path, model.geometry)
     model, sampling = models.fixture_model(name), Sampling(cfg=1.5, greedy=True)
-    return model, measuring.measure(model, models.condition(model, LABELS), sampling, batch_size=2)
+    return model, measure.measure(model, models.condition(model, LABELS), sampling, batch_size=2)
 
 
 def plan_of(model: str, policy: str, budget: float):

@@ -16,9 +16,9 @@ from tests.policies.observations import (
 )
 from varjax import policies
 from varjax.cache.planner import plan_cache
+from varjax.calibration.data import Calibration
 from varjax.errors import UserError
 from varjax.policies import get_policy
-from varjax.policies.calibration import Calibration
 
 VARIANCE = np.array([[4, 1, 1, 9], [2, 7, 8, 3], [6, 5, 0, 2]], np.float64)
 CALIBRATION = Calibration(query_variance=VARIANCE)

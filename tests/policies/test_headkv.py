@@ -8,8 +8,8 @@ import pytest
 
 from tests import models_under_test as models
 from varjax import policies
+from varjax.cache.geometry import Geometry
 from varjax.cache.planner import plan_cache
-from varjax.geometry import Geometry
 from varjax.policies import building_blocks as blocks
 from varjax.policies.base import Observation
 from varjax.schedule import Schedule

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from varjax import policies
+from varjax.cache.geometry import Geometry
 from varjax.cache.planner import plan_cache
+from varjax.calibration import data as measured
+from varjax.calibration.data import Calibration
 from varjax.errors import UserError
-from varjax.geometry import Geometry
 from varjax.models import registry
-from varjax.policies import calibration as measured
 from varjax.policies import sinks as sink_rules
-from varjax.policies.calibration import Calibration
 from varjax.policies.heatkv_schedule import prune_schedule
 from varjax.schedule import Schedule
 

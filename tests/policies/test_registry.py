@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from varjax import policies
+from varjax.cache.geometry import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.errors import UserError
-from varjax.geometry import Geometry
 from varjax.policies import POLICIES, get_policy
 from varjax.policies.registry import markdown_table
 from varjax.schedule import Schedule

@@ -18,11 +18,11 @@ from tests.policies.observations import (
     window_and_peaks_by_hand,
 )
 from varjax import policies
+from varjax.cache.geometry import Geometry
 from varjax.cache.planner import plan_cache
+from varjax.calibration.data import Calibration
 from varjax.errors import UserError
-from varjax.geometry import Geometry
 from varjax.policies.base import Observation
-from varjax.policies.calibration import Calibration
 from varjax.schedule import Schedule
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures" / "policies" / "scalekv"

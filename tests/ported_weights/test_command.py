@@ -4,13 +4,13 @@ import sys
 
 import pytest
 
-from varjax import checkpoint
+from varjax.storage import checkpoint
 
 
 def _run(capsys, monkeypatch, *arguments):
     """(exit status, standard output, standard error) of the command, in this process."""
     from ported_weights import __main__ as command  # defines flags, so only when needed
-    from varjax import command_line
+    from varjax.cli import command_line
 
     monkeypatch.setattr(sys, "argv", ["ported_weights", *arguments])
     with pytest.raises(SystemExit) as stopped:

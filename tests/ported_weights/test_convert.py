@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from ported_weights import convert, sources
-from varjax import checkpoint
+from ported_weights import convert
+from ported_weights.readers import sources
 from varjax.errors import UserError
 from varjax.models import layers, parameters
+from varjax.storage import checkpoint
 
 NAMES = ("a_k10", "b_k6_sharedaln", "c_k5_nol2norm")
 LOGITS = 3e-4  # float32 against the original in float32, whose own error is 3.2e-5
@@ -344,7 +345,7 @@ def test_an_interruption_leaves_nothing(request_for, tmp_path, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("varjax.description.write", interrupted)
+    monkeypatch.setattr("varjax.storage.manifest.write", interrupted)
     request = request_for("b_k6_sharedaln", out=str(tmp_path / "new" / "folder" / "out"))
     with pytest.raises(KeyboardInterrupt):
         _quiet(request)

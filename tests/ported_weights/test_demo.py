@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from ported_weights import convert
-from varjax import checkpoint
 from varjax.models import parameters
+from varjax.storage import checkpoint
 
 ORIGINAL = Path(__file__).parents[1] / "../../shared/data/demo_var_torch"
 needs_original = pytest.mark.skipif(

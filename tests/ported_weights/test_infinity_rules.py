@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from ported_weights import convert, rules, sources
-from ported_weights.tables import TABLES
+from ported_weights import convert, rules
+from ported_weights.readers import sources
+from ported_weights.tables.registry import TABLES
 from tests import released_shapes
-from varjax import checkpoint
 from varjax.errors import UserError
 from varjax.models import parameters, registry
-from varjax.models.infinity import InfinityConfig
+from varjax.models.infinity.transformer import InfinityConfig
+from varjax.storage import checkpoint
 from varjax.text import encoder as text_encoder
 
 HERE = Path(__file__).parents[1] / "fixtures" / "infinity"

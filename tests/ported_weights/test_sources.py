@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ported_weights.sources import open_source
+from ported_weights.readers.sources import open_source
 from varjax.errors import UserError
 
 ARRAYS = {

@@ -6,7 +6,7 @@ import pytest
 
 from tests import text_encoder_under_test as small
 from varjax.errors import UserError
-from varjax.extras import MissingExtra
+from varjax.io.extras import MissingExtra
 from varjax.text.tokenizer import END, Tokenizer
 
 

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from varjax import checkpoint
 from varjax.errors import UserError
+from varjax.storage import checkpoint
 from varjax.training import loop, session
 from varjax.training.vqvae_trainer import VQVAEStage
 

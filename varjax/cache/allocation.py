@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from varjax.cache.geometry import Geometry
 from varjax.errors import UserError
-from varjax.geometry import Geometry
 
 
 @dataclass(frozen=True, eq=False)

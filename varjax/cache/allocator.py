@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from varjax.cache.allocation import Allocation, RegionAllocation, StaticAllocation
-from varjax.geometry import Geometry
+from varjax.cache.geometry import Geometry
 from varjax.schedule import Schedule
 
 

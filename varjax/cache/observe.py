@@ -14,7 +14,7 @@ from varjax.policies.base import Observation
 
 
 @dataclass(frozen=True)
-class Look:
+class AttentionView:
     """The attention of one layer, for looking at it again.
 
     q, k: queries and own keys of the scale. raw_queries: see `Needs.raw_queries`. lse: log-sum-exp
@@ -57,7 +57,9 @@ class Look:
         )
 
 
-def observe(obs: Observation, look: Look, held_mass, layer, segment: CacheSegment) -> Observation:
+def observe(
+    obs: Observation, look: AttentionView, held_mass, layer, segment: CacheSegment
+) -> Observation:
     """Add to an observation what the policy needs in this segment.
 
     held_mass: float32 [R, N, P], accumulated mass of the stored slots, or None.
@@ -72,7 +74,7 @@ def observe(obs: Observation, look: Look, held_mass, layer, segment: CacheSegmen
     return obs
 
 
-def _look_at_window(obs: Observation, look: Look, needs) -> Observation:
+def _look_at_window(obs: Observation, look: AttentionView, needs) -> Observation:
     chosen = look.now.window
     stored = obs.live.shape[-1] - look.k.shape[2]
     own = (jnp.arange(look.k.shape[2])[:, None] == chosen).any(-1)
@@ -89,7 +91,7 @@ def _look_at_window(obs: Observation, look: Look, needs) -> Observation:
     return obs
 
 
-def _sum_over_queries(obs: Observation, look: Look, held_mass, needs) -> Observation:
+def _sum_over_queries(obs: Observation, look: AttentionView, held_mass, needs) -> Observation:
     total, squares = look.moments(needs.query_variance)
     mean = total / look.now.length
     obs = replace(obs, scale_mass=mean)
@@ -102,7 +104,7 @@ def _sum_over_queries(obs: Observation, look: Look, held_mass, needs) -> Observa
     return obs
 
 
-def _key_similarity(look: Look, layer) -> Float[Array, " R"]:
+def _key_similarity(look: AttentionView, layer) -> Float[Array, " R"]:
     previous = look.state.previous_keys[layer].astype(jnp.float32)
     weights = look.now.neighbour_weights
     resized = sum(

@@ -16,8 +16,8 @@ import numpy as np
 
 from varjax.cache import allocator
 from varjax.cache.allocation import Allocation, RegionAllocation, StaticAllocation
+from varjax.cache.geometry import Geometry
 from varjax.errors import UserError
-from varjax.geometry import Geometry
 
 
 @dataclass(frozen=True, eq=False)

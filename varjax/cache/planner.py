@@ -5,9 +5,9 @@ import numpy as np
 
 from varjax.cache import allocator
 from varjax.cache.allocation import Allocation
+from varjax.cache.geometry import Geometry
 from varjax.cache.plan import CachePlan, build_plan, check_block_size
 from varjax.errors import UserError
-from varjax.geometry import Geometry
 
 BLOCK_SIZES = (64, 32, 16, 8, 4, 2, 1)
 LARGEST_BLOCK_SHORT = 32  # schedules with fewer persistent tokens than LONG_SCHEDULE

@@ -24,7 +24,7 @@ class KVState:
     regions: int32 [L, R, N], the region that each head uses; None where heads keep their own.
     total_mass: float32 [R, slots], attention that the token in a slot has received so far.
     previous_keys: [L, R, N, T, H], keys of the scale before, of all layers.
-    memory: what the policy remembers, leading axis L.
+    policy_state: what the policy carries from scale to scale, leading axis L.
     The last three are None unless the policy asks for them.
     """
 
@@ -34,7 +34,7 @@ class KVState:
     regions: Int[Array, "L R N"] | None = None
     total_mass: Float[Array, "R slots"] | None = None
     previous_keys: Float[Array, "L R N T H"] | None = None
-    memory: Any = None
+    policy_state: Any = None
 
     @classmethod
     def empty(cls, plan: CachePlan, batch_size: int, dtype, compute_dtype="float32") -> "KVState":
@@ -61,7 +61,7 @@ class KVState:
             position=jnp.full((rows, plan.pool_tokens), -1, jnp.int32),
             regions=regions,
             **_observed(plan, policy.needs, rows, compute_dtype),
-            memory=_memory(plan, policy, rows),
+            policy_state=_policy_state(plan, policy, rows),
         )
 
     @property
@@ -85,9 +85,9 @@ def _observed(plan: CachePlan, needs: Needs, rows: int, dtype) -> dict[str, Arra
     return found
 
 
-def _memory(plan: CachePlan, policy: Policy, rows: int) -> Any:
+def _policy_state(plan: CachePlan, policy: Policy, rows: int) -> Any:
     layers = plan.geometry.num_layers
     return jax.tree.map(
         lambda a: jnp.broadcast_to(jnp.asarray(a), (layers, *jnp.shape(a))),
-        policy.first_memory(plan.geometry, rows),
+        policy.init_state(plan.geometry, rows),
     )

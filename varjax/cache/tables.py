@@ -12,8 +12,8 @@ from pallas_kernels.cache_write import BlockWrites, block_writes
 from pallas_kernels.ragged_attention import BlockTable
 from varjax.cache.plan import CachePlan
 from varjax.codecs.resize import bilinear_neighbours
+from varjax.engine.segments import Segment, token_index
 from varjax.policies.base import Needs, Policy
-from varjax.segments import Segment, token_index
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class CacheSegment:
             selects=any(plan.selects(s) for s in scales),
             moves=any(plan.moves(s) for s in scales),
             ragged=getattr(plan.allocation, "ragged", False),
-            remembers=policy.first_memory(plan.geometry, 1) is not None,
+            remembers=policy.init_state(plan.geometry, 1) is not None,
             regroup_scale=regroup if regroup in scales else None,
             attention=attention,
         )

@@ -70,7 +70,7 @@ def store_entries(state: KVState, slots: Int[Array, "R N P"], entries: Entries) 
     return replace(state, kv_pool=pool, kv_scale=scale)
 
 
-def after(slots: Int[Array, "..."], read: Float[Array, "..."]) -> Int[Array, "..."]:
+def order_after(slots: Int[Array, "..."], read: Float[Array, "..."]) -> Int[Array, "..."]:
     """Return `slots` unchanged, but computed only once `read` is.
 
     The new tokens go into slots that the attention has just read. XLA's CPU compiler copies the

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Integer
 
 from varjax.errors import UserError
-from varjax.extras import require
+from varjax.io.extras import require
 
 Images = Float[Array | np.ndarray, "N H W C"]
 Tokens = Integer[Array | np.ndarray, "..."]

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from varjax.geometry import Geometry
-from varjax.rounds import in_rounds
+from varjax.cache.geometry import Geometry
+from varjax.engine.chunks import map_in_chunks
+from varjax.engine.inputs import Resampling, ScaleMaps
 from varjax.sampling import Sampling
-from varjax.scale_maps import Resampling, ScaleMaps
 
 LOGITS_BYTES = 2**30  # logits, and what choosing from them takes, that may exist at once
 ARRAYS_PER_LOGIT = 6  # both rows of guidance, guided, filtered, ordered or probabilities, noise
@@ -120,7 +120,7 @@ class Pipeline:
             return {"tokens": chosen, "codes": codes, "logits": logits}
 
         at_once = images_at_once(tokens, self.transformer.config.logits_per_token)
-        return in_rounds(some, images, at_once)
+        return map_in_chunks(some, images, at_once)
 
     def logits(self, head: Float[Array, "R 2 D"], x, maps: ScaleMaps, sampling: Sampling) -> Array:
         """Guided logits [B, T, ...], float32, before filters."""

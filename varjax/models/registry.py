@@ -6,15 +6,17 @@ from functools import lru_cache
 
 from flax import nnx
 
-from varjax.codecs import bsq
-from varjax.codecs.bsq import BSQVAE, BSQConfig
-from varjax.codecs.config import VQVAEConfig
-from varjax.codecs.vqvae import VQVAE
+from varjax.codecs.bsq import model
+from varjax.codecs.bsq.model import BSQVAE, BSQConfig
+from varjax.codecs.vqvae.config import VQVAEConfig
+from varjax.codecs.vqvae.model import VQVAE
 from varjax.errors import UserError, choose
-from varjax.models import infinity, parameters, var
-from varjax.models.infinity import Infinity, InfinityConfig
-from varjax.models.infinity_pipeline import InfinityPipeline
-from varjax.models.var_pipeline import VARPipeline
+from varjax.models import parameters
+from varjax.models.infinity import transformer as infinity
+from varjax.models.infinity.pipeline import InfinityPipeline
+from varjax.models.infinity.transformer import Infinity, InfinityConfig
+from varjax.models.var import transformer as var
+from varjax.models.var.pipeline import VARPipeline
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ PRESETS = {
         name: Preset(
             "infinity",
             config,
-            bsq.PRESETS["bsq-d56" if config.apply_spatial_patchify else "bsq-d32"],
+            model.PRESETS["bsq-d56" if config.apply_spatial_patchify else "bsq-d32"],
             INFINITY_8B if config.apply_spatial_patchify else INFINITY_SAMPLING,
         )
         for name, config in infinity.PRESETS.items()

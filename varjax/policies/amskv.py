@@ -9,13 +9,13 @@ import numpy as np
 
 from varjax.cache import planner
 from varjax.cache.allocation import Allocation, RegionAllocation, StaticAllocation
-from varjax.geometry import Geometry
+from varjax.cache.geometry import Geometry
+from varjax.calibration.data import Calibration
 from varjax.policies import amskv_arguments as arguments
 from varjax.policies import amskv_layers as which
 from varjax.policies import amskv_rules as rules
 from varjax.policies.amskv_arguments import BY_SIMILARITY
 from varjax.policies.base import Needs, NotGiven, Observation, Policy
-from varjax.policies.calibration import Calibration
 from varjax.policies.registry import register
 
 
@@ -306,23 +306,23 @@ class AMSKV(Policy):
             for name, value in values.items()
         }
 
-    def first_memory(self, geometry: Geometry, rows: int):
+    def init_state(self, geometry: Geometry, rows: int):
         """bool [R], whether the layer is demanding."""
         return np.zeros(rows, bool) if self._online else None
 
-    def remember(self, obs: Observation):
+    def update_state(self, obs: Observation):
         if not self._online:
-            return obs.memory
+            return obs.state
         cmin, cmax, _, fill = obs.inputs["sizes"]
         new, held = (obs.live & obs.own)[:, 0].sum(-1), obs.live[:, 0].sum(-1)
         exhausted = (held > cmin) & ((new <= cmax) | (fill > 0)) & (obs.scale > 0)
-        return obs.memory | (exhausted & (obs.key_similarity < self.theta))
+        return obs.state | (exhausted & (obs.key_similarity < self.theta))
 
     def select(self, obs: Observation):
         cmin, cmax, condensed, fill = obs.inputs["sizes"]
         room = jnp.broadcast_to(cmin, obs.capacity.shape)
-        if obs.memory is not None:
-            room = jnp.where(obs.memory[:, None], cmax, room)
+        if obs.state is not None:
+            room = jnp.where(obs.state[:, None], cmax, room)
         starts = obs.inputs["starts"] if self.granularity == "scale" else None
         room = jnp.minimum(room, obs.capacity)
         return rules.keep(obs, room, jnp.minimum(condensed, room), fill > 0, starts)

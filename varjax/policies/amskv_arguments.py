@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from varjax.cache.geometry import Geometry
 from varjax.errors import UserError, choose
-from varjax.geometry import Geometry
 from varjax.schedule import Schedule
 
 BY_SIMILARITY, UNIFORM = "similarity", "uniform"

@@ -7,11 +7,11 @@ import dataclasses
 
 import numpy as np
 
-from varjax.geometry import Geometry
+from varjax.cache.geometry import Geometry
+from varjax.calibration.data import Calibration
 from varjax.policies import amskv_arguments as arguments
 from varjax.policies.amskv_arguments import BY_SIMILARITY, UNIFORM
 from varjax.policies.base import NotGiven
-from varjax.policies.calibration import Calibration
 
 UNIT_KEYS_THRESHOLD = NotGiven(-1.0)  # keys of norm 1 that stand at 60 degrees
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
-from varjax.geometry import Geometry
+from varjax.cache.geometry import Geometry
 from varjax.policies import building_blocks as blocks
 from varjax.policies.base import Observation
 from varjax.schedule import Schedule

@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from varjax.cache.allocation import Allocation, RegionAllocation
+from varjax.cache.geometry import Geometry
 from varjax.errors import UserError, nearest
-from varjax.geometry import Geometry
 
 
 class NotGiven(float):
@@ -65,7 +65,7 @@ class Observation:
     capacity: int32 [R, N], tokens that may stay (of the head's region, after this scale).
     regions: int32 [R, N], the region each head uses.
     inputs: slice of `Policy.inputs` for this scale and layer.
-    memory: what `Policy.remember` returned for this layer, in `select` the newest value.
+    state: what `Policy.update_state` returned for this layer, in `select` the newest value.
 
     window: bool [R, N, K], whether the token is one of the window queries.
     window_mass, scale_mass: float32 [R, N, K], attention mass (rows of the attention matrix
@@ -88,7 +88,7 @@ class Observation:
     regions: Int[Array, "R N"]
     own: Bool[Array, " K"] | None = None
     inputs: Any = None
-    memory: Any = None
+    state: Any = None
 
     window: Bool[Array, "R N K"] | None = None
     window_mass: Float[Array, "R N K"] | None = None
@@ -228,14 +228,14 @@ class Policy:
         """Assign heads to regions, once per image at the allocation's `regroup_scale`."""
         raise NotImplementedError
 
-    def first_memory(self, geometry: Geometry, rows: int) -> Any:
+    def init_state(self, geometry: Geometry, rows: int) -> Any:
         """Pytree of arrays that every layer carries from scale to scale; None for none."""
         return None
 
-    def remember(self, obs: Observation) -> Any:
-        """The memory after this scale; called before `select`, which sees the result. A policy that
+    def update_state(self, obs: Observation) -> Any:
+        """The state after this scale; called before `select`, which sees the result. A policy that
         overrides this is asked at every scale, the last one included."""
-        return obs.memory
+        return obs.state
 
     def select(self, obs: Observation) -> Bool[Array, "R N K"]:
         """Which live tokens to keep: at most `obs.capacity` per head. Traced and pure."""

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from varjax.cache.allocation import Allocation, RegionAllocation
+from varjax.cache.geometry import Geometry
 from varjax.errors import UserError, choose, nearest
-from varjax.geometry import Geometry
 from varjax.policies import building_blocks as blocks
 from varjax.policies import sinks as sink_rules
 from varjax.policies.base import (
@@ -171,7 +171,7 @@ class Compose(Policy):
         allocator = self.allocator.prepare(geometry, calibration)
         selector = dataclasses.replace(self.selector, budget=allocator.budget)
         selector = selector.prepare(geometry, calibration)
-        remembers = type(selector).remember is not Policy.remember
+        remembers = type(selector).update_state is not Policy.update_state
         return (_Remembering if remembers else Compose)(
             budget=allocator.budget,
             accounting=self.accounting,
@@ -219,8 +219,8 @@ class Compose(Policy):
     def window_tokens(self, height: int, width: int) -> np.ndarray:
         return self.selector.window_tokens(height, width)
 
-    def first_memory(self, geometry: Geometry, rows: int) -> Any:
-        return self.selector.first_memory(geometry, rows)
+    def init_state(self, geometry: Geometry, rows: int) -> Any:
+        return self.selector.init_state(geometry, rows)
 
     def select(self, obs: Observation):
         kept = self.selector.select(obs)
@@ -230,8 +230,8 @@ class Compose(Policy):
 class _Remembering(Compose):
     """A composition whose selection has a memory; the engine looks for the method."""
 
-    def remember(self, obs: Observation) -> Any:
-        return self.selector.remember(obs)
+    def update_state(self, obs: Observation) -> Any:
+        return self.selector.update_state(obs)
 
 
 @dataclass(frozen=True, kw_only=True)

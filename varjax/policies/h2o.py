@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from varjax.cache.allocation import RegionAllocation
+from varjax.cache.geometry import Geometry
 from varjax.errors import UserError
-from varjax.geometry import Geometry
 from varjax.policies import building_blocks as blocks
-from varjax.policies import rooms
+from varjax.policies import capacities
 from varjax.policies.base import Needs, Observation, Policy
 from varjax.policies.registry import register
 
@@ -54,7 +54,7 @@ class H2O(Policy):
         super().check(geometry)
 
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> RegionAllocation:
-        return RegionAllocation(rooms.capacity(geometry, rooms.uniform(geometry, budget)))
+        return RegionAllocation(capacities.capacity(geometry, capacities.uniform(geometry, budget)))
 
     def select(self, obs: Observation):
         recent = blocks.part_of(obs.capacity, self.recent_share)

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from varjax.cache.allocation import RegionAllocation
+from varjax.cache.geometry import Geometry
+from varjax.calibration.data import Calibration
 from varjax.errors import UserError
-from varjax.geometry import Geometry
 from varjax.policies import building_blocks as blocks
-from varjax.policies import rooms
+from varjax.policies import capacities
 from varjax.policies import sinks as sink_rules
 from varjax.policies.base import Needs, Observation
-from varjax.policies.calibration import Calibration
 from varjax.policies.registry import register
 
 
@@ -113,13 +113,13 @@ class HACK(sink_rules.SinkPolicy):
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> RegionAllocation:
         protected = self._protected(geometry, budget)
         full = geometry.schedule.persistent_tokens
-        per_head = rooms.apportion(
-            rooms.total(geometry, budget),
+        per_head = capacities.apportion(
+            capacities.total(geometry, budget),
             np.where(np.array(self._types), 1.0, self.asymmetry),
             lower=min(full, max(1, protected)),
             upper=full,
         )
-        return RegionAllocation(rooms.capacity(geometry, per_head), protected=protected)
+        return RegionAllocation(capacities.capacity(geometry, per_head), protected=protected)
 
     def adopt(self, geometry: Geometry, budget: float, capacity: np.ndarray) -> RegionAllocation:
         return RegionAllocation(capacity, protected=self._protected(geometry, budget))

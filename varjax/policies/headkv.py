@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from varjax.cache.allocation import RegionAllocation
+from varjax.cache.geometry import Geometry
 from varjax.errors import UserError
-from varjax.geometry import Geometry
 from varjax.policies import building_blocks as blocks
 from varjax.policies import sinks as sink_rules
 from varjax.policies.base import Needs, Observation

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from varjax.cache.allocation import StaticAllocation
+from varjax.cache.geometry import Geometry
+from varjax.calibration import data as measured
+from varjax.calibration.data import Calibration
 from varjax.errors import UserError
-from varjax.geometry import Geometry
-from varjax.policies import calibration as measured
 from varjax.policies import sinks as sink_rules
 from varjax.policies.base import Policy
-from varjax.policies.calibration import Calibration
 from varjax.policies.heatkv_schedule import PruneSchedule, prune_schedule
 from varjax.policies.registry import register
 

@@ -9,13 +9,13 @@ import numpy as np
 
 from varjax.cache import allocator, planner
 from varjax.cache.allocation import RegionAllocation
+from varjax.cache.geometry import Geometry
+from varjax.calibration.data import Calibration
 from varjax.errors import UserError
-from varjax.geometry import Geometry
 from varjax.policies import building_blocks as blocks
-from varjax.policies import rooms
+from varjax.policies import capacities
 from varjax.policies import scalekv_budgets as layer_budgets
 from varjax.policies.base import Needs, NotGiven, Observation, Policy
-from varjax.policies.calibration import Calibration
 from varjax.policies.registry import register
 from varjax.policies.snapkv import WINDOW_SHARE, check_kernel
 
@@ -114,7 +114,7 @@ class ScaleKV(Policy):
             return dataclasses.replace(self, budget=self._cost(geometry), grid=self.grid or GRID)
         if self.grid or self.budgets or self.faithful:
             return dataclasses.replace(self, grid=self.grid or GRID)
-        share = rooms.uniform(geometry, self.budget) // WINDOW_SHARE
+        share = capacities.uniform(geometry, self.budget) // WINDOW_SHARE
         return dataclasses.replace(self, grid=min(GRID, max(1, math.isqrt(share))))
 
     def check(self, geometry: Geometry) -> None:
@@ -164,11 +164,11 @@ class ScaleKV(Policy):
             self.refiner_share,
             peak=self.accounting == "bytes",
         )
-        return RegionAllocation(rooms.capacity(geometry, per_layer[..., None]))
+        return RegionAllocation(capacities.capacity(geometry, per_layer[..., None]))
 
     def _held(self, geometry: Geometry) -> np.ndarray:
         """int32 [K, L, N]: what the file lets every head hold."""
-        return rooms.capacity(geometry, self._file.rooms(geometry)[..., None])
+        return capacities.capacity(geometry, self._file.rooms(geometry)[..., None])
 
     def _cost(self, geometry: Geometry) -> float:
         """The budget of a run that gives none."""

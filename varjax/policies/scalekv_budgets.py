@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from varjax.cache import allocator
+from varjax.cache.geometry import Geometry
 from varjax.errors import UserError
-from varjax.geometry import Geometry
-from varjax.policies import rooms
+from varjax.policies import capacities as rooms
 
 LAYERS_PER_DRAFTER = 16  # the published files have 2 drafters in 32 layers and 3 in 40
 

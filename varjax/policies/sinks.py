@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from varjax.cache.geometry import Geometry
 from varjax.errors import UserError
-from varjax.geometry import Geometry
 from varjax.policies.base import Policy
 
 MOST_AUTOMATIC_SINKS = 3  # what StreamingLLM, HACK and HeatKV use on Infinity

@@ -4,10 +4,10 @@ import dataclasses
 from dataclasses import dataclass
 
 from varjax.cache.allocation import RegionAllocation
+from varjax.cache.geometry import Geometry
 from varjax.errors import UserError
-from varjax.geometry import Geometry
 from varjax.policies import building_blocks as blocks
-from varjax.policies import rooms
+from varjax.policies import capacities
 from varjax.policies.base import Needs, Observation, Policy
 from varjax.policies.registry import register
 
@@ -76,7 +76,7 @@ class SnapKV(Policy):
     def prepare(self, geometry: Geometry, calibration=None) -> "SnapKV":
         if self.window:
             return self
-        quarter = rooms.uniform(geometry, self.budget) // WINDOW_SHARE
+        quarter = capacities.uniform(geometry, self.budget) // WINDOW_SHARE
         return dataclasses.replace(self, window=min(WINDOW, max(1, quarter)))
 
     def check(self, geometry: Geometry) -> None:
@@ -90,7 +90,7 @@ class SnapKV(Policy):
         super().check(geometry)
 
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> RegionAllocation:
-        return RegionAllocation(rooms.capacity(geometry, rooms.uniform(geometry, budget)))
+        return RegionAllocation(capacities.capacity(geometry, capacities.uniform(geometry, budget)))
 
     def select(self, obs: Observation):
         return blocks.window_and_peaks(

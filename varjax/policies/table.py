@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from varjax.cache.allocation import Allocation, RegionAllocation, StaticAllocation
+from varjax.cache.geometry import Geometry
 from varjax.errors import UserError
-from varjax.geometry import Geometry
 from varjax.policies.base import Observation, Policy
 from varjax.policies.registry import register
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from varjax.cache.allocation import StaticAllocation
-from varjax.geometry import Geometry
+from varjax.cache.geometry import Geometry
 from varjax.policies import sinks as sink_rules
 from varjax.policies.base import Policy
 from varjax.policies.registry import register

@@ -19,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from varjax import description, parameter_files
 from varjax.errors import UserError
-from varjax.folders import replacing
 from varjax.models import parameters
+from varjax.storage import arrays as parameter_files
+from varjax.storage import manifest
+from varjax.storage.folders import replacing
 from varjax.text import batches
 from varjax.text.features import MAX_LENGTH, TextFeatures
 from varjax.text.t5 import T5Config, T5Encoder
@@ -211,7 +212,7 @@ def save(
             "config": encoder.config.to_published(),
             "dtype": ", ".join(sorted({str(a.dtype) for a in arrays.values()})),
             "parameters": sum(int(a.size) for a in arrays.values()),
-            "files": description.file_records(folder),
+            "files": manifest.file_records(folder),
         }
         text = json.dumps(content, indent=1, ensure_ascii=False)
         (folder / NAME).write_text(text + "\n", encoding="utf-8")
@@ -228,7 +229,7 @@ def read_description(directory) -> dict:
         what = "is no text encoder" if folder.is_dir() else "is not there"
         raise UserError(f"{folder} {what} (no {NAME}): {_CONVERT}")
     try:
-        content = description.parse_json(file.read_text(encoding="utf-8"))
+        content = manifest.parse_json(file.read_text(encoding="utf-8"))
         entries = [content[name] for name in ("format_version", "kind", "config", "files")]
     except (ValueError, OSError, KeyError, TypeError) as error:
         raise UserError(f"cannot read {file} ({error!s:.200}): {_CONVERT}") from None
@@ -258,7 +259,7 @@ def check_folder(directory) -> T5Config:
 
 def _check_files(folder: Path, content: Mapping) -> None:
     try:
-        description.check_files(folder, content)
+        manifest.check_files(folder, content)
     except (KeyError, TypeError, AttributeError):
         raise UserError(f"{folder / NAME}, entry 'files' is damaged: {_CONVERT}") from None
 

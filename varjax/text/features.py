@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from varjax.errors import UserError
-from varjax.files import writing
+from varjax.storage.files import writing
 from varjax.text.t5 import PRESETS
 
 MAX_LENGTH = 512  # tokens of the released models

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from varjax.errors import UserError
-from varjax.extras import require
+from varjax.io.extras import require
 
 FILE_NAME = "spiece.model"
 END = 1  # id of the end token, counted in every length

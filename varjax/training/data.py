@@ -28,8 +28,8 @@ from pathlib import Path
 
 import numpy as np
 
-from varjax import extras
 from varjax.errors import UserError
+from varjax.io import extras
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 LARGEST_LABEL = 10**6

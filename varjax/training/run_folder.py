@@ -17,7 +17,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from varjax.errors import UserError
-from varjax.folders import check_place
+from varjax.storage.folders import check_place
 
 SETTINGS, HISTORY, CHECKPOINTS = "settings.json", "history.jsonl", "checkpoints"
 

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from varjax import checkpoint
 from varjax.errors import UserError, choose
 from varjax.models import parameters
+from varjax.storage import checkpoint
 from varjax.training import data, loop, run_folder
 from varjax.training.settings import Settings
 from varjax.training.var_trainer import VARStage, cached_tokens, tokenise

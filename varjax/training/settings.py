@@ -4,9 +4,9 @@ import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from varjax.codecs.vqvae import VQVAEConfig
+from varjax.codecs.vqvae.model import VQVAEConfig
 from varjax.errors import UserError, choose
-from varjax.models.var import VARConfig
+from varjax.models.var.transformer import VARConfig
 from varjax.schedule import Schedule
 from varjax.training.optimizer import OptimizerSettings
 from varjax.training.var_trainer import VARTraining

@@ -18,10 +18,10 @@ import numpy as np
 import optax
 from flax import nnx
 
-from varjax.codecs.vqvae import VQVAE, cast
+from varjax.codecs.vqvae.model import VQVAE, cast
 from varjax.errors import UserError
 from varjax.models import parameters
-from varjax.models.var import VAR, VARConfig
+from varjax.models.var.transformer import VAR, VARConfig
 from varjax.training import batches, optimizer
 from varjax.training.data import Splits, to_float
 from varjax.training.optimizer import OptimizerSettings

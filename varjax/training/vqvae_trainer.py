@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from varjax.codecs.vqvae import VQVAE, VQVAEConfig
+from varjax.codecs.vqvae.model import VQVAE, VQVAEConfig
 from varjax.errors import UserError
 from varjax.models import parameters
 from varjax.training import batches, codebook, optimizer

@@ -1,0 +1,189 @@
+"""One process per target: some errors of a compiler end the process.
+
+The parent calls `start`, which runs the same command again for one target; there `work` compiles
+and writes what it found into a file.
+"""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+
+from experiments.aot import report
+from experiments.aot.compiler import DoesNotFit, first_line
+from experiments.aot.program import Compilation, Request
+from experiments.aot.search import Trial, largest_batch
+from pallas_kernels import chips
+from pallas_kernels.chips import Chip
+from varjax.engine import memory
+from varjax.engine.memory import show_bytes
+
+LAST_LINES = 12
+PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "varjax")
+
+
+def start(target: str, flags: Sequence[str]) -> dict:
+    """The result of a target, compiled by a process of its own.
+
+    flags: those of this command; the last one of a kind counts.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "result.json"
+        own = (f"--target={target}", f"--worker={path}")
+        command = [sys.executable, "-m", "experiments.aot", *flags, *own]
+        process = subprocess.Popen(
+            command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        try:
+            last = _forward(process.stderr, target)
+            status = process.wait()
+        finally:
+            process.kill()
+        if status == 0 and path.exists():
+            return json.loads(path.read_text())
+    said = "\n".join(f"  {line}" for line in last)
+    return {"status": "failed", "error": f"the compiler's process ended with {status}:\n{said}"}
+
+
+def environment() -> dict[str, str]:
+    """The environment of a process that compiles, which finds this package wherever it was started.
+
+    A cache of programs would keep the compiler from writing what we want to read.
+    """
+    place = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [place, os.environ.get("PYTHONPATH")]))
+    own = {"PYTHONPATH": path, "JAX_ENABLE_COMPILATION_CACHE": "0"}
+    return {**os.environ, **chips.quiet_environment(), **own}
+
+
+def _forward(lines, target: str) -> list[str]:
+    """Print the worker's own progress lines; keep the last ones of everything else."""
+    last: deque[str] = deque(maxlen=LAST_LINES)
+    for line in lines:
+        if line.startswith(f"{target}: "):
+            print(line, end="", file=sys.stderr, flush=True)
+        elif line.strip():
+            last.append(line.rstrip()[:300])
+    return list(last)
+
+
+# --- in the process of a target ---
+
+
+def work(request: Request, chip: Chip, batch: int | None, temporaries: int, path: str) -> None:
+    """Compile for a batch, or for the largest that fits (None), and write the result to `path`."""
+    job = _Job(request, chip, temporaries)
+    try:
+        result = job.search() if batch is None else job.describe(batch)
+    except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+        result = {"status": "failed", "error": f"{type(error).__name__}: {first_line(str(error))}"}
+    Path(path).write_text(json.dumps(result))
+
+
+class _Job:
+    """Compilations for one target; none is done twice."""
+
+    def __init__(self, request: Request, chip: Chip, temporaries: int):
+        self.request, self.chip, self.temporaries = request, chip, temporaries
+        self.begun: dict[int, Compilation] = {}
+        self.results: dict[int, dict] = {}
+
+    def say(self, line: str) -> None:
+        print(f"{self.chip.name}: {line}", file=sys.stderr, flush=True)
+
+    def begin(self, batch: int) -> Compilation:
+        """The compilation for a batch, codes done."""
+        if batch in self.begun:
+            return self.begun[batch]
+        self.say(f"compiling batch {batch}, attention {self.request.attention}")
+        case = Compilation(self.request, self.chip, batch, self.say)
+        try:
+            case.compile_codes()
+        except NotImplementedError as error:
+            if not self.request.or_reference:
+                raise
+            self.say(f"{first_line(str(error))}: taking the reference")
+            self.request = replace(self.request, attention="reference", or_reference=False)
+            return self.begin(batch)
+        self.begun[batch] = case
+        return case
+
+    def describe(self, batch: int) -> dict:
+        """The result of both programs for a batch."""
+        if batch not in self.results:
+            try:
+                compiled = self.begin(batch).finish()
+                result = report.describe(self.request, compiled, self.temporaries)
+            except DoesNotFit as error:
+                result = self._refused(batch, error.needed, str(error))
+            self.results[batch] = result
+        return self.results[batch]
+
+    def _refused(self, batch: int, needed: int, why: str) -> dict:
+        sizes = {"batch_size": batch, "needed_bytes": needed, "memory_bytes": self.chip.memory}
+        return {"status": "refused", "fits": False, "error": why, **sizes}
+
+    # --- searching ---
+
+    def search(self) -> dict:
+        """The result of the largest batch that fits, with all trials.
+
+        Drawing codes usually decides, so the decoder is compiled for the batch found so only; if
+        it does not fit there, it is compiled for every batch of a second search.
+        """
+        step, memory_bytes = self.request.mesh.data, self.chip.memory
+        guess = _first_guess(self.request, self.chip)
+        found, trials = largest_batch(self._try_codes, memory_bytes, first=guess, step=step)
+        if found and not self.describe(found)["fits"]:
+            found, more = largest_batch(self._try_both, memory_bytes, first=found, step=step)
+            trials = [*trials, *more]
+        listed = [{"batch": t.batch, "bytes": t.num_bytes, "fits": t.fits} for t in trials]
+        if not found:
+            least = min(trials, key=lambda t: (t.batch, -t.num_bytes))
+            why = f"not even a batch of {least.batch} fits"
+            return {**self._refused(least.batch, least.num_bytes, why), "trials": listed}
+        return {**self.describe(found), "largest_batch": found, "trials": listed}
+
+    def _try_codes(self, batch: int) -> Trial:
+        try:
+            needed = self.begin(batch).codes.resident
+        except DoesNotFit as error:
+            return self._judged(batch, error.needed, False)
+        return self._judged(batch, needed, needed <= self.chip.memory)
+
+    def _try_both(self, batch: int) -> Trial:
+        result = self.describe(batch)
+        needed = result.get("peak_bytes") or result["needed_bytes"]
+        return self._judged(batch, needed, result["fits"])
+
+    def _judged(self, batch: int, needed: int, fits: bool) -> Trial:
+        verdict = "fits" if fits else "does not fit"
+        self.say(f"batch {batch} takes {show_bytes(needed)}, {verdict}")
+        return Trial(batch, needed, fits)
+
+
+def _first_guess(request: Request, chip: Chip) -> int:
+    """The batch whose prediction fills the chip."""
+    available = int(chip.memory / memory.SAFETY)
+    per_device = memory.largest_batch(partial(request.predict, request.plan), 10**5, available)
+    return max(1, per_device) * request.mesh.data
+
+
+def versions() -> dict[str, str]:
+    """Versions of what compiled."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

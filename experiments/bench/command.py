@@ -1,0 +1,290 @@
+"""Time the cache's operations on the device that is there.
+
+    python -m experiments.bench --model=var-d30 --op=attend --budget=1,0.1
+    python -m experiments.bench --check
+    python -m experiments.bench --tune --model=var-d30,infinity-2b
+
+Shapes are those of published models (pallas_kernels/arg_specs.py). Each operation is timed with the
+kernel of this device, with the plain JAX reference and, for attention, with JAX's own attention on
+a full cache of the same scale (XLA; on a GPU also cuDNN): median of repeated loops after warm-up.
+GB/s and TFLOP/s count what a call needs at least, with the share of the chip's peak where that is
+known. error: relative, against the reference in float32, on one row and two heads.
+
+On a CPU shapes are cut down and the reference is timed: it shows that the command works, not how
+fast a chip is. --check compares kernel and reference over shapes, types and tables instead, and
+exits with 1 if one differs. --tune times all tiles of the attention kernels and writes the best
+into pallas_kernels/ragged_attention/tuned/, where later programs for this kind of device find them.
+Timing exits with 1 if the kernel itself could not be timed or is wrong, --tune if no tiles of a
+call work.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from experiments.bench import table as bench_table
+from experiments.bench.table import Row
+from pallas_kernels import arg_specs, implementations
+from pallas_kernels.arg_specs import ArgSpec
+from pallas_kernels.ragged_attention import bench, tune
+from pallas_kernels.ragged_attention.config import Config
+from varjax.cli import command_line
+from varjax.errors import UserError, choose
+from varjax.storage.files import check_file_place, writing
+
+FLAGS = command_line.CommandFlags()
+MODELS = tuple(dict.fromkeys(name.rpartition("-t")[0] for name in arg_specs.SPECS))
+DTYPES, KV_DTYPES = ("bfloat16", "float32"), ("same", "bfloat16", "float32", "int8")
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}  # relative Frobenius error
+MODEL = FLAGS.list("model", list(MODELS), f"Models whose shapes are run: {', '.join(MODELS)}.")
+SHAPE = FLAGS.list("shape", None, f"Shapes instead of models: {', '.join(arg_specs.SPECS)}.")
+OP = FLAGS.list("op", list(bench.OPERATIONS), f"Operations: {', '.join(bench.OPERATIONS)}.")
+DTYPE = FLAGS.list("dtype", None, f"Types: {', '.join(DTYPES)}; default: bfloat16, CPU float32.")
+KV_DTYPE = FLAGS.list("kv_dtype", ["same"], f"Types of the pool: {', '.join(KV_DTYPES)}.")
+BUDGET = FLAGS.list("budget", ["1", "0.1"], "Shares of the full cache that every head owns.")
+ROWS = FLAGS.integer("rows", None, "Batch rows, two per image; default: 16.", lower_bound=1)
+BLOCK_SIZE = FLAGS.integer("block_size", 16, "Slots per cache block.", lower_bound=1)
+SIZE = FLAGS.enum(
+    "size", "auto", ["auto", "small", "full"], "Shapes cut down or in full; auto: small on a CPU."
+)
+IMPLEMENTATION = FLAGS.enum(
+    "implementation", "auto", ["auto", *implementations.NAMES], "What is timed or checked."
+)
+REPEATS = FLAGS.integer("repeats", 7, "Timed loops per way.", lower_bound=1)
+CHECK = FLAGS.boolean("check", False, "Compare kernel and reference, time nothing.")
+TUNE = FLAGS.boolean("tune", False, "Time all tiles of the attention kernels, keep the best.")
+JSON = FLAGS.string("json", None, "Also write the results to this file.")
+OVERWRITE = FLAGS.boolean("overwrite", False, "Replace the --json file if it exists.")
+
+
+def shapes() -> list[ArgSpec]:
+    """The calls that the flags select."""
+    for model in MODEL.value:
+        choose("model", model, MODELS)
+    for shape in SHAPE.value or ():
+        choose("shape", shape, arg_specs.SPECS)
+    named = SHAPE.value or [n for n in arg_specs.SPECS if n.rpartition("-t")[0] in MODEL.value]
+    found = [arg_specs.SPECS[name] for name in dict.fromkeys(named)]
+    on_cpu = jax.default_backend() == "cpu"
+    if SIZE.value == "small" or SIZE.value == "auto" and on_cpu:
+        found = [spec.reduced(tokens=min(64, spec.tokens)) for spec in found]
+        found = [replace(spec, length=min(spec.length, spec.tokens)) for spec in found]
+    changes = {"block_size": BLOCK_SIZE.value} | ({"rows": ROWS.value} if ROWS.value else {})
+    dtypes = DTYPE.value or ["float32" if on_cpu else "bfloat16"]
+    for given, allowed in ((dtypes, DTYPES), (KV_DTYPE.value, KV_DTYPES)):
+        for name in given:
+            choose("type", name, allowed)
+    return [
+        replace(resized(spec, BLOCK_SIZE.value), dtype=dtype, kv_dtype=kv_dtype, **changes)
+        for spec in found
+        for dtype in dtypes
+        for kv_dtype in (None if name == "same" else name for name in KV_DTYPE.value)
+    ]
+
+
+def resized(spec: ArgSpec, block_size: int) -> ArgSpec:
+    """The same slots in blocks of another size."""
+    slots = spec.entries * spec.block_size
+    return replace(spec, entries=-(-slots // block_size))
+
+
+def operations() -> list[str]:
+    return [choose("operation", name, bench.OPERATIONS) for name in OP.value]
+
+
+def budgets() -> list[float]:
+    """--budget as numbers in (0, 1]."""
+    try:
+        found = [float(text) for text in BUDGET.value]
+    except ValueError:
+        found = [math.nan]
+    if not found or not all(0 < share <= 1 for share in found):
+        raise UserError(f"--budget={','.join(BUDGET.value)}: shares above 0, at most 1")
+    return found
+
+
+def kernel() -> str:
+    """The implementation to time or check, which can run here."""
+    platform = jax.default_backend()
+    if IMPLEMENTATION.value == "auto":
+        return implementations.preferred(platform)
+    if why := implementations.why_not_here(IMPLEMENTATION.value):
+        raise UserError(f"--implementation={IMPLEMENTATION.value}: {why}: choose auto or reference")
+    return IMPLEMENTATION.value
+
+
+# --- timing ---
+
+
+def timings(name: str) -> Iterator[Row]:
+    """One row per way, operation, shape and budget."""
+    for spec in shapes():
+        for operation in operations():
+            for budget in budgets() if operation != "write" else [1.0]:
+                yield from _ways(operation, spec, budget, name)
+
+
+def _ways(operation: str, spec: ArgSpec, budget: float, name: str) -> Iterator[Row]:
+    own = bench.compressed(spec, budget)
+    keys = own.entries * own.block_size
+    ours = bench.work(operation, own, keys)
+    dense = bench.work(operation, spec, spec.entries * spec.block_size)
+    for way in bench.ways(operation, spec, name):
+        work = dense if way.startswith(bench.DENSE) else ours
+        seconds, error, note = None, None, ""
+        if way in bench.HOLDS_SCORES and not bench.fits(spec):
+            note = "its matrix of scores does not fit"
+        else:
+            try:
+                seconds = bench.measure(bench.prepare(operation, spec, budget, way), REPEATS.value)
+                if not way.startswith(bench.DENSE):
+                    found = bench.errors(operation, few(own), way).values()
+                    error = float(np.max(list(found)))  # unlike max, it does not lose NaN
+            except Exception as problem:  # out of memory, a library that refuses the call
+                note = f"{type(problem).__name__}: {' '.join(str(problem).split())[:100]}"
+        yield Row.of(operation, own, budget, way, work, seconds=seconds, error=error, note=note)
+
+
+def few(spec: ArgSpec) -> ArgSpec:
+    """One row, two heads: enough to see whether numbers are right."""
+    return replace(spec, rows=1, heads=min(2, spec.heads), table="random")
+
+
+def show_timings(name: str) -> int:
+    """Times every way and prints the table."""
+    if name.endswith(implementations.SUFFIX):
+        raise UserError(f"{name} runs step by step, its time says nothing: only --check takes it")
+    rows = []
+    progress = command_line.Progress("ways", _count(name), every=5)
+    for row in timings(name):
+        rows.append(row)
+        progress.update(len(rows), f"{row.shape} {row.operation} {row.way}")
+    device = jax.devices()[0].device_kind
+    print(f"{device}, jax {jax.__version__}, blocks of {BLOCK_SIZE.value}")
+    print(bench_table.table(rows, bench.chip(device)))
+    print("\n".join(bench_table.summary(rows, name)))
+    save({"device": device, "rows": [row.as_json() for row in rows]})
+    failures = [line for row in rows if row.way == name and (line := _failure(row))]
+    for line in failures:
+        print(f"error: {line}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _failure(row: Row) -> str | None:
+    """What is wrong with a row of the kernel that the command is about, or None."""
+    call = f"{row.way}: {row.operation} {row.shape} at budget {row.budget:g}"
+    if row.seconds is None or row.error is None:
+        return f"{call}: {row.note}"
+    if not row.error < TOLERANCE[row.dtype]:  # NaN is wrong too
+        return f"{call}: error {row.error:.1e}, allowed is less than {TOLERANCE[row.dtype]:.0e}"
+    return None
+
+
+def _count(name: str) -> int:
+    per_shape = sum(
+        len(bench.ways(op, spec, name)) * (1 if op == "write" else len(budgets()))
+        for spec in shapes()
+        for op in operations()
+    )
+    return per_shape
+
+
+def save(contents: dict) -> None:
+    if JSON.value:
+        contents = {"jax": jax.__version__, "command": sys.argv} | contents
+        with writing(JSON.value) as file:
+            file.write((json.dumps(contents, indent=1) + "\n").encode())
+
+
+# --- checking and tuning ---
+
+
+def show_check(name: str) -> int:
+    """Kernel against reference; 1 if a result differs."""
+    if name == "reference":
+        raise UserError(
+            f"--check compares a kernel with the reference, and {jax.default_backend()} has none: "
+            f"choose --implementation=triton-interpret or tpu-interpret"
+        )
+    failures, rows = 0, []
+    for spec in shapes():
+        for operation in operations():
+            for table in arg_specs.TABLES if operation != "write" else ["random"]:
+                case = replace(spec, rows=2, heads=min(3, spec.heads), table=table)
+                found = bench.errors(operation, case, name)
+                wrong = [k for k, e in found.items() if not e < TOLERANCE[spec.dtype]]
+                failures += bool(wrong)
+                types = f"{spec.dtype}, pool {spec.pool_dtype}"
+                each = "  ".join(f"{part} {e:.1e}" for part, e in found.items())
+                verdict = "WRONG" if wrong else "ok"
+                print(
+                    f"{verdict:5s}  {operation}  {spec.name}  {types}  {table}  {each}", flush=True
+                )
+                rows.append({"shape": spec.name, "table": table, "operation": operation} | found)
+    print(f"{name} on {jax.devices()[0].device_kind}: {len(rows) - failures} of {len(rows)} right")
+    save({"implementation": name, "errors": rows})
+    return 1 if failures else 0
+
+
+def show_tuning(name: str) -> int:
+    """Times tiles and keeps the best of every call; 1 if no tiles of a call work."""
+    if jax.default_backend() == "cpu" or name not in implementations.PLATFORMS:
+        raise UserError(
+            f"--tune times the tiles of a kernel on its own device; this is {name} on "
+            f"{jax.default_backend()}: run it on the GPU or TPU that programs are to run on"
+        )
+    chosen = [op for op in operations() if op in tune.OPERATIONS]
+    if not chosen:
+        raise UserError(
+            f"--tune: {', '.join(operations())} has no tiles: choose --op from "
+            f"{', '.join(tune.OPERATIONS)}"
+        )
+    for operation in chosen:
+        if why := tune.why_not(name, operation):
+            raise UserError(f"--tune: {why}: leave {operation} out of --op")
+    kind, calls, wanted = jax.devices()[0].device_kind, 0, 0
+    for operation in chosen:
+        best = _best_tiles(operation, name)
+        calls, wanted = calls + len(best), wanted + len(shapes())
+        if not best:  # a file without entries would say that there is something to use
+            print(f"{operation}: no tiles work, nothing is written", file=sys.stderr)
+            continue
+        path = tune.keep(kind, operation, name, {tune.call_of(operation, s): t for s, t in best})
+        print(f"{operation}: {len(best)} calls kept in {path}")
+    print(f"{name} on {kind}: tiles of {calls} of {wanted} calls tuned")
+    return 0 if calls == wanted else 1
+
+
+def _best_tiles(operation: str, name: str) -> list[tuple[ArgSpec, Config]]:
+    """The fastest tiles of every shape, without the shapes for which none work."""
+    best = []
+    for spec in shapes():
+        trials = list(tune.trials(operation, spec, name, REPEATS.value))
+        tiles, seconds, note = min(trials, key=lambda trial: trial[1])
+        if math.isinf(seconds):
+            print(f"error: {operation} {spec.name}: no tiles work: {note}", file=sys.stderr)
+            continue
+        best.append((spec, tiles))
+        first = trials[0][1]
+        gain = f"{first / seconds:.2f} times as fast as the heuristic's"
+        gain = "the heuristic's do not work" if math.isinf(first) else gain
+        time = bench_table.show_time(seconds)
+        print(f"{operation} {spec.name}: {tiles}, {time}, {gain}", flush=True)
+    return best
+
+
+def main(argv) -> int:
+    if JSON.value:
+        check_file_place(JSON.value, overwrite=OVERWRITE.value, flag="--json")
+    if CHECK.value and TUNE.value:
+        raise UserError("--check and --tune exclude each other: check first, then tune")
+    name = kernel()
+    shapes(), operations(), budgets()  # wrong flags are reported before anything runs
+    if CHECK.value:
+        return show_check(name)
+    return show_tuning(name) if TUNE.value else show_timings(name)

@@ -1,0 +1,251 @@
+"""What the images of a command are made of: classes or prompts, as the model's family takes them.
+
+One class of flags per kind of condition (`registry.Family.condition`). Flags of another kind are
+refused with a hint at the right ones.
+"""
+
+import contextlib
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.prompts import sets
+from experiments.prompts.condition import Text, check_text_tokens, encoder_folder, read_negative
+from experiments.prompts.layouts import check_layout
+from experiments.prompts.sets import Kind, Prompt, PromptSet
+from experiments.settings import AbstractModel
+from varjax.cli.command_line import CommandFlags
+from varjax.conditions import Labels
+from varjax.errors import UserError
+from varjax.io import extras
+from varjax.text import encoder as text_encoder
+from varjax.text import features as text_features
+
+ALL_CLASSES_UP_TO = 64  # without flags: every class once, or few images for larger models
+FEW_IMAGES = 16
+MOST_IMAGES = 10**7
+
+
+class ConditionFlags:
+    """All of them. samples: this command takes a few examples only, so many by default, spread
+    evenly over classes or prompts (--num_samples)."""
+
+    def __init__(self, flags: CommandFlags, *, samples: int | None = None):
+        self._samples = None
+        if samples is not None:
+            self._samples = flags.integer(
+                "num_samples",
+                samples,
+                "Images per measurement, over classes or prompts spread evenly.",
+                lower_bound=1,
+                upper_bound=10**6,
+            )
+        self._kinds = {
+            "labels": LabelFlags(flags, self._samples),
+            "text": TextFlags(flags, self._samples),
+        }
+
+    def resolve(self, model: AbstractModel, *, weights: bool = True) -> Any:
+        """A condition (`varjax.conditions`), checked; prompts are not encoded yet (`Text`).
+
+        weights: the model will run; without, it need not have a text encoder.
+        """
+        mine = self._kinds[model.family.condition]
+        for kind, other in self._kinds.items():
+            if kind != model.family.condition and (given := other.given()):
+                raise UserError(f"--{given[0]}: {model.name} {mine.words}")
+        return mine.resolve(model, weights)
+
+
+def _given(*holders) -> list[str]:
+    """Names of the flags that were set."""
+    return [h.name for h in holders if h is not None and h.present]
+
+
+class LabelFlags:
+    """--labels, and --num_images where a command has no --num_samples."""
+
+    words = "is class-conditional; choose images with --labels or --num_images"
+
+    def __init__(self, flags: CommandFlags, samples):
+        self._samples = samples
+        self._labels = flags.string("labels", None, "Class numbers, one image each: 3,7,7.")
+        self._num_images = None
+        if samples is None:
+            self._num_images = flags.integer(
+                "num_images", None, "Number of images, over all classes in turn."
+            )
+
+    def given(self) -> list[str]:
+        return _given(self._labels, self._num_images)
+
+    def resolve(self, model: AbstractModel, weights: bool) -> Labels:
+        names = model.metadata.get("class_names")
+        return Labels.of(self._chosen(model.num_classes), model.num_classes, names)
+
+    def _chosen(self, num_classes: int):
+        if len(self.given()) > 1:
+            raise UserError(
+                "--labels and --num_images exclude each other: labels already say how many images "
+                "there are"
+            )
+        if self._labels.value is not None:
+            return _class_numbers(self._labels.value)
+        if self._samples is not None:
+            turn = np.arange(self._samples.value) / self._samples.value
+            return np.floor(turn * num_classes).astype(np.int32)
+        return np.arange(_number(self._num_images.value, num_classes)) % num_classes
+
+
+def _class_numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(
+            f"--labels={text!r}: write class numbers separated by commas, for example 3,7,7"
+        ) from None
+
+
+def _number(asked: int | None, num_classes: int) -> int:
+    if asked is None:
+        return num_classes if num_classes <= ALL_CLASSES_UP_TO else FEW_IMAGES
+    if asked < 1:
+        raise UserError(f"--num_images={asked}: at least 1")
+    if asked > MOST_IMAGES:
+        raise UserError(f"--num_images={asked}: at most {MOST_IMAGES}")
+    return asked
+
+
+class TextFlags:
+    """--prompts, --prompt_set, --images_per_prompt, --negative_prompts and --text_features."""
+
+    words = "draws from text; give --prompts=FILE or --text_features=FILE.npz"
+
+    def __init__(self, flags: CommandFlags, samples):
+        self._samples = samples
+        self._prompts = flags.string(
+            "prompts",
+            None,
+            "Prompts of a text-to-image model: a file with one per line, or a published set.",
+        )
+        self._prompt_set = flags.enum(
+            "prompt_set", "auto", sets.KINDS, "What --prompts holds; auto: look."
+        )
+        self._each = None
+        if samples is None:
+            self._each = flags.integer(
+                "images_per_prompt",
+                None,
+                "Images of every prompt; default: as the prompt set's scorer expects, else 1.",
+                lower_bound=1,
+            )
+        self._negative = flags.string(
+            "negative_prompts", None, "File with one text per prompt, or one for all, to avoid."
+        )
+        self._features = flags.string(
+            "text_features",
+            None,
+            "npz file with `kv` and `lens`, as experiments.encode_text writes: no encoder is "
+            "needed. With --prompts those are the texts it was made of.",
+        )
+        self._tokens = flags.integer(
+            "text_tokens",
+            None,
+            "Padded length of texts to plan with before they are encoded; default: the most.",
+            lower_bound=1,
+        )
+
+    def given(self) -> list[str]:
+        return _given(
+            *(self._prompts, self._prompt_set, self._each, self._negative, self._features),
+            self._tokens,
+        )
+
+    def resolve(self, model: AbstractModel, weights: bool) -> Text:
+        config = model.transformer.config
+        features = negative = None
+        if path := self._features.value:
+            features = text_features.load(path, config.text_channels, config.text_maxlen)
+        prompts = self._read_prompts(features)
+        if prompts is None and weights:
+            raise UserError(f"{model.name} {self.words}")
+        prompts = prompts or _plain([""], "--dry_run")
+        if self._negative.value:
+            negative = self._read_negative(prompts, features)
+        each = 1 if self._each is None else self._each.value or prompts.images_per_prompt
+        encoder = _encoder(model) if weights and features is None else None
+        if self._each is not None:
+            _check_layout(prompts, each, model)
+        text = Text(
+            prompts=prompts,
+            each=each,
+            text_maxlen=config.text_maxlen,
+            negative=negative,
+            encoder=encoder,
+            assumed=check_text_tokens(self._tokens.value, model),
+            features=None if features is None else features.repeat(each),
+        )
+        return text if self._samples is None else text.spread(self._samples.value)
+
+    def _read_prompts(self, features) -> PromptSet | None:
+        if self._prompts.value is None:
+            if features is None:
+                return None
+            unnamed = [f"text {i}" for i in range(len(features.lens))]
+            return _plain(features.prompts or unnamed, str(self._features.value))
+        found = sets.read_prompts(self._prompts.value, self._prompt_set.value)
+        if features is not None:
+            _check_same(found, features)
+        return found
+
+    def _read_negative(self, prompts: PromptSet, features) -> PromptSet:
+        if features is not None:
+            raise UserError("--negative_prompts: --text_features holds its own, leave it out")
+        return read_negative(self._negative.value, prompts)
+
+
+def _check_same(prompts: PromptSet, features) -> None:
+    """Raise `UserError` unless features are, as far as they say, those of the prompts."""
+    if len(features.lens) != len(prompts):
+        raise UserError(
+            f"--text_features holds {len(features.lens)} texts, --prompts {len(prompts)}: encode "
+            f"these prompts"
+        )
+    for prompt, text in zip(prompts.prompts, features.prompts or (), strict=False):
+        if prompt.text.strip() != text:
+            raise UserError(
+                f"--text_features was made of {text!r:.60}, but {prompt.where} is "
+                f"{prompt.text!r:.60}: encode these prompts"
+            )
+
+
+def _encoder(model: AbstractModel) -> pathlib.Path:
+    """The text encoder's folder in a checkpoint: all but its weights is checked, and fits."""
+    folder = encoder_folder(
+        model.directory,
+        ", or give features that were computed elsewhere with --text_features=FILE.npz",
+    )
+    width = text_encoder.check_folder(folder).d_model
+    wanted = model.transformer.config.text_channels
+    if width != wanted:
+        raise UserError(
+            f"--prompts: the text encoder in {folder} gives features of width {width}, "
+            f"{model.name} takes {wanted}: convert the encoder that the model was trained with"
+        )
+    return folder
+
+
+def _check_layout(prompts: PromptSet, each: int, model: AbstractModel) -> None:
+    """Refuse what the set's scorer cannot read. Without pillow no image files are written."""
+    rows, columns, _ = model.transformer.config.code_map
+    pixels = model.codec.config.downsample
+    with contextlib.suppress(extras.MissingExtra):
+        check_layout(prompts, each, rows * pixels, columns * pixels)
+
+
+def _plain(texts: Sequence[str], where: str) -> PromptSet:
+    """Texts that are no file of prompts, in the layout of one."""
+    prompts = (Prompt(text, f"{i:05d}", f"{where}, text {i}") for i, text in enumerate(texts))
+    return PromptSet(tuple(prompts), Kind.LINES, 1)

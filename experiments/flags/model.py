@@ -1,0 +1,56 @@
+"""Which model a command is about: --checkpoint, --model, and the shape of its pictures."""
+
+from experiments.settings import AbstractModel, abstract_model
+from varjax.cli.command_line import CommandFlags
+from varjax.errors import UserError, choose
+from varjax.models import registry
+from varjax.models.infinity.schedules import SIZES, TEMPLATES
+
+
+class ModelFlags:
+    """--checkpoint of a command and, where a model without weights will do, --model; --aspect and
+    --size.
+
+    published: what the help says of --model; None: the command has no such flag.
+    """
+
+    def __init__(self, flags: CommandFlags, *, published: str | None = None):
+        self._checkpoint = flags.string(
+            "checkpoint", None, "Checkpoint folder; default: the embedded demo."
+        )
+        self._model = None
+        if published is not None:
+            names = ", ".join(registry.PRESETS)
+            self._model = flags.string("model", None, f"{published}: {names}.")
+        self._aspect = flags.string(
+            "aspect",
+            None,
+            f"Height / width of the pictures of a text-to-image model: a number, the nearest of "
+            f"{', '.join(sorted(TEMPLATES, key=float))} is taken; default: the checkpoint's.",
+        )
+        self._size = flags.string(
+            "size", None, f"Their pixels: {', '.join(SIZES)}; default: the checkpoint's."
+        )
+
+    def check_alone(self, *others) -> None:
+        """Raise `UserError` if several flags name a model. others: holders of further ones."""
+        holders = (self._model, self._checkpoint, *others)
+        given = [f"--{holder.name}" for holder in holders if holder is not None and holder.value]
+        if len(given) > 1:
+            raise UserError(f"{' and '.join(given)} exclude each other: name one model")
+        shape = [f"--{h.name}" for h in (self._aspect, self._size) if h.value]
+        if shape and any(holder.value for holder in others):
+            raise UserError(f"{shape[0]}: {given[0]} says the schedule already, leave it out")
+
+    @property
+    def name(self) -> str | None:
+        """What --model says."""
+        return None if self._model is None else self._model.value
+
+    def resolve(self) -> AbstractModel:
+        """The model without its weights; the embedded demo if none is named."""
+        self.check_alone()
+        if self.name:
+            choose("model", self.name, registry.PRESETS)
+        shape = (self._aspect.value, self._size.value)
+        return abstract_model(self.name or self._checkpoint.value, *shape)

@@ -1,0 +1,167 @@
+"""Print a policy's cache plan for a model, without weights.
+
+    python -m experiments.plan --model=var-d30 --policy=streaming --budget=0.1 --batch_size=8
+    python -m experiments.plan --policy=headkv --budget=0.3 --save=PLAN.npz \\
+        --geometry='layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4'
+
+Shows tokens held per scale, the size of the pool, and how full the cache is after every layer. The
+lines "papers" count as the published tables of AMS-KV and HeatKV do, which our bytes differ from:
+6 bytes for an element of K and one of V together (float32 keys, 16-bit values), both guidance rows.
+AMS-KV: GB of 1000 MiB; the full cache has the last scale, the compressed one what its sizes allow
+in the end (what the last scale sees, for other policies). HeatKV: MiB, no last scale; the most that
+is live at any time, what the budget allows, and the nearest row of its table. A published model
+needs no --calibration here: layers and heads then count as alike.
+--save writes the arrays: `capacity` int (K, layers, heads), tokens held when a scale starts;
+`live_tokens` int (K, layers), tokens in the whole cache of one row right after a layer has stored;
+`pool_tokens`, `num_bytes`, `dense_bytes`; for policies whose contents are known beforehand
+`keep_scale` bool (K, layers, heads, K), whether a scale sees anything of an earlier one, and
+`keep_count`, of how many of its tokens.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import settings
+from experiments.flags.model import ModelFlags
+from experiments.flags.policy import PolicyFlags
+from experiments.plan.paper_bytes import paper_lines
+from varjax import api
+from varjax.cache.geometry import Geometry
+from varjax.cache.plan import CachePlan
+from varjax.cache.planner import plan_cache
+from varjax.cli import command_line
+from varjax.engine.memory import show_bytes
+from varjax.errors import UserError
+from varjax.storage.files import check_file_place, writing
+
+FLAGS = command_line.CommandFlags()
+MODEL = ModelFlags(FLAGS, published="Published name")
+GEOMETRY = FLAGS.string(
+    "geometry", None, "layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4 (height x width)."
+)
+POLICY = PolicyFlags(FLAGS)
+BATCH_SIZE = FLAGS.integer(
+    "batch_size",
+    1,
+    "Images per batch (two cache rows each).",
+    lower_bound=1,
+    upper_bound=10**6,
+)
+DTYPE = FLAGS.enum(
+    "dtype", "bfloat16", ["bfloat16", "float32"], "Type of keys and values in a full cache."
+)
+KV_DTYPE = FLAGS.enum(
+    "kv_dtype",
+    None,
+    list(api.KV_DTYPES),
+    "Type of the compressed pool, beside a full cache of --dtype; default: --dtype.",
+)
+SAVE = FLAGS.string("save", None, "Write the plan's arrays to this npz file.")
+OVERWRITE = FLAGS.boolean("overwrite", False, "Replace the --save file if it exists.")
+
+
+def model_or_geometry() -> tuple[str, Geometry, settings.AbstractModel | None]:
+    """(name, geometry, model if there is more than that) named by exactly one of the flags."""
+    MODEL.check_alone(GEOMETRY)
+    if GEOMETRY.value:
+        return "geometry", Geometry.parse(GEOMETRY.value), None
+    model = MODEL.resolve()
+    return model.name, model.geometry, model
+
+
+def arrays(plan: CachePlan, batch_size: int, dtype: str, kv_dtype: str) -> dict[str, np.ndarray]:
+    """What --save writes."""
+    found = {
+        "capacity": plan.capacity,
+        "live_tokens": plan.live_tokens,
+        "pool_tokens": np.int64(plan.pool_tokens),
+        "num_bytes": np.int64(plan.num_bytes(batch_size, kv_dtype)),
+        "dense_bytes": np.int64(plan.dense_bytes(batch_size, dtype)),
+        "block_size": np.int64(plan.block_size),
+        "schedule": np.array(plan.geometry.schedule.maps, np.int32),
+    }
+    if plan.static_content:
+        count = kept_per_source(plan)
+        found |= {"keep_scale": count > 0, "keep_count": count}
+    return found
+
+
+def kept_per_source(plan: CachePlan) -> np.ndarray:
+    """int32 [K, L, N, K]: how many tokens of scale j scale s sees."""
+    starts = plan.geometry.schedule.starts
+    scales = range(plan.geometry.schedule.num_scales)
+    visible = (plan.allocation.visible(plan.geometry, s) for s in scales)
+    return np.stack([np.add.reduceat(v, starts, axis=-1, dtype=np.int32) for v in visible])
+
+
+def text(
+    name: str, plan: CachePlan, batch_size: int, dtype: str, kv_dtype: str, remarks: Sequence[str]
+) -> str:
+    """The printed plan. remarks: lines that only some policies have."""
+    g, dense = plan.geometry, max(1, plan.geometry.dense_tokens)
+    excess = plan.fraction - plan.budget
+    held, full = plan.num_bytes(batch_size, kv_dtype), plan.dense_bytes(batch_size, dtype)
+    lines = [
+        f"{name}: {g.num_layers} layers, {g.num_heads} heads of {g.head_dim}, "
+        f"{g.schedule.num_scales} scales, "
+        f"{g.schedule.total_tokens} tokens ({g.schedule.persistent_tokens} per head in a full "
+        f"cache)",
+        f"policy {POLICY.name}, budget {plan.budget:g}, accounting {plan.accounting}",
+        f"pool      {plan.pool_blocks} blocks of {plan.block_size} slots = {plan.pool_tokens} "
+        f"tokens, {plan.fraction:.2%} of full",
+        f"bytes     {held} ({show_bytes(held)}) of {full} ({show_bytes(full)}), batch "
+        f"{batch_size}, {dtype}"
+        + (f", the pool {kv_dtype}: {held / max(1, full):.2%}" if kv_dtype != dtype else ""),
+        f"peak      {plan.peak_live_fraction:.2%} of full is live at most",
+    ]
+    if excess > 1e-9:
+        lines.append(
+            f"rounding  the pool exceeds the budget by {excess:.2%} of full (accounting=bytes "
+            f"would charge this to the budget)"
+        )
+    lines += [
+        *remarks,
+        "",
+        "scale  map      tokens  held per head (min mean max)  live after first, last layer",
+    ]
+    for s, (h, w) in enumerate(g.schedule.maps):
+        held, live = plan.capacity[s], plan.live_tokens[s] / dense
+        spread = f"{held.min()} {held.mean():.1f} {held.max()}"
+        lines.append(
+            f"{s:5d}  {f'{h}x{w}':7s}  {h * w:6d}  {spread:28s}  {live[0]:.2%}, {live[-1]:.2%}"
+        )
+    return "\n".join(lines)
+
+
+def check_countable(geometry: Geometry, batch_size: int, dtype: str) -> None:
+    """Raise `UserError` if 64 bits may not hold the bytes of a batch (blocks may be padded)."""
+    row = geometry.dense_tokens * 2 * geometry.head_dim * jnp.dtype(dtype).itemsize
+    needed = batch_size * geometry.rows_per_image * row
+    if needed > np.iinfo(np.int64).max // 2:
+        raise UserError(
+            f"a batch of {batch_size} needs {show_bytes(needed)}, more than can be counted in 64 "
+            f"bits: lower --batch_size or the sizes in --geometry"
+        )
+
+
+def main(argv) -> None:
+    if SAVE.value:
+        check_file_place(SAVE.value, overwrite=OVERWRITE.value, flag="--save")
+    name, geometry, model = model_or_geometry()
+    check_countable(geometry, BATCH_SIZE.value, DTYPE.value)
+    policy = POLICY.resolve()
+    calibration = POLICY.calibration(policy, geometry, model)
+    plan = plan_cache(geometry, policy, calibration)
+    sizes = (BATCH_SIZE.value, DTYPE.value, KV_DTYPE.value or DTYPE.value)
+    steady = plan.policy.steady_tokens(geometry, calibration)
+    remarks = [
+        *POLICY.remarks(plan, calibration),
+        *filter(None, [settings.block_remark(plan, "tpu")]),
+        *paper_lines(plan, BATCH_SIZE.value, sizes[-1], steady),
+    ]
+    print(text(name, plan, *sizes, remarks))
+    if SAVE.value:
+        with writing(SAVE.value) as file:
+            np.savez(file, **arrays(plan, *sizes))

@@ -1,0 +1,187 @@
+"""Prompts that images are made of, before and after they are encoded.
+
+A `varjax.conditions.Condition` whose features may still be missing: planning, checks and reports
+need the prompts only, so that the encoder runs last, alone on the device, and is freed again.
+"""
+
+import dataclasses
+import gc
+import hashlib
+import json
+import os
+import pathlib
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from experiments.prompts.sets import Kind, PromptSet, read_prompts
+from experiments.run import phases
+from experiments.settings import AbstractModel
+from varjax.errors import UserError
+from varjax.text import encoder as text_encoder
+from varjax.text.encoder import TextEncoder
+from varjax.text.features import TextFeatures
+
+BATCH_SIZE = 8  # texts per call of the encoder
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Text:
+    """P prompts, `each` images of every prompt in turn.
+
+    negative: texts that guidance leads away from: one for each prompt or one for all; None: the
+      model's own unconditional text.
+    encoder: folder of the encoder for what has no features yet; None: it can only be planned for.
+    assumed: tokens to plan with as long as there are no features; None: the most.
+    features: what the model sees, of all images.
+    peak_bytes: what encoding took on the device; None: not encoded here.
+    """
+
+    prompts: PromptSet
+    each: int
+    text_maxlen: int
+    negative: PromptSet | None = None
+    encoder: pathlib.Path | None = None
+    assumed: int | None = None
+    features: TextFeatures | None = None
+    peak_bytes: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.prompts) * self.each
+
+    def take(self, index: np.ndarray) -> dict[str, np.ndarray]:
+        return self.features.take(index)
+
+    @property
+    def numbers(self) -> np.ndarray:
+        return np.repeat(np.arange(len(self.prompts), dtype=np.int32), self.each)
+
+    @property
+    def captions(self) -> list[str]:
+        return [text for text in self.prompts.texts for _ in range(self.each)]
+
+    @property
+    def padded_length(self) -> int:
+        """Tokens of a text as the program will have them, or the most that they can be."""
+        if self.features is None:
+            return self.assumed or self.text_maxlen
+        return self.features.padded_length
+
+    def describe(self) -> dict:
+        """What decides the images, the same before and after encoding."""
+        found = {"kind": self.prompts.kind, "images_per_prompt": self.each}
+        if self.encoder is None:
+            return found | ({} if self.features is None else {"features": self.features.describe()})
+        negative = [] if self.negative is None else self.negative.texts
+        files = text_encoder.read_description(self.encoder)["files"]
+        return found | {
+            "prompts": len(self.prompts),
+            "negative_prompts": len(negative),
+            "sha256": _digest([self.prompts.texts, negative]),
+            "encoder": _digest(files),
+        }
+
+    def spread(self, count: int) -> "Text":
+        """At most `count` images, over all prompts evenly."""
+        total = len(self.prompts)
+        count = min(count, total)
+        chosen = np.arange(count) * total // count
+
+        def some(texts: PromptSet) -> PromptSet:
+            return dataclasses.replace(texts, prompts=tuple(texts.prompts[i] for i in chosen))
+
+        negative, features = self.negative, self.features
+        if negative is not None and len(negative) == total:
+            negative = some(negative)
+        if features is not None:
+            numbers = features.numbers[:: self.each][chosen]
+            features = dataclasses.replace(features, numbers=numbers)
+        return dataclasses.replace(
+            self, prompts=some(self.prompts), each=1, negative=negative, features=features
+        )
+
+    # --- encoding ---------------------------------------------------------------------------------
+
+    def encoded(self, dtype: str, text_channels: int) -> "Text":
+        """With features; the encoder has come and gone.
+
+        Raises:
+          UserError: the encoder cannot be used, or is not the one of this model.
+        """
+        if self.features is not None:
+            return self
+        negative, count = self.negative, len(self.prompts)
+        print(f"encoding {count} prompts with {self.encoder}", file=sys.stderr, flush=True)
+        encoder = TextEncoder.load(self.encoder, dtype)
+        features = encoder.encode(
+            self.prompts.texts,
+            None if negative is None else negative.texts,
+            max_length=self.text_maxlen,
+            batch_size=BATCH_SIZE,
+            names=self.prompts.names,
+            negative_names=None if negative is None else negative.names,
+        )
+        peak = phases.encoder_bytes(encoder, features, BATCH_SIZE)
+        del encoder
+        gc.collect()  # modules may refer to themselves, and their arrays should go now
+        fitted = features.fitted(text_channels, self.text_maxlen).repeat(self.each)
+        return dataclasses.replace(self, features=fitted, peak_bytes=peak)
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def read_negative(path: str, prompts: PromptSet) -> PromptSet:
+    """Texts to lead away from, a file with one line per prompt or one for all.
+
+    Raises:
+      UserError: as `read_prompts` and `negative_texts`.
+    """
+    found = read_prompts(path, Kind.LINES)
+    text_encoder.negative_texts(found.texts, len(prompts), found.names)
+    return found
+
+
+def encoder_folder(checkpoint: str | os.PathLike, otherwise: str = "") -> pathlib.Path:
+    """Where the encoder of a checkpoint is, or `checkpoint` itself if it is an encoder alone.
+
+    otherwise: what else a user can do if there is none.
+    """
+    own = pathlib.Path(checkpoint)
+    folder = own if (own / text_encoder.NAME).is_file() else own / text_encoder.FOLDER
+    if not folder.exists():
+        raise UserError(
+            f"{checkpoint} has no text encoder: convert one with `python -m ported_weights ... "
+            f"--text_encoder_source=DIR`{otherwise}"
+        )
+    return folder
+
+
+def check_text_tokens(asked: int | None, model: AbstractModel) -> int | None:
+    """Padded length of texts that --text_tokens names, if the model takes it."""
+    most = getattr(model.transformer.config, "text_maxlen", None)
+    if asked is not None and most is None:
+        raise UserError(f"--text_tokens={asked}: {model.name} takes no text, leave it out")
+    if asked is not None and asked > most:
+        raise UserError(f"--text_tokens={asked}: {model.name} takes at most {most}")
+    return asked
+
+
+def text_tokens(condition: Any) -> int | None:
+    """Padded length of the texts of a condition, for predictions; None for labels."""
+    return condition.padded_length if isinstance(condition, Text) else None
+
+
+def encoded(condition: Any, model: AbstractModel, dtype: str) -> Any:
+    """The condition with its prompts encoded; labels as they are."""
+    if not isinstance(condition, Text):
+        return condition
+    return condition.encoded(dtype, model.transformer.config.text_channels)
+
+
+def encoding_bytes(condition: Any) -> int | None:
+    """What encoding took on the device; None if nothing was encoded here."""
+    return condition.peak_bytes if isinstance(condition, Text) else None

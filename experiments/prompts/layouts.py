@@ -1,0 +1,187 @@
+"""Images of a prompt set in the folders that the official scorers read.
+
+    FOLDER/manifest.json    prompt, number, seed and file of every image
+    FOLDER/images/          the folder to give to the scorer; nothing else is in it
+
+| kind | below images/ |
+| --- | --- |
+| `lines` | 00000.png by line, counted from 0; with several images per prompt 00000_0.png, ... |
+| `geneval` | 00000/metadata.jsonl and 00000/samples/0000.png, ... |
+| `dpg` | one PNG named as the prompt's file; several images as tiles of a 2x2 grid |
+| `hpsv2` | STYLE/00000.jpg |
+| `coco` | 000000000042.png by number of the image (`coco-captions`: image and caption) |
+
+The manifest lies outside because HPSv2's and DPG-Bench's scorers take everything in the folder for
+images or styles.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import UInt8
+
+from experiments.prompts.sets import Kind, Prompt, PromptSet
+from varjax.errors import UserError
+from varjax.io.extras import require
+from varjax.storage.files import writing
+
+FOLDER = "images"
+MANIFEST = "manifest.json"
+JPEG_QUALITY = 95
+TILES = ((0, 0), (0, 1), (1, 0), (1, 1))  # (row, column) in the order in which DPG-Bench cuts
+
+
+def check_layout(
+    prompt_set: PromptSet,
+    images_per_prompt: int,
+    height: int | None = None,
+    width: int | None = None,
+) -> None:
+    """Refuse what the official scorer cannot read, before images are made.
+
+    Args:
+      prompt_set: the prompts.
+      images_per_prompt: how many of each.
+      height, width: pixels of an image, where known.
+
+    Raises:
+      UserError: too many images per prompt, or images that are not square.
+      MissingExtra: without pillow.
+    """
+    require("PIL.Image", extra="eval", purpose="writing images")
+    most = {Kind.HPSV2: 1, Kind.DPG: len(TILES)}.get(prompt_set.kind)
+    if images_per_prompt < 1 or (most and images_per_prompt > most):
+        allowed = f"1 to {most}" if most and most > 1 else "1" if most else "at least 1"
+        raise UserError(f"{images_per_prompt} images per prompt: {prompt_set.kind} takes {allowed}")
+    if prompt_set.kind is Kind.DPG and height != width:
+        raise UserError(
+            f"images of {height}x{width} pixels: the scorer of DPG-Bench cuts squares; choose a"
+            " square aspect"
+        )
+
+
+def write_images(
+    folder: str | os.PathLike,
+    prompt_set: PromptSet,
+    images: UInt8[np.ndarray, "N H W 3"],
+    images_per_prompt: int | None = None,
+    *,
+    seed: int | None = None,
+) -> None:
+    """Write the images of a prompt set and the manifest.
+
+    Image i belongs to prompt i // images_per_prompt.
+
+    Args:
+      folder: where `images/` and `manifest.json` go; made if need be.
+      prompt_set: the prompts.
+      images: bytes, RGB; read from where they are, one prompt after the other.
+      images_per_prompt: by default what the benchmark publishes.
+      seed: what the run's random numbers start from, for the manifest.
+
+    Raises:
+      UserError: as `check_layout`; images of another kind, or another number than the set has.
+      OSError: a file cannot be written.
+    """
+    each = prompt_set.images_per_prompt if images_per_prompt is None else images_per_prompt
+    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
+        raise UserError(f"images are {images.dtype} {images.shape}: give uint8 [N, H, W, 3]")
+    check_layout(prompt_set, each, *images.shape[1:3])
+    if len(images) != len(prompt_set) * each:
+        raise UserError(
+            f"{len(images)} images: {len(prompt_set)} prompts have {len(prompt_set) * each}"
+        )
+    for i, prompt in enumerate(prompt_set.prompts):
+        samples = images[i * each : (i + 1) * each]
+        _write_prompt(Path(folder) / FOLDER, prompt_set.kind, prompt, samples)
+    _write_manifest(Path(folder), prompt_set, each, seed)
+
+
+def _write_prompt(
+    folder: Path, kind: Kind, prompt: Prompt, images: UInt8[np.ndarray, "N H W 3"]
+) -> None:
+    """The files of one prompt and its images."""
+    each = len(images)
+    if kind is Kind.DPG and each > 1:
+        images = _tiled(images)[None]
+    for sample, image in enumerate(images):
+        path = folder / _file(kind, prompt, sample, each)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _save(path, image)
+    if kind is Kind.GENEVAL:
+        _write_text(folder / prompt.name / "metadata.jsonl", json.dumps(prompt.metadata))
+
+
+def _write_manifest(folder: Path, prompt_set: PromptSet, each: int, seed: int | None) -> None:
+    content = {
+        "kind": str(prompt_set.kind),
+        "images_per_prompt": each,
+        "seed": seed,
+        "images": list(_entries(prompt_set, each, seed)),
+    }
+    text = json.dumps(content, indent=1, ensure_ascii=False)
+    _write_text(folder / MANIFEST, text + "\n")
+
+
+def _entries(prompt_set: PromptSet, each: int, seed: int | None) -> Iterator[dict]:
+    for number in range(len(prompt_set) * each):
+        prompt, sample = prompt_set.prompts[number // each], number % each
+        yield {
+            "number": number,
+            "file": f"{FOLDER}/{_file(prompt_set.kind, prompt, sample, each)}",
+            "prompt": prompt.text,
+            "prompt_number": number // each,
+            "name": prompt.name,
+            "sample": sample,
+            "seed": seed,
+            "metadata": dict(prompt.metadata),
+        }
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def _plain(prompt: Prompt, sample: int, each: int) -> str:
+    return f"{prompt.name}.png" if each == 1 else f"{prompt.name}_{sample}.png"
+
+
+_FILES: Mapping[Kind, Callable[[Prompt, int, int], str]] = {
+    Kind.GENEVAL: lambda prompt, sample, each: f"{prompt.name}/samples/{sample:04d}.png",
+    Kind.DPG: lambda prompt, sample, each: f"{prompt.name}.png",
+    Kind.HPSV2: lambda prompt, sample, each: f"{prompt.name}.jpg",
+}
+
+
+def _file(kind: Kind, prompt: Prompt, sample: int, each: int) -> str:
+    """Where an image goes below `images/`."""
+    return _FILES.get(kind, _plain)(prompt, sample, each)
+
+
+# --- pixels ---------------------------------------------------------------------------------------
+
+
+def _tiled(images: UInt8[np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "2H 2W 3"]:
+    """The 2x2 grid of a prompt's square images; where there are fewer than four, it is black."""
+    side = images.shape[1]
+    canvas = np.zeros((2 * side, 2 * side, 3), np.uint8)
+    for image, place in zip(images, TILES, strict=False):
+        row, column = (number * side for number in place)
+        canvas[row : row + side, column : column + side] = image
+    return canvas
+
+
+def _save(path: Path, image: np.ndarray) -> None:
+    pillow = require("PIL.Image", extra="eval", purpose="writing images")
+    options = {"format": "PNG"}
+    if path.suffix == ".jpg":
+        options = {"format": "JPEG", "quality": JPEG_QUALITY, "subsampling": 0}
+    with writing(path) as file:
+        pillow.fromarray(image).save(file, **options)
+
+
+def _write_text(path: Path, text: str) -> None:
+    with writing(path) as file:
+        file.write(text.encode("utf-8"))

@@ -1,0 +1,268 @@
+"""Prompt files in the formats that benchmarks publish.
+
+| kind | what is given |
+| --- | --- |
+| `lines` | a text file, one prompt per line; empty ones are the unconditional text |
+| `geneval` | GenEval: `evaluation_metadata.jsonl`, objects with prompt, tag, include |
+| `dpg` | DPG-Bench: a folder with one .txt file per prompt |
+| `hpsv2` | HPSv2: a JSON list of prompts (a style), or the folder with those of all styles |
+| `coco` | COCO: `captions_val2014.json` and the like, the first caption of every image |
+| `coco-captions` | the same file, all captions |
+
+`auto` takes folders and endings as published: .jsonl is GenEval, .json HPSv2 or COCO by what is in
+it, any other file `lines`.
+"""
+
+import enum
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from varjax.errors import UserError, choose
+from varjax.storage.manifest import parse_json
+
+
+class Kind(enum.StrEnum):
+    """Formats of prompt files; the values are those of the flag."""
+
+    LINES = "lines"
+    GENEVAL = "geneval"
+    DPG = "dpg"
+    HPSV2 = "hpsv2"
+    COCO = "coco"
+    COCO_CAPTIONS = "coco-captions"
+
+
+AUTO = "auto"
+KINDS = (AUTO, *(kind.value for kind in Kind))
+IMAGES_PER_PROMPT = {Kind.GENEVAL: 4, Kind.DPG: 4}  # as published; others 1
+HPSV2_STYLES = ("anime", "concept-art", "paintings", "photo")  # in the published order
+_GENEVAL_ENTRIES = {"prompt": str, "tag": str, "include": list}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """text: what the encoder reads. name: unique in the set, without ending; layouts make files of
+    it. where: file and line, for messages. metadata: what else the file says, as JSON has it."""
+
+    text: str
+    name: str
+    where: str
+    metadata: Mapping = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts in the order of their file."""
+
+    prompts: tuple[Prompt, ...]
+    kind: Kind
+    images_per_prompt: int
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def texts(self) -> list[str]:
+        return [prompt.text for prompt in self.prompts]
+
+    @property
+    def names(self) -> list[str]:
+        """How messages call the prompts: file and line."""
+        return [prompt.where for prompt in self.prompts]
+
+
+def read_prompts(path: str | os.PathLike, kind: str = AUTO) -> PromptSet:
+    """Read a prompt file or folder.
+
+    Args:
+      path: the file or folder.
+      kind: one of `KINDS`.
+
+    Raises:
+      UserError: no such file, another format, a bad entry (named with file and line), no prompts.
+    """
+    path = Path(path)
+    choose("kind of prompts", kind, KINDS)
+    if not path.exists():
+        raise UserError(f"there is no prompt file or folder {path}")
+    found = _recognise(path) if kind == AUTO else Kind(kind)
+    if path.is_dir() and found not in (Kind.DPG, Kind.HPSV2):
+        raise UserError(f"{path} is a folder: prompts of the kind {found} are a file")
+    if path.is_file() and found is Kind.DPG:
+        raise UserError(f"{path} is a file: prompts of DPG-Bench are a folder of .txt files")
+    prompts = tuple(_READERS[found](path))
+    if not prompts:
+        raise UserError(f"{path} holds no prompts")
+    return PromptSet(prompts, found, IMAGES_PER_PROMPT.get(found, 1))
+
+
+def _recognise(path: Path) -> Kind:
+    if path.is_dir():
+        return _recognise_folder(path)
+    if path.suffix == ".jsonl":
+        return Kind.GENEVAL
+    if path.suffix == ".json":
+        content = _json(path)
+        if isinstance(content, list):
+            return Kind.HPSV2
+        if isinstance(content, dict) and "annotations" in content:
+            return Kind.COCO
+        raise UserError(
+            f"{path} is neither a list of prompts (HPSv2) nor a COCO file with `annotations`"
+        )
+    return Kind.LINES
+
+
+def _recognise_folder(path: Path) -> Kind:
+    found = [Kind.DPG] * any(path.glob("*.txt"))
+    found += [Kind.HPSV2] * any((path / f"{style}.json").is_file() for style in HPSV2_STYLES)
+    if len(found) == 1:
+        return found[0]
+    both, joint = ("both", "and") if found else ("neither", "nor")
+    raise UserError(
+        f"{path} holds {both} .txt files (DPG-Bench) {joint} style lists such as"
+        f" {HPSV2_STYLES[0]}.json (HPSv2): give the folder of one of them"
+    )
+
+
+# --- formats --------------------------------------------------------------------------------------
+
+
+def _lines(path: Path) -> list[Prompt]:
+    return [
+        Prompt(line.strip(), f"{i:05d}", f"{path}, line {i + 1}")
+        for i, line in enumerate(_text_lines(path))
+    ]
+
+
+def _geneval(path: Path) -> list[Prompt]:
+    prompts = []
+    for i, line in enumerate(_text_lines(path)):
+        where = f"{path}, line {i + 1}"
+        entry = _parsed(line, where)
+        for name, kind in _GENEVAL_ENTRIES.items():
+            if not isinstance(entry, dict) or not isinstance(entry.get(name), kind):
+                raise UserError(
+                    f"{where}: expected an object with {', '.join(_GENEVAL_ENTRIES)}, as in"
+                    f" GenEval's evaluation_metadata.jsonl; {name!r} is missing or malformed"
+                )
+        prompts.append(Prompt(_filled(entry["prompt"], where), f"{i:05d}", where, entry))
+    return prompts
+
+
+def _dpg(path: Path) -> list[Prompt]:
+    files = sorted((f for f in path.glob("*.txt") if f.is_file()), key=lambda f: _natural(f.stem))
+    texts = [" ".join(_text_lines(file)) for file in files]
+    return [
+        Prompt(_filled(text, str(file)), file.stem, str(file))
+        for file, text in zip(files, texts, strict=True)
+    ]
+
+
+def _hpsv2(path: Path) -> list[Prompt]:
+    if path.is_file():
+        return _style(path)
+    files = [path / f"{style}.json" for style in HPSV2_STYLES]
+    return [prompt for file in files if file.is_file() for prompt in _style(file)]
+
+
+def _style(path: Path) -> list[Prompt]:
+    """One list of HPSv2; the file's name is the style."""
+    content = _json(path)
+    if not isinstance(content, list):
+        raise UserError(f"{path} must hold a JSON list of prompts, as HPSv2 publishes them")
+    prompts = []
+    for i, text in enumerate(content):
+        where = f"{path}, entry {i}"
+        prompts.append(
+            Prompt(_filled(text, where), f"{path.stem}/{i:05d}", where, {"style": path.stem})
+        )
+    return prompts
+
+
+def _coco(path: Path) -> list[Prompt]:
+    """The caption with the lowest number of every image, by the number of the image."""
+    chosen: dict[int, Prompt] = {}
+    for prompt in _coco_captions(path):
+        chosen.setdefault(prompt.metadata["image_id"], prompt)
+    return [replace(p, name=f"{image:012d}") for image, p in chosen.items()]
+
+
+def _coco_captions(path: Path) -> list[Prompt]:
+    content = _json(path)
+    entries = content.get("annotations") if isinstance(content, dict) else None
+    if not isinstance(entries, list):
+        raise UserError(f"{path} is no COCO file of captions: it has no list `annotations`")
+    prompts = [_caption(entry, f"{path}, annotations[{i}]") for i, entry in enumerate(entries)]
+    prompts.sort(key=lambda p: (p.metadata["image_id"], p.metadata["caption_id"]))
+    for one, other in zip(prompts, prompts[1:], strict=False):
+        if one.name == other.name:
+            raise UserError(f"{other.where}: caption {other.name} is there twice")
+    return prompts
+
+
+def _caption(entry, where: str) -> Prompt:
+    image, number = (entry.get(n) if isinstance(entry, dict) else None for n in ("image_id", "id"))
+    if type(image) is not int or type(number) is not int or min(image, number) < 0:
+        raise UserError(f"{where}: expected an object with image_id, id and caption")
+    text = _filled(entry.get("caption"), where)
+    metadata = {"image_id": image, "caption_id": number}
+    return Prompt(text, f"{image:012d}_{number}", where, metadata)
+
+
+_READERS: Mapping[Kind, Callable[[Path], list[Prompt]]] = {
+    Kind.LINES: _lines,
+    Kind.GENEVAL: _geneval,
+    Kind.DPG: _dpg,
+    Kind.HPSV2: _hpsv2,
+    Kind.COCO: _coco,
+    Kind.COCO_CAPTIONS: _coco_captions,
+}
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def _filled(text, where: str) -> str:
+    """The text on one line; benchmarks have no empty prompts."""
+    if not isinstance(text, str) or not text.strip():
+        raise UserError(f"{where}: expected a prompt, found {text!r:.60}")
+    return " ".join(text.split("\n")).strip()
+
+
+def _text_lines(path: Path) -> list[str]:
+    """Lines without their ends; a line feed at the end of the file starts no further line."""
+    text = _read(path)
+    lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+    for i, line in enumerate(lines):
+        if "\0" in line:
+            raise UserError(f"{path}, line {i + 1} holds a NUL character: it is no text file")
+    return lines if text else []
+
+
+def _read(path: Path) -> str:
+    data = path.read_bytes()
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise UserError(f"{path}, line {line} is not UTF-8 text: save the file as UTF-8") from None
+
+
+def _json(path: Path):
+    return _parsed(_read(path), str(path))
+
+
+def _parsed(text: str, where: str):
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise UserError(f"{where} is not JSON: {error}") from None
+
+
+def _natural(text: str) -> list:
+    """Sort key by which 2 comes before 10."""
+    return [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in re.split(r"(\d+)", text)]

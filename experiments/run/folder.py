@@ -1,0 +1,157 @@
+"""The output folder of a run: batches are kept as they finish, the folder appears when everything
+is there.
+
+While a run goes on its batches lie in `DIR.partial`, which one process at a time may hold. An
+interrupted run started again with the same flags continues after the last finished batch; with
+other flags it is refused unless --overwrite discards it. On completion results are written and
+`DIR.partial` is removed; a run that fails before its first batch leaves nothing.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator
+
+import numpy as np
+
+from varjax.errors import UserError
+from varjax.storage.files import writing
+from varjax.storage.folders import check_absent
+
+SETTINGS = "settings.json"
+LOCK = "lock"
+RESULTS = pathlib.Path("results")
+
+
+class RunFolder:
+    """`out` and the work folder beside it."""
+
+    def __init__(self, out: pathlib.Path, fingerprint: str, *, overwrite: bool):
+        check_absent(out, overwrite=overwrite)
+        self.out, self.fingerprint, self.overwrite = out, fingerprint, overwrite
+        self.work = partial_folder(out)
+        self.resumed = False
+        self._check_work()
+
+    @classmethod
+    def fresh(cls, stem: str, fingerprint: str) -> "RunFolder":
+        """The first `results/STEM-NNN` that is free, or unfinished with the same settings."""
+        for number in range(1, 1000):
+            out = RESULTS / f"{stem}-{number:03d}"
+            if out.exists() or _is_held(partial_folder(out)):
+                continue
+            with contextlib.suppress(UserError):
+                return cls(out, fingerprint, overwrite=False)
+            check_absent(out, overwrite=False)  # not the unfinished run: no permission, say
+        raise UserError(f"{RESULTS} holds 999 runs of {stem}: name a folder with --out")
+
+    def _check_work(self) -> None:
+        """Raise `UserError` if an unfinished run with other settings lies there."""
+        if not self.work.exists() or self.overwrite:
+            return
+        if _stored_fingerprint(self.work) not in (None, self.fingerprint):
+            raise UserError(
+                f"{self.work} holds an unfinished run with other settings: use its settings to "
+                "continue it, add --overwrite to discard it, or choose another --out"
+            )
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Hold the work folder: create it, or continue in it; it vanishes again if no batch is
+        finished.
+
+        Raises:
+          UserError: another process works in it, or there is no write permission.
+        """
+        self.work.mkdir(parents=True, exist_ok=True)
+        with open(self.work / LOCK, "w", encoding="ascii") as lock:
+            if not _take(lock):
+                raise UserError(f"another run is writing to {self.work}: wait, or choose --out")
+            try:
+                self._start()
+                yield
+            finally:
+                if not any(self.work.glob("*.npz")):
+                    self.close()
+
+    def _start(self) -> None:
+        stored = _stored_fingerprint(self.work)
+        self.resumed = stored == self.fingerprint and any(self.work.glob("*.npz"))
+        if stored != self.fingerprint:
+            for path in self.work.iterdir():
+                if path.name != LOCK:
+                    path.unlink()
+            with writing(self.work / SETTINGS) as file:
+                file.write(self.fingerprint.encode())
+
+    def finished(self, series: str) -> int:
+        """How many images of a series ("main", "full") are stored, counted without gaps."""
+        return sum(len(index) for index, _ in self.batches(series))
+
+    def add(self, series: str, index: np.ndarray, results: dict[str, np.ndarray]) -> None:
+        """Keep one finished batch."""
+        with writing(self.work / f"{series}-{index[0]:08d}.npz") as file:
+            np.savez(file, index=index, **results)
+
+    def batches(self, series: str) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+        """Stored batches in order, up to the first gap."""
+        expected = 0
+        for path in sorted(self.work.glob(f"{series}-*.npz")):
+            with np.load(path) as archive:
+                results = {name: archive[name] for name in archive.files}
+            index = results.pop("index")
+            if index[0] != expected:
+                return
+            expected = int(index[-1]) + 1
+            yield index, results
+
+    def collect(self, series: str) -> dict[str, np.ndarray]:
+        """All arrays of a series, images first to last."""
+        parts = [results for _, results in self.batches(series)]
+        return {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
+
+    def close(self) -> None:
+        """Remove the work folder, and `results/` if it was made for it alone."""
+        shutil.rmtree(self.work, ignore_errors=True)
+        if self.work.parent == RESULTS:
+            with contextlib.suppress(OSError):
+                RESULTS.rmdir()
+
+
+def partial_folder(out: pathlib.Path) -> pathlib.Path:
+    """Where the batches of an unfinished run into `out` are."""
+    return out.with_name(out.name + ".partial")
+
+
+def _stored_fingerprint(work: pathlib.Path) -> str | None:
+    try:
+        text = (work / SETTINGS).read_text(encoding="utf-8")
+        json.loads(text)
+        return text
+    except (OSError, ValueError):
+        return None
+
+
+def _take(lock) -> bool:
+    """Lock an open file for this process; the system releases it when the process ends."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks on this system: the check is left out
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return True
+
+
+def _is_held(work: pathlib.Path) -> bool:
+    """Whether another process works in this folder right now."""
+    if not (work / LOCK).exists():
+        return False
+    with open(work / LOCK, "a", encoding="ascii") as lock:
+        return not _take(lock)

@@ -1,0 +1,139 @@
+"""Compare KV-cache policies at several budgets with the full cache, in one table.
+
+    python -m experiments.sweep --policies=all --budgets=0.04,0.1,0.2,0.5 --out=DIR
+    python -m experiments.sweep --policies=headkv,streaming:sinks=3,streaming:sinks=1 \\
+        --budgets=0.1,0.25 --num_images=16 --out=DIR
+    python -m experiments.sweep --checkpoint=DIR --policies=all --calibration=CAL.json --out=DIR
+    python -m experiments.sweep --checkpoint=DIR --prompts=FILE.txt --size=0.25M --out=DIR
+
+Every row is a policy, with arguments after a colon, joined by +, if it is to differ from its
+defaults: `streaming:sinks=3+block_size=8`. `all` stands for every policy with its defaults (but
+not `table`, which needs a file) and may be joined by others: `all,streaming:sinks=1`. What `all`
+cannot run becomes a row that says why; so does a budget at which a named policy cannot run, as
+long as it can at another.
+
+Measured against the full cache on the same seeds: PSNR, SSIM and equal tokens of images drawn
+freely, the KL divergence of the logits (nats per token) with the full cache's tokens forced, bytes
+of the cache, seconds per image.
+
+Writes sweep.md, sweep.csv, sweep.json, fidelity.png, what `experiments.report` shows besides
+(samples.npz, images; calibration.json, a copy of the calibration if one was used) into --out
+(default: a new folder under results/). Finished cells of an interrupted sweep are kept: start it
+again with the same settings; policies and budgets may change.
+"""
+
+import pathlib
+import sys
+
+from experiments import settings
+from experiments.flags.condition import ConditionFlags
+from experiments.flags.generation import ProgramFlags, SamplingFlags
+from experiments.flags.model import ModelFlags
+from experiments.run.folder import RunFolder
+from experiments.sweep import plan, tables
+from experiments.sweep.cells import Runner
+from experiments.sweep.plan import Cell, SweepSettings
+from varjax.calibration import data as calibration_lib
+from varjax.calibration.data import Calibration
+from varjax.cli import command_line
+from varjax.errors import UserError
+from varjax.io import extras
+from varjax.sampling import Sampling
+from varjax.storage.folders import replacing
+
+FLAGS = command_line.CommandFlags()
+POLICIES = FLAGS.string(
+    "policies", "all", "all, or policies separated by commas: headkv,streaming:sinks=3+block_size=8"
+)
+BUDGETS = FLAGS.string("budgets", "0.1,0.25,0.5", "Fractions of the full cache's bytes.")
+MODEL = ModelFlags(FLAGS)
+CALIBRATION = FLAGS.string(
+    "calibration",
+    None,
+    "Calibration file, for policies that use one; default: calibration.json of the checkpoint.",
+)
+CONDITION = ConditionFlags(FLAGS)
+SAMPLES = FLAGS.integer(
+    "samples", 8, "So many of the first images are kept for the report.", lower_bound=1
+)
+SAMPLING = SamplingFlags(FLAGS)
+PROGRAM = ProgramFlags(FLAGS)
+FLAGS.compilation_cache()
+OVERWRITE = FLAGS.boolean("overwrite", False, "Replace --out if it exists.")
+OUT = FLAGS.string("out", None, "Output folder; default: a new one under results/.")
+
+
+def resolve() -> SweepSettings:
+    """Check every flag and plan every cell. Nothing is compiled, allocated or written."""
+    entries = plan.parse_entries(POLICIES.value)
+    budgets = plan.parse_budgets(BUDGETS.value)
+    model = MODEL.resolve()
+    settings.require_weights(model)
+    extras.require("dm_pix", extra="eval", purpose="PSNR and SSIM")
+    condition = CONDITION.resolve(model)
+    geometry = model.geometry
+    sampling = SAMPLING.sampling(model)
+    path, calibration = _calibration(model, sampling)
+    cells = plan.plan_cells(entries, budgets, geometry, calibration, len(condition))
+    used = any(cell.policy.uses_calibration for cell in cells if cell.policy)
+    if CALIBRATION.value and not used:
+        raise UserError("none of the policies uses a calibration: leave out --calibration")
+    full_policy, full_plan = settings.full_plan(geometry)
+    program = PROGRAM.resolve(model)
+    types = (program["dtype"], program["dense_dtype"])
+    return SweepSettings(
+        model=model,
+        cells=cells,
+        full=Cell("full", "full", full_policy.budget, full_policy, full_plan),
+        condition=condition,
+        samples=min(SAMPLES.value, len(condition)),
+        sampling=sampling,
+        seed=SAMPLING.seed,
+        batch_size=PROGRAM.batch_size(model, full_plan, condition, *types),
+        **program,
+        calibration=calibration.digest if calibration is not None and used else None,
+        calibration_path=path if used else None,
+    )
+
+
+def _calibration(
+    model: settings.AbstractModel, sampling: Sampling
+) -> tuple[pathlib.Path | None, Calibration | None]:
+    """The file that is given, else the one of the checkpoint, if it has one."""
+    path = CALIBRATION.value or calibration_lib.beside(model.directory)
+    if not path:
+        return None, None
+    found = calibration_lib.load(path, model.geometry)
+    try:
+        found.check_origin(calibration_lib.model_digest(model.metadata), sampling.guidance)
+    except UserError as error:
+        if not CALIBRATION.value:
+            print(f"calibration {path} is not used: {error}", file=sys.stderr)
+            return None, None
+        raise UserError(f"--calibration={path}: {error}") from None
+    return pathlib.Path(path), found
+
+
+def main(argv) -> None:
+    sweep = resolve()
+    print(plan.show_sizes(sweep), file=sys.stderr, flush=True)
+    fingerprint = settings.fingerprint(sweep.describe())
+    if OUT.value:
+        folder = RunFolder(pathlib.Path(OUT.value), fingerprint, overwrite=OVERWRITE.value)
+    else:
+        folder = RunFolder.fresh(f"{sweep.model.name}-sweep", fingerprint)
+    sweep = sweep.encoded()
+    runner = Runner(sweep, lambda: settings.load_model(sweep.model, sweep.dtype), folder)
+    with folder.working():
+        runner.run()
+        done = (sweep.full, *(cell for cell in sweep.cells if cell.plan is not None))
+        results = {cell.key: runner.results(cell) for cell in done}
+        report = tables.content(sweep, results)
+        with replacing(folder.out, overwrite=folder.overwrite) as out:
+            images = tables.samples(sweep, results)
+            missing = tables.write(out, report, images, sweep.calibration_path)
+        folder.close()
+    if missing:
+        print(f"fidelity.png is not written: {missing}", file=sys.stderr)
+    print(tables.markdown_rows(report))
+    print(f"written to {folder.out}", file=sys.stderr)

@@ -1,0 +1,232 @@
+"""What a sweep writes: one table as CSV and Markdown, all numbers as JSON, samples, a plot."""
+
+import csv
+import io
+import json
+import math
+import pathlib
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+import varjax
+from experiments.run.report import device_name
+from experiments.sweep.plan import Cell, SweepSettings
+from varjax.io import extras
+from varjax.metrics import pixel
+
+FORMAT_VERSION = 1
+FULL = "full"
+CALIBRATION_COPY = "calibration.json"
+# Okabe and Ito's colours, told apart by the colour-blind (yellow left out: too light for lines)
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
+DEFINITIONS = {
+    "planned, allocated": "bytes of the buffer that holds keys and values of one batch, as planned "
+    "and as read off the compiled program; the percentage is of the full cache",
+    "PSNR, SSIM, equal tokens": "against the full cache on the same seeds, both drawn freely; mean "
+    "over images (PSNR of identical images counts as 100 dB)",
+    "KL": "KL(full cache || policy) of the next-token distributions after guidance, before top-k "
+    "and top-p, with the full cache's tokens forced on both; mean over tokens and images, in nats",
+    "s/image": "median over at least two runs after the first, pixels included; the program also "
+    "returns its logits",
+}
+METRICS = {  # key: (title, unit, what is better)
+    "psnr": ("PSNR to the full cache", "dB", "higher"),
+    "ssim": ("SSIM to the full cache", "", "higher"),
+    "token_agreement": ("equal tokens", "fraction", "higher"),
+    "kl": ("KL to the full cache", "nats per token", "lower"),
+}
+CSV_FIELDS = (
+    "label policy budget status dense_bytes planned_bytes allocated_bytes fraction "
+    "peak_live_fraction psnr psnr_std ssim ssim_std token_agreement token_agreement_std kl kl_std "
+    "identical_images steady_s_per_image compile_s note"
+).split()
+
+
+# --- content ---
+
+
+def content(sweep: SweepSettings, results: dict[str, dict]) -> dict:
+    """Everything of sweep.json. `results`: what is stored of each cell, by its key."""
+    g = sweep.model.geometry
+    shown = sweep.condition.captions or [f"class {i}" for i in _sample_labels(sweep)]
+    return {
+        "format_version": FORMAT_VERSION,
+        "settings": sweep.describe(),
+        "geometry": {
+            "schedule": str(g.schedule),
+            "num_layers": g.num_layers,
+            "num_heads": g.num_heads,
+            "head_dim": g.head_dim,
+            "rows_per_image": g.rows_per_image,
+        },
+        "device": device_name(),
+        "versions": {"varjax": varjax.__version__, "jax": jax.__version__, "numpy": np.__version__},
+        "sample_names": shown[: sweep.samples],
+        "definitions": DEFINITIONS,
+        "reference": results[sweep.full.key]["row"] | {"status": "done", "samples": FULL},
+        "cells": [_cell_content(cell, results) for cell in sweep.cells],
+    }
+
+
+def _sample_labels(sweep: SweepSettings) -> list[int]:
+    return [int(label) for label in sweep.condition.numbers[: sweep.samples]]
+
+
+def _cell_content(cell: Cell, results: dict[str, dict]) -> dict:
+    asked = {"label": cell.label, "policy": cell.name, "budget": cell.budget}
+    if cell.plan is None:
+        status = "skipped" if cell.budget is None else "infeasible"
+        return asked | {"status": status, "reason": cell.reason}
+    return results[cell.key]["row"] | asked | {"status": "done", "samples": cell.key}
+
+
+def samples(sweep: SweepSettings, results: dict[str, dict]) -> dict[str, np.ndarray]:
+    """Arrays of samples.npz: `labels` int [n], and uint8 [n, H, W, 3] for `full` and each cell."""
+    found = {
+        cell.key: results[cell.key]["samples"] for cell in sweep.cells if cell.plan is not None
+    }
+    labels = np.array(_sample_labels(sweep), np.int64)
+    return {"labels": labels, FULL: results[sweep.full.key]["samples"], **found}
+
+
+# --- tables ---
+
+
+def rows(report: dict) -> list[dict]:
+    """One flat dict per row of the table, the full cache first; what is not known is absent."""
+    return [_flat(cell) for cell in (report["reference"], *report["cells"])]
+
+
+def _flat(cell: dict) -> dict:
+    parts = {k: v for name in ("kv", "fidelity", "time") for k, v in cell.get(name, {}).items()}
+    plain = {k: cell[k] for k in ("label", "policy", "budget", "status")}
+    return plain | parts | {"note": cell.get("reason", "")}
+
+
+def csv_text(report: dict) -> str:
+    out = io.StringIO()
+    writer = csv.DictWriter(out, CSV_FIELDS, restval="", extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows(report))
+    return out.getvalue()
+
+
+HEADER = (
+    "policy",
+    "budget",
+    "KV planned",
+    "KV allocated",
+    "PSNR to full",
+    "SSIM",
+    "equal tokens",
+    "KL (nats)",
+    "s/image",
+    "note",
+)
+
+
+def cells_as_text(row: dict) -> list[str]:
+    """A row of the table in the words of `HEADER`; what is not known is empty."""
+    shown = {
+        "label": row["label"],
+        "budget": "" if row["budget"] is None else f"{row['budget']:g}",
+    }
+    if row["status"] == "done":
+        mebi = 2.0**20
+        shown["planned"] = f"{row['planned_bytes'] / mebi:.2f} MiB"
+        shown["allocated"] = f"{row['allocated_bytes'] / mebi:.2f} MiB ({row['fraction']:.1%})"
+        shown["time"] = f"{row['steady_s_per_image']:.3f}"
+    if "psnr" in row:
+        shown["psnr"] = f"{row['psnr']:.2f} dB"
+        shown["ssim"] = f"{row['ssim']:.4f}"
+        shown["tokens"] = f"{row['token_agreement']:.1%}"
+        shown["kl"] = f"{float(row['kl']):.4g}"
+    note = row["note"] if row["status"] == "done" else f"{row['status']}: {row['note']}"
+    columns = "label budget planned allocated psnr ssim tokens kl time".split()
+    return [shown.get(column, "") for column in columns] + [note]
+
+
+def markdown_rows(report: dict) -> str:
+    """The table alone."""
+    lines = [HEADER, ["---"] * len(HEADER)]
+    for row in rows(report):
+        label, *rest, note = cells_as_text(row)
+        lines.append([f"`{label}`", *rest, note.replace("|", "\\|").replace("\n", " ")])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def markdown(report: dict) -> str:
+    """sweep.md: what was run, the table, what its columns mean."""
+    s, versions = report["settings"], report["versions"]
+    head = (
+        f"{s['model']}: {len(s['labels'])} images, seed {s['seed']}, batches of "
+        f"{s['batch_size']}, {s['dtype']}, cache in {s['kv_dtype']}, {report['device']}, "
+        f"varjax {versions['varjax']}, jax {versions['jax']}; calibration "
+        f"{(s['calibration'] or 'none')[:16]}"
+    )
+    notes = [f"- {name}: {text}." for name, text in report["definitions"].items()]
+    return "\n".join(["# Sweep", "", head, "", markdown_rows(report), "", *notes]) + "\n"
+
+
+# --- files ---
+
+
+def write(
+    out: pathlib.Path,
+    report: dict,
+    images: dict[str, np.ndarray],
+    calibration: pathlib.Path | None = None,
+) -> str | None:
+    """Fill the folder of a finished sweep; returns why the plot is missing, if it is."""
+    if calibration is not None:
+        (out / CALIBRATION_COPY).write_bytes(calibration.read_bytes())
+    text = json.dumps(pixel.json_safe(report), indent=1, ensure_ascii=False)
+    (out / "sweep.json").write_text(text + "\n", encoding="utf-8")
+    (out / "sweep.csv").write_text(csv_text(report), encoding="utf-8")
+    (out / "sweep.md").write_text(markdown(report), encoding="utf-8")
+    np.savez(out / "samples.npz", **images)
+    try:
+        plot(out / "fidelity.png", rows(report))
+    except extras.MissingExtra as error:
+        return str(error)
+    return None
+
+
+def curves(table: Sequence[dict], metric: str) -> dict[str, list[tuple[float, float]]]:
+    """{label: [(allocated bytes, value), ...]} by ascending bytes, infinite values left out."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in table:
+        if metric in row and math.isfinite(float(row[metric])):
+            value = float(row[metric])
+            found.setdefault(row["label"], []).append((float(row["allocated_bytes"]), value))
+    return {label: sorted(points) for label, points in found.items()}
+
+
+def plot(path: pathlib.Path, table: Sequence[dict]) -> None:
+    """Fidelity against bytes, a panel per metric.
+
+    Raises:
+      MissingExtra: without matplotlib.
+    """
+    need = {"extra": "eval", "purpose": "plotting"}
+    extras.require("matplotlib", **need).use("Agg")
+    pyplot = extras.require("matplotlib.pyplot", **need)
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    for (metric, (title, unit, better)), axis in zip(METRICS.items(), axes.flat, strict=True):
+        for number, (label, points) in enumerate(curves(table, metric).items()):
+            sizes, values = zip(*points, strict=True)
+            sizes = np.array(sizes) / 2**20
+            style = {"marker": "osD^vP*X"[number % 8], "ls": ("-", "--", ":")[number // 8 % 3]}
+            axis.plot(sizes, values, label=label, color=COLOURS[number % len(COLOURS)], **style)
+        axis.set_xlabel("KV cache of one batch, MiB")
+        axis.set_title(f"{title} ({better} is better)", fontsize="medium")
+        axis.set_ylabel(unit)
+        axis.set_ylim(bottom=0 if metric in ("kl", "token_agreement") else None)
+        axis.grid(alpha=0.3)
+    names = axes[0, 0].get_legend_handles_labels()
+    if names[0]:
+        figure.legend(*names, loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,234 @@
+"""Opening PyTorch weights, whatever their container: names to tensors that are read when asked for.
+
+The kind of a file is found out from its first bytes, not from its name.
+"""
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from ported_weights.readers.safetensors_file import read_safetensors
+from ported_weights.readers.torch_file import TorchFile, tensors
+from varjax.errors import UserError
+
+PREFIXES = ("module.", "_orig_mod.")  # added by data parallelism and by torch.compile
+WELL_KNOWN = (
+    *("state_dict", "model", "module", "trainer", "vae_local", "var_wo_ddp", "vae", "var"),
+    *("ema", "model_ema", "ema_state_dict", "model_state_dict", "net", "weights"),
+)
+MAX_NESTING = 3
+_ADVICE = "expected .safetensors, a .pth/.pt/.bin file of torch.save, or a folder of shards"
+
+
+class Tensor(Protocol):
+    """A tensor that is not read yet."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def read(self) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """Weights of one model: {name: tensor}, the files they are in, and which part was taken."""
+
+    path: Path
+    tensors: Mapping[str, Tensor]
+    files: tuple[Path, ...]
+    taken: str = ""
+
+    def fingerprints(self) -> list[dict]:
+        """File name, size and SHA-256 of every file."""
+        return [_fingerprint(file) for file in self.files]
+
+
+def open_source(path, signature: Sequence[str] = (), key: str | None = None) -> Source:
+    """Open a file or a folder of shards.
+
+    Args:
+      path: the file, the folder, or the index file of a folder.
+      signature: names of which the wanted model has some, to choose among several state dicts.
+      key: where in the file the state dict is, such as `ema` or `trainer/var_wo_ddp`.
+
+    Raises:
+      UserError: not there, not weights, damaged, unsafe, or several state dicts that would do.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise UserError(f"there is no file or folder {path}")
+    if path.is_dir() or path.name.endswith(".index.json"):
+        return _strip(_open_folder(path))
+    content = _open_file(path)
+    if not isinstance(content, TorchFile):
+        return _strip(Source(path, content, (path,)))
+    name, found = _choose(path, content.content, signature, key)
+    return _strip(Source(path, found, (path,), name))
+
+
+def _open_file(path: Path) -> Mapping[str, Tensor] | TorchFile:
+    """By the first bytes: a safetensors file's tensors, or a torch file."""
+    with path.open("rb") as file:
+        head = file.read(512)
+    if head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
+        return TorchFile(path)
+    if _is_safetensors(head):
+        return read_safetensors(path)
+    raise UserError(f"cannot read {path}: {_explain(head)}")
+
+
+def _is_safetensors(head: bytes) -> bool:
+    """Eight bytes of header length, then a JSON object."""
+    return len(head) > 8 and struct.unpack("<Q", head[:8])[0] < 2**32 and head[8:9] == b"{"
+
+
+def _explain(head: bytes) -> str:
+    start = head.lstrip()[:64].lower()
+    if not head:
+        return "it is empty"
+    if head[:1] == b"\x80" or head[257:262] == b"ustar":
+        return (
+            "it is a bare pickle, the format of PyTorch before 1.6, which cannot be read safely;"
+            " where you trust it, save it again with PyTorch:"
+            " torch.save(torch.load(file, weights_only=True), new_file)"
+        )
+    if start.startswith(b"version https://git-lfs"):
+        return "it is a Git LFS pointer, not the weights: run `git lfs pull` or download the file"
+    if start.startswith((b"<!doctype", b"<html")):
+        return "it is a web page, not the weights: download the file itself"
+    return f"its content is not that of a weights file; {_ADVICE}"
+
+
+def _strip(source: Source) -> Source:
+    """Remove the prefixes that wrappers put before every name."""
+    found, taken = dict(source.tensors), source.taken
+    while prefix := next((p for p in PREFIXES if found and all(_starting(found, p))), None):
+        found = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+        taken += f" (prefix {prefix} removed)"
+    return Source(source.path, found, source.files, taken.strip())
+
+
+def _starting(names: Mapping, prefix: str) -> Iterator[bool]:
+    return (name.startswith(prefix) for name in names)
+
+
+def _fingerprint(path: Path) -> dict:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"file": path.name, "size": path.stat().st_size, "sha256": digest}
+
+
+# --- state dicts inside a torch file --------------------------------------------------------------
+
+
+def _choose(path: Path, content, signature: Sequence[str], key: str | None):
+    """(where it is, state dict): the one asked for, else the only one that looks right."""
+    found = dict(_state_dicts(content))
+    if not found:
+        raise UserError(f"{path} holds no tensors; expected a state dict as torch.save writes it")
+    if key is not None:
+        if key not in found:
+            raise UserError(f"{path} has no state dict {key!r}; it has {_listed(found)}")
+        return key, found[key]
+    fitting = {k: t for k, t in found.items() if looks_like(t, signature)}
+    known = {k: t for k, t in found.items() if all(p in WELL_KNOWN for p in k.split("/") if p)}
+    choice = fitting or known or found
+    if len(choice) > 1:
+        raise UserError(
+            f"{path} holds several state dicts: {_listed(choice)}; name one with --source_key"
+            " (or --tokenizer_source_key)"
+        )
+    return next(iter(choice.items()))
+
+
+def looks_like(names, signature: Sequence[str]) -> bool:
+    """True if some name, wrapper prefixes aside, is one of `signature`."""
+    return any(name == s or name.endswith(f".{s}") for name in names for s in signature)
+
+
+def _state_dicts(content, where: str = "", depth: int = 0) -> Iterator[tuple[str, Mapping]]:
+    """Every mapping with tensors in it, as (path of keys, tensors)."""
+    own = tensors(content)
+    if own:
+        yield where, own
+    if isinstance(content, dict) and depth < MAX_NESTING:
+        for key, value in content.items():
+            if isinstance(key, str) and isinstance(value, dict):
+                yield from _state_dicts(value, f"{where}/{key}".lstrip("/"), depth + 1)
+
+
+def _listed(found: Mapping[str, Mapping]) -> str:
+    return ", ".join(f"{k or '(top level)'} ({len(t)} tensors)" for k, t in found.items())
+
+
+# --- shards ---------------------------------------------------------------------------------------
+
+
+def _open_folder(path: Path) -> Source:
+    """A folder with an index and its shards, or with a single weights file."""
+    if path.is_dir():
+        indices = sorted(path.glob("*.index.json"))
+        if len(indices) > 1:
+            indices = [i for i in indices if "safetensors" in i.name] or indices
+        if len(indices) != 1:
+            return _open_single(path, indices)
+        path = indices[0]
+    mapping = _read_index(path)
+    names = sorted(set(mapping.values()))
+    missing = [n for n in names if not (path.parent / n).is_file()]
+    if missing:
+        raise UserError(f"{path} refers to shards that are not there: {', '.join(missing)}")
+    shards = {name: _shard(path.parent / name) for name in names}
+    _check_index(path, mapping, shards)
+    found = {n: shards[file][n] for n, file in mapping.items()}
+    return Source(path.parent, found, (path, *(path.parent / n for n in names)))
+
+
+def _open_single(path: Path, indices: list[Path]) -> Source:
+    endings = (".safetensors", ".pth", ".pt", ".bin")
+    files = [f for f in sorted(path.iterdir()) if f.suffix in endings]
+    if indices or len(files) != 1:
+        listed = ", ".join(f.name for f in indices or files) or "none"
+        raise UserError(
+            f"{path} must hold one *.index.json with its shards, or one weights file;"
+            f" found: {listed}"
+        )
+    return open_source(files[0])
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """weight_map: {tensor name: file name}."""
+    try:
+        mapping = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        if not all(isinstance(value, str) for value in mapping.values()) or not mapping:
+            raise ValueError("weight_map must give a file name for every tensor")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is not an index of shards: {error}") from error
+    outside = sorted({f for f in mapping.values() if Path(f).name != f})
+    if outside:
+        raise UserError(f"{path} refers to files outside its folder: {', '.join(outside)}")
+    return mapping
+
+
+def _shard(path: Path) -> Mapping[str, Tensor]:
+    content = _open_file(path)
+    return tensors(content.content) if isinstance(content, TorchFile) else content
+
+
+def _check_index(path: Path, mapping: Mapping[str, str], shards: Mapping[str, Mapping]) -> None:
+    """The index and the shards must name the same tensors."""
+    absent = [f"{n} is not in {f}" for n, f in sorted(mapping.items()) if n not in shards[f]]
+    extra = [
+        f"{n} of {f} is not in the index"
+        for f, found in sorted(shards.items())
+        for n in sorted(found)
+        if mapping.get(n) != f
+    ]
+    if absent or extra:
+        raise UserError(f"{path} does not fit its shards:\n  " + "\n  ".join(absent + extra))

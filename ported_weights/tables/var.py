@@ -1,0 +1,90 @@
+"""Where the tensors of a published VAR checkpoint go in `varjax.models.var.VAR`.
+
+Layers are stacked: `blocks.N.` is index N on the leading axis. The six AdaLN vectors keep the
+published order (two gates, two scales, two shifts), the head's two as well (scale, shift).
+"""
+
+import numpy as np
+
+from ported_weights.rules import Ignore, Refuse, Rule
+from varjax.models.var.transformer import VARConfig
+from varjax.schedule import Schedule
+
+# Names that tell VAR's weights from others, Infinity's included.
+SIGNATURE = ("pos_1LC", "class_emb.weight")
+_N = r"blocks\.(\d+)\."
+
+
+def var_rules(config: VARConfig) -> list[Rule | Ignore | Refuse]:
+    """Rules for a transformer of this configuration."""
+    return [
+        Rule(r"class_emb\.weight", "class_embedding"),
+        Rule(r"pos_start", "start_embedding", "drop_axis"),
+        Rule(r"pos_1LC", "position_embedding", "drop_axis"),
+        Rule(r"lvl_embed\.weight", "level_embedding"),
+        *_linear(r"word_embed", "word_embedding"),
+        *_linear(r"head_nm\.ada_lin\.1", "head_modulation"),
+        *_linear(r"head", "head"),
+        Rule(_N + r"attn\.mat_qkv\.weight", "blocks/qkv/kernel", "linear", stack=1),
+        Rule(_N + r"attn\.(q_bias|v_bias)", r"blocks/\2", stack=1),
+        *_linear(_N + r"attn\.proj", "blocks/proj", stack=1),
+        *_linear(_N + r"ffn\.fc1", "blocks/fc1", stack=1),
+        *_linear(_N + r"ffn\.fc2", "blocks/fc2", stack=1),
+        *_attention_scale(config),
+        *_modulation(config),
+        Ignore(_N + r"attn\.zero_k_bias", "constant zeros", _must_be_zero),
+        Ignore("attn_bias_for_masking", "the block-causal mask, which follows from the schedule"),
+        Ignore("lvl_1L", "the scale of every token", lambda a: _disagrees(a, config.schedule)),
+    ]
+
+
+def _linear(pattern: str, target: str, stack: int | None = None) -> list[Rule]:
+    return [
+        Rule(rf"{pattern}\.weight", f"{target}/kernel", "linear", stack),
+        Rule(rf"{pattern}\.bias", f"{target}/bias", None, stack),
+    ]
+
+
+def _attention_scale(config: VARConfig) -> list[Rule | Refuse]:
+    """The learned multiplier per head, (1, N, 1, 1); only normalised queries have it."""
+    name = _N + r"attn\.scale_mul_1H11"
+    if config.attn_l2_norm:
+        return [Rule(name, "blocks/log_scale", "flatten", stack=1)]
+    return [Refuse(name, "the configuration says attn_l2_norm false, the weights true")]
+
+
+def _modulation(config: VARConfig) -> list[Rule | Refuse]:
+    """AdaLN: one projection for all layers plus an offset (1, 1, 6, D) in each, or one in each."""
+    offset, own = _N + r"ada_gss", _N + r"ada_lin\.1"
+    if config.shared_aln:
+        return [
+            *_linear(r"shared_ada_lin\.1", "shared_modulation"),
+            Rule(offset, "blocks/modulation_offset", ("drop_axis", "drop_axis"), stack=1),
+            Refuse(rf"{own}\..*", "the configuration says shared_aln true, the weights false"),
+        ]
+    return [
+        *_linear(own, "blocks/modulation", stack=1),
+        Refuse(
+            rf"{offset}|shared_ada_lin\..*",
+            "the configuration says shared_aln false, the weights true",
+        ),
+    ]
+
+
+def _must_be_zero(array: np.ndarray) -> str | None:
+    return "must be zero: keys have no bias in VAR" if np.any(array) else None
+
+
+def _disagrees(levels: np.ndarray, schedule: Schedule) -> str | None:
+    """What is wrong with the buffer lvl_1L, int [1, L], under `schedule`."""
+    if np.array_equal(levels.reshape(-1), schedule.scale_of_token):
+        return None
+    _, counts = np.unique(levels, return_counts=True)
+    return (
+        f"belongs to another schedule: tokens per scale {_listed(counts)} in the weights,"
+        f" {_listed(schedule.tokens)} by the configuration (patch_nums)"
+    )
+
+
+def _listed(counts) -> str:
+    return ", ".join(str(c) for c in counts[:20]) + (", ..." if len(counts) > 20 else "")

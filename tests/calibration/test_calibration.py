@@ -1,0 +1,149 @@
+"""Calibration files: what is read, what is refused, and the scores that orders come from."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from varjax.cache.geometry import Geometry
+from varjax.calibration import data as measured
+from varjax.calibration.data import Calibration
+from varjax.errors import UserError
+from varjax.schedule import Schedule
+
+FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures/policies"
+GEOMETRY = Geometry(
+    schedule=Schedule.parse("1x1;2x2;3x3;4x4"), num_layers=2, num_heads=3, head_dim=4
+)
+
+
+@pytest.fixture(scope="module")
+def scas():
+    with np.load(FIXTURES / "scas/scas.npz") as archive:
+        return {name: archive[name] for name in archive.files}
+
+
+def order(seed: int = 0) -> list[list[int]]:
+    pairs = [[head, layer] for layer in range(2) for head in range(3)]
+    return [pairs[i] for i in np.random.default_rng(seed).permutation(6)]
+
+
+def write(folder, content) -> pathlib.Path:
+    path = folder / "calibration.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+# --- scores ---
+
+
+def test_attention_mass(scas):
+    schedule = Schedule(tuple(map(tuple, scas["scale_hw"].tolist())))
+    per_prompt = [
+        measured.attention_mass(
+            [scas[f"probs_d{d}_k{k}"] for k in range(schedule.num_scales)], schedule
+        )
+        for d in range(int(scas["num_prompts"]))
+    ]
+    np.testing.assert_allclose(per_prompt, scas["beta_per_prompt"], atol=1e-7)
+    np.testing.assert_allclose(np.mean(per_prompt, 0), scas["beta"], atol=1e-7)
+    np.testing.assert_allclose(np.mean(per_prompt, 0).sum(-1), 1, atol=1e-6)
+    scores = measured.scas(np.mean(per_prompt, 0), int(scas["sink_scales"]))
+    orders = measured.orders_from_scores(scores, int(scas["sink_scales"]))
+    np.testing.assert_array_equal(orders, scas["orders_official"])
+
+
+def test_scores_and_orders(scas):
+    sinks = int(scas["sink_scales"])
+    scores = measured.scas(scas["beta"], sinks)
+    np.testing.assert_allclose(scores, scas["scas_paper"], atol=1e-12)
+    np.testing.assert_allclose(scores, scas["scas_official"], atol=1e-6)
+    np.testing.assert_array_equal(
+        measured.orders_from_scores(scores, sinks), scas["orders_official"]
+    )
+    cas = measured.cas(scas["beta"], sinks)
+    np.testing.assert_allclose(cas, scas["cas_paper"], atol=1e-12)
+    np.testing.assert_array_equal(measured.order_heads(cas), scas["cas_order"])
+
+
+def test_ties_go_by_head_then_layer():
+    found = measured.order_heads(np.array([[1.0, 0.5, 1.0], [0.5, 0.5, 2.0]]))
+    np.testing.assert_array_equal(found, [[0, 1], [1, 0], [1, 1], [0, 0], [2, 0], [2, 1]])
+
+
+# --- files ---
+
+
+def test_published_lists(tmp_path):
+    path = write(tmp_path, [order(0), order(1)])
+    found = measured.load(path, GEOMETRY)
+    np.testing.assert_array_equal(found.orders, [order(0), order(1)])
+    assert found.beta is None and len(found.digest) == 64
+    single = measured.load(write(tmp_path, order(2)), GEOMETRY)
+    np.testing.assert_array_equal(single.orders, [order(2)])
+
+
+def test_own_file_comes_back(tmp_path):
+    path = tmp_path / "calibration.json"
+    saved = Calibration(
+        model="demo",
+        schedule=GEOMETRY.schedule,
+        num_layers=2,
+        num_heads=3,
+        guidance=1.5,
+        num_samples=4,
+        orders=np.array([order(0), order(1)], np.int32),
+        beta=np.random.default_rng(0).uniform(size=(2, 3, 4, 4)),
+    )
+    measured.save(saved, path)
+    found = measured.load(path, GEOMETRY)
+    for name in ("model", "schedule", "num_layers", "num_heads", "guidance", "num_samples"):
+        assert getattr(found, name) == getattr(saved, name)
+    np.testing.assert_array_equal(found.orders, saved.orders)
+    np.testing.assert_allclose(found.beta, saved.beta, rtol=1e-6)
+
+
+def changed(entry: int, value) -> list:
+    """Two lists; an entry of the second replaced."""
+    lists = [order(0), order(1)]
+    lists[1][entry] = value
+    return lists
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not JSON"),
+        ("3", "expected a list"),
+        ([], "no removal orders"),
+        ([order(0), order(0)[:5]], "order list 1 holds 5 entries; this model needs 6"),
+        ([order(0), 3], "order list 1 holds 3"),
+        (changed(4, order(1)[2]), r"order list 1, entry 4 .* \(first at entry 2\)"),
+        (changed(0, [3, 0]), r"entry 0 is \[3, 0\]: heads go from 0 to 2"),
+        (changed(0, [0, 2]), "layers from 0 to 1"),
+        (changed(3, [0, -1]), "entry 3"),
+        (changed(3, [0, 1.0]), "write"),
+        (changed(3, [True, 0]), "write"),
+        (changed(3, [0, 1, 2]), "write"),
+        (changed(3, "00"), "write"),
+        ({}, "format_version is None"),
+        ({"format_version": 2}, "format_version is 2"),
+        ({"format_version": 1, "num_layers": "2"}, "num_layers is '2'"),
+        ({"format_version": 1, "num_layers": 3, "orders": []}, "another model.*num_layers is 3"),
+        ({"format_version": 1, "schedule": "1x1;2x2"}, "another model.*schedule is 1x1;2x2"),
+        ({"format_version": 1, "schedule": "1y1"}, "token map"),
+        ({"format_version": 1, "orders": [order()[:3]]}, "order list 0 holds 3"),
+        ({"format_version": 1, "beta": [[1, 2], [3]]}, "no regular array"),
+        ({"format_version": 1, "beta": [[1, 2], [3, 4]]}, r"shape \(2, 2\)"),
+        ('{"format_version": 1, "beta": [NaN]}', "not finite"),
+    ],
+)
+def test_files_that_are_refused(tmp_path, content, message):
+    with pytest.raises(UserError, match=message):
+        measured.load(write(tmp_path, content), GEOMETRY)
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(UserError, match="cannot read the file"):
+        measured.load(tmp_path / "nowhere.json", GEOMETRY)

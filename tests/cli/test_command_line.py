@@ -1,0 +1,279 @@
+"""Flag errors, help, exit statuses, key=value lists and progress, on a tiny real command."""
+
+import importlib
+import io
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from varjax.cli.command_line import Progress, run, typed_pairs
+from varjax.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = '''
+"""Tiny command: says what it was given."""
+import os
+import sys
+from absl import flags
+from varjax import command_line
+from varjax.errors import UserError
+
+NAMES = flags.DEFINE_list("names", ["a", "b"], "who")
+BUDGET = flags.DEFINE_float("budget", 0.5, "fraction of the cache", lower_bound=0.0)
+COUNT = flags.DEFINE_integer("count", 3, "how many images")
+POLICY = flags.DEFINE_enum("policy", "full", ["full", "headkv"], "which tokens stay")
+GREEDY = flags.DEFINE_bool("greedy", False, "take the best token")
+FAIL = flags.DEFINE_string("fail", None, "how to fail")
+flags.register_validator("count", lambda n: n != 13, message="13 brings bad luck")
+
+
+def main(argv):
+    if FAIL.value == "user":
+        raise UserError("label 99 is outside 0..43")
+    if FAIL.value == "missing":
+        open("no/such/file")
+    if FAIL.value == "full":
+        raise OSError(28, "No space left on device")
+    if FAIL.value == "interrupt":
+        raise KeyboardInterrupt
+    if FAIL.value == "bug":
+        raise RuntimeError("impossible state")
+    if FAIL.value == "status":
+        return 7
+    print(len(argv), BUDGET.value, COUNT.value, POLICY.value, GREEDY.value)
+    if FAIL.value == "pipe":
+        print("x" * 1000000)
+
+
+if __name__ == "__main__":
+    command_line.run(main)
+'''
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Folder with the tiny command."""
+    folder = tmp_path_factory.mktemp("command")
+    (folder / "tiny.py").write_text(COMMAND.lstrip())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def environment(folder):
+    return dict(os.environ, PYTHONPATH=os.pathsep.join([str(folder), str(ROOT)]))
+
+
+@pytest.fixture(scope="module")
+def tiny(environment):
+    """Runs the tiny command in its own process: `tiny(*arguments)`."""
+
+    def call(*arguments):
+        command = [sys.executable, "-m", "tiny", *arguments]
+        process = subprocess.run(command, env=environment, capture_output=True, text=True)
+        return process.returncode, process.stdout, process.stderr
+
+    return call
+
+
+@pytest.fixture
+def tiny_here(folder, monkeypatch, capfd):
+    """Runs it in this process, which saves starting Python and importing jax for every case."""
+    monkeypatch.syspath_prepend(folder)
+    module = importlib.import_module("tiny")
+
+    def call(*arguments):
+        with pytest.raises(SystemExit) as exit_of:
+            run(module.main, ["tiny", *arguments])
+        return exit_of.value.code, *capfd.readouterr()
+
+    return call
+
+
+def assert_one_message(outcome, status, *parts):
+    """Exit `status`, nothing on standard output, one `error:` line that holds all `parts`."""
+    returned, output, errors = outcome
+    assert (returned, output) == (status, ""), errors
+    lines = errors.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), errors
+    for part in parts:
+        assert part in lines[0]
+
+
+def test_values_arrive(tiny):
+    given = ("--budget=0.25", "--count", "-4", "--policy=headkv", "--greedy")
+    assert tiny(*given) == (0, "1 0.25 -4 headkv True\n", "")
+
+
+def test_values_do_not_stay_for_the_next_command(tiny_here):
+    assert tiny_here("--budget=0.25", "--greedy") == (0, "1 0.25 3 full True\n", "")
+    assert tiny_here() == (0, "1 0.5 3 full False\n", "")
+
+
+@pytest.mark.parametrize(
+    "argument, parts",
+    [
+        ("--budgte=0.1", ["unknown flag --budgte", "did you mean '--budget'?", "--help"]),
+        ("--budget=lots", ["--budget=lots", "must be a non-negative number"]),
+        ("--budget=-1", ["--budget=-1", "non-negative number"]),
+        ("--count=2.5", ["--count=2.5", "must be an integer"]),
+        ("--policy=haedkv", ["--policy=haedkv", "one of full, headkv", "did you mean 'headkv'?"]),
+        ("--greedy=perhaps", ["--greedy=perhaps", "true or false"]),
+        ("--nogreedy=1", ["nogreedy", "does not take an argument"]),
+        ("--count=13", ["--count=13", "13 brings bad luck"]),
+        ("--budget", ["Missing value", "--budget", "--help"]),
+        ("--fail=", ["--fail= is empty: give a value, or leave the flag out"]),
+        ("--names=", ["--names= is empty: give a value, or leave the flag out"]),
+        ("surplus", ["unexpected argument 'surplus'", "--flag=value"]),
+    ],
+)
+def test_wrong_flags_are_one_message_and_status_2(tiny_here, argument, parts):
+    assert_one_message(tiny_here(argument), 2, *parts)
+    assert_one_message(tiny_here("--count=5", argument), 2, *parts)
+
+
+def test_wrong_flag_in_a_real_process(tiny):
+    outcome = tiny("fruit", "--count=2", "--policy=full")
+    assert_one_message(outcome, 2, "unexpected argument 'fruit'", "run `python -m tiny --help`")
+
+
+def test_help_shows_manual_and_own_flags_only(tiny, tiny_here):
+    status, output, errors = tiny("--count=1", "--help")
+    assert (status, errors) == (0, "")
+    assert output.startswith("Tiny command: says what it was given.")
+    assert "Flags of `python -m tiny`" in output
+    assert "--policy=full|headkv\n      which tokens stay (default: full)" in output
+    assert "--[no]greedy" in output
+    assert "fraction of the cache (a non-negative number; default: 0.5)" in output
+    for foreign in ("--verbosity", "--logtostderr", "--flagfile"):
+        assert foreign not in output
+    for flag in ("-h", "--helpfull"):
+        assert "--policy=full|headkv" in tiny_here(flag)[1]
+
+
+@pytest.mark.parametrize(
+    "how, status, part",
+    [
+        ("user", 2, "label 99 is outside 0..43"),
+        ("missing", 2, "No such file or directory: no/such/file"),
+        ("full", 2, "No space left on device"),
+        ("interrupt", 130, "interrupted"),
+    ],
+)
+def test_expected_failures_have_no_traceback(tiny_here, how, status, part):
+    assert_one_message(tiny_here(f"--fail={how}"), status, part)
+
+
+def test_expected_failure_in_a_real_process(tiny):
+    assert_one_message(tiny("--fail=user"), 2, "label 99 is outside 0..43")
+
+
+def test_bug_keeps_its_traceback(tiny):
+    status, _, errors = tiny("--fail=bug")
+    assert status == 1
+    assert "Traceback" in errors and "impossible state" in errors
+
+
+def test_main_may_return_a_status(tiny_here):
+    assert tiny_here("--fail=status")[0] == 7
+
+
+def test_reader_that_goes_away_leaves_no_traceback(environment):
+    with subprocess.Popen(
+        [sys.executable, "-m", "tiny", "--fail=pipe"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
+
+
+def test_required_flag_is_named(tmp_path, environment):
+    program = """
+        '''Needs a flag.'''
+        from absl import flags
+        from varjax import command_line
+        flags.DEFINE_string("out", None, "where to write", required=True)
+        flags.DEFINE_string("source", None, "what to read", required=True)
+        command_line.run(lambda argv: None)
+    """
+    (tmp_path / "needy.py").write_text(textwrap.dedent(program))
+
+    def call(*arguments):
+        command = [sys.executable, str(tmp_path / "needy.py"), *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    process = call()
+    assert process.returncode == 2
+    assert "--out is required: where to write" in process.stderr
+    assert "--source is required: what to read" in process.stderr
+    assert call("--out=a", "--source=b").returncode == 0
+
+
+@pytest.mark.parametrize(
+    "text, pairs",
+    [
+        ("", {}),
+        ("window=16", {"window": "16"}),
+        ("window=16, sinks=3", {"window": "16", "sinks": "3"}),
+        ("path=a,b.npz,sinks=3", {"path": "a,b.npz", "sinks": "3"}),
+        ("expression=a=b", {"expression": "a=b"}),
+    ],
+)
+def test_typed_pairs(text, pairs):
+    assert typed_pairs(text) == pairs
+
+
+@pytest.mark.parametrize(
+    "text, part",
+    [
+        ("window", "write key=value"),
+        ("window=", "write key=value"),
+        ("=3", "write key=value"),
+        ("a b=3", "write key=value"),
+        ("window=1,window=2", "window is given twice"),
+    ],
+)
+def test_typed_pairs_refuses(text, part):
+    with pytest.raises(UserError, match=part):
+        typed_pairs(text)
+
+
+def test_progress_lines():
+    stream = io.StringIO()
+    progress = Progress("images", 4, stream=stream)
+    for done in range(5):
+        progress.update(done, note="batch" if done == 1 else "")
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 5
+    assert lines[1].startswith("images 1/4") and "s left" in lines[1] and lines[1].endswith("batch")
+    assert "left" not in lines[4]
+
+
+def test_progress_is_quiet_or_rare_on_request():
+    stream = io.StringIO()
+    Progress("images", 4, quiet=True, stream=stream).update(2)
+    assert stream.getvalue() == ""
+    rare = Progress("steps", 100, every=3600.0, stream=stream)
+    for done in range(101):
+        rare.update(done)
+    assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["0/100", "100/100"]
+
+
+def test_time_left_does_not_count_the_compilation_of_the_first(monkeypatch):
+    clock = iter(
+        [100.0, 110.0, 111.0, 112.0]
+    )  # start, then 10 s for the first and 1 s for each more
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    stream = io.StringIO()
+    progress = Progress("images", 12, first=2, stream=stream)
+    for done in (3, 4, 5):
+        progress.update(done)
+    left = [line.split("about ")[1] for line in stream.getvalue().splitlines()]
+    assert left == ["90 s left", "8 s left", "7 s left"]

@@ -1,0 +1,41 @@
+"""Rounds give what one call gives, whatever the number of images."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.models_under_test import fixture_model, greedy_generator
+from varjax.engine.chunks import map_in_chunks
+from varjax.models import pipeline
+
+
+@pytest.mark.parametrize("at_once", [0, 1, 2, 3, 5, 7, 100])
+def test_in_rounds(at_once):
+    x = jnp.arange(14.0).reshape(7, 2)
+    most = []
+
+    def function(index):
+        most.append(x[index].shape[0])
+        return {"double": 2 * x[index], "sum": x[index].sum(-1)}
+
+    found = jax.jit(lambda: map_in_chunks(function, 7, at_once))()
+    np.testing.assert_array_equal(found["double"], 2 * x)
+    np.testing.assert_array_equal(found["sum"], x.sum(-1))
+    assert max(most) <= max(1, at_once)
+
+
+def test_tokens_chosen_in_rounds_are_the_same(monkeypatch):
+    """Three images, one or two at a time: every image has its own noise and its own logits."""
+    labels, index = np.array([3, 1, 4]), np.arange(3, dtype=np.int32)
+
+    def run():
+        generator = greedy_generator(fixture_model("c_k5_nol2norm"), batch_size=3)
+        return generator.run_batch(labels, index)[0]
+
+    expected = run()
+    for images in (1, 2):
+        monkeypatch.setattr(pipeline, "images_at_once", lambda tokens, vocab, n=images: n)
+        found = run()
+        np.testing.assert_array_equal(found["tokens"], expected["tokens"])
+        np.testing.assert_allclose(found["logits"], expected["logits"], atol=1e-5)

@@ -1,0 +1,60 @@
+"""Compiled programs kept on disk: where, and what is said about a start."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache as jax_cache
+
+from varjax.engine import compilation_cache
+from varjax.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def settings_of_the_session():
+    """What the tests themselves use comes back afterwards."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    saved = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in saved.items():
+        jax.config.update(name, value)
+    jax_cache.reset_cache()
+
+
+def start(size: int) -> str:
+    """Compile a program as a new process would, and say where it came from."""
+    jax.clear_caches()
+    with compilation_cache.Watch() as watch:
+        jax.jit(lambda x: jnp.sort(x) @ x).lower(jnp.zeros(size)).compile()
+    return watch.verdict
+
+
+def test_cold_warm_and_off(tmp_path, monkeypatch):
+    monkeypatch.setattr(compilation_cache, "SHORTEST_S", 0.0)
+    compilation_cache.use(str(tmp_path / "programs"))
+    assert start(100) == "cold"
+    assert start(100) == "warm"
+    assert any((tmp_path / "programs").iterdir())
+    compilation_cache.use(compilation_cache.OFF)
+    assert start(100) == "off"
+
+
+def test_programs_too_quick_to_keep_are_cold_each_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(compilation_cache, "SHORTEST_S", 1000.0)
+    compilation_cache.use(str(tmp_path))
+    assert start(101) == "cold" and start(101) == "cold"
+
+
+def test_places(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.use(None)
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "varjax" / "programs")
+    compilation_cache.use(None)  # set already: it stays
+    monkeypatch.setenv("HOME", str(tmp_path))
+    compilation_cache.use("~/mine")
+    assert jax.config.jax_compilation_cache_dir == os.path.join(tmp_path, "mine")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write there"):
+        compilation_cache.use(str(tmp_path / "file"))

@@ -1,0 +1,110 @@
+"""FLOPs and bytes of small programs, counted by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from varjax.engine.cost import device_bytes, num_bytes, program_cost, used_inputs
+
+A = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+B = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16)
+PRODUCT = 2 * 4 * 8 * 16
+
+
+def cost(function, *arguments):
+    return program_cost(jax.make_jaxpr(function)(*arguments))
+
+
+def test_products():
+    assert cost(lambda a, b: a @ b.astype(a.dtype), A, B).flops == PRODUCT
+    batched = cost(
+        lambda a, b: jnp.einsum("nij,njk->nik", a, b), np.zeros((3, 4, 8)), np.zeros((3, 8, 16))
+    )
+    assert batched.flops == 3 * PRODUCT
+    assert cost(jax.jit(lambda a: jax.checkpoint(jnp.sin)(a) @ a.T), A).flops == 2 * 4 * 4 * 8
+
+
+def test_convolution():
+    image, weights = np.zeros((2, 6, 6, 8), np.float32), np.zeros((3, 3, 4, 10), np.float32)
+
+    def convolve(image, weights):
+        return jax.lax.conv_general_dilated(
+            image, weights, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=2,
+        )  # fmt: skip
+
+    assert cost(convolve, image, weights).flops == 2 * (2 * 4 * 4 * 10) * (3 * 3 * 4)
+
+
+def test_scans_are_multiplied_out():
+    weights = jax.ShapeDtypeStruct((5, 8, 8), jnp.bfloat16)
+
+    def layers(x, weights):
+        unread = jnp.zeros((5, 1000))
+        return jax.lax.scan(lambda x, w: (x @ w[0].astype(x.dtype), None), x, (weights, unread))[0]
+
+    def scales(x, weights):
+        return jax.lax.scan(lambda x, _: (layers(x, weights), None), x, None, length=7)[0]
+
+    found = cost(scales, A, weights)
+    assert found.flops == 7 * 5 * 2 * 4 * 8 * 8
+    assert found.scanned_bytes == 7 * 5 * 8 * 8 * 2
+    assert not found.kernels and not found.loops
+
+
+def test_branches_and_loops():
+    def either(which, a):
+        return jax.lax.cond(which, lambda a: a @ a.T, lambda a: a @ a.T @ a @ a.T, a)
+
+    assert cost(either, True, A).flops == 2 * (4 * 4 * 8 + 4 * 4 * 8 + 4 * 8 * 4)
+
+    def loop(a, times):
+        return jax.lax.fori_loop(0, times, lambda _, a: a @ a.T @ a, a)
+
+    found = cost(loop, A, 3)
+    assert found.flops == 2 * 2 * 4 * 4 * 8 and found.loops == 1
+
+
+def test_kernels_are_named_and_not_looked_into():
+    def double(x_ref, o_ref):
+        o_ref[...] = x_ref[...] @ x_ref[...]
+
+    def kernel(x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pl.pallas_call(double, out_shape=shape, name="double", interpret=True)(x)
+
+    def thrice(x):
+        return jax.lax.scan(lambda x, _: (kernel(x), None), x, None, length=3)[0]
+
+    found = cost(thrice, np.zeros((8, 8), np.float32))
+    assert found.flops == 0 and dict(found.kernels) == {"double": 3}
+
+
+def test_used_inputs():
+    jaxpr = jax.make_jaxpr(lambda a, b, c: (a @ a.T, c))(A, B, 1.0)
+    assert used_inputs(jaxpr) == [True, False, True]
+    jaxpr = jax.make_jaxpr(jax.jit(lambda a, b, c: (a @ a.T, c)))(A, B, 1.0)
+    assert used_inputs(jaxpr) == [True, False, True]
+
+
+def test_inside_shard_map_the_share_of_one_device_counts():
+    mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    split, whole = P("data"), P()
+
+    def run(a, b, unread):
+        return a @ b.astype(a.dtype)
+
+    program = jax.shard_map(run, mesh=mesh, in_specs=(split, whole, whole), out_specs=split)
+    jaxpr = jax.make_jaxpr(program)(A, B, A)
+    assert program_cost(jaxpr).flops == PRODUCT / 2
+    assert used_inputs(jaxpr) == [True, True, False]
+    divided = jax.ShapeDtypeStruct((4, 8), jnp.float32, sharding=NamedSharding(mesh, split))
+    assert device_bytes(divided) == num_bytes(divided) / 2 == 4 * 8 * 4 / 2
+
+
+def test_bytes_of_keys():
+    assert num_bytes(B) == 2 * 8 * 16
+    assert num_bytes(jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 3))) == 24

@@ -1,0 +1,74 @@
+"""The compiled program updates the pool in place: no second pool, no copy of its shape."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from varjax import policies
+from varjax.cache.planner import plan_cache
+from varjax.cache.state import KVState
+from varjax.codecs.vqvae.model import VQVAE, VQVAEConfig
+from varjax.engine import scales
+from varjax.engine.segments import plan_segments
+from varjax.models import parameters
+from varjax.models.var.pipeline import VARPipeline
+from varjax.models.var.transformer import VAR, VARConfig
+from varjax.sampling import Sampling, image_keys
+from varjax.schedule import Schedule
+
+SCHEDULE = Schedule.square((1, 2, 4, 6, 9, 12, 16))
+POLICIES = {
+    "full": policies.Full(),
+    "streaming": policies.Streaming(budget=0.5),
+    "headkv": policies.HeadKV(budget=0.5),
+    "h2o": policies.H2O(budget=0.5),
+}
+
+
+def abstract_model() -> VARPipeline:
+    """Many thin layers and few codes, so that the pool is the largest thing in the program."""
+    transformer = VARConfig(
+        depth=128, embed_dim=64, num_heads=2, vocab_size=16, z_channels=4, schedule=SCHEDULE
+    )
+    codec = VQVAEConfig(ch=32, ch_mult=(1,), vocab_size=16, z_channels=4, schedule=SCHEDULE)
+    return VARPipeline(
+        parameters.abstract(lambda: VAR(transformer, rngs=nnx.Rngs(0))),
+        parameters.abstract(lambda: VQVAE(codec, rngs=nnx.Rngs(0))),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_pool_is_never_copied(policy, dtype):
+    model, batch = abstract_model(), 4
+    plan = plan_cache(model.geometry, policy)
+    segments = plan_segments(SCHEDULE)
+    spec = scales.ProgramSpec.of(plan, segments, Sampling(greedy=True))
+    state = jax.eval_shape(lambda: KVState.empty(plan, batch, dtype))
+    program = (
+        jax.jit(partial(scales.generate_codes, spec=spec), donate_argnums=1)
+        .lower(
+            model,
+            state,
+            jax.ShapeDtypeStruct((batch,), jnp.int32),
+            jax.eval_shape(lambda: image_keys(0, jnp.arange(batch))),
+            scales.program_tables(plan, segments, np.arange(batch)),
+            None,
+        )
+        .compile()
+    )
+    pool = state.kv_pool
+    rows, blocks, size, width = pool.shape
+    copies = re.findall(
+        rf"= (?:f32|s8)\[{rows},(?:{blocks},{size}|{blocks * size}),{width}\]\S* copy\(",
+        program.as_text(),
+    )
+    assert not copies
+    analysis = program.memory_analysis()
+    assert analysis.temp_size_in_bytes < pool.size * 4
+    assert analysis.alias_size_in_bytes >= pool.size * pool.dtype.itemsize

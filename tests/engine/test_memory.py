@@ -1,0 +1,31 @@
+import pytest
+
+from varjax.engine import memory
+from varjax.errors import UserError
+
+
+def linear(size):
+    return memory.Prediction(weights=100, kv_pool=10 * size, activations=5 * size)
+
+
+def test_largest_batch():
+    assert memory.largest_batch(linear, 50, int(250 / memory.SAFETY) + 1) == 10
+    assert memory.largest_batch(linear, 5, 10**9) == 5
+    assert memory.largest_batch(linear, 5, 50) == 0
+    assert memory.largest_batch(linear, 5, None) == 5
+
+
+def test_choose_batch_size(monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda: int(250 / memory.SAFETY) + 1)
+    assert memory.choose_batch_size(linear, None, 100, 8) == 8
+    assert memory.choose_batch_size(linear, None, 3, 8) == 3
+    assert memory.choose_batch_size(linear, None, 100, 64) == 10  # cut down to what fits
+    with pytest.raises(UserError, match="largest batch that fits is 10"):
+        memory.choose_batch_size(linear, 11, 100, 8)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 50)
+    with pytest.raises(UserError, match="a batch of 1 needs"):
+        memory.choose_batch_size(linear, None, 100, 8)
+
+
+def test_show_bytes():
+    assert [memory.show_bytes(n) for n in (12, 1536, 3 << 30)] == ["12 B", "1.5 KiB", "3 GiB"]

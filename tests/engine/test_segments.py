@@ -1,0 +1,117 @@
+"""The segment planner against a search over all cuts, and the padded index maps."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from varjax.engine.segments import Segment, lengths, padded_tokens, plan_segments, token_index
+from varjax.errors import UserError
+from varjax.schedule import Schedule
+
+SCHEDULES = {
+    "var-256": Schedule.square((1, 2, 3, 4, 5, 6, 8, 10, 13, 16)),
+    "var-512": Schedule.square((1, 2, 3, 4, 6, 9, 13, 18, 24, 32)),
+    "demo": Schedule.square((1, 2, 3, 4, 6, 8)),
+    "wide": Schedule.parse("1x1;1x2;2x3;3x5;4x8;5x9"),
+    "not monotone": Schedule.parse("4x4;1x1;3x3;2x7;1x2;5x1;2x2"),
+    "equal": Schedule.parse("3x3;3x3;3x3;3x3"),
+    "single": Schedule.parse("3x2"),
+    "two": Schedule.parse("1x1;9x9"),
+}
+
+
+def all_cuts(tokens, count):
+    """Padded tokens of every way to cut into `count` segments, written from the definition."""
+    for inner in itertools.combinations(range(1, len(tokens)), count - 1):
+        edges = (0, *inner, len(tokens))
+        runs = [tokens[a:b] for a, b in itertools.pairwise(edges)]
+        yield sum(len(run) * max(run) for run in runs)
+
+
+def check_cover(schedule, segments):
+    """Segments are contiguous, cover all scales and are as long as their longest scale."""
+    assert [k for segment in segments for k in segment.scales] == list(range(schedule.num_scales))
+    for segment in segments:
+        assert segment.num_scales == segment.stop - segment.start >= 1
+        assert segment.length == max(schedule.tokens[segment.start : segment.stop])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_count_is_optimal(name):
+    schedule = SCHEDULES[name]
+    for count in range(1, schedule.num_scales + 1):
+        segments = plan_segments(schedule, count)
+        assert len(segments) == count
+        check_cover(schedule, segments)
+        assert padded_tokens(segments) == min(all_cuts(schedule.tokens, count))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_auto_is_the_fewest_within_a_quarter(name):
+    schedule = SCHEDULES[name]
+    segments = plan_segments(schedule)
+    check_cover(schedule, segments)
+    exact = sum(schedule.tokens)
+    assert padded_tokens(segments) <= 1.25 * exact
+    for fewer in range(1, len(segments)):
+        assert min(all_cuts(schedule.tokens, fewer)) > 1.25 * exact
+
+
+def test_random_schedules_are_optimal():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        maps = rng.integers(1, 6, size=(rng.integers(1, 8), 2))
+        schedule = Schedule(tuple((int(h), int(w)) for h, w in maps))
+        for count in range(1, schedule.num_scales + 1):
+            padded = padded_tokens(plan_segments(schedule, count))
+            assert padded == min(all_cuts(schedule.tokens, count))
+
+
+def test_var_256_takes_four_segments():
+    segments = plan_segments(SCHEDULES["var-256"], "auto")
+    expected = (Segment(0, 6, 36), Segment(6, 8, 100), Segment(8, 9, 169), Segment(9, 10, 256))
+    assert segments == expected
+    assert padded_tokens(segments) == 841  # 1.24 x 680
+
+
+def test_auto_accepts_a_quarter_exactly():
+    schedule = Schedule.parse("1x3;1x5")  # one segment of 2 x 5 tokens is 1.25 x 8
+    assert plan_segments(schedule) == (Segment(0, 2, 5),)
+    assert len(plan_segments(Schedule.parse("1x3;1x6"))) == 2  # 12 tokens would be 1.33 x 9
+
+
+def test_extremes():
+    schedule = SCHEDULES["var-256"]
+    assert plan_segments(schedule, 1) == (Segment(0, 10, 256),)
+    assert padded_tokens(plan_segments(schedule, 10)) == schedule.total_tokens
+    assert plan_segments(SCHEDULES["single"]) == (Segment(0, 1, 6),)
+
+
+def test_counts_may_be_text_or_numpy():
+    schedule = SCHEDULES["demo"]
+    assert plan_segments(schedule, "3") == plan_segments(schedule, 3)
+    assert plan_segments(schedule, np.int64(3)) == plan_segments(schedule, 3)
+
+
+@pytest.mark.parametrize("segments", [0, -1, 7, "0", "7", "many", "2.5", 2.5, "", None, True])
+def test_bad_counts_name_the_range(segments):
+    with pytest.raises(UserError, match="'auto' or a whole number from 1 to 6") as error:
+        plan_segments(SCHEDULES["demo"], segments)
+    assert repr(segments) in str(error.value)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("how", [1, "auto"])
+def test_index_maps(name, how):
+    schedule = SCHEDULES[name]
+    seen = []
+    for segment in plan_segments(schedule, how):
+        index, real = token_index(schedule, segment), lengths(schedule, segment)
+        assert index.shape == (segment.num_scales, segment.length)
+        assert index.dtype == real.dtype == np.int32
+        for row, k in enumerate(segment.scales):
+            assert real[row] == schedule.tokens[k]
+            seen += index[row, : real[row]].tolist()
+            assert (index[row, real[row] :] == schedule.ends[k] - 1).all()
+    assert seen == list(range(schedule.total_tokens))

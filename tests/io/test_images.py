@@ -1,0 +1,137 @@
+"""Rounding, grids, PNG and npz files, and that a failed write leaves nothing behind."""
+
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+from varjax.errors import UserError
+from varjax.io.extras import MissingExtra, require
+from varjax.io.images import CAPTION_HEIGHT, GAP, grid, save_grid, save_samples_npz, to_uint8
+from varjax.storage.files import writing
+
+
+def some_images(count=5, height=6, width=4):
+    values = np.random.default_rng(0).integers(0, 250, size=(count, height, width, 3))
+    return values.astype(np.uint8)
+
+
+def test_rounding_is_to_the_nearest_and_clips():
+    values = np.array([-1.0, 0.0, 0.49 / 255, 0.5 / 255, 100.4 / 255, 100.6 / 255, 1.0, 7.0])
+    expected = [0, 0, 0, 1, 100, 101, 255, 255]
+    images = np.broadcast_to(values[:, None, None, None], (8, 2, 2, 3))
+    assert to_uint8(images)[:, 1, 1, 2].tolist() == expected
+
+
+def test_bytes_survive_a_round_trip():
+    every = np.arange(256, dtype=np.uint8).reshape(1, 16, 16, 1).repeat(3, -1)
+    assert (to_uint8(every / 255.0) == every).all()
+    assert (to_uint8(jnp.asarray(every, jnp.float32) / 255) == every).all()
+
+
+def test_values_that_are_not_finite_are_refused():
+    with pytest.raises(ValueError, match="not finite"):
+        to_uint8(np.full((1, 2, 2, 3), np.nan))
+
+
+@pytest.mark.parametrize("columns, shape", [(None, (2, 3)), (2, (3, 2)), (1, (5, 1)), (9, (1, 5))])
+def test_grid_puts_every_image_in_its_place(columns, shape):
+    images = some_images()
+    rows, columns_used = shape
+    picture = grid(images, columns)
+    assert picture.shape == (rows * (6 + GAP) - GAP, columns_used * (4 + GAP) - GAP, 3)
+    remaining = picture.copy()
+    for i, image in enumerate(images):
+        top, left = i // columns_used * (6 + GAP), i % columns_used * (4 + GAP)
+        assert (picture[top : top + 6, left : left + 4] == image).all()
+        remaining[top : top + 6, left : left + 4] = 255
+    assert (remaining == 255).all()
+
+
+def test_png_holds_the_grid(tmp_path):
+    save_grid(tmp_path / "grid.png", some_images(), columns=3)
+    with Image.open(tmp_path / "grid.png") as picture:
+        assert picture.format == "PNG" and picture.mode == "RGB"
+        assert (np.asarray(picture) == grid(some_images(), 3)).all()
+    assert [p.name for p in tmp_path.iterdir()] == ["grid.png"]
+
+
+def test_captions_go_under_the_images(tmp_path):
+    images = some_images(count=2, height=32, width=32)
+    save_grid(tmp_path / "grid.png", images, columns=2, labels=["fig", "a name far too long 梨"])
+    with Image.open(tmp_path / "grid.png") as opened:
+        picture = np.asarray(opened)
+    assert picture.shape == (32 + CAPTION_HEIGHT, 64 + GAP, 3)
+    assert (picture[:32, :32] == images[0]).all()
+    strip = picture[32:]
+    assert (strip[:, :32] < 128).any() and (strip[:, 32 + GAP :] < 128).any()
+    assert (strip[:, 32 : 32 + GAP] == 255).all()
+
+
+def test_samples_have_the_layout_of_the_evaluator(tmp_path):
+    images = some_images()
+    save_samples_npz(tmp_path / "samples.npz", images, [3, 7, 7, 0, 1])
+    with np.load(tmp_path / "samples.npz", allow_pickle=False) as data:
+        assert sorted(data) == ["arr_0", "arr_1"]
+        assert data["arr_0"].dtype == np.uint8 and (data["arr_0"] == images).all()
+        assert data["arr_1"].dtype == np.int64 and data["arr_1"].tolist() == [3, 7, 7, 0, 1]
+    save_samples_npz(tmp_path / "samples.npz", images)
+    with np.load(tmp_path / "samples.npz") as data:
+        assert sorted(data) == ["arr_0"]
+
+
+@pytest.mark.parametrize(
+    "images",
+    [np.zeros((1, 2, 2, 3)), np.zeros((2, 2, 3), np.uint8), np.zeros((0, 2, 2, 3), np.uint8)],
+)
+def test_other_arrays_are_refused(tmp_path, images):
+    with pytest.raises(UserError, match=r"uint8 \[N, H, W, 3\]"):
+        save_samples_npz(tmp_path / "samples.npz", images, None)
+    with pytest.raises(UserError, match=r"uint8 \[N, H, W, 3\]"):
+        save_grid(tmp_path / "grid.png", images)
+    assert not list(tmp_path.iterdir())
+
+
+def test_labels_that_do_not_fit_are_refused(tmp_path):
+    with pytest.raises(UserError, match="2 labels for 5 images"):
+        save_grid(tmp_path / "grid.png", some_images(), labels=["a", "b"])
+    with pytest.raises(UserError, match="each of the 5 images"):
+        save_samples_npz(tmp_path / "samples.npz", some_images(), [1, 2])
+    with pytest.raises(UserError, match="each of the 5 images"):
+        save_samples_npz(tmp_path / "samples.npz", some_images(), [0.5] * 5)
+    with pytest.raises(UserError, match="at least 1 column"):
+        grid(some_images(), 0)
+
+
+def test_missing_pillow_names_the_pip_command(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(MissingExtra, match=r"needs the package PIL.*pip install 'varjax\[eval\]'"):
+        save_grid(tmp_path / "grid.png", some_images())
+
+
+def test_package_that_is_there_but_broken_is_not_called_missing(tmp_path, monkeypatch):
+    (tmp_path / "broken_extra.py").write_text("import no_such_dependency")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+        require("broken_extra", extra="eval", purpose="this test")
+
+
+def test_failed_write_keeps_the_old_file(tmp_path):
+    target = tmp_path / "report.bin"
+    target.write_bytes(b"old")
+    with pytest.raises(RuntimeError), writing(target) as file:
+        file.write(b"half")
+        raise RuntimeError
+    assert target.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [target]
+    with writing(target) as file:
+        file.write(b"new")
+    assert target.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_missing_folder_is_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        save_grid(tmp_path / "absent" / "grid.png", some_images())

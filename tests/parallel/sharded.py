@@ -1,0 +1,58 @@
+"""Runs on eight CPU devices, in a process of its own: the same images on every mesh.
+
+XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.parallel.sharded
+"""
+
+import jax
+import numpy as np
+
+from tests import models_under_test as models
+from varjax import api
+from varjax.parallel.mesh import MeshSpec
+from varjax.sampling import Sampling
+
+DEMO, TEXT = "demo", models.FAMILIES["infinity"]
+CASES = [
+    (DEMO, "full", {}, None, ("data=8", "data=4,model=2")),
+    (DEMO, "heatkv", {"budget": 0.2}, "int8", ("data=2,model=4", "model=2")),
+    (DEMO, "h2o", {"budget": 0.3}, None, ("data=4",)),
+    (TEXT, "streaming", {"budget": 0.4}, None, ("data=2,model=4",)),
+]
+
+
+def main() -> None:
+    jax.config.update("jax_default_matmul_precision", "highest")
+    assert len(jax.devices()) == 8
+    images = 8
+    index = np.arange(images, dtype=np.int32)
+    for name, policy, arguments, kv_dtype, meshes in CASES:
+        model = api.load(dtype="float32") if name == DEMO else models.fixture_model(name)
+        plan = api.plan(model, policy, **arguments)
+
+        def run(mesh: str, model=model, plan=plan, kv_dtype=kv_dtype):
+            generator = api.Generator(
+                *(model, plan.policy),
+                sampling=Sampling(cfg=2.0, top_k=100),
+                batch_size=images,
+                segments=1,
+                cache_plan=plan,
+                kv_dtype=kv_dtype,
+                mesh=MeshSpec.parse(mesh),
+            )
+            return generator, generator.run_batch(models.arrays_of(model, index), index)[0]
+
+        _, expected = run("")
+        for mesh in meshes:
+            generator, found = run(mesh)
+            np.testing.assert_array_equal(found["tokens"], expected["tokens"])
+            np.testing.assert_allclose(found["images"], expected["images"], atol=1e-4)
+            spec = generator.layout.spec
+            assert len(found["images"].sharding.device_set) == spec.num_devices
+            assert len(generator.layout.groups) == spec.model
+            pool = generator.empty_state().kv_pool
+            assert {a.data.size for a in pool.addressable_shards} == {pool.size // spec.num_devices}
+            print(f"{name} {policy} {mesh}: same images")
+
+
+if __name__ == "__main__":
+    main()

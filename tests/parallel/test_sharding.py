@@ -1,0 +1,62 @@
+"""Several devices: same images as one, pools divided, what cannot be divided refused."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from tests.models_under_test import fixture_model
+from tests.parallel import sharded
+from varjax import api, policies
+from varjax.errors import UserError
+from varjax.parallel import sharding
+from varjax.parallel.mesh import MeshSpec
+from varjax.parallel.sharding import ShardedPlan
+
+
+def test_every_mesh_gives_the_same_images():
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.parallel.sharded"],
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert found.stdout.count("same images") == sum(len(meshes) for *_, meshes in sharded.CASES)
+
+
+@pytest.mark.parametrize("policy", [policies.Full(), policies.Streaming(budget=0.3)])
+def test_groups_of_heads_hold_what_the_plan_holds(policy):
+    """Every device's tables are those of its heads: as many tokens, in a pool of its own."""
+    model = fixture_model("a_k10")
+    plan = api.plan(model, policy)
+    layout = ShardedPlan(plan, MeshSpec(model=2))
+    heads = plan.geometry.num_heads // 2
+    for i, group in enumerate(layout.groups):
+        np.testing.assert_array_equal(
+            group.capacity, plan.capacity[:, :, i * heads : (i + 1) * heads]
+        )
+    state = jax.eval_shape(lambda: layout.empty_state(1, "float32", "float32"))
+    assert state.kv_pool.shape[1] == 2 * layout.groups[0].pool_blocks
+
+
+def test_contents_chosen_on_the_device_stay_with_one_group_of_heads():
+    plan = api.plan(fixture_model("a_k10"), policies.H2O(budget=0.5))
+    sharding.check_plan(plan, MeshSpec(data=2))
+    with pytest.raises(UserError, match="decides on the device what to keep"):
+        sharding.check_plan(plan, MeshSpec(model=2))
+
+
+def test_a_mesh_larger_than_the_machine_is_refused():
+    model = fixture_model("a_k10")
+    with pytest.raises(UserError, match="this machine has at most"):
+        api.Generator(
+            *(model, policies.Full()),
+            sampling=api.Sampling(),
+            batch_size=64,
+            mesh=MeshSpec(data=64),
+        )

@@ -1,0 +1,344 @@
+"""The checkpoint folder: round trips, descriptions that do not fit, and damaged files."""
+
+import json
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from varjax.codecs.vqvae.config import VQVAEConfig
+from varjax.errors import UserError
+from varjax.models import parameters, published, registry
+from varjax.models.var.transformer import VARConfig
+from varjax.sampling import Sampling
+from varjax.schedule import Schedule
+from varjax.storage import arrays as parameter_files
+from varjax.storage import checkpoint
+
+SCHEDULE = Schedule(((1, 1), (1, 2), (2, 3)))
+TRANSFORMER = VARConfig(
+    num_classes=3,
+    depth=2,
+    embed_dim=16,
+    num_heads=2,
+    schedule=SCHEDULE,
+    vocab_size=12,
+    z_channels=4,
+)
+CODEC = VQVAEConfig(vocab_size=12, z_channels=4, ch=32, ch_mult=(1,), schedule=SCHEDULE)
+
+
+@pytest.fixture(scope="module")
+def modules():
+    family = registry.family("var")
+    return _random(family.transformer, TRANSFORMER), _random(family.codec, CODEC)
+
+
+def _random(part, config):
+    """The module with random parameters, made by NumPy, which needs no compilation."""
+    rng, abstract = np.random.default_rng(0), part.abstract(config)
+    arrays = {
+        name: jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype)
+        for name, leaf in parameters.named(abstract).items()
+    }
+    return parameters.fill(abstract, arrays)
+
+
+@pytest.fixture(scope="module")
+def saved(modules, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "checkpoint"
+    _save(folder, modules, metadata={"class_names": ["a", "b", "c"], "sampling": {"cfg": 2.0}})
+    return folder
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "copy")
+
+
+def _save(folder, modules, **arguments):
+    transformer, codec = modules
+    checkpoint.save(folder, family="var", transformer=transformer, codec=codec, **arguments)
+
+
+def test_round_trip(saved, modules):
+    found = checkpoint.load(saved)
+    for ours, theirs in zip(modules, (found.transformer, found.codec), strict=True):
+        assert ours.config == theirs.config
+        expected, actual = parameters.named(ours), parameters.named(theirs)
+        assert list(expected) == list(actual)
+        for name in expected:
+            assert actual[name].dtype == expected[name].dtype
+            np.testing.assert_array_equal(actual[name], expected[name], name)
+    assert found.schedule == SCHEDULE and found.class_names == ["a", "b", "c"]
+    assert found.sampling == {"cfg": 2.0} and found.metadata["num_classes"] == 3
+
+
+def test_stored_and_requested_types(tmp_path, modules):
+    _save(tmp_path / "half", modules, dtype="bfloat16")
+    assert checkpoint.read_description(tmp_path / "half")["dtype"] == "bfloat16"
+    assert checkpoint.load(tmp_path / "half").transformer.dtype == jnp.bfloat16
+    found = checkpoint.load(tmp_path / "half", dtype="float32").transformer
+    expected = modules[0].head.kernel[...].astype(jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_array_equal(found.head.kernel[...], expected)
+    with pytest.raises(UserError, match="choose float32, bfloat16"):
+        checkpoint.load(tmp_path / "half", dtype="int8")
+
+
+def test_relative_paths_and_metadata_of_a_loaded_checkpoint(tmp_path, modules, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _save("one", modules, metadata={"note": "kept"})
+    found = checkpoint.load("one")
+    _save("deep/two", (found.transformer, found.codec), metadata=found.metadata)
+    assert checkpoint.load("deep/two").metadata["note"] == "kept"
+    assert str(tmp_path) not in (tmp_path / "one" / "params" / "_METADATA").read_text()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_the_description_alone_needs_no_weights(copy):
+    shutil.rmtree(copy / "params")
+    assert checkpoint.read_description(copy)["family"] == "var"
+    found = checkpoint.load_abstract(copy)
+    assert (
+        parameters.count(found.transformer) + parameters.count(found.codec)
+        == (found.metadata["parameters"])
+    )
+    with pytest.raises(UserError, match="is missing"):
+        checkpoint.load(copy)
+
+
+def test_saving_refuses_existing_folders_and_unknown_families(copy, modules, tmp_path):
+    before = (copy / "model.json").read_bytes()
+    with pytest.raises(UserError, match="exists already"):
+        _save(copy, modules)
+    with pytest.raises(UserError, match="unknown model family 'vra'.*did you mean 'var'"):
+        checkpoint.save(
+            copy, family="vra", transformer=modules[0], codec=modules[1], overwrite=True
+        )
+    assert (copy / "model.json").read_bytes() == before
+    _save(copy, modules, overwrite=True)
+    assert "class_names" not in checkpoint.load(copy).metadata
+    assert [p.name for p in tmp_path.iterdir()] == ["copy"]
+
+
+# --- descriptions that do not fit -----------------------------------------------------------------
+
+
+def _edit(folder, **changes):
+    file = folder / "model.json"
+    content = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+
+
+DESCRIPTIONS = {
+    "version": ({"format_version": 2}, "format version 2, this varjax reads version 1"),
+    "no_version": ({"format_version": None}, "format version None"),
+    "family": ({"family": "vrr"}, "unknown family 'vrr', known are var"),
+    "no_transformer": ({"transformer": None}, "entry 'transformer' is missing"),
+    "no_schedule": ({"schedule": None}, "entry 'schedule' is missing"),
+    "schedule": ({"schedule": [[1, 1], [2, 2]]}, "inconsistent: schedule"),
+    "codec": ({"codec": {"ch": "wide"}}, "entry 'codec'.*ch is 'wide'"),
+}
+
+
+_RECORD = {"size": 3, "crc32": "00000000"}
+ENTRIES = {
+    "few_names": ({"class_names": ["a", "b"]}, "has 2 names, the model has 3 classes"),
+    "number_name": ({"class_names": ["a", "b", 3]}, "must be a list of 3 texts"),
+    "text_names": ({"class_names": "abc"}, "must be a list of 3 texts"),
+    "sampling_null": ({"sampling": None}, "'sampling'.*must hold names and values"),
+    "sampling_list": ({"sampling": [1]}, "'sampling'.*must hold names and values"),
+    "sampling_text": ({"sampling": "x"}, "'sampling'.*must hold names and values"),
+    "top_k": ({"sampling": {"top_k": 1.5}}, "'sampling': top_k=1.5"),
+    "large_top_k": ({"sampling": {"top_k": 13}}, "'sampling': top_k=13"),
+    "cfg_text": ({"sampling": {"cfg": "1"}}, "'sampling': cfg='1'"),
+    "cfg_null": ({"sampling": {"cfg": None}}, "'sampling': cfg=None"),
+    "cfg_nan": ({"sampling": {"cfg": float("nan")}}, "'sampling': cfg=nan"),
+    "files_null": ({"files": None}, "'files' is None"),
+    "files_list": ({"files": ["x"]}, "'files' is"),
+    "record_null": ({"files": {"x": None}}, "'files': 'x' has the record None"),
+    "record_size": ({"files": {"x": {**_RECORD, "size": True}}}, "'files': 'x'"),
+    "record_crc": ({"files": {"x": {"size": 3}}}, "'files': 'x'"),
+    "record_outside": ({"files": {"../x": _RECORD}}, "a path inside params"),
+    "record_long": ({"files": {"x" * 5000: _RECORD}}, "cannot be read"),
+    "version": ({"format_version": True}, "format version True"),
+}
+
+
+@pytest.mark.parametrize("case", ENTRIES)
+def test_wrong_entries(copy, case):
+    changes, match = ENTRIES[case]
+    file = copy / "model.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises(UserError, match=match):
+        checkpoint.load(copy)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"patch_nums": [1, [2, 3]]}, {"vocab_size": 13}, {"z_channels": 5}]
+)
+def test_both_parts_must_belong_together(copy, changes):
+    content = json.loads((copy / "model.json").read_text())
+    _edit(copy, codec={**content["codec"], **changes})
+    with pytest.raises(UserError, match=f"is inconsistent: {next(iter(changes))} is"):
+        checkpoint.read_description(copy)
+
+
+@pytest.mark.parametrize("depth", [100, 990, 100_000])
+@pytest.mark.parametrize("marks", ["[]", ('{"a":', "}")])
+def test_deeply_nested_descriptions(tmp_path, depth, marks):
+    text = marks[0] * depth + "1" + marks[1] * depth
+    (tmp_path / "model.json").write_text(text)
+    with pytest.raises(UserError, match="nested more than 64 deep"):
+        checkpoint.read_description(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "metadata", [{"class_names": ["a"]}, {"sampling": {"cfg": "x"}}, {"sampling": None}]
+)
+def test_wrong_entries_are_not_written(tmp_path, modules, metadata):
+    with pytest.raises(UserError, match=next(iter(metadata))):
+        _save(tmp_path / "new" / "x", modules, metadata=metadata)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name, match",
+    [("", "is no folder"), ("a\0b", "NUL byte"), ("x" * 300, "at most"), ("f/x", "not a folder")],
+)
+def test_impossible_folders(tmp_path, modules, monkeypatch, name, match):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "f").write_text("")
+    with pytest.raises(UserError, match=match):
+        _save(name, modules, overwrite=True)
+
+
+@pytest.mark.parametrize("case", DESCRIPTIONS)
+def test_wrong_descriptions(copy, case):
+    changes, match = DESCRIPTIONS[case]
+    _edit(copy, **changes)
+    with pytest.raises(UserError, match=match):
+        checkpoint.load(copy)
+
+
+def test_all_differences_are_listed_before_anything_is_restored(copy, monkeypatch):
+    content = json.loads((copy / "model.json").read_text())
+    changes = {"num_classes": 4, "attn_l2_norm": False, "shared_aln": True}
+    _edit(copy, transformer={**content["transformer"], **changes}, class_names=list("abcd"))
+    monkeypatch.setattr(parameter_files, "_restore", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(UserError) as caught:
+        checkpoint.load(copy)
+    text = str(caught.value)
+    for line in (
+        "missing: transformer/shared_modulation/kernel",
+        "surplus: transformer/blocks/log_scale",
+        "wrong shape: transformer/class_embedding is [4, 16], not [5, 16]",
+    ):
+        assert line in text
+
+
+def test_not_a_checkpoint(tmp_path):
+    with pytest.raises(UserError, match="no checkpoint folder"):
+        checkpoint.load(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="is not a varjax checkpoint: it has no model.json"):
+        checkpoint.load(tmp_path)
+    for text in ("{", "[1]", "\x00"):
+        (tmp_path / "model.json").write_text(text)
+        with pytest.raises(UserError, match="model.json"):
+            checkpoint.load(tmp_path)
+
+
+# --- damaged files --------------------------------------------------------------------------------
+
+
+def _files(folder):
+    return sorted(f for f in (folder / "params").rglob("*") if f.is_file())
+
+
+def test_truncated_or_missing_files_are_named(saved, tmp_path):
+    for number, file in enumerate(_files(saved)):
+        damaged = shutil.copytree(saved, tmp_path / str(number))
+        target = damaged / file.relative_to(saved)
+        target.write_bytes(file.read_bytes()[:-1])
+        with pytest.raises(UserError, match=f"{file.name} has .* bytes instead of"):
+            checkpoint.load(damaged)
+        target.unlink()
+        with pytest.raises(UserError, match=f"{file.name} is missing"):
+            checkpoint.load(damaged)
+
+
+def test_altered_bytes_are_found(saved, tmp_path):
+    for number, file in enumerate(_files(saved)):
+        damaged = shutil.copytree(saved, tmp_path / str(number))
+        data = bytearray(file.read_bytes())
+        start = len(data) // 3
+        data[start : start + len(data) // 2] = bytes(len(data) // 2)
+        (damaged / file.relative_to(saved)).write_bytes(data)
+        with pytest.raises(UserError, match=f"{file.name} has been altered"):
+            checkpoint.load(damaged)
+
+
+@pytest.mark.parametrize("name", ["_METADATA", "manifest.ocdbt"])
+def test_what_orbax_finds_is_a_user_error_too(copy, name):
+    _edit(copy, files=None)  # no records of ours
+    (copy / "params" / name).write_bytes(b"nonsense")
+    with pytest.raises(UserError, match="params: the files are damaged"):
+        checkpoint.load(copy)
+
+
+# --- configurations by published names ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", registry.PRESETS)
+def test_presets_round_trip_through_published_names(name):
+    preset = registry.preset(name)
+    family = registry.family(preset.family)
+    for part, config in ((family.transformer, preset.transformer), (family.codec, preset.codec)):
+        written = json.loads(json.dumps(config.to_published()))
+        assert part.read(written) == config
+    family.check(preset.transformer, preset.codec)
+    preset.transformer.check_sampling(Sampling.recommended(preset.sampling))
+
+
+def test_defaults_are_those_of_the_published_constructor():
+    config = VARConfig.from_published({"L": 680, "note": "x", "vae": "v", "drop_rate": 0.1})
+    assert (config.num_classes, config.depth, config.embed_dim) == (1000, 16, 1024)
+    assert not config.attn_l2_norm and not config.shared_aln
+    assert published.patch_nums(config.schedule) == [1, 2, 3, 4, 5, 6, 8, 10, 13, 16]
+
+
+@pytest.mark.parametrize(
+    "values, match",
+    [
+        ({"dpeth": 3}, "unknown name 'dpeth'.*did you mean 'depth'"),
+        ({"depth": 2.5}, "depth is 2.5, it must be a whole number"),
+        ({"depth": True}, "must be a whole number"),
+        ({"depth": float("nan")}, "must be a whole number"),
+        ({"mlp_ratio": "4"}, "must be a number"),
+        ({"shared_aln": 1}, "must be true or false"),
+        ({"patch_nums": 3}, "patch_nums 3 must list"),
+        ({"patch_nums": [[1, 2, 3]]}, "must list"),
+        ({"patch_nums": []}, "at least one scale"),
+        ({"patch_nums": [True, 2]}, "must list"),
+        ({"patch_nums": [[1, True]]}, "must list"),
+        ({"patch_nums": [1, 10**12]}, "is too large: heights and widths are at most 4096"),
+        ({"depth": 10**12}, "depth is 1000000000000, it must be at most 1024"),
+        ({"embed_dim": 10**12}, "embed_dim is .*at most 10000000"),
+        ({"vocab_size": float("inf")}, "must be a whole number"),
+        ({"mlp_ratio": float("nan")}, "mlp_ratio is nan"),
+        ({"mlp_ratio": 0}, "mlp_ratio is 0.0, .*greater than 0"),
+        ({"mlp_ratio": 1e9}, "mlp_ratio is .*at most"),
+        ({"mlp_ratio": 10**400}, "mlp_ratio is .*must be a number"),
+        ({"norm_eps": -1e-6}, "norm_eps is -1e-06"),
+        ({"norm_eps": float("nan")}, "norm_eps is nan"),
+    ],
+)
+def test_wrong_published_values(values, match):
+    with pytest.raises(UserError, match=match):
+        registry.family("var").transformer.read(values)
+
+
+def test_published_values_must_be_an_object():
+    with pytest.raises(UserError, match="expected names and values"):
+        registry.family("var").transformer.read([1, 2])

@@ -1,0 +1,346 @@
+"""What was measured on a model before it is compressed, and the files that hold it.
+
+Two kinds of file are read: removal orders as published with HeatKV (a JSON list with one list of
+[head, layer] per source scale, least needed first) and our own calibration file (a JSON object, see
+`Calibration`). The scores that orders come from are pure functions of the attention mass beta.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from varjax.cache.geometry import Geometry
+from varjax.errors import UserError
+from varjax.schedule import Schedule
+from varjax.storage.files import writing
+
+FORMAT_VERSION = 1
+BESIDE_CHECKPOINT = "calibration.json"  # in a checkpoint folder: used if no other file is given
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Calibration:
+    """Measurements of one model. What was not measured, or what a file does not say, is None.
+
+    Letters: K scales, L layers, N heads, T = L * N, S source scales after the sinks.
+    model, model_digest, schedule, num_layers, num_heads, guidance, num_samples: what was measured,
+      and how. The digest tells models of one shape apart.
+    orders: int32 [S, T, 2], (head, layer), least needed first; the last list belongs to scale K - 2
+      (HeatKV's S-CAS orders). A single list may order whole heads.
+    beta: float64 [L, N, K, K], attention mass from query scale to source scale, averaged over
+      queries and samples.
+    key_discrepancy: float64 [L, K], mean over heads, tokens and samples of ||k_i - resized
+      k_(i-1)||_2 (AMS-KV, Eq. 3); 0 for the first scale.
+    query_variance: float64 [L, N], how much the queries of a head disagree (HACK): sum over keys of
+      the variance over queries of their attention, averaged over scales and samples.
+    selectivity: float64 [L, K], attention on the current scale times the concentration of what
+      goes to earlier scales (ScaleKV's index); 0 for the first scale.
+    pattern_heads, patterns, pattern_scale, pattern_edges: example attention maps: int32 [E, 2] of
+      (head, layer); float64 [E, Q, C], queries of scale `pattern_scale` (evenly spread) by columns;
+      column c holds the mass on tokens pattern_edges[c] to pattern_edges[c + 1] - 1.
+    rank_dispersion: float64 [K - 1], standard deviation of a head's rank in the order of each
+      source scale over repeated calibrations, averaged over heads (HeatKV, Figure 6).
+    digest: SHA-256 of the file it was read from.
+    """
+
+    model: str | None = None
+    model_digest: str | None = None
+    schedule: Schedule | None = None
+    num_layers: int | None = None
+    num_heads: int | None = None
+    guidance: float | str | None = None
+    num_samples: int | None = None
+    orders: np.ndarray | None = None
+    beta: np.ndarray | None = None
+    key_discrepancy: np.ndarray | None = None
+    query_variance: np.ndarray | None = None
+    selectivity: np.ndarray | None = None
+    pattern_heads: np.ndarray | None = None
+    patterns: np.ndarray | None = None
+    pattern_scale: int | None = None
+    pattern_edges: np.ndarray | None = None
+    rank_dispersion: np.ndarray | None = None
+    digest: str | None = None
+
+    def check(self, geometry: Geometry) -> None:
+        """Raise `UserError` if this was measured on a model of another shape or schedule."""
+        for name in ("schedule", "num_layers", "num_heads"):
+            made_for, wanted = getattr(self, name), getattr(geometry, name)
+            if made_for is not None and made_for != wanted:
+                raise UserError(
+                    f"the calibration was made for another model: its {name} is {made_for}, this "
+                    f"model has {wanted}; calibrate this model"
+                )
+        size = {
+            "layers": geometry.num_layers,
+            "heads": geometry.num_heads,
+            "scales": geometry.schedule.num_scales,
+        }
+        for name, axes in _AXES.items():
+            array, shape = getattr(self, name), tuple(size[axis] for axis in axes)
+            if array is not None and array.shape != shape:
+                raise UserError(
+                    f"the calibration's {name} has shape {array.shape}, this model needs {shape} "
+                    f"({', '.join(axes)})"
+                )
+        if self.orders is not None:
+            for i, order in enumerate(self.orders):
+                read_order(f"order list {i}", order.tolist(), geometry)
+
+    def check_origin(self, model_digest: str, guidance: float | str | None = None) -> None:
+        """Raise `UserError` if this was measured on other weights, or with other guidance
+        (`Sampling.guidance`; None: whatever it was)."""
+        if self.model_digest not in (None, model_digest):
+            raise UserError(
+                f"the calibration was made for other weights (of a model called {self.model!r}); "
+                f"calibrate this model: python -m experiments.calibrate"
+            )
+        if None not in (self.guidance, guidance) and not _same_guidance(self.guidance, guidance):
+            mine, other = (show_guidance(g) for g in (self.guidance, guidance))
+            raise UserError(
+                f"the calibration was made with guidance cfg={mine}, this run uses cfg={other}: "
+                f"run with --cfg={mine}, or calibrate with --cfg={other}"
+            )
+
+    @property
+    def attention_density(self) -> np.ndarray:
+        """float64 [L, N, K]: attention that a token of each source scale receives from all queries
+        of the last scale, T_last * beta[last, k] / T_k (AMS-KV, Section 3)."""
+        tokens = np.array(self.schedule.tokens, np.float64)
+        return tokens[-1] * self.beta[..., -1, :] / tokens
+
+
+# --- files ---
+
+
+def save(calibration: Calibration, path: str | os.PathLike) -> None:
+    """Write our calibration file: a JSON object, arrays as nested lists with 7 digits, only what is
+    known. Under "derived" it holds, for other readers, what follows from beta."""
+    content = {"format_version": FORMAT_VERSION}
+    for name, value in vars(calibration).items():
+        if value is not None and name != "digest":
+            content[name] = _plain(value)
+    if calibration.beta is not None and calibration.schedule is not None:
+        content["derived"] = {name: _plain(value) for name, value in _derived(calibration).items()}
+    with writing(path) as file:
+        file.write(json.dumps(content, allow_nan=False).encode())
+
+
+def _plain(value):
+    if isinstance(value, np.ndarray) and value.dtype.kind == "f":
+        rounded = np.vectorize(lambda x: float(f"{x:.7g}"), otypes=[object])(value)
+        return np.where(np.isnan(value), None, rounded).tolist()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return str(value) if isinstance(value, Schedule) else value
+
+
+def _derived(calibration: Calibration) -> dict:
+    """S-CAS of every source scale, CAS after up to three sink scales, attention density."""
+    sinks = max(0, min(3, calibration.schedule.num_scales - 2))
+    return {
+        "scas": scas(calibration.beta, 0),
+        "cas": cas(calibration.beta, sinks),
+        "cas_sinks": sinks,
+        "attention_density": calibration.attention_density,
+    }
+
+
+def load(path: str | os.PathLike, geometry: Geometry) -> Calibration:
+    """Read either kind of file for a model.
+
+    Raises:
+      UserError: unreadable, malformed (the message names list and entry), or for another model.
+    """
+    try:
+        data = pathlib.Path(path).read_bytes()
+        content = json.loads(data)
+    except OSError as error:
+        raise UserError(f"calibration {path}: cannot read the file: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"calibration {path}: it is not JSON: {error}") from None
+    digest = hashlib.sha256(data).hexdigest()
+    try:
+        if isinstance(content, list):
+            return Calibration(orders=read_orders(content, geometry), digest=digest)
+        if isinstance(content, dict):
+            return _from_object(content, geometry, digest)
+        raise UserError(
+            "expected a list of removal orders or an object of measurements, found "
+            f"{type(content).__name__}"
+        )
+    except UserError as error:
+        raise UserError(f"calibration {path}: {error}") from None
+
+
+def _from_object(content: dict, geometry: Geometry, digest: str) -> Calibration:
+    version = content.get("format_version")
+    if version != FORMAT_VERSION:
+        raise UserError(
+            f"format_version is {version!r}, this version of varjax reads {FORMAT_VERSION}"
+        )
+    fields = {k: v for k, v in content.items() if k in Calibration.__dataclass_fields__}
+    for name, kinds in _SCALARS.items():
+        value = fields.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+            raise UserError(f"{name} is {value!r:.60}: the wrong type")
+    if fields.get("schedule") is not None:
+        fields["schedule"] = Schedule.parse(fields["schedule"])
+    given = {name: fields.pop(name, None) for name in ("orders", *_ARRAYS)}
+    orders = given.pop("orders")
+    found = Calibration(**(fields | {"digest": digest}))
+    found.check(geometry)  # of two complaints, "another model" is the useful one
+    if orders is not None:
+        orders = read_orders(orders, geometry)
+    arrays = {name: _read_numbers(name, a) for name, a in given.items() if a is not None}
+    complete = Calibration(**(vars(found) | {"orders": orders} | arrays))
+    complete.check(geometry)
+    return complete
+
+
+def show_guidance(guidance: float | str) -> str:
+    return guidance if isinstance(guidance, str) else f"{guidance:g}"
+
+
+def _same_guidance(one: float | str, other: float | str) -> bool:
+    if isinstance(one, str) or isinstance(other, str):
+        return one == other
+    return abs(one - other) <= 1e-6
+
+
+_AXES = {
+    "beta": ("layers", "heads", "scales", "scales"),
+    "key_discrepancy": ("layers", "scales"),
+    "query_variance": ("layers", "heads"),
+    "selectivity": ("layers", "scales"),
+}
+_ARRAYS = (*_AXES, "pattern_heads", "patterns", "pattern_edges", "rank_dispersion")
+_SCALARS = {
+    "model": str,
+    "model_digest": str,
+    "schedule": str,
+    "num_layers": int,
+    "num_heads": int,
+    "guidance": (int, float, str),
+    "num_samples": int,
+    "pattern_scale": int,
+}
+
+
+def _read_numbers(name: str, nested: object) -> np.ndarray:
+    try:
+        array = np.array(nested)
+        if array.dtype.kind not in "iuf":
+            raise UserError(f"{name} holds {str(array.dtype):.20} where numbers are needed")
+        array = array.astype(np.float64)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise UserError(f"{name} is no regular array of numbers: {error}") from None
+    if not np.isfinite(array).all():
+        raise UserError(f"{name} holds values that are not finite numbers")
+    if array.min(initial=0) < 0:
+        raise UserError(f"{name} holds negative numbers")
+    return array.astype(np.int32) if name in ("pattern_heads", "pattern_edges") else array
+
+
+def read_orders(content: object, geometry: Geometry) -> np.ndarray:
+    """int32 [lists, T, 2] from nested lists; one flat list of pairs counts as one list."""
+    if not isinstance(content, list) or not content:
+        raise UserError("it holds no removal orders: one list of [head, layer] per source scale")
+    first = content[0]
+    if isinstance(first, list) and first and not isinstance(first[0], list):
+        content = [content]
+    return np.stack(
+        [read_order(f"order list {i}", entries, geometry) for i, entries in enumerate(content)]
+    )
+
+
+def read_order(name: str, entries: object, geometry: Geometry) -> np.ndarray:
+    """int32 [T, 2] from a list of [head, layer]: every head of the model exactly once."""
+    layers, heads = geometry.num_layers, geometry.num_heads
+    if not isinstance(entries, list) or len(entries) != layers * heads:
+        given = f"{len(entries)} entries" if isinstance(entries, list) else repr(entries)[:40]
+        raise UserError(
+            f"{name} holds {given}; this model needs {layers * heads}, one [head, layer] for each "
+            f"of {heads} heads in {layers} layers"
+        )
+    seen: dict[tuple[int, int], int] = {}
+    for i, entry in enumerate(entries):
+        if not (isinstance(entry, list) and [type(x) for x in entry] == [int, int]):
+            raise UserError(f"{name}, entry {i} is {entry!r:.40}: write [head, layer]")
+        head, layer = entry
+        if not (0 <= head < heads and 0 <= layer < layers):
+            raise UserError(
+                f"{name}, entry {i} is [{head}, {layer}]: heads go from 0 to {heads - 1}, layers "
+                f"from 0 to {layers - 1}"
+            )
+        if seen.setdefault((head, layer), i) != i:
+            raise UserError(
+                f"{name}, entry {i} is [{head}, {layer}] again (first at entry "
+                f"{seen[head, layer]}): every head appears once"
+            )
+    return np.array(entries, np.int32)
+
+
+def beside(directory: str | os.PathLike | None) -> pathlib.Path | None:
+    """The calibration file of a checkpoint folder, if it has one."""
+    path = pathlib.Path(directory, BESIDE_CHECKPOINT) if directory else None
+    return path if path and path.is_file() else None
+
+
+def model_digest(metadata: dict) -> str:
+    """SHA-256 that tells models apart: of a checkpoint's sources, or of its parameter files."""
+    what = metadata.get("sources") or metadata.get("files") or metadata
+    if isinstance(what, list):
+        what = [{k: v for k, v in entry.items() if k != "file"} for entry in what]
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+
+# --- scores ---
+
+
+def attention_mass(probabilities: Sequence[np.ndarray], schedule: Schedule) -> np.ndarray:
+    """beta [..., K, K] of one sample from attention [..., t_k, c_k] of every scale k over 0..k:
+    mean over queries, sum over the columns of each source scale (HeatKV, Eq. 2). For attention
+    that is at hand; `Probe` sums up the same while generating."""
+    num_scales = schedule.num_scales
+    beta = np.zeros((*probabilities[0].shape[:-2], num_scales, num_scales))
+    for k, attention in enumerate(probabilities):
+        columns = attention.mean(-2, dtype=np.float64)
+        beta[..., k, : k + 1] = np.add.reduceat(columns, schedule.starts[: k + 1], axis=-1)
+    return beta
+
+
+def scas(beta: np.ndarray, sinks: int) -> np.ndarray:
+    """S-CAS [L, N, K]: mean attention mass that later scales, the last included, give to a source
+    scale (HeatKV, Eq. 4); NaN for sinks and the last scale."""
+    num_scales = beta.shape[-1]
+    scores = np.full(beta.shape[:-1], np.nan)
+    for k in range(sinks, num_scales - 1):
+        scores[..., k] = beta[..., k + 1 :, k].mean(-1)
+    return scores
+
+
+def cas(beta: np.ndarray, sinks: int) -> np.ndarray:
+    """CAS [L, N]: attention mass of the last scale on the scales between the sinks and itself, over
+    K - sinks (HeatKV, Eq. 3)."""
+    num_scales = beta.shape[-1]
+    return beta[..., -1, sinks : num_scales - 1].sum(-1) / (num_scales - sinks)
+
+
+def order_heads(scores: np.ndarray) -> np.ndarray:
+    """int32 [T, 2] of (head, layer) by ascending score [L, N]; ties by head, then layer."""
+    layer, head = np.indices(scores.shape).reshape(2, -1)
+    order = np.lexsort((layer, head, scores.ravel()))
+    return np.stack([head, layer], -1)[order].astype(np.int32)
+
+
+def orders_from_scores(scores: np.ndarray, sinks: int) -> np.ndarray:
+    """int32 [S, T, 2]: an order for each source scale from the first after the sinks to K - 2."""
+    layers, heads, num_scales = scores.shape
+    lists = [order_heads(scores[..., k]) for k in range(sinks, num_scales - 1)]
+    return np.array(lists, np.int32).reshape(-1, layers * heads, 2)

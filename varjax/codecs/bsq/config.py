@@ -1,0 +1,139 @@
+"""Configuration of the binary spherical VAE, readable and writable in published argument names."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from varjax.codecs.autoencoder import Layout
+from varjax.codecs.vqvae.config import LARGEST_BLOCKS, LARGEST_LEVELS
+from varjax.errors import UserError
+from varjax.models import published
+
+GROUP_CHOICES = (32, 24)  # normalisation groups: the first that divides a level's channels
+LARGEST_CODE, LARGEST_PATCH = 256, 512
+IGNORED_NAMES = ("note",)  # do not change the function computed
+
+
+@dataclass(frozen=True, kw_only=True)
+class BSQConfig:
+    """Shape of the image codec, in the published names. It has no schedule: the transformer's maps
+    are given with every call.
+
+    Raises `UserError` when a size is impossible.
+    """
+
+    codebook_dim: int = 32  # bits per latent position
+    base_ch: int = 128
+    encoder_ch_mult: tuple[int, ...] = (1, 2, 4, 4, 4)
+    decoder_ch_mult: tuple[int, ...] = (1, 2, 4, 4, 4)
+    num_res_blocks: int = 2  # per level of the encoder; the decoder has one more
+    patch_size: int = 16  # pixels per latent position along each axis
+    image_channels: int = 3
+    cnn_attention: str = "no"
+
+    def __post_init__(self):
+        for name in ("base_ch", "image_channels"):
+            published.check_size("BSQ-VAE", name, getattr(self, name))
+        published.check_size("BSQ-VAE", "codebook_dim", self.codebook_dim, LARGEST_CODE)
+        published.check_size("BSQ-VAE", "num_res_blocks", self.num_res_blocks, LARGEST_BLOCKS)
+        published.check_size("BSQ-VAE", "patch_size", self.patch_size, LARGEST_PATCH)
+        if self.patch_size & (self.patch_size - 1):
+            raise _wrong(f"patch_size is {self.patch_size}, it must be a power of two (8 or 16)")
+        if self.cnn_attention != "no":
+            raise _wrong(
+                f'cnn_attention is {self.cnn_attention!r:.40}; only "no" is supported, as in the'
+                " released tokenizers"
+            )
+        for name in ("encoder_ch_mult", "decoder_ch_mult"):
+            self._check_levels(name, getattr(self, name))
+
+    def _check_levels(self, name: str, multipliers: tuple[int, ...]) -> None:
+        least = self.num_resamplings + 1
+        if not least <= len(multipliers) <= LARGEST_LEVELS or min(multipliers) < 1:
+            raise _wrong(
+                f"{name} is {list(multipliers)[:12]}: patch_size {self.patch_size} needs {least} to"
+                f" {LARGEST_LEVELS} levels, each at least 1"
+            )
+        published.check_size("BSQ-VAE", f"base_ch * {name}", self.base_ch * max(multipliers))
+        for width in {self.base_ch, *(self.base_ch * m for m in multipliers)}:
+            if all(width % groups for groups in GROUP_CHOICES):
+                raise _wrong(
+                    f"a level has {width} channels, which neither 32 nor 24 normalisation groups"
+                    " divide: choose base_ch as a multiple of 24 or 32"
+                )
+
+    @property
+    def z_channels(self) -> int:
+        """Channels of the latent map: one per bit."""
+        return self.codebook_dim
+
+    @property
+    def downsample(self) -> int:
+        """Pixels per latent position along each axis."""
+        return self.patch_size
+
+    @property
+    def decoder_width(self) -> int:
+        """Channels of the decoder at full resolution."""
+        return self.base_ch * self.decoder_ch_mult[0]
+
+    @property
+    def num_resamplings(self) -> int:
+        """Halvings of the encoder, doublings of the decoder."""
+        return self.patch_size.bit_length() - 1
+
+    @property
+    def encoder(self) -> Layout:
+        return self._layout(self.encoder_ch_mult, self.num_res_blocks)
+
+    @property
+    def decoder(self) -> Layout:
+        return self._layout(self.decoder_ch_mult, self.num_res_blocks + 1)
+
+    def _layout(self, multipliers: tuple[int, ...], num_blocks: int) -> Layout:
+        return Layout(
+            image_channels=self.image_channels,
+            latent_channels=self.codebook_dim,
+            base=self.base_ch,
+            widths=tuple(self.base_ch * m for m in multipliers),
+            num_blocks=num_blocks,
+            num_resamplings=self.num_resamplings,
+            group_choices=GROUP_CHOICES,
+        )
+
+    @classmethod
+    def from_published(cls, values: Mapping) -> "BSQConfig":
+        """Read published names. `UserError` for unknown ones, with the list of known ones."""
+        lists = ("encoder_ch_mult", "decoder_ch_mult")
+        loose = dict.fromkeys((*lists, "cnn_attention"), object)
+        types = {f.name: f.type for f in dataclasses.fields(cls)} | loose
+        found = published.arguments("BSQ-VAE", values, types, IGNORED_NAMES)
+        for name in set(lists) & set(found):
+            found[name] = _multipliers(name, found[name])
+        return cls(**found)
+
+    def to_published(self) -> dict:
+        """The published names as plain JSON values."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
+def _wrong(message: str) -> UserError:
+    return UserError(f"BSQ-VAE configuration: {message}")
+
+
+def _multipliers(name: str, values) -> tuple[int, ...]:
+    if not isinstance(values, (list, tuple)) or not all(type(m) is int for m in values):
+        raise _wrong(f"{name} is {values!r:.80}, it must list whole numbers, as [1, 2, 4, 4]")
+    return tuple(values)
+
+
+_EIGHT = {"encoder_ch_mult": (1, 2, 4, 4), "decoder_ch_mult": (1, 2, 4, 4), "patch_size": 8}
+# The released tokenizers, by bits per transformer token: 56 bits are 2x2 positions of 14.
+PRESETS = {
+    "bsq-d16": BSQConfig(codebook_dim=16),
+    "bsq-d24": BSQConfig(codebook_dim=24),
+    "bsq-d32": BSQConfig(codebook_dim=32),
+    "bsq-d64": BSQConfig(codebook_dim=64),
+    "bsq-d56": BSQConfig(codebook_dim=14, **_EIGHT),
+}

@@ -1,0 +1,26 @@
+"""Work on a batch a few images at a time, where all at once would take too much memory."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def map_in_chunks(function: Callable[[Any], Any], images: int, at_once: int) -> Any:
+    """`function(index)` for all images, at most `at_once` in a call.
+
+    Args:
+      function: takes an index of the image axis (int32 [n], or a slice if one call does it) and
+        returns arrays with a leading image axis. The last round may repeat the last image.
+
+    Returns:
+      The results of all images, in order.
+    """
+    rounds = -(-images // max(1, at_once))
+    if rounds == 1:
+        return function(slice(None))
+    size = -(-images // rounds)
+    index = jnp.minimum(jnp.arange(rounds * size), images - 1).reshape(rounds, size)
+    parts = jax.lax.map(function, index)
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:images], parts)

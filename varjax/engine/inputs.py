@@ -1,0 +1,127 @@
+"""Per-scale data of a segment: padded index maps and resize matrices, the scan inputs of the scale
+loop.
+
+Scales of a segment have different map sizes but one padded shape. Tokens live in a row of length T
+(row-major map, then padding); resizing works on a grid of Gh x Gw, the largest height and width of
+the segment. Padding of the grid meets zero columns of the matrices, padding of the token row
+repeats the scale's last token; neither reaches a result.
+"""
+
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from varjax.codecs.patchify import patchify, unpatchify
+from varjax.codecs.resize import area_matrix, bicubic_matrix, bilinear_matrix, resize
+from varjax.engine.segments import Segment, token_index
+from varjax.schedule import Schedule
+
+MATRICES = {"area": area_matrix, "bicubic": bicubic_matrix, "bilinear": bilinear_matrix}
+
+
+@dataclass(frozen=True)
+class Resampling:
+    """How a model's code map changes size: names of `MATRICES` towards a scale and back, and the
+    side of the square of codes that one token stands for."""
+
+    down: str = "area"
+    up: str = "bicubic"
+    patch: int = 1
+
+
+POOLED = Resampling()  # as VAR does
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ScaleMaps:
+    """Arrays with a leading axis over the segment's scales, which `lax.scan` takes away.
+
+    scale, length: index and real tokens of the scale.
+    ratio: k / (K - 1).
+    token_index: global position of every (padded) token.
+    cell, token: grid cell of every token; token of every grid cell.
+    down_*, up_*: matrices from the latent map to the grid and back; with patches of side p, the
+      latent map and the grid have p x p cells per token.
+    patch: p, static.
+    """
+
+    scale: Int[Array, "..."]
+    length: Int[Array, "..."]
+    ratio: Float[Array, "..."]
+    token_index: Int[Array, "... T"]
+    cell: Int[Array, "... T"]
+    token: Int[Array, "... G"]
+    down_rows: Float[Array, "... Gh P"]
+    down_columns: Float[Array, "... Gw Q"]
+    up_rows: Float[Array, "... P Gh"]
+    up_columns: Float[Array, "... Q Gw"]
+    patch: int = field(default=1, metadata=dict(static=True))
+
+    @classmethod
+    def of(
+        cls, schedule: Schedule, segment: Segment, resampling: Resampling = POOLED
+    ) -> "ScaleMaps":
+        """Host arrays for one segment."""
+        scales = np.arange(segment.start, segment.stop)
+        maps = np.array([schedule.maps[s] for s in scales])
+        grid = tuple(int(n) for n in maps.max(0))
+        cells = [_cell(h, w, grid, segment.length) for h, w in maps]
+        axes = [_resizing(maps[:, i], grid[i], schedule.final_map[i], resampling) for i in (0, 1)]
+        (down_rows, up_rows), (down_columns, up_columns) = axes
+        return cls(
+            scale=scales.astype(np.int32),
+            length=maps.prod(1).astype(np.int32),
+            ratio=(scales / max(1, schedule.num_scales - 1)).astype(np.float32),
+            token_index=token_index(schedule, segment),
+            cell=np.stack(cells),
+            token=np.stack([_token(h, w, grid) for h, w in maps]),
+            down_rows=down_rows,
+            down_columns=down_columns,
+            up_rows=up_rows,
+            up_columns=up_columns,
+            patch=resampling.patch,
+        )
+
+    def shrink(self, code_map: Float[Array, "B P Q C"]) -> Float[Array, "B T C"]:
+        """The latent map resized to this scale, as a padded token row; with patches the channels of
+        a token are those of `patchify`."""
+        grid = patchify(resize(code_map, self.down_rows, self.down_columns), self.patch)
+        return grid.reshape(len(grid), -1, grid.shape[-1])[:, self.cell]
+
+    def enlarge(self, codes: Float[Array, "B T C"]) -> Float[Array, "B P Q C"]:
+        """A padded row of codes enlarged to the latent map."""
+        height, width = (a.shape[-1] // self.patch for a in (self.up_rows, self.up_columns))
+        grid = codes[:, self.token].reshape(len(codes), height, width, -1)
+        return resize(unpatchify(grid, self.patch), self.up_rows, self.up_columns)
+
+
+def _resizing(
+    sides: np.ndarray, grid: int, final: int, resampling: Resampling
+) -> tuple[np.ndarray, np.ndarray]:
+    """Matrices of all scales along one axis, to the (padded) grid and back."""
+    patch, final, grid = resampling.patch, final * resampling.patch, grid * resampling.patch
+    down, up = MATRICES[resampling.down], MATRICES[resampling.up]
+    sides = [int(side) * patch for side in sides]
+    return (
+        np.stack([_pad(down(final, side), 0, grid) for side in sides]),
+        np.stack([_pad(up(side, final), 1, grid) for side in sides]),
+    )
+
+
+def _cell(h: int, w: int, grid: tuple[int, int], length: int) -> np.ndarray:
+    cells = (np.arange(h)[:, None] * grid[1] + np.arange(w)).reshape(-1)
+    return np.pad(cells, (0, length - cells.size), mode="edge").astype(np.int32)
+
+
+def _token(h: int, w: int, grid: tuple[int, int]) -> np.ndarray:
+    row, column = (np.minimum(np.arange(g), n - 1) for g, n in zip(grid, (h, w), strict=True))
+    return (row[:, None] * w + column).reshape(-1).astype(np.int32)
+
+
+def _pad(matrix: np.ndarray, axis: int, size: int) -> np.ndarray:
+    width = [(0, 0), (0, 0)]
+    width[axis] = (0, size - matrix.shape[axis])
+    return np.pad(matrix, width)

@@ -1,0 +1,169 @@
+"""Predicted and available memory, so that a batch that cannot fit is refused before anything is
+compiled."""
+
+import os
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import implementations
+from varjax.cache.plan import CachePlan, item_size
+from varjax.cache.state import KVState
+from varjax.engine import program
+from varjax.errors import UserError
+from varjax.models import parameters
+from varjax.models.pipeline import ARRAYS_PER_LOGIT, images_at_once
+
+SCORE_ARRAYS = 3  # of attention without a kernel, at one time
+SAFETY = 0.9  # share of the device's memory that predictions may fill
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Bytes of one batch: weights, the cache (KV pool and what else it carries), what layers hold
+    of the condition (keys and values of the text), and an estimate of activations (largest scale
+    and image decoder)."""
+
+    weights: int
+    kv_pool: int
+    activations: int
+    condition: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_pool + self.activations + self.condition
+
+
+def weight_bytes(transformer, codec, dtype) -> int:
+    """Bytes of the parameters: the transformer in `dtype`, the codec in float32."""
+    return parameters.count(transformer) * item_size(dtype) + parameters.count(codec) * 4
+
+
+def predict(
+    plan: CachePlan,
+    transformer,
+    codec,
+    batch_size: int,
+    dtype,
+    kv_dtype,
+    *,
+    kernels: bool | None = None,
+    text_tokens: int | None = None,
+    decode_batch: int | None = None,
+) -> Prediction:
+    """Predicted bytes. The pool is exact; activations are the live tensors of the widest step,
+    counted from shapes.
+
+    kernels: whether attention runs in a kernel, which has no scores and no gathered keys in memory;
+      None: as on this machine by default.
+    text_tokens: padded length of the text; None: the most that the model takes.
+    decode_batch: images decoded at once; None: as `programs.decode` chooses.
+    """
+    if kernels is None:
+        kernels = implementations.preferred(jax.default_backend()) != "reference"
+    config, rows = transformer.config, batch_size * plan.geometry.rows_per_image
+    tokens = max(plan.geometry.schedule.tokens)
+    layer = rows * tokens * (6 * config.embed_dim + 2 * config.hidden_dim) * item_size(dtype)
+    layer += rows * tokens * config.embed_dim * (4 - item_size(dtype))  # a float32 residual stream
+    if not kernels:
+        layer += _reference_attention(plan, rows, tokens, kv_dtype)
+    chosen = min(batch_size, images_at_once(tokens, config.logits_per_token))
+    logits = ARRAYS_PER_LOGIT * chosen * tokens * config.logits_per_token * 4
+    logits += rows * tokens * config.embed_dim * item_size(dtype)
+    code_map = config.code_map[:2]
+    usual = program.decoder_batch(codec, code_map, batch_size)
+    decoded = min(batch_size, decode_batch or usual)
+    pixels = decoded * program.decoder_bytes(codec, code_map)
+    cache = jax.eval_shape(lambda: KVState.empty(plan, batch_size, jnp.dtype(kv_dtype), dtype))
+    return Prediction(
+        weights=weight_bytes(transformer, codec, dtype),
+        kv_pool=sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(cache)),
+        activations=max(layer, logits, pixels),
+        condition=config.condition_bytes(rows, item_size(dtype), text_tokens),
+    )
+
+
+def _reference_attention(plan: CachePlan, rows: int, tokens: int, kv_dtype) -> int:
+    """Bytes of scores in three stages (XLA's CPU compiler keeps as many), and of keys and values
+    gathered from the pool."""
+    heads = plan.geometry.num_heads
+    keys = tokens + int(plan.capacity.max(initial=0))
+    gathered = 2 * rows * heads * keys * 2 * plan.geometry.head_dim * item_size(kv_dtype)
+    return SCORE_ARRAYS * rows * heads * tokens * keys * 4 + gathered
+
+
+def available_bytes() -> int | None:
+    """Memory that the default device can still give, or None if it does not say."""
+    device = jax.devices()[0]
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    return _free_host_memory() if device.platform == "cpu" else None
+
+
+def _free_host_memory() -> int | None:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            entries = dict(line.split(":", 1) for line in file)
+        return int(entries["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        try:
+            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (OSError, ValueError, AttributeError):
+            return None
+
+
+def largest_batch(predict_for, wanted: int, available: int | None) -> int:
+    """The largest batch up to `wanted` whose prediction fits, found by bisection; 0 if not even one
+    image fits."""
+    if available is None:
+        return wanted
+
+    def fits(n):
+        return predict_for(n).total <= SAFETY * available
+
+    low, high = 0, wanted
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def choose_batch_size(predict_for, asked: int | None, num_images: int, usual: int) -> int:
+    """The batch size of a run: as asked, or `usual` (at most the number of images), cut down to
+    what fits.
+
+    Raises:
+      UserError: the batch asked for, or a single image, does not fit the device.
+    """
+    available = available_bytes()
+    wanted = min(num_images, asked or usual)
+    size = largest_batch(predict_for, wanted, available)
+    if size >= wanted:
+        return wanted
+    need = predict_for(wanted if asked else 1)
+    if asked or size == 0:
+        hint = (
+            f"the largest batch that fits is {size}"
+            if size
+            else "take a smaller budget or a device with more memory"
+        )
+        raise UserError(
+            f"a batch of {wanted if asked else 1} needs about {show_bytes(need.total)} (weights "
+            f"{show_bytes(need.weights)}, "
+            f"KV pool {show_bytes(need.kv_pool)}, condition {show_bytes(need.condition)}, "
+            f"activations {show_bytes(need.activations)}), but "
+            f"{show_bytes(int(SAFETY * available))} are available: {hint}"
+        )
+    return size
+
+
+def show_bytes(number: int) -> str:
+    """1536 -> "1.5 KiB"."""
+    value, unit = float(number), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.4g} {unit}"

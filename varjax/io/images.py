@@ -1,0 +1,146 @@
+"""Pictures on the host: rounding to bytes, grids, PNG and the `.npz` layout of the ADM evaluator.
+
+Letters: N images, H and W pixels. Colours are RGB, last axis 3.
+"""
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Array, Float, UInt8
+
+from varjax.errors import UserError
+from varjax.io.extras import require
+from varjax.storage.files import writing
+
+GAP = 2  # white pixels between the tiles of a grid
+LINE_HEIGHT = 12  # pixels of a line of caption
+CAPTION_LINES = 2
+CAPTION_HEIGHT = CAPTION_LINES * LINE_HEIGHT + 2
+
+
+def to_uint8(images: Float[Array | np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "N H W 3"]:
+    """Bytes 0..255 of images in [0, 1]: 255 x rounded to the nearest, halves up; clipped outside.
+
+    Raises:
+      ValueError: for values that are not finite, which would turn into arbitrary colours.
+    """
+    images = np.asarray(images, np.float32)
+    if not np.isfinite(images).all():
+        raise ValueError("images hold values that are not finite")
+    return np.floor(np.clip(images, 0, 1) * np.float32(255) + np.float32(0.5)).astype(np.uint8)
+
+
+def grid(
+    images: UInt8[np.ndarray, "N H W 3"], columns: int | None = None
+) -> UInt8[np.ndarray, "height width 3"]:
+    """One picture with the images row by row on white, `GAP` pixels apart.
+
+    `columns` defaults to the smallest number that makes the grid at least as wide as high in tiles.
+    """
+    _check(images)
+    count, height, width, _ = images.shape
+    columns = _columns(count, columns)
+    rows = -(-count // columns)
+    shape = (rows * (height + GAP) - GAP, columns * (width + GAP) - GAP, 3)
+    canvas = np.full(shape, 255, np.uint8)
+    for i, image in enumerate(images):
+        top, left = i // columns * (height + GAP), i % columns * (width + GAP)
+        canvas[top : top + height, left : left + width] = image
+    return canvas
+
+
+def save_grid(
+    path: str | os.PathLike,
+    images: UInt8[np.ndarray, "N H W 3"],
+    columns: int | None = None,
+    labels: Sequence[str] | None = None,
+) -> None:
+    """Write the grid of `images` as PNG, each with its label (class name, prompt) below if given.
+
+    Raises:
+      MissingExtra: without pillow.
+      UserError: if there is not one label per image, or `columns` is not positive.
+      OSError: if the file cannot be written; an older one is then still in place.
+    """
+    pillow = require("PIL.Image", extra="eval", purpose="writing PNG files")
+    if labels is not None:
+        images = _with_captions(images, labels)
+    picture = pillow.fromarray(grid(images, columns))
+    with writing(path) as file:
+        picture.save(file, format="PNG")
+
+
+def save_samples_npz(
+    path: str | os.PathLike,
+    images: UInt8[np.ndarray, "N H W 3"],
+    labels: Sequence[int] | np.ndarray | None = None,
+) -> None:
+    """Write `arr_0` (images) and `arr_1` (int64 [N] class labels; left out if None) as `.npz`.
+
+    This is the layout that the ADM evaluation code reads.
+    """
+    _check(images)
+    arrays = [images]
+    if labels is not None:
+        labels = np.asarray(labels)
+        if labels.shape != (len(images),) or labels.dtype.kind not in "iu":
+            raise UserError(
+                f"labels have shape {labels.shape} and type {labels.dtype}: "
+                f"give one whole number for each of the {len(images)} images"
+            )
+        arrays.append(labels.astype(np.int64))
+    with writing(path) as file:
+        np.savez(file, *arrays)
+
+
+def _check(images: np.ndarray) -> None:
+    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3 or not len(images):
+        raise UserError(
+            f"images have shape {images.shape} and type {images.dtype}: "
+            "give uint8 [N, H, W, 3] with at least one image (see to_uint8)"
+        )
+
+
+def _columns(count: int, columns: int | None) -> int:
+    if columns is None:
+        return int(np.ceil(np.sqrt(count)))
+    if columns < 1:
+        raise UserError(f"columns={columns} is not valid: a grid has at least 1 column")
+    return min(columns, count)
+
+
+def _with_captions(images: np.ndarray, labels: Sequence[str]) -> np.ndarray:
+    """The images with a white strip below that holds the label, shortened to the width."""
+    _check(images)
+    if len(labels) != len(images):
+        raise UserError(f"{len(labels)} labels for {len(images)} images: give one for each")
+    strips = np.stack([_caption(str(label), images.shape[2]) for label in labels])
+    return np.concatenate([images, strips], axis=1)
+
+
+def _caption(text: str, width: int) -> UInt8[np.ndarray, "height width 3"]:
+    """Black text on white in pillow's own font, broken at spaces: what fits `CAPTION_LINES`."""
+    pillow = require("PIL.Image", extra="eval", purpose="writing captions")
+    draw_module = require("PIL.ImageDraw", extra="eval", purpose="writing captions")
+    strip = pillow.new("RGB", (width, CAPTION_HEIGHT), "white")
+    draw = draw_module.Draw(strip)
+    shown = text.encode("latin-1", "replace").decode("latin-1")  # what every font of pillow has
+    for i, line in enumerate(_lines(shown, lambda part: draw.textlength(part) <= width)):
+        draw.text((0, i * LINE_HEIGHT), line, fill="black")
+    return np.asarray(strip)
+
+
+def _lines(text: str, fits) -> list[str]:
+    """At most `CAPTION_LINES` lines of whole words; a word that does not fit is cut."""
+    lines: list[str] = []
+    for word in text.split():
+        if lines and fits(f"{lines[-1]} {word}"):
+            lines[-1] = f"{lines[-1]} {word}"
+            continue
+        if len(lines) == CAPTION_LINES:
+            break
+        while not fits(word):
+            word = word[:-1]
+        lines.append(word)
+    return lines

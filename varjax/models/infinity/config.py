@@ -1,0 +1,237 @@
+"""Configuration of the Infinity transformer, in the published constructor's names."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from varjax.errors import UserError
+from varjax.models import published
+from varjax.models.infinity import schedules
+from varjax.sampling import Sampling
+from varjax.schedule import Schedule
+
+LEVELS = 15  # rows of the published level embedding
+FFN_MULTIPLE = 256  # the feed-forward's width is rounded to a multiple of it
+# Options of the published constructor with the one value that all released models have.
+FIXED = {
+    **{"cos_attn": True, "shared_aln": True, "head_aln": True, "use_bit_label": True},
+    **{"rms_norm": False, "swiglu": False, "nm0": False, "cross_attn_layer_scale": -1},
+    **{"rope2d_each_sa_layer": True, "add_lvl_embeding_only_first_block": True},
+    **{"rope2d_normalized_by_hw": 2, "head_depth": 1, "lvl_embed_rows": LEVELS},
+}
+# Published arguments and notes that do not change the function computed, or follow from others.
+IGNORED_NAMES = (
+    *("vae", "vae_local", "note", "drop_rate", "drop_path_rate", "cond_drop_rate", "rand_uncond"),
+    *("tau", "top_p", "top_k", "customized_flash_attn", "fused_mlp", "fused_norm", "checkpointing"),
+    *("pad_to_multiplier", "use_flex_attn", "batch_size", "pn", "train_h_div_w_list"),
+    *("video_frames", "always_training_scales", "inference_mode", "raw_scale_schedule"),
+)
+# Published notes of what follows from others: name to (our name, what it follows from).
+DERIVED = {
+    "ffn_hidden": ("hidden_dim", ("embed_dim", "mlp_ratio")),
+    "text_pool_heads": ("pool_heads", ("text_channels", "embed_dim")),
+}
+MAPS = ("aspect", "size", "patch_nums", "rope_map")
+TEMPLATE = schedules.resolve("1.000", "1M")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfinityConfig:
+    """Shape of an Infinity transformer.
+
+    codebook_dim: bits of one code of the image tokenizer; with `apply_spatial_patchify` a token
+      stands for 2 x 2 codes.
+    schedule, rope_map: maps of tokens, and the map that rotary positions are stretched to: the
+      template's last one at 1M (`infinity_schedules`). Weights do not depend on them.
+    """
+
+    depth: int = 32
+    embed_dim: int = 2048
+    num_heads: int = 16
+    mlp_ratio: float = 4.0
+    norm_eps: float = 1e-6
+    text_channels: int = 2048
+    text_maxlen: int = 512
+    codebook_dim: int = 32
+    apply_spatial_patchify: bool = False
+    block_chunks: int = 8
+    schedule: Schedule = TEMPLATE.schedule
+    rope_map: tuple[int, int] = TEMPLATE.rope_map
+
+    def __post_init__(self):
+        published.check_size("Infinity", "depth", self.depth, published.LARGEST_DEPTH)
+        names = ("embed_dim", "num_heads", "text_channels", "text_maxlen", "codebook_dim")
+        for name in (*names, "block_chunks"):
+            published.check_size("Infinity", name, getattr(self, name))
+        published.check_real("Infinity", "norm_eps", self.norm_eps)
+        published.check_real("Infinity", "mlp_ratio", self.mlp_ratio, positive=True)
+        published.check_size("Infinity", "embed_dim * mlp_ratio", self.hidden_dim)
+        for name, value, parts in (
+            ("embed_dim", self.embed_dim, self.num_heads),
+            ("head size", self.head_dim, 4),  # half of the rotated pairs for rows, half for columns
+            ("depth", self.depth, self.block_chunks),
+            ("embed_dim", self.embed_dim, self.pool_heads),
+        ):
+            if value % parts:
+                raise _wrong(f"{name} {value} is not a multiple of {parts}")
+        if self.schedule.num_scales > LEVELS:
+            raise _wrong(f"{self.schedule.num_scales} scales, the weights know {LEVELS} levels")
+        for (h, w), full in ((m, self.rope_map) for m in self.schedule.maps):
+            if h > full[0] or w > full[1]:
+                raise _wrong(f"map {h}x{w} is larger than rope_map {full[0]}x{full[1]}")
+
+    # --- published names --------------------------------------------------------------------------
+
+    @classmethod
+    def from_published(cls, arguments: Mapping) -> "InfinityConfig":
+        """Read the published constructor's names; further `aspect` and `size` name a template, or
+        `patch_nums` and `rope_map` give its maps.
+
+        Raises:
+          UserError: for an unknown name, a value of the wrong type, or an option that no released
+            model has, or one that does not follow from the others as it must.
+        """
+        types = {f.name: f.type for f in dataclasses.fields(cls) if f.name not in MAPS}
+        types = {**types, "apply_spatial_patchify": object, "schedule": object}
+        loose = {name: object for name in (*FIXED, *DERIVED, *MAPS)}
+        found = published.arguments("Infinity", arguments, {**types, **loose}, IGNORED_NAMES)
+        for name, value in FIXED.items():
+            given = found.pop(name, value)
+            if given != value:
+                raise _wrong(f"{name}={given!r:.40} is not supported: released models have {value}")
+        patchify = found.pop("apply_spatial_patchify", False)
+        if patchify not in (0, 1):
+            raise _wrong(f"apply_spatial_patchify is {patchify!r:.40}, it must be true or false")
+        notes = {name: found.pop(name) for name in DERIVED if name in found}
+        config = cls(**_maps(found), **found, apply_spatial_patchify=bool(patchify))
+        config._check_derived(notes)
+        return config
+
+    def _check_derived(self, given: Mapping) -> None:
+        """Compare what a file says of values that follow from others."""
+        for name, value in given.items():
+            ours, sources = DERIVED[name]
+            if value != getattr(self, ours):
+                follows = " and ".join(f"{s} {getattr(self, s):g}" for s in sources)
+                raise _wrong(
+                    f"{name} is {value!r:.40}, but {follows} make it {getattr(self, ours)}: correct"
+                    f" them, or leave {name} out"
+                )
+
+    def to_published(self) -> dict:
+        """Names and JSON values: the inverse of `from_published`."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        schedule = values.pop("schedule")
+        values["rope_map"] = list(self.rope_map)
+        return {**values, "patch_nums": published.patch_nums(schedule)}
+
+    def with_template(self, aspect: float | str | None, size: str | None) -> "InfinityConfig":
+        """The same weights for another shape of picture. None keeps what it is now."""
+        named = schedules.name_of(self.schedule, self.rope_map)
+        if named is None and None in (aspect, size):
+            raise UserError(
+                "the checkpoint's schedule is none of the published ones: give both aspect and size"
+            )
+        found = schedules.resolve(
+            named[0] if aspect is None else aspect, named[1] if size is None else size
+        )
+        return dataclasses.replace(self, schedule=found.schedule, rope_map=found.rope_map)
+
+    # --- what follows -----------------------------------------------------------------------------
+
+    @property
+    def head_dim(self) -> int:
+        return self.embed_dim // self.num_heads
+
+    @property
+    def hidden_dim(self) -> int:
+        return round(self.embed_dim * self.mlp_ratio / FFN_MULTIPLE) * FFN_MULTIPLE
+
+    @property
+    def pool_heads(self) -> int:
+        """Heads of the text's attentive pool; their size is embed_dim / pool_heads."""
+        return max(1, self.text_channels // (64 if self.embed_dim > 4096 else 128))
+
+    @property
+    def patch(self) -> int:
+        """Side of the square of codes that one token stands for."""
+        return 2 if self.apply_spatial_patchify else 1
+
+    @property
+    def bits(self) -> int:
+        """Bits of one token."""
+        return self.codebook_dim * self.patch**2
+
+    @property
+    def logits_per_token(self) -> int:
+        return 2 * self.bits
+
+    @property
+    def code_map(self) -> tuple[int, int, int]:
+        """Height, width and channels of the latent map."""
+        height, width = self.schedule.final_map
+        return height * self.patch, width * self.patch, self.codebook_dim
+
+    def condition_bytes(self, rows: int, item_size: int, text_tokens: int | None = None) -> int:
+        """Bytes that every layer holds of the condition while an image is drawn: modulation, keys
+        and values of the text."""
+        length = self.text_maxlen if text_tokens is None else text_tokens
+        return self.depth * rows * (6 + 2 * length) * self.embed_dim * item_size
+
+    def check_sampling(self, sampling: Sampling) -> Sampling:
+        """Return it, or raise `UserError` if this model cannot draw that way."""
+        sampling.check(self.schedule.num_scales)
+        if sampling.more_smooth:
+            raise UserError(
+                "more_smooth mixes the codes of a codebook; Infinity draws bits: drop it"
+            )
+        for place in sampling.cfg_insertion_layer:
+            if not -self.depth < place <= 0:
+                raise UserError(
+                    f"cfg_insertion_layer={place}: choose 0 (on the logits) or -1 to "
+                    f"{1 - self.depth} (after layer {self.depth} - k)"
+                )
+        return sampling
+
+
+def _wrong(message: str) -> UserError:
+    return UserError(f"Infinity configuration: {message}")
+
+
+def _maps(found: dict) -> dict:
+    """`schedule` and `rope_map`, taken out of what was read."""
+    aspect, size, patch_nums, rope_map = (found.pop(name, None) for name in MAPS)
+    found.pop("schedule", None)  # only repeats patch_nums, if at all
+    if patch_nums is None:
+        template = schedules.resolve(
+            "1.000" if aspect is None else aspect, "1M" if size is None else size
+        )
+        return {"schedule": template.schedule, "rope_map": template.rope_map}
+    if aspect is not None or size is not None:
+        raise _wrong("give either aspect and size, or patch_nums and rope_map")
+    schedule = published.schedule("Infinity", patch_nums)
+    pair = schedule.final_map if rope_map is None else rope_map
+    if not (
+        isinstance(pair, (list, tuple)) and len(pair) == 2 and all(type(n) is int for n in pair)
+    ):
+        raise _wrong(f"rope_map is {pair!r:.40}, it must be [height, width]")
+    return {"schedule": schedule, "rope_map": tuple(pair)}
+
+
+def _preset(depth: int, width: int, heads: int, chunks: int = 4, **more) -> InfinityConfig:
+    return InfinityConfig(
+        depth=depth, embed_dim=width, num_heads=heads, block_chunks=chunks, **more
+    )
+
+
+# The released 2B and 8B, and the other sizes that the published inference script lists.
+PRESETS = {
+    "infinity-2b": InfinityConfig(),
+    "infinity-8b": _preset(40, 3584, 28, 8, codebook_dim=14, apply_spatial_patchify=True),
+    "infinity-layer12": _preset(12, 768, 8),
+    "infinity-layer16": _preset(16, 1152, 12),
+    "infinity-layer24": _preset(24, 1536, 16),
+    "infinity-layer32": _preset(32, 2080, 20),
+    "infinity-layer40": _preset(40, 2688, 24),
+    "infinity-layer48": _preset(48, 3360, 28),
+}

@@ -1,0 +1,81 @@
+"""How many devices a program runs on, and what is split over them.
+
+`data` splits the images of a batch; `model` splits heads and weights of every layer.
+"""
+
+import math
+from dataclasses import dataclass
+
+from varjax.cli.command_line import typed_pairs
+from varjax.errors import UserError, nearest
+
+AXES = ("data", "model")
+
+
+@dataclass(frozen=True)
+class MeshSpec:
+    """Devices along each axis, `data` first."""
+
+    data: int = 1
+    model: int = 1
+
+    @classmethod
+    def parse(cls, text: str | None) -> "MeshSpec":
+        """Read "data=4,model=2"; axes that are left out have one device, as has no text.
+
+        Raises:
+          UserError: an unknown axis, one given twice, or no whole number from 1 on.
+        """
+        sizes = {}
+        try:
+            pairs = typed_pairs(text or "")
+        except UserError as error:
+            raise UserError(f"--mesh={text}: {error}") from None
+        for axis, size in pairs.items():
+            if axis not in AXES:
+                raise UserError(
+                    f"--mesh={text}: unknown axis {axis!r}: choose data (images) or model (heads "
+                    f"and weights), for example data=4,model=2{nearest(axis, AXES)}"
+                )
+            # isdecimal alone also accepts digits of other scripts, and int() very long texts
+            if not (size.isascii() and size.isdecimal() and len(size) < 8 and int(size) >= 1):
+                raise UserError(f"--mesh={text}: {axis}={size} is no number of devices, 1 or more")
+            sizes[axis] = int(size)
+        return cls(**sizes)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.data, self.model)
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.shape)
+
+    def check(self, *, batch_size: int, num_heads: int, available: int, where: str) -> "MeshSpec":
+        """Return self.
+
+        Args:
+          available: devices that there are. where: of what, for the message.
+
+        Raises:
+          UserError: more devices than there are, or a batch or heads that cannot be divided.
+        """
+        if self.num_devices > available:
+            raise UserError(
+                f"--mesh={self} takes {self.num_devices} devices, {where} has at most "
+                f"{available}: choose smaller axes"
+            )
+        if batch_size % self.data:
+            raise UserError(
+                f"--mesh={self}: {batch_size} images cannot be split evenly over {self.data} "
+                f"devices: choose a --batch_size that is a multiple of {self.data}"
+            )
+        if num_heads % self.model:
+            raise UserError(
+                f"--mesh={self}: {num_heads} heads cannot be split evenly over {self.model} "
+                f"devices: choose a divisor of {num_heads} for model"
+            )
+        return self
+
+    def __str__(self) -> str:
+        return f"data={self.data},model={self.model}"

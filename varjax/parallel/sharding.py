@@ -1,0 +1,269 @@
+"""Generation over several devices: one program, run by every device on its share.
+
+`data` splits the images of a batch: nothing is exchanged. `model` splits heads and the width of the
+feed-forward; every device has a pool of its own for its heads, and two sums per layer are
+exchanged. An image does not depend on how a batch is split.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from varjax.cache.allocation import StaticAllocation
+from varjax.cache.plan import CachePlan, build_plan
+from varjax.cache.state import KVState
+from varjax.cache.tables import LayerTables
+from varjax.engine import scales
+from varjax.engine.inputs import POOLED, Resampling
+from varjax.engine.scales import SegmentTables
+from varjax.engine.segments import Segment
+from varjax.errors import UserError
+from varjax.parallel import split as parallel
+from varjax.parallel.mesh import AXES, MeshSpec
+from varjax.parallel.split import Split
+
+DATA, MODEL = AXES
+
+
+def make_mesh(spec: MeshSpec, devices) -> Mesh:
+    """The first devices as a mesh with the axes data and model."""
+    return Mesh(np.array(devices[: spec.num_devices]).reshape(spec.shape), AXES)
+
+
+def check_plan(plan: CachePlan, spec: MeshSpec) -> None:
+    """Raise `UserError` if a plan cannot be carried out on such a mesh."""
+    if spec.model > 1 and not plan.static_content:
+        raise UserError(
+            f"--mesh={spec}: policy {plan.policy.name!r} decides on the device what to keep, which "
+            f"does not work with heads on several devices yet: use data only, or a policy whose "
+            f"contents are known beforehand (full, swa, streaming, heatkv, table)"
+        )
+    one, two = (_input_shapes(plan, images) for images in (1, 2))
+    if one != two:
+        raise UserError(
+            f"--mesh={spec}: policy {plan.policy.name!r} treats the images of a batch differently, "
+            f"which works on one device only"
+        )
+
+
+def _input_shapes(plan: CachePlan, images: int) -> list[tuple[int, ...]]:
+    inputs = plan.policy.inputs(plan.geometry, plan.allocation, np.arange(images))
+    return [np.shape(a) for a in jax.tree.leaves(inputs)]
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedPlan:
+    """A plan divided over a mesh: one plan per group of heads, all with the same pool size."""
+
+    plan: CachePlan
+    spec: MeshSpec
+
+    @cached_property
+    def groups(self) -> list[CachePlan]:
+        """The plan of each device along `model`."""
+        if self.spec.model == 1:
+            return [self.plan]
+        plans = [self._group(i) for i in range(self.spec.model)]
+        blocks = max(p.pool_blocks for p in plans)
+        return [dataclasses.replace(p, pool_blocks=blocks) for p in plans]
+
+    def _group(self, index: int) -> CachePlan:
+        plan, heads = self.plan, self.plan.geometry.num_heads // self.spec.model
+        mine = slice(index * heads, (index + 1) * heads)
+        assert isinstance(plan.allocation, StaticAllocation)
+        return build_plan(
+            dataclasses.replace(plan.geometry, num_heads=heads),
+            StaticAllocation(plan.allocation.death[:, mine]),
+            block_size=plan.block_size,
+            budget=plan.budget,
+            accounting=plan.accounting,
+            policy=plan.policy,
+        )
+
+    def empty_state(self, batch_size: int, dtype, compute_dtype) -> KVState:
+        """The caches of all devices side by side: rows along `data`, blocks along `model`."""
+        groups = len(self.groups)
+        whole = dataclasses.replace(self.groups[0], pool_blocks=groups * self.groups[0].pool_blocks)
+        return KVState.empty(whole, batch_size, dtype, compute_dtype)
+
+    def tables(
+        self,
+        segments: tuple[Segment, ...],
+        image_index: np.ndarray,
+        resampling: Resampling = POOLED,
+    ) -> tuple[SegmentTables, ...]:
+        """Scan inputs with the heads of all groups side by side; block numbers are those of each
+        group's own pool."""
+        groups = [scales.program_tables(p, segments, image_index, resampling) for p in self.groups]
+        return tuple(
+            dataclasses.replace(parts[0], layers=_beside([p.layers for p in parts]))
+            for parts in zip(*groups, strict=True)
+        )
+
+
+def _beside(parts: list[LayerTables]) -> LayerTables:
+    """Tables of groups of heads as one: the head axis is the third, entries are filled up with
+    empty ones."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def join(*arrays):
+        entries = max(a.shape[3] for a in arrays)
+        fill = -1 if arrays[0].ndim == 5 else 0  # sources of writes; -1 writes nothing
+        rest = [(0, 0)] * (arrays[0].ndim - 4)
+        return np.concatenate(
+            [
+                np.pad(
+                    a,
+                    ((0, 0), (0, 0), (0, 0), (0, entries - a.shape[3]), *rest),
+                    constant_values=fill,
+                )
+                for a in arrays
+            ],
+            axis=2,
+        )
+
+    return jax.tree.map(join, *parts)
+
+
+# --- how arrays are divided -----------------------------------------------------------------------
+
+
+def map_weights(function, pipeline: Any) -> Any:
+    """`function(array, Split or None)` of every array of the pipeline."""
+    splits = {f"transformer.blocks.{name}": s for name, s in pipeline.transformer.splits().items()}
+
+    def of(path, leaf):
+        name = ".".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
+        return function(leaf, splits.get(name.removesuffix(".value")))
+
+    return jax.tree_util.tree_map_with_path(of, pipeline)
+
+
+def _weight_specs(pipeline: Any, spec: MeshSpec) -> Any:
+    def spec_of(leaf, split: Split | None):
+        if split is None or spec.model == 1:
+            return P()
+        return P(*(MODEL if axis == split.axis else None for axis in range(leaf.ndim)))
+
+    return map_weights(spec_of, pipeline)
+
+
+def _state_specs(plan: ShardedPlan, dtype, compute_dtype) -> KVState:
+    """Rows along `data`, found by comparing the caches of one and of two images."""
+    one, two = (
+        jax.eval_shape(lambda n=n: plan.empty_state(n, dtype, compute_dtype)) for n in (1, 2)
+    )
+    specs = jax.tree.map(
+        lambda a, b: P(*(None if x == y else DATA for x, y in zip(a.shape, b.shape, strict=True))),
+        *(one, two),
+    )
+    if plan.spec.model == 1:
+        return specs
+    scale = None if specs.kv_scale is None else P(DATA, MODEL)
+    return dataclasses.replace(specs, kv_pool=P(DATA, MODEL), kv_scale=scale)
+
+
+def _table_specs(tables: tuple[SegmentTables, ...], spec: MeshSpec) -> Any:
+    per_head = P(None, None, MODEL) if spec.model > 1 else P()
+    return tuple(
+        SegmentTables(
+            *(jax.tree.map(lambda _: P(), part) for part in (t.maps, t.cache)),
+            jax.tree.map(lambda _: per_head, t.layers),
+        )
+        for t in tables
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedProgram:
+    """`engine.generate_codes` for a mesh.
+
+    specs: how the arguments (pipeline, state, condition, keys, tables, given) are divided.
+    """
+
+    mesh: Mesh
+    spec: scales.ProgramSpec
+    specs: tuple
+
+    @classmethod
+    def of(
+        cls, mesh: Mesh, spec: scales.ProgramSpec, plan: ShardedPlan, pipeline, state, tables, given
+    ) -> "ShardedProgram":
+        """For arguments of these shapes; `tables` as `ShardedPlan.tables` makes them."""
+        # keys of the previous scale are the only other array whose type is a choice, and its type
+        # does not change how it is divided
+        states = _state_specs(plan, state.kv_pool.dtype, "float32")
+        tokens = None if given is None else scales.Given(P(DATA), P())
+        specs = (
+            *(_weight_specs(pipeline, plan.spec), states, P(DATA), P(DATA)),
+            *(_table_specs(tables, plan.spec), tokens),
+        )
+        return cls(mesh, spec, specs)
+
+    def __call__(self, *arguments):
+        state = self.specs[1]
+
+        def run(*local):
+            with parallel.over(MODEL if self.mesh.shape[MODEL] > 1 else None):
+                return scales.generate_codes(*local, spec=self.spec)
+
+        names = ("tokens", "code_map", *(("logits",) if self.spec.keep_logits else ()))
+        results = {name: P(DATA) for name in names}
+        return jax.shard_map(
+            run,
+            mesh=self.mesh,
+            in_specs=self.specs,
+            out_specs=(results, state),
+            check_vma=False,
+        )(*arguments)
+
+    def place_shapes(self, which: int | slice, arguments: Any) -> Any:
+        """Shapes of some arguments (by their place in `specs`), placed on the mesh."""
+        return jax.tree.map(
+            lambda a, where: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where),
+            *(arguments, jax.tree.broadcast(self.shardings[which], arguments)),
+        )
+
+    def over_images(self, function):
+        """`function(pipeline, array [B, ...]) -> array [B, ...]`, every device along `data` for
+        its images."""
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=(self.specs[0], P(DATA)),
+            out_specs=P(DATA),
+            check_vma=False,
+        )
+
+    @cached_property
+    def shardings(self) -> tuple:
+        """`NamedSharding` of every argument."""
+        return jax.tree.map(
+            partial(NamedSharding, self.mesh), self.specs, is_leaf=lambda s: isinstance(s, P)
+        )
+
+
+def place_weights(pipeline: Any, spec: MeshSpec, shardings: Any) -> Any:
+    """The pipeline on the mesh, array by array: the sections of side-by-side parameters (queries,
+    keys, values) interleaved so that every device's share is contiguous. The host does it, so that
+    no device holds more than its share of them."""
+
+    def arranged(leaf, split: Split | None):
+        if split is None or split.parts == 1 or spec.model == 1:
+            return leaf
+        array, shape, axis = np.asarray(leaf), leaf.shape, split.axis
+        cut = array.reshape(*shape[:axis], split.parts, spec.model, -1, *shape[axis + 1 :])
+        return np.swapaxes(cut, axis, axis + 1).reshape(shape)
+
+    leaves, tree = jax.tree.flatten(pipeline)
+    places = jax.tree.leaves(shardings)
+    arrays = jax.tree.leaves(map_weights(arranged, pipeline))
+    assert len(leaves) == len(places) == len(arrays)
+    return tree.unflatten([jax.device_put(a, p) for a, p in zip(arrays, places, strict=True)])

@@ -1,0 +1,64 @@
+"""Rooms on the host: how many tokens a head may hold, in whole numbers that keep to the budget.
+
+A room is an upper bound; the capacity when a scale starts is the room or, early on, what exists.
+All rooms together are at most floor(budget * F * L * N), with budget 1 every room is F.
+"""
+
+import numpy as np
+
+from varjax.cache.geometry import Geometry
+
+_HALVINGS = 100  # of the water level's interval: down to the last bit of a float64
+
+
+def total(geometry: Geometry, budget: float) -> int:
+    """Tokens that all heads of all layers may hold together."""
+    return int(budget * geometry.dense_tokens + 1e-6)
+
+
+def uniform(geometry: Geometry, budget: float) -> int:
+    """The room of every head when all get the same."""
+    return int(budget * geometry.schedule.persistent_tokens + 1e-6)
+
+
+def capacity(geometry: Geometry, rooms: np.ndarray | int) -> np.ndarray:
+    """int32 [K, L, N]: tokens held when each scale starts, from rooms that broadcast to it.
+
+    A head that was narrow cannot fill a wider room with more than one scale's tokens, so capacities
+    grow by at most that.
+    """
+    schedule = geometry.schedule
+    shape = (schedule.num_scales, geometry.num_layers, geometry.num_heads)
+    rooms = np.broadcast_to(rooms, shape)
+    held = np.zeros(shape, np.int32)
+    for s in range(1, schedule.num_scales):
+        held[s] = np.minimum(rooms[s], held[s - 1] + schedule.tokens[s - 1])
+    return held
+
+
+def apportion(tokens: int, weights: np.ndarray, lower: int, upper: int) -> np.ndarray:
+    """int64, shaped as `weights`: divide `tokens` in proportion to positive weights, each share
+    between `lower` and `upper`.
+
+    What a full share cannot take goes to the others in proportion (water-filling); fractions are
+    rounded by largest remainder, the earlier entry first among equals. The sum is `tokens` exactly,
+    as far as the bounds allow it.
+    """
+    flat = np.asarray(weights, np.float64).ravel()
+    tokens = int(np.clip(tokens, lower * flat.size, upper * flat.size))
+    exact = np.clip(_water_level(tokens, flat, lower, upper) * flat, lower, upper)
+    shares = np.floor(exact + 1e-9).astype(np.int64)
+    fraction = np.where(shares < upper, exact - shares, -1.0)
+    for i in np.argsort(-fraction, kind="stable")[: max(0, tokens - shares.sum())]:
+        shares[i] += 1
+    return shares.reshape(np.shape(weights))
+
+
+def _water_level(tokens: int, weights: np.ndarray, lower: int, upper: int) -> float:
+    """The factor at which the clipped multiples of the weights add up to `tokens`."""
+    low, high = 0.0, (upper + 1) / weights.min()
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        enough = np.clip(middle * weights, lower, upper).sum() >= tokens
+        low, high = (low, middle) if enough else (middle, high)
+    return high
