@@ -64,7 +64,7 @@ def compile_program(lower, jaxpr, pipeline, carried=()) -> tuple[Program, Any]:
     Args:
       lower: makes the `jax.stages.Lowered`.
       jaxpr: of the same program. pipeline: the shapes of its first argument, the weights.
-      carried: arrays (`aot_buffers.Carried`) that should be updated in place.
+      carried: arrays (`buffers.Carried`) that should be updated in place.
 
     Raises:
       DoesNotFit: the compiler says so.

@@ -19,7 +19,7 @@ COMMAND = '''
 import os
 import sys
 from absl import flags
-from varjax import command_line
+from varjax.cli import command_line
 from varjax.errors import UserError
 
 NAMES = flags.DEFINE_list("names", ["a", "b"], "who")
@@ -198,7 +198,7 @@ def test_required_flag_is_named(tmp_path, environment):
     program = """
         '''Needs a flag.'''
         from absl import flags
-        from varjax import command_line
+        from varjax.cli import command_line
         flags.DEFINE_string("out", None, "where to write", required=True)
         flags.DEFINE_string("source", None, "what to read", required=True)
         command_line.run(lambda argv: None)

@@ -1,6 +1,6 @@
 """The two programs of a run, before they are compiled: drawing codes, and decoding pixels.
 
-`varjax.generation` compiles them for the device that is there, `experiments.aot` for chips that are
+`Generator` compiles them for the device that is there, `experiments.aot` for chips that are
 not; so both compile the same thing. Arguments may be arrays or `jax.ShapeDtypeStruct`s (whose
 `sharding` names the device).
 """
