@@ -8,7 +8,7 @@ from ported_weights import rules
 from ported_weights.readers import sources
 from ported_weights.tables import t5
 from ported_weights.tables.registry import CUSTOM, TABLES, Table
-from varjax.cli.command_line import Progress
+from varjax.progress import Progress
 from varjax.errors import UserError, choose
 from varjax.models import parameters, registry
 from varjax.sampling import RECOMMENDABLE, Sampling

@@ -35,7 +35,8 @@ def fidelity(report: dict) -> str:
 
 
 def _panel(report: dict, metric: str) -> str:
-    title, unit, better = tables.METRICS[metric]
+    shown = tables.METRICS[metric]
+    title, unit, better = shown.title, shown.unit, shown.better
     curves = tables.curves(tables.rows(report), metric)
     points = [p for curve in curves.values() for p in curve]
     if not points:

@@ -7,7 +7,7 @@ stay, is free in the next.
 
 import jax
 
-from varjax.engine.generator import Generator
+from varjax.generator import Generator
 from varjax.text import batches
 from varjax.text.encoder import TextEncoder
 from varjax.text.features import TextFeatures

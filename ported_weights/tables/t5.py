@@ -17,7 +17,7 @@ from flax import nnx
 from ported_weights import rules
 from ported_weights.readers import sources
 from ported_weights.rules import Ignore, Rule
-from varjax.cli.command_line import Progress
+from varjax.progress import Progress
 from varjax.errors import UserError
 from varjax.models import parameters
 from varjax.storage.folders import check_absent

@@ -5,6 +5,7 @@ Letters: B images, L tokens, V vocabulary.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from varjax.errors import UserError
@@ -45,3 +46,11 @@ def token_kl(reference: Float[Array, "B L V"], other: Float[Array, "B L V"]) -> 
         )
     pairs = zip(reference, other, strict=True)
     return jnp.stack([kl_divergence(jnp.asarray(a), jnp.asarray(b)) for a, b in pairs])
+
+
+def image_kl(reference: Float[Array, "B L *bits V"], other) -> Float[Array, " B"]:
+    """Token-mean KL of each image in nats. A token of several bits counts their sum."""
+    images, tokens, *_, choices = other.shape
+    flat = (a.reshape(images, -1, choices) for a in (reference, other))
+    found = np.asarray(token_kl(*flat))
+    return found.reshape(images, tokens, -1).sum(-1).mean(1)

@@ -1,0 +1,42 @@
+"""Where a command writes: one file, or a folder that may be continued."""
+
+import pathlib
+
+from experiments.run.batch_store import BatchStore
+from varjax.cli.flags import CommandFlags
+from varjax.storage.files import check_file_place
+
+
+class FileFlags:
+    """--NAME=FILE and --overwrite."""
+
+    def __init__(self, flags: CommandFlags, name: str, help: str, *, required: bool = False):
+        self._file = flags.string(name, None, help)
+        self._overwrite = flags.boolean(
+            "overwrite", False, f"Replace the --{name} file if it exists."
+        )
+        if required:
+            flags.require(name)
+
+    def check(self) -> pathlib.Path | None:
+        """The file, which may be written there now; None if none is wanted."""
+        if not self._file.value:
+            return None
+        flag = f"--{self._file.name}"
+        return check_file_place(self._file.value, overwrite=self._overwrite.value, flag=flag)
+
+
+class FolderFlags:
+    """--out and --overwrite of a command whose interrupted runs continue."""
+
+    def __init__(self, flags: CommandFlags):
+        self._overwrite = flags.boolean("overwrite", False, "Replace --out if it exists.")
+        self._out = flags.string("out", None, "Output folder; default: a new one under results/.")
+
+    def open(self, stem: str, description: dict) -> BatchStore:
+        """The folder and its finished batches. stem: of the name under results/. description: what
+        decides the results."""
+        if self._out.value is None:
+            return BatchStore.fresh(stem, description)
+        out = pathlib.Path(self._out.value)
+        return BatchStore(out, description, overwrite=self._overwrite.value)
