@@ -18,12 +18,17 @@ class FileFlags:
         if required:
             flags.require(name)
 
+    @property
+    def path(self) -> pathlib.Path | None:
+        """The file; None if none is wanted."""
+        return pathlib.Path(self._file.value) if self._file.value else None
+
     def check(self) -> pathlib.Path | None:
-        """The file, which may be written there now; None if none is wanted."""
-        if not self._file.value:
-            return None
-        flag = f"--{self._file.name}"
-        return check_file_place(self._file.value, overwrite=self._overwrite.value, flag=flag)
+        """Likewise. `UserError` unless it may be written there now."""
+        if self._file.value:
+            flag = f"--{self._file.name}"
+            check_file_place(self._file.value, overwrite=self._overwrite.value, flag=flag)
+        return self.path
 
 
 class FolderFlags:
