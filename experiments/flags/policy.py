@@ -52,7 +52,6 @@ class PolicyFlags:
     """The flags of one policy."""
 
     def __init__(self, flags: CommandFlags):
-        policy_module_flag(flags)
         self._policy = flags.choice("policy", "full", POLICIES, "KV-cache policy.")
         self._budget = flags.floating(
             "budget",
@@ -63,6 +62,7 @@ class PolicyFlags:
             "policy_args", "", "Further arguments of the policy: key=value,key=value."
         )
         self._calibration = calibration_flag(flags)
+        policy_module_flag(flags)
 
     def resolve(self) -> Policy:
         """The policy, checked."""

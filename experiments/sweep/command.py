@@ -46,13 +46,13 @@ from varjax.sampling import Sampling
 from varjax.storage.folders import replacing
 
 FLAGS = CommandFlags()
-policy_module_flag(FLAGS)
 POLICIES = FLAGS.string(
     "policies", "all", "all, or policies separated by commas: headkv,streaming:sinks=3+block_size=8"
 )
 BUDGETS = FLAGS.string("budgets", "0.1,0.25,0.5", "Fractions of the full cache's bytes.")
 MODEL = ModelFlags(FLAGS)
 CALIBRATION = calibration_flag(FLAGS)
+policy_module_flag(FLAGS)
 CONDITION = ConditionFlags(FLAGS)
 SAMPLES = FLAGS.integer(
     "samples", 8, "So many of the first images are kept for the report.", lower_bound=1
