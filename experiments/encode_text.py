@@ -16,7 +16,7 @@ from experiments.prompts import condition, sets
 from varjax import api
 from varjax.cli import command_line
 from varjax.storage import manifest
-from varjax.storage.files import check_file_place
+from varjax.storage.atomic import check_new_file
 from varjax.text import encoder as encoder_lib
 from varjax.text.encoder import TextEncoder
 from varjax.text.features import MAX_LENGTH, TextFeatures
@@ -72,7 +72,7 @@ def text(features: TextFeatures) -> str:
 
 
 def main(argv) -> None:
-    target = check_file_place(SAVE.value, overwrite=OVERWRITE.value, flag="--save")
+    target = check_new_file(SAVE.value, overwrite=OVERWRITE.value, flag="--save")
     prompts = sets.read_prompts(PROMPTS.value, PROMPT_SET.value)
     negative = None
     if NEGATIVE_PROMPTS.value:

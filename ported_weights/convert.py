@@ -13,7 +13,7 @@ from varjax.errors import UserError, choose
 from varjax.models import parameters, registry
 from varjax.sampling import RECOMMENDABLE, Sampling
 from varjax.storage import checkpoint
-from varjax.storage.folders import check_absent
+from varjax.storage.atomic import check_new_folder
 from varjax.storage.manifest import parse_json
 from varjax.text import encoder as text_encoder
 
@@ -50,7 +50,7 @@ def convert(request: Request, say: Callable[[str], None] = print) -> None:
     choose("model", request.model, MODELS)
     if request.dtype is not None:
         choose("dtype", request.dtype, DTYPES)
-    check_absent(request.out, overwrite=request.overwrite)
+    check_new_folder(request.out, overwrite=request.overwrite)
     tokenizer_source = _tokenizer_source(request)
     family, transformer, codec, sampling = configurations(request, say)
     encoder = _open_text_encoder(family, transformer, request)

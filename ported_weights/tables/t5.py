@@ -20,7 +20,7 @@ from ported_weights.rules import Ignore, Rule
 from varjax.cli.command_line import Progress
 from varjax.errors import UserError
 from varjax.models import parameters
-from varjax.storage.folders import check_absent
+from varjax.storage.atomic import check_new_folder
 from varjax.storage.manifest import parse_json
 from varjax.text import encoder as encoder_lib
 from varjax.text.t5 import T5Config, T5Encoder
@@ -122,7 +122,7 @@ def port(
     Raises:
       UserError: wrong input of any kind. Nothing is written then.
     """
-    check_absent(out_folder, overwrite=overwrite)
+    check_new_folder(out_folder, overwrite=overwrite)
     read(source_dir, say).write(out_folder, dtype=dtype, overwrite=overwrite)
 
 

@@ -10,7 +10,7 @@ from PIL import Image
 from varjax.errors import UserError
 from varjax.io.extras import MissingExtra, require
 from varjax.io.images import CAPTION_HEIGHT, GAP, grid, save_grid, save_samples_npz, to_uint8
-from varjax.storage.files import writing
+from varjax.storage.atomic import new_file
 
 
 def some_images(count=5, height=6, width=4):
@@ -121,12 +121,12 @@ def test_package_that_is_there_but_broken_is_not_called_missing(tmp_path, monkey
 def test_failed_write_keeps_the_old_file(tmp_path):
     target = tmp_path / "report.bin"
     target.write_bytes(b"old")
-    with pytest.raises(RuntimeError), writing(target) as file:
+    with pytest.raises(RuntimeError), new_file(target) as file:
         file.write(b"half")
         raise RuntimeError
     assert target.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [target]
-    with writing(target) as file:
+    with new_file(target) as file:
         file.write(b"new")
     assert target.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [target]

@@ -333,7 +333,7 @@ def test_overwriting(request_for, tmp_path):
     request = request_for("b_k6_sharedaln")
     out = _quiet(request)
     (out / "old").write_text("")
-    _refused(request, "exists already.*--overwrite", tmp_path)
+    _refused(request, "exists already.*overwrite", tmp_path)
     again = dataclasses.replace(request, overwrite=True)
     _refused(dataclasses.replace(again, source="nowhere.pth"), "no file", tmp_path)
     _quiet(again)

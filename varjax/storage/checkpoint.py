@@ -20,7 +20,7 @@ from varjax.models import parameters, registry
 from varjax.schedule import Schedule
 from varjax.storage import arrays as parameter_files
 from varjax.storage import manifest as description_file
-from varjax.storage.folders import replacing
+from varjax.storage.atomic import new_folder
 
 PARTS = ("transformer", "codec")
 
@@ -95,7 +95,7 @@ def save(
     modules = {"transformer": transformer, "codec": codec}
     free = {k: v for k, v in (metadata or {}).items() if k != "files"}  # files are those written
     description_file.check_entries(directory, family, free, transformer.config, codec.config)
-    with replacing(directory, overwrite=overwrite) as folder:
+    with new_folder(directory, overwrite=overwrite) as folder:
         arrays = {
             f"{part}/{name}": array
             for part, module in modules.items()

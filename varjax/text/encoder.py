@@ -23,7 +23,7 @@ from varjax.errors import UserError
 from varjax.models import parameters
 from varjax.storage import arrays as parameter_files
 from varjax.storage import manifest
-from varjax.storage.folders import replacing
+from varjax.storage.atomic import new_folder
 from varjax.text import batches
 from varjax.text.features import MAX_LENGTH, TextFeatures
 from varjax.text.t5 import T5Config, T5Encoder
@@ -202,7 +202,7 @@ def save(
     """
     Tokenizer(tokenizer, encoder.config.vocab_size)
     arrays = parameter_files.host_arrays(encoder, _checked_dtype(dtype))
-    with replacing(directory, overwrite=overwrite) as folder:
+    with new_folder(directory, overwrite=overwrite) as folder:
         parameter_files.write(folder / "params", arrays)
         shutil.copyfile(tokenizer, folder / FILE_NAME)
         content = {

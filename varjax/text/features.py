@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from varjax.errors import UserError
-from varjax.storage.files import writing
+from varjax.storage.atomic import new_file
 from varjax.text.t5 import PRESETS
 
 MAX_LENGTH = 512  # tokens of the released models
@@ -184,7 +184,7 @@ class TextFeatures:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the features of the prompts (not how often each is repeated) as npz."""
-        with writing(path) as file:
+        with new_file(path) as file:
             np.savez(file, **self._arrays())
 
     def _arrays(self) -> dict[str, np.ndarray]:
