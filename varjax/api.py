@@ -1,6 +1,5 @@
 """From labels or text to images: loading, planning, compiling once, running batch after batch."""
 
-import gc
 import numbers
 import os
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from varjax.models.registry import Family
 from varjax.policies import POLICIES, Policy, get_policy
 from varjax.sampling import Sampling
 from varjax.storage import checkpoint
-from varjax.text.encoder import FOLDER, TextEncoder
+from varjax.text.encoder import encode_texts
 from varjax.text.features import TextFeatures
 
 
@@ -101,12 +100,12 @@ def load(
             f"--out=DIR` and give DIR"
         )
     dtype = choose("dtype", str(dtype or default_dtype()), DTYPES)
-    found = checkpoint.load(directory, dtype, "float32")
-    family = registry.family(found.family)
-    transformer = with_template(family, found.transformer, aspect, size)
-    pipeline = family.pipeline(transformer, found.codec)
+    parts, metadata = checkpoint.load(directory, {"transformer": dtype, "codec": "float32"})
+    family = registry.family(metadata["family"])
+    transformer = with_template(family, parts["transformer"], aspect, size)
+    pipeline = family.pipeline(transformer, parts["codec"])
     name = "demo" if path is None else Path(directory).name
-    return Model(pipeline, found.metadata, name, str(directory))
+    return Model(pipeline, metadata, name, str(directory))
 
 
 def with_template(family: Family, transformer, aspect, size):
@@ -187,10 +186,9 @@ def read_prompts(model: Model, prompts: Sequence[str]) -> TextFeatures:
     """Features of prompts by the text encoder of the model's checkpoint, which is on the device
     only while this runs. `UserError` if there is none, or it is another model's."""
     config = model.pipeline.transformer.config
-    reader = TextEncoder.load(Path(model.directory or "") / FOLDER, default_dtype())
-    features = reader.encode(prompts, max_length=config.text_maxlen)
-    del reader
-    gc.collect()  # modules refer to themselves, and their arrays should go now
+    features, _ = encode_texts(
+        model.directory or "", prompts, dtype=default_dtype(), max_length=config.text_maxlen
+    )
     return features.fitted(config.text_channels, config.text_maxlen)
 
 

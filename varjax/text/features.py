@@ -69,7 +69,7 @@ class TextFeatures:
         if longest > self.text_maxlen:
             raise UserError(
                 f"a text has {longest} tokens, the model takes {self.text_maxlen}: encode it with"
-                f" --max_length={self.text_maxlen}"
+                f" max_length={self.text_maxlen}"
             )
 
     def _check_negative(self) -> None:
