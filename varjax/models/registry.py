@@ -12,9 +12,7 @@ from varjax.codecs.vqvae.model import VQVAE
 from varjax.errors import UserError, choose
 from varjax.models import parameters
 from varjax.models.infinity import transformer as infinity
-from varjax.models.infinity.pipeline import InfinityPipeline
 from varjax.models.var import transformer as var
-from varjax.models.var.pipeline import VARPipeline
 from varjax.text.t5 import T5Config, T5Encoder
 
 
@@ -64,7 +62,7 @@ def _abstract(part: Part, config):
 
 @dataclass(frozen=True)
 class Family:
-    """Parts that make a model together, and what makes them one for the engine.
+    """Parts that make a model together.
 
     parts: by name; "transformer" and "codec", which turns tokens into pictures, are always there.
     agreed: names that the configurations of both have and must agree in.
@@ -73,7 +71,6 @@ class Family:
 
     name: str
     parts: Mapping[str, Part]
-    pipeline: type
     agreed: tuple[str, ...]
     condition: str
 
@@ -129,7 +126,6 @@ FAMILIES = {
             "transformer": Part("VAR", var.VARConfig, var.VAR),
             "codec": Part("VQVAE", VQVAEConfig, VQVAE),
         },
-        VARPipeline,
         agreed=("vocab_size", "z_channels", "schedule"),
         condition="labels",
     ),
@@ -140,7 +136,6 @@ FAMILIES = {
             "codec": Part("BSQVAE", bsq.BSQConfig, bsq.BSQVAE),
             "text_encoder": OWN_FOLDER["text_encoder"],
         },
-        InfinityPipeline,
         agreed=("codebook_dim",),
         condition="text",
     ),
