@@ -5,6 +5,7 @@ import json
 import os
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,7 +52,7 @@ def _assert_same(one, other):
         ours, theirs = (parameters.named(getattr(c, part)) for c in (one, other))
         assert list(ours) == list(theirs)
         for name in ours:
-            np.testing.assert_array_equal(np.asarray(ours[name]), np.asarray(theirs[name]), name)
+            chex.assert_trees_all_equal(np.asarray(ours[name]), np.asarray(theirs[name]), name)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -77,7 +78,7 @@ def test_teacher_forced_logits(name, ported, fixtures):
     with jax.default_matmul_precision("highest"):
         for labels, key in ((data["labels"], "logits"), (null, "logits_null")):
             logits = forward(found.transformer, labels)[:, data["logit_pos"]]
-            np.testing.assert_allclose(logits, data[key], atol=LOGITS, rtol=0, err_msg=key)
+            chex.assert_trees_all_close(logits, data[key], atol=LOGITS, rtol=0, custom_message=key)
 
 
 def _hidden_states(model, labels, codes):
@@ -103,7 +104,7 @@ def test_teacher_inputs(name, ported, fixtures):
     codes = jax.jit(lambda quantizer, tokens: quantizer.teacher_inputs(tokens))(
         ported[name].codec.quantizer, data["tokens"]
     )
-    np.testing.assert_allclose(codes, data["x_BLCv_wo_first_l"], atol=3e-5, rtol=0)
+    chex.assert_trees_all_close(codes, data["x_BLCv_wo_first_l"], atol=3e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", NAMES[1:])
@@ -113,8 +114,8 @@ def test_hidden_states_of_every_block(name, ported, fixtures):
         states = jax.jit(_hidden_states)(
             ported[name].transformer, data["labels"], data["x_BLCv_wo_first_l"]
         )[:, :, data["block_pos"]]
-    np.testing.assert_allclose(states[0], data["block_in"], atol=HIDDEN, rtol=0)
-    np.testing.assert_allclose(states[1:], data["block_out"], atol=HIDDEN, rtol=0)
+    chex.assert_trees_all_close(states[0], data["block_in"], atol=HIDDEN, rtol=0)
+    chex.assert_trees_all_close(states[1:], data["block_out"], atol=HIDDEN, rtol=0)
 
 
 def test_description(ported, fixtures):
@@ -151,7 +152,8 @@ def test_storage_type_classes_and_sampling(request_for, tmp_path):
         sampling=str(tmp_path / "sampling.json"),
     )
     found = checkpoint.load(_quiet(request))
-    assert found.transformer.dtype == jnp.bfloat16 and found.metadata["dtype"] == "bfloat16"
+    chex.assert_type(found.transformer, jnp.bfloat16)
+    assert found.metadata["dtype"] == "bfloat16"
     assert found.class_names == names
     assert found.sampling == {"cfg": 3, "top_k": 9, "top_p": 0.0, "more_smooth": False}
 

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +25,7 @@ def test_the_embedded_demo():
     assert content["num_classes"] == len(content["class_names"]) == 44
     assert content["sampling"] == {"cfg": 1.5, "top_k": 100, "top_p": 0.95, "more_smooth": False}
     found = checkpoint.load(checkpoint.demo_directory(), dtype="float32")
-    assert found.transformer.dtype == jnp.float32
+    chex.assert_type(found.transformer, jnp.float32)
     size = sum(f.stat().st_size for f in found.path.rglob("*") if f.is_file())
     assert size < 12e6
 
@@ -49,7 +50,7 @@ def test_the_demo_is_its_original_in_bfloat16(ported):
     for part in ("transformer", "codec"):
         ours, theirs = (parameters.named(getattr(c, part)) for c in (demo, ported))
         for name in theirs:
-            np.testing.assert_array_equal(ours[name], theirs[name].astype(jnp.bfloat16), name)
+            chex.assert_trees_all_equal(ours[name], theirs[name].astype(jnp.bfloat16), name)
     strip = [{k: v for k, v in s.items() if k != "part"} for s in demo.metadata["sources"]]
     assert strip == [
         {k: v for k, v in s.items() if k != "part"} for s in ported.metadata["sources"]
@@ -77,5 +78,5 @@ def test_greedy_tokens_follow_from_teacher_forced_logits(ported):
 
     with jax.default_matmul_precision("highest"):
         logits = guided(ported.transformer, ported.codec.quantizer, tokens, labels)
-    np.testing.assert_array_equal(logits.argmax(-1), tokens)
-    np.testing.assert_allclose(logits[0], data["logits_first_label_cfg1.5"], atol=1e-3, rtol=0)
+    chex.assert_trees_all_equal(logits.argmax(-1), tokens)
+    chex.assert_trees_all_close(logits[0], data["logits_first_label_cfg1.5"], atol=1e-3, rtol=0)

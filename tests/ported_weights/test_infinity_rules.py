@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import chex
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -68,7 +69,7 @@ def _assert_same(one, other):
     ours, theirs = parameters.named(one), parameters.named(other)
     assert list(ours) == list(theirs)
     for name in ours:
-        np.testing.assert_array_equal(np.float32(ours[name]), np.float32(theirs[name]), name)
+        chex.assert_trees_all_equal(np.float32(ours[name]), np.float32(theirs[name]), name)
 
 
 # --- names and shapes of the published sizes ------------------------------------------------------
@@ -128,7 +129,7 @@ def test_chunks_of_layers():
     for i in range(2):
         for j in range(2):
             expected = arrays[f"block_chunks.{i}.module.{j}.ffn.fc1.bias"]
-            np.testing.assert_array_equal(ported.blocks.fc1.bias[...][2 * i + j], expected)
+            chex.assert_trees_all_equal(ported.blocks.fc1.bias[...][2 * i + j], expected)
     plain = _renumbered(arrays)
     for chunks in (1, 2):
         _assert_same(_apply(plain, dataclasses.replace(config, block_chunks=chunks)).module, ported)
@@ -149,7 +150,7 @@ def test_modulation_keeps_its_order():
     arrays = _tensors()
     found = _apply(arrays, _config()).module.blocks.modulation_offset[...]
     name = "block_chunks.1.module.0.ada_gss"
-    np.testing.assert_array_equal(found[2], arrays[name][0, 0])
+    chex.assert_trees_all_equal(found[2], arrays[name][0, 0])
 
 
 def _problems(arrays, **changes) -> str:
@@ -191,7 +192,7 @@ def test_length_of_the_unconditional_text():
     arrays = _tensors()
     ported = _apply(arrays, _config(text_maxlen=20))
     found = ported.module.unconditional_text[...]
-    np.testing.assert_array_equal(found, arrays["cfg_uncond"][:20])
+    chex.assert_trees_all_equal(found, arrays["cfg_uncond"][:20])
     reason = "only the first 20 are used: text_maxlen is 20"
     assert ("rows 20 to 31 of cfg_uncond", reason) in ported.ignored
     text = _problems(arrays, text_maxlen=33)
@@ -227,12 +228,12 @@ def test_shards_and_patchify(tmp_path):
     for shard in (HERE / "infinity_B_sharded").glob("*.safetensors"):
         arrays |= load_file(shard)
     named = parameters.named(found.transformer)
-    np.testing.assert_array_equal(
+    chex.assert_trees_all_equal(
         named["word_embedding/kernel"], arrays["word_embed.weight"].astype(np.float32).T
     )
     for i in range(3):
         expected = arrays[f"block_chunks.{i}.module.0.sa.scale_mul_1H11"].astype(np.float32)
-        np.testing.assert_array_equal(named["blocks/log_scale"][i], expected.reshape(-1))
+        chex.assert_trees_all_equal(named["blocks/log_scale"][i], expected.reshape(-1))
 
 
 def test_configuration_files(tmp_path):

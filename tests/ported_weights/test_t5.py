@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,16 +74,19 @@ def test_numbers_of_the_original(published, tmp_path, io):
     keys, length = io["rel_offset"], ids.shape[1]
     for query in (0, 70, length - 1):
         offsets = np.arange(length) - query - keys[0]
-        np.testing.assert_array_equal(bias[0, :, query], io["rel_bias"][:, offsets])
-    np.testing.assert_allclose(inside, io["hidden_after_block0"], atol=HIDDEN, rtol=0)
-    np.testing.assert_allclose(features, io["last_hidden_state"], atol=HIDDEN, rtol=0)
+        chex.assert_trees_all_equal(bias[0, :, query], io["rel_bias"][:, offsets])
+    chex.assert_trees_all_close(inside, io["hidden_after_block0"], atol=HIDDEN, rtol=0)
+    chex.assert_trees_all_close(features, io["last_hidden_state"], atol=HIDDEN, rtol=0)
     starts = io["enc_cu_seqlens"]
     texts = [io["enc_ids"][a:b].tolist() for a, b in zip(starts, starts[1:], strict=False)]
     found = batches.encode(encoder.module, [*texts, None, texts[0]], 2)
     assert [len(f) for f in found[:2]] == io["enc_lens"].tolist()
-    np.testing.assert_allclose(np.concatenate(found[:2]), io["enc_kv_compact"], atol=HIDDEN, rtol=0)
-    np.testing.assert_allclose(found[3], found[0], atol=HIDDEN, rtol=0)
-    assert found[2].shape == (1, 64) and not found[2].any()
+    chex.assert_trees_all_close(
+        np.concatenate(found[:2]), io["enc_kv_compact"], atol=HIDDEN, rtol=0
+    )
+    chex.assert_trees_all_close(found[3], found[0], atol=HIDDEN, rtol=0)
+    chex.assert_shape(found[2], (1, 64))
+    assert not found[2].any()
 
 
 def test_all_containers_give_the_same(published, tmp_path, torch_zip):
@@ -96,7 +100,7 @@ def test_all_containers_give_the_same(published, tmp_path, torch_zip):
     torch_zip.save(published / "pytorch_model.bin", {**weights, **decoder})
     found = parameters.named(_ported(published, tmp_path / "b").module)
     for name, array in wanted.items():
-        np.testing.assert_array_equal(found[name], array)
+        chex.assert_trees_all_equal(found[name], array)
 
     del weights["shared.weight"]
     names = sorted(weights)
@@ -108,7 +112,7 @@ def test_all_containers_give_the_same(published, tmp_path, torch_zip):
     (published / "pytorch_model.bin").write_bytes(b"not read")
     found = parameters.named(_ported(published, tmp_path / "c").module)
     for name, array in wanted.items():
-        np.testing.assert_array_equal(found[name], array)
+        chex.assert_trees_all_equal(found[name], array)
 
 
 def test_an_index_without_its_shards_does_not_hide_the_other_container(published, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ def test_prompts_to_features(text_encoder):
     assert {batches.padded_size(n) for n in wanted} >= {16, 64}
     batch = found.take(range(5))["kv"]
     alone = np.asarray(text_encoder.module(jnp.array([ids[3]]), jnp.array([len(ids[3])])))
-    np.testing.assert_allclose(batch[3, : len(ids[3])], alone[0], atol=2e-5, rtol=0)
+    chex.assert_trees_all_close(batch[3, : len(ids[3])], alone[0], atol=2e-5, rtol=0)
     assert not batch[1].any()
 
 
@@ -53,7 +54,7 @@ def test_sizes_and_batches(text_encoder, monkeypatch):
 def test_negative_prompts(text_encoder):
     found = text_encoder.encode(["a cat", "a red pear"], ["a dog"])
     wanted = text_encoder.encode(["a dog"])
-    np.testing.assert_allclose(found.negative_kv, wanted.kv, atol=2e-5, rtol=0)
+    chex.assert_trees_all_close(found.negative_kv, wanted.kv, atol=2e-5, rtol=0)
     assert found.negative_lens.tolist() == wanted.lens.tolist()
     assert text_encoder.encode(["a cat"], ["  "]).negative_kv is None
     with pytest.raises(UserError, match="negative prompt 1 is empty and others are not"):
@@ -88,7 +89,7 @@ def test_numbers_that_make_no_sense(text_encoder, numbers):
 def test_folder_there_and_back(folder, random_encoder, text_encoder):
     found, wanted = (parameters.named(m) for m in (text_encoder.module, random_encoder))
     for name, array in wanted.items():
-        np.testing.assert_array_equal(found[name], array)
+        chex.assert_trees_all_equal(found[name], array)
     content = encoder_lib.read_description(folder)
     assert content["parameters"] == parameters.count(random_encoder)
     assert "spiece.model" in content["files"] and content["dtype"] == "float32"
@@ -96,7 +97,7 @@ def test_folder_there_and_back(folder, random_encoder, text_encoder):
 
 
 def test_loading_in_another_type(folder):
-    assert TextEncoder.load(folder, "bfloat16").module.dtype == jnp.bfloat16
+    chex.assert_type(TextEncoder.load(folder, "bfloat16").module, jnp.bfloat16)
     with pytest.raises(UserError, match="text encoder in float16: choose float32 or bfloat16"):
         TextEncoder.load(folder, "float16")
 

@@ -47,7 +47,7 @@ class TextFeatures:
     kv: Float[np.ndarray, "rows C"]
     lens: Int[np.ndarray, " P"]
     negative_kv: Float[np.ndarray, "rows_negative C"] | None = None
-    negative_lens: Int[np.ndarray, " P"] | None = None
+    negative_lens: Int[np.ndarray, " P_negative"] | None = None
     unconditional: Bool[np.ndarray, " P"] | None = None
     prompts: tuple[str, ...] | None = None
     numbers: Int[np.ndarray, " N"] | None = None
@@ -104,7 +104,7 @@ class TextFeatures:
             raise UserError(f"{count} images per prompt: at least 1")
         return dataclasses.replace(self, numbers=np.repeat(self.numbers, count))
 
-    def take(self, index: Int[np.ndarray, " B"]) -> dict[str, np.ndarray]:
+    def take(self, index: Sequence[int] | Int[np.ndarray, " B"]) -> dict[str, np.ndarray]:
         """Arrays of the images `index`: `kv` float32 [B, M, C] with zeros behind each text,
         `length` int32 [B], `unconditional` bool [B], and `negative_kv`, `negative_length` likewise
         where there are negative texts. Shapes depend on nothing but B."""
