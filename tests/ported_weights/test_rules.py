@@ -179,8 +179,7 @@ def test_released_names_and_shapes(name, part, parameters_expected, fixtures):
     """The state dicts of the original classes at published sizes find their places."""
     tensors = released_shapes.read(fixtures / "released_shapes.json.gz", name)
     preset = registry.preset("var-d16" if name == "vqvae" else name)
-    kind = getattr(registry.family(preset.family), part)
-    config = getattr(preset, part)
+    kind, config = registry.family(preset.family).parts[part], preset.configs[part]
     if part == "transformer":
         tensors["lvl_1L"].value = lambda shape: config.schedule.scale_of_token[None]
     module = kind.abstract(config)
