@@ -103,6 +103,19 @@ class Model:
             rows_per_image=2 if config.is_guided(sampling) else 1,
         )
 
+    def with_config(self, config) -> "Model":
+        """The same weights, shared and not copied, under another configuration of the
+        transformer."""
+        if config == self.config:
+            return self
+        transformer = nnx.merge(*nnx.split(self.transformer))
+        transformer.config = config
+        return replace(self, parts={**self.parts, "transformer": transformer})
+
+    def with_template(self, aspect: float | str | None, size: str | None) -> "Model":
+        """This model for pictures of another shape; `UserError` if there is no such template."""
+        return self.with_config(self.family.with_template(self.config, aspect, size))
+
     # --- weights ----------------------------------------------------------------------------------
 
     @property
@@ -125,8 +138,7 @@ class Model:
         dtype = choose("dtype", str(dtype or default_dtype()), DTYPES)
         dtypes = {"transformer": dtype, "codec": "float32"}
         parts, _ = checkpoint.load(self.directory, dtypes, on_host)
-        parts["transformer"] = with_config(parts["transformer"], self.config)
-        return replace(self, parts=parts)
+        return replace(self, parts=parts).with_config(self.config)
 
 
 def describe(
@@ -152,10 +164,7 @@ def describe(
         directory = Path(name_or_directory or checkpoint.demo_directory())
         name = directory.resolve().name if name_or_directory else "demo"
         parts, metadata = checkpoint.describe(directory)
-        family = registry.family(metadata["family"])
-    config = family.with_template(parts["transformer"].config, aspect, size)
-    parts["transformer"] = with_config(parts["transformer"], config)
-    return Model(name, parts, metadata, directory)
+    return Model(name, parts, metadata, directory).with_template(aspect, size)
 
 
 def load(
@@ -182,12 +191,3 @@ def load(
     """
     model = describe(path, aspect=aspect, size=size)
     return model.load_weights(dtype, on_host=on_host)
-
-
-def with_config(module: nnx.Module, config) -> nnx.Module:
-    """The same weights, shared and not copied, under another configuration."""
-    if config == module.config:
-        return module
-    other = nnx.merge(*nnx.split(module))
-    other.config = config
-    return other
