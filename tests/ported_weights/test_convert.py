@@ -56,7 +56,7 @@ def _assert_same(one, other):
         ours, theirs = (parameters.named(parts[part]) for parts in (one, other))
         assert list(ours) == list(theirs)
         for name in ours:
-            chex.assert_trees_all_equal(np.asarray(ours[name]), np.asarray(theirs[name]), name)
+            chex.assert_trees_all_equal(np.asarray(ours[name]), np.asarray(theirs[name]))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -78,7 +78,8 @@ def test_teacher_forced_logits(name, ported, fixtures):
     data = np.load(fixtures / name / "forward.npz")
     transformer = ported[name][0]["transformer"]
     null = np.full_like(data["labels"], transformer.config.null_label)
-    forward = jax.jit(lambda model, labels: model(labels, data["x_BLCv_wo_first_l"]))
+    codes = jnp.asarray(data["x_BLCv_wo_first_l"])
+    forward = jax.jit(lambda model, labels: model(labels, codes))
     with jax.default_matmul_precision("highest"):
         for labels, key in ((data["labels"], "logits"), (null, "logits_null")):
             logits = forward(transformer, labels)[:, data["logit_pos"]]
@@ -88,15 +89,15 @@ def test_teacher_forced_logits(name, ported, fixtures):
 def _hidden_states(model, labels, codes):
     """Input and output of every block, [D + 1, B, L, C], layer by layer."""
     scale = model.config.schedule.scale_of_token
-    context = model.prepare(labels)
+    context = model.encode_rows(labels)
     x = jnp.concatenate([context["start"], model.word_embedding(codes)], axis=1)
     x = x + model.position_embedding[...] + model.level_embedding[scale]
     states = [x]
     for i in range(model.config.depth):
         block = jax.tree.map(lambda leaf, i=i: leaf[i], model.blocks)
-        q, k, v = model.project(block, context["layers"][i], x)
-        attended = layers.dense_attention(q, k, v, scale[:, None] >= scale[None])
-        x = model.finish(block, context["layers"][i], x, attended)
+        q, k, v = model.project(block, context["layers"][i], None, x)
+        attended = layers.dense_attention(q, k, v, jnp.asarray(scale[:, None] >= scale[None]))
+        x = model.post_attention(block, context["layers"][i], None, x, attended)
         states.append(x)
     return jnp.stack(states)
 

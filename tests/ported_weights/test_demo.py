@@ -53,7 +53,7 @@ def test_the_demo_is_its_original_in_bfloat16(ported):
     for part in ("transformer", "codec"):
         ours, theirs = (parameters.named(p[part]) for p in (demo, parts))
         for name in theirs:
-            chex.assert_trees_all_equal(ours[name], theirs[name].astype(jnp.bfloat16), name)
+            chex.assert_trees_all_equal(ours[name], theirs[name].astype(jnp.bfloat16))
     strip = [{k: v for k, v in s.items() if k != "part"} for s in described["sources"]]
     assert strip == [{k: v for k, v in s.items() if k != "part"} for s in again["sources"]]
     names = json.loads((ORIGINAL / "classes.json").read_text())["classes"]

@@ -77,7 +77,7 @@ def _assert_same(one, other):
     ours, theirs = parameters.named(one), parameters.named(other)
     assert list(ours) == list(theirs)
     for name in ours:
-        chex.assert_trees_all_equal(np.float32(ours[name]), np.float32(theirs[name]), name)
+        chex.assert_trees_all_equal(np.float32(ours[name]), np.float32(theirs[name]))
 
 
 # --- names and shapes of the published sizes ------------------------------------------------------
