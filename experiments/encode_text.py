@@ -21,7 +21,6 @@ from varjax.model import default_dtype
 from varjax.progress import Progress
 from varjax.storage import manifest
 from varjax.text import encoder as encoder_lib
-from varjax.text.encoder import TextEncoder
 from varjax.text.features import MAX_LENGTH, TextFeatures
 
 FLAGS = CommandFlags()
@@ -81,15 +80,16 @@ def main(argv) -> None:
     encoder_lib.check_folder(folder)
     progress = Progress("encoded text", len(prompts), every=2.0)
     progress.note("reading the encoder")
-    encoder = TextEncoder.load(folder, DTYPE.value or default_dtype())
 
     def report(done: int, total: int) -> None:
         progress.total = total
         progress.update(done)
 
-    features = encoder.encode(
+    features, _ = encoder_lib.encode_texts(
+        folder,
         prompts.texts,
         None if negative is None else negative.texts,
+        dtype=DTYPE.value or default_dtype(),
         max_length=longest,
         batch_size=BATCH_SIZE.value,
         names=prompts.names,

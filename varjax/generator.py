@@ -298,11 +298,12 @@ class Generator:
             program.place(self._networks, self._formats)
         if self._sharded is not None:
             arguments = jax.device_put(arguments, self._sharded.shardings[2:])
+        # a new pool for every batch: the last one was donated, and zeroing is not what is timed
         state = jax.block_until_ready(self.empty_state())
         start = time.perf_counter()
         results, state = self._program(self._networks, state, *arguments)
         if not keep_cache:
-            state = None
+            state = None  # the last reference: decoding may use that memory
         results["images"] = self._decoder(self._networks, results["code_map"])
         jax.block_until_ready(results)
         self.timing.runs.append(time.perf_counter() - start)

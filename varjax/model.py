@@ -103,6 +103,19 @@ class Model:
             rows_per_image=2 if config.is_guided(sampling) else 1,
         )
 
+    def with_config(self, config) -> "Model":
+        """The same weights, shared and not copied, under another configuration of the
+        transformer."""
+        if config == self.config:
+            return self
+        transformer = nnx.merge(*nnx.split(self.transformer))
+        transformer.config = config
+        return replace(self, parts={**self.parts, "transformer": transformer})
+
+    def with_template(self, aspect: float | str | None, size: str | None) -> "Model":
+        """This model for pictures of another shape; `UserError` if there is no such template."""
+        return self.with_config(self.family.with_template(self.config, aspect, size))
+
     # --- weights ----------------------------------------------------------------------------------
 
     @property
@@ -123,10 +136,9 @@ class Model:
                 f"--source=... --tokenizer_source=... --out=DIR` and give DIR"
             )
         dtype = choose("dtype", str(dtype or default_dtype()), DTYPES)
-        loaded = checkpoint.load(self.directory, dtype, "float32")
-        parts = {"transformer": loaded.transformer, "codec": loaded.codec}
-        parts["transformer"] = with_config(parts["transformer"], self.config)
-        return replace(self, parts=parts)
+        dtypes = {"transformer": dtype, "codec": "float32"}
+        parts, _ = checkpoint.load(self.directory, dtypes, on_host)
+        return replace(self, parts=parts).with_config(self.config)
 
 
 def describe(
@@ -146,20 +158,13 @@ def describe(
         name, directory = str(name_or_directory), None
         preset = registry.preset(name)
         family = registry.family(preset.family)
-        parts = {
-            "transformer": family.transformer.abstract(preset.transformer),
-            "codec": family.codec.abstract(preset.codec),
-        }
+        parts = {n: part.abstract(preset.configs[n]) for n, part in family.tree.items()}
         metadata = {"family": preset.family, "sampling": dict(preset.sampling)}
     else:
         directory = Path(name_or_directory or checkpoint.demo_directory())
         name = directory.resolve().name if name_or_directory else "demo"
-        found = checkpoint.load_abstract(directory)
-        parts = {"transformer": found.transformer, "codec": found.codec}
-        metadata, family = found.metadata, registry.family(found.family)
-    config = family.with_template(parts["transformer"].config, aspect, size)
-    parts["transformer"] = with_config(parts["transformer"], config)
-    return Model(name, parts, metadata, directory)
+        parts, metadata = checkpoint.describe(directory)
+    return Model(name, parts, metadata, directory).with_template(aspect, size)
 
 
 def load(
@@ -186,12 +191,3 @@ def load(
     """
     model = describe(path, aspect=aspect, size=size)
     return model.load_weights(dtype, on_host=on_host)
-
-
-def with_config(module: nnx.Module, config) -> nnx.Module:
-    """The same weights, shared and not copied, under another configuration."""
-    if config == module.config:
-        return module
-    other = nnx.merge(*nnx.split(module))
-    other.config = config
-    return other

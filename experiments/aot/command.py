@@ -35,7 +35,7 @@ from varjax.cli.flags import CommandFlags
 from varjax.engine.segments import plan_segments
 from varjax.errors import UserError
 from varjax.io.json_text import json_text
-from varjax.storage.files import writing
+from varjax.storage.atomic import new_file
 
 FLAGS = CommandFlags()
 MODEL = ModelFlags(FLAGS, published="Published name")
@@ -160,6 +160,6 @@ def main(argv) -> int:
     if target:
         flags, versions = FLAGS.values.flag_values_dict(), worker.versions()
         content = {"flags": flags, "versions": versions, "results": results}
-        with writing(target) as file:
+        with new_file(target) as file:
             file.write(json_text(content).encode())
     return int(any(r["status"] == "failed" for r in results))

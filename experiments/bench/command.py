@@ -37,7 +37,7 @@ from pallas_kernels.ragged_attention.config import Config
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError, choose
 from varjax.progress import Progress
-from varjax.storage.files import writing
+from varjax.storage.atomic import new_file
 
 FLAGS = CommandFlags()
 MODELS = tuple(dict.fromkeys(name.rpartition("-t")[0] for name in arg_specs.SPECS))
@@ -198,7 +198,7 @@ def _count(name: str) -> int:
 def save(contents: dict) -> None:
     if JSON.path:
         contents = {"jax": jax.__version__, "command": sys.argv} | contents
-        with writing(JSON.path) as file:
+        with new_file(JSON.path) as file:
             file.write((json.dumps(contents, indent=1) + "\n").encode())
 
 

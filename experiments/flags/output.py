@@ -4,7 +4,8 @@ import pathlib
 
 from experiments.run.batch_store import BatchStore
 from varjax.cli.flags import CommandFlags
-from varjax.storage.files import check_file_place
+from varjax.errors import UserError
+from varjax.storage.atomic import check_new_file
 
 
 class FileFlags:
@@ -25,9 +26,13 @@ class FileFlags:
 
     def check(self) -> pathlib.Path | None:
         """Likewise. `UserError` unless it may be written there now."""
-        if self._file.value:
-            flag = f"--{self._file.name}"
-            check_file_place(self._file.value, overwrite=self._overwrite.value, flag=flag)
+        if self.path is not None:
+            overwrite = self._overwrite.value
+            if self.path.is_file() and not overwrite:
+                raise UserError(
+                    f"{self.path} exists already: choose another file or add --overwrite"
+                )
+            check_new_file(self._file.value, overwrite=overwrite, flag=f"--{self._file.name}")
         return self.path
 
 
@@ -43,5 +48,7 @@ class FolderFlags:
         decides the results."""
         if self._out.value is None:
             return BatchStore.fresh(stem, description)
-        out = pathlib.Path(self._out.value)
-        return BatchStore(out, description, overwrite=self._overwrite.value)
+        out, overwrite = pathlib.Path(self._out.value), self._overwrite.value
+        if out.exists() and not overwrite:
+            raise UserError(f"{out} exists already: choose another folder or add --overwrite")
+        return BatchStore(out, description, overwrite=overwrite)

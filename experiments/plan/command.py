@@ -35,7 +35,7 @@ from varjax.cli.flags import CommandFlags
 from varjax.engine.memory import show_bytes
 from varjax.errors import UserError
 from varjax.model import Model
-from varjax.storage.files import writing
+from varjax.storage.atomic import new_file
 
 FLAGS = CommandFlags()
 MODEL = ModelFlags(FLAGS, published="Published name")
@@ -149,5 +149,5 @@ def main(argv) -> None:
     ]
     print(text(name, plan, *sizes, remarks))
     if target:
-        with writing(target) as file:
+        with new_file(target) as file:
             np.savez(file, **arrays(plan, *sizes))

@@ -17,8 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from varjax.errors import UserError
-from varjax.storage.files import writing
-from varjax.storage.folders import check_absent
+from varjax.storage.atomic import check_new_folder, new_file
 
 SETTINGS = "settings.json"
 LOCK = "lock"
@@ -32,7 +31,7 @@ class BatchStore:
     """
 
     def __init__(self, out: pathlib.Path, description: dict, *, overwrite: bool):
-        check_absent(out, overwrite=overwrite)
+        check_new_folder(out, overwrite=overwrite, flag="--out")
         self.out, self.overwrite = out, overwrite
         self.settings = json.dumps(description, sort_keys=True)
         self.work = _partial(out)
@@ -48,7 +47,8 @@ class BatchStore:
                 continue
             with contextlib.suppress(UserError):
                 return cls(out, description, overwrite=False)
-            check_absent(out, overwrite=False)  # not the unfinished run: no permission, say
+            # not the unfinished run: no permission, say
+            check_new_folder(out, overwrite=False, flag="--out")
         raise UserError(f"{RESULTS} holds 999 runs of {stem}: name a folder with --out")
 
     def _check_work(self) -> None:
@@ -87,7 +87,7 @@ class BatchStore:
             for path in self.work.iterdir():
                 if path.name != LOCK:
                     path.unlink()
-            with writing(self.work / SETTINGS) as file:
+            with new_file(self.work / SETTINGS) as file:
                 file.write(self.settings.encode())
 
     def finished(self, series: str) -> int:
@@ -96,7 +96,7 @@ class BatchStore:
 
     def add(self, series: str, index: np.ndarray, results: dict[str, np.ndarray]) -> None:
         """Keep one finished batch."""
-        with writing(self.work / f"{series}-{index[0]:08d}.npz") as file:
+        with new_file(self.work / f"{series}-{index[0]:08d}.npz") as file:
             np.savez(file, index=index, **results)
 
     def batches(self, series: str) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:

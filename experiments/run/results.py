@@ -17,7 +17,7 @@ from varjax.generator import Generator
 from varjax.io import extras, images
 from varjax.io.json_text import json_text
 from varjax.metrics import fidelity
-from varjax.storage.folders import replacing
+from varjax.storage.atomic import new_folder
 
 PIXELS = "pixels.npy"  # in the work folder, while results are written
 GRID_PIXELS = 2**26  # of the images in grid.png, which shows no more of them
@@ -36,7 +36,7 @@ def finish(run: Run, store: BatchStore, generator: Generator) -> dict:
     """Write all results into the final folder and return the report."""
     close = _fidelity(store) if run.compare else None
     report = run_report.build(run, generator, close, resumed=store.resumed)
-    with replacing(store.out, overwrite=store.overwrite) as out:
+    with new_folder(store.out, overwrite=store.overwrite) as out:
         _write_pictures(out, run, _pixels(store))
         if run.save_arrays:
             _write_arrays(out, run, store.collect("main"))

@@ -24,7 +24,7 @@ from varjax.io.json_text import json_safe
 from varjax.metrics import fidelity
 from varjax.metrics.registry import METRICS
 from varjax.model import Model
-from varjax.storage.files import writing
+from varjax.storage.atomic import new_file
 
 REFERENCE_LOGITS = 2**30  # bytes of the full cache's logits that are kept in host memory
 DAMAGED = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
@@ -122,7 +122,7 @@ class Runner:
 
     def keep(self, cell: Cell, row: dict, **arrays: np.ndarray) -> None:
         text = json.dumps(json_safe(row))
-        with writing(self.path(cell.key)) as file:
+        with new_file(self.path(cell.key)) as file:
             np.savez(file, row=np.array(text), **arrays)
 
     def run(self) -> None:

@@ -43,7 +43,7 @@ from varjax.io import extras
 from varjax.model import Model
 from varjax.policies import HeatKV
 from varjax.sampling import Sampling
-from varjax.storage.folders import replacing
+from varjax.storage.atomic import new_folder
 
 FLAGS = CommandFlags()
 POLICIES = FLAGS.string(
@@ -121,7 +121,7 @@ def main(argv) -> None:
         done = (sweep.full, *(cell for cell in sweep.cells if cell.plan is not None))
         results = {cell.key: runner.results(cell) for cell in done}
         report = tables.content(sweep, results)
-        with replacing(store.out, overwrite=store.overwrite) as out:
+        with new_folder(store.out, overwrite=store.overwrite) as out:
             images = tables.samples(sweep, results)
             missing = tables.write(out, report, images, sweep.calibration)
         store.close()

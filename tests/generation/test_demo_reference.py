@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ported_weights.convert import Request, convert
+import varjax
+from ported_weights.convert import convert
 from tests import models_under_test as models
-from varjax import api
 
 
 @pytest.fixture(scope="module")
@@ -17,18 +17,18 @@ def demo(shared_dir, tmp_path_factory):
     source, out = shared_dir / "data" / "demo_var_torch", tmp_path_factory.mktemp("demo") / "port"
     if not source.is_dir():
         pytest.skip("the PyTorch files of the demo are not part of the repository")
-    request = Request(
+    convert(
         model="var-custom",
         source=str(source / "var.pth"),
         tokenizer_source=str(source / "vae.pth"),
         config=str(source / "config_var.json"),
         tokenizer_config=str(source / "config_vae.json"),
         out=str(out),
+        say=lambda line: None,
     )
-    convert(request, say=lambda line: None)
     with np.load(source / "reference.npz") as archive:
         reference = {name: archive[name] for name in archive.files}
-    return api.load(out, "float32"), reference
+    return varjax.load(out, "float32"), reference
 
 
 @pytest.mark.parametrize("cfg", ["1.5", "3"])
@@ -50,7 +50,7 @@ def test_reconstructions(demo):
     model, reference = demo
     images = reference["recon_input_u8"]
     images = np.moveaxis(images, 1, -1) if images.shape[1] == 3 else images
-    codec = model.pipeline.codec
+    codec = model.codec
     tokens = codec.images_to_tokens(jnp.asarray(images / 127.5 - 1, jnp.float32))
     np.testing.assert_array_equal(tokens, reference["recon_tokens"])
     pictures = (np.moveaxis(np.asarray(codec.tokens_to_images(tokens)), -1, 1) + 1) / 2

@@ -17,7 +17,7 @@ import numpy as np
 from varjax.cache.geometry import Geometry
 from varjax.errors import UserError
 from varjax.schedule import Schedule
-from varjax.storage.files import writing
+from varjax.storage.atomic import new_file
 
 FORMAT_VERSION = 1
 BESIDE_CHECKPOINT = "calibration.json"  # in a checkpoint folder: used if no other file is given
@@ -127,7 +127,7 @@ def save(calibration: Calibration, path: str | os.PathLike) -> None:
             content[name] = _plain(value)
     if calibration.beta is not None and calibration.schedule is not None:
         content["derived"] = {name: _plain(value) for name, value in _derived(calibration).items()}
-    with writing(path) as file:
+    with new_file(path) as file:
         file.write(json.dumps(content, allow_nan=False).encode())
 
 
