@@ -160,8 +160,7 @@ IDLE = {
     ("select", "scalekv"): {"budgets": "missing.json", "drafters": "2", "refiner_share": "0.5"},
     ("select", "amskv"): {
         **{"mode": "online", "preset": "d30-table3", "cmin": "8", "cmax": "12", "demanding": "2"},
-        **{"layers": "0", "placement": "uniform", "theta": "-1", "ratio": "3"},
-        **{"oversize": "fill", "remove": "local", "local": "3"},
+        **{"layers": "0", "theta": "-1", "ratio": "3", "oversize": "fill"},
     },
 }
 EVERY_IDLE = [(*key, *item) for key, arguments in IDLE.items() for item in arguments.items()]
@@ -258,7 +257,7 @@ def test_condensed_tokens_beyond_the_room():
     policy = pair("swa", "amskv", 0.2, select_condensed="2")
     plan = plan_cache(DEMO, policy, calibration(DEMO))
     assert plan.allocation.protected == 5
-    obs = observation(1, 3, inputs={"sizes": jnp.array([99, 99, 14, 1]), "starts": jnp.arange(6)})
+    obs = observation(1, 3, inputs=jnp.array([99, 99, 14, 1]))
     kept = plan.policy.select(obs)
     check_counts(obs, kept)
     position = np.where(obs.live, obs.position, 99)
@@ -288,7 +287,6 @@ def test_what_is_not_said():
         ({"select": "snapkv", "select_window": "65"}, "window=65"),
         ({"select": "streaming", "select_sinks": "6"}, "sinks=6: choose 1 to 5"),
         ({"select": "amskv", "select_condensed": "6"}, "condensed=6: choose 0 to 5"),
-        ({"select": "amskv", "select_granularity": "scale"}, "only granularity=token works"),
         ({"block_size": "3"}, "power of two"),
     ],
 )

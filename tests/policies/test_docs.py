@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from tests import models_under_test as models
-from varjax.policies import POLICIES, registry
+from tests.policies.amskv_cases import D30
+from varjax.cache.planner import plan_cache
+from varjax.policies import POLICIES, get_policy, registry
 from varjax.policies.base import Policy
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "policies.md").read_text("utf-8")
-EXAMPLE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
+ABLATIONS, EXAMPLE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.fixture
@@ -65,6 +67,37 @@ def test_a_file_in_the_folder_is_found(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "best_attended" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("group", "seen"),
+    [
+        ("condensed", [[], [], [], [2], [2, 3], [2, 3, 4]]),
+        ("local", [[], [0], [0, 1], [0, 1, 2], [0, 1, 2], [0, 1, 2]]),
+        ("intermediate", [[], [0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 3, 4]]),
+    ],
+)
+def test_amskv_ablations(group, seen, tmp_path, monkeypatch):
+    """The files of AMS-KV's Table 1 say what `amskv` with an argument `remove` once kept."""
+    monkeypatch.chdir(tmp_path)
+    written = {}
+    exec(compile(ABLATIONS, "policies.md", "exec", dont_inherit=True), written)
+    geometry = written["geometry"]
+    plan = plan_cache(geometry, get_policy("table", None, {"path": f"without_{group}.npz"}))
+    for s, scales in enumerate(seen):
+        visible = plan.allocation.visible(geometry, s)
+        expected = np.isin(geometry.schedule.scale_of_token, scales)
+        np.testing.assert_array_equal(visible, np.broadcast_to(expected, visible.shape))
+    whole = written["without"](group, D30)
+    held = (whole[:, 0, 0] * D30.schedule.tokens).sum(-1)
+    np.testing.assert_array_equal(held, REMOVED_FROM_D30[group])
+
+
+REMOVED_FROM_D30 = {  # tokens per head that every scale sees
+    "condensed": [0, 0, 0, 9, 25, 50, 86, 150, 250, 419],
+    "intermediate": [0, 1, 5, 14, 30, 46, 66, 105, 169, 274],
+    "local": [0, 1, 5, 14, 30, 55, 91, 155, 155, 155],
+}
 
 
 def table_rows() -> dict[str, str]:
