@@ -34,8 +34,9 @@ def markdown_table() -> str:
     """The policy table of the README."""
     rows = ["| policy | keeps | contents | default budget |", "| --- | --- | --- | --- |"]
     for name, cls in POLICIES.items():
+        policy = cls()
         contents = "decided per image" if cls.select is not Policy.select else "known beforehand"
-        contents = cls.contents or (contents if cls.budgeted else "given")
-        budget = f"{cls().budget:g}" if cls.budgeted else "what it keeps"
-        rows.append(f"| `{name}` | {cls.summary} | {contents} | {budget} |")
+        contents = policy.contents or (contents if policy.budgeted else "given")
+        budget = f"{policy.budget:g}" if policy.budgeted else "what it keeps"
+        rows.append(f"| `{name}` | {policy.summary} | {contents} | {budget} |")
     return "\n".join(rows)
