@@ -15,7 +15,6 @@ from varjax.cache.planner import plan_cache
 from varjax.calibration.data import Calibration
 from varjax.errors import UserError
 from varjax.policies import POLICIES, Compose, get_policy
-from varjax.policies.base import Policy
 from varjax.policies.compose import REFUSED, Newest
 from varjax.schedule import Schedule
 
@@ -307,21 +306,17 @@ def test_a_table_gives_capacities(tmp_path):
     assert policy.content() == policies.Table(path=path).content() and not policy.shrinks
 
 
-def test_memory_of_the_selection():
-    """A selection that remembers makes a composition that remembers."""
-
-    class Remembering(policies.SnapKV):
+def test_state_of_the_selection():
+    class Counting(policies.SnapKV):
         def init_state(self, geometry, rows):
             return jnp.zeros(rows)
 
         def update_state(self, obs):
             return obs.state + 1
 
-    policy = pair("h2o", "snapkv")
-    assert type(policy.prepare(DEMO, None)).update_state is Policy.update_state
-    policy = dataclasses.replace(policy, _prepared=(policies.H2O(), Remembering()))
+    assert pair("h2o", "snapkv").prepare(DEMO, None).init_state(DEMO, 2) is None
+    policy = dataclasses.replace(pair("h2o", "snapkv"), _prepared=(policies.H2O(), Counting()))
     prepared = policy.prepare(DEMO, None)
-    assert type(prepared).update_state is not Policy.update_state and prepared.name == "compose"
     obs = observation(0, 3, state=prepared.init_state(DEMO, 2))
     np.testing.assert_array_equal(prepared.update_state(obs), [1, 1])
 
