@@ -12,11 +12,11 @@ import jax
 import numpy as np
 from flax import nnx
 
+from varjax import calibration as calibrations
 from varjax.cache.geometry import Geometry
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
-from varjax.calibration import data as calibrations
-from varjax.calibration.data import Calibration
+from varjax.calibration import Calibration
 from varjax.conditions import Labels
 from varjax.engine.generator import MATMUL_PRECISIONS, Generator, Timing, storage_dtype
 from varjax.errors import UserError, choose
@@ -145,20 +145,7 @@ def plan(
     `generate`."""
     geometry = model if isinstance(model, Geometry) else model.geometry
     chosen = resolve_policy(policy, budget, **arguments)
-    return plan_cache(geometry, chosen, _calibration(calibration, chosen, model))
-
-
-def _calibration(calibration, policy: Policy, model, cfg=None) -> Calibration | None:
-    """A calibration as it is, read from a file, or the one of the checkpoint folder; refused if it
-    was made for other weights or, with `cfg`, another guidance."""
-    is_model = isinstance(model, Model)
-    if calibration is None and policy.uses_calibration and is_model:
-        calibration = calibrations.beside(model.directory)
-    if calibration is not None and not isinstance(calibration, Calibration):
-        calibration = calibrations.load(calibration, model.geometry if is_model else model)
-    if calibration is not None and is_model:
-        calibration.check_origin(calibrations.model_digest(model.metadata), cfg)
-    return calibration
+    return plan_cache(geometry, chosen, calibrations.find(chosen, model, calibration))
 
 
 def _check_condition(model: Model, **given) -> None:
@@ -262,7 +249,7 @@ def generate(
         sampling=sampling,
         batch_size=min(count, batch_size or 8),
         segments=segments,
-        calibration=_calibration(calibration, chosen, model, sampling.guidance),
+        calibration=calibrations.find(chosen, model, calibration, sampling.guidance),
         kv_dtype=None if kv_dtype is None else choose("kv_dtype", kv_dtype, KV_DTYPES),
     )
     if prompts is not None:

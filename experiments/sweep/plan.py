@@ -14,7 +14,7 @@ from experiments.flags.generation import GenerationSettings
 from varjax.cache.geometry import Geometry
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
-from varjax.calibration.data import Calibration
+from varjax.calibration import Calibration
 from varjax.cli.command_line import typed_pairs
 from varjax.engine import memory
 from varjax.errors import UserError, choose

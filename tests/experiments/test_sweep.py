@@ -12,8 +12,8 @@ from experiments import settings
 from experiments.sweep import cells as sweep_cells
 from experiments.sweep import plan
 from tests import models_under_test as models
+from varjax import calibration as calibration_lib
 from varjax.api import Generator
-from varjax.calibration import data as calibration_lib
 from varjax.errors import UserError
 
 FILES = ["fidelity.png", "samples.npz", "sweep.csv", "sweep.json", "sweep.md"]
@@ -152,7 +152,7 @@ def test_without_calibration_all_says_who_needs_one():
     for cell in cells:
         rows.setdefault(cell.label, []).append(cell)
     (skipped,) = rows["heatkv"]
-    assert skipped.plan is None and skipped.budget is None and "--calibration" in skipped.reason
+    assert skipped.plan is None and skipped.budget is None and "a calibration" in skipped.reason
     assert [c.plan is None for c in rows["swa"]] == [True, False]
     assert "smallest feasible budget" in rows["swa"][0].reason
 

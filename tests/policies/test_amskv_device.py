@@ -139,8 +139,8 @@ LABELS, MODEL = np.array([3, 7], np.int32), "b_k6_sharedaln"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Noting(AMSKV):
-    """Online AMS-KV that notes the similarities it sees."""
+class Recording(AMSKV):
+    """Online AMS-KV that records the similarities it sees."""
 
     def init_state(self, geometry, rows):
         return {
@@ -150,8 +150,8 @@ class Noting(AMSKV):
 
     def update_state(self, obs):
         demanding = super().update_state(dataclasses.replace(obs, state=obs.state["demanding"]))
-        noted = obs.state["similarity"].at[:, obs.scale].set(obs.key_similarity)
-        return {"demanding": demanding, "similarity": noted}
+        seen = obs.state["similarity"].at[:, obs.scale].set(obs.key_similarity)
+        return {"demanding": demanding, "similarity": seen}
 
     def select(self, obs):
         return super().select(dataclasses.replace(obs, state=obs.state["demanding"]))
@@ -185,7 +185,7 @@ def test_online_follows_each_row():
     """Every row and layer holds what Algorithm 1 makes of the similarities it saw."""
     geometry = models.fixture_model(MODEL).geometry
     theta = -0.76
-    _, state, plan = run(Noting(mode="online", cmin=11, cmax=31, theta=theta))
+    _, state, plan = run(Recording(mode="online", cmin=11, cmax=31, theta=theta))
     similarity = np.asarray(state.policy_state["similarity"])
     below = similarity < theta
     below[:, :, 0] = False

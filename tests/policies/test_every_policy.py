@@ -12,10 +12,10 @@ import pytest
 
 from tests import models_under_test as models
 from varjax import api
+from varjax import calibration as calibrations
 from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
 from varjax.cache.step import attend_and_store
-from varjax.calibration import data as calibrations
 from varjax.calibration import measure
 from varjax.engine import scales as engine
 from varjax.errors import UserError

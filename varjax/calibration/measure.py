@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from varjax import calibration as measured
 from varjax.api import Generator, Model
-from varjax.calibration import data as measured
-from varjax.calibration.data import Calibration
+from varjax.calibration import Calibration
 from varjax.calibration.probe import Probe
 from varjax.conditions import Condition
 from varjax.sampling import Sampling

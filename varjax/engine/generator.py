@@ -15,7 +15,7 @@ from varjax import sampling
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
-from varjax.calibration.data import Calibration
+from varjax.calibration import Calibration
 from varjax.conditions import Condition
 from varjax.engine import attention_cost, compilation_cache, program
 from varjax.engine import scales as engine

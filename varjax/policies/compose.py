@@ -29,8 +29,7 @@ SHARED = ("budget", "accounting", "block_size")  # arguments of the composition,
 _GIVEN = "its contents are not chosen by a score, they follow from its own "
 REFUSED = {
     ("allocate", "full"): "it keeps everything, so there is nothing to select",
-    ("allocate", "headkv"): "how much a head gets is decided for every image, by its own "
-    "grouping",
+    ("allocate", "headkv"): "how much a head gets is decided for every image, by its own grouping",
     ("allocate", "compose"): "compositions do not nest",
     ("select", "full"): "it keeps everything; any other policy does that with budget 1",
     ("select", "table"): _GIVEN + "file",
@@ -45,7 +44,7 @@ REFUSED = {
 @dataclass(frozen=True, kw_only=True)
 class Compose(Policy):
     """Capacities of one policy, contents of another:
-    `--policy=compose --policy_args=allocate=heatkv,select=snapkv`.
+    `allocate=heatkv,select=snapkv`.
 
     Idea: how much each head may hold and which tokens it holds are separate questions, and the
     papers answer both at once. With every pair at hand the answers can be compared one by one.

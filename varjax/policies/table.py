@@ -18,7 +18,7 @@ from varjax.policies.registry import register
 @register("table")
 @dataclass(frozen=True, kw_only=True)
 class Table(Policy):
-    """Keep what a file says: `--policy=table --policy_args=path=KEEP.npz`.
+    """Keep what a file says: `path=KEEP.npz`.
 
     The file holds exactly one of
       keep_scale: bool [K, layers, heads, K]; [s, l, n, j] = scale s may see the tokens of scale j
@@ -46,7 +46,7 @@ class Table(Policy):
     @cached_property
     def _content(self) -> tuple[str, np.ndarray]:
         if not self.path:
-            raise UserError("policy 'table' needs a file: --policy_args=path=KEEP.npz")
+            raise UserError("policy 'table' needs a file: path=KEEP.npz")
         if not pathlib.Path(self.path).is_file():
             raise UserError(f"policy 'table': there is no file {self.path!r}")
         try:

@@ -9,7 +9,7 @@ import numpy as np
 from varjax.cache import planner
 from varjax.cache.allocation import Allocation, RegionAllocation, StaticAllocation
 from varjax.cache.geometry import Geometry
-from varjax.calibration.data import Calibration
+from varjax.calibration import Calibration
 from varjax.policies import capacities
 from varjax.policies.amskv import arguments, rules
 from varjax.policies.base import Needs, NotGiven, Observation, Policy
@@ -183,7 +183,7 @@ class AMSKV(Policy):
         if not self.theta or _mean_discrepancy(calibration) is None:
             arguments.refuse(
                 "which layers are demanding is measured on the model: give a calibration with "
-                "key_discrepancy (python -m experiments.calibrate writes one), or name them "
+                "key_discrepancy (`python -m experiments.calibrate` writes one), or name them "
                 "(layers=0;3;5), or choose mode=online"
             )
         below = -np.asarray(calibration.key_discrepancy) < self.theta
