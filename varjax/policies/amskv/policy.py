@@ -242,9 +242,9 @@ class AMSKV(Policy):
         below = self._below(geometry, calibration)
         kinds, kind_of_layer = np.unique(below, axis=0, return_inverse=True)
         held = np.stack([sizes.contents(schedule.tokens, kind)[0] for kind in kinds])
-        death = schedule.scale_of_token + 1 + held[:, :-1].sum(1)
-        death = death[kind_of_layer.reshape(-1), None].astype(np.int16)
-        return StaticAllocation(np.repeat(death, geometry.num_heads, axis=1))
+        last_use = (schedule.scale_of_token + held[:, :-1].sum(1)).astype(np.int16)
+        last_use = last_use[kind_of_layer.reshape(-1), None]
+        return StaticAllocation(np.repeat(last_use, geometry.num_heads, axis=1))
 
     def adopt(self, geometry: Geometry, budget: float, capacity: np.ndarray) -> RegionAllocation:
         """Condensed and newest tokens (CLRU) in capacities that another policy has decided."""
