@@ -24,7 +24,7 @@ from varjax import api
 from varjax import calibration as measured
 from varjax.calibration import Calibration, measure, show_guidance
 from varjax.cli import command_line
-from varjax.storage.files import check_file_place
+from varjax.storage.atomic import check_new_file
 
 FLAGS = command_line.CommandFlags()
 FLAGS.compilation_cache()
@@ -70,7 +70,7 @@ def text(found: Calibration) -> str:
 
 
 def main(argv) -> None:
-    target = check_file_place(SAVE.value, overwrite=OVERWRITE.value, flag="--save")
+    target = check_new_file(SAVE.value, overwrite=OVERWRITE.value, flag="--save")
     model = MODEL.resolve()
     settings.require_weights(model)
     condition = CONDITION.resolve(model)

@@ -16,9 +16,8 @@ from experiments.prompts import condition, sets
 from varjax import api
 from varjax.cli import command_line
 from varjax.storage import manifest
-from varjax.storage.files import check_file_place
+from varjax.storage.atomic import check_new_file
 from varjax.text import encoder as encoder_lib
-from varjax.text.encoder import TextEncoder
 from varjax.text.features import MAX_LENGTH, TextFeatures
 
 FLAGS = command_line.CommandFlags()
@@ -72,7 +71,7 @@ def text(features: TextFeatures) -> str:
 
 
 def main(argv) -> None:
-    target = check_file_place(SAVE.value, overwrite=OVERWRITE.value, flag="--save")
+    target = check_new_file(SAVE.value, overwrite=OVERWRITE.value, flag="--save")
     prompts = sets.read_prompts(PROMPTS.value, PROMPT_SET.value)
     negative = None
     if NEGATIVE_PROMPTS.value:
@@ -81,15 +80,16 @@ def main(argv) -> None:
     encoder_lib.check_folder(folder)
     progress = command_line.Progress("encoded text", len(prompts), every=2.0)
     progress.note("reading the encoder")
-    encoder = TextEncoder.load(folder, DTYPE.value or api.default_dtype())
 
     def report(done: int, total: int) -> None:
         progress.total = total
         progress.update(done)
 
-    features = encoder.encode(
+    features, _ = encoder_lib.encode_texts(
+        folder,
         prompts.texts,
         None if negative is None else negative.texts,
+        dtype=DTYPE.value or api.default_dtype(),
         max_length=longest,
         batch_size=BATCH_SIZE.value,
         names=prompts.names,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from varjax.models.pipeline import Pipeline
 
 from pallas_kernels import implementations
 from varjax import api
@@ -17,7 +18,6 @@ from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
 from varjax.errors import UserError
 from varjax.models import registry
-from varjax.models.pipeline import Pipeline
 from varjax.models.registry import Family
 from varjax.policies import Policy
 from varjax.storage import checkpoint
@@ -68,18 +68,19 @@ def abstract_model(
     if name_or_directory in registry.PRESETS and not pathlib.Path(name_or_directory).exists():
         preset = registry.preset(name_or_directory)
         family = registry.family(preset.family)
-        config = family.with_template(preset.transformer, aspect, size)
-        parts = (family.transformer.abstract(config), family.codec.abstract(preset.codec))
+        configs = dict(preset.configs)
+        configs["transformer"] = family.with_template(configs["transformer"], aspect, size)
+        parts = (part.abstract(configs[name]) for name, part in family.tree.items())
         metadata = {"family": preset.family, "sampling": dict(preset.sampling)}
         return AbstractModel(name_or_directory, *parts, metadata, None, aspect, size)
     directory = (
         pathlib.Path(name_or_directory) if name_or_directory else checkpoint.demo_directory()
     )
-    found = checkpoint.load_abstract(directory)
+    found, metadata = checkpoint.describe(directory)
     name = directory.resolve().name if name_or_directory else "demo"
-    family = registry.family(found.family)
-    transformer = api.with_template(family, found.transformer, aspect, size)
-    parts = (transformer, found.codec, found.metadata, directory)
+    family = registry.family(metadata["family"])
+    transformer = api.with_template(family, found["transformer"], aspect, size)
+    parts = (transformer, found["codec"], metadata, directory)
     return AbstractModel(name, *parts, aspect, size)
 
 

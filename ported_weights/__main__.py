@@ -15,27 +15,27 @@ Models of other sizes: --model=var-custom or infinity-custom with --config and -
 JSON files that use the argument names of the published constructors.
 """
 
-import dataclasses
-
 from ported_weights import convert
 from varjax.cli import command_line
 from varjax.sampling import RECOMMENDABLE
 
 FLAGS = command_line.CommandFlags()
 
-FLAGS.enum("model", None, convert.MODELS, "Which published model, or *-custom.")
-FLAGS.string("source", None, "Transformer weights: a file, or a folder of shards.")
-FLAGS.string("tokenizer_source", None, "Weights of the image tokenizer.")
-FLAGS.string("text_encoder_source", None, "Text models: folder of the published flan-t5.")
-FLAGS.string("config", None, "*-custom models: JSON file with the transformer's arguments.")
-FLAGS.string("tokenizer_config", None, "*-custom models: likewise for the tokenizer.")
-FLAGS.string("out", None, "Folder to create.")
-FLAGS.enum("dtype", None, convert.DTYPES, "Type to store; by default that of the source.")
-FLAGS.string("class_names", None, "JSON list of class names, index = label.")
-FLAGS.string("sampling", None, f"JSON file: recommended {', '.join(RECOMMENDABLE)}.")
-FLAGS.string("source_key", None, "Which state dict of --source, for example ema.")
-FLAGS.string("tokenizer_source_key", None, "Likewise for --tokenizer_source.")
-FLAGS.boolean("overwrite", False, "Replace --out if it exists.")
+GIVEN = [  # called as the arguments of `convert`
+    FLAGS.enum("model", None, convert.MODELS, "Which published model, or *-custom."),
+    FLAGS.string("source", None, "Transformer weights: a file, or a folder of shards."),
+    FLAGS.string("tokenizer_source", None, "Weights of the image tokenizer."),
+    FLAGS.string("text_encoder_source", None, "Text models: folder of the published flan-t5."),
+    FLAGS.string("config", None, "*-custom models: JSON file with the transformer's arguments."),
+    FLAGS.string("tokenizer_config", None, "*-custom models: likewise for the tokenizer."),
+    FLAGS.string("out", None, "Folder to create."),
+    FLAGS.enum("dtype", None, convert.DTYPES, "Type to store; by default that of the source."),
+    FLAGS.string("class_names", None, "JSON list of class names, index = label."),
+    FLAGS.string("sampling", None, f"JSON file: recommended {', '.join(RECOMMENDABLE)}."),
+    FLAGS.string("source_key", None, "Which state dict of --source, for example ema."),
+    FLAGS.string("tokenizer_source_key", None, "Likewise for --tokenizer_source."),
+    FLAGS.boolean("overwrite", False, "Replace --out if it exists."),
+]
 for _name in ("model", "source", "out"):
     FLAGS.require(_name)
 
@@ -43,8 +43,7 @@ for _name in ("model", "source", "out"):
 def main(argv) -> None:
     """Convert what the flags say."""
     del argv
-    names = [field.name for field in dataclasses.fields(convert.Request)]
-    convert.convert(convert.Request(**{name: FLAGS.values[name].value for name in names}))
+    convert.convert(**{flag.name: flag.value for flag in GIVEN})
 
 
 if __name__ == "__main__":

@@ -88,6 +88,14 @@ class Rule:
         return {self.stack: str(slot)} if self.stack else {}
 
 
+def linear(pattern: str, target: str, stack: int | Nested | None = None) -> list[Rule]:
+    """Weight and bias of a linear layer."""
+    return [
+        Rule(rf"{pattern}\.weight", f"{target}/kernel", "linear", stack),
+        Rule(rf"{pattern}\.bias", f"{target}/bias", None, stack),
+    ]
+
+
 @dataclass(frozen=True)
 class Ignore:
     """Source names that are not needed, and why. `check` may look at the values and object."""

@@ -5,6 +5,7 @@ others (and other worker processes, which inherit the environment) until the tes
 """
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -20,7 +21,11 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 
 import jax  # noqa: E402
+import jaxtyping  # noqa: E402
 
+from tests import annotations  # noqa: E402
+
+jaxtyping.install_import_hook(annotations.annotated_modules(), "tests.annotations.check")
 ROOT = Path(__file__).resolve().parents[1]
 
 jax.config.update("jax_default_matmul_precision", "highest")  # parity with CPU originals
@@ -46,6 +51,22 @@ def _reasons_to_skip(config, item):
     for platform in ("gpu", "tpu"):
         if item.get_closest_marker(platform) and jax.default_backend() != platform:
             yield f"needs a {platform.upper()}, jax runs on {jax.default_backend()}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_forgotten():
+    """Compiled programs do not pile up in a worker; another module reads them from the disk."""
+    yield
+    jax.clear_caches()
+    gc.collect()
+
+
+@pytest.fixture
+def unchecked():
+    """For wrong input on purpose: our own errors answer it, not the checker of annotations."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import tempfile
 import numpy as np
 
 import varjax
-from ported_weights.convert import Request, convert
+from ported_weights.convert import convert
 from varjax.conditions import Labels
 from varjax.generator import Generator
 from varjax.model import Model
@@ -47,15 +47,15 @@ def checkpoint_folder(name: str) -> pathlib.Path:
     if name in INFINITY:
         return _infinity_folder(name, out)
     tokenizer = FIXTURES / TOKENIZER[name]
-    request = Request(
+    convert(
         model="var-custom",
         source=str(FIXTURES / name / "var.safetensors"),
         tokenizer_source=str(tokenizer),
         config=str(FIXTURES / name / "config.json"),
         tokenizer_config=str(tokenizer.parent / "config.json"),
         out=str(out),
+        say=lambda line: None,
     )
-    convert(request, say=lambda line: None)
     return out
 
 
@@ -67,14 +67,14 @@ def _infinity_folder(name: str, out: pathlib.Path) -> pathlib.Path:
         content = configs[entry] | ({"size": "0.06M"} if kind == "config" else {})
         files[kind] = out.parent / f"{kind}.json"
         files[kind].write_text(json.dumps(content))
-    request = Request(
+    convert(
         model="infinity-custom",
         source=str(INFINITY_FIXTURES / source),
         tokenizer_source=str(INFINITY_FIXTURES / tokenizer),
         out=str(out),
         **{kind: str(file) for kind, file in files.items()},
+        say=lambda line: None,
     )
-    convert(request, say=lambda line: None)
     return out
 
 

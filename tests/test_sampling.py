@@ -2,6 +2,7 @@
 
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,17 +25,17 @@ def test_filters_keep_what_the_original_keeps():
         found = filter_logits(
             jnp.asarray(logits), int(arrays[f"top_k_{i}"]), float(arrays[f"top_p_{i}"])
         )
-        np.testing.assert_array_equal(np.isfinite(found), kept, err_msg=f"case {i}")
+        chex.assert_trees_all_equal(np.isfinite(found), kept, custom_message=f"case {i}")
 
 
 def test_guidance():
     logits = jnp.array([[[1.0, 2.0]], [[0.5, 3.0]]])
-    np.testing.assert_allclose(guide(logits, jnp.float32(1.5)), [[[1.75, 0.5]]])
+    chex.assert_trees_all_close(guide(logits, jnp.float32(1.5)), np.array([[[1.75, 0.5]]]))
 
 
 def test_noise_does_not_depend_on_padding():
     keys = image_keys(3, jnp.arange(2))
-    np.testing.assert_array_equal(gumbel(keys, 4, 10), gumbel(keys, 9, 10)[:, :4])
+    chex.assert_trees_all_equal(gumbel(keys, 4, 10), gumbel(keys, 9, 10)[:, :4])
 
 
 def test_draws_follow_the_distribution():
@@ -44,7 +45,9 @@ def test_draws_follow_the_distribution():
         keys
     )
     counts = np.bincount(np.asarray(tokens)[:, 0], minlength=3) / 4000
-    np.testing.assert_allclose(counts, [0.1, 0.2, 0.7], atol=0.03)  # four standard deviations
+    chex.assert_trees_all_close(
+        counts, np.array([0.1, 0.2, 0.7]), atol=0.03
+    )  # four standard deviations
 
 
 def by_sorting(logits: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
@@ -68,14 +71,14 @@ def test_thresholds_keep_what_sorting_keeps(top_k, top_p):
     logits[0, :5] = [-np.inf, -1e30, 1e30, 0.0, 1e-40]
     found = np.isfinite(filter_logits(jnp.asarray(logits), top_k, top_p))
     expected = np.stack([by_sorting(row.astype(np.float64), top_k, top_p) for row in logits])
-    np.testing.assert_array_equal(found[1:], expected[1:])
-    np.testing.assert_array_equal(found[0], expected[0] & np.isfinite(logits[0]))
+    chex.assert_trees_all_equal(found[1:], expected[1:])
+    chex.assert_trees_all_equal(found[0], expected[0] & np.isfinite(logits[0]))
 
 
 def test_equal_logits_share_their_fate():
     logits = jnp.array([[1.0, 1.0, 0.0, -0.0, -2.0]])
     assert np.isfinite(filter_logits(logits, 3, 0)).tolist() == [[True, True, True, True, False]]
-    assert np.isfinite(filter_logits(jnp.zeros((1, 4)), 0, 0.5)).all()
+    chex.assert_tree_all_finite(filter_logits(jnp.zeros((1, 4)), 0, 0.5))
 
 
 @pytest.mark.parametrize(

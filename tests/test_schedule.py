@@ -1,3 +1,4 @@
+import chex
 import numpy as np
 import pytest
 
@@ -11,7 +12,7 @@ def test_counts_and_offsets():
     assert schedule.tokens == (1, 6, 12)
     assert schedule.starts == (0, 1, 7) and schedule.ends == (1, 7, 19)
     assert schedule.total_tokens == 19 and schedule.persistent_tokens == 7
-    np.testing.assert_array_equal(schedule.scale_of_token, [0] + [1] * 6 + [2] * 12)
+    chex.assert_trees_all_equal(schedule.scale_of_token, np.array([0] + [1] * 6 + [2] * 12))
     assert Schedule.parse(str(schedule)) == schedule
 
 

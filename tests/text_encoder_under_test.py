@@ -8,8 +8,9 @@ import pytest
 from flax import nnx
 
 from varjax.models import parameters
-from varjax.text import encoder as encoder_lib
+from varjax.storage import checkpoint
 from varjax.text.t5 import T5Config, T5Encoder
+from varjax.text.tokenizer import FILE_NAME
 
 SENTENCES = (
     "a photo of a red apple on a wooden table",
@@ -51,10 +52,15 @@ def random_encoder(config: T5Config = CONFIG) -> T5Encoder:
     return parameters.fill(module, arrays)
 
 
+def save(directory: Path, encoder: T5Encoder, tokenizer: Path) -> None:
+    parts, files = {"text_encoder": encoder}, {FILE_NAME: tokenizer}
+    checkpoint.save(directory, family=None, parts=parts, files=files)
+
+
 def write_folder(directory: Path, config: T5Config = CONFIG) -> Path:
     """An encoder folder, such as CHECKPOINT/text_encoder."""
     tokenizer = directory.with_name("tokenizer.model")
     write_tokenizer(tokenizer)
-    encoder_lib.save(directory, random_encoder(config), tokenizer, metadata={"sources": []})
+    save(directory, random_encoder(config), tokenizer)
     tokenizer.unlink()
     return directory

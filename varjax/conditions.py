@@ -13,17 +13,15 @@ Labels are here, text is `varjax.text.features.TextFeatures`. `resolve` makes on
 of the Python API gives.
 """
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from varjax.errors import UserError
 from varjax.model import Model, default_dtype
-from varjax.text.encoder import FOLDER, TextEncoder
+from varjax.text.encoder import encode_texts
 from varjax.text.features import TextFeatures
 
 
@@ -123,8 +121,6 @@ def resolve(model: Model, labels=None, prompts=None, text_features=None) -> Cond
         return Labels.of(labels, model.num_classes, model.class_names)
     config = model.config
     if prompts is not None:
-        encoder = TextEncoder.load(Path(model.directory or "") / FOLDER, default_dtype())
-        text_features = encoder.encode(prompts, max_length=config.text_maxlen)
-        del encoder
-        gc.collect()  # modules refer to themselves, and their arrays should go now
+        folder, longest = model.directory or "", config.text_maxlen
+        text_features, _ = encode_texts(folder, prompts, dtype=default_dtype(), max_length=longest)
     return text_features.fitted(config.text_channels, config.text_maxlen)

@@ -136,8 +136,8 @@ class Model:
                 f"--source=... --tokenizer_source=... --out=DIR` and give DIR"
             )
         dtype = choose("dtype", str(dtype or default_dtype()), DTYPES)
-        loaded = checkpoint.load(self.directory, dtype, "float32")
-        parts = {"transformer": loaded.transformer, "codec": loaded.codec}
+        dtypes = {"transformer": dtype, "codec": "float32"}
+        parts, _ = checkpoint.load(self.directory, dtypes, on_host)
         return replace(self, parts=parts).with_config(self.config)
 
 
@@ -158,17 +158,12 @@ def describe(
         name, directory = str(name_or_directory), None
         preset = registry.preset(name)
         family = registry.family(preset.family)
-        parts = {
-            "transformer": family.transformer.abstract(preset.transformer),
-            "codec": family.codec.abstract(preset.codec),
-        }
+        parts = {n: part.abstract(preset.configs[n]) for n, part in family.tree.items()}
         metadata = {"family": preset.family, "sampling": dict(preset.sampling)}
     else:
         directory = Path(name_or_directory or checkpoint.demo_directory())
         name = directory.resolve().name if name_or_directory else "demo"
-        found = checkpoint.load_abstract(directory)
-        parts = {"transformer": found.transformer, "codec": found.codec}
-        metadata = found.metadata
+        parts, metadata = checkpoint.describe(directory)
     return Model(name, parts, metadata, directory).with_template(aspect, size)
 
 

@@ -19,6 +19,7 @@ import json
 import sys
 
 import jax
+from varjax.engine.generator import MATMUL_PRECISIONS
 
 from experiments.aot import report, worker
 from experiments.aot.program import Request
@@ -31,12 +32,11 @@ from pallas_kernels.chips import Chip
 from varjax import api
 from varjax.cache.planner import plan_cache
 from varjax.cli import command_line
-from varjax.engine.generator import MATMUL_PRECISIONS
 from varjax.engine.segments import plan_segments
 from varjax.errors import UserError
 from varjax.parallel import sharding
 from varjax.parallel.mesh import MeshSpec
-from varjax.storage.files import check_file_place, writing
+from varjax.storage.atomic import check_new_file, new_file
 
 FLAGS = command_line.CommandFlags()
 MODEL = ModelFlags(FLAGS, published="Published name")
@@ -185,7 +185,7 @@ def title(request: Request) -> str:
 def main(argv) -> int:
     jax.config.update("jax_platforms", "cpu")  # planning needs no accelerator, and takes none
     if JSON.value and not WORKER.value:
-        check_file_place(JSON.value, overwrite=OVERWRITE.value, flag="--json")
+        check_new_file(JSON.value, overwrite=OVERWRITE.value, flag="--json")
     wanted = targets()
     requests = resolve(wanted)
     if WORKER.value:
@@ -205,6 +205,6 @@ def main(argv) -> int:
             "versions": worker.versions(),
             "results": results,
         }
-        with writing(JSON.value) as file:
+        with new_file(JSON.value) as file:
             file.write((json.dumps(content, indent=1) + "\n").encode())
     return int(any(r["status"] == "failed" for r in results))

@@ -35,7 +35,7 @@ from pallas_kernels.ragged_attention import bench, tune
 from pallas_kernels.ragged_attention.config import Config
 from varjax.cli import command_line
 from varjax.errors import UserError, choose
-from varjax.storage.files import check_file_place, writing
+from varjax.storage.atomic import check_new_file, new_file
 
 FLAGS = command_line.CommandFlags()
 MODELS = tuple(dict.fromkeys(name.rpartition("-t")[0] for name in arg_specs.SPECS))
@@ -197,7 +197,7 @@ def _count(name: str) -> int:
 def save(contents: dict) -> None:
     if JSON.value:
         contents = {"jax": jax.__version__, "command": sys.argv} | contents
-        with writing(JSON.value) as file:
+        with new_file(JSON.value) as file:
             file.write((json.dumps(contents, indent=1) + "\n").encode())
 
 
@@ -280,7 +280,7 @@ def _best_tiles(operation: str, name: str) -> list[tuple[ArgSpec, Config]]:
 
 def main(argv) -> int:
     if JSON.value:
-        check_file_place(JSON.value, overwrite=OVERWRITE.value, flag="--json")
+        check_new_file(JSON.value, overwrite=OVERWRITE.value, flag="--json")
     if CHECK.value and TUNE.value:
         raise UserError("--check and --tune exclude each other: check first, then tune")
     name = kernel()

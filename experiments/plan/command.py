@@ -34,7 +34,7 @@ from varjax.cache.planner import plan_cache
 from varjax.cli import command_line
 from varjax.engine.memory import show_bytes
 from varjax.errors import UserError
-from varjax.storage.files import check_file_place, writing
+from varjax.storage.atomic import check_new_file, new_file
 
 FLAGS = command_line.CommandFlags()
 MODEL = ModelFlags(FLAGS, published="Published name")
@@ -148,7 +148,7 @@ def check_countable(geometry: Geometry, batch_size: int, dtype: str) -> None:
 
 def main(argv) -> None:
     if SAVE.value:
-        check_file_place(SAVE.value, overwrite=OVERWRITE.value, flag="--save")
+        check_new_file(SAVE.value, overwrite=OVERWRITE.value, flag="--save")
     name, geometry, model = model_or_geometry()
     check_countable(geometry, BATCH_SIZE.value, DTYPE.value)
     policy = POLICY.resolve()
@@ -163,5 +163,5 @@ def main(argv) -> None:
     ]
     print(text(name, plan, *sizes, remarks))
     if SAVE.value:
-        with writing(SAVE.value) as file:
+        with new_file(SAVE.value) as file:
             np.savez(file, **arrays(plan, *sizes))

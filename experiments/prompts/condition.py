@@ -5,7 +5,6 @@ need the prompts only, so that the encoder runs last, alone on the device, and i
 """
 
 import dataclasses
-import gc
 import hashlib
 import json
 import os
@@ -17,14 +16,12 @@ from typing import Any
 import numpy as np
 
 from experiments.prompts.sets import Kind, PromptSet, read_prompts
-from experiments.run import phases
 from experiments.settings import AbstractModel
 from varjax.errors import UserError
+from varjax.storage import manifest
+from varjax.storage.checkpoint import part_folder
 from varjax.text import encoder as text_encoder
-from varjax.text.encoder import TextEncoder
 from varjax.text.features import TextFeatures
-
-BATCH_SIZE = 8  # texts per call of the encoder
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -75,7 +72,7 @@ class Text:
         if self.encoder is None:
             return found | ({} if self.features is None else {"features": self.features.describe()})
         negative = [] if self.negative is None else self.negative.texts
-        files = text_encoder.read_description(self.encoder)["files"]
+        files = manifest.read_part(self.encoder, text_encoder.PART)["files"]
         return found | {
             "prompts": len(self.prompts),
             "negative_prompts": len(negative),
@@ -114,18 +111,15 @@ class Text:
             return self
         negative, count = self.negative, len(self.prompts)
         print(f"encoding {count} prompts with {self.encoder}", file=sys.stderr, flush=True)
-        encoder = TextEncoder.load(self.encoder, dtype)
-        features = encoder.encode(
+        features, peak = text_encoder.encode_texts(
+            self.encoder,
             self.prompts.texts,
             None if negative is None else negative.texts,
+            dtype=dtype,
             max_length=self.text_maxlen,
-            batch_size=BATCH_SIZE,
             names=self.prompts.names,
             negative_names=None if negative is None else negative.names,
         )
-        peak = phases.encoder_bytes(encoder, features, BATCH_SIZE)
-        del encoder
-        gc.collect()  # modules may refer to themselves, and their arrays should go now
         fitted = features.fitted(text_channels, self.text_maxlen).repeat(self.each)
         return dataclasses.replace(self, features=fitted, peak_bytes=peak)
 
@@ -150,8 +144,7 @@ def encoder_folder(checkpoint: str | os.PathLike, otherwise: str = "") -> pathli
 
     otherwise: what else a user can do if there is none.
     """
-    own = pathlib.Path(checkpoint)
-    folder = own if (own / text_encoder.NAME).is_file() else own / text_encoder.FOLDER
+    folder = part_folder(checkpoint, text_encoder.PART)
     if not folder.exists():
         raise UserError(
             f"{checkpoint} has no text encoder: convert one with `python -m ported_weights ... "

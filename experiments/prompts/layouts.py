@@ -26,7 +26,7 @@ from jaxtyping import UInt8
 from experiments.prompts.sets import Kind, Prompt, PromptSet
 from varjax.errors import UserError
 from varjax.io.extras import require
-from varjax.storage.files import writing
+from varjax.storage.atomic import new_file
 
 FOLDER = "images"
 MANIFEST = "manifest.json"
@@ -178,10 +178,10 @@ def _save(path: Path, image: np.ndarray) -> None:
     options = {"format": "PNG"}
     if path.suffix == ".jpg":
         options = {"format": "JPEG", "quality": JPEG_QUALITY, "subsampling": 0}
-    with writing(path) as file:
+    with new_file(path) as file:
         pillow.fromarray(image).save(file, **options)
 
 
 def _write_text(path: Path, text: str) -> None:
-    with writing(path) as file:
+    with new_file(path) as file:
         file.write(text.encode("utf-8"))

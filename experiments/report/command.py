@@ -23,7 +23,7 @@ from varjax.calibration import Calibration
 from varjax.calibration import load as load_calibration
 from varjax.cli import command_line
 from varjax.engine.memory import show_bytes
-from varjax.storage.files import check_file_place, writing
+from varjax.storage.atomic import check_new_file, new_file
 
 PICTURE_LIMIT = 16 * 2**20  # pixels of all pictures together, without --images
 
@@ -62,11 +62,11 @@ def number_of_images(samples: dict[str, np.ndarray]) -> int:
 
 def main(argv) -> None:
     folder = pathlib.Path(SWEEP.value)
-    target = check_file_place(OUT.value, overwrite=OVERWRITE.value, flag="--out")
+    target = check_new_file(OUT.value, overwrite=OVERWRITE.value, flag="--out")
     report, samples, geometry = sweep_files.read(folder)
     calibration = read_calibration(folder, geometry)
     print(f"drawing {len(report['cells'])} cells", file=sys.stderr, flush=True)
     text = page.build(report, samples, geometry, calibration, number_of_images(samples))
-    with writing(target) as file:
+    with new_file(target) as file:
         file.write(text.encode("utf-8"))
     print(f"written to {target} ({show_bytes(len(text.encode('utf-8')))})")

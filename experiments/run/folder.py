@@ -17,8 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from varjax.errors import UserError
-from varjax.storage.files import writing
-from varjax.storage.folders import check_absent
+from varjax.storage.atomic import check_new_folder, new_file
 
 SETTINGS = "settings.json"
 LOCK = "lock"
@@ -29,7 +28,7 @@ class RunFolder:
     """`out` and the work folder beside it."""
 
     def __init__(self, out: pathlib.Path, fingerprint: str, *, overwrite: bool):
-        check_absent(out, overwrite=overwrite)
+        check_new_folder(out, overwrite=overwrite, flag="--out")
         self.out, self.fingerprint, self.overwrite = out, fingerprint, overwrite
         self.work = partial_folder(out)
         self.resumed = False
@@ -44,7 +43,9 @@ class RunFolder:
                 continue
             with contextlib.suppress(UserError):
                 return cls(out, fingerprint, overwrite=False)
-            check_absent(out, overwrite=False)  # not the unfinished run: no permission, say
+            check_new_folder(
+                out, overwrite=False, flag="--out"
+            )  # not the unfinished run: no permission, say
         raise UserError(f"{RESULTS} holds 999 runs of {stem}: name a folder with --out")
 
     def _check_work(self) -> None:
@@ -83,7 +84,7 @@ class RunFolder:
             for path in self.work.iterdir():
                 if path.name != LOCK:
                     path.unlink()
-            with writing(self.work / SETTINGS) as file:
+            with new_file(self.work / SETTINGS) as file:
                 file.write(self.fingerprint.encode())
 
     def finished(self, series: str) -> int:
@@ -92,7 +93,7 @@ class RunFolder:
 
     def add(self, series: str, index: np.ndarray, results: dict[str, np.ndarray]) -> None:
         """Keep one finished batch."""
-        with writing(self.work / f"{series}-{index[0]:08d}.npz") as file:
+        with new_file(self.work / f"{series}-{index[0]:08d}.npz") as file:
             np.savez(file, index=index, **results)
 
     def batches(self, series: str) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:

@@ -18,7 +18,7 @@ from experiments.run.settings import RunSettings
 from varjax.api import Generator
 from varjax.io import extras, images
 from varjax.metrics import pixel
-from varjax.storage.folders import replacing
+from varjax.storage.atomic import new_folder
 
 PIXELS = "pixels.npy"  # in the work folder, while results are written
 GRID_PIXELS = 2**26  # of the images in grid.png, which shows no more of them
@@ -37,7 +37,7 @@ def finish(run: RunSettings, folder: RunFolder, generator: Generator) -> dict:
     """Write all results into the final folder and return the report."""
     close = _fidelity(folder) if run.compare else None
     report = run_report.build(run, generator, close, resumed=folder.resumed)
-    with replacing(folder.out, overwrite=folder.overwrite) as out:
+    with new_folder(folder.out, overwrite=folder.overwrite) as out:
         _write_pictures(out, run, _pixels(folder))
         if run.save_arrays:
             _write_arrays(out, run, folder.collect("main"))

@@ -20,7 +20,7 @@ from experiments.sweep.plan import Cell, SweepSettings
 from varjax.api import Generator, Model
 from varjax.io import images
 from varjax.metrics import logits, pixel
-from varjax.storage.files import writing
+from varjax.storage.atomic import new_file
 
 REFERENCE_LOGITS = 2**30  # bytes of the full cache's logits that are kept in host memory
 DAMAGED = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
@@ -98,7 +98,7 @@ class Runner:
 
     def keep(self, cell: Cell, row: dict, **arrays: np.ndarray) -> None:
         text = json.dumps(pixel.json_safe(row))
-        with writing(self.path(cell.key)) as file:
+        with new_file(self.path(cell.key)) as file:
             np.savez(file, row=np.array(text), **arrays)
 
     def run(self) -> None:

@@ -39,7 +39,7 @@ from varjax.cli import command_line
 from varjax.errors import UserError
 from varjax.io import extras
 from varjax.sampling import Sampling
-from varjax.storage.folders import replacing
+from varjax.storage.atomic import new_folder
 
 FLAGS = command_line.CommandFlags()
 POLICIES = FLAGS.string(
@@ -129,7 +129,7 @@ def main(argv) -> None:
         done = (sweep.full, *(cell for cell in sweep.cells if cell.plan is not None))
         results = {cell.key: runner.results(cell) for cell in done}
         report = tables.content(sweep, results)
-        with replacing(folder.out, overwrite=folder.overwrite) as out:
+        with new_folder(folder.out, overwrite=folder.overwrite) as out:
             images = tables.samples(sweep, results)
             missing = tables.write(out, report, images, sweep.calibration_path)
         folder.close()

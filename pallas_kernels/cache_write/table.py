@@ -19,8 +19,8 @@ class BlockWrites:
     are all -1 is empty: its id may be anything valid, and its block is not touched.
     """
 
-    ids: Int[Array, "*rows N J"]
-    source: Int[Array, "*rows N J block_size"]
+    ids: Int[Array | np.ndarray, "*rows N J"]
+    source: Int[Array | np.ndarray, "*rows N J block_size"]
 
     @property
     def slots(self) -> Int[Array, "*rows N JS"]:

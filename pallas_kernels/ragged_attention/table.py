@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 from jaxtyping import Array, Bool, Int
+
+AnyArray = Array | np.ndarray  # the planner's tables are made on the host
 
 
 @jax.tree_util.register_dataclass
@@ -16,9 +19,9 @@ class BlockTable:
     pool and always valid, also in empty entries. A block may be listed twice with disjoint ranges.
     """
 
-    ids: Int[Array, "*rows N M"]
-    start: Int[Array, "*rows N M"]
-    stop: Int[Array, "*rows N M"]
+    ids: Int[AnyArray, "*rows N M"]
+    start: Int[AnyArray, "*rows N M"]
+    stop: Int[AnyArray, "*rows N M"]
 
     def slot_mask(self, block_size: int) -> Bool[Array, "*rows N P"]:
         """Valid slots in table order; P = M * block_size."""

@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from ported_weights.rules import Ignore, Nested, Rule
+from ported_weights.rules import Ignore, Nested, Rule, linear
 from varjax.models.infinity.transformer import InfinityConfig
 
 # Names that tell Infinity's weights from others, VAR's included.
@@ -40,13 +40,13 @@ def infinity_rules(config: InfinityConfig, names: Collection[str] = ()) -> list[
         Rule(_POOL + r"\.mat_kv\.weight", "text_pool/kv/kernel", "linear"),
         Rule(_POOL + r"\.v_bias", "text_pool/v_bias"),
         _zeros(_POOL),
-        *_linear(_POOL + r"\.proj", "text_pool/proj"),
-        *_linear(r"text_proj_for_ca\.0", "text_proj1"),
-        *_linear(r"text_proj_for_ca\.2", "text_proj2"),
-        *_linear(r"word_embed", "word_embedding"),
-        *_linear(r"shared_ada_lin\.1", "shared_modulation"),
-        *_linear(r"head_nm\.ada_lin\.1", "head_modulation"),
-        *_linear(r"head", "head"),
+        *linear(_POOL + r"\.proj", "text_pool/proj"),
+        *linear(r"text_proj_for_ca\.0", "text_proj1"),
+        *linear(r"text_proj_for_ca\.2", "text_proj2"),
+        *linear(r"word_embed", "word_embedding"),
+        *linear(r"shared_ada_lin\.1", "shared_modulation"),
+        *linear(r"head_nm\.ada_lin\.1", "head_modulation"),
+        *linear(r"head", "head"),
         *(rule for prefix, stack in ways for rule in _block(prefix, stack)),
     ]
 
@@ -59,24 +59,17 @@ def _block(prefix: str, stack: int | Nested) -> list[Rule | Ignore]:
         Rule(prefix + r"sa\.q_bias", "blocks/q_bias", stack=stack),
         Rule(prefix + r"sa\.v_bias", "blocks/v_bias", stack=stack),
         Rule(prefix + r"sa\.mat_qkv\.weight", "blocks/qkv/kernel", "linear", stack),
-        *_linear(prefix + r"sa\.proj", "blocks/proj", stack),
+        *linear(prefix + r"sa\.proj", "blocks/proj", stack),
         Rule(prefix + r"ca_norm\.weight", "blocks/cross_norm/scale", stack=stack),
         Rule(prefix + r"ca_norm\.bias", "blocks/cross_norm/bias", stack=stack),
-        *_linear(prefix + r"ca\.mat_q", "blocks/cross_q", stack),
+        *linear(prefix + r"ca\.mat_q", "blocks/cross_q", stack),
         Rule(prefix + r"ca\.mat_kv\.weight", "blocks/cross_kv/kernel", "linear", stack),
         Rule(prefix + r"ca\.v_bias", "blocks/cross_v_bias", stack=stack),
-        *_linear(prefix + r"ca\.proj", "blocks/cross_proj", stack),
-        *_linear(prefix + r"ffn\.fc1", "blocks/fc1", stack),
-        *_linear(prefix + r"ffn\.fc2", "blocks/fc2", stack),
+        *linear(prefix + r"ca\.proj", "blocks/cross_proj", stack),
+        *linear(prefix + r"ffn\.fc1", "blocks/fc1", stack),
+        *linear(prefix + r"ffn\.fc2", "blocks/fc2", stack),
         _zeros(prefix + "sa"),
         _zeros(prefix + "ca"),
-    ]
-
-
-def _linear(pattern: str, target: str, stack: int | Nested | None = None) -> list[Rule]:
-    return [
-        Rule(rf"{pattern}\.weight", f"{target}/kernel", "linear", stack),
-        Rule(rf"{pattern}\.bias", f"{target}/bias", None, stack),
     ]
 
 

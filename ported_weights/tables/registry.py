@@ -1,23 +1,32 @@
-"""What the port knows of every model family: rule tables, and what a custom model leaves out."""
+"""What the port knows of every part: rule tables, and what a custom model leaves out."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ported_weights.tables import bsq, infinity, var, vqvae
+from ported_weights.tables import bsq, infinity, t5, var, vqvae
 from varjax.models import registry
 
 
 @dataclass(frozen=True)
-class Table:
-    """How the weights of one module class are recognised and where they go.
+class RuleTable:
+    """How the weights of one part are recognised and where they go.
 
-    rules: of a configuration and the names in the file.
+    Attributes:
+      what: the part in words.
+      flag: names its weights.
+      signature: names of tensors, of which its weights have some and those of other parts none.
+      rules: of a configuration and the names in the file.
+      storage_dtype: of the tensors to what they are stored as if nothing else is asked for; None:
+        as they are.
+      ignored: tensors that are not needed, in words, where they are counted and not listed.
     """
 
     what: str
     flag: str
     signature: Sequence[str]
     rules: Callable[[object, Collection[str]], Sequence]
+    storage_dtype: Callable[[Mapping], str] | None = None
+    ignored: str = ""
 
 
 def _of_all(rules: Callable[[object], Sequence]):
@@ -27,15 +36,23 @@ def _of_all(rules: Callable[[object], Sequence]):
 
 # By the name of the `registry.Part`.
 TABLES = {
-    "VAR": Table("VAR transformer", "--source", var.SIGNATURE, _of_all(var.var_rules)),
-    "VQVAE": Table(
+    "VAR": RuleTable("VAR transformer", "--source", var.SIGNATURE, _of_all(var.var_rules)),
+    "VQVAE": RuleTable(
         "VQVAE tokenizer", "--tokenizer_source", vqvae.SIGNATURE, _of_all(vqvae.vqvae_rules)
     ),
-    "Infinity": Table(
+    "Infinity": RuleTable(
         "Infinity transformer", "--source", infinity.SIGNATURE, infinity.infinity_rules
     ),
-    "BSQVAE": Table(
+    "BSQVAE": RuleTable(
         "BSQ-VAE tokenizer", "--tokenizer_source", bsq.SIGNATURE, _of_all(bsq.bsq_rules)
+    ),
+    "T5": RuleTable(
+        "text encoder",
+        "--text_encoder_source",
+        t5.SIGNATURE,
+        lambda config, names: t5.t5_rules(names),
+        t5.storage_dtype,
+        "of the decoder and repeated ones",
     ),
 }
 

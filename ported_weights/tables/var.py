@@ -6,7 +6,7 @@ published order (two gates, two scales, two shifts), the head's two as well (sca
 
 import numpy as np
 
-from ported_weights.rules import Ignore, Refuse, Rule
+from ported_weights.rules import Ignore, Refuse, Rule, linear
 from varjax.models.var.transformer import VARConfig
 from varjax.schedule import Schedule
 
@@ -22,26 +22,19 @@ def var_rules(config: VARConfig) -> list[Rule | Ignore | Refuse]:
         Rule(r"pos_start", "start_embedding", "drop_axis"),
         Rule(r"pos_1LC", "position_embedding", "drop_axis"),
         Rule(r"lvl_embed\.weight", "level_embedding"),
-        *_linear(r"word_embed", "word_embedding"),
-        *_linear(r"head_nm\.ada_lin\.1", "head_modulation"),
-        *_linear(r"head", "head"),
+        *linear(r"word_embed", "word_embedding"),
+        *linear(r"head_nm\.ada_lin\.1", "head_modulation"),
+        *linear(r"head", "head"),
         Rule(_N + r"attn\.mat_qkv\.weight", "blocks/qkv/kernel", "linear", stack=1),
         Rule(_N + r"attn\.(q_bias|v_bias)", r"blocks/\2", stack=1),
-        *_linear(_N + r"attn\.proj", "blocks/proj", stack=1),
-        *_linear(_N + r"ffn\.fc1", "blocks/fc1", stack=1),
-        *_linear(_N + r"ffn\.fc2", "blocks/fc2", stack=1),
+        *linear(_N + r"attn\.proj", "blocks/proj", stack=1),
+        *linear(_N + r"ffn\.fc1", "blocks/fc1", stack=1),
+        *linear(_N + r"ffn\.fc2", "blocks/fc2", stack=1),
         *_attention_scale(config),
         *_modulation(config),
         Ignore(_N + r"attn\.zero_k_bias", "constant zeros", _must_be_zero),
         Ignore("attn_bias_for_masking", "the block-causal mask, which follows from the schedule"),
         Ignore("lvl_1L", "the scale of every token", lambda a: _disagrees(a, config.schedule)),
-    ]
-
-
-def _linear(pattern: str, target: str, stack: int | None = None) -> list[Rule]:
-    return [
-        Rule(rf"{pattern}\.weight", f"{target}/kernel", "linear", stack),
-        Rule(rf"{pattern}\.bias", f"{target}/bias", None, stack),
     ]
 
 
@@ -58,12 +51,12 @@ def _modulation(config: VARConfig) -> list[Rule | Refuse]:
     offset, own = _N + r"ada_gss", _N + r"ada_lin\.1"
     if config.shared_aln:
         return [
-            *_linear(r"shared_ada_lin\.1", "shared_modulation"),
+            *linear(r"shared_ada_lin\.1", "shared_modulation"),
             Rule(offset, "blocks/modulation_offset", ("drop_axis", "drop_axis"), stack=1),
             Refuse(rf"{own}\..*", "the configuration says shared_aln true, the weights false"),
         ]
     return [
-        *_linear(own, "blocks/modulation", stack=1),
+        *linear(own, "blocks/modulation", stack=1),
         Refuse(
             rf"{offset}|shared_ada_lin\..*",
             "the configuration says shared_aln false, the weights true",

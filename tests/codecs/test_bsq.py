@@ -7,6 +7,7 @@ from float64.
 import json
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +38,7 @@ def _load(file: str) -> BSQVAE:
     config = BSQConfig.from_published(CONFIGS[file.split(".")[0]])
     tensors = sources.open_source(FIXTURES / file, SIGNATURE).tensors
     abstract = parameters.abstract(lambda: BSQVAE(config, rngs=nnx.Rngs(0)))
-    return rules.apply(bsq_rules(config), tensors, abstract).module
+    return jax.device_put(rules.apply(bsq_rules(config), tensors, abstract).module)
 
 
 def _last(array: np.ndarray) -> np.ndarray:
@@ -64,11 +65,11 @@ def test_encoder_and_bits(case):
         return h, codec.features_to_bits(h, schedule), list(quantizer.residuals(h, schedule))
 
     h, bits, rests = run(codec, images)
-    np.testing.assert_allclose(h, _last(arrays["h"]), rtol=0, atol=LATENT)
-    assert bits.dtype == jnp.uint8
-    np.testing.assert_array_equal(bits, arrays["bits"])
+    chex.assert_trees_all_close(h, _last(arrays["h"]), rtol=0, atol=LATENT)
+    chex.assert_type(bits, jnp.uint8)
+    chex.assert_trees_all_equal(bits, arrays["bits"])
     found = [r.reshape(len(h), -1, r.shape[-1]) for r in rests]
-    np.testing.assert_allclose(
+    chex.assert_trees_all_close(
         np.concatenate(found, axis=1), arrays["residual_in"], rtol=0, atol=LATENT
     )
 
@@ -88,21 +89,24 @@ def test_codes(case):
     )
     assert len(maps) == schedule.num_scales
     for name in ("z_quant", "summed_from_bits"):
-        np.testing.assert_allclose(maps[-1], _last(arrays[name]), rtol=0, atol=LATENT)
-    np.testing.assert_allclose(inputs, arrays["tf_input"], rtol=0, atol=LATENT)
+        chex.assert_trees_all_close(maps[-1], _last(arrays[name]), rtol=0, atol=LATENT)
+    chex.assert_trees_all_close(inputs, arrays["tf_input"], rtol=0, atol=LATENT)
     flat = np.concatenate([p.reshape(len(p), -1, p.shape[-1]) for p in pooled], axis=1)
-    np.testing.assert_allclose(flat, arrays["next_in_area"], rtol=0, atol=LATENT)
+    chex.assert_trees_all_close(flat, arrays["next_in_area"], rtol=0, atol=LATENT)
 
 
 def test_bits_to_images(case):
     codec, arrays, schedule, _ = case
     decode = jax.jit(BSQVAE.bits_to_images, static_argnums=2)
     images = decode(codec, arrays["bits"], schedule)
-    assert images.dtype == jnp.float32 and float(jnp.abs(images).max()) <= 1
+    chex.assert_type(images, jnp.float32)
+    assert float(jnp.abs(images).max()) <= 1
     for name in {"recon", "recon_from_bits", "recon_sub4"} & set(arrays):
         step = 4 if name.endswith("sub4") else 1
         found = images[:, ::step, ::step]
-        np.testing.assert_allclose(found, _last(arrays[name]), rtol=0, atol=IMAGE, err_msg=name)
+        chex.assert_trees_all_close(
+            found, _last(arrays[name]), rtol=0, atol=IMAGE, custom_message=name
+        )
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +134,9 @@ def test_image_to_bits_to_image(tiny):
     reconstruct = jax.jit(BSQVAE.reconstruct, static_argnums=2)
     found = reconstruct(tiny, images, schedule)
     again = reconstruct(tiny, images[::-1].copy(), schedule)
-    np.testing.assert_allclose(found, again[::-1], rtol=0, atol=1e-5)
-    assert found.shape == images.shape and float(jnp.std(found)) > 0.01
+    chex.assert_trees_all_close(found, again[::-1], rtol=0, atol=1e-5)
+    chex.assert_equal_shape([found, images])
+    assert float(jnp.std(found)) > 0.01
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -147,7 +152,7 @@ def test_types_and_precision(tiny, dtype):
     assert {str(e.outvars[0].aval.dtype) for e in found} == {dtype}
     highest = (jax.lax.Precision.HIGHEST,) * 2
     assert {e.params["precision"] == highest for e in found} == {dtype == "float32"}
-    assert jaxpr.out_avals[0].dtype == jnp.float32
+    chex.assert_type(jaxpr.out_avals[0], jnp.float32)
 
 
 # --- the quantiser alone --------------------------------------------------------------------------
@@ -155,7 +160,7 @@ def test_types_and_precision(tiny, dtype):
 
 def test_codes_have_length_one():
     values = codes(jnp.array([[0, 1, 1, 0], [1, 1, 1, 1]], jnp.uint8), 4)
-    np.testing.assert_array_equal(values, [[-0.5, 0.5, 0.5, -0.5], [0.5] * 4])
+    chex.assert_trees_all_equal(values, np.array([[-0.5, 0.5, 0.5, -0.5], [0.5] * 4]))
 
 
 @pytest.mark.parametrize("text", ["3x2", "2x2;4x6;3x4;6x4"])
@@ -174,9 +179,9 @@ def test_bits_explain_the_map(text):
         return bits, rest, found, quantizer.teacher_inputs(bits, schedule)
 
     bits, rest, found, inputs = run(h)
-    assert bits.shape == (2, schedule.total_tokens, 5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), rest, found)
-    assert inputs.shape == (2, schedule.total_tokens - schedule.tokens[0], 5)
+    chex.assert_shape(bits, (2, schedule.total_tokens, 5))
+    jax.tree.map(lambda a, b: chex.assert_trees_all_close(a, b, atol=1e-5), rest, found)
+    chex.assert_shape(inputs, (2, schedule.total_tokens - schedule.tokens[0], 5))
 
 
 def test_zero_is_bit_zero():
@@ -221,9 +226,9 @@ def test_published_sizes_by_shape(name):
     schedule = Schedule.square((1, side // 2, side))
     images = jax.ShapeDtypeStruct((1, 1024, 1024, 3), "float32")
     bits = nnx.eval_shape(lambda m, x: m.images_to_bits(x, schedule), model, images)
-    assert bits.shape == (1, schedule.total_tokens, config.codebook_dim)
+    chex.assert_shape(bits, (1, schedule.total_tokens, config.codebook_dim))
     found = nnx.eval_shape(lambda m, b: m.bits_to_images(b, schedule), model, bits)
-    assert found.shape == images.shape
+    chex.assert_equal_shape([found, images])
 
 
 def test_more_levels_than_halvings():
@@ -241,8 +246,8 @@ def test_more_levels_than_halvings():
     assert halve == [True, True, False, False] and double == [False, True, True]
     images = jax.ShapeDtypeStruct((2, 8, 12, 3), "float32")
     h = nnx.eval_shape(lambda m, x: m.encode(x), model, images)
-    assert h.shape == (2, 2, 3, 6)
-    assert nnx.eval_shape(lambda m, h: m.decode(h), model, h).shape == images.shape
+    chex.assert_shape(h, (2, 2, 3, 6))
+    chex.assert_equal_shape([nnx.eval_shape(lambda m, h: m.decode(h), model, h), images])
 
 
 WRONG = {

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import chex
 import jax
 import pytest
 from flax import nnx
@@ -81,8 +82,8 @@ def test_published_size_by_shape():
     config = VQVAEConfig()
     model = nnx.eval_shape(lambda: VQVAE(config, rngs=nnx.Rngs(0)))
     tokens = nnx.eval_shape(lambda m, x: m.images_to_tokens(x), model, _images(256))
-    assert tokens.shape == (2, 680)
-    assert model.quantizer.phi_kernel.shape == (4, 3, 3, 32, 32)
+    chex.assert_shape(tokens, (2, 680))
+    chex.assert_shape(model.quantizer.phi_kernel, (4, 3, 3, 32, 32))
     with pytest.raises(UserError, match="multiples of 16"):
         nnx.eval_shape(lambda m, x: m.encode(x), model, _images(250))
 

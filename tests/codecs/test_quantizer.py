@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,19 +53,23 @@ def test_shapes_and_agreement(text, share, quant_resi):
     config, schedule = quantizer.config, quantizer.config.schedule
     f = _features(config)
     tokens = quantizer.features_to_tokens(f)
-    assert tokens.shape == (2, schedule.total_tokens) and tokens.dtype == jnp.int32
+    chex.assert_shape(tokens, (2, schedule.total_tokens))
+    chex.assert_type(tokens, jnp.int32)
     maps = quantizer.code_maps(tokens)
-    assert maps.shape == (schedule.num_scales, *f.shape)
-    assert quantizer.teacher_inputs(tokens).shape == (
-        2,
-        schedule.total_tokens - schedule.tokens[0],
-        4,
+    chex.assert_shape(maps, (schedule.num_scales, *f.shape))
+    chex.assert_shape(
+        quantizer.teacher_inputs(tokens),
+        (
+            2,
+            schedule.total_tokens - schedule.tokens[0],
+            4,
+        ),
     )
     straight, trained_tokens, loss = quantizer.quantize(f)
-    np.testing.assert_array_equal(trained_tokens, tokens)
-    np.testing.assert_allclose(straight, maps[-1], atol=1e-5)
+    chex.assert_trees_all_equal(trained_tokens, tokens)
+    chex.assert_trees_all_close(straight, maps[-1], atol=1e-5)
     expected = 1.25 * jnp.square(maps - f).mean()
-    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    chex.assert_trees_all_close(loss, expected, rtol=1e-5)
 
 
 def test_traced_scale_equals_static_scale():
@@ -72,16 +77,16 @@ def test_traced_scale_equals_static_scale():
     h = _features(quantizer.config)
     _, traced = jax.lax.scan(lambda c, k: (c, quantizer.phi(h, k)), None, jnp.arange(4))
     static = jnp.stack([quantizer.phi(h, k) for k in range(4)])
-    np.testing.assert_allclose(traced, static, atol=1e-6)
+    chex.assert_trees_all_close(traced, static, atol=1e-6)
     assert not np.allclose(static[0], static[-1])
 
 
 def test_nearest_code():
     quantizer = _quantizer()
     codes = quantizer.embedding[...]
-    np.testing.assert_array_equal(quantizer.nearest(codes + 1e-3), np.arange(24))
+    chex.assert_trees_all_equal(quantizer.nearest(codes + 1e-3), np.arange(24))
     by_angle = _quantizer(using_znorm=True)
-    np.testing.assert_array_equal(by_angle.nearest(7 * codes), np.arange(24))
+    chex.assert_trees_all_equal(by_angle.nearest(7 * codes), np.arange(24))
 
 
 def test_gradients():
@@ -89,7 +94,7 @@ def test_gradients():
     quantizer = _quantizer()
     f = _features(quantizer.config)
     through = jax.grad(lambda f: (quantizer.quantize(f)[0] * f).sum())(f)
-    np.testing.assert_allclose(through, f + quantizer.quantize(f)[0], atol=1e-5)
+    chex.assert_trees_all_close(through, f + quantizer.quantize(f)[0], atol=1e-5)
     graph, state = nnx.split(quantizer)
     gradients = jax.grad(lambda s: nnx.merge(graph, s).quantize(f)[2])(state)
     assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(gradients))
@@ -99,9 +104,9 @@ def test_ideal_codes_explain_everything():
     """With phi the identity, residuals of ideal codes end at what the last scale has to explain."""
     quantizer = Quantizer(SMALL, rngs=nnx.Rngs(0))
     vectors = quantizer.exact_residuals(_features(SMALL))
-    assert vectors.shape == (2, SMALL.schedule.total_tokens, SMALL.z_channels)
+    chex.assert_shape(vectors, (2, SMALL.schedule.total_tokens, SMALL.z_channels))
     first = _features(SMALL).mean((1, 2))
-    np.testing.assert_allclose(vectors[:, 0], first, atol=1e-6)
+    chex.assert_trees_all_close(vectors[:, 0], first, atol=1e-6)
 
 
 def test_wrong_shapes_are_explained():

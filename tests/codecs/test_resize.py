@@ -4,6 +4,7 @@ shuffle; so does the choice of phi."""
 import json
 from pathlib import Path
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -32,10 +33,10 @@ PHI = {k: v for k, v in json.loads((FIXTURES / "phi_index.json").read_text()).it
 def test_matches_torch(name):
     arrays = np.load(FIXTURES / "interp.npz")
     kind, source, _, target = name.split("_")
-    x = arrays[f"x_{source}"].transpose(0, 2, 3, 1)
+    x = jnp.asarray(arrays[f"x_{source}"].transpose(0, 2, 3, 1))
     function = {"area": resize_area, "bicubic": resize_bicubic}[kind]
     found = function(x, tuple(int(n) for n in target.split("x")))
-    np.testing.assert_allclose(
+    chex.assert_trees_all_close(
         found, arrays[name].transpose(0, 2, 3, 1), rtol=0, atol=TOLERANCE[kind]
     )
 
@@ -51,8 +52,8 @@ def test_matches_torch_with_one_frame(kind):
         source = name.split("_")[1].split("to")[0]
         x = arrays["in_16x16" if source == "16" else f"in_{source}"]
         expected = arrays[name][:, :, 0].transpose(0, 2, 3, 1)
-        found = function(x[:, :, 0].transpose(0, 2, 3, 1), expected.shape[1:3])
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5, err_msg=name)
+        found = function(jnp.asarray(x[:, :, 0].transpose(0, 2, 3, 1)), expected.shape[1:3])
+        chex.assert_trees_all_close(found, expected, rtol=0, atol=1e-5, custom_message=name)
 
 
 @pytest.mark.parametrize("library", [np, jnp])
@@ -62,19 +63,20 @@ def test_patchify_is_pixel_unshuffle(library):
         library.asarray(arrays[name].transpose(0, 2, 3, 1))
         for name in ("pixshuf_in", "pixshuf_out")
     )
-    np.testing.assert_array_equal(unpatchify(narrow), wide)
-    np.testing.assert_array_equal(patchify(wide), narrow)
+    chex.assert_trees_all_equal(unpatchify(narrow), wide)
+    chex.assert_trees_all_equal(patchify(wide), narrow)
     assert isinstance(patchify(wide), type(wide))
 
 
 @pytest.mark.parametrize("matrix", [area_matrix, bicubic_matrix, bilinear_matrix])
 def test_matrices(matrix):
     """Rows sum to one, equal sizes give the identity, and cached matrices cannot be changed."""
-    np.testing.assert_array_equal(matrix(7, 7), np.eye(7, dtype=np.float32))
+    chex.assert_trees_all_equal(matrix(7, 7), np.eye(7, dtype=np.float32))
     for source, target in [(1, 5), (5, 1), (13, 16), (16, 13), (2, 3)]:
         found = matrix(source, target)
-        assert found.shape == (target, source) and found.dtype == np.float32
-        np.testing.assert_allclose(found.sum(1), 1, atol=1e-6)
+        chex.assert_shape(found, (target, source))
+        chex.assert_type(found, np.float32)
+        chex.assert_trees_all_close(found.sum(1), 1, atol=1e-6)
     with pytest.raises(ValueError):
         matrix(2, 3)[0, 0] = 1
 
@@ -83,17 +85,18 @@ def test_resize_is_separable():
     x = np.random.default_rng(0).normal(size=(2, 4, 6, 3)).astype(np.float32)
     rows, columns = bicubic_matrix(4, 5), area_matrix(6, 2)
     dense = np.einsum("ph,qw,bhwc->bpqc", rows, columns, x)
-    np.testing.assert_allclose(resize(x, rows, columns), dense, atol=1e-6)
+    chex.assert_trees_all_close(resize(jnp.asarray(x), rows, columns), dense, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", PHI)
 def test_phi_index(name):
     kind, scales = name.split("_K")
     share = 0 if kind == "nonshared" else int(kind.removeprefix("share"))
-    np.testing.assert_array_equal(phi_index(int(scales), share), PHI[name])
+    chex.assert_trees_all_equal(phi_index(int(scales), share), np.array(PHI[name]))
 
 
 def test_phi_index_with_explicit_count():
     found = phi_index(6, 0, default_qresi_counts=3)
-    assert found.dtype == np.int32 and found.tolist() == [0, 0, 1, 1, 2, 2]
+    chex.assert_type(found, np.int32)
+    assert found.tolist() == [0, 0, 1, 1, 2, 2]
     assert phi_index(1, 4).tolist() == [0]  # a single scale has no position; it takes the first

@@ -7,6 +7,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +30,7 @@ def _load(name: str) -> VQVAE:
     config = VQVAEConfig.from_published(json.loads((folder / "config.json").read_text()))
     tensors = sources.open_source(folder / WEIGHTS[name]).tensors
     abstract = parameters.abstract(lambda: VQVAE(config, rngs=nnx.Rngs(0)))
-    return rules.apply(vqvae_rules(config), tensors, abstract).module
+    return jax.device_put(rules.apply(vqvae_rules(config), tensors, abstract).module)
 
 
 def _last(array: np.ndarray) -> np.ndarray:
@@ -51,19 +52,20 @@ def test_encoder_and_tokens(case):
     encoded, f, tokens = jax.jit(
         lambda codec, x: (codec.encoder(x), codec.encode(x), codec.images_to_tokens(x))
     )(codec, images)
-    np.testing.assert_allclose(encoded, _last(arrays["enc_out"]), rtol=0, atol=F_TOLERANCE)
-    np.testing.assert_allclose(f, _last(arrays["f"]), rtol=0, atol=F_TOLERANCE)
-    np.testing.assert_array_equal(tokens, arrays["idx"])
+    chex.assert_trees_all_close(encoded, _last(arrays["enc_out"]), rtol=0, atol=F_TOLERANCE)
+    chex.assert_trees_all_close(f, _last(arrays["f"]), rtol=0, atol=F_TOLERANCE)
+    chex.assert_trees_all_equal(tokens, arrays["idx"])
 
 
 def test_quantizer(case):
     codec, arrays, _ = case
-    quantizer = codec.quantizer
-    np.testing.assert_array_equal(quantizer.features_to_tokens(_last(arrays["f"])), arrays["idx"])
-    maps = quantizer.code_maps(arrays["idx"])
-    np.testing.assert_allclose(maps, _last(arrays["f_hat_per_scale"]), rtol=0, atol=MAP_TOLERANCE)
-    inputs = quantizer.teacher_inputs(arrays["idx"])
-    np.testing.assert_allclose(inputs, arrays["var_input"], rtol=0, atol=MAP_TOLERANCE)
+    quantizer, tokens = codec.quantizer, jnp.asarray(arrays["idx"])
+    features = jnp.asarray(_last(arrays["f"]))
+    chex.assert_trees_all_equal(quantizer.features_to_tokens(features), tokens)
+    maps = quantizer.code_maps(tokens)
+    chex.assert_trees_all_close(maps, _last(arrays["f_hat_per_scale"]), rtol=0, atol=MAP_TOLERANCE)
+    inputs = quantizer.teacher_inputs(tokens)
+    chex.assert_trees_all_close(inputs, arrays["var_input"], rtol=0, atol=MAP_TOLERANCE)
 
 
 def test_decoder(case):
@@ -71,10 +73,10 @@ def test_decoder(case):
     decode = jax.jit(VQVAE.decode, static_argnames="clip")
     final = jnp.asarray(_last(arrays["f_hat_per_scale"])[-1])
     found = sample(decode(codec, final))
-    np.testing.assert_allclose(found, _last(arrays["recon"]), rtol=0, atol=IMAGE_TOLERANCE)
+    chex.assert_trees_all_close(found, _last(arrays["recon"]), rtol=0, atol=IMAGE_TOLERANCE)
     raw = sample(decode(codec, _last(arrays["f_hat_rand"]), clip=False))
     expected = _last(arrays["decoder_raw_rand"])
-    np.testing.assert_allclose(raw, expected, rtol=0, atol=IMAGE_TOLERANCE)
+    chex.assert_trees_all_close(raw, expected, rtol=0, atol=IMAGE_TOLERANCE)
 
 
 def test_small_round_trip():
@@ -84,7 +86,7 @@ def test_small_round_trip():
     batch = jnp.concatenate([image, image[:, ::-1]])
     found = jax.jit(VQVAE.reconstruct)(codec, batch)
     expected = _last(arrays["recon"])
-    np.testing.assert_allclose(found[:1], expected, rtol=0, atol=IMAGE_TOLERANCE)
+    chex.assert_trees_all_close(found[:1], expected, rtol=0, atol=IMAGE_TOLERANCE)
 
 
 def test_bfloat16_decoder():
@@ -92,10 +94,10 @@ def test_bfloat16_decoder():
     codec, arrays = _load("vae_small"), np.load(FIXTURES / "vae_small" / "vqvae.npz")
     latents = jnp.asarray(_last(arrays["f_hat_rand"]))
     exact, rough = codec.decode(latents), codec.decode(latents, dtype=jnp.bfloat16)
-    assert exact.dtype == rough.dtype == jnp.float32
+    chex.assert_type([exact, rough], jnp.float32)
     assert 0 < float(jnp.abs(exact - rough).max()) < 0.2
     small = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), codec)
-    assert small.decode(latents).dtype == jnp.float32
+    chex.assert_type(small.decode(latents), jnp.float32)
 
 
 @pytest.mark.parametrize("share", [0, 1, 2])
@@ -113,4 +115,4 @@ def test_published_names_of_phi(share):
     codec = rules.apply(vqvae_rules(config), tensors, abstract).module
     reference = _load("vae_small").quantizer.phi_kernel[...]
     expected = [reference[i % 4] for i in range(config.num_phi)]
-    np.testing.assert_array_equal(codec.quantizer.phi_kernel[...], np.stack(expected))
+    chex.assert_trees_all_equal(codec.quantizer.phi_kernel[...], np.stack(expected))

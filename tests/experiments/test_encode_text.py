@@ -57,8 +57,9 @@ def test_prompts_to_a_file(encode, tmp_path):
 def test_texts_are_as_long_as_the_model_takes(encode, checkpoint, tmp_path):
     """Without --max_length the checkpoint says so."""
     preset = registry.preset("infinity-2b")
-    transformer = dataclasses.replace(preset.transformer, text_maxlen=9)
-    content = manifest.compose(preset.family, transformer, preset.codec, {})
+    transformer = dataclasses.replace(preset.configs["transformer"], text_maxlen=9)
+    configs = {**preset.configs, "transformer": transformer}
+    content = manifest.compose(preset.family, configs, {})
     shutil.copytree(checkpoint, tmp_path / "whole")
     manifest.write(tmp_path / "whole", content)
     status, _, err = encode(f"{LONG}\n", f"--checkpoint={tmp_path / 'whole'}")

@@ -206,7 +206,7 @@ def test_an_encoder_of_another_width(call, files, tmp_path, monkeypatch):
 
 def test_texts_are_refused_before_the_encoder_is_loaded(call, files, tmp_path, monkeypatch):
     """A gap among negative prompts, and a tokenizer that is missing or another encoder's."""
-    monkeypatch.setattr(encoder.encoder_lib.TextEncoder, "load", lambda *a: pytest.fail("loaded"))
+    monkeypatch.setattr("varjax.text.encoder.TextEncoder.load", lambda *a: pytest.fail("loaded"))
     folder = tmp_path / "checkpoint"
     shutil.copytree(models.checkpoint_folder("infinity_a"), folder)
     encoder.write_folder(folder / "text_encoder", dataclasses.replace(encoder.CONFIG, d_model=256))

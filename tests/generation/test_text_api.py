@@ -13,6 +13,7 @@ from varjax.cache.planner import plan_cache
 from varjax.engine import memory
 from varjax.errors import UserError
 from varjax.policies import Full, Streaming
+from varjax.text.encoder import TextEncoder
 
 NAME = models.FAMILIES["infinity"]
 
@@ -80,10 +81,13 @@ def test_text_encoder_leaves_the_device(tmp_path, monkeypatch):
         def __init__(self):
             self.weights, self.self = jax.numpy.ones((64, 64)), self
 
-        def encode(self, prompts, max_length):
+        def encode(self, prompts, *_, **__):
             return features(len(prompts))
 
-    monkeypatch.setattr(conditions.TextEncoder, "load", lambda *_: Reader())
+        def peak_bytes(self, *_):
+            return None
+
+    monkeypatch.setattr(TextEncoder, "load", lambda *_: Reader())
     gc.disable()
     try:
         found = conditions.resolve(model, prompts=["a", "b"])

@@ -2,6 +2,7 @@
 
 import sys
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from PIL import Image
 from varjax.errors import UserError
 from varjax.io.extras import MissingExtra, require
 from varjax.io.images import CAPTION_HEIGHT, GAP, grid, save_grid, save_samples_npz, to_uint8
-from varjax.storage.files import writing
+from varjax.storage.atomic import new_file
 
 
 def some_images(count=5, height=6, width=4):
@@ -41,7 +42,7 @@ def test_grid_puts_every_image_in_its_place(columns, shape):
     images = some_images()
     rows, columns_used = shape
     picture = grid(images, columns)
-    assert picture.shape == (rows * (6 + GAP) - GAP, columns_used * (4 + GAP) - GAP, 3)
+    chex.assert_shape(picture, (rows * (6 + GAP) - GAP, columns_used * (4 + GAP) - GAP, 3))
     remaining = picture.copy()
     for i, image in enumerate(images):
         top, left = i // columns_used * (6 + GAP), i % columns_used * (4 + GAP)
@@ -63,7 +64,7 @@ def test_captions_go_under_the_images(tmp_path):
     save_grid(tmp_path / "grid.png", images, columns=2, labels=["fig", "a name far too long 梨"])
     with Image.open(tmp_path / "grid.png") as opened:
         picture = np.asarray(opened)
-    assert picture.shape == (32 + CAPTION_HEIGHT, 64 + GAP, 3)
+    chex.assert_shape(picture, (32 + CAPTION_HEIGHT, 64 + GAP, 3))
     assert (picture[:32, :32] == images[0]).all()
     strip = picture[32:]
     assert (strip[:, :32] < 128).any() and (strip[:, 32 + GAP :] < 128).any()
@@ -75,13 +76,16 @@ def test_samples_have_the_layout_of_the_evaluator(tmp_path):
     save_samples_npz(tmp_path / "samples.npz", images, [3, 7, 7, 0, 1])
     with np.load(tmp_path / "samples.npz", allow_pickle=False) as data:
         assert sorted(data) == ["arr_0", "arr_1"]
-        assert data["arr_0"].dtype == np.uint8 and (data["arr_0"] == images).all()
-        assert data["arr_1"].dtype == np.int64 and data["arr_1"].tolist() == [3, 7, 7, 0, 1]
+        chex.assert_type(data["arr_0"], np.uint8)
+        assert (data["arr_0"] == images).all()
+        chex.assert_type(data["arr_1"], np.int64)
+        assert data["arr_1"].tolist() == [3, 7, 7, 0, 1]
     save_samples_npz(tmp_path / "samples.npz", images)
     with np.load(tmp_path / "samples.npz") as data:
         assert sorted(data) == ["arr_0"]
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     "images",
     [np.zeros((1, 2, 2, 3)), np.zeros((2, 2, 3), np.uint8), np.zeros((0, 2, 2, 3), np.uint8)],
@@ -121,12 +125,12 @@ def test_package_that_is_there_but_broken_is_not_called_missing(tmp_path, monkey
 def test_failed_write_keeps_the_old_file(tmp_path):
     target = tmp_path / "report.bin"
     target.write_bytes(b"old")
-    with pytest.raises(RuntimeError), writing(target) as file:
+    with pytest.raises(RuntimeError), new_file(target) as file:
         file.write(b"half")
         raise RuntimeError
     assert target.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [target]
-    with writing(target) as file:
+    with new_file(target) as file:
         file.write(b"new")
     assert target.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [target]

@@ -1,5 +1,6 @@
 """KL divergence of logits against NumPy in float64."""
 
+import chex
 import numpy as np
 import pytest
 
@@ -19,8 +20,8 @@ def logits(seed, scale=3.0):
 
 def test_it_is_the_definition_and_ignores_constants():
     a, b = logits(0), logits(1)
-    np.testing.assert_allclose(kl_divergence(a, b), oracle(a, b), rtol=1e-5)
-    np.testing.assert_allclose(token_kl(a, b), kl_divergence(a, b + 100), rtol=2e-4)
+    chex.assert_trees_all_close(kl_divergence(a, b), oracle(a, b), rtol=1e-5)
+    chex.assert_trees_all_close(token_kl(a, b), kl_divergence(a, b + 100), rtol=2e-4)
     assert kl_divergence(a, b)[0, 0] != pytest.approx(float(kl_divergence(b, a)[0, 0]))
 
 
@@ -36,6 +37,7 @@ def test_what_the_reference_rules_out_counts_nothing():
     assert np.isposinf(kl_divergence(b, a))
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("shape", [(2, 5, 31), (5, 32)])
 def test_shapes_must_agree(shape):
     with pytest.raises(UserError, match="cannot be compared"):

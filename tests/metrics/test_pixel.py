@@ -3,6 +3,7 @@
 import json
 import sys
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -40,8 +41,8 @@ def ssim_oracle(a, b, side):
 def test_psnr_is_per_image():
     a, b = pairs()
     expected = -10 * np.log10(np.square(a.astype(np.float64) - b).mean((1, 2, 3)))
-    np.testing.assert_allclose(psnr(a, b), expected, atol=1e-3)  # float32 sums, dB
-    assert psnr(jnp.asarray(a), b).shape == (3,)
+    chex.assert_trees_all_close(psnr(a, b), expected, atol=1e-3)  # float32 sums, dB
+    chex.assert_shape(psnr(jnp.asarray(a), b), (3,))
 
 
 def test_psnr_of_identical_images_is_infinite():
@@ -53,11 +54,12 @@ def test_psnr_of_identical_images_is_infinite():
 @pytest.mark.parametrize("height, width, side", [(20, 16, 11), (11, 11, 11), (8, 9, 8), (3, 5, 3)])
 def test_ssim_is_per_image(height, width, side):
     a, b = pairs(height=height, width=width)
-    expected = [ssim_oracle(p, q, side) for p, q in zip(a, b, strict=True)]
-    np.testing.assert_allclose(ssim(a, b), expected, atol=2e-5)  # float32 variances as differences
-    np.testing.assert_allclose(ssim(a, a), 1.0, atol=1e-6)
+    expected = np.array([ssim_oracle(p, q, side) for p, q in zip(a, b, strict=True)])
+    chex.assert_trees_all_close(ssim(a, b), expected, atol=2e-5)  # float32 variances as differences
+    chex.assert_trees_all_close(ssim(a, a), 1.0, atol=1e-6)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("metric", [psnr, ssim])
 def test_images_that_do_not_compare(metric):
     a, b = pairs()

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import chex
 import numpy as np
 import pytest
 
@@ -30,8 +31,9 @@ def test_tables(aspect):
         assert [list(m) for m in found.schedule.maps] == [scale[1:] for scale in entry["scales"]]
         assert [side * PIXELS for side in found.schedule.final_map] == entry["pixel"]
         ours = rope_positions(found.schedule, found.rope_map)
-        assert ours.dtype == np.int32 and ours.shape == (found.schedule.total_tokens, 2)
-        np.testing.assert_array_equal(ours, positions[: len(ours)])
+        chex.assert_type(ours, np.int32)
+        chex.assert_shape(ours, (found.schedule.total_tokens, 2))
+        chex.assert_trees_all_equal(ours, positions[: len(ours)])
     assert len(ours) == len(positions)
 
 
@@ -59,6 +61,6 @@ def test_unknown_size():
 def test_positions_round_halves_to_even():
     """Two cells on 5: 0 and 2.5; four cells on 6: 0, 1.5, 3, 4.5; the last map is the identity."""
     positions = rope_positions(Schedule(((2, 4), (5, 6))), (5, 6))
-    np.testing.assert_array_equal(positions[:8, 0], [0] * 4 + [2] * 4)
-    np.testing.assert_array_equal(positions[:4, 1], [0, 2, 3, 4])
-    np.testing.assert_array_equal(positions[8:14], [[0, c] for c in range(6)])
+    chex.assert_trees_all_equal(positions[:8, 0], [0] * 4 + [2] * 4)
+    chex.assert_trees_all_equal(positions[:4, 1], [0, 2, 3, 4])
+    chex.assert_trees_all_equal(positions[8:14], [[0, c] for c in range(6)])

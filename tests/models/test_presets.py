@@ -28,7 +28,8 @@ PUBLISHED = {
 def test_parameter_counts(name):
     preset = registry.preset(name)
     family = registry.family(preset.family)
-    module = parameters.abstract(lambda: family.transformer.build(preset.transformer))
+    part, config = family.parts["transformer"], preset.configs["transformer"]
+    module = parameters.abstract(lambda: part.build(config))
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(module))
     assert parameters.count(module) == pytest.approx(PUBLISHED[name], rel=0.04)
 

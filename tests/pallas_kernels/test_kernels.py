@@ -7,6 +7,7 @@ with the same size of heads only one is run.
 from dataclasses import replace
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,12 +81,13 @@ def test_attend(kernel, shape):
         expected, expected_lse = attend(
             *exact.attend, kv_scale=args.kv_scale, implementation="reference"
         )
-        assert out.dtype == args.v.dtype and lse.dtype == jnp.float32
-        assert np.isfinite(np.asarray(out, np.float32)).all(), spec.name
+        chex.assert_type(out, args.v.dtype)
+        chex.assert_type(lse, jnp.float32)
+        chex.assert_tree_all_finite(out, custom_message=spec.name)
         real = slice(None), slice(None), slice(0, spec.length)
         assert error(out[real], expected[real]) < TOLERANCE[spec.dtype], spec.name
         tolerance = 10 * TOLERANCE[spec.dtype]
-        np.testing.assert_allclose(lse[real], expected_lse[real], atol=tolerance)
+        chex.assert_trees_all_close(lse[real], expected_lse[real], atol=tolerance)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -105,7 +107,8 @@ def test_attention_moments(kernel, shape):
             for a, implementation in ((args, kernel), (exact, "reference"))
         )
         for found, expected in zip(*both, strict=True):
-            assert found.shape == expected.shape and found.dtype == jnp.float32
+            chex.assert_equal_shape([found, expected])
+            chex.assert_type(found, jnp.float32)
             assert error(found, expected) < TOLERANCE[spec.dtype], spec.name
 
 
@@ -119,8 +122,8 @@ def test_write(kernel, shape):
         write(*given, kv_scale=args.kv_scale, implementation=name) for name in (kernel, "reference")
     )
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+        chex.assert_type(a, b.dtype)
+        chex.assert_trees_all_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -133,7 +136,7 @@ def test_empty_entries_of_a_write_touch_nothing(kernel):
     pool = jnp.zeros((1, 2, 16, 128))
     found, _ = write(pool, k, v, writes, implementation=kernel)
     expected = pool.at[0, 0, 0].set(jnp.concatenate([k[0, 0, 3], v[0, 0, 3]]))
-    np.testing.assert_array_equal(found, expected)
+    chex.assert_trees_all_equal(found, expected)
 
 
 @pytest.mark.parametrize("kernel", ["reference", *KERNELS])
@@ -153,4 +156,4 @@ def test_padding_may_hold_anything(kernel):
         return out[:, :, : spec.length], lse[:, :, : spec.length], sums
 
     for found, expected in zip(*map(jax.tree.leaves, map(results, (dirty, args))), strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-6)
+        chex.assert_trees_all_close(found, expected, atol=1e-6)

@@ -1,5 +1,6 @@
 """The reference against a float64 NumPy oracle that reads the table slot by slot."""
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ def test_attend(seed, per_row):
         BlockTable(*map(jnp.asarray, table)),
     )
     expected, _ = oracle(q, k, v, pool, table)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
+    chex.assert_trees_all_close(found, expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("chunk", [2, 256])
@@ -96,10 +97,10 @@ def test_attention_moments(monkeypatch, chunk):
     _, weights = oracle(q, k, v, pool, table)
     for r, n in np.ndindex(ROWS, HEADS):
         columns = np.concatenate([np.flatnonzero(mask[n]), ENTRIES * BLOCK + np.arange(LENGTH)])
-        np.testing.assert_allclose(
+        chex.assert_trees_all_close(
             np.asarray(found)[r, n, columns], query_weights @ weights[r, n], atol=1e-6
         )
-        np.testing.assert_allclose(
+        chex.assert_trees_all_close(
             np.asarray(squares)[r, n, columns], query_weights @ weights[r, n] ** 2, atol=1e-6
         )
         others = np.delete(np.asarray(found)[r, n], columns)
@@ -117,7 +118,7 @@ def test_attention_scores_agree_with_the_weights():
         columns = np.concatenate([np.flatnonzero(mask[n]), ENTRIES * BLOCK + np.arange(LENGTH)])
         score = np.asarray(found)[r, n][:, columns]
         p = np.exp(score - score.max(-1, keepdims=True))
-        np.testing.assert_allclose(p / p.sum(-1, keepdims=True), weights[r, n][[3, 0]], atol=1e-6)
+        chex.assert_trees_all_close(p / p.sum(-1, keepdims=True), weights[r, n][[3, 0]], atol=1e-6)
 
 
 def test_int8_pool():
@@ -137,7 +138,7 @@ def test_int8_pool():
         arrays,
         kv_scale=jnp.asarray(scale.reshape(ROWS, BLOCKS, 2 * BLOCK)),
     )
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-5)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=2e-5)
 
 
 def test_unknown_implementation_names_the_known_ones():
@@ -148,4 +149,4 @@ def test_unknown_implementation_names_the_known_ones():
 
 def test_filled_to():
     table = BlockTable(jnp.array([[4, 2, 0]]), jnp.zeros((1, 3), int), jnp.full((1, 3), 4))
-    np.testing.assert_array_equal(table.filled_to(jnp.array([6]), 4).stop, [[4, 2, 0]])
+    chex.assert_trees_all_equal(table.filled_to(jnp.array([6]), 4).stop, [[4, 2, 0]])

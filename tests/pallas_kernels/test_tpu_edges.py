@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +38,7 @@ def check_attend(args, found):
     """`found`, or what the kernel gives, against the reference."""
     expected = attend(*args.attend, kv_scale=args.kv_scale, implementation="reference")
     for a, b in zip(found, expected, strict=True):
-        assert np.isfinite(np.asarray(a)).all()
+        chex.assert_tree_all_finite(a)
         close(a[:, :, : int(args.length)], b[:, :, : int(args.length)])
 
 
@@ -111,7 +112,7 @@ def both_writes(args):
         for name in ("tpu-interpret", "reference")
     )
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+        chex.assert_trees_all_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])

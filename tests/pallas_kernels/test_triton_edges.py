@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,11 +43,11 @@ def compare(args, length: int):
         given = (args.q, args.k, args.length, args.kv_pool, args.table, weights, lse)
         sums = moments(*given, kv_scale=args.kv_scale, implementation=name)
         results.append((out[:, :, :length], lse, *sums))
-        assert np.isfinite(np.asarray(out)).all()
+        chex.assert_tree_all_finite(out)
     for i, (found, expected) in enumerate(zip(*results, strict=True)):
         if i == 1:  # log-sum-exp
             found, expected = found[:, :, :length], expected[:, :, :length]
-        np.testing.assert_allclose(found, expected, **NEAR)
+        chex.assert_trees_all_close(found, expected, **NEAR)
 
 
 @pytest.mark.parametrize(
@@ -84,13 +85,13 @@ def test_padding_may_hold_anything():
         dirty = replace(args, q=q, k=k, v=v)
         found = attend(*dirty.attend, implementation="triton-interpret")
         for a, b in zip(found, clean, strict=True):
-            assert np.isfinite(np.asarray(a)).all()
-            np.testing.assert_array_equal(a[:, :, : SPEC.length], b[:, :, : SPEC.length])
+            chex.assert_tree_all_finite(a)
+            chex.assert_trees_all_equal(a[:, :, : SPEC.length], b[:, :, : SPEC.length])
         weights = (jnp.arange(SPEC.tokens) < SPEC.length).astype(jnp.float32)
         lse = jnp.where(padded[:, 0], anything, clean[1])
         given = (q, k, args.length, args.kv_pool, args.table, weights, lse)
         sums, _ = moments(*given, implementation="triton-interpret")
-        np.testing.assert_allclose(sums.sum(-1), SPEC.length, rtol=1e-5)
+        chex.assert_trees_all_close(sums.sum(-1), SPEC.length, rtol=1e-5)
 
 
 @pytest.mark.parametrize("block_q", [16, 64])
@@ -101,8 +102,8 @@ def test_any_tiles_give_the_same(block_q, block_k):
     out, lse = triton.attend(*args.attend, return_lse=True, interpret=True, config=config)
     expected, expected_lse = attend(*args.attend, implementation="reference")
     real = (slice(None), slice(None), slice(SPEC.length))
-    np.testing.assert_allclose(out[real], expected[real], **NEAR)
-    np.testing.assert_allclose(lse[real], expected_lse[real], **NEAR)
+    chex.assert_trees_all_close(out[real], expected[real], **NEAR)
+    chex.assert_trees_all_close(lse[real], expected_lse[real], **NEAR)
 
 
 def test_large_scores_do_not_overflow():
@@ -110,7 +111,7 @@ def test_large_scores_do_not_overflow():
     args = replace(args, q=args.q * 100)  # scores of hundreds
     out, lse = attend(*args.attend, implementation="triton-interpret")
     expected, expected_lse = attend(*args.attend, implementation="reference")
-    np.testing.assert_allclose(
+    chex.assert_trees_all_close(
         lse[:, :, : SPEC.length], expected_lse[:, :, : SPEC.length], rtol=1e-5
     )
     difference = (out - expected)[:, :, : SPEC.length]
@@ -123,7 +124,7 @@ def test_writing_nothing():
     pool, _ = cache_write.write(
         args.kv_pool, args.k, args.v, nothing, implementation="triton-interpret"
     )
-    np.testing.assert_array_equal(pool, args.kv_pool)
+    chex.assert_trees_all_equal(pool, args.kv_pool)
 
 
 @pytest.mark.parametrize(

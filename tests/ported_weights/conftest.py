@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ported_weights.convert import Request
-
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "var"
 STORAGE_NAMES = {"f4": "Float", "f2": "Half", "f8": "Double", "i8": "Long", "i4": "Int"}
 STORAGE_NAMES |= {"i2": "Short", "i1": "Char", "u1": "Byte", "b1": "Bool"}
@@ -131,9 +129,9 @@ def fixtures() -> Path:
 
 @pytest.fixture
 def request_for(tmp_path):
-    """Request for one of the fixtures; keyword arguments replace fields."""
+    """Arguments of `convert` for one of the fixtures; keyword arguments replace them."""
 
-    def make(name: str, ending: str = "pth", **changes) -> Request:
+    def make(name: str, ending: str = "pth", **changes) -> dict:
         codec = FIXTURES / json.loads((FIXTURES / name / "config.json").read_text())["vae"]
         fields = {
             "model": "var-custom",
@@ -143,6 +141,6 @@ def request_for(tmp_path):
             "tokenizer_config": str(codec / "config.json"),
             "out": str(tmp_path / "out"),
         }
-        return Request(**{**fields, **changes})
+        return {**fields, **changes}
 
     return make

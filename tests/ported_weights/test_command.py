@@ -1,10 +1,11 @@
 """`python -m ported_weights` as users call it."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
-from varjax.storage import checkpoint
+from varjax.storage import manifest
 
 
 def _run(capsys, monkeypatch, *arguments):
@@ -21,14 +22,14 @@ def _run(capsys, monkeypatch, *arguments):
 
 def _flags(request):
     names = ("model", "source", "tokenizer_source", "config", "tokenizer_config", "out")
-    return [f"--{name}={getattr(request, name)}" for name in names]
+    return [f"--{name}={request[name]}" for name in names]
 
 
 def test_conversion(capsys, monkeypatch, request_for):
     request = request_for("c_k5_nol2norm")
     status, out, err = _run(capsys, monkeypatch, *_flags(request), "--dtype=bfloat16")
     assert status == 0 and "385,755 parameters written" in out and "tensors" in err
-    assert checkpoint.read_description(request.out)["dtype"] == "bfloat16"
+    assert manifest.read(Path(request["out"]))["dtype"] == "bfloat16"
     status, out, err = _run(capsys, monkeypatch, *_flags(request))
     assert status == 2 and "exists already" in err and not out
 

@@ -1,10 +1,10 @@
 """Conversion of the fixtures: parameters, numbers of the original implementation, refusals."""
 
-import dataclasses
 import json
 import os
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,18 +23,23 @@ HIDDEN = 2e-4  # outputs of blocks, up to 17 in size
 
 
 def _quiet(request, lines=None):
-    convert.convert(request, say=(lines if lines is not None else []).append)
-    return Path(request.out)
+    convert.convert(**request, say=(lines if lines is not None else []).append)
+    return Path(request["out"])
+
+
+def _load(request, lines=None):
+    """The parts of the converted checkpoint, read from disk, and its description."""
+    return checkpoint.load(_quiet(request, lines))
 
 
 @pytest.fixture(scope="module")
 def ported(fixtures, tmp_path_factory):
-    """{name: checkpoint, loaded from disk} of every fixture."""
+    """{name: what `_load` gives} of every fixture."""
     found = {}
     for name in NAMES:
         config = fixtures / name / "config.json"
         codec = fixtures / json.loads(config.read_text())["vae"]
-        request = convert.Request(
+        request = dict(
             model="var-custom",
             source=str(fixtures / name / "var.pth"),
             tokenizer_source=str(next(codec.glob("vae.*"))),
@@ -42,56 +47,57 @@ def ported(fixtures, tmp_path_factory):
             tokenizer_config=str(codec / "config.json"),
             out=str(tmp_path_factory.mktemp(name) / "out"),
         )
-        found[name] = checkpoint.load(_quiet(request))
+        found[name] = _load(request)
     return found
 
 
 def _assert_same(one, other):
     for part in ("transformer", "codec"):
-        ours, theirs = (parameters.named(getattr(c, part)) for c in (one, other))
+        ours, theirs = (parameters.named(parts[part]) for parts in (one, other))
         assert list(ours) == list(theirs)
         for name in ours:
-            np.testing.assert_array_equal(np.asarray(ours[name]), np.asarray(theirs[name]), name)
+            chex.assert_trees_all_equal(np.asarray(ours[name]), np.asarray(theirs[name]))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_both_containers_give_the_same_parameters(name, ported, request_for, tmp_path, torch_zip):
     """Also the tokenizer, rewritten into the other container."""
     request = request_for(name, "safetensors")
-    tokenizer = sources.open_source(request.tokenizer_source)
+    tokenizer = sources.open_source(request["tokenizer_source"])
     arrays = {n: np.ascontiguousarray(t.read()) for n, t in tokenizer.tensors.items()}
     if tokenizer.path.suffix == ".pth":
         save_file(arrays, tmp_path / "other")
     else:
         torch_zip.save(tmp_path / "other", arrays)
-    request = dataclasses.replace(request, tokenizer_source=str(tmp_path / "other"))
-    _assert_same(checkpoint.load(_quiet(request)), ported[name])
+    request = dict(request, tokenizer_source=str(tmp_path / "other"))
+    _assert_same(_load(request)[0], ported[name][0])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_teacher_forced_logits(name, ported, fixtures):
     data = np.load(fixtures / name / "forward.npz")
-    found = ported[name]
-    null = np.full_like(data["labels"], found.transformer.config.null_label)
-    forward = jax.jit(lambda model, labels: model(labels, data["x_BLCv_wo_first_l"]))
+    transformer = ported[name][0]["transformer"]
+    null = np.full_like(data["labels"], transformer.config.null_label)
+    codes = jnp.asarray(data["x_BLCv_wo_first_l"])
+    forward = jax.jit(lambda model, labels: model(labels, codes))
     with jax.default_matmul_precision("highest"):
         for labels, key in ((data["labels"], "logits"), (null, "logits_null")):
-            logits = forward(found.transformer, labels)[:, data["logit_pos"]]
-            np.testing.assert_allclose(logits, data[key], atol=LOGITS, rtol=0, err_msg=key)
+            logits = forward(transformer, labels)[:, data["logit_pos"]]
+            chex.assert_trees_all_close(logits, data[key], atol=LOGITS, rtol=0, custom_message=key)
 
 
 def _hidden_states(model, labels, codes):
     """Input and output of every block, [D + 1, B, L, C], layer by layer."""
     scale = model.config.schedule.scale_of_token
-    context = model.prepare(labels)
+    context = model.encode_rows(labels)
     x = jnp.concatenate([context["start"], model.word_embedding(codes)], axis=1)
     x = x + model.position_embedding[...] + model.level_embedding[scale]
     states = [x]
     for i in range(model.config.depth):
         block = jax.tree.map(lambda leaf, i=i: leaf[i], model.blocks)
-        q, k, v = model.project(block, context["layers"][i], x)
-        attended = layers.dense_attention(q, k, v, scale[:, None] >= scale[None])
-        x = model.finish(block, context["layers"][i], x, attended)
+        q, k, v = model.project(block, context["layers"][i], None, x)
+        attended = layers.dense_attention(q, k, v, jnp.asarray(scale[:, None] >= scale[None]))
+        x = model.post_attention(block, context["layers"][i], None, x, attended)
         states.append(x)
     return jnp.stack(states)
 
@@ -101,9 +107,9 @@ def test_teacher_inputs(name, ported, fixtures):
     """Codes, phi convolutions and schedule of the ported tokenizer."""
     data = np.load(fixtures / name / "forward.npz")
     codes = jax.jit(lambda quantizer, tokens: quantizer.teacher_inputs(tokens))(
-        ported[name].codec.quantizer, data["tokens"]
+        ported[name][0]["codec"].quantizer, data["tokens"]
     )
-    np.testing.assert_allclose(codes, data["x_BLCv_wo_first_l"], atol=3e-5, rtol=0)
+    chex.assert_trees_all_close(codes, data["x_BLCv_wo_first_l"], atol=3e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", NAMES[1:])
@@ -111,23 +117,23 @@ def test_hidden_states_of_every_block(name, ported, fixtures):
     data = np.load(fixtures / name / "forward.npz")
     with jax.default_matmul_precision("highest"):
         states = jax.jit(_hidden_states)(
-            ported[name].transformer, data["labels"], data["x_BLCv_wo_first_l"]
+            ported[name][0]["transformer"], data["labels"], data["x_BLCv_wo_first_l"]
         )[:, :, data["block_pos"]]
-    np.testing.assert_allclose(states[0], data["block_in"], atol=HIDDEN, rtol=0)
-    np.testing.assert_allclose(states[1:], data["block_out"], atol=HIDDEN, rtol=0)
+    chex.assert_trees_all_close(states[0], data["block_in"], atol=HIDDEN, rtol=0)
+    chex.assert_trees_all_close(states[1:], data["block_out"], atol=HIDDEN, rtol=0)
 
 
 def test_description(ported, fixtures):
-    found = ported["c_k5_nol2norm"]
-    content = found.metadata
+    parts, content = ported["c_k5_nol2norm"]
     given = json.loads((fixtures / "c_k5_nol2norm" / "config.json").read_text())
     assert {k: given[k] for k in content["transformer"]} == content["transformer"]
     assert content["format_version"] == 1 and content["family"] == "var"
     assert content["schedule"] == [[n, n] for n in (1, 2, 3, 4, 5)]
     assert content["num_classes"] == 6 and content["dtype"] == "float32"
-    assert found.codec.config.schedule == found.schedule  # not the tokenizer's own six scales
+    maps = [list(pair) for pair in parts["codec"].config.schedule.maps]
+    assert maps == content["schedule"]  # not the tokenizer's own six scales
     assert [s["file"] for s in content["sources"]] == ["var.pth", "vae.safetensors"]
-    counted = sum(map(parameters.count, (found.transformer, found.codec)))
+    counted = sum(map(parameters.count, parts.values()))
     assert content["parameters"] == counted
 
 
@@ -150,10 +156,11 @@ def test_storage_type_classes_and_sampling(request_for, tmp_path):
         class_names=str(tmp_path / "classes.json"),
         sampling=str(tmp_path / "sampling.json"),
     )
-    found = checkpoint.load(_quiet(request))
-    assert found.transformer.dtype == jnp.bfloat16 and found.metadata["dtype"] == "bfloat16"
-    assert found.class_names == names
-    assert found.sampling == {"cfg": 3, "top_k": 9, "top_p": 0.0, "more_smooth": False}
+    parts, content = _load(request)
+    chex.assert_type(parts["transformer"], jnp.bfloat16)
+    assert content["dtype"] == "bfloat16"
+    assert content["class_names"] == names
+    assert content["sampling"] == {"cfg": 3, "top_k": 9, "top_p": 0.0, "more_smooth": False}
 
 
 def test_a_training_checkpoint_holds_both_models(
@@ -163,14 +170,14 @@ def test_a_training_checkpoint_holds_both_models(
     parts = {
         key: {n: t.read() for n, t in sources.open_source(path).tensors.items()}
         for key, path in (
-            ("var_wo_ddp", request.source),
-            ("vae_local", request.tokenizer_source),
+            ("var_wo_ddp", request["source"]),
+            ("vae_local", request["tokenizer_source"]),
         )
     }
     both = torch_zip.save(tmp_path / "last.pth", {"epoch": 2, "trainer": {"config": {}, **parts}})
-    request = dataclasses.replace(request, source=str(both), tokenizer_source=str(both))
+    request = dict(request, source=str(both), tokenizer_source=str(both))
     lines = []
-    _assert_same(checkpoint.load(_quiet(request, lines)), ported["b_k6_sharedaln"])
+    _assert_same(_load(request, lines)[0], ported["b_k6_sharedaln"][0])
     assert "took trainer/var_wo_ddp" in "\n".join(lines)
 
 
@@ -186,11 +193,9 @@ def _refused(request, match, folder):
 
 def test_swapped_files(request_for, tmp_path):
     request = request_for("b_k6_sharedaln")
-    swapped = dataclasses.replace(
-        request, source=request.tokenizer_source, tokenizer_source=request.source
-    )
+    swapped = dict(request, source=request["tokenizer_source"], tokenizer_source=request["source"])
     _refused(swapped, "looks like VQVAE tokenizer weights.*belongs to --tokenizer_source", tmp_path)
-    twice = dataclasses.replace(request, tokenizer_source=request.source)
+    twice = dict(request, tokenizer_source=request["source"])
     _refused(twice, "looks like VAR transformer weights.*belongs to --source", tmp_path)
 
 
@@ -257,7 +262,9 @@ def test_vocabulary_is_taken_from_the_tokenizer_where_left_out(request_for, fixt
     del config["vocab_size"], config["z_channels"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     request = request_for("b_k6_sharedaln", config=str(tmp_path / "config.json"))
-    _, transformer, codec, _ = convert.configurations(request)
+    names = ("model", "source", "tokenizer_source", "config", "tokenizer_config")
+    configs, _ = convert.configurations(**{name: request[name] for name in names})
+    transformer, codec = configs["transformer"], configs["codec"]
     assert (
         (transformer.vocab_size, transformer.z_channels)
         == (128, 8)
@@ -324,20 +331,20 @@ def test_no_folder_to_write(request_for, tmp_path):
 
 def test_truncated_weights(request_for, tmp_path):
     request = request_for("b_k6_sharedaln")
-    data = Path(request.source).read_bytes()
+    data = Path(request["source"]).read_bytes()
     (tmp_path / "var.pth").write_bytes(data[: len(data) // 2])
-    _refused(dataclasses.replace(request, source=str(tmp_path / "var.pth")), "damaged", tmp_path)
+    _refused(dict(request, source=str(tmp_path / "var.pth")), "damaged", tmp_path)
 
 
 def test_overwriting(request_for, tmp_path):
     request = request_for("b_k6_sharedaln")
     out = _quiet(request)
     (out / "old").write_text("")
-    _refused(request, "exists already.*--overwrite", tmp_path)
-    again = dataclasses.replace(request, overwrite=True)
-    _refused(dataclasses.replace(again, source="nowhere.pth"), "no file", tmp_path)
+    _refused(request, "exists already.*overwrite", tmp_path)
+    again = dict(request, overwrite=True)
+    _refused(dict(again, source="nowhere.pth"), "no file", tmp_path)
     _quiet(again)
-    assert not (out / "old").exists() and checkpoint.load(out).family == "var"
+    assert not (out / "old").exists() and checkpoint.load(out)[1]["family"] == "var"
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from ported_weights import convert
 from varjax.models import parameters
-from varjax.storage import checkpoint
+from varjax.storage import checkpoint, manifest
 
 ORIGINAL = Path(__file__).parents[1] / "../../shared/data/demo_var_torch"
 needs_original = pytest.mark.skipif(
@@ -19,19 +20,21 @@ needs_original = pytest.mark.skipif(
 
 
 def test_the_embedded_demo():
-    content = checkpoint.read_description(checkpoint.demo_directory())
+    folder = checkpoint.demo_directory()
+    content = manifest.read(folder)
     assert content["parameters"] == 5_386_211 and content["dtype"] == "bfloat16"
     assert content["num_classes"] == len(content["class_names"]) == 44
     assert content["sampling"] == {"cfg": 1.5, "top_k": 100, "top_p": 0.95, "more_smooth": False}
-    found = checkpoint.load(checkpoint.demo_directory(), dtype="float32")
-    assert found.transformer.dtype == jnp.float32
-    size = sum(f.stat().st_size for f in found.path.rglob("*") if f.is_file())
+    parts, found = checkpoint.load(folder, {"transformer": "float32"})
+    assert found == content and list(parts) == ["transformer"]
+    chex.assert_type(parts["transformer"], jnp.float32)
+    size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
     assert size < 12e6
 
 
 @pytest.fixture(scope="module")
 def ported(tmp_path_factory):
-    request = convert.Request(
+    request = dict(
         model="var-custom",
         source=str(ORIGINAL / "var.pth"),
         tokenizer_source=str(ORIGINAL / "vae.pth"),
@@ -39,23 +42,22 @@ def ported(tmp_path_factory):
         tokenizer_config=str(ORIGINAL / "config_vae.json"),
         out=str(tmp_path_factory.mktemp("demo") / "out"),
     )
-    convert.convert(request, say=lambda _: None)
-    return checkpoint.load(request.out)
+    convert.convert(**request, say=lambda _: None)
+    return checkpoint.load(request["out"])
 
 
 @needs_original
 def test_the_demo_is_its_original_in_bfloat16(ported):
-    demo = checkpoint.load(checkpoint.demo_directory())
+    demo, described = checkpoint.load(checkpoint.demo_directory())
+    parts, again = ported
     for part in ("transformer", "codec"):
-        ours, theirs = (parameters.named(getattr(c, part)) for c in (demo, ported))
+        ours, theirs = (parameters.named(p[part]) for p in (demo, parts))
         for name in theirs:
-            np.testing.assert_array_equal(ours[name], theirs[name].astype(jnp.bfloat16), name)
-    strip = [{k: v for k, v in s.items() if k != "part"} for s in demo.metadata["sources"]]
-    assert strip == [
-        {k: v for k, v in s.items() if k != "part"} for s in ported.metadata["sources"]
-    ]
+            chex.assert_trees_all_equal(ours[name], theirs[name].astype(jnp.bfloat16))
+    strip = [{k: v for k, v in s.items() if k != "part"} for s in described["sources"]]
+    assert strip == [{k: v for k, v in s.items() if k != "part"} for s in again["sources"]]
     names = json.loads((ORIGINAL / "classes.json").read_text())["classes"]
-    assert demo.class_names == names
+    assert described["class_names"] == names
 
 
 @needs_original
@@ -65,7 +67,8 @@ def test_greedy_tokens_follow_from_teacher_forced_logits(ported):
     The smallest gap of a decision is 0.0103, float32 differences are below 1e-3.
     """
     data = np.load(ORIGINAL / "reference.npz")
-    schedule, labels = ported.schedule, data["labels"]
+    parts, _ = ported
+    schedule, labels = parts["transformer"].config.schedule, data["labels"]
     tokens = data["tokens_cfg1.5"]
     weight = 1.5 * schedule.scale_of_token[None, :, None] / (schedule.num_scales - 1)
 
@@ -76,6 +79,6 @@ def test_greedy_tokens_follow_from_teacher_forced_logits(ported):
         return (1 + weight) * model(labels, codes) - weight * model(null, codes)
 
     with jax.default_matmul_precision("highest"):
-        logits = guided(ported.transformer, ported.codec.quantizer, tokens, labels)
-    np.testing.assert_array_equal(logits.argmax(-1), tokens)
-    np.testing.assert_allclose(logits[0], data["logits_first_label_cfg1.5"], atol=1e-3, rtol=0)
+        logits = guided(parts["transformer"], parts["codec"].quantizer, tokens, labels)
+    chex.assert_trees_all_equal(logits.argmax(-1), tokens)
+    chex.assert_trees_all_close(logits[0], data["logits_first_label_cfg1.5"], atol=1e-3, rtol=0)

@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import chex
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -13,11 +14,12 @@ from ported_weights import convert, rules
 from ported_weights.readers import sources
 from ported_weights.tables.registry import TABLES
 from tests import released_shapes
+from varjax.codecs.bsq import model as bsq
 from varjax.errors import UserError
 from varjax.models import parameters, registry
 from varjax.models.infinity.transformer import InfinityConfig
 from varjax.storage import checkpoint
-from varjax.text import encoder as text_encoder
+from varjax.text.encoder import TextEncoder
 
 HERE = Path(__file__).parents[1] / "fixtures" / "infinity"
 CONFIGS = json.loads((HERE / "configs.json").read_text())
@@ -28,7 +30,7 @@ WEIGHTS = {
 FAMILY = registry.family("infinity")
 
 
-def _request(tmp_path, name: str = "infinity_A", **changes) -> convert.Request:
+def _request(tmp_path, name: str = "infinity_A", **changes) -> dict:
     source, tokenizer = WEIGHTS[name]
     fields = {
         "model": "infinity-custom",
@@ -38,14 +40,21 @@ def _request(tmp_path, name: str = "infinity_A", **changes) -> convert.Request:
         "tokenizer_config": str(HERE / "configs.json"),
         "out": str(tmp_path / "out"),
     }
-    return convert.Request(**{**fields, **changes})
+    return {**fields, **changes}
 
 
-def _converted(request) -> tuple[checkpoint.Checkpoint, str]:
-    """The checkpoint, read from disk, and what the command says."""
+def _converted(request) -> tuple[dict, dict, str]:
+    """Parts and description of the checkpoint, read from disk, and what the command says."""
     lines = []
-    convert.convert(request, say=lines.append)
-    return checkpoint.load(request.out), "\n".join(lines)
+    convert.convert(**request, say=lines.append)
+    return *checkpoint.load(request["out"]), "\n".join(lines)
+
+
+def _configurations(request, say=print):
+    names = ("model", "source", "tokenizer_source", "config", "tokenizer_config")
+    given = {name: request.get(name) for name in names}
+    configs, sampling = convert.configurations(**given, say=say)
+    return configs["transformer"], configs["codec"], sampling
 
 
 def _tensors(name: str = "infinity_A") -> dict[str, np.ndarray]:
@@ -55,12 +64,12 @@ def _tensors(name: str = "infinity_A") -> dict[str, np.ndarray]:
 
 def _apply(arrays: dict, config: InfinityConfig) -> rules.Ported:
     tensors = {n: released_shapes.Shape(a.shape, lambda _, a=a: a) for n, a in arrays.items()}
-    part = FAMILY.transformer
+    part = FAMILY.parts["transformer"]
     return rules.apply(TABLES[part.name].rules(config, tensors), tensors, part.abstract(config))
 
 
 def _config(**changes) -> InfinityConfig:
-    read = FAMILY.transformer.read({**CONFIGS["infinity_A"], "codebook_dim": 16})
+    read = FAMILY.parts["transformer"].read({**CONFIGS["infinity_A"], "codebook_dim": 16})
     return dataclasses.replace(read, **changes)
 
 
@@ -68,7 +77,7 @@ def _assert_same(one, other):
     ours, theirs = parameters.named(one), parameters.named(other)
     assert list(ours) == list(theirs)
     for name in ours:
-        np.testing.assert_array_equal(np.float32(ours[name]), np.float32(theirs[name]), name)
+        chex.assert_trees_all_equal(np.float32(ours[name]), np.float32(theirs[name]))
 
 
 # --- names and shapes of the published sizes ------------------------------------------------------
@@ -86,7 +95,7 @@ def _assert_same(one, other):
 def test_released_names_and_shapes(name, preset, part, parameters_expected):
     """Every released name matches one rule, and all full-size parameters are filled once."""
     preset = registry.preset(preset)
-    kind, config = getattr(FAMILY, part), getattr(preset, part)
+    kind, config = FAMILY.parts[part], preset.configs[part]
     tensors = released_shapes.read(HERE / "released_shapes.json.gz", name)
     module = kind.abstract(config)
     table = TABLES[kind.name].rules(config, tensors)
@@ -107,14 +116,14 @@ def _without_wrapper(name: str) -> str:
 
 
 def test_both_names_of_one_convolution():
-    config = registry.preset("infinity-2b").codec
+    config = registry.preset("infinity-2b").configs["codec"]
     tensors = released_shapes.read(HERE / "released_shapes.json.gz", "bsqvae_d32_f16")
     tensors["decoder.conv_in.bias"] = tensors["decoder.conv_in.conv.bias"]
     with pytest.raises(
         UserError, match="given twice: decoder/conv_in/bias by decoder.conv_in.bias"
     ):
         released_shapes.check(
-            TABLES["BSQVAE"].rules(config, tensors), tensors, FAMILY.codec.abstract(config)
+            TABLES["BSQVAE"].rules(config, tensors), tensors, FAMILY.parts["codec"].abstract(config)
         )
 
 
@@ -128,7 +137,7 @@ def test_chunks_of_layers():
     for i in range(2):
         for j in range(2):
             expected = arrays[f"block_chunks.{i}.module.{j}.ffn.fc1.bias"]
-            np.testing.assert_array_equal(ported.blocks.fc1.bias[...][2 * i + j], expected)
+            chex.assert_trees_all_equal(ported.blocks.fc1.bias[...][2 * i + j], expected)
     plain = _renumbered(arrays)
     for chunks in (1, 2):
         _assert_same(_apply(plain, dataclasses.replace(config, block_chunks=chunks)).module, ported)
@@ -149,7 +158,7 @@ def test_modulation_keeps_its_order():
     arrays = _tensors()
     found = _apply(arrays, _config()).module.blocks.modulation_offset[...]
     name = "block_chunks.1.module.0.ada_gss"
-    np.testing.assert_array_equal(found[2], arrays[name][0, 0])
+    chex.assert_trees_all_equal(found[2], arrays[name][0, 0])
 
 
 def _problems(arrays, **changes) -> str:
@@ -191,7 +200,7 @@ def test_length_of_the_unconditional_text():
     arrays = _tensors()
     ported = _apply(arrays, _config(text_maxlen=20))
     found = ported.module.unconditional_text[...]
-    np.testing.assert_array_equal(found, arrays["cfg_uncond"][:20])
+    chex.assert_trees_all_equal(found, arrays["cfg_uncond"][:20])
     reason = "only the first 20 are used: text_maxlen is 20"
     assert ("rows 20 to 31 of cfg_uncond", reason) in ported.ignored
     text = _problems(arrays, text_maxlen=33)
@@ -206,45 +215,46 @@ def test_length_of_the_unconditional_text():
 
 def test_containers_give_the_same_parameters(tmp_path, torch_zip):
     """Safetensors in bfloat16; a torch file in float32, nested as trainers save it."""
-    found, said = _converted(_request(tmp_path))
+    found, described, said = _converted(_request(tmp_path))
     assert "97 tensors read" in said and "took vae" in said and "739,651 parameters" in said
     arrays = {n: a.astype(np.float32) for n, a in _tensors().items()}
     other = torch_zip.save(tmp_path / "infinity_A.pth", {"trainer": {"gpt_fsdp": arrays}})
-    again, said = _converted(_request(tmp_path, source=str(other), out=str(tmp_path / "again")))
+    request = _request(tmp_path, source=str(other), out=str(tmp_path / "again"))
+    again, again_described, said = _converted(request)
     assert "took trainer/gpt_fsdp" in said
-    _assert_same(found.transformer, again.transformer)
-    _assert_same(found.codec, again.codec)
-    assert found.metadata["dtype"] != again.metadata["dtype"] == "float32"
-    assert found.sampling == {"cfg": 3.0, "tau": 0.5, "top_k": 900, "top_p": 0.97}
-    assert found.transformer.config.codebook_dim == 16  # left out: the tokenizer says it
+    for part in ("transformer", "codec"):
+        _assert_same(found[part], again[part])
+    assert described["dtype"] != again_described["dtype"] == "float32"
+    assert described["sampling"] == {"cfg": 3.0, "tau": 0.5, "top_k": 900, "top_p": 0.97}
+    assert found["transformer"].config.codebook_dim == 16  # left out: the tokenizer says it
 
 
 def test_shards_and_patchify(tmp_path):
-    found, said = _converted(_request(tmp_path, "infinity_B_sharded", dtype="float32"))
-    assert "78 tensors read" in said and found.transformer.config.bits == 32
-    assert found.sampling["tau"] == 1.0
+    request = _request(tmp_path, "infinity_B_sharded", dtype="float32")
+    found, described, said = _converted(request)
+    assert "78 tensors read" in said and found["transformer"].config.bits == 32
+    assert described["sampling"]["tau"] == 1.0
     arrays = {}
     for shard in (HERE / "infinity_B_sharded").glob("*.safetensors"):
         arrays |= load_file(shard)
-    named = parameters.named(found.transformer)
-    np.testing.assert_array_equal(
+    named = parameters.named(found["transformer"])
+    chex.assert_trees_all_equal(
         named["word_embedding/kernel"], arrays["word_embed.weight"].astype(np.float32).T
     )
     for i in range(3):
         expected = arrays[f"block_chunks.{i}.module.0.sa.scale_mul_1H11"].astype(np.float32)
-        np.testing.assert_array_equal(named["blocks/log_scale"][i], expected.reshape(-1))
+        chex.assert_trees_all_equal(named["blocks/log_scale"][i], expected.reshape(-1))
 
 
 def test_configuration_files(tmp_path):
     """One configuration per file, or several of which that called as the weights is taken."""
     (tmp_path / "one.json").write_text(json.dumps({**CONFIGS["infinity_A"], "size": "0.25M"}))
-    family, transformer, codec, _ = convert.configurations(
-        _request(tmp_path, config=str(tmp_path / "one.json"))
-    )
-    assert family.name == "infinity" and transformer.schedule.num_scales == 10
+    request = _request(tmp_path, config=str(tmp_path / "one.json"))
+    transformer, codec, _ = _configurations(request)
+    assert transformer.schedule.num_scales == 10
     assert (transformer.depth, transformer.codebook_dim, codec.base_ch) == (4, 16, 24)
     with pytest.raises(UserError, match=r"several configurations \(bsqvae_p16.*'weights.pth'"):
-        convert.configurations(_request(tmp_path, source="weights.pth"))
+        _configurations(_request(tmp_path, source="weights.pth"))
 
 
 @pytest.mark.parametrize(
@@ -261,23 +271,22 @@ def test_published_tokenizer_is_the_default(changes, tokenizer, tmp_path):
     file.write_text(json.dumps({**CONFIGS["infinity_A"], "apply_spatial_patchify": 0, **changes}))
     lines = []
     request = _request(tmp_path, config=str(file), tokenizer_config=None)
-    _, transformer, codec, _ = convert.configurations(request, lines.append)
-    assert codec == registry.bsq.PRESETS[tokenizer]
+    transformer, codec, _ = _configurations(request, lines.append)
+    assert codec == bsq.PRESETS[tokenizer]
     assert transformer.codebook_dim == codec.codebook_dim
     assert f"{codec.codebook_dim} bits per position" in "\n".join(lines)
 
 
 def test_presets():
     for name, bits, tau in (("infinity-2b", 32, 0.5), ("infinity-8b", 14, 1.0)):
-        request = convert.Request(model=name, source="a", out="b")
-        _, transformer, codec, sampling = convert.configurations(request)
+        transformer, codec, sampling = _configurations({"model": name})
         assert transformer.codebook_dim == codec.codebook_dim == bits and sampling["tau"] == tau
 
 
 def _refused(request, match, folder):
     before = sorted(folder.rglob("*"))
     with pytest.raises(UserError, match=match):
-        convert.convert(request, say=lambda line: None)
+        convert.convert(**request, say=lambda line: None)
     assert sorted(folder.rglob("*")) == before
 
 
@@ -285,23 +294,21 @@ def test_files_of_other_models(tmp_path):
     """Swapped files, and those of the other family, which shares some names."""
     request = _request(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["infinity_A"]))
-    swapped = dataclasses.replace(
+    swapped = dict(
         request,
-        source=request.tokenizer_source,
-        tokenizer_source=request.source,
+        source=request["tokenizer_source"],
+        tokenizer_source=request["source"],
         config=str(tmp_path / "config.json"),
         tokenizer_config=None,
     )
     _refused(swapped, "looks like BSQ-VAE tokenizer weights.*--tokenizer_source", tmp_path)
     var = HERE.parent / "var" / "c_k5_nol2norm"
-    other = dataclasses.replace(
-        request, source=str(var / "var.pth"), config=str(tmp_path / "config.json")
-    )
+    other = dict(request, source=str(var / "var.pth"), config=str(tmp_path / "config.json"))
     _refused(other, "looks like VAR transformer weights", tmp_path)
     codec = HERE.parent / "var" / "vae_small"
-    wrong = convert.Request(
+    wrong = dict(
         model="var-custom",
-        source=request.source,
+        source=request["source"],
         tokenizer_source=str(codec / "vae.safetensors"),
         config=str(var / "config.json"),
         tokenizer_config=str(codec / "config.json"),
@@ -370,9 +377,9 @@ def t5_folder(tmp_path_factory):
 def test_text_encoder_beside_the_model(tmp_path, t5_folder):
     folder = t5_folder(256)
     request = _request(tmp_path, text_encoder_source=str(folder), dtype="float32")
-    found, said = _converted(request)
+    _, _, said = _converted(request)
     assert "text encoder: 21 tensors read" in said
-    encoder = text_encoder.TextEncoder.load(found.path / text_encoder.FOLDER)
+    encoder = TextEncoder.load(request["out"])
     assert encoder.module.config.d_model == 256
     assert {str(x.dtype) for x in parameters.named(encoder.module).values()} == {"float32"}
 
@@ -389,7 +396,7 @@ def test_text_encoders_that_do_not_fit(tmp_path, t5_folder, monkeypatch):
     _refused(request, "--text_encoder_source: there is no tokenizer file .*spiece", tmp_path)
     (folder / "config.json").unlink()
     _refused(request, "--text_encoder_source: .* has no config.json", tmp_path)
-    labels = convert.Request(
+    labels = dict(
         model="var-custom",
         source=str(HERE.parent / "var" / "c_k5_nol2norm" / "var.pth"),
         tokenizer_source=str(HERE.parent / "var" / "vae_small" / "vae.safetensors"),

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import chex
 import numpy as np
 import pytest
 from flax import nnx
@@ -84,12 +85,12 @@ def test_every_tensor_finds_its_place():
     ported = _apply(tensors)
     found = parameters.named(ported.module)
     for layer in (0, 1):
-        np.testing.assert_array_equal(
+        chex.assert_trees_all_equal(
             found["layers/kernel"][layer], tensors[f"blocks.{layer}.w"].array.T
         )
-    np.testing.assert_array_equal(found["head/kernel"], tensors["head.weight"].array.T)
-    np.testing.assert_array_equal(found["head/bias"], tensors["head.bias"].array)
-    np.testing.assert_array_equal(
+    chex.assert_trees_all_equal(found["head/kernel"], tensors["head.weight"].array.T)
+    chex.assert_trees_all_equal(found["head/bias"], tensors["head.bias"].array)
+    chex.assert_trees_all_equal(
         found["conv/kernel"], tensors["conv.weight"].array.transpose(2, 3, 1, 0)
     )
     assert ported.tensors_read == 5 and ported.ignored == [("buffer", "not needed")]
@@ -104,7 +105,7 @@ def test_types_follow_the_source(dtype, expected):
 
 def test_mixed_types_in_a_stack_take_the_widest():
     tensors = _tensors(blocks__1__w=np.ones((4, 3), "f2"))
-    assert parameters.named(_apply(tensors).module)["layers/kernel"].dtype == np.float32
+    chex.assert_type(parameters.named(_apply(tensors).module)["layers/kernel"], np.float32)
 
 
 def test_missing_surplus_and_misshapen_are_listed_together():
@@ -178,8 +179,7 @@ def test_released_names_and_shapes(name, part, parameters_expected, fixtures):
     """The state dicts of the original classes at published sizes find their places."""
     tensors = released_shapes.read(fixtures / "released_shapes.json.gz", name)
     preset = registry.preset("var-d16" if name == "vqvae" else name)
-    kind = getattr(registry.family(preset.family), part)
-    config = getattr(preset, part)
+    kind, config = registry.family(preset.family).parts[part], preset.configs[part]
     if part == "transformer":
         tensors["lvl_1L"].value = lambda shape: config.schedule.scale_of_token[None]
     module = kind.abstract(config)

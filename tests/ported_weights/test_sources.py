@@ -2,6 +2,7 @@
 
 import json
 
+import chex
 import ml_dtypes
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ def _same(source, arrays):
     for name, array in arrays.items():
         tensor = source.tensors[name]
         assert (tensor.shape, tensor.dtype) == (array.shape, array.dtype)
-        np.testing.assert_array_equal(tensor.read(), array)
+        chex.assert_trees_all_equal(tensor.read(), array)
 
 
 @pytest.mark.parametrize("name", ["w.safetensors", "w.pth", "w.bin"])

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,13 +11,14 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from ported_weights import rules
+from ported_weights import convert, rules
 from ported_weights.tables import t5 as port_t5
 from tests import text_encoder_under_test as small
 from varjax.errors import UserError
 from varjax.models import parameters
-from varjax.text import batches, t5
-from varjax.text.encoder import TextEncoder
+from varjax.storage import manifest
+from varjax.text import t5
+from varjax.text.encoder import TextEncoder, encode_ids
 from varjax.text.t5 import T5Encoder
 
 HIDDEN = 1e-4  # float32 against the original in float32, whose own error is 5e-6
@@ -41,7 +43,7 @@ def published(tmp_path, fixtures_dir, spiece):
 
 def _ported(source, out, **options) -> TextEncoder:
     lines = []
-    port_t5.port(source, out, say=lines.append, **options)
+    convert.convert_text_encoder(source, out, say=lines.append, **options)
     assert len(lines) == 1 and "21 tensors read" in lines[0], lines
     return TextEncoder.load(out, "float32")
 
@@ -73,16 +75,19 @@ def test_numbers_of_the_original(published, tmp_path, io):
     keys, length = io["rel_offset"], ids.shape[1]
     for query in (0, 70, length - 1):
         offsets = np.arange(length) - query - keys[0]
-        np.testing.assert_array_equal(bias[0, :, query], io["rel_bias"][:, offsets])
-    np.testing.assert_allclose(inside, io["hidden_after_block0"], atol=HIDDEN, rtol=0)
-    np.testing.assert_allclose(features, io["last_hidden_state"], atol=HIDDEN, rtol=0)
+        chex.assert_trees_all_equal(bias[0, :, query], io["rel_bias"][:, offsets])
+    chex.assert_trees_all_close(inside, io["hidden_after_block0"], atol=HIDDEN, rtol=0)
+    chex.assert_trees_all_close(features, io["last_hidden_state"], atol=HIDDEN, rtol=0)
     starts = io["enc_cu_seqlens"]
     texts = [io["enc_ids"][a:b].tolist() for a, b in zip(starts, starts[1:], strict=False)]
-    found = batches.encode(encoder.module, [*texts, None, texts[0]], 2)
+    found = encode_ids(encoder.module, [*texts, None, texts[0]], 2)
     assert [len(f) for f in found[:2]] == io["enc_lens"].tolist()
-    np.testing.assert_allclose(np.concatenate(found[:2]), io["enc_kv_compact"], atol=HIDDEN, rtol=0)
-    np.testing.assert_allclose(found[3], found[0], atol=HIDDEN, rtol=0)
-    assert found[2].shape == (1, 64) and not found[2].any()
+    chex.assert_trees_all_close(
+        np.concatenate(found[:2]), io["enc_kv_compact"], atol=HIDDEN, rtol=0
+    )
+    chex.assert_trees_all_close(found[3], found[0], atol=HIDDEN, rtol=0)
+    chex.assert_shape(found[2], (1, 64))
+    assert not found[2].any()
 
 
 def test_all_containers_give_the_same(published, tmp_path, torch_zip):
@@ -96,7 +101,7 @@ def test_all_containers_give_the_same(published, tmp_path, torch_zip):
     torch_zip.save(published / "pytorch_model.bin", {**weights, **decoder})
     found = parameters.named(_ported(published, tmp_path / "b").module)
     for name, array in wanted.items():
-        np.testing.assert_array_equal(found[name], array)
+        chex.assert_trees_all_equal(found[name], array)
 
     del weights["shared.weight"]
     names = sorted(weights)
@@ -108,25 +113,29 @@ def test_all_containers_give_the_same(published, tmp_path, torch_zip):
     (published / "pytorch_model.bin").write_bytes(b"not read")
     found = parameters.named(_ported(published, tmp_path / "c").module)
     for name, array in wanted.items():
-        np.testing.assert_array_equal(found[name], array)
+        chex.assert_trees_all_equal(found[name], array)
 
 
 def test_an_index_without_its_shards_does_not_hide_the_other_container(published, tmp_path):
     index = published / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"shared.weight": "model-1.safetensors"}}')
-    assert _ported(published, tmp_path / "out").width == 64
+    assert _ported(published, tmp_path / "out").module.config.d_model == 64
 
 
 def test_description_and_storage_types(published, tmp_path):
-    content = _ported(published, tmp_path / "a").metadata
+    def described(name, **options):
+        _ported(published, tmp_path / name, **options)
+        return manifest.read_part(tmp_path / name, "text_encoder")
+
+    content = described("a")
     assert content["dtype"] == "bfloat16"  # as in the file
     files = [source["file"] for source in content["sources"]]
     assert files == ["config.json", "spiece.model", "model.safetensors"]
     assert all(len(source["sha256"]) == 64 for source in content["sources"])
     half = {n: a.astype(np.float16) for n, a in _weights(published).items()}
     save_file(half, published / "model.safetensors")
-    assert _ported(published, tmp_path / "b").metadata["dtype"] == "float32"
-    assert _ported(published, tmp_path / "c", dtype="bfloat16").metadata["dtype"] == "bfloat16"
+    assert described("b")["dtype"] == "float32"
+    assert described("c", dtype="bfloat16")["dtype"] == "bfloat16"
 
 
 def _published_shapes(config) -> dict[str, jax.ShapeDtypeStruct]:
@@ -213,17 +222,17 @@ def test_refusals_leave_nothing(case, published, tmp_path):
     edit, message = REFUSED[case]
     edit(published)
     with pytest.raises(UserError, match=message):
-        port_t5.port(published, tmp_path / "out", say=[].append)
+        convert.convert_text_encoder(published, tmp_path / "out", say=[].append)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["published"]
 
 
 def test_a_folder_that_exists(published, tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(UserError, match="exists already"):
-        port_t5.port(published, tmp_path / "out", say=[].append)
-    assert _ported(published, tmp_path / "out", overwrite=True).width == 64
+        convert.convert_text_encoder(published, tmp_path / "out", say=[].append)
+    assert _ported(published, tmp_path / "out", overwrite=True).module.config.d_model == 64
 
 
 def test_the_source_is_a_folder(tmp_path):
     with pytest.raises(UserError, match="is no folder: give that of a published T5 encoder"):
-        port_t5.port(tmp_path / "model.safetensors", tmp_path / "out")
+        convert.convert_text_encoder(tmp_path / "model.safetensors", tmp_path / "out")

@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import zipfile
 
+import chex
 import ml_dtypes
 import numpy as np
 import pytest
@@ -24,8 +25,8 @@ def _read(path):
 def test_element_types(tmp_path, torch_zip, dtype):
     array = np.arange(6).reshape(2, 3).astype(dtype)
     found = _read(torch_zip.save(tmp_path / "a.pth", {"a": array}))["a"]
-    assert found.dtype == array.dtype
-    np.testing.assert_array_equal(found, array)
+    chex.assert_type(found, array.dtype)
+    chex.assert_trees_all_equal(found, array)
 
 
 VIEWS = {
@@ -51,8 +52,8 @@ def test_views_into_one_storage(tmp_path, torch_zip, case):
     found = _read(torch_zip.write(tmp_path / "a.pth", pickled, {"0": flat.tobytes()}))
     strides = tuple(4 * s for s in stride)
     expected = np.lib.stride_tricks.as_strided(flat[offset:], shape, strides)
-    np.testing.assert_array_equal(found["part"], expected)
-    np.testing.assert_array_equal(found["all"], flat)
+    chex.assert_trees_all_equal(found["part"], expected)
+    chex.assert_trees_all_equal(found["all"], flat)
 
 
 def test_shared_storages_of_a_real_file(fixtures):
@@ -73,7 +74,7 @@ def test_parameters_and_notes_of_a_state_dict(tmp_path, torch_zip):
     pickled = torch_zip.assemble(notes) + b"(" + torch_zip.assemble("p")
     pickled += torch_zip.assemble(parameter) + b"u."
     path = torch_zip.write(tmp_path / "a.pth", b"\x80\x02" + pickled, {"0": b"\0" * 8})
-    np.testing.assert_array_equal(_read(path)["p"], np.zeros(2, "f4"))
+    chex.assert_trees_all_equal(_read(path)["p"], np.zeros(2, "f4"))
 
 
 # --- hostile pickles ------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 import json
 import shutil
 
+import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,8 +15,8 @@ from varjax.models import parameters, published, registry
 from varjax.models.var.transformer import VARConfig
 from varjax.sampling import Sampling
 from varjax.schedule import Schedule
-from varjax.storage import arrays as parameter_files
-from varjax.storage import checkpoint
+from varjax.storage import arrays, checkpoint, manifest
+from varjax.text.t5 import T5Config
 
 SCHEDULE = Schedule(((1, 1), (1, 2), (2, 3)))
 TRANSFORMER = VARConfig(
@@ -26,23 +28,25 @@ TRANSFORMER = VARConfig(
     vocab_size=12,
     z_channels=4,
 )
+T5 = T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
 CODEC = VQVAEConfig(vocab_size=12, z_channels=4, ch=32, ch_mult=(1,), schedule=SCHEDULE)
 
 
 @pytest.fixture(scope="module")
 def modules():
     family = registry.family("var")
-    return _random(family.transformer, TRANSFORMER), _random(family.codec, CODEC)
+    configs = {"transformer": TRANSFORMER, "codec": CODEC}
+    return {name: _random(family.parts[name], config) for name, config in configs.items()}
 
 
 def _random(part, config):
     """The module with random parameters, made by NumPy, which needs no compilation."""
     rng, abstract = np.random.default_rng(0), part.abstract(config)
-    arrays = {
+    drawn = {
         name: jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype)
         for name, leaf in parameters.named(abstract).items()
     }
-    return parameters.fill(abstract, arrays)
+    return parameters.fill(abstract, drawn)
 
 
 @pytest.fixture(scope="module")
@@ -58,52 +62,98 @@ def copy(saved, tmp_path):
 
 
 def _save(folder, modules, **arguments):
-    transformer, codec = modules
-    checkpoint.save(folder, family="var", transformer=transformer, codec=codec, **arguments)
+    checkpoint.save(folder, family="var", parts=modules, **arguments)
 
 
 def test_round_trip(saved, modules):
-    found = checkpoint.load(saved)
-    for ours, theirs in zip(modules, (found.transformer, found.codec), strict=True):
-        assert ours.config == theirs.config
-        expected, actual = parameters.named(ours), parameters.named(theirs)
-        assert list(expected) == list(actual)
-        for name in expected:
-            assert actual[name].dtype == expected[name].dtype
-            np.testing.assert_array_equal(actual[name], expected[name], name)
-    assert found.schedule == SCHEDULE and found.class_names == ["a", "b", "c"]
-    assert found.sampling == {"cfg": 2.0} and found.metadata["num_classes"] == 3
+    found, described = checkpoint.load(saved)
+    assert list(found) == ["transformer", "codec"]
+    for name, ours in modules.items():
+        assert ours.config == found[name].config
+        _assert_equal(parameters.named(found[name]), parameters.named(ours))
+    assert described["schedule"] == [list(pair) for pair in SCHEDULE.maps]
+    assert described["class_names"] == ["a", "b", "c"] and described["num_classes"] == 3
+    assert described["sampling"] == {"cfg": 2.0}
+
+
+def _assert_equal(found, wanted):
+    chex.assert_trees_all_equal_dtypes(found, wanted)
+    chex.assert_trees_all_equal(found, wanted)
+
+
+def test_some_parts_in_host_memory(saved, modules):
+    """Nothing is put on a device, where a model of several devices may not fit."""
+    before = len(jax.live_arrays())
+    found, _ = checkpoint.load(saved, {"codec": None, "transformer": "bfloat16"}, on_host=True)
+    for module in found.values():
+        assert all(type(leaf) is np.ndarray for leaf in parameters.named(module).values())
+    assert len(jax.live_arrays()) == before and list(found) == ["codec", "transformer"]
+    _assert_equal(parameters.named(found["codec"]), parameters.named(modules["codec"]))
+    half, _ = checkpoint.load(saved, {"transformer": "bfloat16"})
+    assert list(half) == ["transformer"]
+    chex.assert_type(list(parameters.named(half["transformer"]).values()), jnp.bfloat16)
+    chex.assert_trees_all_equal(*(parameters.named(p["transformer"]) for p in (found, half)))
+    with pytest.raises(UserError, match="unknown part 'codek'.*did you mean 'codec'"):
+        checkpoint.load(saved, {"codek": None})
+
+
+def test_a_part_with_a_folder_of_its_own(tmp_path, modules):
+    """It is loaded on request only, from the checkpoint or from its folder, wherever that lies."""
+    encoder = _random(registry.OWN_FOLDER["text_encoder"], T5)
+    (tmp_path / "spiece.model").write_bytes(b"pieces")
+    sources = [{"part": name, "file": f"{name}.pth"} for name in ("codec", "text_encoder")]
+    _save(
+        tmp_path / "all",
+        {**modules, "text_encoder": encoder},
+        metadata={"sources": sources},
+        files={"text_encoder/spiece.model": tmp_path / "spiece.model"},
+    )
+    assert list(checkpoint.load(tmp_path / "all")[0]) == ["transformer", "codec"]
+    assert manifest.read(tmp_path / "all")["sources"] == sources[:1]
+    checkpoint.save(
+        tmp_path / "alone",
+        family=None,
+        parts={"text_encoder": encoder},
+        metadata={"sources": sources},
+        files={"spiece.model": tmp_path / "spiece.model"},
+    )
+    for folder in (tmp_path / "all", tmp_path / "all" / "text_encoder", tmp_path / "alone"):
+        found, described = checkpoint.load(folder, {"text_encoder": None})
+        _assert_equal(parameters.named(found["text_encoder"]), parameters.named(encoder))
+        assert described["kind"] == "t5" and described["sources"] == [{"file": "text_encoder.pth"}]
+        assert "spiece.model" in described["files"]
+    assert list(checkpoint.describe(tmp_path / "alone")[0]) == ["text_encoder"]
+    (tmp_path / "alone" / "spiece.model").write_bytes(b"others")
+    with pytest.raises(UserError, match="spiece.model has been altered"):
+        checkpoint.load(tmp_path / "alone")
 
 
 def test_stored_and_requested_types(tmp_path, modules):
     _save(tmp_path / "half", modules, dtype="bfloat16")
-    assert checkpoint.read_description(tmp_path / "half")["dtype"] == "bfloat16"
-    assert checkpoint.load(tmp_path / "half").transformer.dtype == jnp.bfloat16
-    found = checkpoint.load(tmp_path / "half", dtype="float32").transformer
-    expected = modules[0].head.kernel[...].astype(jnp.bfloat16).astype(jnp.float32)
+    assert manifest.read(tmp_path / "half")["dtype"] == "bfloat16"
+    assert checkpoint.load(tmp_path / "half")[0]["transformer"].dtype == jnp.bfloat16
+    found = checkpoint.load(tmp_path / "half", {"transformer": "float32"})[0]["transformer"]
+    expected = modules["transformer"].head.kernel[...].astype(jnp.bfloat16).astype(jnp.float32)
     np.testing.assert_array_equal(found.head.kernel[...], expected)
     with pytest.raises(UserError, match="choose float32, bfloat16"):
-        checkpoint.load(tmp_path / "half", dtype="int8")
+        checkpoint.load(tmp_path / "half", {"transformer": "int8"})
 
 
 def test_relative_paths_and_metadata_of_a_loaded_checkpoint(tmp_path, modules, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _save("one", modules, metadata={"note": "kept"})
-    found = checkpoint.load("one")
-    _save("deep/two", (found.transformer, found.codec), metadata=found.metadata)
-    assert checkpoint.load("deep/two").metadata["note"] == "kept"
+    found, described = checkpoint.load("one")
+    _save("deep/two", found, metadata=described)
+    assert checkpoint.load("deep/two")[1]["note"] == "kept"
     assert str(tmp_path) not in (tmp_path / "one" / "params" / "_METADATA").read_text()
     assert not list(tmp_path.glob(".*"))
 
 
 def test_the_description_alone_needs_no_weights(copy):
     shutil.rmtree(copy / "params")
-    assert checkpoint.read_description(copy)["family"] == "var"
-    found = checkpoint.load_abstract(copy)
-    assert (
-        parameters.count(found.transformer) + parameters.count(found.codec)
-        == (found.metadata["parameters"])
-    )
+    found, described = checkpoint.describe(copy)
+    assert described["family"] == "var"
+    assert sum(map(parameters.count, found.values())) == described["parameters"]
     with pytest.raises(UserError, match="is missing"):
         checkpoint.load(copy)
 
@@ -113,12 +163,10 @@ def test_saving_refuses_existing_folders_and_unknown_families(copy, modules, tmp
     with pytest.raises(UserError, match="exists already"):
         _save(copy, modules)
     with pytest.raises(UserError, match="unknown model family 'vra'.*did you mean 'var'"):
-        checkpoint.save(
-            copy, family="vra", transformer=modules[0], codec=modules[1], overwrite=True
-        )
+        checkpoint.save(copy, family="vra", parts=modules, overwrite=True)
     assert (copy / "model.json").read_bytes() == before
     _save(copy, modules, overwrite=True)
-    assert "class_names" not in checkpoint.load(copy).metadata
+    assert "class_names" not in checkpoint.load(copy)[1]
     assert [p.name for p in tmp_path.iterdir()] == ["copy"]
 
 
@@ -182,7 +230,7 @@ def test_both_parts_must_belong_together(copy, changes):
     content = json.loads((copy / "model.json").read_text())
     _edit(copy, codec={**content["codec"], **changes})
     with pytest.raises(UserError, match=f"is inconsistent: {next(iter(changes))} is"):
-        checkpoint.read_description(copy)
+        manifest.read(copy)
 
 
 @pytest.mark.parametrize("depth", [100, 990, 100_000])
@@ -191,7 +239,7 @@ def test_deeply_nested_descriptions(tmp_path, depth, marks):
     text = marks[0] * depth + "1" + marks[1] * depth
     (tmp_path / "model.json").write_text(text)
     with pytest.raises(UserError, match="nested more than 64 deep"):
-        checkpoint.read_description(tmp_path)
+        manifest.read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +274,7 @@ def test_all_differences_are_listed_before_anything_is_restored(copy, monkeypatc
     content = json.loads((copy / "model.json").read_text())
     changes = {"num_classes": 4, "attn_l2_norm": False, "shared_aln": True}
     _edit(copy, transformer={**content["transformer"], **changes}, class_names=list("abcd"))
-    monkeypatch.setattr(parameter_files, "_restore", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(arrays, "_restore", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(UserError) as caught:
         checkpoint.load(copy)
     text = str(caught.value)
@@ -294,11 +342,12 @@ def test_what_orbax_finds_is_a_user_error_too(copy, name):
 def test_presets_round_trip_through_published_names(name):
     preset = registry.preset(name)
     family = registry.family(preset.family)
-    for part, config in ((family.transformer, preset.transformer), (family.codec, preset.codec)):
+    assert list(preset.configs) == list(family.tree)
+    for name, config in preset.configs.items():
         written = json.loads(json.dumps(config.to_published()))
-        assert part.read(written) == config
-    family.check(preset.transformer, preset.codec)
-    preset.transformer.check_sampling(Sampling.recommended(preset.sampling))
+        assert family.parts[name].read(written) == config
+    family.check(preset.configs)
+    preset.configs["transformer"].check_sampling(Sampling.recommended(preset.sampling))
 
 
 def test_defaults_are_those_of_the_published_constructor():
@@ -336,9 +385,9 @@ def test_defaults_are_those_of_the_published_constructor():
 )
 def test_wrong_published_values(values, match):
     with pytest.raises(UserError, match=match):
-        registry.family("var").transformer.read(values)
+        registry.family("var").parts["transformer"].read(values)
 
 
 def test_published_values_must_be_an_object():
     with pytest.raises(UserError, match="expected names and values"):
-        registry.family("var").transformer.read([1, 2])
+        registry.family("var").parts["transformer"].read([1, 2])

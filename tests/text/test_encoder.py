@@ -3,16 +3,19 @@
 import json
 import shutil
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import text_encoder_under_test as small
 from varjax.errors import UserError
 from varjax.models import parameters
-from varjax.text import batches
+from varjax.storage import manifest
 from varjax.text import encoder as encoder_lib
 from varjax.text.encoder import TextEncoder
 
+NAME = "text_encoder.json"
 LONG = "a photo of a red apple on a wooden table, a cat and a dog below an old clock"
 
 
@@ -25,10 +28,10 @@ def test_prompts_to_features(text_encoder):
     ids = [text_encoder.tokenizer.encode(p, 512).ids for p in found.prompts]
     wanted = [len(i) if p else 1 for i, p in zip(ids, found.prompts, strict=True)]
     assert found.lens.tolist() == wanted and max(wanted) > 64
-    assert {batches.padded_size(n) for n in wanted} >= {16, 64}
+    assert {encoder_lib.padded_size(n) for n in wanted} >= {16, 64}
     batch = found.take(range(5))["kv"]
     alone = np.asarray(text_encoder.module(jnp.array([ids[3]]), jnp.array([len(ids[3])])))
-    np.testing.assert_allclose(batch[3, : len(ids[3])], alone[0], atol=2e-5, rtol=0)
+    chex.assert_trees_all_close(batch[3, : len(ids[3])], alone[0], atol=2e-5, rtol=0)
     assert not batch[1].any()
 
 
@@ -40,10 +43,12 @@ def test_sizes_and_batches(text_encoder, monkeypatch):
         shapes.append(ids.shape)
         return np.repeat(ids[..., None].astype(np.float32), 64, axis=-1)
 
-    monkeypatch.setattr(batches, "_program", noted)
+    monkeypatch.setattr(encoder_lib, "_program", noted)
     texts = [[7] * n for n in (3, 40, 16, 17, 1, 2)]
     progress = []
-    found = batches.encode(text_encoder.module, texts, 3, lambda *counts: progress.append(counts))
+    found = encoder_lib.encode_ids(
+        text_encoder.module, texts, 3, lambda *counts: progress.append(counts)
+    )
     assert shapes == [(3, 16), (3, 16), (3, 32), (3, 64)]
     assert [len(f) for f in found] == [3, 40, 16, 17, 1, 2]
     assert all((f == 7).all() for f in found)
@@ -53,7 +58,7 @@ def test_sizes_and_batches(text_encoder, monkeypatch):
 def test_negative_prompts(text_encoder):
     found = text_encoder.encode(["a cat", "a red pear"], ["a dog"])
     wanted = text_encoder.encode(["a dog"])
-    np.testing.assert_allclose(found.negative_kv, wanted.kv, atol=2e-5, rtol=0)
+    chex.assert_trees_all_close(found.negative_kv, wanted.kv, atol=2e-5, rtol=0)
     assert found.negative_lens.tolist() == wanted.lens.tolist()
     assert text_encoder.encode(["a cat"], ["  "]).negative_kv is None
     with pytest.raises(UserError, match="negative prompt 1 is empty and others are not"):
@@ -85,34 +90,38 @@ def test_numbers_that_make_no_sense(text_encoder, numbers):
         text_encoder.encode([])
 
 
+def _described(folder) -> dict:
+    return manifest.read_part(folder, "text_encoder")
+
+
 def test_folder_there_and_back(folder, random_encoder, text_encoder):
     found, wanted = (parameters.named(m) for m in (text_encoder.module, random_encoder))
     for name, array in wanted.items():
-        np.testing.assert_array_equal(found[name], array)
-    content = encoder_lib.read_description(folder)
+        chex.assert_trees_all_equal(found[name], array)
+    content = _described(folder)
     assert content["parameters"] == parameters.count(random_encoder)
     assert "spiece.model" in content["files"] and content["dtype"] == "float32"
     assert sorted(p.name for p in folder.parent.iterdir()) == ["text_encoder"]
 
 
 def test_loading_in_another_type(folder):
-    assert TextEncoder.load(folder, "bfloat16").module.dtype == jnp.bfloat16
+    chex.assert_type(TextEncoder.load(folder, "bfloat16").module, jnp.bfloat16)
     with pytest.raises(UserError, match="text encoder in float16: choose float32 or bfloat16"):
         TextEncoder.load(folder, "float16")
 
 
 def test_nothing_is_left_of_a_failed_save(random_encoder, tmp_path, spiece):
-    with pytest.raises(UserError, match="there is no tokenizer file"):
-        encoder_lib.save(tmp_path / "out", random_encoder, tmp_path / "spiece.model")
+    with pytest.raises(FileNotFoundError, match="spiece.model"):
+        small.save(tmp_path / "out", random_encoder, tmp_path / "spiece.model")
     (tmp_path / "there").mkdir()
     with pytest.raises(UserError, match="exists already"):
-        encoder_lib.save(tmp_path / "there", random_encoder, spiece)
+        small.save(tmp_path / "there", random_encoder, spiece)
     assert [p.name for p in tmp_path.iterdir()] == ["there"]
 
 
 def _edited(**changes):
     def edit(folder):
-        file = folder / encoder_lib.NAME
+        file = folder / NAME
         content = {**json.loads(file.read_text()), **changes}
         file.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
 
@@ -127,17 +136,17 @@ def _damage(folder):
 
 
 BROKEN = {
-    "no description": (lambda f: (f / encoder_lib.NAME).unlink(), "is no text encoder"),
+    "no description": (lambda f: (f / NAME).unlink(), "there is no text encoder in"),
     "no tokenizer": (lambda f: (f / "spiece.model").unlink(), "there is no tokenizer file"),
     "other tokenizer": (lambda f: (f / "spiece.model").write_bytes(b"x"), "cannot read"),
     "flipped bit": (_damage, "damaged or incomplete: .* has been altered"),
     "no parameters": (lambda f: shutil.rmtree(f / "params"), "damaged or incomplete"),
     "version": (_edited(format_version=2), "format version 2, this varjax"),
     "kind": (_edited(kind="clip"), "describes 'clip'"),
-    "no configuration": (_edited(config=None), "cannot read .*'config'"),
+    "no configuration": (_edited(config=None), "entry 'config' is missing"),
     "configuration": (_edited(config={"feed_forward_proj": "relu"}), "entry 'config': .*'relu'"),
-    "files": (_edited(files=["params"]), "entry 'files' is damaged"),
-    "not JSON": (lambda f: (f / encoder_lib.NAME).write_text("{"), "cannot read"),
+    "files": (_edited(files=["params"]), "entry 'files' is missing or malformed"),
+    "not JSON": (lambda f: (f / NAME).write_text("{"), "cannot read"),
 }
 
 
@@ -152,9 +161,9 @@ def test_folders_that_are_refused(case, folder, tmp_path):
 
 def test_other_sizes_than_described(folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
-    content = encoder_lib.read_description(copy)
+    content = _described(copy)
     _edited(config={**content["config"], "d_ff": 96})(copy)
     with pytest.raises(UserError, match=r"(?s)wrong shape: blocks/down/kernel is \[2, 128, 64\]"):
         TextEncoder.load(copy)
-    with pytest.raises(UserError, match="is not there"):
+    with pytest.raises(UserError, match="there is no text encoder in .*nowhere"):
         TextEncoder.load(tmp_path / "nowhere")

@@ -1,5 +1,6 @@
 """Text features: what a batch gets, files there and back, what can be wrong with them."""
 
+import chex
 import numpy as np
 import pytest
 
@@ -24,11 +25,13 @@ def test_a_batch():
     found = _made()
     kv, starts = found.kv, np.cumsum(LENS) - LENS
     batch = found.take([2, 0, 1])
-    assert batch["kv"].shape == (3, 32, 8) and batch["kv"].dtype == np.float32  # 18, in steps of 16
-    assert batch["length"].tolist() == [18, 3, 1] and batch["length"].dtype == np.int32
+    chex.assert_shape(batch["kv"], (3, 32, 8))
+    chex.assert_type(batch["kv"], np.float32)  # 18, in steps of 16
+    assert batch["length"].tolist() == [18, 3, 1]
+    chex.assert_type(batch["length"], np.int32)
     assert batch["unconditional"].tolist() == [False, False, True]
     for row, i in zip(batch["kv"], (2, 0, 1), strict=True):
-        np.testing.assert_array_equal(row[: LENS[i]], kv[starts[i] : starts[i] + LENS[i]])
+        chex.assert_trees_all_equal(row[: LENS[i]], kv[starts[i] : starts[i] + LENS[i]])
         assert not row[LENS[i] :].any()
     assert set(batch) == {"kv", "length", "unconditional"}
 
@@ -41,7 +44,7 @@ def test_shapes_do_not_depend_on_the_images():
 
 
 def test_padding_stops_at_what_the_model_takes():
-    assert _made(text_maxlen=20).take([0])["kv"].shape == (1, 20, 8)
+    chex.assert_shape(_made(text_maxlen=20).take([0])["kv"], (1, 20, 8))
 
 
 def test_negative_texts_of_every_prompt_or_one_for_all():
@@ -49,17 +52,17 @@ def test_negative_texts_of_every_prompt_or_one_for_all():
     found = _made(negative_kv=_rows(10, seed=1), negative_lens=own)
     batch = found.take([3, 0])
     assert batch["negative_length"].tolist() == [4, 1]
-    np.testing.assert_array_equal(batch["negative_kv"][0, :4], found.negative_kv[6:])
+    chex.assert_trees_all_equal(batch["negative_kv"][0, :4], found.negative_kv[6:])
     shared = _made(negative_kv=_rows(2, seed=1), negative_lens=np.array([2])).take([3, 0])
     assert shared["negative_length"].tolist() == [2, 2]
-    np.testing.assert_array_equal(shared["negative_kv"][0], shared["negative_kv"][1])
+    chex.assert_trees_all_equal(shared["negative_kv"][0], shared["negative_kv"][1])
 
 
 def test_repeat():
     found = _made().repeat(3)
     assert len(found) == 12 and found.numbers.tolist() == np.repeat(range(4), 3).tolist()
     assert found.captions[5:7] == ["", "b c"]
-    np.testing.assert_array_equal(found.take([7])["kv"], _made().take([2])["kv"])
+    chex.assert_trees_all_equal(found.take([7])["kv"], _made().take([2])["kv"])
     with pytest.raises(UserError, match="0 images per prompt"):
         _made().repeat(0)
 
@@ -93,7 +96,7 @@ def test_files_from_elsewhere(tmp_path):
     np.savez(tmp_path / "f.npz", kv=kv, lens=np.array(LENS, np.int64), more=np.ones(2))
     found = features.load(tmp_path / "f.npz")
     assert found.captions is None and found.negative_kv is None and not found.unconditional.any()
-    np.testing.assert_array_equal(found.kv, kv.astype(np.float32))
+    chex.assert_trees_all_equal(found.kv, kv.astype(np.float32))
 
 
 REFUSED = {

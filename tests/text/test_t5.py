@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,7 +53,7 @@ def test_buckets(buckets, most):
     )
     found = t5.relative_buckets(config, 300)
     wanted = [[_bucket(k - q, buckets, most) for k in range(300)] for q in range(0, 300, 37)]
-    np.testing.assert_array_equal(found[::37], wanted)
+    chex.assert_trees_all_equal(found[::37], np.array(wanted))
     assert set(np.unique(found)) == set(range(buckets)) - {buckets // 2}  # distance 0 is not ahead
 
 
@@ -108,8 +109,8 @@ def test_padding_changes_nothing_and_texts_do_not_see_each_other(random_encoder)
     alone = run(random_encoder, ids[1:2], np.array([7]))
     padded = np.pad(ids, ((0, 0), (0, 12)), constant_values=9)
     together = run(random_encoder, padded, np.array([19, 7, 1]))
-    np.testing.assert_allclose(together[1, :7], alone[0], atol=2e-5, rtol=0)
-    assert np.isfinite(np.asarray(together)).all()
+    chex.assert_trees_all_close(together[1, :7], alone[0], atol=2e-5, rtol=0)
+    chex.assert_tree_all_finite(together)
 
 
 def test_bfloat16_weights_keep_the_features_float32(random_encoder):
@@ -120,7 +121,7 @@ def test_bfloat16_weights_keep_the_features_float32(random_encoder):
     exact = jax.tree.map(lambda a: a.astype(jnp.float32), short)
     run = jax.jit(lambda module, ids, lengths: module(ids, lengths))
     found, wanted = run(short, ids, lengths), run(exact, ids, lengths)
-    assert found.dtype == jnp.float32
+    chex.assert_type(found, jnp.float32)
     difference = np.abs(found - wanted)
     assert 0 < difference.max() < 0.1 and difference.mean() < 0.01
 

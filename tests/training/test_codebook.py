@@ -1,5 +1,6 @@
 """Codes are found, and moved when they are not used."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +19,8 @@ def test_k_means_finds_clusters():
     codes = codebook.k_means(jax.random.key(2), vectors, 24)
     distance = jnp.linalg.norm(centres[:, None] - codes[None], axis=-1).min(1)
     assert float(distance.max()) < 0.1
-    assert codes.shape == (24, 3) and bool(jnp.isfinite(codes).all())
+    chex.assert_shape(codes, (24, 3))
+    assert bool(jnp.isfinite(codes).all())
 
 
 def test_k_means_with_fewer_vectors_than_codes():
@@ -32,7 +34,7 @@ def test_reseed_moves_only_rare_codes():
     usage = jnp.array([50.0, 0, 60, 1, 40, 50, 0, 70])
     found, moved = codebook.reseed(jax.random.key(3), codes, usage, vectors)
     assert moved.tolist() == [False, True, False, True, False, False, True, False]
-    np.testing.assert_array_equal(found[~moved], codes[~moved])
+    chex.assert_trees_all_equal(found[~moved], codes[~moved])
     nearest = jnp.linalg.norm(found[moved][:, None] - vectors, axis=-1).min(1)
     assert float(nearest.max()) < 0.05  # a vector plus a little noise
 

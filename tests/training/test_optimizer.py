@@ -1,5 +1,6 @@
 """Schedules, weight decay and the moving average."""
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ def test_learning_rate():
     rate = optimizer.learning_rate(OptimizerSettings(steps=100, lr=1.0, warm_up=10, flat_until=0.5))
     values = np.array([rate(n) for n in range(101)])
     assert 0 < values[0] < 0.2 and (np.diff(values[:10]) > 0).all()
-    np.testing.assert_allclose(values[10:50], 1)
+    chex.assert_trees_all_close(values[10:50], 1)
     assert (np.diff(values[50:]) <= 0).all() and np.isclose(values[100], 0.01)
 
 
@@ -33,7 +34,7 @@ def test_average_follows_slowly():
     state = optimizer.initial_state({"w": jnp.zeros(3)}, settings)
     state = {**state, "step": jnp.asarray(1000)}
     new, _ = optimizer.update(state, {"w": -jnp.ones(3)}, settings)
-    np.testing.assert_allclose(new["ema"]["w"], 0.1 * new["params"]["w"], rtol=1e-5)
+    chex.assert_trees_all_close(new["ema"]["w"], 0.1 * new["params"]["w"], rtol=1e-5)
 
 
 @pytest.mark.parametrize("wrong", [{"steps": 0}, {"lr": 0.0}, {"ema": 1.0}])

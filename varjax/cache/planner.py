@@ -128,7 +128,7 @@ def _largest_that_fits(geometry, policy, allocate, lowest, limit, block_size) ->
     if best is not None or not policy.shrinks:
         return best
     # What a policy keeps grows with its budget, but in whole tokens, so the search is over real
-    # numbers and stops after `SEARCH_STEPS` halvings: 2^-14 of a budget is less than a token per head.
+    # numbers; it stops after so many halvings that less than a token per head is left to find.
     low, high = lowest, policy.budget
     best = attempt(low)
     for _ in range(SEARCH_STEPS if best is not None else 0):

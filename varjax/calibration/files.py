@@ -17,7 +17,7 @@ from varjax.calibration import scores
 from varjax.calibration.data import AXES, Calibration, read_order
 from varjax.errors import UserError
 from varjax.schedule import Schedule
-from varjax.storage.files import writing
+from varjax.storage.atomic import new_file
 
 FORMAT_VERSION = 1
 BESIDE_CHECKPOINT = "calibration.json"  # in a checkpoint folder: used if no other file is given
@@ -91,7 +91,7 @@ def save(calibration: Calibration, path: str | os.PathLike) -> None:
             content[name] = _plain(value)
     if calibration.beta is not None and calibration.schedule is not None:
         content["derived"] = {name: _plain(value) for name, value in _derived(calibration).items()}
-    with writing(path) as file:
+    with new_file(path) as file:
         file.write(json.dumps(content, allow_nan=False).encode())
 
 

@@ -11,7 +11,9 @@ from jaxtyping import Array, Shaped
 AnyArray = Array | np.ndarray
 
 
-def patchify(x: Shaped[AnyArray, "B p*h p*w C"], side: int = 2) -> Shaped[AnyArray, "B h w p*p*C"]:
+def patchify(
+    x: Shaped[AnyArray, "B ph pw C"], side: int = 2
+) -> Shaped[AnyArray, "B ph//{side} pw//{side} {side}**2*C"]:
     """`side` by `side` cells per token."""
     if side == 1:
         return x
@@ -21,7 +23,9 @@ def patchify(x: Shaped[AnyArray, "B p*h p*w C"], side: int = 2) -> Shaped[AnyArr
     return x.transpose(0, 1, 3, 5, 2, 4).reshape(batch, height, width, channels * side**2)
 
 
-def unpatchify(x: Shaped[AnyArray, "B h w p*p*C"], side: int = 2) -> Shaped[AnyArray, "B ph pw C"]:
+def unpatchify(
+    x: Shaped[AnyArray, "B h w ppC"], side: int = 2
+) -> Shaped[AnyArray, "B {side}*h {side}*w ppC//{side}**2"]:
     """The inverse of `patchify`: pixel shuffle."""
     if side == 1:
         return x

@@ -102,7 +102,9 @@ def _linear_neighbours(source: int, target: int) -> tuple[np.ndarray, np.ndarray
 
 
 def resize(
-    x: Float[Array, "B h w C"], rows: Float[Array, "p h"], columns: Float[Array, "q w"]
+    x: Float[Array, "B h w C"],
+    rows: Float[Array | np.ndarray, "p h"],
+    columns: Float[Array | np.ndarray, "q w"],
 ) -> Float[Array, "B p q C"]:
     """Apply one matrix per axis, with full float32 products on every device."""
     high = jax.lax.Precision.HIGHEST

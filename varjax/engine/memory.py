@@ -35,6 +35,14 @@ class Prediction:
         return self.weights + self.kv_pool + self.activations + self.condition
 
 
+def peak_bytes(compiled: jax.stages.Compiled) -> int:
+    """Bytes on one device while a program runs: its arguments (the weights that it reads among
+    them), its results and temporaries."""
+    stats = compiled.memory_analysis()
+    own = stats.argument_size_in_bytes + stats.temp_size_in_bytes
+    return own + stats.output_size_in_bytes - stats.alias_size_in_bytes
+
+
 def weight_bytes(transformer, codec, dtype) -> int:
     """Bytes of the parameters: the transformer in `dtype`, the codec in float32."""
     return parameters.count(transformer) * item_size(dtype) + parameters.count(codec) * 4

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, UInt8
 
 from varjax.errors import UserError
 from varjax.io.extras import require
-from varjax.storage.files import writing
+from varjax.storage.atomic import new_file
 
 GAP = 2  # white pixels between the tiles of a grid
 LINE_HEIGHT = 12  # pixels of a line of caption
@@ -67,7 +67,7 @@ def save_grid(
     if labels is not None:
         images = _with_captions(images, labels)
     picture = pillow.fromarray(grid(images, columns))
-    with writing(path) as file:
+    with new_file(path) as file:
         picture.save(file, format="PNG")
 
 
@@ -90,7 +90,7 @@ def save_samples_npz(
                 f"give one whole number for each of the {len(images)} images"
             )
         arrays.append(labels.astype(np.int64))
-    with writing(path) as file:
+    with new_file(path) as file:
         np.savez(file, *arrays)
 
 

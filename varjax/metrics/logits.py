@@ -5,9 +5,12 @@ Letters: B images, L tokens, V vocabulary.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from varjax.errors import UserError
+
+AnyArray = Array | np.ndarray
 
 
 @jax.jit
@@ -18,7 +21,7 @@ def _divergence(reference, other):
 
 
 def kl_divergence(
-    reference: Float[Array, "*tokens V"], other: Float[Array, "*tokens V"]
+    reference: Float[AnyArray, "*tokens V"], other: Float[AnyArray, "*tokens V"]
 ) -> Float[Array, "*tokens"]:
     """KL(softmax(reference) || softmax(other)) of every token, in nats; never negative.
 
@@ -36,7 +39,9 @@ def kl_divergence(
     return _divergence(reference, other)
 
 
-def token_kl(reference: Float[Array, "B L V"], other: Float[Array, "B L V"]) -> Float[Array, "B L"]:
+def token_kl(
+    reference: Float[AnyArray, "B L V"], other: Float[AnyArray, "B L V"]
+) -> Float[Array, "B L"]:
     """`kl_divergence` of a batch, one image at a time: temporaries are those of a single image."""
     if reference.shape != other.shape or reference.ndim != 3:
         raise UserError(

@@ -26,15 +26,8 @@ def fill(module: nnx.Module, arrays: Mapping) -> nnx.Module:
 
     Names must be exactly those of `named(module)`; callers report differences before.
     """
-    tree: dict = {}
-    for path, _ in _walk(_pure(module)):
-        *parents, last = path
-        node = tree
-        for key in parents:
-            node = node.setdefault(key, {})
-        node[last] = arrays["/".join(map(str, path))]
     graph, state = nnx.split(module)
-    nnx.replace_by_pure_dict(state, tree)
+    nnx.replace_by_pure_dict(state, _replaced(_pure(module), arrays))
     return nnx.merge(graph, state)
 
 
@@ -75,3 +68,13 @@ def _walk(tree: Mapping, path: tuple = ()) -> Iterator[tuple[tuple, object]]:
             yield from _walk(value, (*path, key))
         else:
             yield (*path, key), value
+
+
+def _replaced(tree: Mapping, arrays: Mapping, prefix: str = "") -> dict:
+    """`tree` with its own keys, which may be numbers, and the arrays of those names as leaves."""
+    return {
+        key: _replaced(value, arrays, f"{prefix}{key}/")
+        if isinstance(value, Mapping)
+        else arrays[f"{prefix}{key}"]
+        for key, value in tree.items()
+    }

@@ -1,4 +1,4 @@
-"""Which model families there are: configurations, modules, image codecs and published sizes."""
+"""Which models there are: named parts, the families that they make together, published sizes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,15 +6,14 @@ from functools import lru_cache
 
 from flax import nnx
 
-from varjax.codecs.bsq import model
-from varjax.codecs.bsq.model import BSQVAE, BSQConfig
+from varjax.codecs.bsq import model as bsq
 from varjax.codecs.vqvae.config import VQVAEConfig
 from varjax.codecs.vqvae.model import VQVAE
 from varjax.errors import UserError, choose
 from varjax.models import parameters
 from varjax.models.infinity import transformer as infinity
-from varjax.models.infinity.transformer import Infinity, InfinityConfig
 from varjax.models.var import transformer as var
+from varjax.text.t5 import T5Config, T5Encoder
 
 
 @dataclass(frozen=True)
@@ -23,11 +22,15 @@ class Part:
 
     The configuration class has `from_published(dict)` and `to_published()`; the module class is
     built as `module(config, rngs=rngs)`.
+
+    own_folder: it lies in a folder of its own, which a checkpoint may lack, and is loaded only on
+    request; other parts share the tree of the checkpoint.
     """
 
     name: str
     config: type
     module: type
+    own_folder: bool = False
 
     def read(self, published: Mapping):
         """Configuration from the published constructor's argument names."""
@@ -59,22 +62,27 @@ def _abstract(part: Part, config):
 
 @dataclass(frozen=True)
 class Family:
-    """A transformer, and the codec that turns its tokens into pictures.
+    """Parts that make a model together.
 
-    agreed: names that both configurations have and must agree in.
+    parts: by name; "transformer" and "codec", which turns tokens into pictures, are always there.
+    agreed: names that the configurations of both have and must agree in.
     condition: what images are made of, "labels" or "text".
     """
 
     name: str
-    transformer: Part
-    codec: Part
+    parts: Mapping[str, Part]
     agreed: tuple[str, ...]
     condition: str
 
-    def check(self, transformer, codec) -> None:
-        """Raise `UserError` if two configurations do not belong together."""
+    @property
+    def tree(self) -> dict[str, Part]:
+        """The parts that lie together in every checkpoint of the family."""
+        return {name: part for name, part in self.parts.items() if not part.own_folder}
+
+    def check(self, configs: Mapping) -> None:
+        """Raise `UserError` if configurations, {part: configuration}, do not belong together."""
         for name in self.agreed:
-            ours, theirs = getattr(transformer, name), getattr(codec, name)
+            ours, theirs = getattr(configs["transformer"], name), getattr(configs["codec"], name)
             if ours != theirs:
                 shown = "patch_nums" if name == "schedule" else name
                 raise UserError(
@@ -93,34 +101,41 @@ class Family:
         if not hasattr(config, "with_template"):
             height, width = config.schedule.final_map
             raise UserError(
-                f"aspect and size: {self.transformer.name} draws pictures of one shape per "
-                f"checkpoint ({height}x{width} tokens here): leave them out"
+                f"aspect and size: {self.parts['transformer'].name} draws pictures of one shape "
+                f"per checkpoint ({height}x{width} tokens here): leave them out"
             )
         return config.with_template(aspect, size)
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A published size: both configurations and the sampling its authors recommend."""
+    """A published size: configurations by part, and the sampling its authors recommend."""
 
     family: str
-    transformer: object
-    codec: object
+    configs: Mapping[str, object]
     sampling: Mapping = field(default_factory=dict)
 
+
+# Parts with a folder of their own, which is called as they are here.
+OWN_FOLDER = {"text_encoder": Part("T5", T5Config, T5Encoder, own_folder=True)}
 
 FAMILIES = {
     "var": Family(
         "var",
-        Part("VAR", var.VARConfig, var.VAR),
-        Part("VQVAE", VQVAEConfig, VQVAE),
+        {
+            "transformer": Part("VAR", var.VARConfig, var.VAR),
+            "codec": Part("VQVAE", VQVAEConfig, VQVAE),
+        },
         agreed=("vocab_size", "z_channels", "schedule"),
         condition="labels",
     ),
     "infinity": Family(
         "infinity",
-        Part("Infinity", InfinityConfig, Infinity),
-        Part("BSQVAE", BSQConfig, BSQVAE),
+        {
+            "transformer": Part("Infinity", infinity.InfinityConfig, infinity.Infinity),
+            "codec": Part("BSQVAE", bsq.BSQConfig, bsq.BSQVAE),
+            "text_encoder": OWN_FOLDER["text_encoder"],
+        },
         agreed=("codebook_dim",),
         condition="text",
     ),
@@ -133,20 +148,23 @@ VAR_SAMPLING = {"cfg": 1.5, "top_k": 900, "top_p": 0.96, "more_smooth": False}
 INFINITY_SAMPLING = {"cfg": 3.0, "tau": 0.5, "top_k": 900, "top_p": 0.97}
 INFINITY_8B = {**INFINITY_SAMPLING, "tau": 1.0}
 
+
+def _var_preset(config: var.VARConfig) -> Preset:
+    codec = VQVAEConfig(schedule=config.schedule)
+    return Preset("var", {"transformer": config, "codec": codec}, VAR_SAMPLING)
+
+
+def _infinity_preset(config: infinity.InfinityConfig) -> Preset:
+    """Patchify comes with the 8x tokenizer and the sampling of the 8B model."""
+    patchify = config.apply_spatial_patchify
+    codec = bsq.PRESETS["bsq-d56" if patchify else "bsq-d32"]
+    sampling = INFINITY_8B if patchify else INFINITY_SAMPLING
+    return Preset("infinity", {"transformer": config, "codec": codec}, sampling)
+
+
 PRESETS = {
-    **{
-        name: Preset("var", config, VQVAEConfig(schedule=config.schedule), VAR_SAMPLING)
-        for name, config in var.PRESETS.items()
-    },
-    **{
-        name: Preset(
-            "infinity",
-            config,
-            model.PRESETS["bsq-d56" if config.apply_spatial_patchify else "bsq-d32"],
-            INFINITY_8B if config.apply_spatial_patchify else INFINITY_SAMPLING,
-        )
-        for name, config in infinity.PRESETS.items()
-    },
+    **{name: _var_preset(config) for name, config in var.PRESETS.items()},
+    **{name: _infinity_preset(config) for name, config in infinity.PRESETS.items()},
 }
 
 

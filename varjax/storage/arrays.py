@@ -1,9 +1,9 @@
 """Named arrays on disk as one Orbax tree, read only after their names and shapes were checked."""
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,30 +47,31 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def read(
-    folder: Path, expected: Mapping, described_in: str, dtype: Any = None
-) -> dict[str, jax.Array]:
-    """{name: array} on the default device.
+    folder: Path, expected: Mapping, dtypes: Mapping, described_in: str, on_host: bool = False
+) -> dict[str, jax.Array | np.ndarray]:
+    """{name: array} of some or all arrays of a tree.
 
     Args:
       folder: what `write` wrote.
       expected: {name: leaf with a shape}: the names and shapes that have to be there.
-      described_in: name of the file that says so, for messages.
-      dtype: type of the floating arrays, or a function from the name to it; Orbax casts while it
-        reads. None keeps the stored ones.
+      dtypes: {name: type, or None for the stored one} of the arrays to read. Orbax casts floating
+        ones while it reads.
+      described_in: name of the file that says what is expected, for messages.
+      on_host: give NumPy arrays and put nothing on a device, where a model of several devices may
+        not fit; otherwise the arrays lie on the default device.
 
     Raises:
       UserError: other names or shapes (all of them in one message), or damaged files.
     """
-    of_name = dtype if callable(dtype) and not isinstance(dtype, type) else lambda name: dtype
-    wanted = {name: floating_dtype(of_name(name)) for name in expected}
+    wanted = {name: floating_dtype(dtype) for name, dtype in dtypes.items()}
     stored = _stored(folder)
     _check(folder, stored, expected, described_in)
-    return _restore(folder, stored, wanted)
+    return _restore(folder, {name: stored[name] for name in wanted}, wanted, on_host)
 
 
 def _stored(folder: Path) -> dict:
     """{name: Orbax's description with shape and dtype} of the arrays on disk."""
-    with _explaining(folder), ocp.PyTreeCheckpointer() as checkpointer:
+    with _damage_is_a_user_error(folder), ocp.PyTreeCheckpointer() as checkpointer:
         tree = checkpointer.metadata(os.path.abspath(folder)).item_metadata
         return parameters.flattened(tree.tree)
 
@@ -89,33 +90,38 @@ def _check(folder: Path, stored: Mapping, expected: Mapping, described_in: str) 
         )
 
 
-def _restore(folder: Path, stored: Mapping, wanted: Mapping) -> dict[str, jax.Array]:
-    device = jax.sharding.SingleDeviceSharding(jnp.zeros(()).devices().pop())
-
-    def argument(name, entry):
+def _restore(folder: Path, stored: Mapping, wanted: Mapping, on_host: bool) -> dict:
+    """The arrays `stored`, which may be some of those on disk."""
+    if on_host:
+        argument = {"restore_type": np.ndarray}
+    else:
+        device = jnp.zeros(()).devices().pop()
+        argument = {
+            "restore_type": jax.Array,
+            "sharding": jax.sharding.SingleDeviceSharding(device),
+        }
+    kind = ocp.RestoreArgs if on_host else ocp.ArrayRestoreArgs
+    arguments = {}
+    for name, entry in stored.items():
         cast = wanted[name] is not None and parameters.is_floating(entry.dtype)
-        return ocp.ArrayRestoreArgs(dtype=wanted[name] if cast else entry.dtype, sharding=device)
+        arguments[name] = kind(dtype=wanted[name] if cast else entry.dtype, **argument)
+    tree = parameters.nested(arguments)
+    with _damage_is_a_user_error(folder), ocp.PyTreeCheckpointer() as checkpointer:
+        path = os.path.abspath(folder)
+        found = checkpointer.restore(path, item=tree, restore_args=tree, partial_restore=True)
+        return jax.block_until_ready(parameters.flattened(found))
 
-    arguments = parameters.nested({name: argument(name, entry) for name, entry in stored.items()})
-    with _explaining(folder), ocp.PyTreeCheckpointer() as checkpointer:
-        tree = checkpointer.restore(os.path.abspath(folder), restore_args=arguments)
-        return jax.block_until_ready(parameters.flattened(tree))
 
-
-class _explaining:
-    """Turns what Orbax raises over damaged files into a `UserError` that names the folder."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        innocent = (UserError, MemoryError, jax.errors.JaxRuntimeError)  # as out of device memory
-        if isinstance(error, Exception) and not isinstance(error, innocent):
-            reason = str(error).strip().split("\n")[0][:300]
-            raise UserError(
-                f"cannot read the parameters in {self.folder}: the files are damaged or incomplete"
-                f" ({reason}); convert or copy the checkpoint again"
-            ) from error
+@contextlib.contextmanager
+def _damage_is_a_user_error(folder: Path):
+    """Whatever Orbax raises over damaged files names the folder and says what to do."""
+    try:
+        yield
+    except (UserError, MemoryError, jax.errors.JaxRuntimeError):  # the last: device memory is full
+        raise
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0][:300]
+        raise UserError(
+            f"cannot read the parameters in {folder}: the files are damaged or incomplete"
+            f" ({reason}); convert or copy the checkpoint again"
+        ) from error

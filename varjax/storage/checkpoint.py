@@ -1,159 +1,211 @@
-"""The varjax checkpoint: a folder with `model.json` and one Orbax tree of parameters.
+"""Checkpoints of named parts: folders with a description and an Orbax tree of parameters.
 
-    DIR/model.json     what the model is: format version, family, both configurations, schedule,
+    DIR/model.json     what the model is: format version, family, configurations, schedule,
                        classes, recommended sampling, where the weights came from
     DIR/params/        Orbax tree {"transformer": {...}, "codec": {...}}
+    DIR/text_encoder/  a part with a folder of its own (`registry.OWN_FOLDER`), which may be absent,
+                       and may lie anywhere else alone:
+        text_encoder.json   what it is: format version, kind, configuration, sources, files
+        params/             Orbax tree of its parameters
+        spiece.model        files that belong to it, as published
 
 A checkpoint appears as a whole or not at all. Reading checks the description, then the names and
 shapes of all stored arrays, before a single weight is read.
 """
 
 import importlib.util
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import os
+import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from flax import nnx
 
-from varjax.errors import UserError
+from varjax.errors import UserError, choose
 from varjax.models import parameters, registry
-from varjax.schedule import Schedule
-from varjax.storage import arrays as parameter_files
-from varjax.storage import manifest as description_file
-from varjax.storage.folders import replacing
+from varjax.storage import arrays, manifest
+from varjax.storage.atomic import new_folder
 
-PARTS = ("transformer", "codec")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A loaded checkpoint. `metadata` is the content of `model.json`."""
-
-    family: str
-    transformer: nnx.Module
-    codec: nnx.Module
-    metadata: dict
-    path: Path
-
-    @property
-    def schedule(self) -> Schedule:
-        return Schedule(tuple((h, w) for h, w in self.metadata["schedule"]))
-
-    @property
-    def class_names(self) -> list[str] | None:
-        return self.metadata.get("class_names")
-
-    @property
-    def sampling(self) -> dict:
-        """Recommended sampling, by the names of `sampling.RECOMMENDABLE`: cfg, tau,
-        cfg_insertion_layer, top_k, top_p, more_smooth."""
-        return dict(self.metadata.get("sampling", {}))
+PARAMS = "params"
 
 
 def demo_directory() -> Path:
     """Folder of the embedded demo checkpoint."""
     spec = importlib.util.find_spec("ported_weights")
     for root in spec.submodule_search_locations or [] if spec else []:
-        if (Path(root) / "demo" / description_file.NAME).is_file():
+        if (Path(root) / "demo" / manifest.NAME).is_file():
             return Path(root) / "demo"
     raise UserError(
-        "the embedded demo checkpoint is not installed: give --checkpoint=DIR, or install varjax"
+        "the embedded demo checkpoint is not installed: name a checkpoint folder, or install varjax"
         " from a full source tree (folder ported_weights/demo)"
     )
+
+
+def part_folder(directory: str | os.PathLike, name: str) -> Path:
+    """Where a part with a folder of its own lies: in a checkpoint, or `directory` is its folder."""
+    own = Path(directory)
+    return own if (own / f"{name}.json").is_file() else own / name
 
 
 # --- writing --------------------------------------------------------------------------------------
 
 
 def save(
-    directory,
+    directory: str | os.PathLike,
     *,
-    family: str,
-    transformer: nnx.Module,
-    codec: nnx.Module,
+    family: str | None,
+    parts: Mapping[str, nnx.Module],
     metadata: Mapping | None = None,
     dtype=None,
+    files: Mapping[str, str | os.PathLike] | None = None,
     overwrite: bool = False,
-    also: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a checkpoint.
 
     Args:
       directory: the folder to create.
-      family: a name of `varjax.models.registry.FAMILIES`.
-      transformer, codec: modules with a `config`.
-      metadata: further entries of `model.json`: class_names, sampling, sources,
-        converter_version, or anything that JSON can hold. Computed entries win.
+      family: a name of `registry.FAMILIES`; None: a single part, which `directory` is the own
+        folder of.
+      parts: modules with a `config`, by the names that the family gives them.
+      metadata: further entries of the description: class_names, sampling, converter_version, or
+        anything that JSON can hold. `sources` lists the files that the parts were made of, each
+        with its `part`, and goes to the description of that part. Computed entries win.
       dtype: storage type of floating parameters; by default they stay as they are.
+      files: {name in the new folder: file} to copy, such as text_encoder/spiece.model.
       overwrite: replace `directory` if it exists.
-      also: writes what else belongs into the folder (a text encoder) before the folder appears.
 
     Raises:
       UserError: `directory` exists, or cannot be written, or the entries do not fit the model.
         Nothing is left behind.
     """
-    modules = {"transformer": transformer, "codec": codec}
-    free = {k: v for k, v in (metadata or {}).items() if k != "files"}  # files are those written
-    description_file.check_entries(directory, family, free, transformer.config, codec.config)
-    with replacing(directory, overwrite=overwrite) as folder:
-        arrays = {
-            f"{part}/{name}": array
-            for part, module in modules.items()
-            for name, array in parameter_files.host_arrays(module, dtype).items()
-        }
-        parameter_files.write(folder / "params", arrays)
-        content = description_file.compose(family, transformer.config, codec.config, arrays)
-        content["files"] = description_file.file_records(folder / "params")
-        if also is not None:
-            also(folder)
-        description_file.write(folder, {**(metadata or {}), **content})
+    metadata, tree = dict(metadata or {}), dict(parts)
+    sources = metadata.get("sources", [])
+    with new_folder(directory, overwrite=overwrite) as folder:
+        for name, file in (files or {}).items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, folder / name)
+        for name in [name for name in parts if name in registry.OWN_FOLDER]:
+            own = folder if family is None else folder / name
+            described = [s for s in sources if s.get("part") == name]
+            _write_part(own, name, tree.pop(name), described, dtype)
+        if family is not None:
+            if sources:
+                metadata["sources"] = [s for s in sources if s.get("part") in tree]
+            _write_tree(directory, folder, family, tree, metadata, dtype)
+
+
+def _write_part(folder: Path, name: str, module: nnx.Module, sources: list[dict], dtype) -> None:
+    """A part in its own folder, beside files that belong to it."""
+    params = arrays.host_arrays(module, dtype)
+    arrays.write(folder / PARAMS, params)
+    free = {"sources": [{k: v for k, v in s.items() if k != "part"} for s in sources]}
+    content = {**free, **manifest.compose_part(name, module.config, params)}
+    content["files"] = manifest.file_records(folder)
+    manifest.write(folder, content, f"{name}.json")
+
+
+def _write_tree(where, folder: Path, family: str, parts: Mapping, metadata: Mapping, dtype) -> None:
+    """The parts that share a tree, and `model.json`. where: the checkpoint, for messages."""
+    configs = {name: module.config for name, module in parts.items()}
+    free = {k: v for k, v in metadata.items() if k != "files"}  # files are those written
+    manifest.check_entries(where, family, free, configs)
+    params = {
+        f"{name}/{key}": array
+        for name, module in parts.items()
+        for key, array in arrays.host_arrays(module, dtype).items()
+    }
+    arrays.write(folder / PARAMS, params)
+    content = {**metadata, **manifest.compose(family, configs, params)}
+    content["files"] = manifest.file_records(folder / PARAMS)
+    manifest.write(folder, content)
 
 
 # --- reading --------------------------------------------------------------------------------------
 
 
-def read_description(directory) -> dict:
-    """Content of `model.json`, checked; no weights are read. `UserError` if it is not usable."""
-    return description_file.read(Path(directory))
-
-
-def load_abstract(directory) -> Checkpoint:
-    """As `load`, but the modules hold shapes and types only: no weights are read."""
-    path = Path(directory)
-    content = description_file.read(path)
-    return Checkpoint(content["family"], *_abstract_modules(content, path), content, path)
-
-
-def load(directory, dtype=None, codec_dtype=None) -> Checkpoint:
-    """Read a checkpoint onto the default device.
+def describe(
+    directory: str | os.PathLike, names: Iterable[str] | None = None
+) -> tuple[dict[str, nnx.Module], dict]:
+    """({part: module with shapes and types in place of arrays}, description): reads no weights.
 
     Args:
-      directory: folder of the checkpoint.
-      dtype: type of the transformer's floating parameters; None keeps the stored types.
-      codec_dtype: likewise for the codec.
+      directory: a checkpoint, or the folder of a single part.
+      names: of the parts; None: those that share the checkpoint's tree, or the single part.
+
+    Returns the content of `model.json`, or of the part's own file if no part of the tree is named.
+
+    Raises:
+      UserError: no such checkpoint or part, or a description that is not usable.
+    """
+    path, parts, metadata = Path(directory), {}, {}
+    names = _parts_in(path) if names is None else list(names)
+    if any(name not in registry.OWN_FOLDER for name in names):
+        metadata = manifest.read(path)
+        parts = _abstract_tree(path, metadata)
+    for name in names:
+        if name in registry.OWN_FOLDER:
+            own = part_folder(path, name)
+            content = manifest.read_part(own, name)
+            config = manifest.part_configuration(own, content, name)
+            parts[name] = registry.OWN_FOLDER[name].abstract(config)
+            metadata = metadata or content
+    return {name: parts[choose("part", name, parts)] for name in names}, metadata
+
+
+def load(
+    directory: str | os.PathLike, dtypes: Mapping[str, object] | None = None, on_host: bool = False
+) -> tuple[dict[str, nnx.Module], dict]:
+    """({part: module}, description) of the parts that are asked for, and of no others.
+
+    Args:
+      directory: a checkpoint, or the folder of a single part.
+      dtypes: {part: type of its floating parameters, or None for the stored ones}; None: the parts
+        that `describe` gives without names, as they are stored.
+      on_host: give NumPy arrays and put nothing on a device; otherwise on the default device.
 
     Raises:
       UserError: not a checkpoint, another format version, names or shapes that do not fit the
         configuration (all of them in one message), or damaged files.
     """
-    described = load_abstract(directory)
-    modules = dict(zip(PARTS, (described.transformer, described.codec), strict=True))
-    folder = described.path / "params"
-    description_file.check_files(folder, described.metadata)
-    expected = {f"{p}/{n}": x for p in PARTS for n, x in parameters.named(modules[p]).items()}
-    dtypes = dict(zip(PARTS, (dtype, codec_dtype), strict=True))
-    arrays = parameter_files.read(
-        *(folder, expected, description_file.NAME), lambda name: dtypes[name.split("/")[0]]
-    )
-    filled = [
-        parameters.fill(modules[p], {n: arrays[f"{p}/{n}"] for n in parameters.named(modules[p])})
-        for p in PARTS
-    ]
-    return Checkpoint(described.family, *filled, described.metadata, described.path)
+    path = Path(directory)
+    described, metadata = describe(path, dtypes)
+    dtypes = dict.fromkeys(described) if dtypes is None else dtypes
+    tree = {name: dtype for name, dtype in dtypes.items() if name not in registry.OWN_FOLDER}
+    loaded = _load_tree(path, metadata, tree, on_host) if tree else {}
+    for name in described.keys() - tree.keys():
+        own = part_folder(path, name)
+        loaded[name] = _load_part(own, name, described[name], dtypes[name], on_host)
+    return {name: loaded[name] for name in described}, metadata
 
 
-def _abstract_modules(content: Mapping, path: Path) -> list[nnx.Module]:
-    family = registry.family(content["family"])
-    configs = description_file.configurations(path / description_file.NAME, content)
-    parts = (family.transformer, family.codec)
-    return [part.abstract(config) for part, config in zip(parts, configs, strict=True)]
+def _parts_in(path: Path) -> list[str]:
+    alone = [name for name in registry.OWN_FOLDER if (path / f"{name}.json").is_file()]
+    return alone or list(registry.family(manifest.read(path)["family"]).tree)
+
+
+def _abstract_tree(path: Path, content: Mapping) -> dict[str, nnx.Module]:
+    tree = registry.family(content["family"]).tree
+    configs = manifest.configurations(path / manifest.NAME, content)
+    return {name: part.abstract(configs[name]) for name, part in tree.items()}
+
+
+def _load_tree(path: Path, content: Mapping, dtypes: Mapping, on_host: bool) -> dict:
+    """Names and shapes are checked for all parts of the tree, also for those that stay on disk."""
+    manifest.check_files(path / PARAMS, content)
+    modules = _abstract_tree(path, content)
+    named = {name: parameters.named(module) for name, module in modules.items()}
+    expected = {f"{part}/{name}": x for part in named for name, x in named[part].items()}
+    wanted = {f"{part}/{name}": dtype for part, dtype in dtypes.items() for name in named[part]}
+    found = arrays.read(path / PARAMS, expected, wanted, manifest.NAME, on_host)
+    return {
+        part: parameters.fill(modules[part], {n: found[f"{part}/{n}"] for n in named[part]})
+        for part in dtypes
+    }
+
+
+def _load_part(folder: Path, name: str, module: nnx.Module, dtype, on_host: bool) -> nnx.Module:
+    manifest.check_files(folder, manifest.read_part(folder, name))
+    expected = parameters.named(module)
+    wanted = dict.fromkeys(expected, dtype)
+    found = arrays.read(folder / PARAMS, expected, wanted, f"{name}.json", on_host)
+    return parameters.fill(module, found)

@@ -1,4 +1,8 @@
-"""`model.json`: the description of a checkpoint, written last and read first."""
+"""Descriptions of checkpoints, written last and read first.
+
+`model.json` describes the parts of a family, which share a tree; a part with a folder of its own is
+described there by NAME.json, such as `text_encoder.json`.
+"""
 
 import json
 import re
@@ -16,32 +20,44 @@ NAME = "model.json"
 FORMAT_VERSION = 1
 DEEPEST_JSON = 64
 _TOO_DEEP = f"lists and objects are nested more than {DEEPEST_JSON} deep"
-REQUIRED = {"family": str, "transformer": dict, "codec": dict, "schedule": list}
 
 
-def compose(family: str, transformer, codec, arrays: Mapping[str, np.ndarray]) -> dict:
-    """The entries that follow from the two configurations and the arrays."""
-    registry.family(family)
-    floating = {str(a.dtype) for a in arrays.values() if parameters.is_floating(a.dtype)}
+def compose(family: str, configs: Mapping, arrays: Mapping[str, np.ndarray]) -> dict:
+    """The entries of `model.json` that follow from {part: configuration} and the arrays."""
+    transformer = configs["transformer"]
     content = {
         "format_version": FORMAT_VERSION,
         "family": family,
-        "transformer": transformer.to_published(),
-        "codec": codec.to_published(),
+        **{name: configs[name].to_published() for name in registry.family(family).tree},
         "schedule": [list(pair) for pair in transformer.schedule.maps],
-        "dtype": ", ".join(sorted(floating)),
-        "parameters": sum(int(a.size) for a in arrays.values()),
+        **_totals(arrays),
     }
     if hasattr(transformer, "num_classes"):
         content["num_classes"] = transformer.num_classes
     return content
 
 
-def write(folder: Path, content: Mapping) -> None:
-    """Write `model.json` with the format version and family first."""
-    first = {name: content[name] for name in ("format_version", "family")}
+def compose_part(name: str, config, arrays: Mapping[str, np.ndarray]) -> dict:
+    """Likewise of a part with a folder of its own."""
+    first = {"format_version": FORMAT_VERSION, "kind": _kind(name)}
+    return {**first, "config": config.to_published(), **_totals(arrays)}
+
+
+def _totals(arrays: Mapping[str, np.ndarray]) -> dict:
+    floating = {str(a.dtype) for a in arrays.values() if parameters.is_floating(a.dtype)}
+    count = sum(int(a.size) for a in arrays.values())
+    return {"dtype": ", ".join(sorted(floating)), "parameters": count}
+
+
+def _kind(name: str) -> str:
+    return registry.OWN_FOLDER[name].name.lower()
+
+
+def write(folder: Path, content: Mapping, name: str = NAME) -> None:
+    """Write a description with the entries first that say what it is of."""
+    first = {n: content[n] for n in ("format_version", "family", "kind") if n in content}
     text = json.dumps({**first, **content}, indent=1, ensure_ascii=False)
-    (folder / NAME).write_text(text + "\n", encoding="utf-8")
+    (folder / name).write_text(text + "\n", encoding="utf-8")
 
 
 def read(folder: Path) -> dict:
@@ -51,39 +67,71 @@ def read(folder: Path) -> dict:
       UserError: missing, not JSON, another format version, unknown family, or entries that are
         missing, malformed or contradict each other.
     """
+    if not folder.exists():
+        raise UserError(f"there is no checkpoint folder {folder}")
     file = folder / NAME
-    content = _parse(folder, file)
+    if not file.is_file():
+        raise UserError(
+            f"{folder} is not a varjax checkpoint: it has no {NAME}; PyTorch weights are converted"
+            " with `python -m ported_weights`"
+        )
+    content = _json_object(file)
     version = content.get("format_version")
     if isinstance(version, bool) or version != FORMAT_VERSION:
         raise UserError(
             f"{file} has format version {version!r:.60}, this varjax reads version"
             f" {FORMAT_VERSION}: convert the PyTorch files again with `python -m ported_weights`"
         )
-    for name, kind in REQUIRED.items():
-        if not isinstance(content.get(name), kind):
-            raise UserError(f"{file} is damaged: entry {name!r} is missing or malformed")
+    _require(file, content, {"family": str})
     if content["family"] not in registry.FAMILIES:
         known = ", ".join(registry.FAMILIES)
         raise UserError(f"{file}: unknown family {content['family']!r:.60}, known are {known}")
-    transformer, codec = configurations(file, content)
-    maps = [list(pair) for pair in transformer.schedule.maps]
+    tree = registry.family(content["family"]).tree
+    _require(file, content, {**dict.fromkeys(tree, dict), "schedule": list})
+    configs = configurations(file, content)
+    maps = [list(pair) for pair in configs["transformer"].schedule.maps]
     if content["schedule"] != maps:  # the entry repeats the configuration for readers
         raise UserError(
             f"{file} is inconsistent: schedule {str(content['schedule'])[:200]} but the"
             f" transformer's configuration says {str(maps)[:200]}"
         )
-    check_entries(file, content["family"], content, transformer, codec)
+    check_entries(file, content["family"], content, configs)
     return content
 
 
-def _parse(folder: Path, file: Path) -> dict:
-    if not folder.exists():
-        raise UserError(f"there is no checkpoint folder {folder}")
+def read_part(folder: Path, name: str) -> dict:
+    """Read and check the description of a part with a folder of its own.
+
+    Raises:
+      UserError: missing, not JSON, of another version or kind, an impossible configuration.
+    """
+    file, advice = folder / f"{name}.json", "convert it with `python -m ported_weights`"
     if not file.is_file():
+        what = name.replace("_", " ")
+        if folder.is_dir():
+            raise UserError(f"{folder} is no {what} (no {file.name}): {advice}")
+        missing = f"{folder.name}/{file.name}"
+        raise UserError(f"there is no {what} in {folder.parent} (no {missing}): {advice}")
+    content, kind = _json_object(file), _kind(name)
+    version, given = content.get("format_version"), content.get("kind")
+    if isinstance(version, bool) or (version, given) != (FORMAT_VERSION, kind):
         raise UserError(
-            f"{folder} is not a varjax checkpoint: it has no {NAME}; PyTorch weights are converted"
-            " with `python -m ported_weights`"
+            f"{file} describes {given!r:.60} in format version {version!r:.60}, this varjax reads"
+            f" {kind!r} in version {FORMAT_VERSION}: {advice}"
         )
+    _require(file, content, {"config": dict, "files": dict})
+    part_configuration(file, content, name)
+    check_records(file, content["files"])
+    return content
+
+
+def _require(file: Path, content: Mapping, kinds: Mapping[str, type]) -> None:
+    for name, kind in kinds.items():
+        if not isinstance(content.get(name), kind):
+            raise UserError(f"{file} is damaged: entry {name!r} is missing or malformed")
+
+
+def _json_object(file: Path) -> dict:
     try:
         content = parse_json(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
@@ -115,33 +163,41 @@ def _inner(value) -> list:
 # --- what the entries have to be ------------------------------------------------------------------
 
 
-def configurations(where, content: Mapping) -> tuple:
-    """Configurations of the transformer and the codec; `UserError` names `where` and the entry."""
-    family, found = registry.family(content["family"]), []
-    for name, part in (("transformer", family.transformer), ("codec", family.codec)):
-        try:
-            found.append(part.read(content[name]))
-        except UserError as error:
-            raise UserError(f"{where}, entry {name!r}: {error}") from error
-    return tuple(found)
+def configurations(where, content: Mapping) -> dict:
+    """{part: configuration} of a `model.json`; `UserError` names `where` and the entry."""
+    tree = registry.family(content["family"]).tree
+    return {name: _configuration(where, content, name, part) for name, part in tree.items()}
 
 
-def check_entries(where, family: str, content: Mapping, transformer, codec) -> None:
-    """Check what is free in a description: that both parts fit each other, and optional entries.
+def part_configuration(where, content: Mapping, name: str):
+    """Likewise of a part with a folder of its own."""
+    return _configuration(where, content, "config", registry.OWN_FOLDER[name])
+
+
+def _configuration(where, content: Mapping, entry: str, part: registry.Part):
+    try:
+        return part.read(content[entry])
+    except UserError as error:
+        raise UserError(f"{where}, entry {entry!r}: {error}") from error
+
+
+def check_entries(where, family: str, content: Mapping, configs: Mapping) -> None:
+    """Check what is free in a `model.json`: that parts fit each other, and optional entries.
 
     Args:
       where: the file or folder, for messages.
       family: its name.
       content: class_names, sampling and files are checked where they are there.
-      transformer, codec: configurations.
+      configs: {part: configuration}.
 
     Raises:
       UserError: a value of another kind, or entries that contradict each other.
     """
     try:
-        registry.family(family).check(transformer, codec)
+        registry.family(family).check(configs)
     except UserError as error:
         raise UserError(f"{where} is inconsistent: {error}") from error
+    transformer = configs["transformer"]
     if "class_names" in content:
         _check_class_names(where, content["class_names"], getattr(transformer, "num_classes", 0))
     if "sampling" in content:

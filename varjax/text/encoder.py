@@ -1,74 +1,92 @@
-"""The text encoder of a checkpoint: prompts to features.
+"""The text encoder of a checkpoint: prompts to features, with few compiled programs.
 
-    DIR/text_encoder.json   what the encoder is: format version, kind, configuration, sources, files
-    DIR/params/             Orbax tree of the parameters
-    DIR/spiece.model        the tokenizer, as published
-
-In a checkpoint of a text-to-image model DIR is its folder `text_encoder`. Such a folder appears as
-a whole or not at all, and is read after its description was checked.
+Texts are sorted by length and padded to the next of a few sizes, each of which is one program; the
+last batch of a size is filled up. What is padding is dropped from the results.
 """
 
-import json
-import shutil
+import gc
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import jax.numpy as jnp
+import jax
 import numpy as np
-from flax import nnx
+from jaxtyping import Array, Float, Int
 
+from varjax.engine import memory
 from varjax.errors import UserError
-from varjax.models import parameters
-from varjax.storage import arrays as parameter_files
-from varjax.storage import manifest
-from varjax.storage.folders import replacing
-from varjax.text import batches
+from varjax.storage import arrays, checkpoint
 from varjax.text.features import MAX_LENGTH, TextFeatures
 from varjax.text.t5 import T5Config, T5Encoder
 from varjax.text.tokenizer import FILE_NAME, Tokenizer, Tokens
 
-FOLDER = "text_encoder"  # inside a checkpoint
-NAME = "text_encoder.json"
-FORMAT_VERSION = 1
-KIND = "t5"
-DTYPES = ("float32", "bfloat16")
-_CONVERT = "convert flan-t5 with `python -m ported_weights --text_encoder_source=DIR ...`"
+PART = "text_encoder"  # as the registry calls it, and its folder in a checkpoint
+DTYPES = ("float32", "bfloat16")  # float16 overflows in T5's feed-forward
+SMALLEST = 16  # tokens of the smallest program; further sizes are powers of two
 
 
 def _warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
+def encode_texts(
+    directory: str | os.PathLike,
+    texts: Sequence[str],
+    negative: Sequence[str] | None = None,
+    *,
+    dtype: str | None,
+    max_length: int,
+    batch_size: int = 8,
+    names: Sequence[str] | None = None,
+    negative_names: Sequence[str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[TextFeatures, int | None]:
+    """Features of texts, and the bytes that this took on the device (None: all texts are empty).
+
+    The encoder is on the device only while this runs. Arguments and errors: those of
+    `TextEncoder.load` and `TextEncoder.encode`.
+    """
+    encoder = TextEncoder.load(directory, dtype)
+    features = encoder.encode(
+        texts,
+        negative,
+        max_length=max_length,
+        batch_size=batch_size,
+        names=names,
+        negative_names=negative_names,
+        progress=progress,
+    )
+    peak = encoder.peak_bytes(features, batch_size)
+    del encoder
+    gc.collect()  # modules refer to themselves, and their arrays should go now
+    return features, peak
+
+
 @dataclass(frozen=True)
 class TextEncoder:
-    """An encoder with its tokenizer. `metadata` is the content of `text_encoder.json`."""
+    """An encoder with its tokenizer."""
 
     module: T5Encoder
     tokenizer: Tokenizer
-    metadata: dict
 
     @classmethod
-    def load(cls, directory, dtype=None) -> "TextEncoder":
+    def load(cls, directory: str | os.PathLike, dtype: str | None = None) -> "TextEncoder":
         """Read an encoder onto the default device.
 
         Args:
-          directory: its folder.
+          directory: its folder, or a checkpoint that has one.
           dtype: float32 or bfloat16; None keeps the stored type.
 
         Raises:
           UserError: no encoder, another format version, missing tokenizer, damaged files.
           MissingExtra: without the `sentencepiece` package.
         """
-        folder = Path(directory)
-        content = read_description(folder)
-        module = abstract(content)
-        tokenizer = Tokenizer(folder / FILE_NAME, module.config.vocab_size)
-        _check_files(folder, content)
-        named = parameters.named(module)
-        arrays = parameter_files.read(folder / "params", named, NAME, _checked_dtype(dtype))
-        return cls(parameters.fill(module, arrays), tokenizer, content)
+        if dtype is not None and arrays.floating_dtype(dtype).name not in DTYPES:
+            raise UserError(f"text encoder in {dtype}: choose {' or '.join(DTYPES)}")
+        _, tokenizer = _described(directory)
+        parts, _ = checkpoint.load(directory, {PART: dtype})
+        return cls(parts[PART], tokenizer)
 
     def encode(
         self,
@@ -80,7 +98,7 @@ class TextEncoder:
         names: Sequence[str] | None = None,
         negative_names: Sequence[str] | None = None,
         warn: Callable[[str], None] = _warn,
-        progress: Callable[[int, int], None] = lambda done, total: None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> TextFeatures:
         """Features of prompts. An empty one stands for the model's own unconditional text.
 
@@ -103,7 +121,7 @@ class TextEncoder:
         negatives = negative_texts(negative_prompts, len(prompts), negative_names)
         tokens = self._tokens(prompts, names, max_length, warn)
         tokens += self._tokens(*negatives, max_length, warn)
-        features = batches.encode(self.module, [t and t.ids for t in tokens], batch_size, progress)
+        features = encode_ids(self.module, [t and t.ids for t in tokens], batch_size, progress)
         kv, lens = _joined(features[: len(prompts)])
         negative_kv, negative_lens = _joined(features[len(prompts) :])
         return TextFeatures(
@@ -124,10 +142,16 @@ class TextEncoder:
                 warn(f"{name} has {tokens.full_length} tokens: cut to {max_length}")
         return found
 
-    @property
-    def width(self) -> int:
-        """C of the features."""
-        return self.module.config.d_model
+    def peak_bytes(self, features: TextFeatures, batch_size: int) -> int | None:
+        """Bytes on the device while the largest program ran that made these features; None if all
+        texts are empty and there was none."""
+        negative = () if features.negative_lens is None else features.negative_lens
+        texts = int((~features.unconditional).sum()) + len(negative)
+        if not texts:
+            return None
+        shape = min(batch_size, texts), padded_size(features.longest)
+        # JAX keeps what it compiled for these shapes: nothing is compiled a second time
+        return memory.peak_bytes(_program.lower(self.module, *_padded([], *shape)).compile())
 
 
 def _check_numbers(max_length: int, batch_size: int) -> None:
@@ -168,104 +192,72 @@ def _joined(features: Sequence[np.ndarray]) -> tuple[np.ndarray | None, np.ndarr
     return np.concatenate(features), np.array([len(f) for f in features], np.int32)
 
 
-# --- the folder -----------------------------------------------------------------------------------
-
-
-def abstract(content: Mapping) -> T5Encoder:
-    """The module of a description, holding shapes and types only."""
-    config = T5Config.from_published(content["config"])
-    return parameters.abstract(lambda: T5Encoder(config, rngs=nnx.Rngs(0)))
-
-
-def save(
-    directory,
-    encoder: T5Encoder,
-    tokenizer,
-    *,
-    metadata: Mapping | None = None,
-    dtype=None,
-    overwrite: bool = False,
-) -> None:
-    """Write an encoder folder.
-
-    Args:
-      directory: the folder to create.
-      encoder: its parameters, on the host or a device.
-      tokenizer: path of the `spiece.model` to copy.
-      metadata: further entries of `text_encoder.json`, as JSON has them. Computed ones win.
-      dtype: storage type, float32 or bfloat16; by default as they are.
-      overwrite: replace `directory` if it exists.
+def check_folder(directory: str | os.PathLike) -> T5Config:
+    """The configuration of an encoder, of whose folder all but the weights is checked.
 
     Raises:
-      UserError: `directory` exists or cannot be written; the tokenizer does not fit. Nothing is
-        left behind.
-    """
-    Tokenizer(tokenizer, encoder.config.vocab_size)
-    arrays = parameter_files.host_arrays(encoder, _checked_dtype(dtype))
-    with replacing(directory, overwrite=overwrite) as folder:
-        parameter_files.write(folder / "params", arrays)
-        shutil.copyfile(tokenizer, folder / FILE_NAME)
-        content = {
-            "format_version": FORMAT_VERSION,
-            "kind": KIND,
-            **(metadata or {}),
-            "config": encoder.config.to_published(),
-            "dtype": ", ".join(sorted({str(a.dtype) for a in arrays.values()})),
-            "parameters": sum(int(a.size) for a in arrays.values()),
-            "files": manifest.file_records(folder),
-        }
-        text = json.dumps(content, indent=1, ensure_ascii=False)
-        (folder / NAME).write_text(text + "\n", encoding="utf-8")
-
-
-def read_description(directory) -> dict:
-    """Content of `text_encoder.json`, checked; no weights are read.
-
-    Raises:
-      UserError: missing, damaged, of another version or kind, an impossible configuration.
-    """
-    folder, file = Path(directory), Path(directory) / NAME
-    if not file.is_file():
-        what = "is no text encoder" if folder.is_dir() else "is not there"
-        raise UserError(f"{folder} {what} (no {NAME}): {_CONVERT}")
-    try:
-        content = manifest.parse_json(file.read_text(encoding="utf-8"))
-        entries = [content[name] for name in ("format_version", "kind", "config", "files")]
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        raise UserError(f"cannot read {file} ({error!s:.200}): {_CONVERT}") from None
-    if entries[0] != FORMAT_VERSION or entries[1] != KIND:
-        raise UserError(
-            f"{file} describes {entries[1]!r:.60} in format version {entries[0]!r:.60}, this varjax"
-            f" reads {KIND!r} in version {FORMAT_VERSION}: {_CONVERT}"
-        )
-    try:
-        T5Config.from_published(entries[2])
-    except (UserError, TypeError, AttributeError) as error:
-        raise UserError(f"{file}, entry 'config': {error}") from None
-    return content
-
-
-def check_folder(directory) -> T5Config:
-    """The configuration of an encoder's folder, of which all but the weights is checked.
-
-    Raises:
-      UserError: as `read_description`; the tokenizer is missing, damaged or another encoder's.
+      UserError: no encoder or an unusable one; the tokenizer is missing, damaged or another's.
       MissingExtra: without the `sentencepiece` package.
     """
-    config = T5Config.from_published(read_description(directory)["config"])
-    Tokenizer(Path(directory) / FILE_NAME, config.vocab_size)
-    return config
+    return _described(directory)[0]
 
 
-def _check_files(folder: Path, content: Mapping) -> None:
-    try:
-        manifest.check_files(folder, content)
-    except (KeyError, TypeError, AttributeError):
-        raise UserError(f"{folder / NAME}, entry 'files' is damaged: {_CONVERT}") from None
+def _described(directory: str | os.PathLike) -> tuple[T5Config, Tokenizer]:
+    config = checkpoint.describe(directory, [PART])[0][PART].config
+    file = checkpoint.part_folder(directory, PART) / FILE_NAME
+    return config, Tokenizer(file, config.vocab_size)
 
 
-def _checked_dtype(dtype):
-    """float32 or bfloat16: float16 overflows in T5's feed-forward."""
-    if dtype is not None and jnp.dtype(parameter_files.floating_dtype(dtype)).name not in DTYPES:
-        raise UserError(f"text encoder in {dtype}: choose {' or '.join(DTYPES)}")
-    return dtype
+# --- programs -------------------------------------------------------------------------------------
+
+
+def padded_size(length: int) -> int:
+    """The size that a text of `length` tokens is padded to."""
+    return max(SMALLEST, 1 << (length - 1).bit_length())
+
+
+def encode_ids(
+    module: T5Encoder,
+    texts: Sequence[Sequence[int] | None],
+    batch_size: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Float[np.ndarray, "length D"]]:
+    """Float32 features of every text, given its token ids; one row of zeros for None."""
+    width = module.config.d_model
+    found: list[np.ndarray] = [np.zeros((1, width), np.float32) for _ in texts]
+    given = [i for i, ids in enumerate(texts) if ids is not None]
+    rows, done = min(batch_size, len(given)), 0
+    for size, indices in _grouped(texts, given, rows):
+        ids, lengths = _padded([texts[i] for i in indices], rows, size)
+        features = np.asarray(_program(module, ids, lengths))
+        for i, row, length in zip(indices, features, lengths, strict=False):
+            found[i] = row[:length].copy()  # the rest of the batch can go
+        done += len(indices)
+        if progress is not None:
+            progress(done, len(given))
+    return found
+
+
+def _grouped(texts, given: Sequence[int], rows: int) -> Iterator[tuple[int, list[int]]]:
+    """(size, indices of at most `rows` texts of that size), shortest first."""
+    by_size: dict[int, list[int]] = {}
+    for i in given:
+        by_size.setdefault(padded_size(len(texts[i])), []).append(i)
+    for size, members in sorted(by_size.items()):
+        for start in range(0, len(members), rows):
+            yield size, members[start : start + rows]
+
+
+def _padded(texts: Sequence[Sequence[int]], rows: int, size: int):
+    """int32 ids [rows, size], lengths [rows]; rows without a text are one token of padding."""
+    ids, lengths = np.zeros((rows, size), np.int32), np.ones(rows, np.int32)
+    for row, text in enumerate(texts):
+        ids[row, : len(text)], lengths[row] = text, len(text)
+    return ids, lengths
+
+
+@jax.jit
+def _program(
+    module: T5Encoder, ids: Int[Array, "B T"], lengths: Int[Array, " B"]
+) -> Float[Array, "B T D"]:
+    return module(ids, lengths)

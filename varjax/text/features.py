@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from varjax.errors import UserError
-from varjax.storage.files import writing
+from varjax.storage.atomic import new_file
 from varjax.text.t5 import PRESETS
 
 MAX_LENGTH = 512  # tokens of the released models
@@ -47,7 +47,7 @@ class TextFeatures:
     kv: Float[np.ndarray, "rows C"]
     lens: Int[np.ndarray, " P"]
     negative_kv: Float[np.ndarray, "rows_negative C"] | None = None
-    negative_lens: Int[np.ndarray, " P"] | None = None
+    negative_lens: Int[np.ndarray, " P_negative"] | None = None
     unconditional: Bool[np.ndarray, " P"] | None = None
     prompts: tuple[str, ...] | None = None
     numbers: Int[np.ndarray, " N"] | None = None
@@ -69,7 +69,7 @@ class TextFeatures:
         if longest > self.text_maxlen:
             raise UserError(
                 f"a text has {longest} tokens, the model takes {self.text_maxlen}: encode it with"
-                f" --max_length={self.text_maxlen}"
+                f" max_length={self.text_maxlen}"
             )
 
     def _check_negative(self) -> None:
@@ -104,7 +104,7 @@ class TextFeatures:
             raise UserError(f"{count} images per prompt: at least 1")
         return dataclasses.replace(self, numbers=np.repeat(self.numbers, count))
 
-    def take(self, index: Int[np.ndarray, " B"]) -> dict[str, np.ndarray]:
+    def take(self, index: Sequence[int] | Int[np.ndarray, " B"]) -> dict[str, np.ndarray]:
         """Arrays of the images `index`: `kv` float32 [B, M, C] with zeros behind each text,
         `length` int32 [B], `unconditional` bool [B], and `negative_kv`, `negative_length` likewise
         where there are negative texts. Shapes depend on nothing but B."""
@@ -184,7 +184,7 @@ class TextFeatures:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the features of the prompts (not how often each is repeated) as npz."""
-        with writing(path) as file:
+        with new_file(path) as file:
             np.savez(file, **self._arrays())
 
     def _arrays(self) -> dict[str, np.ndarray]:

@@ -17,7 +17,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from varjax.errors import UserError
-from varjax.storage.folders import check_place
+from varjax.storage.atomic import check_place
 
 SETTINGS, HISTORY, CHECKPOINTS = "settings.json", "history.jsonl", "checkpoints"
 
@@ -29,7 +29,7 @@ def check(out, settings: Mapping[str, Mapping]) -> None:
       UserError: `out` cannot be written, holds something else, or a stage with other settings.
     """
     if not str(out).strip() or not os.path.exists(out):
-        check_place(out)
+        check_place(out, flag="--out")
         return
     out = Path(out)
     if not out.is_dir():

@@ -95,6 +95,10 @@ def _train_transformer(settings: Settings, splits, codec, out, intervals, quiet:
         metadata["class_names"] = list(splits.class_names)
     model = Path(out) / MODEL
     checkpoint.save(
-        model, family="var", transformer=transformer, codec=codec, metadata=metadata, overwrite=True
+        model,
+        family="var",
+        parts={"transformer": transformer, "codec": codec},
+        metadata=metadata,
+        overwrite=True,
     )
     return model

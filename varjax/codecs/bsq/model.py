@@ -85,7 +85,7 @@ class BSQVAE(nnx.Module):
 
     def teacher_inputs(
         self, bits: UInt8[Array, "B L C"], schedule: Schedule, patch: int = 1
-    ) -> Float[Array, "B M p*p*C"]:
+    ) -> Float[Array, "B M {patch}**2*C"]:
         """What the transformer sees at scales 1..K-1; see `bsq_quantizer.teacher_inputs`."""
         self._check_width(bits)
         return quantizer.teacher_inputs(bits, schedule, patch)

@@ -14,7 +14,7 @@ Letters: B images, L latent positions of all scales, P x Q the final map, C chan
 from collections.abc import Iterator
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Bool, Float, Integer, UInt8
 
 from varjax.codecs.patchify import patchify
 from varjax.codecs.resize import resize_area, resize_bilinear
@@ -22,7 +22,9 @@ from varjax.errors import UserError
 from varjax.schedule import Schedule
 
 
-def codes(bits: Int[Array, "..."], channels: int) -> Float[Array, "..."]:
+def codes(
+    bits: Integer[Array, "*shape"] | Bool[Array, "*shape"], channels: int
+) -> Float[Array, "*shape"]:
     """Code values of bits, (2 b - 1) / sqrt(channels): vectors of `channels` of them have length 1.
 
     `channels` is the latent width C, also for the 4 C bits of a patchified token.
@@ -72,7 +74,7 @@ def code_maps(bits: UInt8[Array, "B L C"], schedule: Schedule) -> list[Float[Arr
 
 def teacher_inputs(
     bits: UInt8[Array, "B L C"], schedule: Schedule, patch: int = 1
-) -> Float[Array, "B M p*p*C"]:
+) -> Float[Array, "B M {patch}**2*C"]:
     """What the transformer sees at scales 1..K-1: the running sum resized to each next map.
 
     `schedule` is the codec's, also for a transformer with patchify: then its tokens are `patch` by

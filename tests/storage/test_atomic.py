@@ -6,13 +6,12 @@ import os
 import pytest
 
 from varjax.errors import UserError
-from varjax.storage.files import check_file_place, writing
-from varjax.storage.folders import check_absent, replacing
+from varjax.storage.atomic import check_new_file, check_new_folder, new_file, new_folder
 
 
 def test_checking_a_place_leaves_nothing(tmp_path):
-    assert check_file_place(tmp_path / "x", overwrite=False, flag="--save") == tmp_path / "x"
-    check_absent(tmp_path / "new" / "folder", overwrite=False)
+    assert check_new_file(tmp_path / "x", overwrite=False, flag="--save") == tmp_path / "x"
+    check_new_folder(tmp_path / "new" / "folder", overwrite=False)
     assert not list(tmp_path.iterdir())
 
 
@@ -21,39 +20,39 @@ def test_an_existing_file_needs_overwrite(tmp_path):
     path.write_text("precious")
     link.symlink_to(tmp_path / "nothing")
     for there in (path, link):
-        with pytest.raises(UserError, match="exists already.*--overwrite"):
-            check_file_place(there, overwrite=False, flag="--save")
-        check_file_place(there, overwrite=True, flag="--save")
+        with pytest.raises(UserError, match="exists already.*overwrite"):
+            check_new_file(there, overwrite=False, flag="--save")
+        check_new_file(there, overwrite=True, flag="--save")
     assert path.read_text() == "precious"
 
 
 def test_the_empty_name_is_no_file():
     with pytest.raises(UserError, match="is no file: write its name, for example --save=FILE"):
-        check_file_place(" ", overwrite=False, flag="--save")
+        check_new_file(" ", overwrite=False, flag="--save")
 
 
 def test_relative_names_are_named_as_given(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError) as caught, writing("absent/x.bin"):
+    with pytest.raises(FileNotFoundError) as caught, new_file("absent/x.bin"):
         pass
     assert caught.value.filename == "absent/x.bin" and caught.value.filename2 is None
 
 
 def test_a_full_disk_is_reported_with_the_file(tmp_path):
-    with pytest.raises(OSError) as caught, writing(tmp_path / "x.bin"):
+    with pytest.raises(OSError) as caught, new_file(tmp_path / "x.bin"):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert caught.value.filename == str(tmp_path / "x.bin") and not list(tmp_path.iterdir())
 
 
 def test_errors_about_other_files_stay_as_they_are(tmp_path):
-    with pytest.raises(FileNotFoundError) as caught, writing(tmp_path / "x.bin"):
+    with pytest.raises(FileNotFoundError) as caught, new_file(tmp_path / "x.bin"):
         open(tmp_path / "other")
     assert caught.value.filename == str(tmp_path / "other")
 
 
-def test_errors_within_a_folder_in_the_making_name_the_folder(tmp_path):
+def test_errors_inside_an_unfinished_folder_name_the_folder(tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(FileNotFoundError) as caught, replacing(out) as folder:
+    with pytest.raises(FileNotFoundError) as caught, new_folder(out) as folder:
         assert folder.name.startswith(".out.")
         open(folder / "absent" / "file", "wb")
     assert caught.value.filename == os.fspath(out) and not list(tmp_path.iterdir())

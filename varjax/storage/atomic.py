@@ -1,0 +1,178 @@
+"""Files and folders that appear complete or not at all.
+
+The content is written beside its place under a hidden name, `.NAME.something`, and renamed when it
+is complete, so that a reader sees the old content or the new one.
+"""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from varjax.errors import UserError
+
+LONGEST_NAME = 255 - 24  # bytes that a file system allows, less what hidden names add
+
+
+def check_new_file(path: str | os.PathLike, *, overwrite: bool, flag: str = "path") -> Path:
+    """`path` as it was given, if a file may be written there now. `flag` names it in messages.
+
+    Raises:
+      UserError: it exists and may not be replaced or is no file; its folder does not exist or
+        cannot be written.
+    """
+    target = check_place(path, kind="file", flag=flag)
+    if target.is_dir():
+        raise UserError(f"{flag}={path} is a folder: name a file")
+    if os.path.lexists(target) and not overwrite:
+        raise UserError(f"{path} exists already: choose another file or set overwrite")
+    if target.exists() and not target.is_file():
+        raise UserError(f"{flag}={path} is no ordinary file: choose another one")
+    if not target.parent.is_dir():
+        raise UserError(f"{flag}={path}: there is no folder {target.parent}: create it first")
+    return Path(path)
+
+
+def check_new_folder(path: str | os.PathLike, *, overwrite: bool, flag: str = "path") -> Path:
+    """Absolute path of a folder that may be created now. `flag` names it in messages.
+
+    Raises:
+      UserError: it exists and may not be replaced, or its parent cannot be written.
+    """
+    target = check_place(path, kind="folder", flag=flag)
+    if os.path.lexists(target) and not overwrite:
+        raise UserError(f"{path} exists already: choose another folder or set overwrite")
+    if os.path.lexists(target) and (target.is_symlink() or not target.is_dir()):
+        raise UserError(f"{path} exists and is not a folder: choose another one")
+    return target
+
+
+def check_place(path: str | os.PathLike, *, kind: str = "folder", flag: str = "path") -> Path:
+    """Absolute path of a file or folder (`kind`) whose nearest existing parent can be written.
+
+    Raises:
+      UserError: an empty or impossible path, a parent that is a file or may not be written.
+    """
+    text = os.fsdecode(path)
+    if not text.strip():
+        raise UserError(f"{text!r} is no {kind}: write its name, for example {flag}={kind.upper()}")
+    if "\0" in text:
+        raise UserError(f"{text!r:.200} is no {kind}: names cannot hold a NUL byte")
+    target = Path(os.path.abspath(text))
+    if any(len(os.fsencode(part)) > LONGEST_NAME for part in target.parts):
+        raise UserError(f"{text!r:.60}... is no {kind}: names have at most {LONGEST_NAME} bytes")
+    parent = next((p for p in target.parents if p.exists()), target)
+    if not parent.is_dir():
+        raise UserError(f"cannot write {path}: {parent} is not a folder")
+    _check_writable(path, parent)
+    return target
+
+
+def _check_writable(path, parent: Path) -> None:
+    """Permissions alone do not tell: root has them on a read-only file system and in /proc."""
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write {path}: no write permission in {parent}")
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"cannot write {path}: nothing can be created in {parent} ({error.strerror})"
+        ) from None
+
+
+@contextlib.contextmanager
+def new_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
+    """Give a binary file to fill; it becomes `path` on success and vanishes on any error.
+
+    Raises:
+      OSError: no such folder, no write permission, no space left.
+    """
+    target = Path(path)
+    work = target.with_name(f".{target.name}.{os.getpid()}")
+    with _errors_name(path, target):
+        try:
+            with open(work, "wb") as file:
+                yield file
+            os.replace(work, target)
+        finally:
+            work.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def new_folder(path: str | os.PathLike, *, overwrite: bool = False) -> Iterator[Path]:
+    """Give an empty folder to fill; it becomes `path` on success and vanishes on any error.
+
+    With `overwrite` the old folder stays in place until the new one is complete.
+
+    Raises:
+      UserError: as `check_new_folder`.
+      OSError: no space left, or something else that goes wrong in between.
+    """
+    target = check_new_folder(path, overwrite=overwrite)
+    made = _make_parents(target)
+    try:
+        with _errors_name(path, target), _work_folder(target) as work:
+            yield work
+            _swap(work, target)
+    except BaseException:
+        for folder in made:
+            with contextlib.suppress(OSError):  # not empty: somebody else uses it now
+                folder.rmdir()
+        raise
+
+
+@contextlib.contextmanager
+def _errors_name(path: str | os.PathLike, target: Path) -> Iterator[None]:
+    """Errors about the hidden file or folder name the `path` that the user gave."""
+    hidden = os.path.join(target.parent, f".{target.name}.")
+    try:
+        yield
+    except OSError as error:
+        failed = hidden if error.filename is None else str(error.filename)
+        if error.errno is None or not failed.startswith(hidden):
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+@contextlib.contextmanager
+def _work_folder(target: Path) -> Iterator[Path]:
+    """A folder beside `target` that is gone afterwards, unless it was renamed."""
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        os.chmod(work, 0o777 & ~_umask())  # mkdtemp makes it private
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _make_parents(target: Path) -> list[Path]:
+    """Create missing parents; returns them, deepest first."""
+    missing = [p for p in target.parents if not p.exists()]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def _swap(work: Path, target: Path) -> None:
+    """Rename `work` to `target`; what was there is removed afterwards, or put back on failure."""
+    if not target.exists():
+        os.rename(work, target)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+    os.rename(target, old / "old")
+    try:
+        os.rename(work, target)
+    except OSError:
+        os.rename(old / "old", target)
+        raise
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)  # there is no way to read it without setting it
+    os.umask(mask)
+    return mask
