@@ -19,6 +19,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, _cache, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+if os.environ["JAX_PLATFORMS"] == "cpu":  # nearly all of the time is compilation
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
@@ -51,6 +53,16 @@ def _reasons_to_skip(config, item):
     for platform in ("gpu", "tpu"):
         if item.get_closest_marker(platform) and jax.default_backend() != platform:
             yield f"needs a {platform.upper()}, jax runs on {jax.default_backend()}"
+
+
+@pytest.fixture(scope="module")
+def optimized():
+    """Programs compiled as users compile them, for tests of numbers; the others leave out costly
+    passes of the compiler."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -72,7 +72,7 @@ def tables(spec: ArgSpec):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("shape", cases())
+@pytest.mark.parametrize("shape", list(cases()))
 def test_attend(kernel, shape):
     for spec in tables(shape):
         args = spec.arguments()
@@ -91,7 +91,7 @@ def test_attend(kernel, shape):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("shape", cases())
+@pytest.mark.parametrize("shape", list(cases()))
 def test_attention_moments(kernel, shape):
     for spec in tables(shape):
         args = spec.arguments()
@@ -113,7 +113,7 @@ def test_attention_moments(kernel, shape):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("shape", cases())
+@pytest.mark.parametrize("shape", list(cases()))
 def test_write(kernel, shape):
     args = shape.arguments(poison=False)
     given = (args.kv_pool, args.k, args.v, args.writes)
