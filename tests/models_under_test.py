@@ -9,11 +9,11 @@ import tempfile
 
 import numpy as np
 
+import varjax
 from ported_weights.convert import Request, convert
-from varjax import api, policies
-from varjax.api import Generator, Model
-from varjax.cache.plan import CachePlan
 from varjax.conditions import Labels
+from varjax.generator import Generator
+from varjax.model import Model
 from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 from varjax.text.features import TextFeatures
@@ -81,17 +81,11 @@ def _infinity_folder(name: str, out: pathlib.Path) -> pathlib.Path:
 @functools.cache
 def fixture_model(name: str) -> Model:
     if name not in SMALL:
-        return api.load(checkpoint_folder(name), "float32")
+        return varjax.load(checkpoint_folder(name), "float32")
     name, maps = SMALL[name]
     model, schedule = fixture_model(name), Schedule.parse(maps)
-    transformer = api.with_config(
-        model.pipeline.transformer,
-        dataclasses.replace(
-            model.pipeline.transformer.config, schedule=schedule, rope_map=schedule.final_map
-        ),
-    )
-    pipeline = dataclasses.replace(model.pipeline, transformer=transformer)
-    return dataclasses.replace(model, pipeline=pipeline)
+    config = dataclasses.replace(model.config, schedule=schedule, rope_map=schedule.final_map)
+    return model.with_config(config)
 
 
 def fixture(name: str, file: str) -> dict[str, np.ndarray]:
@@ -114,7 +108,7 @@ def condition(model: Model, numbers) -> Labels | TextFeatures:
     numbers = np.asarray(numbers, np.int32)
     if model.family.condition == "labels":
         return Labels.of(numbers % model.num_classes, model.num_classes)
-    width = model.pipeline.transformer.config.text_channels
+    width = model.config.text_channels
     rows = np.random.default_rng(0).normal(size=(64, width)).astype(np.float32)
     lens = np.array([8 + 4 * (i % 2) for i in range(16)])
     kv = np.concatenate([np.roll(rows, -3 * i, axis=0)[:n] for i, n in enumerate(lens)])
@@ -126,17 +120,14 @@ def arrays_of(model: Model, numbers):
     return condition(model, numbers).take(np.arange(len(numbers)))
 
 
-def greedy_generator(
-    model: Model, policy=None, *, cfg=1.5, batch_size=2, plan: CachePlan | None = None, **options
-) -> Generator:
+def greedy_generator(model: Model, policy="full", *, cfg=1.5, batch_size=2, **options) -> Generator:
     """Greedy float32 generation with everything kept that a test may look at."""
     options = {"keep_logits": True, "matmul_precision": "highest", **options}
     return Generator(
         model,
-        policy or policies.Full(),
+        policy,
         sampling=Sampling(cfg=cfg, greedy=True),
         batch_size=batch_size,
-        cache_plan=plan,
         **options,
     )
 

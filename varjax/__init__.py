@@ -1,16 +1,34 @@
-"""varjax: visual autoregressive models in JAX with every KV-cache policy under one API.
+"""varjax: visual autoregressive models in JAX with every published KV-cache policy under one API.
 
 import varjax
 
 model = varjax.load()  # the embedded demo, or varjax.load("checkpoint-folder")
 images = varjax.generate(model, labels=[3, 7], policy="headkv", budget=0.25, seed=0)
+
+generator = varjax.Generator(model, "headkv", 0.25, batch_size=8)  # compile once, call often
+images = generator(labels=[3, 7], seed=1)
+
 plan = varjax.plan(model, policy=varjax.policies.HeadKV(budget=0.1))
 plan.num_bytes(batch_size=8, dtype="bfloat16")
 """
 
 from varjax import policies
-from varjax.api import Model, generate, load, plan
+from varjax.api import generate, plan
 from varjax.errors import UserError
+from varjax.generator import Generator
+from varjax.model import Model, describe, load
+from varjax.sampling import Sampling
 
 __version__ = "0.1.0"
-__all__ = ["Model", "UserError", "__version__", "generate", "load", "plan", "policies"]
+__all__ = [
+    "Generator",
+    "Model",
+    "Sampling",
+    "UserError",
+    "__version__",
+    "describe",
+    "generate",
+    "load",
+    "plan",
+    "policies",
+]

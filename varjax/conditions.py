@@ -9,16 +9,22 @@ A condition has
     condition.numbers         int32 [N]: labels, or the numbers of the prompts
     condition.captions        texts for people, or None
 
-Labels are here, text is `varjax.text.features.TextFeatures`.
+Labels are here, text is `varjax.text.features.TextFeatures`. `resolve` makes one from what a caller
+of the Python API gives.
 """
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from varjax.errors import UserError
+from varjax.model import Model, default_dtype
+from varjax.text.encoder import FOLDER, TextEncoder
+from varjax.text.features import TextFeatures
 
 
 class Condition(Protocol):
@@ -71,3 +77,54 @@ class Labels:
     @property
     def captions(self) -> list[str] | None:
         return None if self.names is None else [self.names[i] for i in self.numbers]
+
+
+# --- what the Python API takes --------------------------------------------------------------------
+
+KINDS = {"labels": ("labels",), "text": ("prompts", "text_features")}  # by `Family.condition`
+
+
+def check(model: Model, labels=None, prompts=None, text_features=None) -> int:
+    """How many images are asked for; `UserError` unless exactly what the model's images are made of
+    is given."""
+    given = {"labels": labels, "prompts": prompts, "text_features": text_features}
+    named = [name for name, value in given.items() if value is not None]
+    wanted = KINDS[model.family.condition]
+    if len(named) != 1 or named[0] not in wanted:
+        raise UserError(
+            f"{', '.join(named) or 'nothing'} given: {model.name} ({model.family.name}) draws from "
+            f"{' or '.join(wanted)}: give exactly that"
+        )
+    if labels is not None and not hasattr(labels, "__len__"):
+        raise UserError(f"labels={labels!r:.60}: give a list of class numbers, one for each image")
+    if prompts is not None:
+        texts = isinstance(prompts, (list, tuple)) and all(isinstance(p, str) for p in prompts)
+        if not texts or not prompts:
+            raise UserError(f"prompts={prompts!r:.60}: give a list of texts, one for each image")
+    if text_features is not None and not isinstance(text_features, TextFeatures):
+        raise UserError(
+            f"text_features={text_features!r:.60}: give TextFeatures, as "
+            f"varjax.text.features.load reads"
+        )
+    if labels is not None:
+        Labels.of(labels, model.num_classes)
+    return len(given[named[0]])
+
+
+def resolve(model: Model, labels=None, prompts=None, text_features=None) -> Condition:
+    """The condition of the images; prompts are encoded by the text encoder of the model's
+    checkpoint, which is on the device only while this runs.
+
+    Raises:
+      UserError: as `check`; no text encoder, or another model's.
+    """
+    check(model, labels, prompts, text_features)
+    if labels is not None:
+        return Labels.of(labels, model.num_classes, model.class_names)
+    config = model.config
+    if prompts is not None:
+        encoder = TextEncoder.load(Path(model.directory or "") / FOLDER, default_dtype())
+        text_features = encoder.encode(prompts, max_length=config.text_maxlen)
+        del encoder
+        gc.collect()  # modules refer to themselves, and their arrays should go now
+    return text_features.fitted(config.text_channels, config.text_maxlen)

@@ -19,8 +19,8 @@ def random_static(seed: int) -> StaticAllocation:
     """Every token of every head lives for a random number of scales."""
     rng = np.random.default_rng(seed)
     scale, last = GEOMETRY.schedule.scale_of_token, GEOMETRY.schedule.num_scales
-    death = rng.integers(scale + 1, last + 1, (GEOMETRY.num_layers, GEOMETRY.num_heads, scale.size))
-    return StaticAllocation(death.astype(np.int16))
+    shape = (GEOMETRY.num_layers, GEOMETRY.num_heads, scale.size)
+    return StaticAllocation(rng.integers(scale, last, shape).astype(np.int16))
 
 
 def random_regions(seed: int) -> RegionAllocation:
@@ -94,11 +94,11 @@ def test_region_tables_grow_and_shrink_at_their_end():
 
 
 def test_equal_lifetimes_share_blocks():
-    """Six tokens that die together fit two blocks of four, although they come from different
+    """Six tokens of the same last use fit two blocks of four, although they come from different
     scales."""
     schedule = Schedule.parse("1x1;1x2;1x3;1x4")
-    layout = allocator.static_layout(np.full(schedule.total_tokens, 4), schedule, 4)
-    assert layout.born.size == 2
+    layout = allocator.static_layout(np.full(schedule.total_tokens, 3), schedule, 4)
+    assert layout.stored_at.size == 2
     assert [len(r) for r in layout.runs] == [0, 1, 1, 2]
 
 
@@ -121,10 +121,10 @@ def test_impossible_visibility_is_refused(entry, message):
 @pytest.mark.parametrize("block_size", [1, 2, 4, 8, 32])
 @pytest.mark.parametrize("seed", range(6))
 def test_counting_blocks_equals_laying_them_out(seed, block_size):
-    """For deaths per token and for whole scales that die together."""
+    """For last uses per token and for whole scales with one last use."""
     allocation = random_static(seed)
     if seed % 2:
-        first = allocation.death[..., np.array(GEOMETRY.schedule.starts)]
+        first = allocation.last_use[..., np.array(GEOMETRY.schedule.starts)]
         allocation = StaticAllocation(np.repeat(first, GEOMETRY.schedule.tokens, axis=-1))
     grid = allocator.layouts(allocation, GEOMETRY, block_size)
     laid_out = allocator.live_blocks(grid, GEOMETRY.schedule.num_scales).max()

@@ -98,28 +98,29 @@ def spied(evict: bool):
 @functools.cache
 def oracle(evict: bool):
     """Per layer (q, k, raw q, attention [R, N, tokens, tokens]) of the same tokens."""
-    pipeline = models.fixture_model(MODEL).pipeline
-    transformer, schedule = pipeline.transformer, pipeline.geometry.schedule
-    seen = Spy(evict=evict).visible(pipeline.geometry)
+    model = models.fixture_model(MODEL)
+    transformer, schedule = model.transformer, model.geometry.schedule
+    seen = Spy(evict=evict).visible(model.geometry)
     scale = np.array(schedule.scale_of_token)
     mask = seen[scale] | (scale[:, None] == scale)
     tokens, _ = spied(evict)
-    codes = jnp.tile(pipeline.codec.quantizer.teacher_inputs(jnp.asarray(tokens)), (2, 1, 1))
-    context = pipeline.prepare(jnp.asarray(LABELS))
+    codes = jnp.tile(model.codec.quantizer.teacher_inputs(jnp.asarray(tokens)), (2, 1, 1))
+    context = transformer.encode_condition(jnp.asarray(LABELS), guided=True)
     x = jnp.concatenate([context["start"], transformer.word_embedding(codes)], axis=1)
     x = x + transformer.position_embedding[...] + transformer.level_embedding[scale]
     layers = []
     with jax.default_matmul_precision("highest"):
-        for i in range(pipeline.num_layers):
+        for i in range(model.geometry.num_layers):
             block, modulation = jax.tree.map(
-                lambda a, i=i: a[i], (pipeline.blocks, context["layers"])
+                lambda a, i=i: a[i], (transformer.blocks, context["layers"])
             )
-            q, k, v = transformer.project(block, modulation, x)
+            q, k, v = transformer.project(block, modulation, None, x)
             raw = transformer.raw_queries(block, modulation, x)
             scores = np.where(mask, np.einsum("rnth,rnsh->rnts", q, k), -np.inf)
             weights = np.asarray(jax.nn.softmax(scores, axis=-1))
             layers.append((np.asarray(q), np.asarray(k), np.asarray(raw), weights))
-            x = transformer.finish(block, modulation, x, jnp.asarray(weights) @ v)
+            attended = jnp.asarray(weights) @ v
+            x = transformer.post_attention(block, modulation, None, x, attended)
     return layers, seen, schedule
 
 

@@ -9,7 +9,7 @@ from varjax.cache.geometry import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
 from varjax.errors import UserError
-from varjax.models.var.transformer import SIDES_256
+from varjax.models.var.config import SIDES_256
 from varjax.schedule import Schedule
 
 SCHEDULES = {

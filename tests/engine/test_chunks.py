@@ -1,4 +1,4 @@
-"""Rounds give what one call gives, whatever the number of images."""
+"""Chunks give what one call gives, whatever the number of images."""
 
 import jax
 import jax.numpy as jnp
@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from tests.models_under_test import fixture_model, greedy_generator
+from varjax.engine import scales
 from varjax.engine.chunks import map_in_chunks
-from varjax.models import pipeline
 
 
 @pytest.mark.parametrize("at_once", [0, 1, 2, 3, 5, 7, 100])
-def test_in_rounds(at_once):
+def test_map_in_chunks(at_once):
     x = jnp.arange(14.0).reshape(7, 2)
     most = []
 
@@ -25,7 +25,7 @@ def test_in_rounds(at_once):
     assert max(most) <= max(1, at_once)
 
 
-def test_tokens_chosen_in_rounds_are_the_same(monkeypatch):
+def test_tokens_sampled_in_chunks_are_the_same(monkeypatch):
     """Three images, one or two at a time: every image has its own noise and its own logits."""
     labels, index = np.array([3, 1, 4]), np.arange(3, dtype=np.int32)
 
@@ -35,7 +35,7 @@ def test_tokens_chosen_in_rounds_are_the_same(monkeypatch):
 
     expected = run()
     for images in (1, 2):
-        monkeypatch.setattr(pipeline, "images_at_once", lambda tokens, vocab, n=images: n)
+        monkeypatch.setattr(scales, "images_at_once", lambda tokens, vocab, n=images: n)
         found = run()
         np.testing.assert_array_equal(found["tokens"], expected["tokens"])
         np.testing.assert_allclose(found["logits"], expected["logits"], atol=1e-5)

@@ -10,13 +10,13 @@ import pytest
 from flax import nnx
 
 from varjax import policies
+from varjax.cache.geometry import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
 from varjax.codecs.vqvae.model import VQVAE, VQVAEConfig
 from varjax.engine import scales
 from varjax.engine.segments import plan_segments
 from varjax.models import parameters
-from varjax.models.var.pipeline import VARPipeline
 from varjax.models.var.transformer import VAR, VARConfig
 from varjax.sampling import Sampling, image_keys
 from varjax.schedule import Schedule
@@ -30,34 +30,36 @@ POLICIES = {
 }
 
 
-def abstract_model() -> VARPipeline:
+def abstract_networks() -> dict[str, nnx.Module]:
     """Many thin layers and few codes, so that the pool is the largest thing in the program."""
     transformer = VARConfig(
         depth=128, embed_dim=64, num_heads=2, vocab_size=16, z_channels=4, schedule=SCHEDULE
     )
     codec = VQVAEConfig(ch=32, ch_mult=(1,), vocab_size=16, z_channels=4, schedule=SCHEDULE)
-    return VARPipeline(
-        parameters.abstract(lambda: VAR(transformer, rngs=nnx.Rngs(0))),
-        parameters.abstract(lambda: VQVAE(codec, rngs=nnx.Rngs(0))),
-    )
+    return {
+        "transformer": parameters.abstract(lambda: VAR(transformer, rngs=nnx.Rngs(0))),
+        "codec": parameters.abstract(lambda: VQVAE(codec, rngs=nnx.Rngs(0))),
+    }
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_pool_is_never_copied(policy, dtype):
-    model, batch = abstract_model(), 4
-    plan = plan_cache(model.geometry, policy)
+    networks, batch = abstract_networks(), 4
+    transformer = networks["transformer"]
+    geometry = Geometry(schedule=SCHEDULE, num_layers=128, num_heads=2, head_dim=32)
+    plan = plan_cache(geometry, policy)
     segments = plan_segments(SCHEDULE)
-    spec = scales.ProgramSpec.of(plan, segments, Sampling(greedy=True))
+    spec = scales.ProgramSpec.of(plan, segments, Sampling(greedy=True), transformer.config)
     state = jax.eval_shape(lambda: KVState.empty(plan, batch, dtype))
     program = (
         jax.jit(partial(scales.generate_codes, spec=spec), donate_argnums=1)
         .lower(
-            model,
+            networks,
             state,
             jax.ShapeDtypeStruct((batch,), jnp.int32),
             jax.eval_shape(lambda: image_keys(0, jnp.arange(batch))),
-            scales.program_tables(plan, segments, np.arange(batch)),
+            scales.program_inputs(plan, segments, np.arange(batch), transformer.resampling),
             None,
         )
         .compile()

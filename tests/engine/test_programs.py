@@ -1,4 +1,4 @@
-"""The compiled programs: layouts of weights, decoding in rounds."""
+"""The compiled programs: layouts of weights, decoding in chunks."""
 
 import jax
 import jax.numpy as jnp
@@ -6,47 +6,46 @@ import numpy as np
 import pytest
 from jax.experimental.layout import Format, Layout
 
+import varjax
 from tests.models_under_test import checkpoint_folder
-from varjax import api
+from varjax import Generator, Model
 from varjax.engine import program
 from varjax.sampling import Sampling
 
 
-def small_model() -> api.Model:
+def small_model() -> Model:
     """A model of its own for every call: some tests change where its arrays lie."""
-    return api.load(checkpoint_folder("c_k5_nol2norm"), "float32")
+    return varjax.load(checkpoint_folder("c_k5_nol2norm"), "float32")
 
 
 @pytest.mark.parametrize("images", [1, 4, 5])
-def test_decoding_in_rounds_gives_the_same_pixels(monkeypatch, images):
-    pipeline = small_model().pipeline
-    shape = pipeline.empty_code_map(images).shape
+def test_decoding_in_chunks_gives_the_same_pixels(monkeypatch, images):
+    model = small_model()
+    codec, shape = model.codec, (images, *model.config.code_map)
     code_map = jax.random.normal(jax.random.key(0), shape)
-    expected = pipeline.decode(code_map)
-    monkeypatch.setattr(
-        program, "DECODER_BYTES", 2 * program.decoder_bytes(pipeline.codec, shape[1:3])
-    )
-    assert program.decoder_batch(pipeline.codec, shape[1:3], images) == min(images, 2)
-    np.testing.assert_allclose(program.decode(pipeline, code_map), expected, atol=1e-5)
+    expected = (codec.decode(code_map) + 1) / 2
+    monkeypatch.setattr(program, "DECODER_BYTES", 2 * program.decoder_bytes(codec, shape[1:3]))
+    assert program.decoder_batch(codec, shape[1:3], images) == min(images, 2)
+    np.testing.assert_allclose(program.decode(codec, code_map), expected, atol=1e-5)
 
 
 def test_decoder_takes_one_image_if_even_that_is_too_much(monkeypatch):
     monkeypatch.setattr(program, "DECODER_BYTES", 1)
-    assert program.decoder_batch(small_model().pipeline.codec, (16, 16), 8) == 1
+    assert program.decoder_batch(small_model().codec, (16, 16), 8) == 1
 
 
 def test_weights_are_placed_where_a_program_wants_them():
     """Every matrix transposed in memory: other layout, same numbers, nothing left behind."""
-    pipeline = small_model().pipeline
-    before = [np.asarray(a) for a in jax.tree.leaves(pipeline)]
+    networks = small_model().networks
+    before = [np.asarray(a) for a in jax.tree.leaves(networks)]
 
     def transposed(a):
         order = (*range(a.ndim - 2), *reversed(range(a.ndim)[-2:]))
         return Format(Layout(major_to_minor=order), a.sharding)
 
-    formats = jax.tree.map(transposed, pipeline)
-    program.place(pipeline, formats)
-    for array, wanted, old in zip(*map(jax.tree.leaves, (pipeline, formats)), before, strict=True):
+    formats = jax.tree.map(transposed, networks)
+    program.place(networks, formats)
+    for array, wanted, old in zip(*map(jax.tree.leaves, (networks, formats)), before, strict=True):
         assert array.format.layout.major_to_minor == wanted.layout.major_to_minor
         np.testing.assert_array_equal(array, old)
 
@@ -56,12 +55,7 @@ def test_generation_with_layouts_chosen_by_the_compiler(monkeypatch):
     labels, index = np.zeros(2, np.int32), np.arange(2, dtype=np.int32)
 
     def tokens():
-        generator = api.Generator(
-            small_model(),
-            api.resolve_policy("full"),
-            sampling=Sampling(greedy=True),
-            batch_size=2,
-        )
+        generator = Generator(small_model(), sampling=Sampling(greedy=True), batch_size=2)
         return generator.run_batch(labels, index)[0]["tokens"]
 
     expected = tokens()

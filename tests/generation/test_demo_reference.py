@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import varjax
 from ported_weights.convert import Request, convert
 from tests import models_under_test as models
-from varjax import api
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def demo(shared_dir, tmp_path_factory):
     convert(request, say=lambda line: None)
     with np.load(source / "reference.npz") as archive:
         reference = {name: archive[name] for name in archive.files}
-    return api.load(out, "float32"), reference
+    return varjax.load(out, "float32"), reference
 
 
 @pytest.mark.parametrize("cfg", ["1.5", "3"])
@@ -50,7 +50,7 @@ def test_reconstructions(demo):
     model, reference = demo
     images = reference["recon_input_u8"]
     images = np.moveaxis(images, 1, -1) if images.shape[1] == 3 else images
-    codec = model.pipeline.codec
+    codec = model.codec
     tokens = codec.images_to_tokens(jnp.asarray(images / 127.5 - 1, jnp.float32))
     np.testing.assert_array_equal(tokens, reference["recon_tokens"])
     pictures = (np.moveaxis(np.asarray(codec.tokens_to_images(tokens)), -1, 1) + 1) / 2

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import varjax
 from tests import models_under_test as models
-from varjax import api
-from varjax.api import Model
+from varjax import Generator, Model
 from varjax.cache.planner import plan_cache
-from varjax.models.infinity.transformer import quarter_turn, quarter_turn_by_product, rotate
+from varjax.models.infinity.attention import quarter_turn, quarter_turn_by_product, rotate
 from varjax.policies import Full
 from varjax.sampling import Sampling, filter_logits
 from varjax.text.features import TextFeatures
@@ -30,7 +30,7 @@ def model_of(case: str) -> Model:
     name, aspect = CASES[case]
     if aspect == 1.0:
         return models.fixture_model(name)
-    return api.load(models.checkpoint_folder(name), "float32", aspect=aspect)
+    return varjax.load(models.checkpoint_folder(name), "float32", aspect=aspect)
 
 
 def features(arrays: dict) -> TextFeatures:
@@ -56,16 +56,15 @@ def run(case: str, plan=None):
     index, forced = np.arange(len(text)), {}
     if "gt_bits" in arrays:
         scales = int(arrays["gt_leak"])
-        given = model.pipeline.tokens_from_file(arrays["gt_bits"], len(text), scales)
+        given = model.transformer.tokens_from_file(arrays["gt_bits"], len(text), scales)
         forced = {"given": given, "given_scales": scales}
-    generator = api.Generator(
+    generator = Generator(
         model,
-        Full(),
         sampling=sampling_of(arrays),
         batch_size=len(text),
         keep_logits=True,
         matmul_precision="highest",
-        cache_plan=plan,
+        plan=plan,
         segments="auto" if "gen" in case else 2,
     )
     return model, arrays, *generator.run_batch(text.take(index), index, **forced)
@@ -86,7 +85,7 @@ def expected_logits(arrays: dict, model: Model) -> tuple[np.ndarray, float]:
 @pytest.mark.parametrize("case", CASES)
 def test_generation_is_identical(case):
     model, arrays, results, _ = run(case)
-    bits = model.pipeline.tokens_to_file(np.asarray(results["tokens"]))
+    bits = model.transformer.tokens_to_file(np.asarray(results["tokens"]))
     np.testing.assert_array_equal(bits, arrays["bits"])
     if "token_bits" in arrays and "gt_bits" not in arrays:  # what it would draw, where it is forced
         np.testing.assert_array_equal(results["tokens"], arrays["token_bits"])
@@ -106,12 +105,12 @@ def test_generation_is_identical(case):
 
 @pytest.mark.parametrize("name", ["A", "B"])
 def test_teacher_forcing(name):
-    transformer = models.fixture_model(f"infinity_{name.lower()}").pipeline.transformer
+    transformer = models.fixture_model(f"infinity_{name.lower()}").transformer
     arrays = models.infinity_fixture(f"infinity_{name}_forward")
     text = TextFeatures(kv=arrays["text_kv"], lens=arrays["text_lens"])
     batch = text.take(np.arange(len(text)))
     visible = jnp.arange(batch["kv"].shape[1]) < batch["length"][:, None]
-    condition, _ = transformer.read_text(batch["kv"], visible)
+    condition, _ = transformer.encode_text(batch["kv"], visible)
     np.testing.assert_allclose(condition, arrays["cond_vec"], rtol=0, atol=1e-4)
     logits = transformer(jnp.asarray(batch["kv"]), batch["length"], arrays["x_wo_prefix"])
     np.testing.assert_allclose(logits[:, ::4], arrays["logits_sub4"], rtol=0, atol=HEAD)
@@ -134,8 +133,9 @@ def test_cache_content():
 def test_modulation_is_shared():
     model = models.fixture_model("infinity_a")
     arrays = models.infinity_fixture("infinity_A_gen_square")
-    context = model.pipeline.prepare(features(arrays).take(np.arange(1)))
-    offset = model.pipeline.transformer.blocks.modulation_offset[:, None]
+    condition = features(arrays).take(np.arange(1))
+    context = model.transformer.encode_condition(condition, guided=True)
+    offset = model.transformer.blocks.modulation_offset[:, None]
     shared = np.asarray(context["layers"]["modulation"] - offset)
     for layer in shared:
         np.testing.assert_allclose(layer, arrays["ada_vec"][:, 0], rtol=0, atol=1e-4)
@@ -147,12 +147,10 @@ def test_rotation_angles():
     names = [name for name in tables if name.startswith("cos_sin_hd16_")]
     assert names
     for name in names:
-        model = api.with_template(
-            models.fixture_model("infinity_a").family,
-            models.fixture_model("infinity_a").pipeline.transformer,
-            *(name.removeprefix("cos_sin_hd16_").replace("p", "."), "0.06M"),
-        )
-        found = model.rotation(jnp.arange(model.config.schedule.total_tokens))
+        aspect = name.removeprefix("cos_sin_hd16_").replace("p", ".")
+        model = models.fixture_model("infinity_a").with_template(aspect, "0.06M")
+        tokens = jnp.arange(model.config.schedule.total_tokens)
+        found = model.transformer.rotation(tokens)
         for array, expected in zip(found, tables[name], strict=True):
             np.testing.assert_allclose(array[:, ::2], expected, rtol=0, atol=1e-5)
             np.testing.assert_array_equal(array[:, ::2], array[:, 1::2])

@@ -1,21 +1,18 @@
 """What must not change a result: segments, batch size, position in the batch, slots that are not in
 use."""
 
-import dataclasses
-
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import varjax
 from tests import models_under_test as models
 from varjax import policies
-from varjax.api import Generator
-from varjax.cache.planner import plan_cache
-from varjax.cache.state import KVState
-from varjax.engine import scales
-from varjax.engine.segments import plan_segments
-from varjax.sampling import Sampling, image_keys
+from varjax.errors import UserError
+from varjax.generator import Generator
+from varjax.sampling import Sampling
 
 NAME = models.FAMILIES["var"]
 SLOW = pytest.mark.slow
@@ -85,52 +82,37 @@ def test_more_smooth_mixes_codes():
     assert np.isfinite(smooth).all() and np.abs(smooth - images).max() > 1e-3
 
 
-def run_with_pool(name, policy, fill):
-    """Greedy run whose pool starts filled with `fill` (zeros or NaN)."""
-    model = models.fixture_model(name)
-    plan = plan_cache(model.geometry, policy)
-    segments = plan_segments(model.geometry.schedule)
-    spec = scales.ProgramSpec.of(plan, segments, Sampling(cfg=1.5, greedy=True), keep_logits=True)
-    tables = scales.program_tables(plan, segments, np.arange(2), model.pipeline.resampling)
-    state = KVState.empty(plan, 2, jnp.float32)
-    state = dataclasses.replace(state, kv_pool=jnp.full_like(state.kv_pool, fill))
-    condition = models.arrays_of(model, LABELS[:2])
-    results, _ = jax.jit(lambda *a: scales.generate_codes(*a, spec=spec))(
-        model.pipeline, state, condition, image_keys(0, jnp.arange(2)), tables, None
-    )
-    return results
+def test_without_guidance_there_is_one_row_per_image():
+    """Half of the cache, and the logits of the conditional rows alone."""
+    model = models.fixture_model(NAME)
+    generator = models.greedy_generator(model, "streaming", budget=1.0, cfg=0.0)
+    results, state = generator.run_batch(LABELS[:2], np.arange(2))
+    guided = varjax.plan(model, "streaming", 1.0).num_bytes(2, "float32")
+    assert state.kv_pool.shape[0] == 2
+    assert generator.allocated_bytes == state.kv_pool.nbytes == guided // 2
+    codes = model.codec.quantizer.teacher_inputs(results["tokens"])
+    with jax.default_matmul_precision("highest"):
+        expected = model.transformer(jnp.asarray(LABELS[:2]), codes)
+    chex.assert_trees_all_close(results["logits"], expected, atol=2e-4)
 
 
-@pytest.mark.parametrize(("name", "policy"), every_family(POLICIES, "headkv"))
-def test_unused_slots_are_never_read(name, policy):
-    """A pool full of NaN gives the same logits as one full of zeros."""
-    clean, poisoned = (run_with_pool(name, POLICIES[policy], fill) for fill in (0.0, jnp.nan))
-    np.testing.assert_array_equal(poisoned["logits"], clean["logits"])
+def test_a_plan_for_other_guidance_is_refused():
+    model = models.fixture_model(NAME)
+    with pytest.raises(UserError, match="2 rows per image"):
+        models.greedy_generator(model, plan=varjax.plan(model, "full"), cfg=0.0)
 
 
-@pytest.mark.parametrize(("name", "policy"), every_family(POLICIES, "full"))
-def test_images_do_not_see_each_other(name, policy):
-    """Another label or prompt beside it does not change an image; nor does its place in the
-    batch."""
-    model = models.fixture_model(name)
-    generator = models.greedy_generator(model, POLICIES[policy])
-    one, _ = generator.run_batch(models.arrays_of(model, [3, 7]), [0, 1])
-    two, _ = generator.run_batch(models.arrays_of(model, [3, 2]), [0, 1])
-    swapped, _ = generator.run_batch(models.arrays_of(model, [7, 3]), [1, 0])
-    np.testing.assert_array_equal(one["tokens"][0], two["tokens"][0])
-    np.testing.assert_array_equal(one["tokens"][0], swapped["tokens"][1])
-    assert (np.asarray(one["tokens"][1]) != np.asarray(two["tokens"][1])).any()
-
-
-@pytest.mark.parametrize(("name", "policy"), every_family(["streaming", "headkv"], ""))
-def test_whole_budget_gives_the_tokens_of_full(name, policy):
-    model = models.fixture_model(name)
-    images = models.arrays_of(model, LABELS[:2])
-    full, _ = models.greedy_generator(model).run_batch(images, np.arange(2))
-    policy = dataclasses.replace(POLICIES[policy], budget=1.0)
-    whole, _ = models.greedy_generator(model, policy).run_batch(images, np.arange(2))
-    np.testing.assert_array_equal(whole["tokens"], full["tokens"])
-    np.testing.assert_allclose(whole["logits"], full["logits"], atol=1e-4)
+def test_called_again_nothing_is_traced_again():
+    """Other labels, seeds and numbers of images: the program of the first call."""
+    model = models.fixture_model("c_k5_nol2norm")
+    generator = Generator(model, batch_size=2, segments=1)
+    first = generator([3, 7, 1], seed=0)
+    program = generator.compiled
+    with jax.checking_leaks(), jax.log_compiles(False):
+        again = generator([3, 7], seed=0)
+    assert generator.compiled is program and len(generator.timing.runs) == 3
+    chex.assert_trees_all_equal(first[:2], again)
+    assert (generator([3, 7], seed=1) != again).any()
 
 
 @pytest.mark.parametrize("name", ["c_k5_nol2norm", pytest.param("infinity_b_small", marks=SLOW)])
@@ -145,9 +127,7 @@ def test_unrolled_scans_agree(name):
 def test_bfloat16_runs_and_stays_close():
     """Not a parity claim: bfloat16 rounds to three digits, so only most tokens of the forced run's
     logits agree in rank."""
-    from varjax import api
-
-    model = api.load(models.checkpoint_folder(NAME), "bfloat16")
+    model = varjax.load(models.checkpoint_folder(NAME), "bfloat16")
     forced = models.fixture(NAME, "gen_forced")
     results, state = models.greedy_generator(model, kv_dtype="bfloat16").run_batch(
         forced["labels"], np.arange(2), given=forced["tokens"]

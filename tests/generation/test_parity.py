@@ -86,26 +86,27 @@ def test_cache_content():
 def test_keys_and_values_of_all_scales():
     """The last scale is never stored; its keys and values are compared where they are computed."""
     arrays = models.fixture("b_k6_sharedaln", "kv_cache")
-    pipeline = models.fixture_model("b_k6_sharedaln").pipeline
-    transformer, schedule = pipeline.transformer, pipeline.geometry.schedule
-    codes = pipeline.codec.quantizer.teacher_inputs(jnp.asarray(arrays["tokens"]))
-    context = pipeline.prepare(jnp.asarray(arrays["labels"]))
+    model = models.fixture_model("b_k6_sharedaln")
+    transformer, schedule = model.transformer, model.geometry.schedule
+    codes = model.codec.quantizer.teacher_inputs(jnp.asarray(arrays["tokens"]))
+    context = transformer.encode_condition(jnp.asarray(arrays["labels"]), guided=True)
     x = transformer.word_embedding(jnp.tile(codes, (2, 1, 1)))
     scale = schedule.scale_of_token
     x = jnp.concatenate([context["start"], x], axis=1) + transformer.position_embedding[...]
     x = x + transformer.level_embedding[scale]
     mask = jnp.asarray(scale[:, None] >= scale)
-    for layer in range(pipeline.num_layers):
+    for layer in range(model.geometry.num_layers):
         block = jax.tree.map(lambda a, i=layer: a[i], transformer.blocks)
         modulation = context["layers"][layer]
-        q, k, v = transformer.project(block, modulation, x)
+        q, k, v = transformer.project(block, modulation, None, x)
         for name, found, limit in (("k", k, 3e-5), ("v", v, 1e-4)):
             found = np.asarray(found)
             expected = arrays[name][layer]
             np.testing.assert_allclose(found[:, :, arrays["pos"]], expected, rtol=0, atol=limit)
             mean = found.mean((2, 3))
             np.testing.assert_allclose(mean, arrays[f"{name}_mean"][layer], rtol=0, atol=limit)
-        x = transformer.finish(block, modulation, x, dense_attention(q, k, v, mask))
+        attended = dense_attention(q, k, v, mask)
+        x = transformer.post_attention(block, modulation, None, x, attended)
 
 
 EVICTIONS = [

@@ -29,16 +29,16 @@ def test_a_calibration_of_other_weights_is_refused(demo):
         with pytest.raises(UserError, match="other weights"):
             use(demo, policy="heatkv", calibration=other)
     with pytest.raises(UserError, match="guidance"):
-        varjax.generate(demo, [1], policy="heatkv", cfg=4.0)
+        varjax.generate(demo, [1], policy="heatkv", sampling=demo.sampling(cfg=4.0))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"policy": None}, "give a name"),
+        ({"policy": None}, "give a policy or a name"),
         ({"policy": "headkv", "budget": "0.1"}, "not a number"),
         ({"policy": "headkv", "budget": True}, "not a number"),
-        ({"policy": policies.HeadKV(), "budget": 0.5}, "policy object itself"),
+        ({"policy": policies.HeadKV(), "budget": 0.5}, "budget to the policy itself"),
         ({"policy": "headkv", "kv_dtype": "int3"}, "kv_dtype"),
     ],
 )

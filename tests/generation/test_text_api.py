@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 
+import varjax
 from tests import models_under_test as models
-from varjax import api
+from varjax import Generator, conditions
 from varjax.cache.planner import plan_cache
 from varjax.engine import memory
 from varjax.errors import UserError
@@ -22,12 +23,11 @@ def features(count: int = 2):
 
 def test_features_to_images():
     model = models.fixture_model(NAME)
-    options = dict(
-        text_features=features(), policy="streaming", budget=0.4, segments=1, cfg=[3.0] * 6
-    )
-    images = api.generate(model, **options)
+    sampling = model.sampling(cfg=[3.0] * 6)
+    options = dict(text_features=features(), policy="streaming", budget=0.4, sampling=sampling)
+    images = varjax.generate(model, **options)
     assert images.shape[0] == 2 and images.shape[-1] == 3 and np.isfinite(images).all()
-    again = api.generate(model, **options, batch_size=1)
+    again = varjax.generate(model, **options, batch_size=1)
     np.testing.assert_allclose(images, again, atol=1e-5)
 
 
@@ -50,27 +50,27 @@ def test_features_to_images():
     ],
 )
 def test_what_cannot_work_is_said_before_compiling(given, message, monkeypatch):
-    monkeypatch.setattr(api.Generator, "compile", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(Generator, "compile", lambda *_: pytest.fail("compiled"))
     given = {name: value() if callable(value) else value for name, value in given.items()}
+    model, drawn = models.fixture_model(NAME), ("cfg", "tau", "cfg_insertion_layer", "more_smooth")
+    overrides = {name: given.pop(name) for name in drawn if name in given}
     with pytest.raises(UserError, match=message):
-        api.generate(models.fixture_model(NAME), **given)
+        varjax.generate(model, **given, sampling=model.sampling(**overrides))
 
 
 def test_prompts_of_a_class_conditional_model():
     model = models.fixture_model(models.FAMILIES["var"])
     with pytest.raises(UserError, match="prompts given: .* draws from labels"):
-        api.generate(model, prompts=["a cat"])
+        varjax.generate(model, prompts=["a cat"])
 
 
 def test_another_shape_shares_the_weights():
     model = models.fixture_model("infinity_a")
-    transformer = model.pipeline.transformer
-    wide = api.with_template(model.family, transformer, 0.5, "0.25M")
+    wide = model.with_template(0.5, "0.25M")
     assert wide.config.schedule.final_map == (23, 46)
-    assert wide.head.kernel[...] is transformer.head.kernel[...]
+    assert wide.transformer.head.kernel[...] is model.transformer.head.kernel[...]
     with pytest.raises(UserError, match="aspect and size: VAR draws"):
-        var = models.fixture_model(models.FAMILIES["var"])
-        api.with_template(var.family, var.pipeline.transformer, 0.5, None)
+        models.fixture_model(models.FAMILIES["var"]).with_template(0.5, None)
 
 
 def test_text_encoder_leaves_the_device(tmp_path, monkeypatch):
@@ -83,10 +83,10 @@ def test_text_encoder_leaves_the_device(tmp_path, monkeypatch):
         def encode(self, prompts, max_length):
             return features(len(prompts))
 
-    monkeypatch.setattr(api.TextEncoder, "load", lambda *_: Reader())
+    monkeypatch.setattr(conditions.TextEncoder, "load", lambda *_: Reader())
     gc.disable()
     try:
-        found = api.read_prompts(model, ["a", "b"])
+        found = conditions.resolve(model, prompts=["a", "b"])
     finally:
         gc.enable()
     assert len(found) == 2 and len(jax.live_arrays()) <= before
@@ -95,10 +95,7 @@ def test_text_encoder_leaves_the_device(tmp_path, monkeypatch):
 @pytest.mark.parametrize("policy", [Full(), Streaming(budget=0.2)], ids=["full", "streaming"])
 def test_predicted_bytes_bound_the_compiled_program(policy):
     """Where attention dominates, without kernels."""
-    model = models.fixture_model("infinity_a")
-    transformer = api.with_template(model.family, model.pipeline.transformer, 2.0, "0.25M")
-    pipeline = type(model.pipeline)(transformer, model.pipeline.codec)
-    model = api.Model(pipeline, model.metadata, model.name)
+    model = models.fixture_model("infinity_a").with_template(2.0, "0.25M")
     plan = plan_cache(model.geometry, policy)
     generator = models.greedy_generator(model, plan=plan, keep_logits=False, segments=1)
     generator.compile(models.arrays_of(model, [0, 1]))
@@ -106,7 +103,7 @@ def test_predicted_bytes_bound_the_compiled_program(policy):
     needed = stats.argument_size_in_bytes + stats.temp_size_in_bytes
     sizes = (2, "float32", "float32")
     predicted = memory.predict(
-        plan, transformer, pipeline.codec, *sizes, kernels=False, text_tokens=16
+        plan, model.transformer, model.codec, *sizes, kernels=False, text_tokens=16
     )
     assert needed / memory.SAFETY > predicted.total * 0.5  # and not far too high
     assert needed <= predicted.total / memory.SAFETY
@@ -115,10 +112,10 @@ def test_predicted_bytes_bound_the_compiled_program(policy):
 def test_bfloat16_stays_close():
     """Weights and cache in bfloat16, residual stream in float32. Not a parity claim; the bound is
     twice what was measured (0.0146)."""
-    model = api.load(models.checkpoint_folder("infinity_a"), "bfloat16")
+    model = varjax.load(models.checkpoint_folder("infinity_a"), "bfloat16")
     arrays = models.infinity_fixture("infinity_A_forced_square")
     text = models.TextFeatures(kv=arrays["text_kv"], lens=arrays["text_lens"]).take(np.arange(1))
-    given = model.pipeline.tokens_from_file(arrays["gt_bits"], 1, 7)
+    given = model.transformer.tokens_from_file(arrays["gt_bits"], 1, 7)
     generator = models.greedy_generator(
         model, cfg=float(arrays["cfg"][0]), batch_size=1, kv_dtype="bfloat16", segments=1
     )

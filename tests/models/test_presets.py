@@ -2,8 +2,8 @@
 
 import jax
 import pytest
-from flax import nnx
 
+import varjax
 from varjax import policies
 from varjax.cache.planner import plan_cache
 from varjax.models import parameters, registry
@@ -35,13 +35,7 @@ def test_parameter_counts(name):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_plans(name):
-    preset = registry.preset(name)
-    family = registry.family(preset.family)
-    parts = [
-        nnx.eval_shape(lambda p=p, c=c: p.build(c))
-        for p, c in ((family.transformer, preset.transformer), (family.codec, preset.codec))
-    ]
-    geometry = family.pipeline(*parts).geometry
+    geometry = varjax.describe(name).geometry
     for policy in (policies.Full(), policies.Streaming(budget=0.1), policies.HeadKV(budget=0.1)):
         plan = plan_cache(geometry, policy)
         assert plan.num_bytes(1, "bfloat16") <= policy.budget * plan.dense_bytes(1, "bfloat16")

@@ -6,8 +6,9 @@ XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.parallel.shar
 import jax
 import numpy as np
 
+import varjax
 from tests import models_under_test as models
-from varjax import api
+from varjax import Generator
 from varjax.parallel.mesh import MeshSpec
 from varjax.sampling import Sampling
 
@@ -26,16 +27,16 @@ def main() -> None:
     images = 8
     index = np.arange(images, dtype=np.int32)
     for name, policy, arguments, kv_dtype, meshes in CASES:
-        model = api.load(dtype="float32") if name == DEMO else models.fixture_model(name)
-        plan = api.plan(model, policy, **arguments)
+        model = varjax.load(dtype="float32") if name == DEMO else models.fixture_model(name)
+        plan = varjax.plan(model, policy, **arguments)
 
         def run(mesh: str, model=model, plan=plan, kv_dtype=kv_dtype):
-            generator = api.Generator(
-                *(model, plan.policy),
+            generator = Generator(
+                model,
                 sampling=Sampling(cfg=2.0, top_k=100),
                 batch_size=images,
                 segments=1,
-                cache_plan=plan,
+                plan=plan,
                 kv_dtype=kv_dtype,
                 mesh=MeshSpec.parse(mesh),
             )

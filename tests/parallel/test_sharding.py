@@ -8,9 +8,10 @@ import jax
 import numpy as np
 import pytest
 
+import varjax
 from tests.models_under_test import fixture_model
 from tests.parallel import sharded
-from varjax import api, policies
+from varjax import Generator, policies
 from varjax.errors import UserError
 from varjax.parallel import sharding
 from varjax.parallel.mesh import MeshSpec
@@ -33,7 +34,7 @@ def test_every_mesh_gives_the_same_images():
 def test_groups_of_heads_hold_what_the_plan_holds(policy):
     """Every device's tables are those of its heads: as many tokens, in a pool of its own."""
     model = fixture_model("a_k10")
-    plan = api.plan(model, policy)
+    plan = varjax.plan(model, policy)
     layout = ShardedPlan(plan, MeshSpec(model=2))
     heads = plan.geometry.num_heads // 2
     for i, group in enumerate(layout.groups):
@@ -45,7 +46,7 @@ def test_groups_of_heads_hold_what_the_plan_holds(policy):
 
 
 def test_contents_chosen_on_the_device_stay_with_one_group_of_heads():
-    plan = api.plan(fixture_model("a_k10"), policies.H2O(budget=0.5))
+    plan = varjax.plan(fixture_model("a_k10"), policies.H2O(budget=0.5))
     sharding.check_plan(plan, MeshSpec(data=2))
     with pytest.raises(UserError, match="decides on the device what to keep"):
         sharding.check_plan(plan, MeshSpec(model=2))
@@ -54,9 +55,4 @@ def test_contents_chosen_on_the_device_stay_with_one_group_of_heads():
 def test_a_mesh_larger_than_the_machine_is_refused():
     model = fixture_model("a_k10")
     with pytest.raises(UserError, match="this machine has at most"):
-        api.Generator(
-            *(model, policies.Full()),
-            sampling=api.Sampling(),
-            batch_size=64,
-            mesh=MeshSpec(data=64),
-        )
+        Generator(model, batch_size=64, mesh=MeshSpec(data=64))

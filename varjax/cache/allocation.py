@@ -3,7 +3,7 @@ tokens.
 
 Time runs in scales. "At scale s" means while scale s is generated. A token of scale j is stored
 right after its layer has run at scale j and is visible from scale j + 1 on; what is dropped never
-returns, so one number per token, its death, says everything.
+returns, so one number per token, its last use, says everything.
 """
 
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ from varjax.errors import UserError
 class StaticAllocation:
     """Contents known before the program starts.
 
-    death: int16 [L, N, tokens]: the first scale that no longer sees the token. j + 1 for a token of
-      scale j that is never stored, K for one that stays to the end.
+    last_use: int16 [L, N, tokens]: the last scale that sees the token. j for a token of scale j
+      that is never stored, K - 1 for one that stays to the end.
     """
 
-    death: np.ndarray
+    last_use: np.ndarray
 
     @classmethod
     def from_visibility(cls, geometry: Geometry, visible: np.ndarray) -> "StaticAllocation":
@@ -56,29 +56,29 @@ class StaticAllocation:
                 f"visible again at scale "
                 f"{s + 1}: what is dropped cannot return"
             )
-        death = scale + 1 + visible.sum(0)
-        return cls(np.broadcast_to(death, shape[1:]).astype(np.int16))
+        last_use = scale + visible.sum(0)
+        return cls(np.broadcast_to(last_use, shape[1:]).astype(np.int16))
 
     def visible(self, geometry: Geometry, scale: int) -> np.ndarray:
         """bool [L, N, tokens]: what scale `scale` may see."""
-        return (self.death > scale) & (geometry.schedule.scale_of_token < scale)
+        return (self.last_use >= scale) & (geometry.schedule.scale_of_token < scale)
 
     def capacity(self, geometry: Geometry) -> np.ndarray:
         """int32 [K, L, N]: tokens held when each scale starts."""
-        counts = self.tokens_by_death(geometry)
+        counts = self.tokens_by_last_use(geometry)
         scales = range(geometry.schedule.num_scales)
-        held = [counts[:, :, :s, s + 1 :].sum((-2, -1), dtype=np.int32) for s in scales]
+        held = [counts[:, :, :s, s:].sum((-2, -1), dtype=np.int32) for s in scales]
         return np.stack(held)
 
-    def tokens_by_death(self, geometry: Geometry) -> np.ndarray:
-        """int32 [L, N, K, K + 1]: how many tokens of each scale die at each scale; those that are
-        never stored count nowhere."""
+    def tokens_by_last_use(self, geometry: Geometry) -> np.ndarray:
+        """int32 [L, N, K, K]: how many tokens of each scale are last used at each scale; those that
+        are never stored count nowhere."""
         schedule = geometry.schedule
         num_scales = schedule.num_scales
-        counts = np.zeros((*self.death.shape[:2], num_scales, num_scales + 1), np.int32)
+        counts = np.zeros((*self.last_use.shape[:2], num_scales, num_scales), np.int32)
         for j, (start, end) in enumerate(zip(schedule.starts, schedule.ends, strict=True)):
-            for death in range(j + 2, num_scales + 1):
-                counts[:, :, j, death] = (self.death[:, :, start:end] == death).sum(-1)
+            for scale in range(j + 1, num_scales):
+                counts[:, :, j, scale] = (self.last_use[:, :, start:end] == scale).sum(-1)
         return counts
 
 

@@ -1,10 +1,10 @@
 """The register allocator of the block pool.
 
 Lifetimes are known on the host: a block is taken when layer l of scale s stores its tokens and
-returned when its last token dies. Freed blocks pass to any other layer or head, so the pool is the
-peak of live blocks over all (scale, layer) events. Two steps: a *layout* places one head's tokens
-into virtual blocks with lifetimes (equal heads share one layout), then `place` gives virtual blocks
-real numbers.
+returned after the last use of its last token. Freed blocks pass to any other layer or head, so the
+pool is the peak of live blocks over all (scale, layer) events. Two steps: a *layout* places one
+head's tokens into virtual blocks with lifetimes (equal heads share one layout), then `place` gives
+virtual blocks real numbers.
 """
 
 import heapq
@@ -23,61 +23,62 @@ from varjax.schedule import Schedule
 class HeadLayout:
     """One head's (or region's) blocks over time.
 
-    born, dies: int [V]: virtual block v is taken by the store of scale born[v] and free again after
-      the attention of scale dies[v] - 1.
+    stored_at, last_use: int [V]: virtual block v is taken by the store of scale stored_at[v] and
+      free again after the attention of scale last_use[v].
     runs: per scale s, int [m, 3]: (virtual block, start, stop) of the slots visible at scale s.
     token_slot: int [tokens, 2]: (virtual block, offset), -1 if never stored; None where the device
       decides.
     """
 
-    born: np.ndarray
-    dies: np.ndarray
+    stored_at: np.ndarray
+    last_use: np.ndarray
     runs: tuple[np.ndarray, ...]
     token_slot: np.ndarray | None = None
 
     def live_blocks(self, num_scales: int) -> np.ndarray:
         """int [K]: blocks held when each scale starts."""
         scale = np.arange(num_scales)[:, None]
-        return ((self.born < scale) & (self.dies > scale)).sum(1)
+        return ((self.stored_at < scale) & (self.last_use >= scale)).sum(1)
 
 
-def static_layout(death: np.ndarray, schedule: Schedule, block_size: int) -> HeadLayout:
-    """Place tokens with known deaths [tokens]: the longest-lived go to the blocks that live
-    longest."""
+def static_layout(last_use: np.ndarray, schedule: Schedule, block_size: int) -> HeadLayout:
+    """Place tokens with known last uses [tokens]: those used longest go to the blocks that are used
+    longest, so that blocks empty as a whole."""
     most = sum(-(-t // block_size) for t in schedule.tokens)
-    slots = np.zeros((most, block_size), death.dtype)  # death of the token in each slot, 0 if free
-    born, dies = np.zeros(most, int), np.full(most, schedule.num_scales)
-    token_slot = np.full((death.size, 2), -1, np.int32)
+    # last use of the token in each slot, 0 if free: what is stored is used after scale 0
+    slots = np.zeros((most, block_size), last_use.dtype)
+    stored_at, block_use = np.zeros(most, int), np.full(most, schedule.num_scales - 1)
+    token_slot = np.full((last_use.size, 2), -1, np.int32)
     live, used = np.zeros(0, int), 0
     runs = [np.zeros((0, 3), np.int32)]
     for s in range(schedule.num_scales - 1):
         content = slots[live]
-        content[content == s + 1] = 0
+        content[content == s] = 0
         slots[live] = content
         emptied = ~content.any(1)
-        dies[live[emptied]] = s + 1
+        block_use[live[emptied]] = s
         live = live[~emptied]
         new = np.arange(schedule.starts[s], schedule.ends[s])
-        new = new[death[new] > s + 1]
-        new = new[np.argsort(-death[new], kind="stable")]
+        new = new[last_use[new] > s]
+        new = new[np.argsort(-last_use[new], kind="stable")]
         block, offset = _free_slots(slots, live, new.size)
         fresh = np.arange(new.size - block.size)
         block = np.concatenate([block, used + fresh // block_size])
         offset = np.concatenate([offset, fresh % block_size])
         added = -(-fresh.size // block_size)
-        born[used : used + added] = s
+        stored_at[used : used + added] = s
         live, used = np.concatenate([live, np.arange(used, used + added)]), used + added
-        slots[block, offset] = death[new]
+        slots[block, offset] = last_use[new]
         token_slot[new] = np.stack([block, offset], -1)
         runs.append(_runs(slots[live], live))
-    return HeadLayout(born[:used], dies[:used], tuple(runs), token_slot)
+    return HeadLayout(stored_at[:used], block_use[:used], tuple(runs), token_slot)
 
 
 def _free_slots(slots: np.ndarray, live: np.ndarray, wanted: int) -> tuple[np.ndarray, np.ndarray]:
-    """(block, offset) of at most `wanted` free slots of live blocks, the longest-lived first."""
-    by_death = live[np.lexsort((live, -slots[live].max(1, initial=0)))]
-    row, offset = np.nonzero(slots[by_death] == 0)
-    return by_death[row[:wanted]], offset[:wanted]
+    """(block, offset) of at most `wanted` free slots of live blocks, those used longest first."""
+    by_last_use = live[np.lexsort((live, -slots[live].max(1, initial=0)))]
+    row, offset = np.nonzero(slots[by_last_use] == 0)
+    return by_last_use[row[:wanted]], offset[:wanted]
 
 
 def _runs(content: np.ndarray, live: np.ndarray) -> np.ndarray:
@@ -88,20 +89,20 @@ def _runs(content: np.ndarray, live: np.ndarray) -> np.ndarray:
 
 
 @lru_cache(maxsize=1 << 14)
-def static_live_blocks(deaths: bytes, num_scales: int, block_size: int) -> np.ndarray:
+def static_live_blocks(last_uses: bytes, num_scales: int, block_size: int) -> np.ndarray:
     """int [K]: what `static_layout` followed by `live_blocks` gives, without placing tokens.
 
-    `deaths` are the bytes of int32 [K, K + 1], tokens of a scale by death. Blocks of equal content
-    with consecutive numbers are one group (first number, how many, {death: tokens}); searching for
-    a budget asks for many heads, most of them seen before.
+    `last_uses` are the bytes of int32 [K, K], tokens of a scale by last use. Blocks of equal
+    content with consecutive numbers are one group (first number, how many, {last use: tokens});
+    searching for a budget asks for many heads, most of them seen before.
     """
-    counts = np.frombuffer(deaths, np.int32).reshape(num_scales, -1)
+    counts = np.frombuffer(last_uses, np.int32).reshape(num_scales, -1)
     groups: list[tuple[int, int, dict[int, int]]] = []
     live, used = np.zeros(num_scales, int), 0
     for s in range(num_scales - 1):
-        dropped = [(v, n, {d: c for d, c in held.items() if d > s + 1}) for v, n, held in groups]
+        dropped = [(v, n, {u: c for u, c in held.items() if u > s}) for v, n, held in groups]
         groups = sorted((g for g in dropped if g[2]), key=lambda g: (-max(g[2]), g[0]))
-        new = [[d, int(counts[s, d])] for d in range(num_scales, s + 1, -1) if counts[s, d]]
+        new = [[u, int(counts[s, u])] for u in range(num_scales - 1, s, -1) if counts[s, u]]
         groups = [part for group in groups for part in _fill(*group, new, block_size)]
         added = -(-sum(c for _, c in new) // block_size)
         groups += _fill(used, added, {}, new, block_size)
@@ -112,15 +113,15 @@ def static_live_blocks(deaths: bytes, num_scales: int, block_size: int) -> np.nd
 
 
 def _fill(first: int, n: int, held: dict[int, int], new: list[list[int]], block_size: int) -> list:
-    """Put tokens ([death, how many], consumed) into `n` equal blocks; the groups that result."""
+    """Put tokens ([last use, how many], consumed) into `n` equal blocks; the groups that result."""
     free, result = block_size - sum(held.values()), []
     while n and free and new:
         whole = new[0][1] // free
         blocks, content, room = min(n, max(1, whole)), dict(held), free
         while room and new:
-            death, tokens = new[0]
+            last_use, tokens = new[0]
             taken = min(room, tokens)
-            content[death] = content.get(death, 0) + taken
+            content[last_use] = content.get(last_use, 0) + taken
             new[0][1] -= taken * (blocks if whole else 1)
             room -= taken
             if not new[0][1]:
@@ -133,19 +134,19 @@ def _fill(first: int, n: int, held: dict[int, int], new: list[list[int]], block_
 def region_layout(capacity: np.ndarray, block_size: int) -> HeadLayout:
     """A region that holds up to capacity[s] tokens at scale s, as a prefix of its blocks; it grows
     and shrinks at its end."""
-    born, dies, runs = [], [], []
+    stored_at, last_use, runs = [], [], []
     stack: list[int] = []
     for s, tokens in enumerate(capacity):
         needed = -(-int(tokens) // block_size)
         while len(stack) > needed:
-            dies[stack.pop()] = s
+            last_use[stack.pop()] = s - 1
         while len(stack) < needed:
-            stack.append(len(born))
-            born.append(s - 1)
-            dies.append(len(capacity))
+            stack.append(len(stored_at))
+            stored_at.append(s - 1)
+            last_use.append(len(capacity) - 1)
         stops = np.clip(int(tokens) - np.arange(needed) * block_size, 0, block_size)
         runs.append(np.stack([stack, np.zeros(needed), stops], -1).astype(np.int32).reshape(-1, 3))
-    return HeadLayout(np.array(born, int), np.array(dies, int), tuple(runs))
+    return HeadLayout(np.array(stored_at, int), np.array(last_use, int), tuple(runs))
 
 
 def layouts(allocation: Allocation, geometry: Geometry, block_size: int) -> list[list[HeadLayout]]:
@@ -156,7 +157,9 @@ def layouts(allocation: Allocation, geometry: Geometry, block_size: int) -> list
             lambda row: region_layout(row, block_size),
         )
     assert isinstance(allocation, StaticAllocation)
-    return _shared(allocation.death, lambda row: static_layout(row, geometry.schedule, block_size))
+    return _shared(
+        allocation.last_use, lambda row: static_layout(row, geometry.schedule, block_size)
+    )
 
 
 def _shared(table: np.ndarray, make: Callable[[np.ndarray], HeadLayout]) -> list[list[HeadLayout]]:
@@ -194,7 +197,7 @@ def peak_blocks(allocation: Allocation, geometry: Geometry, block_size: int) -> 
     if isinstance(allocation, RegionAllocation):
         grid = layouts(allocation, geometry, block_size)
         return int(live_blocks(grid, num_scales).max(initial=0))
-    counts = allocation.tokens_by_death(geometry)
+    counts = allocation.tokens_by_last_use(geometry)
     layers = [
         sum(static_live_blocks(head.tobytes(), num_scales, block_size) for head in layer)
         for layer in counts
@@ -207,14 +210,14 @@ def place(grid: list[list[HeadLayout]], num_scales: int) -> tuple[list[list[np.n
     pool)."""
     free: list[int] = []
     used = 0
-    real = [[np.zeros(h.born.size, np.int32) for h in layer] for layer in grid]
+    real = [[np.zeros(h.stored_at.size, np.int32) for h in layer] for layer in grid]
     for s in range(num_scales - 1):
         for layer, numbers in zip(grid, real, strict=True):
             for head, mine in zip(layer, numbers, strict=True):
-                for v in np.flatnonzero(head.dies == s + 1):
+                for v in np.flatnonzero(head.last_use == s):
                     heapq.heappush(free, int(mine[v]))
             for head, mine in zip(layer, numbers, strict=True):
-                for v in np.flatnonzero(head.born == s):
+                for v in np.flatnonzero(head.stored_at == s):
                     if not free:
                         heapq.heappush(free, used)
                         used += 1

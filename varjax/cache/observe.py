@@ -2,6 +2,7 @@
 asked for."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +10,12 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.ragged_attention import BlockTable, attention_moments, attention_scores
 from varjax.cache.state import KVState
-from varjax.cache.tables import CacheSegment, ScaleTables
 from varjax.policies.base import Observation
 
 
 @dataclass(frozen=True)
 class AttentionView:
-    """The attention of one layer, for looking at it again.
+    """The attention of one layer, to compute parts of it again.
 
     q, k: queries and own keys of the scale. raw_queries: see `Needs.raw_queries`. lse: log-sum-exp
     of the attention's scores, where they are summed over queries.
@@ -27,14 +27,14 @@ class AttentionView:
     lse: Float[Array, "R N T"] | None
     state: KVState
     table: BlockTable
-    now: ScaleTables
+    step: Any
     implementation: str | None
 
     def scores(self, queries: Float[Array, "R N Q H"]) -> Float[Array, "R N Q K"]:
         return attention_scores(
             queries,
             self.k,
-            self.now.length,
+            self.step.length,
             self.state.kv_pool,
             self.table,
             kv_scale=self.state.kv_scale,
@@ -42,11 +42,11 @@ class AttentionView:
 
     def moments(self, squares: bool):
         """Attention mass of every key summed over the scale's queries; its squares on request."""
-        weights = (jnp.arange(self.q.shape[2]) < self.now.length).astype(jnp.float32)
+        weights = (jnp.arange(self.q.shape[2]) < self.step.length).astype(jnp.float32)
         return attention_moments(
             self.q,
             self.k,
-            self.now.length,
+            self.step.length,
             self.state.kv_pool,
             self.table,
             weights,
@@ -57,61 +57,59 @@ class AttentionView:
         )
 
 
-def observe(
-    obs: Observation, look: AttentionView, held_mass, layer, segment: CacheSegment
-) -> Observation:
+def observe(obs: Observation, view: AttentionView, stored_mass, layer, cache: Any) -> Observation:
     """Add to an observation what the policy needs in this segment.
 
-    held_mass: float32 [R, N, P], accumulated mass of the stored slots, or None.
+    stored_mass: float32 [R, N, P], accumulated mass of the stored slots, or None.
     """
-    needs = segment.needs
-    if segment.decides and needs.window:
-        obs = _look_at_window(obs, look, needs)
-    if segment.sums_attention:
-        obs = _sum_over_queries(obs, look, held_mass, needs)
+    needs = cache.policy.needs
+    if cache.decides and needs.window:
+        obs = _observe_window(obs, view, needs)
+    if cache.sums_attention:
+        obs = _sum_over_queries(obs, view, stored_mass, needs)
     if needs.key_similarity:
-        obs = replace(obs, key_similarity=_key_similarity(look, layer))
+        obs = replace(obs, key_similarity=_key_similarity(view, layer))
     return obs
 
 
-def _look_at_window(obs: Observation, look: AttentionView, needs) -> Observation:
-    chosen = look.now.window
-    stored = obs.live.shape[-1] - look.k.shape[2]
-    own = (jnp.arange(look.k.shape[2])[:, None] == chosen).any(-1)
+def _observe_window(obs: Observation, view: AttentionView, needs) -> Observation:
+    chosen = view.step.window
+    stored = obs.live.shape[-1] - view.k.shape[2]
+    own = (jnp.arange(view.k.shape[2])[:, None] == chosen).any(-1)
     obs = replace(obs, window=obs.live & jnp.pad(own, (stored, 0)))
-    queries = look.q[:, :, chosen]
+    queries = view.q[:, :, chosen]
     if needs.window_mass or needs.window_attention:
-        attention = jax.nn.softmax(look.scores(queries), axis=-1)
+        attention = jax.nn.softmax(view.scores(queries), axis=-1)
         if needs.window_attention:
             obs = replace(obs, window_attention=attention)
         obs = replace(obs, window_mass=attention.mean(2))
     if needs.window_logits:
-        queries = look.raw_queries[:, :, chosen] if needs.raw_queries else queries
-        obs = replace(obs, window_logits=look.scores(queries).mean(2))
+        queries = view.raw_queries[:, :, chosen] if needs.raw_queries else queries
+        obs = replace(obs, window_logits=view.scores(queries).mean(2))
     return obs
 
 
-def _sum_over_queries(obs: Observation, look: AttentionView, held_mass, needs) -> Observation:
-    total, squares = look.moments(needs.query_variance)
-    mean = total / look.now.length
+def _sum_over_queries(obs: Observation, view: AttentionView, stored_mass, needs) -> Observation:
+    total, squares = view.moments(needs.query_variance)
+    mean = total / view.step.length
     obs = replace(obs, scale_mass=mean)
     if needs.query_variance:
-        spread = squares / look.now.length - mean * mean
+        spread = squares / view.step.length - mean * mean
         obs = replace(obs, query_variance=spread.sum(-1))
     if needs.total_mass:
-        before = jnp.pad(held_mass, ((0, 0), (0, 0), (0, look.k.shape[2])))
+        before = jnp.pad(stored_mass, ((0, 0), (0, 0), (0, view.k.shape[2])))
         obs = replace(obs, total_mass=jnp.where(obs.live, before, 0) + total)
     return obs
 
 
-def _key_similarity(look: AttentionView, layer) -> Float[Array, " R"]:
-    previous = look.state.previous_keys[layer].astype(jnp.float32)
-    weights = look.now.neighbour_weights
+def _key_similarity(view: AttentionView, layer) -> Float[Array, " R"]:
+    previous = view.state.previous_keys[layer].astype(jnp.float32)
+    weights = view.step.neighbour_weights
     resized = sum(
-        previous[:, :, look.now.neighbours[i]] * weights[i][:, None] for i in range(len(weights))
+        previous[:, :, view.step.neighbours[i]] * weights[i][:, None] for i in range(len(weights))
     )
-    difference = look.k.astype(jnp.float32) - resized
+    difference = view.k.astype(jnp.float32) - resized
     distance = jnp.sqrt(jnp.square(difference).sum(-1))
-    real = jnp.arange(distance.shape[-1]) < look.now.length
-    mean = jnp.where(real, distance, 0).sum((1, 2)) / (look.now.length * distance.shape[1])
-    return jnp.where(look.now.scale == 0, -jnp.inf, -mean)
+    real = jnp.arange(distance.shape[-1]) < view.step.length
+    mean = jnp.where(real, distance, 0).sum((1, 2)) / (view.step.length * distance.shape[1])
+    return jnp.where(view.step.scale == 0, -jnp.inf, -mean)

@@ -1,82 +1,234 @@
 """One layer's cache step: attend, observe, decide what survives, store.
 
-`attend_and_store` is the traced step that the engine calls between a layer's projections and its
-feed-forward.
+Two strategies behind one interface, chosen per segment by `cache_step`:
+
+    StaticStep     contents are known beforehand: read and write by table
+    DecidingStep   sizes are known beforehand, a policy decides on the device what fills them
+
+A strategy has `raw_queries` (whether it wants plain projections of the queries) and
+`attend_and_store`, the traced step that the engine calls between a layer's projections and the rest
+of the layer.
 """
 
+import enum
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.cache_write import BlockWrites
 from pallas_kernels.ragged_attention import BlockTable, attend
 from varjax.cache.observe import AttentionView, observe
+from varjax.cache.plan import CachePlan
 from varjax.cache.state import KVState
-from varjax.cache.tables import CacheSegment, LayerTables, ScaleTables
+from varjax.cache.tables import RegionInputs, StaticInputs
 from varjax.cache.write import Entries, arrange, order_after, store, store_entries
-from varjax.policies.base import Observation
+from varjax.engine.segments import Segment
+from varjax.policies.base import Observation, Policy
 
 
-def attend_and_store(
-    q: Float[Array, "R N T H"],
-    k: Float[Array, "R N T H"],
-    v: Float[Array, "R N T H"],
-    *,
-    raw_queries: Float[Array, "R N T H"] | None = None,
-    now: ScaleTables,
-    layer: Int[Array, ""],
-    state: KVState,
-    tables: LayerTables,
-    segment: CacheSegment,
-) -> tuple[Float[Array, "R N T H"], KVState]:
-    """Attention output of one layer and the cache with this scale's survivors stored."""
+class CacheStep(Protocol):
+    """What the engine asks of a strategy."""
 
-    def attention(table: BlockTable):
-        found = attend(
-            *(q, k, v, now.length, state.kv_pool, table),
+    @property
+    def raw_queries(self) -> bool: ...
+
+    def attend_and_store(
+        self,
+        q: Float[Array, "R N T H"],
+        k: Float[Array, "R N T H"],
+        v: Float[Array, "R N T H"],
+        *,
+        raw_queries: Float[Array, "R N T H"] | None,
+        step: Any,
+        layer: Int[Array, ""],
+        state: KVState,
+        inputs: Any,
+    ) -> tuple[Float[Array, "R N T H"], KVState]:
+        """Attention output of one layer, and the cache with this scale's survivors stored.
+
+        step: `StepInputs` of the scale. inputs: the strategy's own, of the layer.
+        """
+        ...
+
+
+def cache_step(plan: CachePlan, segment: Segment, attention: str | None) -> CacheStep:
+    """The strategy of a plan in one segment. attention: implementation of the kernels; None takes
+    what the platform has."""
+    if plan.static_content:
+        return StaticStep(any(map(plan.stores, segment.scales)), attention)
+    policy, allocation = plan.policy, plan.allocation
+    regroups = allocation.regroup_scale in segment.scales
+    return DecidingStep(
+        policy=policy,
+        update=max(_update(plan, s) for s in segment.scales),
+        ragged=allocation.ragged,
+        regroup_scale=allocation.regroup_scale if regroups else None,
+        stateful=policy.init_state(plan.geometry, 1) is not None,
+        last_scale=plan.geometry.schedule.num_scales - 1,
+        attention=attention,
+    )
+
+
+@dataclass(frozen=True)
+class StaticStep:
+    """Contents known beforehand. stores: whether anything of the segment is stored."""
+
+    stores: bool
+    attention: str | None
+    raw_queries = False
+
+    def attend_and_store(self, q, k, v, *, step, state, inputs: StaticInputs, **_):
+        out = attend(
+            *(q, k, v, step.length, state.kv_pool, inputs.read),
             kv_scale=state.kv_scale,
-            return_lse=segment.sums_attention,
-            implementation=segment.attention,
+            implementation=self.attention,
         )
-        return found if segment.sums_attention else (found, None)
-
-    if segment.static_content:
-        out, _ = attention(tables.read)
-        if segment.stores:
-            writes = replace(tables.write, ids=order_after(tables.write.ids, out))
-            state = store(state, k, v, writes, segment.attention)
+        if self.stores:
+            # a slot that this scale frees is taken by one of its tokens: write after the read
+            writes = replace(inputs.write, ids=order_after(inputs.write.ids, out))
+            state = store(state, k, v, writes, self.attention)
         return out, state
-    held = StoredTokens.read(state, tables.read, layer, segment)
-    out, lse = attention(held.table)
-    if segment.stores or segment.remembers:
-        look = AttentionView(q, k, raw_queries, lse, state, held.table, now, segment.attention)
-        obs = _candidates(held, look, layer, tables)
-        obs = observe(obs, look, held.mass, layer, segment)
-        obs = replace(obs, state=segment.policy.update_state(obs))
-        keep, obs = _decide(obs, tables, segment)
-        if segment.stores:
-            state = _store_dynamic(state, keep, held, obs, (k, v, out), layer, tables, segment)
-        state = _carry(state, obs, k, layer)
-    return out, state
+
+
+class Update(enum.IntEnum):
+    """The most that may happen to a region after a scale; each includes those before it."""
+
+    NONE = 0
+    APPEND = 1  # new tokens fill the room that is left
+    SELECT = 2  # and some have to be chosen
+    MOVE = 3  # and stored ones may change their slot
+
+
+def _update(plan: CachePlan, scale: int) -> Update:
+    return Update(sum(does(scale) for does in (plan.stores, plan.selects, plan.moves)))
+
+
+@dataclass(frozen=True)
+class DecidingStep:
+    """Contents decided on the device, per row: a head's tokens are the first slots of its region.
+
+    ragged: rows may hold fewer tokens than the capacity. regroup_scale: when heads choose their
+    regions, if that is in the segment. stateful: the policy carries a state from scale to scale, so
+    it is asked at every scale, the last one included.
+    """
+
+    policy: Policy
+    update: Update
+    ragged: bool
+    regroup_scale: int | None
+    stateful: bool
+    last_scale: int
+    attention: str | None
+
+    # --- what the segment's program contains ------------------------------------------------------
+
+    @property
+    def stores(self) -> bool:
+        return self.update >= Update.APPEND
+
+    @property
+    def decides(self) -> bool:
+        """Whether the policy looks at this segment: it chooses contents or keeps a state."""
+        return self.update >= Update.SELECT or self.stateful
+
+    @property
+    def observes(self) -> bool:
+        return self.stores or self.stateful
+
+    @property
+    def sums_attention(self) -> bool:
+        """Whether the policy is shown attention weights summed over the scale's queries."""
+        needs = self.policy.needs
+        per_scale = self.decides and (needs.scale_mass or needs.query_variance)
+        regroups = self.regroup_scale is not None and needs.regroup_mass
+        return self.observes and (per_scale or regroups or needs.total_mass)
+
+    @property
+    def raw_queries(self) -> bool:
+        return self.decides and self.policy.needs.raw_queries
+
+    # --- the step ---------------------------------------------------------------------------------
+
+    def attend_and_store(
+        self, q, k, v, *, raw_queries, step, layer, state: KVState, inputs: RegionInputs
+    ):
+        stored = StoredTokens.read(state, inputs.read, layer, self.ragged)
+        found = attend(
+            *(q, k, v, step.length, state.kv_pool, stored.table),
+            kv_scale=state.kv_scale,
+            return_lse=self.sums_attention,
+            implementation=self.attention,
+        )
+        out, lse = found if self.sums_attention else (found, None)
+        if not self.observes:
+            return out, state
+        view = AttentionView(q, k, raw_queries, lse, state, stored.table, step, self.attention)
+        obs = _candidates(stored, view, layer, inputs)
+        obs = observe(obs, view, stored.mass, layer, self)
+        obs = replace(obs, state=self.policy.update_state(obs))
+        keep, obs = self._decide(obs, inputs)
+        if self.stores:
+            state = self._store(state, keep, stored, obs, (k, v, out), layer, inputs)
+        return out, _carry_over(state, obs, k, layer)
+
+    def _decide(self, obs: Observation, inputs: RegionInputs) -> tuple[Bool[Array, "R N K"], Any]:
+        """Keep mask, and the observation with the regions that heads use from now on."""
+        if self.regroup_scale is not None:
+            now = obs.scale == self.regroup_scale
+            regions = jnp.where(now, self.policy.regroup(obs), obs.regions)
+            obs = replace(obs, regions=regions, capacity=inputs.capacity[regions])
+        keep = obs.live
+        if self.update >= Update.SELECT:
+            keep = keep & self.policy.select(obs)
+        return keep & (obs.scale < self.last_scale), obs  # nothing reads the last scale
+
+    def _store(
+        self, state: KVState, keep, stored: "StoredTokens", obs, arrays, layer, inputs
+    ) -> KVState:
+        """Put kept tokens into the slots of their (new) regions and record where they are.
+
+        arrays: own keys and values, and the attention output, which has to be there first.
+        """
+        k, v, out = arrays
+        count, following = stored.slots.shape[-1], inputs.following.for_rows(obs.regions)
+        slots = following.slots(state.block_size)
+        stays = obs.regions == stored.regions
+        contents, fresh = arrange(keep, count, stays, slots.shape[-1])
+        contents = order_after(contents, out)
+        state = _update_positions(state, stored, obs, slots, contents)
+        if self.update == Update.MOVE:
+            # The barrier keeps XLA from fusing the read of the pool into the write: a scatter that
+            # reads its own operand is done on a copy of the whole pool.
+            new = Entries.encode(k, v, state.kv_pool.dtype)
+            entries = Entries.read(state, stored.slots).before(new).take(contents)
+            entries = jax.lax.optimization_barrier(entries)
+            state = store_entries(state, jnp.where(fresh, slots, state.num_slots), entries)
+        else:
+            source = jnp.where(fresh, contents - count, -1)
+            writes = BlockWrites(following.ids, source.reshape(*following.ids.shape, -1))
+            state = store(state, k, v, writes, self.attention)
+        if state.regions is not None and self.regroup_scale is not None:
+            state = replace(state, regions=state.regions.at[layer].set(obs.regions))
+        return state
 
 
 @dataclass(frozen=True)
 class StoredTokens:
-    """What a layer's heads hold when the scale starts, per row."""
+    """What a layer's heads hold when the scale starts, per row: P places of each head's region."""
 
     table: BlockTable
     slots: Int[Array, "R N P"]
-    live: Any
+    live: Bool[Array, "R N P"]
     position: Int[Array, "R N P"]
     regions: Int[Array, "R N"]
     mass: Float[Array, "R N P"] | None
 
     @classmethod
     def read(
-        cls, state: KVState, table: BlockTable, layer, segment: CacheSegment
+        cls, state: KVState, table: BlockTable, layer: Int[Array, ""], ragged: bool
     ) -> "StoredTokens":
         rows, heads = state.kv_pool.shape[0], table.ids.shape[0]
         if state.regions is None:
@@ -86,85 +238,47 @@ class StoredTokens:
             regions = state.regions[layer]
             table = table.for_rows(regions)
         slots = table.slots(state.block_size)
+        # explicit row numbers: slices or vmap over rows relay the whole pool out on TPU
         row = jnp.arange(rows)[:, None, None]
         position = state.position[row, slots]
         live = table.slot_mask(state.block_size) & (position >= 0)
         mass = None if state.total_mass is None else state.total_mass[row, slots]
-        if segment.ragged:
+        if ragged:
             table = table.filled_to(live.sum(-1), state.block_size)
         return cls(table, slots, live, position, regions, mass)
 
 
-def _candidates(held: StoredTokens, look: AttentionView, layer, tables: LayerTables) -> Observation:
+def _candidates(
+    stored: StoredTokens, view: AttentionView, layer: Int[Array, ""], inputs: RegionInputs
+) -> Observation:
     """The plain observation: what is stored, then the scale's own tokens."""
-    tokens = look.k.shape[2]
-    shape = (*held.live.shape[:2], tokens)
-    own = jnp.broadcast_to(jnp.arange(tokens) < look.now.length, shape)
-    live = jnp.concatenate([held.live, own], axis=-1)
-    position = jnp.broadcast_to(look.now.token_index, shape)
-    position = jnp.concatenate([held.position, position], axis=-1)
-    memory = jax.tree.map(lambda a: a[layer], look.state.policy_state)
+    tokens, step = view.k.shape[2], view.step
+    shape = (*stored.live.shape[:2], tokens)
+    own = jnp.broadcast_to(jnp.arange(tokens) < step.length, shape)
+    live = jnp.concatenate([stored.live, own], axis=-1)
+    position = jnp.broadcast_to(step.token_index, shape)
+    position = jnp.concatenate([stored.position, position], axis=-1)
     return Observation(
-        scale=look.now.scale,
+        scale=step.scale,
         live=live,
-        own=jnp.arange(live.shape[-1]) >= held.live.shape[-1],
+        own=jnp.arange(live.shape[-1]) >= stored.live.shape[-1],
         position=jnp.where(live, position, 0),
-        capacity=tables.capacity[held.regions],
-        regions=held.regions,
-        inputs=tables.policy_inputs,
-        state=memory,
+        capacity=inputs.capacity[stored.regions],
+        regions=stored.regions,
+        inputs=inputs.policy,
+        state=jax.tree.map(lambda a: a[layer], view.state.policy_state),
     )
 
 
-def _decide(obs: Observation, tables: LayerTables, segment: CacheSegment):
-    """Keep mask, and the observation with the regions that heads use from now on."""
-    if segment.regroup_scale is not None:
-        regroup = obs.scale == segment.regroup_scale
-        regions = jnp.where(regroup, segment.policy.regroup(obs), obs.regions)
-        obs = replace(obs, regions=regions, capacity=tables.capacity[regions])
-    keep = obs.live
-    if segment.selects:
-        keep = keep & segment.policy.select(obs)
-    return keep & (obs.scale < segment.last_scale), obs
-
-
-def _store_dynamic(
-    state, keep, held: StoredTokens, obs: Observation, layer_arrays, layer, tables, segment
-) -> KVState:
-    """Put kept tokens into the slots of their (new) regions and keep the book of positions.
-
-    layer_arrays: own keys and values, and the attention output, which has to be there first.
-    """
-    k, v, out = layer_arrays
-    stored, following = held.slots.shape[-1], tables.following.for_rows(obs.regions)
-    slots = following.slots(state.block_size)
-    stays = obs.regions == held.regions
-    contents, fresh = arrange(keep, stored, stays, slots.shape[-1])
-    contents = order_after(contents, out)
-    state = _update_positions(state, held, obs, slots, contents)
-    if segment.moves:
-        # the barrier keeps XLA from reading the pool inside the write, for which it would copy it
-        new = Entries.encode(k, v, state.kv_pool.dtype)
-        entries = Entries.read(state, held.slots).before(new).take(contents)
-        entries = jax.lax.optimization_barrier(entries)
-        state = store_entries(state, jnp.where(fresh, slots, segment.num_slots), entries)
-    else:
-        source = jnp.where(fresh, contents - stored, -1)
-        writes = BlockWrites(following.ids, source.reshape(*following.ids.shape, -1))
-        state = store(state, k, v, writes, segment.attention)
-    if state.regions is not None and segment.regroup_scale is not None:
-        state = replace(state, regions=state.regions.at[layer].set(obs.regions))
-    return state
-
-
 def _update_positions(
-    state: KVState, held: StoredTokens, obs: Observation, slots, contents
+    state: KVState, stored: StoredTokens, obs: Observation, slots, contents
 ) -> KVState:
-    """Positions and accumulated attention of what the slots hold from now on."""
+    """Positions and accumulated attention of what the slots hold from now on. Slots that are left
+    become empty first: another head may have taken them over in the same step."""
     rows, none = jnp.arange(len(slots))[:, None, None], state.num_slots
     here = jnp.where(contents >= 0, slots, none)
     chosen = jnp.maximum(contents, 0)
-    vacated = jnp.where(held.live, held.slots, none)
+    vacated = jnp.where(stored.live, stored.slots, none)
     position = state.position.at[rows, vacated].set(-1, mode="drop")
     position = position.at[rows, here].set(
         jnp.take_along_axis(obs.position, chosen, axis=-1), mode="drop"
@@ -176,17 +290,18 @@ def _update_positions(
     return replace(state, total_mass=state.total_mass.at[rows, here].set(mass, mode="drop"))
 
 
-def _carry(state: KVState, obs: Observation, k, layer) -> KVState:
-    """What the layer remembers for the next scale."""
+def _carry_over(state: KVState, obs: Observation, k, layer: Int[Array, ""]) -> KVState:
+    """What the layer keeps for the next scale beside its tokens."""
     if state.policy_state is not None:
-        memory = jax.tree.map(
-            lambda all_, new: all_.at[layer].set(new), state.policy_state, obs.state
+        updated = jax.tree.map(
+            lambda layers, new: layers.at[layer].set(new), state.policy_state, obs.state
         )
-        state = replace(state, policy_state=memory)
+        state = replace(state, policy_state=updated)
     if state.previous_keys is not None:
         tokens = min(k.shape[2], state.previous_keys.shape[3])
+        # the similarity reads the keys that are overwritten here
         layer = order_after(layer, obs.key_similarity)
         keys = k[:, :, :tokens].astype(state.previous_keys.dtype)
-        stored = state.previous_keys.at[layer, :, :, :tokens].set(keys)
-        state = replace(state, previous_keys=stored)
+        previous = state.previous_keys.at[layer, :, :, :tokens].set(keys)
+        state = replace(state, previous_keys=previous)
     return state

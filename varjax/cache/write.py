@@ -71,7 +71,7 @@ def store_entries(state: KVState, slots: Int[Array, "R N P"], entries: Entries) 
 
 
 def order_after(slots: Int[Array, "..."], read: Float[Array, "..."]) -> Int[Array, "..."]:
-    """Return `slots` unchanged, but computed only once `read` is.
+    """`slots` unchanged, but computed only once `read` is.
 
     The new tokens go into slots that the attention has just read. XLA's CPU compiler copies the
     whole pool in every layer unless the data itself says that the read comes first; a comparison

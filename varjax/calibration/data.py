@@ -344,3 +344,15 @@ def orders_from_scores(scores: np.ndarray, sinks: int) -> np.ndarray:
     layers, heads, num_scales = scores.shape
     lists = [order_heads(scores[..., k]) for k in range(sinks, num_scales - 1)]
     return np.array(lists, np.int32).reshape(-1, layers * heads, 2)
+
+
+def find(policy, model, given=None, guidance=None) -> Calibration | None:
+    """TEMPORARY until the calibration package lands."""
+    is_model = not isinstance(model, Geometry)
+    if given is None and policy.uses_calibration and is_model:
+        given = beside(model.directory)
+    if given is not None and not isinstance(given, Calibration):
+        given = load(given, model.geometry if is_model else model)
+    if given is not None and is_model:
+        given.check_origin(model_digest(model.metadata), guidance)
+    return given

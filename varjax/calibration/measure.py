@@ -5,11 +5,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from varjax.api import Generator, Model
 from varjax.calibration import data as measured
 from varjax.calibration.data import Calibration
 from varjax.calibration.probe import Probe
 from varjax.conditions import Condition
+from varjax.generator import Generator
+from varjax.model import Model
 from varjax.sampling import Sampling
 
 PATTERN_DIGITS = 4  # after the point, of attention maps
@@ -53,13 +54,12 @@ def _notes_of(
     generator: Generator, condition: Condition, index: np.ndarray, seed: int
 ) -> dict[str, np.ndarray]:
     """float64 [L, images, ...]: the probe's memory of the conditional rows of one batch."""
-    padded = np.pad(index, (0, generator.batch_size - index.size), mode="edge").astype(np.int32)
-    _, state = generator.run_batch(condition.take(padded), padded, seed=seed)
+    _, state = generator.run_images(condition, index, seed=seed)
     return {k: np.asarray(a, np.float64)[:, : index.size] for k, a in state.policy_state.items()}
 
 
 def _summarise(model, sampling, probe, notes, patterns, num_samples: int) -> Calibration:
-    geometry = model.geometry
+    geometry = model.geometry_for(sampling)
     mean = {name: np.mean([run[name] for run in notes], axis=0) for name in SUMMED}
     beta = mean["beta"]
     current = np.diagonal(beta, axis1=-2, axis2=-1)

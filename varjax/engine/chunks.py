@@ -6,6 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+LOGITS_BYTES = 2**30  # logits, and what sampling from them takes, that may exist at once
+ARRAYS_PER_LOGIT = 6  # both rows of guidance, guided, filtered, ordered or probabilities, noise
+
+
+def images_at_once(tokens: int, logits_per_token: int) -> int:
+    """How many images are sampled at once."""
+    return max(1, LOGITS_BYTES // (ARRAYS_PER_LOGIT * tokens * logits_per_token * 4))
+
 
 def map_in_chunks(function: Callable[[Any], Any], images: int, at_once: int) -> Any:
     """`function(index)` for all images, at most `at_once` in a call.

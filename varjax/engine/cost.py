@@ -1,4 +1,5 @@
-"""What a traced program computes and reads, counted from its jaxpr.
+"""What a traced program computes and reads, counted from its jaxpr, and what observing attention
+costs, counted from a plan.
 
 The compiler's own count takes a loop body once, however often it runs, so it says nothing about a
 program that scans over scales and layers. Here the body of a scan counts as often as it runs.
@@ -11,6 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+from varjax.cache.plan import CachePlan
+from varjax.cache.step import CacheStep, DecidingStep
+from varjax.engine.segments import Segment
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "shard_map")
 
@@ -142,3 +147,36 @@ def _inner(values: Iterable) -> Iterable:
 
 def _open(jaxpr):
     return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+# --- attention, from the plan ---------------------------------------------------------------------
+
+
+def attention_flops(
+    plan: CachePlan, segments: tuple[Segment, ...], cache: tuple[CacheStep, ...]
+) -> dict[str, float]:
+    """FLOPs per image, padding included: products of queries with keys and of weights with values,
+    and the products that the policy's observations repeat (`Needs`).
+
+    Returns {"attention": ..., "observation": ..., "share": observation / attention}.
+    """
+    g, attention, observation = plan.geometry, 0.0, 0.0
+    for segment, step in zip(segments, cache, strict=True):
+        for scale in segment.scales:
+            keys = plan.entries(scale) * plan.block_size + segment.length
+            product = 2.0 * g.rows_per_image * g.num_layers * g.num_heads * g.head_dim * keys
+            attention += 2 * product * segment.length
+            observation += product * _observed_queries(step, segment.length)
+    share = observation / attention if attention else 0.0
+    return {"attention": attention, "observation": observation, "share": share}
+
+
+def _observed_queries(step: CacheStep, length: int) -> int:
+    """Queries whose scores are computed once more in each of a segment's scales."""
+    if not isinstance(step, DecidingStep) or not step.observes:
+        return 0
+    needs, queries = step.policy.needs, length if step.sums_attention else 0
+    if step.decides:
+        times = (needs.window_mass or needs.window_attention) + needs.window_logits
+        queries += needs.window * times
+    return queries

@@ -1,5 +1,4 @@
-"""Per-scale data of a segment: padded index maps and resize matrices, the scan inputs of the scale
-loop.
+"""What the scale loop scans over: one `StepInputs` per scale, padded to the segment's longest.
 
 Scales of a segment have different map sizes but one padded shape. Tokens live in a row of length T
 (row-major map, then padding); resizing works on a grid of Gh x Gw, the largest height and width of
@@ -23,21 +22,19 @@ MATRICES = {"area": area_matrix, "bicubic": bicubic_matrix, "bilinear": bilinear
 
 @dataclass(frozen=True)
 class Resampling:
-    """How a model's code map changes size: names of `MATRICES` towards a scale and back, and the
-    side of the square of codes that one token stands for."""
+    """How a model's code map changes size: names of `MATRICES` towards a scale and back (by default
+    as VAR does), and the side of the square of codes that one token stands for."""
 
     down: str = "area"
     up: str = "bicubic"
     patch: int = 1
 
 
-POOLED = Resampling()  # as VAR does
-
-
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class ScaleMaps:
-    """Arrays with a leading axis over the segment's scales, which `lax.scan` takes away.
+class StepInputs:
+    """What a scale, and every layer of it, reads. Arrays have a leading axis over the segment's
+    scales, which `lax.scan` takes away.
 
     scale, length: index and real tokens of the scale.
     ratio: k / (K - 1).
@@ -45,6 +42,9 @@ class ScaleMaps:
     cell, token: grid cell of every token; token of every grid cell.
     down_*, up_*: matrices from the latent map to the grid and back; with patches of side p, the
       latent map and the grid have p x p cells per token.
+    window: the queries that a policy looks at more closely (`Policy.window_tokens`).
+    neighbours, neighbour_weights: four tokens of the previous scale for every token, and their
+      bilinear weights. None, as `window`, where the policy does not ask for them.
     patch: p, static.
     """
 
@@ -58,13 +58,21 @@ class ScaleMaps:
     down_columns: Float[Array, "... Gw Q"]
     up_rows: Float[Array, "... P Gh"]
     up_columns: Float[Array, "... Q Gw"]
+    window: Int[Array, "... W"] | None = None
+    neighbours: Int[Array, "... 4 T"] | None = None
+    neighbour_weights: Float[Array, "... 4 T"] | None = None
     patch: int = field(default=1, metadata=dict(static=True))
 
     @classmethod
     def of(
-        cls, schedule: Schedule, segment: Segment, resampling: Resampling = POOLED
-    ) -> "ScaleMaps":
-        """Host arrays for one segment."""
+        cls,
+        schedule: Schedule,
+        segment: Segment,
+        resampling: Resampling = Resampling(),
+        **observed: np.ndarray,
+    ) -> "StepInputs":
+        """Host arrays for one segment. observed: window and neighbours
+        (`varjax.cache.tables.observed_inputs`)."""
         scales = np.arange(segment.start, segment.stop)
         maps = np.array([schedule.maps[s] for s in scales])
         grid = tuple(int(n) for n in maps.max(0))
@@ -83,6 +91,7 @@ class ScaleMaps:
             up_rows=up_rows,
             up_columns=up_columns,
             patch=resampling.patch,
+            **observed,
         )
 
     def shrink(self, code_map: Float[Array, "B P Q C"]) -> Float[Array, "B T C"]:

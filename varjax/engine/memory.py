@@ -11,9 +11,9 @@ from pallas_kernels import implementations
 from varjax.cache.plan import CachePlan, item_size
 from varjax.cache.state import KVState
 from varjax.engine import program
+from varjax.engine.chunks import ARRAYS_PER_LOGIT, images_at_once
 from varjax.errors import UserError
 from varjax.models import parameters
-from varjax.models.pipeline import ARRAYS_PER_LOGIT, images_at_once
 
 SCORE_ARRAYS = 3  # of attention without a kernel, at one time
 SAFETY = 0.9  # share of the device's memory that predictions may fill

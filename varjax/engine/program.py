@@ -1,11 +1,12 @@
 """The two programs of a run, before they are compiled: drawing codes, and decoding pixels.
 
-`Generator` compiles them for the device that is there, `experiments.aot` for chips that are
+`varjax.generator` compiles them for the device that is there, `experiments.aot` for chips that are
 not; so both compile the same thing. Arguments may be arrays or `jax.ShapeDtypeStruct`s (whose
 `sharding` names the device).
 """
 
 import contextlib
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ DECODER_BYTES = 2 * 2**30  # activations that decoding may take at once
 
 
 def lower_codes(
-    pipeline: Any,
+    networks: Mapping[str, nnx.Module],
     state: KVState,
     arguments: tuple,
     spec: scales.ProgramSpec,
@@ -34,30 +35,30 @@ def lower_codes(
     auto_layout: bool = False,
     sharded: ShardedProgram | None = None,
 ) -> jax.stages.Lowered:
-    """The program `(pipeline, state, *arguments) -> (results, state)` of `engine.generate_codes`.
+    """The program `(networks, state, *arguments) -> (results, state)` of `scales.generate_codes`.
 
-    The state is donated.
+    The state is donated: the program updates the caller's buffers.
 
     Args:
-      arguments: condition, keys, tables, given (`engine.generate_codes`).
+      arguments: condition, keys, inputs, given (`scales.generate_codes`).
       precision: "default" or "highest", of float32 products.
       auto_layout: let the compiler choose how the weights lie in memory (TPU: stacked weights are
         not copied into another layout in every call); the caller puts them there, see `place`.
-      sharded: for several devices: the program of a mesh; state and tables are then those of its
+      sharded: for several devices: the program of a mesh; state and inputs are then those of its
         `ShardedPlan`, and shapes carry its `shardings`.
     """
     program = sharded or partial(scales.generate_codes, spec=spec)
     where = {}
     if auto_layout:
-        pipeline = jax.tree.map(_somewhere, pipeline)
-        formats = jax.tree.map(lambda a: Format(Layout.AUTO, a.sharding), pipeline)
+        networks = jax.tree.map(_somewhere, networks)
+        formats = jax.tree.map(lambda a: Format(Layout.AUTO, a.sharding), networks)
         where["in_shardings"] = (formats, *(None,) * (1 + len(arguments)))
     with _matmul_precision(precision):
-        return jax.jit(program, donate_argnums=(1,), **where).lower(pipeline, state, *arguments)
+        return jax.jit(program, donate_argnums=(1,), **where).lower(networks, state, *arguments)
 
 
 def lower_pixels(
-    pipeline: Any,
+    networks: Mapping[str, nnx.Module],
     code_map: Any,
     *,
     precision: str = "default",
@@ -65,25 +66,28 @@ def lower_pixels(
     sharded: ShardedProgram | None = None,
     at_once: int | None = None,
 ) -> jax.stages.Lowered:
-    """The program `(pipeline, code_map [B, P, Q, C]) -> images [B, H, W, 3]`.
+    """The program `(networks, code_map [B, P, Q, C]) -> images [B, H, W, 3]`.
 
     at_once: see `decode`.
-    formats: where and how the pipeline's arrays lie, if not as usual (`Compiled.input_formats`).
+    formats: where and how the arrays lie, if not as usual (`Compiled.input_formats`).
     """
     where = {} if formats is None else {"in_shardings": (formats, None)}
+
+    def program(networks, code_map):
+        return decode(networks["codec"], code_map, at_once=at_once)
+
     with _matmul_precision(precision):
-        program = partial(decode, at_once=at_once)
         program = program if sharded is None else sharded.over_images(program)
-        return jax.jit(program, **where).lower(pipeline, code_map)
+        return jax.jit(program, **where).lower(networks, code_map)
 
 
 def decode(
-    pipeline: Any, code_map: Float[Array, "B P Q C"], *, at_once: int | None = None
+    codec: Any, code_map: Float[Array, "B P Q C"], *, at_once: int | None = None
 ) -> Float[Array, "B H W 3"]:
-    """Pixels of a batch, `at_once` images at a time; None: as many as `DECODER_BYTES` allow."""
+    """Pixels in [0, 1], `at_once` images at a time; None: as many as `DECODER_BYTES` allow."""
     images = code_map.shape[0]
-    at_once = at_once or decoder_batch(pipeline.codec, code_map.shape[1:3], images)
-    return map_in_chunks(lambda index: pipeline.decode(code_map[index]), images, at_once)
+    at_once = at_once or decoder_batch(codec, code_map.shape[1:3], images)
+    return map_in_chunks(lambda index: (codec.decode(code_map[index]) + 1) / 2, images, at_once)
 
 
 def decoder_batch(codec: Any, code_map: tuple[int, int], images: int) -> int:
@@ -97,11 +101,11 @@ def decoder_bytes(codec: Any, code_map: tuple[int, int]) -> int:
     return 6 * height * width * codec.config.decoder_width * 4
 
 
-def place(pipeline: Any, formats: Any) -> None:
-    """Put a pipeline's arrays where, and lay them out as, a program wants them
+def place(networks: Mapping[str, nnx.Module], formats: Any) -> None:
+    """Put arrays where, and lay them out as, a program wants them
     (`Compiled.input_formats[0][0]`). The modules are changed, one array at a time, so that the
     weights never exist twice; arrays that fit already stay."""
-    held = jax.tree.leaves(pipeline, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    held = jax.tree.leaves(networks, is_leaf=lambda x: isinstance(x, nnx.Variable))
     for variable, wanted in zip(held, jax.tree.leaves(formats), strict=True):
         array = variable.get_value()
         if array.format != wanted:
@@ -110,10 +114,9 @@ def place(pipeline: Any, formats: Any) -> None:
 
 def _somewhere(leaf) -> jax.ShapeDtypeStruct:
     """Shape, type and device of an array, its layout left open."""
-    sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(
-        jax.devices()[0]
-    )
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    sharding_ = getattr(leaf, "sharding", None) or here
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_)
 
 
 def _matmul_precision(name: str):

@@ -2,30 +2,27 @@
 `lax.scan` over layers inside scales.
 
 The state (latent map, KV cache) has one shape for all scales. Padding never leaks: padded tokens
-are computed and thrown away, masked as keys and never stored. The cache travels in the carry of
-both scans and is donated, so it is updated in place.
+are computed and thrown away, masked as keys and never stored.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Int
 
 from varjax.cache.plan import CachePlan
 from varjax.cache.state import KVState
-from varjax.cache.step import attend_and_store
-from varjax.cache.tables import (
-    CacheSegment,
-    LayerTables,
-    ScaleTables,
-    layer_tables,
-    scale_tables,
-)
-from varjax.engine.inputs import POOLED, Resampling, ScaleMaps
+from varjax.cache.step import CacheStep, cache_step
+from varjax.cache.tables import LayerInputs, layer_inputs, observed_inputs
+from varjax.engine.chunks import images_at_once, map_in_chunks
+from varjax.engine.inputs import Resampling, StepInputs
 from varjax.engine.segments import Segment
+from varjax.errors import UserError
 from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 
@@ -34,13 +31,15 @@ from varjax.schedule import Schedule
 class ProgramSpec:
     """The static side of a generation program.
 
+    cache: how each segment's layers use the cache. rows_per_image: 2 with guidance, else 1.
     unroll: debug option; unrolls both scans. keep_logits: also return guided logits.
     """
 
     schedule: Schedule
     segments: tuple[Segment, ...]
-    cache: tuple[CacheSegment, ...]
+    cache: tuple[CacheStep, ...]
     sampling: Sampling
+    rows_per_image: int
     keep_logits: bool = False
     unroll: bool = False
 
@@ -50,74 +49,86 @@ class ProgramSpec:
         plan: CachePlan,
         segments: tuple[Segment, ...],
         sampling: Sampling,
+        config: Any,
         *,
         attention: str | None = None,
         keep_logits: bool = False,
         unroll: bool = False,
     ) -> "ProgramSpec":
-        cache = tuple(CacheSegment.of(plan, s, attention) for s in segments)
-        return cls(plan.geometry.schedule, segments, cache, sampling, keep_logits, unroll)
+        """config: of the transformer.
+
+        Raises:
+          UserError: sampling that the model cannot do, or a plan for another number of rows.
+        """
+        rows = 2 if config.is_guided(config.check_sampling(sampling)) else 1
+        geometry = plan.geometry
+        if geometry.rows_per_image != rows:
+            raise UserError(
+                f"the cache plan is for {geometry.rows_per_image} rows per image, guidance "
+                f"{sampling.guidance} takes {rows}: plan with the geometry of this sampling "
+                f"(`Model.geometry_for`)"
+            )
+        cache = tuple(cache_step(plan, s, attention) for s in segments)
+        return cls(geometry.schedule, segments, cache, sampling, rows, keep_logits, unroll)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class SegmentTables:
+class SegmentInputs:
     """Scan inputs of one segment: what a scale needs (leading axis scales) and what its layers need
     (scales, layers)."""
 
-    maps: ScaleMaps
-    cache: ScaleTables
-    layers: LayerTables
-
-
-def program_tables(
-    plan: CachePlan,
-    segments: tuple[Segment, ...],
-    image_index: np.ndarray,
-    resampling: Resampling = POOLED,
-) -> tuple[SegmentTables, ...]:
-    """Host arrays of all segments for a batch of images. resampling: the model's."""
-    inputs = plan.policy.inputs(plan.geometry, plan.allocation, image_index)
-    schedule = plan.geometry.schedule
-    return tuple(
-        SegmentTables(
-            ScaleMaps.of(schedule, s, resampling),
-            scale_tables(plan, s),
-            layer_tables(plan, s, inputs),
-        )
-        for s in segments
-    )
+    step: StepInputs
+    layers: LayerInputs
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Given:
+class GivenTokens:
     """Tokens (or the bits of tokens) that replace the draw in the first `scales` scales."""
 
     tokens: Int[Array, "B L ..."]
     scales: Int[Array, ""]
 
 
+def program_inputs(
+    plan: CachePlan,
+    segments: tuple[Segment, ...],
+    image_index: np.ndarray,
+    resampling: Resampling,
+) -> tuple[SegmentInputs, ...]:
+    """Host arrays of all segments for a batch of images. resampling: the model's."""
+    policy_inputs = plan.policy.inputs(plan.geometry, plan.allocation, image_index)
+    schedule = plan.geometry.schedule
+    return tuple(
+        SegmentInputs(
+            StepInputs.of(schedule, s, resampling, **observed_inputs(plan, s)),
+            layer_inputs(plan, s, policy_inputs),
+        )
+        for s in segments
+    )
+
+
 def generate_codes(
-    model: Any,
+    networks: Mapping[str, nnx.Module],
     state: KVState,
     condition: Any,
     keys: Array,
-    tables: tuple[SegmentTables, ...],
-    given: Given | None,
+    inputs: tuple[SegmentInputs, ...],
+    given: GivenTokens | None,
     *,
     spec: ProgramSpec,
 ) -> tuple[dict[str, Array], KVState]:
     """Draw all scales of a batch of images.
 
     Args:
-      model: a pipeline (`varjax.models.pipeline`).
+      networks: "transformer" (`varjax.models.next_scale`) and "codec".
       state: empty cache; donate it.
-      condition: what `model.prepare` takes, for B images (VAR: int32 labels [B]; see
+      condition: what `encode_condition` takes, for B images (VAR: int32 labels [B]; see
         `varjax.conditions`).
       keys: one typed random key per image [B].
-      tables: `program_tables`.
-      given: tokens to force, or None.
+      inputs: `program_inputs`.
+      given: tokens that replace the draw, or None.
       spec: static.
 
     Returns:
@@ -125,71 +136,94 @@ def generate_codes(
       [B, P, Q, C], "logits": float32 [B, L, V] ([B, L, bits, 2]) if asked for} and the cache as it
       is after the last scale.
     """
-    with jax.named_scope("prepare"):
-        context = model.prepare(condition)
-    code_map = model.empty_code_map(keys.shape[0])
+    transformer = networks["transformer"]
+    with jax.named_scope("encode_condition"):
+        context = transformer.encode_condition(condition, guided=spec.rows_per_image == 2)
+    code_map = jnp.zeros((keys.shape[0], *transformer.config.code_map), jnp.float32)
+    # The cache travels in the carry of both scans, never as scan input or output: those are
+    # buffers of their own, and a second pool would exist beside the first. In the carry XLA
+    # updates it in place, and the donated argument is the only one.
     carry, parts = (code_map, state), []
-    for segment, cache, table in zip(spec.segments, spec.cache, tables, strict=True):
+    for segment, cache, scanned in zip(spec.segments, spec.cache, inputs, strict=True):
 
-        def step(carry, table, cache=cache):
-            return _scale_step(model, context, keys, given, cache, spec, carry, table)
+        def scale(carry, step, cache=cache):
+            return _scale(networks, context, keys, given, cache, spec, carry, step)
 
-        carry, outputs = jax.lax.scan(step, carry, table, unroll=spec.unroll)
+        carry, outputs = jax.lax.scan(scale, carry, scanned, unroll=spec.unroll)
         parts.append(_without_padding(outputs, spec.schedule, segment))
     code_map, state = carry
     results = {name: jnp.concatenate([p[name] for p in parts], axis=1) for name in parts[0]}
     return {**results, "code_map": code_map}, state
 
 
-def _scale_step(
-    model, context, keys, given, cache: CacheSegment, spec: ProgramSpec, carry, table: SegmentTables
-):
+def _scale(networks, context, keys, given, cache: CacheStep, spec: ProgramSpec, carry, inputs):
     """One scale: inputs, layers, head, tokens, accumulation."""
     code_map, state = carry
-    maps = table.maps
+    transformer, codec, step = networks["transformer"], networks["codec"], inputs.step
     with jax.named_scope("embed"):
-        x = model.embed(context, code_map, maps)
-        shared = model.scale_context(context, maps, spec.sampling)
+        x = transformer.embed(context, step.shrink(code_map), step)
+        shared = transformer.scale_context(context, step, spec.sampling)
 
-    def layer(carry, inputs):
+    def layer(carry, scanned):
         x, state = carry
-        block, layer_context, tables, index = inputs
+        block, layer_context, layer_inputs, index = scanned
         with jax.named_scope("project"):
-            q, k, v = model.project(block, layer_context, shared, x)
-            raw = model.raw_queries(block, layer_context, x) if cache.raw_queries else None
+            q, k, v = transformer.project(block, layer_context, shared, x)
+            raw = transformer.raw_queries(block, layer_context, x) if cache.raw_queries else None
         with jax.named_scope("attend"):
-            attended, state = attend_and_store(
-                q,
-                k,
-                v,
+            attended, state = cache.attend_and_store(
+                *(q, k, v),
                 raw_queries=raw,
-                now=table.cache,
+                step=step,
                 layer=index,
                 state=state,
-                tables=tables,
-                segment=cache,
+                inputs=layer_inputs,
             )
-        with jax.named_scope("finish"):
-            x = model.finish(block, layer_context, shared, x, attended)
+        with jax.named_scope("post_attention"):
+            x = transformer.post_attention(block, layer_context, shared, x, attended)
         return (x, state), None
 
-    layers = jnp.arange(model.num_layers)
-    inputs = (model.blocks, context["layers"], table.layers, layers)
-    (x, state), _ = jax.lax.scan(layer, (x, state), inputs, unroll=spec.unroll)
-    scale_keys = jax.vmap(lambda key: jax.random.fold_in(key, maps.scale))(keys)
-    forced = None if given is None else (given.tokens[:, maps.token_index], given.scales)
-    drawn = model.draw(context, x, scale_keys, maps, spec.sampling, forced)
+    layers = jnp.arange(transformer.config.depth)
+    scanned = (transformer.blocks, context["layers"], inputs.layers, layers)
+    (x, state), _ = jax.lax.scan(layer, (x, state), scanned, unroll=spec.unroll)
+    drawn = _sample(networks, context["head"], x, keys, step, given, spec)
     with jax.named_scope("accumulate"):
-        code_map = model.accumulate(code_map, drawn["codes"], maps)
-    wanted = ("tokens", "logits") if spec.keep_logits else ("tokens",)
-    return (code_map, state), {name: drawn[name] for name in wanted}
+        code_map = codec.accumulate(code_map, step.enlarge(drawn.pop("codes")), step.scale)
+    return (code_map, state), drawn
+
+
+def _sample(networks, head, x, keys, step: StepInputs, given, spec: ProgramSpec):
+    """Tokens of a scale and their codes, guided logits if they are kept; as many images at a time
+    as the logits leave room for."""
+    transformer, codec, sampling = networks["transformer"], networks["codec"], spec.sampling
+    images = keys.shape[0]
+    # folding the scale, not the position in a segment: results do not depend on the cut
+    keys = jax.vmap(lambda key: jax.random.fold_in(key, step.scale))(keys)
+    head, x = (a.reshape(spec.rows_per_image, images, *a.shape[1:]) for a in (head, x))
+
+    def some(index):
+        rows = (a[:, index].reshape(-1, *a.shape[2:]) for a in (head, x))
+        logits = transformer.logits(*rows, step, sampling)
+        with jax.named_scope("sample"):
+            tokens, filtered = transformer.sample(logits, keys[index], sampling)
+        if given is not None:
+            replacing = given.tokens[:, step.token_index][index].astype(tokens.dtype)
+            tokens = jnp.where(step.scale < given.scales, replacing, tokens)
+        codes = codec.codes(tokens)
+        if sampling.more_smooth:
+            codes = codec.smooth_codes(filtered, keys[index], step.ratio)
+        kept = {"logits": logits} if spec.keep_logits else {}
+        return {"tokens": tokens, "codes": codes, **kept}
+
+    at_once = images_at_once(x.shape[2], transformer.config.logits_per_token)
+    return map_in_chunks(some, images, at_once)
 
 
 def _without_padding(
     outputs: dict[str, Array], schedule: Schedule, segment: Segment
 ) -> dict[str, Array]:
     """[S, B, T, ...] of one segment -> [B, tokens of its scales, ...]."""
-    lengths = [schedule.tokens[s] for s in range(segment.start, segment.stop)]
+    lengths = [schedule.tokens[s] for s in segment.scales]
     return {
         name: jnp.concatenate([array[i, :, :n] for i, n in enumerate(lengths)], axis=1)
         for name, array in outputs.items()

@@ -13,10 +13,8 @@ from varjax.codecs.vqvae.model import VQVAE
 from varjax.errors import UserError, choose
 from varjax.models import parameters
 from varjax.models.infinity import transformer as infinity
-from varjax.models.infinity.pipeline import InfinityPipeline
 from varjax.models.infinity.transformer import Infinity, InfinityConfig
 from varjax.models.var import transformer as var
-from varjax.models.var.pipeline import VARPipeline
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ def _abstract(part: Part, config):
 
 @dataclass(frozen=True)
 class Family:
-    """A transformer, the codec that turns its tokens into pictures, and both for the engine.
+    """A transformer, and the codec that turns its tokens into pictures.
 
     agreed: names that both configurations have and must agree in.
     condition: what images are made of, "labels" or "text".
@@ -70,7 +68,6 @@ class Family:
     name: str
     transformer: Part
     codec: Part
-    pipeline: type
     agreed: tuple[str, ...]
     condition: str
 
@@ -117,7 +114,6 @@ FAMILIES = {
         "var",
         Part("VAR", var.VARConfig, var.VAR),
         Part("VQVAE", VQVAEConfig, VQVAE),
-        VARPipeline,
         agreed=("vocab_size", "z_channels", "schedule"),
         condition="labels",
     ),
@@ -125,7 +121,6 @@ FAMILIES = {
         "infinity",
         Part("Infinity", InfinityConfig, Infinity),
         Part("BSQVAE", BSQConfig, BSQVAE),
-        InfinityPipeline,
         agreed=("codebook_dim",),
         condition="text",
     ),

@@ -18,10 +18,10 @@ from jax.sharding import PartitionSpec as P
 from varjax.cache.allocation import StaticAllocation
 from varjax.cache.plan import CachePlan, build_plan
 from varjax.cache.state import KVState
-from varjax.cache.tables import LayerTables
+from varjax.cache.tables import LayerInputs
 from varjax.engine import scales
-from varjax.engine.inputs import POOLED, Resampling
-from varjax.engine.scales import SegmentTables
+from varjax.engine.inputs import Resampling
+from varjax.engine.scales import SegmentInputs
 from varjax.engine.segments import Segment
 from varjax.errors import UserError
 from varjax.parallel import split as parallel
@@ -79,7 +79,7 @@ class ShardedPlan:
         assert isinstance(plan.allocation, StaticAllocation)
         return build_plan(
             dataclasses.replace(plan.geometry, num_heads=heads),
-            StaticAllocation(plan.allocation.death[:, mine]),
+            StaticAllocation(plan.allocation.last_use[:, mine]),
             block_size=plan.block_size,
             budget=plan.budget,
             accounting=plan.accounting,
@@ -92,22 +92,22 @@ class ShardedPlan:
         whole = dataclasses.replace(self.groups[0], pool_blocks=groups * self.groups[0].pool_blocks)
         return KVState.empty(whole, batch_size, dtype, compute_dtype)
 
-    def tables(
+    def inputs(
         self,
         segments: tuple[Segment, ...],
         image_index: np.ndarray,
-        resampling: Resampling = POOLED,
-    ) -> tuple[SegmentTables, ...]:
+        resampling: Resampling,
+    ) -> tuple[SegmentInputs, ...]:
         """Scan inputs with the heads of all groups side by side; block numbers are those of each
         group's own pool."""
-        groups = [scales.program_tables(p, segments, image_index, resampling) for p in self.groups]
+        groups = [scales.program_inputs(p, segments, image_index, resampling) for p in self.groups]
         return tuple(
             dataclasses.replace(parts[0], layers=_beside([p.layers for p in parts]))
             for parts in zip(*groups, strict=True)
         )
 
 
-def _beside(parts: list[LayerTables]) -> LayerTables:
+def _beside(parts: list[LayerInputs]) -> LayerInputs:
     """Tables of groups of heads as one: the head axis is the third, entries are filled up with
     empty ones."""
     if len(parts) == 1:
@@ -135,24 +135,25 @@ def _beside(parts: list[LayerTables]) -> LayerTables:
 # --- how arrays are divided -----------------------------------------------------------------------
 
 
-def map_weights(function, pipeline: Any) -> Any:
-    """`function(array, Split or None)` of every array of the pipeline."""
-    splits = {f"transformer.blocks.{name}": s for name, s in pipeline.transformer.splits().items()}
+def map_weights(function, networks: Any) -> Any:
+    """`function(array, Split or None)` of every array of the networks."""
+    splits = networks["transformer"].splits()
+    splits = {f"transformer.blocks.{name}": split for name, split in splits.items()}
 
     def of(path, leaf):
         name = ".".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
         return function(leaf, splits.get(name.removesuffix(".value")))
 
-    return jax.tree_util.tree_map_with_path(of, pipeline)
+    return jax.tree_util.tree_map_with_path(of, networks)
 
 
-def _weight_specs(pipeline: Any, spec: MeshSpec) -> Any:
+def _weight_specs(networks: Any, spec: MeshSpec) -> Any:
     def spec_of(leaf, split: Split | None):
         if split is None or spec.model == 1:
             return P()
         return P(*(MODEL if axis == split.axis else None for axis in range(leaf.ndim)))
 
-    return map_weights(spec_of, pipeline)
+    return map_weights(spec_of, networks)
 
 
 def _state_specs(plan: ShardedPlan, dtype, compute_dtype) -> KVState:
@@ -170,14 +171,14 @@ def _state_specs(plan: ShardedPlan, dtype, compute_dtype) -> KVState:
     return dataclasses.replace(specs, kv_pool=P(DATA, MODEL), kv_scale=scale)
 
 
-def _table_specs(tables: tuple[SegmentTables, ...], spec: MeshSpec) -> Any:
+def _input_specs(inputs: tuple[SegmentInputs, ...], spec: MeshSpec) -> Any:
     per_head = P(None, None, MODEL) if spec.model > 1 else P()
     return tuple(
-        SegmentTables(
-            *(jax.tree.map(lambda _: P(), part) for part in (t.maps, t.cache)),
-            jax.tree.map(lambda _: per_head, t.layers),
+        SegmentInputs(
+            jax.tree.map(lambda _: P(), segment.step),
+            jax.tree.map(lambda _: per_head, segment.layers),
         )
-        for t in tables
+        for segment in inputs
     )
 
 
@@ -185,7 +186,7 @@ def _table_specs(tables: tuple[SegmentTables, ...], spec: MeshSpec) -> Any:
 class ShardedProgram:
     """`engine.generate_codes` for a mesh.
 
-    specs: how the arguments (pipeline, state, condition, keys, tables, given) are divided.
+    specs: how the arguments (networks, state, condition, keys, inputs, given) are divided.
     """
 
     mesh: Mesh
@@ -194,16 +195,16 @@ class ShardedProgram:
 
     @classmethod
     def of(
-        cls, mesh: Mesh, spec: scales.ProgramSpec, plan: ShardedPlan, pipeline, state, tables, given
+        cls, mesh: Mesh, spec: scales.ProgramSpec, plan: ShardedPlan, networks, state, inputs, given
     ) -> "ShardedProgram":
-        """For arguments of these shapes; `tables` as `ShardedPlan.tables` makes them."""
+        """For arguments of these shapes; `inputs` as `ShardedPlan.inputs` makes them."""
         # keys of the previous scale are the only other array whose type is a choice, and its type
         # does not change how it is divided
         states = _state_specs(plan, state.kv_pool.dtype, "float32")
-        tokens = None if given is None else scales.Given(P(DATA), P())
+        tokens = None if given is None else scales.GivenTokens(P(DATA), P())
         specs = (
-            *(_weight_specs(pipeline, plan.spec), states, P(DATA), P(DATA)),
-            *(_table_specs(tables, plan.spec), tokens),
+            *(_weight_specs(networks, plan.spec), states, P(DATA), P(DATA)),
+            *(_input_specs(inputs, plan.spec), tokens),
         )
         return cls(mesh, spec, specs)
 
@@ -232,7 +233,7 @@ class ShardedProgram:
         )
 
     def over_images(self, function):
-        """`function(pipeline, array [B, ...]) -> array [B, ...]`, every device along `data` for
+        """`function(networks, array [B, ...]) -> array [B, ...]`, every device along `data` for
         its images."""
         return jax.shard_map(
             function,
@@ -250,8 +251,8 @@ class ShardedProgram:
         )
 
 
-def place_weights(pipeline: Any, spec: MeshSpec, shardings: Any) -> Any:
-    """The pipeline on the mesh, array by array: the sections of side-by-side parameters (queries,
+def place_weights(networks: Any, spec: MeshSpec, shardings: Any) -> Any:
+    """The networks on the mesh, array by array: the sections of side-by-side parameters (queries,
     keys, values) interleaved so that every device's share is contiguous. The host does it, so that
     no device holds more than its share of them."""
 
@@ -262,8 +263,8 @@ def place_weights(pipeline: Any, spec: MeshSpec, shardings: Any) -> Any:
         cut = array.reshape(*shape[:axis], split.parts, spec.model, -1, *shape[axis + 1 :])
         return np.swapaxes(cut, axis, axis + 1).reshape(shape)
 
-    leaves, tree = jax.tree.flatten(pipeline)
+    leaves, tree = jax.tree.flatten(networks)
     places = jax.tree.leaves(shardings)
-    arrays = jax.tree.leaves(map_weights(arranged, pipeline))
+    arrays = jax.tree.leaves(map_weights(arranged, networks))
     assert len(leaves) == len(places) == len(arrays)
     return tree.unflatten([jax.device_put(a, p) for a, p in zip(arrays, places, strict=True)])

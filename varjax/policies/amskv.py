@@ -231,9 +231,9 @@ class AMSKV(Policy):
         below = which.below(self, geometry, calibration)
         kinds, kind_of_layer = np.unique(below, axis=0, return_inverse=True)
         held = [rules.cache_layer(schedule.tokens, sizes, kind)[0] for kind in kinds]
-        death = np.stack([schedule.scale_of_token + 1 + h[:-1].sum(0) for h in held])
-        death = death[kind_of_layer.reshape(-1), None].astype(np.int16)
-        return StaticAllocation(np.repeat(death, geometry.num_heads, axis=1))
+        last_use = np.stack([schedule.scale_of_token + h[:-1].sum(0) for h in held])
+        last_use = last_use[kind_of_layer.reshape(-1), None].astype(np.int16)
+        return StaticAllocation(np.repeat(last_use, geometry.num_heads, axis=1))
 
     def steady_tokens(self, geometry: Geometry, calibration=None) -> int | None:
         """What the paper counts: tokens of one head, summed over layers, that the caches may hold

@@ -142,8 +142,8 @@ class HeatKV(Policy):
         )
 
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> StaticAllocation:
-        death = self.schedule(geometry, budget, calibration).death().astype(np.int16)
-        return StaticAllocation(np.repeat(death, geometry.schedule.tokens, axis=-1))
+        last_use = self.schedule(geometry, budget, calibration).last_use().astype(np.int16)
+        return StaticAllocation(np.repeat(last_use, geometry.schedule.tokens, axis=-1))
 
 
 @register("binary_heatkv")

@@ -36,12 +36,12 @@ class PruneSchedule:
     total_after_layer: np.ndarray
     running_total: np.ndarray
 
-    def death(self) -> np.ndarray:
-        """int [L, N, K]: the first scale that no longer sees the tokens of scale j."""
+    def last_use(self) -> np.ndarray:
+        """int [L, N, K]: the last scale that sees the tokens of scale j; j where none does."""
         scale = np.arange(len(self.hidden))
         later = (scale[:, None] > scale)[:, :, None, None]
         seen = (later & ~self.hidden).sum(0)
-        return np.moveaxis(seen + scale[:, None, None] + 1, 0, -1)
+        return np.moveaxis(seen + scale[:, None, None], 0, -1)
 
 
 def heads_to_remove(geometry: Geometry, sinks: int, budget: float) -> np.ndarray:

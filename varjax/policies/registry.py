@@ -1,9 +1,10 @@
 """The one list of policies: it drives the command-line values, the README table and the generic
 tests."""
 
+import numbers
 from collections.abc import Callable
 
-from varjax.errors import choose
+from varjax.errors import UserError, choose
 from varjax.policies.base import Policy, make_policy
 
 POLICIES: dict[str, type[Policy]] = {}
@@ -28,6 +29,19 @@ def get_policy(
     """Build a registered policy from text arguments; unknown names and arguments raise `UserError`
     with what exists."""
     return make_policy(POLICIES[choose("policy", name, POLICIES)], budget, arguments or {})
+
+
+def resolve_policy(policy: str | Policy, budget: float | None = None) -> Policy:
+    """A policy from its name and a budget; policies pass through."""
+    if not isinstance(policy, str | Policy):
+        raise UserError(f"policy={policy!r:.60}: give a policy or a name: {', '.join(POLICIES)}")
+    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, numbers.Real)):
+        raise UserError(f"budget={budget!r:.60} is not a number")
+    if isinstance(policy, str):
+        return get_policy(policy, budget)
+    if budget is not None:
+        raise UserError("give the budget to the policy itself, or name the policy as text")
+    return policy
 
 
 def markdown_table() -> str:

@@ -12,7 +12,7 @@ transformer with patchify it has twice the sides of the transformer's.
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Int, UInt8
 
 from varjax.codecs.autoencoder import Decoder, Encoder, cast, check_images, full_precision
 from varjax.codecs.bsq import quantizer
@@ -52,6 +52,21 @@ class BSQVAE(nnx.Module):
         with full_precision(dtype):
             images = cast(self.decoder, dtype)(code_map.astype(dtype)).astype(jnp.float32)
         return jnp.clip(images, -1, 1) if clip else images
+
+    # --- what generation asks of a codec ---
+
+    def codes(self, bits: UInt8[Array, "B T C"]) -> Float[Array, "B T C"]:
+        """Code vectors of drawn bits: a token of several codes has all of theirs."""
+        return quantizer.codes(bits, self.config.codebook_dim)
+
+    def accumulate(
+        self,
+        code_map: Float[Array, "B P Q C"],
+        enlarged: Float[Array, "B P Q C"],
+        scale: Int[Array, ""],
+    ) -> Float[Array, "B P Q C"]:
+        """The latent map with the codes of a scale, enlarged to it, added."""
+        return code_map + enlarged
 
     # --- the quantiser ---
 

@@ -23,6 +23,7 @@ from varjax.codecs.autoencoder import (
 )
 from varjax.codecs.vqvae.config import VQVAEConfig
 from varjax.codecs.vqvae.quantizer import Quantizer
+from varjax.sampling import smooth_codes
 
 __all__ = ["VQVAE", "VQVAEConfig", "cast"]
 
@@ -58,6 +59,30 @@ class VQVAE(nnx.Module):
         with full_precision(dtype):
             images = decoder(post_quant_conv(f_hat.astype(dtype))).astype(jnp.float32)
         return jnp.clip(images, -1, 1) if clip else images
+
+    # --- what generation asks of a codec ---
+
+    def codes(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T C"]:
+        """Code vectors of drawn tokens, float32."""
+        return self.quantizer.lookup(tokens)
+
+    def smooth_codes(
+        self, filtered: Float[Array, "B T V"], keys: Array, ratio: Float[Array, ""]
+    ) -> Float[Array, "B T C"]:
+        """Mixtures of codes instead of drawn ones (`Sampling.more_smooth`)."""
+        codebook = self.quantizer.embedding[...].astype(jnp.float32)
+        return smooth_codes(filtered, keys, ratio, codebook)
+
+    def accumulate(
+        self,
+        code_map: Float[Array, "B P Q C"],
+        enlarged: Float[Array, "B P Q C"],
+        scale: Int[Array, ""],
+    ) -> Float[Array, "B P Q C"]:
+        """The latent map with the codes of a scale, enlarged to it, added through phi."""
+        return code_map + self.quantizer.phi(enlarged, scale)
+
+    # --- both together ---
 
     def images_to_tokens(self, images: Float[Array, "B H W 3"]) -> Int[Array, "B L"]:
         """Tokens of all scales, coarse to fine, each map row-major."""

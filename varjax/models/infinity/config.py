@@ -193,6 +193,10 @@ class InfinityConfig:
                 )
         return sampling
 
+    def is_guided(self, sampling: Sampling) -> bool:
+        """Whether unconditional rows have any weight: cfg * cond + (1 - cfg) * uncond."""
+        return any(cfg != 1 for cfg in sampling.per_scale("cfg", self.schedule.num_scales))
+
 
 def _wrong(message: str) -> UserError:
     return UserError(f"Infinity configuration: {message}")

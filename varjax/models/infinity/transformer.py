@@ -1,42 +1,38 @@
 """Infinity: text-to-image next-scale prediction of bits (Han et al. 2024, arXiv 2412.04431).
 
-Parameters live in Flax NNX modules whose layers are stacked; computation is split into the steps
-that the generation engine and teacher forcing share:
-
-    read_text(...)             once per image: condition vector, and what cross attention looks at
-    prepare(...)               once per image: modulation, keys and values of the text, per layer
-    embed(...)                 token inputs of one scale
-    project(block, ...)        q, k, v of one layer, normalised and rotated
-    finish(block, ...)         cross attention and the rest of the layer
-    logits(...)                head, float32: two per bit
+Parameters live in Flax NNX modules whose layers are stacked. The steps that the generation engine
+calls (`varjax.models.next_scale`) are methods, and teacher forcing runs the same ones.
 
 The residual stream is float32 whatever the type of the weights, as in the published code.
 
 Letters: R rows, T tokens of a scale (padded), M text tokens (padded), E text channels, L layers, N
 heads, H head size, D width, C bits per token. Names of the original implementation are in
-`ported_weights/infinity.py`.
+`ported_weights/tables/infinity.py`.
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
-from varjax.engine.chunks import map_in_chunks
+from varjax import sampling as sampling_lib
+from varjax.engine.inputs import Resampling, StepInputs
 from varjax.models import layers
+from varjax.models.infinity import bits
+from varjax.models.infinity.attention import attend_text, rotate
 from varjax.models.infinity.config import LEVELS, PRESETS, InfinityConfig
 from varjax.models.infinity.schedules import rope_positions
+from varjax.models.next_scale import NextScaleTransformer
 from varjax.parallel import split
 from varjax.parallel.split import Split
+from varjax.sampling import Sampling
 
 __all__ = ["PRESETS", "Block", "Infinity", "InfinityConfig"]
 
 ROPE_BASE = 10000.0
-SCORE_BYTES = 2**28  # scores of cross attention that may exist at once
 
 
 def _normal(std: float):
@@ -83,8 +79,15 @@ class Block(nnx.Module):
         self.fc2 = _linear(config.hidden_dim, width, rngs, residual_std)
 
 
-class Infinity(nnx.Module):
-    """Parameters of the transformer and the per-step functions."""
+class Infinity(NextScaleTransformer):
+    """Parameters of the transformer and the steps of generation.
+
+    Text-conditional: the condition is what `varjax.text.features.TextFeatures.take` gives: kv
+    [B, M, E], length [B], unconditional [B], and for negative prompts negative_kv and
+    negative_length. A token is a row of bits, uint8 [C].
+    """
+
+    token_name = "bits"
 
     def __init__(self, config: InfinityConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -126,14 +129,9 @@ class Infinity(nnx.Module):
             "fc2.kernel": Split(1),
         }
 
-    @property
-    def dtype(self):
-        """The type of the weights, which is the type that matrix products run in."""
-        return self.head.kernel[...].dtype
-
     # --- once per image ---------------------------------------------------------------------------
 
-    def read_text(
+    def encode_text(
         self, text: Float[Array, "R M E"], visible: Bool[Array, "R M"]
     ) -> tuple[Float[Array, "R D"], Float[Array, "R M D"]]:
         """Condition vector of every row, and what cross attention takes keys and values from."""
@@ -148,9 +146,42 @@ class Infinity(nnx.Module):
         k, v = jnp.split(pool.kv(normal), 2, axis=-1)
         k, v = (layers.split_heads(a, a.shape[-1] // heads) for a in (k, v + pool.v_bias[...]))
         q = jnp.broadcast_to(pool.query[...][:, None], (k.shape[0], heads, 1, k.shape[-1]))
-        return pool.proj(layers.merge_heads(_attend_text(q, k, v, visible)))[:, 0]
+        return pool.proj(layers.merge_heads(attend_text(q, k, v, visible)))[:, 0]
 
-    def prepare(
+    @property
+    def resampling(self) -> Resampling:
+        return Resampling("bilinear", "bilinear", self.config.patch)
+
+    def condition_shapes(self, images: int, text_tokens: int | None = None) -> dict:
+        """Without negative prompts, which double what is read but change nothing later."""
+        config = self.config
+        length = config.text_maxlen if text_tokens is None else text_tokens
+        return {
+            "kv": jax.ShapeDtypeStruct((images, length, config.text_channels), jnp.float32),
+            "length": jax.ShapeDtypeStruct((images,), jnp.int32),
+            "unconditional": jax.ShapeDtypeStruct((images,), jnp.bool_),
+        }
+
+    def encode_condition(self, condition: dict[str, Array], *, guided: bool) -> dict:
+        """The second rows see the negative prompt, or else the unconditional text, cut to the
+        length of the prompt. An image without a prompt sees the unconditional text in its first."""
+        text, length = condition["kv"], condition["length"]
+        empty = self.unconditional_text[: text.shape[1]]
+        empty = jnp.broadcast_to(empty, text.shape).astype(text.dtype)
+        text = jnp.where(condition["unconditional"][:, None, None], empty, text)
+        if not guided:
+            return self.encode_rows(text, length)
+        other, other_length = empty, length
+        if "negative_kv" in condition:
+            other, other_length = condition["negative_kv"], condition["negative_length"]
+        longest = max(text.shape[1], other.shape[1])
+        text, other = (
+            jnp.pad(a, ((0, 0), (0, longest - a.shape[1]), (0, 0))) for a in (text, other)
+        )
+        lengths = jnp.concatenate([length, other_length])
+        return self.encode_rows(jnp.concatenate([text, other]), lengths)
+
+    def encode_rows(
         self, text: Float[Array, "R M E"], length: Int[Array, " R"]
     ) -> dict[str, dict[str, Array] | Array]:
         """Condition of every row from raw text features: `start` [R, 1, D], `head` [R, 2, D],
@@ -158,7 +189,7 @@ class Infinity(nnx.Module):
         [L, R, N, M, H], and the number of the layer [L]."""
         config = self.config
         visible = jnp.arange(text.shape[1]) < length[:, None]
-        condition, source = self.read_text(text, visible)
+        condition, source = self.encode_text(text, visible)
         active = jax.nn.silu(condition)
         shared = self.shared_modulation(active).reshape(-1, 6, config.embed_dim)
         kernels, bias = self.blocks.cross_kv.kernel[...], self.blocks.cross_v_bias[...]
@@ -182,20 +213,32 @@ class Infinity(nnx.Module):
 
     # --- once per scale ---------------------------------------------------------------------------
 
+    def scale_context(self, context: dict, step: StepInputs, sampling: Sampling) -> dict:
+        """Rotation and visible text; `mix` [L], the guidance strength after every layer, if rows
+        are mixed inside the network. 0 leaves both rows as they are."""
+        config = self.config
+        shared = {"rotation": self.rotation(step.token_index), "visible": context["visible"]}
+        inside = [config.depth + place for place in sampling.cfg_insertion_layer if place < 0]
+        if inside and config.is_guided(sampling):
+            mixed = jnp.zeros(config.depth, bool).at[jnp.asarray(inside)].set(True)
+            shared["mix"] = jnp.where(mixed, self._strength(step, sampling), 0)
+        return shared
+
+    def _strength(self, step: StepInputs, sampling: Sampling) -> Float[Array, ""]:
+        """t in (1 + t) * cond - t * uncond."""
+        return sampling.at("cfg", step.scale, self.config.schedule.num_scales) - 1
+
     def embed(
-        self,
-        start: Float[Array, "R 1 D"],
-        codes: Float[Array, "B T C"],
-        scale: Int[Array, ""],
+        self, context: dict, codes: Float[Array, "B T C"], step: StepInputs
     ) -> Float[Array, "R T D"]:
-        """Inputs of one scale, float32: the resized codes, or the start embedding at scale 0, plus
-        level.
+        """Float32: the resized codes, or the start embedding at scale 0, plus level.
 
         `codes` holds one row per image; conditional and unconditional rows share it.
         """
+        start = context["start"]
         words = self.word_embedding(codes.astype(self.dtype))
         words = jnp.tile(words, (start.shape[0] // words.shape[0], 1, 1))
-        x = jnp.where(scale == 0, start, words) + self.level_embedding[scale]
+        x = jnp.where(step.scale == 0, start, words) + self.level_embedding[step.scale]
         return x.astype(jnp.float32)
 
     def rotation(self, token_index: Int[Array, " T"]) -> tuple[Float[Array, "T H"], ...]:
@@ -212,31 +255,28 @@ class Infinity(nnx.Module):
 
     # --- one layer --------------------------------------------------------------------------------
 
-    def project(
-        self, block: Block, modulation: Float[Array, "R 6 D"], rotation, x: Float[Array, "R T D"]
-    ):
+    def project(self, block: Block, layer_context: dict, shared: dict, x: Float[Array, "R T D"]):
         """Queries, keys and values [R, N, T, H] of one layer: normalised (eps 1e-12), queries times
         the learned multiplier, both rotated, in float32.
 
         A rotation keeps lengths, so it comes first: normalised copies in float32, which a rotation
         would read twice, are never in memory.
         """
-        h = self._attention_input(modulation, x)
+        h = self._attention_input(layer_context, x)
         q, k, v = layers.fused_qkv(block, h, self.config.head_dim)
         multiplier = layers.attention_multiplier(block.log_scale[...])
-        q_rotated, k_rotated = (rotate(a, *rotation) for a in (q, k))
+        q_rotated, k_rotated = (rotate(a, *shared["rotation"]) for a in (q, k))
         q = q_rotated * (multiplier / layers.length(q))
         return q.astype(v.dtype), (k_rotated / layers.length(k)).astype(v.dtype), v
 
     def raw_queries(
-        self, block: Block, modulation: Float[Array, "R 6 D"], x: Float[Array, "R T D"]
+        self, block: Block, layer_context: dict, x: Float[Array, "R T D"]
     ) -> Float[Array, "R N T H"]:
-        """See `layers.plain_queries`."""
-        return layers.plain_queries(
-            block, self._attention_input(modulation, x), self.config.head_dim
-        )
+        h = self._attention_input(layer_context, x)
+        return layers.plain_queries(block, h, self.config.head_dim)
 
-    def _attention_input(self, modulation, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
+    def _attention_input(self, layer_context: dict, x: Float[Array, "R T D"]):
+        modulation = layer_context["modulation"]
         return self._modulated(x, modulation[:, 2], modulation[:, 4])
 
     def _modulated(self, x, scale, shift) -> Float[Array, "R T D"]:
@@ -244,21 +284,27 @@ class Infinity(nnx.Module):
         normal = layers.layer_norm(x.astype(jnp.float32), self.config.norm_eps)
         return layers.modulate(normal, scale, shift).astype(self.dtype)
 
-    def finish(
+    def post_attention(
         self,
         block: Block,
-        layer_context: dict[str, Array],
-        visible: Bool[Array, "R M"],
+        layer_context: dict,
+        shared: dict,
         x: Float[Array, "R T D"],
         attended: Float[Array, "R N T H"],
     ) -> Float[Array, "R T D"]:
-        """Output projection, cross attention, feed-forward, gates and residuals of one layer."""
+        """Output projection, cross attention, feed-forward, gates and residuals of one layer; then
+        guidance, where it acts after this layer."""
         modulation = layer_context["modulation"]
         x = x + split.contract(block.proj, layers.merge_heads(attended)) * modulation[:, None, 0]
-        x = x + self.cross_attention(block, layer_context, visible, x)
+        x = x + self.cross_attention(block, layer_context, shared["visible"], x)
         h = self._modulated(x, modulation[:, 3], modulation[:, 5])
         wide = jax.nn.gelu(block.fc1(h), approximate=True)
-        return x + split.contract(block.fc2, wide) * modulation[:, None, 1]
+        x = x + split.contract(block.fc2, wide) * modulation[:, None, 1]
+        if "mix" not in shared:
+            return x
+        strength = shared["mix"][layer_context["number"]]
+        mixed = sampling_lib.guide(x.astype(jnp.float32), strength).astype(x.dtype)
+        return jnp.where(strength == 0, x, jnp.tile(mixed, (2, 1, 1)))
 
     def cross_attention(self, block: Block, layer_context, visible, x: Float[Array, "R T D"]):
         """What the tokens take from the text, [R, T, D]."""
@@ -267,14 +313,55 @@ class Infinity(nnx.Module):
         h = h.astype(self.dtype)
         q = layers.split_heads(block.cross_q(h), self.config.head_dim)
         k, v = layer_context["text_keys"], layer_context["text_values"]
-        out = _attend_text(q, k, v, visible)
+        out = attend_text(q, k, v, visible)
         return split.contract(block.cross_proj, layers.merge_heads(out))
 
+    # --- tokens -----------------------------------------------------------------------------------
+
     def logits(
+        self,
+        head: Float[Array, "R 2 D"],
+        x: Float[Array, "R T D"],
+        step: StepInputs,
+        sampling: Sampling,
+    ) -> Float[Array, "B T C 2"]:
+        """After temperature and guidance; of the conditional rows only where guidance is not on the
+        logits."""
+        guided, on_logits = self.config.is_guided(sampling), 0 in sampling.cfg_insertion_layer
+        if guided and not on_logits:
+            head, x = (a[: len(a) // 2] for a in (head, x))
+        with jax.named_scope("head"):
+            logits = self.plain_logits(head, x)
+        logits = logits / sampling.at("tau", step.scale, self.config.schedule.num_scales)
+        if guided and on_logits:
+            logits = sampling_lib.guide(logits, self._strength(step, sampling))
+        return logits.reshape(*logits.shape[:2], -1, 2)
+
+    def plain_logits(
         self, modulation: Float[Array, "R 2 D"], x: Float[Array, "R T D"]
     ) -> Float[Array, "R T 2*C"]:
-        """Float32 logits, before guidance: those of bit c at 2 c (the bit is 0) and 2 c + 1."""
+        """Float32 logits of every row, before temperature and guidance: those of bit c at 2 c (the
+        bit is 0) and 2 c + 1."""
         return layers.modulated_head(self.head, modulation, x, self.config.norm_eps)
+
+    def sample(
+        self, logits: Float[Array, "B T C 2"], keys: Array, sampling: Sampling
+    ) -> tuple[UInt8[Array, "B T C"], Float[Array, "B T*C 2"]]:
+        """Every bit is a draw of its own."""
+        images, tokens, num_bits = logits.shape[:3]
+        flat = logits.reshape(images, tokens * num_bits, 2)
+        drawn, filtered = sampling_lib.sample(flat, keys, sampling)
+        return drawn.reshape(images, tokens, -1).astype(jnp.uint8), filtered
+
+    def no_tokens(self, images: int) -> np.ndarray:
+        config = self.config
+        return np.zeros((images, config.schedule.total_tokens, config.bits), np.uint8)
+
+    def tokens_to_file(self, tokens: np.ndarray) -> np.ndarray:
+        return bits.to_file(self.config, tokens)
+
+    def tokens_from_file(self, array: np.ndarray, num_images: int, scales: int) -> np.ndarray:
+        return bits.from_file(self.config, array, num_images, scales)
 
     # --- all scales at once (training) ------------------------------------------------------------
 
@@ -287,67 +374,20 @@ class Infinity(nnx.Module):
         """Teacher-forced logits under the block-causal mask. `codes` are the inputs of scales 1..
         (`BSQVAE.teacher_inputs`)."""
         schedule = self.config.schedule
-        context = self.prepare(text, length)
+        context = self.encode_rows(text, length)
         words = self.word_embedding(codes.astype(self.dtype))
         scale = schedule.scale_of_token
         x = jnp.concatenate([context["start"], words], axis=1) + self.level_embedding[scale]
         x = x.astype(jnp.float32)
         mask = jnp.asarray(scale[:, None] >= scale[None, :])
         rotation = self.rotation(jnp.arange(schedule.total_tokens))
+        shared = {"rotation": rotation, "visible": context["visible"]}
 
         def layer(x, inputs):
             block, layer_context = inputs
-            q, k, v = self.project(block, layer_context["modulation"], rotation, x)
+            q, k, v = self.project(block, layer_context, shared, x)
             attended = layers.dense_attention(q, k, v, mask)
-            return self.finish(block, layer_context, context["visible"], x, attended), None
+            return self.post_attention(block, layer_context, shared, x, attended), None
 
         x, _ = jax.lax.scan(layer, x, (self.blocks, context["layers"]))
-        return self.logits(context["head"], x)
-
-
-def rotate(
-    x: Float[Array, "R N T H"], cos: Float[Array, "T H"], sin: Float[Array, "T H"]
-) -> Float[Array, "R N T H"]:
-    """Rotary embedding, float32: numbers 2 j and 2 j + 1 are turned by the angle of their pair."""
-    turned = jax.lax.platform_dependent(x, tpu=quarter_turn_by_product, default=quarter_turn)
-    return x.astype(jnp.float32) * cos + turned.astype(jnp.float32) * sin
-
-
-def quarter_turn(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
-    """Every pair (a, b) of neighbours as (-b, a)."""
-    even = jnp.arange(x.shape[-1]) % 2 == 0
-    return jnp.where(even, -jnp.roll(x, -1, axis=-1), jnp.roll(x, 1, axis=-1))
-
-
-def quarter_turn_by_product(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
-    """The same as a product with a matrix of zeros and ones, which is exact. TPUs keep what a roll
-    cuts off in memory, each number in a row of its own."""
-    size = x.shape[-1]
-    matrix = np.zeros((size, size), np.float32)
-    matrix[np.arange(1, size, 2), np.arange(0, size, 2)] = -1
-    matrix[np.arange(0, size, 2), np.arange(1, size, 2)] = 1
-    return jnp.einsum(
-        "...h,hk->...k", x, jnp.asarray(matrix, x.dtype), precision=jax.lax.Precision.HIGHEST
-    )
-
-
-def _attend_text(
-    q: Float[Array, "R N T H"],
-    k: Float[Array, "R N M H"],
-    v: Float[Array, "R N M H"],
-    visible: Bool[Array, "R M"],
-) -> Float[Array, "R N T H"]:
-    """Attention over text of every row's own length, a few rows at a time where scores are large;
-    softmax in float32."""
-    per_row = 2 * 4 * q.shape[1] * q.shape[2] * k.shape[2]
-
-    def some(index) -> Any:
-        scores = jnp.einsum(
-            "rnth,rnmh->rntm", q[index], k[index], preferred_element_type=jnp.float32
-        )
-        scores = scores * q.shape[-1] ** -0.5
-        scores = jnp.where(visible[index][:, None, None], scores, -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        return jnp.einsum("rntm,rnmh->rnth", weights, v[index])
-
-    return map_in_chunks(some, q.shape[0], SCORE_BYTES // per_row)
+        return self.plain_logits(context["head"], x)

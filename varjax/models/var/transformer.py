@@ -1,156 +1,33 @@
 """VAR: class-conditional next-scale prediction (Tian et al. 2024, "Visual Autoregressive
 Modeling").
 
-Parameters live in Flax NNX modules whose layers are stacked; computation is split into the steps
-that the generation engine and teacher forcing share:
-
-    prepare(labels)            once per image: condition vectors and every layer's modulation
-    embed(...)                 token inputs of one scale
-    project(block, ...)        q, k, v of one layer
-    finish(block, ...)         the rest of the layer, given the attention output
-    logits(...)                head, float32
+Parameters live in Flax NNX modules whose layers are stacked. The steps that the generation engine
+calls (`varjax.models.next_scale`) are methods, and teacher forcing runs the same ones.
 
 Letters: R rows, T tokens of a scale (padded), L layers (leading axis of stacked parameters), N
 heads, H head size, D width, V vocabulary, C latent channels. Names of the original implementation
-are in `ported_weights/var.py`.
+are in `ported_weights/tables/var.py`.
 """
 
-import dataclasses
 import math
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from varjax import sampling as sampling_lib
+from varjax.engine.inputs import StepInputs
 from varjax.errors import UserError
-from varjax.models import layers, published
+from varjax.models import layers
+from varjax.models.next_scale import NextScaleTransformer
+from varjax.models.var.config import PRESETS, VARConfig
 from varjax.parallel import split
 from varjax.parallel.split import Split
 from varjax.sampling import Sampling
-from varjax.schedule import Schedule
 
-SIDES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
-SIDES_512 = (1, 2, 3, 4, 6, 9, 13, 18, 24, 32)
-# Published constructor arguments and notes that do not change the function computed.
-IGNORED_NAMES = (
-    *("vae", "vae_local", "vae_kwargs", "L", "note"),
-    *("drop_rate", "attn_drop_rate", "drop_path_rate", "flash_if_available", "fused_if_available"),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class VARConfig:
-    """Shape of a VAR transformer; field names follow the published constructor, `schedule` replaces
-    `patch_nums`."""
-
-    num_classes: int = 1000
-    depth: int = 16
-    embed_dim: int = 1024
-    num_heads: int = 16
-    mlp_ratio: float = 4.0
-    norm_eps: float = 1e-6
-    shared_aln: bool = False
-    attn_l2_norm: bool = True
-    schedule: Schedule = Schedule.square(SIDES_256)
-    vocab_size: int = 4096
-    z_channels: int = 32
-    cond_drop_rate: float = 0.1  # training: how often the label is replaced by the null class
-
-    def __post_init__(self):
-        published.check_size("VAR", "depth", self.depth, published.LARGEST_DEPTH)
-        for name in ("num_classes", "embed_dim", "num_heads", "vocab_size", "z_channels"):
-            published.check_size("VAR", name, getattr(self, name))
-        published.check_real("VAR", "norm_eps", self.norm_eps)
-        published.check_real("VAR", "mlp_ratio", self.mlp_ratio, positive=True)
-        published.check_size("VAR", "embed_dim * mlp_ratio", self.hidden_dim)
-        if self.embed_dim % self.num_heads:
-            raise UserError(
-                f"VAR configuration: embed_dim {self.embed_dim} is not a multiple of num_heads "
-                f"{self.num_heads}"
-            )
-        if not 0 <= self.cond_drop_rate < 1:
-            raise UserError(
-                f"VAR configuration: cond_drop_rate {self.cond_drop_rate} is outside [0, 1)"
-            )
-
-    @classmethod
-    def preset(cls, depth: int, sides=SIDES_256, shared_aln: bool = False) -> "VARConfig":
-        """Published sizes: width 64 * depth and as many heads as layers."""
-        return cls(
-            depth=depth,
-            embed_dim=64 * depth,
-            num_heads=depth,
-            schedule=Schedule.square(sides),
-            shared_aln=shared_aln,
-        )
-
-    @classmethod
-    def from_published(cls, arguments) -> "VARConfig":
-        """Read the published constructor's names; `patch_nums` holds sides or [height, width].
-
-        What is left out has the published default; hence `attn_l2_norm` is off unless given.
-
-        Raises:
-          UserError: for an unknown name or a value of the wrong type.
-        """
-        types = {f.name: f.type for f in dataclasses.fields(cls) if f.name != "schedule"}
-        found = published.arguments(
-            "VAR", arguments, {**types, "patch_nums": object}, IGNORED_NAMES
-        )
-        schedule = published.schedule("VAR", found.pop("patch_nums", SIDES_256))
-        return cls(**{"attn_l2_norm": False, **found}, schedule=schedule)
-
-    def to_published(self) -> dict:
-        """The published constructor's names and JSON values: the inverse of `from_published`."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        schedule = values.pop("schedule")
-        return {**values, "patch_nums": published.patch_nums(schedule)}
-
-    @property
-    def head_dim(self) -> int:
-        return self.embed_dim // self.num_heads
-
-    @property
-    def hidden_dim(self) -> int:
-        return round(self.embed_dim * self.mlp_ratio)
-
-    @property
-    def logits_per_token(self) -> int:
-        return self.vocab_size
-
-    @property
-    def code_map(self) -> tuple[int, int, int]:
-        """Height, width and channels of the latent map."""
-        return (*self.schedule.final_map, self.z_channels)
-
-    def condition_bytes(self, rows: int, item_size: int, text_tokens: int | None = None) -> int:
-        """Bytes that every layer holds of the condition while an image is drawn."""
-        return self.depth * rows * 6 * self.embed_dim * item_size
-
-    def check_sampling(self, sampling: Sampling) -> Sampling:
-        """Return it, or raise `UserError` if this model cannot draw that way."""
-        if sampling.cfg_insertion_layer != (0,):
-            raise UserError(
-                f"cfg_insertion_layer={sampling.cfg_insertion_layer!r:.60}: VAR mixes its rows on "
-                f"the logits only, which is 0"
-            )
-        return sampling.check(self.schedule.num_scales, self.vocab_size)
-
-    @property
-    def null_label(self) -> int:
-        """Index of the class embedding that stands for "no class"."""
-        return self.num_classes
-
-
-PRESETS = {
-    "var-d16": VARConfig.preset(16),
-    "var-d20": VARConfig.preset(20),
-    "var-d24": VARConfig.preset(24),
-    "var-d30": VARConfig.preset(30),
-    "var-d36": VARConfig.preset(36, SIDES_512, shared_aln=True),
-}
+__all__ = ["PRESETS", "VAR", "Block", "VARConfig"]
 
 
 def _normal(std: float):
@@ -193,8 +70,9 @@ class Block(nnx.Module):
             self.modulation.kernel.set_value(_modulation_kernel(width, std, rngs.params()))
 
 
-class VAR(nnx.Module):
-    """Parameters of the transformer and the per-step functions."""
+class VAR(NextScaleTransformer):
+    """Parameters of the transformer and the steps of generation. Class-conditional: the condition
+    is int32 labels [B]."""
 
     def __init__(self, config: VARConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -234,7 +112,17 @@ class VAR(nnx.Module):
 
     # --- once per image ---------------------------------------------------------------------------
 
-    def prepare(self, labels: Int[Array, " R"]) -> dict[str, Array]:
+    def condition_shapes(self, images: int, text_tokens: int | None = None):
+        return jax.ShapeDtypeStruct((images,), jnp.int32)
+
+    def encode_condition(self, condition: Int[Array, " B"], *, guided: bool) -> dict[str, Array]:
+        """Labels of the conditional rows; the others have the null class."""
+        if not guided:
+            return self.encode_rows(condition)
+        null = jnp.full_like(condition, self.config.null_label)
+        return self.encode_rows(jnp.concatenate([condition, null]))
+
+    def encode_rows(self, labels: Int[Array, " R"]) -> dict[str, Array]:
         """Condition of every row: `start` [R, t_0, D], `head` [R, 2, D] and `layers` [L, R, 6, D]
         (gates, scales, shifts)."""
         config = self.config
@@ -254,29 +142,32 @@ class VAR(nnx.Module):
             "layers": per_layer,
         }
 
-    def embed(
-        self,
-        start: Float[Array, "R t0 D"],
-        codes: Float[Array, "B T C"],
-        token_index: Int[Array, " T"],
-        scale: Int[Array, ""],
-    ) -> Float[Array, "R T D"]:
-        """Inputs of one scale: the resized code map, or the start embedding at scale 0, plus
-        position and level.
+    # --- once per scale ---------------------------------------------------------------------------
 
-        `codes` holds one row per image; conditional and unconditional rows share it, so R is B or 2
-        B. `token_index` are the global positions of the (padded) tokens.
+    def embed(
+        self, context: dict, codes: Float[Array, "B T C"], step: StepInputs
+    ) -> Float[Array, "R T D"]:
+        """The resized code map, or the start embedding at scale 0, plus position and level.
+
+        `codes` holds one row per image; conditional and unconditional rows share it.
         """
+        start = context["start"]
         words = self.word_embedding(codes.astype(self.dtype))
         words = jnp.tile(words, (start.shape[0] // words.shape[0], 1, 1))
-        first = start[:, jnp.minimum(token_index, start.shape[1] - 1)]
-        position = self.position_embedding[token_index] + self.level_embedding[scale]
-        return jnp.where(scale == 0, first, words) + position
+        first = start[:, jnp.minimum(step.token_index, start.shape[1] - 1)]
+        position = self.position_embedding[step.token_index] + self.level_embedding[step.scale]
+        return jnp.where(step.scale == 0, first, words) + position
 
     # --- one layer --------------------------------------------------------------------------------
 
-    def project(self, block: Block, modulation: Float[Array, "R 6 D"], x: Float[Array, "R T D"]):
-        """Queries, keys and values [R, N, T, H] of one layer; queries carry the attention scale."""
+    def project(
+        self,
+        block: Block,
+        modulation: Float[Array, "R 6 D"],
+        shared: None,
+        x: Float[Array, "R T D"],
+    ):
+        """Normalised where the model has the norm; queries then carry the learned multiplier."""
         config = self.config
         h = self._attention_input(modulation, x)
         q, k, v = layers.fused_qkv(block, h, config.head_dim)
@@ -298,8 +189,13 @@ class VAR(nnx.Module):
         normal = layers.layer_norm(x, self.config.norm_eps)
         return layers.modulate(normal, modulation[:, 2], modulation[:, 4])
 
-    def finish(
-        self, block: Block, modulation, x, attended: Float[Array, "R N T H"]
+    def post_attention(
+        self,
+        block: Block,
+        modulation: Float[Array, "R 6 D"],
+        shared: None,
+        x: Float[Array, "R T D"],
+        attended: Float[Array, "R N T H"],
     ) -> Float[Array, "R T D"]:
         """Output projection, gate, feed-forward and residuals of one layer."""
         x = x + split.contract(block.proj, layers.merge_heads(attended)) * modulation[:, None, 0]
@@ -309,16 +205,48 @@ class VAR(nnx.Module):
         wide = jax.nn.gelu(block.fc1(h), approximate=True)
         return x + split.contract(block.fc2, wide) * modulation[:, None, 1]
 
+    # --- tokens -----------------------------------------------------------------------------------
+
     def logits(
+        self,
+        head: Float[Array, "R 2 D"],
+        x: Float[Array, "R T D"],
+        step: StepInputs,
+        sampling: Sampling,
+    ) -> Float[Array, "B T V"]:
+        """Guidance grows with the scale: t = cfg * k / (K - 1) in (1 + t) cond - t uncond."""
+        num_scales = self.config.schedule.num_scales
+        with jax.named_scope("head"):
+            logits = self.plain_logits(head, x)
+        if sampling.tau != 1:
+            logits = logits / sampling.at("tau", step.scale, num_scales)
+        if not self.config.is_guided(sampling):
+            return logits
+        return sampling_lib.guide(logits, sampling.at("cfg", step.scale, num_scales) * step.ratio)
+
+    def plain_logits(
         self, modulation: Float[Array, "R 2 D"], x: Float[Array, "R T D"]
     ) -> Float[Array, "R T V"]:
-        """Float32 logits, before guidance."""
+        """Float32 logits of every row, before temperature and guidance."""
         return layers.modulated_head(self.head, modulation, x, self.config.norm_eps)
 
-    @property
-    def dtype(self):
-        """The type of the weights, which is the type that matrix products run in."""
-        return self.head.kernel[...].dtype
+    def sample(
+        self, logits: Float[Array, "B T V"], keys: Array, sampling: Sampling
+    ) -> tuple[Int[Array, "B T"], Float[Array, "B T V"]]:
+        return sampling_lib.sample(logits, keys, sampling)
+
+    def tokens_from_file(self, array: np.ndarray, num_images: int, scales: int) -> np.ndarray:
+        """int32 [N, L]."""
+        config = self.config
+        wanted = (num_images, config.schedule.total_tokens)
+        if array.shape != wanted or not np.issubdtype(array.dtype, np.integer):
+            raise UserError(f"tokens are {array.dtype} {array.shape}, needed are integers {wanted}")
+        if array.min() < 0 or array.max() >= config.vocab_size:
+            raise UserError(
+                f"tokens reach from {array.min()} to {array.max()}, allowed is 0 to "
+                f"{config.vocab_size - 1}"
+            )
+        return array.astype(np.int32)
 
     # --- all scales at once (training) ------------------------------------------------------------
 
@@ -328,7 +256,7 @@ class VAR(nnx.Module):
         """Teacher-forced logits under the block-causal mask. `codes` are the inputs of scales 1..
         (`VQVAE.teacher_inputs`)."""
         schedule = self.config.schedule
-        context = self.prepare(labels)
+        context = self.encode_rows(labels)
         x = jnp.concatenate(
             [context["start"], self.word_embedding(codes.astype(self.dtype))], axis=1
         )
@@ -338,8 +266,9 @@ class VAR(nnx.Module):
 
         def layer(x, inputs):
             block, modulation = inputs
-            q, k, v = self.project(block, modulation, x)
-            return self.finish(block, modulation, x, layers.dense_attention(q, k, v, mask)), None
+            q, k, v = self.project(block, modulation, None, x)
+            attended = layers.dense_attention(q, k, v, mask)
+            return self.post_attention(block, modulation, None, x, attended), None
 
         x, _ = jax.lax.scan(layer, x, (self.blocks, context["layers"]))
-        return self.logits(context["head"], x)
+        return self.plain_logits(context["head"], x)

@@ -1,0 +1,333 @@
+"""`Generator`: a generation program, compiled once and run batch after batch."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from varjax import conditions
+from varjax import sampling as sampling_lib
+from varjax.cache.plan import CachePlan
+from varjax.cache.planner import plan_cache
+from varjax.cache.state import KVState
+from varjax.calibration import data as calibration_lib
+from varjax.calibration.data import Calibration
+from varjax.conditions import Condition
+from varjax.engine import compilation_cache, cost, program, scales
+from varjax.engine.segments import plan_segments
+from varjax.errors import UserError, choose
+from varjax.model import Model
+from varjax.parallel import sharding
+from varjax.parallel.mesh import MeshSpec
+from varjax.parallel.sharding import ShardedPlan, ShardedProgram
+from varjax.policies import Policy
+from varjax.policies.registry import resolve_policy
+from varjax.sampling import Sampling
+from varjax.text.features import TextFeatures
+
+MATMUL_PRECISIONS = ("default", "highest")
+KV_DTYPES = ("bfloat16", "float32", "int8")
+
+
+def storage_dtype(dtype) -> np.dtype:
+    """Type of an uncompressed KV pool: that of the computation, but float32 on CPU (whose bfloat16
+    scatters convert the whole pool)."""
+    return jnp.dtype("float32") if jax.default_backend() == "cpu" else jnp.dtype(dtype)
+
+
+@dataclass
+class Timing:
+    """Seconds. `compile_s` includes tracing; `cache` says whether the program that draws codes came
+    from the compilation cache ("warm"), was compiled ("cold"), or there is none ("off"). `runs` are
+    those of each call of the compiled programs, pixels included."""
+
+    compile_s: float = 0.0
+    cache: str = "off"
+    runs: list[float] = field(default_factory=list)
+
+    @property
+    def first_run_s(self) -> float | None:
+        return self.runs[0] if self.runs else None
+
+    @property
+    def steady_s(self) -> float | None:
+        """Median of the runs after the first one; of a single run that one; None without any."""
+        return float(np.median(self.runs[1:] or self.runs)) if self.runs else None
+
+
+class Generator:
+    """A generation program for one model, policy, sampling and batch size: compiled at its first
+    call, then run as often as you like.
+
+        generator = varjax.Generator(model, "headkv", 0.25, batch_size=8)
+        images = generator(labels=[22, 11], seed=0)
+        more = generator(labels=range(44), seed=1)  # nothing is traced or compiled again
+
+    Args:
+      model: from `varjax.load`. Over several devices load it with `on_host=True`: its weights then
+        go from host memory to their places, and no device ever holds all of them.
+      policy, budget: how the KV cache is compressed: a policy (`varjax.policies`) or the name of
+        one and the fraction of the full cache's bytes that it may keep.
+      sampling: how tokens are drawn; None: as the checkpoint recommends (`model.sampling()`).
+      batch_size: images per call of the program.
+      segments: how the scale loop is cut (`varjax.engine.segments`); results do not depend on it.
+      attention: implementation of the kernels; None takes what the platform has.
+      kv_dtype: type of the cache; None takes that of the weights, "int8" has a scale per token.
+      calibration: measurements of this model, or a file of them, for policies that use one; None
+        takes `calibration.json` of the checkpoint folder, if it is there.
+      plan: the cache plan, if it is made already; policy, budget and calibration then do not count.
+      mesh: devices to split over.
+      matmul_precision: "default" or "highest", of float32 products.
+      keep_logits: also return guided logits.
+      unroll: debug option; unrolls the scans over scales and layers.
+      decode_batch: images decoded at once; None: as many as 2 GiB of activations allow.
+
+    Raises:
+      UserError: for anything that cannot work; nothing is compiled then.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        policy: str | Policy = "full",
+        budget: float | None = None,
+        *,
+        sampling: Sampling | None = None,
+        batch_size: int = 8,
+        segments: int | str = "auto",
+        attention: str | None = None,
+        kv_dtype=None,
+        calibration: Any | Calibration | None = None,
+        plan: CachePlan | None = None,
+        mesh: MeshSpec | None = None,
+        matmul_precision: str = "default",
+        keep_logits: bool = False,
+        unroll: bool = False,
+        decode_batch: int | None = None,
+    ):
+        if batch_size < 1:
+            raise UserError(f"batch_size={batch_size}: at least 1")
+        self.model, self.batch_size, self.decode_batch = model, batch_size, decode_batch
+        sampling = sampling or model.sampling()
+        self.plan = plan or _plan(model, policy, budget, sampling, calibration)
+        self.policy = self.plan.policy
+        self.kv_dtype = _kv_dtype(kv_dtype, model)
+        self.precision = choose("matmul_precision", matmul_precision, MATMUL_PRECISIONS)
+        self.segments = plan_segments(self.plan.geometry.schedule, segments)
+        self.spec = scales.ProgramSpec.of(
+            *(self.plan, self.segments, sampling, model.config),
+            attention=attention,
+            keep_logits=keep_logits,
+            unroll=unroll,
+        )
+        self.timing = Timing()
+        self.layout = ShardedPlan(self.plan, self._check_mesh(mesh or MeshSpec()))
+        self._networks = model.networks
+        self._program = self._decoder = self._formats = self._sharded = None
+
+    def _check_mesh(self, mesh: MeshSpec) -> MeshSpec:
+        if mesh.num_devices > 1:
+            sharding.check_plan(self.plan, mesh)
+        return mesh.check(
+            batch_size=self.batch_size,
+            num_heads=self.plan.geometry.num_heads,
+            available=len(jax.devices()),
+            where="this machine",
+        )
+
+    # --- compiling --------------------------------------------------------------------------------
+
+    def compile(self, condition: Any = None, given: np.ndarray | None = None) -> None:
+        """Compile both programs (codes, pixels) ahead of time.
+
+        condition: arrays of a batch, of the shapes that `run_batch` will get; None: labels, or
+          texts as long as the model takes.
+        given: tokens of a batch if some will be given.
+        """
+        start = time.perf_counter()
+        try:
+            self._compile(condition, given)
+        except NotImplementedError as error:  # a kernel that cannot take these shapes
+            raise UserError(str(error)) from error
+        self.timing.compile_s = time.perf_counter() - start
+
+    def _compile(self, condition: Any, given: np.ndarray | None) -> None:
+        images, transformer = self.batch_size, self._networks["transformer"]
+        if condition is None:
+            shapes = transformer.condition_shapes(images)
+            condition = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
+        arguments = self._arguments(condition, np.zeros(images, np.int32), 0, given, 0)
+        state = jax.eval_shape(self.empty_state)
+        if self.layout.spec.num_devices > 1:
+            self._split(state, arguments)
+            place = self._sharded.place_shapes
+            state, arguments = place(1, state), place(slice(2, None), arguments)
+        automatic = jax.default_backend() in program.AUTO_LAYOUT_PLATFORMS
+        options = dict(precision=self.precision, sharded=self._sharded)
+        codes = program.lower_codes(
+            *(self._networks, state, arguments, self.spec), auto_layout=automatic, **options
+        )
+        with compilation_cache.Watch() as watch:  # not the helpers, which are too quick to be kept
+            self._program = codes.compile()
+        self.timing.cache = watch.verdict
+        self._formats = self._program.input_formats[0][0] if automatic else None
+        code_map = jax.ShapeDtypeStruct((images, *transformer.config.code_map), jnp.float32)
+        pixels = program.lower_pixels(
+            *(self._networks, code_map),
+            formats=self._formats,
+            at_once=self.decode_batch,
+            **options,
+        )
+        self._decoder = pixels.compile()
+
+    def _split(self, state, arguments) -> None:
+        """Divide the program and the weights over the mesh. Only shapes are kept of the model, so
+        that its arrays go once nobody else holds them."""
+        spec, (_, _, inputs, given) = self.layout.spec, arguments
+        self._sharded = ShardedProgram.of(
+            sharding.make_mesh(spec, jax.devices()),
+            *(self.spec, self.layout, self._networks, state, inputs, given),
+        )
+        placed = sharding.place_weights(self._networks, spec, self._sharded.shardings[0])
+        self.model, self._networks = self.model.abstract(), placed
+
+    def _arguments(self, condition, image_index, seed, given, given_scales):
+        """Condition, keys, inputs and given tokens of a batch, as arrays."""
+        resampling = self._networks["transformer"].resampling
+        inputs = self.layout.inputs(self.segments, image_index, resampling)
+        if given is not None:
+            scales_ = jnp.asarray(given_scales, jnp.int32)
+            given = scales.GivenTokens(jnp.asarray(given), scales_)
+        keys = sampling_lib.image_keys(seed, jnp.asarray(image_index))
+        if isinstance(condition, (list, tuple)):  # labels as Python numbers
+            condition = np.asarray(condition, np.int32)
+        condition, inputs = (jax.tree.map(jnp.asarray, tree) for tree in (condition, inputs))
+        return condition, keys, inputs, given
+
+    # --- what was compiled ------------------------------------------------------------------------
+
+    @property
+    def compiled(self) -> jax.stages.Compiled:
+        """The compiled program that draws the codes (for memory analysis)."""
+        return self._program
+
+    @property
+    def compiled_decoder(self) -> jax.stages.Compiled:
+        """The compiled program that decodes pixels."""
+        return self._decoder
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the arrays that hold K and V among the compiled program's arguments."""
+        state = self._program.in_avals[0][1]
+        return _num_bytes([a for a in (state.kv_pool, state.kv_scale) if a is not None])
+
+    @property
+    def bookkeeping_bytes(self) -> int:
+        """Bytes of everything else that the cache carries: positions, observations, states."""
+        return _num_bytes(self._program.in_avals[0][1]) - self.allocated_bytes
+
+    def attention_flops(self) -> dict[str, float]:
+        """FLOPs per image of the attention, and of observing it for the policy."""
+        return cost.attention_flops(self.plan, self.segments, self.spec.cache)
+
+    # --- running ----------------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        labels: Sequence[int] | None = None,
+        *,
+        prompts: Sequence[str] | None = None,
+        text_features: TextFeatures | None = None,
+        seed: int = 0,
+    ) -> np.ndarray:
+        """One image per label or prompt: float32 [N, H, W, 3], RGB in [0, 1]. Image i depends on
+        (seed, i, its label or prompt) only. See `varjax.generate` for what the model takes."""
+        condition = conditions.resolve(self.model, labels, prompts, text_features)
+        self.policy.check_images(len(condition))
+        batches = self.batches(condition, seed=seed)
+        return np.concatenate([results["images"] for _, results in batches])
+
+    def batches(
+        self, condition: Condition, *, seed=0, first=0, given=None, given_scales=None
+    ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+        """All images from number `first` on, batch by batch: (their numbers, results on the
+        host)."""
+        for start in range(first, len(condition), self.batch_size):
+            index = np.arange(start, min(start + self.batch_size, len(condition)))
+            options = dict(seed=seed, given=given, given_scales=given_scales, keep_cache=False)
+            results, _ = self.run_images(condition, index, **options)
+            on_host = jax.tree.map(np.asarray, results)
+            del results  # or they would stay on the device during the next batch
+            yield index, on_host
+
+    def run_images(
+        self, condition: Condition, index: np.ndarray, *, given=None, **options
+    ) -> tuple[dict, KVState | None]:
+        """Results of at most a batch of images, by their numbers, and the cache of the whole batch:
+        it is padded by repeating the last image. given: tokens of all images."""
+        padded = np.pad(index, (0, self.batch_size - len(index)), mode="edge").astype(np.int32)
+        given = None if given is None else np.asarray(given)[padded]
+        results, state = self.run_batch(condition.take(padded), padded, given=given, **options)
+        return {name: a[: len(index)] for name, a in results.items()}, state
+
+    def run_batch(
+        self, condition, image_index, *, seed=0, given=None, given_scales=None, keep_cache=True
+    ) -> tuple[dict, KVState | None]:
+        """One full batch: {"images" float32 [B, H, W, 3] in [0, 1], "tokens", "code_map",
+        "logits"?} and the final cache.
+
+        condition: arrays with a leading image axis (`Condition.take`); for VAR labels [B].
+        given: tokens of the images that replace the draw in the first `given_scales` scales (None:
+          all).
+        keep_cache: without it None is returned, and the cache is gone before pixels are decoded.
+          Over several devices its rows are those of the first device, then of the next.
+        """
+        if self._program is None:
+            self.compile(condition, given)
+        num_scales = self.plan.geometry.schedule.num_scales
+        given_scales = num_scales if given_scales is None else given_scales
+        arguments = self._arguments(condition, image_index, seed, given, given_scales)
+        if self._formats is not None:
+            program.place(self._networks, self._formats)
+        if self._sharded is not None:
+            arguments = jax.device_put(arguments, self._sharded.shardings[2:])
+        state = jax.block_until_ready(self.empty_state())
+        start = time.perf_counter()
+        results, state = self._program(self._networks, state, *arguments)
+        if not keep_cache:
+            state = None
+        results["images"] = self._decoder(self._networks, results["code_map"])
+        jax.block_until_ready(results)
+        self.timing.runs.append(time.perf_counter() - start)
+        return results, state
+
+    def empty_state(self) -> KVState:
+        """An empty cache; over several devices each makes its own share."""
+        make = partial(self.layout.empty_state, self.batch_size, self.kv_dtype, self.model.dtype)
+        if self._sharded is None:
+            return make()
+        return jax.jit(make, out_shardings=self._sharded.shardings[1])()
+
+
+def _plan(model: Model, policy, budget, sampling: Sampling, calibration) -> CachePlan:
+    chosen = resolve_policy(policy, budget)
+    found = calibration_lib.find(chosen, model, calibration, sampling.guidance)
+    return plan_cache(model.geometry_for(sampling), chosen, found)
+
+
+def _kv_dtype(asked, model: Model) -> np.dtype:
+    if asked is None:
+        return storage_dtype(model.dtype)
+    name = asked if isinstance(asked, str) else jnp.dtype(asked).name
+    return jnp.dtype(choose("kv_dtype", name, KV_DTYPES))
+
+
+def _num_bytes(tree: Any) -> int:
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree))

@@ -1,0 +1,198 @@
+"""`Model`: named parts (transformer, codec, ...) and what their checkpoint says about them.
+
+A model may be abstract: configurations and shapes without weights. That is enough to plan a cache,
+to check every argument and to compile for chips that are not here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+from flax import nnx
+
+from varjax.cache.geometry import Geometry
+from varjax.errors import UserError, choose
+from varjax.models import registry
+from varjax.models.registry import Family
+from varjax.sampling import Sampling
+from varjax.storage import checkpoint
+
+DTYPES = ("float32", "bfloat16")
+
+
+def default_dtype() -> str:
+    """bfloat16 on accelerators; float32 on CPU, where bfloat16 is not faster."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A model of some family.
+
+    parts: modules by name; their arrays, or only shapes and types where `is_abstract`.
+    metadata: content of `model.json`, or what a published size says.
+    directory: of the checkpoint; None for a published name, which has no weights here.
+    """
+
+    name: str
+    parts: Mapping[str, nnx.Module]
+    metadata: Mapping
+    directory: Path | None = None
+
+    @property
+    def family(self) -> Family:
+        return registry.family(self.metadata["family"])
+
+    @property
+    def transformer(self) -> nnx.Module:
+        return self.parts["transformer"]
+
+    @property
+    def codec(self) -> nnx.Module:
+        return self.parts["codec"]
+
+    @property
+    def networks(self) -> dict[str, nnx.Module]:
+        """What generation runs: transformer and codec."""
+        return {"transformer": self.transformer, "codec": self.codec}
+
+    @property
+    def config(self):
+        """Of the transformer."""
+        return self.transformer.config
+
+    @property
+    def dtype(self):
+        return self.transformer.dtype
+
+    @property
+    def num_classes(self) -> int:
+        """Classes of a class-conditional model."""
+        return self.config.num_classes
+
+    @property
+    def class_names(self) -> list[str] | None:
+        return self.metadata.get("class_names")
+
+    # --- generation -------------------------------------------------------------------------------
+
+    def sampling(self, **overrides) -> Sampling:
+        """The checkpoint's recommended sampling, with overrides (`Sampling`; None keeps the
+        recommendation).
+
+        Raises:
+          UserError: this model cannot draw that way.
+        """
+        chosen = Sampling.recommended(dict(self.metadata.get("sampling", {})), **overrides)
+        return self.config.check_sampling(chosen)
+
+    @property
+    def geometry(self) -> Geometry:
+        """What a cache must know of the model under its recommended sampling."""
+        return self.geometry_for(self.sampling())
+
+    def geometry_for(self, sampling: Sampling) -> Geometry:
+        """Likewise under other sampling: without guidance there are no unconditional rows."""
+        config = self.config
+        return Geometry(
+            schedule=config.schedule,
+            num_layers=config.depth,
+            num_heads=config.num_heads,
+            head_dim=config.head_dim,
+            rows_per_image=2 if config.is_guided(sampling) else 1,
+        )
+
+    def with_config(self, config) -> "Model":
+        """The same weights, shared and not copied, under another configuration of the
+        transformer."""
+        if config == self.config:
+            return self
+        transformer = nnx.merge(*nnx.split(self.transformer))
+        transformer.config = config
+        return replace(self, parts={**self.parts, "transformer": transformer})
+
+    def with_template(self, aspect: float | str | None, size: str | None) -> "Model":
+        """This model for pictures of another shape; `UserError` if there is no such template."""
+        return self.with_config(self.family.with_template(self.config, aspect, size))
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    @property
+    def is_abstract(self) -> bool:
+        return isinstance(jax.tree.leaves(self.transformer)[0], jax.ShapeDtypeStruct)
+
+    def abstract(self) -> "Model":
+        """The same model without its weights."""
+        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), dict(self.parts))
+        return replace(self, parts=shapes)
+
+    def load_weights(self, dtype: str | None = None, *, on_host: bool = False) -> "Model":
+        """This model with the weights of its checkpoint. dtype, on_host: as in `load`."""
+        if self.directory is None:
+            raise UserError(
+                f"{self.name} is the name of a published model, whose weights are not part of "
+                f"varjax: convert them with `python -m ported_weights --model={self.name} "
+                f"--source=... --tokenizer_source=... --out=DIR` and give DIR"
+            )
+        dtype = choose("dtype", str(dtype or default_dtype()), DTYPES)
+        loaded = checkpoint.load(self.directory, dtype, "float32")
+        parts = {"transformer": loaded.transformer, "codec": loaded.codec}
+        return replace(self, parts=parts).with_config(self.config)
+
+
+def describe(
+    name_or_directory: str | Path | None = None,
+    *,
+    aspect: float | str | None = None,
+    size: str | None = None,
+) -> Model:
+    """An abstract model: the embedded demo (None), a checkpoint folder, or a published name.
+
+    aspect, size: as in `load`.
+
+    Raises:
+      UserError: there is no usable checkpoint there, or no such template.
+    """
+    if name_or_directory in registry.PRESETS and not Path(name_or_directory).exists():
+        name, directory = str(name_or_directory), None
+        preset = registry.preset(name)
+        family = registry.family(preset.family)
+        parts = {
+            "transformer": family.transformer.abstract(preset.transformer),
+            "codec": family.codec.abstract(preset.codec),
+        }
+        metadata = {"family": preset.family, "sampling": dict(preset.sampling)}
+    else:
+        directory = Path(name_or_directory or checkpoint.demo_directory())
+        name = directory.resolve().name if name_or_directory else "demo"
+        found = checkpoint.load_abstract(directory)
+        parts = {"transformer": found.transformer, "codec": found.codec}
+        metadata = found.metadata
+    return Model(name, parts, metadata, directory).with_template(aspect, size)
+
+
+def load(
+    path: str | Path | None = None,
+    dtype: str | None = None,
+    *,
+    aspect: float | str | None = None,
+    size: str | None = None,
+    on_host: bool = False,
+) -> Model:
+    """Load a checkpoint folder; without a path the embedded demo (64-pixel fruit, 44 classes).
+
+    Args:
+      path: folder written by `python -m ported_weights` or `experiments.train`.
+      dtype: "float32" or "bfloat16" for the transformer; None takes float32 on CPU, bfloat16
+        elsewhere. The codec is float32.
+      aspect, size: height / width and pixel count of the pictures, as 1.5 and "0.25M", for models
+        that have templates (Infinity); None keeps the checkpoint's.
+      on_host: keep the weights in host memory, for a `Generator` over several devices, which puts
+        every device's share where it belongs.
+
+    Raises:
+      UserError: there is no usable checkpoint there, or no such template.
+    """
+    model = describe(path, aspect=aspect, size=size)
+    return model.load_weights(dtype, on_host=on_host)

@@ -1,0 +1,119 @@
+"""What the engine asks of a transformer that draws images scale by scale.
+
+The engine (`varjax.engine.scales`) knows schedules, segments, layers and the cache; everything else
+is a step that the transformer brings, in the order in which it is called:
+
+    encode_condition    once per image: all that depends on the condition only
+    scale_context       once per scale: what its layers share
+    embed               token inputs of a scale
+    project             a layer's queries, keys and values
+    post_attention      the rest of the layer, given the attention output
+    logits              the head, with guidance
+    sample              tokens
+
+Rows: conditional images first; with guidance the same images unconditional follow (R = 2 B),
+without it there are none (R = B). Codes, and what becomes of them, belong to the codec (`codes`,
+`accumulate`, `decode`). A new family writes one subclass.
+"""
+
+from typing import Any, ClassVar
+
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from varjax.engine.inputs import Resampling, StepInputs
+from varjax.sampling import Sampling
+
+
+class NextScaleTransformer(nnx.Module):
+    """Base of all families. `config` has schedule, depth, num_heads, head_dim, code_map,
+    logits_per_token, `check_sampling` and `is_guided`; `blocks` are the stacked layers."""
+
+    token_name: ClassVar[str] = "tokens"  # what a token is called in files
+
+    @property
+    def dtype(self):
+        """The type of the weights, which is the type that matrix products run in."""
+        return self.head.kernel[...].dtype
+
+    @property
+    def resampling(self) -> Resampling:
+        """How the code map changes size on the way to a scale and back."""
+        return Resampling()
+
+    def condition_shapes(self, images: int, text_tokens: int | None = None) -> Any:
+        """Shapes and types of what `encode_condition` takes for so many images. text_tokens: padded
+        length of texts; None: the most that the model takes."""
+        raise NotImplementedError
+
+    # --- traced steps -----------------------------------------------------------------------------
+
+    def encode_condition(self, condition: Any, *, guided: bool) -> dict[str, Any]:
+        """Everything that depends on the condition only, for all rows: `head` [R, 2, D] and
+        `layers` (leading axis layers, scanned with the stacked blocks) are expected in it."""
+        raise NotImplementedError
+
+    def scale_context(self, context: dict, step: StepInputs, sampling: Sampling) -> Any:
+        """What all layers of a scale share beyond the condition."""
+        return None
+
+    def embed(
+        self, context: dict, codes: Float[Array, "B T C"], step: StepInputs
+    ) -> Float[Array, "R T D"]:
+        """Inputs of a scale from the code map so far, resized to the scale."""
+        raise NotImplementedError
+
+    def project(self, block, layer_context: Any, shared: Any, x: Float[Array, "R T D"]):
+        """Queries, keys and values [R, N, T, H] of one layer; queries carry the attention scale."""
+        raise NotImplementedError
+
+    def raw_queries(
+        self, block, layer_context: Any, x: Float[Array, "R T D"]
+    ) -> Float[Array, "R N T H"]:
+        """See `layers.plain_queries`."""
+        raise NotImplementedError
+
+    def post_attention(
+        self,
+        block,
+        layer_context: Any,
+        shared: Any,
+        x: Float[Array, "R T D"],
+        attended: Float[Array, "R N T H"],
+    ) -> Float[Array, "R T D"]:
+        """Everything of a layer that comes after its attention."""
+        raise NotImplementedError
+
+    def logits(
+        self,
+        head: Float[Array, "R 2 D"],
+        x: Float[Array, "R T D"],
+        step: StepInputs,
+        sampling: Sampling,
+    ) -> Float[Array, "B T ..."]:
+        """Guided logits, float32, before filters."""
+        raise NotImplementedError
+
+    def sample(
+        self, logits: Float[Array, "B T ..."], keys: Array, sampling: Sampling
+    ) -> tuple[Array, Array]:
+        """(tokens [B, T, ...] drawn with one key per image, filtered logits)."""
+        raise NotImplementedError
+
+    # --- tokens in files --------------------------------------------------------------------------
+
+    def no_tokens(self, images: int) -> np.ndarray:
+        """Tokens as they are drawn, all 0, for programs that take forced ones and get none."""
+        return np.zeros((images, self.config.schedule.total_tokens), np.int32)
+
+    def tokens_to_file(self, tokens: np.ndarray) -> np.ndarray:
+        """Drawn tokens of N images as `arrays.npz` has them."""
+        return np.asarray(tokens, np.int32)
+
+    def tokens_from_file(self, array: np.ndarray, num_images: int, scales: int) -> np.ndarray:
+        """The inverse, for tokens that are forced; `UserError` if the array does not fit.
+
+        scales: how many scales take them; it may end there.
+        """
+        raise NotImplementedError

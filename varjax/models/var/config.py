@@ -1,0 +1,135 @@
+"""Configuration of the VAR transformer, in the published constructor's names, and its published
+sizes."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from varjax.errors import UserError
+from varjax.models import published
+from varjax.sampling import Sampling
+from varjax.schedule import Schedule
+
+SIDES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
+SIDES_512 = (1, 2, 3, 4, 6, 9, 13, 18, 24, 32)
+# Published constructor arguments and notes that do not change the function computed.
+IGNORED_NAMES = (
+    *("vae", "vae_local", "vae_kwargs", "L", "note"),
+    *("drop_rate", "attn_drop_rate", "drop_path_rate", "flash_if_available", "fused_if_available"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VARConfig:
+    """Shape of a VAR transformer; field names follow the published constructor, `schedule` replaces
+    `patch_nums`."""
+
+    num_classes: int = 1000
+    depth: int = 16
+    embed_dim: int = 1024
+    num_heads: int = 16
+    mlp_ratio: float = 4.0
+    norm_eps: float = 1e-6
+    shared_aln: bool = False
+    attn_l2_norm: bool = True
+    schedule: Schedule = Schedule.square(SIDES_256)
+    vocab_size: int = 4096
+    z_channels: int = 32
+    cond_drop_rate: float = 0.1  # training: how often the label is replaced by the null class
+
+    def __post_init__(self):
+        published.check_size("VAR", "depth", self.depth, published.LARGEST_DEPTH)
+        for name in ("num_classes", "embed_dim", "num_heads", "vocab_size", "z_channels"):
+            published.check_size("VAR", name, getattr(self, name))
+        published.check_real("VAR", "norm_eps", self.norm_eps)
+        published.check_real("VAR", "mlp_ratio", self.mlp_ratio, positive=True)
+        published.check_size("VAR", "embed_dim * mlp_ratio", self.hidden_dim)
+        if self.embed_dim % self.num_heads:
+            raise UserError(
+                f"VAR configuration: embed_dim {self.embed_dim} is not a multiple of num_heads "
+                f"{self.num_heads}"
+            )
+        if not 0 <= self.cond_drop_rate < 1:
+            raise UserError(
+                f"VAR configuration: cond_drop_rate {self.cond_drop_rate} is outside [0, 1)"
+            )
+
+    @classmethod
+    def preset(cls, depth: int, sides=SIDES_256, shared_aln: bool = False) -> "VARConfig":
+        """Published sizes: width 64 * depth and as many heads as layers."""
+        return cls(
+            depth=depth,
+            embed_dim=64 * depth,
+            num_heads=depth,
+            schedule=Schedule.square(sides),
+            shared_aln=shared_aln,
+        )
+
+    @classmethod
+    def from_published(cls, arguments) -> "VARConfig":
+        """Read the published constructor's names; `patch_nums` holds sides or [height, width].
+
+        What is left out has the published default; hence `attn_l2_norm` is off unless given.
+
+        Raises:
+          UserError: for an unknown name or a value of the wrong type.
+        """
+        types = {f.name: f.type for f in dataclasses.fields(cls) if f.name != "schedule"}
+        found = published.arguments(
+            "VAR", arguments, {**types, "patch_nums": object}, IGNORED_NAMES
+        )
+        schedule = published.schedule("VAR", found.pop("patch_nums", SIDES_256))
+        return cls(**{"attn_l2_norm": False, **found}, schedule=schedule)
+
+    def to_published(self) -> dict:
+        """The published constructor's names and JSON values: the inverse of `from_published`."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        schedule = values.pop("schedule")
+        return {**values, "patch_nums": published.patch_nums(schedule)}
+
+    @property
+    def head_dim(self) -> int:
+        return self.embed_dim // self.num_heads
+
+    @property
+    def hidden_dim(self) -> int:
+        return round(self.embed_dim * self.mlp_ratio)
+
+    @property
+    def logits_per_token(self) -> int:
+        return self.vocab_size
+
+    @property
+    def code_map(self) -> tuple[int, int, int]:
+        """Height, width and channels of the latent map."""
+        return (*self.schedule.final_map, self.z_channels)
+
+    def condition_bytes(self, rows: int, item_size: int, text_tokens: int | None = None) -> int:
+        """Bytes that every layer holds of the condition while an image is drawn."""
+        return self.depth * rows * 6 * self.embed_dim * item_size
+
+    def check_sampling(self, sampling: Sampling) -> Sampling:
+        """Return it, or raise `UserError` if this model cannot draw that way."""
+        if sampling.cfg_insertion_layer != (0,):
+            raise UserError(
+                f"cfg_insertion_layer={sampling.cfg_insertion_layer!r:.60}: VAR mixes its rows on "
+                f"the logits only, which is 0"
+            )
+        return sampling.check(self.schedule.num_scales, self.vocab_size)
+
+    def is_guided(self, sampling: Sampling) -> bool:
+        """Whether unconditional rows have any weight: t = cfg * k / (K - 1) is not 0 everywhere."""
+        return any(cfg != 0 for cfg in sampling.per_scale("cfg", self.schedule.num_scales))
+
+    @property
+    def null_label(self) -> int:
+        """Index of the class embedding that stands for "no class"."""
+        return self.num_classes
+
+
+PRESETS = {
+    "var-d16": VARConfig.preset(16),
+    "var-d20": VARConfig.preset(20),
+    "var-d24": VARConfig.preset(24),
+    "var-d30": VARConfig.preset(30),
+    "var-d36": VARConfig.preset(36, SIDES_512, shared_aln=True),
+}
