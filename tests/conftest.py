@@ -35,6 +35,7 @@ jax.config.update("jax_default_matmul_precision", "highest")  # parity with CPU 
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run tests that take minutes")
+    parser.addoption("--aot", action="store_true", help="also compile for chips that are not here")
     parser.addoption("--weights", metavar="DIR", help="folder of released weights")
 
 
@@ -48,6 +49,8 @@ def pytest_collection_modifyitems(config, items):
 def _reasons_to_skip(config, item):
     if item.get_closest_marker("slow") and not config.getoption("--slow"):
         yield "takes minutes: add --slow"
+    if item.get_closest_marker("aot") and not config.getoption("--aot"):
+        yield "compiles for a chip that is not here: add --aot"
     if item.get_closest_marker("weights") and not config.getoption("--weights"):
         yield "needs released weights: add --weights=DIR"
     for platform in ("gpu", "tpu"):

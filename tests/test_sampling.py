@@ -45,7 +45,9 @@ def test_draws_follow_the_distribution():
         keys
     )
     counts = np.bincount(np.asarray(tokens)[:, 0], minlength=3) / 4000
-    chex.assert_trees_all_close(counts, np.array([0.1, 0.2, 0.7]), atol=0.03)  # four standard deviations
+    chex.assert_trees_all_close(
+        counts, np.array([0.1, 0.2, 0.7]), atol=0.03
+    )  # four standard deviations
 
 
 def by_sorting(logits: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
