@@ -1,13 +1,13 @@
 """Storing a scale's tokens in the pool: signature, documentation and dispatch."""
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
 from pallas_kernels import implementations
 from pallas_kernels.cache_write.table import BlockWrites
 
 
 def write(
-    kv_pool: Float[Array, "R blocks block_size KV"],
+    kv_pool: Num[Array, "R blocks block_size KV"],
     k: Float[Array, "R N T H"],
     v: Float[Array, "R N T H"],
     writes: BlockWrites,

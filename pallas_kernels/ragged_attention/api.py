@@ -6,7 +6,7 @@ layer is data, and raggedness is in the table, never in a shape.
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import implementations
 from pallas_kernels.ragged_attention import reference
@@ -19,8 +19,8 @@ def attend(
     q: Float[Array, "R N T H"],
     k_new: Float[Array, "R N T H"],
     v_new: Float[Array, "R N T H"],
-    new_length: Int[Array, ""],
-    kv_pool: Float[Array, "R blocks block_size KV"],
+    new_length: Int[Array, ""] | int,
+    kv_pool: Num[Array, "R blocks block_size KV"],
     table: BlockTable,
     *,
     kv_scale: Float[Array, "R blocks two_block_size"] | None = None,
@@ -59,8 +59,8 @@ def attend(
 def attention_scores(
     q: Float[Array, "R N Q H"],
     k_new: Float[Array, "R N T H"],
-    new_length: Int[Array, ""],
-    kv_pool: Float[Array, "R blocks block_size KV"],
+    new_length: Int[Array, ""] | int,
+    kv_pool: Num[Array, "R blocks block_size KV"],
     table: BlockTable,
     *,
     kv_scale: Float[Array, "R blocks two_block_size"] | None = None,
@@ -77,8 +77,8 @@ def attention_scores(
 def attention_moments(
     q: Float[Array, "R N Q H"],
     k_new: Float[Array, "R N T H"],
-    new_length: Int[Array, ""],
-    kv_pool: Float[Array, "R blocks block_size KV"],
+    new_length: Int[Array, ""] | int,
+    kv_pool: Num[Array, "R blocks block_size KV"],
     table: BlockTable,
     query_weights: Float[Array, " Q"],
     lse: Float[Array, "R N Q"],
