@@ -3,7 +3,27 @@
 from jaxtyping import Array, Float, Num
 
 from pallas_kernels import implementations
+from pallas_kernels.cache_write import reference
 from pallas_kernels.cache_write.table import BlockWrites
+
+
+def _triton():
+    from pallas_kernels.cache_write import triton
+
+    return triton.write
+
+
+def _tpu():
+    from pallas_kernels.cache_write import tpu
+
+    return tpu.write
+
+
+KERNELS: implementations.Kernels = {
+    "reference": lambda: reference.write,
+    "triton": _triton,
+    "tpu": _tpu,
+}
 
 
 def write(
@@ -34,4 +54,4 @@ def write(
       NotImplementedError: the implementation named cannot run, with the reason.
     """
     arguments = (kv_pool, k, v, writes, kv_scale)
-    return implementations.run(implementation, __name__.rpartition(".")[0], "write", *arguments)
+    return implementations.run(implementation, KERNELS, *arguments)

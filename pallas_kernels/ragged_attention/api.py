@@ -12,7 +12,31 @@ from pallas_kernels import implementations
 from pallas_kernels.ragged_attention import reference
 from pallas_kernels.ragged_attention.table import BlockTable
 
-OPERATION = __name__.rpartition(".")[0]
+
+def _triton():
+    from pallas_kernels.ragged_attention import triton
+
+    return triton
+
+
+def _tpu():
+    from pallas_kernels.ragged_attention import tpu
+
+    return tpu
+
+
+KERNELS: dict[str, implementations.Kernels] = {
+    "attend": {
+        "reference": lambda: reference.attend,
+        "triton": lambda: _triton().attend,
+        "tpu": lambda: _tpu().attend,
+    },
+    "attention_moments": {
+        "reference": lambda: reference.attention_moments,
+        "triton": lambda: _triton().attention_moments,
+        "tpu": lambda: _tpu().attention_moments,
+    },
+}
 
 
 def attend(
@@ -49,11 +73,9 @@ def attend(
     Raises:
       NotImplementedError: the implementation named cannot run, with the reason.
     """
-    return implementations.run(
-        *(implementation, OPERATION, "attend"),
-        *(q, k_new, v_new, new_length, kv_pool, table, kv_scale),
-        return_lse=return_lse,
-    )
+    arguments = (q, k_new, v_new, new_length, kv_pool, table, kv_scale)
+    kernels = KERNELS["attend"]
+    return implementations.run(implementation, kernels, *arguments, return_lse=return_lse)
 
 
 def attention_scores(
@@ -98,11 +120,9 @@ def attention_moments(
       squares: also sum the squared weights.
       The rest as in `attend`.
     """
-    return implementations.run(
-        *(implementation, OPERATION, "attention_moments"),
-        *(q, k_new, new_length, kv_pool, table, query_weights, lse, kv_scale),
-        squares=squares,
-    )
+    arguments = (q, k_new, new_length, kv_pool, table, query_weights, lse, kv_scale)
+    kernels = KERNELS["attention_moments"]
+    return implementations.run(implementation, kernels, *arguments, squares=squares)
 
 
 def check_kernel_arguments(
