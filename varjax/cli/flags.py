@@ -58,8 +58,7 @@ class CommandFlags:
             with contextlib.suppress(flags.Error):  # a missing value: reading all flags says so
                 alone(list(argv), known_only=True)
                 if holder.value:
-                    with about(holder):
-                        use(holder.value)
+                    use(holder.value)
 
     def use_compilation_cache(self) -> None:
         """Obey --compilation_cache, if the command has it."""
