@@ -30,7 +30,6 @@ from experiments.flags.sampling import SamplingFlags
 from experiments.prompts.condition import check_text_tokens
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
-from varjax.cache.planner import plan_cache
 from varjax.cli.flags import CommandFlags
 from varjax.engine.segments import plan_segments
 from varjax.errors import UserError
@@ -104,9 +103,8 @@ def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
     for chip in wanted:
         PROGRAM.check_mesh(program.mesh, model, batch, chip.most_devices, chip.name)
     sampling = SAMPLING.sampling(model)
-    calibration = POLICY.calibration(policy, model, sampling)
     attention = {chip.name: attention_for(chip, program.attention) for chip in wanted}
-    plan = plan_cache(model.geometry_for(sampling), policy, calibration)
+    plan, calibration = POLICY.plan(policy, model, sampling)
     PROGRAM.check_plan(plan, program.mesh)
     text_tokens = check_text_tokens(TEXT_TOKENS.value, model)
     workloads = {

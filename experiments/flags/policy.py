@@ -69,23 +69,31 @@ class PolicyFlags:
         arguments = parse_pairs(self._arguments.value)
         return get_policy(self._policy.value, self._budget.value, arguments)
 
-    def calibration(
+    def plan(
         self, policy: Policy, model: Model | Geometry, sampling: Sampling | None = None
-    ) -> Calibration | None:
-        """The file of --calibration, else the one in the model's folder.
+    ) -> tuple[CachePlan, Calibration | None]:
+        """The plan of a policy, and the calibration it was made with: the file of --calibration,
+        else the one in the model's folder.
 
         A file that is given is refused for policies that would ignore it, and any file if it was
         made for other weights than the model's or, with `sampling`, for another guidance. A model
         without weights, which can only be planned for, has a `stand_in`.
         """
-        given = self._calibration.value
+        given, is_model = self._calibration.value, isinstance(model, Model)
         if given and not policy.uses_calibration:
             raise UserError(f"policy {policy.name!r} uses no calibration: leave out --calibration")
-        published = isinstance(model, Model) and model.directory is None
-        measured = model.geometry if published else model  # a file may be of any weights then
-        guidance = None if sampling is None else sampling.guidance
-        found = calibration_lib.find(policy, measured, given, guidance)
-        return stand_in(policy, measured) if published and found is None else found
+        geometry, guidance = model.geometry if is_model else model, None
+        if sampling is not None:
+            geometry, guidance = model.geometry_for(sampling), sampling.guidance
+        found = calibration_lib.find(policy, model, given, guidance)
+        if found is None and is_model and model.directory is None:
+            found = stand_in(policy, geometry)
+        try:
+            return plan_cache(geometry, policy, found), found
+        except UserError as error:
+            if found is None and policy.uses_calibration:
+                raise UserError(f"{error}; --calibration=FILE names it") from None
+            raise
 
 
 def stand_in(policy: Policy, geometry: Geometry) -> Calibration | None:

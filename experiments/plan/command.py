@@ -30,7 +30,6 @@ from experiments.flags.program import batch_size_flag, dtype_flag, kv_dtype_flag
 from experiments.plan.paper_bytes import paper_lines
 from varjax.cache.geometry import Geometry
 from varjax.cache.plan import CachePlan
-from varjax.cache.planner import plan_cache
 from varjax.cli.flags import CommandFlags
 from varjax.engine.memory import show_bytes
 from varjax.errors import UserError
@@ -138,9 +137,7 @@ def main(argv) -> None:
     name, model = model_or_geometry()
     geometry = model.geometry if isinstance(model, Model) else model
     check_countable(geometry, BATCH_SIZE.value, DTYPE.value)
-    policy = POLICY.resolve()
-    calibration = POLICY.calibration(policy, model)
-    plan = plan_cache(geometry, policy, calibration)
+    plan, calibration = POLICY.plan(POLICY.resolve(), model)
     sizes = (BATCH_SIZE.value, DTYPE.value, KV_DTYPE.value or DTYPE.value)
     steady = plan.policy.steady_tokens(geometry, calibration)
     remarks = [

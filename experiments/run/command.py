@@ -25,7 +25,6 @@ from experiments.run import results as run_results
 from experiments.run.batch_store import BatchStore
 from experiments.run.run import Run
 from varjax import api
-from varjax.cache.planner import plan_cache
 from varjax.cli.flags import CommandFlags
 from varjax.generator import Generator
 from varjax.model import Model
@@ -55,8 +54,7 @@ def resolve() -> Run:
     policy = POLICY.resolve()
     policy.check_images(len(condition))
     sampling = SAMPLING.sampling(model)
-    calibration = POLICY.calibration(policy, model, sampling)
-    plan = plan_cache(model.geometry_for(sampling), policy, calibration)
+    plan, calibration = POLICY.plan(policy, model, sampling)
     program = PROGRAM.resolve(model)
     PROGRAM.check_plan(plan, program.mesh)
     given_tokens, given_scales = GIVEN.resolve(model, len(condition))

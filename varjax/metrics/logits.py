@@ -52,7 +52,9 @@ def token_kl(
     return jnp.stack([kl_divergence(jnp.asarray(a), jnp.asarray(b)) for a, b in pairs])
 
 
-def image_kl(reference: Float[Array, "B L *bits V"], other) -> Float[Array, " B"]:
+def image_kl(
+    reference: Float[AnyArray, "B L *bits V"], other: Float[AnyArray, "B L *bits V"]
+) -> Float[np.ndarray, " B"]:
     """Token-mean KL of each image in nats. A token of several bits counts their sum."""
     images, tokens, *_, choices = other.shape
     flat = (a.reshape(images, -1, choices) for a in (reference, other))

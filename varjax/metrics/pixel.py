@@ -11,7 +11,7 @@ from varjax.errors import UserError
 from varjax.io.extras import require
 
 Images = Float[Array | np.ndarray, "N H W C"]
-Tokens = Integer[Array | np.ndarray, "N ..."]
+Tokens = Integer[Array | np.ndarray, "..."]
 WINDOW = 11  # side of the Gaussian window of SSIM in pixels (Wang et al. 2004), deviation 1.5
 
 
