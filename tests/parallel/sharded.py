@@ -36,7 +36,7 @@ def check_weights(generator: Generator) -> None:
     divided = [a for a in blocks if a.addressable_shards[0].data.size == a.size // shards]
     assert shards == 1 or sum(a.size for a in divided) > 0.5 * sum(a.size for a in blocks)
     assert generator.model.is_abstract
-    whole = {a.shape for a in divided} if shards > 1 else set()
+    whole = {a.shape for a in divided if a.ndim == 3 and shards > 1}  # matrices: no shard has these
     alone = [a for a in jax.live_arrays() if len(a.sharding.device_set) == 1]
     assert not [a.shape for a in alone if a.shape in whole]
 
