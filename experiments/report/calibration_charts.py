@@ -177,27 +177,27 @@ def pruning(
         for budget in budgets:
             try:
                 policy = cls(budget=budget).prepare(geometry, calibration)
-                death = policy.schedule(geometry, policy.budget, calibration).death()
+                last_use = policy.schedule(geometry, policy.budget, calibration).last_use()
             except UserError as error:
                 yield name, f"{budget:g}", str(error)
                 continue
             sources = range(policy.sinks, geometry.schedule.num_scales - 1)
             if cls is BinaryHeatKV:
                 sources = sources[:1]  # whole heads: the same for all sources
-            found = [_removals(death[..., j], j, sources, geometry) for j in sources]
+            found = [_removals(last_use[..., j], j, sources, geometry) for j in sources]
             nothing = "Every stored scale is a sink: nothing is ever removed."
             yield name, f"{budget:g}", found or nothing
 
 
-def _removals(death: np.ndarray, source: int, sources: range, geometry: Geometry) -> alt.Chart:
-    """A square per head; `death` int [L, N]: the first scale that no longer sees scale `source`.
+def _removals(last_use: np.ndarray, source: int, sources: range, geometry: Geometry) -> alt.Chart:
+    """A square per head; `last_use` int [L, N]: the last scale that sees scale `source`.
     The last of the charts, one for each of `sources`, has the legend."""
-    layers, heads = death.shape
+    layers, heads = last_use.shape
     names = scale_names(geometry.schedule)
     words = np.array(["", *(f"before {name}" for name in names[1:]), "never"])
     data = [
         {"layer": i, "head": list(range(heads)), "given up": row.tolist()}
-        for i, row in enumerate(words[death])
+        for i, row in enumerate(words[last_use + 1])
     ]
     colour = _colour("given up:N", "given up", domain=words[sources[0] + 1 :].tolist())
     legend = alt.Legend(orient="right", columns=1) if source == sources[-1] else None
