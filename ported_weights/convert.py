@@ -76,7 +76,7 @@ def convert(
     encoder, files = {}, {}
     if text_encoder_source:
         encoder[ENCODER] = _text_encoder_of(family, configs["transformer"], text_encoder_source)
-        files[f"{ENCODER}/{FILE_NAME}"] = Path(text_encoder_source) / FILE_NAME
+        files[ENCODER] = {FILE_NAME: Path(text_encoder_source) / FILE_NAME}
     metadata = {
         "model": model,
         "sampling": sampling_of(sampling, recommended, configs["transformer"], say),
@@ -118,7 +118,7 @@ def convert_text_encoder(
         family=None,
         parts=modules,
         metadata={"sources": described},
-        files={FILE_NAME: Path(source) / FILE_NAME},
+        files={ENCODER: {FILE_NAME: Path(source) / FILE_NAME}},
         overwrite=overwrite,
     )
 
