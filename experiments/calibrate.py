@@ -21,9 +21,8 @@ from experiments.flags.generation import SamplingFlags
 from experiments.flags.model import ModelFlags
 from experiments.prompts import condition as text_condition
 from varjax import api
-from varjax.calibration import data as measured
-from varjax.calibration import measure
-from varjax.calibration.data import Calibration, show_guidance
+from varjax import calibration as measured
+from varjax.calibration import Calibration, measure, show_guidance
 from varjax.cli import command_line
 from varjax.storage.atomic import check_new_file
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from varjax.models.pipeline import Pipeline
 
 from pallas_kernels import implementations
 from varjax import api
@@ -17,7 +18,6 @@ from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
 from varjax.errors import UserError
 from varjax.models import registry
-from varjax.models.pipeline import Pipeline
 from varjax.models.registry import Family
 from varjax.policies import Policy
 from varjax.storage import checkpoint

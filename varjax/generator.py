@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from varjax import calibration as calibration_lib
 from varjax import conditions
 from varjax import sampling as sampling_lib
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
-from varjax.calibration import data as calibration_lib
-from varjax.calibration.data import Calibration
+from varjax.calibration import Calibration
 from varjax.conditions import Condition
 from varjax.engine import compilation_cache, cost, program, scales
 from varjax.engine.segments import plan_segments
@@ -298,11 +298,12 @@ class Generator:
             program.place(self._networks, self._formats)
         if self._sharded is not None:
             arguments = jax.device_put(arguments, self._sharded.shardings[2:])
+        # a new pool for every batch: the last one was donated, and zeroing is not what is timed
         state = jax.block_until_ready(self.empty_state())
         start = time.perf_counter()
         results, state = self._program(self._networks, state, *arguments)
         if not keep_cache:
-            state = None
+            state = None  # the last reference: decoding may use that memory
         results["images"] = self._decoder(self._networks, results["code_map"])
         jax.block_until_ready(results)
         self.timing.runs.append(time.perf_counter() - start)

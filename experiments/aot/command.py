@@ -19,6 +19,7 @@ import json
 import sys
 
 import jax
+from varjax.engine.generator import MATMUL_PRECISIONS
 
 from experiments.aot import report, worker
 from experiments.aot.program import Request
@@ -31,7 +32,6 @@ from pallas_kernels.chips import Chip
 from varjax import api
 from varjax.cache.planner import plan_cache
 from varjax.cli import command_line
-from varjax.engine.generator import MATMUL_PRECISIONS
 from varjax.engine.segments import plan_segments
 from varjax.errors import UserError
 from varjax.parallel import sharding

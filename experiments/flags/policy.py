@@ -3,11 +3,11 @@
 import numpy as np
 
 from experiments.settings import AbstractModel
+from varjax import calibration as calibration_lib
 from varjax.cache.geometry import Geometry
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
-from varjax.calibration import data as calibration_lib
-from varjax.calibration.data import Calibration
+from varjax.calibration import Calibration
 from varjax.cli.command_line import CommandFlags, typed_pairs
 from varjax.errors import UserError
 from varjax.policies import POLICIES, Policy, get_policy

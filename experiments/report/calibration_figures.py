@@ -11,7 +11,7 @@ import numpy as np
 
 from experiments.report import svg
 from varjax.cache.geometry import Geometry
-from varjax.calibration.data import Calibration
+from varjax.calibration import Calibration
 from varjax.errors import UserError
 from varjax.policies import BinaryHeatKV, HeatKV
 

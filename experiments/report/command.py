@@ -19,8 +19,8 @@ import numpy as np
 from experiments.report import page, sweep_files
 from experiments.sweep import tables
 from varjax.cache.geometry import Geometry
-from varjax.calibration.data import Calibration
-from varjax.calibration.data import load as load_calibration
+from varjax.calibration import Calibration
+from varjax.calibration import load as load_calibration
 from varjax.cli import command_line
 from varjax.engine.memory import show_bytes
 from varjax.storage.atomic import check_new_file, new_file

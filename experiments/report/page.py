@@ -6,7 +6,7 @@ import numpy as np
 
 from experiments.report import assets, sections
 from varjax.cache.geometry import Geometry
-from varjax.calibration.data import Calibration
+from varjax.calibration import Calibration
 from varjax.engine.memory import show_bytes
 
 USUAL_BUDGETS = (0.1, 0.25, 0.5)

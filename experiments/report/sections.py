@@ -11,7 +11,7 @@ from experiments.report import calibration_figures as measured_figures
 from experiments.report import png, sweep_figures
 from experiments.sweep import tables
 from varjax.cache.geometry import Geometry
-from varjax.calibration.data import Calibration
+from varjax.calibration import Calibration
 
 CALIBRATE = "python -m experiments.calibrate --save=CAL.json"
 _TABLE_ORDER = (

@@ -5,6 +5,7 @@ weights that stay, is free in the next.
 """
 
 from varjax.engine.generator import Generator
+
 from varjax.engine.memory import peak_bytes
 
 

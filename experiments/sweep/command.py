@@ -33,8 +33,8 @@ from experiments.run.folder import RunFolder
 from experiments.sweep import plan, tables
 from experiments.sweep.cells import Runner
 from experiments.sweep.plan import Cell, SweepSettings
-from varjax.calibration import data as calibration_lib
-from varjax.calibration.data import Calibration
+from varjax import calibration as calibration_lib
+from varjax.calibration import Calibration
 from varjax.cli import command_line
 from varjax.errors import UserError
 from varjax.io import extras

@@ -14,7 +14,7 @@ from experiments.flags.generation import GenerationSettings
 from varjax.cache.geometry import Geometry
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
-from varjax.calibration.data import Calibration
+from varjax.calibration import Calibration
 from varjax.cli.command_line import typed_pairs
 from varjax.engine import memory
 from varjax.errors import UserError, choose
@@ -201,15 +201,18 @@ def plan_cells(
 
 
 def _plan_row(entry, budgets, geometry, calibration, num_images) -> list[Cell]:
-    given = POLICIES[entry.name].budgeted
+    try:
+        budgeted = get_policy(entry.name, None, entry.arguments).budgeted
+        policies = [
+            get_policy(entry.name, budget, entry.arguments)
+            for budget in (budgets if budgeted else [None])
+        ]
+    except UserError as error:
+        if entry.named:
+            raise
+        return [Cell(entry.label, entry.name, None, reason=str(error))]
     row = []
-    for budget in budgets if given else [None]:
-        try:
-            policy = get_policy(entry.name, budget, entry.arguments)
-        except UserError as error:
-            if entry.named:
-                raise
-            return [Cell(entry.label, entry.name, None, reason=str(error))]
+    for policy in policies:
         cell = _plan_cell(entry, policy, geometry, calibration, num_images)
         if cell.plan is None and policy.uses_calibration and calibration is None:
             return [Cell(entry.label, entry.name, None, reason=cell.reason)]
@@ -224,7 +227,7 @@ def _plan_cell(entry, policy, geometry, calibration, num_images) -> Cell:
     except UserError as error:
         return Cell(entry.label, entry.name, policy.budget, reason=str(error))
     arguments = settings.policy_arguments(policy)
-    return Cell(entry.label, entry.name, policy.budget, prepared, plan, arguments=arguments)
+    return Cell(entry.label, entry.name, prepared.budget, prepared, plan, arguments=arguments)
 
 
 def show_sizes(sweep: SweepSettings) -> str:

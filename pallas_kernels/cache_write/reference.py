@@ -5,7 +5,7 @@ relayout the whole pool.
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.cache_write.table import BlockWrites
 
@@ -64,7 +64,7 @@ def scatter(
 
 
 def write(
-    kv_pool: Float[Array, "R blocks block_size KV"],
+    kv_pool: Num[Array, "R blocks block_size KV"],
     k: Float[Array, "R N T H"],
     v: Float[Array, "R N T H"],
     writes: BlockWrites,

@@ -8,7 +8,7 @@ scale exists at once.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.ragged_attention.table import BlockTable
 
@@ -16,7 +16,7 @@ CHUNK = 256  # queries whose attention weights are held at once by `attention_mo
 
 
 def gather_slots(
-    kv_pool: Float[Array, "R blocks block_size KV"],
+    kv_pool: Num[Array, "R blocks block_size KV"],
     table: BlockTable,
     kv_scale: Float[Array, "R blocks two_block_size"] | None = None,
 ):
@@ -60,8 +60,8 @@ def attend(
     q: Float[Array, "R N T H"],
     k_new: Float[Array, "R N T H"],
     v_new: Float[Array, "R N T H"],
-    new_length: Int[Array, ""],
-    kv_pool: Float[Array, "R blocks block_size KV"],
+    new_length: Int[Array, ""] | int,
+    kv_pool: Num[Array, "R blocks block_size KV"],
     table: BlockTable,
     kv_scale: Float[Array, "R blocks two_block_size"] | None = None,
     *,

@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
+from pallas_kernels.ragged_attention import config as tiles
 from pallas_kernels.ragged_attention.api import check_kernel_arguments
 from pallas_kernels.ragged_attention.table import BlockTable
 from pallas_kernels.tpu_operands import LANES, block_of, block_shape
@@ -35,11 +36,21 @@ RANGE_BITS = 16
 def check(q: Array, kv_pool: Array, kv_scale: Array | None) -> None:
     """Raise `NotImplementedError` for arrays that do not compile or were never compiled."""
     check_kernel_arguments(
-        *(q, kv_pool, kv_scale),
+        q,
+        kv_pool,
+        kv_scale,
         name="TPU",
         head_dims=(64, 128, 256),
         block_sizes=(8, 16, 32, 64, 128),
         dtypes=("bfloat16", "float32", "int8"),
+    )
+
+
+def compiler_params(call: tiles.Call, config: tiles.TPUConfig, axes: int) -> pltpu.CompilerParams:
+    """axes: of the grid."""
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel",) * axes,
+        vmem_limit_bytes=tiles.tpu_vmem_limit(call, config),
     )
 
 

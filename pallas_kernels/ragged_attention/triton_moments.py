@@ -27,6 +27,7 @@ from pallas_kernels.ragged_attention.triton_pool import (
     compiler_params,
     dot,
     last_true,
+    load,
     rows_at,
 )
 
@@ -60,7 +61,7 @@ def attention_moments(
 
     specs = [line(1), head(queries, head_dim), head(own, head_dim), line(queries), head(queries)]
     sums = jax.ShapeDtypeStruct((rows, heads, old + own), jnp.float32)
-    moments = 2 if squares else 1
+    length, moments = new_length.reshape(1).astype(jnp.int32), 2 if squares else 1
     found = pl.pallas_call(
         partial(_kernel, stored, config, old),
         grid=(pl.cdiv(old, config.block_k) + pl.cdiv(own, config.block_k), heads, rows),
@@ -71,11 +72,7 @@ def attention_moments(
         cost_estimate=_cost(q, k_new, stored, moments),
         interpret=interpret,
         name="attention_moments",
-    )(
-        new_length.reshape(1).astype(jnp.int32),
-        *(q, k_new, query_weights.astype(jnp.float32), lse),
-        *stored.arrays,
-    )
+    )(length, q, k_new, query_weights.astype(jnp.float32), lse, *stored.arrays)
     return found[0], found[1] if squares else None
 
 
@@ -90,7 +87,7 @@ def _kernel(stored: Stored, config, old: int, length_ref, q_ref, k_ref, weight_r
     [(k, scale)], owned = stored.read(refs, key, (k_ref.dtype,))
     k += rows_at(k_ref, token, new, stored.head_dim)
     factor = LOG2_E if scale is None else (jnp.where(new, 1, scale) * LOG2_E)[:, None]
-    last = last_true(lambda i, inside: _line(weight_ref, i, inside) != 0, queries)
+    last = last_true(lambda i, inside: load(weight_ref, i, inside) != 0, queries)
     steps = jnp.where(
         jnp.max((owned | new).astype(jnp.int32)) > 0, pl.cdiv(last, config.block_q), 0
     )
@@ -107,7 +104,7 @@ def _add(size: int, k, factor, q_ref, weight_ref, lse_ref, i, sums):
     """Sums over queries with those of step i."""
     query = i * size + jnp.arange(size, dtype=jnp.int32)
     inside = query < q_ref.shape[0]
-    weight, lse = (_line(ref, query, inside) for ref in (weight_ref, lse_ref))
+    weight, lse = (load(ref, query, inside) for ref in (weight_ref, lse_ref))
     q = rows_at(q_ref, query, inside, q_ref.shape[1]).astype(k.dtype)
     scores = dot(k, q, transposed=True) * factor
     p = jnp.exp2(scores - (lse * LOG2_E)[None])
@@ -116,10 +113,6 @@ def _add(size: int, k, factor, q_ref, weight_ref, lse_ref, i, sums):
     if len(sums) == 2:
         found.append(p * found[0])
     return tuple(a + jnp.sum(b, axis=1) for a, b in zip(sums, found, strict=True))
-
-
-def _line(ref, index, mask):
-    return plgpu.load(ref.at[index], mask=mask, other=0)
 
 
 def _cost(q, k_new, stored: Stored, moments: int) -> pl.CostEstimate:

@@ -101,14 +101,14 @@ class Stored:
     def used(self, refs) -> Int[Array, ""]:
         """Keys up to the last entry that the head uses."""
         count = last_true(
-            lambda m, inside: _load(refs[2], m, inside) > _load(refs[1], m, inside), self.entries
+            lambda m, inside: load(refs[2], m, inside) > load(refs[1], m, inside), self.entries
         )
         return count * self.block_size
 
     def slots(self, refs, key: Int[Array, " K"]):
         """Slot numbers, whether the head owns them, and where their blocks' scales start."""
         entry, offset = key // self.block_size, key % self.block_size
-        ids, start, stop = (_load(ref, entry, entry < self.entries) for ref in refs[:3])
+        ids, start, stop = (load(ref, entry, entry < self.entries) for ref in refs[:3])
         owned = (offset >= start) & (offset < stop)
         return ids * self.block_size + offset, owned, ids * 2 * self.block_size + offset
 
@@ -120,7 +120,7 @@ class Stored:
         for half, dtype in enumerate(dtypes):
             scale = None
             if self.kv_scale is not None:
-                scale = _load(refs[4], place + half * self.block_size, owned)
+                scale = load(refs[4], place + half * self.block_size, owned)
             values = rows_at(refs[3], slot, owned, self.head_dim, half)
             found.append((values.astype(dtype), scale))
         return found, owned
@@ -141,7 +141,8 @@ def last_true(where, length: int) -> Int[Array, ""]:
     return jax.lax.fori_loop(0, pl.cdiv(length, size), last, jnp.int32(0))
 
 
-def _load(ref, index, mask):
+def load(ref, index: Int[Array, " K"], mask) -> Array:
+    """ref[index]; zero where `mask` [K] is false."""
     return plgpu.load(ref.at[index], mask=mask, other=0)
 
 
@@ -170,14 +171,13 @@ def dot(a: Array, b: Array, transposed: bool = False) -> Array:
 def check(q: Array, kv_pool: Array, kv_scale: Array | None, interpret: bool) -> None:
     """Raise `NotImplementedError` with the reason where the kernels cannot run; interpreted, they
     take every size."""
-    anything = interpret
     check_kernel_arguments(
         q,
         kv_pool,
         kv_scale,
         name="triton",
-        head_dims=(q.shape[-1],) if anything else HEAD_DIMS,
-        block_sizes=(kv_pool.shape[2],) if anything else BLOCK_SIZES,
+        head_dims=(q.shape[-1],) if interpret else HEAD_DIMS,
+        block_sizes=(kv_pool.shape[2],) if interpret else BLOCK_SIZES,
         dtypes=POOL_DTYPES,
     )
     if not interpret and kv_pool.dtype == jnp.int8 and 2**31 < kv_pool.size <= 2**32:

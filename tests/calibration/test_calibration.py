@@ -6,9 +6,9 @@ import pathlib
 import numpy as np
 import pytest
 
+from varjax import calibration as measured
 from varjax.cache.geometry import Geometry
-from varjax.calibration import data as measured
-from varjax.calibration.data import Calibration
+from varjax.calibration import Calibration
 from varjax.errors import UserError
 from varjax.schedule import Schedule
 

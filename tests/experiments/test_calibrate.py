@@ -6,7 +6,7 @@ import pytest
 
 from tests import models_under_test as models
 from varjax import api
-from varjax.calibration import data as measured
+from varjax import calibration as measured
 
 
 @pytest.fixture(scope="module")

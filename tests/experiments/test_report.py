@@ -14,8 +14,8 @@ import pytest
 from experiments.report import calibration_figures, png, svg
 from experiments.report import command as report_module
 from tests.experiments.made_up_sweep import GEOMETRY
-from varjax.calibration import data as measured
-from varjax.calibration.data import Calibration
+from varjax import calibration as measured
+from varjax.calibration import Calibration
 
 SECTIONS = "table fidelity pictures bytes density discrepancy patterns pruning stability".split()
 VOID = {"meta", "link", "img", "input", "br"}

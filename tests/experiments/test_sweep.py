@@ -12,8 +12,8 @@ from experiments import settings
 from experiments.sweep import cells as sweep_cells
 from experiments.sweep import plan
 from tests import models_under_test as models
+from varjax import calibration as calibration_lib
 from varjax.api import Generator
-from varjax.calibration import data as calibration_lib
 from varjax.errors import UserError
 
 FILES = ["fidelity.png", "samples.npz", "sweep.csv", "sweep.json", "sweep.md"]
@@ -152,9 +152,22 @@ def test_without_calibration_all_says_who_needs_one():
     for cell in cells:
         rows.setdefault(cell.label, []).append(cell)
     (skipped,) = rows["heatkv"]
-    assert skipped.plan is None and skipped.budget is None and "--calibration" in skipped.reason
+    assert skipped.plan is None and skipped.budget is None and "a calibration" in skipped.reason
     assert [c.plan is None for c in rows["swa"]] == [True, False]
     assert "smallest feasible budget" in rows["swa"][0].reason
+
+
+def test_given_sizes_are_not_swept():
+    """Their budget is what they cost; only a policy with its arguments can tell."""
+    geometry = models.fixture_model("b_k6_sharedaln").geometry
+    text = "amskv:cmin=8+cmax=20+layers=0,amskv:layers=0,"
+    text += "compose:allocate=amskv+allocate_cmin=8+allocate_cmax=20+allocate_layers=0+select=swa"
+    cells = plan.plan_cells(plan.parse_entries(text), [0.3, 0.5], geometry, None, 2)
+    given, *swept, composed = cells
+    assert [cell.budget for cell in swept] == [0.3, 0.5]
+    for cell in (given, composed):
+        assert cell.budget == cell.plan.budget not in (0.3, 0.5, 0.25)
+        assert cell.plan.capacity.max() == 20
 
 
 def test_without_matplotlib_the_tables_are_there(tmp_path, monkeypatch):

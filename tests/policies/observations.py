@@ -51,7 +51,7 @@ def kept_columns(keep) -> dict[tuple[int, int], set[int]]:
 
 
 def check_counts(obs: Observation, keep) -> None:
-    """A selection keeps live tokens, exactly as many as there is room for."""
+    """A selection keeps live tokens, exactly as many as the capacity says."""
     keep, live = np.asarray(keep), np.asarray(obs.live)
     assert not (keep & ~live).any()
     np.testing.assert_array_equal(keep.sum(-1), np.minimum(obs.capacity, live.sum(-1)))

@@ -11,7 +11,6 @@ from tests import models_under_test as models
 from tests.policies.amskv_cases import DEMO, calibration
 from varjax.cache.geometry import Geometry
 from varjax.cache.planner import plan_cache
-from varjax.policies import amskv_rules as rules
 from varjax.policies.amskv import AMSKV
 from varjax.policies.base import Observation
 
@@ -27,7 +26,7 @@ class Device:
         self.policy = policy.prepare(geometry, found)
         self.allocation = self.policy.allocate(geometry, self.policy.budget, found)
         self.inputs = self.policy.inputs(geometry, self.allocation, np.arange(rows // 2))
-        self.memory = self.policy.init_state(geometry, rows)
+        self.state = self.policy.init_state(geometry, rows)
         self.held = [np.zeros(0, int)] * rows
 
     def step(self, s: int, similarity: np.ndarray) -> list[np.ndarray]:
@@ -49,12 +48,12 @@ class Device:
             position=jnp.asarray(position),
             capacity=jnp.broadcast_to(jnp.asarray(following), (self.rows, 2)),
             regions=jnp.zeros((self.rows, 2), jnp.int32),
-            inputs={k: jnp.asarray(v[s, 0]) for k, v in self.inputs.items()},
-            state=self.memory,
+            inputs=jnp.asarray(self.inputs[s, 0]),
+            state=self.state,
             key_similarity=jnp.asarray(similarity, jnp.float32),
         )
         obs = dataclasses.replace(obs, state=self.policy.update_state(obs))
-        self.memory, keep = obs.state, np.asarray(self.policy.select(obs))
+        self.state, keep = obs.state, np.asarray(self.policy.select(obs))
         assert not (keep & ~live).any() and (keep.sum(-1) <= following).all()
         assert (keep[:, 0] == keep[:, 1]).all()
         self.held = [np.sort(p[k]) for p, k in zip(position[:, 0], keep[:, 0], strict=True)]
@@ -65,7 +64,6 @@ ONLINE = {
     "given": {"cmin": 20, "cmax": 50},
     "narrow, no condensed": {"cmin": 7, "cmax": 12, "condensed": 0},
     "large": {"cmin": 30, "cmax": 130},
-    "whole scales": {"cmin": 22, "cmax": 42, "granularity": "scale"},
     "filled": {"cmin": 20, "cmax": 30, "oversize": "fill"},
     "budget": {"budget": 0.4},
     "full": {"budget": 1.0},
@@ -81,7 +79,7 @@ def test_device_equals_host(name):
     below[0], below[1, :], below[:, 0] = False, True, False
     device = Device(policy, DEMO, rows=8)
     sizes = device.policy.sizes(DEMO, device.policy.budget)
-    expected = [rules.cache_layer(tokens, sizes, row)[0] for row in below]
+    expected = [sizes.contents(tokens, row)[0] for row in below]
     for s in range(last):
         held = device.step(s, np.where(below[:, s], -1.5, -0.5))
         for row in range(8):
@@ -89,18 +87,18 @@ def test_device_equals_host(name):
 
 
 @pytest.mark.parametrize("mode", ["profiled", "online"])
-def test_adopted_rooms(mode):
-    """In rooms of another policy: condensed and newest tokens, as many as the room allows."""
-    rooms = np.array([0, 1, 5, 9, 7, 20])
+def test_adopted_capacities(mode):
+    """In capacities of another policy: condensed and newest tokens, as many as fit."""
+    given = np.array([0, 1, 5, 9, 7, 20])
     policy = AMSKV(mode=mode, layers="" if mode == "online" else "all", budget=0.2)
     device = Device(policy, DEMO, rows=2)
     device.allocation = device.policy.adopt(
-        DEMO, 0.2, np.broadcast_to(rooms[:, None, None], (6, 8, 2)).astype(np.int32)
+        DEMO, 0.2, np.broadcast_to(given[:, None, None], (6, 8, 2)).astype(np.int32)
     )
     device.inputs = device.policy.inputs(DEMO, device.allocation, np.arange(1))
     for s in range(5):
         held = device.step(s, np.full(2, -9.0))
-        assert held[0].size == rooms[s + 1]
+        assert held[0].size == given[s + 1]
     assert set(range(device.allocation.protected)) < set(held[0])
 
 
@@ -124,7 +122,7 @@ def test_an_assumed_threshold_is_said():
         return [line for line in policy.plan_lines(DEMO, found) if "keys of norm 1" in line]
 
     (line,) = said()
-    assert line.startswith("theta     -1 is assumed") and "--calibration=FILE or theta=" in line
+    assert line.startswith("theta     -1 is assumed") and "calibrate it or give theta=" in line
     assert not said(theta=-1.0) and not said(calibration(DEMO))
 
 
@@ -141,8 +139,8 @@ LABELS, MODEL = np.array([3, 7], np.int32), "b_k6_sharedaln"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Noting(AMSKV):
-    """Online AMS-KV that notes the similarities it sees."""
+class Recording(AMSKV):
+    """Online AMS-KV that records the similarities it sees."""
 
     def init_state(self, geometry, rows):
         return {
@@ -152,8 +150,8 @@ class Noting(AMSKV):
 
     def update_state(self, obs):
         demanding = super().update_state(dataclasses.replace(obs, state=obs.state["demanding"]))
-        noted = obs.state["similarity"].at[:, obs.scale].set(obs.key_similarity)
-        return {"demanding": demanding, "similarity": noted}
+        seen = obs.state["similarity"].at[:, obs.scale].set(obs.key_similarity)
+        return {"demanding": demanding, "similarity": seen}
 
     def select(self, obs):
         return super().select(dataclasses.replace(obs, state=obs.state["demanding"]))
@@ -187,16 +185,15 @@ def test_online_follows_each_row():
     """Every row and layer holds what Algorithm 1 makes of the similarities it saw."""
     geometry = models.fixture_model(MODEL).geometry
     theta = -0.76
-    _, state, plan = run(Noting(mode="online", cmin=11, cmax=31, theta=theta))
+    _, state, plan = run(Recording(mode="online", cmin=11, cmax=31, theta=theta))
     similarity = np.asarray(state.policy_state["similarity"])
     below = similarity < theta
     below[:, :, 0] = False
     wide = set()
     for layer, row in np.ndindex(*below.shape[:2]):
-        host, rooms = rules.cache_layer(
-            geometry.schedule.tokens, plan.policy.sizes(geometry, 1.0), below[layer, row]
-        )
-        wide.add(int(rooms[-2]))
+        sizes = plan.policy.sizes(geometry, 1.0)
+        host, capacities = sizes.contents(geometry.schedule.tokens, below[layer, row])
+        wide.add(capacities[-2])
         for head in range(geometry.num_heads):
             np.testing.assert_array_equal(
                 held(state, plan, row, layer, head), np.flatnonzero(host[-2])

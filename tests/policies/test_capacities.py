@@ -1,4 +1,4 @@
-"""Rooms keep to the budget, exactly, and capacities never promise tokens that do not exist."""
+"""Limits keep to the budget, exactly, and capacities never promise tokens that do not exist."""
 
 import numpy as np
 import pytest

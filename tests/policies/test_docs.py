@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -10,12 +11,14 @@ import numpy as np
 import pytest
 
 from tests import models_under_test as models
-from varjax.policies import POLICIES, registry
+from tests.policies.amskv_cases import D30
+from varjax.cache.planner import plan_cache
+from varjax.policies import POLICIES, get_policy, registry
 from varjax.policies.base import Policy
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "policies.md").read_text("utf-8")
-EXAMPLE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
+ABLATIONS, EXAMPLE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.fixture
@@ -42,29 +45,47 @@ def test_it_fits_its_budget_and_changes_little(example):
 
 
 def test_a_file_in_the_folder_is_found(tmp_path):
-    """A new file appears in the help of commands and in the generic tests."""
-    import shutil
-
-    for package in ("varjax", "pallas_kernels", "experiments", "tests"):
-        shutil.copytree(
-            ROOT / package,
-            tmp_path / package,
-            ignore=shutil.ignore_patterns("__pycache__", "fixtures"),
-        )
-    (tmp_path / "ported_weights").symlink_to(ROOT / "ported_weights")
-    (tmp_path / "tests" / "fixtures").symlink_to(ROOT / "tests" / "fixtures")
+    """A new file is in the one list that command lines, tables and the generic tests follow."""
+    for package in ("varjax", "pallas_kernels"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
     (tmp_path / "varjax" / "policies" / "best_attended.py").write_text(EXAMPLE, "utf-8")
-    code = (
-        "from experiments.run import command as run; "
-        "from tests.policies import test_every_policy as every; "
-        "assert 'best_attended' in every.CASES; "
-        "print(run.command_line._help_text(run.main, run.FLAGS.values))"
-    )
+    code = "from varjax.policies import POLICIES; print(list(POLICIES)[-1])"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    assert "best_attended" in done.stdout
+    assert done.stdout == "best_attended\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("group", "seen"),
+    [
+        ("condensed", [[], [], [], [2], [2, 3], [2, 3, 4]]),
+        ("local", [[], [0], [0, 1], [0, 1, 2], [0, 1, 2], [0, 1, 2]]),
+        ("intermediate", [[], [0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 3, 4]]),
+    ],
+)
+def test_amskv_ablations(group, seen, tmp_path, monkeypatch):
+    """The files of AMS-KV's Table 1 say what `amskv` with an argument `remove` once kept."""
+    monkeypatch.chdir(tmp_path)
+    written = {}
+    exec(compile(ABLATIONS, "policies.md", "exec", dont_inherit=True), written)
+    geometry = written["geometry"]
+    plan = plan_cache(geometry, get_policy("table", None, {"path": f"without_{group}.npz"}))
+    for s, scales in enumerate(seen):
+        visible = plan.allocation.visible(geometry, s)
+        expected = np.isin(geometry.schedule.scale_of_token, scales)
+        np.testing.assert_array_equal(visible, np.broadcast_to(expected, visible.shape))
+    whole = written["without"](group, D30)
+    held = (whole[:, 0, 0] * D30.schedule.tokens).sum(-1)
+    np.testing.assert_array_equal(held, REMOVED_FROM_D30[group])
+
+
+REMOVED_FROM_D30 = {  # tokens per head that every scale sees
+    "condensed": [0, 0, 0, 9, 25, 50, 86, 150, 250, 419],
+    "intermediate": [0, 1, 5, 14, 30, 46, 66, 105, 169, 274],
+    "local": [0, 1, 5, 14, 30, 55, 91, 155, 155, 155],
+}
 
 
 def table_rows() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""HACK's head types, rooms and selection against plain loops."""
+"""HACK's head types, capacities and selection against plain loops."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from tests.policies.observations import (
 )
 from varjax import policies
 from varjax.cache.planner import plan_cache
-from varjax.calibration.data import Calibration
+from varjax.calibration import Calibration
 from varjax.errors import UserError
 from varjax.policies import get_policy
 
@@ -59,7 +59,7 @@ def test_heads_whose_queries_agree_are_contextual():
 
 @pytest.mark.parametrize("budget", [0.04, 0.1, 0.25, 0.5, 0.8, 1.0])
 @pytest.mark.parametrize("asymmetry", [0.5, 1.0, 3.0])
-def test_rooms(budget, asymmetry):
+def test_capacities(budget, asymmetry):
     policy = policies.HACK(budget=budget, asymmetry=asymmetry, accounting="tokens")
     plan = plan_cache(DEMO, policy, CALIBRATION)
     last = plan.capacity[5]

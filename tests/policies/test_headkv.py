@@ -50,13 +50,13 @@ def keep_by_hand(live, position, mass, capacity, protected, recent, ratio) -> se
     window = rest[: max(0, min(recent, capacity - len(kept)))]
     kept += window
     history = rest[len(window) :]
-    room = min(capacity - len(kept), len(history))
+    count = min(capacity - len(kept), len(history))
     near_size = int(np.ceil(np.float32(ratio) * len(history)))
     near, far = history[:near_size], history[near_size:]
-    near_room = int(np.clip(np.round(np.float32(ratio) * room), 0, len(near)))
-    near_room = max(near_room, min(room - len(far), len(near)))
+    near_count = int(np.clip(np.round(np.float32(ratio) * count), 0, len(near)))
+    near_count = max(near_count, min(count - len(far), len(near)))
     best = lambda group, n: sorted(group, key=lambda c: (-mass[c], c))[:n]  # noqa: E731
-    return {*kept, *best(near, near_room), *best(far, room - near_room)}
+    return {*kept, *best(near, near_count), *best(far, count - near_count)}
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -135,7 +135,7 @@ def test_grouping_comes_early_when_the_budget_is_small():
 
 
 def test_regions_and_contents_on_a_real_model():
-    """Heads of one layer get different rooms per image, and hold exactly what their region
+    """Heads of one layer get different capacities per image, and hold exactly what their region
     allows."""
     model = models.fixture_model("b_k6_sharedaln")
     policy = policies.HeadKV(budget=0.4, block_size=2)

@@ -7,15 +7,15 @@ import pathlib
 import numpy as np
 import pytest
 
+from varjax import calibration as measured
 from varjax import policies
 from varjax.cache.geometry import Geometry
 from varjax.cache.planner import plan_cache
-from varjax.calibration import data as measured
-from varjax.calibration.data import Calibration
+from varjax.calibration import Calibration
 from varjax.errors import UserError
 from varjax.models import registry
 from varjax.policies import sinks as sink_rules
-from varjax.policies.heatkv_schedule import prune_schedule
+from varjax.policies.heatkv.schedule import prune_schedule
 from varjax.schedule import Schedule
 
 FOLDER = pathlib.Path(__file__).parents[1] / "fixtures/policies/heatkv"
@@ -216,7 +216,7 @@ def test_lists_fix_the_sinks(name, sinks):
 @pytest.mark.parametrize(
     ("policy", "lists", "message"),
     [
-        (policies.HeatKV(), None, r"--calibration=FILE"),
+        (policies.HeatKV(), None, "give a calibration"),
         (policies.HeatKV(), 5, r"5 order lists for 10 scales.*or say sinks=4"),
         (policies.HeatKV(), 9, r"9 order lists for 10 scales.*there are 6 to 8"),
         (policies.HeatKV(sinks=2), 6, r"sinks=2 leaves 7"),

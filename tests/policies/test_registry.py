@@ -131,6 +131,17 @@ def test_table_without_a_usable_file(path):
         plan_cache(GEOMETRY, policies.Table(path=path))
 
 
+def test_table_rows_without_guidance(tmp_path):
+    """Only the conditional rows of the file count."""
+    keep = np.zeros((3, 2, 4, 2, 14), bool)
+    keep[1:, ..., 0] = keep[2, :, 2:, :, 1:5] = True
+    alone = dataclasses.replace(GEOMETRY, rows_per_image=1)
+    plan = plan_cache(alone, table(tmp_path, keep_token=keep))
+    assert plan.capacity.max() == 1
+    inputs = plan.policy.inputs(alone, plan.allocation, np.array([1]))
+    assert inputs.shape == (3, 2, 1, 2, 14) and inputs[1, ..., 0].all() and inputs.sum() == 8
+
+
 def test_table_rows_must_fit_the_run(tmp_path):
     policy = table(tmp_path, keep_token=np.zeros((3, 2, 4, 2, 14), bool))
     policy.check_images(2)

@@ -20,7 +20,7 @@ from tests.policies.observations import (
 from varjax import policies
 from varjax.cache.geometry import Geometry
 from varjax.cache.planner import plan_cache
-from varjax.calibration.data import Calibration
+from varjax.calibration import Calibration
 from varjax.errors import UserError
 from varjax.policies.base import Observation
 from varjax.schedule import Schedule
@@ -50,7 +50,7 @@ def test_the_authors_code_keeps_the_same_tokens(name):
     meta = json.loads(str(arrays["meta_json"]))
     geometry, heads, size = INFINITY["2b"], meta["num_heads"], meta["head_dim"]
     policy = file_policy("2b", faithful=True).prepare(geometry, None)
-    room = policy.allocate(geometry, 0.25).region_capacity[:, meta["layer"], 0]
+    held = policy.allocate(geometry, 0.25).region_capacity[:, meta["layer"], 0]
     select = jax.jit(policy.select)
     keys, position = np.zeros((heads, 0, size), np.float32), np.zeros((heads, 0), np.int32)
     for s, (height, width) in enumerate(geometry.schedule.maps):
@@ -63,7 +63,7 @@ def test_the_authors_code_keeps_the_same_tokens(name):
         chosen = policy.window_tokens(height, width)
         logits = np.einsum("nqh,nkh->nk", q[:, chosen], keys) / np.sqrt(size) / len(chosen)
         # after the last scale the authors' code applies the last entry once more
-        capacity = room[min(s + 1, len(room) - 1)]
+        capacity = held[min(s + 1, len(held) - 1)]
         obs = Observation(
             scale=jnp.int32(s),
             live=jnp.ones((1, *position.shape), bool),
@@ -141,7 +141,7 @@ def test_published_files(model, drafters, most, least):
 def test_a_file_says_how_much_is_kept():
     tokens = file_policy("2b", budget=0.1012, accounting="tokens")
     plan_cache(INFINITY["2b"], tokens)
-    with pytest.raises(UserError, match=r"keeps up to 0.1012 .* give --budget=0.1012"):
+    with pytest.raises(UserError, match=r"keeps up to 0.1012 .* give budget=0.1012"):
         plan_cache(INFINITY["2b"], dataclasses.replace(tokens, budget=0.1))
     with pytest.raises(UserError, match="the file decides") as error:
         plan_cache(INFINITY["2b"], file_policy("2b", budget=0.1012))
@@ -226,7 +226,7 @@ def test_the_peak_fits_the_bytes(budget):
 @pytest.mark.parametrize(
     ("arguments", "calibration", "message"),
     [
-        ({}, None, r"budgets=FILE .* or --calibration=FILE"),
+        ({}, None, r"budgets=FILE .* or a calibration"),
         ({}, Calibration(), "holds no selectivity"),
         (
             {},

@@ -1,4 +1,4 @@
-"""The policies that select, on a real model: exact rooms, any budget, nothing lost at budget 1."""
+"""The policies that select, on a real model: exact capacities, nothing lost at budget 1."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ import pytest
 from tests import models_under_test as models
 from varjax import policies
 from varjax.cache.planner import plan_cache
-from varjax.calibration.data import Calibration
+from varjax.calibration import Calibration
 
 NAME = "b_k6_sharedaln"
 POLICIES = {
@@ -45,7 +45,7 @@ def run(policy, labels=(3, 7)):
     return made.plan, results, np.asarray(state.position)
 
 
-def check_rooms(plan, position) -> None:
+def check_capacities(plan, position) -> None:
     """Every head of every row holds its capacity of different tokens."""
     last = plan.geometry.schedule.num_scales - 1
     for layer, head in np.ndindex(plan.capacity.shape[1:]):
@@ -61,11 +61,11 @@ def check_rooms(plan, position) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_heads_hold_their_rooms(name):
+def test_heads_hold_their_capacities(name):
     plan, results, position = run(POLICIES[name])
     assert np.isfinite(results["logits"]).all()
     assert plan.pool_tokens <= POLICIES[name].budget * plan.geometry.dense_tokens + 1e-6
-    check_rooms(plan, position)
+    check_capacities(plan, position)
     assert (position[0] != position[1]).any(), "contents no longer depend on the image"
 
 

@@ -32,10 +32,10 @@ def test_select_follows_the_method(seed, kernel, capacity):
 
 
 @pytest.mark.parametrize("budget", [0.04, 0.1, 0.5, 1.0])
-def test_every_head_has_the_same_room(budget):
+def test_every_head_has_the_same_capacity(budget):
     plan = plan_cache(DEMO, policies.SnapKV(budget=budget, block_size=1))
-    room = int(budget * DEMO.schedule.persistent_tokens + 1e-6)
-    expected = np.minimum(room, DEMO.schedule.starts)
+    limit = int(budget * DEMO.schedule.persistent_tokens + 1e-6)
+    expected = np.minimum(limit, DEMO.schedule.starts)
     np.testing.assert_array_equal(
         plan.capacity, np.broadcast_to(expected[:, None, None], plan.capacity.shape)
     )

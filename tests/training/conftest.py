@@ -1,6 +1,5 @@
 """Tiny pictures and settings for the training tests: coloured discs on white, four classes."""
 
-import jax
 import numpy as np
 import pytest
 
@@ -18,14 +17,6 @@ def _discs(count: int, side: int = 8, seed: int = 0) -> tuple[np.ndarray, np.nda
         y, x, radius = rng.uniform([2, 2, 1.5], [side - 3, side - 3, 3])
         image[(rows - y) ** 2 + (columns - x) ** 2 < radius**2] = COLOURS[label]
     return images, labels
-
-
-@pytest.fixture(autouse=True)
-def quick_compilation():
-    """These programs are compiled often and run for a moment: leave out XLA's costly passes."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ class StaticAllocation:
         scale = geometry.schedule.scale_of_token
         num_scales = geometry.schedule.num_scales
         shape = (num_scales, geometry.num_layers, geometry.num_heads, scale.size)
-        later = np.arange(num_scales)[:, None] > scale
+        later = np.arange(num_scales)[:, None] > scale  # a token is cached after its own scale
         if (visible & ~later[:, None, None]).any():
             s, layer, head, token = np.argwhere(
                 np.broadcast_to(visible & ~later[:, None, None], shape)
@@ -56,6 +56,7 @@ class StaticAllocation:
                 f"visible again at scale "
                 f"{s + 1}: what is dropped cannot return"
             )
+        # what is dropped never returns, so counting the scales that see a token is enough
         last_use = scale + visible.sum(0)
         return cls(np.broadcast_to(last_use, shape[1:]).astype(np.int16))
 

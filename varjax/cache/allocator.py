@@ -55,11 +55,15 @@ def static_layout(last_use: np.ndarray, schedule: Schedule, block_size: int) -> 
         content = slots[live]
         content[content == s] = 0
         slots[live] = content
+        # Blocks that are empty now go back before this scale's tokens are placed: the attention of
+        # the layer has read them, and the store comes after it.
         emptied = ~content.any(1)
         block_use[live[emptied]] = s
         live = live[~emptied]
         new = np.arange(schedule.starts[s], schedule.ends[s])
         new = new[last_use[new] > s]
+        # Longest-used first, into the free slots of the longest-used blocks: tokens that end
+        # together end up together, and their blocks become free as a whole.
         new = new[np.argsort(-last_use[new], kind="stable")]
         block, offset = _free_slots(slots, live, new.size)
         fresh = np.arange(new.size - block.size)
@@ -137,6 +141,7 @@ def region_layout(capacity: np.ndarray, block_size: int) -> HeadLayout:
     stored_at, last_use, runs = [], [], []
     stack: list[int] = []
     for s, tokens in enumerate(capacity):
+        # a stack: a region grows and shrinks at its end, so what stays never changes its slot
         needed = -(-int(tokens) // block_size)
         while len(stack) > needed:
             last_use[stack.pop()] = s - 1
@@ -208,11 +213,14 @@ def peak_blocks(allocation: Allocation, geometry: Geometry, block_size: int) -> 
 def place(grid: list[list[HeadLayout]], num_scales: int) -> tuple[list[list[np.ndarray]], int]:
     """Give every virtual block a real number: ([layer][head] -> int [V], number of blocks in the
     pool)."""
+    # A heap hands out the lowest free number first, so the pool is as short as the peak, and a
+    # block that one layer frees is taken by the next layer of the same scale.
     free: list[int] = []
     used = 0
     real = [[np.zeros(h.stored_at.size, np.int32) for h in layer] for layer in grid]
     for s in range(num_scales - 1):
         for layer, numbers in zip(grid, real, strict=True):
+            # free before taking: within a layer the attention has read what is freed here
             for head, mine in zip(layer, numbers, strict=True):
                 for v in np.flatnonzero(head.last_use == s):
                     heapq.heappush(free, int(mine[v]))

@@ -73,6 +73,8 @@ def observe(obs: Observation, view: AttentionView, stored_mass, layer, cache: An
 
 
 def _observe_window(obs: Observation, view: AttentionView, needs) -> Observation:
+    # A window has few queries, so their scores are computed once more by the reference, on every
+    # platform: the attention kernel never has a row of scores in memory.
     chosen = view.step.window
     stored = obs.live.shape[-1] - view.k.shape[2]
     own = (jnp.arange(view.k.shape[2])[:, None] == chosen).any(-1)
@@ -90,6 +92,8 @@ def _observe_window(obs: Observation, view: AttentionView, needs) -> Observation
 
 
 def _sum_over_queries(obs: Observation, view: AttentionView, stored_mass, needs) -> Observation:
+    # Sums over all queries come from a second pass that is given the log-sum-exp of the first: it
+    # needs no maximum and no division, and no scores are ever stored.
     total, squares = view.moments(needs.query_variance)
     mean = total / view.step.length
     obs = replace(obs, scale_mass=mean)
@@ -97,6 +101,7 @@ def _sum_over_queries(obs: Observation, view: AttentionView, stored_mass, needs)
         spread = squares / view.step.length - mean * mean
         obs = replace(obs, query_variance=spread.sum(-1))
     if needs.total_mass:
+        # padding of stored slots may hold what an earlier token left there: masked by `live`
         before = jnp.pad(stored_mass, ((0, 0), (0, 0), (0, view.k.shape[2])))
         obs = replace(obs, total_mass=jnp.where(obs.live, before, 0) + total)
     return obs
@@ -110,6 +115,6 @@ def _key_similarity(view: AttentionView, layer) -> Float[Array, " R"]:
     )
     difference = view.k.astype(jnp.float32) - resized
     distance = jnp.sqrt(jnp.square(difference).sum(-1))
-    real = jnp.arange(distance.shape[-1]) < view.step.length
+    real = jnp.arange(distance.shape[-1]) < view.step.length  # padding is no token
     mean = jnp.where(real, distance, 0).sum((1, 2)) / (view.step.length * distance.shape[1])
     return jnp.where(view.step.scale == 0, -jnp.inf, -mean)

@@ -64,6 +64,8 @@ class CachePlan:
 
     def _bytes_per_token(self, batch_size: int, dtype) -> int:
         g = self.geometry
+        # one scale for the key, one for the value of a slot: per token, so that writing a token
+        # never changes what its neighbours in the block mean
         scales = 2 * item_size("float32") if jnp.dtype(dtype) == jnp.int8 else 0
         per_row = 2 * g.head_dim * item_size(dtype) + scales
         return batch_size * g.rows_per_image * per_row
@@ -97,9 +99,9 @@ class CachePlan:
     def stores(self, scale: int) -> bool:
         """Whether anything of scale `scale` is stored in any layer or head."""
         if scale == self.geometry.schedule.num_scales - 1:
-            return False
+            return False  # nothing follows that could read it
         if self.write_slots is None:
-            return True
+            return True  # which tokens stay is not known here; room for some is always planned
         first, last = self.geometry.schedule.starts[scale], self.geometry.schedule.ends[scale]
         return bool((self.write_slots[:, :, first:last] >= 0).any())
 
@@ -107,6 +109,9 @@ class CachePlan:
         """Whether the device has to choose what survives scale `scale`."""
         if not isinstance(self.allocation, RegionAllocation) or not self.stores(scale):
             return False
+        # Where every region has room for all new tokens there is nothing to choose, and neither the
+        # selection nor what it would have to observe is compiled. Ragged rows may hold fewer tokens
+        # than the capacity says, so "room for all" cannot be seen from capacities there.
         grown = self.capacity[scale] + self.geometry.schedule.tokens[scale]
         return self.allocation.ragged or bool((self.capacity[scale + 1] < grown).any())
 
@@ -114,6 +119,8 @@ class CachePlan:
         """Whether tokens stored earlier may have to change their slot after scale `scale`."""
         if not self.selects(scale):
             return False
+        # A region is a prefix of its slots. Stored tokens keep theirs unless the prefix gets
+        # shorter, a row holds less than the prefix (ragged), or a head changes its region.
         shrinks = (self.capacity[scale + 1] < self.capacity[scale]).any()
         return bool(self.allocation.ragged or shrinks or scale == self.allocation.regroup_scale)
 
@@ -121,6 +128,8 @@ class CachePlan:
 
     @cached_property
     def digest(self) -> str:
+        # What the compiled program reads, not how it came about: runs and cells of a sweep may go
+        # on with a plan that was made another way but is the same.
         h = hashlib.sha256(
             repr((self.geometry, self.block_size, self.pool_blocks, self.accounting)).encode()
         )

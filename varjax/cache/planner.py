@@ -28,6 +28,8 @@ def plan_cache(geometry: Geometry, policy, calibration=None) -> CachePlan:
     policy = policy.prepare(geometry, calibration)
     policy.check(geometry)
     allocate = lambda budget: policy.allocate(geometry, budget, calibration)  # noqa: E731
+    # Papers count tokens and leave rounding out; here it is charged to the budget by default, so
+    # that the bytes of the pool, not a count of tokens, keep the promise.
     if policy.accounting == "tokens":
         allocation = allocate(policy.budget)
         block_size = policy.block_size or _least_rounding(geometry, allocation)
@@ -82,12 +84,13 @@ def _least_rounding(geometry: Geometry, allocation: Allocation) -> int:
 def _charge_rounding(geometry: Geometry, policy, allocate) -> tuple[Allocation, int]:
     """The largest block size that keeps 95 % of the tokens when the rounded pool must fit the
     budget."""
-    limit = int(policy.budget * geometry.dense_tokens + 1e-6)
+    limit = int(policy.budget * geometry.dense_tokens + 1e-6)  # 0.29 * 100 is 29, not 28
     exact = allocate(policy.budget)
     wanted = peak_tokens(geometry, exact)
     share = 1.0 if wanted == geometry.dense_tokens else KEPT_AT_LEAST
     lowest = policy.minimum_budget(geometry)
     asked = check_block_size(policy.block_size) if policy.block_size else 0
+    # Larger blocks first: kernels fetch a block per copy, and tables have fewer entries.
     for block_size in (asked,) if asked else _candidates(geometry):
         allocation = _largest_that_fits(geometry, policy, allocate, lowest, limit, block_size)
         if allocation is None:
@@ -124,6 +127,8 @@ def _largest_that_fits(geometry, policy, allocate, lowest, limit, block_size) ->
     best = attempt(policy.budget)
     if best is not None or not policy.shrinks:
         return best
+    # What a policy keeps grows with its budget, but in whole tokens, so the search is over real
+    # numbers; it stops after so many halvings that less than a token per head is left to find.
     low, high = lowest, policy.budget
     best = attempt(low)
     for _ in range(SEARCH_STEPS if best is not None else 0):

@@ -44,6 +44,8 @@ class KVState:
         """
         policy = plan.policy or Policy()
         g, rows = plan.geometry, batch_size * plan.geometry.rows_per_image
+        # K and V of a token side by side: on TPU the last axis is padded to 128 lanes, and heads of
+        # 64 in pools of their own would take twice the bytes that were planned.
         pool = jnp.zeros((rows, plan.pool_blocks, plan.block_size, 2 * g.head_dim), dtype)
         scale = None
         if pool.dtype == jnp.int8:
@@ -79,6 +81,7 @@ def _observed(plan: CachePlan, needs: Needs, rows: int, dtype) -> dict[str, Arra
     if needs.total_mass:
         found["total_mass"] = jnp.zeros((rows, plan.pool_tokens), jnp.float32)
     if needs.key_similarity:
+        # of the scale before only: one scale's keys of all layers, the largest that is followed
         tokens = max(g.schedule.tokens[:-1], default=1)
         shape = (g.num_layers, rows, g.num_heads, tokens, g.head_dim)
         found["previous_keys"] = jnp.zeros(shape, dtype)

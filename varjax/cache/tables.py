@@ -53,6 +53,7 @@ def layer_inputs(plan: CachePlan, segment: Segment, policy_inputs: Any) -> Layer
         return StaticInputs(read, _write_table(plan, segment))
     last_scale = plan.geometry.schedule.num_scales - 1
     following = np.minimum(scales + 1, last_scale)
+    # the last scale has no scale after it: it reads tables of its own again, and keeps nothing
     capacity = np.where((scales == last_scale)[:, None, None], 0, plan.capacity[following])
     policy = jax.tree.map(lambda a: np.asarray(a)[scales], policy_inputs)
     return RegionInputs(read, _entries(plan, following), capacity, policy)
@@ -76,6 +77,7 @@ def observed_inputs(plan: CachePlan, segment: Segment) -> dict[str, np.ndarray]:
 
 
 def _entries(plan: CachePlan, scales: np.ndarray) -> BlockTable:
+    # small early scales have few entries: a segment's tables need not be as wide as the last one's
     m = max(plan.entries(int(s)) for s in scales)
     return BlockTable(
         *(np.ascontiguousarray(a[scales][..., :m]) for a in (plan.ids, plan.start, plan.stop))

@@ -29,6 +29,7 @@ class Entries:
     @classmethod
     def read(cls, state: KVState, slots: Int[Array, "R N P"]) -> "Entries":
         """What is stored in some slots, as it is stored."""
+        # explicit row numbers: slices or vmap over rows relay the whole pool out on TPU
         rows = jnp.arange(slots.shape[0])[:, None, None]
         width = state.kv_pool.shape[-1]
         values = state.kv_pool.reshape(len(rows), -1, width)[rows, slots]
@@ -96,12 +97,16 @@ def arrange(
     Returns:
       The candidate in every place (-1: none), and whether it has to be written there.
     """
+    # Kept tokens that sit within the first `count` places stay where they are; those beyond move
+    # into the holes before them, new tokens take what is left. Order within a region does not
+    # matter to attention, so the fewest writes win.
     count = keep.sum(-1, keepdims=True)
     column, place = jnp.arange(keep.shape[-1]), jnp.arange(room)
     in_place = keep & (column < min(stored, room)) & (column < count) & stays[..., None]
     taken = in_place[..., :room]
     taken = jnp.pad(taken, ((0, 0), (0, 0), (0, room - taken.shape[-1])))
     fresh = (place < count) & ~taken
+    # stored ones come before new ones (stable), so that a row that only shrinks writes nothing new
     waiting = jnp.argsort(~(keep & ~in_place), axis=-1, stable=True)
     turn = jnp.clip(jnp.cumsum(fresh, axis=-1) - 1, 0, keep.shape[-1] - 1)
     incoming = jnp.take_along_axis(waiting, turn, axis=-1).astype(jnp.int32)

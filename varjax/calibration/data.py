@@ -1,15 +1,5 @@
-"""What was measured on a model before it is compressed, and the files that hold it.
+"""`Calibration`: what was measured on a model before it is compressed, and whether it fits."""
 
-Two kinds of file are read: removal orders as published with HeatKV (a JSON list with one list of
-[head, layer] per source scale, least needed first) and our own calibration file (a JSON object, see
-`Calibration`). The scores that orders come from are pure functions of the attention mass beta.
-"""
-
-import hashlib
-import json
-import os
-import pathlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,10 +7,13 @@ import numpy as np
 from varjax.cache.geometry import Geometry
 from varjax.errors import UserError
 from varjax.schedule import Schedule
-from varjax.storage.atomic import new_file
 
-FORMAT_VERSION = 1
-BESIDE_CHECKPOINT = "calibration.json"  # in a checkpoint folder: used if no other file is given
+AXES = {  # of the arrays that policies decide from
+    "beta": ("layers", "heads", "scales", "scales"),
+    "key_discrepancy": ("layers", "scales"),
+    "query_variance": ("layers", "heads"),
+    "selectivity": ("layers", "scales"),
+}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -81,7 +74,7 @@ class Calibration:
             "heads": geometry.num_heads,
             "scales": geometry.schedule.num_scales,
         }
-        for name, axes in _AXES.items():
+        for name, axes in AXES.items():
             array, shape = getattr(self, name), tuple(size[axis] for axis in axes)
             if array is not None and array.shape != shape:
                 raise UserError(
@@ -104,7 +97,7 @@ class Calibration:
             mine, other = (show_guidance(g) for g in (self.guidance, guidance))
             raise UserError(
                 f"the calibration was made with guidance cfg={mine}, this run uses cfg={other}: "
-                f"run with --cfg={mine}, or calibrate with --cfg={other}"
+                f"run with cfg={mine}, or calibrate with cfg={other}"
             )
 
     @property
@@ -113,150 +106,6 @@ class Calibration:
         of the last scale, T_last * beta[last, k] / T_k (AMS-KV, Section 3)."""
         tokens = np.array(self.schedule.tokens, np.float64)
         return tokens[-1] * self.beta[..., -1, :] / tokens
-
-
-# --- files ---
-
-
-def save(calibration: Calibration, path: str | os.PathLike) -> None:
-    """Write our calibration file: a JSON object, arrays as nested lists with 7 digits, only what is
-    known. Under "derived" it holds, for other readers, what follows from beta."""
-    content = {"format_version": FORMAT_VERSION}
-    for name, value in vars(calibration).items():
-        if value is not None and name != "digest":
-            content[name] = _plain(value)
-    if calibration.beta is not None and calibration.schedule is not None:
-        content["derived"] = {name: _plain(value) for name, value in _derived(calibration).items()}
-    with new_file(path) as file:
-        file.write(json.dumps(content, allow_nan=False).encode())
-
-
-def _plain(value):
-    if isinstance(value, np.ndarray) and value.dtype.kind == "f":
-        rounded = np.vectorize(lambda x: float(f"{x:.7g}"), otypes=[object])(value)
-        return np.where(np.isnan(value), None, rounded).tolist()
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    return str(value) if isinstance(value, Schedule) else value
-
-
-def _derived(calibration: Calibration) -> dict:
-    """S-CAS of every source scale, CAS after up to three sink scales, attention density."""
-    sinks = max(0, min(3, calibration.schedule.num_scales - 2))
-    return {
-        "scas": scas(calibration.beta, 0),
-        "cas": cas(calibration.beta, sinks),
-        "cas_sinks": sinks,
-        "attention_density": calibration.attention_density,
-    }
-
-
-def load(path: str | os.PathLike, geometry: Geometry) -> Calibration:
-    """Read either kind of file for a model.
-
-    Raises:
-      UserError: unreadable, malformed (the message names list and entry), or for another model.
-    """
-    try:
-        data = pathlib.Path(path).read_bytes()
-        content = json.loads(data)
-    except OSError as error:
-        raise UserError(f"calibration {path}: cannot read the file: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"calibration {path}: it is not JSON: {error}") from None
-    digest = hashlib.sha256(data).hexdigest()
-    try:
-        if isinstance(content, list):
-            return Calibration(orders=read_orders(content, geometry), digest=digest)
-        if isinstance(content, dict):
-            return _from_object(content, geometry, digest)
-        raise UserError(
-            "expected a list of removal orders or an object of measurements, found "
-            f"{type(content).__name__}"
-        )
-    except UserError as error:
-        raise UserError(f"calibration {path}: {error}") from None
-
-
-def _from_object(content: dict, geometry: Geometry, digest: str) -> Calibration:
-    version = content.get("format_version")
-    if version != FORMAT_VERSION:
-        raise UserError(
-            f"format_version is {version!r}, this version of varjax reads {FORMAT_VERSION}"
-        )
-    fields = {k: v for k, v in content.items() if k in Calibration.__dataclass_fields__}
-    for name, kinds in _SCALARS.items():
-        value = fields.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
-            raise UserError(f"{name} is {value!r:.60}: the wrong type")
-    if fields.get("schedule") is not None:
-        fields["schedule"] = Schedule.parse(fields["schedule"])
-    given = {name: fields.pop(name, None) for name in ("orders", *_ARRAYS)}
-    orders = given.pop("orders")
-    found = Calibration(**(fields | {"digest": digest}))
-    found.check(geometry)  # of two complaints, "another model" is the useful one
-    if orders is not None:
-        orders = read_orders(orders, geometry)
-    arrays = {name: _read_numbers(name, a) for name, a in given.items() if a is not None}
-    complete = Calibration(**(vars(found) | {"orders": orders} | arrays))
-    complete.check(geometry)
-    return complete
-
-
-def show_guidance(guidance: float | str) -> str:
-    return guidance if isinstance(guidance, str) else f"{guidance:g}"
-
-
-def _same_guidance(one: float | str, other: float | str) -> bool:
-    if isinstance(one, str) or isinstance(other, str):
-        return one == other
-    return abs(one - other) <= 1e-6
-
-
-_AXES = {
-    "beta": ("layers", "heads", "scales", "scales"),
-    "key_discrepancy": ("layers", "scales"),
-    "query_variance": ("layers", "heads"),
-    "selectivity": ("layers", "scales"),
-}
-_ARRAYS = (*_AXES, "pattern_heads", "patterns", "pattern_edges", "rank_dispersion")
-_SCALARS = {
-    "model": str,
-    "model_digest": str,
-    "schedule": str,
-    "num_layers": int,
-    "num_heads": int,
-    "guidance": (int, float, str),
-    "num_samples": int,
-    "pattern_scale": int,
-}
-
-
-def _read_numbers(name: str, nested: object) -> np.ndarray:
-    try:
-        array = np.array(nested)
-        if array.dtype.kind not in "iuf":
-            raise UserError(f"{name} holds {str(array.dtype):.20} where numbers are needed")
-        array = array.astype(np.float64)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise UserError(f"{name} is no regular array of numbers: {error}") from None
-    if not np.isfinite(array).all():
-        raise UserError(f"{name} holds values that are not finite numbers")
-    if array.min(initial=0) < 0:
-        raise UserError(f"{name} holds negative numbers")
-    return array.astype(np.int32) if name in ("pattern_heads", "pattern_edges") else array
-
-
-def read_orders(content: object, geometry: Geometry) -> np.ndarray:
-    """int32 [lists, T, 2] from nested lists; one flat list of pairs counts as one list."""
-    if not isinstance(content, list) or not content:
-        raise UserError("it holds no removal orders: one list of [head, layer] per source scale")
-    first = content[0]
-    if isinstance(first, list) and first and not isinstance(first[0], list):
-        content = [content]
-    return np.stack(
-        [read_order(f"order list {i}", entries, geometry) for i, entries in enumerate(content)]
-    )
 
 
 def read_order(name: str, entries: object, geometry: Geometry) -> np.ndarray:
@@ -286,73 +135,11 @@ def read_order(name: str, entries: object, geometry: Geometry) -> np.ndarray:
     return np.array(entries, np.int32)
 
 
-def beside(directory: str | os.PathLike | None) -> pathlib.Path | None:
-    """The calibration file of a checkpoint folder, if it has one."""
-    path = pathlib.Path(directory, BESIDE_CHECKPOINT) if directory else None
-    return path if path and path.is_file() else None
+def show_guidance(guidance: float | str) -> str:
+    return guidance if isinstance(guidance, str) else f"{guidance:g}"
 
 
-def model_digest(metadata: dict) -> str:
-    """SHA-256 that tells models apart: of a checkpoint's sources, or of its parameter files."""
-    what = metadata.get("sources") or metadata.get("files") or metadata
-    if isinstance(what, list):
-        what = [{k: v for k, v in entry.items() if k != "file"} for entry in what]
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
-
-
-# --- scores ---
-
-
-def attention_mass(probabilities: Sequence[np.ndarray], schedule: Schedule) -> np.ndarray:
-    """beta [..., K, K] of one sample from attention [..., t_k, c_k] of every scale k over 0..k:
-    mean over queries, sum over the columns of each source scale (HeatKV, Eq. 2). For attention
-    that is at hand; `Probe` sums up the same while generating."""
-    num_scales = schedule.num_scales
-    beta = np.zeros((*probabilities[0].shape[:-2], num_scales, num_scales))
-    for k, attention in enumerate(probabilities):
-        columns = attention.mean(-2, dtype=np.float64)
-        beta[..., k, : k + 1] = np.add.reduceat(columns, schedule.starts[: k + 1], axis=-1)
-    return beta
-
-
-def scas(beta: np.ndarray, sinks: int) -> np.ndarray:
-    """S-CAS [L, N, K]: mean attention mass that later scales, the last included, give to a source
-    scale (HeatKV, Eq. 4); NaN for sinks and the last scale."""
-    num_scales = beta.shape[-1]
-    scores = np.full(beta.shape[:-1], np.nan)
-    for k in range(sinks, num_scales - 1):
-        scores[..., k] = beta[..., k + 1 :, k].mean(-1)
-    return scores
-
-
-def cas(beta: np.ndarray, sinks: int) -> np.ndarray:
-    """CAS [L, N]: attention mass of the last scale on the scales between the sinks and itself, over
-    K - sinks (HeatKV, Eq. 3)."""
-    num_scales = beta.shape[-1]
-    return beta[..., -1, sinks : num_scales - 1].sum(-1) / (num_scales - sinks)
-
-
-def order_heads(scores: np.ndarray) -> np.ndarray:
-    """int32 [T, 2] of (head, layer) by ascending score [L, N]; ties by head, then layer."""
-    layer, head = np.indices(scores.shape).reshape(2, -1)
-    order = np.lexsort((layer, head, scores.ravel()))
-    return np.stack([head, layer], -1)[order].astype(np.int32)
-
-
-def orders_from_scores(scores: np.ndarray, sinks: int) -> np.ndarray:
-    """int32 [S, T, 2]: an order for each source scale from the first after the sinks to K - 2."""
-    layers, heads, num_scales = scores.shape
-    lists = [order_heads(scores[..., k]) for k in range(sinks, num_scales - 1)]
-    return np.array(lists, np.int32).reshape(-1, layers * heads, 2)
-
-
-def find(policy, model, given=None, guidance=None) -> Calibration | None:
-    """TEMPORARY until the calibration package lands."""
-    is_model = not isinstance(model, Geometry)
-    if given is None and policy.uses_calibration and is_model:
-        given = beside(model.directory)
-    if given is not None and not isinstance(given, Calibration):
-        given = load(given, model.geometry if is_model else model)
-    if given is not None and is_model:
-        given.check_origin(model_digest(model.metadata), guidance)
-    return given
+def _same_guidance(one: float | str, other: float | str) -> bool:
+    if isinstance(one, str) or isinstance(other, str):
+        return one == other
+    return abs(one - other) <= 1e-6

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from varjax.calibration import data as measured
-from varjax.calibration.data import Calibration
+from varjax import calibration as measured
+from varjax.calibration import Calibration
 from varjax.calibration.probe import Probe
 from varjax.conditions import Condition
 from varjax.generator import Generator
@@ -36,31 +36,31 @@ def measure(
     schedule = model.geometry.schedule
     probe = Probe(pattern_scale=max(0, schedule.num_scales - 2))
     generator = Generator(model, probe, sampling=sampling, batch_size=batch_size)
-    notes, patterns = [], None
+    means, patterns = [], None
     for run in range(runs):
         total = None
         for start in range(0, len(condition), batch_size):
             index = np.arange(start, min(start + batch_size, len(condition)))
-            memory = _notes_of(generator, condition, index, seed + run)
-            patterns = memory.pop("pattern")[:, 0] if patterns is None else patterns
-            sums = {name: memory[name].sum(1) for name in SUMMED}
+            state = _probe_state(generator, condition, index, seed + run)
+            patterns = state.pop("pattern")[:, 0] if patterns is None else patterns
+            sums = {name: state[name].sum(1) for name in SUMMED}
             total = sums if total is None else {n: total[n] + sums[n] for n in SUMMED}
             progress(run * len(condition) + int(index[-1]) + 1)
-        notes.append({name: a / len(condition) for name, a in total.items()})
-    return _summarise(model, sampling, probe, notes, patterns, runs * len(condition))
+        means.append({name: a / len(condition) for name, a in total.items()})
+    return _summarise(model, sampling, probe, means, patterns, runs * len(condition))
 
 
-def _notes_of(
+def _probe_state(
     generator: Generator, condition: Condition, index: np.ndarray, seed: int
 ) -> dict[str, np.ndarray]:
-    """float64 [L, images, ...]: the probe's memory of the conditional rows of one batch."""
+    """float64 [L, images, ...]: the probe's state, of the conditional rows of one batch."""
     _, state = generator.run_images(condition, index, seed=seed)
     return {k: np.asarray(a, np.float64)[:, : index.size] for k, a in state.policy_state.items()}
 
 
-def _summarise(model, sampling, probe, notes, patterns, num_samples: int) -> Calibration:
+def _summarise(model, sampling, probe, means, patterns, num_samples: int) -> Calibration:
     geometry = model.geometry_for(sampling)
-    mean = {name: np.mean([run[name] for run in notes], axis=0) for name in SUMMED}
+    mean = {name: np.mean([run[name] for run in means], axis=0) for name in SUMMED}
     beta = mean["beta"]
     current = np.diagonal(beta, axis1=-2, axis2=-1)
     chosen = different_heads(beta[..., probe.pattern_scale, :], EXAMPLES)
@@ -80,7 +80,7 @@ def _summarise(model, sampling, probe, notes, patterns, num_samples: int) -> Cal
         patterns=np.round(patterns[chosen[:, 1], chosen[:, 0]], PATTERN_DIGITS),
         pattern_scale=probe.pattern_scale,
         pattern_edges=probe.edges(geometry),
-        rank_dispersion=rank_dispersion([r["beta"] for r in notes]) if len(notes) > 1 else None,
+        rank_dispersion=rank_dispersion([r["beta"] for r in means]) if len(means) > 1 else None,
     )
 
 

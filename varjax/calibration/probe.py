@@ -1,4 +1,4 @@
-"""A policy that keeps everything and takes notes: how a model is measured before it is
+"""A policy that keeps everything and records what it sees: how a model is measured before it is
 compressed."""
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ CONCENTRATED_SHARE = 0.1  # share of the earlier tokens that `concentration` loo
 
 @dataclass(frozen=True, kw_only=True)
 class Probe(Policy):
-    """The full cache; every layer's memory holds what was seen, float32, per row R and head N.
+    """The full cache; every layer's state holds what was seen, float32, per row R and head N.
 
     beta [R, N, K, K]: attention mass from query scale to source scale, averaged over queries.
     query_variance [R, N, K]: per query scale, `Observation.query_variance`.
@@ -35,7 +35,7 @@ class Probe(Policy):
     pattern_scale: int = 0
 
     name = "probe"
-    summary = "everything, and takes notes"
+    summary = "everything, and records what it sees"
     shrinks = False
 
     @property
@@ -88,18 +88,18 @@ class Probe(Policy):
         }
 
     def update_state(self, obs: Observation):
-        memory, scale = dict(obs.state), obs.scale
-        for name, note in self._notes(obs).items():
-            memory[name] = memory[name].at[:, :, scale].set(note)
+        state, scale = dict(obs.state), obs.scale
+        for name, value in self._measured(obs).items():
+            state[name] = state[name].at[:, :, scale].set(value)
         distance = jnp.where(scale == 0, 0.0, -obs.key_similarity)
-        memory["key_distance"] = memory["key_distance"].at[:, scale].set(distance)
+        state["key_distance"] = state["key_distance"].at[:, scale].set(distance)
         column = jnp.searchsorted(obs.inputs["edges"], obs.position, side="right") - 1
-        member = jax.nn.one_hot(column, memory["pattern"].shape[-1])
+        member = jax.nn.one_hot(column, state["pattern"].shape[-1])
         pattern = jnp.einsum("rnqk,rnkc->rnqc", obs.window_attention, member)
-        memory["pattern"] = jnp.where(scale == self.pattern_scale, pattern, memory["pattern"])
-        return memory
+        state["pattern"] = jnp.where(scale == self.pattern_scale, pattern, state["pattern"])
+        return state
 
-    def _notes(self, obs: Observation) -> dict:
+    def _measured(self, obs: Observation) -> dict:
         source = jnp.searchsorted(obs.inputs["starts"], obs.position, side="right") - 1
         return {
             "beta": _sum_by(obs.scale_mass, source, obs.state["beta"].shape[-1]),

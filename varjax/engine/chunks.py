@@ -28,7 +28,8 @@ def map_in_chunks(function: Callable[[Any], Any], images: int, at_once: int) -> 
     rounds = -(-images // max(1, at_once))
     if rounds == 1:
         return function(slice(None))
-    size = -(-images // rounds)
+    size = -(-images // rounds)  # equal chunks: the fewest that keep to the limit, none half empty
+    # the last chunk repeats the last image instead of leaving a hole: every image is computed alike
     index = jnp.minimum(jnp.arange(rounds * size), images - 1).reshape(rounds, size)
     parts = jax.lax.map(function, index)
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:images], parts)

@@ -75,6 +75,7 @@ class StepInputs:
         (`varjax.cache.tables.observed_inputs`)."""
         scales = np.arange(segment.start, segment.stop)
         maps = np.array([schedule.maps[s] for s in scales])
+        # Heights and widths of a segment may peak at different scales; the grid covers all of them.
         grid = tuple(int(n) for n in maps.max(0))
         cells = [_cell(h, w, grid, segment.length) for h, w in maps]
         axes = [_resizing(maps[:, i], grid[i], schedule.final_map[i], resampling) for i in (0, 1)]
@@ -112,6 +113,8 @@ def _resizing(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Matrices of all scales along one axis, to the (padded) grid and back."""
     patch, final, grid = resampling.patch, final * resampling.patch, grid * resampling.patch
+    # Resizing is linear and separable: two matrices per scale. Padded rows and columns are zero, so
+    # the padding of the grid neither enters the latent map nor comes out of it.
     down, up = MATRICES[resampling.down], MATRICES[resampling.up]
     sides = [int(side) * patch for side in sides]
     return (
@@ -121,6 +124,7 @@ def _resizing(
 
 
 def _cell(h: int, w: int, grid: tuple[int, int], length: int) -> np.ndarray:
+    # padding repeats the last token: a valid number, so that gathers stay inside the array
     cells = (np.arange(h)[:, None] * grid[1] + np.arange(w)).reshape(-1)
     return np.pad(cells, (0, length - cells.size), mode="edge").astype(np.int32)
 

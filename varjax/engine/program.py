@@ -47,6 +47,8 @@ def lower_codes(
       sharded: for several devices: the program of a mesh; state and inputs are then those of its
         `ShardedPlan`, and shapes carry its `shardings`.
     """
+    # The state is donated: the pool is the largest buffer, and without donation the program would
+    # allocate a second one for its result.
     program = sharded or partial(scales.generate_codes, spec=spec)
     where = {}
     if auto_layout:

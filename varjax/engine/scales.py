@@ -137,6 +137,7 @@ def generate_codes(
       is after the last scale.
     """
     transformer = networks["transformer"]
+    # once per image, outside both scans: text and modulation are the same for every scale
     with jax.named_scope("encode_condition"):
         context = transformer.encode_condition(condition, guided=spec.rows_per_image == 2)
     code_map = jnp.zeros((keys.shape[0], *transformer.config.code_map), jnp.float32)
@@ -144,11 +145,14 @@ def generate_codes(
     # buffers of their own, and a second pool would exist beside the first. In the carry XLA
     # updates it in place, and the donated argument is the only one.
     carry, parts = (code_map, state), []
+    # A scan pads all its scales to one length, so each segment is a scan of its own: one compiled
+    # layer body per segment instead of one per scale and layer.
     for segment, cache, scanned in zip(spec.segments, spec.cache, inputs, strict=True):
 
         def scale(carry, step, cache=cache):
             return _scale(networks, context, keys, given, cache, spec, carry, step)
 
+        # `cache` is bound now: the loop variable would be another one when a scan is traced late
         carry, outputs = jax.lax.scan(scale, carry, scanned, unroll=spec.unroll)
         parts.append(_without_padding(outputs, spec.schedule, segment))
     code_map, state = carry
@@ -183,6 +187,7 @@ def _scale(networks, context, keys, given, cache: CacheStep, spec: ProgramSpec, 
             x = transformer.post_attention(block, layer_context, shared, x, attended)
         return (x, state), None
 
+    # The layer's number is data: pool and tables are flat over layers, so one body serves them all.
     layers = jnp.arange(transformer.config.depth)
     scanned = (transformer.blocks, context["layers"], inputs.layers, layers)
     (x, state), _ = jax.lax.scan(layer, (x, state), scanned, unroll=spec.unroll)
@@ -199,6 +204,7 @@ def _sample(networks, head, x, keys, step: StepInputs, given, spec: ProgramSpec)
     images = keys.shape[0]
     # folding the scale, not the position in a segment: results do not depend on the cut
     keys = jax.vmap(lambda key: jax.random.fold_in(key, step.scale))(keys)
+    # both rows of an image go through together: guidance needs them side by side
     head, x = (a.reshape(spec.rows_per_image, images, *a.shape[1:]) for a in (head, x))
 
     def some(index):
@@ -206,6 +212,8 @@ def _sample(networks, head, x, keys, step: StepInputs, given, spec: ProgramSpec)
         logits = transformer.logits(*rows, step, sampling)
         with jax.named_scope("sample"):
             tokens, filtered = transformer.sample(logits, keys[index], sampling)
+        # the draw is computed and replaced: how many scales are given is data, so that one program
+        # serves free and forced runs
         if given is not None:
             replacing = given.tokens[:, step.token_index][index].astype(tokens.dtype)
             tokens = jnp.where(step.scale < given.scales, replacing, tokens)

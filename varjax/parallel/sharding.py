@@ -44,6 +44,7 @@ def check_plan(plan: CachePlan, spec: MeshSpec) -> None:
             f"does not work with heads on several devices yet: use data only, or a policy whose "
             f"contents are known beforehand (full, swa, streaming, heatkv, table)"
         )
+    # Inputs of a policy are shared by all devices along `data`; they may not depend on the images.
     one, two = (_input_shapes(plan, images) for images in (1, 2))
     if one != two:
         raise UserError(
@@ -70,6 +71,7 @@ class ShardedPlan:
         if self.spec.model == 1:
             return [self.plan]
         plans = [self._group(i) for i in range(self.spec.model)]
+        # one program for all devices: their pools have one shape, that of the fullest
         blocks = max(p.pool_blocks for p in plans)
         return [dataclasses.replace(p, pool_blocks=blocks) for p in plans]
 
@@ -88,6 +90,8 @@ class ShardedPlan:
 
     def empty_state(self, batch_size: int, dtype, compute_dtype) -> KVState:
         """The caches of all devices side by side: rows along `data`, blocks along `model`."""
+        # each device indexes its own pool, so block numbers need no offset; only the global array
+        # is `groups` times as long
         groups = len(self.groups)
         whole = dataclasses.replace(self.groups[0], pool_blocks=groups * self.groups[0].pool_blocks)
         return KVState.empty(whole, batch_size, dtype, compute_dtype)
@@ -114,6 +118,7 @@ def _beside(parts: list[LayerInputs]) -> LayerInputs:
         return parts[0]
 
     def join(*arrays):
+        # groups differ in how many entries their fullest head has; empty entries are (0, 0, 0)
         entries = max(a.shape[3] for a in arrays)
         fill = -1 if arrays[0].ndim == 5 else 0  # sources of writes; -1 writes nothing
         rest = [(0, 0)] * (arrays[0].ndim - 4)
@@ -167,6 +172,7 @@ def _state_specs(plan: ShardedPlan, dtype, compute_dtype) -> KVState:
     )
     if plan.spec.model == 1:
         return specs
+    # blocks are divided along `model`, but equal in number for every batch: comparing cannot tell
     scale = None if specs.kv_scale is None else P(DATA, MODEL)
     return dataclasses.replace(specs, kv_pool=P(DATA, MODEL), kv_scale=scale)
 
@@ -222,7 +228,7 @@ class ShardedProgram:
             mesh=self.mesh,
             in_specs=self.specs,
             out_specs=(results, state),
-            check_vma=False,
+            check_vma=False,  # results of `model` are equal on all devices by the sums per layer
         )(*arguments)
 
     def place_shapes(self, which: int | slice, arguments: Any) -> Any:
@@ -259,6 +265,8 @@ def place_weights(networks: Any, spec: MeshSpec, shardings: Any) -> Any:
     def arranged(leaf, split: Split | None):
         if split is None or split.parts == 1 or spec.model == 1:
             return leaf
+        # [q | k | v] divided in two would give one device q and half of k: every section is
+        # divided, and the shares of a device are put side by side
         array, shape, axis = np.asarray(leaf), leaf.shape, split.axis
         cut = array.reshape(*shape[:axis], split.parts, spec.model, -1, *shape[axis + 1 :])
         return np.swapaxes(cut, axis, axis + 1).reshape(shape)

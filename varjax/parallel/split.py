@@ -41,6 +41,7 @@ def contract(linear: nnx.Linear, x: Float[Array, "... D_in"]) -> Float[Array, ".
     axis = _axis.get()
     if axis is None:
         return linear(x)
+    # every device has a part of the contraction; the bias is whole on all of them: after the sum
     return jax.lax.psum(x @ linear.kernel[...].astype(x.dtype), axis) + linear.bias[...]
 
 

@@ -5,7 +5,7 @@ import importlib
 import pkgutil
 
 from varjax.policies.base import Needs, Observation, Policy
-from varjax.policies.registry import POLICIES, get_policy, register
+from varjax.policies.registry import POLICIES, get_policy, load_module, register
 from varjax.policies.windows import Full, SlidingWindow, Streaming
 
 from varjax.policies.headkv import HeadKV  # isort: skip
@@ -41,5 +41,6 @@ __all__ = [
     "Streaming",
     "Table",
     "get_policy",
+    "load_module",
     "register",
 ]

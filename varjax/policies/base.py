@@ -117,12 +117,13 @@ class Policy:
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     needs: ClassVar[Needs] = Needs()
-    budgeted: ClassVar[bool] = (
-        True  # False: the contents are given and the budget is what they cost
-    )
-    shrinks: ClassVar[bool] = True  # False: `allocate` ignores the budget
+    # Ask an instance for these three: where arguments decide, they are properties.
+    # budgeted: False if the contents are given and the budget is what they cost
+    # shrinks: False if `allocate` ignores the budget
+    budgeted: ClassVar[bool] = True
+    shrinks: ClassVar[bool] = True
     uses_calibration: ClassVar[bool] = False
-    # arguments that matter to `allocate`, and those that matter to its selection in rooms of
+    # arguments that matter to `allocate`, and those that matter to its selection in capacities of
     # another policy: a composition refuses the others; None: all
     allocation_arguments: ClassVar[tuple[str, ...] | None] = None
     selection_arguments: ClassVar[tuple[str, ...] | None] = None

@@ -45,8 +45,8 @@ def stratified(
     """Keep `count` of `among` in two strata by age: the newer `ratio` of them is near, the rest is
     far.
 
-    Each stratum keeps its best by score; near gets `ratio` of the count, far the rest, and room
-    that one cannot fill goes to the other.
+    Each stratum keeps its best by score; near gets `ratio` of the count, far the rest, and
+    what one cannot fill goes to the other.
     """
     total = among.sum(-1)
     near_size = jnp.ceil(ratio * total).astype(total.dtype)

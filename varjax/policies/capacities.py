@@ -1,7 +1,7 @@
-"""Rooms on the host: how many tokens a head may hold, in whole numbers that keep to the budget.
+"""How many tokens a head may hold, on the host, in whole numbers that keep to the budget.
 
-A room is an upper bound; the capacity when a scale starts is the room or, early on, what exists.
-All rooms together are at most floor(budget * F * L * N), with budget 1 every room is F.
+A head's limit is an upper bound; its capacity when a scale starts is the limit or, early on, what
+exists. All limits together are at most floor(budget * F * L * N), with budget 1 every limit is F.
 """
 
 import numpy as np
@@ -17,22 +17,21 @@ def total(geometry: Geometry, budget: float) -> int:
 
 
 def uniform(geometry: Geometry, budget: float) -> int:
-    """The room of every head when all get the same."""
+    """The limit of every head when all get the same."""
     return int(budget * geometry.schedule.persistent_tokens + 1e-6)
 
 
-def capacity(geometry: Geometry, rooms: np.ndarray | int) -> np.ndarray:
-    """int32 [K, L, N]: tokens held when each scale starts, from rooms that broadcast to it.
+def capacity(geometry: Geometry, limits: np.ndarray | int) -> np.ndarray:
+    """int32 [K, L, N]: tokens held when each scale starts, from limits that broadcast to it.
 
-    A head that was narrow cannot fill a wider room with more than one scale's tokens, so capacities
-    grow by at most that.
+    A head cannot grow by more than one scale's tokens, even where its limit does.
     """
     schedule = geometry.schedule
     shape = (schedule.num_scales, geometry.num_layers, geometry.num_heads)
-    rooms = np.broadcast_to(rooms, shape)
+    limits = np.broadcast_to(limits, shape)
     held = np.zeros(shape, np.int32)
     for s in range(1, schedule.num_scales):
-        held[s] = np.minimum(rooms[s], held[s - 1] + schedule.tokens[s - 1])
+        held[s] = np.minimum(limits[s], held[s - 1] + schedule.tokens[s - 1])
     return held
 
 

@@ -29,8 +29,7 @@ SHARED = ("budget", "accounting", "block_size")  # arguments of the composition,
 _GIVEN = "its contents are not chosen by a score, they follow from its own "
 REFUSED = {
     ("allocate", "full"): "it keeps everything, so there is nothing to select",
-    ("allocate", "headkv"): "which head gets which room is decided for every image, by its own "
-    "grouping",
+    ("allocate", "headkv"): "how much a head gets is decided for every image, by its own grouping",
     ("allocate", "compose"): "compositions do not nest",
     ("select", "full"): "it keeps everything; any other policy does that with budget 1",
     ("select", "table"): _GIVEN + "file",
@@ -45,9 +44,9 @@ REFUSED = {
 @dataclass(frozen=True, kw_only=True)
 class Compose(Policy):
     """Capacities of one policy, contents of another:
-    `--policy=compose --policy_args=allocate=heatkv,select=snapkv`.
+    `allocate=heatkv,select=snapkv`.
 
-    Idea: how much each head may hold and which tokens fill the room are separate questions, and the
+    Idea: how much each head may hold and which tokens it holds are separate questions, and the
     papers answer both at once. With every pair at hand the answers can be compared one by one.
 
     Every head holds, when a scale starts, as many tokens as it does under the policy `allocate`;
@@ -63,13 +62,13 @@ class Compose(Policy):
         headkv).
       allocate_NAME, select_NAME: argument NAME of either policy, for example allocate_sinks=3 or
         select_window=8. Only arguments that matter to the role: what hack's asymmetry says about
-        rooms is refused as select_asymmetry.
+        capacities is refused as select_asymmetry.
 
     What a part needs (a calibration, a file) it needs here too, but `scalekv` as `select` needs
     neither budgets nor calibration.
 
-    Differs from the parts: sinks of `select` that exceed a head's room stay only as far as there is
-      room, the oldest first; so no budget is too small for `select`. `headkv` as `select` keeps the
+    Differs from the parts: sinks of `select` that exceed a head's capacity stay as far as they fit,
+      the oldest first; so no budget is too small for `select`. `headkv` as `select` keeps the
       recent tokens that it would give a local head of the same budget, and groups no heads.
     """
 
@@ -121,33 +120,38 @@ class Compose(Policy):
         return values | {"parts": tuple(sorted(parts.items())), "budget": built["allocate"].budget}
 
     @cached_property
-    def _parts(self) -> tuple[Policy, ...]:
-        """(who says how much, who says which); their own budgets are the defaults."""
+    def _parts(self) -> tuple[Policy, Policy]:
+        """(who says how much, who says which) as given; their own budgets are the defaults."""
         given = ROLES | dict(self.parts)
-        result = []
-        for role in ROLES:
-            prefix = f"{role}_"
-            own = {k.removeprefix(prefix): v for k, v in given.items() if k.startswith(prefix)}
-            result.append(make_policy(_choose_part(role, given[role]), None, own))
-        return tuple(result)
+        arguments = {role: {} for role in ROLES}
+        for name, text in given.items():
+            role, _, own_name = name.partition("_")
+            if own_name:
+                arguments[role][own_name] = text
+        chosen = {role: _choose_part(role, given[role]) for role in ROLES}
+        return tuple(make_policy(chosen[role], None, arguments[role]) for role in ROLES)
 
-    def _role(self, index: int) -> Policy:
+    @cached_property
+    def _roles(self) -> tuple[Policy, Policy]:
+        """(allocator, selector) with what the composition and the calibration decide filled in."""
         if self._prepared:
-            return self._prepared[index]
-        part = self._parts[index]
-        if isinstance(part, SlidingWindow | Streaming) and index:
-            part = Newest(sinks=getattr(part, "sinks", 0), protects=isinstance(part, Streaming))
-        return dataclasses.replace(part, **{name: getattr(self, name) for name in SHARED})
+            return self._prepared
+        allocate, select = self._parts
+        if isinstance(select, SlidingWindow | Streaming):
+            sinks, protects = getattr(select, "sinks", 0), isinstance(select, Streaming)
+            select = Newest(sinks=sinks, protects=protects)
+        shared = {name: getattr(self, name) for name in SHARED}
+        return dataclasses.replace(allocate, **shared), dataclasses.replace(select, **shared)
 
     @property
     def allocator(self) -> Policy:
         """The policy that says how much."""
-        return self._role(0)
+        return self._roles[0]
 
     @property
     def selector(self) -> Policy:
         """The policy that says which."""
-        return self._role(1)
+        return self._roles[1]
 
     # --- what the parts say -----------------------------------------------------------------------
 
@@ -171,14 +175,8 @@ class Compose(Policy):
         allocator = self.allocator.prepare(geometry, calibration)
         selector = dataclasses.replace(self.selector, budget=allocator.budget)
         selector = selector.prepare(geometry, calibration)
-        remembers = type(selector).update_state is not Policy.update_state
-        return (_Remembering if remembers else Compose)(
-            budget=allocator.budget,
-            accounting=self.accounting,
-            block_size=self.block_size,
-            parts=self.parts,
-            _prepared=(allocator, selector),
-        )
+        prepared = (allocator, selector)
+        return dataclasses.replace(self, budget=allocator.budget, _prepared=prepared)
 
     def plan_lines(self, geometry: Geometry, calibration: Any = None) -> list[str]:
         parts = ", ".join(f"{name}={value}" for name, value in (ROLES | dict(self.parts)).items())
@@ -186,7 +184,7 @@ class Compose(Policy):
 
     def check(self, geometry: Geometry) -> None:
         self.allocator.check(geometry)
-        # its rooms are given, so no budget is too small for it
+        # its capacities are given, so no budget is too small for it
         dataclasses.replace(self.selector, budget=1.0).check(geometry)
 
     def minimum_budget(self, geometry: Geometry) -> float:
@@ -204,9 +202,8 @@ class Compose(Policy):
 
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> Allocation:
         given = self.allocator.allocate(geometry, budget, calibration)
-        regroups = getattr(given, "regroup_scale", None) is not None
-        fixed = not getattr(given, "ragged", False) or self.allocator.name == "table"
-        if regroups or not fixed:
+        ragged = getattr(given, "ragged", False) and self.allocator.name != "table"
+        if ragged or getattr(given, "regroup_scale", None) is not None:
             raise UserError(
                 f"policy 'compose': allocate={self.allocator.name} with these arguments decides "
                 f"while generating how much a head holds; capacities must be known beforehand"
@@ -222,16 +219,12 @@ class Compose(Policy):
     def init_state(self, geometry: Geometry, rows: int) -> Any:
         return self.selector.init_state(geometry, rows)
 
+    def update_state(self, obs: Observation) -> Any:
+        return self.selector.update_state(obs)
+
     def select(self, obs: Observation):
         kept = self.selector.select(obs)
         return blocks.top(-obs.position, kept, obs.capacity)
-
-
-class _Remembering(Compose):
-    """A composition whose selection has a memory; the engine looks for the method."""
-
-    def update_state(self, obs: Observation) -> Any:
-        return self.selector.update_state(obs)
 
 
 @dataclass(frozen=True, kw_only=True)

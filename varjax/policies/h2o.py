@@ -20,17 +20,17 @@ class H2O(Policy):
     those that have collected most so far, and beside them the newest, which had no time to collect
     anything.
 
-    After every scale, in each head that holds more than its room C = floor(budget * F):
+    After every scale, in each head that holds more than its capacity C = floor(budget * F):
     1. The newest floor(recent_share * C) tokens stay (newest in raster order).
-    2. The rest of the room goes to the heavy hitters: the other tokens with the most accumulated
-       attention, i.e. attention mass summed over all queries, of all scales, that saw the token
+    2. The rest goes to the heavy hitters: the other tokens with the most accumulated attention,
+       i.e. attention mass summed over all queries, of all scales, that saw the token
        (the scale just generated included). Of equals, the first in the cache.
 
-    Every head of every layer has the same room.
+    Every head of every layer has the same capacity.
 
     Args:
       budget: fraction of the full cache.
-      recent_share: part of the room for the newest tokens; the paper uses halves. 0 keeps heavy
+      recent_share: part of the capacity for the newest tokens; the paper uses halves. 0 keeps heavy
         hitters only, 1 is a sliding window.
 
     Differs from the paper, because scales replace tokens:

@@ -8,7 +8,7 @@ import numpy as np
 
 from varjax.cache.allocation import RegionAllocation
 from varjax.cache.geometry import Geometry
-from varjax.calibration.data import Calibration
+from varjax.calibration import Calibration
 from varjax.errors import UserError
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities
@@ -26,32 +26,32 @@ class HACK(sink_rules.SinkPolicy):
     Idea: in contextual heads all queries look at the same few keys (vertical stripes in the
     attention map); in structural heads every query looks at its own surroundings (diagonals). Which
     head is which depends on the model only. So each kind gets its own eviction rule and its own
-    room.
+    capacity.
 
     1. Offline: var[l, n] = sum over keys of the variance over queries of their attention, averaged
        over scales and samples. Stripes vary little from query to query, diagonals much. The
        `contextual` fraction of the model's heads with the lowest values is contextual, the others
        are structural.
-    2. Rooms: a structural head gets `asymmetry` times the room of a contextual one, at most F, at
-       least the sinks; together floor(budget * F * L * N) tokens.
-    3. After every scale, in each head that holds more than its room: the sink scales stay;
-       contextual heads fill the room with the tokens of most attention mass, averaged over all
+    2. Capacities: a structural head gets `asymmetry` times as much as a contextual one, at most F,
+       at least the sinks; together floor(budget * F * L * N) tokens.
+    3. After every scale, in each head that holds more than its capacity: the sink scales stay;
+       contextual heads fill up with the tokens of most attention mass, averaged over all
        queries of the scale just generated; structural heads with the newest tokens in raster order.
 
-    Needs `--calibration=FILE` with the variances of the heads.
+    Needs a calibration that holds the variances of the heads.
 
     Args:
       budget: fraction of the full cache.
       sinks: scales that are never dropped; 3 in HeatKV's runs. 0 takes up to 3, as many as fit half
-        of the mean room.
+        of the mean capacity.
       contextual: fraction of contextual heads among all heads of the model.
-      asymmetry: room of a structural head relative to a contextual one.
+      asymmetry: capacity of a structural head relative to a contextual one.
 
     Our reading, because the texts that we follow name a variance-aware statistic, two budgets, two
     eviction rules and the sinks, but give neither formulas nor numbers:
       - The statistic is the one above, and a quantile over the whole model separates the kinds, so
         layers may differ in how many contextual heads they have.
-      - Structural heads get the larger room: their mass lies on many tokens, that of stripes on
+      - Structural heads get the larger capacity: their mass lies on many tokens, that of stripes on
         few. Twice as large is a guess.
       - Attended is judged by all queries of the current scale, not by sampled ones, and anew after
         every scale. "Near" of a diagonal pattern is the newest tokens, in which every place of the
@@ -75,20 +75,14 @@ class HACK(sink_rules.SinkPolicy):
             raise UserError(
                 "policy 'hack' needs to know the heads"
                 + ("" if calibration is None else ", and the calibration holds no query_variance")
-                + ": give --calibration=FILE from python -m experiments.calibrate"
+                + ": give a calibration (`python -m experiments.calibrate` writes one)"
             )
         calibration.check(geometry)
         variance = np.asarray(calibration.query_variance, np.float64)
-        shape = (geometry.num_layers, geometry.num_heads)
-        if variance.shape != shape:
-            raise UserError(
-                f"the calibration's query_variance has shape {variance.shape}, this model needs "
-                f"{shape} (layers, heads)"
-            )
         order = np.argsort(variance.ravel(), kind="stable")
         chosen = np.zeros(variance.size, bool)
         chosen[order[: int(self.contextual * variance.size + 0.5)]] = True
-        types = tuple(map(tuple, chosen.reshape(shape).tolist()))
+        types = tuple(map(tuple, chosen.reshape(variance.shape).tolist()))
         return dataclasses.replace(self, _types=types)
 
     def check(self, geometry: Geometry) -> None:
@@ -96,8 +90,8 @@ class HACK(sink_rules.SinkPolicy):
             raise UserError(f"policy 'hack': contextual={self.contextual:g} is outside [0, 1]")
         if not 0.01 <= self.asymmetry <= 100:
             raise UserError(
-                f"policy 'hack': asymmetry={self.asymmetry:g} must be between 0.01 and 100 (room "
-                f"of a structural head relative to a contextual one)"
+                f"policy 'hack': asymmetry={self.asymmetry:g} must be between 0.01 and 100 "
+                f"(capacity of a structural head relative to a contextual one)"
             )
         super().check(geometry)
 
@@ -138,5 +132,5 @@ class HACK(sink_rules.SinkPolicy):
         first = blocks.protect(obs.position, obs.live, protected)
         sinks = blocks.top(-obs.position, first, obs.capacity)
         score = jnp.where(contextual[:, None], obs.scale_mass, obs.position.astype(jnp.float32))
-        room = obs.capacity - sinks.sum(-1)
-        return sinks | blocks.top(score, obs.live & ~sinks, room)
+        rest = obs.capacity - sinks.sum(-1)
+        return sinks | blocks.top(score, obs.live & ~sinks, rest)

@@ -35,19 +35,19 @@ class HeadKV(sink_rules.SinkPolicy):
        heads keep sinks, the same recent tokens, and history.
     4. Stratified eviction (Eqs. 5-6): history is split by age into a near and a far part, the
        nearer `ratio` of it and the rest; each keeps its best by attention from a window of queries,
-       `ratio` of the room going to the near part.
+       `ratio` of the tokens kept being near ones.
 
     Args:
-      budget: mean fraction over heads. A head's mean room A = budget * F is divided: a local head
+      budget: mean fraction over heads. The mean capacity A = budget * F is divided: a local head
         gets local_share * A (at least the sinks), the global heads of the layer share what is left
         equally.
       group_after: tokens per head before grouping (the paper's 100 for Janus-Pro and LlamaGen).
       threshold: attention mass that decides a head's type (0.9).
       global_heads: global heads per layer; 0 takes half of them.
-      local_share: room of a local head relative to the mean.
-      sinks: scales never dropped; 0 takes up to 3, as many as fit half of the mean room.
+      local_share: capacity of a local head relative to the mean.
+      sinks: scales never dropped; 0 takes up to 3, as many as fit half of the mean capacity.
       window: queries of the current scale that score the history, spread evenly over it.
-      ratio: near part of the history, and of the room for it.
+      ratio: near part of the history, and of what is kept of it.
 
     Differs from the paper, because scales replace tokens and because a budget here is a promise:
       - The paper's number of local heads varies per input (need below the window size). Capacities
@@ -102,7 +102,7 @@ class HeadKV(sink_rules.SinkPolicy):
     def _num_global(self, geometry: Geometry) -> int:
         return self.global_heads or max(1, geometry.num_heads // 2)
 
-    def room(self, geometry: Geometry, budget: float) -> tuple[int, int]:
+    def region_sizes(self, geometry: Geometry, budget: float) -> tuple[int, int]:
         """Tokens of a local and of a global head."""
         full, heads, wide = (
             geometry.schedule.persistent_tokens,
@@ -115,14 +115,14 @@ class HeadKV(sink_rules.SinkPolicy):
             sink_rules.sink_scales(self.sinks, geometry, budget), geometry
         )
         local = max(sinks, int(self.local_share * total / heads)) if narrow else 0
-        wide_room = min(full, (total - narrow * local) // wide)
-        if narrow and wide_room == full:
+        wide_size = min(full, (total - narrow * local) // wide)
+        if narrow and wide_size == full:
             local = min(full, (total - wide * full) // narrow)
-        return local, wide_room
+        return local, wide_size
 
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> RegionAllocation:
         schedule = geometry.schedule
-        local, wide = self.room(geometry, budget)
+        local, wide = self.region_sizes(geometry, budget)
         regions = np.where(np.arange(geometry.num_heads) < self._num_global(geometry), wide, local)
         mean = (
             int(budget * schedule.persistent_tokens * geometry.num_heads + 1e-6)
@@ -176,9 +176,9 @@ class HeadKV(sink_rules.SinkPolicy):
     def select(self, obs: Observation):
         protected, recent = obs.inputs[0], obs.inputs[1]
         kept = blocks.protect(obs.position, obs.live, protected)
-        room = jnp.minimum(obs.capacity - kept.sum(-1), recent)
-        newest = blocks.recent(obs.position, obs.live & ~kept, room)
+        count = jnp.minimum(obs.capacity - kept.sum(-1), recent)
+        newest = blocks.recent(obs.position, obs.live & ~kept, count)
         history = obs.live & ~kept & ~newest
         kept = kept | newest
-        room = jnp.minimum(obs.capacity - kept.sum(-1), history.sum(-1))
-        return kept | blocks.stratified(obs.window_mass, obs.position, history, room, self.ratio)
+        count = jnp.minimum(obs.capacity - kept.sum(-1), history.sum(-1))
+        return kept | blocks.stratified(obs.window_mass, obs.position, history, count, self.ratio)

@@ -1,21 +1,31 @@
 """The one list of policies: it drives the command-line values, the README table and the generic
-tests."""
+tests; `load_module` adds policies of your own to it."""
 
+import hashlib
+import importlib
+import importlib.util
 import numbers
+import os
+import pathlib
+import sys
+import traceback
 from collections.abc import Callable
+from types import ModuleType
 
 from varjax.errors import UserError, choose
 from varjax.policies.base import Policy, make_policy
 
 POLICIES: dict[str, type[Policy]] = {}
+_LOADED: dict[str, tuple[str, ...]] = {}  # what `load_module` found, by file or import name
 
 
 def register(name: str) -> Callable[[type[Policy]], type[Policy]]:
-    """Class decorator: make a policy known under `name`."""
+    """Class decorator: make a policy known under `name`. `UserError` if that name is taken."""
 
     def add(cls: type[Policy]) -> type[Policy]:
         if name in POLICIES:
-            raise ValueError(f"policy {name!r} is registered twice")
+            taken_by = f"{POLICIES[name].__module__}.{POLICIES[name].__qualname__}"
+            raise UserError(f"policy {name!r} is registered already ({taken_by}): rename yours")
         cls.name = name
         POLICIES[name] = cls
         return cls
@@ -44,12 +54,80 @@ def resolve_policy(policy: str | Policy, budget: float | None = None) -> Policy:
     return policy
 
 
+def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
+    """Import a module that registers policies of your own, once.
+
+    Args:
+      path_or_name: a .py file anywhere, or the import name of a module.
+
+    Returns:
+      The names of its policies, which are in `POLICIES` from now on.
+
+    Raises:
+      UserError: it is not there, fails while it is imported, or registers nothing or a taken name;
+        `POLICIES` is then as it was.
+    """
+    given = os.fspath(path_or_name)
+    is_file = given.endswith(".py") or os.sep in given
+    key = str(pathlib.Path(given).resolve()) if is_file else given
+    if key not in _LOADED:
+        before = dict(POLICIES)
+        try:
+            module = _import_file(pathlib.Path(key)) if is_file else importlib.import_module(key)
+            _LOADED[key] = _policies_of(module, before)
+        except Exception as error:
+            POLICIES.clear()
+            POLICIES.update(before)
+            raise UserError(f"policy module {given}: {_what_is_wrong(error, key)}") from error
+    return _LOADED[key]
+
+
+def _import_file(path: pathlib.Path) -> ModuleType:
+    if not path.is_file():
+        raise UserError("there is no such file")
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]  # files of one name may differ
+    spec = importlib.util.spec_from_file_location(f"{path.stem}_{digest}", path)
+    if spec is None or spec.loader is None:
+        raise UserError("it is no Python file: its name has to end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
+    return module
+
+
+def _policies_of(module: ModuleType, before: dict[str, type[Policy]]) -> tuple[str, ...]:
+    """What is new, or was registered by this module when it was imported elsewhere."""
+    names = (
+        n for n, cls in POLICIES.items() if n not in before or cls.__module__ == module.__name__
+    )
+    if found := tuple(names):
+        return found
+    raise UserError("it registers no policy: decorate a class with @register('its_name')")
+
+
+def _what_is_wrong(error: Exception, key: str) -> str:
+    """One line: where, and what."""
+    if isinstance(error, ModuleNotFoundError) and error.name == key.split(".")[0]:
+        return "there is no module of this name: give one that can be imported, or a .py file"
+    if isinstance(error, SyntaxError):
+        return f"{pathlib.Path(error.filename or key).name}, line {error.lineno}: {error.msg}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == key]
+    place = f"line {frames[-1].lineno}: " if frames else ""
+    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    return f"{place}{kind}{error}"
+
+
 def markdown_table() -> str:
     """The policy table of the README."""
     rows = ["| policy | keeps | contents | default budget |", "| --- | --- | --- | --- |"]
     for name, cls in POLICIES.items():
+        policy = cls()
         contents = "decided per image" if cls.select is not Policy.select else "known beforehand"
-        contents = cls.contents or (contents if cls.budgeted else "given")
-        budget = f"{cls().budget:g}" if cls.budgeted else "what it keeps"
-        rows.append(f"| `{name}` | {cls.summary} | {contents} | {budget} |")
+        contents = policy.contents or (contents if policy.budgeted else "given")
+        budget = f"{policy.budget:g}" if policy.budgeted else "what it keeps"
+        rows.append(f"| `{name}` | {policy.summary} | {contents} | {budget} |")
     return "\n".join(rows)

@@ -12,7 +12,7 @@ from varjax.policies.base import Needs, Observation, Policy
 from varjax.policies.registry import register
 
 WINDOW = 16
-WINDOW_SHARE = 4  # an automatic window takes at most a quarter of a head's room
+WINDOW_SHARE = 4  # an automatic window takes at most a quarter of a head's capacity
 
 
 def check_kernel(policy: Policy, kernel: int) -> None:
@@ -32,23 +32,23 @@ class SnapKV(Policy):
     Idea: what the latest queries look at is what later queries will need. So a small observation
     window of queries votes, and the winners stay.
 
-    After every scale, in each head that holds more than its room:
+    After every scale, in each head that holds more than its capacity:
     1. The window is `window` queries of the scale just generated, spread evenly over its map. Its
-       tokens stay, as far as there is room (the best-voted of them if there is not).
+       tokens stay, as far as they fit (the best-voted of them if not all do).
     2. Vote: the attention mass that each other token receives from the window, averaged over its
        queries.
     3. Clustering: the votes are max-pooled along the cache, in order of position, `kernel` tokens
        wide and with stride 1, so that a token brings its neighbours. Window tokens do not vote for
        their neighbours.
-    4. The tokens with the best pooled votes fill the room; among equals the higher own vote, then
+    4. The tokens with the best pooled votes fill the rest; among equals the higher own vote, then
        the earlier token.
 
-    Every head of every layer has the same room, floor(budget * F).
+    Every head of every layer has the same capacity, floor(budget * F).
 
     Args:
       budget: fraction of the full cache.
-      window: queries in the observation window. 0 (default) takes 16, or a quarter of a head's room
-        if that is less, so that small models keep some history.
+      window: queries in the observation window. 0 (default) takes 16, or a quarter of a head's
+        capacity if that is less, so that small models keep some history.
       kernel: width of the pooling, odd; 1 turns it off.
 
     Differs from the paper, because scales replace tokens:

@@ -18,14 +18,14 @@ from varjax.policies.registry import register
 @register("table")
 @dataclass(frozen=True, kw_only=True)
 class Table(Policy):
-    """Keep what a file says: `--policy=table --policy_args=path=KEEP.npz`.
+    """Keep what a file says: `path=KEEP.npz`.
 
     The file holds exactly one of
       keep_scale: bool [K, layers, heads, K]; [s, l, n, j] = scale s may see the tokens of scale j
         in that head.
       keep_token: bool [K, layers, heads, tokens], or [K, layers, rows, heads, tokens] with rows = 2
-        * images (conditional, then unconditional): contents that differ per row, as those of
-        content-dependent policies do.
+        * images (conditional, then unconditional; without guidance only the former count):
+        contents that differ per row, as those of content-dependent policies do.
     Entries for the current and later scales must be False, and what is dropped never returns; both
     are checked. Capacities follow from the file (the most that any row keeps), so the budget is a
     check: a table that keeps more than `budget` is refused.
@@ -46,7 +46,7 @@ class Table(Policy):
     @cached_property
     def _content(self) -> tuple[str, np.ndarray]:
         if not self.path:
-            raise UserError("policy 'table' needs a file: --policy_args=path=KEEP.npz")
+            raise UserError("policy 'table' needs a file: path=KEEP.npz")
         if not pathlib.Path(self.path).is_file():
             raise UserError(f"policy 'table': there is no file {self.path!r}")
         try:
@@ -80,7 +80,7 @@ class Table(Policy):
         if name == "keep_token" and keep.ndim == 5:
             rows = keep.shape[2]
             allowed = [(k, layers, rows, heads, tokens)]
-            fits = keep.shape == allowed[0] and rows > 0 and rows % geometry.rows_per_image == 0
+            fits = keep.shape == allowed[0] and rows > 0 and rows % 2 == 0
         if not fits:
             also = ", or with rows = 2 * images as third axis" if name == "keep_token" else ""
             raise UserError(
@@ -96,6 +96,8 @@ class Table(Policy):
         """bool [K, L, (rows,) N, tokens]."""
         name, keep = self._content
         keep = keep.astype(bool)
+        if keep.ndim == 5:
+            keep = keep[:, :, : keep.shape[2] // 2 * geometry.rows_per_image]
         return keep[..., geometry.schedule.scale_of_token] if name == "keep_scale" else keep
 
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> Allocation:
@@ -134,8 +136,9 @@ class Table(Policy):
         if not self._per_row():
             return None
         visible = self._visible(geometry)
-        images = visible.shape[2] // 2
-        rows = np.concatenate([image_index, image_index + images])
+        images = self._content[1].shape[2] // 2
+        groups = [image_index + i * images for i in range(geometry.rows_per_image)]
+        rows = np.concatenate(groups)
         following = np.concatenate([visible[1:], np.zeros_like(visible[:1])])
         return following[:, :, rows]
 

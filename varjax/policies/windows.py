@@ -71,14 +71,14 @@ class Streaming(sink_rules.SinkPolicy):
 
     Args:
       sinks: scales that are never dropped. 3 is what HeatKV uses on Infinity; 0 (default) takes up
-        to 3, as many as fit half of the budget, so that small schedules keep room for a window.
+        to 3, as many as fit half of the budget, so that small schedules keep a window.
 
     Differs from the original, which keeps four sink *tokens* of a text: here sinks are whole
     scales, which hold the image's layout.
     """
 
     budget: float = 0.25
-    allocation_arguments = ()  # sinks take their room from the window
+    allocation_arguments = ()  # what sinks take the window loses
     summary = "sink scales and newest tokens"
 
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> StaticAllocation:

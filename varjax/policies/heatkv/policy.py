@@ -7,12 +7,11 @@ import numpy as np
 
 from varjax.cache.allocation import StaticAllocation
 from varjax.cache.geometry import Geometry
-from varjax.calibration import data as measured
-from varjax.calibration.data import Calibration
+from varjax.calibration import Calibration, cas, order_heads, orders_from_scores, scas
 from varjax.errors import UserError
 from varjax.policies import sinks as sink_rules
 from varjax.policies.base import Policy
-from varjax.policies.heatkv_schedule import PruneSchedule, prune_schedule
+from varjax.policies.heatkv.schedule import PruneSchedule, prune_schedule
 from varjax.policies.registry import register
 
 
@@ -36,8 +35,8 @@ class HeatKV(Policy):
        before scale k starts (last layers first, then large scales, then rank), prevents that. What
        attention does not see at scale k is A_k = G_(k-1) + E_k.
 
-    Needs `--calibration=FILE`: removal orders as published with the paper (a JSON list with one
-    list of [head, layer] per source scale) or a calibration file that holds beta.
+    Needs a calibration: removal orders as published with the paper (a JSON list with one list of
+    [head, layer] per source scale) or one that holds beta.
 
     Args:
       budget: fraction of the full cache, kept after every layer of every scale.
@@ -72,9 +71,9 @@ class HeatKV(Policy):
     def _require(self, calibration: Calibration | None) -> None:
         if calibration is None:
             raise UserError(
-                f"policy {self.name!r} needs measurements of the model: --calibration=FILE, either "
-                f"removal orders as published with HeatKV (JSON lists of [head, layer]) or a "
-                f"calibration file"
+                f"policy {self.name!r} needs measurements of the model: give a calibration "
+                f"(`python -m experiments.calibrate` writes one), or removal orders as published "
+                f"with HeatKV (JSON lists of [head, layer])"
             )
 
     def minimum_budget(self, geometry: Geometry) -> float:
@@ -99,9 +98,9 @@ class HeatKV(Policy):
             return orders, self._implied_sinks(len(orders), geometry.schedule.num_scales)
         sinks = sink_rules.sink_scales(self.sinks, geometry, self.budget)
         if beta is not None and whole:
-            return measured.order_heads(measured.cas(beta, sinks))[None], sinks
+            return order_heads(cas(beta, sinks))[None], sinks
         if beta is not None:
-            return measured.orders_from_scores(measured.scas(beta, sinks), sinks), sinks
+            return orders_from_scores(scas(beta, sinks), sinks), sinks
         if orders is None:
             raise UserError(f"policy {self.name!r}: the calibration holds neither orders nor beta")
         if len(orders) != 1:
@@ -155,7 +154,7 @@ class BinaryHeatKV(HeatKV):
     between the sinks and itself. After scale k the first N_k heads keep their sinks only; early
     removals as in `heatkv`, but of heads: last layers first, then rank.
 
-    Needs `--calibration=FILE` with a single order of heads, or with beta.
+    Needs a calibration with a single order of heads, or with beta.
 
     Args:
       budget, sinks: as in `heatkv`; a single list says nothing about sinks.
@@ -179,7 +178,7 @@ class HeatKVNaive(HeatKV):
     budget from the first layer on, and nearly all of G_k minus G_(k-1) is removed before scale k
     starts: within the budget at all times, but the budget is not used.
 
-    Needs `--calibration=FILE` as `heatkv` does (as `binary_heatkv` with `whole_heads`).
+    Needs a calibration as `heatkv` does (as `binary_heatkv` with `whole_heads`).
 
     Args:
       budget, sinks: as in `heatkv`.

@@ -11,7 +11,7 @@ import numpy as np
 from varjax.cache import allocator
 from varjax.cache.geometry import Geometry
 from varjax.errors import UserError
-from varjax.policies import capacities as rooms
+from varjax.policies import capacities
 
 LAYERS_PER_DRAFTER = 16  # the published files have 2 drafters in 32 layers and 3 in 40
 
@@ -48,7 +48,7 @@ class BudgetFile:
             raise UserError(f"budgets={path}: entries must be whole numbers from 0 on")
         return cls(path, dict(sorted(entries.items())), hashlib.sha256(data).hexdigest())
 
-    def rooms(self, geometry: Geometry) -> np.ndarray:
+    def tokens(self, geometry: Geometry) -> np.ndarray:
         """int [K, L]: tokens per head when each scale starts.
 
         Raises:
@@ -87,8 +87,8 @@ class BudgetFile:
 
     def _refuse(self, reason: str):
         raise UserError(
-            f"budgets={self.path} is not for this model: {reason}; calibrate this model and use "
-            f"--calibration=FILE instead"
+            f"budgets={self.path} is not for this model: {reason}; calibrate this model and "
+            f"give the calibration instead"
         )
 
 
@@ -97,7 +97,7 @@ def automatic_drafters(geometry: Geometry) -> int:
     return -(-geometry.num_layers // LAYERS_PER_DRAFTER)
 
 
-def own_rooms(
+def own_tokens(
     geometry: Geometry,
     budget: float,
     selectivity: np.ndarray,
@@ -117,7 +117,7 @@ def own_rooms(
     """
     rank = np.argsort(np.argsort(selectivity, kind="stable"), kind="stable")
     most = min(drafters, geometry.num_layers - 1)
-    together = rooms.total(geometry, budget) // geometry.num_heads  # of one head in all layers
+    together = capacities.total(geometry, budget) // geometry.num_heads  # of one head in all layers
     build = lambda tokens: _share(geometry, tokens, rank, most, refiner_share)  # noqa: E731
     low, high = geometry.num_layers, together
     while peak and low < high:

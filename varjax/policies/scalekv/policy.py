@@ -10,13 +10,13 @@ import numpy as np
 from varjax.cache import allocator, planner
 from varjax.cache.allocation import RegionAllocation
 from varjax.cache.geometry import Geometry
-from varjax.calibration.data import Calibration
+from varjax.calibration import Calibration
 from varjax.errors import UserError
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities
-from varjax.policies import scalekv_budgets as layer_budgets
 from varjax.policies.base import Needs, NotGiven, Observation, Policy
 from varjax.policies.registry import register
+from varjax.policies.scalekv import budgets as layer_budgets
 from varjax.policies.snapkv import WINDOW_SHARE, check_kernel
 
 GRID = 4
@@ -39,26 +39,25 @@ class ScaleKV(Policy):
        mean over layers is the budget. While everything fits nothing is dropped.
     3. Window: the tokens of a grid x grid raster over the scale just generated. With cells of
        S // grid rows, row i of the raster is i * (S // grid) + (S // grid - 1) // 2; columns
-       alike. They stay, as far as there is room (the best-scored if there is not).
+       alike. They stay, as far as they fit (the best-scored if not all do).
     4. Scores: attention logits (before the softmax) of the window's queries, averaged; max-pooled
        along the cache in order of position, stride 1, `kernel` wide, window positions at -inf
-       before and after. The best fill the room; among equals the higher own score, then the earlier
+       before and after. The best fill the rest; among equals the higher own score, then the earlier
        token.
 
-    Needs either `--policy_args=budgets=FILE`, a file published with the paper (for models of that
-    shape; the file says how much is kept, `budget` is only checked), or `--calibration=FILE` with
-    selectivity.
+    Needs either `budgets`, a file published with the paper (for models of that shape; the file says
+    how much is kept, `budget` is only checked), or a calibration that holds selectivity.
 
     Args:
       budget: fraction of the full cache; the mean over layers whenever a scale starts.
-      budgets: published budget file, see `scalekv_budgets.BudgetFile`. The budget is then what it
+      budgets: published budget file, see `scalekv.budgets.BudgetFile`. The budget is then what it
         costs; one that is given is checked.
       drafters: the most drafter layers. 0 takes one in 16 layers, as the published files have.
-      refiner_share: room that refiners keep at least, relative to the mean over layers; the
+      refiner_share: capacity that refiners keep at least, relative to the mean over layers; the
         published files go down to 0.31. Where it is not left, fewer layers are drafters, and the
         last of them keeps what is left.
       grid: side of the window's raster. 0 takes 4; with own budgets less if the window would take
-        more than a quarter of the mean room.
+        more than a quarter of the mean capacity.
       kernel: width of the pooling, odd.
       faithful: score as the authors' code does, see below.
 
@@ -156,7 +155,7 @@ class ScaleKV(Policy):
             return RegionAllocation(self._checked(geometry, self._held(geometry), budget))
         selectivity = self._selectivity(geometry, calibration)
         drafters = self.drafters or layer_budgets.automatic_drafters(geometry)
-        per_layer = layer_budgets.own_rooms(
+        per_layer = layer_budgets.own_tokens(
             geometry,
             budget,
             selectivity,
@@ -168,7 +167,7 @@ class ScaleKV(Policy):
 
     def _held(self, geometry: Geometry) -> np.ndarray:
         """int32 [K, L, N]: what the file lets every head hold."""
-        return capacities.capacity(geometry, self._file.rooms(geometry)[..., None])
+        return capacities.capacity(geometry, self._file.tokens(geometry)[..., None])
 
     def _cost(self, geometry: Geometry) -> float:
         """The budget of a run that gives none."""
@@ -189,7 +188,7 @@ class ScaleKV(Policy):
         if share > budget + 1e-9:
             raise UserError(
                 f"budgets={self.budgets} keeps up to {share:.4f} of the full cache, more than "
-                f"budget={budget:g}: the file decides, give --budget={np.ceil(share * 1e4) / 1e4:g}"
+                f"budget={budget:g}: the file decides, give budget={np.ceil(share * 1e4) / 1e4:g}"
             )
         return held
 
@@ -199,18 +198,12 @@ class ScaleKV(Policy):
             raise UserError(
                 "policy 'scalekv' needs to know the layers"
                 + ("" if calibration is None else ", and the calibration holds no selectivity")
-                + ": give --policy_args=budgets=FILE (a budget file published with ScaleKV, for "
-                "models of that shape), or --calibration=FILE from python -m experiments.calibrate"
+                + ": give budgets=FILE (a budget file published with ScaleKV, for models of that "
+                "shape), or a calibration (`python -m experiments.calibrate` writes one)"
             )
         calibration.check(geometry)
         measured = np.asarray(calibration.selectivity, np.float64)
-        shape = (geometry.num_layers, geometry.schedule.num_scales)
-        if measured.shape != shape:
-            raise UserError(
-                f"the calibration's selectivity has shape {measured.shape}, this model needs "
-                f"{shape} (layers, scales)"
-            )
-        return measured[:, 1:].mean(-1) if shape[1] > 1 else measured[:, 0]
+        return measured[:, 1:].mean(-1) if measured.shape[1] > 1 else measured[:, 0]
 
     def window_tokens(self, height: int, width: int) -> np.ndarray:
         grid = self.grid or GRID

@@ -1,0 +1,95 @@
+"""Policies of a user's own module: loaded by path or import name, and what is said if they cannot
+be."""
+
+import sys
+
+import pytest
+
+from tests.policies.test_docs import EXAMPLE
+from varjax import policies
+from varjax.errors import UserError
+from varjax.policies import POLICIES, get_policy, load_module, registry
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch):
+    """What a test registers and imports is gone after it."""
+    monkeypatch.setattr(registry, "_LOADED", {})
+    known, modules = dict(POLICIES), set(sys.modules)
+    yield
+    POLICIES.clear()
+    POLICIES.update(known)
+    for name in set(sys.modules) - modules:
+        del sys.modules[name]
+
+
+def write(folder, text: str, name: str = "my_policies.py") -> str:
+    (folder / name).write_text(text, "utf-8")
+    return str(folder / name)
+
+
+def test_a_file_anywhere(tmp_path):
+    path = write(tmp_path, EXAMPLE)
+    assert load_module(path) == ("best_attended",) == load_module(tmp_path / "my_policies.py")
+    policy = get_policy("best_attended", 0.2, {"block_size": "4"})
+    assert policy.budget == 0.2 and policy.needs.scale_mass and hash(policy)
+    assert "`best_attended` | best attended tokens | decided" in registry.markdown_table()
+
+
+def test_files_of_one_name_are_two_modules(tmp_path):
+    (tmp_path / "other").mkdir()
+    load_module(write(tmp_path, EXAMPLE))
+    other = write(tmp_path / "other", EXAMPLE.replace("best_attended", "other_attended"))
+    assert load_module(other) == ("other_attended",) and "best_attended" in POLICIES
+
+
+def test_an_import_name(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    write(tmp_path / "mine", EXAMPLE, "policy.py")
+    write(tmp_path / "mine", "from mine import policy", "__init__.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_module("mine") == ("best_attended",) == load_module("mine.policy")
+    assert load_module("varjax.policies.h2o") == ("h2o",)  # already imported
+
+
+TAKEN = EXAMPLE.replace("best_attended", "h2o")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = (", r"my_policies\.py, line 1: '\(' was never closed"),
+        ("import os\n1 / 0", "line 2: ZeroDivisionError: division by zero"),
+        ("import no_such_module", "line 1: ModuleNotFoundError: .*no_such_module"),
+        (TAKEN, r"'h2o' is registered already \(varjax\.policies\.h2o\.H2O\): rename yours"),
+        (EXAMPLE + "\n1 / 0", "ZeroDivisionError"),
+        ("x = 1", "registers no policy"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path, text, message):
+    """Twice the same, and nothing stays behind."""
+    path, known = write(tmp_path, text), dict(POLICIES)
+    for _ in range(2):
+        with pytest.raises(UserError, match=f"policy module .*my_policies.py: .*{message}"):
+            load_module(path)
+    assert known == POLICIES and POLICIES["h2o"] is policies.H2O
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("nowhere/my.py", "no such file"),
+        ("folder/", "no such file"),
+        ("notes.txt", "no module of this name"),
+        ("./notes.txt", "has to end in .py"),
+        ("no_such_module", "no module of this name"),
+        ("varjax.schedule", "registers no policy"),
+        ("", "Empty module name"),
+    ],
+)
+def test_what_is_no_module(tmp_path, monkeypatch, given, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "notes.txt").write_text("x = 1")
+    with pytest.raises(UserError, match=message):
+        load_module(given)

@@ -1,0 +1,194 @@
+"""Calibration files: finding, reading and writing them.
+
+Two kinds are read: removal orders as published with HeatKV (a JSON list with one list of
+[head, layer] per source scale, least needed first) and our own (a JSON object, see `Calibration`).
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from varjax.cache.geometry import Geometry
+from varjax.calibration import scores
+from varjax.calibration.data import AXES, Calibration, read_order
+from varjax.errors import UserError
+from varjax.schedule import Schedule
+from varjax.storage.atomic import new_file
+
+FORMAT_VERSION = 1
+BESIDE_CHECKPOINT = "calibration.json"  # in a checkpoint folder: used if no other file is given
+_ARRAYS = (*AXES, "pattern_heads", "patterns", "pattern_edges", "rank_dispersion")
+_SCALARS = {
+    "model": str,
+    "model_digest": str,
+    "schedule": str,
+    "num_layers": int,
+    "num_heads": int,
+    "guidance": (int, float, str),
+    "num_samples": int,
+    "pattern_scale": int,
+}
+
+
+def find(
+    policy: Any,
+    model: Any,
+    given: Calibration | str | os.PathLike | None = None,
+    guidance: float | str | None = None,
+) -> Calibration | None:
+    """The calibration that a policy plans with, if there is one.
+
+    Args:
+      policy: asked whether it uses a calibration before the checkpoint folder is searched.
+      model: a model (its `geometry`, `metadata` and `directory` count), or a `Geometry`.
+      given: a calibration, the file of one, or None for `calibration.json` of the checkpoint.
+      guidance: of the run (`Sampling.guidance`); None accepts any.
+
+    Raises:
+      UserError: it cannot be read, or was made for a model of other shape, for other weights than
+        those in the model's folder, or with other guidance.
+    """
+    geometry = model if isinstance(model, Geometry) else model.geometry
+    directory = None if model is geometry else model.directory
+    if given is None and policy.uses_calibration:
+        given = beside(directory)
+    if given is None:
+        return None
+    found = given if isinstance(given, Calibration) else load(given, geometry)
+    try:
+        if directory is not None:
+            found.check_origin(model_digest(model.metadata), guidance)
+    except UserError as error:
+        source = "" if found is given else f"calibration {given}: "
+        raise UserError(f"{source}{error}") from None
+    return found
+
+
+def beside(directory: str | os.PathLike | None) -> pathlib.Path | None:
+    """The calibration file of a checkpoint folder, if it has one."""
+    path = pathlib.Path(directory, BESIDE_CHECKPOINT) if directory else None
+    return path if path and path.is_file() else None
+
+
+def model_digest(metadata: dict) -> str:
+    """SHA-256 that tells models apart: of a checkpoint's sources, or of its parameter files."""
+    what = metadata.get("sources") or metadata.get("files") or metadata
+    if isinstance(what, list):
+        what = [{k: v for k, v in entry.items() if k != "file"} for entry in what]
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+
+def save(calibration: Calibration, path: str | os.PathLike) -> None:
+    """Write our calibration file: a JSON object, arrays as nested lists with 7 digits, only what is
+    known. Under "derived" it holds, for other readers, what follows from beta."""
+    content = {"format_version": FORMAT_VERSION}
+    for name, value in vars(calibration).items():
+        if value is not None and name != "digest":
+            content[name] = _plain(value)
+    if calibration.beta is not None and calibration.schedule is not None:
+        content["derived"] = {name: _plain(value) for name, value in _derived(calibration).items()}
+    with new_file(path) as file:
+        file.write(json.dumps(content, allow_nan=False).encode())
+
+
+def _plain(value):
+    if isinstance(value, np.ndarray) and value.dtype.kind == "f":
+        rounded = np.vectorize(lambda x: float(f"{x:.7g}"), otypes=[object])(value)
+        return np.where(np.isnan(value), None, rounded).tolist()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return str(value) if isinstance(value, Schedule) else value
+
+
+def _derived(calibration: Calibration) -> dict:
+    """S-CAS of every source scale, CAS after up to three sink scales, attention density."""
+    sinks = max(0, min(3, calibration.schedule.num_scales - 2))
+    return {
+        "scas": scores.scas(calibration.beta, 0),
+        "cas": scores.cas(calibration.beta, sinks),
+        "cas_sinks": sinks,
+        "attention_density": calibration.attention_density,
+    }
+
+
+def load(path: str | os.PathLike, geometry: Geometry) -> Calibration:
+    """Read either kind of file for a model.
+
+    Raises:
+      UserError: unreadable, malformed (the message names list and entry), or for another model.
+    """
+    try:
+        data = pathlib.Path(path).read_bytes()
+        content = json.loads(data)
+    except OSError as error:
+        raise UserError(f"calibration {path}: cannot read the file: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"calibration {path}: it is not JSON: {error}") from None
+    digest = hashlib.sha256(data).hexdigest()
+    try:
+        if isinstance(content, list):
+            return Calibration(orders=read_orders(content, geometry), digest=digest)
+        if isinstance(content, dict):
+            return _from_object(content, geometry, digest)
+        raise UserError(
+            "expected a list of removal orders or an object of measurements, found "
+            f"{type(content).__name__}"
+        )
+    except UserError as error:
+        raise UserError(f"calibration {path}: {error}") from None
+
+
+def _from_object(content: dict, geometry: Geometry, digest: str) -> Calibration:
+    version = content.get("format_version")
+    if version != FORMAT_VERSION:
+        raise UserError(
+            f"format_version is {version!r}, this version of varjax reads {FORMAT_VERSION}"
+        )
+    fields = {k: v for k, v in content.items() if k in Calibration.__dataclass_fields__}
+    for name, kinds in _SCALARS.items():
+        value = fields.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+            raise UserError(f"{name} is {value!r:.60}: the wrong type")
+    if fields.get("schedule") is not None:
+        fields["schedule"] = Schedule.parse(fields["schedule"])
+    given = {name: fields.pop(name, None) for name in ("orders", *_ARRAYS)}
+    orders = given.pop("orders")
+    found = Calibration(**(fields | {"digest": digest}))
+    found.check(geometry)  # of two complaints, "another model" is the useful one
+    if orders is not None:
+        orders = read_orders(orders, geometry)
+    arrays = {name: _read_numbers(name, a) for name, a in given.items() if a is not None}
+    complete = Calibration(**(vars(found) | {"orders": orders} | arrays))
+    complete.check(geometry)
+    return complete
+
+
+def _read_numbers(name: str, nested: object) -> np.ndarray:
+    try:
+        array = np.array(nested)
+        if array.dtype.kind not in "iuf":
+            raise UserError(f"{name} holds {str(array.dtype):.20} where numbers are needed")
+        array = array.astype(np.float64)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise UserError(f"{name} is no regular array of numbers: {error}") from None
+    if not np.isfinite(array).all():
+        raise UserError(f"{name} holds values that are not finite numbers")
+    if array.min(initial=0) < 0:
+        raise UserError(f"{name} holds negative numbers")
+    return array.astype(np.int32) if name in ("pattern_heads", "pattern_edges") else array
+
+
+def read_orders(content: object, geometry: Geometry) -> np.ndarray:
+    """int32 [lists, T, 2] from nested lists; one flat list of pairs counts as one list."""
+    if not isinstance(content, list) or not content:
+        raise UserError("it holds no removal orders: one list of [head, layer] per source scale")
+    first = content[0]
+    if isinstance(first, list) and first and not isinstance(first[0], list):
+        content = [content]
+    return np.stack(
+        [read_order(f"order list {i}", entries, geometry) for i, entries in enumerate(content)]
+    )

@@ -1,0 +1,330 @@
+"""AMS-KV: condensed and newest scales, more of them in layers whose keys change."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from varjax.cache import planner
+from varjax.cache.allocation import Allocation, RegionAllocation, StaticAllocation
+from varjax.cache.geometry import Geometry
+from varjax.calibration import Calibration
+from varjax.policies import capacities
+from varjax.policies.amskv import arguments, rules
+from varjax.policies.base import Needs, NotGiven, Observation, Policy
+from varjax.policies.registry import register
+
+CONDENSED_SCALES = 2  # as in the paper
+UNIT_KEYS_THRESHOLD = NotGiven(-1.0)  # keys of norm 1 that stand at 60 degrees
+
+
+@register("amskv")
+@dataclass(frozen=True, kw_only=True)
+class AMSKV(Policy):
+    """AMS-KV ("Adaptive KV Caching in Multi-Scale Visual Autoregressive Transformers", AAAI 2026).
+
+    Idea: what matters to a new scale are the first scales (condensed: few tokens, much attention)
+      and the newest ones (local). Most layers do with few tokens; demanding layers, whose keys
+      differ from those of the scale before, get a larger cache.
+
+    1. Algorithm 1, for every layer: its capacity is Cmin. A scale larger than Cmax is not stored.
+       If appending a scale exceeds the capacity and the similarity S is below theta, the capacity
+       becomes Cmax, for good. A scale larger than the capacity is not stored.
+    2. Algorithm 2 (CLRU), if the capacity is exceeded: keep the condensed tokens, which are locked,
+       and the newest (capacity - condensed) others.
+    3. Eq. 3: S = -||k_i - resized k_(i-1)||_2, averaged over heads and tokens, per row online, and
+       also over samples in a calibration (`key_discrepancy` = -S).
+
+    mode=profiled: demanding layers are decided once per model and contents are static: those named
+      by `layers`, or by a calibration the `demanding` least similar ones (mean over scales), or
+      with `theta` Algorithm 1 on the measured values. Presets do without and take the first layers,
+      a guess: the paper does not say which they are, and the bytes do not depend on it.
+    mode=online: decided by the test of Eq. 3 while generating, per image and guidance row. Any
+      layer may turn out to be demanding, so the planned bytes are Cmax in every layer.
+
+    Args:
+      budget: fraction of the full cache (0.25). Sizes that are given, by preset or otherwise,
+        decide: the budget is then what they cost, and one that is given is a limit to check.
+      mode: profiled or online.
+      preset: d30-table3, d36-table3 or d30-abstract: cmin, cmax and demanding that reproduce the
+        published memory.
+      cmin, cmax: tokens of efficient and demanding layers; 0 takes them from the budget.
+      condensed: locked scales; -1 (automatic) takes two, or as many as fit half of a Cmin that
+        comes from the budget. condensed_tokens: the same in tokens.
+      demanding: number of demanding layers; -1 (automatic) takes a quarter of them.
+      layers: demanding layers, for example 0;3;5 or 0-7, all, none.
+      theta: threshold of the similarity, below 0; 0 is automatic, in online mode -1 (keys of norm 1
+        at 60 degrees; those of other models are further apart) or, with a calibration, between
+        the `demanding` layers and the others.
+      ratio: Cmax over Cmin where they come from the budget; about that of the stated sizes.
+      oversize: skip leaves out a scale that is larger than the capacity, as printed; fill keeps as
+        many of its newest tokens as still fit. auto: skip for given sizes; fill for a budget, which
+        a literal reading can leave largely unused.
+
+    Differs from the paper, or reads it so:
+      - Condensed scales are subtracted from token sizes, so they are counted in tokens (5 for 1x1
+        and 2x2), and a scale may be kept in part.
+      - Attention comes before rolling: a scale sees itself and what was held before, and the last
+        scale is never stored. The published memory counts what Algorithm 1 holds after the last
+        scale, N * Cmax + (L - N) * Cmin; `experiments.plan` prints that and ours, the peak.
+      - The stated sizes (last two or penultimate scale, plus condensed) do not give the published
+        memory; the presets are the only scale-aligned sizes that do, given one stated capacity.
+      - Tokens evicted before a layer turns demanding do not return. No test at the first scale.
+      - The ablations of Tables 1, 2 and 7 are `table` files and plain arguments: docs/policies.md.
+    """
+
+    budget: float = NotGiven(0.25)
+    mode: str = "profiled"
+    preset: str = ""
+    cmin: int = 0
+    cmax: int = 0
+    condensed: int = -1
+    condensed_tokens: int = -1
+    demanding: int = -1
+    layers: str = ""
+    theta: float = 0.0
+    ratio: float = 2.5
+    oversize: str = "auto"
+
+    selection_arguments = ("condensed", "condensed_tokens")
+    summary = "condensed and newest scales, more in layers whose keys change; needs a calibration"
+    uses_calibration = True
+    contents = "known beforehand, or per image"
+    examples = ({}, {"mode": "online"})
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(key_similarity=self._online)
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether sizes follow from the budget."""
+        return not (self.cmax or self.preset)
+
+    shrinks = budgeted
+
+    @property
+    def _online(self) -> bool:
+        return self.mode == "online"
+
+    @property
+    def _fill(self) -> bool:
+        return self.oversize == "fill" or (self.oversize == "auto" and not self.cmax)
+
+    # --- arguments --------------------------------------------------------------------------------
+
+    def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "AMSKV":
+        if calibration is not None:
+            calibration.check(geometry)
+        values = arguments.preset_values(self, geometry) if self.preset else {}
+        policy = dataclasses.replace(self, preset="", **values)
+        arguments.check(policy, geometry)
+        policy = policy._with_layers(geometry, calibration, guess=bool(self.preset))
+        return policy if policy.budgeted else policy._with_cost(geometry, calibration)
+
+    def check(self, geometry: Geometry) -> None:
+        arguments.check(self, geometry)
+        super().check(geometry)
+
+    def _with_cost(self, geometry: Geometry, calibration) -> "AMSKV":
+        """With the budget that the sizes cost, unless one was given; then it is checked."""
+        allocation = self.allocate(geometry, 1.0, calibration)
+        if isinstance(self.budget, NotGiven):
+            budget = planner.cost(geometry, allocation, self.block_size)
+            return dataclasses.replace(self, budget=budget)
+        peak, dense = planner.peak_tokens(geometry, allocation), max(1, geometry.dense_tokens)
+        if peak > self.budget * dense + 1e-6:
+            arguments.refuse(
+                f"the given sizes hold up to {peak / dense:.4f} of the full cache, more than "
+                f"budget={self.budget:g}: raise the budget, leave it out, or choose smaller sizes"
+            )
+        return self
+
+    # --- demanding layers -------------------------------------------------------------------------
+
+    def _with_layers(self, geometry: Geometry, calibration, guess: bool) -> "AMSKV":
+        """With its demanding layers named, or in online mode with its threshold.
+
+        guess: without a calibration take the first layers. If nothing says which layers, none are
+        named and `_below` complains (as `select` of `compose` nobody asks).
+        """
+        layers, mean = geometry.num_layers, _mean_discrepancy(calibration)
+        number = self.demanding if self.demanding >= 0 else max(1, round(layers / 4))
+        if self._online:
+            return self._with_threshold(mean, number)
+        known = mean is not None or number in (0, layers) or (guess and calibration is None)
+        if self.layers or self.theta or not known:
+            return self
+        order = np.arange(layers) if mean is None else np.argsort(-mean, kind="stable")
+        names = ";".join(map(str, np.sort(order[:number]))) or "none"
+        return dataclasses.replace(self, layers=names, demanding=number)
+
+    def _with_threshold(self, mean: np.ndarray | None, number: int) -> "AMSKV":
+        """With theta, by measurements half way between the `number` least similar layers and the
+        others; nothing else can be decided beforehand in online mode."""
+        if self.demanding >= 0 and (self.theta or mean is None):
+            arguments.refuse(
+                f"mode=online: demanding={self.demanding} can only choose theta, and needs a "
+                f"calibration with key_discrepancy and no theta for that; leave it out"
+            )
+        theta = self.theta or UNIT_KEYS_THRESHOLD
+        if mean is not None and not self.theta:
+            bounds = np.concatenate([[0.0], np.sort(mean), [2 * mean.max() + 1]])
+            theta = -float(bounds[mean.size - number :][:2].mean())
+        return dataclasses.replace(self, theta=theta, demanding=-1)
+
+    def _below(self, geometry: Geometry, calibration: Calibration | None) -> np.ndarray:
+        """bool [L, K]: where the similarity test of Algorithm 1 finds a demanding layer."""
+        if self.layers:
+            named = arguments.named_layers(self.layers, geometry.num_layers)
+            below = np.isin(np.arange(geometry.num_layers), named)[:, None]
+            return np.repeat(below, geometry.schedule.num_scales, axis=1)
+        if not self.theta or _mean_discrepancy(calibration) is None:
+            arguments.refuse(
+                "which layers are demanding is measured on the model: give a calibration with "
+                "key_discrepancy (`python -m experiments.calibrate` writes one), or name them "
+                "(layers=0;3;5), or choose mode=online"
+            )
+        below = -np.asarray(calibration.key_discrepancy) < self.theta
+        below[:, 0] = False
+        return below
+
+    # --- sizes and contents -----------------------------------------------------------------------
+
+    def locked_tokens(self, geometry: Geometry, cmin: int) -> int:
+        """Tokens of the condensed scales beside a Cmin."""
+        first = geometry.schedule.starts  # first[n]: tokens of the first n scales
+        if self.condensed_tokens >= 0 or self.condensed >= 0:
+            return first[self.condensed] if self.condensed >= 0 else self.condensed_tokens
+        automatic = first[: CONDENSED_SCALES + 1]
+        return automatic[-1] if self.cmax else max(n for n in automatic if n <= cmin / 2)
+
+    def minimum_budget(self, geometry: Geometry) -> float:
+        least = 1 + self.locked_tokens(geometry, 0)
+        return min(1.0, least / max(1, geometry.schedule.persistent_tokens))
+
+    def smallest_reason(self) -> str:
+        return "every layer needs room for its condensed scales and one more token"
+
+    def sizes(self, geometry: Geometry, budget: float, calibration=None) -> rules.Sizes:
+        """Cmin and Cmax as given or as a budget leads to them, and what goes with them."""
+        if self.cmax or self._online:
+            return self._sizes_for(geometry, budget, 0)
+        below = self._below(geometry, calibration)[:, :-1]
+        number = int(below.any(1).sum())
+        found = self._sizes_for(geometry, budget, number)
+        while self.theta:  # layers that Algorithm 1 does not come to test leave more to others
+            fewer = int(found.wide(geometry.schedule.tokens[:-1], below).sum())
+            better = self._sizes_for(geometry, budget, fewer)
+            again = int(better.wide(geometry.schedule.tokens[:-1], below).sum())
+            if fewer >= number or again > fewer:
+                break
+            number, found = fewer, better
+        return found
+
+    def _sizes_for(self, geometry: Geometry, budget: float, number: int) -> rules.Sizes:
+        """Sizes for so many demanding layers."""
+        cmin, cmax, least = self.cmin, self.cmax, 1 + self.locked_tokens(geometry, 0)
+        if not cmax and self._online:
+            cmin, cmax = rules.divide_online(geometry, budget, least, self.ratio)
+        elif not cmax:
+            cmin, cmax = rules.divide(geometry, budget, number, least, self.ratio)
+        locked = self.locked_tokens(geometry, cmin)
+        return rules.Sizes(cmin=cmin, cmax=cmax, condensed=locked, fill=self._fill)
+
+    def allocate(self, geometry: Geometry, budget: float, calibration=None) -> Allocation:
+        schedule, sizes = geometry.schedule, self.sizes(geometry, budget, calibration)
+        if self._online:
+            recent = min(sizes.cmin, schedule.persistent_tokens) - sizes.condensed
+            held = capacities.capacity(geometry, sizes.cmax)
+            return RegionAllocation(held, ragged=True, protected=sizes.condensed, recent=recent)
+        below = self._below(geometry, calibration)
+        kinds, kind_of_layer = np.unique(below, axis=0, return_inverse=True)
+        held = np.stack([sizes.contents(schedule.tokens, kind)[0] for kind in kinds])
+        last_use = (schedule.scale_of_token + held[:, :-1].sum(1)).astype(np.int16)
+        last_use = last_use[kind_of_layer.reshape(-1), None]
+        return StaticAllocation(np.repeat(last_use, geometry.num_heads, axis=1))
+
+    def adopt(self, geometry: Geometry, budget: float, capacity: np.ndarray) -> RegionAllocation:
+        """Condensed and newest tokens (CLRU) in capacities that another policy has decided."""
+        full = geometry.schedule.persistent_tokens
+        locked = self.locked_tokens(geometry, int(budget * full + 1e-6))
+        return RegionAllocation(capacity, protected=locked, recent=full)
+
+    # --- what a printed plan says -----------------------------------------------------------------
+
+    def _wide(self, geometry: Geometry, sizes: rules.Sizes, calibration) -> np.ndarray:
+        """bool [L]: layers that may end with Cmax."""
+        if self._online:
+            return np.ones(geometry.num_layers, bool)
+        return sizes.wide(geometry.schedule.tokens, self._below(geometry, calibration))
+
+    def steady_tokens(self, geometry: Geometry, calibration=None) -> int:
+        sizes = self.sizes(geometry, self.budget, calibration)
+        wide = self._wide(geometry, sizes, calibration)
+        return int(np.where(wide, sizes.cmax, sizes.cmin).sum())
+
+    def plan_lines(self, geometry: Geometry, calibration=None) -> list[str]:
+        sizes = self.sizes(geometry, self.budget, calibration)
+        wide = np.flatnonzero(self._wide(geometry, sizes, calibration)).tolist()
+        rest = f"{sizes.condensed} of them condensed"
+        rest += "" if self.cmax else " (before rounding to blocks)"
+        if self._online:
+            layers = (
+                f"demanding ones are found while generating (similarity below {self.theta:g}), so "
+                f"every layer is planned with Cmax"
+            )
+            assumed = (
+                f"theta     {self.theta:g} is assumed, for keys of norm 1; if this model does not "
+                f"normalise its keys, calibrate it or give theta="
+            )
+            said = [assumed] if isinstance(self.theta, NotGiven) else []
+            counts = f"Cmin {sizes.cmin}, Cmax {sizes.cmax} tokens"
+            return [f"layers    {layers}", *said, f"sizes     {counts}, {rest}"]
+        if sizes.cmin == sizes.cmax:
+            return [f"sizes     {sizes.cmin} tokens in every layer, {rest}"]
+        return [
+            f"layers    demanding: {' '.join(map(str, wide)) or 'none'}",
+            f"sizes     Cmax {sizes.cmax} tokens in {len(wide)} of {geometry.num_layers} layers, "
+            f"Cmin {sizes.cmin} in the others, {rest}",
+        ]
+
+    # --- device -----------------------------------------------------------------------------------
+
+    def inputs(self, geometry: Geometry, allocation: Allocation, image_index: np.ndarray):
+        """int32 [K, L, 4]: Cmin, Cmax, condensed tokens, whether oversize scales fill the rest."""
+        if not isinstance(allocation, RegionAllocation):
+            return None
+        cmin = allocation.protected + allocation.recent
+        cmax = max(cmin, int(allocation.region_capacity.max(initial=0)))
+        fill = self._fill or allocation.recent >= geometry.schedule.persistent_tokens  # adopted
+        sizes = np.array([cmin, cmax, allocation.protected, fill], np.int32)
+        return np.broadcast_to(sizes, (geometry.schedule.num_scales, geometry.num_layers, 4))
+
+    def init_state(self, geometry: Geometry, rows: int):
+        """bool [R], whether the layer is demanding."""
+        return np.zeros(rows, bool) if self._online else None
+
+    def update_state(self, obs: Observation):
+        if not self._online:
+            return obs.state
+        cmin, cmax, _, fill = obs.inputs
+        new, held = (obs.live & obs.own)[:, 0].sum(-1), obs.live[:, 0].sum(-1)
+        exhausted = (held > cmin) & ((new <= cmax) | (fill > 0)) & (obs.scale > 0)
+        return obs.state | (exhausted & (obs.key_similarity < self.theta))
+
+    def select(self, obs: Observation):
+        cmin, cmax, condensed, fill = obs.inputs
+        demanding = False if obs.state is None else obs.state[:, None]
+        capacity = jnp.minimum(jnp.where(demanding, cmax, cmin), obs.capacity)
+        return rules.keep(obs, capacity, jnp.minimum(condensed, capacity), fill > 0)
+
+
+def _mean_discrepancy(calibration: Calibration | None) -> np.ndarray | None:
+    """float64 [L]: key discrepancy of each layer over the scales that have one before them; None
+    where it was not measured."""
+    if calibration is None or calibration.key_discrepancy is None:
+        return None
+    measured = np.asarray(calibration.key_discrepancy)
+    return measured[:, 1:].sum(1) / max(1, measured.shape[1] - 1)
