@@ -20,9 +20,9 @@ from ported_weights.configurations import (
 )
 from ported_weights.readers import sources, t5_folder
 from ported_weights.tables.registry import CUSTOM, TABLES, RuleTable
-from varjax.cli.command_line import Progress
 from varjax.errors import UserError, choose
 from varjax.models import parameters, registry
+from varjax.progress import Progress
 from varjax.storage import checkpoint
 from varjax.storage.atomic import check_new_folder
 from varjax.text.tokenizer import FILE_NAME
