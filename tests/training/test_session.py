@@ -84,7 +84,8 @@ def test_killed_run_resumes_exactly(whole, tmp_path, monkeypatch, capsys):
 
 def test_nothing_is_left_to_do(whole):
     settings, out, model = whole
-    assert checkpoint.read_description(model)["training"]["pictures"] == 61
+    _, described = checkpoint.describe(model)
+    assert described["training"]["pictures"] == 61
     again = session.train(settings, "both", out, EVERY, quiet=True)
     assert again == model and [e["step"] for e in _history(out, "var")] == list(range(2, 41, 2))
 
