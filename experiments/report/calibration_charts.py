@@ -141,7 +141,9 @@ def patterns(calibration: Calibration, geometry: Geometry) -> list[alt.LayerChar
     lines = rows([{"column": c} for c in borders[1:-1]]).mark_rule(
         color="#ff5a36", strokeDash=[3, 2]
     )
-    colour = _colour("density:Q", "part of the largest", type="sqrt", domain=[0, 1])
+    colour = _colour(
+        "density:Q", "attention per token, part of the largest", type="sqrt", domain=[0, 1]
+    )
     found = []
     for (head, layer), attention in zip(
         calibration.pattern_heads, np.asarray(calibration.patterns), strict=True
@@ -199,7 +201,8 @@ def _removals(death: np.ndarray, source: int, sources: range, geometry: Geometry
         {"layer": i, "head": list(range(heads)), "given up": row.tolist()}
         for i, row in enumerate(words[death])
     ]
-    colour = _colour("given up:N", "given up", domain=words[sources[0] + 1 :].tolist())
+    what = "given up" if len(sources) > 1 else "reduced to its sinks"
+    colour = _colour("given up:N", what, domain=words[sources[0] + 1 :].tolist())
     legend = alt.Legend(orient="right", columns=1) if source == sources[-1] else None
     square = max(9, min(34, 220 // heads, 300 // layers))
     chart = rows(
