@@ -60,9 +60,14 @@ def density_map(density: np.ndarray, geometry: Geometry) -> alt.Chart:
         {"layer": i, "head": j, "source scale": names, "density": plain(density[i, j])}
         for i, j in np.ndindex(layers, heads)
     ]
+    chart = rows(
+        data,
+        ["source scale", "density"],
+        height=max(240, min(900, 9 * layers * heads)),
+        description="attention density of every head on every source scale",
+    )
     return (
-        rows(data, ["source scale", "density"])
-        .transform_filter("datum.density > 0")
+        chart.transform_filter("datum.density > 0")
         .mark_rect()
         .encode(
             alt.X("source scale:O", sort=None, title="source scale i"),
@@ -71,8 +76,6 @@ def density_map(density: np.ndarray, geometry: Geometry) -> alt.Chart:
             yOffset="head:O",
             tooltip=["layer:O", "head:O", "source scale:O", "density:Q"],
         )
-        .properties(height=max(240, min(900, 9 * layers * heads)))
-        .properties(description="attention density of every head on every source scale")
     )
 
 
@@ -113,17 +116,14 @@ def discrepancy(values: np.ndarray, geometry: Geometry) -> alt.Chart:
     """Layers by scales, float [L, K]; the first scale has no scale before it."""
     names = scale_names(geometry.schedule)[1:]
     data = [{"layer": i, "scale": names, "distance": plain(v[1:])} for i, v in enumerate(values)]
-    return (
-        rows(data, ["scale", "distance"])
-        .mark_rect()
-        .encode(
-            alt.X("scale:O", sort=None, title="scale i, compared with scale i − 1"),
-            alt.Y("layer:O"),
-            _colour("distance:Q", "mean ‖kᵢ − resized kᵢ₋₁‖₂"),
-            tooltip=["layer:O", "scale:O", "distance:Q"],
-        )
-        .properties(height=max(140, 16 * len(values)))
-        .properties(description="distance of keys to those of the scale before, layers by scales")
+    what = "distance of keys to those of the scale before, layers by scales"
+    height = max(140, 16 * len(values))
+    chart = rows(data, ["scale", "distance"], height=height, description=what)
+    return chart.mark_rect().encode(
+        alt.X("scale:O", sort=None, title="scale i, compared with scale i − 1"),
+        alt.Y("layer:O"),
+        _colour("distance:Q", "mean ‖kᵢ − resized kᵢ₋₁‖₂"),
+        tooltip=["layer:O", "scale:O", "distance:Q"],
     )
 
 
@@ -141,7 +141,9 @@ def patterns(calibration: Calibration, geometry: Geometry) -> list[alt.LayerChar
     lines = rows([{"column": c} for c in borders[1:-1]]).mark_rule(
         color="#ff5a36", strokeDash=[3, 2]
     )
-    colour = _colour("density:Q", "part of the largest", type="sqrt", domain=[0, 1])
+    colour = _colour(
+        "density:Q", "attention per token, part of the largest", type="sqrt", domain=[0, 1]
+    )
     found = []
     for (head, layer), attention in zip(
         calibration.pattern_heads, np.asarray(calibration.patterns), strict=True
@@ -199,17 +201,23 @@ def _removals(last_use: np.ndarray, source: int, sources: range, geometry: Geome
         {"layer": i, "head": list(range(heads)), "given up": row.tolist()}
         for i, row in enumerate(words[last_use + 1])
     ]
-    colour = _colour("given up:N", "given up", domain=words[sources[0] + 1 :].tolist())
+    what = "given up" if len(sources) > 1 else "reduced to its sinks"
+    colour = _colour("given up:N", what, domain=words[sources[0] + 1 :].tolist())
     legend = alt.Legend(orient="right", columns=1) if source == sources[-1] else None
     square = max(9, min(34, 220 // heads, 300 // layers))
-    return (
-        rows(data, ["head", "given up"])
-        .mark_rect(stroke="var(--back)")
-        .encode(alt.X("head:O"), alt.Y("layer:O"), colour.legend(legend))
-        .encode(tooltip=["layer:O", "head:O", "given up:N"])
-        .properties(width=square * heads, height=square * layers)
-        .properties(title=f"source {names[source]}" if len(sources) > 1 else "whole heads")
-        .properties(description=f"when each head gives up source scale {names[source]}")
+    chart = rows(
+        data,
+        ["head", "given up"],
+        width=square * heads,
+        height=square * layers,
+        title=f"source {names[source]}" if len(sources) > 1 else "whole heads",
+        description=f"when each head gives up source scale {names[source]}",
+    )
+    return chart.mark_rect(stroke="var(--back)").encode(
+        alt.X("head:O"),
+        alt.Y("layer:O"),
+        colour.legend(legend),
+        tooltip=["layer:O", "head:O", "given up:N"],
     )
 
 
@@ -221,15 +229,11 @@ def dispersion(values: np.ndarray, geometry: Geometry) -> alt.Chart:
     scales = geometry.schedule.num_scales
     names = scale_names(geometry.schedule)[scales - 1 - len(values) : scales - 1]
     total = geometry.num_layers * geometry.num_heads
-    return (
-        rows([{"source scale": names, "ranks": plain(values)}], ["source scale", "ranks"])
-        .mark_line(point={"filled": True, "size": 70})
-        .encode(
-            alt.X("source scale:O", sort=None),
-            alt.Y("ranks:Q", title=f"ranks (of {total} heads)").scale(zero=True),
-            tooltip=["source scale:O", "ranks:Q"],
-        )
-        .properties(
-            description="standard deviation of head ranks over calibrations, per source scale"
-        )
+    data = [{"source scale": names, "ranks": plain(values)}]
+    what = "standard deviation of head ranks over calibrations, per source scale"
+    chart = rows(data, ["source scale", "ranks"], description=what)
+    return chart.mark_line(point={"filled": True, "size": 70}).encode(
+        alt.X("source scale:O", sort=None),
+        alt.Y("ranks:Q", title=f"ranks (of {total} heads)").scale(zero=True),
+        tooltip=["source scale:O", "ranks:Q"],
     )

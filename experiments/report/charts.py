@@ -30,7 +30,7 @@ def named_axis(title: str, names: Sequence[str], places: Sequence[float]) -> alt
     return alt.Axis(title=title, values=places, labelExpr=text, grid=False, ticks=False)
 
 
-def rows(data: Sequence[dict], flat: Sequence[str] = ()) -> alt.Chart:
+def rows(data: Sequence[dict], flat: Sequence[str] = (), **properties) -> alt.Chart:
     """An empty chart of `data`; lists in the fields `flat` stand for a row for each entry."""
-    chart = alt.Chart(alt.Data(values=data), width="container", height=230)
+    chart = alt.Chart(alt.Data(values=data), **{"width": "container", "height": 230} | properties)
     return chart.transform_flatten(list(flat)) if flat else chart

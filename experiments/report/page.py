@@ -25,18 +25,6 @@ USUAL_BUDGETS = [0.1, 0.25, 0.5]
 SMALL_PICTURE = 160  # pixels: smaller ones are shown with hard edges
 
 
-def environment() -> jinja2.Environment:
-    found = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    found.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "ensure_ascii": False}
-    return found
-
-
 def build(
     report: dict,
     samples: dict[str, np.ndarray],
@@ -47,8 +35,15 @@ def build(
     """The page as HTML. `count`: so many of the sweep's samples are shown."""
     full = samples[tables.FULL]
     budgets = sorted({cell["budget"] for cell in report["cells"]} - {None}) or USUAL_BUDGETS
-    template = environment().get_template("page.html")
-    return template.render(
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "ensure_ascii": False}
+    return environment.get_template("page.html").render(
         report=report,
         facts=facts(report, calibration),
         header=tables.HEADER[:-1],
