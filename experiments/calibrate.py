@@ -15,18 +15,20 @@ heads differs between the runs: the standard deviation of a head's rank, average
 source scale.
 """
 
-from experiments import settings
 from experiments.flags.condition import ConditionFlags
-from experiments.flags.generation import SamplingFlags
 from experiments.flags.model import ModelFlags
+from experiments.flags.output import FileFlags
+from experiments.flags.program import batch_size_flag, dtype_flag
+from experiments.flags.sampling import SamplingFlags
 from experiments.prompts import condition as text_condition
-from varjax import api
 from varjax import calibration as measured
 from varjax.calibration import Calibration, measure, show_guidance
 from varjax.cli import command_line
-from varjax.storage.atomic import check_new_file
+from varjax.cli.flags import CommandFlags
+from varjax.model import default_dtype
+from varjax.progress import Progress
 
-FLAGS = command_line.CommandFlags()
+FLAGS = CommandFlags()
 FLAGS.compilation_cache()
 MODEL = ModelFlags(FLAGS)
 CONDITION = ConditionFlags(FLAGS, samples=10)
@@ -34,13 +36,9 @@ STABILITY = FLAGS.integer(
     "stability", 1, "Repeat with so many seeds and report the dispersion of ranks.", lower_bound=1
 )
 SAMPLING = SamplingFlags(FLAGS)
-BATCH_SIZE = FLAGS.integer("batch_size", 5, "Images per program call.", lower_bound=1)
-DTYPE = FLAGS.enum(
-    "dtype", None, ["bfloat16", "float32"], "Type of the weights; default: float32 on CPU."
-)
-SAVE = FLAGS.string("save", None, "The file to write.")
-OVERWRITE = FLAGS.boolean("overwrite", False, "Replace the file if it exists.")
-FLAGS.require("save")
+BATCH_SIZE = batch_size_flag(FLAGS, 5)
+DTYPE = dtype_flag(FLAGS, None, "the weights")
+SAVE = FileFlags(FLAGS, "save", "The file to write.", required=True)
 
 
 def text(found: Calibration) -> str:
@@ -70,19 +68,16 @@ def text(found: Calibration) -> str:
 
 
 def main(argv) -> None:
-    target = check_new_file(SAVE.value, overwrite=OVERWRITE.value, flag="--save")
+    target = SAVE.check()
     model = MODEL.resolve()
-    settings.require_weights(model)
     condition = CONDITION.resolve(model)
     sampling, seed = SAMPLING.sampling(model), SAMPLING.seed
-    dtype = DTYPE.value or api.default_dtype()
+    dtype = DTYPE.value or default_dtype()
     condition = text_condition.encoded(condition, model, dtype)
-    loaded = settings.load_model(model, dtype)
-    total = STABILITY.value * len(condition)
-    progress = command_line.Progress("measured image", total)
+    progress = Progress("measured image", STABILITY.value * len(condition))
     progress.note("compiling")
     found = measure.measure(
-        loaded,
+        model.load_weights(dtype),
         condition,
         sampling,
         runs=STABILITY.value,

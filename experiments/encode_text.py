@@ -12,15 +12,18 @@ warning that names the line.
 
 import pathlib
 
+from experiments.flags.output import FileFlags
+from experiments.flags.program import batch_size_flag, dtype_flag
 from experiments.prompts import condition, sets
-from varjax import api
 from varjax.cli import command_line
+from varjax.cli.flags import CommandFlags
+from varjax.model import default_dtype
+from varjax.progress import Progress
 from varjax.storage import manifest
-from varjax.storage.atomic import check_new_file
 from varjax.text import encoder as encoder_lib
 from varjax.text.features import MAX_LENGTH, TextFeatures
 
-FLAGS = command_line.CommandFlags()
+FLAGS = CommandFlags()
 FLAGS.compilation_cache()
 CHECKPOINT = FLAGS.string("checkpoint", None, "Checkpoint with a text encoder, or an encoder.")
 PROMPTS = FLAGS.string("prompts", None, "The texts: a file with one per line, or a published set.")
@@ -28,20 +31,17 @@ PROMPT_SET = FLAGS.enum("prompt_set", sets.AUTO, sets.KINDS, "What --prompts hol
 NEGATIVE_PROMPTS = FLAGS.string(
     "negative_prompts", None, "File with one text per prompt, or one for all, to lead away from."
 )
-SAVE = FLAGS.string("save", None, "The file to write.")
-DTYPE = FLAGS.enum(
-    "dtype", None, list(encoder_lib.DTYPES), "Type of the weights; default: float32 on CPU."
-)
-BATCH_SIZE = FLAGS.integer("batch_size", 8, "Texts per program call.", lower_bound=1)
+DTYPE = dtype_flag(FLAGS, None, "the weights")
+BATCH_SIZE = batch_size_flag(FLAGS, 8, "Texts per program call.")
 LONGEST = FLAGS.integer(
     "max_length",
     None,
     f"Tokens per text, the end token included; default: what the model takes, else {MAX_LENGTH}.",
     lower_bound=1,
 )
-OVERWRITE = FLAGS.boolean("overwrite", False, "Replace the file if it exists.")
-for _name in ("checkpoint", "prompts", "save"):
-    FLAGS.require(_name)
+SAVE = FileFlags(FLAGS, "save", "The file to write.", required=True)
+FLAGS.require("checkpoint")
+FLAGS.require("prompts")
 
 
 def max_length(checkpoint: str) -> int:
@@ -71,14 +71,14 @@ def text(features: TextFeatures) -> str:
 
 
 def main(argv) -> None:
-    target = check_new_file(SAVE.value, overwrite=OVERWRITE.value, flag="--save")
+    target = SAVE.check()
     prompts = sets.read_prompts(PROMPTS.value, PROMPT_SET.value)
     negative = None
     if NEGATIVE_PROMPTS.value:
         negative = condition.read_negative(NEGATIVE_PROMPTS.value, prompts)
     folder, longest = condition.encoder_folder(CHECKPOINT.value), max_length(CHECKPOINT.value)
     encoder_lib.check_folder(folder)
-    progress = command_line.Progress("encoded text", len(prompts), every=2.0)
+    progress = Progress("encoded text", len(prompts), every=2.0)
     progress.note("reading the encoder")
 
     def report(done: int, total: int) -> None:
@@ -89,7 +89,7 @@ def main(argv) -> None:
         folder,
         prompts.texts,
         None if negative is None else negative.texts,
-        dtype=DTYPE.value or api.default_dtype(),
+        dtype=DTYPE.value or default_dtype(),
         max_length=longest,
         batch_size=BATCH_SIZE.value,
         names=prompts.names,

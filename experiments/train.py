@@ -12,11 +12,12 @@ and the finished model to RUN/model. What to choose: docs/training.md.
 import dataclasses
 
 from varjax.cli import command_line
+from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError
 from varjax.training import loop, session
 from varjax.training.settings import Settings
 
-FLAGS = command_line.CommandFlags()
+FLAGS = CommandFlags()
 FLAGS.compilation_cache()
 
 

@@ -5,8 +5,8 @@ Pallas kernels for GPU (`triton`) and TPU (`tpu`). A kernel runs on its own plat
 that end in `-interpret` run it step by step with JAX operations anywhere, slowly, to check it.
 """
 
-import importlib
 import warnings
+from collections.abc import Callable, Mapping
 
 import jax
 
@@ -14,9 +14,13 @@ PLATFORMS = {"triton": "gpu", "tpu": "tpu"}
 SUFFIX = "-interpret"
 NAMES = ("reference", *PLATFORMS, *(name + SUFFIX for name in PLATFORMS))
 
+# Of one operation: for "reference", "triton" and "tpu" a function that returns the implementation,
+# so that a kernel's module is imported only where the kernel runs.
+Kernels = Mapping[str, Callable[[], Callable]]
 
-def run(name: str | None, operation: str, function: str, *arguments, **options):
-    """Call `function` of the implementation `name` in the folder of an operation.
+
+def run(name: str | None, kernels: Kernels, *arguments, **options):
+    """Call the implementation `name` of an operation.
 
     None takes the kernel of the default platform, and the reference where there is none or, with a
     warning, where it cannot take these arguments. A kernel's platform is not checked, because
@@ -28,19 +32,19 @@ def run(name: str | None, operation: str, function: str, *arguments, **options):
     if name is None:
         try:
             name = preferred(jax.default_backend())
-            return run(name, operation, function, *arguments, **options)
+            return run(name, kernels, *arguments, **options)
         except NotImplementedError as error:
+            # level 3 is the caller of the operation's API function
             warnings.warn(f"the plain JAX reference runs instead: {error}", stacklevel=3)
-            return run("reference", operation, function, *arguments, **options)
+            return run("reference", kernels, *arguments, **options)
     if name not in NAMES:
         raise NotImplementedError(
             f"attention implementation {name!r} does not exist; available: {', '.join(NAMES)}"
         )
-    file = name.removesuffix(SUFFIX)
-    if file != "reference":
+    kernel = name.removesuffix(SUFFIX)
+    if kernel != "reference":
         options["interpret"] = name.endswith(SUFFIX)
-    module = importlib.import_module(f"{operation}.{file}")
-    return getattr(module, function)(*arguments, **options)
+    return kernels[kernel]()(*arguments, **options)
 
 
 def preferred(platform: str) -> str:

@@ -19,6 +19,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, _cache, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+if os.environ["JAX_PLATFORMS"] == "cpu":  # nearly all of the time is compilation
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
@@ -33,6 +35,7 @@ jax.config.update("jax_default_matmul_precision", "highest")  # parity with CPU 
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run tests that take minutes")
+    parser.addoption("--aot", action="store_true", help="also compile for chips that are not here")
     parser.addoption("--weights", metavar="DIR", help="folder of released weights")
 
 
@@ -46,11 +49,23 @@ def pytest_collection_modifyitems(config, items):
 def _reasons_to_skip(config, item):
     if item.get_closest_marker("slow") and not config.getoption("--slow"):
         yield "takes minutes: add --slow"
+    if item.get_closest_marker("aot") and not config.getoption("--aot"):
+        yield "compiles for a chip that is not here: add --aot"
     if item.get_closest_marker("weights") and not config.getoption("--weights"):
         yield "needs released weights: add --weights=DIR"
     for platform in ("gpu", "tpu"):
         if item.get_closest_marker(platform) and jax.default_backend() != platform:
             yield f"needs a {platform.upper()}, jax runs on {jax.default_backend()}"
+
+
+@pytest.fixture(scope="module")
+def optimized():
+    """Programs compiled as users compile them, for tests of numbers; the others leave out costly
+    passes of the compiler."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -170,21 +170,21 @@ class Generator:
             state, arguments = place(1, state), place(slice(2, None), arguments)
         automatic = jax.default_backend() in program.AUTO_LAYOUT_PLATFORMS
         options = dict(precision=self.precision, sharded=self._sharded)
-        codes = program.lower_codes(
+        codes = program.trace_codes(
             *(self._networks, state, arguments, self.spec), auto_layout=automatic, **options
         )
         with compilation_cache.Watch() as watch:  # not the helpers, which are too quick to be kept
-            self._program = codes.compile()
+            self._program = codes.lower().compile()
         self.timing.cache = watch.verdict
         self._formats = self._program.input_formats[0][0] if automatic else None
         code_map = jax.ShapeDtypeStruct((images, *transformer.config.code_map), jnp.float32)
-        pixels = program.lower_pixels(
+        pixels = program.trace_pixels(
             *(self._networks, code_map),
             formats=self._formats,
             at_once=self.decode_batch,
             **options,
         )
-        self._decoder = pixels.compile()
+        self._decoder = pixels.lower().compile()
 
     def _split(self, state, arguments) -> None:
         """Divide the program and the weights over the mesh. Only shapes are kept of the model, so

@@ -4,8 +4,8 @@ XLA writes its buffer assignment and live ranges as text when asked to dump (`DU
 the GPU and the TPU compiler do. From these two and the compiled text follow
 
 - the temporaries that are alive when temporaries take most memory, with the operation in our
-  sources that made them (the scopes prepare, embed, project, attend, finish, head, choose,
-  accumulate, store are those of `varjax.engine`);
+  sources that made them (the scopes encode_condition, embed, project, attend, post_attention,
+  sample, accumulate are those of `varjax.engine.scales`);
 - whether the KV pool and the other large arrays of the cache exist once: copies of them, and
   buffers of their shape outside the donated argument.
 
@@ -13,9 +13,10 @@ Only the device's main memory counts; a TPU's VMEM is another space.
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 DUMP_OPTIONS = {"xla_dump_hlo_as_text": True}
 _ALLOCATION = re.compile(r"^allocation (\d+): size (\d+), (.*):$")
@@ -24,9 +25,12 @@ _VALUE = re.compile(
     r"\(size=(?P<size>\d+),offset=(?P<offset>\d+)\): (?P<shape>.*)$"
 )
 _RANGE = re.compile(r"^    (?P<name>\S+?)\{(?P<index>[\d,]*)\}:(?P<first>\d+)-(?P<last>\d+)$")
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*)$")
-_ARRAY = re.compile(r"^(\w+)\[([\d,]*)\]")
+_INSTRUCTION = re.compile(
+    r"^\s*(?:ROOT )?(?P<line>%?(?P<name>[\w.\-]+) = (?P<shape>.*?) "
+    r"(?P<operation>[a-z][\w\-]*)\((?:%?(?P<operand>[\w.\-]+))?.*)$"
+)
 _MOVES = {"copy", "copy-start", "copy-done", "transpose", "bitcast", "reshape", "convert"}
+_NEW_ARRAYS = {"copy", "copy-start", "transpose", "convert"}  # moves that write a second array
 _SILENT = {"bitcast", "copy-done"}  # say nothing that their operand does not say
 
 
@@ -47,14 +51,6 @@ class Buffer:
     first: int = 0
     last: int = 0
     source: str = ""
-
-    @property
-    def type_and_dims(self) -> tuple[str, tuple[int, ...]]:
-        """("bf16", (4, 8)); no dimensions for tuples."""
-        match = _ARRAY.match(self.shape)
-        if not match:
-            return self.shape, ()
-        return match[1], tuple(int(n) for n in match[2].split(",") if n)
 
 
 @dataclass(frozen=True)
@@ -90,14 +86,11 @@ def _only(folder: Path, pattern: str) -> Path | None:
 
 def buffers(assignment: str, ranges: str, compiled_text: str) -> Buffers | None:
     """See `read_dump`; None if there is no temporary or argument in the text."""
-    alive, sources = _live_ranges(ranges), _sources(compiled_text)
+    alive, made = _live_ranges(ranges), {i.name: i for i in instructions(compiled_text)}
     temporaries, others = [], []
     for kind, buffer, key in _placed(assignment):
         first, last = alive.get(key, (0, 0))
-        known = Buffer(
-            *(buffer.name, buffer.allocation, buffer.size, buffer.offset, buffer.shape),
-            *(first, last, sources.get(buffer.name, "")),
-        )
+        known = replace(buffer, first=first, last=last, source=_source(buffer.name, made))
         (temporaries if "preallocated-temp" in kind else others).append(known)
     if not temporaries and not others:
         return None
@@ -111,8 +104,9 @@ def _placed(assignment: str) -> Iterator[tuple[str, Buffer, tuple[str, str]]]:
         if match := _ALLOCATION.match(line):
             number, kind = int(match[1]), match[3]
         elif match := _VALUE.match(line):
-            if re.search(r"\bcolor [1-9]", kind) or match["shape"].startswith("("):
-                continue  # another memory space; a tuple is a list of addresses
+            other_memory = "color " in kind and "color 0" not in kind
+            if other_memory or match["shape"].startswith("("):  # a tuple is a list of addresses
+                continue
             place = (number, int(match["size"]), int(match["offset"]), match["shape"])
             key = (match["name"], match["index"] or "")
             yield kind, Buffer(match["name"], *place), key
@@ -140,39 +134,55 @@ def _fullest_moment(temporaries: Sequence[Buffer]) -> list[Buffer]:
     return sorted(best, key=lambda b: -b.size)
 
 
-# --- names ---
+# --- instructions ---
 
 
-def _sources(compiled_text: str) -> dict[str, str]:
-    """{instruction: where it comes from}: the operation named in its metadata; moves of data
-    without one say what they move."""
-    made = {m[1]: m[2] for m in map(_INSTRUCTION.match, compiled_text.splitlines()) if m}
-    return {name: _source(name, made) for name in made}
+class Instruction(NamedTuple):
+    """One line of compiled text: `name = shape operation(operand, ...), ...`."""
+
+    line: str
+    name: str
+    shape: str
+    operation: str
+    operand: str | None
+
+    @property
+    def op_name(self) -> str:
+        """The operation of our sources that its metadata names; empty for none."""
+        return self.line.partition('op_name="')[2].partition('"')[0]
 
 
-def _source(name: str, made: dict[str, str], depth: int = 8) -> str:
-    rest = made.get(name, "")
-    named = re.search(r'op_name="([^"]*)"', rest)
-    if named:
-        return short_source(named[1])
-    call = re.search(r"(?:^|\s)([a-z][\w\-]*)\((?:%?([\w.\-]+))?", rest)
-    if call is None:
+def instructions(compiled_text: str) -> list[Instruction]:
+    found = map(_INSTRUCTION.match, compiled_text.splitlines())
+    return [Instruction(**match.groupdict()) for match in found if match]
+
+
+def _type_and_dims(shape: str) -> tuple[str, tuple[int, ...]]:
+    """ "bf16[4,8]{1,0}" -> ("bf16", (4, 8)), of a tuple's first array; no dimensions for others."""
+    kind, bracket, rest = shape.lstrip("(").partition("[")
+    if not bracket or not kind.isalnum():
+        return shape, ()
+    return kind, tuple(int(n) for n in rest.partition("]")[0].split(",") if n)
+
+
+def _source(name: str, made: Mapping[str, Instruction], depth: int = 8) -> str:
+    """Where an instruction comes from: the operation named in its metadata; moves of data without
+    one say what they move."""
+    instruction = made.get(name)
+    if instruction is None:
         return ""
-    operation, operand = call.groups()
-    inner = _source(operand, made, depth - 1) if operation in _MOVES and operand and depth else ""
+    if instruction.op_name:
+        return short_source(instruction.op_name)
+    operation, inner = instruction.operation, ""
+    if operation in _MOVES and instruction.operand and depth:
+        inner = _source(instruction.operand, made, depth - 1)
     if operation in _SILENT and inner:
         return inner
     return f"{operation} of {inner}" if inner else operation
 
 
-_STRUCTURE = {
-    "while",
-    "body",
-    "cond",
-    "closed_call",
-    "eval_jaxpr",
-    "shard_map",
-}  # of loops, not of the model
+# of loops, not of the model
+_STRUCTURE = {"while", "body", "cond", "closed_call", "eval_jaxpr", "shard_map"}
 
 
 def short_source(op_name: str) -> str:
@@ -200,6 +210,11 @@ class Carried:
     dtype: str | None = None
     flat: bool = False
 
+    def is_seen_as(self, kind: str, dims: tuple[int, ...]) -> bool:
+        """Whether a value of this type and shape is the array, perhaps with some of its axes
+        merged, except for the last."""
+        return dims in _views(self.shape) and (not self.dtype or kind == _hlo_type(self.dtype))
+
 
 def second_copies(text: str, found: Buffers | None, arrays: Sequence[Carried]) -> dict[str, list]:
     """{name: lines of text} for the arrays that exist more than once, for the reader of a report.
@@ -214,34 +229,24 @@ def second_copies(text: str, found: Buffers | None, arrays: Sequence[Carried]) -
 
 def copies_of(text: str, array: Carried) -> list[str]:
     """Instructions of the compiled text that copy, transpose or convert an array of this shape
-    within the main memory: `name = shape operation(...)`.
-
-    The array may be seen with some of its axes merged, except for the last. A TPU may fetch what is
-    small enough into its VMEM, layout `S(1)`: that is no second array.
-    """
-    types = r"\w+" if array.dtype is None else _hlo_type(array.dtype)
-    dims = "|".join(",".join(map(str, d)) for d in _views(array.shape))
-    moved = re.compile(
-        rf"= \(?{types}\[(?:{dims})\]\S*(?: [^=]*?)? (?:copy|copy-start|transpose|convert)\("
-    )
-    lines = (line.strip().removeprefix("ROOT ") for line in text.splitlines() if moved.search(line))
-    return [line[:160] for line in lines if "S(1)" not in line.split("(%", 1)[0]]
+    within the main memory. A TPU may fetch what is small enough into its VMEM, layout `S(1)`: that
+    is no second array."""
+    moved = (i for i in instructions(text) if i.operation in _NEW_ARRAYS and "S(1)" not in i.shape)
+    return [i.line[:160] for i in moved if array.is_seen_as(*_type_and_dims(i.shape))]
 
 
 def second_buffers(found: Buffers, array: Carried) -> list[Buffer]:
     """Temporaries of the array's shape; none for a `flat` array."""
     if array.flat:
         return []
-    views, kind = set(_views(array.shape)), array.dtype and _hlo_type(array.dtype)
-    seen = ((b, *b.type_and_dims) for b in found.temporaries)
-    return [b for b, its_type, dims in seen if dims in views and kind in (None, its_type)]
+    return [b for b in found.temporaries if array.is_seen_as(*_type_and_dims(b.shape))]
 
 
 def _hlo_type(dtype: str) -> str:
     """ "float32" -> "f32", "int8" -> "s8", "bool" -> "pred"."""
-    kind, bits = re.fullmatch(r"([a-z]+)(\w*)", dtype).groups()
+    kind = dtype.rstrip("0123456789")
     letters = {"float": "f", "int": "s", "uint": "u", "bfloat": "bf", "bool": "pred"}
-    return letters.get(kind, kind) + bits
+    return letters.get(kind, kind) + dtype.removeprefix(kind)
 
 
 def _views(shape: Sequence[int]) -> list[tuple[int, ...]]:

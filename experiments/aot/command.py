@@ -15,30 +15,28 @@ Every target is compiled in a process of its own. Exit status 1: a target failed
 printed. A program that does not fit is a result, not a failure.
 """
 
-import json
 import sys
+from collections.abc import Sequence
 
 import jax
-from varjax.engine.generator import MATMUL_PRECISIONS
 
 from experiments.aot import report, worker
-from experiments.aot.program import Request
-from experiments.flags.generation import SamplingFlags
+from experiments.aot.program import Workload
 from experiments.flags.model import ModelFlags
-from experiments.flags.policy import PolicyFlags
-from experiments.prompts import condition
+from experiments.flags.output import FileFlags
+from experiments.flags.policy import PolicyFlags, plan_remarks
+from experiments.flags.program import ProgramFlags
+from experiments.flags.sampling import SamplingFlags
+from experiments.prompts.condition import check_text_tokens
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
-from varjax import api
-from varjax.cache.planner import plan_cache
-from varjax.cli import command_line
+from varjax.cli.flags import CommandFlags
 from varjax.engine.segments import plan_segments
 from varjax.errors import UserError
-from varjax.parallel import sharding
-from varjax.parallel.mesh import MeshSpec
-from varjax.storage.atomic import check_new_file, new_file
+from varjax.io.json_text import json_text
+from varjax.storage.atomic import new_file
 
-FLAGS = command_line.CommandFlags()
+FLAGS = CommandFlags()
 MODEL = ModelFlags(FLAGS, published="Published name")
 TARGET = FLAGS.string(
     "target",
@@ -46,34 +44,10 @@ TARGET = FLAGS.string(
     f"Chips, separated by commas: {', '.join(chips.CHIPS)}.",
 )
 POLICY = PolicyFlags(FLAGS)
-BATCH_SIZE = FLAGS.integer(
-    "batch_size", 8, "Images per program call.", lower_bound=1, upper_bound=10**6
-)
 LARGEST_BATCH = FLAGS.boolean(
     "largest_batch", False, "Find the largest batch that fits; --batch_size does not matter."
 )
-DTYPE = FLAGS.enum("dtype", "bfloat16", ["bfloat16", "float32"], "Type of weights and cache.")
-KV_DTYPE = FLAGS.enum(
-    "kv_dtype", None, list(api.KV_DTYPES), "Type of stored keys and values; default: --dtype"
-)
-PRECISION = FLAGS.enum(
-    "matmul_precision",
-    "default",
-    list(MATMUL_PRECISIONS),
-    "Precision of float32 products.",
-)
-SEGMENTS = FLAGS.string(
-    "segments", "auto", "How many segments the scale loop is cut into: auto or a number."
-)
-ATTENTION = FLAGS.enum(
-    "attention",
-    "auto",
-    ["auto", "reference", *implementations.PLATFORMS],
-    "Attention implementation; auto takes the kernel for the target's platform.",
-)
-MESH = FLAGS.string(
-    "mesh", None, "Devices: data=8 splits the batch, data=4,model=2 heads and weights as well."
-)
+PROGRAM = ProgramFlags(FLAGS, mesh=True, elsewhere=True)
 SAMPLING = SamplingFlags(FLAGS)
 TEXT_TOKENS = FLAGS.integer(
     "text_tokens",
@@ -81,17 +55,10 @@ TEXT_TOKENS = FLAGS.integer(
     "Padded length of the texts of a text-to-image model; default: the most it takes.",
     lower_bound=1,
 )
-DECODE_BATCH = FLAGS.integer(
-    "decode_batch",
-    None,
-    "Images decoded to pixels at a time; default: what takes 2 GiB.",
-    lower_bound=1,
-)
 TEMPORARIES = FLAGS.integer(
     "temporaries", 8, "How many temporaries to list of each program.", lower_bound=0
 )
-JSON = FLAGS.string("json", None, "Also write the results to this file.")
-OVERWRITE = FLAGS.boolean("overwrite", False, "Replace the --json file if it exists.")
+JSON = FileFlags(FLAGS, "json", "Also write the results to this file.")
 WORKER = FLAGS.string("worker", None, "Internal: compile the one target here, result into a file.")
 
 
@@ -114,97 +81,83 @@ def targets() -> list[Chip]:
     return list(found.values())
 
 
-def attention_for(chip: Chip) -> str:
+def attention_for(chip: Chip, asked: str | None) -> str:
     """The implementation of --attention on a chip."""
-    name = ATTENTION.value
-    if name == "auto":
+    if asked is None:
         return implementations.preferred(chip.platform)
-    wanted = implementations.PLATFORMS.get(name, chip.platform)
+    wanted = implementations.PLATFORMS.get(asked, chip.platform)
     if wanted != chip.platform:
         raise UserError(
-            f"--attention={name} runs on a {wanted.upper()}, {chip.name} is a "
+            f"--attention={asked} runs on a {wanted.upper()}, {chip.name} is a "
             f"{chip.platform.upper()}: choose auto or reference, or other targets"
         )
-    return name
+    return asked
 
 
-def resolve(wanted: list[Chip]) -> dict[str, Request]:
-    """What to compile for each target. All flags are checked, nothing is compiled."""
-    model = MODEL.resolve()
-    policy = POLICY.resolve()
-    mesh = MeshSpec.parse(MESH.value)
+def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
+    """What to compile for each target, and remarks on the plan. All flags are checked, nothing is
+    compiled."""
+    model, policy = MODEL.resolve(weights=False), POLICY.resolve()
+    program = PROGRAM.resolve(model)
+    batch = program.mesh.data if LARGEST_BATCH.value else PROGRAM.asked_batch_size
     for chip in wanted:
-        mesh.check(
-            batch_size=mesh.data if LARGEST_BATCH.value else BATCH_SIZE.value,
-            num_heads=model.geometry.num_heads,
-            available=chip.most_devices,
-            where=chip.name,
-        )
+        PROGRAM.check_mesh(program.mesh, model, batch, chip.most_devices, chip.name)
     sampling = SAMPLING.sampling(model)
-    calibration = POLICY.calibration(policy, model.geometry, model, sampling)
-    segments = plan_segments(model.geometry.schedule, SEGMENTS.value)
-    attention = {chip.name: attention_for(chip) for chip in wanted}
-    plan = plan_cache(model.geometry, policy, calibration)
-    if mesh.num_devices > 1:
-        sharding.check_plan(plan, mesh)
-    return {
-        chip.name: Request(
+    attention = {chip.name: attention_for(chip, program.attention) for chip in wanted}
+    plan, calibration = POLICY.plan(policy, model, sampling)
+    PROGRAM.check_plan(plan, program.mesh)
+    text_tokens = check_text_tokens(TEXT_TOKENS.value, model)
+    workloads = {
+        name: Workload(
             model=model,
             plan=plan,
             sampling=sampling,
-            dtype=DTYPE.value,
-            kv_dtype=KV_DTYPE.value or DTYPE.value,
-            segments=segments,
-            attention=attention[chip.name],
-            or_reference=ATTENTION.value == "auto",
-            precision=PRECISION.value,
-            mesh=mesh,
-            text_tokens=condition.check_text_tokens(TEXT_TOKENS.value, model),
-            decode_batch=DECODE_BATCH.value,
-            remarks=tuple(POLICY.remarks(plan, calibration)),
+            program=program,
+            segments=plan_segments(model.config.schedule, program.segments),
+            attention=chosen,
+            or_reference=program.attention is None,
+            text_tokens=text_tokens,
         )
-        for chip in wanted
+        for name, chosen in attention.items()
     }
+    # a worker says which kernels cannot take the plan's blocks
+    return workloads, plan_remarks(plan, calibration, "reference")
 
 
-def title(request: Request) -> str:
-    """What is compiled, in one line, and remarks on the plan."""
-    plan, mesh = request.plan, request.mesh
+def title(workload: Workload) -> str:
+    """What is compiled, in one line."""
+    plan, program = workload.plan, workload.program
     parts = [
-        request.model.name,
-        f"policy {POLICY.name}",
+        workload.model.name,
+        f"policy {plan.policy.name}",
         f"budget {plan.budget:g} (pool {plan.fraction:.2%} of full)",
-        request.dtype,
-        *([f"cache {request.kv_dtype}"] if request.kv_dtype != request.dtype else []),
-        f"{len(request.segments)} segments",
-        *([f"mesh {mesh}, bytes per device"] if mesh.num_devices > 1 else []),
+        program.dtype,
+        *([f"cache {program.kv_dtype}"] if program.kv_dtype != program.dtype else []),
+        f"{len(workload.segments)} segments",
+        *([f"mesh {program.mesh}, bytes per device"] if program.mesh.num_devices > 1 else []),
     ]
-    return "\n".join([", ".join(parts), *request.remarks])
+    return ", ".join(parts)
 
 
 def main(argv) -> int:
     jax.config.update("jax_platforms", "cpu")  # planning needs no accelerator, and takes none
-    if JSON.value and not WORKER.value:
-        check_new_file(JSON.value, overwrite=OVERWRITE.value, flag="--json")
+    target = None if WORKER.value else JSON.check()
     wanted = targets()
-    requests = resolve(wanted)
+    workloads, remarks = resolve(wanted)
     if WORKER.value:
         (chip,) = wanted
-        batch = None if LARGEST_BATCH.value else BATCH_SIZE.value
-        worker.work(requests[chip.name], chip, batch, TEMPORARIES.value, WORKER.value)
+        batch = None if LARGEST_BATCH.value else PROGRAM.asked_batch_size
+        worker.work(workloads[chip.name], chip, batch, TEMPORARIES.value, WORKER.value)
         return 0
     results = []
     for chip in wanted:
         result = worker.start(chip.name, sys.argv[1:])
         results.append({"target": chip.name, "platform": chip.platform, **result})
-    print(title(requests[wanted[0].name]), end="\n\n")
+    print(title(workloads[wanted[0].name]), *remarks, sep="\n", end="\n\n")
     print(report.text(results))
-    if JSON.value:
-        content = {
-            "flags": FLAGS.values.flag_values_dict(),
-            "versions": worker.versions(),
-            "results": results,
-        }
-        with new_file(JSON.value) as file:
-            file.write((json.dumps(content, indent=1) + "\n").encode())
+    if target:
+        flags, versions = FLAGS.values.flag_values_dict(), worker.versions()
+        content = {"flags": flags, "versions": versions, "results": results}
+        with new_file(target) as file:
+            file.write(json_text(content).encode())
     return int(any(r["status"] == "failed" for r in results))

@@ -3,6 +3,7 @@
 import re
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,19 +59,22 @@ class Program:
         return own + self.code + self.unread
 
 
-def compile_program(lower, jaxpr, pipeline, carried=()) -> tuple[Program, Any]:
+def compile_program(
+    trace: Callable[[], jax.stages.Traced], networks: Any, carried: Sequence[buffers.Carried] = ()
+) -> tuple[Program, Any]:
     """A program and the formats of its arguments.
 
     Args:
-      lower: makes the `jax.stages.Lowered`.
-      jaxpr: of the same program. pipeline: the shapes of its first argument, the weights.
-      carried: arrays (`buffers.Carried`) that should be updated in place.
+      trace: makes the traced program.
+      networks: the shapes of its first argument, the weights.
+      carried: arrays that should be updated in place.
 
     Raises:
       DoesNotFit: the compiler says so.
     """
     start = time.perf_counter()
-    lowered = lower()
+    traced = trace()
+    lowered = traced.lower()
     with tempfile.TemporaryDirectory() as folder:
         try:
             compiled = lowered.compile(
@@ -83,9 +87,8 @@ def compile_program(lower, jaxpr, pipeline, carried=()) -> tuple[Program, Any]:
         elapsed = time.perf_counter() - start
         text = compiled.as_text()
         found = buffers.read_dump(Path(folder), text)
-    stats = compiled.memory_analysis()
-    weights = jax.tree.leaves(pipeline)
-    reads = used_inputs(jaxpr)[: len(weights)]
+    stats, weights = compiled.memory_analysis(), jax.tree.leaves(networks)
+    reads = used_inputs(traced.jaxpr)[: len(weights)]
     unread = sum(device_bytes(a) for a, used in zip(weights, reads, strict=True) if not used)
     program = Program(
         arguments=stats.argument_size_in_bytes,
@@ -95,7 +98,7 @@ def compile_program(lower, jaxpr, pipeline, carried=()) -> tuple[Program, Any]:
         code=stats.generated_code_size_in_bytes,
         reads=reads,
         unread=unread,
-        cost=program_cost(jaxpr),
+        cost=program_cost(traced.jaxpr),
         compile_s=elapsed,
         live=[] if found is None else found.live,
         copies=buffers.second_copies(text, found, carried),

@@ -5,7 +5,7 @@ types, so no weights are needed and nothing is allocated.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments import settings
 from experiments.aot.buffers import Carried
 from experiments.aot.compiler import Program, compile_program
+from experiments.flags.program import ProgramOptions
 from pallas_kernels import chips
 from pallas_kernels.chips import Chip
 from varjax import sampling
@@ -27,8 +27,8 @@ from varjax.engine import program as programs
 from varjax.engine.cost import device_bytes
 from varjax.engine.memory import show_bytes
 from varjax.engine.segments import Segment
+from varjax.model import Model
 from varjax.parallel import sharding
-from varjax.parallel.mesh import MeshSpec
 from varjax.parallel.sharding import ShardedPlan, ShardedProgram
 from varjax.sampling import Sampling
 
@@ -37,51 +37,39 @@ SHARE_THAT_MATTERS = 0.01  # of the pool's bytes: smaller arrays of the state ma
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Request:
+class Workload:
     """What is compiled, apart from the chip and the batch.
 
     attention: of `pallas_kernels.implementations.NAMES`. or_reference: take the reference where the
       kernel cannot take the shapes, as `Generator` does unless an implementation is named.
     text_tokens: padded length of texts; None: the most that the model takes.
-    decode_batch: images decoded at once; None: as many as fit.
-    remarks: lines to print with the plan.
     """
 
-    model: settings.AbstractModel
+    model: Model
     plan: CachePlan
     sampling: Sampling
-    dtype: str
-    kv_dtype: str
+    program: ProgramOptions
     segments: tuple[Segment, ...]
     attention: str
-    or_reference: bool = False
-    precision: str = "default"
-    mesh: MeshSpec = field(default_factory=MeshSpec)
-    text_tokens: int | None = None
-    decode_batch: int | None = None
-    remarks: tuple[str, ...] = ()
+    or_reference: bool
+    text_tokens: int | None
 
     def predict(self, plan: CachePlan, batch_size: int) -> memory.Prediction:
         """Bytes of one device without compiling. plan: what it holds of the cache."""
-        return memory.predict(
-            *(plan, self.model.transformer, self.model.codec),
-            *(batch_size, self.dtype, self.kv_dtype),
-            kernels=self.attention != "reference",
-            text_tokens=self.text_tokens,
-            decode_batch=self.decode_batch,
-        )
+        kernels = self.attention != "reference"
+        return self.program.predict(self.model, plan, batch_size, self.text_tokens, kernels)
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """Both programs for a batch. pipeline, state: shapes, placed on the devices."""
+    """Both programs for a batch. networks, state: shapes, placed on the devices."""
 
     chip: Chip
     batch_size: int
     codes: Program
     pixels: Program
     state: KVState
-    pipeline: Any
+    networks: Any
 
 
 class Compilation:
@@ -96,34 +84,35 @@ class Compilation:
 
     def __init__(
         self,
-        request: Request,
+        workload: Workload,
         chip: Chip,
         batch_size: int,
         say: Callable[[str], None] = lambda line: None,
     ):
         self.chip, self.batch_size, self.say = chip, batch_size, say
-        spec, devices = request.mesh, chips.compile_only_devices
+        model, plan, self.options = workload.model, workload.plan, workload.program
+        spec, devices = self.options.mesh, chips.compile_only_devices
         self.mesh = sharding.make_mesh(spec, devices(chip.name, spec.num_devices))
         self.automatic = chip.platform in programs.AUTO_LAYOUT_PLATFORMS
-        self.precision, self.at_once = request.precision, request.decode_batch
         self.spec = scales.ProgramSpec.of(
-            request.plan, request.segments, request.sampling, attention=request.attention
+            *(plan, workload.segments, workload.sampling, model.config),
+            attention=workload.attention,
         )
-        layout = ShardedPlan(request.plan, spec)
-        pipeline, types = _pipeline(request), map(jnp.dtype, (request.kv_dtype, request.dtype))
+        layout, networks = ShardedPlan(plan, spec), _networks(model, self.options.dtype)
+        types = map(jnp.dtype, (self.options.kv_dtype, self.options.dtype))
         state = jax.eval_shape(partial(layout.empty_state, batch_size, *types))
         numbers = np.zeros(batch_size, np.int32)
-        tables = layout.tables(request.segments, numbers, pipeline.resampling)
-        condition = pipeline.condition_shapes(batch_size, request.text_tokens)
-        arguments = (condition, _keys(batch_size), _on(tables, None), None)
-        code_map = jax.eval_shape(lambda: pipeline.empty_code_map(batch_size))
+        inputs = layout.inputs(workload.segments, numbers, model.transformer.resampling)
+        condition = model.transformer.condition_shapes(batch_size, workload.text_tokens)
+        arguments = (condition, _keys(batch_size), _on(inputs, None), None)
+        code_map = jax.ShapeDtypeStruct((batch_size, *model.config.code_map), jnp.float32)
         self.sharded = None
         if spec.num_devices > 1:
             self.sharded = ShardedProgram.of(
-                self.mesh, self.spec, layout, pipeline, state, tables, None
+                self.mesh, self.spec, layout, networks, state, inputs, None
             )
-        self.pipeline, self.state, *self.arguments = self._placed(
-            (pipeline, state, *arguments), slice(None)
+        self.networks, self.state, *self.arguments = self._placed(
+            (networks, state, *arguments), slice(None)
         )
         self.code_map = self._placed(code_map, CONDITION)
 
@@ -145,7 +134,7 @@ class Compilation:
         pixels = self._pixels()
         taken = show_bytes(pixels.resident)
         self.say(f"pixels in {pixels.compile_s:.0f} s, {taken} on the device without the cache")
-        return Compiled(self.chip, self.batch_size, self.codes, pixels, self.state, self.pipeline)
+        return Compiled(self.chip, self.batch_size, self.codes, pixels, self.state, self.networks)
 
     def _kind(self):
         """Kernels ask the mesh for the kind of device."""
@@ -153,37 +142,28 @@ class Compilation:
 
     def _codes(self) -> tuple[Program, Any]:
         """The program, and the formats of its weights (None: the usual ones)."""
-
-        def lower():
-            return programs.lower_codes(
-                *(self.pipeline, self.state, tuple(self.arguments), self.spec),
-                precision=self.precision,
-                auto_layout=self.automatic,
-                sharded=self.sharded,
-            )
-
+        trace = partial(
+            programs.trace_codes,
+            *(self.networks, self.state, tuple(self.arguments), self.spec),
+            precision=self.options.matmul_precision,
+            auto_layout=self.automatic,
+            sharded=self.sharded,
+        )
         with self._kind():
-            traced = self.sharded or partial(scales.generate_codes, spec=self.spec)
-            jaxpr = jax.make_jaxpr(traced)(self.pipeline, self.state, *self.arguments)
-            carried = carried_arrays(self.state)
-            program, formats = compile_program(lower, jaxpr, self.pipeline, carried)
+            program, formats = compile_program(trace, self.networks, carried_arrays(self.state))
         return program, formats[0][0] if self.automatic else None
 
     def _pixels(self) -> Program:
-        def lower():
-            return programs.lower_pixels(
-                *(self.pipeline, self.code_map),
-                precision=self.precision,
-                formats=self.formats,
-                sharded=self.sharded,
-                at_once=self.at_once,
-            )
-
-        decode = partial(programs.decode, at_once=self.at_once)
+        trace = partial(
+            programs.trace_pixels,
+            *(self.networks, self.code_map),
+            precision=self.options.matmul_precision,
+            formats=self.formats,
+            sharded=self.sharded,
+            at_once=self.options.decode_batch,
+        )
         with self._kind():
-            traced = decode if self.sharded is None else self.sharded.over_images(decode)
-            jaxpr = jax.make_jaxpr(traced)(self.pipeline, self.code_map)
-            return compile_program(lower, jaxpr, self.pipeline)[0]
+            return compile_program(trace, self.networks)[0]
 
 
 def carried_arrays(state: KVState) -> list[Carried]:
@@ -202,21 +182,17 @@ def carried_arrays(state: KVState) -> list[Carried]:
     return found
 
 
-def _pipeline(request: Request) -> Any:
+def _networks(model: Model, dtype: str) -> dict[str, Any]:
     """The model as shapes: transformer in the type of the computation, codec in float32."""
-    model = request.model
-    parts = (_cast(model.transformer, request.dtype), _cast(model.codec, "float32"))
-    return model.family.pipeline(*parts)
+    types = {"transformer": dtype, "codec": "float32"}
 
+    def shape(leaf, floating: str):
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(floating) if is_float else leaf.dtype)
 
-def _cast(module, dtype):
-    dtype = jnp.dtype(dtype)
-    return jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(
-            a.shape, dtype if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype
-        ),
-        module,
-    )
+    return {
+        n: jax.tree.map(partial(shape, floating=types[n]), m) for n, m in model.networks.items()
+    }
 
 
 def _keys(batch_size: int):

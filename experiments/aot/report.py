@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import jax
 
 from experiments.aot.compiler import Program
-from experiments.aot.program import Compiled, Request
+from experiments.aot.program import Compiled, Workload
 from experiments.aot.roofline import roofline
 from varjax.engine.cost import device_bytes
 from varjax.engine.memory import show_bytes
@@ -42,22 +42,22 @@ def peaks(compiled: Compiled) -> dict[str, int]:
     }
 
 
-def describe(request: Request, compiled: Compiled, temporaries: int) -> dict:
+def describe(workload: Workload, compiled: Compiled, temporaries: int) -> dict:
     """JSON-able content of one result. temporaries: how many to list of each program."""
     found = peaks(compiled)
     decides = max(found, key=found.get)
     state, pool = compiled.state, compiled.state.kv_pool
     pool_bytes = sum(device_bytes(a) for a in (pool, state.kv_scale) if a is not None)
     held = sum(map(device_bytes, jax.tree.leaves(state)))
-    parameters = sum(map(device_bytes, jax.tree.leaves(compiled.pipeline)))
-    ceiling = roofline(request, compiled)
-    activations = _activations(request, compiled.batch_size)
+    parameters = sum(map(device_bytes, jax.tree.leaves(compiled.networks)))
+    ceiling = roofline(workload, compiled)
+    activations = _activations(workload, compiled.batch_size)
     promised = parameters + held + activations
     return {
         "status": "compiled",
         "batch_size": compiled.batch_size,
-        "attention": request.attention,
-        "devices": request.mesh.num_devices,
+        "attention": workload.attention,
+        "devices": workload.program.mesh.num_devices,
         "parameter_bytes": parameters,
         "kv_pool_bytes": pool_bytes,
         "bookkeeping_bytes": held - pool_bytes,
@@ -86,11 +86,11 @@ def describe(request: Request, compiled: Compiled, temporaries: int) -> dict:
     }
 
 
-def _activations(request: Request, batch_size: int) -> int:
+def _activations(workload: Workload, batch_size: int) -> int:
     """Activations, logits and what layers hold of the text on one device, as predicted without
     compiling."""
-    plan = ShardedPlan(request.plan, request.mesh).groups[0]
-    need = request.predict(plan, batch_size // request.mesh.data)
+    plan = ShardedPlan(workload.plan, workload.program.mesh).groups[0]
+    need = workload.predict(plan, batch_size // workload.program.mesh.data)
     return need.activations + need.condition
 
 

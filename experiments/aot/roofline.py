@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from experiments.aot.program import Compiled, Request
+from experiments.aot.program import Compiled, Workload
 from varjax.cache.plan import CachePlan
-from varjax.cache.tables import CacheSegment
+from varjax.cache.step import DecidingStep, cache_step
 from varjax.engine.cost import device_bytes
 from varjax.engine.segments import Segment
 
@@ -38,15 +38,15 @@ class Roofline:
     bound: str
 
 
-def roofline(request: Request, compiled: Compiled) -> Roofline:
+def roofline(workload: Workload, compiled: Compiled) -> Roofline:
     """See the module."""
-    chip, devices = compiled.chip, request.mesh.num_devices
+    chip, devices = compiled.chip, workload.program.mesh.num_devices
     kernels = 0.0
     if compiled.codes.cost.kernels:
-        kernels = attention_flops(request.plan, request.segments) * compiled.batch_size / devices
+        kernels = attention_flops(workload.plan, workload.segments) * compiled.batch_size / devices
     flops = compiled.codes.cost.flops + compiled.pixels.cost.flops + kernels
     moved = compiled.codes.cost.scanned_bytes + _weights_outside_layers(compiled)
-    moved += pool_traffic(request.plan, compiled.batch_size, request.kv_dtype) / devices
+    moved += pool_traffic(workload.plan, compiled.batch_size, workload.program.kv_dtype) / devices
     computing, moving = flops / chip.bf16_flops, moved / chip.bandwidth
     seconds = max(computing, moving)
     return Roofline(
@@ -65,7 +65,8 @@ def attention_flops(plan: CachePlan, segments: tuple[Segment, ...]) -> float:
     shown sums of the attention weights."""
     g, products = plan.geometry, 0.0
     for segment in segments:
-        passes = 2 + CacheSegment.of(plan, segment, None).sums_attention
+        step = cache_step(plan, segment, None)
+        passes = 2 + (isinstance(step, DecidingStep) and step.sums_attention)
         for s in segment.scales:
             tokens = g.schedule.tokens[s]
             held = float(plan.capacity[s].sum(dtype=np.float64))
@@ -89,7 +90,7 @@ def pool_traffic(plan: CachePlan, batch_size: int, kv_dtype: str) -> float:
 
 def _weights_outside_layers(compiled: Compiled) -> float:
     """Bytes of the weights that a program reads, the stacked layers apart."""
-    layers = {id(leaf) for leaf in jax.tree.leaves(compiled.pipeline.blocks)}
-    leaves = jax.tree.leaves(compiled.pipeline)
+    layers = {id(leaf) for leaf in jax.tree.leaves(compiled.networks["transformer"].blocks)}
+    leaves = jax.tree.leaves(compiled.networks)
     read = zip(leaves, compiled.codes.reads, compiled.pixels.reads, strict=True)
     return float(sum(device_bytes(a) for a, *by in read if any(by) and id(a) not in layers))

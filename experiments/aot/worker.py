@@ -20,7 +20,7 @@ import jax
 
 from experiments.aot import report
 from experiments.aot.compiler import DoesNotFit, first_line
-from experiments.aot.program import Compilation, Request
+from experiments.aot.program import Compilation, Workload
 from experiments.aot.search import Trial, largest_batch
 from pallas_kernels import chips
 from pallas_kernels.chips import Chip
@@ -79,9 +79,9 @@ def _forward(lines, target: str) -> list[str]:
 # --- in the process of a target ---
 
 
-def work(request: Request, chip: Chip, batch: int | None, temporaries: int, path: str) -> None:
+def work(workload: Workload, chip: Chip, batch: int | None, temporaries: int, path: str) -> None:
     """Compile for a batch, or for the largest that fits (None), and write the result to `path`."""
-    job = _Job(request, chip, temporaries)
+    job = _Job(workload, chip, temporaries)
     try:
         result = job.search() if batch is None else job.describe(batch)
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
@@ -92,8 +92,8 @@ def work(request: Request, chip: Chip, batch: int | None, temporaries: int, path
 class _Job:
     """Compilations for one target; none is done twice."""
 
-    def __init__(self, request: Request, chip: Chip, temporaries: int):
-        self.request, self.chip, self.temporaries = request, chip, temporaries
+    def __init__(self, workload: Workload, chip: Chip, temporaries: int):
+        self.workload, self.chip, self.temporaries = workload, chip, temporaries
         self.begun: dict[int, Compilation] = {}
         self.results: dict[int, dict] = {}
 
@@ -104,15 +104,15 @@ class _Job:
         """The compilation for a batch, codes done."""
         if batch in self.begun:
             return self.begun[batch]
-        self.say(f"compiling batch {batch}, attention {self.request.attention}")
-        case = Compilation(self.request, self.chip, batch, self.say)
+        self.say(f"compiling batch {batch}, attention {self.workload.attention}")
+        case = Compilation(self.workload, self.chip, batch, self.say)
         try:
             case.compile_codes()
         except NotImplementedError as error:
-            if not self.request.or_reference:
+            if not self.workload.or_reference:
                 raise
             self.say(f"{first_line(str(error))}: taking the reference")
-            self.request = replace(self.request, attention="reference", or_reference=False)
+            self.workload = replace(self.workload, attention="reference", or_reference=False)
             return self.begin(batch)
         self.begun[batch] = case
         return case
@@ -122,7 +122,7 @@ class _Job:
         if batch not in self.results:
             try:
                 compiled = self.begin(batch).finish()
-                result = report.describe(self.request, compiled, self.temporaries)
+                result = report.describe(self.workload, compiled, self.temporaries)
             except DoesNotFit as error:
                 result = self._refused(batch, error.needed, str(error))
             self.results[batch] = result
@@ -140,8 +140,8 @@ class _Job:
         Drawing codes usually decides, so the decoder is compiled for the batch found so only; if
         it does not fit there, it is compiled for every batch of a second search.
         """
-        step, memory_bytes = self.request.mesh.data, self.chip.memory
-        guess = _first_guess(self.request, self.chip)
+        step, memory_bytes = self.workload.program.mesh.data, self.chip.memory
+        guess = _first_guess(self.workload, self.chip)
         found, trials = largest_batch(self._try_codes, memory_bytes, first=guess, step=step)
         if found and not self.describe(found)["fits"]:
             found, more = largest_batch(self._try_both, memory_bytes, first=found, step=step)
@@ -171,11 +171,11 @@ class _Job:
         return Trial(batch, needed, fits)
 
 
-def _first_guess(request: Request, chip: Chip) -> int:
+def _first_guess(workload: Workload, chip: Chip) -> int:
     """The batch whose prediction fills the chip."""
     available = int(chip.memory / memory.SAFETY)
-    per_device = memory.largest_batch(partial(request.predict, request.plan), 10**5, available)
-    return max(1, per_device) * request.mesh.data
+    per_device = memory.largest_batch(partial(workload.predict, workload.plan), 10**5, available)
+    return max(1, per_device) * workload.program.mesh.data
 
 
 def versions() -> dict[str, str]:

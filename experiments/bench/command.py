@@ -29,15 +29,17 @@ import numpy as np
 
 from experiments.bench import table as bench_table
 from experiments.bench.table import Row
+from experiments.flags.output import FileFlags
 from pallas_kernels import arg_specs, implementations
 from pallas_kernels.arg_specs import ArgSpec
 from pallas_kernels.ragged_attention import bench, tune
 from pallas_kernels.ragged_attention.config import Config
-from varjax.cli import command_line
+from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError, choose
-from varjax.storage.atomic import check_new_file, new_file
+from varjax.progress import Progress
+from varjax.storage.atomic import new_file
 
-FLAGS = command_line.CommandFlags()
+FLAGS = CommandFlags()
 MODELS = tuple(dict.fromkeys(name.rpartition("-t")[0] for name in arg_specs.SPECS))
 DTYPES, KV_DTYPES = ("bfloat16", "float32"), ("same", "bfloat16", "float32", "int8")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}  # relative Frobenius error
@@ -58,8 +60,7 @@ IMPLEMENTATION = FLAGS.enum(
 REPEATS = FLAGS.integer("repeats", 7, "Timed loops per way.", lower_bound=1)
 CHECK = FLAGS.boolean("check", False, "Compare kernel and reference, time nothing.")
 TUNE = FLAGS.boolean("tune", False, "Time all tiles of the attention kernels, keep the best.")
-JSON = FLAGS.string("json", None, "Also write the results to this file.")
-OVERWRITE = FLAGS.boolean("overwrite", False, "Replace the --json file if it exists.")
+JSON = FileFlags(FLAGS, "json", "Also write the results to this file.")
 
 
 def shapes() -> list[ArgSpec]:
@@ -160,7 +161,7 @@ def show_timings(name: str) -> int:
     if name.endswith(implementations.SUFFIX):
         raise UserError(f"{name} runs step by step, its time says nothing: only --check takes it")
     rows = []
-    progress = command_line.Progress("ways", _count(name), every=5)
+    progress = Progress("ways", _count(name), every=5)
     for row in timings(name):
         rows.append(row)
         progress.update(len(rows), f"{row.shape} {row.operation} {row.way}")
@@ -195,9 +196,9 @@ def _count(name: str) -> int:
 
 
 def save(contents: dict) -> None:
-    if JSON.value:
+    if JSON.path:
         contents = {"jax": jax.__version__, "command": sys.argv} | contents
-        with new_file(JSON.value) as file:
+        with new_file(JSON.path) as file:
             file.write((json.dumps(contents, indent=1) + "\n").encode())
 
 
@@ -279,8 +280,7 @@ def _best_tiles(operation: str, name: str) -> list[tuple[ArgSpec, Config]]:
 
 
 def main(argv) -> int:
-    if JSON.value:
-        check_new_file(JSON.value, overwrite=OVERWRITE.value, flag="--json")
+    JSON.check()
     if CHECK.value and TUNE.value:
         raise UserError("--check and --tune exclude each other: check first, then tune")
     name = kernel()

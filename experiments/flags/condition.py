@@ -7,7 +7,6 @@ refused with a hint at the right ones.
 import contextlib
 import pathlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -15,11 +14,11 @@ from experiments.prompts import sets
 from experiments.prompts.condition import Text, check_text_tokens, encoder_folder, read_negative
 from experiments.prompts.layouts import check_layout
 from experiments.prompts.sets import Kind, Prompt, PromptSet
-from experiments.settings import AbstractModel
-from varjax.cli.command_line import CommandFlags
-from varjax.conditions import Labels
+from varjax.cli.flags import CommandFlags
+from varjax.conditions import Condition, Labels
 from varjax.errors import UserError
 from varjax.io import extras
+from varjax.model import Model
 from varjax.text import encoder as text_encoder
 from varjax.text import features as text_features
 
@@ -47,7 +46,7 @@ class ConditionFlags:
             "text": TextFlags(flags, self._samples),
         }
 
-    def resolve(self, model: AbstractModel, *, weights: bool = True) -> Any:
+    def resolve(self, model: Model, *, weights: bool = True) -> Condition:
         """A condition (`varjax.conditions`), checked; prompts are not encoded yet (`Text`).
 
         weights: the model will run; without, it need not have a text encoder.
@@ -81,9 +80,9 @@ class LabelFlags:
     def given(self) -> list[str]:
         return _given(self._labels, self._num_images)
 
-    def resolve(self, model: AbstractModel, weights: bool) -> Labels:
-        names = model.metadata.get("class_names")
-        return Labels.of(self._chosen(model.num_classes), model.num_classes, names)
+    def resolve(self, model: Model, weights: bool) -> Labels:
+        chosen = self._chosen(model.num_classes)
+        return Labels.of(chosen, model.num_classes, model.class_names)
 
     def _chosen(self, num_classes: int):
         if len(self.given()) > 1:
@@ -163,8 +162,8 @@ class TextFlags:
             self._tokens,
         )
 
-    def resolve(self, model: AbstractModel, weights: bool) -> Text:
-        config = model.transformer.config
+    def resolve(self, model: Model, weights: bool) -> Text:
+        config = model.config
         features = negative = None
         if path := self._features.value:
             features = text_features.load(path, config.text_channels, config.text_maxlen)
@@ -221,14 +220,14 @@ def _check_same(prompts: PromptSet, features) -> None:
             )
 
 
-def _encoder(model: AbstractModel) -> pathlib.Path:
+def _encoder(model: Model) -> pathlib.Path:
     """The text encoder's folder in a checkpoint: all but its weights is checked, and fits."""
     folder = encoder_folder(
         model.directory,
         ", or give features that were computed elsewhere with --text_features=FILE.npz",
     )
     width = text_encoder.check_folder(folder).d_model
-    wanted = model.transformer.config.text_channels
+    wanted = model.config.text_channels
     if width != wanted:
         raise UserError(
             f"--prompts: the text encoder in {folder} gives features of width {width}, "
@@ -237,9 +236,9 @@ def _encoder(model: AbstractModel) -> pathlib.Path:
     return folder
 
 
-def _check_layout(prompts: PromptSet, each: int, model: AbstractModel) -> None:
+def _check_layout(prompts: PromptSet, each: int, model: Model) -> None:
     """Refuse what the set's scorer cannot read. Without pillow no image files are written."""
-    rows, columns, _ = model.transformer.config.code_map
+    rows, columns, _ = model.config.code_map
     pixels = model.codec.config.downsample
     with contextlib.suppress(extras.MissingExtra):
         check_layout(prompts, each, rows * pixels, columns * pixels)

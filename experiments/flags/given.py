@@ -1,30 +1,15 @@
 """Tokens, or their bits, that replace the draw: --given_tokens, --given_bits, --given_scales."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from experiments.settings import AbstractModel
-from varjax.cli.command_line import CommandFlags
+from varjax.cli.flags import CommandFlags, about
 from varjax.errors import UserError
+from varjax.model import Model
 
 KINDS = {  # what a model calls its tokens: how a file holds them
     "tokens": "int [N, L]",
     "bits": "uint8 [N, L of the image tokenizer, bits of a code]",
 }
-
-
-@dataclass(frozen=True, eq=False)
-class Given:
-    """tokens: as the model draws them, of all images; None: nothing is forced. scales: so many of
-    the first ones take them; None: all."""
-
-    tokens: np.ndarray | None = None
-    scales: int | None = None
-
-    def take(self, index: np.ndarray) -> np.ndarray | None:
-        """Tokens of some images."""
-        return None if self.tokens is None else self.tokens[index]
 
 
 class GivenFlags:
@@ -41,9 +26,10 @@ class GivenFlags:
             "given_scales", None, "The first so many scales take what is given; default: all."
         )
 
-    def resolve(self, model: AbstractModel, num_images: int) -> Given:
-        """Checked against the model."""
-        mine, schedule = model.pipeline.token_name, model.geometry.schedule
+    def resolve(self, model: Model, num_images: int) -> tuple[np.ndarray | None, int | None]:
+        """(tokens as the model draws them, of all images, or None; how many scales take them, None
+        for all), checked against the model."""
+        mine, schedule = model.transformer.token_name, model.config.schedule
         for kind, holder in self._files.items():
             if holder.value and kind != mine:
                 raise UserError(f"--given_{kind}: {model.name} draws {mine}: use --given_{mine}")
@@ -54,13 +40,11 @@ class GivenFlags:
                 f"--given_{mine}=FILE"
             )
         if not path:
-            return Given()
+            return None, None
         count = schedule.num_scales if scales is None else scales
-        try:
+        with about(self._files[mine]):
             array = _read(path, mine)
-            return Given(model.pipeline.tokens_from_file(array, num_images, count), scales)
-        except UserError as error:
-            raise UserError(f"--given_{mine}={path}: {error}") from None
+            return model.transformer.tokens_from_file(array, num_images, count), scales
 
 
 def _read(path: str, name: str) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Which model a command is about: --checkpoint, --model, and the shape of its pictures."""
 
-from experiments.settings import AbstractModel, abstract_model
-from varjax.cli.command_line import CommandFlags
+from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError, choose
+from varjax.model import Model, describe
 from varjax.models import registry
 from varjax.models.infinity.schedules import SIZES, TEMPLATES
 
@@ -42,15 +42,21 @@ class ModelFlags:
         if shape and any(holder.value for holder in others):
             raise UserError(f"{shape[0]}: {given[0]} says the schedule already, leave it out")
 
-    @property
-    def name(self) -> str | None:
-        """What --model says."""
-        return None if self._model is None else self._model.value
+    def resolve(self, *, weights: bool = True, otherwise: str = "") -> Model:
+        """The model, its weights not loaded yet; the embedded demo if none is named.
 
-    def resolve(self) -> AbstractModel:
-        """The model without its weights; the embedded demo if none is named."""
+        weights: refuse published names, which have none here. otherwise: another way out.
+        """
         self.check_alone()
-        if self.name:
-            choose("model", self.name, registry.PRESETS)
-        shape = (self._aspect.value, self._size.value)
-        return abstract_model(self.name or self._checkpoint.value, *shape)
+        name = None if self._model is None else self._model.value
+        if name:
+            choose("model", name, registry.PRESETS)
+        shape = {"aspect": self._aspect.value, "size": self._size.value}
+        model = describe(name or self._checkpoint.value, **shape)
+        if weights and model.directory is None:
+            raise UserError(
+                f"{model.name} is a published model without weights here: {otherwise}convert its "
+                f"weights with `python -m ported_weights --model={model.name} ...` and give the "
+                f"folder"
+            )
+        return model

@@ -1,15 +1,21 @@
-"""Which KV-cache policy a command plans with: --policy, --budget, --policy_args, --calibration."""
+"""Which KV-cache policy a command plans with: --policy, --budget, --policy_args, --calibration,
+--policy_module."""
 
+import jax
 import numpy as np
 
-from experiments.settings import AbstractModel
+from experiments.flags.program import SMALLEST_TPU_BLOCK, blocks_too_small
+from pallas_kernels import implementations
 from varjax import calibration as calibration_lib
+from varjax import policies
 from varjax.cache.geometry import Geometry
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
 from varjax.calibration import Calibration
-from varjax.cli.command_line import CommandFlags, typed_pairs
+from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError
+from varjax.key_values import parse_pairs
+from varjax.model import Model
 from varjax.policies import POLICIES, Policy, get_policy
 from varjax.sampling import Sampling
 
@@ -24,11 +30,29 @@ UNKNOWN_SCHEDULE = (
 )
 
 
+def policy_module_flag(flags: CommandFlags) -> None:
+    """--policy_module."""
+    flags.first(
+        "policy_module",
+        "Python file, or import name, that registers policies of your own.",
+        lambda name: policies.load_module(name),
+    )
+
+
+def calibration_flag(flags: CommandFlags):
+    """--calibration."""
+    return flags.string(
+        "calibration",
+        None,
+        "Calibration file, for policies that use one; default: calibration.json of the checkpoint.",
+    )
+
+
 class PolicyFlags:
     """The flags of one policy."""
 
     def __init__(self, flags: CommandFlags):
-        self._policy = flags.enum("policy", "full", list(POLICIES), "KV-cache policy.")
+        self._policy = flags.choice("policy", "full", POLICIES, "KV-cache policy.")
         self._budget = flags.floating(
             "budget",
             None,
@@ -37,57 +61,39 @@ class PolicyFlags:
         self._arguments = flags.string(
             "policy_args", "", "Further arguments of the policy: key=value,key=value."
         )
-        self._calibration = flags.string(
-            "calibration",
-            None,
-            "Calibration file, for policies that use one; default: calibration.json of the "
-            "checkpoint.",
-        )
-
-    @property
-    def name(self) -> str:
-        return self._policy.value
+        self._calibration = calibration_flag(flags)
+        policy_module_flag(flags)
 
     def resolve(self) -> Policy:
         """The policy, checked."""
-        arguments = typed_pairs(self._arguments.value)
-        return get_policy(self.name, self._budget.value, arguments)
+        arguments = parse_pairs(self._arguments.value)
+        return get_policy(self._policy.value, self._budget.value, arguments)
 
-    def calibration(
-        self,
-        policy: Policy,
-        geometry: Geometry,
-        model: AbstractModel | None = None,
-        sampling: Sampling | None = None,
-    ) -> Calibration | None:
-        """The file of --calibration, else the one in the model's folder.
+    def plan(
+        self, policy: Policy, model: Model | Geometry, sampling: Sampling | None = None
+    ) -> tuple[CachePlan, Calibration | None]:
+        """The plan of a policy, and the calibration it was made with: the file of --calibration,
+        else the one in the model's folder.
 
         A file that is given is refused for policies that would ignore it, and any file if it was
         made for other weights than the model's or, with `sampling`, for another guidance. A model
         without weights, which can only be planned for, has a `stand_in`.
         """
-        path = self._calibration.value
-        if path and not policy.uses_calibration:
+        given, is_model = self._calibration.value, isinstance(model, Model)
+        if given and not policy.uses_calibration:
             raise UserError(f"policy {policy.name!r} uses no calibration: leave out --calibration")
-        if not path and policy.uses_calibration and model is not None:
-            path = calibration_lib.beside(model.directory)
-        if not path:
-            unmeasured = model is not None and model.directory is None
-            return stand_in(policy, geometry) if unmeasured else None
-        found = calibration_lib.load(path, geometry)
-        if model is not None and model.directory is not None:
-            guidance = None if sampling is None else sampling.guidance
-            try:
-                found.check_origin(calibration_lib.model_digest(model.metadata), guidance)
-            except UserError as error:
-                raise UserError(f"calibration {path}: {error}") from None
-        return found
-
-    def remarks(self, plan: CachePlan, calibration: Calibration | None) -> list[str]:
-        """Lines to print with a plan."""
-        lines = plan.policy.plan_lines(plan.geometry, calibration)
-        further = ((UNMEASURED, _is_stand_in), (UNKNOWN_SCHEDULE, _is_bare_order_list))
-        return [*lines, *(line for line, applies in further if applies(calibration))]
+        geometry, guidance = model.geometry if is_model else model, None
+        if sampling is not None:
+            geometry, guidance = model.geometry_for(sampling), sampling.guidance
+        found = calibration_lib.find(policy, model, given, guidance)
+        if found is None and is_model and model.directory is None:
+            found = stand_in(policy, geometry)
+        try:
+            return plan_cache(geometry, policy, found), found
+        except UserError as error:
+            if found is None and policy.uses_calibration:
+                raise UserError(f"{error}; --calibration=FILE names it") from None
+            raise
 
 
 def stand_in(policy: Policy, geometry: Geometry) -> Calibration | None:
@@ -112,11 +118,23 @@ def stand_in(policy: Policy, geometry: Geometry) -> Calibration | None:
     )
 
 
-def _is_stand_in(calibration: Calibration | None) -> bool:
-    return calibration is not None and calibration.digest is None
-
-
-def _is_bare_order_list(calibration: Calibration | None) -> bool:
-    if calibration is None or calibration.orders is None:
-        return False
-    return calibration.beta is None and calibration.schedule is None
+def plan_remarks(
+    plan: CachePlan, calibration: Calibration | None, attention: str | None = None
+) -> list[str]:
+    """Lines to print with a plan. attention: implementation that will run; None: as this machine
+    prefers."""
+    lines = list(plan.policy.plan_lines(plan.geometry, calibration))
+    if calibration is not None and calibration.digest is None:  # a `stand_in`
+        lines.append(UNMEASURED)
+    if calibration is not None and calibration.orders is not None:
+        if calibration.beta is None and calibration.schedule is None:
+            lines.append(UNKNOWN_SCHEDULE)
+    if blocks_too_small(plan, attention or implementations.preferred(jax.default_backend())):
+        argument = f"block_size={SMALLEST_TPU_BLOCK}"
+        if plan.peak_live_fraction == 1:  # nothing may be dropped for larger blocks, which cost
+            argument = "accounting=tokens"
+        lines.append(
+            f"blocks    of {plan.block_size} slots are too small for the TPU kernels, so that the "
+            f"reference runs there: --policy_args={argument} keeps the kernel"
+        )
+    return lines

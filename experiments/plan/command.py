@@ -23,52 +23,38 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import settings
 from experiments.flags.model import ModelFlags
-from experiments.flags.policy import PolicyFlags
+from experiments.flags.output import FileFlags
+from experiments.flags.policy import PolicyFlags, plan_remarks
+from experiments.flags.program import batch_size_flag, dtype_flag, kv_dtype_flag
 from experiments.plan.paper_bytes import paper_lines
-from varjax import api
 from varjax.cache.geometry import Geometry
 from varjax.cache.plan import CachePlan
-from varjax.cache.planner import plan_cache
-from varjax.cli import command_line
+from varjax.cli.flags import CommandFlags
 from varjax.engine.memory import show_bytes
 from varjax.errors import UserError
-from varjax.storage.atomic import check_new_file, new_file
+from varjax.model import Model
+from varjax.storage.atomic import new_file
 
-FLAGS = command_line.CommandFlags()
+FLAGS = CommandFlags()
 MODEL = ModelFlags(FLAGS, published="Published name")
 GEOMETRY = FLAGS.string(
     "geometry", None, "layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4 (height x width)."
 )
 POLICY = PolicyFlags(FLAGS)
-BATCH_SIZE = FLAGS.integer(
-    "batch_size",
-    1,
-    "Images per batch (two cache rows each).",
-    lower_bound=1,
-    upper_bound=10**6,
-)
-DTYPE = FLAGS.enum(
-    "dtype", "bfloat16", ["bfloat16", "float32"], "Type of keys and values in a full cache."
-)
-KV_DTYPE = FLAGS.enum(
-    "kv_dtype",
-    None,
-    list(api.KV_DTYPES),
-    "Type of the compressed pool, beside a full cache of --dtype; default: --dtype.",
-)
-SAVE = FLAGS.string("save", None, "Write the plan's arrays to this npz file.")
-OVERWRITE = FLAGS.boolean("overwrite", False, "Replace the --save file if it exists.")
+BATCH_SIZE = batch_size_flag(FLAGS, 1, "Images per batch (two cache rows each).")
+DTYPE = dtype_flag(FLAGS, "bfloat16", "keys and values in a full cache")
+KV_DTYPE = kv_dtype_flag(FLAGS)
+SAVE = FileFlags(FLAGS, "save", "Write the plan's arrays to this npz file.")
 
 
-def model_or_geometry() -> tuple[str, Geometry, settings.AbstractModel | None]:
-    """(name, geometry, model if there is more than that) named by exactly one of the flags."""
+def model_or_geometry() -> tuple[str, Model | Geometry]:
+    """(name, what exactly one of the flags names)."""
     MODEL.check_alone(GEOMETRY)
     if GEOMETRY.value:
-        return "geometry", Geometry.parse(GEOMETRY.value), None
-    model = MODEL.resolve()
-    return model.name, model.geometry, model
+        return "geometry", Geometry.parse(GEOMETRY.value)
+    model = MODEL.resolve(weights=False)
+    return model.name, model
 
 
 def arrays(plan: CachePlan, batch_size: int, dtype: str, kv_dtype: str) -> dict[str, np.ndarray]:
@@ -108,7 +94,7 @@ def text(
         f"{g.schedule.num_scales} scales, "
         f"{g.schedule.total_tokens} tokens ({g.schedule.persistent_tokens} per head in a full "
         f"cache)",
-        f"policy {POLICY.name}, budget {plan.budget:g}, accounting {plan.accounting}",
+        f"policy {plan.policy.name}, budget {plan.budget:g}, accounting {plan.accounting}",
         f"pool      {plan.pool_blocks} blocks of {plan.block_size} slots = {plan.pool_tokens} "
         f"tokens, {plan.fraction:.2%} of full",
         f"bytes     {held} ({show_bytes(held)}) of {full} ({show_bytes(full)}), batch "
@@ -147,21 +133,18 @@ def check_countable(geometry: Geometry, batch_size: int, dtype: str) -> None:
 
 
 def main(argv) -> None:
-    if SAVE.value:
-        check_new_file(SAVE.value, overwrite=OVERWRITE.value, flag="--save")
-    name, geometry, model = model_or_geometry()
+    target = SAVE.check()
+    name, model = model_or_geometry()
+    geometry = model.geometry if isinstance(model, Model) else model
     check_countable(geometry, BATCH_SIZE.value, DTYPE.value)
-    policy = POLICY.resolve()
-    calibration = POLICY.calibration(policy, geometry, model)
-    plan = plan_cache(geometry, policy, calibration)
+    plan, calibration = POLICY.plan(POLICY.resolve(), model)
     sizes = (BATCH_SIZE.value, DTYPE.value, KV_DTYPE.value or DTYPE.value)
     steady = plan.policy.steady_tokens(geometry, calibration)
     remarks = [
-        *POLICY.remarks(plan, calibration),
-        *filter(None, [settings.block_remark(plan, "tpu")]),
+        *plan_remarks(plan, calibration, "tpu"),
         *paper_lines(plan, BATCH_SIZE.value, sizes[-1], steady),
     ]
     print(text(name, plan, *sizes, remarks))
-    if SAVE.value:
-        with new_file(SAVE.value) as file:
+    if target:
+        with new_file(target) as file:
             np.savez(file, **arrays(plan, *sizes))

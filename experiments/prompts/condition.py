@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from experiments.prompts.sets import Kind, PromptSet, read_prompts
-from experiments.settings import AbstractModel
 from varjax.errors import UserError
+from varjax.model import Model
 from varjax.storage import manifest
 from varjax.storage.checkpoint import part_folder
 from varjax.text import encoder as text_encoder
@@ -153,9 +153,9 @@ def encoder_folder(checkpoint: str | os.PathLike, otherwise: str = "") -> pathli
     return folder
 
 
-def check_text_tokens(asked: int | None, model: AbstractModel) -> int | None:
+def check_text_tokens(asked: int | None, model: Model) -> int | None:
     """Padded length of texts that --text_tokens names, if the model takes it."""
-    most = getattr(model.transformer.config, "text_maxlen", None)
+    most = getattr(model.config, "text_maxlen", None)
     if asked is not None and most is None:
         raise UserError(f"--text_tokens={asked}: {model.name} takes no text, leave it out")
     if asked is not None and asked > most:
@@ -168,11 +168,11 @@ def text_tokens(condition: Any) -> int | None:
     return condition.padded_length if isinstance(condition, Text) else None
 
 
-def encoded(condition: Any, model: AbstractModel, dtype: str) -> Any:
+def encoded(condition: Any, model: Model, dtype: str) -> Any:
     """The condition with its prompts encoded; labels as they are."""
     if not isinstance(condition, Text):
         return condition
-    return condition.encoded(dtype, model.transformer.config.text_channels)
+    return condition.encoded(dtype, model.config.text_channels)
 
 
 def encoding_bytes(condition: Any) -> int | None:

@@ -4,9 +4,8 @@ Bytes are those of the compiled program. The phases follow each other; what one 
 weights that stay, is free in the next.
 """
 
-from varjax.engine.generator import Generator
-
 from varjax.engine.memory import peak_bytes
+from varjax.generator import Generator
 
 
 def generation_phases(generator: Generator, text: int | None) -> dict[str, int | None]:

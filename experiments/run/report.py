@@ -2,43 +2,30 @@
 
 import pathlib
 
-import jax
-import numpy as np
-
-import varjax
-from experiments.fidelity import HIGHEST_PSNR, summarize
+from experiments.generation import cache_report, environment, time_report
 from experiments.prompts.condition import encoding_bytes, text_tokens
 from experiments.run.phases import generation_phases
-from experiments.run.settings import RunSettings
-from experiments.settings import runs_kernels
-from varjax.api import Generator, Timing
+from experiments.run.run import Run
 from varjax.engine import memory, program
+from varjax.generator import Generator
+from varjax.metrics import fidelity
+from varjax.metrics.registry import METRICS
 from varjax.models import parameters
 
 
-def build(run: RunSettings, generator: Generator, close: dict | None, *, resumed: bool) -> dict:
-    """The content of report.json. Byte counts are for one batch; `allocated` is read off the
-    compiled program. close: `closeness` to the full cache, if it was run."""
-    plan, batch = run.plan, run.batch_size
-    dense = plan.dense_bytes(batch, run.dense_dtype)
-    analysis = generator.compiled.memory_analysis()
+def build(run: Run, generator: Generator, close: dict | None, *, resumed: bool) -> dict:
+    """The content of report.json. Byte counts are for one batch. close: `closeness` to the full
+    cache, if it was run."""
+    analysis, timing = generator.compiled.memory_analysis(), generator.timing
+    warm, steady = timing.cache == "warm", time_report(generator)
     report = {
         **run.describe(),
         "num_images": len(run.condition),
         "resumed": resumed,
-        "device": device_name(),
-        "versions": {"varjax": varjax.__version__, "jax": jax.__version__, "numpy": np.__version__},
+        **environment(),
         "kv": {
-            "dtype": str(run.kv_dtype),
-            "dense_dtype": str(run.dense_dtype),
-            "dense_bytes": dense,
-            "planned_bytes": plan.num_bytes(batch, run.kv_dtype),
-            "allocated_bytes": generator.allocated_bytes,
-            "fraction": generator.allocated_bytes / max(1, dense),
-            "peak_live_fraction": plan.peak_live_fraction,
-            "block_size": plan.block_size,
-            "pool_blocks": plan.pool_blocks,
-            "accounting": plan.accounting,
+            **cache_report(generator, run.program.dense_dtype),
+            "dense_dtype": run.program.dense_dtype,
             "bookkeeping_bytes": generator.bookkeeping_bytes,
         },
         "remarks": list(run.remarks),
@@ -50,56 +37,42 @@ def build(run: RunSettings, generator: Generator, close: dict | None, *, resumed
             "phases": generation_phases(generator, encoding_bytes(run.condition)),
         },
         "time": {
-            **compile_times(generator.timing),
-            "first_run_s": generator.timing.first_run_s,
-            "steady_s_per_image": generator.steady_seconds_per_image(),
+            **steady,
+            # by where the programs came from: compiled (cold) or the compilation cache (warm)
+            "compile_cold_s": None if warm else timing.compile_s,
+            "compile_warm_s": timing.compile_s if warm else None,
+            "compilation_cache": timing.cache,
+            "runs": timing.runs,
         },
         "segments_used": [[s.start, s.stop, s.length] for s in generator.segments],
     }
     return report if close is None else report | {"fidelity": close}
 
 
-def decoded_at_once(run: RunSettings) -> int:
-    """Images that a device decodes to pixels at a time; rounds are of equal size
-    (`rounds.map_in_chunks`)."""
-    images = run.batch_size // run.mesh.data
-    code_map = run.model.transformer.config.code_map[:2]
-    most = run.decode_batch or program.decoder_batch(run.model.codec, code_map, images)
-    rounds = -(-images // most)
-    return -(-images // rounds)
+def decoded_at_once(run: Run) -> int:
+    """Images that a device decodes to pixels at a time; chunks are of equal size
+    (`chunks.map_in_chunks`)."""
+    images = run.batch_size // run.program.mesh.data
+    code_map = run.model.config.code_map[:2]
+    most = run.program.decode_batch or program.decoder_batch(run.model.codec, code_map, images)
+    chunks = -(-images // most)
+    return -(-images // chunks)
 
 
 def closeness(arrays: dict) -> dict:
     """The report's `fidelity` from per-image numbers (`fidelity.per_image`)."""
-    decibels = np.minimum(arrays["psnr"], HIGHEST_PSNR)
-    return summarize(arrays) | {"psnr_per_image": decibels}
-
-
-def compile_times(timing: Timing) -> dict[str, float | str | None]:
-    """Seconds until the programs were ready, also by where they came from: compiled (cold) or the
-    compilation cache (warm)."""
-    warm = timing.cache == "warm"
-    return {
-        "compile_s": timing.compile_s,
-        "compile_cold_s": None if warm else timing.compile_s,
-        "compile_warm_s": timing.compile_s if warm else None,
-        "compilation_cache": timing.cache,
-    }
-
-
-def device_name() -> str:
-    device = jax.devices()[0]
-    return f"{device.platform}: {device.device_kind}"
+    decibels = fidelity.capped(arrays)["psnr"]
+    return fidelity.summarize(arrays) | {"psnr_per_image": decibels}
 
 
 # --- text -----------------------------------------------------------------------------------------
 
 
-def plan_line(run: RunSettings) -> str:
+def plan_line(run: Run) -> str:
     """One line about the plan, printed before compiling."""
     plan, batch = run.plan, run.batch_size
-    planned = plan.num_bytes(batch, run.kv_dtype)
-    dense = plan.dense_bytes(batch, run.dense_dtype)
+    planned = plan.num_bytes(batch, run.program.kv_dtype)
+    dense = plan.dense_bytes(batch, run.program.dense_dtype)
     return (
         f"{run.model.name}: {len(run.condition)} images in batches of {batch}; {run.policy.name} "
         f"keeps {memory.show_bytes(planned)} of "
@@ -108,16 +81,11 @@ def plan_line(run: RunSettings) -> str:
     )
 
 
-def dry_run_text(run: RunSettings) -> str:
+def dry_run_text(run: Run) -> str:
     """The plan and predicted bytes."""
     plan, batch = run.plan, run.batch_size
-    dense = plan.dense_bytes(batch, run.dense_dtype)
-    need = memory.predict(
-        *(plan, run.model.transformer, run.model.codec, batch, run.dtype, run.kv_dtype),
-        kernels=runs_kernels(run.attention, plan),
-        text_tokens=text_tokens(run.condition),
-        decode_batch=run.decode_batch,
-    )
+    dense = plan.dense_bytes(batch, run.program.dense_dtype)
+    need = run.program.predict_here(run.model, plan, batch, run.condition)
     rows = [
         ("model", run.model.name),
         (
@@ -132,8 +100,8 @@ def dry_run_text(run: RunSettings) -> str:
         ),
         (
             "batch",
-            f"{batch} images, {batch * plan.geometry.rows_per_image} rows, {run.dtype}, cache "
-            f"in {run.kv_dtype}",
+            f"{batch} images, {batch * plan.geometry.rows_per_image} rows, {run.program.dtype}, "
+            f"cache in {run.program.kv_dtype}",
         ),
         ("full cache", memory.show_bytes(dense)),
         (
@@ -150,7 +118,7 @@ def dry_run_text(run: RunSettings) -> str:
     return "\n".join([_columns(rows), *run.remarks])
 
 
-def _text_row(run: RunSettings, num_bytes: int) -> list[tuple[str, str]]:
+def _text_row(run: Run, num_bytes: int) -> list[tuple[str, str]]:
     length = text_tokens(run.condition)
     if length is None:
         return []
@@ -164,6 +132,7 @@ def _millions(module) -> str:
 def table(report: dict, out: pathlib.Path) -> str:
     """The short table at the end of a run."""
     kv, seconds = report["kv"], report["time"]
+    steady = seconds["steady_s_per_image"]
     rows = [
         ("policy", f"{report['policy']}, budget {report['budget']:g}"),
         (
@@ -174,15 +143,10 @@ def table(report: dict, out: pathlib.Path) -> str:
         ("allocated KV", f"{memory.show_bytes(kv['allocated_bytes'])} ({kv['fraction']:.1%})"),
         ("peak live tokens", f"{kv['peak_live_fraction']:.1%}"),
         ("compile", f"{seconds['compile_s']:.1f} s (cache {seconds['compilation_cache']})"),
-        ("time per image", f"{seconds['steady_s_per_image']:.3f} s"),
+        ("time per image", "-" if steady is None else f"{steady:.3f} s"),
     ]
-    if "fidelity" in report:
-        close = report["fidelity"]
-        rows += [
-            ("PSNR to full cache", f"{float(close['psnr']):.2f} dB"),
-            ("SSIM to full cache", f"{close['ssim']:.4f}"),
-            ("token agreement", f"{close['token_agreement']:.1%}"),
-        ]
+    close = report.get("fidelity", {})
+    rows += [(m.label, m.show(close[key])) for key, m in METRICS.items() if key in close]
     return _columns([*rows, ("written to", str(out))])
 
 

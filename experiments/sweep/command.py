@@ -25,33 +25,34 @@ again with the same settings; policies and budgets may change.
 import pathlib
 import sys
 
-from experiments import settings
 from experiments.flags.condition import ConditionFlags
-from experiments.flags.generation import ProgramFlags, SamplingFlags
 from experiments.flags.model import ModelFlags
-from experiments.run.folder import RunFolder
+from experiments.flags.output import FolderFlags
+from experiments.flags.policy import calibration_flag, policy_module_flag
+from experiments.flags.program import ProgramFlags
+from experiments.flags.sampling import SamplingFlags
 from experiments.sweep import plan, tables
 from experiments.sweep.cells import Runner
-from experiments.sweep.plan import Cell, SweepSettings
+from experiments.sweep.plan import Cell, Sweep
+from varjax import api
 from varjax import calibration as calibration_lib
 from varjax.calibration import Calibration
-from varjax.cli import command_line
+from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError
 from varjax.io import extras
+from varjax.model import Model
+from varjax.policies import HeatKV
 from varjax.sampling import Sampling
 from varjax.storage.atomic import new_folder
 
-FLAGS = command_line.CommandFlags()
+FLAGS = CommandFlags()
 POLICIES = FLAGS.string(
     "policies", "all", "all, or policies separated by commas: headkv,streaming:sinks=3+block_size=8"
 )
 BUDGETS = FLAGS.string("budgets", "0.1,0.25,0.5", "Fractions of the full cache's bytes.")
 MODEL = ModelFlags(FLAGS)
-CALIBRATION = FLAGS.string(
-    "calibration",
-    None,
-    "Calibration file, for policies that use one; default: calibration.json of the checkpoint.",
-)
+CALIBRATION = calibration_flag(FLAGS)
+policy_module_flag(FLAGS)
 CONDITION = ConditionFlags(FLAGS)
 SAMPLES = FLAGS.integer(
     "samples", 8, "So many of the first images are kept for the report.", lower_bound=1
@@ -59,81 +60,72 @@ SAMPLES = FLAGS.integer(
 SAMPLING = SamplingFlags(FLAGS)
 PROGRAM = ProgramFlags(FLAGS)
 FLAGS.compilation_cache()
-OVERWRITE = FLAGS.boolean("overwrite", False, "Replace --out if it exists.")
-OUT = FLAGS.string("out", None, "Output folder; default: a new one under results/.")
+OUT = FolderFlags(FLAGS)
 
 
-def resolve() -> SweepSettings:
+def resolve() -> Sweep:
     """Check every flag and plan every cell. Nothing is compiled, allocated or written."""
     entries = plan.parse_entries(POLICIES.value)
     budgets = plan.parse_budgets(BUDGETS.value)
     model = MODEL.resolve()
-    settings.require_weights(model)
     extras.require("dm_pix", extra="eval", purpose="PSNR and SSIM")
     condition = CONDITION.resolve(model)
-    geometry = model.geometry
     sampling = SAMPLING.sampling(model)
+    geometry = model.geometry_for(sampling)
     path, calibration = _calibration(model, sampling)
     cells = plan.plan_cells(entries, budgets, geometry, calibration, len(condition))
-    used = any(cell.policy.uses_calibration for cell in cells if cell.policy)
+    used = any(cell.plan.policy.uses_calibration for cell in cells if cell.plan)
     if CALIBRATION.value and not used:
         raise UserError("none of the policies uses a calibration: leave out --calibration")
-    full_policy, full_plan = settings.full_plan(geometry)
-    program = PROGRAM.resolve(model)
-    types = (program["dtype"], program["dense_dtype"])
-    return SweepSettings(
+    full, program = api.plan(geometry), PROGRAM.resolve(model)
+    return Sweep(
         model=model,
-        cells=cells,
-        full=Cell("full", "full", full_policy.budget, full_policy, full_plan),
         condition=condition,
-        samples=min(SAMPLES.value, len(condition)),
         sampling=sampling,
         seed=SAMPLING.seed,
-        batch_size=PROGRAM.batch_size(model, full_plan, condition, *types),
-        **program,
-        calibration=calibration.digest if calibration is not None and used else None,
-        calibration_path=path if used else None,
+        batch_size=PROGRAM.batch_size(program, model, full, condition),
+        program=program,
+        cells=cells,
+        full=Cell("full", "full", full.budget, full),
+        samples=min(SAMPLES.value, len(condition)),
+        calibration=path if used else None,
+        calibration_digest=calibration.digest if used else None,
     )
 
 
 def _calibration(
-    model: settings.AbstractModel, sampling: Sampling
+    model: Model, sampling: Sampling
 ) -> tuple[pathlib.Path | None, Calibration | None]:
     """The file that is given, else the one of the checkpoint, if it has one."""
     path = CALIBRATION.value or calibration_lib.beside(model.directory)
     if not path:
         return None, None
-    found = calibration_lib.load(path, model.geometry)
-    try:
-        found.check_origin(calibration_lib.model_digest(model.metadata), sampling.guidance)
+    try:  # one file serves all policies: any that uses one may ask for it
+        found = calibration_lib.find(HeatKV(), model, path, sampling.guidance)
     except UserError as error:
-        if not CALIBRATION.value:
-            print(f"calibration {path} is not used: {error}", file=sys.stderr)
-            return None, None
-        raise UserError(f"--calibration={path}: {error}") from None
+        if CALIBRATION.value:
+            raise
+        print(f"calibration {path} is not used: {error}", file=sys.stderr)
+        return None, None
     return pathlib.Path(path), found
 
 
 def main(argv) -> None:
     sweep = resolve()
     print(plan.show_sizes(sweep), file=sys.stderr, flush=True)
-    fingerprint = settings.fingerprint(sweep.describe())
-    if OUT.value:
-        folder = RunFolder(pathlib.Path(OUT.value), fingerprint, overwrite=OVERWRITE.value)
-    else:
-        folder = RunFolder.fresh(f"{sweep.model.name}-sweep", fingerprint)
+    store = OUT.open(f"{sweep.model.name}-sweep", sweep.describe())
     sweep = sweep.encoded()
-    runner = Runner(sweep, lambda: settings.load_model(sweep.model, sweep.dtype), folder)
-    with folder.working():
+    runner = Runner(sweep, store)
+    with store.working():
         runner.run()
         done = (sweep.full, *(cell for cell in sweep.cells if cell.plan is not None))
         results = {cell.key: runner.results(cell) for cell in done}
         report = tables.content(sweep, results)
-        with new_folder(folder.out, overwrite=folder.overwrite) as out:
+        with new_folder(store.out, overwrite=store.overwrite) as out:
             images = tables.samples(sweep, results)
-            missing = tables.write(out, report, images, sweep.calibration_path)
-        folder.close()
+            missing = tables.write(out, report, images, sweep.calibration)
+        store.close()
     if missing:
         print(f"fidelity.png is not written: {missing}", file=sys.stderr)
     print(tables.markdown_rows(report))
-    print(f"written to {folder.out}", file=sys.stderr)
+    print(f"written to {store.out}", file=sys.stderr)

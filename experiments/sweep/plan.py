@@ -7,17 +7,15 @@ import pathlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from experiments import settings
-from experiments.flags.generation import GenerationSettings
+from experiments.generation import Generation, policy_arguments
 from varjax.cache.geometry import Geometry
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
 from varjax.calibration import Calibration
-from varjax.cli.command_line import typed_pairs
 from varjax.engine import memory
 from varjax.errors import UserError, choose
+from varjax.key_values import parse_pairs
 from varjax.policies import POLICIES, Policy, get_policy
 
 ALL = "all"
@@ -46,15 +44,13 @@ class Entry:
 class Cell:
     """A policy at a budget. Either `plan` or the `reason` why there is none.
 
-    policy: as the program runs it, with what the calibration decides filled in; arguments: as they
-      were before, defaults included.
+    arguments: of the policy before a calibration filled in what it decides, defaults included.
     budget: None for what a calibration is missing for, at any budget.
     """
 
     label: str
     name: str
     budget: float | None
-    policy: Policy | None = None
     plan: CachePlan | None = None
     reason: str | None = None
     arguments: dict = field(default_factory=dict)
@@ -62,39 +58,29 @@ class Cell:
     @property
     def key(self) -> str:
         """Names the file of a finished cell: equal for what computes the same."""
-        assert self.plan is not None and self.policy is not None
-        content = [
-            self.name,
-            self.arguments,
-            self.budget,
-            self.plan.digest,
-            self.policy.content(),
-        ]
+        plan = self.plan
+        content = [self.name, self.arguments, self.budget, plan.digest, plan.policy.content()]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class SweepSettings(GenerationSettings):
-    """A resolved sweep. calibration: SHA-256 of the calibration file. samples: so many images are
-    kept for the report."""
+class Sweep(Generation):
+    """A resolved sweep.
+
+    full: the reference. samples: so many images are kept for the report. calibration: the file;
+    calibration_digest: its SHA-256.
+    """
 
     cells: list[Cell]
     full: Cell
     samples: int
-    calibration: str | None
-    calibration_path: pathlib.Path | None = None
-
-    def storage(self, cell: Cell) -> Any:
-        """Type of a cell's pool: the full cache is never compressed."""
-        return self.dense_dtype if cell is self.full else self.kv_dtype
+    calibration: pathlib.Path | None
+    calibration_digest: str | None
 
     def describe(self) -> dict:
         """JSON-able content: what decides the results of every cell."""
-        return {
-            **super().describe(),
-            "samples": self.samples,
-            "calibration": self.calibration,
-        }
+        own = {"samples": self.samples, "calibration": self.calibration_digest}
+        return super().describe() | own
 
 
 # --- reading flags ---
@@ -137,7 +123,7 @@ def _parse_entry(part: str, text: str) -> list[Entry]:
         raise UserError("--policies=all:... takes no arguments: name the policy they belong to")
     pairs: dict[str, str] = {}
     for argument in _NEXT_ARGUMENT.split(arguments) if arguments else []:
-        key, value = next(iter(typed_pairs(argument).items()))
+        key, value = next(iter(parse_pairs(argument).items()))
         if key == "budget":
             raise UserError(f"{part!r}: budgets are given once for all policies, with --budgets")
         if key in pairs:
@@ -168,15 +154,6 @@ def parse_budgets(text: str) -> list[float]:
 # --- planning ---
 
 
-def plan_policy(
-    geometry: Geometry, policy: Policy, calibration: Calibration | None
-) -> tuple[Policy, CachePlan]:
-    """(the policy as the program runs it, its plan): the one place where a sweep plans."""
-    calibration = calibration if policy.uses_calibration else None
-    plan = plan_cache(geometry, policy, calibration)
-    return plan.policy, plan
-
-
 def plan_cells(
     entries: Sequence[Entry],
     budgets: Sequence[float],
@@ -200,13 +177,12 @@ def plan_cells(
     return cells
 
 
-def _plan_row(entry, budgets, geometry, calibration, num_images) -> list[Cell]:
+def _plan_row(entry: Entry, budgets, geometry, calibration, num_images) -> list[Cell]:
     try:
-        budgeted = get_policy(entry.name, None, entry.arguments).budgeted
-        policies = [
-            get_policy(entry.name, budget, entry.arguments)
-            for budget in (budgets if budgeted else [None])
-        ]
+        default = get_policy(entry.name, None, entry.arguments)
+        policies = [default]
+        if default.budgeted:  # else its contents are given, and the budget is what they cost
+            policies = [get_policy(entry.name, budget, entry.arguments) for budget in budgets]
     except UserError as error:
         if entry.named:
             raise
@@ -220,19 +196,19 @@ def _plan_row(entry, budgets, geometry, calibration, num_images) -> list[Cell]:
     return row
 
 
-def _plan_cell(entry, policy, geometry, calibration, num_images) -> Cell:
+def _plan_cell(entry: Entry, policy: Policy, geometry, calibration, num_images) -> Cell:
     try:
         policy.check_images(num_images)
-        prepared, plan = plan_policy(geometry, policy, calibration)
+        plan = plan_cache(geometry, policy, calibration if policy.uses_calibration else None)
     except UserError as error:
         return Cell(entry.label, entry.name, policy.budget, reason=str(error))
-    arguments = settings.policy_arguments(policy)
-    return Cell(entry.label, entry.name, prepared.budget, prepared, plan, arguments=arguments)
+    arguments = policy_arguments(policy)
+    return Cell(entry.label, entry.name, plan.policy.budget, plan=plan, arguments=arguments)
 
 
-def show_sizes(sweep: SweepSettings) -> str:
+def show_sizes(sweep: Sweep) -> str:
     """One line before anything is compiled."""
-    dense = sweep.full.plan.dense_bytes(sweep.batch_size, sweep.dense_dtype)
+    dense = sweep.full.plan.dense_bytes(sweep.batch_size, sweep.program.dense_dtype)
     feasible = sum(cell.plan is not None for cell in sweep.cells)
     return (
         f"{sweep.model.name}: {feasible} of {len(sweep.cells)} cells can run, "

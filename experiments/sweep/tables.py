@@ -2,19 +2,18 @@
 
 import csv
 import io
-import json
 import math
 import pathlib
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 
-import varjax
-from experiments.run.report import device_name
-from experiments.sweep.plan import Cell, SweepSettings
+from experiments.generation import environment
+from experiments.sweep.plan import Cell, Sweep
 from varjax.io import extras
-from varjax.metrics import pixel
+from varjax.io.json_text import json_text
+from varjax.metrics import registry
+from varjax.metrics.registry import METRICS
 
 FORMAT_VERSION = 1
 FULL = "full"
@@ -24,30 +23,27 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7
 DEFINITIONS = {
     "planned, allocated": "bytes of the buffer that holds keys and values of one batch, as planned "
     "and as read off the compiled program; the percentage is of the full cache",
-    "PSNR, SSIM, equal tokens": "against the full cache on the same seeds, both drawn freely; mean "
-    "over images (PSNR of identical images counts as 100 dB)",
-    "KL": "KL(full cache || policy) of the next-token distributions after guidance, before top-k "
-    "and top-p, with the full cache's tokens forced on both; mean over tokens and images, in nats",
+    **registry.definitions(),
     "s/image": "median over at least two runs after the first, pixels included; the program also "
     "returns its logits",
 }
-METRICS = {  # key: (title, unit, what is better)
-    "psnr": ("PSNR to the full cache", "dB", "higher"),
-    "ssim": ("SSIM to the full cache", "", "higher"),
-    "token_agreement": ("equal tokens", "fraction", "higher"),
-    "kl": ("KL to the full cache", "nats per token", "lower"),
-}
 CSV_FIELDS = (
-    "label policy budget status dense_bytes planned_bytes allocated_bytes fraction "
-    "peak_live_fraction psnr psnr_std ssim ssim_std token_agreement token_agreement_std kl kl_std "
-    "identical_images steady_s_per_image compile_s note"
-).split()
+    *"label policy budget status dense_bytes planned_bytes allocated_bytes fraction".split(),
+    "peak_live_fraction",
+    *(f"{key}{end}" for key, m in METRICS.items() for end in ("", "_std")[: 1 + m.per_image]),
+    *"identical_images steady_s_per_image compile_s note".split(),
+)
+HEADER = (
+    *("policy", "budget", "KV planned", "KV allocated"),
+    *(metric.column for metric in METRICS.values()),
+    *("s/image", "note"),
+)
 
 
 # --- content ---
 
 
-def content(sweep: SweepSettings, results: dict[str, dict]) -> dict:
+def content(sweep: Sweep, results: dict[str, dict]) -> dict:
     """Everything of sweep.json. `results`: what is stored of each cell, by its key."""
     g = sweep.model.geometry
     shown = sweep.condition.captions or [f"class {i}" for i in _sample_labels(sweep)]
@@ -61,8 +57,7 @@ def content(sweep: SweepSettings, results: dict[str, dict]) -> dict:
             "head_dim": g.head_dim,
             "rows_per_image": g.rows_per_image,
         },
-        "device": device_name(),
-        "versions": {"varjax": varjax.__version__, "jax": jax.__version__, "numpy": np.__version__},
+        **environment(),
         "sample_names": shown[: sweep.samples],
         "definitions": DEFINITIONS,
         "reference": results[sweep.full.key]["row"] | {"status": "done", "samples": FULL},
@@ -70,7 +65,7 @@ def content(sweep: SweepSettings, results: dict[str, dict]) -> dict:
     }
 
 
-def _sample_labels(sweep: SweepSettings) -> list[int]:
+def _sample_labels(sweep: Sweep) -> list[int]:
     return [int(label) for label in sweep.condition.numbers[: sweep.samples]]
 
 
@@ -82,7 +77,7 @@ def _cell_content(cell: Cell, results: dict[str, dict]) -> dict:
     return results[cell.key]["row"] | asked | {"status": "done", "samples": cell.key}
 
 
-def samples(sweep: SweepSettings, results: dict[str, dict]) -> dict[str, np.ndarray]:
+def samples(sweep: Sweep, results: dict[str, dict]) -> dict[str, np.ndarray]:
     """Arrays of samples.npz: `labels` int [n], and uint8 [n, H, W, 3] for `full` and each cell."""
     found = {
         cell.key: results[cell.key]["samples"] for cell in sweep.cells if cell.plan is not None
@@ -92,6 +87,8 @@ def samples(sweep: SweepSettings, results: dict[str, dict]) -> dict[str, np.ndar
 
 
 # --- tables ---
+
+BYTES = ("planned_bytes", "allocated_bytes")
 
 
 def rows(report: dict) -> list[dict]:
@@ -113,39 +110,17 @@ def csv_text(report: dict) -> str:
     return out.getvalue()
 
 
-HEADER = (
-    "policy",
-    "budget",
-    "KV planned",
-    "KV allocated",
-    "PSNR to full",
-    "SSIM",
-    "equal tokens",
-    "KL (nats)",
-    "s/image",
-    "note",
-)
-
-
 def cells_as_text(row: dict) -> list[str]:
     """A row of the table in the words of `HEADER`; what is not known is empty."""
-    shown = {
-        "label": row["label"],
-        "budget": "" if row["budget"] is None else f"{row['budget']:g}",
-    }
+    budget = "" if row["budget"] is None else f"{row['budget']:g}"
+    planned = allocated = seconds = ""
+    note = f"{row['status']}: {row['note']}"
     if row["status"] == "done":
-        mebi = 2.0**20
-        shown["planned"] = f"{row['planned_bytes'] / mebi:.2f} MiB"
-        shown["allocated"] = f"{row['allocated_bytes'] / mebi:.2f} MiB ({row['fraction']:.1%})"
-        shown["time"] = f"{row['steady_s_per_image']:.3f}"
-    if "psnr" in row:
-        shown["psnr"] = f"{row['psnr']:.2f} dB"
-        shown["ssim"] = f"{row['ssim']:.4f}"
-        shown["tokens"] = f"{row['token_agreement']:.1%}"
-        shown["kl"] = f"{float(row['kl']):.4g}"
-    note = row["note"] if row["status"] == "done" else f"{row['status']}: {row['note']}"
-    columns = "label budget planned allocated psnr ssim tokens kl time".split()
-    return [shown.get(column, "") for column in columns] + [note]
+        planned, allocated = (f"{row[n] / 2**20:.2f} MiB" for n in BYTES)
+        allocated += f" ({row['fraction']:.1%})"
+        seconds, note = f"{row['steady_s_per_image']:.3f}", row["note"]
+    close = [m.show(row[key]) if key in row else "" for key, m in METRICS.items()]
+    return [row["label"], budget, planned, allocated, *close, seconds, note]
 
 
 def markdown_rows(report: dict) -> str:
@@ -182,8 +157,7 @@ def write(
     """Fill the folder of a finished sweep; returns why the plot is missing, if it is."""
     if calibration is not None:
         (out / CALIBRATION_COPY).write_bytes(calibration.read_bytes())
-    text = json.dumps(pixel.json_safe(report), indent=1, ensure_ascii=False)
-    (out / "sweep.json").write_text(text + "\n", encoding="utf-8")
+    (out / "sweep.json").write_text(json_text(report), encoding="utf-8")
     (out / "sweep.csv").write_text(csv_text(report), encoding="utf-8")
     (out / "sweep.md").write_text(markdown(report), encoding="utf-8")
     np.savez(out / "samples.npz", **images)
@@ -213,17 +187,18 @@ def plot(path: pathlib.Path, table: Sequence[dict]) -> None:
     need = {"extra": "eval", "purpose": "plotting"}
     extras.require("matplotlib", **need).use("Agg")
     pyplot = extras.require("matplotlib.pyplot", **need)
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), layout="constrained")
-    for (metric, (title, unit, better)), axis in zip(METRICS.items(), axes.flat, strict=True):
-        for number, (label, points) in enumerate(curves(table, metric).items()):
+    rows = -(-len(METRICS) // 2)
+    figure, axes = pyplot.subplots(rows, 2, figsize=(11, 4 * rows), layout="constrained")
+    for metric, axis in zip(METRICS.values(), axes.flat, strict=False):
+        for number, (label, points) in enumerate(curves(table, metric.key).items()):
             sizes, values = zip(*points, strict=True)
             sizes = np.array(sizes) / 2**20
             style = {"marker": "osD^vP*X"[number % 8], "ls": ("-", "--", ":")[number // 8 % 3]}
             axis.plot(sizes, values, label=label, color=COLOURS[number % len(COLOURS)], **style)
         axis.set_xlabel("KV cache of one batch, MiB")
-        axis.set_title(f"{title} ({better} is better)", fontsize="medium")
-        axis.set_ylabel(unit)
-        axis.set_ylim(bottom=0 if metric in ("kl", "token_agreement") else None)
+        axis.set_title(f"{metric.title} ({metric.better} is better)", fontsize="medium")
+        axis.set_ylabel(metric.unit)
+        axis.set_ylim(bottom=0 if metric.from_zero else None)
         axis.grid(alpha=0.3)
     names = axes[0, 0].get_legend_handles_labels()
     if names[0]:

@@ -1,13 +1,34 @@
 """Storing a scale's tokens in the pool: signature, documentation and dispatch."""
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
 from pallas_kernels import implementations
+from pallas_kernels.cache_write import reference
 from pallas_kernels.cache_write.table import BlockWrites
 
 
+# Imported when first called, because JAX may be installed without the other platform's backend.
+def _triton():
+    from pallas_kernels.cache_write import triton
+
+    return triton.write
+
+
+def _tpu():
+    from pallas_kernels.cache_write import tpu
+
+    return tpu.write
+
+
+KERNELS: implementations.Kernels = {
+    "reference": lambda: reference.write,
+    "triton": _triton,
+    "tpu": _tpu,
+}
+
+
 def write(
-    kv_pool: Float[Array, "R blocks block_size KV"],
+    kv_pool: Num[Array, "R blocks block_size KV"],
     k: Float[Array, "R N T H"],
     v: Float[Array, "R N T H"],
     writes: BlockWrites,
@@ -34,4 +55,4 @@ def write(
       NotImplementedError: the implementation named cannot run, with the reason.
     """
     arguments = (kv_pool, k, v, writes, kv_scale)
-    return implementations.run(implementation, __name__.rpartition(".")[0], "write", *arguments)
+    return implementations.run(implementation, KERNELS, *arguments)

@@ -6,21 +6,46 @@ layer is data, and raggedness is in the table, never in a shape.
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import implementations
 from pallas_kernels.ragged_attention import reference
 from pallas_kernels.ragged_attention.table import BlockTable
 
-OPERATION = __name__.rpartition(".")[0]
+
+# Imported when first called, because JAX may be installed without the other platform's backend.
+def _triton():
+    from pallas_kernels.ragged_attention import triton
+
+    return triton
+
+
+def _tpu():
+    from pallas_kernels.ragged_attention import tpu
+
+    return tpu
+
+
+KERNELS: dict[str, implementations.Kernels] = {
+    "attend": {
+        "reference": lambda: reference.attend,
+        "triton": lambda: _triton().attend,
+        "tpu": lambda: _tpu().attend,
+    },
+    "attention_moments": {
+        "reference": lambda: reference.attention_moments,
+        "triton": lambda: _triton().attention_moments,
+        "tpu": lambda: _tpu().attention_moments,
+    },
+}
 
 
 def attend(
     q: Float[Array, "R N T H"],
     k_new: Float[Array, "R N T H"],
     v_new: Float[Array, "R N T H"],
-    new_length: Int[Array, ""],
-    kv_pool: Float[Array, "R blocks block_size KV"],
+    new_length: Int[Array, ""] | int,
+    kv_pool: Num[Array, "R blocks block_size KV"],
     table: BlockTable,
     *,
     kv_scale: Float[Array, "R blocks two_block_size"] | None = None,
@@ -49,18 +74,16 @@ def attend(
     Raises:
       NotImplementedError: the implementation named cannot run, with the reason.
     """
-    return implementations.run(
-        *(implementation, OPERATION, "attend"),
-        *(q, k_new, v_new, new_length, kv_pool, table, kv_scale),
-        return_lse=return_lse,
-    )
+    arguments = (q, k_new, v_new, new_length, kv_pool, table, kv_scale)
+    kernels = KERNELS["attend"]
+    return implementations.run(implementation, kernels, *arguments, return_lse=return_lse)
 
 
 def attention_scores(
     q: Float[Array, "R N Q H"],
     k_new: Float[Array, "R N T H"],
-    new_length: Int[Array, ""],
-    kv_pool: Float[Array, "R blocks block_size KV"],
+    new_length: Int[Array, ""] | int,
+    kv_pool: Num[Array, "R blocks block_size KV"],
     table: BlockTable,
     *,
     kv_scale: Float[Array, "R blocks two_block_size"] | None = None,
@@ -77,8 +100,8 @@ def attention_scores(
 def attention_moments(
     q: Float[Array, "R N Q H"],
     k_new: Float[Array, "R N T H"],
-    new_length: Int[Array, ""],
-    kv_pool: Float[Array, "R blocks block_size KV"],
+    new_length: Int[Array, ""] | int,
+    kv_pool: Num[Array, "R blocks block_size KV"],
     table: BlockTable,
     query_weights: Float[Array, " Q"],
     lse: Float[Array, "R N Q"],
@@ -98,11 +121,9 @@ def attention_moments(
       squares: also sum the squared weights.
       The rest as in `attend`.
     """
-    return implementations.run(
-        *(implementation, OPERATION, "attention_moments"),
-        *(q, k_new, new_length, kv_pool, table, query_weights, lse, kv_scale),
-        squares=squares,
-    )
+    arguments = (q, k_new, new_length, kv_pool, table, query_weights, lse, kv_scale)
+    kernels = KERNELS["attention_moments"]
+    return implementations.run(implementation, kernels, *arguments, squares=squares)
 
 
 def check_kernel_arguments(
@@ -125,6 +146,7 @@ def check_kernel_arguments(
         raise NotImplementedError(
             f"{name} attention takes a pool of {_listed(dtypes)}, not {kv_pool.dtype}: {way_out}"
         )
+    # No NotImplementedError, after which the reference would run: it cannot take these, either.
     if (kv_pool.dtype == jnp.int8) != (kv_scale is not None):
         raise ValueError("an int8 pool comes with kv_scale, and only that")
 

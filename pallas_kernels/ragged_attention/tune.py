@@ -1,16 +1,15 @@
 """Finding the fastest tiles of the attention kernels on the device that is there."""
 
-import importlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import jax
 import numpy as np
 
 from pallas_kernels.arg_specs import ArgSpec
-from pallas_kernels.ragged_attention import bench, config
+from pallas_kernels.ragged_attention import api, bench, config
 
 OPERATIONS = config.OPERATIONS
 CHOICES = {
@@ -35,6 +34,7 @@ def tiles(call: config.Call, implementation: str) -> list[config.Config]:
     grid = (
         kind(**dict(zip(choices, t, strict=True))) for t in itertools.product(*choices.values())
     )
+    # larger tiles than the queries fill would only add padding
     most = max(min(choices["block_q"]), config.power_of_two(call.queries))
     first = config.heuristic(call, implementation)
     return [first, *(t for t in grid if t.block_q <= most and t != first)]
@@ -44,14 +44,9 @@ def why_not(implementation: str, operation: str) -> str | None:
     """Why the tiles of a kernel cannot be tuned, or None."""
     if implementation not in CHOICES:
         return f"{implementation} has no tiles"
-    if "config" not in inspect.signature(_function(implementation, operation)).parameters:
+    if "config" not in inspect.signature(api.KERNELS[operation][implementation]()).parameters:
         return f"the {implementation} kernel of {operation} takes no tiles"
     return None
-
-
-def _function(implementation: str, operation: str) -> Callable:
-    module = importlib.import_module(f"pallas_kernels.ragged_attention.{implementation}")
-    return getattr(module, operation)
 
 
 def call_of(operation: str, spec: ArgSpec) -> config.Call:
@@ -67,7 +62,7 @@ def trials(
     compiler refuses or that give wrong results (other ones than the reference or, where that does
     not fit, than the first tiles)."""
     args = bench.compressed(spec, 1.0).arguments(poison=False)
-    kernel = _function(implementation, operation)
+    kernel = api.KERNELS[operation][implementation]()
     expected = None
     if bench.fits(spec):
         expected = _once(bench.candidate(operation, args, "reference"), spec.length)

@@ -1,7 +1,6 @@
-"""Flag errors, help, exit statuses, key=value lists and progress, on a tiny real command."""
+"""Flag errors, help and exit statuses, on a tiny real command."""
 
 import importlib
-import io
 import os
 import subprocess
 import sys
@@ -10,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from varjax.cli.command_line import Progress, run, typed_pairs
-from varjax.errors import UserError
+from varjax.cli.command_line import run
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = '''
@@ -214,66 +212,3 @@ def test_required_flag_is_named(tmp_path, environment):
     assert "--out is required: where to write" in process.stderr
     assert "--source is required: what to read" in process.stderr
     assert call("--out=a", "--source=b").returncode == 0
-
-
-@pytest.mark.parametrize(
-    "text, pairs",
-    [
-        ("", {}),
-        ("window=16", {"window": "16"}),
-        ("window=16, sinks=3", {"window": "16", "sinks": "3"}),
-        ("path=a,b.npz,sinks=3", {"path": "a,b.npz", "sinks": "3"}),
-        ("expression=a=b", {"expression": "a=b"}),
-    ],
-)
-def test_typed_pairs(text, pairs):
-    assert typed_pairs(text) == pairs
-
-
-@pytest.mark.parametrize(
-    "text, part",
-    [
-        ("window", "write key=value"),
-        ("window=", "write key=value"),
-        ("=3", "write key=value"),
-        ("a b=3", "write key=value"),
-        ("window=1,window=2", "window is given twice"),
-    ],
-)
-def test_typed_pairs_refuses(text, part):
-    with pytest.raises(UserError, match=part):
-        typed_pairs(text)
-
-
-def test_progress_lines():
-    stream = io.StringIO()
-    progress = Progress("images", 4, stream=stream)
-    for done in range(5):
-        progress.update(done, note="batch" if done == 1 else "")
-    lines = stream.getvalue().splitlines()
-    assert len(lines) == 5
-    assert lines[1].startswith("images 1/4") and "s left" in lines[1] and lines[1].endswith("batch")
-    assert "left" not in lines[4]
-
-
-def test_progress_is_quiet_or_rare_on_request():
-    stream = io.StringIO()
-    Progress("images", 4, quiet=True, stream=stream).update(2)
-    assert stream.getvalue() == ""
-    rare = Progress("steps", 100, every=3600.0, stream=stream)
-    for done in range(101):
-        rare.update(done)
-    assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["0/100", "100/100"]
-
-
-def test_time_left_does_not_count_the_compilation_of_the_first(monkeypatch):
-    clock = iter(
-        [100.0, 110.0, 111.0, 112.0]
-    )  # start, then 10 s for the first and 1 s for each more
-    monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    stream = io.StringIO()
-    progress = Progress("images", 12, first=2, stream=stream)
-    for done in (3, 4, 5):
-        progress.update(done)
-    left = [line.split("about ")[1] for line in stream.getvalue().splitlines()]
-    assert left == ["90 s left", "8 s left", "7 s left"]

@@ -38,7 +38,7 @@ def _load(file: str) -> BSQVAE:
     config = BSQConfig.from_published(CONFIGS[file.split(".")[0]])
     tensors = sources.open_source(FIXTURES / file, SIGNATURE).tensors
     abstract = parameters.abstract(lambda: BSQVAE(config, rngs=nnx.Rngs(0)))
-    return jax.device_put(rules.apply(bsq_rules(config), tensors, abstract).module)
+    return jax.device_put(rules.apply(bsq_rules(config), tensors, abstract)[0])
 
 
 def _last(array: np.ndarray) -> np.ndarray:

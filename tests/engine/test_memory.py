@@ -1,7 +1,10 @@
 import pytest
 
+import varjax
+from varjax import api
 from varjax.engine import memory
 from varjax.errors import UserError
+from varjax.model import describe
 
 
 def linear(size):
@@ -29,3 +32,16 @@ def test_choose_batch_size(monkeypatch):
 
 def test_show_bytes():
     assert [memory.show_bytes(n) for n in (12, 1536, 3 << 30)] == ["12 B", "1.5 KiB", "3 GiB"]
+
+
+def test_a_window_of_queries_takes_memory_even_with_kernels():
+    """Its scores, and the keys that they are made from, are in no kernel."""
+    model = describe("var-d30")
+    full, window = (api.plan(model, name, 0.5) for name in ("swa", "snapkv"))
+    looks = api.plan(model, varjax.policies.SnapKV(budget=0.5, window=64))
+    sizes = (64, "bfloat16", "bfloat16")
+    few, some, many = (
+        memory.predict(model, plan, *sizes, kernels=True, decode_batch=1).activations
+        for plan in (full, window, looks)
+    )
+    assert few <= some < many

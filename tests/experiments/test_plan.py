@@ -7,10 +7,10 @@ import pathlib
 import numpy as np
 import pytest
 
-from experiments import settings
-from experiments.plan import command as plan
+from experiments.flags import policy as policy_flags
 from experiments.run import command
 from tests import models_under_test as models
+from varjax.model import describe
 
 HEATKV = pathlib.Path(__file__).parents[1] / "fixtures/policies/heatkv"
 GEOMETRY = "--geometry=layers=3,heads=4,head_dim=16,schedule=1x1;2x3;4x4;5x6"
@@ -100,7 +100,7 @@ def test_bad_input(call, tmp_path, monkeypatch, flags, message):
 )
 def test_the_place_is_checked_first(call, tmp_path, monkeypatch, place, message):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plan, "plan_cache", lambda *a: pytest.fail("planned"))
+    monkeypatch.setattr(policy_flags, "plan_cache", lambda *a: pytest.fail("planned"))
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
     status, out, err = call("plan", GEOMETRY, f"--save={place}", "--overwrite")
@@ -112,8 +112,8 @@ def test_a_failed_write_names_the_file_that_was_asked_for(call, tmp_path, monkey
     """Here the folder vanishes while the plan is made."""
     folder = tmp_path / "folder"
     folder.mkdir()
-    real = plan.plan_cache
-    monkeypatch.setattr(plan, "plan_cache", lambda *a: (folder.rmdir(), real(*a))[1])
+    real = policy_flags.plan_cache
+    monkeypatch.setattr(policy_flags, "plan_cache", lambda *a: (folder.rmdir(), real(*a))[1])
     status, _, err = call("plan", GEOMETRY, f"--save={folder / 'x.npz'}")
     assert status == 2 and err == f"error: No such file or directory: {folder / 'x.npz'}\n"
 
@@ -164,7 +164,7 @@ def test_run_records_the_calibration(call, tmp_path, monkeypatch):
     """Orders for the embedded model: the file is part of what identifies a run."""
     seen = []
     monkeypatch.setattr(command.run_report, "dry_run_text", seen.append)
-    geometry = settings.abstract_model(None).geometry
+    geometry = describe().geometry
     layers, heads = geometry.num_layers, geometry.num_heads
     order = [[head, layer] for layer in range(layers) for head in range(heads)]
     path = tmp_path / "orders.json"
@@ -175,7 +175,7 @@ def test_run_records_the_calibration(call, tmp_path, monkeypatch):
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     assert seen[0].describe()["calibration"] == digest
     assert call("run", *flags)[0] == 0  # the one in the model's folder
-    own = settings.abstract_model(None).directory / "calibration.json"
+    own = describe().directory / "calibration.json"
     assert seen[1].describe()["calibration"] == hashlib.sha256(own.read_bytes()).hexdigest()
     bare = models.checkpoint_folder("b_k6_sharedaln")
     assert call("run", *flags, f"--checkpoint={bare}")[0] == 2

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from experiments import fidelity
 from experiments.run import command as run_module
 from experiments.run import report as run_report
 from experiments.run import results
-from experiments.run.folder import RunFolder
+from experiments.run.batch_store import BatchStore
 from tests import models_under_test as models
 from varjax import policies
 from varjax.api import Generator
 from varjax.conditions import Labels
+from varjax.metrics import fidelity
 
 FIELDS = (
     "policy",
@@ -114,6 +114,72 @@ def test_interrupted_run_resumes_without_repeating(call, checkpoint, tmp_path, m
     assert not (tmp_path / "out.partial").exists()
 
 
+def test_finished_batches_are_counted_by_their_indices(tmp_path, monkeypatch):
+    """Up to the first gap, and without reading pictures."""
+    store = BatchStore(tmp_path / "out", {}, overwrite=False)
+    with store.working():
+        for first in (0, 2, 6):
+            store.add("main", np.arange(first, first + 2), {"images": np.zeros(3)})
+        real, read = np.lib.npyio.NpzFile.__getitem__, []
+        monkeypatch.setattr(
+            np.lib.npyio.NpzFile, "__getitem__", lambda f, n: (read.append(n), real(f, n))[1]
+        )
+        assert store.finished("main") == 4 and set(read) == {"index"}
+
+
+def test_nothing_is_run_for_its_time_alone(call, checkpoint, tmp_path, monkeypatch):
+    """One batch is one run; after a resumption that finds everything there is none."""
+    flags = (checkpoint, "--labels=3,7", "--batch_size=2", f"--out={tmp_path / 'out'}")
+    finish, run_batch, ran = results.finish, Generator.run_batch, []
+
+    def counted(self, *args, **options):
+        ran.append(self)
+        return run_batch(self, *args, **options)
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Generator, "run_batch", counted)
+    monkeypatch.setattr(results, "finish", interrupted)
+    assert call("run", *flags)[0] == 130 and len(ran) == 1
+    monkeypatch.setattr(results, "finish", finish)
+    status, text, err = call("run", *flags)
+    assert status == 0 and len(ran) == 1, err
+    time = report_of(tmp_path / "out")["time"]
+    assert time["steady_s_per_image"] is time["first_run_s"] is None and time["runs"] == []
+    assert "time per image    -" in text
+
+
+MINE = """
+from varjax.policies import Streaming, register
+
+@register("my_streaming")
+class Mine(Streaming):
+    summary = "two sinks"
+"""
+
+
+def test_a_policy_of_my_own(call, checkpoint, tmp_path):
+    """It is a value of --policy, wherever its module stands, and listed in help and errors."""
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    module = f"--policy_module={file}"
+    flags = (checkpoint, "--policy=my_streaming", "--budget=0.5", "--dry_run")
+    before = list(policies.POLICIES)
+    try:
+        assert call("run", *flags)[0] == 2
+        status, out, err = call("run", *flags, module)
+        assert status == 0 and "my_streaming, budget 0.5" in out, err
+        status, _, err = call("run", checkpoint, module, "--policy=my_streming")
+        assert status == 2 and "did you mean 'my_streaming'?" in err
+        assert "|my_streaming\n" in call("plan", "--help", module)[1]
+        status, _, err = call("plan", "--policy_module=/nowhere.py")
+        assert status == 2 and "/nowhere.py" in err
+    finally:
+        for name in set(policies.POLICIES) - set(before):
+            del policies.POLICIES[name]
+
+
 def test_damaged_checkpoint_leaves_nothing_behind(call, tmp_path, monkeypatch):
     """Neither a work folder nor results/, so that a repaired checkpoint runs."""
     broken = tmp_path / "broken"
@@ -132,7 +198,7 @@ def _size(path):
 
 
 def test_two_runs_do_not_share_a_folder(call, checkpoint, tmp_path, monkeypatch):
-    first = RunFolder(tmp_path / "out", "{}", overwrite=False)
+    first = BatchStore(tmp_path / "out", {}, overwrite=False)
     monkeypatch.setattr(Generator, "compile", lambda *a, **k: pytest.fail("compiled"))
     with first.working():
         status, _, err = call("run", checkpoint, f"--out={tmp_path / 'out'}", "--overwrite")
@@ -276,12 +342,10 @@ def test_without_pillow_the_arrays_are_there(tmp_path, monkeypatch, capsys):
 )
 def test_images_decoded_at_once(monkeypatch, asked, devices, expected):
     """Of six images, where four fit; rounds are even: 3 + 3, not 5 + 1."""
-    monkeypatch.setattr(run_report.programs, "decoder_batch", lambda codec, code_map, images: 4)
-    config = SimpleNamespace(code_map=(8, 8, 16))
-    model = SimpleNamespace(codec=None, transformer=SimpleNamespace(config=config))
-    run = SimpleNamespace(
-        batch_size=6, decode_batch=asked, model=model, mesh=SimpleNamespace(data=devices)
-    )
+    monkeypatch.setattr(run_report.program, "decoder_batch", lambda codec, code_map, images: 4)
+    model = SimpleNamespace(codec=None, config=SimpleNamespace(code_map=(8, 8, 16)))
+    program = SimpleNamespace(decode_batch=asked, mesh=SimpleNamespace(data=devices))
+    run = SimpleNamespace(batch_size=6, model=model, program=program)
     assert run_report.decoded_at_once(run) == expected
 
 
@@ -293,9 +357,7 @@ def test_identical_images_count_as_100_db():
 
 
 def test_dry_run_allocates_nothing(call, monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        run_module.settings, "load_model", lambda *a: pytest.fail("weights were read")
-    )
+    monkeypatch.setattr(run_module.Run, "load_model", lambda *a: pytest.fail("weights were read"))
     monkeypatch.chdir(tmp_path)
     flags = (
         "--checkpoint=var-d36",

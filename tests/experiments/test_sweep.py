@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from experiments import settings
 from experiments.sweep import cells as sweep_cells
 from experiments.sweep import plan
 from tests import models_under_test as models
 from varjax import calibration as calibration_lib
 from varjax.api import Generator
 from varjax.errors import UserError
+from varjax.model import describe
 
 FILES = ["fidelity.png", "samples.npz", "sweep.csv", "sweep.json", "sweep.md"]
 
@@ -188,7 +188,7 @@ def test_without_matplotlib_the_tables_are_there(tmp_path, monkeypatch):
 
 def test_every_cell_has_a_key_of_its_own():
     """Composed policies hold policies; they too can be told apart and written down."""
-    model = settings.abstract_model(None)
+    model = describe()
     calibration = calibration_lib.load(calibration_lib.beside(model.directory), model.geometry)
     text = "all,compose:allocate=heatkv+select=snapkv,compose:allocate=heatkv+select=h2o"
     entries = plan.parse_entries(text)
@@ -202,7 +202,7 @@ def test_every_cell_has_a_key_of_its_own():
 @pytest.mark.parametrize("keep", [0, 10, 200, -30])
 def test_a_damaged_cell_is_run_again(tmp_path, keep):
     """A truncated file of an unfinished sweep counts as missing."""
-    runner = sweep_cells.Runner(None, None, SimpleNamespace(work=tmp_path))
+    runner = sweep_cells.Runner(None, SimpleNamespace(work=tmp_path))
     cell = SimpleNamespace(key="a")
     runner.keep(cell, {"n": 1}, samples=np.zeros((2, 4, 4, 3), np.uint8))
     assert runner.results(cell)["row"] == {"n": 1}

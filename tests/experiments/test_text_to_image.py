@@ -7,12 +7,12 @@ import shutil
 import numpy as np
 import pytest
 
-from experiments import settings
 from experiments.flags.condition import ConditionFlags
 from tests import models_under_test as models
 from tests import text_encoder_under_test as encoder
 from varjax.api import Generator
-from varjax.cli.command_line import CommandFlags
+from varjax.cli.flags import CommandFlags
+from varjax.model import describe
 
 CASE = "infinity_A_gen_1.5_b2"
 FAST = ("--segments=1", "--dtype=float32", "--compilation_cache=off")
@@ -71,7 +71,7 @@ def test_prompts_become_a_benchmarks_folder(call, files, tmp_path):
     """The checkpoint's encoder runs first; images lie where GenEval's scorer looks."""
     folder, out = tmp_path / "with_encoder", tmp_path / "out"
     shutil.copytree(models.checkpoint_folder("infinity_a"), folder)
-    width = models.fixture_model("infinity_a").pipeline.transformer.config.text_channels
+    width = models.fixture_model("infinity_a").config.text_channels
     encoder.write_folder(
         folder / "text_encoder", dataclasses.replace(encoder.CONFIG, d_model=width)
     )
@@ -235,6 +235,6 @@ def test_few_samples_are_spread_over_the_prompts(files, checkpoint):
     flags = CommandFlags()
     condition = ConditionFlags(flags, samples=2)
     flags.values(["calibrate", f"--text_features={files / 'four.npz'}"])
-    found = condition.resolve(settings.abstract_model(checkpoint.partition("=")[2]))
+    found = condition.resolve(describe(checkpoint.partition("=")[2]))
     assert len(found) == 2 and found.captions == ["a", "a cat"]
     np.testing.assert_array_equal(found.take(np.arange(2))["kv"][:, 0, 0], [0, 2])

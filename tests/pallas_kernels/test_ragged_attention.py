@@ -1,6 +1,9 @@
 """The reference against a float64 NumPy oracle that reads the table slot by slot."""
 
+import itertools
+
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -68,18 +71,22 @@ def oracle(q, k, v, pool, table):
     return out, weights
 
 
-@pytest.mark.parametrize("per_row", [False, True])
-@pytest.mark.parametrize("seed", range(3))
-def test_attend(seed, per_row):
-    q, k, v, pool, table = problem(seed, per_row)
-    found = attend(
-        *map(jnp.asarray, (q, k, v)),
-        jnp.int32(LENGTH),
-        jnp.asarray(pool),
-        BlockTable(*map(jnp.asarray, table)),
-    )
-    expected, _ = oracle(q, k, v, pool, table)
-    chex.assert_trees_all_close(found, expected, rtol=0, atol=2e-6)
+class ReferenceTest(chex.TestCase):
+    """As the engine runs it, compiled, and step by step."""
+
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_attend(self):
+        run = self.variant(attend)
+        for seed, per_row in itertools.product(range(3), (False, True)):
+            q, k, v, pool, table = problem(seed, per_row)
+            found = run(
+                *map(jnp.asarray, (q, k, v)),
+                jnp.int32(LENGTH),
+                jnp.asarray(pool),
+                BlockTable(*map(jnp.asarray, table)),
+            )
+            expected, _ = oracle(q, k, v, pool, table)
+            chex.assert_trees_all_close(found, expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("chunk", [2, 256])
@@ -142,11 +149,11 @@ def test_int8_pool():
 
 
 def test_unknown_implementation_names_the_known_ones():
-    q, k, v, pool, table = problem(0)
+    q, k, v, pool, table = jax.tree.map(jnp.asarray, problem(0))
     with pytest.raises(NotImplementedError, match="reference"):
         attend(q, k, v, 4, pool, BlockTable(*table), implementation="cuneiform")
 
 
 def test_filled_to():
     table = BlockTable(jnp.array([[4, 2, 0]]), jnp.zeros((1, 3), int), jnp.full((1, 3), 4))
-    chex.assert_trees_all_equal(table.filled_to(jnp.array([6]), 4).stop, [[4, 2, 0]])
+    chex.assert_trees_all_equal(table.filled_to(jnp.array([6]), 4).stop, np.array([[4, 2, 0]]))

@@ -21,9 +21,8 @@ PROGRAMS = Path(__file__).with_name("tpu_programs.py")
 TPUS = [name for name, chip in chips.CHIPS.items() if chip.platform == "tpu"]
 TYPES = ["bfloat16", "float32", "int8"]
 
-pytestmark = pytest.mark.skipif(
-    chips.why_unavailable("tpu-v5e") is not None, reason=str(chips.why_unavailable("tpu-v5e"))
-)
+WHY_NOT = chips.why_unavailable("tpu-v5e")
+pytestmark = [pytest.mark.aot, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
 
 
 def results(chip: str, cases: list[str], precision: str | None = None) -> list[dict]:

@@ -19,6 +19,7 @@ TARGETS += [pytest.param(t, "all", marks=pytest.mark.slow) for t in ("h200", "a1
 TARGETS += [pytest.param(t, "few", marks=pytest.mark.slow) for t in ("l4", "h100", "b200")]
 
 
+@pytest.mark.aot
 @pytest.mark.parametrize(("target", "cases"), TARGETS)
 def test_kernels_compile(target, cases):
     if why := chips.why_unavailable(target):

@@ -66,7 +66,7 @@ def test_sizes(changes):
     compare(spec.arguments(), spec.length)
 
 
-@pytest.mark.parametrize("blocks", [0, 4])
+@pytest.mark.parametrize("blocks", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_nothing_stored(blocks):
     """Before the first scale a table may have no entry and a pool no block."""
     args = SPEC.arguments(poison=False)
@@ -94,8 +94,11 @@ def test_padding_may_hold_anything():
         chex.assert_trees_all_close(sums.sum(-1), SPEC.length, rtol=1e-5)
 
 
-@pytest.mark.parametrize("block_q", [16, 64])
-@pytest.mark.parametrize("block_k", [16, 128])
+TILES = [(16, 128), (64, 16)]
+OTHER_TILES = [pytest.param(*tiles, marks=pytest.mark.slow) for tiles in ((16, 16), (64, 128))]
+
+
+@pytest.mark.parametrize(("block_q", "block_k"), TILES + OTHER_TILES)
 def test_any_tiles_give_the_same(block_q, block_k):
     args = SPEC.arguments()
     config = TritonConfig(block_q=block_q, block_k=block_k, num_warps=4, num_stages=2)

@@ -37,7 +37,7 @@ def test_parse_refuses(text, message):
     [
         (MeshSpec(512), "takes 512 devices, tpu-v5e has at most 256"),
         (MeshSpec(3), "multiple of 3"),
-        (MeshSpec(1, 4), "30 heads cannot be split evenly over 4"),
+        (MeshSpec(1, 4), "30 heads cannot be split evenly over model=4"),
     ],
 )
 def test_check(mesh, message):

@@ -4,6 +4,7 @@ JAX does the keeping (`jax_compilation_cache_dir`); here are the place that varj
 and a count of what came from there.
 """
 
+import functools
 import os
 import pathlib
 import tempfile
@@ -14,7 +15,6 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from varjax.errors import UserError
 
-FLAG = "compilation_cache"
 OFF = "off"
 # Programs that compile faster than this are not kept: single operations, mostly.
 SHORTEST_S = 0.5
@@ -50,7 +50,7 @@ def use(place: str | None) -> None:
     if _can_be_written(folder):
         _set(str(folder))
     elif place is not None:
-        raise UserError(f"--{FLAG}={place}: cannot write there; name another folder or {OFF!r}")
+        raise UserError(f"{folder}: cannot write there; name another folder or {OFF!r}")
 
 
 def _can_be_written(folder: pathlib.Path) -> bool:
@@ -70,6 +70,21 @@ def _set(folder: str | None) -> None:
     compilation_cache.reset_cache()  # JAX looks at the folder once, when it first compiles
 
 
+_watches: list["Watch"] = []  # those that are entered
+
+
+@functools.cache
+def _listen() -> None:
+    """Have JAX report its events, once: there is no public way to stop listening."""
+    jax.monitoring.register_event_listener(_count)
+
+
+def _count(event: str, **_) -> None:
+    if name := _EVENTS.get(event):
+        for watch in _watches:
+            setattr(watch, name, getattr(watch, name) + 1)
+
+
 @dataclass
 class Watch:
     """Counts programs that were looked for in the cache (`requests`) and that were there (`hits`)
@@ -79,6 +94,7 @@ class Watch:
     hits: int = 0
 
     def __enter__(self) -> "Watch":
+        _listen()
         _watches.append(self)
         return self
 
@@ -92,15 +108,3 @@ class Watch:
         if self.requests == 0 or not jax.config.jax_compilation_cache_dir:
             return "off"
         return "warm" if self.hits == self.requests else "cold"
-
-
-_watches: list[Watch] = []
-
-
-def _count(event: str, **_) -> None:
-    name = _EVENTS.get(event)
-    for watch in _watches if name else ():
-        setattr(watch, name, getattr(watch, name) + 1)
-
-
-jax.monitoring.register_event_listener(_count)

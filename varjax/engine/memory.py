@@ -13,6 +13,7 @@ from varjax.cache.state import KVState
 from varjax.engine import program
 from varjax.engine.chunks import ARRAYS_PER_LOGIT, images_at_once
 from varjax.errors import UserError
+from varjax.model import Model
 from varjax.models import parameters
 
 SCORE_ARRAYS = 3  # of attention without a kernel, at one time
@@ -43,15 +44,9 @@ def peak_bytes(compiled: jax.stages.Compiled) -> int:
     return own + stats.output_size_in_bytes - stats.alias_size_in_bytes
 
 
-def weight_bytes(transformer, codec, dtype) -> int:
-    """Bytes of the parameters: the transformer in `dtype`, the codec in float32."""
-    return parameters.count(transformer) * item_size(dtype) + parameters.count(codec) * 4
-
-
 def predict(
+    model: Model,
     plan: CachePlan,
-    transformer,
-    codec,
     batch_size: int,
     dtype,
     kv_dtype,
@@ -60,32 +55,35 @@ def predict(
     text_tokens: int | None = None,
     decode_batch: int | None = None,
 ) -> Prediction:
-    """Predicted bytes. The pool is exact; activations are the live tensors of the widest step,
-    counted from shapes.
+    """Predicted bytes of a batch. The pool is exact; activations are the live tensors of the widest
+    step, counted from shapes. The codec is in float32.
 
+    dtype, kv_dtype: of the transformer and of the pool.
     kernels: whether attention runs in a kernel, which has no scores and no gathered keys in memory;
       None: as on this machine by default.
     text_tokens: padded length of the text; None: the most that the model takes.
-    decode_batch: images decoded at once; None: as `programs.decode` chooses.
+    decode_batch: images decoded at once; None: as `program.decode` chooses.
     """
     if kernels is None:
         kernels = implementations.preferred(jax.default_backend()) != "reference"
-    config, rows = transformer.config, batch_size * plan.geometry.rows_per_image
+    config, rows = model.config, batch_size * plan.geometry.rows_per_image
     tokens = max(plan.geometry.schedule.tokens)
     layer = rows * tokens * (6 * config.embed_dim + 2 * config.hidden_dim) * item_size(dtype)
     layer += rows * tokens * config.embed_dim * (4 - item_size(dtype))  # a float32 residual stream
-    if not kernels:
-        layer += _reference_attention(plan, rows, tokens, kv_dtype)
+    scores = 0 if kernels else _reference_attention(plan, rows, tokens, kv_dtype)
+    layer += max(scores, _window_scores(plan, rows, tokens, kv_dtype))
     chosen = min(batch_size, images_at_once(tokens, config.logits_per_token))
     logits = ARRAYS_PER_LOGIT * chosen * tokens * config.logits_per_token * 4
     logits += rows * tokens * config.embed_dim * item_size(dtype)
     code_map = config.code_map[:2]
-    usual = program.decoder_batch(codec, code_map, batch_size)
-    decoded = min(batch_size, decode_batch or usual)
-    pixels = decoded * program.decoder_bytes(codec, code_map)
+    decoded = min(
+        batch_size, decode_batch or program.decoder_batch(model.codec, code_map, batch_size)
+    )
+    pixels = decoded * program.decoder_bytes(model.codec, code_map)
     cache = jax.eval_shape(lambda: KVState.empty(plan, batch_size, jnp.dtype(kv_dtype), dtype))
+    weights = parameters.count(model.transformer) * item_size(dtype)
     return Prediction(
-        weights=weight_bytes(transformer, codec, dtype),
+        weights=weights + parameters.count(model.codec) * 4,
         kv_pool=sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(cache)),
         activations=max(layer, logits, pixels),
         condition=config.condition_bytes(rows, item_size(dtype), text_tokens),
@@ -99,6 +97,16 @@ def _reference_attention(plan: CachePlan, rows: int, tokens: int, kv_dtype) -> i
     keys = tokens + int(plan.capacity.max(initial=0))
     gathered = 2 * rows * heads * keys * 2 * plan.geometry.head_dim * item_size(kv_dtype)
     return SCORE_ARRAYS * rows * heads * tokens * keys * 4 + gathered
+
+
+def _window_scores(plan: CachePlan, rows: int, tokens: int, kv_dtype) -> int:
+    """Bytes of what a policy that looks through a window of queries is shown of a layer: the keys,
+    gathered in the type of the pool, and float32 scores [R, N, W, K]. No kernel computes them
+    (`pallas_kernels.ragged_attention.attention_scores`)."""
+    window = plan.policy.needs.window
+    keys = tokens + int(plan.capacity.max(initial=0))
+    per_key = plan.geometry.head_dim * item_size(kv_dtype) + 4 * window
+    return rows * plan.geometry.num_heads * keys * per_key if window else 0
 
 
 def available_bytes() -> int | None:

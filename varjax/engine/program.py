@@ -25,7 +25,7 @@ AUTO_LAYOUT_PLATFORMS = ("tpu",)
 DECODER_BYTES = 2 * 2**30  # activations that decoding may take at once
 
 
-def lower_codes(
+def trace_codes(
     networks: Mapping[str, nnx.Module],
     state: KVState,
     arguments: tuple,
@@ -34,7 +34,7 @@ def lower_codes(
     precision: str = "default",
     auto_layout: bool = False,
     sharded: ShardedProgram | None = None,
-) -> jax.stages.Lowered:
+) -> jax.stages.Traced:
     """The program `(networks, state, *arguments) -> (results, state)` of `scales.generate_codes`.
 
     The state is donated: the program updates the caller's buffers.
@@ -56,10 +56,10 @@ def lower_codes(
         formats = jax.tree.map(lambda a: Format(Layout.AUTO, a.sharding), networks)
         where["in_shardings"] = (formats, *(None,) * (1 + len(arguments)))
     with _matmul_precision(precision):
-        return jax.jit(program, donate_argnums=(1,), **where).lower(networks, state, *arguments)
+        return jax.jit(program, donate_argnums=(1,), **where).trace(networks, state, *arguments)
 
 
-def lower_pixels(
+def trace_pixels(
     networks: Mapping[str, nnx.Module],
     code_map: Any,
     *,
@@ -67,7 +67,7 @@ def lower_pixels(
     formats: Any = None,
     sharded: ShardedProgram | None = None,
     at_once: int | None = None,
-) -> jax.stages.Lowered:
+) -> jax.stages.Traced:
     """The program `(networks, code_map [B, P, Q, C]) -> images [B, H, W, 3]`.
 
     at_once: see `decode`.
@@ -80,7 +80,7 @@ def lower_pixels(
 
     with _matmul_precision(precision):
         program = program if sharded is None else sharded.over_images(program)
-        return jax.jit(program, **where).lower(networks, code_map)
+        return jax.jit(program, **where).trace(networks, code_map)
 
 
 def decode(

@@ -50,3 +50,13 @@ def token_kl(
         )
     pairs = zip(reference, other, strict=True)
     return jnp.stack([kl_divergence(jnp.asarray(a), jnp.asarray(b)) for a, b in pairs])
+
+
+def image_kl(
+    reference: Float[AnyArray, "B L *bits V"], other: Float[AnyArray, "B L *bits V"]
+) -> Float[np.ndarray, " B"]:
+    """Token-mean KL of each image in nats. A token of several bits counts their sum."""
+    images, tokens, *_, choices = other.shape
+    flat = (a.reshape(images, -1, choices) for a in (reference, other))
+    found = np.asarray(token_kl(*flat))
+    return found.reshape(images, tokens, -1).sum(-1).mean(1)

@@ -3,9 +3,6 @@
 Letters: N images, H and W pixels, C channels. Images are float in [0, 1].
 """
 
-import math
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer
@@ -35,8 +32,8 @@ def ssim(a: Images, b: Images) -> Float[np.ndarray, " N"]:
     return np.asarray(pix.ssim(a, b, filter_size=min(WINDOW, *a.shape[1:3])))
 
 
-def token_agreement(a: Tokens, b: Tokens) -> float:
-    """Fraction of positions with equal tokens (or bits).
+def token_agreement(a: Tokens, b: Tokens) -> Float[np.ndarray, " N"]:
+    """Fraction of positions of each pair with equal tokens (or bits).
 
     Raises:
       UserError: for different shapes or no tokens at all.
@@ -44,23 +41,7 @@ def token_agreement(a: Tokens, b: Tokens) -> float:
     a, b = np.asarray(a), np.asarray(b)
     if a.shape != b.shape or not a.size:
         raise UserError(f"tokens of shape {a.shape} and {b.shape} cannot be compared")
-    return float(np.mean(a == b))
-
-
-def json_safe(value: Any) -> Any:
-    """`value` as plain JSON data: numpy to Python, and "inf", "-inf", "nan" for what JSON lacks.
-
-    `float(text)` reads these back. Goes through dicts, lists and tuples.
-    """
-    if isinstance(value, dict):
-        return {str(key): json_safe(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [json_safe(item) for item in value]
-    if hasattr(value, "tolist"):  # numpy and jax, scalars included
-        return json_safe(np.asarray(value).tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    return (a == b).reshape(len(a), -1).mean(1)
 
 
 def _pair(a, b):

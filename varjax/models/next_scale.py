@@ -35,7 +35,7 @@ class NextScaleTransformer(nnx.Module):
     @property
     def dtype(self):
         """The type of the weights, which is the type that matrix products run in."""
-        return self.head.kernel[...].dtype
+        return self.head.kernel.get_value().dtype  # an array, or a shape of an abstract model
 
     @property
     def resampling(self) -> Resampling:

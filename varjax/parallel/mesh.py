@@ -6,8 +6,8 @@
 import math
 from dataclasses import dataclass
 
-from varjax.cli.command_line import typed_pairs
 from varjax.errors import UserError, nearest
+from varjax.key_values import parse_pairs
 
 AXES = ("data", "model")
 
@@ -27,19 +27,15 @@ class MeshSpec:
           UserError: an unknown axis, one given twice, or no whole number from 1 on.
         """
         sizes = {}
-        try:
-            pairs = typed_pairs(text or "")
-        except UserError as error:
-            raise UserError(f"--mesh={text}: {error}") from None
-        for axis, size in pairs.items():
+        for axis, size in parse_pairs(text or "").items():
             if axis not in AXES:
                 raise UserError(
-                    f"--mesh={text}: unknown axis {axis!r}: choose data (images) or model (heads "
-                    f"and weights), for example data=4,model=2{nearest(axis, AXES)}"
+                    f"unknown axis {axis!r} of a mesh: choose data (images) or model (heads and "
+                    f"weights), for example data=4,model=2{nearest(axis, AXES)}"
                 )
             # isdecimal alone also accepts digits of other scripts, and int() very long texts
             if not (size.isascii() and size.isdecimal() and len(size) < 8 and int(size) >= 1):
-                raise UserError(f"--mesh={text}: {axis}={size} is no number of devices, 1 or more")
+                raise UserError(f"{axis}={size} is no number of devices, 1 or more")
             sizes[axis] = int(size)
         return cls(**sizes)
 
@@ -62,18 +58,18 @@ class MeshSpec:
         """
         if self.num_devices > available:
             raise UserError(
-                f"--mesh={self} takes {self.num_devices} devices, {where} has at most "
+                f"a mesh of {self} takes {self.num_devices} devices, {where} has at most "
                 f"{available}: choose smaller axes"
             )
         if batch_size % self.data:
             raise UserError(
-                f"--mesh={self}: {batch_size} images cannot be split evenly over {self.data} "
-                f"devices: choose a --batch_size that is a multiple of {self.data}"
+                f"{batch_size} images cannot be split evenly over data={self.data} devices: choose "
+                f"a batch size that is a multiple of {self.data}"
             )
         if num_heads % self.model:
             raise UserError(
-                f"--mesh={self}: {num_heads} heads cannot be split evenly over {self.model} "
-                f"devices: choose a divisor of {num_heads} for model"
+                f"{num_heads} heads cannot be split evenly over model={self.model} devices: choose "
+                f"a divisor of {num_heads}"
             )
         return self
 

@@ -40,7 +40,7 @@ def check_plan(plan: CachePlan, spec: MeshSpec) -> None:
     """Raise `UserError` if a plan cannot be carried out on such a mesh."""
     if spec.model > 1 and not plan.static_content:
         raise UserError(
-            f"--mesh={spec}: policy {plan.policy.name!r} decides on the device what to keep, which "
+            f"mesh {spec}: policy {plan.policy.name!r} decides on the device what to keep, which "
             f"does not work with heads on several devices yet: use data only, or a policy whose "
             f"contents are known beforehand (full, swa, streaming, heatkv, table)"
         )
@@ -48,7 +48,7 @@ def check_plan(plan: CachePlan, spec: MeshSpec) -> None:
     one, two = (_input_shapes(plan, images) for images in (1, 2))
     if one != two:
         raise UserError(
-            f"--mesh={spec}: policy {plan.policy.name!r} treats the images of a batch differently, "
+            f"mesh {spec}: policy {plan.policy.name!r} treats the images of a batch differently, "
             f"which works on one device only"
         )
 

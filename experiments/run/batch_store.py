@@ -24,35 +24,38 @@ LOCK = "lock"
 RESULTS = pathlib.Path("results")
 
 
-class RunFolder:
-    """`out` and the work folder beside it."""
+class BatchStore:
+    """`out` and the work folder beside it.
 
-    def __init__(self, out: pathlib.Path, fingerprint: str, *, overwrite: bool):
+    description: JSON-able; two runs have the same one exactly if one may continue the other.
+    """
+
+    def __init__(self, out: pathlib.Path, description: dict, *, overwrite: bool):
         check_new_folder(out, overwrite=overwrite, flag="--out")
-        self.out, self.fingerprint, self.overwrite = out, fingerprint, overwrite
-        self.work = partial_folder(out)
+        self.out, self.overwrite = out, overwrite
+        self.settings = json.dumps(description, sort_keys=True)
+        self.work = _partial(out)
         self.resumed = False
         self._check_work()
 
     @classmethod
-    def fresh(cls, stem: str, fingerprint: str) -> "RunFolder":
+    def fresh(cls, stem: str, description: dict) -> "BatchStore":
         """The first `results/STEM-NNN` that is free, or unfinished with the same settings."""
         for number in range(1, 1000):
             out = RESULTS / f"{stem}-{number:03d}"
-            if out.exists() or _is_held(partial_folder(out)):
+            if out.exists() or _is_held(_partial(out)):
                 continue
             with contextlib.suppress(UserError):
-                return cls(out, fingerprint, overwrite=False)
-            check_new_folder(
-                out, overwrite=False, flag="--out"
-            )  # not the unfinished run: no permission, say
+                return cls(out, description, overwrite=False)
+            # not the unfinished run: no permission, say
+            check_new_folder(out, overwrite=False, flag="--out")
         raise UserError(f"{RESULTS} holds 999 runs of {stem}: name a folder with --out")
 
     def _check_work(self) -> None:
         """Raise `UserError` if an unfinished run with other settings lies there."""
         if not self.work.exists() or self.overwrite:
             return
-        if _stored_fingerprint(self.work) not in (None, self.fingerprint):
+        if _stored_settings(self.work) not in (None, self.settings):
             raise UserError(
                 f"{self.work} holds an unfinished run with other settings: use its settings to "
                 "continue it, add --overwrite to discard it, or choose another --out"
@@ -78,18 +81,18 @@ class RunFolder:
                     self.close()
 
     def _start(self) -> None:
-        stored = _stored_fingerprint(self.work)
-        self.resumed = stored == self.fingerprint and any(self.work.glob("*.npz"))
-        if stored != self.fingerprint:
+        stored = _stored_settings(self.work)
+        self.resumed = stored == self.settings and any(self.work.glob("*.npz"))
+        if stored != self.settings:
             for path in self.work.iterdir():
                 if path.name != LOCK:
                     path.unlink()
             with new_file(self.work / SETTINGS) as file:
-                file.write(self.fingerprint.encode())
+                file.write(self.settings.encode())
 
     def finished(self, series: str) -> int:
         """How many images of a series ("main", "full") are stored, counted without gaps."""
-        return sum(len(index) for index, _ in self.batches(series))
+        return sum(len(index) for index, _ in self._indices(series))
 
     def add(self, series: str, index: np.ndarray, results: dict[str, np.ndarray]) -> None:
         """Keep one finished batch."""
@@ -98,15 +101,20 @@ class RunFolder:
 
     def batches(self, series: str) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
         """Stored batches in order, up to the first gap."""
+        for index, path in self._indices(series):
+            with np.load(path) as archive:
+                yield index, {name: archive[name] for name in archive.files if name != "index"}
+
+    def _indices(self, series: str) -> Iterator[tuple[np.ndarray, pathlib.Path]]:
+        """(image numbers, file) of the stored batches; nothing else is read of the files."""
         expected = 0
         for path in sorted(self.work.glob(f"{series}-*.npz")):
             with np.load(path) as archive:
-                results = {name: archive[name] for name in archive.files}
-            index = results.pop("index")
+                index = archive["index"]
             if index[0] != expected:
                 return
             expected = int(index[-1]) + 1
-            yield index, results
+            yield index, path
 
     def collect(self, series: str) -> dict[str, np.ndarray]:
         """All arrays of a series, images first to last."""
@@ -121,12 +129,12 @@ class RunFolder:
                 RESULTS.rmdir()
 
 
-def partial_folder(out: pathlib.Path) -> pathlib.Path:
+def _partial(out: pathlib.Path) -> pathlib.Path:
     """Where the batches of an unfinished run into `out` are."""
     return out.with_name(out.name + ".partial")
 
 
-def _stored_fingerprint(work: pathlib.Path) -> str | None:
+def _stored_settings(work: pathlib.Path) -> str | None:
     try:
         text = (work / SETTINGS).read_text(encoding="utf-8")
         json.loads(text)

@@ -1,0 +1,238 @@
+"""How the program of a command is compiled: types, cuts, kernels, devices, the size of a batch."""
+
+from dataclasses import dataclass
+
+import jax
+
+from experiments.prompts.condition import text_tokens
+from pallas_kernels import implementations
+from varjax import generator
+from varjax.api import USUAL_BATCH
+from varjax.cache.plan import CachePlan
+from varjax.cli.flags import CommandFlags, about
+from varjax.conditions import Condition
+from varjax.engine import memory
+from varjax.engine.segments import plan_segments
+from varjax.errors import UserError
+from varjax.model import DTYPES, Model, default_dtype
+from varjax.parallel import sharding
+from varjax.parallel.mesh import MeshSpec
+
+AUTO = "auto"
+SMALLEST_TPU_BLOCK = 8  # slots; the TPU kernels take no smaller blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramOptions:
+    """What decides how a program is compiled, apart from model, plan and batch.
+
+    dtype: of the computation. kv_dtype: of a compressed pool. dense_dtype: of a full cache.
+    attention: of `pallas_kernels.implementations.NAMES`; None: what the platform has.
+    decode_batch: images decoded at once; None: as many as fit.
+    """
+
+    dtype: str
+    kv_dtype: str
+    dense_dtype: str
+    matmul_precision: str
+    segments: str
+    attention: str | None
+    mesh: MeshSpec
+    decode_batch: int | None
+
+    def predict(
+        self, model: Model, plan: CachePlan, batch_size: int, text: int | None, kernels: bool
+    ) -> memory.Prediction:
+        """Bytes of one device without compiling. batch_size: its images. text: padded length, None
+        for the most. kernels: whether attention runs in one."""
+        return memory.predict(
+            *(model, plan, batch_size, self.dtype, self.kv_dtype),
+            kernels=kernels,
+            text_tokens=text,
+            decode_batch=self.decode_batch,
+        )
+
+    def predict_here(
+        self, model: Model, plan: CachePlan, batch_size: int, condition: Condition
+    ) -> memory.Prediction:
+        """Likewise on this machine, for images of a condition."""
+        kernels = _runs_kernels(self.attention, plan)
+        return self.predict(model, plan, batch_size, text_tokens(condition), kernels)
+
+
+def _runs_kernels(attention: str | None, plan: CachePlan) -> bool:
+    """Whether attention of this plan runs in a kernel of this machine, which needs less memory."""
+    name = attention or implementations.preferred(jax.default_backend())
+    if name not in implementations.PLATFORMS:
+        return False
+    return attention is not None or not blocks_too_small(plan, name)
+
+
+def blocks_too_small(plan: CachePlan, attention: str) -> bool:
+    """Whether an implementation does not take this plan's blocks."""
+    return attention == "tpu" and plan.block_size < SMALLEST_TPU_BLOCK
+
+
+def batch_size_flag(flags: CommandFlags, default: int, help: str = "Images per program call."):
+    """--batch_size of a command that takes it as it is."""
+    return flags.integer("batch_size", default, help, lower_bound=1, upper_bound=10**6)
+
+
+def dtype_flag(flags: CommandFlags, default: str | None, of: str):
+    """--dtype. default: None is float32 on CPU, else bfloat16."""
+    usual = "" if default else "; default: float32 on CPU, else bfloat16"
+    return flags.enum("dtype", default, sorted(DTYPES), f"Type of {of}{usual}.")
+
+
+def kv_dtype_flag(flags: CommandFlags):
+    """--kv_dtype."""
+    return flags.enum(
+        "kv_dtype",
+        None,
+        list(generator.KV_DTYPES),
+        "Type of stored keys and values; default: --dtype, which the full cache always has. int8 "
+        "has a scale per token.",
+    )
+
+
+class ProgramFlags:
+    """--dtype, --kv_dtype, --matmul_precision, --segments, --attention, --decode_batch,
+    --batch_size and, on request, --mesh.
+
+    elsewhere: programs are compiled for chips that are not here: types are those that chips
+    compute in, and what a chip can do is checked per chip.
+    """
+
+    def __init__(self, flags: CommandFlags, *, mesh: bool = False, elsewhere: bool = False):
+        self._elsewhere, self._mesh = elsewhere, None
+        if mesh:
+            self._mesh = flags.string(
+                "mesh",
+                None,
+                "Devices to split over: data=4 (images), data=4,model=2 (also heads and weights).",
+            )
+        if elsewhere:
+            self._batch_size = batch_size_flag(flags, USUAL_BATCH)
+        else:
+            usual = f"Images per program call; default: {USUAL_BATCH}, or what fits."
+            self._batch_size = flags.integer("batch_size", None, usual)
+        self._decode_batch = flags.integer(
+            "decode_batch",
+            None,
+            "Images decoded to pixels at a time, which lowers the peak; default: what takes 2 GiB.",
+            lower_bound=1,
+        )
+        self._dtype = dtype_flag(flags, "bfloat16" if elsewhere else None, "weights and cache")
+        self._kv_dtype = kv_dtype_flag(flags)
+        self._precision = flags.enum(
+            "matmul_precision",
+            "default",
+            list(generator.MATMUL_PRECISIONS),
+            "Precision of float32 products.",
+        )
+        self._segments = flags.string(
+            "segments",
+            "auto",
+            "How many segments the scale loop is cut into: auto or a number. Results do not "
+            "change.",
+        )
+        names = ("reference", *implementations.PLATFORMS) if elsewhere else implementations.NAMES
+        stepwise = "" if elsewhere else "; -interpret runs a kernel step by step anywhere, slowly"
+        self._attention = flags.enum(
+            "attention",
+            AUTO,
+            [AUTO, *names],
+            f"Attention and cache writing: auto takes triton on GPU, tpu on TPU, else reference"
+            f"{stepwise}.",
+        )
+
+    def resolve(self, model: Model) -> ProgramOptions:
+        """Checked, but for what depends on the plan."""
+        plan_segments(model.config.schedule, self._segments.value)
+        dtype = self._dtype.value or default_dtype()
+        dense = dtype if self._elsewhere else str(generator.storage_dtype(dtype))
+        return ProgramOptions(
+            dtype=dtype,
+            kv_dtype=self._kv_dtype.value or dense,
+            dense_dtype=dense,
+            matmul_precision=self._precision.value,
+            segments=self._segments.value,
+            attention=None if self._attention.value == AUTO else self._here(self._attention.value),
+            mesh=self._mesh_here(model),
+            decode_batch=self._decode_batch.value,
+        )
+
+    def _here(self, attention: str) -> str:
+        reason = None if self._elsewhere else implementations.why_not_here(attention)
+        if reason:
+            raise UserError(
+                f"--attention={reason}: choose auto, reference or {attention}-interpret (the "
+                f"kernel step by step, slow, for checking)"
+            )
+        return attention
+
+    def _mesh_here(self, model: Model) -> MeshSpec:
+        if self._mesh is None:
+            return MeshSpec()
+        with about(self._mesh):
+            found = MeshSpec.parse(self._mesh.value)
+        if not self._elsewhere:
+            devices = len(jax.devices())
+            self.check_mesh(found, model, found.data, devices, "this machine")
+        return found
+
+    def check_mesh(
+        self, mesh: MeshSpec, model: Model, batch_size: int, available: int, where: str
+    ) -> None:
+        """Raise `UserError` if the model does not run on it (`MeshSpec.check`)."""
+        if self._mesh is not None:
+            with about(self._mesh):
+                heads = model.config.num_heads
+                mesh.check(batch_size=batch_size, num_heads=heads, available=available, where=where)
+
+    def check_plan(self, plan: CachePlan, mesh: MeshSpec) -> None:
+        """Raise `UserError` if the plan cannot be carried out on the mesh."""
+        if mesh.num_devices > 1:
+            with about(self._mesh):
+                sharding.check_plan(plan, mesh)
+
+    @property
+    def asked_batch_size(self) -> int:
+        """--batch_size as it is given."""
+        return self._batch_size.value
+
+    def batch_size(
+        self,
+        options: ProgramOptions,
+        model: Model,
+        plan: CachePlan,
+        condition: Condition,
+        *,
+        dry_run: bool = False,
+    ) -> int:
+        """As asked, or the usual one for the images of a condition, cut down to what fits, a
+        multiple of the devices along `data`."""
+        asked, shards = self._batch_size.value, options.mesh.data
+        if asked is not None and asked < 1:
+            raise UserError(f"--batch_size={asked}: at least 1")
+        if asked and asked % shards:
+            raise UserError(
+                f"--batch_size={asked} cannot be split evenly over data={shards} devices: choose a "
+                f"multiple of {shards}"
+            )
+
+        def predict(size):
+            return options.predict_here(model, plan, size, condition)
+
+        asked, images = asked and asked // shards, -(-len(condition) // shards)
+        usual = -(-USUAL_BATCH // shards)
+        if dry_run:
+            return shards * (asked or min(images, usual))
+        try:
+            if asked and memory.largest_batch(predict, asked, memory.available_bytes()) < asked:
+                memory.choose_batch_size(predict, asked, asked, usual)
+            return shards * memory.choose_batch_size(predict, asked, images, usual)
+        except UserError as error:
+            if shards == 1:
+                raise
+            raise UserError(f"on each of the {shards} devices along data: {error}") from None

@@ -1,0 +1,46 @@
+"""The list of metrics: what tables, CSV and reports make of it."""
+
+import numpy as np
+import pytest
+
+from experiments.sweep import tables
+from varjax.metrics import fidelity, registry
+
+
+def test_every_metric_is_in_every_table():
+    header, fields = list(tables.HEADER), list(tables.CSV_FIELDS)
+    assert header[4:8] == ["PSNR to full", "SSIM", "equal tokens", "KL (nats)"]
+    assert fields[9:15] == "psnr psnr_std ssim ssim_std token_agreement token_agreement_std".split()
+    assert fields[15:18] == ["kl", "kl_std", "identical_images"]
+    assert list(tables.DEFINITIONS)[1:3] == ["PSNR, SSIM, equal tokens", "KL"]
+
+
+def test_what_a_result_holds_decides_what_is_compared():
+    images = np.full((2, 16, 16, 3), 0.5, np.float32)
+    close = fidelity.per_image({"images": images}, {"images": images, "tokens": np.ones((2, 3))})
+    assert set(close) == {"psnr", "ssim"}
+    logits = np.random.default_rng(0).normal(size=(2, 5, 4, 2)).astype(np.float32)
+    forced = fidelity.per_image({"forced_logits": logits}, {"forced_logits": logits})
+    assert list(forced) == ["kl"] and forced["kl"].tolist() == [0, 0]
+
+
+def test_a_new_metric_is_one_entry(monkeypatch):
+    """Its value, its mean and its format follow."""
+    worst = registry.Metric(
+        key="worst",
+        name="worst pixel",
+        label="worst pixel",
+        column="worst",
+        title="worst pixel",
+        unit="",
+        better="lower",
+        shown="{:.2f}",
+        definition="largest difference",
+        needs="images",
+        compare=lambda a, b: np.abs(a - b).max((1, 2, 3)),
+    )
+    monkeypatch.setitem(registry.METRICS, "worst", worst)
+    a = np.zeros((2, 16, 16, 3), np.float32)
+    close = fidelity.summarize(fidelity.per_image({"images": a}, {"images": a + 0.25}))
+    assert close["worst"] == pytest.approx(0.25) and close["worst_std"] == 0
+    assert worst.show("inf") == "inf" and registry.definitions()["worst pixel"]

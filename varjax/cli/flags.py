@@ -1,0 +1,143 @@
+"""The flags of one command, and error messages about them in our words."""
+
+import contextlib
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+
+from absl import flags
+
+from varjax.cli import help_text
+from varjax.engine import compilation_cache
+from varjax.errors import UserError, nearest
+
+COMPILATION_CACHE = "compilation_cache"
+
+
+class CommandFlags:
+    """The absl flags of one command. Each method defines a flag and returns its holder
+    (`holder.value`)."""
+
+    def __init__(self):
+        self.values = flags.FlagValues()
+        self.string = partial(flags.DEFINE_string, flag_values=self.values)
+        self.integer = partial(flags.DEFINE_integer, flag_values=self.values)
+        self.floating = partial(flags.DEFINE_float, flag_values=self.values)
+        self.boolean = partial(flags.DEFINE_boolean, flag_values=self.values)
+        self.enum = partial(flags.DEFINE_enum, flag_values=self.values)
+        self.list = partial(flags.DEFINE_list, flag_values=self.values)
+        self.require = partial(flags.mark_flag_as_required, flag_values=self.values)
+        self._first: dict[str, Callable[[str], object]] = {}
+
+    def choice(self, name: str, default: str, values: Collection[str], help: str):
+        """An enumeration whose values may become more until the flags are read."""
+        flag = flags.Flag(_Choice(values), flags.ArgumentSerializer(), name, default, help)
+        return flags.DEFINE_flag(flag, flag_values=self.values)
+
+    def first(self, name: str, help: str, use: Callable[[str], object]) -> None:
+        """A text that `use` gets before any other flag is read, for it may decide what they
+        take."""
+        self.string(name, None, help)
+        self._first[name] = use
+
+    def compilation_cache(self) -> None:
+        """Add --compilation_cache, for commands that compile programs; `run` obeys it."""
+        self.string(
+            COMPILATION_CACHE,
+            None,
+            "Folder that keeps compiled programs for the next start, or off; default: "
+            "JAX_COMPILATION_CACHE_DIR, else varjax/programs in the user's cache folder.",
+        )
+
+    def use_first(self, argv: Sequence[str]) -> None:
+        """Obey the flags of `first`."""
+        for name, use in self._first.items():
+            alone = flags.FlagValues()
+            holder = flags.DEFINE_string(name, None, "", flag_values=alone)
+            alone.set_gnu_getopt(True)
+            with contextlib.suppress(flags.Error):  # a missing value: reading all flags says so
+                alone(list(argv), known_only=True)
+                if holder.value:
+                    use(holder.value)
+
+    def use_compilation_cache(self) -> None:
+        """Obey --compilation_cache, if the command has it."""
+        if COMPILATION_CACHE in self.values:
+            with about(self.values[COMPILATION_CACHE]):
+                compilation_cache.use(self.values[COMPILATION_CACHE].value)
+
+
+class _Choice(flags.ArgumentParser):
+    """Parser of `CommandFlags.choice`."""
+
+    def __init__(self, values: Collection[str]):
+        super().__init__()
+        self._values = values
+
+    @property
+    def enum_values(self) -> list[str]:
+        return list(self._values)
+
+    def parse(self, argument: str) -> str:
+        if argument not in self._values:
+            raise ValueError(f"value should be one of <{'|'.join(self._values)}>")
+        return argument
+
+    def flag_type(self) -> str:
+        return "string enum"
+
+
+@contextlib.contextmanager
+def about(holder) -> Iterator[None]:
+    """A `UserError` inside is about the value of this flag: its message then begins with it."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"--{holder.name}={holder.value}: {error}") from None
+
+
+def parse_flags(argv: Sequence[str], values: flags.FlagValues) -> None:
+    """Set the flags from `argv` (program name first).
+
+    Raises:
+      UserError: unknown flag, malformed value, missing required flag or positional argument.
+    """
+    hint = f"; run `{help_text.program()} --help` for the list of flags"
+    values.set_gnu_getopt(True)
+    try:
+        leftover = values(list(argv))[1:]
+    except flags.UnrecognizedFlagError as error:
+        names = [f"--{name}" for name in values]
+        given = f"--{error.flagname}"
+        raise UserError(f"unknown flag {given}{nearest(given, names)}{hint}") from None
+    except flags.IllegalFlagValueError as error:
+        # absl reports all failed validators at once, each entry starting with `flag --`
+        entries = re.split(r"\n(?=flags? --)", str(error))
+        raise UserError("\n".join(_reword(entry, values) for entry in entries)) from None
+    except (flags.Error, ValueError) as error:
+        raise UserError(f"{error}{hint}") from None
+    empty = [name for name in values if values[name].present and values[name].value in ("", [])]
+    if empty:
+        raise UserError(f"--{empty[0]}= is empty: give a value, or leave the flag out")
+    if leftover:
+        given = " ".join(leftover)
+        raise UserError(
+            f"unexpected argument {given!r}: this command takes only --flag=value{hint}"
+        )
+
+
+def _reword(entry: str, values: flags.FlagValues) -> str:
+    """absl's `flag --name=value: reason` in our words: what was given, what is allowed."""
+    match = re.fullmatch(r"flag --([\w-]+)=(.*?): (.*)", entry, re.DOTALL)
+    if not match:
+        return entry
+    name, given, reason = match.groups()
+    flag = values[name]
+    if flag.value is None and reason.endswith("must have a value other than None."):
+        return f"--{name} is required: {help_text.bare(flag)}"
+    wanted = help_text.allowed(flag)
+    parsed = flag.present and str(flag.value) == given  # then a validator refused it and says why
+    if parsed or not wanted:
+        return f"--{name}={given} is not valid: {reason}"
+    close = nearest(given, help_text.choices(flag))
+    return f"--{name}={given} is not valid: it must be {wanted}{close}"
