@@ -6,13 +6,14 @@ from experiments.aot import roofline
 from varjax import api
 from varjax.cache.geometry import Geometry
 from varjax.engine.segments import plan_segments
+from varjax.policies import POLICIES
 
 GEOMETRY = Geometry.parse("layers=3,heads=2,head_dim=8,schedule=1x1;2x2;3x3")
 ROWS, LAYERS, HEADS, SIZE = 2, 3, 2, 8
 
 
 def planned(policy, **arguments):
-    return api.plan(GEOMETRY, policy, **arguments)
+    return api.plan(GEOMETRY, POLICIES[policy](**arguments))
 
 
 def test_full_cache():

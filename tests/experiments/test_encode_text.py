@@ -93,7 +93,7 @@ REFUSED = {
     "no checkpoint": (("--checkpoint=nowhere",), "has no text encoder"),
     "kind": (("--prompt_set=geneval",), "line 1 is not JSON"),
     "length": (("--max_length=0",), "max_length=0 is not valid"),
-    "type": (("--dtype=float16",), "must be one of float32, bfloat16"),
+    "type": (("--dtype=float16",), "must be one of bfloat16, float32"),
     "place": (("--save=nowhere/f.npz",), "there is no folder"),
     "negative": (("--negative_prompts=nowhere.txt",), "there is no prompt file"),
 }
