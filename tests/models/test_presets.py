@@ -22,6 +22,7 @@ PUBLISHED = {
     "infinity-2b": 2.2e9,
     "infinity-8b": 8.4e9,
 }
+OFTEN = ("var-d16", "var-d30", "infinity-layer12", "infinity-8b")  # planned by default
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -34,11 +35,9 @@ def test_parameter_counts(name):
     assert parameters.count(module) == pytest.approx(PUBLISHED[name], rel=0.04)
 
 
-PLANNED = ("var-d16", "var-d36", "infinity-2b")  # one of each schedule; the others with --slow
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in PLANNED else pytest.mark.slow) for n in PUBLISHED]
+    "name",
+    [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in PUBLISHED],
 )
 def test_plans(name):
     geometry = varjax.describe(name).geometry
