@@ -372,7 +372,7 @@ class Infinity(NextScaleTransformer):
         codes: Float[Array, "B K C"],
     ) -> Float[Array, "B L 2*C"]:
         """Teacher-forced logits under the block-causal mask. `codes` are the inputs of scales 1..
-        (`BSQVAE.teacher_inputs`)."""
+        (`codecs.bsq.quantizer.teacher_inputs`)."""
         schedule = self.config.schedule
         context = self.encode_rows(text, length)
         words = self.word_embedding(codes.astype(self.dtype))

@@ -254,7 +254,7 @@ class VAR(NextScaleTransformer):
         self, labels: Int[Array, " B"], codes: Float[Array, "B M C"]
     ) -> Float[Array, "B L V"]:
         """Teacher-forced logits under the block-causal mask. `codes` are the inputs of scales 1..
-        (`VQVAE.teacher_inputs`)."""
+        (`Quantizer.teacher_inputs`)."""
         schedule = self.config.schedule
         context = self.encode_rows(labels)
         x = jnp.concatenate(
