@@ -224,7 +224,7 @@ class VAR(NextScaleTransformer):
         self, labels: Int[Array, " B"], codes: Float[Array, "B M C"]
     ) -> Float[Array, "B L V"]:
         """Teacher-forced logits under the block-causal mask. `codes` are the inputs of scales 1..
-        (`VQVAE.teacher_inputs`)."""
+        (`Quantizer.teacher_inputs`)."""
         context = self.encode_rows(labels)
         x = jnp.concatenate([context["start"], self.words(len(codes), codes)], axis=1)
         scale = self.config.schedule.scale_of_token
