@@ -6,7 +6,7 @@
 # Each makes .venv first and installs what it needs; a second call finds it there.
 #   PYTHON=...   interpreter to make .venv with, at least 3.11; another one than before makes .venv anew.
 #                Default: the one that .venv was made with, else python3
-#   EXTRAS=gpu   further extras of pyproject.toml to install (gpu, tpu, kernels, ...), comma-separated
+#   EXTRAS=gpu   further extras of pyproject.toml to install (gpu, tpu, text), comma-separated
 #   ARGS=...     further arguments of the command: make demo ARGS=--budget=0.1, make test ARGS="-k segments"
 
 comma := ,

@@ -117,6 +117,7 @@ class Arguments:
     def poisoned(self, spec: ArgSpec) -> "Arguments":
         """The same with NaN wherever no head may read."""
         rows, blocks, size, _ = self.kv_pool.shape
+        # a slot that any head of the row may read is spared, whichever head it is
         shape = (rows, *self.table.ids.shape[-2:])
         slots = np.broadcast_to(self.table.slots(size), (*shape[:2], shape[2] * size))
         mask = np.broadcast_to(self.table.slot_mask(size), slots.shape)
@@ -145,12 +146,12 @@ class _Tables:
     @classmethod
     def random(cls, spec: ArgSpec, rng: np.random.Generator) -> "_Tables":
         shape, size = _table_shape(spec), spec.block_size
-        ids = np.arange(1, spec.pool_blocks).reshape(shape[-2:])  # block 0 belongs to nobody
+        ids = np.arange(1, spec.pool_blocks).reshape(shape[-2:])  # no head owns block 0
         ids = np.broadcast_to(ids, shape).astype(np.int32)
         if spec.per_row:
             ids = rng.permuted(ids.reshape(shape[0], -1), axis=-1).reshape(shape)
         start, stop = _ranges(spec, rng, shape)
-        read = ids.copy()
+        read = ids.copy()  # writing keeps `ids`, where no block is listed twice
         if spec.table == "repeated" and spec.entries > 1:
             read[..., 1::2] = read[..., : read.shape[-1] // 2 * 2 : 2]
             middle = rng.integers(0, size + 1, shape)[..., : read.shape[-1] // 2]

@@ -80,9 +80,11 @@ def _gpu(name, memory, bf16, int8, gigabytes_per_second, gpu: Gpu) -> Chip:
 
 _FLAT = ((4, "2x2"), (8, "2x4"), (16, "4x4"), (32, "4x8"), (64, "8x8"), (128, "8x16"))
 _FLAT = (*_FLAT, (256, "16x16"))
+# counts are devices: a grid of 2x2x1 chips is 8 of a v4 or TPU7x, 4 of a v5p
 _V4 = ((8, "2x2x1"), (16, "2x2x2"), (32, "2x2x4"), (64, "2x4x4"), (128, "4x4x4"), (256, "4x4x8"))
 _V5P = ((4, "2x2x1"), (8, "2x2x2"), (16, "2x2x4"), (32, "2x4x4"), (64, "4x4x4"), (128, "4x4x8"))
 _V5P = (*_V5P, (256, "4x8x8"))
+# CUDA keeps 1 KiB of shared memory per block for itself.
 _AMPERE = {"lanes": 64, "shared_memory": (167936, 166912), "threads": 2048}
 _ADA = {"lanes": 128, "shared_memory": (102400, 101376), "threads": 1536}
 _HOPPER = {"lanes": 128, "shared_memory": (233472, 232448), "threads": 2048}
@@ -91,6 +93,7 @@ _A100 = Gpu((8, 0), False, 108, clock=1.41, l2_cache=40, **_AMPERE)
 _L4 = Gpu((8, 9), False, 58, clock=2.04, l2_cache=48, **_ADA)
 _RTX4090 = Gpu((8, 9), False, 128, clock=2.52, l2_cache=72, **_ADA)
 _H100 = Gpu((9, 0), True, 132, clock=1.98, l2_cache=50, **_HOPPER)
+# a Blackwell core has the sizes of a Hopper one
 _B200 = Gpu((10, 0), True, 148, clock=1.965, l2_cache=126, **_HOPPER)
 
 _CHIPS = (
@@ -223,7 +226,7 @@ def _gpu_target_config(chip: Chip) -> str:
         "threads_per_core_limit": gpu.threads,
         "core_count": gpu.cores,
         "fpus_per_core": gpu.lanes,
-        "shared_memory_per_block": 49152,
+        "shared_memory_per_block": 49152,  # without asking for more, which XLA does ("optin")
         "shared_memory_per_core": per_core,
         "shared_memory_per_block_optin": per_block,
         "block_dim_limit_x": 2**31 - 1,
@@ -239,6 +242,7 @@ def _gpu_target_config(chip: Chip) -> str:
         "clock_rate_ghz": gpu.clock,
         "device_memory_size": chip.memory,
     }
+    # libraries recognise the vendor by the word NVIDIA in the description
     fields = "\n".join(f"  {key}: {value}" for key, value in numbers.items())
     return f"""gpu_device_info {{
 {fields}

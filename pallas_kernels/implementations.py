@@ -14,8 +14,8 @@ PLATFORMS = {"triton": "gpu", "tpu": "tpu"}
 SUFFIX = "-interpret"
 NAMES = ("reference", *PLATFORMS, *(name + SUFFIX for name in PLATFORMS))
 
-# Of one operation: for "reference", "triton" and "tpu" a function that returns the implementation.
-# It imports the module, because Pallas' GPU or TPU part may be absent where its kernel never runs.
+# Of one operation: for "reference", "triton" and "tpu" a function that returns the implementation,
+# so that a kernel's module is imported only where the kernel runs.
 Kernels = Mapping[str, Callable[[], Callable]]
 
 

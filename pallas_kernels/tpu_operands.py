@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-LANES = 128
+LANES = 128  # of a vector register; the last axis of an array in vector memory is padded to them
 
 
 def rounded(number: int, multiple: int) -> int:
@@ -19,6 +19,7 @@ def rounded(number: int, multiple: int) -> int:
 
 def balanced(total: int, most: int, multiple: int) -> int:
     """The size, a multiple of `multiple` and about `most` at most, that cuts `total` evenly."""
+    # 576 by 512 in steps of 128: two pieces of 384 rather than one of 512 and one nearly empty
     return rounded(-(-total // -(-total // most)), multiple)
 
 
@@ -33,6 +34,9 @@ def in_parts(refs: Sequence, *counts: int) -> list[list]:
 def table_spec(table: Array) -> pl.BlockSpec:
     """One row of tables [1 or R, N, 1, W] for grid step (r, n, ...)."""
     shared = table.shape[0] == 1
+    # One row per grid step: scalar memory is 1 MiB in all, too little for all tables prefetched at
+    # once. The axis of 1 is there because the last two axes of a block are multiples of (8, 128) or
+    # whole.
     return pl.BlockSpec(
         (1, 1, 1, table.shape[-1]),
         lambda r, n, *_: (0 if shared else r, n, 0, 0),
@@ -65,6 +69,7 @@ def block_of(pool, row, block):
 
 
 def pool_specs(pools: list[Array]) -> list[pl.BlockSpec]:
+    # left where they are, without Pallas' pipeline: the kernel copies the blocks that it needs
     return [pl.BlockSpec(memory_space=pl.ANY) for _ in pools]
 
 
@@ -76,4 +81,5 @@ def packed_tokens(k: Array, v: Array) -> list[Array]:
 
 def whole_head(array: Array, tokens: int) -> pl.BlockSpec:
     """All tokens of a head, with room for `tokens`; what lies past the array's is undefined."""
+    # the index does not name the tile of queries, so that a head is fetched once for all its tiles
     return pl.BlockSpec((1, 1, tokens, array.shape[-1]), lambda r, n, *_: (r, n, 0, 0))

@@ -76,7 +76,7 @@ def convert(
     encoder, files = {}, {}
     if text_encoder_source:
         encoder[ENCODER] = _text_encoder_of(family, configs["transformer"], text_encoder_source)
-        files[f"{ENCODER}/{FILE_NAME}"] = Path(text_encoder_source) / FILE_NAME
+        files[ENCODER] = {FILE_NAME: Path(text_encoder_source) / FILE_NAME}
     metadata = {
         "model": model,
         "sampling": sampling_of(sampling, recommended, configs["transformer"], say),
@@ -118,7 +118,7 @@ def convert_text_encoder(
         family=None,
         parts=modules,
         metadata={"sources": described},
-        files={FILE_NAME: Path(source) / FILE_NAME},
+        files={ENCODER: {FILE_NAME: Path(source) / FILE_NAME}},
         overwrite=overwrite,
     )
 
@@ -185,16 +185,17 @@ class PublishedPart:
 
         if dtype is None and self.table.storage_dtype is not None:
             dtype = self.table.storage_dtype(source.tensors)
-        ported = self._applied(rules.apply, self.part.abstract(self.config), report, dtype)
-        line = f"{what}: {ported.tensors_read} tensors read from {source.path},"
-        line += f" {parameters.count(ported.module):,} parameters"
+        abstract = self.part.abstract(self.config)
+        module, placement = self._applied(rules.apply, abstract, report, dtype)
+        line = f"{what}: {len(placement.moves)} tensors read from {source.path},"
+        line += f" {parameters.count(module):,} parameters"
         if self.table.ignored:
-            say(f"{line}; {len(ported.ignored)} {self.table.ignored} ignored")
+            say(f"{line}; {len(placement.ignored)} {self.table.ignored} ignored")
         else:
             say(line)
-            for name, reason in _grouped(ported.ignored):
+            for name, reason in _grouped(placement.ignored):
                 say(f"  ignored {name}: {reason}")
-        return ported.module
+        return module
 
     def _applied(self, function: Callable, *arguments):
         """`function` of the rules, the tensors and `arguments`; errors say what does not fit."""

@@ -113,18 +113,10 @@ class Refuse:
     reason: str
 
 
-@dataclass(frozen=True)
-class Ported:
-    """A filled module (host arrays), how many tensors it took, and ignored (name, reason)."""
-
-    module: nnx.Module
-    tensors_read: int
-    ignored: list[tuple[str, str]]
-
-
 @dataclass
-class _Plan:
-    """What the names and shapes say: (source name, rule, target, slot), ignored names, problems."""
+class Placement:
+    """Where tensors go, by names and shapes: (source name, rule, target, slot), ignored names with
+    the reason, problems."""
 
     moves: list[tuple[str, Rule, str, int | None]] = field(default_factory=list)
     ignored: list[tuple[str, str]] = field(default_factory=list)
@@ -137,8 +129,9 @@ def apply(
     module: nnx.Module,
     progress: Callable[[int, int], None] = lambda done, total: None,
     dtype=None,
-) -> Ported:
-    """Fill `module` (usually abstract) from `tensors`, {name: lazy tensor}, in file order.
+) -> tuple[nnx.Module, Placement]:
+    """`module` (usually abstract) filled from `tensors`, {name: lazy tensor}, in file order: host
+    arrays, and where they came from.
 
     Floating parameters get `dtype`, as they are read; without it they keep the source's type
     (float64 becomes float32), stacked ones the widest.
@@ -147,28 +140,30 @@ def apply(
       UserError: listing everything that is missing, surplus, misshapen, given twice or not finite.
     """
     targets = parameters.named(module)
-    plan = check(rules, tensors, targets)
-    types = _types(plan, tensors, targets, dtype)
+    placement = check(rules, tensors, targets)
+    types = _types(placement, tensors, targets, dtype)
     arrays: dict[str, np.ndarray] = {}
-    for done, (name, rule, target, slot) in enumerate(plan.moves, 1):
+    for done, (name, rule, target, slot) in enumerate(placement.moves, 1):
         if target not in arrays:
             arrays[target] = np.empty(targets[target].shape, types[target])
         into = arrays[target] if slot is None else arrays[target][slot]
         array = rule.apply(tensors[name].read())
         into[...] = array[: len(into)] if rule.row_limit else array
         if bad := into.size - np.count_nonzero(np.isfinite(into)):
-            plan.problems.append(f"not finite: {name} has {bad} values that are NaN or infinite")
-        progress(done, len(plan.moves))
-    _report(plan.problems)
-    return Ported(parameters.fill(module, arrays), len(plan.moves), plan.ignored)
+            placement.problems.append(
+                f"not finite: {name} has {bad} values that are NaN or infinite"
+            )
+        progress(done, len(placement.moves))
+    _report(placement.problems)
+    return parameters.fill(module, arrays), placement
 
 
-def check(rules: Sequence, tensors: Mapping, targets: Mapping) -> _Plan:
+def check(rules: Sequence, tensors: Mapping, targets: Mapping) -> Placement:
     """The first half of `apply`, by names and shapes: where every tensor goes in {name: leaf}."""
-    plan = _match(rules, tensors, targets)
-    _check_coverage(plan, rules, targets)
-    _report(plan.problems)
-    return plan
+    placement = _match(rules, tensors, targets)
+    _check_coverage(placement, rules, targets)
+    _report(placement.problems)
+    return placement
 
 
 def _report(problems: Sequence[str]) -> None:
@@ -185,24 +180,24 @@ def _natural(text: str) -> list:
 # --- names and shapes -----------------------------------------------------------------------------
 
 
-def _match(rules: Sequence, tensors: Mapping, targets: Mapping) -> _Plan:
-    plan = _Plan()
+def _match(rules: Sequence, tensors: Mapping, targets: Mapping) -> Placement:
+    placement = Placement()
     compiled = [(re.compile(rule.pattern), rule) for rule in rules]
     for name, tensor in tensors.items():
         found = [(m, rule) for regex, rule in compiled if (m := regex.fullmatch(name))]
         if len(found) != 1:
             count = f"{len(found)} rules match" if found else "no rule for it"
-            plan.problems.append(f"surplus: {name} {list(tensor.shape)} ({count})")
+            placement.problems.append(f"surplus: {name} {list(tensor.shape)} ({count})")
             continue
         match, rule = found[0]
         if isinstance(rule, Refuse):
-            plan.problems.append(f"surplus: {name} ({rule.reason})")
+            placement.problems.append(f"surplus: {name} ({rule.reason})")
         elif isinstance(rule, Ignore):
-            plan.ignored.append((name, rule.reason))
-            plan.problems += _objections(name, rule, tensor)
+            placement.ignored.append((name, rule.reason))
+            placement.problems += _objections(name, rule, tensor)
         else:
-            _place(plan, name, rule, match, tensor, targets)
-    return plan
+            _place(placement, name, rule, match, tensor, targets)
+    return placement
 
 
 def _objections(name: str, rule: Ignore, tensor) -> list[str]:
@@ -214,28 +209,30 @@ def _objections(name: str, rule: Ignore, tensor) -> list[str]:
     return [f"wrong value: {name} {objection}"] if objection else []
 
 
-def _place(plan: _Plan, name: str, rule: Rule, match: re.Match, tensor, targets: Mapping) -> None:
+def _place(
+    placement: Placement, name: str, rule: Rule, match: re.Match, tensor, targets: Mapping
+) -> None:
     """Check one source tensor against its target and note the move."""
     target = match.expand(rule.target)
     slot = rule.slot(match)
     leaf = targets.get(target)
     if leaf is None or (slot is not None and not 0 <= slot < leaf.shape[0]):
-        plan.problems.append(
+        placement.problems.append(
             f"surplus: {name} {list(tensor.shape)} (the configuration has no place for it)"
         )
         return
-    plan.moves.append((name, rule, target, slot))
+    placement.moves.append((name, rule, target, slot))
     wanted = tuple(leaf.shape if slot is None else leaf.shape[1:])
     shape = _shape(rule, tensor)
     if _is_longer(rule, shape, wanted):
         reason = f"only the first {wanted[0]} are used: {rule.row_limit} is {wanted[0]}"
-        plan.ignored.append((f"rows {wanted[0]} to {shape[0] - 1} of {name}", reason))
+        placement.ignored.append((f"rows {wanted[0]} to {shape[0] - 1} of {name}", reason))
     elif shape != wanted:
-        plan.problems.append(
+        placement.problems.append(
             f"wrong shape: {name} is {list(tensor.shape)}, {_expected(rule, tensor, shape, wanted)}"
         )
     if parameters.is_floating(tensor.dtype) != parameters.is_floating(leaf.dtype):
-        plan.problems.append(f"wrong type: {name} is {tensor.dtype}, not {leaf.dtype}")
+        placement.problems.append(f"wrong type: {name} is {tensor.dtype}, not {leaf.dtype}")
 
 
 def _shape(rule: Rule, tensor) -> tuple[int, ...] | None:
@@ -259,22 +256,22 @@ def _expected(rule: Rule, tensor, shape, wanted: tuple[int, ...]) -> str:
     return f"which becomes {list(shape)} instead of {list(wanted)}"
 
 
-def _check_coverage(plan: _Plan, rules: Sequence, targets: Mapping) -> None:
+def _check_coverage(placement: Placement, rules: Sequence, targets: Mapping) -> None:
     """Every target, and every slot of a stacked one, once."""
     sources: dict[tuple[str, int | None], list[str]] = {}
-    for name, _, target, slot in plan.moves:
+    for name, _, target, slot in placement.moves:
         sources.setdefault((target, slot), []).append(name)
     for (target, _), names in sources.items():
         if len(names) > 1:
-            plan.problems.append(f"given twice: {target} by {' and '.join(sorted(names))}")
+            placement.problems.append(f"given twice: {target} by {' and '.join(sorted(names))}")
     for target, leaf in targets.items():
         makers = [rule for rule in rules if isinstance(rule, Rule) and _source_name(rule, target)]
         if not makers:
-            plan.problems.append(f"missing: {target} (no rule leads to it)")
+            placement.problems.append(f"missing: {target} (no rule leads to it)")
             continue
         for slot in (None,) if makers[0].stack is None else range(leaf.shape[0]):
             if (target, slot) not in sources:
-                plan.problems.append(f"missing: {_source_name(makers[0], target, slot)}")
+                placement.problems.append(f"missing: {_source_name(makers[0], target, slot)}")
 
 
 def _source_name(rule: Rule, target: str, slot: int | None = None) -> str | None:
@@ -296,11 +293,13 @@ def _source_name(rule: Rule, target: str, slot: int | None = None) -> str | None
 # --- values ---------------------------------------------------------------------------------------
 
 
-def _types(plan: _Plan, tensors: Mapping, targets: Mapping, dtype=None) -> dict[str, np.dtype]:
+def _types(
+    placement: Placement, tensors: Mapping, targets: Mapping, dtype=None
+) -> dict[str, np.dtype]:
     """Type of every parameter: `dtype`, or that of its source tensors, the widest where they
     differ."""
     types: dict[str, np.dtype] = {}
-    for name, _, target, _ in plan.moves:
+    for name, _, target, _ in placement.moves:
         given = tensors[name].dtype
         if given == np.float64 or given.kind in "iub":  # integers take the module's type
             given = np.dtype(targets[target].dtype)

@@ -53,7 +53,7 @@ def random_encoder(config: T5Config = CONFIG) -> T5Encoder:
 
 
 def save(directory: Path, encoder: T5Encoder, tokenizer: Path) -> None:
-    parts, files = {"text_encoder": encoder}, {FILE_NAME: tokenizer}
+    parts, files = {"text_encoder": encoder}, {"text_encoder": {FILE_NAME: tokenizer}}
     checkpoint.save(directory, family=None, parts=parts, files=files)
 
 

@@ -16,13 +16,14 @@ import sys
 
 import numpy as np
 
-from experiments.report import page, sweep_files
+from experiments.report import sweep_files
 from experiments.sweep import tables
 from varjax.cache.geometry import Geometry
 from varjax.calibration import Calibration
 from varjax.calibration import load as load_calibration
 from varjax.cli import command_line
 from varjax.engine.memory import show_bytes
+from varjax.io.extras import require
 from varjax.storage.atomic import check_new_file, new_file
 
 PICTURE_LIMIT = 16 * 2**20  # pixels of all pictures together, without --images
@@ -61,6 +62,10 @@ def number_of_images(samples: dict[str, np.ndarray]) -> int:
 
 
 def main(argv) -> None:
+    for package in ("altair", "jinja2", "vl_convert", "PIL.Image"):
+        require(package, extra="eval", purpose="the report page")
+    from experiments.report import page  # which imports them
+
     folder = pathlib.Path(SWEEP.value)
     target = check_new_file(OUT.value, overwrite=OVERWRITE.value, flag="--out")
     report, samples, geometry = sweep_files.read(folder)

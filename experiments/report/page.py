@@ -1,37 +1,28 @@
-"""The whole page: head, sections in order, script."""
+"""The page: what its template shows. The template engine escapes every text; the charting library,
+which is code, is all that goes in as it is."""
 
-from html import escape
+import base64
+import functools
+import io
+import math
+import pathlib
+import re
+from collections.abc import Iterator
 
+import jinja2
+import markupsafe
 import numpy as np
+import vl_convert
+from PIL import Image
 
-from experiments.report import assets, sections
+from experiments.report import calibration_charts, sweep_charts
+from experiments.sweep import tables
 from varjax.cache.geometry import Geometry
 from varjax.calibration import Calibration
 from varjax.engine.memory import show_bytes
 
-USUAL_BUDGETS = (0.1, 0.25, 0.5)
-TITLES = {
-    "table": "Results",
-    "fidelity": "Fidelity against bytes",
-    "pictures": "Pictures",
-    "bytes": "Bytes over time",
-    "density": "Attention density",
-    "discrepancy": "Key discrepancy",
-    "patterns": "Head patterns",
-    "pruning": "Pruning schedule",
-    "stability": "Stability of the order",
-}
-LEADS = {
-    "table": "Every policy and budget of the sweep. Empty: not run, or the reference itself.",
-    "fidelity": "What each policy makes of the bytes it is given.",
-    "pictures": "What the numbers look like.",
-    "bytes": "Whether the cache stays within its budget at every layer of every scale.",
-    "density": "Which scales the last scale looks at, head by head.",
-    "discrepancy": "Where the keys change most from scale to scale.",
-    "patterns": "What single heads look at.",
-    "pruning": "When HeatKV takes which head's scales away.",
-    "stability": "How much the ranking of heads depends on the images it was measured on.",
-}
+USUAL_BUDGETS = [0.1, 0.25, 0.5]
+SMALL_PICTURE = 160  # pixels: smaller ones are shown with hard edges
 
 
 def build(
@@ -42,67 +33,77 @@ def build(
     count: int,
 ) -> str:
     """The page as HTML. `count`: so many of the sweep's samples are shown."""
-    pictures, data = sections.viewer(report, samples, count)
-    shares = sections.budgets(report) or list(USUAL_BUDGETS)
-    bodies = {
-        "table": sections.table(report),
-        "fidelity": sections.fidelity(report),
-        "pictures": pictures,
-        "bytes": sections.live_bytes(report),
-        "density": sections.density(calibration, geometry),
-        "discrepancy": sections.discrepancy(calibration, geometry),
-        "patterns": sections.patterns(calibration, geometry),
-        "pruning": sections.pruning(calibration, geometry, shares),
-        "stability": sections.dispersion(calibration, geometry),
-    }
-    main = "\n".join(
-        f'<section id="{name}"><h2>{TITLES[name]}</h2><p>{LEADS[name]}</p>{body}</section>'
-        for name, body in bodies.items()
+    full = samples[tables.FULL]
+    budgets = sorted({cell["budget"] for cell in report["cells"]} - {None}) or USUAL_BUDGETS
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    links = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title in TITLES.items())
-    model = escape(report["settings"]["model"])
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>KV-cache policies on {model}</title>
-<link rel="icon" href="data:,">
-<style>{assets.CSS}</style>
-</head>
-<body>
-<header>
-<h1>KV-cache policies on {model}</h1>
-{facts(report, calibration)}
-<nav aria-label="sections"><ol>{links}</ol></nav>
-</header>
-<main>
-{main}
-</main>
-<script type="application/json" id="picture-data">{sections.script_data(data)}</script>
-<script>{assets.SCRIPT}</script>
-</body>
-</html>
-"""
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "ensure_ascii": False}
+    return environment.get_template("page.html").render(
+        report=report,
+        facts=facts(report, calibration),
+        header=tables.HEADER[:-1],
+        rows=[(row["status"], tables.cells_as_text(row)) for row in tables.rows(report)],
+        budgets=[f"{share:g}" for share in budgets],
+        fidelity=sweep_charts.fidelity(report),
+        legend=sweep_charts.labels(report),
+        names=report["sample_names"][:count],
+        full=[data_uri(image) for image in full[:count]],
+        tiles=[tile for cell in report["cells"] for tile in _tiles(cell, samples, count)],
+        small=full.shape[2] < SMALL_PICTURE,
+        left_out=len(full) - count,
+        live=sweep_charts.live_bytes(report),
+        measured=calibration_charts.draw(calibration, geometry, budgets),
+        library=_library(),
+    )
 
 
-def facts(report: dict, calibration: Calibration | None) -> str:
+@functools.cache
+def _library() -> markupsafe.Markup:
+    """Vega, Vega-Lite and vega-embed; nothing in them may end their script element."""
+    code = vl_convert.javascript_bundle()
+    return markupsafe.Markup(re.sub(r"<(?=/script|!--)", r"\\x3c", code, flags=re.IGNORECASE))
+
+
+def data_uri(pixels: np.ndarray) -> str:
+    """uint8 [H, W, 3] as a WebP file without loss, inside its address."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "webp", lossless=True)
+    return "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode("ascii")
+
+
+def _tiles(cell: dict, samples: dict[str, np.ndarray], count: int) -> Iterator[dict]:
+    """A cell's picture and numbers for each sample, or why it was not run."""
+    shared = {"policy": cell["label"]}
+    if cell["budget"] is not None:
+        shared["budget"] = f"{cell['budget']:g}"
+    if cell["status"] != "done":
+        yield shared | {"reason": f"{cell['status']}: {cell['reason']}"}
+        return
+    close = {name: [*map(float, v)] for name, v in cell["samples_fidelity"].items()}
+    for i, image in enumerate(samples[cell["samples"]][:count]):
+        psnr = f"{close['psnr'][i]:.1f} dB" if math.isfinite(close["psnr"][i]) else "identical"
+        numbers = f"{psnr}, SSIM {close['ssim'][i]:.3f}, KL {close['kl'][i]:.3g}"
+        yield shared | {"image": i, "picture": data_uri(image), "numbers": numbers}
+
+
+def facts(report: dict, calibration: Calibration | None) -> dict[str, str]:
     """What was run, and with what."""
     s, g, versions = report["settings"], report["geometry"], report["versions"]
-    dense = report["reference"]["kv"]["dense_bytes"]
-    sampling = ", ".join(f"{key} {value}" for key, value in s["sampling"].items())
-    rows = {
+    return {
         "images": f"{len(s['labels'])}, seed {s['seed']}, batches of {s['batch_size']}",
         "model": f"{g['num_layers']} layers, {g['num_heads']} heads of {g['head_dim']}, "
         f"token maps {g['schedule'].replace(';', ' ')}",
-        "full cache": f"{show_bytes(dense)} for a batch",
-        "sampling": sampling,
+        "full cache": f"{show_bytes(report['reference']['kv']['dense_bytes'])} for a batch",
+        "sampling": ", ".join(f"{key} {value}" for key, value in s["sampling"].items()),
         "computed on": f"{report['device']}, {s['dtype']}, cache in {s['kv_dtype']}, "
         + ", ".join(f"{name} {version}" for name, version in versions.items()),
         "calibration": _describe(calibration, s["calibration"]),
     }
-    parts = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in rows.items())
-    return f'<dl class="facts">{parts}</dl>'
 
 
 def _describe(calibration: Calibration | None, used: str | None) -> str:

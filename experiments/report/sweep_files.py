@@ -6,6 +6,7 @@ import math
 import pathlib
 import zipfile
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ def read(folder: pathlib.Path) -> tuple[dict, dict[str, np.ndarray], Geometry]:
     Raises:
       UserError: no finished sweep, of another version, or with damaged files.
     """
-    report = _open(folder, REPORT, _load_json)
+    report = _open(folder, REPORT, lambda path: json.loads(path.read_text(encoding="utf-8")))
     version = report.get("format_version") if isinstance(report, dict) else None
     if version != tables.FORMAT_VERSION:
         raise UserError(
@@ -50,7 +51,7 @@ def read(folder: pathlib.Path) -> tuple[dict, dict[str, np.ndarray], Geometry]:
     return report, samples, geometry
 
 
-def _open(folder: pathlib.Path, name: str, load) -> Any:
+def _open(folder: pathlib.Path, name: str, load: Callable[[pathlib.Path], Any]) -> Any:
     try:
         return load(folder / name)
     except OSError as error:
@@ -68,124 +69,80 @@ def _damaged(folder: pathlib.Path, name: str, reason: Exception) -> UserError:
     )
 
 
-def _load_json(path: pathlib.Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
 def _load_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
     with np.load(path, allow_pickle=False) as archive:
         return {name: archive[name] for name in archive.files}
 
 
 # --- what must be there ---
-# A dict: these keys and perhaps others; a list: any number of such entries; a function: a test,
-# which NAMES puts into words.
+# A dict: these keys and perhaps others; a list: any number of such entries; a text: one of KINDS.
 
 
-def text(value) -> bool:
-    return isinstance(value, str)
-
-
-def text_or_null(value) -> bool:
-    return value is None or isinstance(value, str)
-
-
-def number(value) -> bool:
+def _number(value) -> bool:
     plain = isinstance(value, (int, float)) and not isinstance(value, bool)
     return plain and abs(value) < 1e300 and math.isfinite(value)
 
 
-def positive(value) -> bool:
-    return number(value) and value > 0
-
-
-def number_or_word(value) -> bool:
-    """Also what JSON lacks, as `pixel.json_safe` writes it."""
-    return number(value) or value in ("inf", "-inf", "nan")
-
-
-def whole(value) -> bool:
-    return number(value) and isinstance(value, int)
-
-
-def budget_or_null(value) -> bool:
-    return value is None or (number(value) and 0 < value <= 1)
-
-
-def mapping(value) -> bool:
-    return isinstance(value, dict)
-
-
-def texts_by_name(value) -> bool:
-    return mapping(value) and all(map(text, value.values()))
-
-
-NAMES = {
-    text: "text",
-    text_or_null: "text or null",
-    number: "a number",
-    positive: "a positive number",
-    number_or_word: "a number",
-    whole: "a whole number",
-    budget_or_null: "a fraction in (0, 1] or null",
-    mapping: "an object",
-    texts_by_name: "an object of texts",
+KINDS = {
+    "text": lambda v: isinstance(v, str),
+    "text or null": lambda v: v is None or isinstance(v, str),
+    "a number": _number,
+    "a positive number": lambda v: _number(v) and v > 0,
+    # also what JSON lacks, as `pixel.json_safe` writes it
+    "a number or infinite": lambda v: _number(v) or v in ("inf", "-inf", "nan"),
+    "a whole number": lambda v: _number(v) and isinstance(v, int),
+    "a fraction in (0, 1] or null": lambda v: v is None or (_number(v) and 0 < v <= 1),
+    "a list": lambda v: isinstance(v, list),
+    "an object": lambda v: isinstance(v, dict),
+    "an object of texts": lambda v: isinstance(v, dict) and all(map(KINDS["text"], v.values())),
 }
+SETTINGS = {"model": "text", "dtype": "text", "kv_dtype": "text", "labels": ["a whole number"]}
+SETTINGS |= {"seed": "a whole number", "batch_size": "a whole number", "sampling": "an object"}
+GEOMETRY = dict.fromkeys(
+    ("num_layers", "num_heads", "head_dim", "rows_per_image"), "a whole number"
+)
 REPORT_SPEC = {
-    "settings": {
-        **{key: text for key in ("model", "dtype", "kv_dtype")},
-        **{"labels": [whole], "seed": whole, "batch_size": whole},
-        **{"sampling": mapping, "calibration": text_or_null},
-    },
-    "geometry": {
-        "schedule": text,
-        **{key: whole for key in ("num_layers", "num_heads", "head_dim", "rows_per_image")},
-    },
-    "device": text,
-    "versions": texts_by_name,
-    "sample_names": [text],
-    "definitions": texts_by_name,
-    "reference": mapping,
-    "cells": [mapping],
+    "settings": SETTINGS | {"calibration": "text or null"},
+    "geometry": {"schedule": "text"} | GEOMETRY,
+    "device": "text",
+    "versions": "an object of texts",
+    "sample_names": ["text"],
+    "definitions": "an object of texts",
+    "reference": "an object",
+    "cells": ["an object"],
 }
-CELL = {"label": text, "policy": text, "budget": budget_or_null, "status": text}
-NOT_RUN = CELL | {"reason": text}
-SIZES = "dense_bytes planned_bytes allocated_bytes slot_bytes dense_slots".split()
+CELL = {"label": "text", "policy": "text", "budget": "a fraction in (0, 1] or null"}
+CELL |= {"status": "text"}
+SIZES = "fraction dense_bytes planned_bytes allocated_bytes slot_bytes dense_slots".split()
 REFERENCE = CELL | {
-    "kv": {"fraction": number, **{key: number for key in SIZES}},
-    "time": {"steady_s_per_image": number},
+    "kv": dict.fromkeys(SIZES, "a number"),
+    "time": {"steady_s_per_image": "a number"},
 }
-MEASURED = {"psnr": number, "ssim": number, "token_agreement": number, "kl": number_or_word}
+PER_IMAGE = {"psnr": ["a number or infinite"], "ssim": ["a number"], "kl": ["a number or infinite"]}
 DONE = REFERENCE | {
-    "kv": REFERENCE["kv"] | {"allocated_bytes": positive},  # its axis is logarithmic
-    "fidelity": MEASURED,
-    "samples_fidelity": {"psnr": [number_or_word], "ssim": [number], "kl": [number_or_word]},
-    "live_tokens": [[number]],
-    "used_slots": [[number]],
-    "samples": text,
+    "kv": REFERENCE["kv"] | {"allocated_bytes": "a positive number"},  # its axis is logarithmic
+    "fidelity": dict.fromkeys(tables.METRICS, "a number") | {"kl": "a number or infinite"},
+    "samples_fidelity": PER_IMAGE,
+    "live_tokens": [["a number"]],
+    "used_slots": [["a number"]],
+    "samples": "text",
 }
 
 
 def require(value: Any, spec: Any, place: str = "") -> None:
     """Raise `Damaged` if `value` is not as `spec` says; `place` is where it stands."""
+    kind = {dict: "an object", list: "a list"}.get(type(spec), spec)
+    if not KINDS[kind](value):
+        raise Damaged(f"{place} is {value!r:.60}, it must be {kind}")
     if isinstance(spec, dict):
-        _require_type(value, dict, "an object", place)
         for key, part in spec.items():
             inner = f"{place}.{key}" if place else key
             if key not in value:
                 raise Damaged(f"{inner} is missing")
             require(value[key], part, inner)
     elif isinstance(spec, list):
-        _require_type(value, list, "a list", place)
         for i, item in enumerate(value):
             require(item, spec[0], f"{place}[{i}]")
-    elif not spec(value):
-        raise Damaged(f"{place} is {value!r:.60}, it must be {NAMES[spec]}")
-
-
-def _require_type(value: Any, kind: type, words: str, place: str) -> None:
-    if not isinstance(value, kind):
-        raise Damaged(f"{place} is {value!r:.60}, it must be {words}")
 
 
 def check_report(report: dict) -> Geometry:
@@ -201,25 +158,18 @@ def check_report(report: dict) -> Geometry:
     except UserError as error:
         raise Damaged(str(error)) from None
     require(report["reference"], REFERENCE, "reference")
+    scales, layers = geometry.schedule.num_scales, geometry.num_layers
     for i, cell in enumerate(report["cells"]):
         place = f"cells[{i}]"
         require(cell, CELL, place)
-        require(cell, DONE if cell["status"] == "done" else NOT_RUN, place)
-        if cell["status"] == "done":
-            _check_steps(cell, geometry, place)
+        if cell["status"] != "done":
+            require(cell, {"reason": "text"}, place)
+            continue
+        require(cell, DONE, place)
+        for name in ("live_tokens", "used_slots"):
+            if [len(row) for row in cell[name]] != [layers] * scales:
+                raise Damaged(f"{place}.{name} is not {scales} lists of {layers} numbers")
     return geometry
-
-
-def _check_steps(cell: dict, geometry: Geometry, place: str) -> None:
-    """Every layer of every scale has its count."""
-    scales, layers = geometry.schedule.num_scales, geometry.num_layers
-    for name in ("live_tokens", "used_slots"):
-        rows = cell[name]
-        if len(rows) != scales or any(len(row) != layers for row in rows):
-            raise Damaged(f"{place}.{name} is not {scales} lists of {layers} numbers")
-
-
-# --- samples ---
 
 
 def check_samples(report: dict, samples: dict[str, np.ndarray]) -> None:
@@ -233,8 +183,7 @@ def check_samples(report: dict, samples: dict[str, np.ndarray]) -> None:
         found = _pictures(samples, cell["samples"])
         if found.shape != full.shape:
             raise Damaged(f"{cell['samples']} has shape {found.shape}, {full.shape} is expected")
-        numbers = cell["samples_fidelity"]
-        if any(len(numbers[name]) != len(full) for name in DONE["samples_fidelity"]):
+        if any(len(cell["samples_fidelity"][name]) != len(full) for name in PER_IMAGE):
             raise Damaged(f"{len(full)} images of {cell['label']}, other counts in {REPORT}")
 
 

@@ -7,6 +7,7 @@ from pallas_kernels.cache_write import reference
 from pallas_kernels.cache_write.table import BlockWrites
 
 
+# Imported when first called, because JAX may be installed without the other platform's backend.
 def _triton():
     from pallas_kernels.cache_write import triton
 

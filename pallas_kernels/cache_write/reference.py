@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.cache_write.table import BlockWrites
 
-LARGEST_INT8 = 127.0
+LARGEST_INT8 = 127.0  # a symmetric range: -128 is not used
 
 
 def quantize(x: Float[Array, "... H"]) -> tuple[Int[Array, "... H"], Float[Array, "..."]]:
@@ -54,6 +54,7 @@ def scatter(
     are skipped. values: [R, E, 2 H], as the pool holds them."""
     rows, _, block_size, width = kv_pool.shape
     row = jnp.arange(rows)[:, None]
+    # "drop" makes a slot outside the pool mean "not stored"
     flat = kv_pool.reshape(rows, -1, width).at[row, slots].set(values, mode="drop")
     pool = flat.reshape(kv_pool.shape)
     if kv_scale is None:
@@ -72,11 +73,13 @@ def write(
 ) -> tuple[Array, Array | None]:
     """See `api.write`."""
     rows, heads = k.shape[:2]
-    none = kv_pool.shape[1] * kv_pool.shape[2]
+    none = kv_pool.shape[1] * kv_pool.shape[2]  # the first slot behind the pool, which is dropped
     source = writes.source.reshape(*writes.ids.shape[:-1], -1)
     slots = jnp.where(source >= 0, writes.slots, none)
     slots, source = (a if a.ndim == 3 else a[None] for a in (slots, source))
+    # before the gather: every token is quantised once
     values, scales = encode(k, v, kv_pool.dtype)
+    # slots without a token (-1) gather token 0, which is dropped with them
     index = (jnp.arange(rows)[:, None, None], jnp.arange(heads)[:, None], jnp.maximum(source, 0))
     values = values[index].reshape(rows, -1, values.shape[-1])
     if scales is not None:

@@ -41,6 +41,7 @@ def block_writes(slots: np.ndarray, block_size: int, entries: int | None = None)
     heads = [_one_head(s, block_size) for s in flat]
     needed = max((len(ids) for ids, _ in heads), default=1)
     entries = max(1, needed) if entries is None else entries
+    # unused entries: any valid id, here 0, without a token
     ids = np.zeros((len(heads), entries), np.int32)
     source = np.full((len(heads), entries, block_size), -1, np.int32)
     for n, (mine, tokens) in enumerate(heads):
@@ -52,6 +53,7 @@ def _one_head(slots: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarra
     """(block ids [J], sources [J, block_size]) of one head's tokens."""
     tokens = np.flatnonzero(slots >= 0)
     stored = slots[tokens]
+    # each block once, however its tokens are spread: the contract of `BlockWrites`
     ids, entry = np.unique(stored // block_size, return_inverse=True)
     source = np.full((len(ids), block_size), -1, np.int32)
     source[entry, stored % block_size] = tokens

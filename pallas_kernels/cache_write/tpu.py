@@ -58,7 +58,7 @@ def write(kv_pool, k, v, writes, kv_scale, *, interpret: bool):
     if not interpret:
         _check(k, kv_pool)
     tokens, head_dim = k.shape[2:]
-    chunk = min(CHUNK, rounded(tokens, 32))
+    chunk = min(CHUNK, rounded(tokens, 32))  # whole tiles: 8 rows of float32, 16 of bfloat16
     padded = rounded(tokens, chunk)
     tables = _pack(writes, padded)
     given = packed_tokens(k, v)
@@ -75,6 +75,8 @@ def write(kv_pool, k, v, writes, kv_scale, *, interpret: bool):
         out_specs=pool_specs(pools),
         out_shape=[jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pools],
         scratch_shapes=_scratch_shapes(layout, pools, padded),
+        # Operands behind two tables and the tokens. Blocks that are not written keep their contents
+        # only because a result is its operand.
         input_output_aliases={2 + len(given) + i: i for i in range(len(pools))},
         # blocks belong to one head, so that two cores may share the heads
         compiler_params=pltpu.CompilerParams(
@@ -98,6 +100,7 @@ def _check(k, kv_pool) -> None:
         raise NotImplementedError(
             f"storing on TPU takes heads of 64, 128, ..., not {head_dim}: {way_out}"
         )
+    # a block's scales, two per slot, are one row of a part of at most 128 lanes (see `_Layout`)
     largest = LANES // 2 if kv_pool.dtype == jnp.int8 else LANES
     if block_size not in (8, 16, 32, 64, 128) or block_size > largest:
         raise NotImplementedError(
@@ -115,12 +118,15 @@ def _pack(writes: BlockWrites, padded: int) -> tuple[Array, Array]:
     N, 1, J * block_size]: the row of the tokens in vector memory that each slot takes)."""
     ids, source = (a if writes.ids.ndim == 3 else a[None] for a in (writes.ids, writes.source))
     stored, slot = source >= 0, jnp.arange(source.shape[-1], dtype=jnp.int32)
+    # A full block needs no read of what it held; a run of tokens is one load, not one per slot.
     consecutive = (source == source[..., :1] + slot).all(-1)
     kind = jnp.where(stored.any(-1), PARTIAL, EMPTY)
     kind = jnp.where(stored.all(-1), jnp.where(consecutive, CONSECUTIVE, FULL), kind)
     entry = jnp.arange(ids.shape[-1], dtype=jnp.int32)
     used = jnp.where(kind > EMPTY, entry + 1, 0).max(-1, keepdims=True, initial=0)
+    # The empty entry lets `_Head.step` look one entry ahead of the last without a case of its own.
     entries = jnp.concatenate([ids << KIND_BITS | kind, jnp.zeros_like(used), used], axis=-1)
+    # Old contents lie behind the (padded) tokens, so that keeping a slot is picking one more row.
     source = jnp.where(stored, source, padded + slot)
     source = source.reshape(*ids.shape[:2], 1, -1)
     return entries.astype(jnp.int32)[:, :, None], source.astype(jnp.int32)
@@ -160,12 +166,14 @@ class _Layout:
 def _scratch_shapes(layout: _Layout, pools: list[Array], padded: int) -> list:
     """Tokens by part, a block by part; the old and the new block, two of each (pool and scales);
     semaphores [old or new, which of the two]."""
+    # two of each: one is on its way while the other is used
     blocks = [pltpu.VMEM((2, *block_shape(pool)), pool.dtype) for pool in pools]
     return [
         *(pltpu.VMEM((padded + layout.block_size, w), jnp.float32) for w in layout.parts),
         *(pltpu.VMEM((layout.block_size, w), jnp.float32) for w in layout.parts),
         *blocks,
         *blocks,
+        # apart, because the wait for a block must not be ended by the arrival of another one
         pltpu.SemaphoreType.DMA((2, 2)),
     ]
 
@@ -174,6 +182,7 @@ def _vmem_limit(layout: _Layout, padded: int, dtype) -> int | None:
     """Bytes of vector memory that the kernel asks for; None where the default of 16 MiB will do."""
     lanes = sum(rounded(width, LANES) for width in layout.parts)
     tokens = padded * rounded(sum(layout.parts[: layout.values]), LANES)
+    # 1 MiB leaves room for the blocks. An estimate: hence 14 of 16 MiB, and a quarter on top.
     needed = 4 * padded * lanes + 2 * tokens * dtype.itemsize + 2**20
     return None if needed <= 14 * 2**20 else needed * 5 // 4
 
@@ -194,14 +203,17 @@ def _cost(given: list[Array], pools: list[Array], writes: BlockWrites) -> pl.Cos
 def _kernel(*refs, layout: _Layout, chunk: int, given: int, pools: int):
     entries, source, *refs = refs
     parts = len(layout.parts)
+    # the pools as operands are left out: they are the same memory as the results
     new_tokens, _, *state = in_parts(refs, given, pools, pools, parts, parts, pools, pools, 1)
     head = _Head(layout, pl.program_id(0), entries, source, *state[:-1], state[-1][0])
 
     @pl.when(head.used > 0)
     def _():
-        head.read(0)
+        head.read(0)  # on its way while the tokens are converted
         _convert(new_tokens, head.tokens, layout, chunk)
         jax.lax.fori_loop(0, head.used, lambda j, _: head.step(j), 0)
+        # The last two stores have had no step after them that waits. No copy may outlive the grid
+        # step: the next one uses the same memory and semaphores.
         head.wait_stored(head.used - 2)
         head.wait_stored(head.used - 1)
 
@@ -213,6 +225,8 @@ def _convert(given, tokens, layout: _Layout, chunk: int) -> None:
     def step(i, _):
         here = pl.ds(pl.multiple_of(i * chunk, chunk), chunk)
         parts = [array[0, 0, here].astype(jnp.float32) for array in given]
+        # Rows behind T are undefined (NaN perhaps) and converted with the others: no row mixes with
+        # another, and no slot names them.
         if layout.scaled:
             values, scales = _quantized(jnp.concatenate(parts, axis=-1), layout.block_size)
             tokens[-1][here] = scales
@@ -279,6 +293,7 @@ class _Head:
     def wait_stored(self, j) -> None:
         """Until the block of an entry (if there is such an entry) is in the pool."""
 
+        # an empty entry has started no store, and a wait for none would never end
         @pl.when((j >= 0) & (self.kind(jnp.maximum(j, 0)) > EMPTY))
         def _():
             for copy in self._copies(j, reads=False):
@@ -287,6 +302,7 @@ class _Head:
     def _copies(self, j, reads: bool):
         block = self.entries[0, 0, 0, j] >> KIND_BITS
         which = jax.lax.rem(j, 2)
+        # A wait has to name the same copies as their start: both come from here.
         semaphore = self.semaphores.at[0 if reads else 1, which]
         for pool, here in zip(self.pools, self.old if reads else self.new, strict=True):
             ends = (block_of(pool, self.row, block), here.at[which])
@@ -294,6 +310,8 @@ class _Head:
 
     def step(self, j) -> int:
         """Put the block of entry j together and start storing it."""
+        # Reading j + 1 while j - 1 and j - 2 are being stored is safe, because no block is listed
+        # twice. Its buffer is that of j - 1, which step j - 1 has unpacked.
         self.read(j + 1)
         self.wait_stored(j - 2)  # before its memory takes the new block
         kind = self.kind(j)
@@ -307,6 +325,7 @@ class _Head:
         for copy in self._copies(j, reads=True):
             copy.wait()
         which, size = jax.lax.rem(j, 2), self.layout.block_size
+        # one place for all old blocks: the rows that step j - 1 kept are picked already
         behind = pl.ds(self.tokens[0].shape[0] - size, size)
         values = self.layout.cut(self.old[0][which].astype(jnp.float32))
         for part, new in zip(self.tokens, values, strict=False):
@@ -329,6 +348,8 @@ class _Head:
 
     def _store(self, j) -> None:
         which, size = jax.lax.rem(j, 2), self.layout.block_size
+        # float32 holds old contents exactly (int8: whole numbers), so storing them again changes
+        # nothing; only new tokens of a wider type than the pool's are rounded.
         values = [part[...] for part in self.block[: self.layout.values]]
         self.new[0][which] = jnp.concatenate(values, axis=-1).astype(self.new[0].dtype)
         if self.layout.scaled:

@@ -41,7 +41,7 @@ def write(kv_pool, k, v, writes: BlockWrites, kv_scale=None, *, interpret: bool 
     if kv_scale is not None:
         stores.append(kv_scale.reshape(rows, -1))
     token = pl.BlockSpec((None, None, tokens, head_dim), lambda j, n, r: (r, n, 0, 0))
-    row_specs = [
+    row_specs = [  # a pointer to a row; stores name the slots, which no two programs share
         pl.BlockSpec((None, *a.shape[1:]), lambda j, n, r, d=a.ndim: (r, *(0,) * (d - 1)))
         for a in stores
     ]
@@ -51,7 +51,10 @@ def write(kv_pool, k, v, writes: BlockWrites, kv_scale=None, *, interpret: bool 
         in_specs=[*(_head(a) for a in table), token, token, *row_specs],
         out_specs=row_specs,
         out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in stores],
+        # Operands behind two tables, K and V. Without aliases the results would be new arrays, in
+        # which nothing fills the slots that receive no token.
         input_output_aliases={4 + i: i for i in range(len(stores))},
+        # one stage: without a loop there is nothing to load ahead
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         cost_estimate=_cost(k, stores, places),
         interpret=interpret,
@@ -81,7 +84,7 @@ def _kernel(block_size: int, head_dim: int, ids_ref, source_ref, k_ref, v_ref, *
     slot = block * block_size + place % block_size
     for half, ref in enumerate((k_ref, v_ref)):
         x = rows_at(ref, token, stored, head_dim)
-        if scale_ref:
+        if scale_ref:  # scales of a block: those of all its keys, then those of its values
             x, scale = _quantize(x)
             line = block * (2 * block_size) + half * block_size + place % block_size
             plgpu.store(scale_ref[0].at[line], scale, mask=stored)
@@ -93,10 +96,10 @@ def _kernel(block_size: int, head_dim: int, ids_ref, source_ref, k_ref, v_ref, *
 def _quantize(x):
     """`reference.quantize` in operations that a kernel has; the same bits."""
     x = x.astype(jnp.float32)
-    # XLA divides by a constant so, too
+    # XLA turns the reference's division by a constant into this product
     scale = jnp.max(jnp.abs(x), axis=1) * np.float32(1 / LARGEST_INT8)
     x *= inverse_scale(scale)[:, None]
-    below = jnp.floor(x)
+    below = jnp.floor(x)  # Pallas-Triton cannot lower jnp.round
     rest, odd = x - below, below - 2 * jnp.floor(below * 0.5)
     up = (rest > 0.5) | ((rest == 0.5) & (odd == 1))  # to nearest, ties to even
     return jnp.where(up, below + 1, below).astype(jnp.int8), scale

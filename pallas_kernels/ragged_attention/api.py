@@ -13,6 +13,7 @@ from pallas_kernels.ragged_attention import reference
 from pallas_kernels.ragged_attention.table import BlockTable
 
 
+# Imported when first called, because JAX may be installed without the other platform's backend.
 def _triton():
     from pallas_kernels.ragged_attention import triton
 
@@ -145,6 +146,7 @@ def check_kernel_arguments(
         raise NotImplementedError(
             f"{name} attention takes a pool of {_listed(dtypes)}, not {kv_pool.dtype}: {way_out}"
         )
+    # No NotImplementedError, after which the reference would run: it cannot take these, either.
     if (kv_pool.dtype == jnp.int8) != (kv_scale is not None):
         raise ValueError("an int8 pool comes with kv_scale, and only that")
 

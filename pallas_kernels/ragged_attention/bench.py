@@ -3,7 +3,7 @@
 A candidate is a function that runs an operation once and returns something to feed its next run
 with, so that runs follow each other on the device without the host between them: `measure` times a
 loop of them and takes the median of several. What a loop does not change is made to depend on its
-carry (`_after`), or else the compiler would compute it once, before the loop.
+carry (`_depending_on`), or else the compiler would compute it once, before the loop.
 
 The dense ways attend to a full cache of the same scale, whatever the kernel's heads own: they
 are what a compressed cache has to beat.
@@ -102,8 +102,9 @@ def candidate(operation: str, args: Arguments, name: str, run: Callable | None =
     return Candidate(name, _moments_step(sums), args.q, (args, weights, log_sum), sums)
 
 
-def _after(args: Arguments, carry) -> Arguments:
+def _depending_on(args: Arguments, carry) -> Arguments:
     """The same arguments, but only known once `carry` is."""
+    # always 0 (also for NaN), but a result of the carry
     never = (carry.reshape(-1)[0] > jnp.inf).astype(jnp.int32)
     table = replace(args.table, ids=args.table.ids + never)
     return replace(args, table=table, length=args.length + never)
@@ -113,7 +114,7 @@ def _attend_step(name: str, run):
     run = run or (lambda *a, **k: ragged_attention.attend(*a, **k, implementation=name))
 
     def step(q, args):
-        args = _after(args, q)
+        args = _depending_on(args, q)
         return run(q, *args.attend[1:], kv_scale=args.kv_scale).astype(q.dtype)
 
     return step
@@ -131,7 +132,8 @@ def _moments_sums(name: str, run):
 
 def _moments_step(sums):
     def step(q, args, weights, log_sum):
-        found = sums(q, _after(args, q), weights, log_sum)
+        found = sums(q, _depending_on(args, q), weights, log_sum)
+        # times 0 is not removed by the compiler, because NaN times 0 is not 0
         return q.at[0, 0, 0, 0].add((found.reshape(-1)[0] * 0).astype(q.dtype))
 
     return step
@@ -140,6 +142,7 @@ def _moments_step(sums):
 def _write_step(name: str):
     def step(carry, args):
         pool, scale = carry
+        # K and V do not change: without the barrier, converting them could be moved out of the loop
         k, v, pool = jax.lax.optimization_barrier((args.k, args.v, pool))
         given = (pool, k, v, args.writes)
         return cache_write.write(*given, kv_scale=scale, implementation=name)
@@ -188,7 +191,7 @@ def measure(candidate: Candidate, repeats: int) -> float:
         jax.block_until_ready(loop(runs, candidate.carry, candidate.arguments))
         return time.perf_counter() - start
 
-    seconds(1)
+    seconds(1)  # compiles; the number of runs is an argument, so that this is the only time
     runs = int(np.clip(AIM / max(seconds(1), 1e-6), 1, MOST_RUNS))
     seconds(runs)
     return statistics.median(seconds(runs) for _ in range(repeats)) / runs
@@ -197,6 +200,7 @@ def measure(candidate: Candidate, repeats: int) -> float:
 def fits(spec: ArgSpec, copies: int = 3) -> bool:
     """Whether an implementation that holds all scores in float32 a few times fits this device."""
     scores = spec.rows * spec.heads * spec.tokens * (spec.entries * spec.block_size + spec.tokens)
+    # 8 GiB where a backend does not say (CPU)
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 2**33)
     return copies * 4 * scores < limit / 2
 
@@ -207,7 +211,7 @@ def chip(kind: str) -> Chip | None:
     kind = kind.lower().replace(" lite", "e").replace("tpu ", "tpu-").replace("rtx ", "rtx")
     kind = {"tpu-v5": "tpu-v5p", "tpu-7x": "tpu7x"}.get(kind, kind)
     words = kind.replace("tpu-", "tpu=").replace("-", " ").replace("=", "-").split()
-    if {"pcie", "40gb"} & set(words):
+    if {"pcie", "40gb"} & set(words):  # slower memory than the table's SXM cards with 80 GB
         return None
     return next((found for name, found in CHIPS.items() if name in words), None)
 

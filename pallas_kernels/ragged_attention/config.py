@@ -112,14 +112,19 @@ def heuristic(call: Call, implementation: str) -> Config:
 def _triton_heuristic(call: Call) -> TritonConfig:
     """Tiles whose numbers fit the registers of an A100 and an H200: ahead-of-time compilation found
     no spills (tests/pallas_kernels/test_triton_compile.py)."""
+    # A tensor core multiplies at least 16 rows. Compiled for an H200 with 4 warps and heads of 64,
+    # tiles of 128 queries took 243 of 255 registers, tiles of 64 took 133.
     wide, queries = call.head_dim > 64, max(16, power_of_two(call.queries))
     if call.dtype == "float32":  # products without tensor cores, where full precision is asked for
+        # such products keep their factors in registers: smaller tiles, twice the threads
         block_q = 32 if call.kv_dtype == "float32" else 16
         block_k = 16 if wide else 32
         return TritonConfig(
             block_q=min(block_q, queries), block_k=block_k, num_warps=8, num_stages=2
         )
     converted = call.kv_dtype not in ("bfloat16", "float16")  # on the way through registers
+    # `attend` holds a step of K and of V converted. The moments hold K alone, and keys are the rows
+    # of their product, of which Hopper's wgmma takes 64.
     block_k = 32 if wide and converted and call.operation == "attend" else 64
     return TritonConfig(block_q=min(64, queries), block_k=block_k, num_warps=4, num_stages=3)
 
@@ -133,6 +138,7 @@ def _tpu_heuristic(call: Call) -> TPUConfig:
 def tpu_vmem_limit(call: Call, tiles: TPUConfig) -> int | None:
     """Bytes of vector memory that a call may use; None where the compilers' default of 16 MiB will
     do (all that a v4 has), as it does up to 4096 tokens with the heuristic's tiles."""
+    # An estimate: 2 MiB of the 16 stay free, and a limit that has to be named is a quarter larger.
     needed = tpu_vector_memory(call, tiles)
     return tiles.vmem_limit or (None if needed <= 14 * 2**20 else needed * 5 // 4)
 
@@ -142,14 +148,17 @@ def tpu_vector_memory(call: Call, tiles: TPUConfig) -> int:
     next one, stored blocks on their way (four groups), scores of a step and what comes of them."""
     size = {"float32": 4, "bfloat16": 2, "int8": 1}
     each, stored = size[call.dtype], size[call.kv_dtype]
+    # rows of H (q, out, k) and of 2 H (K beside V), padded to 128 lanes
     one, both = (-(-width // 128) * 128 for width in (call.head_dim, 2 * call.head_dim))
     block_q = min(tiles.block_q, -(-call.queries // 128) * 128)
-    if call.operation == "attend":
+    # What Pallas fetches or writes back is there twice, for this grid step and for the next.
+    if call.operation == "attend":  # own K and V; tiles of q and of the output
         arrays = 2 * call.queries * both * each + 4 * block_q * one * each
-    else:
+    else:  # queries and own keys; two results of 4 bytes per key
         arrays = 4 * call.queries * one * each + 16 * (call.slots + call.queries)
     step = 3 * max(tiles.own_keys, tiles.copy_keys) * block_q * 4
-    copies = tiles.copy_keys * both * (4 * stored + 4)
+    copies = tiles.copy_keys * both * (4 * stored + 4)  # four buffers, one group in float32
+    # the running output; maximum and sum, rows that take 8 sublanes each
     return arrays + block_q * (one + 16) * 4 + step + copies
 
 
@@ -221,7 +230,7 @@ def write_tuned(
     work = path.with_suffix(f".{os.getpid()}")  # whoever reads sees the old file or the new one
     work.write_text(json.dumps(contents, indent=1) + "\n")
     os.replace(work, path)
-    tuned.cache_clear()
+    tuned.cache_clear()  # programs traced from now on in this process find them
 
 
 def _header(kind: str, operation: str, implementation: str) -> dict:
@@ -251,6 +260,7 @@ def _fill(kind: type, values):
         raise ValueError(f"{values!r} does not have the fields {', '.join(names)}")
     for field in fields(kind):
         value, allowed = values[field.name], field.type
+        # a bool is an int for isinstance
         if type(value) is bool or not isinstance(value, allowed):
             raise ValueError(f"{field.name} is {value!r}")
         if isinstance(value, int) and value < 1:

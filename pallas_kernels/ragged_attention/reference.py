@@ -26,23 +26,28 @@ def gather_slots(
     ids = table.ids if table.ids.ndim == 3 else table.ids[None]
     mask = table.slot_mask(block_size)
     mask = mask if mask.ndim == 3 else mask[None]
+    # explicit rows broadcast against a table shared by all rows, which is never repeated per row
     blocks = kv_pool[jnp.arange(rows)[:, None, None], ids]
     k, v = blocks[..., : width // 2], blocks[..., width // 2 :]
-    if kv_scale is not None:
+    if kv_scale is not None:  # a block's scales: those of all its keys, then those of its values
         scales = kv_scale[jnp.arange(rows)[:, None, None], ids][..., None]
         k = k.astype(jnp.float32) * scales[..., :block_size, :]
         v = v.astype(jnp.float32) * scales[..., block_size:, :]
     k, v = (a.reshape(rows, ids.shape[1], -1, width // 2) for a in (k, v))
+    # Masked scores are not enough: a weight of 0 times a value of NaN is NaN.
     return jnp.where(mask[..., None], k, 0), jnp.where(mask[..., None], v, 0), mask
 
 
 def _scores(q, k_old, mask, k_new, new_length) -> Float[Array, "R N T PT"]:
     """Masked float32 scores over stored, then own keys."""
+    # Like the kernels: products in the type of the keys, sums, scores and softmax in float32.
     q = q.astype(k_new.dtype)
     old = jnp.einsum(
         "rnth,rnph->rntp", q, k_old.astype(q.dtype), preferred_element_type=jnp.float32
     )
     new = jnp.einsum("rnth,rnsh->rnts", q, k_new, preferred_element_type=jnp.float32)
+    # -inf has the weight 0 exactly. No row is -inf everywhere (softmax would give NaN), because a
+    # scale has at least one real token, whatever the table.
     old = jnp.where(mask[:, :, None], old, -jnp.inf)
     new = jnp.where(jnp.arange(k_new.shape[2]) < new_length, new, -jnp.inf)
     return jnp.concatenate([old, new], axis=-1)
@@ -70,6 +75,7 @@ def attend(
     """See `api.attend`."""
     k_old, v_old, mask = gather_slots(kv_pool, table, kv_scale)
     scores = _scores(q, k_old, mask, k_new, new_length)
+    # rounded to the type of V before the product, as the kernels do
     weights = jax.nn.softmax(scores, axis=-1).astype(v_new.dtype)
     stored = v_old.shape[2]
     real = jnp.arange(v_new.shape[2]) < new_length
@@ -95,14 +101,16 @@ def attention_moments(
 
     def add(sums, inputs):
         some, weight, log_sum = inputs
+        # exp(-inf) is 0: columns without a key need no mask of their own
         p = jnp.exp(_scores(some, k_old, mask, k_new, new_length) - log_sum[..., None])
-        p = jnp.where(weight[:, None] != 0, p, 0)  # padded queries may hold anything
+        p = jnp.where(weight[:, None] != 0, p, 0)  # padded queries may be NaN; 0 * NaN is NaN
         powers = (p, p * p) if squares else (p,)
         return tuple(
             s + jnp.einsum("t,rntk->rnk", weight, a) for s, a in zip(sums, powers, strict=True)
         ), None
 
     zero = jnp.zeros((*q.shape[:2], k_old.shape[2] + k_new.shape[2]), jnp.float32)
+    # padded with zeros, and a query of weight 0 adds nothing
     chunks = (_chunks(q, 2, chunk), _chunks(query_weights, 0, chunk), _chunks(lse, 2, chunk))
     sums, _ = jax.lax.scan(add, (zero, zero) if squares else (zero,), chunks)
     return sums[0], sums[1] if squares else None

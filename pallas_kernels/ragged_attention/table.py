@@ -19,6 +19,8 @@ class BlockTable:
     pool and always valid, also in empty entries. A block may be listed twice with disjoint ranges.
     """
 
+    # Valid also where empty: the reference gathers every entry, and the TPU kernels copy the blocks
+    # of all entries up to the last one in use.
     ids: Int[AnyArray, "*rows N M"]
     start: Int[AnyArray, "*rows N M"]
     stop: Int[AnyArray, "*rows N M"]
@@ -48,5 +50,6 @@ class BlockTable:
         first = (
             jax.lax.broadcasted_iota(self.ids.dtype, self.ids.shape, self.ids.ndim - 1) * block_size
         )
+        # negative behind the last block in use, where nothing is valid: clipped to an empty entry
         stop = jax.numpy.clip(count[..., None] - first, 0, block_size)
         return BlockTable(self.ids, jax.numpy.zeros_like(self.start), stop.astype(self.stop.dtype))

@@ -76,14 +76,18 @@ def attend(
     config = config or tiles.choose(call, "tpu")
     rows, heads, tokens, head_dim = q.shape
     entries, block_size = table.ids.shape[-1], kv_pool.shape[2]
-    keys = min(config.copy_keys, max(1, entries) * block_size)
+    keys = min(config.copy_keys, max(1, entries) * block_size)  # no group larger than the table
     grouping = Grouping.of(entries, block_size, keys)
-    block_q = balanced(tokens, config.block_q, LANES)
-    own_keys = balanced(tokens, config.own_keys, 16)
+    block_q = balanced(tokens, config.block_q, LANES)  # queries are lanes
+    own_keys = balanced(tokens, config.own_keys, 16)  # keys are rows: 16 in a tile of bfloat16
     length, packed = jnp.reshape(new_length, 1).astype(jnp.int32), pack(table, grouping)
     own, stored = packed_tokens(k_new, v_new), pools(kv_pool, kv_scale, interpret)
+    # Steps are whole, so the last one may read beyond T, where K and V are undefined: `load_own`
+    # masks them.
     own_spec = [whole_head(array, rounded(tokens, own_keys)) for array in own]
     tile = pl.BlockSpec((1, 1, block_q, head_dim), lambda r, n, t: (r, n, t, 0))
+    # [R, N, 1, T]: the last two axes of a block have to be multiples of 8 and 128 or whole, and one
+    # head of [R, N, T] is neither
     row = pl.BlockSpec((1, 1, 1, block_q), lambda r, n, t: (r, n, 0, t))
     row_shape = jax.ShapeDtypeStruct((rows, heads, 1, tokens), jnp.float32)
     counts = (len(own), len(stored), 1 + return_lse)
@@ -100,8 +104,8 @@ def attend(
         out_specs=[tile, row] if return_lse else [tile],
         out_shape=[jax.ShapeDtypeStruct(q.shape, v_new.dtype)] + [row_shape] * return_lse,
         scratch_shapes=[
-            *[pltpu.VMEM((1, block_q), jnp.float32)] * 2,
-            pltpu.VMEM((head_dim, block_q), jnp.float32),
+            *[pltpu.VMEM((1, block_q), jnp.float32)] * 2,  # running maximum and sum
+            pltpu.VMEM((head_dim, block_q), jnp.float32),  # output, transposed
             *scratch_shapes(grouping, stored),
         ],
         compiler_params=compiler_params(call, config, axes=3),
@@ -131,6 +135,8 @@ def _kernel(length_ref, table, q_ref, *refs, grouping: Grouping, own_keys: int, 
     blocks = Blocks(grouping, pl.program_id(0), table, stored, buffers, semaphores)
     length, first = length_ref[0], pl.program_id(2) * q_ref.shape[2]
 
+    # Copies start only in tiles that wait for all of them, so that none is left under way for the
+    # next grid step, which uses the same buffers and semaphores.
     @pl.when(first >= length)  # padding only: any finite result will do
     def _():
         for result in results:
@@ -138,7 +144,7 @@ def _kernel(length_ref, table, q_ref, *refs, grouping: Grouping, own_keys: int, 
 
     @pl.when(first < length)
     def _():
-        blocks.start()
+        blocks.start()  # on their way while the own keys are at work
         _attend_tile(q_ref, own, blocks, sums, own_keys, length)
         _finish(results, sums)
 
@@ -146,9 +152,13 @@ def _kernel(length_ref, table, q_ref, *refs, grouping: Grouping, own_keys: int, 
 def _attend_tile(q_ref, own, blocks: Blocks, sums, own_keys: int, length) -> None:
     """All keys that a tile of queries sees, own ones first."""
     dtype = own[0].dtype
+    # Padded queries and what lies beyond T (undefined) need no mask: every query is a lane, no
+    # operation below joins lanes, and lanes beyond T are not written back.
     q = q_ref[0, 0].astype(dtype)
-    top, total, out = sums
-    top[...] = jnp.full_like(top, -jnp.inf)
+    maximum, total, out = sums
+    # Scratch keeps what the last grid step left. -inf never meets -inf (which would be NaN): the
+    # first own step holds token 0, which is always real.
+    maximum[...] = jnp.full_like(maximum, -jnp.inf)
     total[...] = jnp.zeros_like(total)
     out[...] = jnp.zeros_like(out)
 
@@ -170,19 +180,21 @@ def _attend_tile(q_ref, own, blocks: Blocks, sums, own_keys: int, length) -> Non
 def _accumulate(q, k, v, valid, sums) -> None:
     """Online softmax: q [queries, H], k [keys, H], v [H, keys], valid [keys, 1] into the running
     maximum and sum [1, queries] and the output [H, queries], which are relative to the maximum."""
-    top_ref, total_ref, out_ref = sums
+    maximum_ref, total_ref, out_ref = sums
+    # invalid keys are rows of zeros, whose score of 0 would count; -inf has the weight 0 exactly
     scores = jnp.where(valid, dot(k, q, (1, 1)), -jnp.inf)
-    top = jnp.maximum(top_ref[...], scores.max(axis=0, keepdims=True))
-    shrink = jnp.exp(top_ref[...] - top)
-    weights = jnp.exp(scores - top)
-    top_ref[...] = top
-    total_ref[...] = total_ref[...] * shrink + weights.sum(axis=0, keepdims=True)
-    out_ref[...] = out_ref[...] * shrink + dot(v, weights.astype(v.dtype), (1, 0))
+    maximum = jnp.maximum(maximum_ref[...], scores.max(axis=0, keepdims=True))
+    rescale = jnp.exp(maximum_ref[...] - maximum)  # of the old maximum: read before it is replaced
+    weights = jnp.exp(scores - maximum)
+    maximum_ref[...] = maximum
+    total_ref[...] = total_ref[...] * rescale + weights.sum(axis=0, keepdims=True)
+    out_ref[...] = out_ref[...] * rescale + dot(v, weights.astype(v.dtype), (1, 0))
 
 
 def _finish(results, sums) -> None:
     """Write the output and, if it is asked for, the log-sum-exp."""
-    top, total, out = sums
+    maximum, total, out = sums
+    # total is never 0: the largest score has added exp(0) to it
     results[0][0, 0] = (out[...] / total[...]).T.astype(results[0].dtype)
     if len(results) > 1:
-        results[1][0, 0] = top[...] + jnp.log(total[...])
+        results[1][0, 0] = maximum[...] + jnp.log(total[...])

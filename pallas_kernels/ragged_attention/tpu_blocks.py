@@ -29,8 +29,10 @@ from pallas_kernels.tpu_operands import LANES, block_of, block_shape
 # Groups in flight or in use. More than two, because a group of 128 keys is only 32 KiB, and what is
 # computed on it may take less time than HBM takes to answer.
 BUFFERS = 4
-MAX_GROUP = 16  # blocks per group: the loads of a group are unrolled
-RANGE_BITS = 16
+# Blocks per group: the loads of a group are unrolled. 16 of the smallest blocks (8 slots) are still
+# the 128 keys that `tpu_moments` needs.
+MAX_GROUP = 16
+RANGE_BITS = 16  # start below, stop above; both are at most 128, so the sign stays clear
 
 
 def check(q: Array, kv_pool: Array, kv_scale: Array | None) -> None:
@@ -49,6 +51,7 @@ def check(q: Array, kv_pool: Array, kv_scale: Array | None) -> None:
 def compiler_params(call: tiles.Call, config: tiles.TPUConfig, axes: int) -> pltpu.CompilerParams:
     """axes: of the grid."""
     return pltpu.CompilerParams(
+        # No grid step needs what another one left, so the two cores of a v5p may share them.
         dimension_semantics=("parallel",) * axes,
         vmem_limit_bytes=tiles.tpu_vmem_limit(call, config),
     )
@@ -86,9 +89,11 @@ class Grouping:
 def pack(table: BlockTable, grouping: Grouping) -> Int[Array, "rows N 1 packed"]:
     """The table as the kernels read it; rows is 1 for a shared one."""
     ids, start, stop = (a if a.ndim == 3 else a[None] for a in (table.ids, table.start, table.stop))
+    # an entry in use has stop > 0, so its range is never 0, and 0 means an empty one
     ranges = jnp.where(stop > start, start | stop << RANGE_BITS, 0)
     entry = jax.lax.broadcasted_iota(jnp.int32, ranges.shape, 2)
     used = jnp.where(ranges > 0, entry + 1, 0).max(-1, keepdims=True, initial=0)
+    # the range 0 marks padding as empty; ids there are not read, because `used` ends before them
     tail = ((0, 0), (0, 0), (0, grouping.padded - grouping.entries))
     packed = jnp.concatenate([jnp.pad(ids, tail), jnp.pad(ranges, tail), used], axis=-1)
     return packed.astype(jnp.int32)[:, :, None]
@@ -98,6 +103,8 @@ def scratch_shapes(grouping: Grouping, pools: list[Array]) -> list:
     """Buffers of blocks (and scales), semaphores: the last fields of `Blocks`."""
     shapes = [(BUFFERS, grouping.blocks, *block_shape(pool)) for pool in pools]
     buffers = [pltpu.VMEM(s, pool.dtype) for s, pool in zip(shapes, pools, strict=True)]
+    # One semaphore per buffer is enough: every copy is waited for, and a buffer takes one group at
+    # a time.
     return [*buffers, pltpu.SemaphoreType.DMA((BUFFERS,))]
 
 
@@ -125,6 +132,8 @@ class Blocks:
 
         def step(group, _):
             self._for_copies(group, lambda copy: copy.wait())
+            # This copy goes to the buffer of group - 1, which `do` has left one step ago. Every
+            # group that is started is waited for here: after the loop no copy is under way.
             self._start(group + BUFFERS - 1)
             do(group)
             return 0
@@ -133,6 +142,7 @@ class Blocks:
 
     def start(self) -> None:
         """Start the first copies; before anything that can be computed meanwhile."""
+        # one buffer stays free for the group that `for_each_group` starts in its first step
         for group in range(BUFFERS - 1):
             self._start(group)
 
@@ -145,12 +155,15 @@ class Blocks:
         buffer = jax.lax.rem(group, BUFFERS)
 
         def step(i, _):
+            # Empty entries among those in use are copied, too: their ids have to be valid.
             block = self.table[0, 0, 0, group * size + i]
             for pool, target in zip(self.pools, self.buffers, strict=True):
                 source, target = block_of(pool, self.row, block), target.at[buffer, i]
                 do(pltpu.make_async_copy(source, target, self.semaphores.at[buffer]))
             return 0
 
+        # Starts and waits of a group count alike, or else a wait would never end. Groups behind the
+        # last one have a negative count: no step.
         jax.lax.fori_loop(0, jnp.minimum(size, self.used - group * size), step, 0)
 
     def load(self, group):
@@ -163,6 +176,7 @@ class Blocks:
             packed = self.table[0, 0, 0, self.grouping.padded + group * count + i]
             start, stop = packed & (2**RANGE_BITS - 1), packed >> RANGE_BITS
             inside = (slot >= start) & (slot < stop)
+            # Chosen, not multiplied: rows outside (stale, never copied to, unowned) may be NaN.
             rows.append(jnp.where(inside, self._block(group, i), 0.0))
             valid.append(inside.astype(jnp.int32))
         return jnp.concatenate(rows, axis=0), jnp.concatenate(valid, axis=0) > 0
@@ -173,6 +187,7 @@ class Blocks:
         block = self.buffers[0][buffer, i].astype(jnp.float32)
         if len(self.buffers) == 1:
             return block
+        # scales are lanes, slots are rows: those of the keys first, then those of the values
         scales, (size, width) = self.buffers[1][buffer, i], block.shape
         is_key = jax.lax.broadcasted_iota(jnp.int32, block.shape, 1) < width // 2
         return block * jnp.where(is_key, _column(scales, 0, size), _column(scales, size, size))
@@ -181,6 +196,7 @@ class Blocks:
 def _column(row, first: int, size: int):
     """Elements first, first + 1, ... of a row [1, W] as a column [size, 1]; exact, and an element
     that is NaN stays alone."""
+    # The diagonal of the row repeated: a choice and a sum, where a product would spread NaN.
     shape = (size, row.shape[1])
     here = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + first
     chosen = jax.lax.broadcasted_iota(jnp.int32, shape, 1) == here
@@ -194,6 +210,7 @@ def load_own(refs, first, size: int, length):
     """([float32 [size, H or 2 H] per ref], valid bool [size, 1]): own tokens first, first + 1, ...,
     zeroed from `length` on."""
     here = pl.ds(pl.multiple_of(first, size), size)
+    # beyond T the refs are undefined; V has to be zeroed, because a weight of 0 times NaN is NaN
     valid = jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0) + first < length
     return [jnp.where(valid, ref[0, 0, here].astype(jnp.float32), 0.0) for ref in refs], valid
 

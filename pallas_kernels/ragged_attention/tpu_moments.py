@@ -61,16 +61,20 @@ def attention_moments(
     config = config or tiles.choose(call, "tpu")
     rows, heads, queries, head_dim = q.shape
     tokens, (entries, block_size) = k_new.shape[2], (table.ids.shape[-1], kv_pool.shape[2])
-    # groups and pieces of own keys are whole rows of 128 results
+    # Groups and pieces of own keys are multiples of 128, because a key is a lane of the result, and
+    # rows of results are stored at places that are multiples of their size.
     grouping = Grouping.of(entries, block_size, rounded(config.copy_keys, LANES))
     own_keys = min(rounded(config.own_keys, LANES), rounded(tokens, LANES))
     block_q = balanced(queries, config.block_q, LANES)
     all_queries, all_own = rounded(queries, block_q), rounded(tokens, own_keys)
     tail = all_queries - queries
+    # padded with the weight 0, which `_over_queries` takes for "no query"; what q holds there is
+    # undefined
     weights = jnp.pad(query_weights.astype(jnp.float32), (0, tail))[None]
     lse = jnp.pad(lse, ((0, 0), (0, 0), (0, tail)))[:, :, None]
     length, packed = jnp.reshape(new_length, 1).astype(jnp.int32), pack(table, grouping)
     stored = pools(kv_pool, kv_scale, interpret)
+    # whole groups and pieces; the columns behind M blocks and T tokens are cut off below
     widths = [grouping.padded * block_size, all_own] * (2 if squares else 1)
     counts = (len(stored), len(widths))
     found = pl.pallas_call(
@@ -127,9 +131,11 @@ def _kernel(
     the squares."""
     stored, results, buffers, (semaphores,) = in_parts(refs, *counts, counts[0], 1)
     blocks = Blocks(grouping, pl.program_id(0), table, stored, buffers, semaphores)
-    blocks.start()
+    blocks.start()  # on their way while the own keys are at work
     length, head_dim, dtype = length_ref[0], q_ref.shape[3], k_ref.dtype
     over_queries = partial(_over_queries, q_ref, weights, lse, block_q, len(results) // 2)
+    # Fresh memory may hold NaN. Pieces behind `length` and groups not in use are never visited, and
+    # columns without a key have to be 0.
     for result in results:
         result[...] = jnp.zeros_like(result)
 
@@ -154,12 +160,14 @@ def _over_queries(q_ref, weights, lse, block_q: int, powers: int, k, valid) -> l
         here = pl.ds(pl.multiple_of(i * block_q, block_q), block_q)
         weight = weights[:, here]
         p = jnp.exp(dot(k, q_ref[0, 0, here].astype(k.dtype), (1, 1)) - lse[0, 0, :, here])
-        p = jnp.where(weight != 0, p, 0.0)  # padded queries may hold anything
+        p = jnp.where(weight != 0, p, 0.0)  # padded queries may be NaN, and 0 * NaN is NaN
         terms = [p * weight, p * p * weight][:powers]
         return tuple(s + _in_lanes(t) for s, t in zip(sums, terms, strict=True))
 
     zeros = (jnp.zeros((len(k), LANES), jnp.float32),) * powers
     sums = jax.lax.fori_loop(0, q_ref.shape[2] // block_q, step, zeros)
+    # Invalid keys are rows of zeros, whose weights are not 0. Turned, the sum runs over rows, not
+    # across lanes, and is the row that the result holds.
     return [jnp.where(valid, s, 0.0).T.sum(axis=0, keepdims=True) for s in sums]
 
 

@@ -61,6 +61,8 @@ def attend(
     config = config or tiles.choose(tiles.Call.of("attend", q, k_new, kv_pool, table), "triton")
     stored = Stored.of(kv_pool, table, kv_scale)
     rows, heads, tokens, head_dim = q.shape
+    # A ref on a GPU is a pointer: a BlockSpec moves it to the program's head and copies nothing, so
+    # `own` may span all tokens of a head, however many there are.
     tile = pl.BlockSpec((None, None, config.block_q, head_dim), lambda i, n, r: (r, n, i, 0))
     own = pl.BlockSpec((None, None, tokens, head_dim), lambda i, n, r: (r, n, 0, 0))
     line = pl.BlockSpec((None, None, config.block_q), lambda i, n, r: (r, n, i))
@@ -68,6 +70,8 @@ def attend(
     lse = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
     found = pl.pallas_call(
         partial(_kernel, stored, config, tokens),
+        # The first axis is blockIdx.x, which counts fastest: tiles of a head follow one another.
+        # It is also the only one that CUDA lets exceed 65,535.
         grid=(pl.cdiv(tokens, config.block_q), heads, rows),
         in_specs=[pl.BlockSpec((1,), lambda i, n, r: (0,)), tile, own, own, *stored.specs],
         out_specs=(tile, line) if return_lse else (tile,),
@@ -86,16 +90,20 @@ def _kernel(stored: Stored, config, tokens: int, length_ref, q_ref, k_ref, v_ref
     query = first + jnp.arange(config.block_q, dtype=jnp.int32)
 
     def write(out, *lse):
+        # the last tile may reach beyond T, where the next head's rows (or no memory) lie
         plgpu.store(out_refs[0], out.astype(out_refs[0].dtype), mask=(query < tokens)[:, None])
-        for ref, value in zip(out_refs[1:], lse, strict=False):
+        for ref, value in zip(out_refs[1:], lse, strict=False):  # without return_lse none is left
             plgpu.store(ref, value, mask=query < tokens)
 
     @pl.when(first < length)
     def _():
+        # zeros instead of padded queries (which may be NaN) keep the padding of the result finite
         q = plgpu.load(q_ref, mask=(query < length)[:, None], other=0).astype(k_ref.dtype)
-        top, total, sums = _walk(stored, config, q, length, k_ref, v_ref, refs)
-        write(sums / total[:, None], top / LOG2_E + jnp.log(total))
+        maximum, total, sums = _walk(stored, config, q, length, k_ref, v_ref, refs)
+        # total is never 0: the largest score has added exp2(0) to it
+        write(sums / total[:, None], maximum / LOG2_E + jnp.log(total))
 
+    # Written all the same: fresh memory may hold NaN, and the result has to be finite everywhere.
     @pl.when(first >= length)
     def _():
         write(jnp.zeros(q_ref.shape, jnp.float32), jnp.zeros(query.shape, jnp.float32))
@@ -108,38 +116,46 @@ def _walk(stored: Stored, config, q, length, k_ref, v_ref, refs):
 
     def own(i, carry):
         key = i * size + within
+        # the mask is needed for V, too: padding may be NaN, and a weight of 0 times NaN is NaN
         k, v = (rows_at(ref, key, key < length, head_dim) for ref in (k_ref, v_ref))
         return _step(q, (k, None), (v, None), key < length, carry)
 
     def old(i, carry):
+        # int8 keys and values are converted without their scales, which stay float32: both products
+        # keep the type of the own keys and nothing is rounded twice
         (k, v), owned = stored.read(refs, i * size + within, (k_ref.dtype, v_ref.dtype))
         return _step(q, k, v, owned, carry)
 
     queries = q.shape[0]
+    # -inf cannot meet -inf in `_step` (which would be NaN): step 0 of `own` holds token 0, which is
+    # always real, and from then on the maximum is finite, also in steps where nothing is owned.
     carry = (
         jnp.full((queries,), -jnp.inf, jnp.float32),
         jnp.zeros((queries,), jnp.float32),
         jnp.zeros((queries, head_dim), jnp.float32),
     )
     carry = jax.lax.fori_loop(0, pl.cdiv(length, size), own, carry)
+    # the trip count is data: a head that owns nothing makes no step at all
     return jax.lax.fori_loop(0, pl.cdiv(stored.used(refs), size), old, carry)
 
 
 def _step(q, k, v, mask, carry):
     """One step of the softmax; the maximum is in units of log2."""
-    (k, k_scale), (v, v_scale), (top, total, sums) = k, v, carry
+    (k, k_scale), (v, v_scale), (maximum, total, sums) = k, v, carry
     scores = dot(q, k, transposed=True)
     if k_scale is not None:
-        scores *= k_scale[None]
+        scores *= k_scale[None]  # one per key, so it may leave the sum over H
+    # Masked keys are rows of zeros, whose score of 0 would count; -inf has the weight 0 exactly.
     scores = jnp.where(mask[None], scores, -jnp.inf)
-    new_top = jnp.maximum(top, jnp.max(scores, axis=1) * LOG2_E)
-    weights = jnp.exp2(scores * LOG2_E - new_top[:, None])
-    decay = jnp.exp2(top - new_top)
-    total = total * decay + jnp.sum(weights, axis=1)
-    if v_scale is not None:
+    # The hardware's exponential is exp2; log2(e) joins the subtraction in one multiply-add.
+    new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=1) * LOG2_E)
+    weights = jnp.exp2(scores * LOG2_E - new_maximum[:, None])
+    rescale = jnp.exp2(maximum - new_maximum)  # 0 in the first step: nothing was summed before it
+    total = total * rescale + jnp.sum(weights, axis=1)
+    if v_scale is not None:  # only after `total`, which sums the weights alone
         weights *= v_scale[None]
-    sums = sums * decay[:, None] + dot(weights.astype(v.dtype), v)
-    return new_top, total, sums
+    sums = sums * rescale[:, None] + dot(weights.astype(v.dtype), v)
+    return new_maximum, total, sums
 
 
 def _cost(q, v_new, stored: Stored) -> pl.CostEstimate:

@@ -59,6 +59,8 @@ def attention_moments(
     def line(size):
         return pl.BlockSpec((size,), lambda i, n, r: (0,))
 
+    # Programs own columns, not queries: each sums its columns over all queries by itself, so no two
+    # programs add to one number (no atomics, the same result in every run).
     specs = [line(1), head(queries, head_dim), head(own, head_dim), line(queries), head(queries)]
     sums = jax.ShapeDtypeStruct((rows, heads, old + own), jnp.float32)
     length, moments = new_length.reshape(1).astype(jnp.int32), 2 if squares else 1
@@ -66,6 +68,7 @@ def attention_moments(
         partial(_kernel, stored, config, old),
         grid=(pl.cdiv(old, config.block_k) + pl.cdiv(own, config.block_k), heads, rows),
         in_specs=[*specs, *stored.specs],
+        # whole lines: the tiles of own keys start at column `old`, which is no multiple of block_k
         out_specs=(head(old + own),) * moments,
         out_shape=(sums,) * moments,
         compiler_params=compiler_params(config),
@@ -83,20 +86,25 @@ def _kernel(stored: Stored, config, old: int, length_ref, q_ref, k_ref, weight_r
     key = pl.program_id(0) * size + jnp.arange(size, dtype=jnp.int32)
     token = key - pl.cdiv(old, size) * size  # negative in tiles of the table
     new = (token >= 0) & (token < length_ref[0])
-    # keys of these tiles lie behind the last entry, so nothing is read for them
+    # In tiles of own keys `key` lies behind the last entry, so nothing is read from the pool; in
+    # tiles of the table no own token is. One of the two loads is all zeros, the sum is the other.
     [(k, scale)], owned = stored.read(refs, key, (k_ref.dtype,))
     k += rows_at(k_ref, token, new, stored.head_dim)
+    # Scores and log-sum-exp become powers of two; int8: the scale of a key, own keys have none.
     factor = LOG2_E if scale is None else (jnp.where(new, 1, scale) * LOG2_E)[:, None]
     last = last_true(lambda i, inside: load(weight_ref, i, inside) != 0, queries)
+    # columns without any key make no step, but are written: the result is 0 there, not unspecified
     steps = jnp.where(
         jnp.max((owned | new).astype(jnp.int32)) > 0, pl.cdiv(last, config.block_q), 0
     )
     sums = tuple(jnp.zeros((size,), jnp.float32) for _ in out_refs)
     walk = partial(_add, config.block_q, k, factor, q_ref, weight_ref, lse_ref)
     sums = jax.lax.fori_loop(0, steps, walk, sums)
+    # a tile may reach beyond its part of the columns, into the other one or out of the array
     column = jnp.where(token >= 0, old + token, key)
     inside = jnp.where(token >= 0, token < own, key < old)
     for ref, total in zip(out_refs, sums, strict=True):
+        # a column without a key has scores of 0, whose weights are not
         plgpu.store(ref.at[column], jnp.where(owned | new, total, 0), mask=inside)
 
 
@@ -105,13 +113,14 @@ def _add(size: int, k, factor, q_ref, weight_ref, lse_ref, i, sums):
     query = i * size + jnp.arange(size, dtype=jnp.int32)
     inside = query < q_ref.shape[0]
     weight, lse = (load(ref, query, inside) for ref in (weight_ref, lse_ref))
+    # keys are rows here, so that the sum over queries runs within a row
     q = rows_at(q_ref, query, inside, q_ref.shape[1]).astype(k.dtype)
     scores = dot(k, q, transposed=True) * factor
     p = jnp.exp2(scores - (lse * LOG2_E)[None])
-    p = jnp.where((weight != 0)[None], p, 0)
+    p = jnp.where((weight != 0)[None], p, 0)  # padded queries may be NaN, and 0 * NaN is NaN
     found = [p * weight[None]]
     if len(sums) == 2:
-        found.append(p * found[0])
+        found.append(p * found[0])  # p squared, weighted once
     return tuple(a + jnp.sum(b, axis=1) for a, b in zip(sums, found, strict=True))
 
 

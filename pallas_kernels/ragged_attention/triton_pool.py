@@ -14,12 +14,15 @@ from pallas_kernels.ragged_attention import config as tiles
 from pallas_kernels.ragged_attention.api import check_kernel_arguments
 from pallas_kernels.ragged_attention.table import BlockTable
 
-HEAD_DIMS = (16, 32, 64, 128)  # a tensor core multiplies at least 16 elements
+# Powers of two, because Triton's arrays have no other sizes; a tensor core multiplies at least 16
+# elements.
+HEAD_DIMS = (16, 32, 64, 128)
 BLOCK_SIZES = tuple(2**i for i in range(9))
 POOL_DTYPES = ("bfloat16", "float16", "float32", "int8")
 LOG2_E = math.log2(math.e)
-FULL_PRECISION = ("highest", "float32")  # values of jax_default_matmul_precision
-AT_ONCE = 1024  # numbers that are searched side by side
+# Values of jax_default_matmul_precision that ask for float32; the others leave TF32.
+FULL_PRECISION = ("highest", "float32")
+AT_ONCE = 1024  # numbers that are searched side by side: 8 for each of the 128 threads of 4 warps
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Stored:
         a kernel cannot have an array without elements."""
         if not table.ids.shape[-1]:
             one = jnp.zeros((*table.ids.shape[:-1], 1), jnp.int32)
-            table = BlockTable(one, one, one)
+            table = BlockTable(one, one, one)  # start == stop: the entry is empty
         if not kv_pool.shape[1]:
             kv_pool = jnp.zeros((kv_pool.shape[0], 1, *kv_pool.shape[2:]), kv_pool.dtype)
             if kv_scale is not None:
@@ -69,6 +72,8 @@ class Stored:
         rows = self.kv_pool.shape[0]
         table = (self.table.ids, self.table.start, self.table.stop)
         found = [a if a.ndim == 3 else a[None] for a in table]
+        # The kernels know operands by place: 0 ids, 1 start, 2 stop, 3 pool, 4 scales. Merging
+        # adjacent axes moves no data.
         found.append(self.kv_pool.reshape(rows, -1, self.kv_pool.shape[-1]))
         if self.kv_scale is not None:
             found.append(self.kv_scale.reshape(rows, -1))
@@ -81,7 +86,7 @@ class Stored:
         table = pl.BlockSpec(
             (None, None, self.entries), lambda i, n, r: (r if per_row else 0, n, 0)
         )
-        pool = [
+        pool = [  # all slots of a row: only a pointer, loads name the slots; d is bound per array
             pl.BlockSpec((None, *a.shape[1:]), lambda i, n, r, d=a.ndim: (r, *(0,) * (d - 1)))
             for a in self.arrays[3:]
         ]
@@ -108,13 +113,17 @@ class Stored:
     def slots(self, refs, key: Int[Array, " K"]):
         """Slot numbers, whether the head owns them, and where their blocks' scales start."""
         entry, offset = key // self.block_size, key % self.block_size
+        # A step may reach beyond the table. What is loaded there, start = stop = 0, owns no slot.
         ids, start, stop = (load(ref, entry, entry < self.entries) for ref in refs[:3])
         owned = (offset >= start) & (offset < stop)
+        # a block has twice as many scales as slots: those of its keys, then those of its values
         return ids * self.block_size + offset, owned, ids * 2 * self.block_size + offset
 
     def read(self, refs, key: Int[Array, " K"], dtypes):
         """[(K or V [K, H], its scales [K] or None)], K first, one per type; zero where not
         owned, and the mask [K]."""
+        # Both loads are masked: NaN in slots that the head does not own, or in their scales, is
+        # replaced by 0 before any arithmetic and costs no traffic.
         slot, owned, place = self.slots(refs, key)
         found = []
         for half, dtype in enumerate(dtypes):
@@ -122,7 +131,7 @@ class Stored:
             if self.kv_scale is not None:
                 scale = load(refs[4], place + half * self.block_size, owned)
             values = rows_at(refs[3], slot, owned, self.head_dim, half)
-            found.append((values.astype(dtype), scale))
+            found.append((values.astype(dtype), scale))  # bfloat16 holds -127 ... 127 exactly
         return found, owned
 
 
@@ -157,6 +166,7 @@ def rows_at(ref, index: Int[Array, " K"], mask, head_dim: int, half: int = 0) ->
 def dot(a: Array, b: Array, transposed: bool = False) -> Array:
     """a @ b, or a @ b.T; float32 sums. float32 factors: full precision only where JAX's default for
     matrix products asks for it when the program is traced, else TF32."""
+    # read while tracing: the setting is part of the compiled program, like that of XLA's products
     full = jax.config.jax_default_matmul_precision in FULL_PRECISION
     exact = full and a.dtype == jnp.float32
     return jax.lax.dot_general(
@@ -181,7 +191,8 @@ def check(q: Array, kv_pool: Array, kv_scale: Array | None, interpret: bool) -> 
         dtypes=POOL_DTYPES,
     )
     if not interpret and kv_pool.dtype == jnp.int8 and 2**31 < kv_pool.size <= 2**32:
-        # Pallas-Triton counts elements in signed 32 bits up to 2**32 bytes
+        # Pallas-Triton takes 32-bit offsets, which are signed, up to 2**32 bytes and 64-bit ones
+        # beyond. Only in arrays of one byte per element does that allow more than 2**31 elements.
         raise NotImplementedError(
             f"triton attention cannot address an int8 pool of {kv_pool.size / 2**30:.2f} GiB "
             "(between 2 and 4 GiB): choose another batch size, or a bfloat16 pool"

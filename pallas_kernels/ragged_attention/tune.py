@@ -34,6 +34,7 @@ def tiles(call: config.Call, implementation: str) -> list[config.Config]:
     grid = (
         kind(**dict(zip(choices, t, strict=True))) for t in itertools.product(*choices.values())
     )
+    # larger tiles than the queries fill would only add padding
     most = max(min(choices["block_q"]), config.power_of_two(call.queries))
     first = config.heuristic(call, implementation)
     return [first, *(t for t in grid if t.block_q <= most and t != first)]

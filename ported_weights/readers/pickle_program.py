@@ -23,7 +23,9 @@ _PUSH = frozenset(
     )
 )
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_STORE = frozenset(("PUT", "BINPUT", "LONG_BINPUT"))
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_NOTES = frozenset(("PROTO", "FRAME"))  # version and size of what follows
+_STORE = frozenset(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"))
 _RECALL = frozenset(("GET", "BINGET", "LONG_BINGET"))
 _CALLS = frozenset(("INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "REDUCE"))
 
@@ -37,6 +39,9 @@ class Symbol:
 
 class Dictionary(dict):
     """A dictionary (or OrderedDict) of the pickle."""
+
+
+_EMPTY = {"EMPTY_DICT": Dictionary, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}
 
 
 class PickleProgram:
@@ -82,13 +87,17 @@ class PickleProgram:
     def _step(self, name: str, argument) -> None:
         if name in _PUSH:
             self.stack.append(_CONSTANTS.get(name, argument))
+        elif name in _EMPTY:
+            self.stack.append(_EMPTY[name]())
+        elif name in _TUPLES:
+            self._make_tuple(_TUPLES[name])
         elif name in _STORE:
-            self.memo[argument] = self.stack[-1]
+            self.memo[len(self.memo) if name == "MEMOIZE" else argument] = self.stack[-1]
         elif name in _RECALL:
             self.stack.append(self.memo[argument])
         elif name in _CALLS and name != "REDUCE":
             raise self._refused_call(name, argument)
-        else:
+        elif name not in _NOTES:
             method = getattr(self, f"_do_{name.lower()}", None)
             if method is None:
                 raise UserError(f"{self.what}: refused, pickle operation {name} is not for weights")
@@ -141,15 +150,7 @@ class PickleProgram:
     def _do_binpersid(self, _) -> None:
         self.stack.append(self.storage(self.stack.pop()))
 
-    def _do_memoize(self, _) -> None:
-        self.memo[len(self.memo)] = self.stack[-1]
-
     # --- containers -------------------------------------------------------------------------------
-
-    def _do_proto(self, _) -> None:
-        pass
-
-    _do_frame = _do_proto
 
     def _do_mark(self, _) -> None:
         self.stack.append(_MARK)
@@ -163,15 +164,6 @@ class PickleProgram:
                 return items
         raise ValueError("a mark is missing")
 
-    def _do_empty_dict(self, _) -> None:
-        self.stack.append(Dictionary())
-
-    def _do_empty_list(self, _) -> None:
-        self.stack.append([])
-
-    def _do_empty_tuple(self, _) -> None:
-        self.stack.append(())
-
     def _do_tuple(self, _) -> None:
         self.stack.append(tuple(self._pop_mark()))
 
@@ -183,24 +175,14 @@ class PickleProgram:
         self.stack.append(Dictionary())
         self._set(items)
 
-    def _do_tuple1(self, _) -> None:
-        self.stack[-1:] = [tuple(self._last(1))]
-
-    def _do_tuple2(self, _) -> None:
-        self.stack[-2:] = [tuple(self._last(2))]
-
-    def _do_tuple3(self, _) -> None:
-        self.stack[-3:] = [tuple(self._last(3))]
-
-    def _last(self, number: int) -> list:
+    def _make_tuple(self, number: int) -> None:
         items = self.stack[-number:]
         if len(items) < number or _MARK in items:
             raise ValueError("a tuple lacks items")
-        return items
+        self.stack[-number:] = [tuple(items)]
 
     def _do_append(self, _) -> None:
-        item = self.stack.pop()
-        self._extend([item])
+        self._extend([self.stack.pop()])
 
     def _do_appends(self, _) -> None:
         self._extend(self._pop_mark())

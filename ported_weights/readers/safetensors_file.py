@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 
 from varjax.errors import UserError
+from varjax.io.extras import require
 
 # Element types of the format that weights have; float8 and complex ones are refused.
 DTYPES = {
@@ -40,14 +41,10 @@ def read_safetensors(path: Path) -> dict[str, SafeTensor]:
     """{name: tensor} of a file, nothing of it read yet.
 
     Raises:
-      UserError: damaged file, an element type that no weights have, or no safetensors package.
+      UserError: damaged file, or an element type that no weights have.
+      MissingExtra: without the `safetensors` package.
     """
-    try:
-        import safetensors  # an extra: only conversions need it
-    except ImportError as error:
-        raise UserError(
-            f"{path} is a safetensors file, which needs a package: pip install safetensors"
-        ) from error
+    safetensors = require("safetensors", extra="port", purpose=f"reading {path}")
     try:
         file = safetensors.safe_open(path, framework="np")
         return {name: _tensor(path, file, name) for name in file.keys()}  # noqa: SIM118

@@ -2,7 +2,9 @@
 
 import json
 import pathlib
+from types import SimpleNamespace
 
+import chex
 import numpy as np
 import pytest
 
@@ -46,9 +48,9 @@ def test_attention_mass(scas):
         )
         for d in range(int(scas["num_prompts"]))
     ]
-    np.testing.assert_allclose(per_prompt, scas["beta_per_prompt"], atol=1e-7)
-    np.testing.assert_allclose(np.mean(per_prompt, 0), scas["beta"], atol=1e-7)
-    np.testing.assert_allclose(np.mean(per_prompt, 0).sum(-1), 1, atol=1e-6)
+    chex.assert_trees_all_close(np.stack(per_prompt), scas["beta_per_prompt"], atol=1e-7)
+    chex.assert_trees_all_close(np.mean(per_prompt, 0), scas["beta"], atol=1e-7)
+    chex.assert_trees_all_close(np.mean(per_prompt, 0).sum(-1), 1, atol=1e-6)
     scores = measured.scas(np.mean(per_prompt, 0), int(scas["sink_scales"]))
     orders = measured.orders_from_scores(scores, int(scas["sink_scales"]))
     np.testing.assert_array_equal(orders, scas["orders_official"])
@@ -57,13 +59,13 @@ def test_attention_mass(scas):
 def test_scores_and_orders(scas):
     sinks = int(scas["sink_scales"])
     scores = measured.scas(scas["beta"], sinks)
-    np.testing.assert_allclose(scores, scas["scas_paper"], atol=1e-12)
-    np.testing.assert_allclose(scores, scas["scas_official"], atol=1e-6)
+    chex.assert_trees_all_close(scores, scas["scas_paper"], atol=1e-12)
+    chex.assert_trees_all_close(scores, scas["scas_official"], atol=1e-6)
     np.testing.assert_array_equal(
         measured.orders_from_scores(scores, sinks), scas["orders_official"]
     )
     cas = measured.cas(scas["beta"], sinks)
-    np.testing.assert_allclose(cas, scas["cas_paper"], atol=1e-12)
+    chex.assert_trees_all_close(cas, scas["cas_paper"], atol=1e-12)
     np.testing.assert_array_equal(measured.order_heads(cas), scas["cas_order"])
 
 
@@ -101,7 +103,7 @@ def test_own_file_comes_back(tmp_path):
     for name in ("model", "schedule", "num_layers", "num_heads", "guidance", "num_samples"):
         assert getattr(found, name) == getattr(saved, name)
     np.testing.assert_array_equal(found.orders, saved.orders)
-    np.testing.assert_allclose(found.beta, saved.beta, rtol=1e-6)
+    chex.assert_trees_all_close(found.beta, saved.beta, rtol=1e-6)
 
 
 def changed(entry: int, value) -> list:
@@ -147,3 +149,54 @@ def test_files_that_are_refused(tmp_path, content, message):
 def test_missing_file(tmp_path):
     with pytest.raises(UserError, match="cannot read the file"):
         measured.load(tmp_path / "nowhere.json", GEOMETRY)
+
+
+# --- finding ---
+
+USER, IGNORER = (SimpleNamespace(uses_calibration=uses) for uses in (True, False))
+
+
+OWN, OTHER = ({"sources": [{"sha256": name}]} for name in ("own", "other"))
+
+
+def model(directory) -> SimpleNamespace:
+    return SimpleNamespace(geometry=GEOMETRY, metadata=OWN, directory=directory)
+
+
+def made_for(metadata: dict, guidance: float = 1.5) -> Calibration:
+    digest = measured.model_digest(metadata)
+    return Calibration(model="mine", model_digest=digest, guidance=guidance, num_layers=2)
+
+
+def test_what_is_given_is_taken(tmp_path):
+    path = write(tmp_path, [order()])
+    for place in (GEOMETRY, model(None), model(tmp_path)):
+        assert measured.find(USER, place, path).orders.shape == (1, 6, 2)
+        found = Calibration(num_layers=2)
+        assert measured.find(IGNORER, place, found) is found
+    assert measured.find(USER, GEOMETRY) is None and measured.find(USER, model(None)) is None
+
+
+def test_the_checkpoint_folder_is_searched_for_those_who_ask(tmp_path):
+    assert measured.find(USER, model(tmp_path)) is None
+    measured.save(made_for(OWN), tmp_path / "calibration.json")
+    found = measured.find(USER, model(tmp_path), guidance=1.5)
+    assert found.guidance == 1.5 and found.digest
+    assert measured.find(IGNORER, model(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    ("metadata", "guidance", "message"),
+    [
+        (OTHER, None, "made for other weights"),
+        (OWN, 3.0, "guidance cfg=1.5"),
+    ],
+)
+def test_other_origins_are_refused(tmp_path, metadata, guidance, message):
+    """A file is named; a published name has no weights that could be others."""
+    made, path = made_for(metadata), tmp_path / "calibration.json"
+    measured.save(made, path)
+    for given, start in ((None, f"calibration {path}: the"), (path, "calibration"), (made, "the")):
+        with pytest.raises(UserError, match=f"^{start} .*{message}"):
+            measured.find(USER, model(tmp_path), given, guidance)
+    assert measured.find(USER, model(None), made, guidance) is made

@@ -18,7 +18,7 @@ from ported_weights import rules
 from ported_weights.readers import sources
 from ported_weights.tables.bsq import SIGNATURE, bsq_rules
 from varjax.codecs.bsq import quantizer
-from varjax.codecs.bsq.model import BSQVAE, PRESETS, BSQConfig, codes
+from varjax.codecs.bsq.model import BSQVAE, PRESETS, BSQConfig
 from varjax.codecs.resize import resize_area
 from varjax.errors import UserError
 from varjax.models import parameters
@@ -38,7 +38,7 @@ def _load(file: str) -> BSQVAE:
     config = BSQConfig.from_published(CONFIGS[file.split(".")[0]])
     tensors = sources.open_source(FIXTURES / file, SIGNATURE).tensors
     abstract = parameters.abstract(lambda: BSQVAE(config, rngs=nnx.Rngs(0)))
-    return jax.device_put(rules.apply(bsq_rules(config), tensors, abstract).module)
+    return jax.device_put(rules.apply(bsq_rules(config), tensors, abstract)[0])
 
 
 def _last(array: np.ndarray) -> np.ndarray:
@@ -62,7 +62,7 @@ def test_encoder_and_bits(case):
     @jax.jit
     def run(codec, images):
         h = codec.encode(images)
-        return h, codec.features_to_bits(h, schedule), list(quantizer.residuals(h, schedule))
+        return h, quantizer.features_to_bits(h, schedule), list(quantizer.residuals(h, schedule))
 
     h, bits, rests = run(codec, images)
     chex.assert_trees_all_close(h, _last(arrays["h"]), rtol=0, atol=LATENT)
@@ -74,18 +74,18 @@ def test_encoder_and_bits(case):
     )
 
 
-def _code_maps(codec, bits, schedule, patch):
+def _code_maps(bits, schedule, patch):
     """Running sums, the transformer's inputs, sums shrunk by area as the original encoder gives."""
-    maps = codec.code_maps(bits, schedule)
+    maps = quantizer.code_maps(bits, schedule)
     pooled = [resize_area(m, size) for m, size in zip(maps[:-1], schedule.maps[1:], strict=True)]
-    return maps, codec.teacher_inputs(bits, schedule, patch), pooled
+    return maps, quantizer.teacher_inputs(bits, schedule, patch), pooled
 
 
 def test_codes(case):
     """Sums of codes, and both ways of shrinking them: for the transformer, and by area."""
-    codec, arrays, schedule, patch = case
-    maps, inputs, pooled = jax.jit(_code_maps, static_argnums=(2, 3))(
-        codec, arrays["bits"], schedule, patch
+    _, arrays, schedule, patch = case
+    maps, inputs, pooled = jax.jit(_code_maps, static_argnums=(1, 2))(
+        arrays["bits"], schedule, patch
     )
     assert len(maps) == schedule.num_scales
     for name in ("z_quant", "summed_from_bits"):
@@ -159,7 +159,7 @@ def test_types_and_precision(tiny, dtype):
 
 
 def test_codes_have_length_one():
-    values = codes(jnp.array([[0, 1, 1, 0], [1, 1, 1, 1]], jnp.uint8), 4)
+    values = quantizer.codes(jnp.array([[0, 1, 1, 0], [1, 1, 1, 1]], jnp.uint8), 4)
     chex.assert_trees_all_equal(values, np.array([[-0.5, 0.5, 0.5, -0.5], [0.5] * 4]))
 
 
@@ -196,9 +196,9 @@ def test_wrong_shapes_are_explained():
     )
     codec = parameters.abstract(lambda: BSQVAE(config, rngs=nnx.Rngs(0)))
     with pytest.raises(UserError, match="2 x 2 positions does not fit schedule 1x1;2x3"):
-        codec.features_to_bits(jnp.zeros((1, 2, 2, 16)), schedule)
+        quantizer.features_to_bits(jnp.zeros((1, 2, 2, 16)), schedule)
     with pytest.raises(UserError, match=r"\(1, 6, 16\) given: schedule 1x1;2x3 needs \[images, 7"):
-        codec.code_maps(jnp.zeros((1, 6, 16), jnp.uint8), schedule)
+        quantizer.code_maps(jnp.zeros((1, 6, 16), jnp.uint8), schedule)
     with pytest.raises(UserError, match="the tokenizer has 16 bits per position"):
         codec.bits_to_images(jnp.zeros((1, 7, 8), jnp.uint8), schedule)
     with pytest.raises(UserError, match="sides that are multiples of 16"):

@@ -30,7 +30,7 @@ def _load(name: str) -> VQVAE:
     config = VQVAEConfig.from_published(json.loads((folder / "config.json").read_text()))
     tensors = sources.open_source(folder / WEIGHTS[name]).tensors
     abstract = parameters.abstract(lambda: VQVAE(config, rngs=nnx.Rngs(0)))
-    return jax.device_put(rules.apply(vqvae_rules(config), tensors, abstract).module)
+    return jax.device_put(rules.apply(vqvae_rules(config), tensors, abstract)[0])
 
 
 def _last(array: np.ndarray) -> np.ndarray:
@@ -112,7 +112,7 @@ def test_published_names_of_phi(share):
             name = "qresi" if share == 1 else f"qresi_ls.{i}" if share else str(i)
             tensors[f"quantize.quant_resi.{name}.{kind}"] = phi[f"{old}{i % 4}.{kind}"]
     abstract = parameters.abstract(lambda: VQVAE(config, rngs=nnx.Rngs(0)))
-    codec = rules.apply(vqvae_rules(config), tensors, abstract).module
+    codec = rules.apply(vqvae_rules(config), tensors, abstract)[0]
     reference = _load("vae_small").quantizer.phi_kernel[...]
     expected = [reference[i % 4] for i in range(config.num_phi)]
     chex.assert_trees_all_equal(codec.quantizer.phi_kernel[...], np.stack(expected))

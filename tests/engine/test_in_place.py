@@ -1,5 +1,6 @@
 """The compiled program updates the pool in place: no second pool, no copy of its shape."""
 
+import itertools
 import re
 from functools import partial
 
@@ -42,9 +43,17 @@ def abstract_networks() -> dict[str, nnx.Module]:
     }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+DEFAULT = [("full", "float32"), ("headkv", "float32"), ("h2o", "int8")]  # the others with --slow
+CASES = [
+    pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.slow)
+    for case in itertools.product(POLICIES, ["float32", "int8"])
+]
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize(("policy", "dtype"), CASES)
 def test_pool_is_never_copied(policy, dtype):
+    policy = POLICIES[policy]
     networks, batch = abstract_networks(), 4
     transformer = networks["transformer"]
     geometry = Geometry(schedule=SCHEDULE, num_layers=128, num_heads=2, head_dim=32)

@@ -23,7 +23,7 @@ SMALL = "c_k5_nol2norm"
 RUNS = [
     *(pytest.param(m, "full", marks=[pytest.mark.slow]) for m in MODELS),
     *(
-        pytest.param(SMALL, case, marks=[] if case in ("h2o", "full-int8") else [pytest.mark.slow])
+        pytest.param(SMALL, case, marks=[] if case == "h2o" else [pytest.mark.slow])
         for case in CASES
         if case != "full"
     ),
@@ -34,7 +34,7 @@ RUNS = [
 def generate(model: str, case: str, attention: str):
     policy, kv_dtype = CASES[case]
     model = fixture_model(model)
-    generator = greedy_generator(model, policy, attention=attention, kv_dtype=kv_dtype, segments=2)
+    generator = greedy_generator(model, policy, attention=attention, kv_dtype=kv_dtype)
     results, _ = generator.run_batch(arrays_of(model, [1, 2]), np.arange(2, dtype=np.int32))
     return {name: np.asarray(a) for name, a in results.items()}
 

@@ -58,7 +58,7 @@ def write(folder: pathlib.Path) -> None:
         "device": "cpu: cpu",
         "versions": {"varjax": "0"},
         "sample_names": ["an apple", "a pear"],
-        "definitions": {"KL": "nats"},
+        "definitions": {"KL <i>": "nats </script>"},
         "reference": full,
         "cells": cells,
     }

@@ -3,26 +3,33 @@
 import base64
 import html.parser
 import io
-import json
+import pathlib
 import re
 import shutil
 import subprocess
+import sys
 
 import numpy as np
 import pytest
 
-from experiments.report import calibration_figures, png, svg
 from experiments.report import command as report_module
+from experiments.report import sweep_files
 from tests.experiments.made_up_sweep import GEOMETRY
 from varjax import calibration as measured
 from varjax.calibration import Calibration
+from varjax.policies import HeatKV
+from varjax.schedule import Schedule
+
+for package in ("altair", "jinja2", "vl_convert", "PIL"):
+    pytest.importorskip(package)
+from experiments.report import calibration_charts, charts, page, sweep_charts  # noqa: E402
 
 SECTIONS = "table fidelity pictures bytes density discrepancy patterns pruning stability".split()
 VOID = {"meta", "link", "img", "input", "br"}
 BROWSER = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
     "--disable-background-networking --disable-component-update --disable-sync "
-    "--enable-logging=stderr --v=0 --virtual-time-budget=3000 --dump-dom"
+    "--enable-logging=stderr --v=0 --virtual-time-budget=5000 --dump-dom"
 ).split()
 
 
@@ -32,6 +39,7 @@ def calibration(tmp_path):
     rng = np.random.default_rng(1)
     layers, heads, scales = GEOMETRY.num_layers, GEOMETRY.num_heads, GEOMETRY.schedule.num_scales
     beta = np.tril(rng.uniform(0.1, 1, (layers, heads, scales, scales)))
+    beta[0, 0, -1, 1] = 0  # has no logarithm
     path = tmp_path / "calibration.json"
     made = Calibration(
         schedule=GEOMETRY.schedule,
@@ -53,34 +61,42 @@ def calibration(tmp_path):
 
 
 class Page(html.parser.HTMLParser):
-    """Ids, resources and unbalanced elements of a page."""
+    """Tags, ids, addresses, texts and unbalanced elements of a page."""
 
     def __init__(self, text):
         super().__init__()
-        self.ids, self.resources, self.open, self.unbalanced = [], [], [], []
+        self.tags, self.ids, self.resources, self.open, self.unbalanced = [], [], [], [], []
+        self.texts = []
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
-        found = dict(attrs)
-        self.ids += [found["id"]] if "id" in found else []
-        self.resources += [v for k, v in attrs if k in ("src", "href", "srcset", "data")]
+        self.tags.append(tag)
+        self.ids += [v for k, v in attrs if k == "id"]
+        self.resources += [v for k, v in attrs if k in ("src", "href", "srcset", "data", "action")]
         if tag not in VOID:
             self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.resources += [v for k, v in attrs if k in ("src", "href")]
 
     def handle_endtag(self, tag):
         if not self.open or self.open.pop() != tag:
             self.unbalanced.append(tag)
 
+    def handle_data(self, data):
+        self.texts.append(data)
+
 
 def check_self_contained(text):
-    page = Page(text)
-    assert not page.unbalanced and not page.open
-    assert len(set(page.ids)) == len(page.ids) and set(SECTIONS) <= set(page.ids)
-    assert all(r.startswith(("data:", "#")) for r in page.resources), page.resources
-    assert not re.search(r"https?://|@import|url\(", text)
+    found = Page(text)
+    assert not found.unbalanced and not found.open
+    assert len(set(found.ids)) == len(found.ids) and set(SECTIONS) <= set(found.ids)
+    assert all(r.startswith(("data:", "#")) for r in found.resources), found.resources
+    styles = text.partition("<style>")[2].partition("</style>")[0]
+    assert "@import" not in styles and not re.search(r"url\((?!data:)", styles)
+    return found
+
+
+def pixels(uri):
+    picture = page.Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2])))
+    return np.asarray(picture.convert("RGB"))
 
 
 def test_everything_is_there_in_one_file(call, sweep, calibration, tmp_path):
@@ -88,63 +104,124 @@ def test_everything_is_there_in_one_file(call, sweep, calibration, tmp_path):
     flags = (f"--sweep={sweep}", f"--out={out}")
     status, text, err = call("report", *flags, f"--calibration={calibration}")
     assert status == 0 and "report.html" in text, err
-    page = out.read_text(encoding="utf-8")
-    check_self_contained(page)
-    assert 'class="missing">There' not in page
-    assert "made &lt;up&gt;" in page and "<b>too</b>" not in page and "&lt;b&gt;too" in page
+    text = out.read_text(encoding="utf-8")
+    found = check_self_contained(text)
+    assert len(text) < 2 * 2**20
+    assert 'class="missing">There' not in text and "Every stored scale" not in text
+    assert "KV-cache policies on made <up>" in found.texts and "KL <i>" in found.texts
     for source in ("AMS-KV, Figure 4", "AMS-KV, Figure 6", *(f"HeatKV, Figure {i}" for i in "346")):
-        assert source in page
-    data = json.loads(re.search(r'id="picture-data">(.*?)</script>', page)[1])
-    assert [row["label"] for row in data["rows"]].count("swa") == 2
-    assert data["rows"][0]["numbers"][1].startswith("identical")
-    swa = np.load(sweep / "samples.npz")["c1"]
-    pillow = pytest.importorskip("PIL.Image")
-    encoded = base64.b64decode(data["rows"][0]["images"][1].partition(",")[2])
-    np.testing.assert_array_equal(np.asarray(pillow.open(io.BytesIO(encoded))), swa[1])
+        assert source in " ".join(text.split())
+    assert "20.0 dB, SSIM 0.900" in text and "identical" in text
+    pictures = [r for r in found.resources if r.startswith("data:image")]
+    with np.load(sweep / "samples.npz") as samples:
+        wanted = [image for name in ("c1", "c2", "c3") for image in samples[name]]
+        full = re.findall(r"\.full\d \{ background-image: url\((data:[^)]*)\)", text)
+        np.testing.assert_array_equal([pixels(uri) for uri in full], samples["full"])
+    np.testing.assert_array_equal([pixels(uri) for uri in pictures], wanted)
 
     assert call("report", *flags)[0] == 2  # the file exists
     assert call("report", *flags, "--overwrite", "--images=1")[0] == 0
-    page = out.read_text(encoding="utf-8")
-    check_self_contained(page)
-    assert page.count("python -m experiments.calibrate") == 5
-    assert "--stability=10" in page and "1 more samples" in page
+    text = out.read_text(encoding="utf-8")
+    check_self_contained(text)
+    assert text.count("python -m experiments.calibrate") == 5
+    assert "--stability=10" in text and "1 more samples" in text
     shutil.copy(calibration, sweep / "calibration.json")
     assert call("report", *flags, "--overwrite")[0] == 0  # the sweep's own calibration
     assert "experiments.calibrate" not in out.read_text(encoding="utf-8")
 
 
-def test_a_browser_runs_it_without_errors(call, sweep, calibration, tmp_path):
+def test_no_text_becomes_markup(sweep, calibration):
+    """The elements of the page are the same whatever its texts say."""
+
+    def built(word):
+        report, samples, geometry = sweep_files.read(sweep)
+        settings = report["settings"]
+        settings |= {"model": word, "dtype": word, "kv_dtype": word, "sampling": {word: word}}
+        settings["calibration"] = word
+        report |= {"device": word, "versions": {word: word}, "definitions": {word: word}}
+        report["sample_names"] = [word] * 2
+        for i, cell in enumerate([report["reference"], *report["cells"]]):
+            cell |= {"label": f"{word}{i}", "policy": word}
+            cell |= {"reason": word} if "reason" in cell else {}
+        found = measured.load(calibration, geometry)
+        return check_self_contained(page.build(report, samples, geometry, found, 2))
+
+    hostile = """'"><img src="http://a/b"></title></style></script><script>{{ 1 }}"""
+    assert built(hostile).tags == built("x").tags
+
+
+def open_in_browser(text, tmp_path):
+    """(the document after its scripts ran, what the console said) of a page with this text."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
     if browser is None:
         pytest.skip("needs chromium, which is not installed")
-    out = tmp_path / "report.html"
-    flags = (f"--sweep={sweep}", f"--out={out}", f"--calibration={calibration}")
-    assert call("report", *flags)[0] == 0
-    # what a user does: a slider, menus, a heading, a legend; then the page is read back
-    steps = """<script>
-      const fire = (e, type) => e.dispatchEvent(new Event(type, { bubbles: true }));
-      const slider = document.querySelector("input[type=range]");
-      slider.value = "20"; fire(slider, "input");
-      for (const menu of document.querySelectorAll("select"))
-        for (const option of [...menu.options]) { menu.value = option.value; fire(menu, "change"); }
-      document.querySelectorAll("th button")[4].click();
-      document.querySelector("[data-highlight]").click();
-      document.documentElement.dataset.wiped =
-        document.querySelector(".tiles").style.getPropertyValue("--wipe");
-    </script></body>"""
-    text = out.read_text(encoding="utf-8").replace("</body>", steps)
-    out.write_text(text, encoding="utf-8")
+    file = tmp_path / "page.html"
+    file.write_text(text, encoding="utf-8")
     done = subprocess.run(
-        [browser, *BROWSER, f"--user-data-dir={tmp_path / 'profile'}", out.as_uri()],
+        [browser, *BROWSER, f"--user-data-dir={tmp_path / 'profile'}", file.as_uri()],
         capture_output=True,
         text=True,
         timeout=90,
     )
-    root = re.search(r"<html[^>]*>", done.stdout)[0]
-    assert "CONSOLE" not in done.stderr, done.stderr
-    assert 'data-errors="0"' in root and 'data-ready="1"' in root and 'data-wiped="20%"' in root
-    assert 'aria-sort="ascending"' in done.stdout and 'class="series chosen"' in done.stdout
-    assert "needs a calibration" in done.stdout  # the last choice is the policy that was skipped
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def test_a_browser_runs_it_without_errors(call, sweep, calibration, tmp_path):
+    out = tmp_path / "report.html"
+    flags = (f"--sweep={sweep}", f"--out={out}", f"--calibration={calibration}")
+    assert call("report", *flags)[0] == 0
+    text, end, rest = out.read_text(encoding="utf-8").rpartition("</body>")
+    # what a user does: a slider, menus, headings, a legend; then the page is read back
+    steps = """<script>
+      const fire = (e) => e.dispatchEvent(new Event("input", { bubbles: true }));
+      const settled = () => new Promise((go) => setTimeout(go, 20));
+      async function use() {
+        const slider = document.querySelector("input[type=range]");
+        slider.value = "20"; fire(slider);
+        for (const menu of document.querySelectorAll("select"))
+          for (const option of [...menu.options]) {
+            menu.value = option.value; fire(menu); await settled();
+          }
+        document.querySelectorAll("th button")[4].click();
+        document.querySelectorAll("[name=front]")[1].click();
+        await settled();
+        const root = document.documentElement, figures = [...document.querySelectorAll("figure")];
+        root.dataset.wiped = getComputedStyle(document.querySelector(".tiles"))
+          .getPropertyValue("--wipe");
+        root.dataset.charts = figures.map((f) => f.querySelectorAll(".chart svg").length).join(" ");
+        root.dataset.faint = document.querySelectorAll("#fidelity svg [opacity='0.13']").length;
+        root.dataset.broken = document.querySelectorAll("svg [d*=NaN]").length;
+        root.dataset.used = "1";
+      }
+      const wait = setInterval(() => {
+        if (document.documentElement.dataset.ready) { clearInterval(wait); use(); }
+      }, 20);
+    </script>"""
+    document, console = open_in_browser(text + steps + end + rest, tmp_path)
+    assert not console, console
+    root = re.search(r"<html[^>]*>", document)[0]
+    assert 'data-used="1"' in root and 'data-broken="0"' in root and 'data-wiped="20%"' in root, (
+        root
+    )
+    assert 'aria-sort="ascending"' in document
+    counts = [int(n) for n in re.search(r'data-charts="([^"]*)"', root)[1].split()]
+    assert counts[1:4] == [4, 0, 1] and counts[4:7] == [2, 1, 2] and counts[-1] == 1, root
+    assert int(re.search(r'data-faint="(\d+)"', root)[1]) > 0
+    # the last choices: a policy that was skipped, and one that was not run at this budget
+    assert re.search(r'<div class="tile" data-policy="heatkv"\s*>\s*<p class="absent">', document)
+
+
+def test_the_browser_test_notices_requests_and_errors(tmp_path):
+    """What the page's own rule refuses is on the console, and so are errors."""
+    template = pathlib.Path(page.__file__).with_name("page.html").read_text(encoding="utf-8")
+    rule = re.search(r"<meta http-equiv[^>]*>", template)[0]
+    for wrong in (
+        "<script>fetch('http://127.0.0.1:9/')</script>",
+        "<img src='http://127.0.0.1:9/x.png'>",
+        "<link rel=stylesheet href='http://127.0.0.1:9/x.css'>",
+        "<script>undefined.x</script>",
+    ):
+        assert open_in_browser(f"<!doctype html><head>{rule}</head>{wrong}", tmp_path)[1]
 
 
 def test_large_pictures_are_left_out():
@@ -163,7 +240,7 @@ def test_attention_density_is_the_papers():
     attention = rng.dirichlet(np.ones(sum(tokens)), size=(3, 4, tokens[-1]))
     beta = np.zeros((3, 4, 5, 5))
     beta[..., -1, :] = np.add.reduceat(attention.mean(-2), GEOMETRY.schedule.starts, axis=-1)
-    found = calibration_figures.attention_density(beta, tokens)
+    found = calibration_charts.attention_density(beta, tokens)
     for i, (start, end) in enumerate(
         zip(GEOMETRY.schedule.starts, GEOMETRY.schedule.ends, strict=True)
     ):
@@ -171,19 +248,49 @@ def test_attention_density_is_the_papers():
         np.testing.assert_allclose(found[..., i], wanted)
 
 
-def test_axes():
-    assert [text for _, text in svg.linear(0, 1, "x").ticks] == "0 0.2 0.4 0.6 0.8 1".split()
-    assert svg.linear(3, 3, "x").part(3) == pytest.approx(0.5)
-    assert [text for _, text in svg.logarithmic(0.5, 600, "x").ticks] == "1 10 100".split()
-    axis = svg.logarithmic(1, 100, "x")
-    assert axis.part(10) == pytest.approx(0.5)
-    assert svg.counted(["a", "b"], "x", down=True).part(0.5) == 0.75
+def test_scales_of_one_size_have_different_names():
+    assert charts.scale_names(Schedule.parse("1x1;2x2;2x2")) == ["1×1", "2×2", "2×2 (2)"]
 
 
-def test_pictures_and_colours():
-    pillow = pytest.importorskip("PIL.Image")
-    pixels = np.random.default_rng(0).integers(0, 256, (7, 5, 4), np.uint8)
-    decoded = np.asarray(pillow.open(io.BytesIO(png.encode(pixels))))
-    np.testing.assert_array_equal(decoded, pixels)
-    ends = png.colours(np.array([0.0, 1.0, np.nan]))
-    assert ends.tolist() == [[0, 32, 76, 255], [255, 233, 69, 255], [0, 32, 76, 0]]
+def data_of(chart):
+    """The rows that all layers of a chart share."""
+    return chart.to_dict()["data"]["values"]
+
+
+def test_charts_hold_the_numbers(sweep, calibration):
+    report, _, geometry = sweep_files.read(sweep)
+    found = measured.load(calibration, geometry)
+    cell = report["cells"][0]
+    mebi = np.array(cell["used_slots"]).ravel() * cell["kv"]["slot_bytes"] / 2**20
+    drawn = data_of(sweep_charts.live_bytes(report)["chart"])
+    assert [row["policy"] for row in drawn] == ["swa"] * 2 + ["streaming"] * 2
+    np.testing.assert_allclose(drawn[0][sweep_charts.USED][:-1], mebi, rtol=1e-4)
+    assert drawn[2]["text"] == ["not run at this budget: see the table"]
+    pruning = calibration_charts.pruning([0.5], geometry, found)
+    policy, budget, removals = list(pruning)[1]
+    assert (policy, budget) == ("heatkv", "0.5")
+    prepared = HeatKV(budget=0.5).prepare(geometry, found)
+    death = prepared.schedule(geometry, 0.5, found).death()
+    names = [*charts.scale_names(geometry.schedule), "never"]
+    for source, chart in enumerate(removals, start=prepared.sinks):
+        words = [row["given up"] for row in data_of(chart)]
+        wanted = [[names[d] for d in row] for row in death[..., source]]
+        assert [[word.removeprefix("before ") for word in row] for row in words] == wanted
+    assert charts.plain([np.nan, np.inf, 1 / 3]) == [None, None, 0.33333]
+
+
+def test_series_look_alike_in_all_charts_and_the_legend(sweep):
+    """Without the same domain, colours and shapes would be dealt out in different orders."""
+    report, _, _ = sweep_files.read(sweep)
+    for chart in sweep_charts.fidelity(report):
+        for layer in chart.to_dict()["layer"]:
+            scales = [layer["encoding"].get(k) for k in ("color", "shape", "strokeDash")]
+            domains = [scale["scale"]["domain"] for scale in scales if scale]
+            assert domains == [sweep_charts.labels(report)] * 2
+
+
+@pytest.mark.parametrize("package", ["altair", "jinja2", "vl_convert", "PIL.Image"])
+def test_missing_packages_are_named(call, sweep, tmp_path, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    status, _, err = call("report", f"--sweep={sweep}", f"--out={tmp_path / 'x.html'}")
+    assert status == 2 and package.partition(".")[0] in err and "varjax[eval]" in err

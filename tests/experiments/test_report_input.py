@@ -6,7 +6,9 @@ import shutil
 import numpy as np
 import pytest
 
-from experiments.report import command as report_module
+pytest.importorskip("altair")
+pytest.importorskip("vl_convert")
+from experiments.report import page  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -115,6 +117,6 @@ def test_infinite_divergence_is_drawn_as_a_gap(call, sweep, tmp_path):
     ],
 )
 def test_places_that_cannot_be_written(call, sweep, monkeypatch, out, message):
-    monkeypatch.setattr(report_module.page, "build", lambda *a: pytest.fail("drawn"))
+    monkeypatch.setattr(page, "build", lambda *a: pytest.fail("drawn"))
     status, _, err = call("report", f"--sweep={sweep}", f"--out={out}", "--overwrite")
     assert status == 2 and message in err and ".x.html" not in err

@@ -11,6 +11,8 @@ import varjax
 from ported_weights.convert import convert
 from tests import models_under_test as models
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 
 @pytest.fixture(scope="module")
 def demo(shared_dir, tmp_path_factory):

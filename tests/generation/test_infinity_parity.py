@@ -14,6 +14,7 @@ from varjax.policies import Full
 from varjax.sampling import Sampling, filter_logits
 from varjax.text.features import TextFeatures
 
+pytestmark = pytest.mark.usefixtures("optimized")
 # float32 against float32 of another order of operations, from tests/fixtures/README.md
 HEAD, GUIDED, CODES, IMAGE = 5e-4, 2e-3, 1e-4, 1e-3
 CASES = {  # fixture: (model, aspect)
@@ -65,7 +66,7 @@ def run(case: str, plan=None):
         keep_logits=True,
         matmul_precision="highest",
         plan=plan,
-        segments="auto" if "gen" in case else 2,
+        segments={"infinity_A_gen_1.5_b2": "auto", "infinity_A_forced_square": 2}.get(case, 1),
     )
     return model, arrays, *generator.run_batch(text.take(index), index, **forced)
 
@@ -108,11 +109,11 @@ def test_teacher_forcing(name):
     transformer = models.fixture_model(f"infinity_{name.lower()}").transformer
     arrays = models.infinity_fixture(f"infinity_{name}_forward")
     text = TextFeatures(kv=arrays["text_kv"], lens=arrays["text_lens"])
-    batch = text.take(np.arange(len(text)))
+    batch = jax.tree.map(jnp.asarray, text.take(np.arange(len(text))))
     visible = jnp.arange(batch["kv"].shape[1]) < batch["length"][:, None]
     condition, _ = transformer.encode_text(batch["kv"], visible)
     np.testing.assert_allclose(condition, arrays["cond_vec"], rtol=0, atol=1e-4)
-    logits = transformer(jnp.asarray(batch["kv"]), batch["length"], arrays["x_wo_prefix"])
+    logits = transformer(batch["kv"], batch["length"], jnp.asarray(arrays["x_wo_prefix"]))
     np.testing.assert_allclose(logits[:, ::4], arrays["logits_sub4"], rtol=0, atol=HEAD)
 
 
@@ -133,7 +134,7 @@ def test_cache_content():
 def test_modulation_is_shared():
     model = models.fixture_model("infinity_a")
     arrays = models.infinity_fixture("infinity_A_gen_square")
-    condition = features(arrays).take(np.arange(1))
+    condition = jax.tree.map(jnp.asarray, features(arrays).take(np.arange(1)))
     context = model.transformer.encode_condition(condition, guided=True)
     offset = model.transformer.blocks.modulation_offset[:, None]
     shared = np.asarray(context["layers"]["modulation"] - offset)

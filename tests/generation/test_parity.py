@@ -10,6 +10,7 @@ from varjax import policies
 from varjax.cache.planner import plan_cache
 from varjax.models.layers import dense_attention
 
+pytestmark = pytest.mark.usefixtures("optimized")
 MODELS = tuple(models.TOKENIZER)
 
 
@@ -19,48 +20,43 @@ def subsampled(images: np.ndarray, arrays: dict) -> np.ndarray:
     return np.moveaxis(np.asarray(images), -1, 1)[:, :, offset::stride, offset::stride]
 
 
+def check_images(results, arrays: dict) -> None:
+    """Latent maps and pictures of the original."""
+    code_map = np.moveaxis(np.asarray(results["code_map"]), -1, 1)
+    np.testing.assert_allclose(code_map, arrays["f_hat"], rtol=0, atol=models.CODE_MAP)
+    np.testing.assert_allclose(
+        subsampled(results["images"], arrays), arrays["image"], rtol=0, atol=models.IMAGE
+    )
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("cfg", ["1.5", "4"])
-def test_greedy_generation_is_identical(name, cfg):
-    arrays = models.fixture(name, f"gen_cfg{cfg}")
+def test_generation_is_identical(name, cfg):
+    """Drawn greedily, and with the original's tokens given; one program serves both."""
+    arrays, given = models.fixture(name, f"gen_cfg{cfg}"), models.fixture(name, "gen_forced")
+    model, images = models.fixture_model(name), len(arrays["labels"])
+    assert len(given["labels"]) == images
     generator = models.greedy_generator(
-        models.fixture_model(name),
+        model,
         cfg=float(cfg),
-        batch_size=len(arrays["labels"]),
-        segments="auto",
+        batch_size=images,
+        segments="auto" if name == "a_k10" else 1,
     )
-    results, _ = generator.run_batch(arrays["labels"], np.arange(len(arrays["labels"])))
+    none = {"given": model.transformer.no_tokens(images), "given_scales": 0}
+    results, _ = generator.run_batch(arrays["labels"], np.arange(images), **none)
     np.testing.assert_array_equal(results["tokens"], arrays["tokens"])
     logits = np.asarray(results["logits"])[:, arrays["logit_pos"]]
     np.testing.assert_allclose(logits, arrays["logits"], rtol=0, atol=models.LOGITS[cfg])
-    code_map = np.moveaxis(np.asarray(results["code_map"]), -1, 1)
-    np.testing.assert_allclose(code_map, arrays["f_hat"], rtol=0, atol=models.CODE_MAP)
-    np.testing.assert_allclose(
-        subsampled(results["images"], arrays), arrays["image"], rtol=0, atol=models.IMAGE
-    )
+    check_images(results, arrays)
     means = np.asarray(results["images"]).mean((1, 2))
     np.testing.assert_allclose(means, arrays["image_channel_mean"], rtol=0, atol=models.IMAGE)
 
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("cfg", ["1.5", "4"])
-def test_forced_tokens(name, cfg):
-    arrays = models.fixture(name, "gen_forced")
-    generator = models.greedy_generator(
-        models.fixture_model(name), cfg=float(cfg), batch_size=len(arrays["labels"])
-    )
-    results, _ = generator.run_batch(
-        arrays["labels"], np.arange(len(arrays["labels"])), given=arrays["tokens"]
-    )
-    np.testing.assert_array_equal(results["tokens"], arrays["tokens"])
-    logits = np.asarray(results["logits"])[:, arrays["logit_pos"]]
-    expected = arrays["logits_cfg" + cfg.replace(".", "p")]
+    results, _ = generator.run_batch(given["labels"], np.arange(images), given=given["tokens"])
+    np.testing.assert_array_equal(results["tokens"], given["tokens"])
+    logits = np.asarray(results["logits"])[:, given["logit_pos"]]
+    expected = given["logits_cfg" + cfg.replace(".", "p")]
     np.testing.assert_allclose(logits, expected, rtol=0, atol=models.LOGITS[cfg])
-    code_map = np.moveaxis(np.asarray(results["code_map"]), -1, 1)
-    np.testing.assert_allclose(code_map, arrays["f_hat"], rtol=0, atol=models.CODE_MAP)
-    np.testing.assert_allclose(
-        subsampled(results["images"], arrays), arrays["image"], rtol=0, atol=models.IMAGE
-    )
+    check_images(results, given)
 
 
 def test_cache_content():
@@ -109,12 +105,12 @@ def test_keys_and_values_of_all_scales():
         x = transformer.post_attention(block, modulation, None, x, attended)
 
 
-EVICTIONS = [
+EVICTIONS = [  # by scale, by position, by token with rows that differ; the others are alike
     ("a_k10", "evict_headscale"),
-    ("a_k10", "evict_token_equal"),
-    ("b_k6_sharedaln", "evict_headscale"),
+    pytest.param("a_k10", "evict_token_equal", marks=pytest.mark.slow),
+    pytest.param("b_k6_sharedaln", "evict_headscale", marks=pytest.mark.slow),
     ("b_k6_sharedaln", "evict_streaming"),
-    ("b_k6_sharedaln", "evict_token_equal"),
+    pytest.param("b_k6_sharedaln", "evict_token_equal", marks=pytest.mark.slow),
     ("b_k6_sharedaln", "evict_token_ragged"),
 ]
 

@@ -111,7 +111,7 @@ def test_labels_that_do_not_fit_are_refused(tmp_path):
 
 def test_missing_pillow_names_the_pip_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    with pytest.raises(MissingExtra, match=r"needs the package PIL.*pip install 'varjax\[eval\]'"):
+    with pytest.raises(MissingExtra, match=r"needs the package PIL.*pip install -e '.\[eval\]'"):
         save_grid(tmp_path / "grid.png", some_images())
 
 

@@ -73,7 +73,7 @@ def test_images_that_do_not_compare(metric):
 @pytest.mark.parametrize("metric", [psnr, ssim])
 def test_missing_package_names_the_pip_command(metric, monkeypatch):
     monkeypatch.setitem(sys.modules, "dm_pix", None)
-    with pytest.raises(MissingExtra, match=r"dm_pix.*pip install 'varjax\[eval\]'"):
+    with pytest.raises(MissingExtra, match=r"dm_pix.*pip install -e '.\[eval\]'"):
         metric(*pairs())
 
 

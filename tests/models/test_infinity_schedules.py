@@ -61,6 +61,6 @@ def test_unknown_size():
 def test_positions_round_halves_to_even():
     """Two cells on 5: 0 and 2.5; four cells on 6: 0, 1.5, 3, 4.5; the last map is the identity."""
     positions = rope_positions(Schedule(((2, 4), (5, 6))), (5, 6))
-    chex.assert_trees_all_equal(positions[:8, 0], [0] * 4 + [2] * 4)
-    chex.assert_trees_all_equal(positions[:4, 1], [0, 2, 3, 4])
-    chex.assert_trees_all_equal(positions[8:14], [[0, c] for c in range(6)])
+    chex.assert_trees_all_equal(positions[:8, 0], np.array([0] * 4 + [2] * 4))
+    chex.assert_trees_all_equal(positions[:4, 1], np.array([0, 2, 3, 4]))
+    chex.assert_trees_all_equal(positions[8:14], np.array([[0, c] for c in range(6)]))

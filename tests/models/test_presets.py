@@ -22,6 +22,7 @@ PUBLISHED = {
     "infinity-2b": 2.2e9,
     "infinity-8b": 8.4e9,
 }
+OFTEN = ("var-d16", "var-d30", "infinity-layer12", "infinity-8b")  # planned by default
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -34,7 +35,10 @@ def test_parameter_counts(name):
     assert parameters.count(module) == pytest.approx(PUBLISHED[name], rel=0.04)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(
+    "name",
+    [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in PUBLISHED],
+)
 def test_plans(name):
     geometry = varjax.describe(name).geometry
     for policy in (policies.Full(), policies.Streaming(budget=0.1), policies.HeadKV(budget=0.1)):

@@ -13,12 +13,32 @@ from varjax.parallel.mesh import MeshSpec
 from varjax.sampling import Sampling
 
 DEMO, TEXT = "demo", models.FAMILIES["infinity"]
-CASES = [
+CASES = [  # by default; the others with `slow` as argument
     (DEMO, "full", {}, None, ("data=8", "data=4,model=2")),
     (DEMO, "heatkv", {"budget": 0.2}, "int8", ("data=2,model=4", "model=2")),
     (DEMO, "h2o", {"budget": 0.3}, None, ("data=4",)),
     (TEXT, "streaming", {"budget": 0.4}, None, ("data=2,model=4",)),
 ]
+
+
+def load(name: str):
+    """A model whose weights lie in host memory, or a fixture."""
+    if name == DEMO:
+        return varjax.load(dtype="float32", on_host=True)
+    return models.fixture_model(name)
+
+
+def check_weights(generator: Generator) -> None:
+    """What is divided over `model` exists once over all devices of the axis: the first device holds
+    its share of it, and nothing holds the whole model besides."""
+    shards = generator.layout.spec.model
+    blocks = jax.tree.leaves(generator._networks["transformer"].blocks)
+    divided = [a for a in blocks if a.addressable_shards[0].data.size == a.size // shards]
+    assert shards == 1 or sum(a.size for a in divided) > 0.5 * sum(a.size for a in blocks)
+    assert generator.model.is_abstract
+    whole = {a.shape for a in divided if a.ndim == 3 and shards > 1}  # matrices: no shard has these
+    alone = [a for a in jax.live_arrays() if len(a.sharding.device_set) == 1]
+    assert not [a.shape for a in alone if a.shape in whole]
 
 
 def main() -> None:
@@ -27,10 +47,10 @@ def main() -> None:
     images = 8
     index = np.arange(images, dtype=np.int32)
     for name, policy, arguments, kv_dtype, meshes in CASES:
-        model = varjax.load(dtype="float32") if name == DEMO else models.fixture_model(name)
-        plan = varjax.plan(model, policy, **arguments)
+        plan = varjax.plan(load(name), policy, **arguments)
 
-        def run(mesh: str, model=model, plan=plan, kv_dtype=kv_dtype):
+        def run(mesh: str, name=name, plan=plan, kv_dtype=kv_dtype):
+            model = load(name)
             generator = Generator(
                 model,
                 sampling=Sampling(cfg=2.0, top_k=100),
@@ -47,6 +67,8 @@ def main() -> None:
             generator, found = run(mesh)
             np.testing.assert_array_equal(found["tokens"], expected["tokens"])
             np.testing.assert_allclose(found["images"], expected["images"], atol=1e-4)
+            if name == DEMO:
+                check_weights(generator)
             spec = generator.layout.spec
             assert len(found["images"].sharding.device_set) == spec.num_devices
             assert len(generator.layout.groups) == spec.model

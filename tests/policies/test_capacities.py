@@ -18,7 +18,7 @@ def test_whole_budget_drops_nothing():
 
 
 @pytest.mark.parametrize("budget", [0.04, 0.1, 1 / 3, 0.5, 0.999, 1.0])
-def test_rooms_stay_within_the_budget(budget):
+def test_limits_stay_within_the_budget(budget):
     limit = int(budget * DEMO.dense_tokens + 1e-6)
     assert capacities.uniform(DEMO, budget) * 12 <= limit == capacities.total(DEMO, budget)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,7 +94,7 @@ def test_arguments_reach_their_part():
     policy = pair("hack", "snapkv", allocate_asymmetry="3", select_window="8", block_size="2")
     assert policy.allocator == policies.HACK(budget=0.3, asymmetry=3.0, block_size=2)
     assert policy.selector == policies.SnapKV(budget=0.3, window=8, block_size=2)
-    assert policy.window_tokens(8, 8).shape == (8,)
+    chex.assert_shape(policy.window_tokens(8, 8), (8,))
     in_python = Compose.of(
         allocate=policies.HACK(budget=0.3, asymmetry=3.0, block_size=2),
         select=policies.SnapKV(window=8),
@@ -338,6 +339,6 @@ def test_on_a_real_model(allocate, select, budget):
     plan = plan_cache(model.geometry, policy, calibration(model.geometry))
     generator = models.greedy_generator(model, policy, plan=plan)
     results, state = generator.run_batch([3, 7], [0, 1])
-    assert np.isfinite(results["logits"]).all()
+    chex.assert_tree_all_finite(results["logits"])
     held = (np.asarray(state.position) >= 0).sum(-1)
     np.testing.assert_array_equal(held, plan.capacity[-1].sum())

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -54,7 +55,7 @@ def test_heads_whose_queries_agree_are_contextual():
     allocation = prepared.allocate(DEMO, 0.5)
     contextual, protected = prepared.inputs(DEMO, allocation, np.arange(2))
     np.testing.assert_array_equal(contextual, np.repeat([expected], 6, 0))
-    assert protected.shape == (6, 3) and (protected == 14).all()
+    chex.assert_trees_all_equal(protected, np.full((6, 3), 14, np.int32))
 
 
 @pytest.mark.parametrize("budget", [0.04, 0.1, 0.25, 0.5, 0.8, 1.0])

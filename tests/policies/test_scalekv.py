@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,7 +106,8 @@ def test_window():
     )  # rows 0, 1, 1, 2; columns 0, 2, 4, 6
     for height, width in DEMO.schedule.maps:
         tokens = policies.ScaleKV(grid=5).window_tokens(height, width)
-        assert tokens.shape == (25,) and 0 <= tokens.min() and tokens.max() < height * width
+        chex.assert_shape(tokens, (25,))
+        assert 0 <= tokens.min() and tokens.max() < height * width
 
 
 def test_scoring_is_the_models_own_unless_asked():

@@ -1,8 +1,8 @@
-"""The policies that select, on a real model: exact capacities, nothing lost at budget 1."""
+"""The policies that select, on a real model: heads hold exactly their capacity."""
 
-import dataclasses
 import functools
 
+import chex
 import numpy as np
 import pytest
 
@@ -39,9 +39,9 @@ def generator(policy):
     return models.greedy_generator(model, policy, plan=plan)
 
 
-def run(policy, labels=(3, 7)):
+def run(policy):
     made = generator(policy)
-    results, state = made.run_batch(list(labels), np.arange(len(labels)))
+    results, state = made.run_batch([3, 7], np.arange(2))
     return made.plan, results, np.asarray(state.position)
 
 
@@ -63,26 +63,10 @@ def check_capacities(plan, position) -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_heads_hold_their_capacities(name):
     plan, results, position = run(POLICIES[name])
-    assert np.isfinite(results["logits"]).all()
+    chex.assert_tree_all_finite(results["logits"])
     assert plan.pool_tokens <= POLICIES[name].budget * plan.geometry.dense_tokens + 1e-6
     check_capacities(plan, position)
     assert (position[0] != position[1]).any(), "contents no longer depend on the image"
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_images_do_not_see_each_other(name):
-    _, one, _ = run(POLICIES[name], (3, 7))
-    _, two, _ = run(POLICIES[name], (3, 1))
-    np.testing.assert_array_equal(one["tokens"][0], two["tokens"][0])
-    assert (np.asarray(one["tokens"][1]) != np.asarray(two["tokens"][1])).any()
-
-
-@pytest.mark.parametrize("name", ["h2o", "scalekv"])
-def test_whole_budget_is_the_full_cache(name):
-    _, full, _ = run(policies.Full())
-    _, whole, _ = run(dataclasses.replace(POLICIES[name], budget=1.0))
-    np.testing.assert_array_equal(whole["tokens"], full["tokens"])
-    np.testing.assert_allclose(whole["logits"], full["logits"], atol=1e-4)
 
 
 def test_faithful_scoring_is_another_scoring():

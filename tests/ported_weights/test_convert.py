@@ -157,7 +157,7 @@ def test_storage_type_classes_and_sampling(request_for, tmp_path):
         sampling=str(tmp_path / "sampling.json"),
     )
     parts, content = _load(request)
-    chex.assert_type(parts["transformer"], jnp.bfloat16)
+    assert parts["transformer"].dtype == jnp.bfloat16
     assert content["dtype"] == "bfloat16"
     assert content["class_names"] == names
     assert content["sampling"] == {"cfg": 3, "top_k": 9, "top_p": 0.0, "more_smooth": False}

@@ -62,7 +62,7 @@ def _tensors(name: str = "infinity_A") -> dict[str, np.ndarray]:
     return {n: np.array(t.read()) for n, t in source.tensors.items()}
 
 
-def _apply(arrays: dict, config: InfinityConfig) -> rules.Ported:
+def _apply(arrays: dict, config: InfinityConfig):
     tensors = {n: released_shapes.Shape(a.shape, lambda _, a=a: a) for n, a in arrays.items()}
     part = FAMILY.parts["transformer"]
     return rules.apply(TABLES[part.name].rules(config, tensors), tensors, part.abstract(config))
@@ -133,14 +133,14 @@ def test_both_names_of_one_convolution():
 def test_chunks_of_layers():
     """block_chunks.I.module.J is layer 2 I + J; the same weights with layers numbered through."""
     arrays, config = _tensors(), _config()
-    ported = _apply(arrays, config).module
+    ported = _apply(arrays, config)[0]
     for i in range(2):
         for j in range(2):
             expected = arrays[f"block_chunks.{i}.module.{j}.ffn.fc1.bias"]
             chex.assert_trees_all_equal(ported.blocks.fc1.bias[...][2 * i + j], expected)
     plain = _renumbered(arrays)
     for chunks in (1, 2):
-        _assert_same(_apply(plain, dataclasses.replace(config, block_chunks=chunks)).module, ported)
+        _assert_same(_apply(plain, dataclasses.replace(config, block_chunks=chunks))[0], ported)
 
 
 def _renumbered(arrays: dict) -> dict:
@@ -156,7 +156,7 @@ def _renumbered(arrays: dict) -> dict:
 
 def test_modulation_keeps_its_order():
     arrays = _tensors()
-    found = _apply(arrays, _config()).module.blocks.modulation_offset[...]
+    found = _apply(arrays, _config())[0].blocks.modulation_offset[...]
     name = "block_chunks.1.module.0.ada_gss"
     chex.assert_trees_all_equal(found[2], arrays[name][0, 0])
 
@@ -172,7 +172,7 @@ def test_other_chunks_than_configured(chunks):
     """The names in the file say how long a chunk is; reports go by them."""
     arrays, config = _tensors(), _config()
     other = dataclasses.replace(config, block_chunks=chunks)
-    _assert_same(_apply(arrays, other).module, _apply(arrays, config).module)
+    _assert_same(_apply(arrays, other)[0], _apply(arrays, config)[0])
     text = _problems(arrays, depth=8, block_chunks=chunks)
     assert "missing: block_chunks.2.module.0.ada_gss" in text
     text = _problems(arrays, depth=3, block_chunks=1)
@@ -198,11 +198,11 @@ def test_missing_in_one_chunk_and_a_key_bias():
 def test_length_of_the_unconditional_text():
     """Longer than text_maxlen: cut, and said; shorter: refused, with what to set."""
     arrays = _tensors()
-    ported = _apply(arrays, _config(text_maxlen=20))
-    found = ported.module.unconditional_text[...]
+    module, placement = _apply(arrays, _config(text_maxlen=20))
+    found = module.unconditional_text[...]
     chex.assert_trees_all_equal(found, arrays["cfg_uncond"][:20])
     reason = "only the first 20 are used: text_maxlen is 20"
-    assert ("rows 20 to 31 of cfg_uncond", reason) in ported.ignored
+    assert ("rows 20 to 31 of cfg_uncond", reason) in placement.ignored
     text = _problems(arrays, text_maxlen=33)
     assert "cfg_uncond is [32, 256], but [33, 256] is expected: set text_maxlen to 32 or" in text
     assert "cfg_uncond is [32, 256], but [32, 128] is expected" in _problems(
@@ -384,8 +384,18 @@ def test_text_encoder_beside_the_model(tmp_path, t5_folder):
     assert {str(x.dtype) for x in parameters.named(encoder.module).values()} == {"float32"}
 
 
+def test_text_encoders_with_other_shapes(tmp_path, t5_folder, monkeypatch):
+    """Found out before values of any part are read."""
+    folder = t5_folder(256)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_layers": 3}))
+    monkeypatch.setattr(rules, "apply", lambda *a: pytest.fail("read the weights"))
+    request = _request(tmp_path, text_encoder_source=str(folder))
+    _refused(request, r"(?s)does not fit .*config.json: .*missing: encoder\.block\.2", tmp_path)
+
+
 def test_text_encoders_that_do_not_fit(tmp_path, t5_folder, monkeypatch):
-    """Found out at once, not after both weight files were read and hashed."""
+    """Found out at once, before the weights of the model are opened."""
     monkeypatch.setattr(convert, "_open", lambda *a: pytest.fail("opened the weights"))
     missing = _request(tmp_path, text_encoder_source=str(tmp_path / "nowhere"))
     _refused(missing, "--text_encoder_source: .*nowhere is no folder", tmp_path)

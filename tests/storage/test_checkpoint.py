@@ -101,12 +101,13 @@ def test_a_part_with_a_folder_of_its_own(tmp_path, modules):
     """It is loaded on request only, from the checkpoint or from its folder, wherever that lies."""
     encoder = _random(registry.OWN_FOLDER["text_encoder"], T5)
     (tmp_path / "spiece.model").write_bytes(b"pieces")
+    files = {"text_encoder": {"spiece.model": tmp_path / "spiece.model"}}
     sources = [{"part": name, "file": f"{name}.pth"} for name in ("codec", "text_encoder")]
     _save(
         tmp_path / "all",
         {**modules, "text_encoder": encoder},
         metadata={"sources": sources},
-        files={"text_encoder/spiece.model": tmp_path / "spiece.model"},
+        files=files,
     )
     assert list(checkpoint.load(tmp_path / "all")[0]) == ["transformer", "codec"]
     assert manifest.read(tmp_path / "all")["sources"] == sources[:1]
@@ -115,7 +116,7 @@ def test_a_part_with_a_folder_of_its_own(tmp_path, modules):
         family=None,
         parts={"text_encoder": encoder},
         metadata={"sources": sources},
-        files={"spiece.model": tmp_path / "spiece.model"},
+        files=files,
     )
     for folder in (tmp_path / "all", tmp_path / "all" / "text_encoder", tmp_path / "alone"):
         found, described = checkpoint.load(folder, {"text_encoder": None})

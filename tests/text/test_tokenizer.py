@@ -75,5 +75,5 @@ def test_other_special_ids(tmp_path):
 
 def test_missing_package(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'varjax\[text\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install -e '.\[text\]'"):
         Tokenizer(tmp_path / "spiece.model", 128)

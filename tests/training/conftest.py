@@ -1,5 +1,8 @@
 """Tiny pictures and settings for the training tests: coloured discs on white, four classes."""
 
+import functools
+import pathlib
+
 import numpy as np
 import pytest
 
@@ -25,42 +28,52 @@ def discs():
     return _discs
 
 
-@pytest.fixture
-def pictures(tmp_path):
-    """Path of an .npz of 64 discs."""
+def _write_discs(folder: pathlib.Path) -> pathlib.Path:
     images, labels = _discs(64)
-    path = tmp_path / "discs.npz"
+    path = folder / "discs.npz"
     np.savez(path, images=images, labels=labels)
     return path
 
 
 @pytest.fixture
+def pictures(tmp_path):
+    """Path of an .npz of 64 discs."""
+    return _write_discs(tmp_path)
+
+
+@pytest.fixture
 def tiny(pictures):
     """Function that makes settings of a model that trains in seconds, with changes."""
+    return functools.partial(_settings, pictures)
 
-    def make(**changes) -> Settings:
-        values = dict(
-            data=str(pictures),
-            image_size=8,
-            patch_nums=(1, 2, 4),
-            vocab_size=32,
-            z_channels=8,
-            ch=8,
-            norm_groups=4,
-            ch_mult=(1, 2),
-            num_res_blocks=1,
-            vqvae_steps=40,
-            vqvae_batch_size=8,
-            vqvae_lr=3e-3,
-            autoencoder_steps=12,
-            reseed_every=4,
-            depth=2,
-            width=32,
-            heads=2,
-            var_steps=40,
-            var_batch_size=8,
-            var_lr=3e-3,
-        )
-        return Settings(**{**values, **changes})
 
-    return make
+@pytest.fixture(scope="module")
+def shared_tiny(tmp_path_factory):
+    """`tiny` for runs that several tests look at."""
+    return functools.partial(_settings, _write_discs(tmp_path_factory.mktemp("pictures")))
+
+
+def _settings(pictures: pathlib.Path, **changes) -> Settings:
+    values = dict(
+        data=str(pictures),
+        image_size=8,
+        patch_nums=(1, 2, 4),
+        vocab_size=32,
+        z_channels=8,
+        ch=8,
+        norm_groups=4,
+        ch_mult=(1, 2),
+        num_res_blocks=1,
+        vqvae_steps=40,
+        vqvae_batch_size=8,
+        vqvae_lr=3e-3,
+        autoencoder_steps=12,
+        reseed_every=4,
+        depth=2,
+        width=32,
+        heads=2,
+        var_steps=40,
+        var_batch_size=8,
+        var_lr=3e-3,
+    )
+    return Settings(**{**values, **changes})

@@ -3,11 +3,13 @@
 import json
 
 import chex
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from varjax.errors import UserError
-from varjax.storage import checkpoint, manifest
-from varjax.training import loop, session
+from varjax.storage import checkpoint
+from varjax.training import loop, session, var_trainer, vqvae_trainer
 from varjax.training.vqvae_trainer import VQVAEStage
 
 EVERY = loop.Intervals(log=2, checkpoint=16, validate=20)
@@ -36,43 +38,64 @@ def _kill_at(monkeypatch, step: int):
     monkeypatch.setattr(VQVAEStage, "step", dying)
 
 
-def test_losses_fall_and_the_model_loads(tiny, tmp_path, capsys):
-    settings, out = tiny(), tmp_path / "run"
-    model = session.train(settings, "both", out, EVERY)
+@pytest.fixture(scope="module")
+def whole(shared_tiny, tmp_path_factory):
+    """(settings, folder, model) of a run, one stage after the other. Every step of a kind is one
+    program."""
+    settings, out = shared_tiny(), tmp_path_factory.mktemp("run") / "whole"
+    chex.clear_trace_counter()
+    with pytest.MonkeyPatch.context() as patch:
+        for programs, function in (
+            (vqvae_trainer._Programs, "_loss"),  # the autoencoder, then with its quantiser
+            (var_trainer._Programs, "_predict"),  # training, then validation
+        ):
+            counted = chex.assert_max_traces(getattr(programs, function), n=2)
+            patch.setattr(programs, function, counted)
+        assert session.train(settings, "vqvae", out, EVERY, quiet=True) is None
+        return settings, out, session.train(settings, "var", out, EVERY, quiet=True)
+
+
+def test_losses_fall_and_the_model_loads(whole):
+    settings, out, model = whole
     for stage in ("vqvae", "var"):
         history = _history(out, stage)
         assert [e["step"] for e in history] == list(range(2, 41, 2))
         assert history[-1]["loss"] < 0.9 * history[0]["loss"]
     codec, var = (_history(out, stage)[-1]["validation"] for stage in ("vqvae", "var"))
     assert codec["codes_used"] > 8 and codec["psnr"] > 9
-    assert len(var["per_scale"]) == 3
-    chex.assert_tree_all_finite(var["per_scale"])
-    assert "vqvae 40/40  loss" in capsys.readouterr().err
+    assert len(var["per_scale"]) == 3 and np.isfinite(var["per_scale"]).all()
     parts, described = checkpoint.load(model)
     assert parts["codec"].config == settings.codec and described["sampling"]["top_k"] == 32
     assert parts["transformer"].config == settings.transformer(4)
 
 
-def test_killed_run_resumes_exactly(tiny, tmp_path, monkeypatch):
+def test_killed_run_resumes_exactly(whole, tmp_path, monkeypatch, capsys):
     """The losses of a run that died at step 18 equal those of one that did not, to the last bit."""
-    settings = tiny()
-    session.train(settings, "vqvae", tmp_path / "whole", EVERY, quiet=True)
+    settings, out, _ = whole
     with monkeypatch.context() as patch:
         _kill_at(patch, 18)
         with pytest.raises(Killed):
             session.train(settings, "vqvae", tmp_path / "killed", EVERY, quiet=True)
     assert _history(tmp_path / "killed", "vqvae")[-1]["step"] == 18  # two past the checkpoint
-    session.train(settings, "vqvae", tmp_path / "killed", EVERY, quiet=True)
-    assert _history(tmp_path / "killed", "vqvae") == _history(tmp_path / "whole", "vqvae")
+    session.train(settings, "vqvae", tmp_path / "killed", EVERY)
+    assert _history(tmp_path / "killed", "vqvae") == _history(out, "vqvae")
+    assert "vqvae 40/40  loss" in capsys.readouterr().err
 
 
-def test_stages_one_after_the_other(tiny, tmp_path):
-    settings, out = tiny(), tmp_path / "run"
-    assert session.train(settings, "vqvae", out, EVERY, quiet=True) is None
-    model = session.train(settings, "var", out, EVERY, quiet=True)
-    assert manifest.read(model)["training"]["pictures"] == 61
-    again = session.train(settings, "both", out, EVERY, quiet=True)  # nothing left to do
+def test_nothing_is_left_to_do(whole):
+    settings, out, model = whole
+    _, described = checkpoint.describe(model)
+    assert described["training"]["pictures"] == 61
+    again = session.train(settings, "both", out, EVERY, quiet=True)
     assert again == model and [e["step"] for e in _history(out, "var")] == list(range(2, 41, 2))
+
+
+@pytest.mark.slow
+def test_both_stages_at_once(whole, tmp_path):
+    settings, out, _ = whole
+    session.train(settings, "both", tmp_path / "both", EVERY, quiet=True)
+    for stage in ("vqvae", "var"):
+        assert _history(tmp_path / "both", stage) == _history(out, stage)
 
 
 def test_refused_folders(tiny, tmp_path):
@@ -141,6 +164,20 @@ def test_intervals_must_fit():
         loop.Intervals(log=20, checkpoint=30)
 
 
-def test_divergence_is_reported(tiny, tmp_path):
-    with pytest.raises(UserError, match="training has diverged"):
-        session.train(tiny(vqvae_lr=1e30), "vqvae", tmp_path / "run", EVERY, quiet=True)
+class Diverging:
+    """A stage whose third step has a loss that is no number."""
+
+    name, settings, steps, batch_size = "vqvae", {}, 8, 1
+
+    def initial_state(self):
+        return {"weight": jnp.zeros(2)}
+
+    def step(self, state, n):
+        return state, {"loss": jnp.asarray(np.nan if n == 2 else 1.0)}
+
+
+def test_divergence_is_reported(tmp_path):
+    message = "loss is nan at step 4, training has diverged: .* a lower --vqvae_lr"
+    with pytest.raises(UserError, match=message):
+        loop.run(Diverging(), tmp_path / "run", EVERY, quiet=True)
+    assert [e["step"] for e in _history(tmp_path / "run", "vqvae")] == [2]

@@ -38,7 +38,7 @@ class RegionInputs:
 
     read: BlockTable
     following: BlockTable
-    capacity: Int[Array, "... N"]
+    capacity: Int[Array | np.ndarray, "... N"]
     policy: Any = None
 
 

@@ -16,6 +16,9 @@ from jaxtyping import Array, Float
 
 from varjax.errors import UserError
 
+# Generous limits: every block and level is traced on its own.
+LARGEST_BLOCKS, LARGEST_LEVELS = 16, 10
+
 _uniform_fan_in = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
@@ -23,30 +26,20 @@ _uniform_fan_in = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform
 class Layout:
     """Sizes of an encoder or a decoder.
 
-    Attributes:
-      image_channels: of the pictures.
-      latent_channels: of the map between encoder and decoder.
-      base: width of the encoder's first convolution.
-      widths: channels of each level, finest first.
-      num_blocks: residual blocks per level.
-      num_resamplings: the finest levels are followed by a halving (encoder), and as many of the
-        coarser ones by a doubling (decoder).
-      group_choices: numbers of normalisation groups; the first that divides a width is taken.
-      epsilon: of the normalisation.
-      attend_coarsest: attention after every block of the coarsest level.
-      attend_middle: attention between the two middle blocks.
+    num_resamplings: the finest levels are followed by a halving (encoder), and as many of the
+      coarser ones by a doubling (decoder).
     """
 
     image_channels: int
-    latent_channels: int
-    base: int
-    widths: tuple[int, ...]
-    num_blocks: int
+    latent_channels: int  # of the map between encoder and decoder
+    base: int  # width of the encoder's first convolution
+    widths: tuple[int, ...]  # channels of each level, finest first
+    num_blocks: int  # residual blocks per level
     num_resamplings: int
-    group_choices: tuple[int, ...] = (32,)
-    epsilon: float = 1e-6
-    attend_coarsest: bool = False
-    attend_middle: bool = False
+    group_choices: tuple[int, ...]  # normalisation groups: the first that divides a width
+    epsilon: float = 1e-6  # of the normalisation
+    attend_coarsest: bool = False  # attention after every block of the coarsest level
+    attend_middle: bool = False  # attention between the two middle blocks
 
     def groups(self, channels: int) -> int:
         """Normalisation groups of a width; configurations make sure that there is a choice."""
@@ -216,25 +209,53 @@ def double(x: Float[Array, "B h w C"]) -> Float[Array, "B 2*h 2*w C"]:
     return x.reshape(batch, 2 * height, 2 * width, channels)
 
 
-# --- running them ---
+class ImageCodec(nnx.Module):
+    """Images [B, H, W, 3] in [-1, 1] to latent maps [B, P, Q, C] and back.
+
+    Both directions run in float32 with full-precision products, on accelerators too, unless another
+    `dtype` is asked for. Subclasses have a `config` and say which modules run.
+    """
+
+    def encoding(self) -> tuple[nnx.Module, ...]:
+        """Modules from images to latent maps, in their order."""
+        raise NotImplementedError
+
+    def decoding(self) -> tuple[nnx.Module, ...]:
+        """Modules from latent maps to images, in their order."""
+        raise NotImplementedError
+
+    def encode(self, images: Float[Array, "B H W 3"], dtype=jnp.float32) -> Float[Array, "B P Q C"]:
+        """Latent map before quantisation, float32.
+
+        Raises:
+          UserError: if height or width is not a multiple of `config.downsample`.
+        """
+        downsample = self.config.downsample
+        if images.ndim != 4 or any(side % downsample for side in images.shape[1:3]):
+            raise UserError(
+                f"images of shape {images.shape} given: [batch, height, width, channels] with"
+                f" sides that are multiples of {downsample} are needed"
+            )
+        return _run(self.encoding(), images, dtype)
+
+    def decode(
+        self, code_map: Float[Array, "B P Q C"], clip: bool = True, dtype=jnp.float32
+    ) -> Float[Array, "B H W 3"]:
+        """Images of a quantised latent map, float32; clipped to [-1, 1] unless `clip` is False."""
+        images = _run(self.decoding(), code_map, dtype)
+        return jnp.clip(images, -1, 1) if clip else images
 
 
-def check_images(images: Float[Array, "B H W 3"], downsample: int) -> None:
-    """Raise `UserError` unless height and width are multiples of `downsample` pixels."""
-    if images.ndim != 4 or any(side % downsample for side in images.shape[1:3]):
-        raise UserError(
-            f"images of shape {images.shape} given: [batch, height, width, channels] with"
-            f" sides that are multiples of {downsample} are needed"
-        )
+def _run(modules: tuple[nnx.Module, ...], x, dtype) -> Float[Array, "..."]:
+    """Apply `modules` one after the other in `dtype`; the result is float32."""
+    full = jnp.dtype(dtype) == jnp.float32  # really: not in TF32 or bfloat16 passes
+    x = x.astype(dtype)
+    with jax.default_matmul_precision("highest") if full else contextlib.nullcontext():
+        for module in cast(modules, dtype):
+            x = module(x)
+    return x.astype(jnp.float32)
 
 
 def cast(modules, dtype):
     """Modules with every parameter in `dtype`."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype), modules)
-
-
-def full_precision(dtype):
-    """Context in which float32 products are really float32 (not TF32 or bfloat16 passes)."""
-    if jnp.dtype(dtype) == jnp.float32:  # names of types are types too
-        return jax.default_matmul_precision("highest")
-    return contextlib.nullcontext()

@@ -1,14 +1,24 @@
-"""Spatial patchify: p by p cells of a map become one transformer token of p * p times the width.
+"""Maps as tokens: rows of all maps, and spatial patchify.
 
-The channel order is that of pixel unshuffle: token channel c * p * p + p * dy + dx is map channel c
-at (p * y + dy, p * x + dx). Both functions take numpy and jax arrays and return what they were
-given; p = 1 changes nothing.
+Patchify makes p by p cells of a map one transformer token of p * p times the width, p = 1 changes
+nothing. The channel order is that of pixel unshuffle: token channel c * p * p + p * dy + dx is map
+channel c at (p * y + dy, p * x + dx). `patchify` and `unpatchify` take numpy and jax arrays and
+return what they were given.
 """
 
+from collections.abc import Sequence
+
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
 
 AnyArray = Array | np.ndarray
+
+
+def flatten_maps(maps: Sequence[Shaped[Array, "B h w C"]]) -> Shaped[Array, "B L C"]:
+    """Positions of all maps, one map after the other, each row-major."""
+    rows = [m.reshape(m.shape[0], m.shape[1] * m.shape[2], m.shape[3]) for m in maps]
+    return jnp.concatenate(rows, axis=1)
 
 
 def patchify(

@@ -1,12 +1,12 @@
 """Resizing as matrix products, equal to the original (torch) results.
 
 `jax.image.resize` uses another bicubic constant (-0.5) and another border rule, so its pictures and
-tokens differ. The resizings used here are separable and linear: one small matrix per axis,
-computed on the host, applied with an einsum. The matrices are exact for every
-pair of sizes, non-square included.
+tokens differ. The resizings used here are separable and linear: one small matrix per axis, computed
+on the host, exact for every pair of sizes, applied with an einsum.
 """
 
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -53,12 +53,8 @@ def bicubic_matrix(source: int, target: int) -> np.ndarray:
     """
     centre = (np.arange(target) + 0.5) * source / target - 0.5
     left = np.floor(centre).astype(np.int64)
-    matrix = np.zeros((target, source), np.float64)
-    for shift, weight in zip(range(-1, 3), _cubic_weights(centre - left), strict=True):
-        np.add.at(matrix, (np.arange(target), np.clip(left + shift, 0, source - 1)), weight)
-    matrix = matrix.astype(np.float32)
-    matrix.flags.writeable = False
-    return matrix
+    cells = [np.clip(left + shift, 0, source - 1) for shift in range(-1, 3)]
+    return _matrix(source, cells, _cubic_weights(centre - left))
 
 
 @lru_cache(maxsize=256)
@@ -70,9 +66,14 @@ def bilinear_matrix(source: int, target: int) -> np.ndarray:
     frame.
     """
     lower, upper, weight = _linear_neighbours(source, target)
-    matrix = np.zeros((target, source), np.float64)
-    np.add.at(matrix, (np.arange(target), lower), 1 - weight)
-    np.add.at(matrix, (np.arange(target), upper), weight)
+    return _matrix(source, [lower, upper], [1 - weight, weight])
+
+
+def _matrix(source: int, cells: Sequence[np.ndarray], weights: Sequence[np.ndarray]) -> np.ndarray:
+    """float32 [target, source], read-only: sums of `weights` [target] at their `cells` [target]."""
+    matrix = np.zeros((len(cells[0]), source), np.float64)
+    for cell, weight in zip(cells, weights, strict=True):
+        np.add.at(matrix, (np.arange(len(cell)), cell), weight)
     matrix = matrix.astype(np.float32)
     matrix.flags.writeable = False
     return matrix
@@ -112,22 +113,16 @@ def resize(
     return jnp.einsum("bpwc,qw->bpqc", x, columns, precision=high)
 
 
-def resize_area(x: Float[Array, "B h w C"], size: tuple[int, int]) -> Float[Array, "B p q C"]:
-    """Adaptive average pooling of maps to `size` = (height, width)."""
+def _resize_to(
+    matrix: Callable[[int, int], np.ndarray], x: Float[Array, "B h w C"], size: tuple[int, int]
+) -> Float[Array, "B p q C"]:
+    """Maps resized to `size` = (height, width); `matrix` gives the matrix of an axis."""
     if x.shape[1:3] == tuple(size):
         return x
-    return resize(x, area_matrix(x.shape[1], size[0]), area_matrix(x.shape[2], size[1]))
+    return resize(x, matrix(x.shape[1], size[0]), matrix(x.shape[2], size[1]))
 
 
-def resize_bicubic(x: Float[Array, "B h w C"], size: tuple[int, int]) -> Float[Array, "B p q C"]:
-    """Bicubic interpolation of maps to `size` = (height, width)."""
-    if x.shape[1:3] == tuple(size):
-        return x
-    return resize(x, bicubic_matrix(x.shape[1], size[0]), bicubic_matrix(x.shape[2], size[1]))
-
-
-def resize_bilinear(x: Float[Array, "B h w C"], size: tuple[int, int]) -> Float[Array, "B p q C"]:
-    """Linear interpolation of maps to `size` = (height, width), up or down."""
-    if x.shape[1:3] == tuple(size):
-        return x
-    return resize(x, bilinear_matrix(x.shape[1], size[0]), bilinear_matrix(x.shape[2], size[1]))
+# (maps [B, h, w, C], (height, width)) -> maps of that size
+resize_area = partial(_resize_to, area_matrix)
+resize_bicubic = partial(_resize_to, bicubic_matrix)
+resize_bilinear = partial(_resize_to, bilinear_matrix)

@@ -17,6 +17,7 @@ from varjax.codecs.resize import area_matrix, bicubic_matrix, bilinear_matrix, r
 from varjax.engine.segments import Segment, token_index
 from varjax.schedule import Schedule
 
+AnyArray = Array | np.ndarray  # made on the host, read on the device
 MATRICES = {"area": area_matrix, "bicubic": bicubic_matrix, "bilinear": bilinear_matrix}
 
 
@@ -48,19 +49,19 @@ class StepInputs:
     patch: p, static.
     """
 
-    scale: Int[Array, "..."]
-    length: Int[Array, "..."]
-    ratio: Float[Array, "..."]
-    token_index: Int[Array, "... T"]
-    cell: Int[Array, "... T"]
-    token: Int[Array, "... G"]
-    down_rows: Float[Array, "... Gh P"]
-    down_columns: Float[Array, "... Gw Q"]
-    up_rows: Float[Array, "... P Gh"]
-    up_columns: Float[Array, "... Q Gw"]
-    window: Int[Array, "... W"] | None = None
-    neighbours: Int[Array, "... 4 T"] | None = None
-    neighbour_weights: Float[Array, "... 4 T"] | None = None
+    scale: Int[AnyArray, "..."]
+    length: Int[AnyArray, "..."]
+    ratio: Float[AnyArray, "..."]
+    token_index: Int[AnyArray, "... T"]
+    cell: Int[AnyArray, "... T"]
+    token: Int[AnyArray, "... G"]
+    down_rows: Float[AnyArray, "... Gh P"]
+    down_columns: Float[AnyArray, "... Gw Q"]
+    up_rows: Float[AnyArray, "... P Gh"]
+    up_columns: Float[AnyArray, "... Q Gw"]
+    window: Int[AnyArray, "... W"] | None = None
+    neighbours: Int[AnyArray, "... 4 T"] | None = None
+    neighbour_weights: Float[AnyArray, "... 4 T"] | None = None
     patch: int = field(default=1, metadata=dict(static=True))
 
     @classmethod

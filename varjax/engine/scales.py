@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Integer
 
 from varjax.cache.plan import CachePlan
 from varjax.cache.state import KVState
@@ -87,7 +87,7 @@ class SegmentInputs:
 class GivenTokens:
     """Tokens (or the bits of tokens) that replace the draw in the first `scales` scales."""
 
-    tokens: Int[Array, "B L ..."]
+    tokens: Integer[Array, "B L ..."]
     scales: Int[Array, ""]
 
 

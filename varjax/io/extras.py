@@ -11,7 +11,7 @@ class MissingExtra(UserError):
 
 
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:
-    """Import `module`, which comes with `pip install 'varjax[extra]'`.
+    """Import `module`, which comes with the optional dependencies `extra` of pyproject.toml.
 
     Raises:
       MissingExtra: naming the package, what it is needed for (`purpose`) and the pip command.
@@ -23,5 +23,5 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
             raise  # the package is there, but something that it needs is not
         raise MissingExtra(
             f"{purpose} needs the package {module.split('.')[0]}, which is not installed: "
-            f"run `pip install 'varjax[{extra}]'`"
+            f"run `pip install -e '.[{extra}]'` in the folder of varjax"
         ) from None

@@ -18,11 +18,15 @@ without it there are none (R = B). Codes, and what becomes of them, belong to th
 
 from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
 from varjax.engine.inputs import Resampling, StepInputs
+from varjax.models import layers
+from varjax.parallel.split import Split
 from varjax.sampling import Sampling
 
 
@@ -35,7 +39,7 @@ class NextScaleTransformer(nnx.Module):
     @property
     def dtype(self):
         """The type of the weights, which is the type that matrix products run in."""
-        return self.head.kernel[...].dtype
+        return self.head.kernel.get_value().dtype  # an array, or a shape of an abstract model
 
     @property
     def resampling(self) -> Resampling:
@@ -68,12 +72,6 @@ class NextScaleTransformer(nnx.Module):
         """Queries, keys and values [R, N, T, H] of one layer; queries carry the attention scale."""
         raise NotImplementedError
 
-    def raw_queries(
-        self, block, layer_context: Any, x: Float[Array, "R T D"]
-    ) -> Float[Array, "R N T H"]:
-        """See `layers.plain_queries`."""
-        raise NotImplementedError
-
     def post_attention(
         self,
         block,
@@ -100,6 +98,57 @@ class NextScaleTransformer(nnx.Module):
     ) -> tuple[Array, Array]:
         """(tokens [B, T, ...] drawn with one key per image, filtered logits)."""
         raise NotImplementedError
+
+    # --- what families share ----------------------------------------------------------------------
+
+    @staticmethod
+    def splits() -> dict[str, Split]:
+        """Stacked parameters of the blocks that are divided over heads or the feed-forward's width;
+        the others are whole on every device."""
+        return {
+            **{"qkv.kernel": Split(2, parts=3), "q_bias": Split(1), "v_bias": Split(1)},
+            **{"log_scale": Split(1), "proj.kernel": Split(1)},
+            **{"fc1.kernel": Split(2), "fc1.bias": Split(1), "fc2.kernel": Split(1)},
+        }
+
+    def attention_input(self, layer_context: Any, x: Float[Array, "R T D"]):
+        """Normalised and modulated tokens, which queries, keys and values are projections of."""
+        raise NotImplementedError
+
+    def raw_queries(
+        self, block, layer_context: Any, x: Float[Array, "R T D"]
+    ) -> Float[Array, "R N T H"]:
+        """See `layers.plain_queries`."""
+        h = self.attention_input(layer_context, x)
+        return layers.plain_queries(block, h, self.config.head_dim)
+
+    def words(self, rows: int, codes: Float[Array, "B T C"]) -> Float[Array, "R T D"]:
+        """Embedded codes of all rows; conditional and unconditional rows share those of an
+        image."""
+        words = self.word_embedding(codes.astype(self.dtype))
+        return jnp.tile(words, (rows // words.shape[0], 1, 1))
+
+    def plain_logits(
+        self, modulation: Float[Array, "R 2 D"], x: Float[Array, "R T D"]
+    ) -> Float[Array, "R T V"]:
+        """Float32 logits of every row, before temperature and guidance."""
+        return layers.modulated_head(self.head, modulation, x, self.config.norm_eps)
+
+    def teacher_forced(
+        self, context: dict, shared: Any, x: Float[Array, "B L D"]
+    ) -> Float[Array, "B L V"]:
+        """Logits of all scales at once under the block-causal mask (training, parity)."""
+        scale = self.config.schedule.scale_of_token
+        mask = jnp.asarray(scale[:, None] >= scale[None, :])
+
+        def layer(x, inputs):
+            block, layer_context = inputs
+            q, k, v = self.project(block, layer_context, shared, x)
+            attended = layers.dense_attention(q, k, v, mask)
+            return self.post_attention(block, layer_context, shared, x, attended), None
+
+        x, _ = jax.lax.scan(layer, x, (self.blocks, context["layers"]))
+        return self.plain_logits(context["head"], x)
 
     # --- tokens in files --------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from varjax.schedule import Schedule
 # Generous limits: what is beyond them is a mistake, refused before anything of that size is made.
 LARGEST_DEPTH = 1024  # layers of a transformer
 LARGEST_SIZE = 10**7  # widths, classes, codes
+INTEGERS = tuple[int, ...]
 
 
 def arguments(
@@ -19,7 +20,7 @@ def arguments(
     Args:
       what: the model's name, for messages.
       given: {argument name: JSON value}.
-      types: {known name: bool, int, float or object}; object takes anything.
+      types: {known name: bool, int, float, tuple[int, ...] or object}; object takes anything.
       ignored: names that are accepted and have no effect on the function computed.
 
     Raises:
@@ -86,9 +87,15 @@ def _typed(what: str, name: str, value, kind: type):
         bool: isinstance(value, bool),
         int: is_number and (isinstance(value, int) or value.is_integer()),
         float: is_number and (isinstance(value, float) or abs(value) < 1e300),
+        INTEGERS: isinstance(value, (list, tuple)) and all(type(n) is int for n in value),
         object: True,
     }[kind]
     if not fits:
-        words = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
-        raise UserError(f"{what} configuration: {name} is {value!r:.60}, it must be {words}")
-    return value if kind is object else kind(value)
+        words = {
+            bool: "be true or false",
+            int: "be a whole number",
+            float: "be a number",
+            INTEGERS: "list whole numbers, as [1, 2, 4, 4]",
+        }[kind]
+        raise UserError(f"{what} configuration: {name} is {value!r:.60}, it must {words}")
+    return value if kind is object else tuple(value) if kind == INTEGERS else kind(value)

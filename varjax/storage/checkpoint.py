@@ -57,7 +57,7 @@ def save(
     parts: Mapping[str, nnx.Module],
     metadata: Mapping | None = None,
     dtype=None,
-    files: Mapping[str, str | os.PathLike] | None = None,
+    files: Mapping[str, Mapping[str, str | os.PathLike]] | None = None,
     overwrite: bool = False,
 ) -> None:
     """Write a checkpoint.
@@ -71,27 +71,29 @@ def save(
         anything that JSON can hold. `sources` lists the files that the parts were made of, each
         with its `part`, and goes to the description of that part. Computed entries win.
       dtype: storage type of floating parameters; by default they stay as they are.
-      files: {name in the new folder: file} to copy, such as text_encoder/spiece.model.
+      files: {part: {name: file}} to copy into the part's own folder, such as a tokenizer.
       overwrite: replace `directory` if it exists.
 
     Raises:
       UserError: `directory` exists, or cannot be written, or the entries do not fit the model.
         Nothing is left behind.
     """
-    metadata, tree = dict(metadata or {}), dict(parts)
+    metadata = dict(metadata or {})
+    own = {name: module for name, module in parts.items() if name in registry.OWN_FOLDER}
+    tree = {name: module for name, module in parts.items() if name not in own}
     sources = metadata.get("sources", [])
+    if own:
+        metadata["sources"] = [s for s in sources if s.get("part") not in own]
     with new_folder(directory, overwrite=overwrite) as folder:
-        for name, file in (files or {}).items():
-            (folder / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, folder / name)
-        for name in [name for name in parts if name in registry.OWN_FOLDER]:
-            own = folder if family is None else folder / name
-            described = [s for s in sources if s.get("part") == name]
-            _write_part(own, name, tree.pop(name), described, dtype)
         if family is not None:
-            if sources:
-                metadata["sources"] = [s for s in sources if s.get("part") in tree]
             _write_tree(directory, folder, family, tree, metadata, dtype)
+        for name, module in own.items():
+            place = folder if family is None else folder / name
+            place.mkdir(exist_ok=True)
+            for file, source in (files or {}).get(name, {}).items():
+                shutil.copyfile(source, place / file)
+            described = [s for s in sources if s.get("part") == name]
+            _write_part(place, name, module, described, dtype)
 
 
 def _write_part(folder: Path, name: str, module: nnx.Module, sources: list[dict], dtype) -> None:

@@ -4,22 +4,25 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from varjax.codecs.autoencoder import Layout
-from varjax.codecs.vqvae.config import LARGEST_BLOCKS, LARGEST_LEVELS
+from varjax.codecs.autoencoder import LARGEST_BLOCKS, LARGEST_LEVELS, Layout
 from varjax.errors import UserError
 from varjax.models import published
 
 GROUP_CHOICES = (32, 24)  # normalisation groups: the first that divides a level's channels
-LARGEST_CODE, LARGEST_PATCH = 256, 512
+LARGEST = {
+    "base_ch": published.LARGEST_SIZE,
+    "image_channels": published.LARGEST_SIZE,
+    "codebook_dim": 256,
+    "num_res_blocks": LARGEST_BLOCKS,
+    "patch_size": 512,
+}
 IGNORED_NAMES = ("note",)  # do not change the function computed
 
 
 @dataclass(frozen=True, kw_only=True)
 class BSQConfig:
-    """Shape of the image codec, in the published names. It has no schedule: the transformer's maps
-    are given with every call.
-
-    Raises `UserError` when a size is impossible.
+    """Shape of the image codec, in the published names; `UserError` when a size is impossible. It
+    has no schedule: the transformer's maps are given with every call.
     """
 
     codebook_dim: int = 32  # bits per latent position
@@ -32,11 +35,8 @@ class BSQConfig:
     cnn_attention: str = "no"
 
     def __post_init__(self):
-        for name in ("base_ch", "image_channels"):
-            published.check_size("BSQ-VAE", name, getattr(self, name))
-        published.check_size("BSQ-VAE", "codebook_dim", self.codebook_dim, LARGEST_CODE)
-        published.check_size("BSQ-VAE", "num_res_blocks", self.num_res_blocks, LARGEST_BLOCKS)
-        published.check_size("BSQ-VAE", "patch_size", self.patch_size, LARGEST_PATCH)
+        for name, most in LARGEST.items():
+            published.check_size("BSQ-VAE", name, getattr(self, name), most)
         if self.patch_size & (self.patch_size - 1):
             raise _wrong(f"patch_size is {self.patch_size}, it must be a power of two (8 or 16)")
         if self.cnn_attention != "no":
@@ -104,13 +104,8 @@ class BSQConfig:
     @classmethod
     def from_published(cls, values: Mapping) -> "BSQConfig":
         """Read published names. `UserError` for unknown ones, with the list of known ones."""
-        lists = ("encoder_ch_mult", "decoder_ch_mult")
-        loose = dict.fromkeys((*lists, "cnn_attention"), object)
-        types = {f.name: f.type for f in dataclasses.fields(cls)} | loose
-        found = published.arguments("BSQ-VAE", values, types, IGNORED_NAMES)
-        for name in set(lists) & set(found):
-            found[name] = _multipliers(name, found[name])
-        return cls(**found)
+        types = {f.name: f.type for f in dataclasses.fields(cls)} | {"cnn_attention": object}
+        return cls(**published.arguments("BSQ-VAE", values, types, IGNORED_NAMES))
 
     def to_published(self) -> dict:
         """The published names as plain JSON values."""
@@ -120,12 +115,6 @@ class BSQConfig:
 
 def _wrong(message: str) -> UserError:
     return UserError(f"BSQ-VAE configuration: {message}")
-
-
-def _multipliers(name: str, values) -> tuple[int, ...]:
-    if not isinstance(values, (list, tuple)) or not all(type(m) is int for m in values):
-        raise _wrong(f"{name} is {values!r:.80}, it must list whole numbers, as [1, 2, 4, 4]")
-    return tuple(values)
 
 
 _EIGHT = {"encoder_ch_mult": (1, 2, 4, 4), "decoder_ch_mult": (1, 2, 4, 4), "patch_size": 8}

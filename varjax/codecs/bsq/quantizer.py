@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer, UInt8
 
-from varjax.codecs.patchify import patchify
+from varjax.codecs.patchify import flatten_maps, patchify
 from varjax.codecs.resize import resize_area, resize_bilinear
 from varjax.errors import UserError
 from varjax.schedule import Schedule
@@ -34,8 +34,7 @@ def codes(
 
 def features_to_bits(h: Float[Array, "B P Q C"], schedule: Schedule) -> UInt8[Array, "B L C"]:
     """Bits of all scales, coarse to fine, each map row-major."""
-    found = [(residual > 0).astype(jnp.uint8) for residual in residuals(h, schedule)]
-    return jnp.concatenate([bits.reshape(len(h), -1, h.shape[-1]) for bits in found], axis=1)
+    return flatten_maps([(rest > 0).astype(jnp.uint8) for rest in residuals(h, schedule)])
 
 
 def residuals(h: Float[Array, "B P Q C"], schedule: Schedule) -> Iterator[Float[Array, "B p q C"]]:
@@ -85,6 +84,5 @@ def teacher_inputs(
         patchify(resize_bilinear(total, size), patch)
         for total, size in zip(code_maps(bits, schedule)[:-1], maps[1:], strict=True)
     ]
-    channels = bits.shape[-1] * patch**2
-    empty = jnp.zeros((len(bits), 0, channels), jnp.float32)
-    return jnp.concatenate([empty, *(x.reshape(len(bits), -1, channels) for x in inputs)], axis=1)
+    empty = jnp.zeros((len(bits), 0, 1, bits.shape[-1] * patch**2), jnp.float32)
+    return flatten_maps([empty, *inputs])

@@ -5,12 +5,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from varjax.codecs.autoencoder import LARGEST_BLOCKS, LARGEST_LEVELS, Layout
 from varjax.errors import UserError
 from varjax.models import published
 from varjax.schedule import Schedule
 
-# Generous limits, beside those of `published`: every block and level is traced on its own.
-LARGEST_BLOCKS, LARGEST_LEVELS, LARGEST_KERNEL, LARGEST_PHIS = 16, 10, 63, 1024
+LIMITS = (
+    ("num_res_blocks", 1, LARGEST_BLOCKS),
+    ("share_quant_resi", 0, 1024),
+    ("default_qresi_counts", 0, 1024),
+    ("quant_conv_ks", 1, 63),
+)
 SIDES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
 # Names in published configurations that do not change the function computed.
 IGNORED_NAMES = ("L", "note", "dropout", "test_mode")
@@ -18,10 +23,8 @@ IGNORED_NAMES = ("L", "note", "dropout", "test_mode")
 
 @dataclass(frozen=True, kw_only=True)
 class VQVAEConfig:
-    """Shape of the image codec. Field names are the published ones, `schedule` replaces
-    `patch_nums`.
-
-    Raises `UserError` when a size is impossible.
+    """Shape of the image codec; `UserError` when a size is impossible. Field names are the
+    published ones, `schedule` replaces `patch_nums`.
     """
 
     vocab_size: int = 4096
@@ -45,10 +48,8 @@ class VQVAEConfig:
     def __post_init__(self):
         for name in ("vocab_size", "z_channels", "ch", "in_channels", "group_norm_groups"):
             published.check_size("VQVAE", name, getattr(self, name))
-        published.check_size("VQVAE", "num_res_blocks", self.num_res_blocks, LARGEST_BLOCKS)
-        for name in ("share_quant_resi", "default_qresi_counts"):
-            published.check_size("VQVAE", name, getattr(self, name), LARGEST_PHIS, least=0)
-        published.check_size("VQVAE", "quant_conv_ks", self.quant_conv_ks, LARGEST_KERNEL)
+        for name, least, most in LIMITS:
+            published.check_size("VQVAE", name, getattr(self, name), most, least)
         for name in ("group_norm_eps", "beta"):
             published.check_real("VQVAE", name, getattr(self, name))
         if not math.isfinite(self.quant_resi):
@@ -84,6 +85,28 @@ class VQVAEConfig:
         return self.ch * self.ch_mult[0]
 
     @property
+    def encoder(self) -> Layout:
+        return self._layout(self.num_res_blocks)
+
+    @property
+    def decoder(self) -> Layout:
+        return self._layout(self.num_res_blocks + 1)
+
+    def _layout(self, num_blocks: int) -> Layout:
+        return Layout(
+            image_channels=self.in_channels,
+            latent_channels=self.z_channels,
+            base=self.ch,
+            widths=tuple(self.ch * m for m in self.ch_mult),
+            num_blocks=num_blocks,
+            num_resamplings=len(self.ch_mult) - 1,
+            group_choices=(self.group_norm_groups,),
+            epsilon=self.group_norm_eps,
+            attend_coarsest=self.using_sa,
+            attend_middle=self.using_mid_sa,
+        )
+
+    @property
     def image_size(self) -> tuple[int, int]:
         """(height, width) of the images in pixels."""
         return tuple(side * self.downsample for side in self.schedule.final_map)
@@ -98,20 +121,15 @@ class VQVAEConfig:
     @classmethod
     def from_published(cls, values: Mapping) -> "VQVAEConfig":
         """Read published names; `patch_nums` (or `v_patch_nums`) holds ints or (h, w) pairs.
-
-        Raises:
-          UserError: for unknown names, with the list of known ones.
-        """
+        `UserError` for unknown ones."""
         types = {f.name: f.type for f in dataclasses.fields(cls) if f.name != "schedule"}
-        loose = {"ch_mult": object, "patch_nums": object, "v_patch_nums": object}
-        found = published.arguments("VQVAE", values, {**types, **loose}, IGNORED_NAMES)
+        maps = {"patch_nums": object, "v_patch_nums": object}
+        found = published.arguments("VQVAE", values, {**types, **maps}, IGNORED_NAMES)
         maps = [found.pop(name) for name in ("patch_nums", "v_patch_nums") if name in found]
         if len(maps) == 2 and maps[0] != maps[1]:
             raise _wrong("patch_nums and v_patch_nums differ: give one of them")
         if maps:
             found["schedule"] = published.schedule("VQVAE", maps[0])
-        if "ch_mult" in found:
-            found["ch_mult"] = _multipliers(found["ch_mult"])
         return cls(**found)
 
     def to_published(self) -> dict:
@@ -124,9 +142,3 @@ class VQVAEConfig:
 
 def _wrong(message: str) -> UserError:
     return UserError(f"VQVAE configuration: {message}")
-
-
-def _multipliers(values) -> tuple[int, ...]:
-    if not isinstance(values, (list, tuple)) or not all(type(m) is int for m in values):
-        raise _wrong(f"ch_mult is {values!r:.80}, it must list whole numbers, as [1, 1, 2, 2, 4]")
-    return tuple(values)

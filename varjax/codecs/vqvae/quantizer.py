@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from varjax.codecs.patchify import flatten_maps
 from varjax.codecs.resize import resize_area, resize_bicubic
 from varjax.codecs.vqvae.config import VQVAEConfig
 from varjax.errors import UserError
@@ -65,9 +66,13 @@ class Quantizer(nnx.Module):
 
     # --- the pieces that generation uses ---
 
+    def codebook(self) -> Float[Array, "V C"]:
+        """All code vectors, float32."""
+        return self.embedding[...].astype(jnp.float32)
+
     def lookup(self, tokens: Int[Array, "..."]) -> Float[Array, "... C"]:
         """Code vectors of tokens, float32."""
-        return self.embedding[...].astype(jnp.float32)[tokens]
+        return self.codebook()[tokens]
 
     def phi(
         self, h: Float[Array, "B P Q C"], scale: int | Int[Array, ""]
@@ -94,7 +99,7 @@ class Quantizer(nnx.Module):
 
     def nearest(self, z: Float[Array, "... C"]) -> Int[Array, "..."]:
         """Index of the nearest code: smallest distance, or largest cosine with `using_znorm`."""
-        z, codes = z.astype(jnp.float32), self.embedding[...].astype(jnp.float32)
+        z, codes = z.astype(jnp.float32), self.codebook()
         if self.config.using_znorm:
             similarity = jnp.einsum("...c,vc->...v", _unit(z), _unit(codes), precision=HIGHEST)
             return jnp.argmax(similarity, axis=-1).astype(jnp.int32)
@@ -155,9 +160,8 @@ class Quantizer(nnx.Module):
         maps = self.config.schedule.maps
         totals = self.code_maps(tokens)[:-1]
         inputs = [resize_area(t, size) for t, size in zip(totals, maps[1:], strict=True)]
-        flat = [x.reshape(len(tokens), -1, self.config.z_channels) for x in inputs]
-        empty = jnp.zeros((len(tokens), 0, self.config.z_channels), jnp.float32)
-        return jnp.concatenate([empty, *flat], axis=1)
+        empty = jnp.zeros((len(tokens), 0, 1, self.config.z_channels), jnp.float32)
+        return flatten_maps([empty, *inputs])
 
     # --- training ---
 
@@ -180,8 +184,7 @@ class Quantizer(nnx.Module):
 
     def pooled_residuals(self, f: Float[Array, "B P Q C"]) -> Float[Array, "B L C"]:
         """The vectors that codes have to stand for, scale by scale; they re-seed unused codes."""
-        flat = [z.reshape(len(f), -1, z.shape[-1]) for _, z, _ in self._steps(f)]
-        return jnp.concatenate(flat, axis=1)
+        return flatten_maps([pooled for _, pooled, _ in self._steps(f)])
 
     def exact_residuals(self, f: Float[Array, "B P Q C"]) -> Float[Array, "B L C"]:
         """`pooled_residuals` as if every vector were a code; they give the first codes."""
@@ -189,5 +192,5 @@ class Quantizer(nnx.Module):
         for scale, size in enumerate(self.config.schedule.maps):
             pooled = resize_area(rest, size)
             rest = rest - self.phi(resize_bicubic(pooled, f.shape[1:3]), scale)
-            found.append(pooled.reshape(len(f), -1, f.shape[-1]))
-        return jnp.concatenate(found, axis=1)
+            found.append(pooled)
+        return flatten_maps(found)

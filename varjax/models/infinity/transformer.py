@@ -111,22 +111,10 @@ class Infinity(NextScaleTransformer):
 
     @staticmethod
     def splits() -> dict[str, Split]:
-        """Stacked parameters of the blocks that are divided over heads or the feed-forward's width;
-        the others are whole on every device."""
-        return {
-            "qkv.kernel": Split(2, parts=3),
-            "q_bias": Split(1),
-            "v_bias": Split(1),
-            "log_scale": Split(1),
-            "proj.kernel": Split(1),
-            "cross_q.kernel": Split(2),
-            "cross_q.bias": Split(1),
-            "cross_kv.kernel": Split(2, parts=2),
-            "cross_v_bias": Split(1),
+        return NextScaleTransformer.splits() | {
+            **{"cross_q.kernel": Split(2), "cross_q.bias": Split(1)},
+            **{"cross_kv.kernel": Split(2, parts=2), "cross_v_bias": Split(1)},
             "cross_proj.kernel": Split(1),
-            "fc1.kernel": Split(2),
-            "fc1.bias": Split(1),
-            "fc2.kernel": Split(1),
         }
 
     # --- once per image ---------------------------------------------------------------------------
@@ -231,13 +219,9 @@ class Infinity(NextScaleTransformer):
     def embed(
         self, context: dict, codes: Float[Array, "B T C"], step: StepInputs
     ) -> Float[Array, "R T D"]:
-        """Float32: the resized codes, or the start embedding at scale 0, plus level.
-
-        `codes` holds one row per image; conditional and unconditional rows share it.
-        """
+        """Float32: the resized codes, or the start embedding at scale 0, plus level."""
         start = context["start"]
-        words = self.word_embedding(codes.astype(self.dtype))
-        words = jnp.tile(words, (start.shape[0] // words.shape[0], 1, 1))
+        words = self.words(len(start), codes)
         x = jnp.where(step.scale == 0, start, words) + self.level_embedding[step.scale]
         return x.astype(jnp.float32)
 
@@ -262,20 +246,14 @@ class Infinity(NextScaleTransformer):
         A rotation keeps lengths, so it comes first: normalised copies in float32, which a rotation
         would read twice, are never in memory.
         """
-        h = self._attention_input(layer_context, x)
+        h = self.attention_input(layer_context, x)
         q, k, v = layers.fused_qkv(block, h, self.config.head_dim)
         multiplier = layers.attention_multiplier(block.log_scale[...])
         q_rotated, k_rotated = (rotate(a, *shared["rotation"]) for a in (q, k))
         q = q_rotated * (multiplier / layers.length(q))
         return q.astype(v.dtype), (k_rotated / layers.length(k)).astype(v.dtype), v
 
-    def raw_queries(
-        self, block: Block, layer_context: dict, x: Float[Array, "R T D"]
-    ) -> Float[Array, "R N T H"]:
-        h = self._attention_input(layer_context, x)
-        return layers.plain_queries(block, h, self.config.head_dim)
-
-    def _attention_input(self, layer_context: dict, x: Float[Array, "R T D"]):
+    def attention_input(self, layer_context: dict, x: Float[Array, "R T D"]):
         modulation = layer_context["modulation"]
         return self._modulated(x, modulation[:, 2], modulation[:, 4])
 
@@ -325,8 +303,8 @@ class Infinity(NextScaleTransformer):
         step: StepInputs,
         sampling: Sampling,
     ) -> Float[Array, "B T C 2"]:
-        """After temperature and guidance; of the conditional rows only where guidance is not on the
-        logits."""
+        """Those of bit c are [..., c, 0] (the bit is 0) and [..., c, 1], after temperature and
+        guidance; of the conditional rows only where guidance is not on the logits."""
         guided, on_logits = self.config.is_guided(sampling), 0 in sampling.cfg_insertion_layer
         if guided and not on_logits:
             head, x = (a[: len(a) // 2] for a in (head, x))
@@ -336,13 +314,6 @@ class Infinity(NextScaleTransformer):
         if guided and on_logits:
             logits = sampling_lib.guide(logits, self._strength(step, sampling))
         return logits.reshape(*logits.shape[:2], -1, 2)
-
-    def plain_logits(
-        self, modulation: Float[Array, "R 2 D"], x: Float[Array, "R T D"]
-    ) -> Float[Array, "R T 2*C"]:
-        """Float32 logits of every row, before temperature and guidance: those of bit c at 2 c (the
-        bit is 0) and 2 c + 1."""
-        return layers.modulated_head(self.head, modulation, x, self.config.norm_eps)
 
     def sample(
         self, logits: Float[Array, "B T C 2"], keys: Array, sampling: Sampling
@@ -372,22 +343,12 @@ class Infinity(NextScaleTransformer):
         codes: Float[Array, "B K C"],
     ) -> Float[Array, "B L 2*C"]:
         """Teacher-forced logits under the block-causal mask. `codes` are the inputs of scales 1..
-        (`BSQVAE.teacher_inputs`)."""
-        schedule = self.config.schedule
+        (`codecs.bsq.quantizer.teacher_inputs`)."""
         context = self.encode_rows(text, length)
-        words = self.word_embedding(codes.astype(self.dtype))
-        scale = schedule.scale_of_token
-        x = jnp.concatenate([context["start"], words], axis=1) + self.level_embedding[scale]
-        x = x.astype(jnp.float32)
-        mask = jnp.asarray(scale[:, None] >= scale[None, :])
-        rotation = self.rotation(jnp.arange(schedule.total_tokens))
-        shared = {"rotation": rotation, "visible": context["visible"]}
-
-        def layer(x, inputs):
-            block, layer_context = inputs
-            q, k, v = self.project(block, layer_context, shared, x)
-            attended = layers.dense_attention(q, k, v, mask)
-            return self.post_attention(block, layer_context, shared, x, attended), None
-
-        x, _ = jax.lax.scan(layer, x, (self.blocks, context["layers"]))
-        return self.plain_logits(context["head"], x)
+        scale = self.config.schedule.scale_of_token
+        x = jnp.concatenate([context["start"], self.words(len(codes), codes)], axis=1)
+        x = (x + self.level_embedding[scale]).astype(jnp.float32)
+        rotation = self.rotation(jnp.arange(len(scale)))
+        return self.teacher_forced(
+            context, {"rotation": rotation, "visible": context["visible"]}, x
+        )

@@ -95,20 +95,8 @@ class VAR(NextScaleTransformer):
 
     @staticmethod
     def splits() -> dict[str, Split]:
-        """Stacked parameters of the blocks that are divided over heads or the feed-forward's width;
-        the others are whole on every device."""
-        return {
-            "qkv.kernel": Split(2, parts=3),
-            "q_bias": Split(1),
-            "v_bias": Split(1),
-            "log_scale": Split(1),
-            "proj.kernel": Split(1),
-            "fc1.kernel": Split(2),
-            "fc1.bias": Split(1),
-            "fc2.kernel": Split(1),
-            "modulation.kernel": Split(2),
-            "modulation.bias": Split(1),
-        }
+        modulation = {"modulation.kernel": Split(2), "modulation.bias": Split(1)}
+        return NextScaleTransformer.splits() | modulation
 
     # --- once per image ---------------------------------------------------------------------------
 
@@ -147,13 +135,9 @@ class VAR(NextScaleTransformer):
     def embed(
         self, context: dict, codes: Float[Array, "B T C"], step: StepInputs
     ) -> Float[Array, "R T D"]:
-        """The resized code map, or the start embedding at scale 0, plus position and level.
-
-        `codes` holds one row per image; conditional and unconditional rows share it.
-        """
+        """The resized code map, or the start embedding at scale 0, plus position and level."""
         start = context["start"]
-        words = self.word_embedding(codes.astype(self.dtype))
-        words = jnp.tile(words, (start.shape[0] // words.shape[0], 1, 1))
+        words = self.words(len(start), codes)
         first = start[:, jnp.minimum(step.token_index, start.shape[1] - 1)]
         position = self.position_embedding[step.token_index] + self.level_embedding[step.scale]
         return jnp.where(step.scale == 0, first, words) + position
@@ -169,7 +153,7 @@ class VAR(NextScaleTransformer):
     ):
         """Normalised where the model has the norm; queries then carry the learned multiplier."""
         config = self.config
-        h = self._attention_input(modulation, x)
+        h = self.attention_input(modulation, x)
         q, k, v = layers.fused_qkv(block, h, config.head_dim)
         if not config.attn_l2_norm:
             return q * (0.25 / math.sqrt(config.head_dim)), k, v
@@ -177,15 +161,7 @@ class VAR(NextScaleTransformer):
         q = layers.l2_normalize(q) * multiplier.astype(q.dtype)
         return q, layers.l2_normalize(k), v
 
-    def raw_queries(
-        self, block: Block, modulation: Float[Array, "R 6 D"], x: Float[Array, "R T D"]
-    ) -> Float[Array, "R N T H"]:
-        """See `layers.plain_queries`."""
-        return layers.plain_queries(
-            block, self._attention_input(modulation, x), self.config.head_dim
-        )
-
-    def _attention_input(self, modulation, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
+    def attention_input(self, modulation, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
         normal = layers.layer_norm(x, self.config.norm_eps)
         return layers.modulate(normal, modulation[:, 2], modulation[:, 4])
 
@@ -224,12 +200,6 @@ class VAR(NextScaleTransformer):
             return logits
         return sampling_lib.guide(logits, sampling.at("cfg", step.scale, num_scales) * step.ratio)
 
-    def plain_logits(
-        self, modulation: Float[Array, "R 2 D"], x: Float[Array, "R T D"]
-    ) -> Float[Array, "R T V"]:
-        """Float32 logits of every row, before temperature and guidance."""
-        return layers.modulated_head(self.head, modulation, x, self.config.norm_eps)
-
     def sample(
         self, logits: Float[Array, "B T V"], keys: Array, sampling: Sampling
     ) -> tuple[Int[Array, "B T"], Float[Array, "B T V"]]:
@@ -254,21 +224,9 @@ class VAR(NextScaleTransformer):
         self, labels: Int[Array, " B"], codes: Float[Array, "B M C"]
     ) -> Float[Array, "B L V"]:
         """Teacher-forced logits under the block-causal mask. `codes` are the inputs of scales 1..
-        (`VQVAE.teacher_inputs`)."""
-        schedule = self.config.schedule
+        (`Quantizer.teacher_inputs`)."""
         context = self.encode_rows(labels)
-        x = jnp.concatenate(
-            [context["start"], self.word_embedding(codes.astype(self.dtype))], axis=1
-        )
-        scale = schedule.scale_of_token
+        x = jnp.concatenate([context["start"], self.words(len(codes), codes)], axis=1)
+        scale = self.config.schedule.scale_of_token
         x = x + self.position_embedding[...] + self.level_embedding[scale]
-        mask = jnp.asarray(scale[:, None] >= scale[None, :])
-
-        def layer(x, inputs):
-            block, modulation = inputs
-            q, k, v = self.project(block, modulation, None, x)
-            attended = layers.dense_attention(q, k, v, mask)
-            return self.post_attention(block, modulation, None, x, attended), None
-
-        x, _ = jax.lax.scan(layer, x, (self.blocks, context["layers"]))
-        return self.plain_logits(context["head"], x)
+        return self.teacher_forced(context, None, x)

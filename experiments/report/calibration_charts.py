@@ -1,0 +1,239 @@
+"""Charts of a calibration: what the model's heads look at, and what HeatKV makes of it.
+
+Letters: K scales, L layers, N heads.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+import altair as alt
+import numpy as np
+
+from experiments.report.charts import DASHES, named_axis, plain, rows, scale_names
+from varjax.cache.geometry import Geometry
+from varjax.calibration import Calibration
+from varjax.errors import UserError
+from varjax.policies import BinaryHeatKV, HeatKV
+
+
+def draw(found: Calibration | None, geometry: Geometry, budgets: Sequence[float]) -> dict[str, Any]:
+    """Everything that can be drawn from a calibration, by name; a budget for each pruning."""
+    there = {f.name for f in fields(Calibration) if getattr(found, f.name, None) is not None}
+    drawn: dict[str, Any] = {}
+    if "beta" in there:
+        density = attention_density(found.beta, geometry.schedule.tokens)
+        drawn["density"] = density_map(density, geometry)
+        drawn["lines"] = density_lines(density, geometry)
+    if "key_discrepancy" in there:
+        drawn["discrepancy"] = discrepancy(found.key_discrepancy, geometry)
+    if {"patterns", "pattern_edges"} <= there:
+        drawn["patterns"] = patterns(found, geometry)
+        if "pattern_scale" in there:
+            drawn["pattern_scale"] = scale_names(geometry.schedule)[found.pattern_scale]
+    if {"orders", "beta"} & there:
+        drawn["pruning"] = list(pruning(budgets, geometry, found))
+    if "rank_dispersion" in there:
+        drawn["dispersion"] = dispersion(np.asarray(found.rank_dispersion), geometry)
+    return drawn
+
+
+def _colour(field: str, title: str, **scale) -> alt.Color:
+    """Cividis (Nunez, Anderton and Renslow 2018): readable with every kind of colour vision."""
+    return alt.Color(field, title=title).scale(scheme="cividis", **scale)
+
+
+# --- attention density (AMS-KV, Figure 4) ---
+
+
+def attention_density(beta: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
+    """d[i <- j] float [L, N, K] of the last scale j: T_j beta[j, i] / T_i (AMS-KV, Sec. 3)."""
+    sizes = np.asarray(tokens, float)
+    return sizes[-1] * beta[..., -1, :] / sizes
+
+
+def density_map(density: np.ndarray, geometry: Geometry) -> alt.Chart:
+    """All heads at once: a row per head, heads of a layer below each other."""
+    layers, heads, _ = density.shape
+    names = scale_names(geometry.schedule)
+    data = [
+        {"layer": i, "head": j, "source scale": names, "density": plain(density[i, j])}
+        for i, j in np.ndindex(layers, heads)
+    ]
+    chart = rows(
+        data,
+        ["source scale", "density"],
+        height=max(240, min(900, 9 * layers * heads)),
+        description="attention density of every head on every source scale",
+    )
+    return (
+        chart.transform_filter("datum.density > 0")
+        .mark_rect()
+        .encode(
+            alt.X("source scale:O", sort=None, title="source scale i"),
+            alt.Y("layer:O", title="layer (its heads below each other)").scale(paddingInner=0.04),
+            _colour("density:Q", "attention received per token (log)", type="log"),
+            yOffset="head:O",
+            tooltip=["layer:O", "head:O", "source scale:O", "density:Q"],
+        )
+    )
+
+
+def density_lines(density: np.ndarray, geometry: Geometry) -> alt.LayerChart:
+    """The heads of the layer that the parameter `layer` names, and their mean."""
+    positive = density[density > 0]
+    low, high = (positive.min(), positive.max()) if positive.size else (0.1, 1.0)
+    domain = [max(low, high * 1e-6) / 1.2, high * 1.2]
+    names, (layers, heads, _) = scale_names(geometry.schedule), density.shape
+    data = [
+        {"layer": i, "head": j, "source scale": names, "density": plain(density[i, j])}
+        for i, j in np.ndindex(layers, heads)
+    ]
+    base = (
+        rows(data)
+        .transform_filter("datum.layer == layer")
+        .transform_flatten(["source scale", "density"])
+        .encode(alt.X("source scale:O", sort=None, title="source scale i"))
+    )
+    logarithms = alt.Scale(type="log", domain=domain, clamp=True)
+    values = alt.Y("density:Q", title="density (log)", scale=logarithms)
+    lines = base.mark_line().encode(
+        values,
+        alt.Color("head:N"),
+        alt.StrokeDash("head:N").scale(range=DASHES),
+        tooltip=["head:N", "source scale:O", "density:Q"],
+    )
+    mean = base.mark_line(strokeWidth=4, color="currentColor").encode(values.aggregate("mean"))
+    return alt.layer(
+        lines, mean, description="attention density per source scale, heads of one layer"
+    ).add_params(alt.param(name="layer", value="0"))
+
+
+# --- key discrepancy (AMS-KV, Figure 6) ---
+
+
+def discrepancy(values: np.ndarray, geometry: Geometry) -> alt.Chart:
+    """Layers by scales, float [L, K]; the first scale has no scale before it."""
+    names = scale_names(geometry.schedule)[1:]
+    data = [{"layer": i, "scale": names, "distance": plain(v[1:])} for i, v in enumerate(values)]
+    what = "distance of keys to those of the scale before, layers by scales"
+    height = max(140, 16 * len(values))
+    chart = rows(data, ["scale", "distance"], height=height, description=what)
+    return chart.mark_rect().encode(
+        alt.X("scale:O", sort=None, title="scale i, compared with scale i − 1"),
+        alt.Y("layer:O"),
+        _colour("distance:Q", "mean ‖kᵢ − resized kᵢ₋₁‖₂"),
+        tooltip=["layer:O", "scale:O", "distance:Q"],
+    )
+
+
+# --- head patterns (HeatKV, Figure 3) ---
+
+
+def patterns(calibration: Calibration, geometry: Geometry) -> list[alt.LayerChart]:
+    """Example attention maps: queries down, cached columns across, scales parted by lines."""
+    edges = np.asarray(calibration.pattern_edges)
+    starts = [s for s in geometry.schedule.starts if s < edges[-1]]
+    borders = [*np.searchsorted(edges, starts).tolist(), len(edges) - 1]
+    middles = [(a + b) // 2 for a, b in zip(borders, borders[1:], strict=False)]
+    names = scale_names(geometry.schedule)[: len(middles)]
+    across = alt.X("column:O", axis=named_axis("cached tokens, scale by scale", names, middles))
+    lines = rows([{"column": c} for c in borders[1:-1]]).mark_rule(
+        color="#ff5a36", strokeDash=[3, 2]
+    )
+    colour = _colour(
+        "density:Q", "attention per token, part of the largest", type="sqrt", domain=[0, 1]
+    )
+    found = []
+    for (head, layer), attention in zip(
+        calibration.pattern_heads, np.asarray(calibration.patterns), strict=True
+    ):
+        density = attention / np.diff(edges)  # per token
+        density = density / (density.max() or 1)
+        data = [
+            {"query": i, "column": list(range(len(row))), "density": plain(row)}
+            for i, row in enumerate(density)
+        ]
+        last = len(found) + 1 == len(calibration.patterns)  # it has the legend of all
+        down = alt.Y("query:O", title="queries, in raster order", axis=alt.Axis(values=[]))
+        cells = rows(data, ["column", "density"]).mark_rect()
+        found.append(
+            alt.layer(
+                cells.encode(across, down, colour if last else colour.legend(None)),
+                lines.encode(across.bandPosition(0)),
+                title=f"layer {layer}, head {head}",
+                description=f"attention map of layer {layer}, head {head}",
+            )
+        )
+    return found
+
+
+# --- pruning schedule (HeatKV, Figure 4) ---
+
+
+def pruning(
+    budgets: Sequence[float], geometry: Geometry, calibration: Calibration
+) -> Iterator[tuple[str, str, list[alt.Chart] | str]]:
+    """(policy, budget, its charts or why there are none)."""
+    for name, cls in (("binary_heatkv", BinaryHeatKV), ("heatkv", HeatKV)):
+        for budget in budgets:
+            try:
+                policy = cls(budget=budget).prepare(geometry, calibration)
+                last_use = policy.schedule(geometry, policy.budget, calibration).last_use()
+            except UserError as error:
+                yield name, f"{budget:g}", str(error)
+                continue
+            sources = range(policy.sinks, geometry.schedule.num_scales - 1)
+            if cls is BinaryHeatKV:
+                sources = sources[:1]  # whole heads: the same for all sources
+            found = [_removals(last_use[..., j], j, sources, geometry) for j in sources]
+            nothing = "Every stored scale is a sink: nothing is ever removed."
+            yield name, f"{budget:g}", found or nothing
+
+
+def _removals(last_use: np.ndarray, source: int, sources: range, geometry: Geometry) -> alt.Chart:
+    """A square per head; `last_use` int [L, N]: the last scale that sees scale `source`.
+    The last of the charts, one for each of `sources`, has the legend."""
+    layers, heads = last_use.shape
+    names = scale_names(geometry.schedule)
+    words = np.array(["", *(f"before {name}" for name in names[1:]), "never"])
+    data = [
+        {"layer": i, "head": list(range(heads)), "given up": row.tolist()}
+        for i, row in enumerate(words[last_use + 1])
+    ]
+    what = "given up" if len(sources) > 1 else "reduced to its sinks"
+    colour = _colour("given up:N", what, domain=words[sources[0] + 1 :].tolist())
+    legend = alt.Legend(orient="right", columns=1) if source == sources[-1] else None
+    square = max(9, min(34, 220 // heads, 300 // layers))
+    chart = rows(
+        data,
+        ["head", "given up"],
+        width=square * heads,
+        height=square * layers,
+        title=f"source {names[source]}" if len(sources) > 1 else "whole heads",
+        description=f"when each head gives up source scale {names[source]}",
+    )
+    return chart.mark_rect(stroke="var(--back)").encode(
+        alt.X("head:O"),
+        alt.Y("layer:O"),
+        colour.legend(legend),
+        tooltip=["layer:O", "head:O", "given up:N"],
+    )
+
+
+# --- stability (HeatKV, Figure 6) ---
+
+
+def dispersion(values: np.ndarray, geometry: Geometry) -> alt.Chart:
+    """Standard deviation of a head's rank, per source scale, float [up to K - 1]."""
+    scales = geometry.schedule.num_scales
+    names = scale_names(geometry.schedule)[scales - 1 - len(values) : scales - 1]
+    total = geometry.num_layers * geometry.num_heads
+    data = [{"source scale": names, "ranks": plain(values)}]
+    what = "standard deviation of head ranks over calibrations, per source scale"
+    chart = rows(data, ["source scale", "ranks"], description=what)
+    return chart.mark_line(point={"filled": True, "size": 70}).encode(
+        alt.X("source scale:O", sort=None),
+        alt.Y("ranks:Q", title=f"ranks (of {total} heads)").scale(zero=True),
+        tooltip=["source scale:O", "ranks:Q"],
+    )
