@@ -17,9 +17,10 @@ JSON files that use the argument names of the published constructors.
 
 from ported_weights import convert
 from varjax.cli import command_line
+from varjax.cli.flags import CommandFlags
 from varjax.sampling import RECOMMENDABLE
 
-FLAGS = command_line.CommandFlags()
+FLAGS = CommandFlags()
 
 GIVEN = [  # called as the arguments of `convert`
     FLAGS.enum("model", None, convert.MODELS, "Which published model, or *-custom."),

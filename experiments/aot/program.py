@@ -95,7 +95,10 @@ class Compilation:
         self.mesh = sharding.make_mesh(spec, devices(chip.name, spec.num_devices))
         self.automatic = chip.platform in programs.AUTO_LAYOUT_PLATFORMS
         self.spec = scales.ProgramSpec.of(
-            *(plan, workload.segments, workload.sampling, model.config),
+            plan,
+            workload.segments,
+            workload.sampling,
+            model.config,
             attention=workload.attention,
         )
         layout, networks = ShardedPlan(plan, spec), _networks(model, self.options.dtype)
@@ -144,7 +147,10 @@ class Compilation:
         """The program, and the formats of its weights (None: the usual ones)."""
         trace = partial(
             programs.trace_codes,
-            *(self.networks, self.state, tuple(self.arguments), self.spec),
+            self.networks,
+            self.state,
+            tuple(self.arguments),
+            self.spec,
             precision=self.options.matmul_precision,
             auto_layout=self.automatic,
             sharded=self.sharded,
@@ -156,7 +162,8 @@ class Compilation:
     def _pixels(self) -> Program:
         trace = partial(
             programs.trace_pixels,
-            *(self.networks, self.code_map),
+            self.networks,
+            self.code_map,
             precision=self.options.matmul_precision,
             formats=self.formats,
             sharded=self.sharded,

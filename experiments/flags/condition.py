@@ -157,10 +157,8 @@ class TextFlags:
         )
 
     def given(self) -> list[str]:
-        return _given(
-            *(self._prompts, self._prompt_set, self._each, self._negative, self._features),
-            self._tokens,
-        )
+        texts = (self._prompts, self._prompt_set, self._each, self._negative)
+        return _given(*texts, self._features, self._tokens)
 
     def resolve(self, model: Model, weights: bool) -> Text:
         config = model.config

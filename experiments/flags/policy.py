@@ -7,7 +7,6 @@ import numpy as np
 from experiments.flags.program import SMALLEST_TPU_BLOCK, blocks_too_small
 from pallas_kernels import implementations
 from varjax import calibration as calibration_lib
-from varjax import policies
 from varjax.cache.geometry import Geometry
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
@@ -16,7 +15,7 @@ from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError
 from varjax.key_values import parse_pairs
 from varjax.model import Model
-from varjax.policies import POLICIES, Policy, get_policy
+from varjax.policies import POLICIES, Policy, get_policy, load_module
 from varjax.sampling import Sampling
 
 UNMEASURED = (
@@ -35,7 +34,7 @@ def policy_module_flag(flags: CommandFlags) -> None:
     flags.first(
         "policy_module",
         "Python file, or import name, that registers policies of your own.",
-        lambda name: policies.load_module(name),
+        load_module,
     )
 
 

@@ -46,7 +46,11 @@ class ProgramOptions:
         """Bytes of one device without compiling. batch_size: its images. text: padded length, None
         for the most. kernels: whether attention runs in one."""
         return memory.predict(
-            *(model, plan, batch_size, self.dtype, self.kv_dtype),
+            model,
+            plan,
+            batch_size,
+            self.dtype,
+            self.kv_dtype,
             kernels=kernels,
             text_tokens=text,
             decode_batch=self.decode_batch,

@@ -27,13 +27,14 @@ def fidelity(report: dict) -> list[alt.LayerChart]:
 
 
 def _fidelity(metric: str, curves: dict, names: list[str]) -> alt.LayerChart:
-    title, unit, better = tables.METRICS[metric]
+    shown = tables.METRICS[metric]
+    title, unit, better = shown.title, shown.unit, shown.better
     points = [
         {"policy": label, "MiB": size / MEBI, "value": value}
         for label, curve in curves.items()
         for size, value in curve
     ]
-    zero = better == "lower" or unit == "fraction"  # distances and shares start at zero
+    zero = shown.from_zero
     sizes = alt.Scale(type="log", nice=False, padding=14)
     base = rows(points).encode(
         alt.X("MiB:Q", title="KV cache of a batch, MiB (log)", scale=sizes).axis(tickCount=4),

@@ -34,9 +34,13 @@ CSV_FIELDS = (
     *"identical_images steady_s_per_image compile_s note".split(),
 )
 HEADER = (
-    *("policy", "budget", "KV planned", "KV allocated"),
+    "policy",
+    "budget",
+    "KV planned",
+    "KV allocated",
     *(metric.column for metric in METRICS.values()),
-    *("s/image", "note"),
+    "s/image",
+    "note",
 )
 
 
