@@ -106,7 +106,7 @@ def arrange(
     taken = in_place[..., :places]
     taken = jnp.pad(taken, ((0, 0), (0, 0), (0, places - taken.shape[-1])))
     fresh = (place < count) & ~taken
-    # stored ones come before new ones (stable), so that a row that only shrinks writes nothing new
+    # in the order of candidates (stable): results do not depend on how the sort breaks ties
     waiting = jnp.argsort(~(keep & ~in_place), axis=-1, stable=True)
     turn = jnp.clip(jnp.cumsum(fresh, axis=-1) - 1, 0, keep.shape[-1] - 1)
     incoming = jnp.take_along_axis(waiting, turn, axis=-1).astype(jnp.int32)
