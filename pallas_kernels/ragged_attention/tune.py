@@ -2,14 +2,16 @@
 
 import inspect
 import itertools
+import math
 from collections.abc import Iterator
 from functools import partial
 
 import jax
 import numpy as np
 
+from pallas_kernels import implementations
 from pallas_kernels.arg_specs import ArgSpec
-from pallas_kernels.ragged_attention import api, bench, config
+from pallas_kernels.ragged_attention import bench, config
 
 OPERATIONS = config.OPERATIONS
 CHOICES = {
@@ -44,7 +46,7 @@ def why_not(implementation: str, operation: str) -> str | None:
     """Why the tiles of a kernel cannot be tuned, or None."""
     if implementation not in CHOICES:
         return f"{implementation} has no tiles"
-    if "config" not in inspect.signature(api.KERNELS[operation][implementation]()).parameters:
+    if "config" not in inspect.signature(_kernel(operation, implementation)).parameters:
         return f"the {implementation} kernel of {operation} takes no tiles"
     return None
 
@@ -62,8 +64,7 @@ def trials(
     compiler refuses or that give wrong results (other ones than the reference or, where that does
     not fit, than the first tiles)."""
     args = bench.compressed(spec, 1.0).arguments(poison=False)
-    kernel = api.KERNELS[operation][implementation]()
-    expected = None
+    kernel, expected = _kernel(operation, implementation), None
     if bench.fits(spec):
         expected = _once(bench.candidate(operation, args, "reference"), spec.length)
     for tile in tiles(call_of(operation, spec), implementation):
@@ -73,16 +74,12 @@ def trials(
             result = _once(candidate, spec.length)
             seconds = bench.measure(candidate, repeats)
         except Exception as error:  # compilers have many ways to refuse tiles
-            yield (
-                tile,
-                float("inf"),
-                f"{type(error).__name__}: {' '.join(str(error).split())[:120]}",
-            )
+            yield tile, math.inf, bench.short(error, 120)
             continue
         expected = result if expected is None else expected
         scale = max(float(np.linalg.norm(expected)), 1e-30)
         wrong = not float(np.linalg.norm(result - expected)) / scale <= 1e-2  # NaN is wrong too
-        yield tile, float("inf") if wrong else seconds, "wrong result" if wrong else ""
+        yield tile, math.inf if wrong else seconds, "wrong result" if wrong else ""
 
 
 def _once(candidate: bench.Candidate, length: int) -> np.ndarray:
@@ -94,8 +91,12 @@ def _once(candidate: bench.Candidate, length: int) -> np.ndarray:
     return np.asarray(result[:, :, :length], np.float32)
 
 
-def _run(kernel, operation: str, tile, *args, kv_scale, squares=False):
-    options = {"squares": squares} if operation == "attention_moments" else {"return_lse": False}
+def _kernel(operation: str, implementation: str):
+    return implementations.find(f"ragged_attention.{operation}", implementation)
+
+
+def _run(kernel, operation: str, tile, *args, kv_scale):
+    options = {"squares" if operation == "attention_moments" else "return_lse": False}
     return kernel(*args, kv_scale, **options, interpret=False, config=tile)
 
 
@@ -103,7 +104,7 @@ def keep(kind: str, operation: str, implementation: str, found: dict) -> str:
     """Put the best tiles of calls into the tuned file of a device kind, beside what is there.
     Returns its path."""
     path = config.tuned_path(kind, operation)
-    before = config.tuned(kind, operation, implementation)
-    entries = before | {call.bucket(): tile for call, tile in found.items()}
-    config.write_tuned(path, kind, operation, implementation, entries)
+    found = {call.bucket(): tile for call, tile in found.items()}
+    found = config.tuned(kind, operation, implementation) | found
+    config.write_tuned(path, kind, operation, implementation, found)
     return str(path)
