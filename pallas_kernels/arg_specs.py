@@ -58,14 +58,9 @@ class ArgSpec:
         """The same kind of call, small enough for interpret mode: 2 rows, at most 3 heads, 200
         tokens and 7 entries."""
         tokens = min(self.tokens, 200)
-        small = dict(
-            rows=2,
-            heads=min(self.heads, 3),
-            tokens=tokens,
-            length=max(1, self.length * tokens // self.tokens),
-            entries=min(self.entries, 7),
-        )
-        return replace(self, **(small | changes))
+        length = max(1, self.length * tokens // self.tokens)
+        sizes = dict(rows=2, heads=min(self.heads, 3), entries=min(self.entries, 7))
+        return replace(self, **(dict(tokens=tokens, length=length) | sizes | changes))
 
     def abstract(self, sharding=None) -> "Arguments":
         """Shapes and types only."""

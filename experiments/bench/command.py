@@ -146,16 +146,13 @@ def timing(operation: str, spec: ArgSpec, budget: float, way: str) -> Row:
         seconds = bench.measure(bench.prepare(operation, spec, budget, way), REPEATS.value)
         row = replace(row, seconds=seconds)
         if not dense:
-            found = bench.errors(operation, few(own), way).values()
+            # one row, two heads: enough to see whether numbers are right
+            few = replace(own, rows=1, heads=min(2, own.heads), table="random")
+            found = bench.errors(operation, few, way).values()
             row = replace(row, error=float(np.max(list(found))))  # unlike max, it does not lose NaN
     except Exception as problem:  # out of memory, a library that refuses the call
         row = replace(row, note=bench.short(problem))
     return row
-
-
-def few(spec: ArgSpec) -> ArgSpec:
-    """One row, two heads: enough to see whether numbers are right."""
-    return replace(spec, rows=1, heads=min(2, spec.heads), table="random")
 
 
 def show_timings(name: str) -> int:
@@ -233,7 +230,7 @@ def show_check(name: str) -> int:
 
 def show_tuning(name: str) -> int:
     """Times tiles and keeps the best of every call; 1 if no tiles of a call work."""
-    if jax.default_backend() == "cpu" or name not in implementations.PLATFORMS:
+    if jax.default_backend() == "cpu" or name not in tune.CHOICES:
         raise UserError(
             f"--tune times the tiles of a kernel on its own device; this is {name} on "
             f"{jax.default_backend()}: run it on the GPU or TPU that programs are to run on"
@@ -244,9 +241,6 @@ def show_tuning(name: str) -> int:
             f"--tune: {', '.join(operations())} has no tiles: choose --op from "
             f"{', '.join(tune.OPERATIONS)}"
         )
-    for operation in chosen:
-        if why := tune.why_not(name, operation):
-            raise UserError(f"--tune: {why}: leave {operation} out of --op")
     kind, calls, wanted = jax.devices()[0].device_kind, 0, 0
     for operation in chosen:
         best = _best_tiles(operation, name)
