@@ -49,22 +49,25 @@ class ArgSpec:
     def pool_blocks(self) -> int:
         return self.heads * self.entries + 1
 
+    @property
+    def table_shape(self) -> tuple[int, ...]:
+        shape = (self.heads, self.entries)
+        return (self.rows, *shape) if self.per_row else shape
+
     def reduced(self, **changes) -> "ArgSpec":
         """The same kind of call, small enough for interpret mode: 2 rows, at most 3 heads, 200
         tokens and 7 entries."""
         tokens = min(self.tokens, 200)
-        small = dict(
-            rows=2,
-            heads=min(self.heads, 3),
-            tokens=tokens,
-            length=max(1, self.length * tokens // self.tokens),
-            entries=min(self.entries, 7),
-        )
-        return replace(self, **(small | changes))
+        length = max(1, self.length * tokens // self.tokens)
+        sizes = dict(rows=2, heads=min(self.heads, 3), entries=min(self.entries, 7))
+        return replace(self, **(dict(tokens=tokens, length=length) | sizes | changes))
 
     def abstract(self, sharding=None) -> "Arguments":
         """Shapes and types only."""
-        found = jax.eval_shape(lambda: self._arrays(_zeros, _Tables.abstract(self)))
+        ids = np.zeros(self.table_shape, np.int32)
+        source = np.zeros((*ids.shape, self.block_size), np.int32)
+        tables = BlockTable(ids, ids, ids), BlockWrites(ids, source)
+        found = jax.eval_shape(lambda: self._arrays(jnp.zeros, *tables))
         return jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), found
         )
@@ -73,25 +76,24 @@ class ArgSpec:
         """Random arrays on the default device. poison: slots that no head owns hold NaN (int8: the
         scales do)."""
         rng = np.random.default_rng(seed)
-        tables = _Tables.random(self, rng)
-        found = self._arrays(rng.standard_normal, tables)
+        tables = _random_tables(self, rng)
+        found = self._arrays(rng.standard_normal, *tables)
         return found.poisoned(self) if poison else found
 
-    def _arrays(self, normal, tables: "_Tables") -> "Arguments":
+    def _arrays(self, normal, table: BlockTable, writes: BlockWrites) -> "Arguments":
         shape = (self.rows, self.heads, self.tokens, self.head_dim)
         q, k, v = (jnp.asarray(normal(shape), self.dtype) for _ in range(3))
         pool = normal((self.rows, self.pool_blocks, self.block_size, 2 * self.head_dim))
         pool, scale = jnp.asarray(pool, jnp.float32), None
         if self.pool_dtype == jnp.int8:
-            halves = pool.reshape(*pool.shape[:-1], 2, self.head_dim)
-            values, scales = quantize(halves)
+            values, scales = quantize(pool.reshape(*pool.shape[:-1], 2, self.head_dim))
             pool = values.reshape(pool.shape)
             scale = jnp.swapaxes(scales, -1, -2).reshape(*pool.shape[:2], -1)
         else:
             pool = pool.astype(self.pool_dtype)
         q = q * jnp.asarray(2 / np.sqrt(self.head_dim), self.dtype)  # scores of a few units
         length = jnp.asarray(self.length, jnp.int32)
-        return Arguments(q, k, v, length, pool, scale, tables.read, tables.writes)
+        return Arguments(q, k, v, length, pool, scale, table, writes)
 
 
 @jax.tree_util.register_dataclass
@@ -114,6 +116,15 @@ class Arguments:
         """Positional arguments of `attend` (`kv_scale` goes by name)."""
         return self.q, self.k, self.v, self.length, self.kv_pool, self.table
 
+    @property
+    def write(self) -> tuple:
+        """Positional arguments of `write`."""
+        return self.kv_pool, self.k, self.v, self.writes
+
+    def moments(self, query_weights: jax.Array, lse: jax.Array) -> tuple:
+        """Positional arguments of `attention_moments`."""
+        return self.q, self.k, *self.attend[3:], query_weights, lse
+
     def poisoned(self, spec: ArgSpec) -> "Arguments":
         """The same with NaN wherever no head may read."""
         rows, blocks, size, _ = self.kv_pool.shape
@@ -131,42 +142,23 @@ class Arguments:
         return replace(self, kv_scale=jnp.where(both, self.kv_scale, jnp.nan))
 
 
-@dataclass(frozen=True)
-class _Tables:
-    read: BlockTable
-    writes: BlockWrites
-
-    @classmethod
-    def abstract(cls, spec: ArgSpec) -> "_Tables":
-        shape = _table_shape(spec)
-        zeros = np.zeros(shape, np.int32)
-        source = np.zeros((*shape, spec.block_size), np.int32)
-        return cls(BlockTable(zeros, zeros, zeros), BlockWrites(zeros, source))
-
-    @classmethod
-    def random(cls, spec: ArgSpec, rng: np.random.Generator) -> "_Tables":
-        shape, size = _table_shape(spec), spec.block_size
-        ids = np.arange(1, spec.pool_blocks).reshape(shape[-2:])  # no head owns block 0
-        ids = np.broadcast_to(ids, shape).astype(np.int32)
-        if spec.per_row:
-            ids = rng.permuted(ids.reshape(shape[0], -1), axis=-1).reshape(shape)
-        start, stop = _ranges(spec, rng, shape)
-        read = ids.copy()  # writing keeps `ids`, where no block is listed twice
-        if spec.table == "repeated" and spec.entries > 1:
-            read[..., 1::2] = read[..., : read.shape[-1] // 2 * 2 : 2]
-            middle = rng.integers(0, size + 1, shape)[..., : read.shape[-1] // 2]
-            start[..., 1::2], stop[..., 1::2] = middle, size
-            start[..., : middle.shape[-1] * 2 : 2] = 0
-            stop[..., : middle.shape[-1] * 2 : 2] = middle
-        slots = _write_slots(spec, rng, ids)
-        writes = block_writes(slots, size, spec.entries)
-        arrays = (jnp.asarray(a) for a in (read, start, stop))
-        return cls(BlockTable(*arrays), jax.tree.map(jnp.asarray, writes))
-
-
-def _table_shape(spec: ArgSpec) -> tuple[int, ...]:
-    shape = (spec.heads, spec.entries)
-    return (spec.rows, *shape) if spec.per_row else shape
+def _random_tables(spec: ArgSpec, rng: np.random.Generator) -> tuple[BlockTable, BlockWrites]:
+    shape, size = spec.table_shape, spec.block_size
+    ids = np.arange(1, spec.pool_blocks).reshape(shape[-2:])  # no head owns block 0
+    ids = np.broadcast_to(ids, shape).astype(np.int32)
+    if spec.per_row:
+        ids = rng.permuted(ids.reshape(shape[0], -1), axis=-1).reshape(shape)
+    start, stop = _ranges(spec, rng, shape)
+    read = ids.copy()  # writing keeps `ids`, where no block is listed twice
+    if spec.table == "repeated" and spec.entries > 1:
+        pairs = spec.entries // 2
+        first, second = (slice(i, 2 * pairs, 2) for i in (0, 1))
+        read[..., second] = read[..., first]
+        middle = rng.integers(0, size + 1, shape)[..., :pairs]
+        start[..., first], stop[..., first] = 0, middle
+        start[..., second], stop[..., second] = middle, size
+    writes = block_writes(_write_slots(spec, rng, ids), size, spec.entries)
+    return jax.tree.map(jnp.asarray, (BlockTable(read, start, stop), writes))
 
 
 def _ranges(spec: ArgSpec, rng, shape) -> tuple[np.ndarray, np.ndarray]:
@@ -194,42 +186,26 @@ def _write_slots(spec: ArgSpec, rng, ids: np.ndarray) -> np.ndarray:
     slots = np.full((*lead, spec.tokens), -1, np.int64)
     for head in np.ndindex(*lead):
         fits = min(room.shape[-1], spec.length)
-        count = fits if head[-1] == 0 else rng.integers(0, fits + 1)
-        if head[-1] == 0:
-            tokens, places = np.arange(count), room[head][:count]
-        else:
+        tokens, places = np.arange(fits), room[head]
+        if head[-1]:
+            count = rng.integers(0, fits + 1)
             tokens = rng.permutation(spec.length)[:count]
-            places = rng.permutation(room[head])[:count]
-        slots[(*head, tokens)] = places
+            places = rng.permutation(places)
+        slots[(*head, tokens)] = places[: len(tokens)]
     return slots
 
 
-def _zeros(shape) -> np.ndarray:
-    return np.zeros(shape, np.float32)
-
-
-def _model(name: str, heads: int, head_dim: int, scales) -> list[ArgSpec]:
-    """scales: (padded tokens, tokens, entries of blocks of 16)."""
-    return [
-        ArgSpec(
-            name=f"{name}-t{length}",
-            heads=heads,
-            head_dim=head_dim,
-            tokens=tokens,
-            length=length,
-            entries=entries,
-        )
-        for tokens, length, entries in scales
-    ]
-
-
-# Entries: the full cache of the scales before. Padded lengths as the default segments choose them.
-SPECS = {
-    spec.name: spec
-    for spec in (
-        *_model("var-d30", 30, 64, [(16, 1, 1), (64, 36, 4), (169, 100, 16), (256, 256, 27)]),
-        *_model("var-d36", 36, 64, [(16, 9, 2), (324, 324, 21), (1024, 1024, 76)]),
-        *_model("infinity-2b", 16, 128, [(64, 64, 4), (576, 400, 55), (4096, 4096, 402)]),
-        *_model("infinity-8b", 28, 128, [(144, 144, 8), (1600, 1600, 140), (4096, 4096, 402)]),
-    )
+# Padded tokens, tokens, and entries of blocks of 16 (the full cache of the scales before) of some
+# scales of each model. Padded lengths as the default segments choose them.
+_SCALES = {
+    ("var-d30", 30, 64): [(16, 1, 1), (64, 36, 4), (169, 100, 16), (256, 256, 27)],
+    ("var-d36", 36, 64): [(16, 9, 2), (324, 324, 21), (1024, 1024, 76)],
+    ("infinity-2b", 16, 128): [(64, 64, 4), (576, 400, 55), (4096, 4096, 402)],
+    ("infinity-8b", 28, 128): [(144, 144, 8), (1600, 1600, 140), (4096, 4096, 402)],
 }
+_SIZES = [
+    dict(name=f"{name}-t{length}", heads=heads, head_dim=size, tokens=t, length=length, entries=m)
+    for (name, heads, size), scales in _SCALES.items()
+    for t, length, m in scales
+]
+SPECS = {sizes["name"]: ArgSpec(**sizes) for sizes in _SIZES}

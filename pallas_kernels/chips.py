@@ -12,6 +12,7 @@ which no compiler checks: compare it yourself.
 
 import importlib.metadata
 import importlib.util
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -67,23 +68,19 @@ class Chip:
         return self.topologies[-1][0] if self.topologies else 32 * GPUS_PER_HOST
 
 
-def _tpu(name, gib, bf16, int8, gigabytes_per_second, topologies) -> Chip:
-    flops, bandwidth = (bf16 * TERA, int8 * TERA), gigabytes_per_second * 10**9
-    named = tuple((count, f"{name.removeprefix('tpu-')}:{grid}") for count, grid in topologies)
-    return Chip(name, "tpu", int(gib * GIB), *flops, bandwidth, named)
+def _chip(name, memory, bf16, int8, bandwidth, grids="", per_chip=1, gpu=None) -> Chip:
+    """Memory in bytes, peaks in 10**12 operations per second, bandwidth in 10**9 bytes per second;
+    grids: of chips, a TPU's topologies, with `per_chip` devices per chip."""
+    topologies = tuple(
+        (per_chip * math.prod(map(int, grid.split("x"))), f"{name.removeprefix('tpu-')}:{grid}")
+        for grid in grids.split()
+    )
+    peaks, platform = (bf16 * TERA, int8 * TERA, bandwidth * 10**9), "gpu" if gpu else "tpu"
+    return Chip(name, platform, int(memory), *peaks, topologies, gpu)
 
 
-def _gpu(name, memory, bf16, int8, gigabytes_per_second, gpu: Gpu) -> Chip:
-    flops, bandwidth = (bf16 * TERA, int8 * TERA), gigabytes_per_second * 10**9
-    return Chip(name, "gpu", memory, *flops, bandwidth, gpu=gpu)
-
-
-_FLAT = ((4, "2x2"), (8, "2x4"), (16, "4x4"), (32, "4x8"), (64, "8x8"), (128, "8x16"))
-_FLAT = (*_FLAT, (256, "16x16"))
-# counts are devices: a grid of 2x2x1 chips is 8 of a v4 or TPU7x, 4 of a v5p
-_V4 = ((8, "2x2x1"), (16, "2x2x2"), (32, "2x2x4"), (64, "2x4x4"), (128, "4x4x4"), (256, "4x4x8"))
-_V5P = ((4, "2x2x1"), (8, "2x2x2"), (16, "2x2x4"), (32, "2x4x4"), (64, "4x4x4"), (128, "4x4x8"))
-_V5P = (*_V5P, (256, "4x8x8"))
+_FLAT = "2x2 2x4 4x4 4x8 8x8 8x16 16x16"
+_CUBES = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8"
 # CUDA keeps 1 KiB of shared memory per block for itself.
 _AMPERE = {"lanes": 64, "shared_memory": (167936, 166912), "threads": 2048}
 _ADA = {"lanes": 128, "shared_memory": (102400, 101376), "threads": 1536}
@@ -97,18 +94,18 @@ _H100 = Gpu((9, 0), True, 132, clock=1.98, l2_cache=50, **_HOPPER)
 _B200 = Gpu((10, 0), True, 148, clock=1.965, l2_cache=126, **_HOPPER)
 
 _CHIPS = (
-    _tpu("tpu-v4", 15.25, 275 / 2, 275 / 2, 1228 / 2, _V4),
-    _tpu("tpu-v5e", 15.75, 197, 394, 819, _FLAT),
-    _tpu("tpu-v5p", 95.74, 459, 918, 2765, _V5P),
-    _tpu("tpu-v6e", 31.25, 918, 1836, 1640, _FLAT),
+    _chip("tpu-v4", 15.25 * GIB, 275 / 2, 275 / 2, 1228 / 2, _CUBES, 2),
+    _chip("tpu-v5e", 15.75 * GIB, 197, 394, 819, _FLAT),
+    _chip("tpu-v5p", 95.74 * GIB, 459, 918, 2765, _CUBES + " 4x8x8"),
+    _chip("tpu-v6e", 31.25 * GIB, 918, 1836, 1640, _FLAT),
     # no int8 rate is published for TPU7x: that of bf16 (fp8 is twice as fast)
-    _tpu("tpu7x", 94.75, 2307 / 2, 2307 / 2, 7380 / 2, _V4),
-    _gpu("a100", 85_100_068_864, 312, 624, 2039, _A100),
-    _gpu("l4", 23_600_000_000, 121, 242, 300, _L4),
-    _gpu("rtx4090", 25_300_000_000, 165.2, 660.6, 1008, _RTX4090),
-    _gpu("h100", 84_900_000_000, 989.4, 1978.9, 3352, _H100),
-    _gpu("h200", 150_100_000_000, 989.4, 1978.9, 4800, _H100),
-    _gpu("b200", 191_500_000_000, 2250, 4500, 7672, _B200),
+    _chip("tpu7x", 94.75 * GIB, 2307 / 2, 2307 / 2, 7380 / 2, _CUBES, 2),
+    _chip("a100", 85_100_068_864, 312, 624, 2039, gpu=_A100),
+    _chip("l4", 23_600_000_000, 121, 242, 300, gpu=_L4),
+    _chip("rtx4090", 25_300_000_000, 165.2, 660.6, 1008, gpu=_RTX4090),
+    _chip("h100", 84_900_000_000, 989.4, 1978.9, 3352, gpu=_H100),
+    _chip("h200", 150_100_000_000, 989.4, 1978.9, 4800, gpu=_H100),
+    _chip("b200", 191_500_000_000, 2250, 4500, 7672, gpu=_B200),
 )
 CHIPS: Mapping[str, Chip] = {chip.name: chip for chip in _CHIPS}
 _ALIASES = {"tpu-v7x": "tpu7x", "tpu-7x": "tpu7x", "v7x": "tpu7x", "tpu-v7": "tpu7x"}
@@ -198,54 +195,44 @@ def compile_only_devices(name: str, count: int = 1) -> list:
     if why := why_unavailable(chip.name):
         raise NotImplementedError(why)
     if chip.platform == "tpu":
-        topology = next(grid for devices, grid in chip.topologies if devices >= count)
-        description = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+        name = next(grid for devices, grid in chip.topologies if devices >= count)
+        description = topologies.get_topology_desc(name, "tpu")
     else:
-        config = _gpu_target_config(chip)
-        description = topologies.get_topology_desc(
-            "", "cuda", target_config=config, topology=_gpu_topology(count)
-        )
+        # slices x hosts x GPUs per host
+        grid = f"1x{-(-count // GPUS_PER_HOST)}x{min(count, GPUS_PER_HOST)}"
+        options = {"target_config": _gpu_target_config(chip), "topology": grid}
+        description = topologies.get_topology_desc("", "cuda", **options)
     return list(description.devices)[:count]
-
-
-def _gpu_topology(count: int) -> str:
-    """slices x hosts x GPUs per host."""
-    hosts = -(-count // GPUS_PER_HOST)
-    return f"1x{hosts}x{min(count, GPUS_PER_HOST)}"
 
 
 def _gpu_target_config(chip: Chip) -> str:
     """The chip as XLA's text message `GpuTargetConfigProto`."""
-    gpu = chip.gpu
-    major, minor = gpu.capability
+    gpu, (major, minor) = chip.gpu, chip.gpu.capability
     per_core, per_block = gpu.shared_memory
     extension = "feature_extension: ACCELERATED_FEATURES" if gpu.accelerated else ""
-    numbers = {
-        "threads_per_block_limit": 1024,
-        "threads_per_warp": 32,
-        "threads_per_core_limit": gpu.threads,
-        "core_count": gpu.cores,
-        "fpus_per_core": gpu.lanes,
-        "shared_memory_per_block": 49152,  # without asking for more, which XLA does ("optin")
-        "shared_memory_per_core": per_core,
-        "shared_memory_per_block_optin": per_block,
-        "block_dim_limit_x": 2**31 - 1,
-        "block_dim_limit_y": 2**16 - 1,
-        "block_dim_limit_z": 2**16 - 1,
-        "thread_dim_limit_x": 1024,
-        "thread_dim_limit_y": 1024,
-        "thread_dim_limit_z": 64,
-        "registers_per_core_limit": 65536,
-        "registers_per_block_limit": 65536,
-        "memory_bandwidth": int(chip.bandwidth),
-        "l2_cache_size": gpu.l2_cache * 2**20,
-        "clock_rate_ghz": gpu.clock,
-        "device_memory_size": chip.memory,
-    }
-    # libraries recognise the vendor by the word NVIDIA in the description
-    fields = "\n".join(f"  {key}: {value}" for key, value in numbers.items())
+    # shared_memory_per_block is what a block gets without asking for more, which XLA does
+    # ("optin"). Libraries recognise the vendor by the word NVIDIA in the description.
     return f"""gpu_device_info {{
-{fields}
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  threads_per_core_limit: {gpu.threads}
+  core_count: {gpu.cores}
+  fpus_per_core: {gpu.lanes}
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {per_core}
+  shared_memory_per_block_optin: {per_block}
+  block_dim_limit_x: {2**31 - 1}
+  block_dim_limit_y: {2**16 - 1}
+  block_dim_limit_z: {2**16 - 1}
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  memory_bandwidth: {int(chip.bandwidth)}
+  l2_cache_size: {gpu.l2_cache * 2**20}
+  clock_rate_ghz: {gpu.clock}
+  device_memory_size: {chip.memory}
   cuda_compute_capability {{ major: {major} minor: {minor} {extension} }}
 }}
 platform_name: "CUDA"

@@ -21,7 +21,6 @@ call work.
 import json
 import math
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 
 import jax
@@ -65,33 +64,35 @@ JSON = FileFlags(FLAGS, "json", "Also write the results to this file.")
 
 def shapes() -> list[ArgSpec]:
     """The calls that the flags select."""
-    for model in MODEL.value:
-        choose("model", model, MODELS)
-    for shape in SHAPE.value or ():
-        choose("shape", shape, arg_specs.SPECS)
-    named = SHAPE.value or [n for n in arg_specs.SPECS if n.rpartition("-t")[0] in MODEL.value]
-    found = [arg_specs.SPECS[name] for name in dict.fromkeys(named)]
     on_cpu = jax.default_backend() == "cpu"
-    if SIZE.value == "small" or SIZE.value == "auto" and on_cpu:
-        found = [spec.reduced(tokens=min(64, spec.tokens)) for spec in found]
-        found = [replace(spec, length=min(spec.length, spec.tokens)) for spec in found]
-    changes = {"block_size": BLOCK_SIZE.value} | ({"rows": ROWS.value} if ROWS.value else {})
     dtypes = DTYPE.value or ["float32" if on_cpu else "bfloat16"]
-    for given, allowed in ((dtypes, DTYPES), (KV_DTYPE.value, KV_DTYPES)):
+    for what, given, allowed in (
+        ("model", MODEL.value, MODELS),
+        ("shape", SHAPE.value or (), arg_specs.SPECS),
+        ("type", dtypes, DTYPES),
+        ("type", KV_DTYPE.value, KV_DTYPES),
+    ):
         for name in given:
-            choose("type", name, allowed)
+            choose(what, name, allowed)
+    named = SHAPE.value or [n for n in arg_specs.SPECS if n.rpartition("-t")[0] in MODEL.value]
+    small = SIZE.value == "small" or SIZE.value == "auto" and on_cpu
+    found = [_resized(arg_specs.SPECS[name], small) for name in dict.fromkeys(named)]
     return [
-        replace(resized(spec, BLOCK_SIZE.value), dtype=dtype, kv_dtype=kv_dtype, **changes)
+        replace(spec, dtype=dtype, kv_dtype=None if kv_dtype == "same" else kv_dtype)
         for spec in found
         for dtype in dtypes
-        for kv_dtype in (None if name == "same" else name for name in KV_DTYPE.value)
+        for kv_dtype in KV_DTYPE.value
     ]
 
 
-def resized(spec: ArgSpec, block_size: int) -> ArgSpec:
-    """The same slots in blocks of another size."""
-    slots = spec.entries * spec.block_size
-    return replace(spec, entries=-(-slots // block_size))
+def _resized(spec: ArgSpec, small: bool) -> ArgSpec:
+    """The same slots in blocks of --block_size, and --rows."""
+    if small:
+        spec = spec.reduced(tokens=min(64, spec.tokens))
+        spec = replace(spec, length=min(spec.length, spec.tokens))
+    entries = -(-spec.entries * spec.block_size // BLOCK_SIZE.value)
+    rows = ROWS.value or spec.rows
+    return replace(spec, entries=entries, block_size=BLOCK_SIZE.value, rows=rows)
 
 
 def operations() -> list[str]:
@@ -122,49 +123,47 @@ def kernel() -> str:
 # --- timing ---
 
 
-def timings(name: str) -> Iterator[Row]:
-    """One row per way, operation, shape and budget."""
-    for spec in shapes():
-        for operation in operations():
-            for budget in budgets() if operation != "write" else [1.0]:
-                yield from _ways(operation, spec, budget, name)
+def timed_ways(name: str) -> list[tuple[str, ArgSpec, float, str]]:
+    """(operation, shape, budget, way) of all rows."""
+    return [
+        (operation, spec, budget, way)
+        for spec in shapes()
+        for operation in operations()
+        for budget in (budgets() if operation != "write" else [1.0])
+        for way in bench.ways(operation, spec, name)
+    ]
 
 
-def _ways(operation: str, spec: ArgSpec, budget: float, name: str) -> Iterator[Row]:
-    own = bench.compressed(spec, budget)
-    keys = own.entries * own.block_size
-    ours = bench.work(operation, own, keys)
-    dense = bench.work(operation, spec, spec.entries * spec.block_size)
-    for way in bench.ways(operation, spec, name):
-        work = dense if way.startswith(bench.DENSE) else ours
-        seconds, error, note = None, None, ""
-        if way in bench.HOLDS_SCORES and not bench.fits(spec):
-            note = "its matrix of scores does not fit"
-        else:
-            try:
-                seconds = bench.measure(bench.prepare(operation, spec, budget, way), REPEATS.value)
-                if not way.startswith(bench.DENSE):
-                    found = bench.errors(operation, few(own), way).values()
-                    error = float(np.max(list(found)))  # unlike max, it does not lose NaN
-            except Exception as problem:  # out of memory, a library that refuses the call
-                note = f"{type(problem).__name__}: {' '.join(str(problem).split())[:100]}"
-        yield Row.of(operation, own, budget, way, work, seconds=seconds, error=error, note=note)
-
-
-def few(spec: ArgSpec) -> ArgSpec:
-    """One row, two heads: enough to see whether numbers are right."""
-    return replace(spec, rows=1, heads=min(2, spec.heads), table="random")
+def timing(operation: str, spec: ArgSpec, budget: float, way: str) -> Row:
+    """One way, timed and compared with the reference."""
+    own, dense = bench.compressed(spec, budget), way.startswith(bench.DENSE)
+    at_work = spec if dense else own
+    work = bench.work(operation, at_work, at_work.entries * at_work.block_size)
+    row = Row(operation, own, budget, way, work)
+    if way in bench.HOLDS_SCORES and not bench.fits(spec):
+        return replace(row, note="its matrix of scores does not fit")
+    try:
+        seconds = bench.measure(bench.prepare(operation, spec, budget, way), REPEATS.value)
+        row = replace(row, seconds=seconds)
+        if not dense:
+            # one row, two heads: enough to see whether numbers are right
+            few = replace(own, rows=1, heads=min(2, own.heads), table="random")
+            found = bench.errors(operation, few, way).values()
+            row = replace(row, error=float(np.max(list(found))))  # unlike max, it does not lose NaN
+    except Exception as problem:  # out of memory, a library that refuses the call
+        row = replace(row, note=bench.short(problem))
+    return row
 
 
 def show_timings(name: str) -> int:
     """Times every way and prints the table."""
     if name.endswith(implementations.SUFFIX):
         raise UserError(f"{name} runs step by step, its time says nothing: only --check takes it")
-    rows = []
-    progress = Progress("ways", _count(name), every=5)
-    for row in timings(name):
-        rows.append(row)
-        progress.update(len(rows), f"{row.shape} {row.operation} {row.way}")
+    rows, ways = [], timed_ways(name)
+    progress = Progress("ways", len(ways), every=5)
+    for way in ways:
+        rows.append(row := timing(*way))
+        progress.update(len(rows), f"{row.spec.name} {row.operation} {row.way}")
     device = jax.devices()[0].device_kind
     print(f"{device}, jax {jax.__version__}, blocks of {BLOCK_SIZE.value}")
     print(bench_table.table(rows, bench.chip(device)))
@@ -178,21 +177,13 @@ def show_timings(name: str) -> int:
 
 def _failure(row: Row) -> str | None:
     """What is wrong with a row of the kernel that the command is about, or None."""
-    call = f"{row.way}: {row.operation} {row.shape} at budget {row.budget:g}"
+    call = f"{row.way}: {row.operation} {row.spec.name} at budget {row.budget:g}"
+    allowed = TOLERANCE[row.spec.dtype]
     if row.seconds is None or row.error is None:
         return f"{call}: {row.note}"
-    if not row.error < TOLERANCE[row.dtype]:  # NaN is wrong too
-        return f"{call}: error {row.error:.1e}, allowed is less than {TOLERANCE[row.dtype]:.0e}"
+    if not row.error < allowed:  # NaN is wrong too
+        return f"{call}: error {row.error:.1e}, allowed is less than {allowed:.0e}"
     return None
-
-
-def _count(name: str) -> int:
-    per_shape = sum(
-        len(bench.ways(op, spec, name)) * (1 if op == "write" else len(budgets()))
-        for spec in shapes()
-        for op in operations()
-    )
-    return per_shape
 
 
 def save(contents: dict) -> None:
@@ -222,10 +213,15 @@ def show_check(name: str) -> int:
                 failures += bool(wrong)
                 types = f"{spec.dtype}, pool {spec.pool_dtype}"
                 each = "  ".join(f"{part} {e:.1e}" for part, e in found.items())
-                verdict = "WRONG" if wrong else "ok"
-                print(
-                    f"{verdict:5s}  {operation}  {spec.name}  {types}  {table}  {each}", flush=True
+                line = (
+                    f"{'WRONG' if wrong else 'ok':5s}",
+                    operation,
+                    spec.name,
+                    types,
+                    table,
+                    each,
                 )
+                print("  ".join(line), flush=True)
                 rows.append({"shape": spec.name, "table": table, "operation": operation} | found)
     print(f"{name} on {jax.devices()[0].device_kind}: {len(rows) - failures} of {len(rows)} right")
     save({"implementation": name, "errors": rows})
@@ -234,7 +230,7 @@ def show_check(name: str) -> int:
 
 def show_tuning(name: str) -> int:
     """Times tiles and keeps the best of every call; 1 if no tiles of a call work."""
-    if jax.default_backend() == "cpu" or name not in implementations.PLATFORMS:
+    if jax.default_backend() == "cpu" or name not in tune.CHOICES:
         raise UserError(
             f"--tune times the tiles of a kernel on its own device; this is {name} on "
             f"{jax.default_backend()}: run it on the GPU or TPU that programs are to run on"
@@ -245,9 +241,6 @@ def show_tuning(name: str) -> int:
             f"--tune: {', '.join(operations())} has no tiles: choose --op from "
             f"{', '.join(tune.OPERATIONS)}"
         )
-    for operation in chosen:
-        if why := tune.why_not(name, operation):
-            raise UserError(f"--tune: {why}: leave {operation} out of --op")
     kind, calls, wanted = jax.devices()[0].device_kind, 0, 0
     for operation in chosen:
         best = _best_tiles(operation, name)

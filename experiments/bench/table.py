@@ -1,7 +1,7 @@
 """Results of `experiments.bench`: one row per way to do an operation, the table, the summary."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 
@@ -14,43 +14,31 @@ HEADER = ("shape", "operation", "types", "budget", "way", "time", "GB/s", "TFLOP
 
 @dataclass(frozen=True)
 class Row:
-    """One measured way. seconds: None where it could not run, with the reason in `note`. error:
-    relative, against the reference in float32; None where that does not apply."""
+    """One measured way. budget: share of the cache owned. seconds: None where it could not run,
+    with the reason in `note`. error: relative, against the reference in float32; None where that
+    does not apply."""
 
-    shape: str
     operation: str
-    dtype: str
-    kv_dtype: str
+    spec: ArgSpec
     budget: float
     way: str
-    seconds: float | None
-    bytes: float
-    flops: float
-    error: float | None
+    work: Work
+    seconds: float | None = None
+    error: float | None = None
     note: str = ""
 
-    @classmethod
-    def of(cls, operation: str, spec: ArgSpec, budget: float, way: str, work: Work, **result):
-        return cls(
-            shape=spec.name,
-            operation=operation,
-            dtype=spec.dtype,
-            kv_dtype=spec.pool_dtype.name,
-            budget=budget,
-            way=way,
-            bytes=work.bytes,
-            flops=work.flops,
-            **result,
-        )
+    @property
+    def call(self) -> dict[str, str]:
+        """What rows of different ways have in common."""
+        types = {"dtype": self.spec.dtype, "kv_dtype": self.spec.pool_dtype.name}
+        return {"shape": self.spec.name, "operation": self.operation} | types
 
     def as_json(self) -> dict:
-        rates = {}
-        if self.seconds:
-            rates = {
-                "bytes_per_s": self.bytes / self.seconds,
-                "flops_per_s": self.flops / self.seconds,
-            }
-        return asdict(self) | rates
+        found = self.call | {"budget": self.budget, "way": self.way, "seconds": self.seconds}
+        found |= {"bytes": self.work.bytes, "flops": self.work.flops}
+        found |= {"error": self.error, "note": self.note}
+        rates = ("bytes", "flops") if self.seconds else ()
+        return found | {f"{name}_per_s": found[name] / self.seconds for name in rates}
 
 
 def table(rows: list[Row], chip: Chip | None) -> str:
@@ -59,26 +47,27 @@ def table(rows: list[Row], chip: Chip | None) -> str:
     cells = [HEADER, *(_cells(row, chip) for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(HEADER))]
     left = len(HEADER) - 4
-    lines = []
-    for line, row in zip(cells, [None, *rows], strict=True):
-        parts = [c.ljust(w) for c, w in zip(line[:left], widths[:left], strict=True)]
-        parts += [c.rjust(w) for c, w in zip(line[left:], widths[left:], strict=True)]
-        lines.append("  ".join([*parts, row.note if row else ""]).rstrip())
-    return "\n".join(lines)
+    aligned = [f"{{:<{w}}}" if i < left else f"{{:>{w}}}" for i, w in enumerate(widths)]
+    notes = ["", *(row.note for row in rows)]
+    line = "  ".join([*aligned, "{}"])
+    return "\n".join(
+        line.format(*cell, note).rstrip() for cell, note in zip(cells, notes, strict=True)
+    )
 
 
 def _cells(row: Row, chip: Chip | None) -> tuple[str, ...]:
-    types = row.dtype if row.kv_dtype == row.dtype else f"{row.dtype}, pool {row.kv_dtype}"
-    where = (row.shape, row.operation, types, f"{row.budget:g}", row.way)
+    shape, operation, dtype, kv_dtype = row.call.values()
+    types = dtype if kv_dtype == dtype else f"{dtype}, pool {kv_dtype}"
+    where = (shape, operation, types, f"{row.budget:g}", row.way)
     if row.seconds is None:
         return (*where, "-", "-", "-", "-")
     bandwidth, peak = (chip.bandwidth, chip.bf16_flops) if chip else (None, None)
-    if jnp.dtype(row.dtype).itemsize != 2:
+    if jnp.dtype(dtype).itemsize != 2:
         peak = None  # the table of chips knows 16-bit products only
     error = "-" if row.error is None else f"{row.error:.1e}"
     rates = (
-        _rate(row.bytes / row.seconds, 1e9, bandwidth),
-        _rate(row.flops / row.seconds, 1e12, peak) if row.flops else "-",
+        _rate(row.work.bytes / row.seconds, 1e9, bandwidth),
+        _rate(row.work.flops / row.seconds, 1e12, peak) if row.work.flops else "-",
     )
     return (*where, show_time(row.seconds), *rates, error)
 
@@ -99,8 +88,7 @@ def summary(rows: list[Row], kernel: str) -> list[str]:
         for budget in dict.fromkeys(row.budget for row in rows):
             mine = [r for r in rows if (r.operation, r.budget) == (operation, budget)]
             for way in dict.fromkeys(r.way for r in mine if r.way != kernel):
-                ratios = _ratios(mine, kernel, way)
-                if ratios:
+                if ratios := _ratios(mine, kernel, way):
                     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
                     lines.append(
                         f"{operation} at budget {budget:g}: {kernel} takes {1 / mean:.2f} of the "
@@ -112,9 +100,7 @@ def summary(rows: list[Row], kernel: str) -> list[str]:
 
 def _ratios(rows: list[Row], kernel: str, way: str) -> list[float]:
     def times(name: str) -> dict:
-        return {
-            (r.shape, r.dtype, r.kv_dtype): r.seconds for r in rows if r.way == name and r.seconds
-        }
+        return {tuple(r.call.values()): r.seconds for r in rows if r.way == name and r.seconds}
 
     mine, other = times(kernel), times(way)
     return [other[key] / mine[key] for key in mine if key in other]

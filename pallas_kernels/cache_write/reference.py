@@ -5,9 +5,7 @@ relayout the whole pool.
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Num
-
-from pallas_kernels.cache_write.table import BlockWrites
+from jaxtyping import Array, Float, Int
 
 LARGEST_INT8 = 127.0  # a symmetric range: -128 is not used
 
@@ -64,13 +62,7 @@ def scatter(
     return pool, flat.reshape(kv_scale.shape)
 
 
-def write(
-    kv_pool: Num[Array, "R blocks block_size KV"],
-    k: Float[Array, "R N T H"],
-    v: Float[Array, "R N T H"],
-    writes: BlockWrites,
-    kv_scale: Float[Array, "R blocks two_block_size"] | None = None,
-) -> tuple[Array, Array | None]:
+def write(kv_pool, k, v, writes, kv_scale):
     """See `api.write`."""
     rows, heads = k.shape[:2]
     none = kv_pool.shape[1] * kv_pool.shape[2]  # the first slot behind the pool, which is dropped

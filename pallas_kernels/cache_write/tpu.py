@@ -29,20 +29,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import tpu_operands
 from pallas_kernels.cache_write.reference import LARGEST_INT8, inverse_scale
 from pallas_kernels.cache_write.table import BlockWrites
-from pallas_kernels.tpu_operands import (
-    LANES,
-    block_of,
-    block_shape,
-    in_parts,
-    packed_tokens,
-    pool_specs,
-    rounded,
-    table_spec,
-    whole_head,
-)
-from pallas_kernels.tpu_operands import pools as in_hbm
+from pallas_kernels.tpu_operands import LANES, block_of, block_shape, in_parts, rounded
 
 EMPTY, PARTIAL, FULL, CONSECUTIVE = range(4)  # kinds of entries, in the low bits beside the id
 KIND_BITS = 2
@@ -61,18 +51,18 @@ def write(kv_pool, k, v, writes, kv_scale, *, interpret: bool):
     chunk = min(CHUNK, rounded(tokens, 32))  # whole tiles: 8 rows of float32, 16 of bfloat16
     padded = rounded(tokens, chunk)
     tables = _pack(writes, padded)
-    given = packed_tokens(k, v)
-    pools = in_hbm(kv_pool, kv_scale, interpret)
+    given = tpu_operands.packed_tokens(k, v)
+    pools = tpu_operands.pools(kv_pool, kv_scale, interpret)
     layout = _Layout.of(head_dim, kv_pool.shape[2], kv_scale is not None)
     found = pl.pallas_call(
         partial(_kernel, layout=layout, chunk=chunk, given=len(given), pools=len(pools)),
         grid=k.shape[:2],
         in_specs=[
-            *map(table_spec, tables),
-            *(whole_head(array, padded) for array in given),
-            *pool_specs(pools),
+            *map(tpu_operands.table_spec, tables),
+            *(tpu_operands.whole_head(array, padded) for array in given),
+            *tpu_operands.pool_specs(pools),
         ],
-        out_specs=pool_specs(pools),
+        out_specs=tpu_operands.pool_specs(pools),
         out_shape=[jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pools],
         scratch_shapes=_scratch_shapes(layout, pools, padded),
         # Operands behind two tables and the tokens. Blocks that are not written keep their contents

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,12 @@ from pallas_kernels import cache_write, ragged_attention
 from pallas_kernels.arg_specs import ArgSpec, Arguments
 from pallas_kernels.chips import CHIPS, Chip
 
-OPERATIONS = ("attend", "attention_moments", "write")
+FUNCTIONS = {
+    "attend": ragged_attention.attend,
+    "attention_moments": ragged_attention.attention_moments,
+    "write": cache_write.write,
+}
+OPERATIONS = tuple(FUNCTIONS)
 DENSE = "dense"
 HOLDS_SCORES = ("reference", f"{DENSE} xla")  # ways that hold a matrix of queries by keys
 AIM = 0.02  # seconds of a timed loop
@@ -91,15 +97,14 @@ def prepare(operation: str, spec: ArgSpec, share: float, way: str) -> Candidate:
 
 def candidate(operation: str, args: Arguments, name: str, run: Callable | None = None) -> Candidate:
     """Our implementation `name`. run: what to call instead of the API's function."""
-    tokens = args.q.shape[2]
+    run = run or partial(FUNCTIONS[operation], implementation=name)
     if operation == "attend":
-        return Candidate(name, _attend_step(name, run), args.q, (args,))
+        return Candidate(name, partial(_attend_step, run), args.q, (args,))
     if operation == "write":
-        return Candidate(name, _write_step(name), (args.kv_pool, args.kv_scale), (args,))
-    weights = jnp.where(jnp.arange(tokens) < args.length, 1.0, 0.0).astype(jnp.float32)
-    log_sum = jnp.full(args.q.shape[:3], np.log(tokens), jnp.float32)
-    sums = _moments_sums(name, run)
-    return Candidate(name, _moments_step(sums), args.q, (args, weights, log_sum), sums)
+        return Candidate(name, partial(_write_step, run), (args.kv_pool, args.kv_scale), (args,))
+    log_sum = jnp.full(args.q.shape[:3], np.log(args.q.shape[2]), jnp.float32)
+    step, sums = partial(_moments_step, run), partial(_moments, run)
+    return Candidate(name, step, args.q, (args, _query_weights(args), log_sum), sums)
 
 
 def _depending_on(args: Arguments, carry) -> Arguments:
@@ -110,44 +115,30 @@ def _depending_on(args: Arguments, carry) -> Arguments:
     return replace(args, table=table, length=args.length + never)
 
 
-def _attend_step(name: str, run):
-    run = run or (lambda *a, **k: ragged_attention.attend(*a, **k, implementation=name))
-
-    def step(q, args):
-        args = _depending_on(args, q)
-        return run(q, *args.attend[1:], kv_scale=args.kv_scale).astype(q.dtype)
-
-    return step
+def _attend_step(run, q, args):
+    args = _depending_on(args, q)
+    return run(q, *args.attend[1:], kv_scale=args.kv_scale).astype(q.dtype)
 
 
-def _moments_sums(name: str, run):
-    run = run or (lambda *a, **k: ragged_attention.attention_moments(*a, **k, implementation=name))
-
-    def sums(q, args, weights, log_sum):
-        pool = (args.length, args.kv_pool, args.table, weights, log_sum)
-        return run(q, args.k, *pool, kv_scale=args.kv_scale, squares=False)[0]
-
-    return sums
+def _moments(run, q, args, weights, log_sum):
+    return run(*replace(args, q=q).moments(weights, log_sum), kv_scale=args.kv_scale)[0]
 
 
-def _moments_step(sums):
-    def step(q, args, weights, log_sum):
-        found = sums(q, _depending_on(args, q), weights, log_sum)
-        # times 0 is not removed by the compiler, because NaN times 0 is not 0
-        return q.at[0, 0, 0, 0].add((found.reshape(-1)[0] * 0).astype(q.dtype))
-
-    return step
+def _moments_step(run, q, args, weights, log_sum):
+    found = _moments(run, q, _depending_on(args, q), weights, log_sum)
+    # times 0 is not removed by the compiler, because NaN times 0 is not 0
+    return q.at[0, 0, 0, 0].add((found.reshape(-1)[0] * 0).astype(q.dtype))
 
 
-def _write_step(name: str):
-    def step(carry, args):
-        pool, scale = carry
-        # K and V do not change: without the barrier, converting them could be moved out of the loop
-        k, v, pool = jax.lax.optimization_barrier((args.k, args.v, pool))
-        given = (pool, k, v, args.writes)
-        return cache_write.write(*given, kv_scale=scale, implementation=name)
+def _write_step(run, carry, args):
+    pool, scale = carry
+    # K and V do not change: without the barrier, converting them could be moved out of the loop
+    k, v, pool = jax.lax.optimization_barrier((args.k, args.v, pool))
+    return run(pool, k, v, args.writes, kv_scale=scale)
 
-    return step
+
+def _query_weights(args: Arguments):
+    return jnp.where(jnp.arange(args.q.shape[2]) < args.length, 1.0, 0.0).astype(jnp.float32)
 
 
 def dense_implementations(spec: ArgSpec) -> list[str]:
@@ -197,6 +188,11 @@ def measure(candidate: Candidate, repeats: int) -> float:
     return statistics.median(seconds(runs) for _ in range(repeats)) / runs
 
 
+def short(error: Exception, length: int = 100) -> str:
+    """An error in one line: its kind, and so many characters of what it says."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:length]}"
+
+
 def fits(spec: ArgSpec, copies: int = 3) -> bool:
     """Whether an implementation that holds all scores in float32 a few times fits this device."""
     scores = spec.rows * spec.heads * spec.tokens * (spec.entries * spec.block_size + spec.tokens)
@@ -226,34 +222,24 @@ def errors(operation: str, spec: ArgSpec, name: str) -> dict[str, float]:
     args = spec.arguments(poison=operation != "write")
     exact = jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, args)
     if operation == "write":
-        stores = (args.kv_pool, args.kv_scale)
-        same = _same(*(jax.jit(_write_step(n))(stores, args) for n in (name, "reference")))
+        found = [_run(operation, args.write, args, n) for n in (name, "reference")]
+        same = jax.tree.all(jax.tree.map(np.array_equal, *found))
         return {"pool": 0.0 if same else float("inf")}
-    out, lse = _attend(exact, "reference")
+    out, lse = _run("attend", exact.attend, exact, "reference", return_lse=True)
     if operation == "attend":
         real = (slice(None), slice(None), slice(spec.length))
-        found = (a[real] for a in _attend(args, name))
+        found = (a[real] for a in _run("attend", args.attend, args, name, return_lse=True))
         return _relative(("out", "lse"), found, (out[real], lse[real]))
-    expected = _moments(exact, lse, "reference")
-    return _relative(("sums", "squares"), _moments(args, lse, name), expected)
+    found, expected = (
+        _run(operation, a.moments(_query_weights(a), lse), a, n, squares=True)
+        for a, n in ((args, name), (exact, "reference"))
+    )
+    return _relative(("sums", "squares"), found, expected)
 
 
-def _attend(args: Arguments, name: str):
-    return jax.jit(
-        lambda a: ragged_attention.attend(
-            *a.attend, kv_scale=a.kv_scale, return_lse=True, implementation=name
-        )
-    )(args)
-
-
-def _moments(args: Arguments, lse, name: str):
-    weights = jnp.where(jnp.arange(args.q.shape[2]) < args.length, 1.0, 0.0)
-    given = (args.q, args.k, args.length, args.kv_pool, args.table, weights, lse)
-    return jax.jit(
-        lambda *a, s: ragged_attention.attention_moments(
-            *a, kv_scale=s, squares=True, implementation=name
-        )
-    )(*given, s=args.kv_scale)
+def _run(operation: str, given: tuple, args: Arguments, name: str, **options):
+    run = jax.jit(partial(FUNCTIONS[operation], implementation=name, **options))
+    return run(*given, kv_scale=args.kv_scale)
 
 
 def _relative(names, found, expected) -> dict[str, float]:
@@ -262,8 +248,3 @@ def _relative(names, found, expected) -> dict[str, float]:
         a, b = (np.asarray(x, np.float64) for x in pair)
         errors[name] = float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30))
     return errors
-
-
-def _same(found, expected) -> bool:
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-    return all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import warnings
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 
@@ -73,21 +73,16 @@ class Call:
     @classmethod
     def of(cls, operation: str, q, k_new, kv_pool, table) -> "Call":
         """The call with these arguments of the operation."""
-        return cls(
-            operation=operation,
-            queries=q.shape[2],
-            slots=table.ids.shape[-1] * kv_pool.shape[2],
-            head_dim=q.shape[-1],
-            block_size=kv_pool.shape[2],
-            dtype=k_new.dtype.name,
-            kv_dtype=kv_pool.dtype.name,
-        )
+        sizes = {"queries": q.shape[2], "slots": table.ids.shape[-1] * kv_pool.shape[2]}
+        sizes |= {"head_dim": q.shape[-1], "block_size": kv_pool.shape[2]}
+        types = {"dtype": k_new.dtype.name, "kv_dtype": kv_pool.dtype.name}
+        return cls(operation=operation, **sizes, **types)
 
     def bucket(self) -> "Call":
         """The call that stands for all of about this size: queries and slots rounded up to powers
         of two."""
-        sizes = {"queries": power_of_two(self.queries), "slots": power_of_two(self.slots)}
-        return Call(**(asdict(self) | sizes))
+        queries, slots = power_of_two(self.queries), power_of_two(self.slots)
+        return replace(self, queries=queries, slots=slots)
 
 
 def power_of_two(number: int) -> int:
@@ -117,11 +112,8 @@ def _triton_heuristic(call: Call) -> TritonConfig:
     wide, queries = call.head_dim > 64, max(16, power_of_two(call.queries))
     if call.dtype == "float32":  # products without tensor cores, where full precision is asked for
         # such products keep their factors in registers: smaller tiles, twice the threads
-        block_q = 32 if call.kv_dtype == "float32" else 16
-        block_k = 16 if wide else 32
-        return TritonConfig(
-            block_q=min(block_q, queries), block_k=block_k, num_warps=8, num_stages=2
-        )
+        block_q = min(32 if call.kv_dtype == "float32" else 16, queries)
+        return TritonConfig(block_q=block_q, block_k=16 if wide else 32, num_warps=8, num_stages=2)
     converted = call.kv_dtype not in ("bfloat16", "float16")  # on the way through registers
     # `attend` holds a step of K and of V converted. The moments hold K alone, and keys are the rows
     # of their product, of which Hopper's wgmma takes 64.
@@ -186,10 +178,8 @@ def tuned_path(kind: str, operation: str) -> Path:
 def tuned(kind: str, operation: str, implementation: str) -> dict[Call, Config]:
     """Tuned tiles by bucket; empty (with a warning) if the file cannot be used."""
     path = tuned_path(kind, operation)
-    if not path.is_file():
-        return {}
     try:
-        return read_tuned(path, kind, operation, implementation)
+        return read_tuned(kind, operation, implementation) if path.is_file() else {}
     except (OSError, ValueError) as error:
         warnings.warn(
             f"tuned tiles are left out: {path}: {error}; write the file anew with `python -m "
@@ -199,26 +189,26 @@ def tuned(kind: str, operation: str, implementation: str) -> dict[Call, Config]:
         return {}
 
 
-def read_tuned(path: Path, kind: str, operation: str, implementation: str) -> dict[Call, Config]:
+def read_tuned(kind: str, operation: str, implementation: str) -> dict[Call, Config]:
     """The contents of a file that `write_tuned` wrote.
 
     Raises:
       ValueError: it is damaged, or of another device, operation, implementation or format.
     """
-    found = json.loads(path.read_text())
+    found = json.loads(tuned_path(kind, operation).read_text())
     if not isinstance(found, dict) or not isinstance(found.get("entries"), list):
         raise ValueError("not a file of tuned tiles")
-    wanted = _header(kind, operation, implementation)
-    for name, value in wanted.items():
+    for name, value in _header(kind, operation, implementation).items():
         if found.get(name) != value:
             raise ValueError(f"{name} is {found.get(name)!r}, needed is {value!r}")
     return dict(_read_entry(entry, operation, implementation) for entry in found["entries"])
 
 
 def write_tuned(
-    path: Path, kind: str, operation: str, implementation: str, entries: dict[Call, Config]
-) -> None:
-    """Write tuned tiles where `choose` finds them. For the benchmark only."""
+    kind: str, operation: str, implementation: str, entries: dict[Call, Config]
+) -> Path:
+    """Write tuned tiles where `choose` finds them; returns that file. For the benchmark only."""
+    path = tuned_path(kind, operation)
     contents = _header(kind, operation, implementation) | {
         "jax": jax.__version__,
         "entries": [
@@ -231,15 +221,12 @@ def write_tuned(
     work.write_text(json.dumps(contents, indent=1) + "\n")
     os.replace(work, path)
     tuned.cache_clear()  # programs traced from now on in this process find them
+    return path
 
 
 def _header(kind: str, operation: str, implementation: str) -> dict:
-    return {
-        "format": FORMAT,
-        "device": folder_name(kind),
-        "operation": operation,
-        "implementation": implementation,
-    }
+    device = {"format": FORMAT, "device": folder_name(kind)}
+    return device | {"operation": operation, "implementation": implementation}
 
 
 def _read_entry(entry, operation: str, implementation: str) -> tuple[Call, Config]:

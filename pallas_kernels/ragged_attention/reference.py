@@ -8,23 +8,18 @@ scale exists at once.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float
 
 from pallas_kernels.ragged_attention.table import BlockTable
 
 CHUNK = 256  # queries whose attention weights are held at once by `attention_moments`
 
 
-def gather_slots(
-    kv_pool: Num[Array, "R blocks block_size KV"],
-    table: BlockTable,
-    kv_scale: Float[Array, "R blocks two_block_size"] | None = None,
-):
+def gather_slots(kv_pool, table: BlockTable, kv_scale):
     """Return K and V [R, N, P, H] of the listed blocks with invalid slots zeroed, and the mask [1
     or R, N, P]. With `kv_scale` the pool is int8 and the result float32."""
     rows, _, block_size, width = kv_pool.shape
-    ids = table.ids if table.ids.ndim == 3 else table.ids[None]
-    mask = table.slot_mask(block_size)
+    ids, mask = table.with_rows()[0], table.slot_mask(block_size)
     mask = mask if mask.ndim == 3 else mask[None]
     # explicit rows broadcast against a table shared by all rows, which is never repeated per row
     blocks = kv_pool[jnp.arange(rows)[:, None, None], ids]
@@ -53,25 +48,13 @@ def _scores(q, k_old, mask, k_new, new_length) -> Float[Array, "R N T PT"]:
     return jnp.concatenate([old, new], axis=-1)
 
 
-def attention_scores(
-    q, k_new, new_length, kv_pool, table, kv_scale=None
-) -> Float[Array, "R N T PT"]:
+def attention_scores(q, k_new, new_length, kv_pool, table, kv_scale):
     """See `api.attention_scores`."""
     k_old, _, mask = gather_slots(kv_pool, table, kv_scale)
     return _scores(q, k_old, mask, k_new, new_length)
 
 
-def attend(
-    q: Float[Array, "R N T H"],
-    k_new: Float[Array, "R N T H"],
-    v_new: Float[Array, "R N T H"],
-    new_length: Int[Array, ""] | int,
-    kv_pool: Num[Array, "R blocks block_size KV"],
-    table: BlockTable,
-    kv_scale: Float[Array, "R blocks two_block_size"] | None = None,
-    *,
-    return_lse: bool = False,
-) -> Float[Array, "R N T H"] | tuple[Float[Array, "R N T H"], Float[Array, "R N T"]]:
+def attend(q, k_new, v_new, new_length, kv_pool, table, kv_scale, *, return_lse):
     """See `api.attend`."""
     k_old, v_old, mask = gather_slots(kv_pool, table, kv_scale)
     scores = _scores(q, k_old, mask, k_new, new_length)
@@ -93,8 +76,8 @@ def attend(
 
 
 def attention_moments(
-    q, k_new, new_length, kv_pool, table, query_weights, lse, kv_scale=None, *, squares: bool
-) -> tuple[Float[Array, "R N PT"], Float[Array, "R N PT"] | None]:
+    q, k_new, new_length, kv_pool, table, query_weights, lse, kv_scale, *, squares
+):
     """See `api.attention_moments`."""
     k_old, _, mask = gather_slots(kv_pool, table, kv_scale)
     chunk = min(CHUNK, q.shape[2])

@@ -28,15 +28,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.ragged_attention.tpu_blocks import (
-    Blocks,
-    Grouping,
-    attention_call,
-    dot,
-    load_own,
-    prepare,
-    split,
-)
+from pallas_kernels.ragged_attention import tpu_blocks
+from pallas_kernels.ragged_attention.tpu_blocks import Blocks, Grouping, dot, load_own, split
 from pallas_kernels.ragged_attention.tpu_moments import attention_moments
 from pallas_kernels.tpu_operands import LANES, balanced, packed_tokens, rounded, whole_head
 
@@ -47,7 +40,8 @@ def attend(
     q, k_new, v_new, new_length, kv_pool, table, kv_scale, *, return_lse, interpret, config=None
 ):
     """See `api.attend`. config: tiles; None takes those of `config.choose`."""
-    call, config = prepare("attend", q, k_new, kv_pool, table, kv_scale, config, interpret)
+    arrays = (q, k_new, kv_pool, table, kv_scale)
+    call, config = tpu_blocks.prepare("attend", *arrays, config, interpret)
     rows, heads, tokens, head_dim = q.shape
     keys = min(config.copy_keys, max(call.block_size, call.slots))  # no group larger than the table
     block_q = balanced(tokens, config.block_q, LANES)  # queries are lanes
@@ -62,7 +56,7 @@ def attend(
     row = pl.BlockSpec((1, 1, 1, block_q), lambda r, n, t: (r, n, 0, t))
     lse = (jax.ShapeDtypeStruct((rows, heads, 1, tokens), jnp.float32), row)
     pairs = rows * heads * tokens * (call.slots + tokens)
-    found = attention_call(
+    found = tpu_blocks.attention_call(
         partial(_kernel, own_keys=own_keys),
         *(call, config, Grouping.of(call, keys), (new_length, kv_pool, table, kv_scale)),
         [(q, tile), *own],

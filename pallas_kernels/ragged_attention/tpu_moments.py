@@ -16,14 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.ragged_attention.tpu_blocks import (
-    Blocks,
-    Grouping,
-    attention_call,
-    dot,
-    load_own,
-    prepare,
-)
+from pallas_kernels.ragged_attention import tpu_blocks
+from pallas_kernels.ragged_attention.tpu_blocks import Blocks, Grouping, dot, load_own
 from pallas_kernels.tpu_operands import LANES, balanced, rounded, whole_head
 
 
@@ -32,7 +26,7 @@ def attention_moments(
 ):
     """See `api.attention_moments`. config: tiles; None takes those of `config.choose`."""
     arrays = (q, k_new, kv_pool, table, kv_scale)
-    call, config = prepare("attention_moments", *arrays, config, interpret)
+    call, config = tpu_blocks.prepare("attention_moments", *arrays, config, interpret)
     rows, heads, queries, head_dim = q.shape
     tokens = k_new.shape[2]
     # Groups and pieces of own keys are multiples of 128, because a key is a lane of the result, and
@@ -51,7 +45,7 @@ def attention_moments(
     pairs = rows * heads * queries * (call.slots + tokens)
     moved = q.size * q.dtype.itemsize + k_new.size * k_new.dtype.itemsize
     moved += 4 * rows * heads * (call.slots + tokens)
-    found = attention_call(
+    found = tpu_blocks.attention_call(
         partial(_kernel, own_keys=own_keys, block_q=block_q),
         *(call, config, grouping, (new_length, kv_pool, table, kv_scale)),
         [

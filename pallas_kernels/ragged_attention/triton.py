@@ -29,16 +29,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.ragged_attention import config as tiles
+from pallas_kernels.ragged_attention import triton_pool
 from pallas_kernels.ragged_attention.triton_moments import attention_moments
-from pallas_kernels.ragged_attention.triton_pool import (
-    LOG2_E,
-    Stored,
-    attention_call,
-    check,
-    dot,
-    head_spec,
-    rows_at,
-)
+from pallas_kernels.ragged_attention.triton_pool import LOG2_E, Stored, dot, head_spec, rows_at
 
 __all__ = ["attend", "attention_moments"]
 
@@ -57,7 +50,7 @@ def attend(
     config=None,
 ):
     """See `api.attend`. config: tiles; None takes those of `config.choose`."""
-    check(q, kv_pool, kv_scale, interpret)
+    triton_pool.check(q, kv_pool, kv_scale, interpret)
     config = config or tiles.choose(tiles.Call.of("attend", q, k_new, kv_pool, table), "triton")
     stored = Stored.of(kv_pool, table, kv_scale)
     rows, heads, tokens, head_dim = q.shape
@@ -65,7 +58,7 @@ def attend(
     line = pl.BlockSpec((None, None, config.block_q), lambda i, n, r: (r, n, i))
     own, pairs = head_spec(tokens, head_dim), rows * heads * tokens * (tokens + stored.keys)
     lse = (jax.ShapeDtypeStruct(q.shape[:3], jnp.float32), line)
-    found = attention_call(
+    found = triton_pool.attention_call(
         partial(_kernel, stored, config, tokens),
         *(stored, config, new_length),
         [(q, tile), (k_new, own), (v_new, own)],

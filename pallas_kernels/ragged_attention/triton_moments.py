@@ -19,15 +19,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.ragged_attention import config as tiles
+from pallas_kernels.ragged_attention import triton_pool
 from pallas_kernels.ragged_attention.triton_pool import (
     LOG2_E,
     Stored,
-    attention_call,
-    check,
     dot,
     head_spec,
-    last_true,
-    line_spec,
     load,
     rows_at,
 )
@@ -37,7 +34,7 @@ def attention_moments(
     q, k_new, new_length, kv_pool, table, weights, lse, kv_scale, *, squares, interpret, config=None
 ):
     """See `api.attention_moments`. config: tiles; None takes those of `config.choose`."""
-    check(q, kv_pool, kv_scale, interpret)
+    triton_pool.check(q, kv_pool, kv_scale, interpret)
     call = tiles.Call.of("attention_moments", q, k_new, kv_pool, table)
     config = config or tiles.choose(call, "triton")
     rows, heads, queries, head_dim = q.shape
@@ -49,13 +46,13 @@ def attention_moments(
     moved += 4 * columns * moments
     # Programs own columns, not queries: each sums its columns over all queries by itself, so no two
     # programs add to one number (no atomics, the same result in every run).
-    found = attention_call(
+    found = triton_pool.attention_call(
         partial(_kernel, stored, config, old),
         *(stored, config, new_length),
         [
             (q, head_spec(queries, head_dim)),
             (k_new, head_spec(own, head_dim)),
-            (weights.astype(jnp.float32), line_spec(queries)),
+            (weights.astype(jnp.float32), triton_pool.line_spec(queries)),
             (lse, head_spec(queries)),
         ],
         [sums] * moments,
@@ -80,7 +77,7 @@ def _kernel(stored: Stored, config, old: int, length_ref, given, refs, out_refs)
     k += rows_at(k_ref, token, new, stored.head_dim)
     # Scores and log-sum-exp become powers of two; int8: the scale of a key, own keys have none.
     factor = LOG2_E if scale is None else (jnp.where(new, 1, scale) * LOG2_E)[:, None]
-    last = last_true(lambda i, inside: load(weight_ref, i, inside) != 0, queries)
+    last = triton_pool.last_true(lambda i, inside: load(weight_ref, i, inside) != 0, queries)
     # columns without any key make no step, but are written: the result is 0 there, not unspecified
     steps = jnp.where(
         jnp.max((owned | new).astype(jnp.int32)) > 0, pl.cdiv(last, config.block_q), 0

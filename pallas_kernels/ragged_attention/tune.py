@@ -1,15 +1,16 @@
 """Finding the fastest tiles of the attention kernels on the device that is there."""
 
-import inspect
 import itertools
+import math
 from collections.abc import Iterator
 from functools import partial
 
 import jax
 import numpy as np
 
+from pallas_kernels import implementations
 from pallas_kernels.arg_specs import ArgSpec
-from pallas_kernels.ragged_attention import api, bench, config
+from pallas_kernels.ragged_attention import bench, config
 
 OPERATIONS = config.OPERATIONS
 CHOICES = {
@@ -29,24 +30,13 @@ CHOICES = {
 
 def tiles(call: config.Call, implementation: str) -> list[config.Config]:
     """The heuristic's tiles, then all others that make sense for the call."""
-    choices = CHOICES[implementation]
-    kind = config.KINDS[implementation]
-    grid = (
-        kind(**dict(zip(choices, t, strict=True))) for t in itertools.product(*choices.values())
-    )
+    choices, kind = CHOICES[implementation], config.KINDS[implementation]
+    grid = itertools.product(*choices.values())
+    every = (kind(**dict(zip(choices, sizes, strict=True))) for sizes in grid)
     # larger tiles than the queries fill would only add padding
     most = max(min(choices["block_q"]), config.power_of_two(call.queries))
     first = config.heuristic(call, implementation)
-    return [first, *(t for t in grid if t.block_q <= most and t != first)]
-
-
-def why_not(implementation: str, operation: str) -> str | None:
-    """Why the tiles of a kernel cannot be tuned, or None."""
-    if implementation not in CHOICES:
-        return f"{implementation} has no tiles"
-    if "config" not in inspect.signature(api.KERNELS[operation][implementation]()).parameters:
-        return f"the {implementation} kernel of {operation} takes no tiles"
-    return None
+    return [first, *(t for t in every if t.block_q <= most and t != first)]
 
 
 def call_of(operation: str, spec: ArgSpec) -> config.Call:
@@ -62,8 +52,7 @@ def trials(
     compiler refuses or that give wrong results (other ones than the reference or, where that does
     not fit, than the first tiles)."""
     args = bench.compressed(spec, 1.0).arguments(poison=False)
-    kernel = api.KERNELS[operation][implementation]()
-    expected = None
+    kernel, expected = implementations.find(f"ragged_attention.{operation}", implementation), None
     if bench.fits(spec):
         expected = _once(bench.candidate(operation, args, "reference"), spec.length)
     for tile in tiles(call_of(operation, spec), implementation):
@@ -73,16 +62,12 @@ def trials(
             result = _once(candidate, spec.length)
             seconds = bench.measure(candidate, repeats)
         except Exception as error:  # compilers have many ways to refuse tiles
-            yield (
-                tile,
-                float("inf"),
-                f"{type(error).__name__}: {' '.join(str(error).split())[:120]}",
-            )
+            yield tile, math.inf, bench.short(error, 120)
             continue
         expected = result if expected is None else expected
         scale = max(float(np.linalg.norm(expected)), 1e-30)
         wrong = not float(np.linalg.norm(result - expected)) / scale <= 1e-2  # NaN is wrong too
-        yield tile, float("inf") if wrong else seconds, "wrong result" if wrong else ""
+        yield tile, math.inf if wrong else seconds, "wrong result" if wrong else ""
 
 
 def _once(candidate: bench.Candidate, length: int) -> np.ndarray:
@@ -94,16 +79,14 @@ def _once(candidate: bench.Candidate, length: int) -> np.ndarray:
     return np.asarray(result[:, :, :length], np.float32)
 
 
-def _run(kernel, operation: str, tile, *args, kv_scale, squares=False):
-    options = {"squares": squares} if operation == "attention_moments" else {"return_lse": False}
+def _run(kernel, operation: str, tile, *args, kv_scale):
+    options = {"squares" if operation == "attention_moments" else "return_lse": False}
     return kernel(*args, kv_scale, **options, interpret=False, config=tile)
 
 
 def keep(kind: str, operation: str, implementation: str, found: dict) -> str:
     """Put the best tiles of calls into the tuned file of a device kind, beside what is there.
     Returns its path."""
-    path = config.tuned_path(kind, operation)
-    before = config.tuned(kind, operation, implementation)
-    entries = before | {call.bucket(): tile for call, tile in found.items()}
-    config.write_tuned(path, kind, operation, implementation, entries)
-    return str(path)
+    found = {call.bucket(): tile for call, tile in found.items()}
+    found = config.tuned(kind, operation, implementation) | found
+    return str(config.write_tuned(kind, operation, implementation, found))

@@ -32,8 +32,7 @@ def tuned_folder(tmp_path, monkeypatch):
 
 def write(folder, **changes):
     """A tuned file for CALL, with other contents if told."""
-    path = config.tuned_path(KIND, "attend")
-    config.write_tuned(path, KIND, "attend", "triton", {CALL: TILES})
+    path = config.write_tuned(KIND, "attend", "triton", {CALL: TILES})
     assert path.is_relative_to(folder)
     contents = json.loads(path.read_text()) | changes
     path.write_text(json.dumps(contents))
@@ -123,4 +122,4 @@ def test_files_that_come_with_the_package_are_sound():
         found = json.loads(path.read_text())
         kind, operation, name = (found[n] for n in ("device", "operation", "implementation"))
         assert (path.parent.name, path.stem) == (kind, operation)
-        assert config.read_tuned(path, kind, operation, name)
+        assert config.read_tuned(kind, operation, name)
