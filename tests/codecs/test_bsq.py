@@ -213,7 +213,6 @@ def test_published_names_round_trip(name):
     config = BSQConfig.from_published(CONFIGS[name])
     assert config.to_published() == CONFIGS[name]
     assert json.loads(json.dumps(config.to_published())) == config.to_published()
-    assert config.z_channels == CONFIGS[name]["codebook_dim"]
     assert config.downsample == CONFIGS[name]["patch_size"]
 
 

@@ -8,6 +8,7 @@ attention softmax are float32.
 
 import contextlib
 from dataclasses import dataclass
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -132,11 +133,10 @@ class Middle(nnx.Module):
 class Level(nnx.Module):
     """Residual blocks of one size. `attn` is empty except at the coarsest level."""
 
-    def __init__(self, c_in, c_out, num_blocks, attend, layout: Layout, *, rngs: nnx.Rngs):
-        widths = [c_in] + [c_out] * num_blocks
-        pairs = zip(widths[:-1], widths[1:], strict=True)
-        self.block = nnx.List([ResidualBlock(a, b, layout, rngs=rngs) for a, b in pairs])
-        attentions = num_blocks if attend else 0
+    def __init__(self, c_in, c_out, coarsest: bool, layout: Layout, *, rngs: nnx.Rngs):
+        widths = pairwise([c_in] + [c_out] * layout.num_blocks)
+        self.block = nnx.List([ResidualBlock(a, b, layout, rngs=rngs) for a, b in widths])
+        attentions = layout.num_blocks if coarsest and layout.attend_coarsest else 0
         self.attn = nnx.List([AttentionBlock(c_out, layout, rngs=rngs) for _ in range(attentions)])
 
     def __call__(self, x):
@@ -156,8 +156,8 @@ class Encoder(nnx.Module):
         self.conv_in = conv(layout.image_channels, layout.base, 3, rngs)
         self.down = nnx.List([])
         for i in range(last + 1):
-            attend, halve = i == last and layout.attend_coarsest, i < layout.num_resamplings
-            level = Level(widths[i], widths[i + 1], layout.num_blocks, attend, layout, rngs=rngs)
+            level = Level(widths[i], widths[i + 1], i == last, layout, rngs=rngs)
+            halve = i < layout.num_resamplings
             level.downsample = conv(widths[i + 1], widths[i + 1], 3, rngs, 2) if halve else None
             self.down.append(level)
         self.mid = Middle(widths[-1], layout, rngs=rngs)
@@ -186,8 +186,8 @@ class Decoder(nnx.Module):
         self.mid = Middle(widths[-1], layout, rngs=rngs)
         self.up = nnx.List([])
         for i in range(last + 1):
-            attend, twice = i == last and layout.attend_coarsest, 1 <= i <= layout.num_resamplings
-            level = Level(widths[i + 1], widths[i], layout.num_blocks, attend, layout, rngs=rngs)
+            level = Level(widths[i + 1], widths[i], i == last, layout, rngs=rngs)
+            twice = 1 <= i <= layout.num_resamplings
             level.upsample = conv(widths[i], widths[i], 3, rngs) if twice else None
             self.up.append(level)
         self.norm_out = GroupNorm(widths[0], layout)
@@ -213,16 +213,9 @@ class ImageCodec(nnx.Module):
     """Images [B, H, W, 3] in [-1, 1] to latent maps [B, P, Q, C] and back.
 
     Both directions run in float32 with full-precision products, on accelerators too, unless another
-    `dtype` is asked for. Subclasses have a `config` and say which modules run.
+    `dtype` is asked for. Subclasses have a `config`, and name the modules of each direction, in the
+    order in which they run, with `encoding()` and `decoding()`.
     """
-
-    def encoding(self) -> tuple[nnx.Module, ...]:
-        """Modules from images to latent maps, in their order."""
-        raise NotImplementedError
-
-    def decoding(self) -> tuple[nnx.Module, ...]:
-        """Modules from latent maps to images, in their order."""
-        raise NotImplementedError
 
     def encode(self, images: Float[Array, "B H W 3"], dtype=jnp.float32) -> Float[Array, "B P Q C"]:
         """Latent map before quantisation, float32.

@@ -100,7 +100,7 @@ def decoder_batch(codec: Any, code_map: tuple[int, int], images: int) -> int:
 def decoder_bytes(codec: Any, code_map: tuple[int, int]) -> int:
     """Estimate of what decoding one image takes: six activations of the widest resolution."""
     height, width = (side * codec.config.downsample for side in code_map)
-    return 6 * height * width * codec.config.decoder_width * 4
+    return 6 * height * width * codec.config.decoder.widths[0] * 4
 
 
 def place(networks: Mapping[str, nnx.Module], formats: Any) -> None:

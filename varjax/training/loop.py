@@ -37,12 +37,14 @@ def _loop(stage: Stage, folder: StageFolder, state: dict, start: int, quiet: boo
         window.append(metrics)
         done, final = n + 1, n + 1 == stage.steps
         if final or done % settings.log_every == 0:
-            entry = {"step": done, **_means(stage, window, done)}
-            now, count = time.monotonic(), len(window)
-            entry["images_per_second"] = round(count * stage.batch_size / (now - last), 2)
+            means = _means(stage, window, done)
+            now = time.monotonic()
+            pace = round(len(window) * stage.batch_size / (now - last), 2)
             left = (now - begin) / (done - start) * (stage.steps - done)
+            line = f"{done}/{stage.steps}  {_numbers(means)}  {pace:.1f} images/s"
+            say(f"{stage.name} {line}  about {left:.0f} s left", quiet)
+            entry = {"step": done, **means, "images_per_second": pace}
             window, last = [], now
-            say(f"{stage.name} {_line(entry, stage.steps)}  about {left:.0f} s left", quiet)
             if final or done % settings.validate_every == 0:
                 entry["validation"] = stage.validate(state)
                 say(f"{stage.name} validation {_numbers(entry['validation'])}", quiet)
@@ -67,13 +69,6 @@ def _means(stage: Stage, window: list[Mapping], done: int) -> dict[str, float]:
                 f" start again with a lower {stage.name}_lr in another folder"
             )
     return means
-
-
-def _line(entry: Mapping, steps: int) -> str:
-    numbers = {k: v for k, v in entry.items() if k not in ("step", "images_per_second")}
-    return (
-        f"{entry['step']}/{steps}  {_numbers(numbers)}  {entry['images_per_second']:.1f} images/s"
-    )
 
 
 def _numbers(values: Mapping) -> str:

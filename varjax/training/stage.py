@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import jax
-import optax
 from flax import nnx
 
 from varjax.models import parameters
@@ -17,7 +16,11 @@ from varjax.training.settings import TrainingSettings
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a training run: a model, its recipe and its data.
+    """One stage of a training run: a model, its recipe and its data. Subclasses add
+
+        optimizer() -> optax transformation
+        step(state, n) -> (state, metrics)    step n, counted from 0; scalars on the device
+        validate(state) -> dict of numbers    of the averaged weights
 
     Everything random in step n follows from the seed and n. So a state and its step are all that a
     checkpoint needs, and a resumed run repeats exactly what an uninterrupted one does.
@@ -33,17 +36,6 @@ class Stage:
     name: ClassVar[str]
     network: ClassVar[type[nnx.Module]]
     ema: ClassVar[float]  # decay of the averaged weights
-
-    def optimizer(self) -> optax.GradientTransformation:
-        raise NotImplementedError
-
-    def step(self, state: dict, n: int) -> tuple[dict, Mapping]:
-        """State after step n, counted from 0, and metrics, which are scalars on the device."""
-        raise NotImplementedError
-
-    def validate(self, state: dict) -> dict:
-        """Numbers about the averaged weights."""
-        raise NotImplementedError
 
     @property
     def steps(self) -> int:

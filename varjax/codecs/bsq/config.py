@@ -63,19 +63,9 @@ class BSQConfig:
                 )
 
     @property
-    def z_channels(self) -> int:
-        """Channels of the latent map: one per bit."""
-        return self.codebook_dim
-
-    @property
     def downsample(self) -> int:
         """Pixels per latent position along each axis."""
         return self.patch_size
-
-    @property
-    def decoder_width(self) -> int:
-        """Channels of the decoder at full resolution."""
-        return self.base_ch * self.decoder_ch_mult[0]
 
     @property
     def num_resamplings(self) -> int:

@@ -80,11 +80,6 @@ class VQVAEConfig:
         return 2 ** (len(self.ch_mult) - 1)
 
     @property
-    def decoder_width(self) -> int:
-        """Channels of the decoder at full resolution."""
-        return self.ch * self.ch_mult[0]
-
-    @property
     def encoder(self) -> Layout:
         return self._layout(self.num_res_blocks)
 
