@@ -9,13 +9,15 @@ the same command is given again. Progress goes to standard error, losses to RUN/
 and the finished model to RUN/model. What to choose: docs/training.md.
 """
 
+import contextlib
 import dataclasses
+import re
 
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError
-from varjax.training import loop, session
-from varjax.training.settings import Settings
+from varjax.training import session
+from varjax.training.settings import TrainingSettings
 
 FLAGS = CommandFlags()
 FLAGS.compilation_cache()
@@ -27,8 +29,6 @@ QUIET = FLAGS.boolean("quiet", False, "print no progress")
 
 
 def _define_flags() -> None:
-    for name, default in vars(loop.Intervals()).items():
-        FLAGS.integer(f"{name}_every", default, f"steps between two of: {name}", 1)
     define = {
         bool: FLAGS.boolean,
         int: FLAGS.integer,
@@ -36,11 +36,12 @@ def _define_flags() -> None:
         str: FLAGS.string,
         tuple: FLAGS.list,
     }
-    for field in dataclasses.fields(Settings):
-        default = field.default
+    for field in dataclasses.fields(TrainingSettings):
+        default, least = field.default, field.metadata["least"]
         if isinstance(default, tuple):
             default = [str(item) for item in default]
-        define[type(field.default)](field.name, default, field.metadata["help"])
+        bound = {} if least is None else {"lower_bound": least}
+        define[type(field.default)](field.name, default, field.metadata["help"], **bound)
 
 
 def _integers(name: str, values) -> tuple[int, ...]:
@@ -48,25 +49,32 @@ def _integers(name: str, values) -> tuple[int, ...]:
         return tuple(int(value) for value in values)
     except ValueError:
         raise UserError(
-            f"--{name}={','.join(values)} is not valid: it must be integers separated by commas"
+            f"{name}={','.join(values)} is not valid: it must be integers separated by commas"
         ) from None
 
 
-def read_settings() -> Settings:
+def read_settings() -> TrainingSettings:
     """Settings from the parsed flags; `UserError` if they are impossible."""
-    values = {field.name: FLAGS.values[field.name].value for field in dataclasses.fields(Settings)}
-    for name, value in values.items():
-        if isinstance(value, list):
-            values[name] = _integers(name, value)
-    return Settings(**values)
+    names = [field.name for field in dataclasses.fields(TrainingSettings)]
+    values = {name: FLAGS.values[name].value for name in names}
+    lists = {name: _integers(name, v) for name, v in values.items() if isinstance(v, list)}
+    return TrainingSettings(**values | lists)
+
+
+@contextlib.contextmanager
+def _flags_in_messages():
+    """The library says `name=value` of a setting; users of this command know it as a flag."""
+    try:
+        yield
+    except UserError as error:
+        names = "|".join(FLAGS.values)
+        raise UserError(re.sub(rf"(?<![\w/.-])({names})=", r"--\1=", str(error))) from error
 
 
 def main(argv) -> None:
     del argv
-    intervals = loop.Intervals(
-        **{name: FLAGS.values[f"{name}_every"].value for name in vars(loop.Intervals())}
-    )
-    model = session.train(read_settings(), STAGE.value, OUT.value, intervals, QUIET.value)
+    with _flags_in_messages():
+        model = session.train(read_settings(), STAGE.value, OUT.value, QUIET.value)
     print(model or f"{OUT.value}/vqvae: codec trained; continue with --stage=var")
 
 

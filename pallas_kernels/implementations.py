@@ -1,26 +1,32 @@
 """Which implementation of an operation runs: names, platforms, dispatch.
 
 Every operation has a plain JAX `reference`, which defines what is correct and runs everywhere, and
-Pallas kernels for GPU (`triton`) and TPU (`tpu`). A kernel runs on its own platform only; the names
-that end in `-interpret` run it step by step with JAX operations anywhere, slowly, to check it.
+Pallas kernels for GPU (`triton`) and TPU (`tpu`): modules of its package, which hold functions of
+one name. A kernel runs on its own platform only; the names that end in `-interpret` run it step by
+step with JAX operations anywhere, slowly, to check it.
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from importlib import import_module
 
 import jax
+import jax.numpy as jnp
 
 PLATFORMS = {"triton": "gpu", "tpu": "tpu"}
 SUFFIX = "-interpret"
 NAMES = ("reference", *PLATFORMS, *(name + SUFFIX for name in PLATFORMS))
 
-# Of one operation: for "reference", "triton" and "tpu" a function that returns the implementation,
-# so that a kernel's module is imported only where the kernel runs.
-Kernels = Mapping[str, Callable[[], Callable]]
+
+def find(operation: str, kernel: str) -> Callable:
+    """The function of an operation ("package.function") in its module reference, triton or tpu."""
+    package, function = operation.split(".")
+    # Imported when first called, because JAX may be installed without the other platform's backend.
+    return getattr(import_module(f"pallas_kernels.{package}.{kernel}"), function)
 
 
-def run(name: str | None, kernels: Kernels, *arguments, **options):
-    """Call the implementation `name` of an operation.
+def run(name: str | None, operation: str, *arguments, **options):
+    """Call the implementation `name` of an operation (as in `find`).
 
     None takes the kernel of the default platform, and the reference where there is none or, with a
     warning, where it cannot take these arguments. A kernel's platform is not checked, because
@@ -32,11 +38,11 @@ def run(name: str | None, kernels: Kernels, *arguments, **options):
     if name is None:
         try:
             name = preferred(jax.default_backend())
-            return run(name, kernels, *arguments, **options)
+            return run(name, operation, *arguments, **options)
         except NotImplementedError as error:
             # level 3 is the caller of the operation's API function
             warnings.warn(f"the plain JAX reference runs instead: {error}", stacklevel=3)
-            return run("reference", kernels, *arguments, **options)
+            return run("reference", operation, *arguments, **options)
     if name not in NAMES:
         raise NotImplementedError(
             f"attention implementation {name!r} does not exist; available: {', '.join(NAMES)}"
@@ -44,7 +50,7 @@ def run(name: str | None, kernels: Kernels, *arguments, **options):
     kernel = name.removesuffix(SUFFIX)
     if kernel != "reference":
         options["interpret"] = name.endswith(SUFFIX)
-    return kernels[kernel]()(*arguments, **options)
+    return find(operation, kernel)(*arguments, **options)
 
 
 def preferred(platform: str) -> str:
@@ -58,3 +64,23 @@ def why_not_here(name: str) -> str | None:
     if wanted is None or wanted == found:
         return None
     return f"{name} needs a {wanted.upper()}, this machine offers {found}"
+
+
+def check_attention(
+    name: str, q, kv_pool, kv_scale, *, head_dims: Sequence, block_sizes: Sequence, dtypes: Sequence
+) -> None:
+    """Raise `NotImplementedError` with the reason and a way out if the attention kernel `name`
+    cannot take these arrays. `dtypes`: names of the pool's types that it takes."""
+    way_out = "use implementation='reference' (--attention=reference)"
+    other = f"plan with one of them (policy argument block_size) or {way_out}"
+    for given, wanted, takes, hint in (
+        (q.shape[-1], head_dims, "heads of {}", way_out),
+        (kv_pool.shape[2], block_sizes, "blocks of {} slots", other),
+        (kv_pool.dtype.name, dtypes, "a pool of {}", way_out),
+    ):
+        if given not in wanted:
+            takes = takes.format(", ".join(map(str, wanted)))
+            raise NotImplementedError(f"{name} attention takes {takes}, not {given}: {hint}")
+    # No NotImplementedError, after which the reference would run: it cannot take these, either.
+    if (kv_pool.dtype == jnp.int8) != (kv_scale is not None):
+        raise ValueError("an int8 pool comes with kv_scale, and only that")

@@ -1,4 +1,4 @@
-"""varjax: visual autoregressive models in JAX with every published KV-cache policy under one API.
+"""varjax: visual autoregressive models in JAX, with the published KV-cache policies under one API.
 
 import varjax
 

@@ -161,8 +161,8 @@ def guide(logits: Float[Array, "R T V"], strength: Float[Array, ""]) -> Float[Ar
 
 
 def filter_logits(logits: Float[Array, "... V"], top_k: int, top_p: float) -> Float[Array, "... V"]:
-    """Set what top-k, then top-p, rejects to -inf. The largest always survives, and equal logits
-    share their fate. Static `top_k`, `top_p`; 0 is off.
+    """Set what top-k, then top-p, rejects to -inf. The largest always survives, and of equal
+    logits all or none. Static `top_k`, `top_p`; 0 is off.
 
     Top-k keeps the k largest. Top-p rejects the smallest logits whose probabilities add up to at
     most 1 - p. Both look for a threshold, bit by bit, instead of sorting: sorting takes several

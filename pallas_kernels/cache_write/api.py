@@ -3,28 +3,7 @@
 from jaxtyping import Array, Float, Num
 
 from pallas_kernels import implementations
-from pallas_kernels.cache_write import reference
 from pallas_kernels.cache_write.table import BlockWrites
-
-
-# Imported when first called, because JAX may be installed without the other platform's backend.
-def _triton():
-    from pallas_kernels.cache_write import triton
-
-    return triton.write
-
-
-def _tpu():
-    from pallas_kernels.cache_write import tpu
-
-    return tpu.write
-
-
-KERNELS: implementations.Kernels = {
-    "reference": lambda: reference.write,
-    "triton": _triton,
-    "tpu": _tpu,
-}
 
 
 def write(
@@ -54,5 +33,4 @@ def write(
     Raises:
       NotImplementedError: the implementation named cannot run, with the reason.
     """
-    arguments = (kv_pool, k, v, writes, kv_scale)
-    return implementations.run(implementation, KERNELS, *arguments)
+    return implementations.run(implementation, "cache_write.write", kv_pool, k, v, writes, kv_scale)

@@ -20,14 +20,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.cache_write.reference import LARGEST_INT8, inverse_scale
-from pallas_kernels.cache_write.table import BlockWrites
-from pallas_kernels.ragged_attention.triton_pool import check, rows_at
+from pallas_kernels.ragged_attention.triton_pool import check, head_spec, row_spec, rows_at
 
 SLOTS = 64  # per program: 128 threads hold 64 bytes each of a bfloat16 tile of heads of 64
 WARPS = 4
 
 
-def write(kv_pool, k, v, writes: BlockWrites, kv_scale=None, *, interpret: bool = False):
+def write(kv_pool, k, v, writes, kv_scale, *, interpret: bool):
     """See `api.write`."""
     check(k, kv_pool, kv_scale, interpret)
     if not kv_pool.size or not writes.source.size:
@@ -40,15 +39,13 @@ def write(kv_pool, k, v, writes: BlockWrites, kv_scale=None, *, interpret: bool 
     stores = [kv_pool.reshape(rows, -1, 2 * head_dim)]
     if kv_scale is not None:
         stores.append(kv_scale.reshape(rows, -1))
-    token = pl.BlockSpec((None, None, tokens, head_dim), lambda j, n, r: (r, n, 0, 0))
-    row_specs = [  # a pointer to a row; stores name the slots, which no two programs share
-        pl.BlockSpec((None, *a.shape[1:]), lambda j, n, r, d=a.ndim: (r, *(0,) * (d - 1)))
-        for a in stores
-    ]
+    tables = [head_spec(a.shape[2], per_row=len(a) > 1) for a in table]
+    token = head_spec(tokens, head_dim)
+    row_specs = [*map(row_spec, stores)]  # stores name the slots, which no two programs share
     found = pl.pallas_call(
         partial(_kernel, block_size, head_dim),
         grid=(pl.cdiv(places, SLOTS), heads, rows),
-        in_specs=[*(_head(a) for a in table), token, token, *row_specs],
+        in_specs=[*tables, token, token, *row_specs],
         out_specs=row_specs,
         out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in stores],
         # Operands behind two tables, K and V. Without aliases the results would be new arrays, in
@@ -62,12 +59,6 @@ def write(kv_pool, k, v, writes: BlockWrites, kv_scale=None, *, interpret: bool 
     )(*table, k, v, *stores)
     scales = found[1].reshape(kv_scale.shape) if kv_scale is not None else None
     return found[0].reshape(kv_pool.shape), scales
-
-
-def _head(array) -> pl.BlockSpec:
-    """One head's line of a table [R or 1, N, length]."""
-    per_row = array.shape[0] > 1
-    return pl.BlockSpec((None, None, array.shape[2]), lambda j, n, r: (r if per_row else 0, n, 0))
 
 
 def _kernel(block_size: int, head_dim: int, ids_ref, source_ref, k_ref, v_ref, *refs):

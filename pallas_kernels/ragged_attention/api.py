@@ -5,39 +5,11 @@ stored) and the stored slots that its head owns. One flat pool holds all layers 
 layer is data, and raggedness is in the table, never in a shape.
 """
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import implementations
 from pallas_kernels.ragged_attention import reference
 from pallas_kernels.ragged_attention.table import BlockTable
-
-
-# Imported when first called, because JAX may be installed without the other platform's backend.
-def _triton():
-    from pallas_kernels.ragged_attention import triton
-
-    return triton
-
-
-def _tpu():
-    from pallas_kernels.ragged_attention import tpu
-
-    return tpu
-
-
-KERNELS: dict[str, implementations.Kernels] = {
-    "attend": {
-        "reference": lambda: reference.attend,
-        "triton": lambda: _triton().attend,
-        "tpu": lambda: _tpu().attend,
-    },
-    "attention_moments": {
-        "reference": lambda: reference.attention_moments,
-        "triton": lambda: _triton().attention_moments,
-        "tpu": lambda: _tpu().attention_moments,
-    },
-}
 
 
 def attend(
@@ -75,8 +47,9 @@ def attend(
       NotImplementedError: the implementation named cannot run, with the reason.
     """
     arguments = (q, k_new, v_new, new_length, kv_pool, table, kv_scale)
-    kernels = KERNELS["attend"]
-    return implementations.run(implementation, kernels, *arguments, return_lse=return_lse)
+    return implementations.run(
+        implementation, "ragged_attention.attend", *arguments, return_lse=return_lse
+    )
 
 
 def attention_scores(
@@ -122,34 +95,6 @@ def attention_moments(
       The rest as in `attend`.
     """
     arguments = (q, k_new, new_length, kv_pool, table, query_weights, lse, kv_scale)
-    kernels = KERNELS["attention_moments"]
-    return implementations.run(implementation, kernels, *arguments, squares=squares)
-
-
-def check_kernel_arguments(
-    q: Array, kv_pool: Array, kv_scale: Array | None, *, name: str, head_dims, block_sizes, dtypes
-) -> None:
-    """Raise `NotImplementedError` with the reason and a way out if a kernel cannot take these
-    arrays. `dtypes`: names of the pool's types that it takes."""
-    head_dim, block_size = q.shape[-1], kv_pool.shape[2]
-    way_out = "use implementation='reference' (--attention=reference)"
-    if head_dim not in head_dims:
-        raise NotImplementedError(
-            f"{name} attention takes heads of {_listed(head_dims)}, not {head_dim}: {way_out}"
-        )
-    if block_size not in block_sizes:
-        raise NotImplementedError(
-            f"{name} attention takes blocks of {_listed(block_sizes)} slots, not {block_size}: "
-            f"plan with one of them (policy argument block_size) or {way_out}"
-        )
-    if kv_pool.dtype.name not in dtypes:
-        raise NotImplementedError(
-            f"{name} attention takes a pool of {_listed(dtypes)}, not {kv_pool.dtype}: {way_out}"
-        )
-    # No NotImplementedError, after which the reference would run: it cannot take these, either.
-    if (kv_pool.dtype == jnp.int8) != (kv_scale is not None):
-        raise ValueError("an int8 pool comes with kv_scale, and only that")
-
-
-def _listed(values) -> str:
-    return ", ".join(map(str, values))
+    return implementations.run(
+        implementation, "ragged_attention.attention_moments", *arguments, squares=squares
+    )

@@ -25,19 +25,24 @@ class BlockTable:
     start: Int[AnyArray, "*rows N M"]
     stop: Int[AnyArray, "*rows N M"]
 
+    def _offsets(self, block_size: int) -> Int[Array, "*rows N M block_size"]:
+        """Place within the block of every slot of every entry."""
+        shape = (*self.ids.shape, block_size)
+        return jax.lax.broadcasted_iota(self.ids.dtype, shape, self.ids.ndim)
+
+    def with_rows(self) -> tuple[Array, Array, Array]:
+        """(ids, start, stop), each [R, N, M], or [1, N, M] if the table is shared by all rows."""
+        return tuple(a if a.ndim == 3 else a[None] for a in (self.ids, self.start, self.stop))
+
     def slot_mask(self, block_size: int) -> Bool[Array, "*rows N P"]:
         """Valid slots in table order; P = M * block_size."""
-        offset = jax.lax.broadcasted_iota(
-            self.ids.dtype, (*self.ids.shape, block_size), self.ids.ndim
-        )
+        offset = self._offsets(block_size)
         mask = (offset >= self.start[..., None]) & (offset < self.stop[..., None])
         return mask.reshape(*self.ids.shape[:-1], -1)
 
     def slots(self, block_size: int) -> Int[Array, "*rows N P"]:
         """Slot numbers (block id * block_size + offset) in table order, valid or not."""
-        offset = jax.lax.broadcasted_iota(
-            self.ids.dtype, (*self.ids.shape, block_size), self.ids.ndim
-        )
+        offset = self._offsets(block_size)
         return (self.ids[..., None] * block_size + offset).reshape(*self.ids.shape[:-1], -1)
 
     def for_rows(self, regions: Int[Array, "R N"]) -> "BlockTable":

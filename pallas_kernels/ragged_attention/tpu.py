@@ -28,111 +28,59 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.ragged_attention import config as tiles
 from pallas_kernels.ragged_attention.tpu_blocks import (
     Blocks,
     Grouping,
-    check,
-    compiler_params,
+    attention_call,
     dot,
     load_own,
-    pack,
-    scratch_shapes,
+    prepare,
     split,
 )
 from pallas_kernels.ragged_attention.tpu_moments import attention_moments
-from pallas_kernels.tpu_operands import (
-    LANES,
-    balanced,
-    in_parts,
-    packed_tokens,
-    pool_specs,
-    pools,
-    rounded,
-    table_spec,
-    whole_head,
-)
+from pallas_kernels.tpu_operands import LANES, balanced, packed_tokens, rounded, whole_head
 
 __all__ = ["attend", "attention_moments"]
 
 
 def attend(
-    q,
-    k_new,
-    v_new,
-    new_length,
-    kv_pool,
-    table,
-    kv_scale,
-    *,
-    return_lse: bool,
-    interpret: bool,
-    config: tiles.TPUConfig | None = None,
+    q, k_new, v_new, new_length, kv_pool, table, kv_scale, *, return_lse, interpret, config=None
 ):
     """See `api.attend`. config: tiles; None takes those of `config.choose`."""
-    if not interpret:
-        check(q, kv_pool, kv_scale)
-    call = tiles.Call.of("attend", q, k_new, kv_pool, table)
-    config = config or tiles.choose(call, "tpu")
+    call, config = prepare("attend", q, k_new, kv_pool, table, kv_scale, config, interpret)
     rows, heads, tokens, head_dim = q.shape
-    entries, block_size = table.ids.shape[-1], kv_pool.shape[2]
-    keys = min(config.copy_keys, max(1, entries) * block_size)  # no group larger than the table
-    grouping = Grouping.of(entries, block_size, keys)
+    keys = min(config.copy_keys, max(call.block_size, call.slots))  # no group larger than the table
     block_q = balanced(tokens, config.block_q, LANES)  # queries are lanes
     own_keys = balanced(tokens, config.own_keys, 16)  # keys are rows: 16 in a tile of bfloat16
-    length, packed = jnp.reshape(new_length, 1).astype(jnp.int32), pack(table, grouping)
-    own, stored = packed_tokens(k_new, v_new), pools(kv_pool, kv_scale, interpret)
+    tile = pl.BlockSpec((1, 1, block_q, head_dim), lambda r, n, t: (r, n, t, 0))
     # Steps are whole, so the last one may read beyond T, where K and V are undefined: `load_own`
     # masks them.
-    own_spec = [whole_head(array, rounded(tokens, own_keys)) for array in own]
-    tile = pl.BlockSpec((1, 1, block_q, head_dim), lambda r, n, t: (r, n, t, 0))
+    own_tokens = rounded(tokens, own_keys)
+    own = [(array, whole_head(array, own_tokens)) for array in packed_tokens(k_new, v_new)]
     # [R, N, 1, T]: the last two axes of a block have to be multiples of 8 and 128 or whole, and one
     # head of [R, N, T] is neither
     row = pl.BlockSpec((1, 1, 1, block_q), lambda r, n, t: (r, n, 0, t))
-    row_shape = jax.ShapeDtypeStruct((rows, heads, 1, tokens), jnp.float32)
-    counts = (len(own), len(stored), 1 + return_lse)
-    found = pl.pallas_call(
-        partial(_kernel, grouping=grouping, own_keys=own_keys, counts=counts),
-        grid=(rows, heads, pl.cdiv(tokens, block_q)),
-        in_specs=[
-            pl.BlockSpec(memory_space=pltpu.SMEM),
-            table_spec(packed),
-            tile,
-            *own_spec,
-            *pool_specs(stored),
-        ],
-        out_specs=[tile, row] if return_lse else [tile],
-        out_shape=[jax.ShapeDtypeStruct(q.shape, v_new.dtype)] + [row_shape] * return_lse,
-        scratch_shapes=[
+    lse = (jax.ShapeDtypeStruct((rows, heads, 1, tokens), jnp.float32), row)
+    pairs = rows * heads * tokens * (call.slots + tokens)
+    found = attention_call(
+        partial(_kernel, own_keys=own_keys),
+        *(call, config, Grouping.of(call, keys), (new_length, kv_pool, table, kv_scale)),
+        [(q, tile), *own],
+        [(jax.ShapeDtypeStruct(q.shape, v_new.dtype), tile)] + [lse] * return_lse,
+        scratch=[
             *[pltpu.VMEM((1, block_q), jnp.float32)] * 2,  # running maximum and sum
             pltpu.VMEM((head_dim, block_q), jnp.float32),  # output, transposed
-            *scratch_shapes(grouping, stored),
         ],
-        compiler_params=compiler_params(call, config, axes=3),
-        cost_estimate=_cost(q, k_new, kv_pool, entries, block_q),
+        grid=(rows, heads, pl.cdiv(tokens, block_q)),
+        cost=(4 * pairs * head_dim, pairs, 4 * q.size * k_new.dtype.itemsize),
         interpret=interpret,
         name="ragged_attention",
-    )(length, packed, q, *own, *stored)
+    )
     return (found[0], found[1].reshape(rows, heads, tokens)) if return_lse else found[0]
 
 
-def _cost(q, k_new, kv_pool, entries: int, block_q: int) -> pl.CostEstimate:
-    """As if every slot of the table were live."""
-    rows, heads, tokens, head_dim = q.shape
-    stored = entries * kv_pool.shape[2]
-    pairs = rows * heads * tokens * (stored + tokens)
-    copied = rows * heads * pl.cdiv(tokens, block_q) * stored * 2 * head_dim
-    return pl.CostEstimate(
-        flops=4 * pairs * head_dim,
-        transcendentals=pairs,
-        bytes_accessed=4 * q.size * k_new.dtype.itemsize + copied * kv_pool.dtype.itemsize,
-    )
-
-
-def _kernel(length_ref, table, q_ref, *refs, grouping: Grouping, own_keys: int, counts):
-    """counts: arrays of own tokens, pools, results."""
-    own, stored, results, sums, buffers, (semaphores,) = in_parts(refs, *counts, 3, counts[1], 1)
-    blocks = Blocks(grouping, pl.program_id(0), table, stored, buffers, semaphores)
+def _kernel(blocks: Blocks, length_ref, given, results, sums, *, own_keys: int):
+    q_ref, *own = given
     length, first = length_ref[0], pl.program_id(2) * q_ref.shape[2]
 
     # Copies start only in tiles that wait for all of them, so that none is left under way for the

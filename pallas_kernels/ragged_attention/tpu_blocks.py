@@ -12,6 +12,7 @@ outside the valid range are zeroed as they are loaded, whatever the buffer holds
 nothing was copied to.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +22,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
+from pallas_kernels import tpu_operands
+from pallas_kernels.implementations import check_attention
 from pallas_kernels.ragged_attention import config as tiles
-from pallas_kernels.ragged_attention.api import check_kernel_arguments
 from pallas_kernels.ragged_attention.table import BlockTable
-from pallas_kernels.tpu_operands import LANES, block_of, block_shape
+from pallas_kernels.tpu_operands import LANES, block_of, block_shape, in_parts
 
 # Groups in flight or in use. More than two, because a group of 128 keys is only 32 KiB, and what is
 # computed on it may take less time than HBM takes to answer.
@@ -35,26 +37,18 @@ MAX_GROUP = 16
 RANGE_BITS = 16  # start below, stop above; both are at most 128, so the sign stays clear
 
 
-def check(q: Array, kv_pool: Array, kv_scale: Array | None) -> None:
-    """Raise `NotImplementedError` for arrays that do not compile or were never compiled."""
-    check_kernel_arguments(
-        q,
-        kv_pool,
-        kv_scale,
-        name="TPU",
-        head_dims=(64, 128, 256),
-        block_sizes=(8, 16, 32, 64, 128),
-        dtypes=("bfloat16", "float32", "int8"),
-    )
+def prepare(operation: str, q, k_new, kv_pool, table, kv_scale, config, interpret: bool):
+    """(the call, its tiles), those of `config.choose` if none are given.
 
-
-def compiler_params(call: tiles.Call, config: tiles.TPUConfig, axes: int) -> pltpu.CompilerParams:
-    """axes: of the grid."""
-    return pltpu.CompilerParams(
-        # No grid step needs what another one left, so the two cores of a v5p may share them.
-        dimension_semantics=("parallel",) * axes,
-        vmem_limit_bytes=tiles.tpu_vmem_limit(call, config),
-    )
+    Raises:
+      NotImplementedError: the arrays do not compile or were never compiled.
+    """
+    if not interpret:
+        sizes = {"head_dims": (64, 128, 256), "block_sizes": (8, 16, 32, 64, 128)}
+        dtypes = ("bfloat16", "float32", "int8")
+        check_attention("TPU", q, kv_pool, kv_scale, **sizes, dtypes=dtypes)
+    call = tiles.Call.of(operation, q, k_new, kv_pool, table)
+    return call, config or tiles.choose(call, "tpu")
 
 
 @dataclass(frozen=True)
@@ -66,9 +60,10 @@ class Grouping:
     block_size: int
 
     @classmethod
-    def of(cls, entries: int, block_size: int, keys: int) -> "Grouping":
+    def of(cls, call: tiles.Call, keys: int) -> "Grouping":
         """Groups of about `keys` slots."""
-        return cls(entries, min(MAX_GROUP, max(1, keys // block_size)), block_size)
+        size = call.block_size
+        return cls(call.slots // size, min(MAX_GROUP, max(1, keys // size)), size)
 
     @property
     def groups(self) -> int:
@@ -88,7 +83,7 @@ class Grouping:
 
 def pack(table: BlockTable, grouping: Grouping) -> Int[Array, "rows N 1 packed"]:
     """The table as the kernels read it; rows is 1 for a shared one."""
-    ids, start, stop = (a if a.ndim == 3 else a[None] for a in (table.ids, table.start, table.stop))
+    ids, start, stop = table.with_rows()
     # an entry in use has stop > 0, so its range is never 0, and 0 means an empty one
     ranges = jnp.where(stop > start, start | stop << RANGE_BITS, 0)
     entry = jax.lax.broadcasted_iota(jnp.int32, ranges.shape, 2)
@@ -99,20 +94,67 @@ def pack(table: BlockTable, grouping: Grouping) -> Int[Array, "rows N 1 packed"]
     return packed.astype(jnp.int32)[:, :, None]
 
 
-def scratch_shapes(grouping: Grouping, pools: list[Array]) -> list:
-    """Buffers of blocks (and scales), semaphores: the last fields of `Blocks`."""
-    shapes = [(BUFFERS, grouping.blocks, *block_shape(pool)) for pool in pools]
-    buffers = [pltpu.VMEM(s, pool.dtype) for s, pool in zip(shapes, pools, strict=True)]
-    # One semaphore per buffer is enough: every copy is waited for, and a buffer takes one group at
-    # a time.
-    return [*buffers, pltpu.SemaphoreType.DMA((BUFFERS,))]
+def attention_call(
+    kernel, call, config, grouping, stored, given, results, *, scratch, grid, cost, interpret, name
+) -> list[Array]:
+    """Run `kernel(blocks, length_ref, given, results, scratch)`, the last three lists of refs.
+
+    Args:
+      stored: (new_length, kv_pool, table, kv_scale) of the call.
+      given, results: (array or its shape and type, BlockSpec) each. scratch: shapes.
+      grid: (rows, heads, ...); a step reads the stored slots of its head.
+      cost: floating-point operations, exponentials, and bytes besides those of stored slots, as if
+        every slot of the table were live.
+    """
+    new_length, kv_pool, table, kv_scale = stored
+    pools = tpu_operands.pools(kv_pool, kv_scale, interpret)
+    length, packed = jnp.reshape(new_length, 1).astype(jnp.int32), pack(table, grouping)
+    counts = (len(given), len(pools), len(results), len(scratch), len(pools), 1)
+
+    def body(length_ref, table, *refs):
+        given, stored, results, scratch, buffers, (semaphores,) = in_parts(refs, *counts)
+        blocks = Blocks(grouping, pl.program_id(0), table, stored, buffers, semaphores)
+        kernel(blocks, length_ref, given, results, scratch)
+
+    arrays, in_specs = zip(*given, strict=True)
+    out_shape, out_specs = zip(*results, strict=True)
+    copied = math.prod(grid) * call.slots * 2 * call.head_dim * kv_pool.dtype.itemsize
+    return pl.pallas_call(
+        body,
+        grid=grid,
+        in_specs=[
+            pl.BlockSpec(memory_space=pltpu.SMEM),
+            tpu_operands.table_spec(packed),
+            *in_specs,
+            *tpu_operands.pool_specs(pools),
+        ],
+        out_specs=out_specs,
+        out_shape=out_shape,
+        scratch_shapes=[
+            *scratch,
+            *(pltpu.VMEM((BUFFERS, grouping.blocks, *block_shape(p)), p.dtype) for p in pools),
+            # One semaphore per buffer is enough: every copy is waited for, and a buffer takes one
+            # group at a time.
+            pltpu.SemaphoreType.DMA((BUFFERS,)),
+        ],
+        compiler_params=pltpu.CompilerParams(
+            # No grid step needs what another one left, so the two cores of a v5p may share them.
+            dimension_semantics=("parallel",) * len(grid),
+            vmem_limit_bytes=tiles.tpu_vmem_limit(call, config),
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=cost[0], transcendentals=cost[1], bytes_accessed=cost[2] + copied
+        ),
+        interpret=interpret,
+        name=name,
+    )(length, packed, *arrays, *pools)
 
 
 @dataclass(frozen=True)
 class Blocks:
     """The stored slots of one head of one row, inside a kernel.
 
-    table: its packed row (SMEM). pools: `pools(...)`, whole. buffers, semaphores: scratch.
+    table: its packed row (SMEM). pools: whole, in HBM. buffers: of blocks (and scales).
     """
 
     grouping: Grouping

@@ -15,91 +15,60 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.ragged_attention import config as tiles
 from pallas_kernels.ragged_attention.tpu_blocks import (
     Blocks,
     Grouping,
-    check,
-    compiler_params,
+    attention_call,
     dot,
     load_own,
-    pack,
-    scratch_shapes,
+    prepare,
 )
-from pallas_kernels.tpu_operands import (
-    LANES,
-    balanced,
-    in_parts,
-    pool_specs,
-    pools,
-    rounded,
-    table_spec,
-    whole_head,
-)
+from pallas_kernels.tpu_operands import LANES, balanced, rounded, whole_head
 
 
 def attention_moments(
-    q,
-    k_new,
-    new_length,
-    kv_pool,
-    table,
-    query_weights,
-    lse,
-    kv_scale,
-    *,
-    squares: bool,
-    interpret: bool,
-    config: tiles.TPUConfig | None = None,
+    q, k_new, new_length, kv_pool, table, weights, lse, kv_scale, *, squares, interpret, config=None
 ):
     """See `api.attention_moments`. config: tiles; None takes those of `config.choose`."""
-    if not interpret:
-        check(q, kv_pool, kv_scale)
-    call = tiles.Call.of("attention_moments", q, k_new, kv_pool, table)
-    config = config or tiles.choose(call, "tpu")
+    arrays = (q, k_new, kv_pool, table, kv_scale)
+    call, config = prepare("attention_moments", *arrays, config, interpret)
     rows, heads, queries, head_dim = q.shape
-    tokens, (entries, block_size) = k_new.shape[2], (table.ids.shape[-1], kv_pool.shape[2])
+    tokens = k_new.shape[2]
     # Groups and pieces of own keys are multiples of 128, because a key is a lane of the result, and
     # rows of results are stored at places that are multiples of their size.
-    grouping = Grouping.of(entries, block_size, rounded(config.copy_keys, LANES))
+    grouping = Grouping.of(call, rounded(config.copy_keys, LANES))
     own_keys = min(rounded(config.own_keys, LANES), rounded(tokens, LANES))
     block_q = balanced(queries, config.block_q, LANES)
     all_queries, all_own = rounded(queries, block_q), rounded(tokens, own_keys)
     tail = all_queries - queries
     # padded with the weight 0, which `_over_queries` takes for "no query"; what q holds there is
     # undefined
-    weights = jnp.pad(query_weights.astype(jnp.float32), (0, tail))[None]
+    weights = jnp.pad(weights.astype(jnp.float32), (0, tail))[None]
     lse = jnp.pad(lse, ((0, 0), (0, 0), (0, tail)))[:, :, None]
-    length, packed = jnp.reshape(new_length, 1).astype(jnp.int32), pack(table, grouping)
-    stored = pools(kv_pool, kv_scale, interpret)
     # whole groups and pieces; the columns behind M blocks and T tokens are cut off below
-    widths = [grouping.padded * block_size, all_own] * (2 if squares else 1)
-    counts = (len(stored), len(widths))
-    found = pl.pallas_call(
-        partial(_kernel, grouping=grouping, own_keys=own_keys, block_q=block_q, counts=counts),
-        grid=(rows, heads),
-        in_specs=[
-            pl.BlockSpec(memory_space=pltpu.SMEM),
-            table_spec(packed),
-            pl.BlockSpec(weights.shape, lambda r, n: (0, 0)),
-            _row_spec(all_queries),
-            whole_head(q, all_queries),
-            whole_head(k_new, all_own),
-            *pool_specs(stored),
+    widths = [grouping.padded * call.block_size, all_own] * (2 if squares else 1)
+    pairs = rows * heads * queries * (call.slots + tokens)
+    moved = q.size * q.dtype.itemsize + k_new.size * k_new.dtype.itemsize
+    moved += 4 * rows * heads * (call.slots + tokens)
+    found = attention_call(
+        partial(_kernel, own_keys=own_keys, block_q=block_q),
+        *(call, config, grouping, (new_length, kv_pool, table, kv_scale)),
+        [
+            (weights, pl.BlockSpec(weights.shape, lambda r, n: (0, 0))),
+            (lse, _row_spec(all_queries)),
+            (q, whole_head(q, all_queries)),
+            (k_new, whole_head(k_new, all_own)),
         ],
-        out_specs=[_row_spec(width) for width in widths],
-        out_shape=[jax.ShapeDtypeStruct((rows, heads, 1, w), jnp.float32) for w in widths],
-        scratch_shapes=scratch_shapes(grouping, stored),
-        compiler_params=compiler_params(call, config, axes=2),
-        cost_estimate=_cost(q, k_new, kv_pool, entries),
+        [(jax.ShapeDtypeStruct((rows, heads, 1, w), jnp.float32), _row_spec(w)) for w in widths],
+        scratch=[],
+        grid=(rows, heads),
+        cost=(2 * pairs * head_dim + 4 * pairs, pairs, moved),
         interpret=interpret,
         name="attention_moments",
-    )(length, packed, weights, lse, q, k_new, *stored)
-    slots = entries * block_size
+    )
     sums = [
-        jnp.concatenate([old[:, :, 0, :slots], own[:, :, 0, :tokens]], axis=-1)
+        jnp.concatenate([old[:, :, 0, : call.slots], own[:, :, 0, :tokens]], axis=-1)
         for old, own in zip(found[::2], found[1::2], strict=True)
     ]
     return sums[0], sums[1] if squares else None
@@ -110,27 +79,9 @@ def _row_spec(width: int) -> pl.BlockSpec:
     return pl.BlockSpec((1, 1, 1, width), lambda r, n: (r, n, 0, 0))
 
 
-def _cost(q, k_new, kv_pool, entries: int) -> pl.CostEstimate:
-    """As if every slot of the table were live."""
-    rows, heads, queries, head_dim = q.shape
-    stored, tokens = entries * kv_pool.shape[2], k_new.shape[2]
-    pairs = rows * heads * queries * (stored + tokens)
-    copied = rows * heads * stored * 2 * head_dim * kv_pool.dtype.itemsize
-    given = q.size * q.dtype.itemsize + k_new.size * k_new.dtype.itemsize
-    return pl.CostEstimate(
-        flops=2 * pairs * head_dim + 4 * pairs,
-        transcendentals=pairs,
-        bytes_accessed=given + copied + 4 * rows * heads * (stored + tokens),
-    )
-
-
-def _kernel(
-    length_ref, table, weights, lse, q_ref, k_ref, *refs, grouping, own_keys, block_q, counts
-):
-    """counts: pools, results. Results: over stored slots and over own tokens; both once more for
-    the squares."""
-    stored, results, buffers, (semaphores,) = in_parts(refs, *counts, counts[0], 1)
-    blocks = Blocks(grouping, pl.program_id(0), table, stored, buffers, semaphores)
+def _kernel(blocks: Blocks, length_ref, given, results, scratch, *, own_keys: int, block_q: int):
+    """Results: over stored slots and over own tokens; both once more for the squares."""
+    weights, lse, q_ref, k_ref = given
     blocks.start()  # on their way while the own keys are at work
     length, head_dim, dtype = length_ref[0], q_ref.shape[3], k_ref.dtype
     over_queries = partial(_over_queries, q_ref, weights, lse, block_q, len(results) // 2)

@@ -29,14 +29,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.ragged_attention import config as tiles
-from pallas_kernels.ragged_attention.table import BlockTable
 from pallas_kernels.ragged_attention.triton_moments import attention_moments
 from pallas_kernels.ragged_attention.triton_pool import (
     LOG2_E,
     Stored,
+    attention_call,
     check,
-    compiler_params,
     dot,
+    head_spec,
     rows_at,
 )
 
@@ -49,43 +49,37 @@ def attend(
     v_new,
     new_length,
     kv_pool,
-    table: BlockTable,
+    table,
     kv_scale=None,
     *,
-    return_lse: bool,
-    interpret: bool = False,
-    config: tiles.TritonConfig | None = None,
+    return_lse,
+    interpret,
+    config=None,
 ):
     """See `api.attend`. config: tiles; None takes those of `config.choose`."""
     check(q, kv_pool, kv_scale, interpret)
     config = config or tiles.choose(tiles.Call.of("attend", q, k_new, kv_pool, table), "triton")
     stored = Stored.of(kv_pool, table, kv_scale)
     rows, heads, tokens, head_dim = q.shape
-    # A ref on a GPU is a pointer: a BlockSpec moves it to the program's head and copies nothing, so
-    # `own` may span all tokens of a head, however many there are.
     tile = pl.BlockSpec((None, None, config.block_q, head_dim), lambda i, n, r: (r, n, i, 0))
-    own = pl.BlockSpec((None, None, tokens, head_dim), lambda i, n, r: (r, n, 0, 0))
     line = pl.BlockSpec((None, None, config.block_q), lambda i, n, r: (r, n, i))
-    out = jax.ShapeDtypeStruct(q.shape, v_new.dtype)
-    lse = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
-    found = pl.pallas_call(
+    own, pairs = head_spec(tokens, head_dim), rows * heads * tokens * (tokens + stored.keys)
+    lse = (jax.ShapeDtypeStruct(q.shape[:3], jnp.float32), line)
+    found = attention_call(
         partial(_kernel, stored, config, tokens),
-        # The first axis is blockIdx.x, which counts fastest: tiles of a head follow one another.
-        # It is also the only one that CUDA lets exceed 65,535.
-        grid=(pl.cdiv(tokens, config.block_q), heads, rows),
-        in_specs=[pl.BlockSpec((1,), lambda i, n, r: (0,)), tile, own, own, *stored.specs],
-        out_specs=(tile, line) if return_lse else (tile,),
-        out_shape=(out, lse) if return_lse else (out,),
-        compiler_params=compiler_params(config),
-        cost_estimate=_cost(q, v_new, stored),
+        *(stored, config, new_length),
+        [(q, tile), (k_new, own), (v_new, own)],
+        [(jax.ShapeDtypeStruct(q.shape, v_new.dtype), tile)] + [lse] * return_lse,
+        tiles=pl.cdiv(tokens, config.block_q),
+        cost=(4 * pairs * head_dim, pairs, 2 * q.size * (q.dtype.itemsize + v_new.dtype.itemsize)),
         interpret=interpret,
         name="ragged_attention",
-    )(new_length.reshape(1).astype(jnp.int32), q, k_new, v_new, *stored.arrays)
+    )
     return found if return_lse else found[0]
 
 
-def _kernel(stored: Stored, config, tokens: int, length_ref, q_ref, k_ref, v_ref, *refs):
-    refs, out_refs = refs[: len(stored.arrays)], refs[len(stored.arrays) :]
+def _kernel(stored: Stored, config, tokens: int, length_ref, given, refs, out_refs):
+    q_ref, k_ref, v_ref = given
     length, first = length_ref[0], pl.program_id(0) * config.block_q
     query = first + jnp.arange(config.block_q, dtype=jnp.int32)
 
@@ -156,13 +150,3 @@ def _step(q, k, v, mask, carry):
         weights *= v_scale[None]
     sums = sums * rescale[:, None] + dot(weights.astype(v.dtype), v)
     return new_maximum, total, sums
-
-
-def _cost(q, v_new, stored: Stored) -> pl.CostEstimate:
-    """Upper bound: every token real, every slot owned, keys read once."""
-    rows, heads, tokens, head_dim = q.shape
-    pairs = rows * heads * tokens * (tokens + stored.keys)
-    moved = 2 * q.size * q.dtype.itemsize + 2 * v_new.size * v_new.dtype.itemsize
-    return pl.CostEstimate(
-        flops=4 * pairs * head_dim, transcendentals=pairs, bytes_accessed=moved + stored.bytes
-    )

@@ -19,32 +19,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.ragged_attention import config as tiles
-from pallas_kernels.ragged_attention.table import BlockTable
 from pallas_kernels.ragged_attention.triton_pool import (
     LOG2_E,
     Stored,
+    attention_call,
     check,
-    compiler_params,
     dot,
+    head_spec,
     last_true,
+    line_spec,
     load,
     rows_at,
 )
 
 
 def attention_moments(
-    q,
-    k_new,
-    new_length,
-    kv_pool,
-    table: BlockTable,
-    query_weights,
-    lse,
-    kv_scale=None,
-    *,
-    squares: bool,
-    interpret: bool = False,
-    config: tiles.TritonConfig | None = None,
+    q, k_new, new_length, kv_pool, table, weights, lse, kv_scale, *, squares, interpret, config=None
 ):
     """See `api.attention_moments`. config: tiles; None takes those of `config.choose`."""
     check(q, kv_pool, kv_scale, interpret)
@@ -52,36 +42,34 @@ def attention_moments(
     config = config or tiles.choose(call, "triton")
     rows, heads, queries, head_dim = q.shape
     stored, own, old = Stored.of(kv_pool, table, kv_scale), k_new.shape[2], call.slots
-
-    def head(*shape):
-        return pl.BlockSpec((None, None, *shape), lambda i, n, r: (r, n, *(0,) * len(shape)))
-
-    def line(size):
-        return pl.BlockSpec((size,), lambda i, n, r: (0,))
-
+    # whole lines: the tiles of own keys start at column `old`, which is no multiple of block_k
+    sums = (jax.ShapeDtypeStruct((rows, heads, old + own), jnp.float32), head_spec(old + own))
+    moments, columns = 2 if squares else 1, rows * heads * (own + stored.keys)
+    moved = sum(a.size * a.dtype.itemsize for a in (q, k_new)) + 4 * rows * heads * queries
+    moved += 4 * columns * moments
     # Programs own columns, not queries: each sums its columns over all queries by itself, so no two
     # programs add to one number (no atomics, the same result in every run).
-    specs = [line(1), head(queries, head_dim), head(own, head_dim), line(queries), head(queries)]
-    sums = jax.ShapeDtypeStruct((rows, heads, old + own), jnp.float32)
-    length, moments = new_length.reshape(1).astype(jnp.int32), 2 if squares else 1
-    found = pl.pallas_call(
+    found = attention_call(
         partial(_kernel, stored, config, old),
-        grid=(pl.cdiv(old, config.block_k) + pl.cdiv(own, config.block_k), heads, rows),
-        in_specs=[*specs, *stored.specs],
-        # whole lines: the tiles of own keys start at column `old`, which is no multiple of block_k
-        out_specs=(head(old + own),) * moments,
-        out_shape=(sums,) * moments,
-        compiler_params=compiler_params(config),
-        cost_estimate=_cost(q, k_new, stored, moments),
+        *(stored, config, new_length),
+        [
+            (q, head_spec(queries, head_dim)),
+            (k_new, head_spec(own, head_dim)),
+            (weights.astype(jnp.float32), line_spec(queries)),
+            (lse, head_spec(queries)),
+        ],
+        [sums] * moments,
+        tiles=pl.cdiv(old, config.block_k) + pl.cdiv(own, config.block_k),
+        cost=(columns * queries * (2 * head_dim + 2 * moments), columns * queries, moved),
         interpret=interpret,
         name="attention_moments",
-    )(length, q, k_new, query_weights.astype(jnp.float32), lse, *stored.arrays)
+    )
     return found[0], found[1] if squares else None
 
 
-def _kernel(stored: Stored, config, old: int, length_ref, q_ref, k_ref, weight_ref, lse_ref, *refs):
+def _kernel(stored: Stored, config, old: int, length_ref, given, refs, out_refs):
     """One tile of columns; tiles of own keys come after those of the `old` slots of the table."""
-    refs, out_refs = refs[: len(stored.arrays)], refs[len(stored.arrays) :]
+    q_ref, k_ref, weight_ref, lse_ref = given
     size, queries, own = config.block_k, q_ref.shape[0], k_ref.shape[0]
     key = pl.program_id(0) * size + jnp.arange(size, dtype=jnp.int32)
     token = key - pl.cdiv(old, size) * size  # negative in tiles of the table
@@ -122,15 +110,3 @@ def _add(size: int, k, factor, q_ref, weight_ref, lse_ref, i, sums):
     if len(sums) == 2:
         found.append(p * found[0])  # p squared, weighted once
     return tuple(a + jnp.sum(b, axis=1) for a, b in zip(sums, found, strict=True))
-
-
-def _cost(q, k_new, stored: Stored, moments: int) -> pl.CostEstimate:
-    """Upper bound: every token real, every slot owned, queries and keys read once."""
-    rows, heads, queries, head_dim = q.shape
-    columns = rows * heads * (k_new.shape[2] + stored.keys)
-    moved = sum(a.size * a.dtype.itemsize for a in (q, k_new)) + 4 * rows * heads * queries
-    return pl.CostEstimate(
-        flops=columns * queries * (2 * head_dim + 2 * moments),
-        transcendentals=columns * queries,
-        bytes_accessed=moved + 4 * columns * moments + stored.bytes,
-    )

@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Int
 
+from pallas_kernels.implementations import check_attention
 from pallas_kernels.ragged_attention import config as tiles
-from pallas_kernels.ragged_attention.api import check_kernel_arguments
 from pallas_kernels.ragged_attention.table import BlockTable
 
 # Powers of two, because Triton's arrays have no other sizes; a tensor core multiplies at least 16
@@ -70,27 +70,16 @@ class Stored:
     @cached_property
     def arrays(self) -> tuple[Array, ...]:
         rows = self.kv_pool.shape[0]
-        table = (self.table.ids, self.table.start, self.table.stop)
-        found = [a if a.ndim == 3 else a[None] for a in table]
         # The kernels know operands by place: 0 ids, 1 start, 2 stop, 3 pool, 4 scales. Merging
         # adjacent axes moves no data.
-        found.append(self.kv_pool.reshape(rows, -1, self.kv_pool.shape[-1]))
-        if self.kv_scale is not None:
-            found.append(self.kv_scale.reshape(rows, -1))
-        return tuple(found)
+        found = (*self.table.with_rows(), self.kv_pool.reshape(rows, -1, self.kv_pool.shape[-1]))
+        return found if self.kv_scale is None else (*found, self.kv_scale.reshape(rows, -1))
 
     @cached_property
     def specs(self) -> list[pl.BlockSpec]:
         """One head's table and one row's pool, for a grid (tiles, heads, rows)."""
-        per_row = self.table.ids.ndim == 3
-        table = pl.BlockSpec(
-            (None, None, self.entries), lambda i, n, r: (r if per_row else 0, n, 0)
-        )
-        pool = [  # all slots of a row: only a pointer, loads name the slots; d is bound per array
-            pl.BlockSpec((None, *a.shape[1:]), lambda i, n, r, d=a.ndim: (r, *(0,) * (d - 1)))
-            for a in self.arrays[3:]
-        ]
-        return [table, table, table, *pool]
+        table = head_spec(self.entries, per_row=self.table.ids.ndim == 3)
+        return [table, table, table, *map(row_spec, self.arrays[3:])]
 
     @property
     def bytes(self) -> int:
@@ -181,11 +170,8 @@ def dot(a: Array, b: Array, transposed: bool = False) -> Array:
 def check(q: Array, kv_pool: Array, kv_scale: Array | None, interpret: bool) -> None:
     """Raise `NotImplementedError` with the reason where the kernels cannot run; interpreted, they
     take every size."""
-    check_kernel_arguments(
-        q,
-        kv_pool,
-        kv_scale,
-        name="triton",
+    check_attention(
+        *("triton", q, kv_pool, kv_scale),
         head_dims=(q.shape[-1],) if interpret else HEAD_DIMS,
         block_sizes=(kv_pool.shape[2],) if interpret else BLOCK_SIZES,
         dtypes=POOL_DTYPES,
@@ -199,5 +185,59 @@ def check(q: Array, kv_pool: Array, kv_scale: Array | None, interpret: bool) -> 
         )
 
 
-def compiler_params(config: tiles.TritonConfig) -> plgpu.CompilerParams:
-    return plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages)
+# --- calls with a grid (tiles, heads, rows) ---
+
+
+def head_spec(*shape: int, per_row: bool = True) -> pl.BlockSpec:
+    """All of one head of an array [R, N, *shape], or [1, N, *shape] that all rows share."""
+    # A ref on a GPU is a pointer: a BlockSpec moves it to the program's head and copies nothing, so
+    # it may span all tokens of a head, however many there are.
+    zeros = (0,) * len(shape)
+    return pl.BlockSpec((None, None, *shape), lambda i, n, r: (r if per_row else 0, n, *zeros))
+
+
+def row_spec(array: Array) -> pl.BlockSpec:
+    """All of one row of an array: only a pointer, loads and stores name the slots."""
+    return pl.BlockSpec((None, *array.shape[1:]), lambda i, n, r: (r, *(0,) * (array.ndim - 1)))
+
+
+def line_spec(size: int) -> pl.BlockSpec:
+    """An array [size] that all programs share."""
+    return pl.BlockSpec((size,), lambda i, n, r: (0,))
+
+
+def attention_call(
+    kernel, stored: Stored, config, new_length, given, results, *, tiles, cost, interpret, name
+) -> list[Array]:
+    """Run `kernel(length_ref, given, refs, results)`: lists of refs, `refs` those of `stored`.
+
+    Args:
+      given, results: (array or its shape and type, BlockSpec) each; [R, N, ...] the first ones.
+      tiles: programs per head.
+      cost: floating-point operations, exponentials, and bytes besides those of `stored`. Upper
+        bounds: every token real, every slot owned, queries and keys read once.
+    """
+    arrays, in_specs = zip(*given, strict=True)
+    out_shape, out_specs = zip(*results, strict=True)
+    first, last = len(given), len(given) + len(stored.arrays)
+
+    def body(length_ref, *refs):
+        kernel(length_ref, refs[:first], refs[first:last], refs[last:])
+
+    return pl.pallas_call(
+        body,
+        # The first axis is blockIdx.x, which counts fastest: tiles of a head follow one another.
+        # It is also the only one that CUDA lets exceed 65,535.
+        grid=(tiles, *arrays[0].shape[1::-1]),
+        in_specs=[line_spec(1), *in_specs, *stored.specs],
+        out_specs=out_specs,
+        out_shape=out_shape,
+        compiler_params=plgpu.CompilerParams(
+            num_warps=config.num_warps, num_stages=config.num_stages
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=cost[0], transcendentals=cost[1], bytes_accessed=cost[2] + stored.bytes
+        ),
+        interpret=interpret,
+        name=name,
+    )(new_length.reshape(1).astype(jnp.int32), *arrays, *stored.arrays)

@@ -15,6 +15,7 @@ from pallas_kernels import chips
 from tests import models_under_test as models
 from varjax import api
 from varjax.cache.state import KVState
+from varjax.model import load
 from varjax.storage import checkpoint
 
 COMPILED = {
@@ -193,14 +194,14 @@ def test_arrays_to_look_at():
         kv_scale=leaf((2, 10, 16), "float32"),
         position=leaf((2, 80), "int32"),
         regions=leaf((2, 2, 4), "int32"),
-        memory={"keys": leaf((3, 2, 4, 16), "bfloat16"), "count": leaf((3,), "int32")},
+        policy_state={"keys": leaf((3, 2, 4, 16), "bfloat16"), "count": leaf((3,), "int32")},
     )
     found = {a.name: (a.dtype, a.flat) for a in aot_program.carried_arrays(state)}
     assert found == {
         "kv_pool": (None, False),
         "kv_scale": ("float32", False),
         "position": ("int32", True),
-        "memory['keys']": ("bfloat16", False),
+        "policy_state['keys']": ("bfloat16", False),
     }
 
 
@@ -229,7 +230,7 @@ def test_compiles(call, target, attention, tmp_path):
     assert bool(found["kernel_calls"]) == bool(found["kernel_flops"]) == (attention == "auto")
     assert found["fits"] and found["pool_aliased"]
     assert target == "tpu-v5e" or found["copies"] == {}
-    plan = api.plan(api.load(folder, "float32"))
+    plan = api.plan(load(folder, "float32"))
     assert found["kv_pool_bytes"] == plan.num_bytes(2, "bfloat16")
     assert found["peak_bytes"] >= found["parameter_bytes"] + found["kv_pool_bytes"]
     assert 0 < found["roofline_s"] < 1 and found["flops"] > 1e6

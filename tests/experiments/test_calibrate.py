@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tests import models_under_test as models
-from varjax import api
 from varjax import calibration as measured
+from varjax.model import Model, load
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def calibrated(folder, call, tmp_path_factory):
 
 
 def test_file_reads_back(calibrated, folder):
-    model = api.load(folder, "float32")
+    model = load(folder, "float32")
     found = measured.load(calibrated, model.geometry)
     assert found.guidance == 2 and found.num_samples == 4 and found.model == folder.name
     assert found.rank_dispersion.shape == (5,)
@@ -95,7 +95,7 @@ def test_nothing_is_overwritten(call, calibrated, folder):
     ],
 )
 def test_bad_input(call, tmp_path, monkeypatch, flags, message):
-    monkeypatch.setattr(api, "load", lambda *a: pytest.fail("loaded"))
+    monkeypatch.setattr(Model, "load_weights", lambda *a: pytest.fail("loaded"))
     status, _, err = call("calibrate", f"--save={tmp_path / 'x.json'}", *flags)
     assert status == 2 and message in err
     assert not (tmp_path / "x.json").exists()

@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from varjax.training.settings import Settings
+from varjax.training.settings import TrainingSettings
 
 COLOURS = np.array([[220, 40, 40], [40, 200, 60], [40, 60, 220], [230, 220, 60]], np.uint8)
 
@@ -53,7 +53,7 @@ def shared_tiny(tmp_path_factory):
     return functools.partial(_settings, _write_discs(tmp_path_factory.mktemp("pictures")))
 
 
-def _settings(pictures: pathlib.Path, **changes) -> Settings:
+def _settings(pictures: pathlib.Path, **changes) -> TrainingSettings:
     values = dict(
         data=str(pictures),
         image_size=8,
@@ -76,4 +76,4 @@ def _settings(pictures: pathlib.Path, **changes) -> Settings:
         var_batch_size=8,
         var_lr=3e-3,
     )
-    return Settings(**{**values, **changes})
+    return TrainingSettings(**{**values, **changes})

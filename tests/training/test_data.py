@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from varjax.errors import UserError
-from varjax.training import batches, data
+from varjax.training import data, data_order
 
 
 def _encoded(images, form="PNG") -> tuple[np.ndarray, np.ndarray]:
@@ -29,10 +29,10 @@ def test_arrays(tmp_path, discs, keys):
     np.savez(tmp_path / "x.npz", **dict(zip(keys, (images, labels), strict=True)))
     splits = data.load(tmp_path / "x.npz", 8, val_fraction=0.25)
     assert (len(splits.train), len(splits.val), splits.num_classes) == (15, 5, 4)
-    both = np.concatenate([splits.train.images, splits.val.images])
+    both = np.concatenate([splits.train, splits.val])
     assert sorted(x.tobytes() for x in both) == sorted(x.tobytes() for x in images)
-    chex.assert_type(splits.train.images, np.uint8)
-    chex.assert_type(splits.train.labels, np.int32)
+    chex.assert_type(splits.train, np.uint8)
+    chex.assert_type(splits.train_labels, np.int32)
 
 
 def test_packed_files(tmp_path, discs):
@@ -42,8 +42,8 @@ def test_packed_files(tmp_path, discs):
         np.savez(tmp_path / f"{name}.npz", data=packed, offsets=offsets, labels=labels)
     (tmp_path / "classes.json").write_text(json.dumps({"classes": list("abcde")}))
     splits = data.load(tmp_path, 8)
-    chex.assert_trees_all_equal(splits.train.images, discs(9, seed=9)[0])
-    chex.assert_trees_all_equal(splits.val.labels, discs(3, seed=3)[1])
+    chex.assert_trees_all_equal(splits.train, discs(9, seed=9)[0])
+    chex.assert_trees_all_equal(splits.val_labels, discs(3, seed=3)[1])
     assert splits.class_names == tuple("abcde") and splits.num_classes == 5
     assert len(data.load(tmp_path, 8, max_images=4).train) == 4
 
@@ -58,15 +58,15 @@ def test_class_folders(tmp_path):
             Image.fromarray(picture).save(tmp_path / name / f"{i}.png")
     splits = data.load(tmp_path, 8, val_fraction=0.25)
     assert splits.class_names == ("apple", "pear")
-    chex.assert_shape(splits.train.images, (9, 8, 8, 3))
-    chex.assert_trees_all_equal(splits.train.images[:, 0, 0, 0] // 100, splits.train.labels)
-    assert (np.ptp(splits.train.images, axis=(1, 2, 3)) == 0).all()
+    chex.assert_shape(splits.train, (9, 8, 8, 3))
+    chex.assert_trees_all_equal(splits.train[:, 0, 0, 0] // 100, splits.train_labels)
+    assert (np.ptp(splits.train, axis=(1, 2, 3)) == 0).all()
 
 
 def test_arrays_are_resized(tmp_path, discs):
     images, labels = discs(6, side=16)
     np.savez(tmp_path / "x.npz", images=images, labels=labels)
-    chex.assert_shape(data.load(tmp_path / "x.npz", 8).train.images, (5, 8, 8, 3))
+    chex.assert_shape(data.load(tmp_path / "x.npz", 8).train, (5, 8, 8, 3))
 
 
 IMAGES = np.random.default_rng(0).integers(0, 255, (4, 8, 8, 3), np.uint8)
@@ -158,9 +158,9 @@ def test_unnamed_label(tmp_path):
 
 def test_batches():
     """Every picture once per epoch, in a new order each time; steps do not depend on others."""
-    steps = [batches.indices(10, 4, seed=3, step=n) for n in range(5)]
+    steps = [data_order.indices(10, 4, seed=3, step=n) for n in range(5)]
     first, second = np.concatenate(steps).reshape(2, 10)
     assert sorted(first) == sorted(second) == list(range(10)) and first.tolist() != second.tolist()
-    chex.assert_trees_all_equal(batches.indices(10, 4, seed=3, step=3), steps[3])
-    mirrored = np.concatenate([batches.flips(8, 0, n) for n in range(50)])
+    chex.assert_trees_all_equal(data_order.indices(10, 4, seed=3, step=3), steps[3])
+    mirrored = np.concatenate([data_order.flips(8, 0, n) for n in range(50)])
     assert 0.4 < mirrored.mean() < 0.6

@@ -9,10 +9,11 @@ import pytest
 
 from varjax.errors import UserError
 from varjax.storage import checkpoint
-from varjax.training import loop, session, var_trainer, vqvae_trainer
+from varjax.training import loop, session
+from varjax.training.var_trainer import VARStage
 from varjax.training.vqvae_trainer import VQVAEStage
 
-EVERY = loop.Intervals(log=2, checkpoint=16, validate=20)
+EVERY = {"log_every": 2, "checkpoint_every": 16, "validate_every": 20}
 
 
 def _history(out, stage: str) -> list[dict]:
@@ -42,17 +43,17 @@ def _kill_at(monkeypatch, step: int):
 def whole(shared_tiny, tmp_path_factory):
     """(settings, folder, model) of a run, one stage after the other. Every step of a kind is one
     program."""
-    settings, out = shared_tiny(), tmp_path_factory.mktemp("run") / "whole"
+    settings, out = shared_tiny(**EVERY), tmp_path_factory.mktemp("run") / "whole"
     chex.clear_trace_counter()
     with pytest.MonkeyPatch.context() as patch:
         for programs, function in (
-            (vqvae_trainer._Programs, "_loss"),  # the autoencoder, then with its quantiser
-            (var_trainer._Programs, "_predict"),  # training, then validation
+            (VQVAEStage, "_loss"),  # the autoencoder, then with its quantiser
+            (VARStage, "_predict"),  # training, then validation
         ):
             counted = chex.assert_max_traces(getattr(programs, function), n=2)
             patch.setattr(programs, function, counted)
-        assert session.train(settings, "vqvae", out, EVERY, quiet=True) is None
-        return settings, out, session.train(settings, "var", out, EVERY, quiet=True)
+        assert session.train(settings, "vqvae", out, quiet=True) is None
+        return settings, out, session.train(settings, "var", out, quiet=True)
 
 
 def test_losses_fall_and_the_model_loads(whole):
@@ -75,9 +76,9 @@ def test_killed_run_resumes_exactly(whole, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         _kill_at(patch, 18)
         with pytest.raises(Killed):
-            session.train(settings, "vqvae", tmp_path / "killed", EVERY, quiet=True)
+            session.train(settings, "vqvae", tmp_path / "killed", quiet=True)
     assert _history(tmp_path / "killed", "vqvae")[-1]["step"] == 18  # two past the checkpoint
-    session.train(settings, "vqvae", tmp_path / "killed", EVERY)
+    session.train(settings, "vqvae", tmp_path / "killed")
     assert _history(tmp_path / "killed", "vqvae") == _history(out, "vqvae")
     assert "vqvae 40/40  loss" in capsys.readouterr().err
 
@@ -86,14 +87,14 @@ def test_nothing_is_left_to_do(whole):
     settings, out, model = whole
     _, described = checkpoint.describe(model)
     assert described["training"]["pictures"] == 61
-    again = session.train(settings, "both", out, EVERY, quiet=True)
+    again = session.train(settings, "both", out, quiet=True)
     assert again == model and [e["step"] for e in _history(out, "var")] == list(range(2, 41, 2))
 
 
 @pytest.mark.slow
 def test_both_stages_at_once(whole, tmp_path):
     settings, out, _ = whole
-    session.train(settings, "both", tmp_path / "both", EVERY, quiet=True)
+    session.train(settings, "both", tmp_path / "both", quiet=True)
     for stage in ("vqvae", "var"):
         assert _history(tmp_path / "both", stage) == _history(out, stage)
 
@@ -103,37 +104,41 @@ def test_refused_folders(tiny, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="holds no training run to resume"):
-        session.train(settings, "both", tmp_path / "other", EVERY)
+        session.train(settings, "both", tmp_path / "other")
     with pytest.raises(UserError, match="holds no trained codec"):
-        session.train(settings, "var", tmp_path / "new", EVERY)
+        session.train(settings, "var", tmp_path / "new")
     for out, match in (("", "is no folder"), ("a\0b", "NUL byte"), (settings.data + "/x", "not a")):
         with pytest.raises(UserError, match=match):
-            session.train(settings, "both", out, EVERY)
+            session.train(settings, "both", out)
     folder = tmp_path / "run" / "vqvae"
     folder.mkdir(parents=True)
     (folder / "settings.json").write_text(json.dumps(tiny(ch=16).of_stage("vqvae")))
     with pytest.raises(UserError, match="other settings: ch was 16, now 8"):
-        session.train(settings, "both", tmp_path / "run", EVERY)
+        session.train(settings, "both", tmp_path / "run")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["discs.npz", "other", "run"]
 
 
 WRONG = {
     "size": ({"image_size": 16}, "makes 8 pixels"),
-    "sides": ({"patch_nums": (1, 2, 2, 4)}, "--patch_nums=1,2,2,4 given: sides must increase"),
-    "data": ({"data": ""}, "--data is required"),
+    "sides": ({"patch_nums": (1, 2, 2, 4)}, "patch_nums=1,2,2,4 given: sides must increase"),
+    "data": ({"data": ""}, "data is required"),
     "heads": ({"heads": 3}, "embed_dim 32 is not a multiple of num_heads 3"),
     "groups": ({"ch": 10}, "normalisation groups do not divide"),
     "warm-up": ({"autoencoder_steps": 40}, "the quantiser would never be trained"),
     "steps": ({"var_steps": 0}, "0 training steps given"),
     "dtype": ({"dtype": "float8"}, "unknown dtype 'float8'"),
-    "seed": ({"seed": 2**31}, "--seed=2147483648 given"),
-    "codes": ({"vocab_size": 1}, "--vocab_size=1 given: at least 2 codes"),
+    "seed": ({"seed": 2**31}, "seed=2147483648 given"),
+    "codes": ({"vocab_size": 1}, "vocab_size=1 given: at least 2 codes"),
     "lr": ({"vqvae_lr": float("inf")}, "learning rate inf given"),
     "lr NaN": ({"var_lr": float("nan")}, "learning rate nan given"),
     "decay": ({"weight_decay": -0.1}, "weight decay -0.1 given"),
     "decay NaN": ({"weight_decay": float("nan")}, "weight decay nan given"),
     "many steps": ({"var_steps": 10**12}, "at most"),
     "batch": ({"var_batch_size": 0}, "at least 1"),
+    "interval": (
+        {"log_every": 20, "checkpoint_every": 30},
+        "checkpoint_every=30 must be a multiple of log_every=20",
+    ),
 }
 
 
@@ -145,8 +150,8 @@ def test_wrong_settings(tiny, changes, message):
 
 @pytest.mark.parametrize("name", ["vqvae_batch_size", "var_batch_size"])
 def test_batches_larger_than_the_data(tiny, tmp_path, name):
-    with pytest.raises(UserError, match=f"--{name}=62 given, but there are 61 training pictures"):
-        session.train(tiny(**{name: 62}), "both", tmp_path / "run", EVERY)
+    with pytest.raises(UserError, match=f"{name}=62 given, but there are 61 training pictures"):
+        session.train(tiny(**{name: 62}), "both", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -156,18 +161,16 @@ def test_damaged_settings(tiny, tmp_path, text):
     folder.mkdir(parents=True)
     (folder / "settings.json").write_text(text)
     with pytest.raises(UserError, match="settings.json is damaged"):
-        session.train(tiny(), "both", tmp_path / "run", EVERY)
-
-
-def test_intervals_must_fit():
-    with pytest.raises(UserError, match="--checkpoint_every=30 must be a multiple of --log_every"):
-        loop.Intervals(log=20, checkpoint=30)
+        session.train(tiny(), "both", tmp_path / "run")
 
 
 class Diverging:
     """A stage whose third step has a loss that is no number."""
 
-    name, settings, steps, batch_size = "vqvae", {}, 8, 1
+    name, steps, batch_size = "vqvae", 8, 1
+
+    def __init__(self, settings):
+        self.settings = settings
 
     def initial_state(self):
         return {"weight": jnp.zeros(2)}
@@ -176,8 +179,8 @@ class Diverging:
         return state, {"loss": jnp.asarray(np.nan if n == 2 else 1.0)}
 
 
-def test_divergence_is_reported(tmp_path):
-    message = "loss is nan at step 4, training has diverged: .* a lower --vqvae_lr"
+def test_divergence_is_reported(tiny, tmp_path):
+    message = "loss is nan at step 4, training has diverged: .* a lower vqvae_lr"
     with pytest.raises(UserError, match=message):
-        loop.run(Diverging(), tmp_path / "run", EVERY, quiet=True)
+        loop.run(Diverging(tiny(**EVERY)), tmp_path / "run", quiet=True)
     assert [e["step"] for e in _history(tmp_path / "run", "vqvae")] == [2]

@@ -83,7 +83,7 @@ def order_after(slots: Int[Array, "..."], read: Float[Array, "..."]) -> Int[Arra
 
 
 def arrange(
-    keep: Bool[Array, "R N K"], stored: int, stays: Bool[Array, "R N"], room: int
+    keep: Bool[Array, "R N K"], stored: int, stays: Bool[Array, "R N"], places: int
 ) -> tuple[Int[Array, "R N P"], Bool[Array, "R N P"]]:
     """Which candidate sits in each place of a head's region, so that the kept ones are the first
     and the fewest are moved.
@@ -92,7 +92,7 @@ def arrange(
       keep: candidates to keep; the first `stored` of them are in the pool already, candidate c in
         place c of the region that the head had; the rest are new.
       stays: whether the head keeps its region.
-      room: P, places of a region.
+      places: P, of a region.
 
     Returns:
       The candidate in every place (-1: none), and whether it has to be written there.
@@ -101,12 +101,12 @@ def arrange(
     # into the holes before them, new tokens take what is left. Order within a region does not
     # matter to attention, so the fewest writes win.
     count = keep.sum(-1, keepdims=True)
-    column, place = jnp.arange(keep.shape[-1]), jnp.arange(room)
-    in_place = keep & (column < min(stored, room)) & (column < count) & stays[..., None]
-    taken = in_place[..., :room]
-    taken = jnp.pad(taken, ((0, 0), (0, 0), (0, room - taken.shape[-1])))
+    column, place = jnp.arange(keep.shape[-1]), jnp.arange(places)
+    in_place = keep & (column < min(stored, places)) & (column < count) & stays[..., None]
+    taken = in_place[..., :places]
+    taken = jnp.pad(taken, ((0, 0), (0, 0), (0, places - taken.shape[-1])))
     fresh = (place < count) & ~taken
-    # stored ones come before new ones (stable), so that a row that only shrinks writes nothing new
+    # in the order of candidates (stable): results do not depend on how the sort breaks ties
     waiting = jnp.argsort(~(keep & ~in_place), axis=-1, stable=True)
     turn = jnp.clip(jnp.cumsum(fresh, axis=-1) - 1, 0, keep.shape[-1] - 1)
     incoming = jnp.take_along_axis(waiting, turn, axis=-1).astype(jnp.int32)

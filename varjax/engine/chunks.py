@@ -20,16 +20,16 @@ def map_in_chunks(function: Callable[[Any], Any], images: int, at_once: int) -> 
 
     Args:
       function: takes an index of the image axis (int32 [n], or a slice if one call does it) and
-        returns arrays with a leading image axis. The last round may repeat the last image.
+        returns arrays with a leading image axis. The last chunk may repeat the last image.
 
     Returns:
       The results of all images, in order.
     """
-    rounds = -(-images // max(1, at_once))
-    if rounds == 1:
+    chunks = -(-images // max(1, at_once))
+    if chunks == 1:
         return function(slice(None))
-    size = -(-images // rounds)  # equal chunks: the fewest that keep to the limit, none half empty
+    size = -(-images // chunks)  # equal chunks: the fewest that keep to the limit, none half empty
     # the last chunk repeats the last image instead of leaving a hole: every image is computed alike
-    index = jnp.minimum(jnp.arange(rounds * size), images - 1).reshape(rounds, size)
+    index = jnp.minimum(jnp.arange(chunks * size), images - 1).reshape(chunks, size)
     parts = jax.lax.map(function, index)
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:images], parts)

@@ -199,7 +199,7 @@ def _scale(networks, context, keys, given, cache: CacheStep, spec: ProgramSpec, 
 
 def _sample(networks, head, x, keys, step: StepInputs, given, spec: ProgramSpec):
     """Tokens of a scale and their codes, guided logits if they are kept; as many images at a time
-    as the logits leave room for."""
+    as `images_at_once` allows."""
     transformer, codec, sampling = networks["transformer"], networks["codec"], spec.sampling
     images = keys.shape[0]
     # folding the scale, not the position in a segment: results do not depend on the cut

@@ -22,8 +22,9 @@ another size are cropped to a centred square and resized.
 
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -37,27 +38,19 @@ SHUFFLE_SEED = 0  # which pictures of a folder are held out must not depend on t
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """`images` uint8 [N, S, S, 3] and `labels` int32 [N]."""
+class Dataset:
+    """Pictures uint8 [N, S, S, 3] (or what they were turned into), labels int32 [N], for training
+    and validation; without `class_names` classes have numbers only."""
 
-    images: np.ndarray
-    labels: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-
-@dataclass(frozen=True)
-class Splits:
-    """Training and validation pictures; without `class_names` classes have numbers only."""
-
-    train: Pictures
-    val: Pictures
+    train: np.ndarray
+    train_labels: np.ndarray
+    val: np.ndarray
+    val_labels: np.ndarray
     num_classes: int
     class_names: tuple[str, ...] = ()
 
 
-def load(path, image_size: int, val_fraction: float = 0.05, max_images: int = 0) -> Splits:
+def load(path, image_size: int, val_fraction: float = 0.05, max_images: int = 0) -> Dataset:
     """Read the pictures at `path`.
 
     Args:
@@ -69,26 +62,25 @@ def load(path, image_size: int, val_fraction: float = 0.05, max_images: int = 0)
     Raises:
       UserError: nothing readable there, or data that contradicts itself.
     """
-    path = Path(path)
+    path, names = Path(path), ()
     if path.is_file():
-        train, names = _read_npz(path, image_size, max_images), ()
-        train, val = _hold_out(train, val_fraction, path)
+        parts = [_read_npz(path, image_size, max_images)]
     elif (path / "train.npz").is_file():
-        train = _read_npz(path / "train.npz", image_size, max_images)
+        files = [path / "train.npz", path / "val.npz"]
+        parts = [_read_npz(file, image_size, max_images) for file in files if file.is_file()]
         names = _class_names(path / "classes.json")
-        if (path / "val.npz").is_file():
-            val = _read_npz(path / "val.npz", image_size, max_images)
-        else:
-            train, val = _hold_out(train, val_fraction, path)
     elif path.is_dir():
-        train, names = _read_folders(path, image_size, max_images)
-        train, val = _hold_out(train, val_fraction, path)
+        images, labels, names = _read_folders(path, image_size, max_images)
+        parts = [(images, labels)]
     else:
         raise UserError(f"there is no file or folder {path}")
-    top = int(max(train.labels.max(), val.labels.max())) + 1
+    if len(parts) == 1:
+        parts = _hold_out(*parts[0], val_fraction, path)
+    (train, train_labels), (val, val_labels) = parts
+    top = int(max(train_labels.max(), val_labels.max())) + 1
     if names and top > len(names):
         raise UserError(f"{path}: label {top - 1} has no name, classes.json names {len(names)}")
-    return Splits(train, val, len(names) or top, tuple(names))
+    return Dataset(train, train_labels, val, val_labels, len(names) or top, names)
 
 
 # --- .npz ---
@@ -97,13 +89,13 @@ def load(path, image_size: int, val_fraction: float = 0.05, max_images: int = 0)
 LAYOUTS = (("data", "offsets", "labels"), ("images", "labels"), ("arr_0", "arr_1"))
 
 
-def _read_npz(path: Path, image_size: int, limit: int) -> Pictures:
+def _read_npz(path: Path, image_size: int, limit: int) -> tuple[np.ndarray, np.ndarray]:
     *found, labels = _arrays(path)
     if len(found) == 2:
         images = _unpack(*found, path, image_size, limit)
     else:
         images = _resize_all(*found, path, image_size, limit)
-    return Pictures(images, _check_labels(labels, len(images), path, limit))
+    return images, _check_labels(labels, len(images), path, limit)
 
 
 def _arrays(path: Path) -> list[np.ndarray]:
@@ -122,12 +114,19 @@ def _arrays(path: Path) -> list[np.ndarray]:
     )
 
 
+def _check(path: Path, what: str, array: np.ndarray, fits: bool, needed: str) -> None:
+    """what: the array's name and its verb."""
+    if not fits:
+        raise UserError(f"{path}: {what} {array.dtype} {array.shape}, {needed} needed")
+
+
+def _lists_integers(array: np.ndarray) -> bool:
+    return array.ndim == 1 and np.issubdtype(array.dtype, np.integer)
+
+
 def _check_labels(labels: np.ndarray, count: int, path: Path, limit: int) -> np.ndarray:
-    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
-        raise UserError(
-            f"{path}: labels are {labels.dtype} {labels.shape}, integers [N] are needed"
-        )
-    labels = labels[:limit] if limit else labels
+    _check(path, "labels are", labels, _lists_integers(labels), "integers [N] are")
+    labels = labels[: limit or None]
     if len(labels) != count:
         raise UserError(f"{path}: {count} pictures but {len(labels)} labels")
     if not count:
@@ -141,12 +140,10 @@ def _check_labels(labels: np.ndarray, count: int, path: Path, limit: int) -> np.
 
 def _unpack(data, offsets, path: Path, image_size: int, limit: int) -> np.ndarray:
     """Pictures stored one after another as encoded files."""
-    if data.dtype != np.uint8 or data.ndim != 1:
-        raise UserError(f"{path}: data is {data.dtype} {data.shape}, uint8 [bytes] is needed")
-    if offsets.ndim != 1 or not np.issubdtype(offsets.dtype, np.integer) or not offsets.size:
-        raise UserError(
-            f"{path}: offsets are {offsets.dtype} {offsets.shape}, integers [N + 1] are needed"
-        )
+    fits = data.dtype == np.uint8 and data.ndim == 1
+    _check(path, "data is", data, fits, "uint8 [bytes] is")
+    fits = _lists_integers(offsets) and offsets.size > 0
+    _check(path, "offsets are", offsets, fits, "integers [N + 1] are")
     outside = offsets.min() < 0 or offsets.max() > data.size
     offsets = offsets.astype(np.int64)
     if outside or (np.diff(offsets) <= 0).any():
@@ -154,26 +151,22 @@ def _unpack(data, offsets, path: Path, image_size: int, limit: int) -> np.ndarra
             f"{path}: offsets do not cut data into pictures: they must increase from 0 to"
             f" {data.size}"
         )
-    ends = offsets[1 : limit + 1] if limit else offsets[1:]
     raw = data.tobytes()
-    pieces = (io.BytesIO(raw[a:b]) for a, b in zip(offsets[: len(ends)], ends, strict=True))
-    return _decode_all(pieces, [f"{path}, picture {i}" for i in range(len(ends))], image_size)
+    files = [(a, b) for a, b in pairwise(offsets)][: limit or None]
+    names = [f"{path}, picture {i}" for i in range(len(files))]
+    return _squares((io.BytesIO(raw[a:b]) for a, b in files), _pillow().open, names, image_size)
 
 
 def _resize_all(images: np.ndarray, path: Path, image_size: int, limit: int) -> np.ndarray:
-    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
-        raise UserError(
-            f"{path}: images are {images.dtype} {images.shape}, uint8 [N, height, width, 3] is"
-            " needed"
-        )
+    fits = images.dtype == np.uint8 and images.ndim == 4 and images.shape[-1] == 3
+    _check(path, "images are", images, fits, "uint8 [N, height, width, 3] is")
     if 0 in images.shape[1:3]:
         raise UserError(f"{path}: images are {images.shape}, pictures without pixels")
-    images = images[:limit] if limit else images
+    images = images[: limit or None]
     if images.shape[1:3] == (image_size, image_size):
         return images
-    fit = _fitter(image_size)
-    empty = np.zeros((0, image_size, image_size, 3), np.uint8)
-    return np.stack([fit(_pillow().fromarray(image)) for image in images]) if len(images) else empty
+    names = [f"{path}, picture {i}" for i in range(len(images))]
+    return _squares(images, _pillow().fromarray, names, image_size)
 
 
 def _class_names(path: Path) -> tuple[str, ...]:
@@ -192,8 +185,10 @@ def _class_names(path: Path) -> tuple[str, ...]:
 # --- folders ---
 
 
-def _read_folders(path: Path, image_size: int, limit: int) -> tuple[Pictures, tuple[str, ...]]:
-    """Pictures in class folders, shuffled; classes are the folders in alphabetical order."""
+def _read_folders(
+    path: Path, image_size: int, limit: int
+) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
+    """Pictures in class folders, shuffled, labels, class names in alphabetical order."""
     classes = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
     files = [(f, i) for i, c in enumerate(classes) for f in sorted(c.rglob("*"))]
     files = [(f, i) for f, i in files if f.suffix.lower() in SUFFIXES]
@@ -206,52 +201,44 @@ def _read_folders(path: Path, image_size: int, limit: int) -> tuple[Pictures, tu
     if empty:
         raise UserError(f"{path}: no pictures in class folder {', '.join(empty)}")
     order = np.random.default_rng(SHUFFLE_SEED).permutation(len(files))[: limit or None]
-    chosen = [files[i] for i in order]
-    images = _decode_all((f for f, _ in chosen), [str(f) for f, _ in chosen], image_size)
-    labels = np.array([label for _, label in chosen], np.int32)
-    return Pictures(images, labels), tuple(c.name for c in classes)
+    chosen = [files[i][0] for i in order]
+    images = _squares(chosen, _pillow().open, chosen, image_size)
+    labels = np.array([files[i][1] for i in order], np.int32)
+    return images, labels, tuple(c.name for c in classes)
 
 
-def _hold_out(pictures: Pictures, fraction: float, path: Path) -> tuple[Pictures, Pictures]:
-    """The last `fraction` of the pictures, at least one, is for validation."""
-    count = max(1, round(len(pictures) * fraction))
-    if count >= len(pictures):
-        raise UserError(f"{path} holds {len(pictures)} pictures, too few to hold out {count}")
-    order = np.random.default_rng(SHUFFLE_SEED).permutation(len(pictures))
-    parts = order[:-count], order[-count:]
-    train, val = (Pictures(pictures.images[part], pictures.labels[part]) for part in parts)
-    return train, val
+def _hold_out(images: np.ndarray, labels: np.ndarray, fraction: float, path: Path) -> list[tuple]:
+    """(pictures, labels) for training and, at least one, for validation."""
+    count = max(1, round(len(images) * fraction))
+    if count >= len(images):
+        raise UserError(f"{path} holds {len(images)} pictures, too few to hold out {count}")
+    order = np.random.default_rng(SHUFFLE_SEED).permutation(len(images))
+    return [(images[part], labels[part]) for part in (order[:-count], order[-count:])]
 
 
 # --- decoding ---
 
 
-def _decode_all(sources, names: Sequence[str], image_size: int) -> np.ndarray:
-    """uint8 [N, S, S, 3] of encoded files; `names` are used in errors."""
-    fit, library = _fitter(image_size), _pillow()
+def _squares(sources: Iterable, read: Callable, names: Sequence, image_size: int) -> np.ndarray:
+    """uint8 [N, S, S, 3] of the pictures `read(source)`; `names` are used in errors."""
     images = np.empty((len(names), image_size, image_size, 3), np.uint8)
     for i, source in enumerate(sources):
         try:
-            images[i] = fit(library.open(source))
+            images[i] = np.asarray(_square(read(source).convert("RGB"), image_size))
         except Exception as error:  # pillow raises many kinds over damaged files
             raise UserError(f"cannot read {names[i]} as a picture: {error}") from error
     return images
 
 
-def _fitter(image_size: int) -> Callable:
-    """Function from a pillow picture to uint8 [S, S, 3]: RGB, centred square, resized if needed."""
-
-    def fit(picture) -> np.ndarray:
-        picture = picture.convert("RGB")
-        side = min(picture.size)
-        left, top = ((length - side) // 2 for length in picture.size)
-        if picture.size != (image_size, image_size):
-            box = (left, top, left + side, top + side)
-            square = picture.crop(box)  # resize(box=...) would look at pixels outside
-            picture = square.resize((image_size, image_size), _pillow().Resampling.BICUBIC)
-        return np.asarray(picture)
-
-    return fit
+def _square(picture, image_size: int):
+    """The centred square of a pillow picture, resized if needed."""
+    if picture.size == (image_size, image_size):
+        return picture
+    side = min(picture.size)
+    left, top = ((length - side) // 2 for length in picture.size)
+    # resize(box=...) would look at pixels outside
+    square = picture.crop((left, top, left + side, top + side))
+    return square.resize((image_size, image_size), _pillow().Resampling.BICUBIC)
 
 
 def _pillow():

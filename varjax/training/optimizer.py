@@ -3,56 +3,24 @@
 Parameters are flat dictionaries {name: array} (`varjax.models.parameters.named`).
 """
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from varjax.errors import UserError
 
-MOST_STEPS = 10**9  # the count is an int32
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerSettings:
-    """What is needed to build the optimiser of a stage. `UserError` if a value is out of range."""
-
-    steps: int
-    lr: float
-    b1: float = 0.9
-    b2: float = 0.95
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    warm_up: int = 0  # steps of linear increase
-    flat_until: float = 0.0  # part of the run before the cosine decay starts
-    ema: float = 0.998
-
-    def __post_init__(self):
-        if self.steps < 1:
-            raise UserError(f"{self.steps} training steps given: at least 1 is needed")
-        if self.steps > MOST_STEPS:
-            raise UserError(f"{self.steps} training steps given: at most {MOST_STEPS} work")
-        if not (self.lr > 0 and math.isfinite(self.lr)):
-            raise UserError(f"learning rate {self.lr} given: it must be positive and finite")
-        if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):
-            raise UserError(
-                f"weight decay {self.weight_decay} given: it must be at least 0 and finite"
-            )
-        if not 0 <= self.ema < 1:
-            raise UserError(f"EMA decay {self.ema} given: it must be in [0, 1)")
-
-
-def learning_rate(settings: OptimizerSettings) -> optax.Schedule:
-    """Linear warm-up, constant until `flat_until`, then a cosine to 1 % of the peak."""
-    warm_up = min(settings.warm_up, settings.steps // 2)
-    flat = max(0, round(settings.steps * settings.flat_until) - warm_up)
+def learning_rate(
+    peak: float, steps: int, warm_up: int = 0, flat_until: float = 0.0
+) -> optax.Schedule:
+    """Linear warm-up over `warm_up` steps, constant until the part `flat_until` of the run, then a
+    cosine to 1 % of the peak."""
+    warm_up = min(warm_up, steps // 2)
+    flat = max(0, round(steps * flat_until) - warm_up)
     pieces = [
-        optax.linear_schedule(settings.lr / max(warm_up, 1), settings.lr, max(warm_up - 1, 1)),
-        optax.constant_schedule(settings.lr),
-        optax.cosine_decay_schedule(settings.lr, max(settings.steps - warm_up - flat, 1), 0.01),
+        optax.linear_schedule(peak / max(warm_up, 1), peak, max(warm_up - 1, 1)),
+        optax.constant_schedule(peak),
+        optax.cosine_decay_schedule(peak, max(steps - warm_up - flat, 1), 0.01),
     ]
     return optax.join_schedules(pieces, [warm_up, warm_up + flat])
 
@@ -62,42 +30,43 @@ def decays(params: Mapping) -> dict[str, bool]:
     return {name: name.endswith("/kernel") for name in params}
 
 
-def build(settings: OptimizerSettings) -> optax.GradientTransformation:
+def adamw(
+    rate: optax.Schedule, b2: float, clip: float, weight_decay: float = 0.0
+) -> optax.GradientTransformation:
+    """AdamW on gradients whose norm over all parameters is at most `clip`."""
     return optax.chain(
-        optax.clip_by_global_norm(settings.clip),
-        optax.adamw(
-            learning_rate(settings),
-            b1=settings.b1,
-            b2=settings.b2,
-            weight_decay=settings.weight_decay,
-            mask=decays,
-        ),
+        optax.clip_by_global_norm(clip),
+        optax.adamw(rate, b1=0.9, b2=b2, weight_decay=weight_decay, mask=decays),
     )
 
 
-def initial_state(params: Mapping, settings: OptimizerSettings) -> dict:
+def initial_state(params: Mapping, optimizer: optax.GradientTransformation) -> dict:
     """{"params", "ema", "optimizer", "step"}: what a checkpoint holds, all arrays."""
     # an explicit type: weakly typed leaves would make the first step compile twice
     params = {name: jnp.asarray(value, value.dtype) for name, value in params.items()}
     return {
         "params": params,
         "ema": jax.tree.map(jnp.copy, params),
-        "optimizer": build(settings).init(params),
+        "optimizer": optimizer.init(params),
         "step": jnp.zeros((), jnp.int32),
     }
 
 
-def update(state: dict, gradients: Mapping, settings: OptimizerSettings) -> tuple[dict, jax.Array]:
-    """One step. Returns the new state and the norm of the gradients before clipping.
+def descend(
+    state: dict, loss_of: Callable, optimizer: optax.GradientTransformation, ema: float
+) -> tuple[dict, object, jax.Array]:
+    """One step down `loss_of(params) -> (loss, more)`.
 
-    The average follows quickly at first (decay (1 + n) / (10 + n)), so that short runs have a
-    useful one.
+    The average follows quickly at first (decay (1 + n) / (10 + n), at most `ema`), so that short
+    runs have a useful one.
+
+    Returns the new state, what `loss_of` gave, and the norm of the gradients before clipping.
     """
-    changes, optimizer = build(settings).update(gradients, state["optimizer"], state["params"])
+    found, gradients = jax.value_and_grad(loss_of, has_aux=True)(state["params"])
+    changes, moments = optimizer.update(gradients, state["optimizer"], state["params"])
     params = optax.apply_updates(state["params"], changes)
     count = state["step"].astype(jnp.float32)
-    decay = jnp.minimum(settings.ema, (1 + count) / (10 + count))
-    ema = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, state["ema"], params)
-    new = {"params": params, "ema": ema, "optimizer": optimizer, "step": state["step"] + 1}
-    norm = jnp.sqrt(sum(jnp.square(gradient).sum() for gradient in gradients.values()))
-    return {**state, **new}, norm
+    decay = jnp.minimum(ema, (1 + count) / (10 + count))
+    average = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, state["ema"], params)
+    new = {"params": params, "ema": average, "optimizer": moments, "step": state["step"] + 1}
+    return {**state, **new}, found, optax.tree.norm(gradients)

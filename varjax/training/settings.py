@@ -1,28 +1,44 @@
 """All settings of a training run: a frozen dataclass whose fields are the flags of the command."""
 
 import json
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 
-from varjax.codecs.vqvae.model import VQVAEConfig
+from varjax.codecs.vqvae.config import VQVAEConfig
 from varjax.errors import UserError, choose
-from varjax.models.var.transformer import VARConfig
+from varjax.models.var.config import VARConfig
 from varjax.schedule import Schedule
-from varjax.training.optimizer import OptimizerSettings
-from varjax.training.var_trainer import VARTraining
-from varjax.training.vqvae_trainer import VQVAETraining
 
 DTYPES = ("float32", "bfloat16")
+MOST_STEPS = 10**9  # the optimiser's count is an int32
+BOTH, VAR = ("vqvae", "var"), ("var",)
+
+AT_LEAST_ONE = (
+    *("log_every", "checkpoint_every", "validate_every", "max_validation"),
+    *("vqvae_batch_size", "var_batch_size", "reseed_every"),
+)
 
 
-def _flag(default, text: str, **more):
-    """A field with its help text; `stage` says whose settings it belongs to (default: both)."""
-    return field(default=default, metadata={"help": text, **more})
+def _flag(default, text: str, stages: tuple[str, ...] = BOTH, least: int | None = None):
+    """A field with its help text and smallest value; `stages`: those whose result it decides."""
+    return field(default=default, metadata={"help": text, "stages": stages, "least": least})
+
+
+def _interval(default: int, what: str):
+    return _flag(default, f"steps between two of: {what}", stages=(), least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class TrainingSettings:
     """Settings of both stages. `UserError` if a value is impossible or two do not fit."""
+
+    # the last step logs, validates and saves in any case
+    log_every: int = _interval(20, "log")
+    checkpoint_every: int = _interval(200, "checkpoint")
+    validate_every: int = _interval(500, "validate")
 
     data: str = _flag("", "folder or .npz file of pictures")
     image_size: int = _flag(64, "side of the pictures in pixels")
@@ -45,46 +61,64 @@ class Settings:
     autoencoder_steps: int = _flag(250, "first steps of the codec, without quantiser")
     reseed_every: int = _flag(100, "steps between moves of seldom used codes")
 
-    depth: int = _flag(4, "layers of the transformer", stage="var")
-    width: int = _flag(256, "width of the transformer", stage="var")
-    heads: int = _flag(4, "attention heads", stage="var")
-    shared_aln: bool = _flag(True, "one modulation for all layers: smaller", stage="var")
-    label_drop: float = _flag(0.1, "how often the label is dropped", stage="var")
-    var_steps: int = _flag(2600, "training steps of the transformer", stage="var")
-    var_batch_size: int = _flag(32, "pictures per step of the transformer", stage="var")
-    var_lr: float = _flag(1.5e-3, "peak learning rate of the transformer", stage="var")
-    weight_decay: float = _flag(0.05, "weight decay of the transformer", stage="var")
+    depth: int = _flag(4, "layers of the transformer", VAR)
+    width: int = _flag(256, "width of the transformer", VAR)
+    heads: int = _flag(4, "attention heads", VAR)
+    shared_aln: bool = _flag(True, "one modulation for all layers: smaller", VAR)
+    label_drop: float = _flag(0.1, "how often the label is dropped", VAR)
+    var_steps: int = _flag(2600, "training steps of the transformer", VAR)
+    var_batch_size: int = _flag(32, "pictures per step of the transformer", VAR)
+    var_lr: float = _flag(1.5e-3, "peak learning rate of the transformer", VAR)
+    weight_decay: float = _flag(0.05, "weight decay of the transformer", VAR)
 
     def __post_init__(self):
         choose("dtype", self.dtype, DTYPES)
         if not self.data:
-            raise UserError("--data is required: a folder or an .npz file of pictures")
-        if not 0 < self.val_fraction < 1:
-            raise UserError(f"--val_fraction={self.val_fraction} given: it must be between 0 and 1")
-        if self.max_images < 0:
-            raise UserError(f"--max_images={self.max_images} given: it must be at least 0")
-        if not 0 <= self.seed < 2**31:
-            raise UserError(f"--seed={self.seed} given: choose 0 to {2**31 - 1}")
-        if self.vocab_size < 2:
-            raise UserError(f"--vocab_size={self.vocab_size} given: at least 2 codes are needed")
-        sides = self.patch_nums
-        if (
-            not sides
-            or min(sides) < 1
-            or any(b <= a for a, b in zip(sides, sides[1:], strict=False))
-        ):
-            raise UserError(
-                f"--patch_nums={_listed(sides)} given: sides must increase, from 1 or more"
-            )
-        size = self.codec.image_size[0]
+            raise UserError("data is required: a folder or an .npz file of pictures")
+        for given, fits, allowed in self._conditions():
+            if not fits:
+                raise UserError(f"{given} given: {allowed}")
+        for name in ("checkpoint_every", "validate_every"):
+            if getattr(self, name) % self.log_every:  # a resumed log line would average other steps
+                raise UserError(
+                    f"{name}={getattr(self, name)} must be a multiple of log_every={self.log_every}"
+                )
+        size, side = self.codec.image_size[0], self.patch_nums[-1]
         if size != self.image_size:
             raise UserError(
-                f"--image_size={self.image_size} given, but --patch_nums ends at {sides[-1]} and"
-                f" --ch_mult has {len(self.ch_mult)} levels, which makes {size} pixels"
-                f" (last side times {self.codec.downsample})"
+                f"image_size={self.image_size} given, but patch_nums ends at {side} and ch_mult has"
+                f" {len(self.ch_mult)} levels, which makes {size} pixels (last side times"
+                f" {self.codec.downsample})"
             )
-        for build in (lambda: self.transformer(1), lambda: self.vqvae, lambda: self.var):
-            build()  # each checks its own values
+        self.transformer(1)  # checks its own values
+        if not 0 <= self.autoencoder_steps < self.vqvae_steps:
+            raise UserError(
+                f"VQVAE training: {self.autoencoder_steps} autoencoder steps of"
+                f" {self.vqvae_steps} steps: the quantiser would never be trained"
+            )
+
+    def _conditions(self) -> Iterator[tuple[str, bool, str]]:
+        """(what is given, whether it is fine, what is allowed) of single values."""
+        sides, decay = self.patch_nums, self.weight_decay
+        listed = ",".join(map(str, sides))
+        increasing = bool(sides) and sides[0] >= 1 and all(a < b for a, b in pairwise(sides))
+        part = 0 < self.val_fraction < 1
+        yield f"val_fraction={self.val_fraction}", part, "it must be between 0 and 1"
+        yield f"max_images={self.max_images}", self.max_images >= 0, "it must be at least 0"
+        yield f"seed={self.seed}", 0 <= self.seed < 2**31, f"choose 0 to {2**31 - 1}"
+        yield f"vocab_size={self.vocab_size}", self.vocab_size >= 2, "at least 2 codes are needed"
+        yield f"patch_nums={listed}", increasing, "sides must increase, from 1 or more"
+        for name in AT_LEAST_ONE:
+            value = getattr(self, name)
+            yield f"{name}={value}", value >= 1, "it must be at least 1"
+        for steps in (self.vqvae_steps, self.var_steps):
+            yield f"{steps} training steps", steps >= 1, "at least 1 is needed"
+            yield f"{steps} training steps", steps <= MOST_STEPS, f"at most {MOST_STEPS} work"
+        for rate in (self.vqvae_lr, self.var_lr):
+            fits = rate > 0 and math.isfinite(rate)
+            yield f"learning rate {rate}", fits, "it must be positive and finite"
+        fits = decay >= 0 and math.isfinite(decay)
+        yield f"weight decay {decay}", fits, "it must be at least 0 and finite"
 
     @property
     def schedule(self) -> Schedule:
@@ -115,64 +149,19 @@ class Settings:
             cond_drop_rate=self.label_drop,
         )
 
-    @property
-    def vqvae(self) -> VQVAETraining:
-        adam = OptimizerSettings(
-            steps=self.vqvae_steps,
-            lr=self.vqvae_lr,
-            b2=0.99,
-            clip=1.0,
-            warm_up=20,
-            flat_until=0.5,
-            ema=0.995,
-        )
-        return VQVAETraining(
-            optimizer=adam,
-            batch_size=self.vqvae_batch_size,
-            autoencoder_steps=self.autoencoder_steps,
-            reseed_every=self.reseed_every,
-            dtype=self.dtype,
-            seed=self.seed,
-            max_validation=self.max_validation,
-        )
-
-    @property
-    def var(self) -> VARTraining:
-        adam = OptimizerSettings(
-            steps=self.var_steps,
-            lr=self.var_lr,
-            b2=0.95,
-            weight_decay=self.weight_decay,
-            clip=2.0,
-            warm_up=min(150, self.var_steps // 10),
-            ema=0.998,
-        )
-        return VARTraining(
-            optimizer=adam,
-            batch_size=self.var_batch_size,
-            dtype=self.dtype,
-            seed=self.seed,
-            max_validation=self.max_validation,
-        )
-
     def check_pictures(self, num_pictures: int, stages) -> None:
         """`UserError` where a step of one of the `stages` takes more than all training pictures."""
         for stage in stages:
             size = getattr(self, f"{stage}_batch_size")
             if size > num_pictures:
                 raise UserError(
-                    f"--{stage}_batch_size={size} given, but there are {num_pictures} training"
+                    f"{stage}_batch_size={size} given, but there are {num_pictures} training"
                     f" pictures: choose at most {num_pictures}"
                 )
 
     def of_stage(self, stage: str) -> dict:
         """{name: JSON value} of the settings that decide the result of `stage`."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        if stage == "vqvae":
-            values = {f.name: values[f.name] for f in fields(self) if "stage" not in f.metadata}
+        named = [f.name for f in fields(self) if stage in f.metadata["stages"]]
+        values = {name: getattr(self, name) for name in named}
         values["data"] = str(Path(self.data).absolute())
         return json.loads(json.dumps(values))
-
-
-def _listed(values) -> str:
-    return ",".join(str(v) for v in values)

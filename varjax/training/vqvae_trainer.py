@@ -16,143 +16,51 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+import optax
 
-from varjax.codecs.vqvae.model import VQVAE, VQVAEConfig
-from varjax.errors import UserError
-from varjax.models import parameters
-from varjax.training import batches, codebook, optimizer
-from varjax.training.data import Pictures, Splits, to_float
-from varjax.training.optimizer import OptimizerSettings
+from varjax.codecs.vqvae.model import VQVAE
+from varjax.training import codebook, data_order
+from varjax.training.data import to_float
+from varjax.training.optimizer import adamw, descend, learning_rate
+from varjax.training.stage import Stage
 
 CODES = "quantizer/embedding"
 VECTORS_PER_CODE = 16  # for k-means
-
-
-@dataclass(frozen=True, kw_only=True)
-class VQVAETraining:
-    """Everything about the run except model and pictures."""
-
-    optimizer: OptimizerSettings
-    batch_size: int = 16
-    autoencoder_steps: int = 250
-    reseed_every: int = 100
-    reseed_until: float = 0.75
-    dtype: str = "float32"
-    seed: int = 0
-    max_validation: int = 512
-
-    def __post_init__(self):
-        if self.batch_size < 1 or self.reseed_every < 1 or self.max_validation < 1:
-            raise UserError("VQVAE training: batch size and intervals must be at least 1")
-        if not 0 <= self.autoencoder_steps < self.optimizer.steps:
-            raise UserError(
-                f"VQVAE training: {self.autoencoder_steps} autoencoder steps of"
-                f" {self.optimizer.steps} steps: the quantiser would never be trained"
-            )
+RESEED_UNTIL = 0.75  # part of the run
 
 
 @dataclass(frozen=True)
-class _Programs:
-    """The compiled parts. Frozen, so that runs of the same settings in one process share them."""
+class VQVAEStage(Stage):
+    """`data` holds pictures."""
 
-    config: VQVAEConfig
-    training: VQVAETraining
+    name, network, ema = "vqvae", VQVAE, 0.995
 
-    def codec(self, params: Mapping) -> VQVAE:
-        abstract = parameters.abstract(lambda: VQVAE(self.config, rngs=nnx.Rngs(0)))
-        return parameters.fill(abstract, params)
-
-    @functools.partial(jax.jit, static_argnums=(0, 3), donate_argnums=1)
-    def train(self, state: dict, images, quantise: bool):
-        (_, (metrics, used)), gradients = jax.value_and_grad(self._loss, has_aux=True)(
-            state["params"], images, quantise
-        )
-        state = {**state, "usage": state["usage"] + used}
-        state, norm = optimizer.update(state, gradients, self.training.optimizer)
-        return state, {**metrics, "gradient_norm": norm}
-
-    def _loss(self, params: dict, images, quantise: bool):
-        codec = self.codec(params)
-        dtype = jnp.dtype(self.training.dtype)
-        latents, extra, used = codec.encode(images, dtype), 0.0, 0
-        if quantise:
-            latents, tokens, extra = codec.quantizer.quantize(latents)
-            used = jnp.zeros(self.config.vocab_size).at[tokens.reshape(-1)].add(1)
-        difference = codec.decode(latents, clip=False, dtype=dtype) - images
-        l1, mse = jnp.abs(difference).mean(), jnp.square(difference).mean()
-        loss = l1 + mse + extra
-        metrics = {"loss": loss, "l1": l1, "mse": mse}
-        return loss, ({**metrics, "quantizer": extra} if quantise else metrics, used)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def ideal_residuals(self, state: dict, images):
-        """[B * L, C] vectors that the first codes have to stand for."""
-        codec = self.codec(state["params"])
-        vectors = codec.quantizer.exact_residuals(codec.encode(images))
-        return vectors.reshape(-1, vectors.shape[-1])
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def reseed(self, state: dict, images, key) -> dict:
-        codec = self.codec(state["params"])
-        vectors = codec.quantizer.pooled_residuals(codec.encode(images))
-        codes, moved = codebook.reseed(
-            key, state["params"][CODES], state["usage"], vectors.reshape(-1, vectors.shape[-1])
-        )
-        return _with_codes(state, codes, moved)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def reconstruction_error(self, codec: VQVAE, images):
-        """([2, B] mean squared and absolute error of pixels in [0, 1], [V] usage)."""
-        tokens = codec.images_to_tokens(images)
-        difference = (codec.tokens_to_images(tokens) - images) / 2
-        errors = jnp.stack([jnp.square(difference), jnp.abs(difference)]).mean((2, 3, 4))
-        return errors, jnp.zeros(self.config.vocab_size).at[tokens.reshape(-1)].add(1)
-
-
-class VQVAEStage:
-    """A stage for `varjax.training.loop`."""
-
-    name = "vqvae"
-
-    def __init__(
-        self, config: VQVAEConfig, training: VQVAETraining, splits: Splits, settings: Mapping
-    ):
-        self.config, self.training, self.splits, self.settings = config, training, splits, settings
-        self.steps, self.batch_size = training.optimizer.steps, training.batch_size
-        self._programs = _Programs(config, training)
+    def optimizer(self) -> optax.GradientTransformation:
+        rate = learning_rate(self.settings.vqvae_lr, self.steps, warm_up=20, flat_until=0.5)
+        return adamw(rate, b2=0.99, clip=1.0)
 
     def initial_state(self) -> dict:
-        """Optimiser state plus `usage` [V], how often each code was used since the last look."""
-
-        codec = VQVAE(self.config, rngs=nnx.Rngs(self.training.seed))
-        state = optimizer.initial_state(parameters.named(codec), self.training.optimizer)
-        return {**state, "usage": jnp.zeros(self.config.vocab_size)}
-
-    def codec(self, state: Mapping) -> VQVAE:
-        """The codec with averaged weights."""
-        return self._programs.codec(state["ema"])
+        """With `usage` [V], how often each code was used since the last look."""
+        return {**super().initial_state(), "usage": jnp.zeros(self.config.vocab_size)}
 
     def step(self, state: dict, n: int) -> tuple[dict, dict]:
-        training, images = self.training, self._images(n)
-        quantise = n >= training.autoencoder_steps
-        since = n - training.autoencoder_steps
+        settings, images = self.settings, self._images(n)
+        quantise = n >= settings.autoencoder_steps
+        since = n - settings.autoencoder_steps
         if since == 0:
             state = self._place_codes(state, n)
-        elif quantise and since % training.reseed_every == 0:
-            if n <= training.reseed_until * self.steps:
-                state = self._programs.reseed(state, images, self._key(n))
-        return self._programs.train(state, images, quantise)
+        elif quantise and since % settings.reseed_every == 0:
+            if n <= RESEED_UNTIL * self.steps:
+                state = self._reseed(state, images, self.key(n))
+        return self._train(state, images, quantise)
 
     def validate(self, state: dict) -> dict:
         """PSNR in dB (mean over pictures), mean absolute error in [0, 1], use of the codebook."""
-        pictures, codec = self.splits.val, self.codec(state)
-        count = min(len(pictures), self.training.max_validation)
-        size = min(self.batch_size, count)
+        pictures, codec = self.data.val[: self.settings.max_validation], self.model(state["ema"])
         errors, usage = [], 0
-        for start in range(0, count - size + 1, size):
-            images = jnp.asarray(to_float(pictures.images[start : start + size]))
-            found, used = self._programs.reconstruction_error(codec, images)
+        for rows in data_order.whole_batches(len(pictures), self.batch_size):
+            images = jnp.asarray(to_float(pictures[rows]))
+            found, used = self._reconstruction_error(codec, images)
             errors.append(found)
             usage = usage + used
         mse, mae = jnp.concatenate(errors, axis=1)
@@ -163,36 +71,74 @@ class VQVAEStage:
             "perplexity": float(codebook.perplexity(usage)),
         }
 
-    # --- host side ---
-
-    def _key(self, n: int):
-        return jax.random.fold_in(jax.random.key(self.training.seed), n)
-
     def _images(self, n: int) -> jax.Array:
         """[B, S, S, 3] pictures of step n in [-1, 1], half of them mirrored."""
-        pictures: Pictures = self.splits.train
-        chosen = batches.indices(len(pictures), self.batch_size, self.training.seed, n)
-        images = to_float(pictures.images[chosen])
-        mirrored = batches.flips(self.batch_size, self.training.seed, n)[:, None, None, None]
-        return jnp.asarray(np.where(mirrored, images[:, :, ::-1], images))
+        chosen, mirrored = self.drawn(n)
+        images = to_float(self.data.train[chosen])
+        return jnp.asarray(np.where(mirrored[:, None, None, None], images[:, :, ::-1], images))
 
     def _place_codes(self, state: dict, n: int) -> dict:
         """First codes: k-means of the residuals of some batches."""
-        wanted = VECTORS_PER_CODE * self.config.vocab_size
-        per_batch = self.batch_size * self.config.schedule.total_tokens
-        rounds = max(1, -(-wanted // per_batch))
-        vectors = [
-            self._programs.ideal_residuals(state, self._images(n + i)) for i in range(rounds)
-        ]
-        codes = _k_means(self._key(n), jnp.concatenate(vectors)[:wanted], self.config.vocab_size)
-        everywhere = jnp.ones(self.config.vocab_size, bool)
-        return _with_codes(state, codes, everywhere)
+        count = self.config.vocab_size
+        wanted = VECTORS_PER_CODE * count
+        rounds = -(-wanted // (self.batch_size * self.config.schedule.total_tokens))
+        vectors = [self._ideal_residuals(state, self._images(n + i)) for i in range(rounds)]
+        codes = _k_means(self.key(n), jnp.concatenate(vectors)[:wanted], count)
+        return _with_codes(state, codes, moved=jnp.ones(count, bool))
+
+    # --- compiled ---
+
+    @functools.partial(jax.jit, static_argnums=(0, 3), donate_argnums=1)
+    def _train(self, state: dict, images, quantise: bool):
+        loss_of = functools.partial(self._loss, images=images, quantise=quantise)
+        new, (_, (metrics, used)), norm = descend(state, loss_of, self.optimizer(), self.ema)
+        return {**new, "usage": state["usage"] + used}, {**metrics, "gradient_norm": norm}
+
+    def _loss(self, params: dict, images, quantise: bool):
+        codec, dtype = self.model(params), jnp.dtype(self.settings.dtype)
+        latents, extra, used = codec.encode(images, dtype), 0.0, 0
+        if quantise:
+            latents, tokens, extra = codec.quantizer.quantize(latents)
+            used = self._usage(tokens)
+        difference = codec.decode(latents, clip=False, dtype=dtype) - images
+        l1, mse = jnp.abs(difference).mean(), jnp.square(difference).mean()
+        loss = l1 + mse + extra
+        metrics = {"loss": loss, "l1": l1, "mse": mse}
+        return loss, ({**metrics, "quantizer": extra} if quantise else metrics, used)
+
+    def _usage(self, tokens):
+        """[V] how often each code occurs."""
+        return jnp.zeros(self.config.vocab_size).at[tokens.reshape(-1)].add(1)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def _ideal_residuals(self, state: dict, images):
+        """[B * L, C] vectors that the first codes have to stand for."""
+        codec = self.model(state["params"])
+        vectors = codec.quantizer.exact_residuals(codec.encode(images))
+        return vectors.reshape(-1, vectors.shape[-1])
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def _reseed(self, state: dict, images, key) -> dict:
+        codec = self.model(state["params"])
+        vectors = codec.quantizer.pooled_residuals(codec.encode(images))
+        codes, moved = codebook.reseed(
+            key, state["params"][CODES], state["usage"], vectors.reshape(-1, vectors.shape[-1])
+        )
+        return _with_codes(state, codes, moved)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def _reconstruction_error(self, codec: VQVAE, images):
+        """([2, B] mean squared and absolute error of pixels in [0, 1], [V] usage)."""
+        tokens = codec.images_to_tokens(images)
+        difference = (codec.tokens_to_images(tokens) - images) / 2
+        errors = jnp.stack([jnp.square(difference), jnp.abs(difference)]).mean((2, 3, 4))
+        return errors, self._usage(tokens)
 
 
-_k_means = jax.jit(codebook.k_means, static_argnums=(2, 3))
+_k_means = jax.jit(codebook.k_means, static_argnums=2)
 
 
-def _with_codes(state: dict, codes, moved) -> dict:
+def _with_codes(state: Mapping, codes, moved) -> dict:
     """State with new codes where `moved`, in the averaged weights too, and usage counted afresh."""
     average = jnp.where(moved[:, None], codes, state["ema"][CODES])
     return {

@@ -17,7 +17,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from varjax.errors import UserError
-from varjax.storage.atomic import check_place
+from varjax.storage.atomic import check_place, new_file
 
 SETTINGS, HISTORY, CHECKPOINTS = "settings.json", "history.jsonl", "checkpoints"
 
@@ -29,17 +29,17 @@ def check(out, settings: Mapping[str, Mapping]) -> None:
       UserError: `out` cannot be written, holds something else, or a stage with other settings.
     """
     if not str(out).strip() or not os.path.exists(out):
-        check_place(out, flag="--out")
+        check_place(out, flag="out")
         return
     out = Path(out)
     if not out.is_dir():
-        raise UserError(f"--out={out} is not a folder: choose another one")
+        raise UserError(f"out={out} is not a folder: choose another one")
     if not os.access(out, os.R_OK | os.W_OK | os.X_OK):
-        raise UserError(f"--out={out}: no permission to read and write there")
+        raise UserError(f"out={out}: no permission to read and write there")
     found = [stage for stage in settings if (out / stage / SETTINGS).is_file()]
     if not found and any(out.iterdir()):
         raise UserError(
-            f"--out={out} is not empty and holds no training run to resume: choose another folder"
+            f"out={out} is not empty and holds no training run to resume: choose another folder"
         )
     for stage in found:
         _compare(out / stage / SETTINGS, settings[stage])
@@ -51,67 +51,60 @@ def _compare(path: Path, settings: Mapping) -> None:
         if not isinstance(stored, dict):
             raise ValueError("it must hold a JSON object")
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged ({error}): choose another --out") from error
-    given = json.loads(json.dumps(settings))
-    names = [n for n in {**stored, **given} if stored.get(n) != given.get(n)]
+        raise UserError(f"{path} is damaged ({error}): choose another folder") from error
+    names = [n for n in {**stored, **settings} if stored.get(n) != settings.get(n)]
     if names:
-        changes = ", ".join(f"{n} was {stored.get(n)}, now {given.get(n)}" for n in names)
+        changes = ", ".join(f"{n} was {stored.get(n)}, now {settings.get(n)}" for n in names)
         raise UserError(
             f"the run in {path.parent} has other settings: {changes}. Repeat the original settings"
-            " to resume it, or choose another --out"
+            " to resume it, or choose another folder"
         )
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file that appears as a whole or not at all."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_bytes(data)
-    os.replace(part, path)
-
-
 class StageFolder:
-    """Files of one stage. Creates the folder; `check` must have passed before."""
+    """Files of one stage. Creates the folder; `check` must have passed before. As a context it
+    closes the checkpoints."""
 
     def __init__(self, out, stage: str, settings: Mapping):
         self.path = Path(out).absolute() / stage
         self.path.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path / SETTINGS, json.dumps(settings, indent=1).encode())
+        self._write(SETTINGS, json.dumps(settings, indent=1))
         options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
         self._manager = ocp.CheckpointManager(self.path / CHECKPOINTS, options=options)
 
-    def latest_step(self) -> int:
-        """Steps done in the newest checkpoint; 0 without one."""
-        return self._manager.latest_step() or 0
+    def __enter__(self) -> "StageFolder":
+        return self
 
-    def restore(self, like):
-        """The newest checkpoint, with the structure of `like`."""
-        step = self.latest_step()
-        return self._manager.restore(
-            step, args=ocp.args.StandardRestore(jax.eval_shape(lambda: like))
-        )
+    def __exit__(self, *error) -> None:
+        self._manager.close()
 
-    def save(self, step: int, state) -> None:
+    def restore(self, state: dict) -> tuple[dict, int]:
+        """The newest checkpoint, with the structure of `state`, and its steps; without one `state`
+        as it is, and 0."""
+        step = self._manager.latest_step() or 0
+        if step:
+            like = ocp.args.StandardRestore(jax.eval_shape(lambda: state))
+            state = self._manager.restore(step, args=like)
+        return state, step
+
+    def save(self, step: int, state: dict) -> None:
         """Write a checkpoint; the two newest are kept."""
         self._manager.save(step, args=ocp.args.StandardSave(state))
 
-    def close(self) -> None:
-        self._manager.close()
-
-    def read_history(self) -> list[dict]:
-        """All entries so far; a line that a crash cut short is left out."""
-        path, entries = self.path / HISTORY, []
+    def keep_history(self, up_to: int) -> None:
+        """Drop entries of steps after `up_to`, and a line that a crash cut short."""
+        path, kept = self.path / HISTORY, []
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
             try:
-                entries.append(json.loads(line))
+                kept += [line] if json.loads(line)["step"] <= up_to else []
             except ValueError:
                 break
-        return entries
-
-    def keep_history(self, up_to: int) -> None:
-        """Drop entries of steps after `up_to`."""
-        kept = [e for e in self.read_history() if e["step"] <= up_to]
-        write_atomically(self.path / HISTORY, "".join(json.dumps(e) + "\n" for e in kept).encode())
+        self._write(HISTORY, "".join(f"{line}\n" for line in kept))
 
     def append_history(self, entry: Mapping) -> None:
         with open(self.path / HISTORY, "a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
+
+    def _write(self, name: str, text: str) -> None:
+        with new_file(self.path / name) as file:
+            file.write(text.encode())
