@@ -15,7 +15,7 @@ from jaxtyping import Array, Shaped
 AnyArray = Array | np.ndarray
 
 
-def flatten_maps(maps: Sequence[Shaped[Array, "B h w C"]]) -> Shaped[Array, "B L C"]:
+def flatten_maps(maps: Sequence[Shaped[Array, "B _ _ C"]]) -> Shaped[Array, "B L C"]:
     """Positions of all maps, one map after the other, each row-major."""
     rows = [m.reshape(m.shape[0], m.shape[1] * m.shape[2], m.shape[3]) for m in maps]
     return jnp.concatenate(rows, axis=1)
