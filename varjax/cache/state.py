@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from varjax.cache.allocation import RegionAllocation
 from varjax.cache.plan import CachePlan
@@ -28,7 +28,7 @@ class KVState:
     The last three are None unless the policy asks for them.
     """
 
-    kv_pool: Float[Array, "R blocks block_size KV"]
+    kv_pool: Num[Array, "R blocks block_size KV"]
     kv_scale: Float[Array, "R blocks two_block_size"] | None = None
     position: Int[Array, "R slots"] | None = None
     regions: Int[Array, "L R N"] | None = None

@@ -4,10 +4,10 @@ may be traced."""
 from functools import reduce
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 
-def rank(score: Float[Array, "R N K"], among: Bool[Array, "R N K"]) -> Int[Array, "R N K"]:
+def rank(score: Num[Array, "R N K"], among: Bool[Array, "R N K"]) -> Int[Array, "R N K"]:
     """Place of each entry by descending score, counted within `among`; entries outside come last.
     Ties: earlier entry first."""
     order = jnp.argsort(jnp.where(among, -score, jnp.inf), axis=-1, stable=True)
@@ -15,7 +15,7 @@ def rank(score: Float[Array, "R N K"], among: Bool[Array, "R N K"]) -> Int[Array
 
 
 def top(
-    score: Float[Array, "R N K"], among: Bool[Array, "R N K"], count: Int[Array, "R N"]
+    score: Num[Array, "R N K"], among: Bool[Array, "R N K"], count: Int[Array, "R N"]
 ) -> Bool[Array, "R N K"]:
     """The `count` best-scored entries of `among`."""
     return among & (rank(score, among) < count[..., None])
@@ -36,7 +36,7 @@ def protect(
 
 
 def stratified(
-    score: Float[Array, "R N K"],
+    score: Num[Array, "R N K"],
     position: Int[Array, "R N K"],
     among: Bool[Array, "R N K"],
     count: Int[Array, "R N"],
@@ -63,7 +63,7 @@ def part_of(count: Int[Array, "R N"], share: float) -> Int[Array, "R N"]:
 
 
 def peaks(
-    score: Float[Array, "R N K"],
+    score: Num[Array, "R N K"],
     position: Int[Array, "R N K"],
     live: Bool[Array, "R N K"],
     among: Bool[Array, "R N K"],
@@ -84,7 +84,7 @@ def peaks(
     return among & (place < count[..., None])
 
 
-def max_pool(score: Float[Array, "R N K"], width: int) -> Float[Array, "R N K"]:
+def max_pool(score: Num[Array, "R N K"], width: int) -> Float[Array, "R N K"]:
     """Largest score within `width` (odd) neighbours, centred; nothing lies beyond the ends."""
     size, side = score.shape[-1], width // 2
     padded = jnp.pad(score, ((0, 0), (0, 0), (side, side)), constant_values=-jnp.inf)
@@ -92,7 +92,7 @@ def max_pool(score: Float[Array, "R N K"], width: int) -> Float[Array, "R N K"]:
 
 
 def window_and_peaks(
-    score: Float[Array, "R N K"],
+    score: Num[Array, "R N K"],
     position: Int[Array, "R N K"],
     live: Bool[Array, "R N K"],
     window: Bool[Array, "R N K"],
