@@ -270,11 +270,11 @@ def test_charts_hold_the_numbers(sweep, calibration):
     policy, budget, removals = list(pruning)[1]
     assert (policy, budget) == ("heatkv", "0.5")
     prepared = HeatKV(budget=0.5).prepare(geometry, found)
-    death = prepared.schedule(geometry, 0.5, found).death()
+    last_use = prepared.schedule(geometry, 0.5, found).last_use()
     names = [*charts.scale_names(geometry.schedule), "never"]
     for source, chart in enumerate(removals, start=prepared.sinks):
         words = [row["given up"] for row in data_of(chart)]
-        wanted = [[names[d] for d in row] for row in death[..., source]]
+        wanted = [[names[s + 1] for s in row] for row in last_use[..., source]]
         assert [[word.removeprefix("before ") for word in row] for row in words] == wanted
     assert charts.plain([np.nan, np.inf, 1 / 3]) == [None, None, 0.33333]
 

@@ -67,7 +67,8 @@ def problem(request):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_geometry(name):
-    geometry, known = Problem(name).geometry, registry.preset(PUBLISHED[name][1]).transformer
+    geometry = Problem(name).geometry
+    known = registry.preset(PUBLISHED[name][1]).configs["transformer"]
     assert (known.schedule, known.depth, known.num_heads) == (
         geometry.schedule,
         geometry.num_layers,
