@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ported_weights.tables.registry import CUSTOM
-from varjax.errors import UserError
+from varjax.errors import UserError, about
 from varjax.models import registry
 from varjax.sampling import RECOMMENDABLE, Sampling
-from varjax.storage.manifest import parse_json
+from varjax.storage.manifest import read_json
 
 MODELS = (*registry.PRESETS, *(f"{family}-custom" for family in registry.FAMILIES))
 
@@ -52,25 +52,25 @@ def configurations(
     else:
         codec_given, words = custom.tokenizer(given if isinstance(given, Mapping) else {})
         say(f"--tokenizer_config is not given: taking the published tokenizer ({words})")
-    codec = _read(family.parts["codec"], codec_given, tokenizer_config)
+    with about(tokenizer_config or "published defaults"):
+        codec = family.parts["codec"].read(codec_given)
     if isinstance(given, Mapping):  # what both must agree in may be left out; maps are adapted
         shared = [name for name in family.agreed if name != "schedule"]
         given = {**{name: getattr(codec, name) for name in shared}, **given}
-    transformer = _read(family.parts["transformer"], given, config)
+    with about(config):
+        transformer = family.parts["transformer"].read(given)
     tell = say if tokenizer_config else lambda line: None
     configs = {"transformer": transformer, "codec": custom.adapt(codec, transformer, tell)}
-    try:
+    files = f"{config} and {tokenizer_config or 'the published tokenizer'}"
+    with about(f"the configurations do not belong together ({files})"):
         family.check(configs)
-    except UserError as error:
-        files = f"{config} and {tokenizer_config or 'the published tokenizer'}"
-        raise UserError(f"the configurations do not belong together: {error} ({files})") from error
     return configs, dict(custom.sampling(transformer))
 
 
 def _arguments(path: str, weights: str | None):
     """Names and values of a configuration file. Of a file with several configurations, that which
     is called as the weights are."""
-    content = _read_json(path)
+    content = read_json(path)
     several = isinstance(content, Mapping) and all(isinstance(v, dict) for v in content.values())
     if not (several and content):
         return content
@@ -84,20 +84,12 @@ def _arguments(path: str, weights: str | None):
     )
 
 
-def _read(part: registry.Part, arguments, path: str | None):
-    """Configuration of a file; errors name the file."""
-    try:
-        return part.read(arguments)
-    except UserError as error:
-        raise UserError(f"{path or 'published defaults'}: {error}") from error
-
-
 # --- small files ----------------------------------------------------------------------------------
 
 
 def class_names_of(path: str, transformer) -> list[str]:
     """A JSON list of names, or {"classes": list}; index = label."""
-    names = _read_json(path)
+    names = read_json(path)
     names = names.get("classes") if isinstance(names, dict) else names
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise UserError(f'{path} must hold a list of texts, or {{"classes": [...]}}')
@@ -111,23 +103,12 @@ def sampling_of(path: str | None, default: Mapping, transformer, say) -> dict:
     """Recommended sampling: the default, updated from a JSON file."""
     if not path:
         return dict(default)
-    given = _read_json(path)
+    given = read_json(path)
     if not isinstance(given, dict):
         raise UserError(f"{path} must hold names and values: {', '.join(RECOMMENDABLE)}")
     for name in (n for n in given if n not in RECOMMENDABLE):
         say(f"{path}: {name} is not a sampling setting, ignored")
     chosen = {**default, **{n: v for n, v in given.items() if n in RECOMMENDABLE}}
-    try:
+    with about(path):
         transformer.check_sampling(Sampling.recommended(chosen))
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
     return chosen
-
-
-def _read_json(path: str):
-    try:
-        return parse_json(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"there is no file {path}") from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path} as JSON: {error}") from error

@@ -20,7 +20,7 @@ from ported_weights.configurations import (
 )
 from ported_weights.readers import sources, t5_folder
 from ported_weights.tables.registry import CUSTOM, TABLES, RuleTable
-from varjax.errors import UserError, choose
+from varjax.errors import UserError, about, choose
 from varjax.models import parameters, registry
 from varjax.progress import Progress
 from varjax.storage import checkpoint
@@ -200,10 +200,8 @@ class PublishedPart:
     def _applied(self, function: Callable, *arguments):
         """`function` of the rules, the tensors and `arguments`; errors say what does not fit."""
         tensors = self.source.tensors
-        try:
+        with about(f"{self.source.path} does not fit {self.described}"):
             return function(self.table.rules(self.config, tensors), tensors, *arguments)
-        except UserError as error:
-            raise UserError(f"{self.source.path} does not fit {self.described}: {error}") from error
 
 
 def _open(part: registry.Part, config, path: str, key: str | None) -> PublishedPart:
@@ -233,10 +231,8 @@ def _text_encoder_of(family: registry.Family, transformer, folder: str) -> Publi
             f"--text_encoder_source: {family.parts['transformer'].name} draws classes, not texts:"
             " drop it"
         )
-    try:
+    with about("--text_encoder_source"):
         encoder = _open_text_encoder(folder)
-    except UserError as error:
-        raise type(error)(f"--text_encoder_source: {error}") from error
     width = encoder.config.d_model
     if width != transformer.text_channels:
         raise UserError(
@@ -248,13 +244,9 @@ def _text_encoder_of(family: registry.Family, transformer, folder: str) -> Publi
 
 
 def _grouped(ignored: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Names with the same reason on one line."""
+    """Names with the same reason on one line, of which 8 are shown."""
     groups: dict[str, list[str]] = {}
     for name, reason in ignored:
         groups.setdefault(reason, []).append(name)
-    return [(_shortened(names), reason) for reason, names in groups.items()]
-
-
-def _shortened(names: Sequence[str], most: int = 8) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    more = {r: f" and {len(names) - 8} more" * (len(names) > 8) for r, names in groups.items()}
+    return [(", ".join(names[:8]) + more[reason], reason) for reason, names in groups.items()]

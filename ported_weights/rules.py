@@ -17,35 +17,15 @@ from varjax.errors import UserError
 from varjax.models import parameters
 
 TRANSFORMS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
-    "linear": lambda a: _axes(a, (1, 0)),  # (out, in) -> (in, out)
-    "conv": lambda a: _axes(a, (2, 3, 1, 0)),  # (out, in, kh, kw) -> (kh, kw, in, out)
-    "conv1x1_to_linear": lambda a: _axes(a[:, :, 0, 0], (1, 0)) if a.shape[2:] == (1, 1) else _no(),
+    "linear": lambda a: a.transpose(1, 0),  # (out, in) -> (in, out)
+    "conv": lambda a: a.transpose(2, 3, 1, 0),  # (out, in, kh, kw) -> (kh, kw, in, out)
+    "conv1x1_to_linear": lambda a: a[:, :, 0, 0].T if a.shape[2:] == (1, 1) else _no(),
     "drop_axis": lambda a: a[0] if a.shape[:1] == (1,) else _no(),  # (1, ...) -> (...)
     "add_axis": lambda a: a[None],
     "flatten": lambda a: a.reshape(-1),
 }
+Stack = int | tuple[int, int, int]
 MAX_CHECKED = 2**27  # elements of an ignored tensor whose values are checked
-
-
-@dataclass(frozen=True)
-class Nested:
-    """An index on a stacked axis that a name gives in two numbers: outer * size + inner.
-
-    outer, inner: groups of the pattern; size: how many inner ones there are.
-    """
-
-    outer: int
-    inner: int
-    size: int
-
-    def index(self, match: re.Match) -> int:
-        """-1, which is no index, where the inner number is too large."""
-        inner = int(match[self.inner])
-        return int(match[self.outer]) * self.size + inner if inner < self.size else -1
-
-    def groups(self, index: int) -> dict[int, str]:
-        """What the groups say for an index: the inverse of `index`."""
-        return {self.outer: str(index // self.size), self.inner: str(index % self.size)}
 
 
 @dataclass(frozen=True)
@@ -56,8 +36,8 @@ class Rule:
       pattern: regular expression for the whole name.
       target: '/'-joined parameter path; `\1` stands for group 1 of the pattern.
       transform: None, a name of `TRANSFORMS`, or several that are applied in turn.
-      stack: the group whose number is the index on the leading axis of the target, two groups as
-        `Nested`, or None.
+      stack: the group whose number is the index on the leading axis of the target; or two groups
+        and a size, (outer, inner, size), for the index outer * size + inner; or None.
       row_limit: name of the setting that says how many rows are taken: the source may have more,
         which are reported as ignored. None: shapes must be equal.
     """
@@ -65,7 +45,7 @@ class Rule:
     pattern: str
     target: str
     transform: str | tuple[str, ...] | None = None
-    stack: int | Nested | None = None
+    stack: Stack | None = None
     row_limit: str | None = None
 
     def apply(self, array: np.ndarray) -> np.ndarray:
@@ -76,19 +56,22 @@ class Rule:
         return array
 
     def slot(self, match: re.Match) -> int | None:
-        """Index on the stacked axis, None for a target without one."""
-        if isinstance(self.stack, Nested):
-            return self.stack.index(match)
-        return int(match[self.stack]) if self.stack else None
+        """Index on the stacked axis, None for a target without one; -1, which is no index, where
+        an inner number is too large."""
+        if not isinstance(self.stack, tuple):
+            return int(match[self.stack]) if self.stack else None
+        (outer, inner), size = (int(match[group]) for group in self.stack[:2]), self.stack[2]
+        return outer * size + inner if inner < size else -1
 
     def groups(self, slot: int) -> dict[int, str]:
-        """What the pattern's groups say for an index."""
-        if isinstance(self.stack, Nested):
-            return self.stack.groups(slot)
-        return {self.stack: str(slot)} if self.stack else {}
+        """What the pattern's groups say for an index: the inverse of `slot`."""
+        if not isinstance(self.stack, tuple):
+            return {self.stack: str(slot)} if self.stack else {}
+        outer, inner, size = self.stack
+        return {outer: str(slot // size), inner: str(slot % size)}
 
 
-def linear(pattern: str, target: str, stack: int | Nested | None = None) -> list[Rule]:
+def linear(pattern: str, target: str, stack: Stack | None = None) -> list[Rule]:
     """Weight and bias of a linear layer."""
     return [
         Rule(rf"{pattern}\.weight", f"{target}/kernel", "linear", stack),
@@ -103,6 +86,13 @@ class Ignore:
     pattern: str
     reason: str
     check: Callable[[np.ndarray], str | None] | None = None
+
+
+def zero_key_bias(prefix: str, model: str) -> Ignore:
+    """The buffer that published attention adds to its keys, which have no bias."""
+    objection = f"must be zero: keys have no bias in {model}"
+    check = lambda array: objection if np.any(array) else None  # noqa: E731
+    return Ignore(rf"{prefix}\.zero_k_bias", "constant zeros", check)
 
 
 @dataclass(frozen=True)
@@ -149,10 +139,9 @@ def apply(
         into = arrays[target] if slot is None else arrays[target][slot]
         array = rule.apply(tensors[name].read())
         into[...] = array[: len(into)] if rule.row_limit else array
-        if bad := into.size - np.count_nonzero(np.isfinite(into)):
-            placement.problems.append(
-                f"not finite: {name} has {bad} values that are NaN or infinite"
-            )
+        if bad := np.count_nonzero(~np.isfinite(into)):
+            problem = f"not finite: {name} has {bad} values that are NaN or infinite"
+            placement.problems.append(problem)
         progress(done, len(placement.moves))
     _report(placement.problems)
     return parameters.fill(module, arrays), placement
@@ -194,15 +183,14 @@ def _match(rules: Sequence, tensors: Mapping, targets: Mapping) -> Placement:
             placement.problems.append(f"surplus: {name} ({rule.reason})")
         elif isinstance(rule, Ignore):
             placement.ignored.append((name, rule.reason))
-            placement.problems += _objections(name, rule, tensor)
+            if rule.check is not None:
+                placement.problems += _objections(name, rule, tensor)
         else:
             _place(placement, name, rule, match, tensor, targets)
     return placement
 
 
 def _objections(name: str, rule: Ignore, tensor) -> list[str]:
-    if rule.check is None:
-        return []
     if math.prod(tensor.shape) > MAX_CHECKED:
         return [f"wrong shape: {name} is implausibly large: {list(tensor.shape)}"]
     objection = rule.check(tensor.read())
@@ -224,13 +212,19 @@ def _place(
     placement.moves.append((name, rule, target, slot))
     wanted = tuple(leaf.shape if slot is None else leaf.shape[1:])
     shape = _shape(rule, tensor)
-    if _is_longer(rule, shape, wanted):
+    may_differ = rule.row_limit and shape and shape[1:] == wanted[1:]
+    if may_differ and shape[0] > wanted[0]:
         reason = f"only the first {wanted[0]} are used: {rule.row_limit} is {wanted[0]}"
         placement.ignored.append((f"rows {wanted[0]} to {shape[0] - 1} of {name}", reason))
     elif shape != wanted:
-        placement.problems.append(
-            f"wrong shape: {name} is {list(tensor.shape)}, {_expected(rule, tensor, shape, wanted)}"
-        )
+        expected = f"but {list(wanted)} is expected"
+        if may_differ:
+            expected += f": set {rule.row_limit} to {shape[0]} or less"
+        elif shape is None:
+            expected += f" after {rule.transform!r}"
+        elif rule.transform:
+            expected = f"which becomes {list(shape)} instead of {list(wanted)}"
+        placement.problems.append(f"wrong shape: {name} is {list(tensor.shape)}, {expected}")
     if parameters.is_floating(tensor.dtype) != parameters.is_floating(leaf.dtype):
         placement.problems.append(f"wrong type: {name} is {tensor.dtype}, not {leaf.dtype}")
 
@@ -241,19 +235,6 @@ def _shape(rule: Rule, tensor) -> tuple[int, ...] | None:
         return rule.apply(np.broadcast_to(np.int8(0), tensor.shape)).shape
     except (ValueError, IndexError):
         return None
-
-
-def _is_longer(rule: Rule, shape, wanted: tuple[int, ...]) -> bool:
-    """True if the source has more rows than wanted and may."""
-    return bool(rule.row_limit and shape and shape[1:] == wanted[1:] and shape[0] > wanted[0])
-
-
-def _expected(rule: Rule, tensor, shape, wanted: tuple[int, ...]) -> str:
-    if rule.row_limit and shape and shape[1:] == wanted[1:]:
-        return f"but {list(wanted)} is expected: set {rule.row_limit} to {shape[0]} or less"
-    if shape is None or not rule.transform:
-        return f"but {list(wanted)} is expected" + (f" after {rule.transform!r}" * (shape is None))
-    return f"which becomes {list(shape)} instead of {list(wanted)}"
 
 
 def _check_coverage(placement: Placement, rules: Sequence, targets: Mapping) -> None:
@@ -293,11 +274,8 @@ def _source_name(rule: Rule, target: str, slot: int | None = None) -> str | None
 # --- values ---------------------------------------------------------------------------------------
 
 
-def _types(
-    placement: Placement, tensors: Mapping, targets: Mapping, dtype=None
-) -> dict[str, np.dtype]:
-    """Type of every parameter: `dtype`, or that of its source tensors, the widest where they
-    differ."""
+def _types(placement: Placement, tensors: Mapping, targets: Mapping, dtype) -> dict[str, np.dtype]:
+    """Type of every parameter: `dtype`, or that of its source tensors, the widest if they differ."""
     types: dict[str, np.dtype] = {}
     for name, _, target, _ in placement.moves:
         given = tensors[name].dtype
@@ -305,15 +283,9 @@ def _types(
             given = np.dtype(targets[target].dtype)
         if dtype is not None and parameters.is_floating(given):
             given = np.dtype(dtype)
-        before = types.setdefault(target, given)
-        if before != given:
+        if types.setdefault(target, given) != given:
             types[target] = np.dtype(np.float32)
     return types
-
-
-def _axes(array: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
-    """Transpose; `ValueError` if the number of axes differs."""
-    return array.transpose(order)
 
 
 def _no():

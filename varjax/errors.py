@@ -4,12 +4,22 @@ Every message says what was given, what is allowed and what to do. Commands prin
 exit with status 2.
 """
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class UserError(ValueError):
     """Wrong input. Raised before anything is compiled, allocated or written."""
+
+
+@contextlib.contextmanager
+def about(what) -> Iterator[None]:
+    """A `UserError` inside is about `what`, such as a file: its message then begins with it."""
+    try:
+        yield
+    except UserError as error:
+        raise type(error)(f"{what}: {error}") from error
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:

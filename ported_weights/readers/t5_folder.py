@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ported_weights.readers import sources
 from ported_weights.tables.t5 import SIGNATURE
-from varjax.errors import UserError
-from varjax.storage.manifest import parse_json
+from varjax.errors import UserError, about
+from varjax.storage.manifest import read_json
 from varjax.text.t5 import T5Config
 from varjax.text.tokenizer import FILE_NAME, Tokenizer
 
@@ -44,18 +44,13 @@ def _config(folder: Path) -> T5Config:
             f" {FILE_NAME} and weights"
         )
     file = folder / CONFIG
-    try:
-        content = parse_json(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{folder} has no {CONFIG}: take the one published with flan-t5") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {file} as JSON: {error}") from error
+    if not file.exists():
+        raise UserError(f"{folder} has no {CONFIG}: take the one published with flan-t5")
+    content = read_json(file)
     if not isinstance(content, dict):
         raise UserError(f"{file} must hold names and values, as published with flan-t5")
-    try:
+    with about(file):
         return T5Config.from_published(content)
-    except UserError as error:
-        raise UserError(f"{file}: {error}") from None
 
 
 def _weights(folder: Path) -> Path:

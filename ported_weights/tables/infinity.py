@@ -10,9 +10,7 @@ shift).
 import re
 from collections.abc import Collection
 
-import numpy as np
-
-from ported_weights.rules import Ignore, Nested, Rule, linear
+from ported_weights.rules import Ignore, Rule, Stack, linear, zero_key_bias
 from varjax.models.infinity.transformer import InfinityConfig
 
 # Names that tell Infinity's weights from others, VAR's included.
@@ -29,7 +27,7 @@ def infinity_rules(config: InfinityConfig, names: Collection[str] = ()) -> list[
         per_chunk, is_chunked = 1 + max(inner), True
     elif names:
         is_chunked = False
-    chunked, plain = (_CHUNKED, Nested(1, 2, per_chunk)), (r"blocks\.(\d+)\.", 1)
+    chunked, plain = (_CHUNKED, (1, 2, per_chunk)), (r"blocks\.(\d+)\.", 1)
     ways = (chunked, plain) if is_chunked else (plain, chunked)
     return [
         Rule(r"cfg_uncond", "unconditional_text", row_limit="text_maxlen"),
@@ -39,7 +37,7 @@ def infinity_rules(config: InfinityConfig, names: Collection[str] = ()) -> list[
         Rule(_POOL + r"\.mat_q", "text_pool/query", "drop_axis"),
         Rule(_POOL + r"\.mat_kv\.weight", "text_pool/kv/kernel", "linear"),
         Rule(_POOL + r"\.v_bias", "text_pool/v_bias"),
-        _zeros(_POOL),
+        zero_key_bias(_POOL, "Infinity"),
         *linear(_POOL + r"\.proj", "text_pool/proj"),
         *linear(r"text_proj_for_ca\.0", "text_proj1"),
         *linear(r"text_proj_for_ca\.2", "text_proj2"),
@@ -51,7 +49,7 @@ def infinity_rules(config: InfinityConfig, names: Collection[str] = ()) -> list[
     ]
 
 
-def _block(prefix: str, stack: int | Nested) -> list[Rule | Ignore]:
+def _block(prefix: str, stack: Stack) -> list[Rule | Ignore]:
     """One layer, under one way of naming it."""
     return [
         Rule(prefix + r"ada_gss", "blocks/modulation_offset", ("drop_axis",) * 2, stack),
@@ -68,14 +66,6 @@ def _block(prefix: str, stack: int | Nested) -> list[Rule | Ignore]:
         *linear(prefix + r"ca\.proj", "blocks/cross_proj", stack),
         *linear(prefix + r"ffn\.fc1", "blocks/fc1", stack),
         *linear(prefix + r"ffn\.fc2", "blocks/fc2", stack),
-        _zeros(prefix + "sa"),
-        _zeros(prefix + "ca"),
+        zero_key_bias(prefix + "sa", "Infinity"),
+        zero_key_bias(prefix + "ca", "Infinity"),
     ]
-
-
-def _zeros(pattern: str) -> Ignore:
-    return Ignore(rf"{pattern}\.zero_k_bias", "constant zeros", _must_be_zero)
-
-
-def _must_be_zero(array: np.ndarray) -> str | None:
-    return "must be zero: keys have no bias in Infinity" if np.any(array) else None

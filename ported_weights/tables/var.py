@@ -6,7 +6,7 @@ published order (two gates, two scales, two shifts), the head's two as well (sca
 
 import numpy as np
 
-from ported_weights.rules import Ignore, Refuse, Rule, linear
+from ported_weights.rules import Ignore, Refuse, Rule, linear, zero_key_bias
 from varjax.models.var.transformer import VARConfig
 from varjax.schedule import Schedule
 
@@ -32,7 +32,7 @@ def var_rules(config: VARConfig) -> list[Rule | Ignore | Refuse]:
         *linear(_N + r"ffn\.fc2", "blocks/fc2", stack=1),
         *_attention_scale(config),
         *_modulation(config),
-        Ignore(_N + r"attn\.zero_k_bias", "constant zeros", _must_be_zero),
+        zero_key_bias(_N + "attn", "VAR"),
         Ignore("attn_bias_for_masking", "the block-causal mask, which follows from the schedule"),
         Ignore("lvl_1L", "the scale of every token", lambda a: _disagrees(a, config.schedule)),
     ]
@@ -62,10 +62,6 @@ def _modulation(config: VARConfig) -> list[Rule | Refuse]:
             "the configuration says shared_aln false, the weights true",
         ),
     ]
-
-
-def _must_be_zero(array: np.ndarray) -> str | None:
-    return "must be zero: keys have no bias in VAR" if np.any(array) else None
 
 
 def _disagrees(levels: np.ndarray, schedule: Schedule) -> str | None:

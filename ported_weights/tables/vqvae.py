@@ -56,17 +56,12 @@ def _phi_rules(config: VQVAEConfig) -> list[Rule]:
     """One shared list of phi convolutions, a list with an entry per scale, or a single one."""
     if not config.num_phi:
         return []
-    source = {0: r"quantize\.quant_resi\.(\d+)", 1: r"quantize\.quant_resi\.qresi"}.get(
-        config.share_quant_resi, r"quantize\.quant_resi\.qresi_ls\.(\d+)"
-    )
-    if config.share_quant_resi == 1:
-        return [
-            Rule(rf"{source}\.weight", "quantizer/phi_kernel", ("conv", "add_axis")),
-            Rule(rf"{source}\.bias", "quantizer/phi_bias", "add_axis"),
-        ]
+    published = {0: r"(\d+)", 1: "qresi"}.get(config.share_quant_resi, r"qresi_ls\.(\d+)")
+    stack, single = (None, ("add_axis",)) if config.share_quant_resi == 1 else (1, ())
+    source = rf"quantize\.quant_resi\.{published}"
     return [
-        Rule(rf"{source}\.weight", "quantizer/phi_kernel", "conv", stack=1),
-        Rule(rf"{source}\.bias", "quantizer/phi_bias", stack=1),
+        Rule(rf"{source}\.weight", "quantizer/phi_kernel", ("conv", *single), stack),
+        Rule(rf"{source}\.bias", "quantizer/phi_bias", single, stack),
     ]
 
 

@@ -2,11 +2,13 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 from absl import flags
 
+from varjax import errors
 from varjax.cli import help_text
 from varjax.engine import compilation_cache
 from varjax.errors import UserError, nearest
@@ -87,13 +89,9 @@ class _Choice(flags.ArgumentParser):
         return "string enum"
 
 
-@contextlib.contextmanager
-def about(holder) -> Iterator[None]:
-    """A `UserError` inside is about the value of this flag: its message then begins with it."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"--{holder.name}={holder.value}: {error}") from None
+def about(holder) -> AbstractContextManager[None]:
+    """`errors.about` the value of this flag."""
+    return errors.about(f"--{holder.name}={holder.value}")
 
 
 def parse_flags(argv: Sequence[str], values: flags.FlagValues) -> None:

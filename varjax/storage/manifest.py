@@ -5,6 +5,7 @@ described there by NAME.json, such as `text_encoder.json`.
 """
 
 import json
+import os
 import re
 import zlib
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from varjax.errors import UserError
+from varjax.errors import UserError, about
 from varjax.models import parameters, registry
 from varjax.sampling import Sampling
 
@@ -64,8 +65,7 @@ def read(folder: Path) -> dict:
     """Read and check `folder/model.json`.
 
     Raises:
-      UserError: missing, not JSON, another format version, unknown family, or entries that are
-        missing, malformed or contradict each other.
+      UserError: missing, not JSON, of another version or family, or with unusable entries.
     """
     if not folder.exists():
         raise UserError(f"there is no checkpoint folder {folder}")
@@ -131,11 +131,18 @@ def _require(file: Path, content: Mapping, kinds: Mapping[str, type]) -> None:
             raise UserError(f"{file} is damaged: entry {name!r} is missing or malformed")
 
 
-def _json_object(file: Path) -> dict:
+def read_json(path: str | os.PathLike):
+    """The value of a JSON file; `UserError` if there is no such file or it is not JSON."""
     try:
-        content = parse_json(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise UserError(f"cannot read {file}: {error}") from error
+        return parse_json(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"there is no file {path}") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path} as JSON: {error}") from error
+
+
+def _json_object(file: Path) -> dict:
+    content = read_json(file)
     if not isinstance(content, dict):
         raise UserError(f"{file} is damaged: it must hold a JSON object")
     return content
@@ -175,51 +182,35 @@ def part_configuration(where, content: Mapping, name: str):
 
 
 def _configuration(where, content: Mapping, entry: str, part: registry.Part):
-    try:
+    with about(f"{where}, entry {entry!r}"):
         return part.read(content[entry])
-    except UserError as error:
-        raise UserError(f"{where}, entry {entry!r}: {error}") from error
 
 
 def check_entries(where, family: str, content: Mapping, configs: Mapping) -> None:
-    """Check what is free in a `model.json`: that parts fit each other, and optional entries.
-
-    Args:
-      where: the file or folder, for messages.
-      family: its name.
-      content: class_names, sampling and files are checked where they are there.
-      configs: {part: configuration}.
-
-    Raises:
-      UserError: a value of another kind, or entries that contradict each other.
+    """Raise `UserError` unless the parts of a `model.json` fit each other, and its class_names,
+    sampling and files, where they are there, the parts. where: the file or folder, for messages;
+    configs: {part: configuration}.
     """
-    try:
+    with about(f"{where} is inconsistent"):
         registry.family(family).check(configs)
-    except UserError as error:
-        raise UserError(f"{where} is inconsistent: {error}") from error
     transformer = configs["transformer"]
     if "class_names" in content:
         _check_class_names(where, content["class_names"], getattr(transformer, "num_classes", 0))
     if "sampling" in content:
-        try:
+        with about(f"{where}, entry 'sampling'"):
             transformer.check_sampling(Sampling.recommended(content["sampling"]))
-        except UserError as error:
-            raise UserError(f"{where}, entry 'sampling': {error}") from error
     if "files" in content:
         check_records(where, content["files"])
 
 
 def _check_class_names(where, names, count: int) -> None:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise UserError(
-            f"{where}, entry 'class_names' is {names!r:.60}: it must be a list of {count} texts,"
-            " one for each class, or be left out"
-        )
-    if len(names) != count:
-        raise UserError(
-            f"{where}, entry 'class_names' has {len(names)} names, the model has {count} classes:"
-            " give one for each, or leave the entry out"
-        )
+        problem = f"is {names!r:.60}: it must be a list of {count} texts, one for each class"
+    elif len(names) != count:
+        problem = f"has {len(names)} names, the model has {count} classes: give one for each"
+    else:
+        return
+    raise UserError(f"{where}, entry 'class_names' {problem}, or leave it out")
 
 
 def check_records(where, records) -> None:
