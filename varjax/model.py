@@ -132,8 +132,7 @@ class Model:
         if self.directory is None:
             raise UserError(
                 f"{self.name} is the name of a published model, whose weights are not part of "
-                f"varjax: convert them with `python -m ported_weights --model={self.name} "
-                f"--source=... --tokenizer_source=... --out=DIR` and give DIR"
+                f"varjax: convert them with `python -m ported_weights` and give the folder"
             )
         dtype = choose("dtype", str(dtype or default_dtype()), DTYPES)
         dtypes = {"transformer": dtype, "codec": "float32"}

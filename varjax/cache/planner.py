@@ -27,7 +27,10 @@ def plan_cache(geometry: Geometry, policy, calibration=None) -> CachePlan:
     """
     policy = policy.prepare(geometry, calibration)
     policy.check(geometry)
-    allocate = lambda budget: policy.allocate(geometry, budget, calibration)  # noqa: E731
+
+    def allocate(budget: float) -> Allocation:
+        return policy.allocate(geometry, budget, calibration)
+
     # Papers count tokens and leave rounding out; here it is charged to the budget by default, so
     # that the bytes of the pool, not a count of tokens, keep the promise.
     if policy.accounting == "tokens":

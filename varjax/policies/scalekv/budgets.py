@@ -118,7 +118,10 @@ def own_tokens(
     rank = np.argsort(np.argsort(selectivity, kind="stable"), kind="stable")
     most = min(drafters, geometry.num_layers - 1)
     together = capacities.total(geometry, budget) // geometry.num_heads  # of one head in all layers
-    build = lambda tokens: _share(geometry, tokens, rank, most, refiner_share)  # noqa: E731
+
+    def build(tokens: int) -> np.ndarray:
+        return _share(geometry, tokens, rank, most, refiner_share)
+
     low, high = geometry.num_layers, together
     while peak and low < high:
         middle = (low + high + 1) // 2
