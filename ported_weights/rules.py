@@ -5,6 +5,7 @@ each target parameter, and each slot of a stacked one, is filled exactly once. E
 wrong is collected and reported in one error, first by names and shapes alone, then by values.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -73,8 +74,13 @@ class Rule:
 
 def linear(pattern: str, target: str, stack: Stack | None = None) -> list[Rule]:
     """Weight and bias of a linear layer."""
+    return layer(pattern, target, "kernel", "linear", stack)
+
+
+def layer(pattern: str, target: str, weight: str, transform, stack=None) -> list[Rule]:
+    """Weight and bias of a layer; `weight` is the name of the first here."""
     return [
-        Rule(rf"{pattern}\.weight", f"{target}/kernel", "linear", stack),
+        Rule(rf"{pattern}\.weight", f"{target}/{weight}", transform, stack),
         Rule(rf"{pattern}\.bias", f"{target}/bias", None, stack),
     ]
 
@@ -86,6 +92,14 @@ class Ignore:
     pattern: str
     reason: str
     check: Callable[[np.ndarray], str | None] | None = None
+
+
+def path_of(pattern: str) -> str:
+    """The target that is called as the source, '/' for '.', each group of the pattern in its place.
+    The `conv` inside a resampling layer is left out, as in the modules here."""
+    numbers = itertools.count(1)
+    target = re.sub(r"\([^()]*\)", lambda _: rf"\{next(numbers)}", pattern)
+    return target.replace(r"\.", "/").removesuffix("/conv")
 
 
 def zero_key_bias(prefix: str, model: str) -> Ignore:
@@ -275,7 +289,7 @@ def _source_name(rule: Rule, target: str, slot: int | None = None) -> str | None
 
 
 def _types(placement: Placement, tensors: Mapping, targets: Mapping, dtype) -> dict[str, np.dtype]:
-    """Type of every parameter: `dtype`, or that of its source tensors, the widest if they differ."""
+    """Type of every parameter: `dtype`, or that of its sources, the widest if they differ."""
     types: dict[str, np.dtype] = {}
     for name, _, target, _ in placement.moves:
         given = tensors[name].dtype

@@ -224,7 +224,7 @@ def _encoder(model: Model) -> pathlib.Path:
         model.directory,
         ", or give features that were computed elsewhere with --text_features=FILE.npz",
     )
-    width = text_encoder.check_folder(folder).d_model
+    width = text_encoder.check_folder(folder)[0].d_model
     wanted = model.config.text_channels
     if width != wanted:
         raise UserError(

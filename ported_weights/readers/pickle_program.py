@@ -15,19 +15,16 @@ from varjax.errors import UserError
 _MARK = object()
 _SCALARS = (str, bytes, int, float, bool, type(None))
 _PUSH = frozenset(
-    (
-        *("NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2"),
-        *("LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
-        *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
-        *("STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
-    )
+    "NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT"
+    " UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8"
+    " STRING BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES BINBYTES8".split()
 )
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _NOTES = frozenset(("PROTO", "FRAME"))  # version and size of what follows
 _STORE = frozenset(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"))
 _RECALL = frozenset(("GET", "BINGET", "LONG_BINGET"))
-_CALLS = frozenset(("INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "REDUCE"))
+_INSTANCES = frozenset(("INST", "OBJ", "NEWOBJ", "NEWOBJ_EX"))
 
 
 @dataclass(frozen=True)
@@ -95,31 +92,30 @@ class PickleProgram:
             self.memo[len(self.memo) if name == "MEMOIZE" else argument] = self.stack[-1]
         elif name in _RECALL:
             self.stack.append(self.memo[argument])
-        elif name in _CALLS and name != "REDUCE":
-            raise self._refused_call(name, argument)
+        elif name in _INSTANCES:  # say of which class, where it is known
+            symbols = [s.name for s in self.stack if isinstance(s, Symbol)][-1:]
+            target = argument.replace(" ", ".") if isinstance(argument, str) else "".join(symbols)
+            raise self._refused(
+                f"it would create an object of {target or 'an unnamed class'} ({name});"
+                " a weights file holds tensors, numbers and texts only"
+            )
         elif name not in _NOTES:
             method = getattr(self, f"_do_{name.lower()}", None)
             if method is None:
-                raise UserError(f"{self.what}: refused, pickle operation {name} is not for weights")
+                raise self._refused(f"pickle operation {name} is not for weights")
             method(argument)
 
-    def _refused_call(self, name: str, argument) -> UserError:
-        """For the operations that create instances of classes: say of which, where it is known."""
-        symbols = [s.name for s in self.stack if isinstance(s, Symbol)][-1:]
-        target = argument.replace(" ", ".") if isinstance(argument, str) else "".join(symbols)
-        return UserError(
-            f"{self.what}: refused, it would create an object of {target or 'an unnamed class'}"
-            f" ({name}); a weights file holds tensors, numbers and texts only"
-        )
+    def _refused(self, reason: str) -> UserError:
+        return UserError(f"{self.what}: refused, {reason}")
 
     # --- names and calls --------------------------------------------------------------------------
 
     def _symbol(self, module: str, attribute: str) -> Symbol:
         name = f"{module}.{attribute}"
         if name not in self.functions and not self.constants(name):
-            raise UserError(
-                f"{self.what}: refused, it refers to {name}, which a state_dict has no need of:"
-                " do not open it with other tools unless you trust its source"
+            raise self._refused(
+                f"it refers to {name}, which a state_dict has no need of: do not open it with"
+                " other tools unless you trust its source"
             )
         return Symbol(name)
 
@@ -136,7 +132,7 @@ class PickleProgram:
         arguments, function = self.stack.pop(), self.stack.pop()
         if not isinstance(function, Symbol) or function.name not in self.functions:
             name = function.name if isinstance(function, Symbol) else type(function).__name__
-            raise UserError(f"{self.what}: refused, it calls {name}, which is not a function here")
+            raise self._refused(f"it calls {name}, which is not a function here")
         if not isinstance(arguments, tuple):
             raise TypeError(f"arguments of {function.name} are not a tuple")
         self.stack.append(self.functions[function.name](*arguments))
@@ -145,7 +141,7 @@ class PickleProgram:
         """State of an object: torch keeps notes on a state dict, which mean nothing here."""
         self.stack.pop()
         if not isinstance(self.stack[-1], Dictionary):
-            raise UserError(f"{self.what}: refused, it sets attributes of something")
+            raise self._refused("it sets attributes of something")
 
     def _do_binpersid(self, _) -> None:
         self.stack.append(self.storage(self.stack.pop()))
@@ -157,12 +153,10 @@ class PickleProgram:
 
     def _pop_mark(self) -> list:
         """Everything above the last mark, which is removed too."""
-        for i in range(len(self.stack) - 1, -1, -1):
-            if self.stack[i] is _MARK:
-                items = self.stack[i + 1 :]
-                del self.stack[i:]
-                return items
-        raise ValueError("a mark is missing")
+        items: list = []
+        while (item := self.stack.pop()) is not _MARK:  # without a mark: IndexError, "damaged"
+            items.append(item)
+        return items[::-1]
 
     def _do_tuple(self, _) -> None:
         self.stack.append(tuple(self._pop_mark()))
@@ -206,5 +200,5 @@ class PickleProgram:
             raise TypeError("keys are set on something that is not a dictionary")
         for key, value in zip(items[::2], items[1::2], strict=True):
             if not isinstance(key, _SCALARS):
-                raise UserError(f"{self.what}: refused, a key is a {type(key).__name__}")
+                raise self._refused(f"a key is a {type(key).__name__}")
             target[key] = value

@@ -34,10 +34,8 @@ STORAGES = {
 }
 # Values that training checkpoints mention beside the weights; kept as names.
 INERT = frozenset(
-    (
-        *("torch.float32", "torch.float16", "torch.bfloat16", "torch.float64", "torch.bool"),
-        *("torch.int64", "torch.int32", "torch.int16", "torch.int8", "torch.uint8"),
-    )
+    f"torch.{name}"
+    for name in "float32 float16 bfloat16 float64 bool int64 int32 int16 int8 uint8".split()
 )
 MAX_PICKLE = 256 * 2**20  # bytes; real ones have some kilobytes
 
@@ -91,9 +89,7 @@ class TorchFile:
         self._root = self._find_root()
         order = f"{self._root}byteorder"
         if order in self._sizes and self._read(order, limit=16).strip() != b"little":
-            raise UserError(
-                f"{path} is stored big-endian: save it again on a little-endian machine"
-            )
+            raise UserError(f"{path} is stored big-endian: save it on a little-endian machine")
         program = PickleProgram(
             functions={
                 "collections.OrderedDict": _ordered_dict,
@@ -144,10 +140,8 @@ class TorchFile:
         except (NotImplementedError, RuntimeError) as error:  # encrypted, or exotic compression
             raise UserError(f"cannot read {member} of {self.path}: {error}") from error
 
-    def _damaged(self, error: Exception) -> UserError:
-        return UserError(
-            f"{self.path} is damaged or incomplete ({error}): download or copy it again"
-        )
+    def _damaged(self, reason) -> UserError:
+        return UserError(f"{self.path} is damaged or incomplete ({reason}): download it again")
 
     # --- what the pickle may call -----------------------------------------------------------------
 
@@ -157,16 +151,14 @@ class TorchFile:
             raise UserError(f"{self.path}: refused, an unknown kind of storage")
         _, kind, key, _, count = identity
         if not (isinstance(kind, Symbol) and kind.name in STORAGES and isinstance(key, str)):
-            raise UserError(f"{self.path}: refused, storage class {_name(kind)}")
+            name = kind.name if isinstance(kind, Symbol) else type(kind).__name__
+            raise UserError(f"{self.path}: refused, storage class {name}")
         member, dtype = f"{self._root}data/{key}", STORAGES[kind.name]
         if not _is_count(count):
             raise UserError(f"{self.path}: the size of storage {key} is not a number")
-        present = self._sizes.get(member)
-        if present is None or present < count * dtype.itemsize:
-            raise UserError(
-                f"{self.path} is damaged or incomplete: storage {key} needs"
-                f" {count * dtype.itemsize} bytes, {present or 0} are there"
-            )
+        needed, present = count * dtype.itemsize, self._sizes.get(member)
+        if present is None or present < needed:
+            raise self._damaged(f"storage {key} needs {needed} bytes, {present or 0} are there")
         return Storage(member, dtype, count)
 
     def _tensor(self, storage, offset, shape, stride, *_unused) -> TorchTensor:
@@ -176,10 +168,8 @@ class TorchFile:
             raise UserError(f"{self.path}: a tensor is described by malformed values")
         end = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
         if math.prod(shape) and end > storage.count:
-            raise UserError(
-                f"{self.path} is damaged: a tensor of shape {list(shape)} reaches element {end} of"
-                f" a storage that has {storage.count}"
-            )
+            reach = f"a tensor of shape {list(shape)} reaches element {end}"
+            raise self._damaged(f"{reach} of a storage that has {storage.count}")
         return TorchTensor(self, storage, offset, tuple(shape), tuple(stride))
 
     def _parameter(self, tensor, *_unused) -> TorchTensor:
@@ -199,10 +189,6 @@ def _ordered_dict(*arguments) -> Dictionary:
     if arguments:
         raise UserError("refused: an OrderedDict is created with arguments, torch.save never does")
     return Dictionary()
-
-
-def _name(kind) -> str:
-    return kind.name if isinstance(kind, Symbol) else type(kind).__name__
 
 
 def _size(*arguments) -> tuple[int, ...]:

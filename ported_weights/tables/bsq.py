@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ported_weights.rules import Ignore, Rule
+from ported_weights.rules import Ignore, Rule, layer, path_of
 from varjax.codecs.bsq.model import PRESETS, BSQConfig
 
 # Names that tell a BSQ-VAE's weights from others; a VQVAE has none of them.
@@ -20,41 +20,31 @@ SIGNATURE = (
 )
 _NET = r"(encoder|decoder)"
 _BLOCK = rf"{_NET}\.(down|up)\.(\d+)\.block\.(\d+)"
-_CONVOLUTIONS = (
-    (rf"{_NET}\.(conv_in|conv_out)", r"\1/\2"),
-    (rf"{_NET}\.mid\.(block_\d)\.(conv\d)", r"\1/mid/\2/\3"),
-    (rf"{_BLOCK}\.(conv\d)", r"\1/\2/\3/block/\4/\5"),
-    (rf"{_NET}\.(down|up)\.(\d+)\.(downsample|upsample)\.conv", r"\1/\2/\3/\4"),
-)
-_NORMS = (
-    (rf"{_NET}\.norm_out", r"\1/norm_out"),
-    (rf"{_NET}\.mid\.(block_\d)\.(norm\d)", r"\1/mid/\2/\3"),
-    (rf"{_BLOCK}\.(norm\d)", r"\1/\2/\3/block/\4/\5"),
-)
-_SHORTCUT = (rf"{_BLOCK}\.nin_shortcut", r"\1/\2/\3/block/\4/nin_shortcut")
+# By the published wrapper, the name of the weight here, and its transform.
+_LAYERS = {
+    ("conv", "kernel", "conv"): (
+        rf"{_NET}\.(conv_in|conv_out)",
+        rf"{_NET}\.mid\.(block_\d)\.(conv\d)",
+        rf"{_BLOCK}\.(conv\d)",
+        rf"{_NET}\.(down|up)\.(\d+)\.(downsample|upsample)\.conv",
+    ),
+    ("conv", "kernel", "conv1x1_to_linear"): (rf"{_BLOCK}\.nin_shortcut",),
+    ("norm", "scale", None): (
+        rf"{_NET}\.norm_out",
+        rf"{_NET}\.mid\.(block_\d)\.(norm\d)",
+        rf"{_BLOCK}\.(norm\d)",
+    ),
+}
 
 
 def bsq_rules(config: BSQConfig) -> list[Rule | Ignore]:
-    """Rules for a BSQ-VAE of this configuration."""
+    """Rules for a BSQ-VAE of this configuration, with and without the wrappers' names."""
     rules = []
-    for pattern, target in _CONVOLUTIONS:
-        rules += _layer(pattern, "conv", target, "kernel", "conv")
-    for pattern, target in _NORMS:
-        rules += _layer(pattern, "norm", target, "scale", None)
-    rules += _layer(_SHORTCUT[0], "conv", _SHORTCUT[1], "kernel", "conv1x1_to_linear")
+    for (wrapper, weight, transform), patterns in _LAYERS.items():
+        for pattern in patterns:
+            for name in (rf"{pattern}\.{wrapper}", pattern):
+                rules += layer(name, path_of(pattern), weight, transform)
     return [*rules, *_ignored(config)]
-
-
-def _layer(pattern: str, wrapper: str, target: str, weight: str, transform) -> list[Rule]:
-    """Weight and bias, with and without the wrapper's name."""
-    return [
-        rule
-        for name in (rf"{pattern}\.{wrapper}", pattern)
-        for rule in (
-            Rule(rf"{name}\.weight", f"{target}/{weight}", transform),
-            Rule(rf"{name}\.bias", f"{target}/bias"),
-        )
-    ]
 
 
 def _ignored(config: BSQConfig) -> list[Ignore]:

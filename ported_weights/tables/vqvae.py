@@ -8,46 +8,44 @@ are stacked along a leading axis.
 import dataclasses
 from collections.abc import Callable
 
-from ported_weights.rules import Ignore, Rule
+from ported_weights.rules import Ignore, Rule, layer, path_of
 from varjax.codecs.vqvae.model import VQVAEConfig
 from varjax.errors import UserError
 
 # Names that tell a VQVAE's weights from others.
 SIGNATURE = ("quantize.embedding.weight", "quant_conv.weight", "post_quant_conv.weight")
 _NET = r"(encoder|decoder)"
-_LAYERS = (
-    (rf"{_NET}\.(conv_in|conv_out)", r"\1/\2", "conv"),
-    (rf"{_NET}\.norm_out", r"\1/norm_out", "norm"),
-    (rf"{_NET}\.mid\.(block_\d)\.(conv\d)", r"\1/mid/\2/\3", "conv"),
-    (rf"{_NET}\.mid\.(block_\d)\.(norm\d)", r"\1/mid/\2/\3", "norm"),
-    (rf"{_NET}\.mid\.attn_1\.(qkv|proj_out)", r"\1/mid/attn_1/\2", "dense"),
-    (rf"{_NET}\.mid\.attn_1\.norm", r"\1/mid/attn_1/norm", "norm"),
-    (rf"{_NET}\.(down|up)\.(\d+)\.block\.(\d+)\.(conv\d)", r"\1/\2/\3/block/\4/\5", "conv"),
-    (rf"{_NET}\.(down|up)\.(\d+)\.block\.(\d+)\.(norm\d)", r"\1/\2/\3/block/\4/\5", "norm"),
-    (
-        rf"{_NET}\.(down|up)\.(\d+)\.block\.(\d+)\.nin_shortcut",
-        r"\1/\2/\3/block/\4/nin_shortcut",
-        "dense",
+_RESOLUTION = rf"{_NET}\.(down|up)\.(\d+)"
+_BLOCK = rf"{_RESOLUTION}\.block\.(\d+)"
+_LAYERS = {  # by the name of the weight here, and its transform
+    ("kernel", "conv"): (
+        rf"{_NET}\.(conv_in|conv_out)",
+        rf"{_NET}\.mid\.(block_\d)\.(conv\d)",
+        rf"{_BLOCK}\.(conv\d)",
+        rf"{_RESOLUTION}\.(downsample|upsample)\.conv",
+        r"(quant_conv|post_quant_conv)",
     ),
-    (rf"{_NET}\.(down|up)\.(\d+)\.attn\.(\d+)\.(qkv|proj_out)", r"\1/\2/\3/attn/\4/\5", "dense"),
-    (rf"{_NET}\.(down|up)\.(\d+)\.attn\.(\d+)\.norm", r"\1/\2/\3/attn/\4/norm", "norm"),
-    (rf"{_NET}\.(down|up)\.(\d+)\.(downsample|upsample)\.conv", r"\1/\2/\3/\4", "conv"),
-    (r"(quant_conv|post_quant_conv)", r"\1", "conv"),
-)
-_WEIGHTS = {
-    "conv": ("kernel", "conv"),
-    "dense": ("kernel", "conv1x1_to_linear"),
-    "norm": ("scale", None),
+    ("kernel", "conv1x1_to_linear"): (
+        rf"{_NET}\.mid\.attn_1\.(qkv|proj_out)",
+        rf"{_BLOCK}\.nin_shortcut",
+        rf"{_RESOLUTION}\.attn\.(\d+)\.(qkv|proj_out)",
+    ),
+    ("scale", None): (
+        rf"{_NET}\.norm_out",
+        rf"{_NET}\.mid\.(block_\d)\.(norm\d)",
+        rf"{_NET}\.mid\.attn_1\.norm",
+        rf"{_BLOCK}\.(norm\d)",
+        rf"{_RESOLUTION}\.attn\.(\d+)\.norm",
+    ),
 }
 
 
 def vqvae_rules(config: VQVAEConfig) -> list[Rule | Ignore]:
     """Rules for a VQVAE of this configuration; only the phi convolutions depend on it."""
     rules = [Rule(r"quantize\.embedding\.weight", "quantizer/embedding", None)]
-    for pattern, target, kind in _LAYERS:
-        name, transform = _WEIGHTS[kind]
-        rules.append(Rule(rf"{pattern}\.weight", f"{target}/{name}", transform))
-        rules.append(Rule(rf"{pattern}\.bias", f"{target}/bias", None))
+    for (weight, transform), patterns in _LAYERS.items():
+        for pattern in patterns:
+            rules += layer(pattern, path_of(pattern), weight, transform)
     rules.append(Ignore(r"quantize\.ema_vocab_hit_SV", "statistics of the training run"))
     return rules + _phi_rules(config)
 

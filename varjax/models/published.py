@@ -1,7 +1,9 @@
 """Reading configuration dictionaries that use the argument names of published constructors."""
 
+import dataclasses
 import math
 from collections.abc import Collection, Mapping
+from typing import ClassVar
 
 from varjax.errors import UserError, nearest
 from varjax.schedule import Schedule
@@ -57,12 +59,9 @@ def patch_nums(schedule: Schedule) -> list:
 
 def check_size(what: str, name: str, value: int, most: int = LARGEST_SIZE, least: int = 1) -> None:
     """Raise `UserError` unless `least` <= `value` <= `most`."""
-    if value < least:
-        raise UserError(
-            f"{what} configuration: {name} is {value!r:.60}, it must be at least {least}"
-        )
-    if value > most:
-        raise UserError(f"{what} configuration: {name} is {value!r:.60}, it must be at most {most}")
+    if not least <= value <= most:
+        limit = f"at least {least}" if value < least else f"at most {most}"
+        raise UserError(f"{what} configuration: {name} is {value!r:.60}, it must be {limit}")
 
 
 def check_real(what: str, name: str, value: float, *, positive: bool = False) -> None:
@@ -74,6 +73,37 @@ def check_real(what: str, name: str, value: float, *, positive: bool = False) ->
         )
 
 
+class TransformerConfig:
+    """What the configurations of transformers share: frozen dataclasses with the fields named here,
+    and `what`, the model's name in messages."""
+
+    what: ClassVar[str]
+
+    def check_sizes(self, *names: str) -> None:
+        """Raise `UserError` for an impossible size in the shared fields or in those of `names`."""
+        check_size(self.what, "depth", self.depth, LARGEST_DEPTH)
+        for name in ("embed_dim", "num_heads", *names):
+            check_size(self.what, name, getattr(self, name))
+        check_real(self.what, "norm_eps", self.norm_eps)
+        check_real(self.what, "mlp_ratio", self.mlp_ratio, positive=True)
+        check_size(self.what, "embed_dim * mlp_ratio", self.hidden_dim)
+
+    @classmethod
+    def wrong(cls, problem: str) -> UserError:
+        return UserError(f"{cls.what} configuration: {problem}")
+
+    def to_published(self) -> dict:
+        """The published constructor's names and JSON values: the inverse of `from_published`."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        maps = patch_nums(values.pop("schedule"))
+        values = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+        return {**values, "patch_nums": maps}
+
+    @property
+    def head_dim(self) -> int:
+        return self.embed_dim // self.num_heads
+
+
 def _pair(value) -> tuple[int, int]:
     h, w = value
     if not (type(h) is int and type(w) is int):  # true and false are no sides
@@ -81,21 +111,20 @@ def _pair(value) -> tuple[int, int]:
     return h, w
 
 
+def _are_integers(value) -> bool:
+    return isinstance(value, (list, tuple)) and all(type(n) is int for n in value)
+
+
 def _typed(what: str, name: str, value, kind: type):
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    fits = {
-        bool: isinstance(value, bool),
-        int: is_number and (isinstance(value, int) or value.is_integer()),
-        float: is_number and (isinstance(value, float) or abs(value) < 1e300),
-        INTEGERS: isinstance(value, (list, tuple)) and all(type(n) is int for n in value),
-        object: True,
+    if kind is object:
+        return value
+    is_integer, is_float = type(value) is int, isinstance(value, float)
+    fits, convert, words = {
+        bool: (isinstance(value, bool), bool, "be true or false"),
+        int: (is_integer or (is_float and value.is_integer()), int, "be a whole number"),
+        float: (is_float or (is_integer and abs(value) < 1e300), float, "be a number"),
+        INTEGERS: (_are_integers(value), tuple, "list whole numbers, as [1, 2, 4, 4]"),
     }[kind]
     if not fits:
-        words = {
-            bool: "be true or false",
-            int: "be a whole number",
-            float: "be a number",
-            INTEGERS: "list whole numbers, as [1, 2, 4, 4]",
-        }[kind]
         raise UserError(f"{what} configuration: {name} is {value!r:.60}, it must {words}")
-    return value if kind is object else tuple(value) if kind == INTEGERS else kind(value)
+    return convert(value)

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -28,12 +29,17 @@ def floating_dtype(dtype) -> np.dtype | None:
     return found
 
 
+def _type_of(leaf, floating: np.dtype | None):
+    """The leaf's type, or `floating`, if it is given and the leaf has floating numbers."""
+    return floating if floating is not None and parameters.is_floating(leaf.dtype) else leaf.dtype
+
+
 def host_arrays(module: nnx.Module, dtype=None) -> dict[str, np.ndarray]:
     """{name: array} of a module in host memory, floating ones in `dtype` if given."""
     wanted, arrays = floating_dtype(dtype), {}
     for name, leaf in parameters.named(module).items():
-        cast = wanted is not None and parameters.is_floating(leaf.dtype)
-        arrays[name] = np.asarray(leaf.astype(wanted) if cast else leaf)
+        kind = _type_of(leaf, wanted)
+        arrays[name] = np.asarray(leaf if leaf.dtype == kind else leaf.astype(kind))
     return arrays
 
 
@@ -77,9 +83,9 @@ def _stored(folder: Path) -> dict:
 
 
 def _check(folder: Path, stored: Mapping, expected: Mapping, described_in: str) -> None:
-    problems = [f"missing: {name}" for name in sorted(set(expected) - set(stored))]
-    problems += [f"surplus: {name}" for name in sorted(set(stored) - set(expected))]
-    for name in sorted(set(stored) & set(expected)):
+    problems = [f"missing: {name}" for name in sorted(expected.keys() - stored.keys())]
+    problems += [f"surplus: {name}" for name in sorted(stored.keys() - expected.keys())]
+    for name in sorted(stored.keys() & expected.keys()):
         found, wanted = tuple(stored[name].shape), tuple(expected[name].shape)
         if found != wanted:
             problems.append(f"wrong shape: {name} is {list(found)}, not {list(wanted)}")
@@ -93,19 +99,13 @@ def _check(folder: Path, stored: Mapping, expected: Mapping, described_in: str) 
 def _restore(folder: Path, stored: Mapping, wanted: Mapping, on_host: bool) -> dict:
     """The arrays `stored`, which may be some of those on disk."""
     if on_host:
-        argument = {"restore_type": np.ndarray}
+        kind = partial(ocp.RestoreArgs, restore_type=np.ndarray)
     else:
-        device = jnp.zeros(()).devices().pop()
-        argument = {
-            "restore_type": jax.Array,
-            "sharding": jax.sharding.SingleDeviceSharding(device),
-        }
-    kind = ocp.RestoreArgs if on_host else ocp.ArrayRestoreArgs
-    arguments = {}
-    for name, entry in stored.items():
-        cast = wanted[name] is not None and parameters.is_floating(entry.dtype)
-        arguments[name] = kind(dtype=wanted[name] if cast else entry.dtype, **argument)
-    tree = parameters.nested(arguments)
+        sharding = jax.sharding.SingleDeviceSharding(jnp.zeros(()).devices().pop())
+        kind = partial(ocp.ArrayRestoreArgs, restore_type=jax.Array, sharding=sharding)
+    tree = parameters.nested(
+        {name: kind(dtype=_type_of(x, wanted[name])) for name, x in stored.items()}
+    )
     with _damage_is_a_user_error(folder), ocp.PyTreeCheckpointer() as checkpointer:
         path = os.path.abspath(folder)
         found = checkpointer.restore(path, item=tree, restore_args=tree, partial_restore=True)

@@ -80,12 +80,12 @@ def save(
     """
     metadata = dict(metadata or {})
     own = {name: module for name, module in parts.items() if name in registry.OWN_FOLDER}
-    tree = {name: module for name, module in parts.items() if name not in own}
     sources = metadata.get("sources", [])
     if own:
         metadata["sources"] = [s for s in sources if s.get("part") not in own]
     with new_folder(directory, overwrite=overwrite) as folder:
         if family is not None:
+            tree = {name: module for name, module in parts.items() if name not in own}
             _write_tree(directory, folder, family, tree, metadata, dtype)
         for name, module in own.items():
             place = folder if family is None else folder / name
@@ -111,11 +111,7 @@ def _write_tree(where, folder: Path, family: str, parts: Mapping, metadata: Mapp
     configs = {name: module.config for name, module in parts.items()}
     free = {k: v for k, v in metadata.items() if k != "files"}  # files are those written
     manifest.check_entries(where, family, free, configs)
-    params = {
-        f"{name}/{key}": array
-        for name, module in parts.items()
-        for key, array in arrays.host_arrays(module, dtype).items()
-    }
+    params = _prefixed({name: arrays.host_arrays(x, dtype) for name, x in parts.items()})
     arrays.write(folder / PARAMS, params)
     content = {**metadata, **manifest.compose(family, configs, params)}
     content["files"] = manifest.file_records(folder / PARAMS)
@@ -196,18 +192,19 @@ def _load_tree(path: Path, content: Mapping, dtypes: Mapping, on_host: bool) -> 
     manifest.check_files(path / PARAMS, content)
     modules = _abstract_tree(path, content)
     named = {name: parameters.named(module) for name, module in modules.items()}
-    expected = {f"{part}/{name}": x for part in named for name, x in named[part].items()}
-    wanted = {f"{part}/{name}": dtype for part, dtype in dtypes.items() for name in named[part]}
-    found = arrays.read(path / PARAMS, expected, wanted, manifest.NAME, on_host)
-    return {
-        part: parameters.fill(modules[part], {n: found[f"{part}/{n}"] for n in named[part]})
-        for part in dtypes
-    }
+    wanted = _prefixed({part: dict.fromkeys(named[part], dtypes[part]) for part in dtypes})
+    found = arrays.read(path / PARAMS, _prefixed(named), wanted, manifest.NAME, on_host)
+    own = {part: {n: found[f"{part}/{n}"] for n in named[part]} for part in dtypes}
+    return {part: parameters.fill(modules[part], own[part]) for part in dtypes}
+
+
+def _prefixed(by_part: Mapping[str, Mapping]) -> dict:
+    """{part: {name: x}} -> {"part/name": x}."""
+    return {f"{part}/{name}": x for part, of in by_part.items() for name, x in of.items()}
 
 
 def _load_part(folder: Path, name: str, module: nnx.Module, dtype, on_host: bool) -> nnx.Module:
     manifest.check_files(folder, manifest.read_part(folder, name))
     expected = parameters.named(module)
-    wanted = dict.fromkeys(expected, dtype)
-    found = arrays.read(folder / PARAMS, expected, wanted, f"{name}.json", on_host)
-    return parameters.fill(module, found)
+    wanted, file = dict.fromkeys(expected, dtype), f"{name}.json"
+    return parameters.fill(module, arrays.read(folder / PARAMS, expected, wanted, file, on_host))

@@ -259,24 +259,21 @@ def check_files(folder: Path, content: Mapping) -> None:
     Raises:
       UserError: listing every missing, truncated or altered file.
     """
-    problems = []
-    for name, record in content.get("files", {}).items():
-        try:
-            problems += _problems(folder / name, name, record)
-        except (OSError, ValueError) as error:  # as a name that is too long, or a NUL in it
-            problems.append(f"{name!r:.60} cannot be read ({error!s:.80})")
-    if problems or not folder.is_dir():
-        listed = "; ".join(problems) or "the folder is missing"
+    problems = [_problem(folder / name, name, x) for name, x in content.get("files", {}).items()]
+    if any(problems) or not folder.is_dir():
+        listed = "; ".join(filter(None, problems)) or "the folder is missing"
         raise UserError(
             f"the parameters in {folder} are damaged or incomplete: {listed}; copy them again"
         )
 
 
-def _problems(file: Path, name: str, record: Mapping) -> list[str]:
-    if not file.is_file():
-        return [f"{name} is missing"]
-    size = file.stat().st_size
-    if size != record["size"]:
-        return [f"{name} has {size} bytes instead of {record['size']}"]
-    found = _record(file)
-    return [] if all(record[k] == found[k] for k in found) else [f"{name} has been altered"]
+def _problem(file: Path, name: str, record: Mapping) -> str | None:
+    try:
+        if not file.is_file():
+            return f"{name} is missing"
+        size = file.stat().st_size
+        if size != record["size"]:
+            return f"{name} has {size} bytes instead of {record['size']}"
+        return None if _record(file)["crc32"] == record["crc32"] else f"{name} has been altered"
+    except (OSError, ValueError) as error:  # as a name that is too long, or a NUL in it
+        return f"{name!r:.60} cannot be read ({error!s:.80})"

@@ -36,27 +36,16 @@ def encode_texts(
     negative: Sequence[str] | None = None,
     *,
     dtype: str | None,
-    max_length: int,
     batch_size: int = 8,
-    names: Sequence[str] | None = None,
-    negative_names: Sequence[str] | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    **options,
 ) -> tuple[TextFeatures, int | None]:
     """Features of texts, and the bytes that this took on the device (None: all texts are empty).
 
-    The encoder is on the device only while this runs. Arguments and errors: those of
-    `TextEncoder.load` and `TextEncoder.encode`.
+    The encoder is on the device only while this runs. Arguments (`options` are further ones of
+    `encode`) and errors: those of `TextEncoder.load` and `TextEncoder.encode`.
     """
     encoder = TextEncoder.load(directory, dtype)
-    features = encoder.encode(
-        texts,
-        negative,
-        max_length=max_length,
-        batch_size=batch_size,
-        names=names,
-        negative_names=negative_names,
-        progress=progress,
-    )
+    features = encoder.encode(texts, negative, batch_size=batch_size, **options)
     peak = encoder.peak_bytes(features, batch_size)
     del encoder
     gc.collect()  # modules refer to themselves, and their arrays should go now
@@ -84,7 +73,7 @@ class TextEncoder:
         """
         if dtype is not None and arrays.floating_dtype(dtype).name not in DTYPES:
             raise UserError(f"text encoder in {dtype}: choose {' or '.join(DTYPES)}")
-        _, tokenizer = _described(directory)
+        _, tokenizer = check_folder(directory)
         parts, _ = checkpoint.load(directory, {PART: dtype})
         return cls(parts[PART], tokenizer)
 
@@ -113,7 +102,12 @@ class TextEncoder:
         Raises:
           UserError: no prompts, a number that makes no sense, some negative prompts empty.
         """
-        _check_numbers(max_length, batch_size)
+        for name, value, unit in (
+            ("max_length", max_length, "token"),
+            ("batch_size", batch_size, "text"),
+        ):
+            if not 1 <= value <= 2**15:
+                raise UserError(f"{name} is {value}: choose 1 to {2**15} {unit}s")
         if not len(prompts):
             raise UserError("there are no prompts: give at least one")
         prompts = [prompt.strip() for prompt in prompts]
@@ -122,13 +116,9 @@ class TextEncoder:
         tokens = self._tokens(prompts, names, max_length, warn)
         tokens += self._tokens(*negatives, max_length, warn)
         features = encode_ids(self.module, [t and t.ids for t in tokens], batch_size, progress)
-        kv, lens = _joined(features[: len(prompts)])
-        negative_kv, negative_lens = _joined(features[len(prompts) :])
         return TextFeatures(
-            kv=kv,
-            lens=lens,
-            negative_kv=negative_kv,
-            negative_lens=negative_lens,
+            *_joined(features[: len(prompts)]),
+            *_joined(features[len(prompts) :]),
             unconditional=np.array([not prompt for prompt in prompts]),
             prompts=tuple(prompts),
             text_maxlen=max_length,
@@ -152,13 +142,6 @@ class TextEncoder:
         shape = min(batch_size, texts), padded_size(features.longest)
         # JAX keeps what it compiled for these shapes: nothing is compiled a second time
         return memory.peak_bytes(_program.lower(self.module, *_padded([], *shape)).compile())
-
-
-def _check_numbers(max_length: int, batch_size: int) -> None:
-    if not 1 <= max_length <= 2**15:
-        raise UserError(f"max_length is {max_length}: choose 1 to {2**15} tokens")
-    if not 1 <= batch_size <= 2**15:
-        raise UserError(f"batch_size is {batch_size}: choose 1 to {2**15} texts")
 
 
 def negative_texts(
@@ -192,17 +175,13 @@ def _joined(features: Sequence[np.ndarray]) -> tuple[np.ndarray | None, np.ndarr
     return np.concatenate(features), np.array([len(f) for f in features], np.int32)
 
 
-def check_folder(directory: str | os.PathLike) -> T5Config:
-    """The configuration of an encoder, of whose folder all but the weights is checked.
+def check_folder(directory: str | os.PathLike) -> tuple[T5Config, Tokenizer]:
+    """The configuration and the tokenizer of an encoder: all of its folder but the weights.
 
     Raises:
       UserError: no encoder or an unusable one; the tokenizer is missing, damaged or another's.
       MissingExtra: without the `sentencepiece` package.
     """
-    return _described(directory)[0]
-
-
-def _described(directory: str | os.PathLike) -> tuple[T5Config, Tokenizer]:
     config = checkpoint.describe(directory, [PART])[0][PART].config
     file = checkpoint.part_folder(directory, PART) / FILE_NAME
     return config, Tokenizer(file, config.vocab_size)

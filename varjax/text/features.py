@@ -9,14 +9,14 @@ Letters: P prompts, N images, B images of a batch, M tokens (padded), C width of
 import dataclasses
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from varjax.errors import UserError
+from varjax.errors import UserError, about
 from varjax.storage.atomic import new_file
 from varjax.text.t5 import PRESETS
 
@@ -54,8 +54,7 @@ class TextFeatures:
     text_maxlen: int = MAX_LENGTH
 
     def __post_init__(self):
-        _set(self, "kv", _checked_kv("kv", self.kv))
-        _set(self, "lens", _checked_lens("lens", self.lens, "kv", self.kv))
+        self._check_rows("kv", "lens")
         self._check_negative()
         count = len(self.lens)
         if self.unconditional is None:
@@ -65,11 +64,11 @@ class TextFeatures:
             raise UserError(f"prompts has {len(self.prompts)} texts for {count} entries of lens")
         if self.numbers is None:
             _set(self, "numbers", np.arange(count, dtype=np.int32))
-        longest = self.longest
-        if longest > self.text_maxlen:
+        most = self.text_maxlen
+        if self.longest > most:
             raise UserError(
-                f"a text has {longest} tokens, the model takes {self.text_maxlen}: encode it with"
-                f" max_length={self.text_maxlen}"
+                f"a text has {self.longest} tokens, the model takes {most}: encode it with"
+                f" max_length={most}"
             )
 
     def _check_negative(self) -> None:
@@ -78,19 +77,36 @@ class TextFeatures:
             raise UserError("negative_kv and negative_lens belong together: give both or none")
         if self.negative_kv is None:
             return
-        kv = _checked_kv("negative_kv", self.negative_kv)
-        lens = _checked_lens("negative_lens", self.negative_lens, "negative_kv", kv)
-        if kv.shape[1] != self.width:
+        self._check_rows("negative_kv", "negative_lens")
+        width, count = self.negative_kv.shape[1], len(self.negative_lens)
+        if width != self.width:
+            raise UserError(f"negative_kv is {width} wide, kv {self.width}: encode both alike")
+        if count not in (1, len(self.lens)):
             raise UserError(
-                f"negative_kv is {kv.shape[1]} wide, kv {self.width}: encode both alike"
-            )
-        if len(lens) not in (1, len(self.lens)):
-            raise UserError(
-                f"negative_lens has {len(lens)} entries: give one for each of the {len(self.lens)}"
+                f"negative_lens has {count} entries: give one for each of the {len(self.lens)}"
                 " prompts, or one for all"
             )
-        _set(self, "negative_kv", kv)
-        _set(self, "negative_lens", lens)
+
+    def _check_rows(self, kv_name: str, lens_name: str) -> None:
+        """Check features and lengths of texts, and give them their types."""
+        kv, lens = np.asarray(getattr(self, kv_name)), np.asarray(getattr(self, lens_name))
+        for name, array, axes, kind, needed in (
+            (kv_name, kv, 2, np.floating, "floats [sum of lengths, C]"),
+            (lens_name, lens, 1, np.integer, "a whole number per text"),
+        ):
+            if array.ndim != axes or not array.size or not np.issubdtype(array.dtype, kind):
+                given = f"shape {array.shape} and type {array.dtype}"
+                raise UserError(f"{name} has {given}: give {needed}")
+        if not np.isfinite(kv).all():
+            raise UserError(f"{kv_name} holds values that are NaN or infinite")
+        if (short := np.flatnonzero(lens < 1)).size:
+            raise UserError(
+                f"{lens_name}[{short[0]}] is {lens[short[0]]}: a text has at least 1 token"
+            )
+        if int(lens.astype(object).sum()) != len(kv):
+            raise UserError(f"{lens_name} sums up to {lens.sum()}, {kv_name} has {len(kv)} rows")
+        _set(self, kv_name, kv.astype(np.float32, copy=False))
+        _set(self, lens_name, lens.astype(np.int32))
 
     # --- images -----------------------------------------------------------------------------------
 
@@ -211,17 +227,12 @@ def load(
       UserError: no such file, damaged, arrays that do not fit each other or the model.
     """
     arrays = _read(path)
-    try:
-        prompts = arrays.pop("prompts", None)
-        found = TextFeatures(
-            **arrays,
-            prompts=None if prompts is None else tuple(map(str, prompts.reshape(-1))),
-            text_maxlen=2**31 - 1,
-        )
+    if "prompts" in arrays:
+        arrays["prompts"] = tuple(map(str, arrays["prompts"].reshape(-1)))
+    with about(f"text features {path}"):
+        found = TextFeatures(**arrays, text_maxlen=2**31 - 1)
         channels = found.width if text_channels is None else text_channels
         return found.fitted(channels, text_maxlen or max(MAX_LENGTH, found.longest))
-    except UserError as error:
-        raise UserError(f"text features {path}: {error}") from None
 
 
 def _read(path: str | os.PathLike) -> dict[str, np.ndarray]:
@@ -248,31 +259,6 @@ def _set(features: TextFeatures, name: str, value) -> None:
     object.__setattr__(features, name, value)
 
 
-def _checked_kv(name: str, kv) -> np.ndarray:
-    kv = np.asarray(kv)
-    if kv.ndim != 2 or not kv.size or not np.issubdtype(kv.dtype, np.floating):
-        raise UserError(
-            f"{name} has shape {kv.shape} and type {kv.dtype}: give floats [sum of lengths, C]"
-        )
-    kv = kv.astype(np.float32, copy=False)
-    if not np.isfinite(kv).all():
-        raise UserError(f"{name} holds values that are NaN or infinite")
-    return kv
-
-
-def _checked_lens(name: str, lens, kv_name: str, kv: np.ndarray) -> np.ndarray:
-    lens = np.asarray(lens)
-    if lens.ndim != 1 or not len(lens) or not np.issubdtype(lens.dtype, np.integer):
-        raise UserError(
-            f"{name} has shape {lens.shape} and type {lens.dtype}: give a whole number per text"
-        )
-    if (short := np.flatnonzero(lens < 1)).size:
-        raise UserError(f"{name}[{short[0]}] is {lens[short[0]]}: a text has at least 1 token")
-    if int(lens.astype(object).sum()) != len(kv):
-        raise UserError(f"{name} sums up to {lens.sum()}, {kv_name} has {len(kv)} rows")
-    return lens.astype(np.int32)
-
-
 def _checked_flags(unconditional, lens: np.ndarray) -> np.ndarray:
     flags = np.asarray(unconditional)
     if flags.shape != lens.shape or flags.dtype != bool:
@@ -288,7 +274,7 @@ def _checked_flags(unconditional, lens: np.ndarray) -> np.ndarray:
     return flags
 
 
-def _encoders(width: int, presets: Mapping = PRESETS) -> str:
+def _encoders(width: int) -> str:
     """Which published encoders give features of this width, in brackets."""
-    names: Sequence[str] = [n for n, config in presets.items() if config.d_model == width]
+    names = [name for name, config in PRESETS.items() if config.d_model == width]
     return f" ({', '.join(names)})" if names else ""

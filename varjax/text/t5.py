@@ -25,18 +25,13 @@ from varjax.errors import UserError
 from varjax.models import layers, published
 
 FEED_FORWARD = "gated-gelu"
-# What the published configuration class assumes where a file leaves the entry out.
-DEFAULTS = {
-    "relative_attention_num_buckets": 32,
-    "relative_attention_max_distance": 128,
-    "layer_norm_epsilon": 1e-6,
-}
 MASKED = -1e30  # score of padding: finite, so that a row without any token stays finite
 
 
 @dataclass(frozen=True, kw_only=True)
 class T5Config:
-    """Shape of the encoder; field names follow the published `config.json`."""
+    """Shape of the encoder; field names follow the published `config.json`, defaults are what the
+    published configuration class assumes where a file leaves the entry out."""
 
     vocab_size: int
     d_model: int
@@ -44,9 +39,9 @@ class T5Config:
     d_ff: int
     num_layers: int
     num_heads: int
-    relative_attention_num_buckets: int = DEFAULTS["relative_attention_num_buckets"]
-    relative_attention_max_distance: int = DEFAULTS["relative_attention_max_distance"]
-    layer_norm_epsilon: float = DEFAULTS["layer_norm_epsilon"]
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
+    layer_norm_epsilon: float = 1e-6
 
     def __post_init__(self):
         published.check_size("T5", "num_layers", self.num_layers, published.LARGEST_DEPTH)
@@ -78,9 +73,9 @@ class T5Config:
                 f" {FEED_FORWARD!r} (T5 version 1.1 and flan-t5)"
             )
         types = {f.name: f.type for f in dataclasses.fields(cls)}
-        known = {name: value for name, value in arguments.items() if name in types}
-        found = published.arguments("T5", known, types, ())
-        if missing := [name for name in types if name not in {**found, **DEFAULTS}]:
+        found = published.arguments("T5", arguments, types, ignored=arguments)
+        optional = [f.name for f in dataclasses.fields(cls) if f.default is not dataclasses.MISSING]
+        if missing := [name for name in types if name not in (*found, *optional)]:
             raise UserError(
                 f"T5 configuration: {', '.join(missing)} not given: take the config.json that is"
                 " published beside the weights"
@@ -93,14 +88,8 @@ class T5Config:
 
 
 def _flan(d_model: int, d_ff: int, num_layers: int, num_heads: int) -> T5Config:
-    return T5Config(
-        vocab_size=32128,
-        d_model=d_model,
-        d_kv=64,
-        d_ff=d_ff,
-        num_layers=num_layers,
-        num_heads=num_heads,
-    )
+    depth = {"num_layers": num_layers, "num_heads": num_heads}
+    return T5Config(vocab_size=32128, d_model=d_model, d_kv=64, d_ff=d_ff, **depth)
 
 
 PRESETS = {

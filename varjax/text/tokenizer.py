@@ -44,18 +44,17 @@ class Tokenizer:
     """
 
     def __init__(self, path: str | os.PathLike, vocab_size: int):
-        self.path = Path(path)
-        self._processor = _open(self.path)
+        self._processor = _open(Path(path))
         pieces = self._processor.get_piece_size()
         if not vocab_size - MOST_SPARE <= pieces <= vocab_size:
             raise UserError(
                 f"{path} has a vocabulary of {pieces} pieces, the encoder one of {vocab_size}: they"
                 f" do not belong together; {_ADVICE}"
             )
-        if self._processor.eos_id() != END:
+        if (end := self._processor.eos_id()) != END:
             raise UserError(
-                f"{path} is no tokenizer of T5: its end token has the id"
-                f" {self._processor.eos_id()} instead of {END}; {_ADVICE}"
+                f"{path} is no tokenizer of T5: its end token has the id {end} instead of {END};"
+                f" {_ADVICE}"
             )
 
     def encode(self, text: str, max_length: int) -> Tokens:

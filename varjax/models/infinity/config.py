@@ -36,7 +36,7 @@ TEMPLATE = schedules.resolve("1.000", "1M")
 
 
 @dataclass(frozen=True, kw_only=True)
-class InfinityConfig:
+class InfinityConfig(published.TransformerConfig):
     """Shape of an Infinity transformer.
 
     codebook_dim: bits of one code of the image tokenizer; with `apply_spatial_patchify` a token
@@ -44,6 +44,8 @@ class InfinityConfig:
     schedule, rope_map: maps of tokens, and the map that rotary positions are stretched to: the
       template's last one at 1M (`infinity_schedules`). Weights do not depend on them.
     """
+
+    what = "Infinity"
 
     depth: int = 32
     embed_dim: int = 2048
@@ -59,13 +61,7 @@ class InfinityConfig:
     rope_map: tuple[int, int] = TEMPLATE.rope_map
 
     def __post_init__(self):
-        published.check_size("Infinity", "depth", self.depth, published.LARGEST_DEPTH)
-        names = ("embed_dim", "num_heads", "text_channels", "text_maxlen", "codebook_dim")
-        for name in (*names, "block_chunks"):
-            published.check_size("Infinity", name, getattr(self, name))
-        published.check_real("Infinity", "norm_eps", self.norm_eps)
-        published.check_real("Infinity", "mlp_ratio", self.mlp_ratio, positive=True)
-        published.check_size("Infinity", "embed_dim * mlp_ratio", self.hidden_dim)
+        self.check_sizes("text_channels", "text_maxlen", "codebook_dim", "block_chunks")
         for name, value, parts in (
             ("embed_dim", self.embed_dim, self.num_heads),
             ("head size", self.head_dim, 4),  # half of the rotated pairs for rows, half for columns
@@ -73,12 +69,13 @@ class InfinityConfig:
             ("embed_dim", self.embed_dim, self.pool_heads),
         ):
             if value % parts:
-                raise _wrong(f"{name} {value} is not a multiple of {parts}")
+                raise self.wrong(f"{name} {value} is not a multiple of {parts}")
         if self.schedule.num_scales > LEVELS:
-            raise _wrong(f"{self.schedule.num_scales} scales, the weights know {LEVELS} levels")
-        for (h, w), full in ((m, self.rope_map) for m in self.schedule.maps):
-            if h > full[0] or w > full[1]:
-                raise _wrong(f"map {h}x{w} is larger than rope_map {full[0]}x{full[1]}")
+            raise self.wrong(f"{self.schedule.num_scales} scales, the weights know {LEVELS} levels")
+        height, width = self.rope_map
+        for h, w in self.schedule.maps:
+            if h > height or w > width:
+                raise self.wrong(f"map {h}x{w} is larger than rope_map {height}x{width}")
 
     # --- published names --------------------------------------------------------------------------
 
@@ -98,10 +95,12 @@ class InfinityConfig:
         for name, value in FIXED.items():
             given = found.pop(name, value)
             if given != value:
-                raise _wrong(f"{name}={given!r:.40} is not supported: released models have {value}")
+                raise cls.wrong(
+                    f"{name}={given!r:.40} is not supported: released models have {value}"
+                )
         patchify = found.pop("apply_spatial_patchify", False)
         if patchify not in (0, 1):
-            raise _wrong(f"apply_spatial_patchify is {patchify!r:.40}, it must be true or false")
+            raise cls.wrong(f"apply_spatial_patchify is {patchify!r:.40}, it must be true or false")
         notes = {name: found.pop(name) for name in DERIVED if name in found}
         config = cls(**_maps(found), **found, apply_spatial_patchify=bool(patchify))
         config._check_derived(notes)
@@ -113,17 +112,10 @@ class InfinityConfig:
             ours, sources = DERIVED[name]
             if value != getattr(self, ours):
                 follows = " and ".join(f"{s} {getattr(self, s):g}" for s in sources)
-                raise _wrong(
+                raise self.wrong(
                     f"{name} is {value!r:.40}, but {follows} make it {getattr(self, ours)}: correct"
                     f" them, or leave {name} out"
                 )
-
-    def to_published(self) -> dict:
-        """Names and JSON values: the inverse of `from_published`."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        schedule = values.pop("schedule")
-        values["rope_map"] = list(self.rope_map)
-        return {**values, "patch_nums": published.patch_nums(schedule)}
 
     def with_template(self, aspect: float | str | None, size: str | None) -> "InfinityConfig":
         """The same weights for another shape of picture. None keeps what it is now."""
@@ -132,16 +124,11 @@ class InfinityConfig:
             raise UserError(
                 "the checkpoint's schedule is none of the published ones: give both aspect and size"
             )
-        found = schedules.resolve(
-            named[0] if aspect is None else aspect, named[1] if size is None else size
-        )
+        aspect, size = named[0] if aspect is None else aspect, named[1] if size is None else size
+        found = schedules.resolve(aspect, size)
         return dataclasses.replace(self, schedule=found.schedule, rope_map=found.rope_map)
 
     # --- what follows -----------------------------------------------------------------------------
-
-    @property
-    def head_dim(self) -> int:
-        return self.embed_dim // self.num_heads
 
     @property
     def hidden_dim(self) -> int:
@@ -182,9 +169,7 @@ class InfinityConfig:
         """Return it, or raise `UserError` if this model cannot draw that way."""
         sampling.check(self.schedule.num_scales)
         if sampling.more_smooth:
-            raise UserError(
-                "more_smooth mixes the codes of a codebook; Infinity draws bits: drop it"
-            )
+            raise UserError("more_smooth mixes codes of a codebook; Infinity draws bits: drop it")
         for place in sampling.cfg_insertion_layer:
             if not -self.depth < place <= 0:
                 raise UserError(
@@ -198,34 +183,26 @@ class InfinityConfig:
         return any(cfg != 1 for cfg in sampling.per_scale("cfg", self.schedule.num_scales))
 
 
-def _wrong(message: str) -> UserError:
-    return UserError(f"Infinity configuration: {message}")
-
-
 def _maps(found: dict) -> dict:
     """`schedule` and `rope_map`, taken out of what was read."""
     aspect, size, patch_nums, rope_map = (found.pop(name, None) for name in MAPS)
     found.pop("schedule", None)  # only repeats patch_nums, if at all
     if patch_nums is None:
-        template = schedules.resolve(
-            "1.000" if aspect is None else aspect, "1M" if size is None else size
-        )
+        aspect, size = "1.000" if aspect is None else aspect, "1M" if size is None else size
+        template = schedules.resolve(aspect, size)
         return {"schedule": template.schedule, "rope_map": template.rope_map}
     if aspect is not None or size is not None:
-        raise _wrong("give either aspect and size, or patch_nums and rope_map")
+        raise InfinityConfig.wrong("give either aspect and size, or patch_nums and rope_map")
     schedule = published.schedule("Infinity", patch_nums)
     pair = schedule.final_map if rope_map is None else rope_map
-    if not (
-        isinstance(pair, (list, tuple)) and len(pair) == 2 and all(type(n) is int for n in pair)
-    ):
-        raise _wrong(f"rope_map is {pair!r:.40}, it must be [height, width]")
+    if not isinstance(pair, (list, tuple)) or [type(n) for n in pair] != [int, int]:
+        raise InfinityConfig.wrong(f"rope_map is {pair!r:.40}, it must be [height, width]")
     return {"schedule": schedule, "rope_map": tuple(pair)}
 
 
 def _preset(depth: int, width: int, heads: int, chunks: int = 4, **more) -> InfinityConfig:
-    return InfinityConfig(
-        depth=depth, embed_dim=width, num_heads=heads, block_chunks=chunks, **more
-    )
+    shape = {"depth": depth, "embed_dim": width, "num_heads": heads, "block_chunks": chunks}
+    return InfinityConfig(**shape, **more)
 
 
 # The released 2B and 8B, and the other sizes that the published inference script lists.

@@ -19,9 +19,11 @@ IGNORED_NAMES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class VARConfig:
+class VARConfig(published.TransformerConfig):
     """Shape of a VAR transformer; field names follow the published constructor, `schedule` replaces
     `patch_nums`."""
+
+    what = "VAR"
 
     num_classes: int = 1000
     depth: int = 16
@@ -37,21 +39,12 @@ class VARConfig:
     cond_drop_rate: float = 0.1  # training: how often the label is replaced by the null class
 
     def __post_init__(self):
-        published.check_size("VAR", "depth", self.depth, published.LARGEST_DEPTH)
-        for name in ("num_classes", "embed_dim", "num_heads", "vocab_size", "z_channels"):
-            published.check_size("VAR", name, getattr(self, name))
-        published.check_real("VAR", "norm_eps", self.norm_eps)
-        published.check_real("VAR", "mlp_ratio", self.mlp_ratio, positive=True)
-        published.check_size("VAR", "embed_dim * mlp_ratio", self.hidden_dim)
-        if self.embed_dim % self.num_heads:
-            raise UserError(
-                f"VAR configuration: embed_dim {self.embed_dim} is not a multiple of num_heads "
-                f"{self.num_heads}"
-            )
+        self.check_sizes("num_classes", "vocab_size", "z_channels")
+        width, heads = self.embed_dim, self.num_heads
+        if width % heads:
+            raise self.wrong(f"embed_dim {width} is not a multiple of num_heads {heads}")
         if not 0 <= self.cond_drop_rate < 1:
-            raise UserError(
-                f"VAR configuration: cond_drop_rate {self.cond_drop_rate} is outside [0, 1)"
-            )
+            raise self.wrong(f"cond_drop_rate {self.cond_drop_rate} is outside [0, 1)")
 
     @classmethod
     def preset(cls, depth: int, sides=SIDES_256, shared_aln: bool = False) -> "VARConfig":
@@ -74,21 +67,10 @@ class VARConfig:
           UserError: for an unknown name or a value of the wrong type.
         """
         types = {f.name: f.type for f in dataclasses.fields(cls) if f.name != "schedule"}
-        found = published.arguments(
-            "VAR", arguments, {**types, "patch_nums": object}, IGNORED_NAMES
-        )
+        types["patch_nums"] = object
+        found = published.arguments("VAR", arguments, types, IGNORED_NAMES)
         schedule = published.schedule("VAR", found.pop("patch_nums", SIDES_256))
         return cls(**{"attn_l2_norm": False, **found}, schedule=schedule)
-
-    def to_published(self) -> dict:
-        """The published constructor's names and JSON values: the inverse of `from_published`."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        schedule = values.pop("schedule")
-        return {**values, "patch_nums": published.patch_nums(schedule)}
-
-    @property
-    def head_dim(self) -> int:
-        return self.embed_dim // self.num_heads
 
     @property
     def hidden_dim(self) -> int:
