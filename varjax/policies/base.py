@@ -6,7 +6,7 @@ manual. It never moves bytes.
 """
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import jax
 import numpy as np
@@ -15,6 +15,9 @@ from jaxtyping import Array, Bool, Float, Int
 from varjax.cache.allocation import Allocation, RegionAllocation
 from varjax.cache.geometry import Geometry
 from varjax.errors import UserError, nearest
+from varjax.policies import capacities
+
+CALIBRATE = "a calibration (`python -m experiments.calibrate` writes one)"
 
 
 class NotGiven(float):
@@ -25,17 +28,12 @@ class NotGiven(float):
 class Needs:
     """What a policy wants to see; the engine computes nothing that is not asked for.
 
-    window: number of queries of the current scale that are looked at more closely; which ones says
-      `Policy.window_tokens`. Gives `Observation.window`.
-    window_mass, window_logits: their attention after and before the softmax.
-    raw_queries: `window_logits` use plain projections as queries (see `Observation`).
-    scale_mass: attention mass averaged over all queries of the scale.
-    total_mass: attention mass summed over all queries of all scales so far.
+    window: number of queries of the current scale that are looked at more closely, those that
+      `Policy.window_tokens` names.
+    raw_queries: `window_logits` use plain projections as queries.
     regroup_mass: `scale_mass`, but only for `regroup`.
-    window_attention: attention of every window query.
-    query_variance: how much the queries of a head disagree.
-    key_similarity: how much the keys resemble those of the previous scale. Costs a copy of one
-      scale's keys of all layers.
+    key_similarity: costs a copy of one scale's keys of all layers.
+    The others: the field of `Observation` with that name.
     """
 
     window: int = 0
@@ -131,7 +129,12 @@ class Policy:
     # argument sets that the generic tests take, the defaults first
     examples: ClassVar[tuple[dict[str, str], ...]] = ({},)
 
-    # --- host -------------------------------------------------------------------------------------
+    # --- arguments --------------------------------------------------------------------------------
+
+    @classmethod
+    def argument_types(cls) -> dict[str, Any]:
+        """The `--policy_args`: all fields but the budget and those with a leading underscore."""
+        return {f.name: f.type for f in fields(cls) if f.name != "budget" and f.name[0] != "_"}
 
     @classmethod
     def from_arguments(cls, arguments: dict[str, str]) -> dict[str, Any]:
@@ -140,7 +143,41 @@ class Policy:
         Raises:
           UserError: an argument is unknown or malformed.
         """
-        return read_arguments(cls, arguments)
+        known = cls.argument_types()
+        for name in arguments:
+            if name not in known:
+                raise UserError(
+                    f"policy {cls.name!r} has no argument {name!r}{nearest(name, known)}; it has: "
+                    f"{', '.join(known)}"
+                )
+        return {name: parse_value(name, text, known[name]) for name, text in arguments.items()}
+
+    def refuse(self, reason: str) -> NoReturn:
+        raise UserError(f"policy {self.name!r}: {reason}")
+
+    def require(self, name: str, fits: bool, rule: str) -> None:
+        """Refuse the value of argument `name` unless it fits; `rule` goes on after `name=value`."""
+        if not fits:
+            value = getattr(self, name)
+            self.refuse(
+                f"{name}={value:g}{rule}" if isinstance(value, float) else f"{name}={value}{rule}"
+            )
+
+    def measured(
+        self, calibration: Any, name: str, geometry: Geometry, *, what: str, give: str = CALIBRATE
+    ) -> np.ndarray:
+        """float64: measurement `name`, of this model, that the policy cannot do without.
+
+        Raises:
+          UserError: `what` the policy has to know is not there, with what to `give` for it.
+        """
+        if getattr(calibration, name, None) is None:
+            lacks = "" if calibration is None else f", and the calibration holds no {name}"
+            raise UserError(f"policy {self.name!r} needs to know {what}{lacks}: give {give}")
+        calibration.check(geometry)
+        return np.asarray(getattr(calibration, name), np.float64)
+
+    # --- host -------------------------------------------------------------------------------------
 
     def prepare(self, geometry: Geometry, calibration: Any) -> "Policy":
         """This policy with what the calibration decides filled in; called before `check`.
@@ -177,9 +214,9 @@ class Policy:
         return "every head needs room for at least one token"
 
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> Allocation:
-        """Host side: how much every head may hold at every scale, in tokens, for at most `budget`
-        of the full cache."""
-        raise NotImplementedError
+        """How much every head may hold at every scale, in tokens, for at most `budget` of the full
+        cache; by default all heads the same."""
+        return RegionAllocation(capacities.capacity(geometry, capacities.uniform(geometry, budget)))
 
     def inputs(self, geometry: Geometry, allocation: Allocation, image_index: np.ndarray) -> Any:
         """Arrays [K, L, ...] that `select` wants per scale and layer, for a batch of images; None
@@ -243,46 +280,25 @@ class Policy:
         raise NotImplementedError
 
 
+def per_layer(geometry: Geometry, values: Any) -> np.ndarray:
+    """[K, L, ...]: the same values for every scale and layer, as `Policy.inputs` wants them."""
+    shape = (geometry.schedule.num_scales, geometry.num_layers, *np.shape(values))
+    return np.broadcast_to(values, shape)
+
+
 def parse_value(name: str, text: str, kind: Any) -> Any:
-    """Read one `--policy_args` value as the type of its field."""
-    kind = (
-        {"int": int, "float": float, "str": str, "bool": bool}.get(kind, kind)
-        if isinstance(kind, str)
-        else kind
-    )
+    """Read one `--policy_args` value as the type of its field, which may be given by name."""
+    read, wanted = _KINDS.get(getattr(kind, "__name__", kind), (kind, str(kind)))
     try:
-        if kind is bool:
-            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        return kind(text)
+        return read(text)
     except (ValueError, KeyError):
-        wanted = {int: "a whole number", float: "a number", bool: "true or false"}.get(
-            kind, str(kind)
-        )
         raise UserError(f"policy argument {name}={text!r} is not {wanted}") from None
 
 
-def make_policy(cls: type[Policy], budget: float | None, arguments: dict[str, str]) -> Policy:
-    """Build a policy from command-line text. `budget=None` takes the policy's default."""
-    values = cls.from_arguments(arguments)
-    if budget is not None:
-        values["budget"] = budget
-    return cls(**values)
-
-
-def read_arguments(cls: type[Policy], arguments: dict[str, str]) -> dict[str, Any]:
-    """Values of a policy's fields from text. Fields with a leading underscore are not arguments."""
-    known = argument_types(cls)
-    values = {}
-    for name, text in arguments.items():
-        if name not in known:
-            raise UserError(
-                f"policy {cls.name!r} has no argument {name!r}{nearest(name, known)}; it has: "
-                f"{', '.join(known)}"
-            )
-        values[name] = parse_value(name, text, known[name])
-    return values
-
-
-def argument_types(cls: type[Policy]) -> dict[str, Any]:
-    """Names and types of the `--policy_args` of a policy."""
-    return {f.name: f.type for f in fields(cls) if f.name != "budget" and f.name[0] != "_"}
+_TRUTH = {"true": True, "1": True, "false": False, "0": False}
+_KINDS = {
+    "int": (int, "a whole number"),
+    "float": (float, "a number"),
+    "str": (str, "text"),
+    "bool": (lambda text: _TRUTH[text.lower()], "true or false"),
+}

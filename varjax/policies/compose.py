@@ -11,16 +11,9 @@ from varjax.cache.allocation import Allocation, RegionAllocation
 from varjax.cache.geometry import Geometry
 from varjax.errors import UserError, choose, nearest
 from varjax.policies import building_blocks as blocks
-from varjax.policies import sinks as sink_rules
-from varjax.policies.base import (
-    Needs,
-    Observation,
-    Policy,
-    argument_types,
-    make_policy,
-    read_arguments,
-)
-from varjax.policies.registry import POLICIES, register
+from varjax.policies.base import Observation, Policy, per_layer
+from varjax.policies.registry import POLICIES, get_policy, register
+from varjax.policies.sinks import SinkPolicy
 from varjax.policies.windows import SlidingWindow, Streaming
 
 ROLES = {"allocate": "heatkv", "select": "snapkv"}  # with what they are if not said
@@ -33,18 +26,22 @@ REFUSED = {
     ("allocate", "compose"): "compositions do not nest",
     ("select", "full"): "it keeps everything; any other policy does that with budget 1",
     ("select", "table"): _GIVEN + "file",
-    ("select", "heatkv"): _GIVEN + "schedule of scales",
-    ("select", "binary_heatkv"): _GIVEN + "schedule of scales",
-    ("select", "heatkv_naive"): _GIVEN + "schedule of scales",
     ("select", "compose"): "compositions do not nest",
+} | {
+    ("select", name): _GIVEN + "schedule of scales"
+    for name in ("heatkv", "binary_heatkv", "heatkv_naive")
 }
+
+
+def _answered_by(role: str, name: str) -> property:
+    """A member of `Policy` that one of the parts answers."""
+    return property(lambda composed: getattr(getattr(composed, role), name))
 
 
 @register("compose")
 @dataclass(frozen=True, kw_only=True)
 class Compose(Policy):
-    """Capacities of one policy, contents of another:
-    `allocate=heatkv,select=snapkv`.
+    """Capacities of one policy, contents of another: `allocate=heatkv,select=snapkv`.
 
     Idea: how much each head may hold and which tokens it holds are separate questions, and the
     papers answer both at once. With every pair at hand the answers can be compared one by one.
@@ -112,7 +109,7 @@ class Compose(Policy):
                     f"policy 'compose' has no argument {name!r}{nearest(name, known)}; here it "
                     f"has: {', '.join(known)}"
                 )
-        values = read_arguments(cls, own)
+        values = super().from_arguments(own)
         built = dict(zip(ROLES, cls(**values, parts=tuple(parts.items()))._parts, strict=True))
         for name in parts.keys() - ROLES:  # 3 and 3.0 are the same policy
             role, _, own_name = name.partition("_")
@@ -120,7 +117,7 @@ class Compose(Policy):
         return values | {"parts": tuple(sorted(parts.items())), "budget": built["allocate"].budget}
 
     @cached_property
-    def _parts(self) -> tuple[Policy, Policy]:
+    def _parts(self) -> tuple[Policy, ...]:
         """(who says how much, who says which) as given; their own budgets are the defaults."""
         given = ROLES | dict(self.parts)
         arguments = {role: {} for role in ROLES}
@@ -128,8 +125,8 @@ class Compose(Policy):
             role, _, own_name = name.partition("_")
             if own_name:
                 arguments[role][own_name] = text
-        chosen = {role: _choose_part(role, given[role]) for role in ROLES}
-        return tuple(make_policy(chosen[role], None, arguments[role]) for role in ROLES)
+        names = (_choose_part(role, given[role]).name for role in ROLES)
+        return tuple(map(get_policy, names, (None, None), arguments.values()))
 
     @cached_property
     def _roles(self) -> tuple[Policy, Policy]:
@@ -155,28 +152,24 @@ class Compose(Policy):
 
     # --- what the parts say -----------------------------------------------------------------------
 
-    @property
-    def needs(self) -> Needs:
-        return self.selector.needs
+    budgeted, shrinks, minimum_budget, smallest_reason = (
+        _answered_by("allocator", name)
+        for name in ("budgeted", "shrinks", "minimum_budget", "smallest_reason")
+    )
+    needs, inputs, window_tokens, init_state, update_state = (
+        _answered_by("selector", name)
+        for name in ("needs", "inputs", "window_tokens", "init_state", "update_state")
+    )
 
     @property
     def uses_calibration(self) -> bool:
         return self.allocator.uses_calibration or self.selector.uses_calibration
 
-    @property
-    def budgeted(self) -> bool:
-        return self.allocator.budgeted
-
-    @property
-    def shrinks(self) -> bool:
-        return self.allocator.shrinks
-
     def prepare(self, geometry: Geometry, calibration: Any) -> "Compose":
         allocator = self.allocator.prepare(geometry, calibration)
         selector = dataclasses.replace(self.selector, budget=allocator.budget)
         selector = selector.prepare(geometry, calibration)
-        prepared = (allocator, selector)
-        return dataclasses.replace(self, budget=allocator.budget, _prepared=prepared)
+        return dataclasses.replace(self, budget=allocator.budget, _prepared=(allocator, selector))
 
     def plan_lines(self, geometry: Geometry, calibration: Any = None) -> list[str]:
         parts = ", ".join(f"{name}={value}" for name, value in (ROLES | dict(self.parts)).items())
@@ -186,12 +179,6 @@ class Compose(Policy):
         self.allocator.check(geometry)
         # its capacities are given, so no budget is too small for it
         dataclasses.replace(self.selector, budget=1.0).check(geometry)
-
-    def minimum_budget(self, geometry: Geometry) -> float:
-        return self.allocator.minimum_budget(geometry)
-
-    def smallest_reason(self) -> str:
-        return self.allocator.smallest_reason()
 
     def content(self) -> str | None:
         return ";".join(filter(None, (self.allocator.content(), self.selector.content()))) or None
@@ -204,23 +191,11 @@ class Compose(Policy):
         given = self.allocator.allocate(geometry, budget, calibration)
         ragged = getattr(given, "ragged", False) and self.allocator.name != "table"
         if ragged or getattr(given, "regroup_scale", None) is not None:
-            raise UserError(
-                f"policy 'compose': allocate={self.allocator.name} with these arguments decides "
+            self.refuse(
+                f"allocate={self.allocator.name} with these arguments decides "
                 f"while generating how much a head holds; capacities must be known beforehand"
             )
         return self.selector.adopt(geometry, budget, given.capacity(geometry))
-
-    def inputs(self, geometry: Geometry, allocation: Allocation, image_index: np.ndarray) -> Any:
-        return self.selector.inputs(geometry, allocation, image_index)
-
-    def window_tokens(self, height: int, width: int) -> np.ndarray:
-        return self.selector.window_tokens(height, width)
-
-    def init_state(self, geometry: Geometry, rows: int) -> Any:
-        return self.selector.init_state(geometry, rows)
-
-    def update_state(self, obs: Observation) -> Any:
-        return self.selector.update_state(obs)
 
     def select(self, obs: Observation):
         kept = self.selector.select(obs)
@@ -228,7 +203,7 @@ class Compose(Policy):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Newest(sink_rules.SinkPolicy):
+class Newest(SinkPolicy):
     """The rule of `swa` and, with `protects`, of `streaming`, as a selection."""
 
     protects: bool = False
@@ -238,13 +213,12 @@ class Newest(sink_rules.SinkPolicy):
         return "streaming" if self.protects else "swa"
 
     def adopt(self, geometry: Geometry, budget: float, capacity: np.ndarray) -> RegionAllocation:
-        scales = sink_rules.sink_scales(self.sinks, geometry, budget) if self.protects else 0
-        return RegionAllocation(capacity, protected=sink_rules.sink_tokens(scales, geometry))
+        protected = self.protected(geometry, budget) if self.protects else 0
+        return RegionAllocation(capacity, protected=protected)
 
     def inputs(self, geometry: Geometry, allocation: RegionAllocation, image_index: np.ndarray):
-        """Per scale and layer: the protected tokens, int32 [K, L]."""
-        shape = (geometry.schedule.num_scales, geometry.num_layers)
-        return np.full(shape, allocation.protected, np.int32)
+        """int32 [K, L]: the protected tokens."""
+        return per_layer(geometry, np.int32(allocation.protected))
 
     def select(self, obs: Observation):
         first = blocks.protect(obs.position, obs.live, obs.inputs)
@@ -255,7 +229,7 @@ class Newest(sink_rules.SinkPolicy):
 def _own_arguments(cls: type[Policy], role: str = "") -> list[str]:
     """Arguments of a part, with a role those that matter to it."""
     used = {"allocate": cls.allocation_arguments, "select": cls.selection_arguments}.get(role)
-    names = [name for name in argument_types(cls) if name not in SHARED]
+    names = [name for name in cls.argument_types() if name not in SHARED]
     return names if used is None else [name for name in names if name in used]
 
 

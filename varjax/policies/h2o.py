@@ -2,11 +2,8 @@
 
 from dataclasses import dataclass
 
-from varjax.cache.allocation import RegionAllocation
 from varjax.cache.geometry import Geometry
-from varjax.errors import UserError
 from varjax.policies import building_blocks as blocks
-from varjax.policies import capacities
 from varjax.policies.base import Needs, Observation, Policy
 from varjax.policies.registry import register
 
@@ -49,12 +46,8 @@ class H2O(Policy):
     needs = Needs(total_mass=True)
 
     def check(self, geometry: Geometry) -> None:
-        if not 0 <= self.recent_share <= 1:
-            raise UserError(f"policy 'h2o': recent_share={self.recent_share:g} is outside [0, 1]")
+        self.require("recent_share", 0 <= self.recent_share <= 1, " is outside [0, 1]")
         super().check(geometry)
-
-    def allocate(self, geometry: Geometry, budget: float, calibration=None) -> RegionAllocation:
-        return RegionAllocation(capacities.capacity(geometry, capacities.uniform(geometry, budget)))
 
     def select(self, obs: Observation):
         recent = blocks.part_of(obs.capacity, self.recent_share)

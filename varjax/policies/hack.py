@@ -9,17 +9,16 @@ import numpy as np
 from varjax.cache.allocation import RegionAllocation
 from varjax.cache.geometry import Geometry
 from varjax.calibration import Calibration
-from varjax.errors import UserError
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities
-from varjax.policies import sinks as sink_rules
-from varjax.policies.base import Needs, Observation
+from varjax.policies.base import Needs, Observation, Policy, per_layer
 from varjax.policies.registry import register
+from varjax.policies.sinks import SinkPolicy
 
 
 @register("hack")
 @dataclass(frozen=True, kw_only=True)
-class HACK(sink_rules.SinkPolicy):
+class HACK(SinkPolicy):
     """HACK ("Head-Aware KV Cache Compression for Efficient Visual Autoregressive Modeling", Qin et
     al.).
 
@@ -71,14 +70,7 @@ class HACK(sink_rules.SinkPolicy):
     # --- host -------------------------------------------------------------------------------------
 
     def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "HACK":
-        if calibration is None or calibration.query_variance is None:
-            raise UserError(
-                "policy 'hack' needs to know the heads"
-                + ("" if calibration is None else ", and the calibration holds no query_variance")
-                + ": give a calibration (`python -m experiments.calibrate` writes one)"
-            )
-        calibration.check(geometry)
-        variance = np.asarray(calibration.query_variance, np.float64)
+        variance = self.measured(calibration, "query_variance", geometry, what="the heads")
         order = np.argsort(variance.ravel(), kind="stable")
         chosen = np.zeros(variance.size, bool)
         chosen[order[: int(self.contextual * variance.size + 0.5)]] = True
@@ -86,27 +78,16 @@ class HACK(sink_rules.SinkPolicy):
         return dataclasses.replace(self, _types=types)
 
     def check(self, geometry: Geometry) -> None:
-        if not 0 <= self.contextual <= 1:
-            raise UserError(f"policy 'hack': contextual={self.contextual:g} is outside [0, 1]")
-        if not 0.01 <= self.asymmetry <= 100:
-            raise UserError(
-                f"policy 'hack': asymmetry={self.asymmetry:g} must be between 0.01 and 100 "
-                f"(capacity of a structural head relative to a contextual one)"
-            )
+        self.require("contextual", 0 <= self.contextual <= 1, " is outside [0, 1]")
+        rule = " must be between 0.01 and 100 (a structural head's capacity relative to others)"
+        self.require("asymmetry", 0.01 <= self.asymmetry <= 100, rule)
         super().check(geometry)
 
     def minimum_budget(self, geometry: Geometry) -> float:
-        return max(
-            super().minimum_budget(geometry), 1 / max(1, geometry.schedule.persistent_tokens)
-        )
-
-    def _protected(self, geometry: Geometry, budget: float) -> int:
-        scales = sink_rules.sink_scales(self.sinks, geometry, budget)
-        return sink_rules.sink_tokens(scales, geometry)
+        return max(super().minimum_budget(geometry), Policy.minimum_budget(self, geometry))
 
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> RegionAllocation:
-        protected = self._protected(geometry, budget)
-        full = geometry.schedule.persistent_tokens
+        protected, full = self.protected(geometry, budget), geometry.schedule.persistent_tokens
         per_head = capacities.apportion(
             capacities.total(geometry, budget),
             np.where(np.array(self._types), 1.0, self.asymmetry),
@@ -116,14 +97,14 @@ class HACK(sink_rules.SinkPolicy):
         return RegionAllocation(capacities.capacity(geometry, per_head), protected=protected)
 
     def adopt(self, geometry: Geometry, budget: float, capacity: np.ndarray) -> RegionAllocation:
-        return RegionAllocation(capacity, protected=self._protected(geometry, budget))
+        return RegionAllocation(capacity, protected=self.protected(geometry, budget))
 
     def inputs(self, geometry: Geometry, allocation: RegionAllocation, image_index: np.ndarray):
         """Per scale and layer: which heads are contextual, bool [K, L, N], and the protected
         tokens, int32 [K, L]."""
-        shape = (geometry.schedule.num_scales, geometry.num_layers)
-        contextual = np.broadcast_to(np.array(self._types), (*shape, geometry.num_heads))
-        return contextual, np.full(shape, allocation.protected, np.int32)
+        shape = (geometry.schedule.num_scales, geometry.num_layers, geometry.num_heads)
+        contextual = np.broadcast_to(np.array(self._types), shape)
+        return contextual, per_layer(geometry, np.int32(allocation.protected))
 
     # --- device -----------------------------------------------------------------------------------
 

@@ -8,16 +8,15 @@ import numpy as np
 
 from varjax.cache.allocation import RegionAllocation
 from varjax.cache.geometry import Geometry
-from varjax.errors import UserError
 from varjax.policies import building_blocks as blocks
-from varjax.policies import sinks as sink_rules
-from varjax.policies.base import Needs, Observation
+from varjax.policies.base import Needs, Observation, per_layer
 from varjax.policies.registry import register
+from varjax.policies.sinks import SinkPolicy
 
 
 @register("headkv")
 @dataclass(frozen=True, kw_only=True)
-class HeadKV(sink_rules.SinkPolicy):
+class HeadKV(SinkPolicy):
     """HeadKV ("Head-Aware Key-Value Compression for Efficient Autoregressive Image Generation"), on
     next-scale models.
 
@@ -83,20 +82,12 @@ class HeadKV(sink_rules.SinkPolicy):
 
     def check(self, geometry: Geometry) -> None:
         for name in ("threshold", "local_share", "ratio"):
-            if not 0 < getattr(self, name) <= 1:
-                raise UserError(
-                    f"policy 'headkv': {name}={getattr(self, name):g} is outside (0, 1]"
-                )
-        most = max(*geometry.schedule.tokens, 16)
-        if not 1 <= self.window <= most:
-            raise UserError(f"policy 'headkv': window={self.window} must be 1 to {most}")
-        if self.group_after < 0:
-            raise UserError(f"policy 'headkv': group_after={self.group_after} must be at least 0")
-        if not 0 <= self.global_heads <= geometry.num_heads:
-            raise UserError(
-                f"policy 'headkv': global_heads={self.global_heads}, but a layer has "
-                f"{geometry.num_heads} heads"
-            )
+            self.require(name, 0 < getattr(self, name) <= 1, " is outside (0, 1]")
+        most, heads = max(*geometry.schedule.tokens, 16), geometry.num_heads
+        self.require("window", 1 <= self.window <= most, f" must be 1 to {most}")
+        self.require("group_after", self.group_after >= 0, " must be at least 0")
+        fits = 0 <= self.global_heads <= heads
+        self.require("global_heads", fits, f", but a layer has {heads} heads")
         super().check(geometry)
 
     def _num_global(self, geometry: Geometry) -> int:
@@ -104,49 +95,31 @@ class HeadKV(sink_rules.SinkPolicy):
 
     def region_sizes(self, geometry: Geometry, budget: float) -> tuple[int, int]:
         """Tokens of a local and of a global head."""
-        full, heads, wide = (
-            geometry.schedule.persistent_tokens,
-            geometry.num_heads,
-            self._num_global(geometry),
-        )
-        total = int(budget * full * heads + 1e-6)
-        narrow = heads - wide
-        sinks = sink_rules.sink_tokens(
-            sink_rules.sink_scales(self.sinks, geometry, budget), geometry
-        )
-        local = max(sinks, int(self.local_share * total / heads)) if narrow else 0
+        full, wide = geometry.schedule.persistent_tokens, self._num_global(geometry)
+        narrow, total = geometry.num_heads - wide, _layer_tokens(geometry, budget)
+        share = int(self.local_share * total / geometry.num_heads)
+        local = max(self.protected(geometry, budget), share) if narrow else 0
         wide_size = min(full, (total - narrow * local) // wide)
         if narrow and wide_size == full:
             local = min(full, (total - wide * full) // narrow)
         return local, wide_size
 
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> RegionAllocation:
-        schedule = geometry.schedule
+        schedule, heads = geometry.schedule, geometry.num_heads
         local, wide = self.region_sizes(geometry, budget)
-        regions = np.where(np.arange(geometry.num_heads) < self._num_global(geometry), wide, local)
-        mean = (
-            int(budget * schedule.persistent_tokens * geometry.num_heads + 1e-6)
-            / geometry.num_heads
-        )
-        grouping = next(
-            s
-            for s in range(schedule.num_scales)
-            if schedule.ends[s] >= self.group_after or schedule.ends[s] > mean
-        )
-        before = np.array(schedule.starts)[:, None]
-        after = np.arange(schedule.num_scales)[:, None] > grouping
+        regions = np.where(np.arange(heads) < self._num_global(geometry), wide, local)
+        mean = _layer_tokens(geometry, budget) / heads
+        reached = (end >= self.group_after or end > mean for end in schedule.ends)
+        grouping = list(reached).index(True)
+        before = np.array(schedule.starts)[:, None, None]
+        after = np.arange(schedule.num_scales)[:, None, None] > grouping
         capacity = np.where(after, np.minimum(regions, before), before)
-        capacity = np.broadcast_to(
-            capacity[:, None], (schedule.num_scales, geometry.num_layers, geometry.num_heads)
-        )
-        protected = sink_rules.sink_tokens(
-            sink_rules.sink_scales(self.sinks, geometry, budget), geometry
-        )
+        protected = self.protected(geometry, budget)
         return RegionAllocation(
-            capacity.astype(np.int32),
+            np.repeat(capacity, geometry.num_layers, axis=1).astype(np.int32),
             regroup_scale=grouping if grouping < schedule.num_scales - 1 else None,
             protected=protected,
-            recent=(local if local else wide) - protected,
+            recent=(local or wide) - protected,
         )
 
     def adopt(self, geometry: Geometry, budget: float, capacity: np.ndarray) -> RegionAllocation:
@@ -156,10 +129,8 @@ class HeadKV(sink_rules.SinkPolicy):
     # --- device -----------------------------------------------------------------------------------
 
     def inputs(self, geometry: Geometry, allocation: RegionAllocation, image_index: np.ndarray):
-        """Per scale and layer: (protected tokens, recent tokens), both static, as int32 [K, L,
-        2]."""
-        pair = np.array([allocation.protected, allocation.recent], np.int32)
-        return np.broadcast_to(pair, (geometry.schedule.num_scales, geometry.num_layers, 2))
+        """int32 [K, L, 2]: protected tokens and recent tokens, both static."""
+        return per_layer(geometry, np.int32([allocation.protected, allocation.recent]))
 
     def regroup(self, obs: Observation):
         """Regions 0..G-1 are global. Heads are ranked by need, the neediest first; ties: lower head
@@ -182,3 +153,8 @@ class HeadKV(sink_rules.SinkPolicy):
         kept = kept | newest
         count = jnp.minimum(obs.capacity - kept.sum(-1), history.sum(-1))
         return kept | blocks.stratified(obs.window_mass, obs.position, history, count, self.ratio)
+
+
+def _layer_tokens(geometry: Geometry, budget: float) -> int:
+    """Tokens that the heads of a layer may hold together."""
+    return int(budget * geometry.schedule.persistent_tokens * geometry.num_heads + 1e-6)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 from varjax.errors import UserError, choose
-from varjax.policies.base import Policy, make_policy
+from varjax.policies.base import Policy
 
 POLICIES: dict[str, type[Policy]] = {}
 _LOADED: dict[str, tuple[str, ...]] = {}  # what `load_module` found, by file or import name
@@ -38,7 +38,9 @@ def get_policy(
 ) -> Policy:
     """Build a registered policy from text arguments; unknown names and arguments raise `UserError`
     with what exists."""
-    return make_policy(POLICIES[choose("policy", name, POLICIES)], budget, arguments or {})
+    cls = POLICIES[choose("policy", name, POLICIES)]
+    values = cls.from_arguments(arguments or {})
+    return cls(**values if budget is None else values | {"budget": budget})
 
 
 def resolve_policy(policy: str | Policy, budget: float | None = None) -> Policy:

@@ -9,28 +9,19 @@ from varjax.policies.base import Policy
 MOST_AUTOMATIC_SINKS = 3  # what StreamingLLM, HACK and HeatKV use on Infinity
 
 
-def check_sinks(sinks: int, geometry: Geometry) -> None:
-    """Refuse a number of sink scales that the schedule does not have."""
-    stored = geometry.schedule.num_scales - 1
-    if sinks and not 0 <= sinks <= stored:
-        raise UserError(
-            f"sinks={sinks}: choose 1 to {stored} scales, or 0 to let the budget decide"
-        )
-
-
 def sink_scales(sinks: int, geometry: Geometry, budget: float) -> int:
     """The number of sink scales: as given, or (0) up to three as long as they take at most half of
     a head's mean budget."""
     if sinks:
         return sinks
-    schedule = geometry.schedule
-    half = budget * schedule.persistent_tokens / 2
-    fitting = [
-        s
-        for s in range(1, MOST_AUTOMATIC_SINKS + 1)
-        if s < schedule.num_scales and schedule.ends[s - 1] <= half
-    ]
-    return max(fitting, default=min(1, schedule.num_scales - 1))
+    stored, half = (
+        geometry.schedule.num_scales - 1,
+        budget * geometry.schedule.persistent_tokens / 2,
+    )
+    fitting = sum(
+        end <= half for end in geometry.schedule.ends[: min(MOST_AUTOMATIC_SINKS, stored)]
+    )
+    return max(fitting, min(1, stored))
 
 
 def sink_tokens(sinks: int, geometry: Geometry) -> int:
@@ -51,9 +42,20 @@ class SinkPolicy(Policy):
 
     sinks: int = 0
 
+    def check_sinks(self, geometry: Geometry) -> None:
+        stored = geometry.schedule.num_scales - 1
+        if self.sinks and not 0 <= self.sinks <= stored:
+            raise UserError(
+                f"sinks={self.sinks}: choose 1 to {stored} scales, or 0 to let the budget decide"
+            )
+
     def check(self, geometry: Geometry) -> None:
-        check_sinks(self.sinks, geometry)
+        self.check_sinks(geometry)
         super().check(geometry)
+
+    def protected(self, geometry: Geometry, budget: float) -> int:
+        """Tokens of the sink scales."""
+        return sink_tokens(sink_scales(self.sinks, geometry, budget), geometry)
 
     def minimum_budget(self, geometry: Geometry) -> float:
         return minimum_budget(self.sinks, geometry)

@@ -3,9 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
-from varjax.cache.allocation import RegionAllocation
 from varjax.cache.geometry import Geometry
-from varjax.errors import UserError
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities
 from varjax.policies.base import Needs, Observation, Policy
@@ -15,12 +13,10 @@ WINDOW = 16
 WINDOW_SHARE = 4  # an automatic window takes at most a quarter of a head's capacity
 
 
-def check_kernel(policy: Policy, kernel: int) -> None:
+def check_kernel(policy: Policy) -> None:
     """Refuse widths of the pooling that have no centre."""
-    if not (1 <= kernel <= 63 and kernel % 2):
-        raise UserError(
-            f"policy {policy.name!r}: kernel={kernel} must be odd and between 1 (no pooling) and 63"
-        )
+    fits = 1 <= policy.kernel <= 63 and policy.kernel % 2 == 1
+    policy.require("kernel", fits, " must be odd and between 1 (no pooling) and 63")
 
 
 @register("snapkv")
@@ -81,16 +77,10 @@ class SnapKV(Policy):
 
     def check(self, geometry: Geometry) -> None:
         most = max(*geometry.schedule.tokens, WINDOW)
-        if not 0 <= self.window <= most:
-            raise UserError(
-                f"policy {self.name!r}: window={self.window} must be 1 to {most} (queries of one "
-                f"scale), or 0 to let the budget decide"
-            )
-        check_kernel(self, self.kernel)
+        rule = f" must be 1 to {most} (queries of one scale), or 0 to let the budget decide"
+        self.require("window", 0 <= self.window <= most, rule)
+        check_kernel(self)
         super().check(geometry)
-
-    def allocate(self, geometry: Geometry, budget: float, calibration=None) -> RegionAllocation:
-        return RegionAllocation(capacities.capacity(geometry, capacities.uniform(geometry, budget)))
 
     def select(self, obs: Observation):
         return blocks.window_and_peaks(

@@ -39,54 +39,43 @@ class Table(Policy):
     budgeted = False
     shrinks = False
 
-    def check(self, geometry: Geometry) -> None:
-        super().check(geometry)
-        self._check_shape(geometry)
-
     @cached_property
     def _content(self) -> tuple[str, np.ndarray]:
         if not self.path:
             raise UserError("policy 'table' needs a file: path=KEEP.npz")
         if not pathlib.Path(self.path).is_file():
-            raise UserError(f"policy 'table': there is no file {self.path!r}")
+            self.refuse(f"there is no file {self.path!r}")
         try:
             with np.load(self.path, allow_pickle=False) as archive:
-                names = [n for n in ("keep_scale", "keep_token") if n in archive.files]
-                if len(names) != 1:
-                    raise UserError(
-                        f"policy 'table': {self.path} must hold exactly one of keep_scale and "
-                        f"keep_token, it holds: "
-                        f"{', '.join(archive.files) or 'nothing'}"
-                    )
-                return names[0], archive[names[0]]
-        except UserError:
-            raise
+                found = list(archive.files)
+                held = {n: archive[n] for n in ("keep_scale", "keep_token") if n in found}
         except Exception as error:
-            raise UserError(f"policy 'table': cannot read {self.path} as npz: {error}") from None
-
-    def _check_shape(self, geometry: Geometry) -> None:
-        name, keep = self._content
-        k, layers, heads = geometry.schedule.num_scales, geometry.num_layers, geometry.num_heads
-        tokens = geometry.schedule.total_tokens
-        if keep.dtype.kind not in "biuf":
-            raise UserError(f"policy 'table': {name} has type {str(keep.dtype):.60}; store bool")
-        if keep.dtype != bool and not np.isin(keep, (0, 1)).all():
-            raise UserError(
-                f"policy 'table': {name} has type {keep.dtype} with values other than 0 and 1; "
-                f"store bool"
+            self.refuse(f"cannot read {self.path} as npz: {error}")
+        if len(held) != 1:
+            self.refuse(
+                f"{self.path} must hold exactly one of keep_scale and keep_token, it holds: "
+                f"{', '.join(found) or 'nothing'}"
             )
-        allowed = [(k, layers, heads, k if name == "keep_scale" else tokens)]
-        fits = keep.shape == allowed[0]
-        if name == "keep_token" and keep.ndim == 5:
-            rows = keep.shape[2]
-            allowed = [(k, layers, rows, heads, tokens)]
-            fits = keep.shape == allowed[0] and rows > 0 and rows % 2 == 0
-        if not fits:
-            also = ", or with rows = 2 * images as third axis" if name == "keep_token" else ""
-            raise UserError(
-                f"policy 'table': {name} has shape {keep.shape}, this model needs {allowed[0]} "
-                f"(scales, layers, heads, "
-                f"{'scales' if name == 'keep_scale' else 'tokens'}){also}"
+        return held.popitem()
+
+    def check(self, geometry: Geometry) -> None:
+        super().check(geometry)
+        name, keep = self._content
+        if keep.dtype.kind not in "biuf":
+            self.refuse(f"{name} has type {str(keep.dtype):.60}; store bool")
+        if keep.dtype != bool and not np.isin(keep, (0, 1)).all():
+            self.refuse(f"{name} has type {keep.dtype} with values other than 0 and 1; store bool")
+        k, layers, heads = geometry.schedule.num_scales, geometry.num_layers, geometry.num_heads
+        last, what, also = k, "scales", ""
+        if name == "keep_token":
+            last, what = geometry.schedule.total_tokens, "tokens"
+            also = ", or with rows = 2 * images as third axis"
+        rows = keep.shape[2:3] if also and keep.ndim == 5 else ()
+        needed = (k, layers, *rows, heads, last)
+        if keep.shape != needed or any(n == 0 or n % 2 for n in rows):
+            self.refuse(
+                f"{name} has shape {keep.shape}, this model needs {needed} (scales, layers, heads, "
+                f"{what}){also}"
             )
 
     def _per_row(self) -> bool:
@@ -112,10 +101,9 @@ class Table(Policy):
             allocation = RegionAllocation(counts.max(2).astype(np.int32), ragged=ragged)
         held = allocation.capacity(geometry).sum((1, 2)).max()
         if held > budget * geometry.dense_tokens + 1e-6:
-            raise UserError(
-                f"policy 'table': {self.path} keeps up to {held / geometry.dense_tokens:.4f} of "
-                f"the full cache, more than "
-                f"budget={budget:g}: raise the budget or drop more"
+            self.refuse(
+                f"{self.path} keeps up to {held / geometry.dense_tokens:.4f} of the full cache, "
+                f"more than budget={budget:g}: raise the budget or drop more"
             )
         return allocation
 
@@ -125,11 +113,11 @@ class Table(Policy):
         return name + ":" + hashlib.sha256(np.packbits(keep.astype(bool)).tobytes()).hexdigest()
 
     def check_images(self, num_images: int) -> None:
-        if self._per_row() and self._content[1].shape[2] != 2 * num_images:
-            raise UserError(
-                f"policy 'table': {self.path} has {self._content[1].shape[2]} rows (two per "
-                f"image), but the run makes "
-                f"{num_images} images"
+        rows = self._content[1].shape[2]
+        if self._per_row() and rows != 2 * num_images:
+            self.refuse(
+                f"{self.path} has {rows} rows (two per image), but the run makes {num_images} "
+                f"images"
             )
 
     def inputs(self, geometry: Geometry, allocation: Allocation, image_index: np.ndarray):
@@ -137,8 +125,7 @@ class Table(Policy):
             return None
         visible = self._visible(geometry)
         images = self._content[1].shape[2] // 2
-        groups = [image_index + i * images for i in range(geometry.rows_per_image)]
-        rows = np.concatenate(groups)
+        rows = np.concatenate([image_index + i * images for i in range(geometry.rows_per_image)])
         following = np.concatenate([visible[1:], np.zeros_like(visible[:1])])
         return following[:, :, rows]
 

@@ -6,9 +6,10 @@ import numpy as np
 
 from varjax.cache.allocation import StaticAllocation
 from varjax.cache.geometry import Geometry
-from varjax.policies import sinks as sink_rules
+from varjax.policies import capacities
 from varjax.policies.base import Policy
 from varjax.policies.registry import register
+from varjax.policies.sinks import SinkPolicy
 
 
 def newest_and_sinks(geometry: Geometry, window: int, protected: int) -> StaticAllocation:
@@ -57,13 +58,12 @@ class SlidingWindow(Policy):
     summary = "newest tokens only"
 
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> StaticAllocation:
-        window = int(budget * geometry.schedule.persistent_tokens + 1e-6)
-        return newest_and_sinks(geometry, window, 0)
+        return newest_and_sinks(geometry, capacities.uniform(geometry, budget), 0)
 
 
 @register("streaming")
 @dataclass(frozen=True, kw_only=True)
-class Streaming(sink_rules.SinkPolicy):
+class Streaming(SinkPolicy):
     """StreamingLLM (Xiao et al. 2023), as HeatKV and AMS-KV ("STA") run it on next-scale models.
 
     Every head keeps the sink scales and the newest tokens; the budget left by the sinks is the
@@ -82,7 +82,6 @@ class Streaming(sink_rules.SinkPolicy):
     summary = "sink scales and newest tokens"
 
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> StaticAllocation:
-        sinks = sink_rules.sink_scales(self.sinks, geometry, budget)
-        protected = sink_rules.sink_tokens(sinks, geometry)
-        window = int(budget * geometry.schedule.persistent_tokens + 1e-6) - protected
+        protected = self.protected(geometry, budget)
+        window = capacities.uniform(geometry, budget) - protected
         return newest_and_sinks(geometry, window, protected)

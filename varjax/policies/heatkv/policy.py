@@ -9,15 +9,15 @@ from varjax.cache.allocation import StaticAllocation
 from varjax.cache.geometry import Geometry
 from varjax.calibration import Calibration, cas, order_heads, orders_from_scores, scas
 from varjax.errors import UserError
-from varjax.policies import sinks as sink_rules
-from varjax.policies.base import Policy
+from varjax.policies.base import CALIBRATE
 from varjax.policies.heatkv.schedule import PruneSchedule, prune_schedule
 from varjax.policies.registry import register
+from varjax.policies.sinks import MOST_AUTOMATIC_SINKS, SinkPolicy, sink_scales
 
 
 @register("heatkv")
 @dataclass(frozen=True, kw_only=True)
-class HeatKV(Policy):
+class HeatKV(SinkPolicy):
     """HeatKV ("Head-tuned KV-cache Compression for Visual Autoregressive Modeling", 2026).
 
     Idea: how much a head looks back at a given scale hardly depends on the image. So a few images
@@ -56,14 +56,13 @@ class HeatKV(Policy):
     """
 
     budget: float = 0.1
-    sinks: int = 0
 
     summary = "per head the scales that later scales look at; needs a calibration"
     uses_calibration = True
 
     def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "HeatKV":
         self._require(calibration)
-        sink_rules.check_sinks(self.sinks, geometry)
+        self.check_sinks(geometry)
         calibration.check(geometry)
         _, sinks = self.removal_orders(geometry, calibration)
         return dataclasses.replace(self, sinks=sinks)
@@ -71,16 +70,9 @@ class HeatKV(Policy):
     def _require(self, calibration: Calibration | None) -> None:
         if calibration is None:
             raise UserError(
-                f"policy {self.name!r} needs measurements of the model: give a calibration "
-                f"(`python -m experiments.calibrate` writes one), or removal orders as published "
-                f"with HeatKV (JSON lists of [head, layer])"
+                f"policy {self.name!r} needs measurements of the model: give {CALIBRATE}, or "
+                f"removal orders as published with HeatKV (JSON lists of [head, layer])"
             )
-
-    def minimum_budget(self, geometry: Geometry) -> float:
-        return sink_rules.minimum_budget(self.sinks, geometry)
-
-    def smallest_reason(self) -> str:
-        return "the sink scales alone need more"
 
     def _whole_heads(self) -> bool:
         return False
@@ -96,48 +88,43 @@ class HeatKV(Policy):
         whole, orders, beta = self._whole_heads(), calibration.orders, calibration.beta
         if beta is None and orders is not None and not whole:
             return orders, self._implied_sinks(len(orders), geometry.schedule.num_scales)
-        sinks = sink_rules.sink_scales(self.sinks, geometry, self.budget)
-        if beta is not None and whole:
-            return order_heads(cas(beta, sinks))[None], sinks
+        sinks = sink_scales(self.sinks, geometry, self.budget)
         if beta is not None:
+            if whole:
+                return order_heads(cas(beta, sinks))[None], sinks
             return orders_from_scores(scas(beta, sinks), sinks), sinks
         if orders is None:
-            raise UserError(f"policy {self.name!r}: the calibration holds neither orders nor beta")
+            self.refuse("the calibration holds neither orders nor beta")
         if len(orders) != 1:
-            raise UserError(
-                f"policy {self.name!r} removes whole heads and needs one order of heads (CAS), the "
-                f"calibration holds {len(orders)} lists, one per source scale; give a file with a "
-                f"single list, or a calibration file that holds beta"
+            self.refuse(
+                f"it removes whole heads and needs one order of heads (CAS), the calibration holds "
+                f"{len(orders)} lists, one per source scale; give a file with a single list, or a "
+                f"calibration file that holds beta"
             )
         return orders, sinks
 
     def _implied_sinks(self, lists: int, num_scales: int) -> int:
-        implied, most = num_scales - 1 - lists, sink_rules.MOST_AUTOMATIC_SINKS
+        stored, most = num_scales - 1, MOST_AUTOMATIC_SINKS  # the last scale is never stored
+        implied, given = stored - lists, f"{lists} order lists for {num_scales} scales"
         if self.sinks and implied != self.sinks:
-            raise UserError(
-                f"policy {self.name!r}: {lists} order lists for {num_scales} scales, but sinks="
-                f"{self.sinks} leaves {num_scales - 1 - self.sinks} source scales (the last scale "
-                f"is never stored): one list for each"
+            self.refuse(
+                f"{given}, but sinks={self.sinks} leaves {stored - self.sinks} source scales (the "
+                f"last scale is never stored): one list for each"
             )
         if not 1 <= implied <= max(most, self.sinks):
-            fewest = max(0, num_scales - 1 - most)
-            raise UserError(
-                f"policy {self.name!r}: {lists} order lists for {num_scales} scales; with 1 to "
-                f"{most} sink scales there are {fewest} to {num_scales - 2} (the last scale is "
-                f"never stored)" + (f", or say sinks={implied}" if implied > most else "")
+            self.refuse(
+                f"{given}; with 1 to {most} sink scales there are {max(0, stored - most)} to "
+                f"{stored - 1} (the last scale is never stored)"
+                + (f", or say sinks={implied}" if implied > most else "")
             )
         return implied
 
     def schedule(self, geometry: Geometry, budget: float, calibration) -> PruneSchedule:
         """The pruning schedule behind `allocate`."""
         orders, sinks = self.removal_orders(geometry, calibration)
+        whole, literal = self._whole_heads(), self._literal()
         return prune_schedule(
-            geometry,
-            orders,
-            sinks=sinks,
-            budget=budget,
-            whole_heads=self._whole_heads(),
-            literal=self._literal(),
+            geometry, orders, sinks=sinks, budget=budget, whole_heads=whole, literal=literal
         )
 
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> StaticAllocation:

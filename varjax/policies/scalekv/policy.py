@@ -14,7 +14,7 @@ from varjax.calibration import Calibration
 from varjax.errors import UserError
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities
-from varjax.policies.base import Needs, NotGiven, Observation, Policy
+from varjax.policies.base import CALIBRATE, Needs, NotGiven, Observation, Policy
 from varjax.policies.registry import register
 from varjax.policies.scalekv import budgets as layer_budgets
 from varjax.policies.snapkv import WINDOW_SHARE, check_kernel
@@ -96,15 +96,10 @@ class ScaleKV(Policy):
 
     @property
     def uses_calibration(self) -> bool:
+        """And, alike, whether the budget decides."""
         return not self.budgets
 
-    @property
-    def budgeted(self) -> bool:
-        return not self.budgets
-
-    @property
-    def shrinks(self) -> bool:
-        return not self.budgets
+    budgeted = shrinks = uses_calibration
 
     # --- host -------------------------------------------------------------------------------------
 
@@ -117,30 +112,20 @@ class ScaleKV(Policy):
         return dataclasses.replace(self, grid=min(GRID, max(1, math.isqrt(share))))
 
     def check(self, geometry: Geometry) -> None:
-        if not 0 <= self.grid <= 16:
-            raise UserError(f"policy 'scalekv': grid={self.grid} must be 1 to 16, or 0 for {GRID}")
-        if not 0 <= self.drafters <= geometry.num_layers:
-            raise UserError(
-                f"policy 'scalekv': drafters={self.drafters}, but the model has "
-                f"{geometry.num_layers} layers"
-            )
-        if not 0 < self.refiner_share <= 1:
-            raise UserError(
-                f"policy 'scalekv': refiner_share={self.refiner_share:g} is outside (0, 1]"
-            )
-        self._check_beside_file()
-        check_kernel(self, self.kernel)
-        super().check(geometry)
-
-    def _check_beside_file(self) -> None:
-        """Refuse arguments of own budgets beside a file that gives the budgets."""
-        names = ("drafters", "refiner_share")
-        given = [name for name in names if getattr(self, name) != getattr(type(self), name)]
+        layers = geometry.num_layers
+        self.require("grid", 0 <= self.grid <= 16, f" must be 1 to 16, or 0 for {GRID}")
+        fits = 0 <= self.drafters <= layers
+        self.require("drafters", fits, f", but the model has {layers} layers")
+        self.require("refiner_share", 0 < self.refiner_share <= 1, " is outside (0, 1]")
+        of_own_budgets = ("drafters", "refiner_share")
+        given = [n for n in of_own_budgets if getattr(self, n) != getattr(type(self), n)]
         if self.budgets and given:
-            raise UserError(
-                f"policy 'scalekv': budgets={self.budgets} already says what every layer keeps: "
-                f"leave out {' and '.join(given)}, or budgets"
+            self.refuse(
+                f"budgets={self.budgets} already says what every layer keeps: leave out "
+                f"{' and '.join(given)}, or budgets"
             )
+        check_kernel(self)
+        super().check(geometry)
 
     @cached_property
     def _file(self) -> layer_budgets.BudgetFile:
@@ -153,13 +138,14 @@ class ScaleKV(Policy):
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> RegionAllocation:
         if self.budgets:
             return RegionAllocation(self._checked(geometry, self._held(geometry), budget))
-        selectivity = self._selectivity(geometry, calibration)
-        drafters = self.drafters or layer_budgets.automatic_drafters(geometry)
+        file = "budgets=FILE (a budget file published with ScaleKV, for models of that shape)"
+        give = f"{file}, or {CALIBRATE}"
+        measured = self.measured(calibration, "selectivity", geometry, what="the layers", give=give)
         per_layer = layer_budgets.own_tokens(
             geometry,
             budget,
-            selectivity,
-            drafters,
+            measured[:, min(1, measured.shape[1] - 1) :].mean(-1),  # the first scale looks at none
+            self.drafters or layer_budgets.automatic_drafters(geometry),
             self.refiner_share,
             peak=self.accounting == "bytes",
         )
@@ -191,19 +177,6 @@ class ScaleKV(Policy):
                 f"budget={budget:g}: the file decides, give budget={np.ceil(share * 1e4) / 1e4:g}"
             )
         return held
-
-    def _selectivity(self, geometry: Geometry, calibration: Calibration | None) -> np.ndarray:
-        """float64 [L]."""
-        if calibration is None or calibration.selectivity is None:
-            raise UserError(
-                "policy 'scalekv' needs to know the layers"
-                + ("" if calibration is None else ", and the calibration holds no selectivity")
-                + ": give budgets=FILE (a budget file published with ScaleKV, for models of that "
-                "shape), or a calibration (`python -m experiments.calibrate` writes one)"
-            )
-        calibration.check(geometry)
-        measured = np.asarray(calibration.selectivity, np.float64)
-        return measured[:, 1:].mean(-1) if measured.shape[1] > 1 else measured[:, 0]
 
     def window_tokens(self, height: int, width: int) -> np.ndarray:
         grid = self.grid or GRID
