@@ -3,8 +3,9 @@
 Every operation has a plain JAX `reference`, which defines what is correct and runs everywhere, and
 Pallas kernels for GPU (`triton`) and TPU (`tpu`): modules that hold functions of one name, listed
 by the operation in a dictionary. It holds functions that import the modules when first called,
-because JAX may be installed without the other platform's backend. A kernel runs on its own platform only; the names that end in `-interpret` run it step by
-step with JAX operations anywhere, slowly, to check it.
+because JAX may be installed without the other platform's backend. A kernel runs on its own platform
+only; the names that end in `-interpret` run it step by step with JAX operations anywhere, slowly,
+to check it.
 """
 
 import warnings
