@@ -107,10 +107,9 @@ def read_part(folder: Path, name: str) -> dict:
     """
     file, advice = folder / f"{name}.json", "convert it with `python -m ported_weights`"
     if not file.is_file():
-        what = name.replace("_", " ")
+        what, missing = name.replace("_", " "), f"{folder.name}/{file.name}"
         if folder.is_dir():
             raise UserError(f"{folder} is no {what} (no {file.name}): {advice}")
-        missing = f"{folder.name}/{file.name}"
         raise UserError(f"there is no {what} in {folder.parent} (no {missing}): {advice}")
     content, kind = _json_object(file), _kind(name)
     version, given = content.get("format_version"), content.get("kind")
