@@ -22,10 +22,7 @@ CAPTION_HEIGHT = CAPTION_LINES * LINE_HEIGHT + 2
 
 def to_uint8(images: Float[Array | np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "N H W 3"]:
     """Bytes 0..255 of images in [0, 1]: 255 x rounded to the nearest, halves up; clipped outside.
-
-    Raises:
-      ValueError: for values that are not finite, which would turn into arbitrary colours.
-    """
+    `ValueError` for values that are not finite, which would turn into arbitrary colours."""
     images = np.asarray(images, np.float32)
     if not np.isfinite(images).all():
         raise ValueError("images hold values that are not finite")
@@ -60,12 +57,7 @@ def save_grid(
     labels: Sequence[str] | None = None,
 ) -> None:
     """Write the grid of `images` as PNG, each with its label (class name, prompt) below if given.
-
-    Raises:
-      MissingExtra: without pillow.
-      UserError: if there is not one label per image, or `columns` is not positive.
-      OSError: if the file cannot be written; an older one is then still in place.
-    """
+    `MissingExtra` without pillow; an older file is still in place after an `OSError`."""
     pillow = require("PIL.Image", extra="eval", purpose="writing PNG files")
     if labels is not None:
         images = _with_captions(images, labels)
