@@ -135,13 +135,11 @@ def apply(
     dtype=None,
 ) -> tuple[nnx.Module, Placement]:
     """`module` (usually abstract) filled from `tensors`, {name: lazy tensor}, in file order: host
-    arrays, and where they came from.
+    arrays, and where they came from. `UserError` lists everything that is missing, surplus,
+    misshapen, given twice or not finite.
 
     Floating parameters get `dtype`, as they are read; without it they keep the source's type
     (float64 becomes float32), stacked ones the widest.
-
-    Raises:
-      UserError: listing everything that is missing, surplus, misshapen, given twice or not finite.
     """
     targets = parameters.named(module)
     placement = check(rules, tensors, targets)

@@ -38,20 +38,14 @@ class SafeTensor:
 
 
 def read_safetensors(path: Path) -> dict[str, SafeTensor]:
-    """{name: tensor} of a file, nothing of it read yet.
-
-    Raises:
-      UserError: damaged file, or an element type that no weights have.
-      MissingExtra: without the `safetensors` package.
-    """
+    """{name: tensor} of a file, nothing of it read yet. `UserError` for a damaged file or an element
+    type that no weights have, `MissingExtra` without the `safetensors` package."""
     safetensors = require("safetensors", extra="port", purpose=f"reading {path}")
     try:
         file = safetensors.safe_open(path, framework="np")
         return {name: _tensor(path, file, name) for name in file.keys()}  # noqa: SIM118
     except safetensors.SafetensorError as error:
-        raise UserError(
-            f"{path} is damaged or incomplete ({error}): download or copy it again"
-        ) from error
+        raise UserError(f"{path} is damaged or incomplete ({error}): download it again") from error
 
 
 def _tensor(path: Path, file, name: str) -> SafeTensor:
