@@ -38,8 +38,8 @@ class SafeTensor:
 
 
 def read_safetensors(path: Path) -> dict[str, SafeTensor]:
-    """{name: tensor} of a file, nothing of it read yet. `UserError` for a damaged file or an element
-    type that no weights have, `MissingExtra` without the `safetensors` package."""
+    """{name: tensor} of a file, nothing of it read yet. `UserError` for a damaged file or a type
+    that no weights have, `MissingExtra` without the `safetensors` package."""
     safetensors = require("safetensors", extra="port", purpose=f"reading {path}")
     try:
         file = safetensors.safe_open(path, framework="np")
