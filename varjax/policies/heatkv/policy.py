@@ -50,9 +50,8 @@ class HeatKV(SinkPolicy):
         count what is stored.
       - the authors' planner: it counts a scale's early removals from the layer that made them
         necessary. Here, as in their runtime, the cache goes straight to A_(k+1) after layer l of
-        scale k, so tokens held after a layer are at most what their planner counts; what attention
-        sees is the same. Any schedule, not only the square 1M one; the pool is exact, with no
-        static over-allocation.
+        scale k: tokens held after a layer are at most what their planner counts, and attention
+        sees the same. Any schedule, not only the square 1M one; no static over-allocation.
     """
 
     budget: float = 0.1
@@ -61,18 +60,15 @@ class HeatKV(SinkPolicy):
     uses_calibration = True
 
     def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "HeatKV":
-        self._require(calibration)
-        self.check_sinks(geometry)
-        calibration.check(geometry)
-        _, sinks = self.removal_orders(geometry, calibration)
-        return dataclasses.replace(self, sinks=sinks)
-
-    def _require(self, calibration: Calibration | None) -> None:
         if calibration is None:
             raise UserError(
                 f"policy {self.name!r} needs measurements of the model: give {CALIBRATE}, or "
                 f"removal orders as published with HeatKV (JSON lists of [head, layer])"
             )
+        self.check_sinks(geometry)
+        calibration.check(geometry)
+        _, sinks = self.removal_orders(geometry, calibration)
+        return dataclasses.replace(self, sinks=sinks)
 
     def _whole_heads(self) -> bool:
         return False
@@ -84,7 +80,6 @@ class HeatKV(SinkPolicy):
         self, geometry: Geometry, calibration: Calibration
     ) -> tuple[np.ndarray, int]:
         """(int [S, T, 2] or, for whole heads, [1, T, 2]; number of sink scales)."""
-        self._require(calibration)
         whole, orders, beta = self._whole_heads(), calibration.orders, calibration.beta
         if beta is None and orders is not None and not whole:
             return orders, self._implied_sinks(len(orders), geometry.schedule.num_scales)
