@@ -17,6 +17,7 @@ printed. A program that does not fit is a result, not a failure.
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 
@@ -106,20 +107,16 @@ def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
     attention = {chip.name: attention_for(chip, program.attention) for chip in wanted}
     plan, calibration = POLICY.plan(policy, model, sampling)
     PROGRAM.check_plan(plan, program.mesh)
-    text_tokens = check_text_tokens(TEXT_TOKENS.value, model)
-    workloads = {
-        name: Workload(
-            model=model,
-            plan=plan,
-            sampling=sampling,
-            program=program,
-            segments=plan_segments(model.config.schedule, program.segments),
-            attention=chosen,
-            or_reference=program.attention is None,
-            text_tokens=text_tokens,
-        )
-        for name, chosen in attention.items()
-    }
+    workload = partial(
+        Workload,
+        model=model,
+        plan=plan,
+        sampling=sampling,
+        program=program,
+        segments=plan_segments(model.config.schedule, program.segments),
+        text_tokens=check_text_tokens(TEXT_TOKENS.value, model),
+    )
+    workloads = {name: workload(attention=chosen) for name, chosen in attention.items()}
     # a worker says which kernels cannot take the plan's blocks
     return workloads, plan_remarks(plan, calibration, "reference")
 
