@@ -52,7 +52,7 @@ class Dataset:
 
 
 def load(path, image_size: int, val_fraction: float = 0.05, max_images: int = 0) -> Dataset:
-    """Pictures at `path` (see the module). `UserError`: not readable, or contradicting itself.
+    """Pictures at `path` (see the module). `UserError`: unreadable, or they contradict themselves.
 
     val_fraction: part held out where the data has no validation set.
     max_images: use the first so many training pictures (and as many for validation); 0 = all.
