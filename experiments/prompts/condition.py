@@ -109,19 +109,20 @@ class Text:
         """
         if self.features is not None:
             return self
-        negative, count = self.negative, len(self.prompts)
+        count, options = len(self.prompts), {"dtype": dtype, "max_length": self.text_maxlen}
         print(f"encoding {count} prompts with {self.encoder}", file=sys.stderr, flush=True)
-        features, peak = text_encoder.encode_texts(
-            self.encoder,
-            self.prompts.texts,
-            None if negative is None else negative.texts,
-            dtype=dtype,
-            max_length=self.text_maxlen,
-            names=self.prompts.names,
-            negative_names=None if negative is None else negative.names,
-        )
+        features, peak = encode(self.encoder, self.prompts, self.negative, **options)
         fitted = features.fitted(text_channels, self.text_maxlen).repeat(self.each)
         return dataclasses.replace(self, features=fitted, peak_bytes=peak)
+
+
+def encode(
+    encoder: pathlib.Path, prompts: PromptSet, negative: PromptSet | None, **options
+) -> tuple[TextFeatures, int | None]:
+    """`text_encoder.encode_texts`, whose messages then name file and line."""
+    if negative is not None:
+        options |= {"negative": negative.texts, "negative_names": negative.names}
+    return text_encoder.encode_texts(encoder, prompts.texts, names=prompts.names, **options)
 
 
 def _digest(content: Any) -> str:

@@ -145,7 +145,7 @@ def _file(kind: Kind, prompt: Prompt, sample: int, each: int) -> str:
 # --- pixels ---------------------------------------------------------------------------------------
 
 
-def _tiled(images: UInt8[np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "2H 2W 3"]:
+def _tiled(images: UInt8[np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "2*H 2*W 3"]:
     """The 2x2 grid of a prompt's square images; where there are fewer than four, it is black."""
     side = images.shape[1]
     canvas = np.zeros((2 * side, 2 * side, 3), np.uint8)
