@@ -80,11 +80,9 @@ def _cell_content(cell: Cell, results: dict[str, dict]) -> dict:
 
 def samples(sweep: Sweep, results: dict[str, dict]) -> dict[str, np.ndarray]:
     """Arrays of samples.npz: `labels` int [n], and uint8 [n, H, W, 3] for `full` and each cell."""
-    found = {
-        cell.key: results[cell.key]["samples"] for cell in sweep.cells if cell.plan is not None
-    }
+    cells = {FULL: sweep.full, **{cell.key: cell for cell in sweep.cells if cell.plan}}
     labels = np.array(_sample_labels(sweep), np.int64)
-    return {"labels": labels, FULL: results[sweep.full.key]["samples"], **found}
+    return {"labels": labels, **{n: results[cell.key]["samples"] for n, cell in cells.items()}}
 
 
 # --- tables ---
