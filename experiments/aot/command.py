@@ -65,14 +65,13 @@ WORKER = FLAGS.string("worker", None, "Internal: compile the one target here, re
 
 def targets() -> list[Chip]:
     """The chips of --target, each once, whose compilers are here."""
-    found = {}
+    found, missing = {}, {}
     for name in TARGET.value.split(","):
         try:
             chip = chips.get_chip(name.strip())
         except ValueError as error:
             raise UserError(f"--target={name}: {error}") from None
         found[chip.name] = chip
-    missing = {}
     for name in found:
         if why := chips.why_unavailable(name):
             missing.setdefault(why, []).append(name)
@@ -124,16 +123,13 @@ def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
 def title(workload: Workload) -> str:
     """What is compiled, in one line."""
     plan, program = workload.plan, workload.program
-    parts = [
-        workload.model.name,
-        f"policy {plan.policy.name}",
-        f"budget {plan.budget:g} (pool {plan.fraction:.2%} of full)",
-        program.dtype,
-        *([f"cache {program.kv_dtype}"] if program.kv_dtype != program.dtype else []),
-        f"{len(workload.segments)} segments",
-        *([f"mesh {program.mesh}, bytes per device"] if program.mesh.num_devices > 1 else []),
-    ]
-    return ", ".join(parts)
+    cache = f", cache {program.kv_dtype}" if program.kv_dtype != program.dtype else ""
+    mesh = f", mesh {program.mesh}, bytes per device" if program.mesh.num_devices > 1 else ""
+    return (
+        f"{workload.model.name}, policy {plan.policy.name}, budget {plan.budget:g} (pool "
+        f"{plan.fraction:.2%} of full), {program.dtype}{cache}, {len(workload.segments)} segments"
+        f"{mesh}"
+    )
 
 
 def main(argv) -> int:
@@ -146,10 +142,10 @@ def main(argv) -> int:
         batch = None if LARGEST_BATCH.value else PROGRAM.asked_batch_size
         worker.work(workloads[chip.name], chip, batch, TEMPORARIES.value, WORKER.value)
         return 0
-    results = []
-    for chip in wanted:
-        result = worker.start(chip.name, sys.argv[1:])
-        results.append({"target": chip.name, "platform": chip.platform, **result})
+    results = [
+        {"target": c.name, "platform": c.platform, **worker.start(c.name, sys.argv[1:])}
+        for c in wanted
+    ]
     print(title(workloads[wanted[0].name]), *remarks, sep="\n", end="\n\n")
     print(report.text(results))
     if target:

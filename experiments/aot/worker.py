@@ -4,6 +4,7 @@ The parent calls `start`, which runs the same command again for one target; ther
 and writes what it found into a file.
 """
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -179,8 +180,6 @@ def versions() -> dict[str, str]:
     """Versions of what compiled."""
     found = {}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found

@@ -46,10 +46,7 @@ def check_layout(
 ) -> None:
     """Refuse what the official scorer cannot read, before images are made.
 
-    Args:
-      prompt_set: the prompts.
-      images_per_prompt: how many of each.
-      height, width: pixels of an image, where known.
+    height, width: pixels of an image, where known.
 
     Raises:
       UserError: too many images per prompt, or images that are not square.
@@ -75,13 +72,10 @@ def write_images(
     *,
     seed: int | None = None,
 ) -> None:
-    """Write the images of a prompt set and the manifest.
-
-    Image i belongs to prompt i // images_per_prompt.
+    """Write the images of a prompt set, image i of prompt i // images_per_prompt, and the manifest.
 
     Args:
       folder: where `images/` and `manifest.json` go; made if need be.
-      prompt_set: the prompts.
       images: bytes, RGB; read from where they are, one prompt after the other.
       images_per_prompt: by default what the benchmark publishes.
       seed: what the run's random numbers start from, for the manifest.
@@ -145,7 +139,7 @@ def _file(kind: Kind, prompt: Prompt, sample: int, each: int) -> str:
 # --- pixels ---------------------------------------------------------------------------------------
 
 
-def _tiled(images: UInt8[np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "2H 2W 3"]:
+def _tiled(images: UInt8[np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "2*H 2*W 3"]:
     """The 2x2 grid of a prompt's square images; where there are fewer than four, it is black."""
     side = images.shape[1]
     canvas = np.zeros((2 * side, 2 * side, 3), np.uint8)
