@@ -1,14 +1,16 @@
 """Which implementation of an operation runs: names, platforms, dispatch.
 
 Every operation has a plain JAX `reference`, which defines what is correct and runs everywhere, and
-Pallas kernels for GPU (`triton`) and TPU (`tpu`): modules of its package, which hold functions of
-one name. A kernel runs on its own platform only; the names that end in `-interpret` run it step by
-step with JAX operations anywhere, slowly, to check it.
+Pallas kernels for GPU (`triton`) and TPU (`tpu`): modules that hold functions of one name, listed
+by the operation in a dictionary. It holds functions that import the modules when first called,
+because JAX may be installed without the other platform's backend. A kernel runs on its own platform
+only; the names that end in `-interpret` run it step by step with JAX operations anywhere, slowly,
+to check it.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
-from importlib import import_module
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +20,11 @@ SUFFIX = "-interpret"
 NAMES = ("reference", *PLATFORMS, *(name + SUFFIX for name in PLATFORMS))
 
 
-def find(operation: str, kernel: str) -> Callable:
-    """The function of an operation ("package.function") in its module reference, triton or tpu."""
-    package, function = operation.split(".")
-    # Imported when first called, because JAX may be installed without the other platform's backend.
-    return getattr(import_module(f"pallas_kernels.{package}.{kernel}"), function)
+Modules = Mapping[str, Callable[[], ModuleType]]
 
 
-def run(name: str | None, operation: str, *arguments, **options):
-    """Call the implementation `name` of an operation (as in `find`).
+def run(name: str | None, modules: Modules, function: str, *arguments, **options):
+    """Call the implementation `name` of an operation's function.
 
     None takes the kernel of the default platform, and the reference where there is none or, with a
     warning, where it cannot take these arguments. A kernel's platform is not checked, because
@@ -38,11 +36,11 @@ def run(name: str | None, operation: str, *arguments, **options):
     if name is None:
         try:
             name = preferred(jax.default_backend())
-            return run(name, operation, *arguments, **options)
+            return run(name, modules, function, *arguments, **options)
         except NotImplementedError as error:
             # level 3 is the caller of the operation's API function
             warnings.warn(f"the plain JAX reference runs instead: {error}", stacklevel=3)
-            return run("reference", operation, *arguments, **options)
+            return run("reference", modules, function, *arguments, **options)
     if name not in NAMES:
         raise NotImplementedError(
             f"attention implementation {name!r} does not exist; available: {', '.join(NAMES)}"
@@ -50,7 +48,7 @@ def run(name: str | None, operation: str, *arguments, **options):
     kernel = name.removesuffix(SUFFIX)
     if kernel != "reference":
         options["interpret"] = name.endswith(SUFFIX)
-    return find(operation, kernel)(*arguments, **options)
+    return getattr(modules[kernel](), function)(*arguments, **options)
 
 
 def preferred(platform: str) -> str:

@@ -91,14 +91,8 @@ def convert(
     }
     opened = {n: _open(family.parts[n], configs[n], *given) for n, given in weights.items()}
     modules, metadata["sources"] = _read(opened | encoder, dtype, say)
-    checkpoint.save(
-        out,
-        family=family.name,
-        parts=modules,
-        metadata=metadata,
-        files=files,
-        overwrite=overwrite,
-    )
+    what = {"family": family.name, "parts": modules, "metadata": metadata, "files": files}
+    checkpoint.save(out, **what, overwrite=overwrite)
     say(f"{out}: {sum(parameters.count(modules[n]) for n in opened):,} parameters written")
 
 
@@ -113,14 +107,9 @@ def convert_text_encoder(
     """Read a published T5 folder and write the folder of an encoder alone; as `convert`."""
     _check_output(out, dtype, overwrite)
     modules, described = _read({ENCODER: _open_text_encoder(source)}, dtype, say)
-    checkpoint.save(
-        out,
-        family=None,
-        parts=modules,
-        metadata={"sources": described},
-        files={ENCODER: {FILE_NAME: Path(source) / FILE_NAME}},
-        overwrite=overwrite,
-    )
+    files, metadata = {ENCODER: {FILE_NAME: Path(source) / FILE_NAME}}, {"sources": described}
+    what = {"family": None, "parts": modules, "metadata": metadata, "files": files}
+    checkpoint.save(out, **what, overwrite=overwrite)
 
 
 def _check_output(out: str, dtype: str | None, overwrite: bool) -> None:
@@ -190,11 +179,10 @@ class PublishedPart:
         line = f"{what}: {len(placement.moves)} tensors read from {source.path},"
         line += f" {parameters.count(module):,} parameters"
         if self.table.ignored:
-            say(f"{line}; {len(placement.ignored)} {self.table.ignored} ignored")
-        else:
-            say(line)
-            for name, reason in _grouped(placement.ignored):
-                say(f"  ignored {name}: {reason}")
+            line += f"; {len(placement.ignored)} {self.table.ignored} ignored"
+        say(line)
+        for name, reason in () if self.table.ignored else _grouped(placement.ignored):
+            say(f"  ignored {name}: {reason}")
         return module
 
     def _applied(self, function: Callable, *arguments):
@@ -208,13 +196,12 @@ def _open(part: registry.Part, config, path: str, key: str | None) -> PublishedP
     """The weights of a transformer or codec, unless they are visibly those of another part."""
     table = TABLES[part.name]
     source = sources.open_source(path, table.signature, key)
-    if not sources.looks_like(source.tensors, table.signature):
-        for other in TABLES.values():
-            if sources.looks_like(source.tensors, other.signature):
-                raise UserError(
-                    f"{table.flag}: {path} looks like {other.what} weights, not {table.what}"
-                    f" weights: it belongs to {other.flag}"
-                )
+    similar = [t for t in TABLES.values() if sources.looks_like(source.tensors, t.signature)]
+    if similar and table not in similar:
+        raise UserError(
+            f"{table.flag}: {path} looks like {similar[0].what} weights, not {table.what} weights:"
+            f" it belongs to {similar[0].flag}"
+        )
     return PublishedPart(part, config, source, f"the {table.what} configuration")
 
 

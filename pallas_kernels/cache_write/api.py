@@ -3,7 +3,23 @@
 from jaxtyping import Array, Float, Num
 
 from pallas_kernels import implementations
+from pallas_kernels.cache_write import reference
 from pallas_kernels.cache_write.table import BlockWrites
+
+
+def _triton():
+    from pallas_kernels.cache_write import triton
+
+    return triton
+
+
+def _tpu():
+    from pallas_kernels.cache_write import tpu
+
+    return tpu
+
+
+MODULES = {"reference": lambda: reference, "triton": _triton, "tpu": _tpu}
 
 
 def write(
@@ -33,4 +49,4 @@ def write(
     Raises:
       NotImplementedError: the implementation named cannot run, with the reason.
     """
-    return implementations.run(implementation, "cache_write.write", kv_pool, k, v, writes, kv_scale)
+    return implementations.run(implementation, MODULES, "write", kv_pool, k, v, writes, kv_scale)

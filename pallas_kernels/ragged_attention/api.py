@@ -12,6 +12,21 @@ from pallas_kernels.ragged_attention import reference
 from pallas_kernels.ragged_attention.table import BlockTable
 
 
+def _triton():
+    from pallas_kernels.ragged_attention import triton
+
+    return triton
+
+
+def _tpu():
+    from pallas_kernels.ragged_attention import tpu
+
+    return tpu
+
+
+MODULES = {"reference": lambda: reference, "triton": _triton, "tpu": _tpu}
+
+
 def attend(
     q: Float[Array, "R N T H"],
     k_new: Float[Array, "R N T H"],
@@ -47,9 +62,7 @@ def attend(
       NotImplementedError: the implementation named cannot run, with the reason.
     """
     arguments = (q, k_new, v_new, new_length, kv_pool, table, kv_scale)
-    return implementations.run(
-        implementation, "ragged_attention.attend", *arguments, return_lse=return_lse
-    )
+    return implementations.run(implementation, MODULES, "attend", *arguments, return_lse=return_lse)
 
 
 def attention_scores(
@@ -96,5 +109,5 @@ def attention_moments(
     """
     arguments = (q, k_new, new_length, kv_pool, table, query_weights, lse, kv_scale)
     return implementations.run(
-        implementation, "ragged_attention.attention_moments", *arguments, squares=squares
+        implementation, MODULES, "attention_moments", *arguments, squares=squares
     )

@@ -8,9 +8,8 @@ from functools import partial
 import jax
 import numpy as np
 
-from pallas_kernels import implementations
 from pallas_kernels.arg_specs import ArgSpec
-from pallas_kernels.ragged_attention import bench, config
+from pallas_kernels.ragged_attention import api, bench, config
 
 OPERATIONS = config.OPERATIONS
 CHOICES = {
@@ -52,7 +51,7 @@ def trials(
     compiler refuses or that give wrong results (other ones than the reference or, where that does
     not fit, than the first tiles)."""
     args = bench.compressed(spec, 1.0).arguments(poison=False)
-    kernel, expected = implementations.find(f"ragged_attention.{operation}", implementation), None
+    kernel, expected = getattr(api.MODULES[implementation](), operation), None
     if bench.fits(spec):
         expected = _once(bench.candidate(operation, args, "reference"), spec.length)
     for tile in tiles(call_of(operation, spec), implementation):

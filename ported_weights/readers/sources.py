@@ -3,8 +3,10 @@
 The kind of a file is found out from its first bytes, not from its name.
 """
 
+import dataclasses
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +48,12 @@ class Source:
 
     def fingerprints(self) -> list[dict]:
         """File name, size and SHA-256 of every file."""
-        return [_fingerprint(file) for file in self.files]
+        found = []
+        for path in self.files:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            found.append({"file": path.name, "size": path.stat().st_size, "sha256": digest})
+        return found
 
 
 def open_source(path, signature: Sequence[str] = (), key: str | None = None) -> Source:
@@ -60,16 +67,15 @@ def open_source(path, signature: Sequence[str] = (), key: str | None = None) -> 
     Raises:
       UserError: not there, not weights, damaged, unsafe, or several state dicts that would do.
     """
-    path = Path(path)
+    path, taken = Path(path), ""
     if not path.exists():
         raise UserError(f"there is no file or folder {path}")
     if path.is_dir() or path.name.endswith(".index.json"):
         return _strip(_open_folder(path))
     content = _open_file(path)
-    if not isinstance(content, TorchFile):
-        return _strip(Source(path, content, (path,)))
-    name, found = _choose(path, content.content, signature, key)
-    return _strip(Source(path, found, (path,), name))
+    if isinstance(content, TorchFile):
+        taken, content = _choose(path, content.content, signature, key)
+    return _strip(Source(path, content, (path,), taken))
 
 
 def _open_file(path: Path) -> Mapping[str, Tensor] | TorchFile:
@@ -108,20 +114,12 @@ def _explain(head: bytes) -> str:
 def _strip(source: Source) -> Source:
     """Remove the prefixes that wrappers put before every name."""
     found, taken = dict(source.tensors), source.taken
-    while prefix := next((p for p in PREFIXES if found and all(_starting(found, p))), None):
+    while found and (
+        prefix := next(filter(os.path.commonprefix([*found]).startswith, PREFIXES), "")
+    ):
         found = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
         taken += f" (prefix {prefix} removed)"
-    return Source(source.path, found, source.files, taken.strip())
-
-
-def _starting(names: Mapping, prefix: str) -> Iterator[bool]:
-    return (name.startswith(prefix) for name in names)
-
-
-def _fingerprint(path: Path) -> dict:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"file": path.name, "size": path.stat().st_size, "sha256": digest}
+    return dataclasses.replace(source, tensors=found, taken=taken.strip())
 
 
 # --- state dicts inside a torch file --------------------------------------------------------------
@@ -154,8 +152,7 @@ def looks_like(names, signature: Sequence[str]) -> bool:
 
 def _state_dicts(content, where: str = "", depth: int = 0) -> Iterator[tuple[str, Mapping]]:
     """Every mapping with tensors in it, as (path of keys, tensors)."""
-    own = tensors(content)
-    if own:
+    if own := tensors(content):
         yield where, own
     if isinstance(content, dict) and depth < MAX_NESTING:
         for key, value in content.items():
@@ -181,8 +178,7 @@ def _open_folder(path: Path) -> Source:
         path = indices[0]
     mapping = _read_index(path)
     names = sorted(set(mapping.values()))
-    missing = [n for n in names if not (path.parent / n).is_file()]
-    if missing:
+    if missing := [n for n in names if not (path.parent / n).is_file()]:
         raise UserError(f"{path} refers to shards that are not there: {', '.join(missing)}")
     shards = {name: _shard(path.parent / name) for name in names}
     _check_index(path, mapping, shards)
@@ -210,8 +206,7 @@ def _read_index(path: Path) -> dict[str, str]:
             raise ValueError("weight_map must give a file name for every tensor")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not an index of shards: {error}") from error
-    outside = sorted({f for f in mapping.values() if Path(f).name != f})
-    if outside:
+    if outside := sorted({f for f in mapping.values() if Path(f).name != f}):
         raise UserError(f"{path} refers to files outside its folder: {', '.join(outside)}")
     return mapping
 
@@ -224,11 +219,7 @@ def _shard(path: Path) -> Mapping[str, Tensor]:
 def _check_index(path: Path, mapping: Mapping[str, str], shards: Mapping[str, Mapping]) -> None:
     """The index and the shards must name the same tensors."""
     absent = [f"{n} is not in {f}" for n, f in sorted(mapping.items()) if n not in shards[f]]
-    extra = [
-        f"{n} of {f} is not in the index"
-        for f, found in sorted(shards.items())
-        for n in sorted(found)
-        if mapping.get(n) != f
-    ]
+    held = [(f, n) for f, found in sorted(shards.items()) for n in sorted(found)]
+    extra = [f"{n} of {f} is not in the index" for f, n in held if mapping.get(n) != f]
     if absent or extra:
         raise UserError(f"{path} does not fit its shards:\n  " + "\n  ".join(absent + extra))

@@ -15,20 +15,14 @@ from varjax.text.tokenizer import FILE_NAME, Tokenizer
 CONFIG = "config.json"
 # Where the weights are, best first: folders are published with several containers side by side.
 WEIGHTS = (
-    "model.safetensors.index.json",
-    "model.safetensors",
-    "pytorch_model.bin.index.json",
-    "pytorch_model.bin",
+    *("model.safetensors.index.json", "model.safetensors"),
+    *("pytorch_model.bin.index.json", "pytorch_model.bin"),
 )
 
 
 def open_folder(path) -> tuple[T5Config, sources.Source]:
     """The configuration and the weights, which are not read yet; the tokenizer is checked.
-
-    Raises:
-      UserError: a file is missing or not usable.
-      MissingExtra: without the `sentencepiece` package.
-    """
+    `UserError` for a missing or unusable file, `MissingExtra` without `sentencepiece`."""
     folder = Path(path)
     config = _config(folder)
     Tokenizer(folder / FILE_NAME, config.vocab_size)

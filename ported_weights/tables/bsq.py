@@ -6,7 +6,7 @@ releases have names without it. The wrapper is therefore optional in every patte
 tensor under both names is an error. 1x1 convolutions are matrix products here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -37,7 +37,7 @@ _LAYERS = {
 }
 
 
-def bsq_rules(config: BSQConfig) -> list[Rule | Ignore]:
+def bsq_rules(config: BSQConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
     """Rules for a BSQ-VAE of this configuration, with and without the wrappers' names."""
     rules = []
     for (wrapper, weight, transform), patterns in _LAYERS.items():

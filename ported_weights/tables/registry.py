@@ -29,23 +29,14 @@ class RuleTable:
     ignored: str = ""
 
 
-def _of_all(rules: Callable[[object], Sequence]):
-    """Rules that are the same for all files."""
-    return lambda config, names: rules(config)
-
-
 # By the name of the `registry.Part`.
 TABLES = {
-    "VAR": RuleTable("VAR transformer", "--source", var.SIGNATURE, _of_all(var.var_rules)),
-    "VQVAE": RuleTable(
-        "VQVAE tokenizer", "--tokenizer_source", vqvae.SIGNATURE, _of_all(vqvae.vqvae_rules)
-    ),
+    "VAR": RuleTable("VAR transformer", "--source", var.SIGNATURE, var.var_rules),
+    "VQVAE": RuleTable("VQVAE tokenizer", "--tokenizer_source", vqvae.SIGNATURE, vqvae.vqvae_rules),
     "Infinity": RuleTable(
         "Infinity transformer", "--source", infinity.SIGNATURE, infinity.infinity_rules
     ),
-    "BSQVAE": RuleTable(
-        "BSQ-VAE tokenizer", "--tokenizer_source", bsq.SIGNATURE, _of_all(bsq.bsq_rules)
-    ),
+    "BSQVAE": RuleTable("BSQ-VAE tokenizer", "--tokenizer_source", bsq.SIGNATURE, bsq.bsq_rules),
     "T5": RuleTable(
         "text encoder",
         "--text_encoder_source",
@@ -55,12 +46,6 @@ TABLES = {
         "of the decoder and repeated ones",
     ),
 }
-
-
-def _unchanged(codec, transformer, say: Callable[[str], None]):
-    """The codec's configuration, where it does not depend on the transformer's."""
-    del transformer, say
-    return codec
 
 
 @dataclass(frozen=True)
@@ -80,7 +65,7 @@ class Custom:
     tokenizer_files: str
     tokenizer: Callable[[Mapping], tuple[dict, str]]
     sampling: Callable[[object], Mapping]
-    adapt: Callable = _unchanged
+    adapt: Callable = lambda codec, transformer, say: codec
 
 
 # By the name of the `registry.Family`.

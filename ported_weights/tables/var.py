@@ -4,6 +4,8 @@ Layers are stacked: `blocks.N.` is index N on the leading axis. The six AdaLN ve
 published order (two gates, two scales, two shifts), the head's two as well (scale, shift).
 """
 
+from collections.abc import Collection
+
 import numpy as np
 
 from ported_weights.rules import Ignore, Refuse, Rule, linear, zero_key_bias
@@ -15,7 +17,7 @@ SIGNATURE = ("pos_1LC", "class_emb.weight")
 _N = r"blocks\.(\d+)\."
 
 
-def var_rules(config: VARConfig) -> list[Rule | Ignore | Refuse]:
+def var_rules(config: VARConfig, names: Collection[str] = ()) -> list[Rule | Ignore | Refuse]:
     """Rules for a transformer of this configuration."""
     return [
         Rule(r"class_emb\.weight", "class_embedding"),

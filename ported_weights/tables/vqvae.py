@@ -6,7 +6,7 @@ are stacked along a leading axis.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from ported_weights.rules import Ignore, Rule, layer, path_of
 from varjax.codecs.vqvae.model import VQVAEConfig
@@ -40,7 +40,7 @@ _LAYERS = {  # by the name of the weight here, and its transform
 }
 
 
-def vqvae_rules(config: VQVAEConfig) -> list[Rule | Ignore]:
+def vqvae_rules(config: VQVAEConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
     """Rules for a VQVAE of this configuration; only the phi convolutions depend on it."""
     rules = [Rule(r"quantize\.embedding\.weight", "quantizer/embedding", None)]
     for (weight, transform), patterns in _LAYERS.items():

@@ -43,9 +43,7 @@ def run(main: Callable, argv: Sequence[str] | None = None) -> NoReturn:
     sys.exit(status)
 
 
-def _guarded(
-    main: Callable, argv: list[str], own: CommandFlags | None, values: flags.FlagValues
-) -> int:
+def _guarded(main: Callable, argv: list[str], own: CommandFlags | None, values) -> int:
     """Exit status of one run; expected failures become a message on standard error."""
     try:
         if own is not None:

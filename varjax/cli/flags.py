@@ -33,7 +33,9 @@ class CommandFlags:
 
     def choice(self, name: str, default: str, values: Collection[str], help: str):
         """An enumeration whose values may become more until the flags are read."""
-        flag = flags.Flag(_Choice(values), flags.ArgumentSerializer(), name, default, help)
+        parser = flags.EnumParser(values)
+        parser.enum_values = values  # absl has copied them
+        flag = flags.Flag(parser, flags.ArgumentSerializer(), name, default, help)
         return flags.DEFINE_flag(flag, flag_values=self.values)
 
     def first(self, name: str, help: str, use: Callable[[str], object]) -> None:
@@ -67,26 +69,6 @@ class CommandFlags:
         if COMPILATION_CACHE in self.values:
             with about(self.values[COMPILATION_CACHE]):
                 compilation_cache.use(self.values[COMPILATION_CACHE].value)
-
-
-class _Choice(flags.ArgumentParser):
-    """Parser of `CommandFlags.choice`."""
-
-    def __init__(self, values: Collection[str]):
-        super().__init__()
-        self._values = values
-
-    @property
-    def enum_values(self) -> list[str]:
-        return list(self._values)
-
-    def parse(self, argument: str) -> str:
-        if argument not in self._values:
-            raise ValueError(f"value should be one of <{'|'.join(self._values)}>")
-        return argument
-
-    def flag_type(self) -> str:
-        return "string enum"
 
 
 def about(holder) -> AbstractContextManager[None]:

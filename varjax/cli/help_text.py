@@ -1,5 +1,6 @@
 """`--help` of a command: its manual, then its flags as they were defined."""
 
+import itertools
 import re
 import sys
 import textwrap
@@ -16,10 +17,7 @@ WIDTH = 100
 
 def is_wanted(argv: Sequence[str]) -> bool:
     """Whether the arguments (program name first) ask for help."""
-    arguments = list(argv[1:])
-    if "--" in arguments:
-        arguments = arguments[: arguments.index("--")]
-    return any(argument in HELP_FLAGS for argument in arguments)
+    return not HELP_FLAGS.isdisjoint(itertools.takewhile(lambda text: text != "--", argv[1:]))
 
 
 def help_text(main: Callable, values: flags.FlagValues) -> str:
@@ -66,10 +64,8 @@ def _own_flags(main: Callable, values: flags.FlagValues) -> list:
 
 def _entry(flag: flags.Flag) -> str:
     values = choices(flag)
-    if flag.boolean:
-        head = f"  --[no]{flag.name}"
-    else:
-        head = f"  --{flag.name}={'|'.join(values) or flag.parser.flag_type().upper()}"
+    kind = "|".join(values) or flag.parser.flag_type().upper()
+    head = f"  --[no]{flag.name}" if flag.boolean else f"  --{flag.name}={kind}"
     notes = [] if values or flag.boolean or not flag.parser.syntactic_help else [allowed(flag)]
     if flag.default is not None:
         notes.append(f"default: {flag.default_as_str.strip(chr(39))}")

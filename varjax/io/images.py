@@ -3,6 +3,7 @@
 Letters: N images, H and W pixels. Colours are RGB, last axis 3.
 """
 
+import math
 import os
 from collections.abc import Sequence
 
@@ -21,10 +22,7 @@ CAPTION_HEIGHT = CAPTION_LINES * LINE_HEIGHT + 2
 
 def to_uint8(images: Float[Array | np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "N H W 3"]:
     """Bytes 0..255 of images in [0, 1]: 255 x rounded to the nearest, halves up; clipped outside.
-
-    Raises:
-      ValueError: for values that are not finite, which would turn into arbitrary colours.
-    """
+    `ValueError` for values that are not finite, which would turn into arbitrary colours."""
     images = np.asarray(images, np.float32)
     if not np.isfinite(images).all():
         raise ValueError("images hold values that are not finite")
@@ -40,7 +38,9 @@ def grid(
     """
     _check(images)
     count, height, width, _ = images.shape
-    columns = _columns(count, columns)
+    if columns is not None and columns < 1:
+        raise UserError(f"columns={columns} is not valid: a grid has at least 1 column")
+    columns = min(columns or math.ceil(math.sqrt(count)), count)
     rows = -(-count // columns)
     shape = (rows * (height + GAP) - GAP, columns * (width + GAP) - GAP, 3)
     canvas = np.full(shape, 255, np.uint8)
@@ -57,12 +57,7 @@ def save_grid(
     labels: Sequence[str] | None = None,
 ) -> None:
     """Write the grid of `images` as PNG, each with its label (class name, prompt) below if given.
-
-    Raises:
-      MissingExtra: without pillow.
-      UserError: if there is not one label per image, or `columns` is not positive.
-      OSError: if the file cannot be written; an older one is then still in place.
-    """
+    `MissingExtra` without pillow; an older file is still in place after an `OSError`."""
     pillow = require("PIL.Image", extra="eval", purpose="writing PNG files")
     if labels is not None:
         images = _with_captions(images, labels)
@@ -102,14 +97,6 @@ def _check(images: np.ndarray) -> None:
         )
 
 
-def _columns(count: int, columns: int | None) -> int:
-    if columns is None:
-        return int(np.ceil(np.sqrt(count)))
-    if columns < 1:
-        raise UserError(f"columns={columns} is not valid: a grid has at least 1 column")
-    return min(columns, count)
-
-
 def _with_captions(images: np.ndarray, labels: Sequence[str]) -> np.ndarray:
     """The images with a white strip below that holds the label, shortened to the width."""
     _check(images)
@@ -122,9 +109,8 @@ def _with_captions(images: np.ndarray, labels: Sequence[str]) -> np.ndarray:
 def _caption(text: str, width: int) -> UInt8[np.ndarray, "height width 3"]:
     """Black text on white in pillow's own font, broken at spaces: what fits `CAPTION_LINES`."""
     pillow = require("PIL.Image", extra="eval", purpose="writing captions")
-    draw_module = require("PIL.ImageDraw", extra="eval", purpose="writing captions")
     strip = pillow.new("RGB", (width, CAPTION_HEIGHT), "white")
-    draw = draw_module.Draw(strip)
+    draw = require("PIL.ImageDraw", extra="eval", purpose="writing captions").Draw(strip)
     shown = text.encode("latin-1", "replace").decode("latin-1")  # what every font of pillow has
     for i, line in enumerate(_lines(shown, lambda part: draw.textlength(part) <= width)):
         draw.text((0, i * LINE_HEIGHT), line, fill="black")

@@ -4,7 +4,7 @@ Names are '/'-joined paths such as `blocks/qkv/kernel`; stacked layers are one l
 layer axis.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +18,7 @@ def abstract(build: Callable[[], nnx.Module]) -> nnx.Module:
 
 def named(module: nnx.Module) -> dict:
     """{name: leaf} of a module, concrete or abstract."""
-    return {"/".join(map(str, path)): leaf for path, leaf in _walk(_pure(module))}
+    return flattened(_pure(module))
 
 
 def fill(module: nnx.Module, arrays: Mapping) -> nnx.Module:
@@ -45,7 +45,11 @@ def nested(arrays: Mapping) -> dict:
 
 def flattened(tree: Mapping) -> dict:
     """{"a": {"b": x}} -> {"a/b": x}."""
-    return {"/".join(map(str, path)): leaf for path, leaf in _walk(tree)}
+    found = {}
+    for key, value in tree.items():
+        inner = flattened(value) if isinstance(value, Mapping) else {"": value}
+        found |= {f"{key}/{name}".removesuffix("/"): leaf for name, leaf in inner.items()}
+    return found
 
 
 def count(module: nnx.Module) -> int:
@@ -60,14 +64,6 @@ def is_floating(dtype) -> bool:
 
 def _pure(module: nnx.Module) -> dict:
     return nnx.to_pure_dict(nnx.split(module)[1])
-
-
-def _walk(tree: Mapping, path: tuple = ()) -> Iterator[tuple[tuple, object]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _walk(value, (*path, key))
-        else:
-            yield (*path, key), value
 
 
 def _replaced(tree: Mapping, arrays: Mapping, prefix: str = "") -> dict:

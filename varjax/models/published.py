@@ -25,8 +25,7 @@ def arguments(
       types: {known name: bool, int, float, tuple[int, ...] or object}; object takes anything.
       ignored: names that are accepted and have no effect on the function computed.
 
-    Raises:
-      UserError: for an unknown name or a value of another type.
+    `UserError` for an unknown name or a value of another type.
     """
     found = {}
     for name, value in given.items():

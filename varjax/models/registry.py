@@ -41,9 +41,8 @@ class Part:
         try:
             return self.config.from_published(published)
         except (TypeError, AttributeError, OverflowError) as error:  # a text where a number belongs
-            raise UserError(
-                f"{self.name} configuration: a value has the wrong type: {error}"
-            ) from error
+            problem = f"a value has the wrong type: {error}"
+            raise UserError(f"{self.name} configuration: {problem}") from error
 
     def build(self, config) -> nnx.Module:
         """The module with random parameters."""

@@ -8,6 +8,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -113,7 +114,8 @@ def new_folder(path: str | os.PathLike, *, overwrite: bool = False) -> Iterator[
       OSError: no space left, or something else that goes wrong in between.
     """
     target = check_new_folder(path, overwrite=overwrite)
-    made = _make_parents(target)
+    made = [parent for parent in target.parents if not parent.exists()]  # deepest first
+    target.parent.mkdir(parents=True, exist_ok=True)
     try:
         with _errors_name(path, target), _work_folder(target) as work:
             yield work
@@ -141,19 +143,12 @@ def _errors_name(path: str | os.PathLike, target: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _work_folder(target: Path) -> Iterator[Path]:
     """A folder beside `target` that is gone afterwards, unless it was renamed."""
-    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    work = _hidden(target)
+    work.mkdir()
     try:
-        os.chmod(work, 0o777 & ~_umask())  # mkdtemp makes it private
         yield work
     finally:
         shutil.rmtree(work, ignore_errors=True)
-
-
-def _make_parents(target: Path) -> list[Path]:
-    """Create missing parents; returns them, deepest first."""
-    missing = [p for p in target.parents if not p.exists()]
-    target.parent.mkdir(parents=True, exist_ok=True)
-    return missing
 
 
 def _swap(work: Path, target: Path) -> None:
@@ -161,18 +156,16 @@ def _swap(work: Path, target: Path) -> None:
     if not target.exists():
         os.rename(work, target)
         return
-    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-    os.rename(target, old / "old")
+    old = _hidden(target)
+    os.rename(target, old)
     try:
         os.rename(work, target)
     except OSError:
-        os.rename(old / "old", target)
+        os.rename(old, target)
         raise
-    finally:
-        shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
-def _umask() -> int:
-    mask = os.umask(0)  # there is no way to read it without setting it
-    os.umask(mask)
-    return mask
+def _hidden(target: Path) -> Path:
+    """A name beside `target` that nobody else uses."""
+    return target.with_name(f".{target.name}.{uuid.uuid4().hex[:16]}")

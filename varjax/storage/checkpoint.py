@@ -60,10 +60,9 @@ def save(
     files: Mapping[str, Mapping[str, str | os.PathLike]] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write a checkpoint.
+    """Write a checkpoint, the folder `directory`.
 
     Args:
-      directory: the folder to create.
       family: a name of `registry.FAMILIES`; None: a single part, which `directory` is the own
         folder of.
       parts: modules with a `config`, by the names that the family gives them.
@@ -131,9 +130,7 @@ def describe(
       names: of the parts; None: those that share the checkpoint's tree, or the single part.
 
     Returns the content of `model.json`, or of the part's own file if no part of the tree is named.
-
-    Raises:
-      UserError: no such checkpoint or part, or a description that is not usable.
+    `UserError` without such a checkpoint or part, or for a description that is not usable.
     """
     path, parts, metadata = Path(directory), {}, {}
     names = _parts_in(path) if names is None else list(names)

@@ -62,11 +62,7 @@ def write(folder: Path, content: Mapping, name: str = NAME) -> None:
 
 
 def read(folder: Path) -> dict:
-    """Read and check `folder/model.json`.
-
-    Raises:
-      UserError: missing, not JSON, of another version or family, or with unusable entries.
-    """
+    """Read `folder/model.json`; `UserError` unless it is there, of this version and consistent."""
     if not folder.exists():
         raise UserError(f"there is no checkpoint folder {folder}")
     file = folder / NAME
@@ -100,17 +96,12 @@ def read(folder: Path) -> dict:
 
 
 def read_part(folder: Path, name: str) -> dict:
-    """Read and check the description of a part with a folder of its own.
-
-    Raises:
-      UserError: missing, not JSON, of another version or kind, an impossible configuration.
-    """
+    """Likewise, the description of a part with a folder of its own."""
     file, advice = folder / f"{name}.json", "convert it with `python -m ported_weights`"
     if not file.is_file():
-        what = name.replace("_", " ")
+        what, missing = name.replace("_", " "), f"{folder.name}/{file.name}"
         if folder.is_dir():
             raise UserError(f"{folder} is no {what} (no {file.name}): {advice}")
-        missing = f"{folder.name}/{file.name}"
         raise UserError(f"there is no {what} in {folder.parent} (no {missing}): {advice}")
     content, kind = _json_object(file), _kind(name)
     version, given = content.get("format_version"), content.get("kind")
@@ -254,11 +245,7 @@ def _record(file: Path) -> dict:
 
 
 def check_files(folder: Path, content: Mapping) -> None:
-    """Compare the parameter files with what was recorded when they were written.
-
-    Raises:
-      UserError: listing every missing, truncated or altered file.
-    """
+    """Raise `UserError` with every parameter file that is missing or not as it was written."""
     problems = [_problem(folder / name, name, x) for name, x in content.get("files", {}).items()]
     if any(problems) or not folder.is_dir():
         listed = "; ".join(filter(None, problems)) or "the folder is missing"

@@ -61,15 +61,9 @@ class TextEncoder:
 
     @classmethod
     def load(cls, directory: str | os.PathLike, dtype: str | None = None) -> "TextEncoder":
-        """Read an encoder onto the default device.
-
-        Args:
-          directory: its folder, or a checkpoint that has one.
-          dtype: float32 or bfloat16; None keeps the stored type.
-
-        Raises:
-          UserError: no encoder, another format version, missing tokenizer, damaged files.
-          MissingExtra: without the `sentencepiece` package.
+        """Read an encoder onto the default device, from its folder or a checkpoint that has one,
+        in float32 or bfloat16; without `dtype` as it is stored. Errors: as `check_folder`, and
+        `UserError` for another type or damaged weights.
         """
         if dtype is not None and arrays.floating_dtype(dtype).name not in DTYPES:
             raise UserError(f"text encoder in {dtype}: choose {' or '.join(DTYPES)}")

@@ -185,11 +185,8 @@ class TextFeatures:
     # --- fitting a model, files -------------------------------------------------------------------
 
     def fitted(self, text_channels: int, text_maxlen: int) -> "TextFeatures":
-        """The same for a model that takes features of this width and at most so many tokens.
-
-        Raises:
-          UserError: another width, or a text that is too long.
-        """
+        """The same for a model that takes features of this width and at most so many tokens;
+        `UserError` if they have another width or a text is too long."""
         if self.width != text_channels:
             raise UserError(
                 f"features are {self.width} wide{_encoders(self.width)}, the model takes"
@@ -219,12 +216,8 @@ def load(
     `lens` int [P]; if need be `negative_kv` and `negative_lens` (P texts, or one for all),
     `unconditional` bool [P], `prompts` texts [P].
 
-    Args:
-      path: the npz file.
-      text_channels, text_maxlen: of the model, if it is known.
-
-    Raises:
-      UserError: no such file, damaged, arrays that do not fit each other or the model.
+    text_channels, text_maxlen: of the model, if it is known. `UserError` without the file, if it is
+    damaged, or for arrays that do not fit each other or the model.
     """
     arrays = _read(path)
     if "prompts" in arrays:

@@ -60,11 +60,8 @@ class T5Config:
     @classmethod
     def from_published(cls, arguments: Mapping) -> "T5Config":
         """Read the entries of a published `config.json`; those without effect on the encoder's
-        function are passed over.
-
-        Raises:
-          UserError: an entry is missing or malformed, or the feed-forward is not gated GELU, as in
-            T5 of version 1.0.
+        function are passed over. `UserError` for missing or malformed ones, and for another
+        feed-forward than gated GELU, as in T5 of version 1.0.
         """
         kind = arguments.get("feed_forward_proj", "relu")  # what a file without the entry means
         if kind != FEED_FORWARD:

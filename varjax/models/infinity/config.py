@@ -82,11 +82,9 @@ class InfinityConfig(published.TransformerConfig):
     @classmethod
     def from_published(cls, arguments: Mapping) -> "InfinityConfig":
         """Read the published constructor's names; further `aspect` and `size` name a template, or
-        `patch_nums` and `rope_map` give its maps.
-
-        Raises:
-          UserError: for an unknown name, a value of the wrong type, or an option that no released
-            model has, or one that does not follow from the others as it must.
+        `patch_nums` and `rope_map` give its maps. `UserError` for an unknown name, a value of the
+        wrong type, an option that no released model has, or one that must follow from others and
+        does not.
         """
         types = {f.name: f.type for f in dataclasses.fields(cls) if f.name not in MAPS}
         types = {**types, "apply_spatial_patchify": object, "schedule": object}

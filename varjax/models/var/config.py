@@ -60,11 +60,8 @@ class VARConfig(published.TransformerConfig):
     @classmethod
     def from_published(cls, arguments) -> "VARConfig":
         """Read the published constructor's names; `patch_nums` holds sides or [height, width].
-
         What is left out has the published default; hence `attn_l2_norm` is off unless given.
-
-        Raises:
-          UserError: for an unknown name or a value of the wrong type.
+        `UserError` for an unknown name or a value of the wrong type.
         """
         types = {f.name: f.type for f in dataclasses.fields(cls) if f.name != "schedule"}
         types["patch_nums"] = object
