@@ -67,7 +67,7 @@ def check_layout(
 def write_images(
     folder: str | os.PathLike,
     prompt_set: PromptSet,
-    images: UInt8[np.ndarray, "N H W 3"],
+    images: np.ndarray,
     images_per_prompt: int | None = None,
     *,
     seed: int | None = None,
@@ -76,7 +76,7 @@ def write_images(
 
     Args:
       folder: where `images/` and `manifest.json` go; made if need be.
-      images: bytes, RGB; read from where they are, one prompt after the other.
+      images: uint8 [N, H, W, 3], RGB; read from where they are, one prompt after the other.
       images_per_prompt: by default what the benchmark publishes.
       seed: what the run's random numbers start from, for the manifest.
 
