@@ -105,7 +105,10 @@ def path_of(pattern: str) -> str:
 def zero_key_bias(prefix: str, model: str) -> Ignore:
     """The buffer that published attention adds to its keys, which have no bias."""
     objection = f"must be zero: keys have no bias in {model}"
-    check = lambda array: objection if np.any(array) else None  # noqa: E731
+
+    def check(array) -> str | None:
+        return objection if np.any(array) else None
+
     return Ignore(rf"{prefix}\.zero_k_bias", "constant zeros", check)
 
 

@@ -42,7 +42,7 @@ GEOMETRY = FLAGS.string(
     "geometry", None, "layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4 (height x width)."
 )
 POLICY = PolicyFlags(FLAGS)
-BATCH_SIZE = batch_size_flag(FLAGS, 1, "Images per batch (two cache rows each).")
+BATCH_SIZE = batch_size_flag(FLAGS, 1, "Images per batch (two cache rows each with guidance).")
 DTYPE = dtype_flag(FLAGS, "bfloat16", "keys and values in a full cache")
 KV_DTYPE = kv_dtype_flag(FLAGS)
 SAVE = FileFlags(FLAGS, "save", "Write the plan's arrays to this npz file.")

@@ -88,7 +88,7 @@ KINDS = {
     "text or null": lambda v: v is None or isinstance(v, str),
     "a number": _number,
     "a positive number": lambda v: _number(v) and v > 0,
-    # also what JSON lacks, as `pixel.json_safe` writes it
+    # also what JSON lacks, as `json_text.json_safe` writes it
     "a number or infinite": lambda v: _number(v) or v in ("inf", "-inf", "nan"),
     "a whole number": lambda v: _number(v) and isinstance(v, int),
     "a fraction in (0, 1] or null": lambda v: v is None or (_number(v) and 0 < v <= 1),
@@ -119,9 +119,10 @@ REFERENCE = CELL | {
     "time": {"steady_s_per_image": "a number"},
 }
 PER_IMAGE = {"psnr": ["a number or infinite"], "ssim": ["a number"], "kl": ["a number or infinite"]}
+FIDELITY = dict.fromkeys(tables.METRICS, "a number") | {"kl": "a number or infinite"}
 DONE = REFERENCE | {
     "kv": REFERENCE["kv"] | {"allocated_bytes": "a positive number"},  # its axis is logarithmic
-    "fidelity": dict.fromkeys(tables.METRICS, "a number") | {"kl": "a number or infinite"},
+    "fidelity": "an object",
     "samples_fidelity": PER_IMAGE,
     "live_tokens": [["a number"]],
     "used_slots": [["a number"]],
@@ -166,6 +167,8 @@ def check_report(report: dict) -> Geometry:
             require(cell, {"reason": "text"}, place)
             continue
         require(cell, DONE, place)
+        known = FIDELITY.keys() & cell["fidelity"]  # a sweep may be older than a metric
+        require(cell["fidelity"], {key: FIDELITY[key] for key in known}, f"{place}.fidelity")
         for name in ("live_tokens", "used_slots"):
             if [len(row) for row in cell[name]] != [layers] * scales:
                 raise Damaged(f"{place}.{name} is not {scales} lists of {layers} numbers")

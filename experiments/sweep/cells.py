@@ -157,7 +157,7 @@ class Runner:
             close = fidelity.per_image(reference.results(index), results)
             pictures = results.pop("images")[: max(0, sweep.samples - int(index[0]))]
             kept += [images.to_uint8(pictures)] if len(pictures) else []
-            del results  # or its logits would stay beside the forced ones
+            results.clear()  # or its logits would stay beside the forced ones
             mine = program.forced_logits(reference.tokens, index)
             forced = ({"forced_logits": a} for a in (reference.logits(index), mine))
             found.append(close | fidelity.per_image(*forced))
@@ -167,7 +167,7 @@ class Runner:
         row = describe_cell(sweep, cell, program.generator) | {"fidelity": close}
         row["samples_fidelity"] = {n: a[: sweep.samples].tolist() for n, a in arrays.items()}
         self.keep(cell, row, samples=np.concatenate(kept))
-        shown = (f"{m.column} {m.show(close[key])}" for key, m in METRICS.items())
+        shown = (f"{m.column} {m.show(close[key])}" for key, m in METRICS.items() if key in close)
         _say(f"  {', '.join(shown)}")
 
 

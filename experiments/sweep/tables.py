@@ -204,6 +204,8 @@ def plot(path: pathlib.Path, table: Sequence[dict]) -> None:
         axis.set_ylabel(metric.unit)
         axis.set_ylim(bottom=0 if metric.from_zero else None)
         axis.grid(alpha=0.3)
+    for axis in axes.flat[len(METRICS) :]:
+        axis.remove()
     names = axes[0, 0].get_legend_handles_labels()
     if names[0]:
         figure.legend(*names, loc="outside lower center", ncols=4, frameon=False)

@@ -1,4 +1,4 @@
-"""Where the tensors of a published BSQ-VAE checkpoint go in `varjax.codecs.bsq.BSQVAE`.
+"""Where the tensors of a published BSQ-VAE checkpoint go in `varjax.codecs.bsq.model.BSQVAE`.
 
 The module tree keeps the published names. Every convolution and norm is wrapped in the published
 network, which shows as an inner `.conv` or `.norm` (`encoder.down.0.block.1.conv1.conv`); some

@@ -1,4 +1,5 @@
-"""Where the tensors of a published Infinity checkpoint go in `varjax.models.infinity.Infinity`.
+"""Where the tensors of a published Infinity checkpoint go in
+`varjax.models.infinity.transformer.Infinity`.
 
 Layers are stacked. The published blocks come in chunks: `block_chunks.I.module.J.` is layer
 I * (layers of a chunk) + J; models of one chunk call them `blocks.I.`. The names in the file say

@@ -1,4 +1,4 @@
-"""Where the tensors of a published VAR checkpoint go in `varjax.models.var.VAR`.
+"""Where the tensors of a published VAR checkpoint go in `varjax.models.var.transformer.VAR`.
 
 Layers are stacked: `blocks.N.` is index N on the leading axis. The six AdaLN vectors keep the
 published order (two gates, two scales, two shifts), the head's two as well (scale, shift).

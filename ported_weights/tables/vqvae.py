@@ -1,4 +1,4 @@
-"""Where the tensors of a published VQVAE checkpoint go in `varjax.codecs.vqvae.VQVAE`.
+"""Where the tensors of a published VQVAE checkpoint go in `varjax.codecs.vqvae.model.VQVAE`.
 
 The module tree keeps the published names (`encoder.down.0.block.1.conv1` is
 `encoder/down/0/block/1/conv1`); 1x1 convolutions are matrix products here, and the phi convolutions

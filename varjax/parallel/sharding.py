@@ -190,7 +190,7 @@ def _input_specs(inputs: tuple[SegmentInputs, ...], spec: MeshSpec) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class ShardedProgram:
-    """`engine.generate_codes` for a mesh.
+    """`engine.scales.generate_codes` for a mesh.
 
     specs: how the arguments (networks, state, condition, keys, inputs, given) are divided.
     """

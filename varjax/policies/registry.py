@@ -77,7 +77,7 @@ def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
         try:
             module = _import_file(pathlib.Path(key)) if is_file else importlib.import_module(key)
             _LOADED[key] = _policies_of(module, before)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a script may end the process
             POLICIES.clear()
             POLICIES.update(before)
             raise UserError(f"policy module {given}: {_what_is_wrong(error, key)}") from error
@@ -111,7 +111,7 @@ def _policies_of(module: ModuleType, before: dict[str, type[Policy]]) -> tuple[s
     raise UserError("it registers no policy: decorate a class with @register('its_name')")
 
 
-def _what_is_wrong(error: Exception, key: str) -> str:
+def _what_is_wrong(error: BaseException, key: str) -> str:
     """One line: where, and what."""
     if isinstance(error, ModuleNotFoundError) and error.name == key.split(".")[0]:
         return "there is no module of this name: give one that can be imported, or a .py file"
