@@ -43,20 +43,16 @@ SAVE = FileFlags(FLAGS, "save", "The file to write.", required=True)
 
 def text(found: Calibration) -> str:
     """The printed summary."""
-    density = found.attention_density.mean((0, 1))
-    layers = zip(
-        found.key_discrepancy[:, 1:].mean(1), found.selectivity[:, 1:].mean(1), strict=True
-    )
+    values = (found.key_discrepancy[:, 1:], found.selectivity[:, 1:], found.query_variance)
+    layers = zip(*(v.mean(1) for v in values), strict=True)
     lines = [
         f"{found.model}: {found.num_layers} layers, {found.num_heads} heads, schedule "
         f"{found.schedule}, cfg {show_guidance(found.guidance)}, {found.num_samples} images",
         "attention density of the last scale, by source scale: "
-        + " ".join(f"{d:.3f}" for d in density),
+        + " ".join(f"{d:.3f}" for d in found.attention_density.mean((0, 1))),
         "layer  key discrepancy  selectivity  query variance (mean over heads)",
     ]
-    for i, ((distance, selectivity), variance) in enumerate(
-        zip(layers, found.query_variance.mean(1), strict=True)
-    ):
+    for i, (distance, selectivity, variance) in enumerate(layers):
         lines.append(f"{i:5d}  {distance:15.4f}  {selectivity:11.4f}  {variance:.4f}")
     if found.rank_dispersion is not None:
         heads = found.num_layers * found.num_heads

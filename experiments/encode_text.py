@@ -56,17 +56,14 @@ def max_length(checkpoint: str) -> int:
 def text(features: TextFeatures) -> str:
     """The printed summary."""
     empty = int(features.unconditional.sum())
+    lens, negative = features.lens, features.negative_lens
     lines = [
-        f"{len(features.lens)} prompts, {int(features.lens.sum())} tokens, longest"
-        f" {int(features.lens.max())}, width {features.width}"
+        f"{len(lens)} prompts, {lens.sum()} tokens, longest {lens.max()}, width {features.width}"
     ]
     if empty:
         lines.append(f"{empty} empty prompts: the model's own unconditional text")
-    if features.negative_lens is not None:
-        lines.append(
-            f"{len(features.negative_lens)} negative prompts, longest"
-            f" {int(features.negative_lens.max())}"
-        )
+    if negative is not None:
+        lines.append(f"{len(negative)} negative prompts, longest {negative.max()}")
     return "\n".join(lines)
 
 
@@ -85,15 +82,13 @@ def main(argv) -> None:
         progress.total = total
         progress.update(done)
 
-    features, _ = encoder_lib.encode_texts(
+    features, _ = condition.encode(
         folder,
-        prompts.texts,
-        None if negative is None else negative.texts,
+        prompts,
+        negative,
         dtype=DTYPE.value or default_dtype(),
         max_length=longest,
         batch_size=BATCH_SIZE.value,
-        names=prompts.names,
-        negative_names=None if negative is None else negative.names,
         progress=report,
     )
     features.save(target)

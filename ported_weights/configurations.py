@@ -61,9 +61,11 @@ def configurations(
         transformer = family.parts["transformer"].read(given)
     tell = say if tokenizer_config else lambda line: None
     configs = {"transformer": transformer, "codec": custom.adapt(codec, transformer, tell)}
-    files = f"{config} and {tokenizer_config or 'the published tokenizer'}"
-    with about(f"the configurations do not belong together ({files})"):
+    try:
         family.check(configs)
+    except UserError as error:
+        files = f"{config} and {tokenizer_config or 'the published tokenizer'}"
+        raise UserError(f"the configurations do not belong together: {error} ({files})") from error
     return configs, dict(custom.sampling(transformer))
 
 

@@ -179,11 +179,10 @@ class PublishedPart:
         line = f"{what}: {len(placement.moves)} tensors read from {source.path},"
         line += f" {parameters.count(module):,} parameters"
         if self.table.ignored:
-            say(f"{line}; {len(placement.ignored)} {self.table.ignored} ignored")
-        else:
-            say(line)
-            for name, reason in _grouped(placement.ignored):
-                say(f"  ignored {name}: {reason}")
+            line += f"; {len(placement.ignored)} {self.table.ignored} ignored"
+        say(line)
+        for name, reason in () if self.table.ignored else _grouped(placement.ignored):
+            say(f"  ignored {name}: {reason}")
         return module
 
     def _applied(self, function: Callable, *arguments):

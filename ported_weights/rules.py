@@ -198,18 +198,14 @@ def _match(rules: Sequence, tensors: Mapping, targets: Mapping) -> Placement:
             placement.problems.append(f"surplus: {name} ({rule.reason})")
         elif isinstance(rule, Ignore):
             placement.ignored.append((name, rule.reason))
-            if rule.check is not None:
-                placement.problems += _objections(name, rule, tensor)
+            if rule.check is not None and math.prod(tensor.shape) > MAX_CHECKED:
+                shape = list(tensor.shape)
+                placement.problems.append(f"wrong shape: {name} is implausibly large: {shape}")
+            elif rule.check is not None and (objection := rule.check(tensor.read())):
+                placement.problems.append(f"wrong value: {name} {objection}")
         else:
             _place(placement, name, rule, match, tensor, targets)
     return placement
-
-
-def _objections(name: str, rule: Ignore, tensor) -> list[str]:
-    if math.prod(tensor.shape) > MAX_CHECKED:
-        return [f"wrong shape: {name} is implausibly large: {list(tensor.shape)}"]
-    objection = rule.check(tensor.read())
-    return [f"wrong value: {name} {objection}"] if objection else []
 
 
 def _place(

@@ -21,6 +21,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 if os.environ["JAX_PLATFORMS"] == "cpu":  # nearly all of the time is compilation
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
+QUICK_COMPILATION = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "true"
 
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
@@ -62,10 +63,9 @@ def _reasons_to_skip(config, item):
 def optimized():
     """Programs compiled as users compile them, for tests of numbers; the others leave out costly
     passes of the compiler."""
-    before = jax.config.jax_disable_most_optimizations
     jax.config.update("jax_disable_most_optimizations", False)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update("jax_disable_most_optimizations", QUICK_COMPILATION)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -133,6 +133,11 @@ def greedy_generator(model: Model, policy="full", *, cfg=1.5, batch_size=2, **op
     )
 
 
+# Segments of six scales with the last one alone: it then stores nothing, so the final state holds
+# what it saw. Sharing a segment, it evicts everything, as nothing reads the cache after it.
+LAST_ALONE = 3
+
+
 def unpack_keep_token(arrays: dict[str, np.ndarray]) -> np.ndarray:
     """bool keep_token of an `evict_token_*` fixture."""
     shape = tuple(arrays["keep_token_shape"])

@@ -1,188 +1,119 @@
 """Buffers of a compiled program by name: what the compiler placed where, and when it lives.
 
-XLA writes its buffer assignment and live ranges as text when asked to dump (`DUMP_OPTIONS`); both
-the GPU and the TPU compiler do. From these two and the compiled text follow
+XLA dumps its buffer assignment and live ranges as text; both the GPU and the TPU compiler do. From
+these two and the compiled text follow
 
 - the temporaries that are alive when temporaries take most memory, with the operation in our
-  sources that made them (the scopes encode_condition, embed, project, attend, post_attention,
-  sample, accumulate are those of `varjax.engine.scales`);
+  sources that made them (the scopes are those of `varjax.engine.scales`);
 - whether the KV pool and the other large arrays of the cache exist once: copies of them, and
-  buffers of their shape outside the donated argument.
+  temporaries of their shape.
 
 Only the device's main memory counts; a TPU's VMEM is another space.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-DUMP_OPTIONS = {"xla_dump_hlo_as_text": True}
-_ALLOCATION = re.compile(r"^allocation (\d+): size (\d+), (.*):$")
+_ALLOCATION = re.compile(r"^allocation (\d+): size \d+, (.*):$")
 _VALUE = re.compile(
     r"^ value: <\d+ (?P<name>\S+?)(?:\{(?P<index>[\d,]*)\})?(?: \(phi\))? @\d+> "
     r"\(size=(?P<size>\d+),offset=(?P<offset>\d+)\): (?P<shape>.*)$"
 )
-_RANGE = re.compile(r"^    (?P<name>\S+?)\{(?P<index>[\d,]*)\}:(?P<first>\d+)-(?P<last>\d+)$")
+_RANGE = re.compile(r"^    (\S+?)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
+# name = shape operation(operand, ...), ...
 _INSTRUCTION = re.compile(
-    r"^\s*(?:ROOT )?(?P<line>%?(?P<name>[\w.\-]+) = (?P<shape>.*?) "
-    r"(?P<operation>[a-z][\w\-]*)\((?:%?(?P<operand>[\w.\-]+))?.*)$"
+    r"^[ \t]*(?:ROOT )?(?P<line>%?(?P<name>[\w.\-]+) = (?P<shape>.*?) "
+    r"(?P<operation>[a-z][\w\-]*)\((?:%?(?P<operand>[\w.\-]+))?.*)$",
+    re.MULTILINE,
 )
+_SHAPE = re.compile(r"\(*(\w+)\[([\d,]*)\]")
 _MOVES = {"copy", "copy-start", "copy-done", "transpose", "bitcast", "reshape", "convert"}
 _NEW_ARRAYS = {"copy", "copy-start", "transpose", "convert"}  # moves that write a second array
 _SILENT = {"bitcast", "copy-done"}  # say nothing that their operand does not say
+_STRUCTURE = {"while", "body", "cond", "closed_call", "eval_jaxpr", "shard_map"}  # of loops
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """One value of the program.
+    """A temporary of the program.
 
-    name: of the instruction. size, offset: bytes in its allocation. shape: as XLA writes it.
-    first, last: positions in the instruction sequence between which it lives, if known.
+    name: of the instruction. place: allocation, and bytes from its start. shape: as XLA writes it.
+    first, last: positions in the instruction sequence between which it lives; 0 where unknown.
     source: the operation of our sources, and how the instruction follows from it.
     """
 
     name: str
-    allocation: int
+    place: tuple[int, int]
     size: int
-    offset: int
     shape: str
-    first: int = 0
-    last: int = 0
-    source: str = ""
+    first: int
+    last: int
+    source: str
 
 
-@dataclass(frozen=True)
-class Buffers:
-    """Temporaries of a program, and everything that lies in arguments, outputs and temporaries.
-
-    live: temporaries at the moment when they take most, largest first, one entry per place.
-    """
-
-    temporaries: list[Buffer]
-    others: list[Buffer]
-    live: list[Buffer]
-
-    @property
-    def live_bytes(self) -> int:
-        return sum(b.size for b in self.live)
+def read_dump(folder: Path, compiled_text: str) -> list[Buffer]:
+    """Temporaries by what the compiler wrote into `folder`; empty if that cannot be read."""
+    texts = []
+    for pattern in ("*buffer-assignment.txt", "*live-range.txt"):
+        # the largest: small helper modules are dumped too
+        path = max(folder.rglob(pattern), key=lambda p: p.stat().st_size, default=None)
+        texts.append(path.read_text() if path else "")
+    return temporaries(*texts, compiled_text) if all(texts) else []
 
 
-def read_dump(folder: Path, compiled_text: str) -> Buffers | None:
-    """What the compiler wrote into `folder`; None if that cannot be read."""
-    assignment = _only(folder, "*buffer-assignment.txt")
-    ranges = _only(folder, "*live-range.txt")
-    if assignment is None or ranges is None:
-        return None
-    return buffers(assignment.read_text(), ranges.read_text(), compiled_text)
-
-
-def _only(folder: Path, pattern: str) -> Path | None:
-    """The largest match: small helper modules are dumped too."""
-    found = sorted(folder.rglob(pattern), key=lambda path: path.stat().st_size)
-    return found[-1] if found else None
-
-
-def buffers(assignment: str, ranges: str, compiled_text: str) -> Buffers | None:
-    """See `read_dump`; None if there is no temporary or argument in the text."""
-    alive, made = _live_ranges(ranges), {i.name: i for i in instructions(compiled_text)}
-    temporaries, others = [], []
-    for kind, buffer, key in _placed(assignment):
-        first, last = alive.get(key, (0, 0))
-        known = replace(buffer, first=first, last=last, source=_source(buffer.name, made))
-        (temporaries if "preallocated-temp" in kind else others).append(known)
-    if not temporaries and not others:
-        return None
-    return Buffers(temporaries, others, _fullest_moment(temporaries))
-
-
-def _placed(assignment: str) -> Iterator[tuple[str, Buffer, tuple[str, str]]]:
-    """(kind of allocation, buffer, key of its live range) of the main memory."""
-    number, kind = -1, ""
+def temporaries(assignment: str, ranges: str, compiled_text: str) -> list[Buffer]:
+    """See `read_dump`."""
+    alive = {(name, index): (int(a), int(b)) for name, index, a, b in _RANGE.findall(ranges)}
+    made = {i["name"]: i for i in _INSTRUCTION.finditer(compiled_text)}
+    found, number, counts = [], -1, False
     for line in assignment.splitlines():
         if match := _ALLOCATION.match(line):
-            number, kind = int(match[1]), match[3]
-        elif match := _VALUE.match(line):
+            number, kind = int(match[1]), match[2]
             other_memory = "color " in kind and "color 0" not in kind
-            if other_memory or match["shape"].startswith("("):  # a tuple is a list of addresses
+            counts = "preallocated-temp" in kind and not other_memory
+        elif counts and (match := _VALUE.match(line)):
+            if match["shape"].startswith("("):  # a tuple is a list of addresses
                 continue
-            place = (number, int(match["size"]), int(match["offset"]), match["shape"])
-            key = (match["name"], match["index"] or "")
-            yield kind, Buffer(match["name"], *place), key
+            name, place = match["name"], (number, int(match["offset"]))
+            lives = alive.get((name, match["index"] or ""), (0, 0))
+            size, source = int(match["size"]), _source(name, made)
+            found.append(Buffer(name, place, size, match["shape"], *lives, source))
+    return found
 
 
-def _live_ranges(text: str) -> dict[tuple[str, str], tuple[int, int]]:
-    found = (_RANGE.match(line) for line in text.splitlines())
-    return {(m["name"], m["index"]): (int(m["first"]), int(m["last"])) for m in found if m}
-
-
-def _fullest_moment(temporaries: Sequence[Buffer]) -> list[Buffer]:
-    """What is alive at the position with most bytes. Values that share a place count once."""
+def fullest_moment(buffers: Sequence[Buffer]) -> list[Buffer]:
+    """What is alive at the position with most bytes, largest first. Values that share a place count
+    once."""
     best: list[Buffer] = []
-    most = -1
-    for moment in sorted({b.first for b in temporaries}):
+    for moment in sorted({b.first for b in buffers}):
         places: dict[tuple[int, int], Buffer] = {}
-        for b in temporaries:
-            if b.first <= moment <= b.last:
-                place = (b.allocation, b.offset)
-                if place not in places or places[place].size < b.size:
-                    places[place] = b
-        total = sum(b.size for b in places.values())
-        if total > most:
-            most, best = total, list(places.values())
+        for b in buffers:
+            if b.first <= moment <= b.last and b.size > getattr(places.get(b.place), "size", -1):
+                places[b.place] = b
+        best = max(best, list(places.values()), key=total_bytes)
     return sorted(best, key=lambda b: -b.size)
 
 
-# --- instructions ---
+def total_bytes(buffers: Sequence[Buffer]) -> int:
+    return sum(b.size for b in buffers)
 
 
-class Instruction(NamedTuple):
-    """One line of compiled text: `name = shape operation(operand, ...), ...`."""
-
-    line: str
-    name: str
-    shape: str
-    operation: str
-    operand: str | None
-
-    @property
-    def op_name(self) -> str:
-        """The operation of our sources that its metadata names; empty for none."""
-        return self.line.partition('op_name="')[2].partition('"')[0]
-
-
-def instructions(compiled_text: str) -> list[Instruction]:
-    found = map(_INSTRUCTION.match, compiled_text.splitlines())
-    return [Instruction(**match.groupdict()) for match in found if match]
-
-
-def _type_and_dims(shape: str) -> tuple[str, tuple[int, ...]]:
-    """ "bf16[4,8]{1,0}" -> ("bf16", (4, 8)), of a tuple's first array; no dimensions for others."""
-    kind, bracket, rest = shape.lstrip("(").partition("[")
-    if not bracket or not kind.isalnum():
-        return shape, ()
-    return kind, tuple(int(n) for n in rest.partition("]")[0].split(",") if n)
-
-
-def _source(name: str, made: Mapping[str, Instruction], depth: int = 8) -> str:
+def _source(name: str, made: Mapping[str, re.Match], depth: int = 8) -> str:
     """Where an instruction comes from: the operation named in its metadata; moves of data without
     one say what they move."""
     instruction = made.get(name)
     if instruction is None:
         return ""
-    if instruction.op_name:
-        return short_source(instruction.op_name)
-    operation, inner = instruction.operation, ""
-    if operation in _MOVES and instruction.operand and depth:
-        inner = _source(instruction.operand, made, depth - 1)
+    if op_name := instruction["line"].partition('op_name="')[2].partition('"')[0]:
+        return short_source(op_name)
+    operation, inner = instruction["operation"], ""
+    if operation in _MOVES and instruction["operand"] and depth:
+        inner = _source(instruction["operand"], made, depth - 1)
     if operation in _SILENT and inner:
         return inner
     return f"{operation} of {inner}" if inner else operation
-
-
-# of loops, not of the model
-_STRUCTURE = {"while", "body", "cond", "closed_call", "eval_jaxpr", "shard_map"}
 
 
 def short_source(op_name: str) -> str:
@@ -210,36 +141,35 @@ class Carried:
     dtype: str | None = None
     flat: bool = False
 
-    def is_seen_as(self, kind: str, dims: tuple[int, ...]) -> bool:
-        """Whether a value of this type and shape is the array, perhaps with some of its axes
-        merged, except for the last."""
-        return dims in _views(self.shape) and (not self.dtype or kind == _hlo_type(self.dtype))
+    def is_seen_as(self, shape: str) -> bool:
+        """Whether a value of this shape, as XLA writes it ("bf16[4,8]{1,0}"; of a tuple the first),
+        is the array, perhaps with some of its axes merged, except for the last."""
+        if not (match := _SHAPE.match(shape)):
+            return False
+        dims = tuple(int(n) for n in match[2].split(",") if n)
+        return dims in _views(self.shape) and (not self.dtype or match[1] == _hlo_type(self.dtype))
 
 
-def second_copies(text: str, found: Buffers | None, arrays: Sequence[Carried]) -> dict[str, list]:
-    """{name: lines of text} for the arrays that exist more than once, for the reader of a report.
+def second_copies(
+    text: str, buffers: Sequence[Buffer], arrays: Sequence[Carried]
+) -> dict[str, list[str]]:
+    """{name: lines of text} for the arrays that exist more than once, for the reader of a report:
+    instructions that copy, transpose or convert one within the main memory, and temporaries of its
+    shape. A TPU may fetch what is small enough into its VMEM, layout `S(1)`: no second array.
 
-    text: of the compiled program. found: its buffers, None if unknown.
+    text: of the compiled program. buffers: its temporaries.
     """
-    copies = {a.name: copies_of(text, a) for a in arrays}
-    for a in arrays if found is not None else ():
-        copies[a.name] += [f"{b.name}: {b.shape} ({b.source})" for b in second_buffers(found, a)]
-    return {name: lines for name, lines in copies.items() if lines}
-
-
-def copies_of(text: str, array: Carried) -> list[str]:
-    """Instructions of the compiled text that copy, transpose or convert an array of this shape
-    within the main memory. A TPU may fetch what is small enough into its VMEM, layout `S(1)`: that
-    is no second array."""
-    moved = (i for i in instructions(text) if i.operation in _NEW_ARRAYS and "S(1)" not in i.shape)
-    return [i.line[:160] for i in moved if array.is_seen_as(*_type_and_dims(i.shape))]
-
-
-def second_buffers(found: Buffers, array: Carried) -> list[Buffer]:
-    """Temporaries of the array's shape; none for a `flat` array."""
-    if array.flat:
-        return []
-    return [b for b in found.temporaries if array.is_seen_as(*_type_and_dims(b.shape))]
+    moves = [
+        i
+        for i in _INSTRUCTION.finditer(text)
+        if i["operation"] in _NEW_ARRAYS and "S(1)" not in i["shape"]
+    ]
+    found = {}
+    for array in arrays:
+        lines = [i["line"][:160] for i in moves if array.is_seen_as(i["shape"])]
+        placed = [] if array.flat else [b for b in buffers if array.is_seen_as(b.shape)]
+        found[array.name] = lines + [f"{b.name}: {b.shape} ({b.source})" for b in placed]
+    return {name: lines for name, lines in found.items() if lines}
 
 
 def _hlo_type(dtype: str) -> str:

@@ -17,6 +17,7 @@ printed. A program that does not fit is a result, not a failure.
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 
@@ -64,14 +65,13 @@ WORKER = FLAGS.string("worker", None, "Internal: compile the one target here, re
 
 def targets() -> list[Chip]:
     """The chips of --target, each once, whose compilers are here."""
-    found = {}
+    found, missing = {}, {}
     for name in TARGET.value.split(","):
         try:
             chip = chips.get_chip(name.strip())
         except ValueError as error:
             raise UserError(f"--target={name}: {error}") from None
         found[chip.name] = chip
-    missing = {}
     for name in found:
         if why := chips.why_unavailable(name):
             missing.setdefault(why, []).append(name)
@@ -106,20 +106,16 @@ def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
     attention = {chip.name: attention_for(chip, program.attention) for chip in wanted}
     plan, calibration = POLICY.plan(policy, model, sampling)
     PROGRAM.check_plan(plan, program.mesh)
-    text_tokens = check_text_tokens(TEXT_TOKENS.value, model)
-    workloads = {
-        name: Workload(
-            model=model,
-            plan=plan,
-            sampling=sampling,
-            program=program,
-            segments=plan_segments(model.config.schedule, program.segments),
-            attention=chosen,
-            or_reference=program.attention is None,
-            text_tokens=text_tokens,
-        )
-        for name, chosen in attention.items()
-    }
+    workload = partial(
+        Workload,
+        model=model,
+        plan=plan,
+        sampling=sampling,
+        program=program,
+        segments=plan_segments(model.config.schedule, program.segments),
+        text_tokens=check_text_tokens(TEXT_TOKENS.value, model),
+    )
+    workloads = {name: workload(attention=chosen) for name, chosen in attention.items()}
     # a worker says which kernels cannot take the plan's blocks
     return workloads, plan_remarks(plan, calibration, "reference")
 
@@ -127,16 +123,13 @@ def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
 def title(workload: Workload) -> str:
     """What is compiled, in one line."""
     plan, program = workload.plan, workload.program
-    parts = [
-        workload.model.name,
-        f"policy {plan.policy.name}",
-        f"budget {plan.budget:g} (pool {plan.fraction:.2%} of full)",
-        program.dtype,
-        *([f"cache {program.kv_dtype}"] if program.kv_dtype != program.dtype else []),
-        f"{len(workload.segments)} segments",
-        *([f"mesh {program.mesh}, bytes per device"] if program.mesh.num_devices > 1 else []),
-    ]
-    return ", ".join(parts)
+    cache = f", cache {program.kv_dtype}" if program.kv_dtype != program.dtype else ""
+    mesh = f", mesh {program.mesh}, bytes per device" if program.mesh.num_devices > 1 else ""
+    return (
+        f"{workload.model.name}, policy {plan.policy.name}, budget {plan.budget:g} (pool "
+        f"{plan.fraction:.2%} of full), {program.dtype}{cache}, {len(workload.segments)} segments"
+        f"{mesh}"
+    )
 
 
 def main(argv) -> int:
@@ -149,10 +142,10 @@ def main(argv) -> int:
         batch = None if LARGEST_BATCH.value else PROGRAM.asked_batch_size
         worker.work(workloads[chip.name], chip, batch, TEMPORARIES.value, WORKER.value)
         return 0
-    results = []
-    for chip in wanted:
-        result = worker.start(chip.name, sys.argv[1:])
-        results.append({"target": chip.name, "platform": chip.platform, **result})
+    results = [
+        {"target": c.name, "platform": c.platform, **worker.start(c.name, sys.argv[1:])}
+        for c in wanted
+    ]
     print(title(workloads[wanted[0].name]), *remarks, sep="\n", end="\n\n")
     print(report.text(results))
     if target:

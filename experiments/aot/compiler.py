@@ -11,15 +11,12 @@ from typing import Any
 import jax
 
 from experiments.aot import buffers
-from experiments.aot.buffers import Buffer
 from varjax.engine.cost import Cost, device_bytes, program_cost, used_inputs
+from varjax.engine.memory import peak_bytes
 
 
 class DoesNotFit(Exception):
-    """The compiler refused a program because the chip's memory is too small.
-
-    needed: bytes that it asked for.
-    """
+    """The compiler refused a program that needs more bytes (`needed`) than the chip has."""
 
     def __init__(self, message: str, needed: int):
         super().__init__(message)
@@ -30,39 +27,30 @@ class DoesNotFit(Exception):
 class Program:
     """One compiled program; bytes are those of one device.
 
-    arguments, outputs, aliased, temporaries, code: of the compiler's memory analysis; `aliased` is
-      the part of the outputs that lies in donated arguments.
+    memory: the compiler's analysis. formats: of the arguments.
     reads: which weights are arguments of this program; `unread`: bytes of the others, which are on
       the device all the same.
+    resident: bytes on the device while it runs: arguments, results, temporaries, code, `unread`.
     live: temporaries at the moment when they take most (empty: the compiler did not say).
     copies: {array of the state: where it exists a second time}; nothing for those updated in place.
     compile_s: seconds, tracing included.
     """
 
-    arguments: int
-    outputs: int
-    aliased: int
-    temporaries: int
-    code: int
+    memory: Any
+    formats: Any
     reads: list[bool]
     unread: int
+    resident: int
     cost: Cost
     compile_s: float
-    live: list[Buffer]
+    live: list[buffers.Buffer]
     copies: dict[str, list[str]]
-
-    @property
-    def resident(self) -> int:
-        """Bytes on the device while the program runs: its arguments, results, temporaries and
-        code, and the weights that it does not read."""
-        own = self.arguments + self.outputs - self.aliased + self.temporaries
-        return own + self.code + self.unread
 
 
 def compile_program(
     trace: Callable[[], jax.stages.Traced], networks: Any, carried: Sequence[buffers.Carried] = ()
-) -> tuple[Program, Any]:
-    """A program and the formats of its arguments.
+) -> Program:
+    """Compile and measure a program.
 
     Args:
       trace: makes the traced program.
@@ -76,10 +64,9 @@ def compile_program(
     traced = trace()
     lowered = traced.lower()
     with tempfile.TemporaryDirectory() as folder:
+        options = {"xla_dump_hlo_as_text": True, "xla_dump_to": folder}
         try:
-            compiled = lowered.compile(
-                compiler_options={**buffers.DUMP_OPTIONS, "xla_dump_to": folder}
-            )
+            compiled = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
             if needed := memory_asked(str(error)):
                 raise DoesNotFit(first_line(str(error)), needed) from None
@@ -90,20 +77,17 @@ def compile_program(
     stats, weights = compiled.memory_analysis(), jax.tree.leaves(networks)
     reads = used_inputs(traced.jaxpr)[: len(weights)]
     unread = sum(device_bytes(a) for a, used in zip(weights, reads, strict=True) if not used)
-    program = Program(
-        arguments=stats.argument_size_in_bytes,
-        outputs=stats.output_size_in_bytes,
-        aliased=stats.alias_size_in_bytes,
-        temporaries=stats.temp_size_in_bytes,
-        code=stats.generated_code_size_in_bytes,
+    return Program(
+        memory=stats,
+        formats=compiled.input_formats,
         reads=reads,
         unread=unread,
+        resident=peak_bytes(compiled) + stats.generated_code_size_in_bytes + unread,
         cost=program_cost(traced.jaxpr),
         compile_s=elapsed,
-        live=[] if found is None else found.live,
+        live=buffers.fullest_moment(found),
         copies=buffers.second_copies(text, found, carried),
     )
-    return program, compiled.input_formats
 
 
 # --- compilers that refuse ---

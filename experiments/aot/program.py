@@ -4,7 +4,7 @@ The programs are those of `varjax.engine.program`, which `Generator` runs; their
 shapes and types, so no weights are needed and nothing is allocated.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,8 +40,7 @@ SHARE_THAT_MATTERS = 0.01  # of the pool's bytes: smaller arrays of the state ma
 class Workload:
     """What is compiled, apart from the chip and the batch.
 
-    attention: of `pallas_kernels.implementations.NAMES`. or_reference: take the reference where the
-      kernel cannot take the shapes, as `Generator` does unless an implementation is named.
+    attention: of `pallas_kernels.implementations.NAMES`.
     text_tokens: padded length of texts; None: the most that the model takes.
     """
 
@@ -51,7 +50,6 @@ class Workload:
     program: ProgramOptions
     segments: tuple[Segment, ...]
     attention: str
-    or_reference: bool
     text_tokens: int | None
 
     def predict(self, plan: CachePlan, batch_size: int) -> memory.Prediction:
@@ -60,39 +58,24 @@ class Workload:
         return self.program.predict(self.model, plan, batch_size, self.text_tokens, kernels)
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """Both programs for a batch. networks, state: shapes, placed on the devices."""
-
-    chip: Chip
-    batch_size: int
-    codes: Program
-    pixels: Program
-    state: KVState
-    networks: Any
-
-
 class Compilation:
-    """Both programs for a batch: first `compile_codes`, then `finish`.
+    """Both programs for a batch: first `compile_codes`, then `compile_pixels`.
 
-    say: called with progress lines.
+    say: called with progress lines. networks, state: shapes, placed on the devices.
 
     Both raise `DoesNotFit` where a TPU program does not fit (GPU compilers do not look),
     `NotImplementedError` where a kernel cannot take the shapes, `jax.errors.JaxRuntimeError` where
     the compiler failed otherwise.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        chip: Chip,
-        batch_size: int,
-        say: Callable[[str], None] = lambda line: None,
-    ):
-        self.chip, self.batch_size, self.say = chip, batch_size, say
-        model, plan, self.options = workload.model, workload.plan, workload.program
-        spec, devices = self.options.mesh, chips.compile_only_devices
-        self.mesh = sharding.make_mesh(spec, devices(chip.name, spec.num_devices))
+    codes: Program
+    pixels: Program
+
+    def __init__(self, workload: Workload, chip: Chip, batch_size: int, say: Callable[[str], None]):
+        self.workload, self.chip, self.batch_size, self.say = workload, chip, batch_size, say
+        model, plan, options = workload.model, workload.plan, workload.program
+        mesh, devices = options.mesh, chips.compile_only_devices
+        self.mesh = sharding.make_mesh(mesh, devices(chip.name, mesh.num_devices))
         self.automatic = chip.platform in programs.AUTO_LAYOUT_PLATFORMS
         self.spec = scales.ProgramSpec.of(
             plan,
@@ -101,16 +84,17 @@ class Compilation:
             model.config,
             attention=workload.attention,
         )
-        layout, networks = ShardedPlan(plan, spec), _networks(model, self.options.dtype)
-        types = map(jnp.dtype, (self.options.kv_dtype, self.options.dtype))
+        layout, networks = ShardedPlan(plan, mesh), _networks(model, options.dtype)
+        types = map(jnp.dtype, (options.kv_dtype, options.dtype))
         state = jax.eval_shape(partial(layout.empty_state, batch_size, *types))
         numbers = np.zeros(batch_size, np.int32)
         inputs = layout.inputs(workload.segments, numbers, model.transformer.resampling)
         condition = model.transformer.condition_shapes(batch_size, workload.text_tokens)
-        arguments = (condition, _keys(batch_size), _on(inputs, None), None)
+        keys = jax.eval_shape(partial(sampling.image_keys, 0), numbers)
+        arguments = (condition, keys, _on(inputs, None), None)
         code_map = jax.ShapeDtypeStruct((batch_size, *model.config.code_map), jnp.float32)
         self.sharded = None
-        if spec.num_devices > 1:
+        if mesh.num_devices > 1:
             self.sharded = ShardedProgram.of(
                 self.mesh, self.spec, layout, networks, state, inputs, None
             )
@@ -125,52 +109,30 @@ class Compilation:
             return _on(tree, NamedSharding(self.mesh, PartitionSpec()))
         return self.sharded.place_shapes(which, tree)
 
-    def compile_codes(self) -> Program:
+    def compile_codes(self) -> None:
         """The program that draws codes."""
-        codes, self.formats = self._codes()
-        self.codes = codes
-        self.say(f"codes in {codes.compile_s:.0f} s, {show_bytes(codes.resident)} on the device")
-        return codes
+        arguments = (self.networks, self.state, tuple(self.arguments), self.spec)
+        trace = partial(programs.trace_codes, *arguments, auto_layout=self.automatic)
+        self.codes = self._compiled(trace, carried_arrays(self.state))
+        taken = show_bytes(self.codes.resident)
+        self.say(f"codes in {self.codes.compile_s:.0f} s, {taken} on the device")
 
-    def finish(self) -> Compiled:
-        """Compile the program that decodes pixels too."""
-        pixels = self._pixels()
-        taken = show_bytes(pixels.resident)
-        self.say(f"pixels in {pixels.compile_s:.0f} s, {taken} on the device without the cache")
-        return Compiled(self.chip, self.batch_size, self.codes, pixels, self.state, self.networks)
-
-    def _kind(self):
-        """Kernels ask the mesh for the kind of device."""
-        return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
-
-    def _codes(self) -> tuple[Program, Any]:
-        """The program, and the formats of its weights (None: the usual ones)."""
-        trace = partial(
-            programs.trace_codes,
-            self.networks,
-            self.state,
-            tuple(self.arguments),
-            self.spec,
-            precision=self.options.matmul_precision,
-            auto_layout=self.automatic,
-            sharded=self.sharded,
+    def compile_pixels(self) -> None:
+        """The program that decodes pixels; it takes the weights as the other one has them."""
+        formats = self.codes.formats[0][0] if self.automatic else None
+        trace = partial(programs.trace_pixels, self.networks, self.code_map, formats=formats)
+        self.pixels = self._compiled(partial(trace, at_once=self.workload.program.decode_batch))
+        taken = show_bytes(self.pixels.resident)
+        self.say(
+            f"pixels in {self.pixels.compile_s:.0f} s, {taken} on the device without the cache"
         )
-        with self._kind():
-            program, formats = compile_program(trace, self.networks, carried_arrays(self.state))
-        return program, formats[0][0] if self.automatic else None
 
-    def _pixels(self) -> Program:
-        trace = partial(
-            programs.trace_pixels,
-            self.networks,
-            self.code_map,
-            precision=self.options.matmul_precision,
-            formats=self.formats,
-            sharded=self.sharded,
-            at_once=self.options.decode_batch,
-        )
-        with self._kind():
-            return compile_program(trace, self.networks)[0]
+    def _compiled(self, trace: Callable, carried: Sequence[Carried] = ()) -> Program:
+        precision = self.workload.program.matmul_precision
+        trace = partial(trace, precision=precision, sharded=self.sharded)
+        # kernels ask the mesh for the kind of device
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+            return compile_program(trace, self.networks, carried)
 
 
 def carried_arrays(state: KVState) -> list[Carried]:
@@ -200,11 +162,6 @@ def _networks(model: Model, dtype: str) -> dict[str, Any]:
     return {
         n: jax.tree.map(partial(shape, floating=types[n]), m) for n, m in model.networks.items()
     }
-
-
-def _keys(batch_size: int):
-    """One typed key per image."""
-    return jax.eval_shape(lambda: sampling.image_keys(0, jnp.zeros(batch_size, jnp.int32)))
 
 
 def _on(tree, sharding) -> Any:

@@ -6,11 +6,13 @@ pixels the other weights. The cache is freed before pixels are decoded.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
+from experiments.aot.buffers import total_bytes
 from experiments.aot.compiler import Program
-from experiments.aot.program import Compiled, Workload
+from experiments.aot.program import Compilation
 from experiments.aot.roofline import roofline
 from varjax.engine.cost import device_bytes
 from varjax.engine.memory import show_bytes
@@ -33,83 +35,73 @@ GPU          nothing is tuned without the chip, which may choose other kernels a
              takes three quarters of its memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says more."""
 
 
-def peaks(compiled: Compiled) -> dict[str, int]:
-    """Most bytes on the device while each program runs."""
-    codes, pixels = compiled.codes, compiled.pixels
-    return {
-        "codes": codes.resident + pixels.code,
-        "pixels": pixels.resident + codes.code,
-    }
-
-
-def describe(workload: Workload, compiled: Compiled, temporaries: int) -> dict:
+def describe(case: Compilation, temporaries: int) -> dict:
     """JSON-able content of one result. temporaries: how many to list of each program."""
-    found = peaks(compiled)
-    decides = max(found, key=found.get)
-    state, pool = compiled.state, compiled.state.kv_pool
-    pool_bytes = sum(device_bytes(a) for a in (pool, state.kv_scale) if a is not None)
-    held = sum(map(device_bytes, jax.tree.leaves(state)))
-    parameters = sum(map(device_bytes, jax.tree.leaves(compiled.networks)))
-    ceiling = roofline(workload, compiled)
-    activations = _activations(workload, compiled.batch_size)
+    workload, codes, pixels, memory = case.workload, case.codes, case.pixels, case.chip.memory
+    # the code of both programs stays on the device
+    peaks = {
+        "codes": codes.resident + pixels.memory.generated_code_size_in_bytes,
+        "pixels": pixels.resident + codes.memory.generated_code_size_in_bytes,
+    }
+    decides = max(peaks, key=peaks.get)
+    peak, state = peaks[decides], case.state
+    pool = _num_bytes((state.kv_pool, state.kv_scale))
+    held, parameters = _num_bytes(state), _num_bytes(case.networks)
+    # activations, logits and what layers hold of the text on one device
+    mesh = workload.program.mesh
+    need = workload.predict(
+        ShardedPlan(workload.plan, mesh).groups[0], case.batch_size // mesh.data
+    )
+    activations = need.activations + need.condition
     promised = parameters + held + activations
     return {
         "status": "compiled",
-        "batch_size": compiled.batch_size,
+        "batch_size": case.batch_size,
         "attention": workload.attention,
-        "devices": workload.program.mesh.num_devices,
+        "devices": mesh.num_devices,
         "parameter_bytes": parameters,
-        "kv_pool_bytes": pool_bytes,
-        "bookkeeping_bytes": held - pool_bytes,
-        "peak_bytes": found[decides],
+        "kv_pool_bytes": pool,
+        "bookkeeping_bytes": held - pool,
+        "peak_bytes": peak,
         "peak_of": decides,
-        "memory_bytes": compiled.chip.memory,
-        "fits": found[decides] <= compiled.chip.memory,
+        "memory_bytes": memory,
+        "fits": peak <= memory,
         "promised_bytes": promised,
         "promised_activation_bytes": activations,
-        "peak_over_promised": found[decides] / promised,
-        "pool_aliased": compiled.codes.aliased >= held,
-        "copies": compiled.codes.copies,
-        "flops": ceiling.flops,
-        "kernel_flops": ceiling.kernel_flops,
-        "kernel_calls": dict(compiled.codes.cost.kernels),
-        "loops_of_unknown_length": compiled.codes.cost.loops + compiled.pixels.cost.loops,
-        "bytes_moved": ceiling.num_bytes,
-        "roofline_s": ceiling.seconds,
-        "roofline_bound": ceiling.bound,
-        "roofline_images_per_s": ceiling.images_per_s,
-        "compile_s": compiled.codes.compile_s + compiled.pixels.compile_s,
+        "peak_over_promised": peak / promised,
+        "pool_aliased": codes.memory.alias_size_in_bytes >= held,
+        "copies": codes.copies,
+        "kernel_calls": dict(codes.cost.kernels),
+        "loops_of_unknown_length": codes.cost.loops + pixels.cost.loops,
+        **roofline(case),
+        "compile_s": codes.compile_s + pixels.compile_s,
         "programs": {
-            "codes": _program(compiled.codes, temporaries),
-            "pixels": _program(compiled.pixels, temporaries),
+            "codes": _program(codes, temporaries),
+            "pixels": _program(pixels, temporaries),
         },
     }
 
 
-def _activations(workload: Workload, batch_size: int) -> int:
-    """Activations, logits and what layers hold of the text on one device, as predicted without
-    compiling."""
-    plan = ShardedPlan(workload.plan, workload.program.mesh).groups[0]
-    need = workload.predict(plan, batch_size // workload.program.mesh.data)
-    return need.activations + need.condition
+def _num_bytes(tree: Any) -> int:
+    return sum(map(device_bytes, jax.tree.leaves(tree)))
 
 
 def _program(program: Program, temporaries: int) -> dict:
-    largest = [
-        {"bytes": b.size, "shape": b.shape, "instruction": b.name, "source": b.source}
-        for b in program.live[:temporaries]
-    ]
+    stats = program.memory
     return {
-        "argument_bytes": program.arguments,
-        "output_bytes": program.outputs,
-        "aliased_bytes": program.aliased,
-        "temporary_bytes": program.temporaries,
-        "code_bytes": program.code,
+        "argument_bytes": stats.argument_size_in_bytes,
+        "output_bytes": stats.output_size_in_bytes,
+        "aliased_bytes": stats.alias_size_in_bytes,
+        "temporary_bytes": stats.temp_size_in_bytes,
+        "code_bytes": stats.generated_code_size_in_bytes,
         "unread_weight_bytes": program.unread,
         "flops": program.cost.flops,
         "compile_s": program.compile_s,
-        "live_temporary_bytes": sum(b.size for b in program.live),
-        "largest_temporaries": largest,
+        "live_temporary_bytes": total_bytes(program.live),
+        "largest_temporaries": [
+            {"bytes": b.size, "shape": b.shape, "instruction": b.name, "source": b.source}
+            for b in program.live[:temporaries]
+        ],
     }
 
 
@@ -144,12 +136,8 @@ def _verdict(r: dict) -> str:
     return "yes" if r["fits"] else "NO"
 
 
-def _temporary(program: str):
-    return lambda r: show_bytes(r["programs"][program]["temporary_bytes"])
-
-
-def _kernels(r: dict) -> str:
-    return f"{r['kernel_flops'] / r['flops']:.1%}" if r["kernel_flops"] else ""
+def _bytes(key: str, program: str | None = None):
+    return lambda r: show_bytes((r["programs"][program] if program else r)[key])
 
 
 def _in_place(r: dict) -> str:
@@ -163,19 +151,19 @@ _ROWS = (
     ("batch", lambda r: r["batch_size"]),
     ("devices", lambda r: r["devices"] if r["devices"] > 1 else ""),
     ("attention", lambda r: r["attention"]),
-    ("parameters", lambda r: show_bytes(r["parameter_bytes"])),
-    ("KV pool", lambda r: show_bytes(r["kv_pool_bytes"])),
-    ("bookkeeping", lambda r: show_bytes(r["bookkeeping_bytes"])),
-    ("temporaries, codes", _temporary("codes")),
-    ("temporaries, pixels", _temporary("pixels")),
+    ("parameters", _bytes("parameter_bytes")),
+    ("KV pool", _bytes("kv_pool_bytes")),
+    ("bookkeeping", _bytes("bookkeeping_bytes")),
+    ("temporaries, codes", _bytes("temporary_bytes", "codes")),
+    ("temporaries, pixels", _bytes("temporary_bytes", "pixels")),
     ("peak", lambda r: f"{show_bytes(r['peak_bytes'])} ({r['peak_of']})"),
-    ("memory", lambda r: show_bytes(r["memory_bytes"])),
+    ("memory", _bytes("memory_bytes")),
     ("fits", _verdict),
     ("in place", _in_place),
-    ("promised", lambda r: show_bytes(r["promised_bytes"])),
+    ("promised", _bytes("promised_bytes")),
     ("  peak / promised", lambda r: f"{r['peak_over_promised']:.3f}"),
     ("TFLOPs", lambda r: f"{r['flops'] / TERA:.4g}"),
-    ("  kernels", _kernels),
+    ("  kernels", lambda r: f"{r['kernel_flops'] / r['flops']:.1%}" if r["kernel_flops"] else ""),
     ("roofline seconds", lambda r: f"{r['roofline_s']:.3g} ({r['roofline_bound']})"),
     ("roofline images/s", lambda r: f"{r['roofline_images_per_s']:.3g}"),
     ("compile seconds", lambda r: f"{r['compile_s']:.0f}"),
@@ -191,14 +179,11 @@ def _notes(r: dict) -> list[str]:
         if program["largest_temporaries"]:
             live = show_bytes(program["live_temporary_bytes"])
             lines += ["", f"{r['target']}, {name}: {live} of temporaries at the fullest moment"]
-            lines += map(_temporary_line, program["largest_temporaries"])
+            for t in program["largest_temporaries"]:
+                shape, source = t["shape"].split("{")[0], t["source"] or t["instruction"]
+                lines.append(f"  {show_bytes(t['bytes']):>10s}  {shape:28s} {source}")
     for name, copies in r["copies"].items():
         lines += [f"{r['target']}: copy of {name}: {copy}" for copy in copies]
     if r["loops_of_unknown_length"]:
         lines.append(f"{r['target']}: {r['loops_of_unknown_length']} loops were counted once")
     return lines
-
-
-def _temporary_line(t: dict) -> str:
-    shape = t["shape"].split("{")[0]
-    return f"  {show_bytes(t['bytes']):>10s}  {shape:28s} {t['source'] or t['instruction']}"

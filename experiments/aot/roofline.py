@@ -13,50 +13,36 @@ counted, and float32 products as if they ran at the rate of bfloat16.
 All numbers are of one device; images/s are those of all devices.
 """
 
-from dataclasses import dataclass
-
 import jax
 import numpy as np
 
-from experiments.aot.program import Compiled, Workload
+from experiments.aot.program import Compilation
 from varjax.cache.plan import CachePlan
 from varjax.cache.step import DecidingStep, cache_step
 from varjax.engine.cost import device_bytes
 from varjax.engine.segments import Segment
 
 
-@dataclass(frozen=True)
-class Roofline:
-    """flops, num_bytes, seconds of a batch on one device. kernel_flops: the part of the FLOPs that
-    was counted from the plan."""
-
-    flops: float
-    kernel_flops: float
-    num_bytes: float
-    seconds: float
-    images_per_s: float
-    bound: str
-
-
-def roofline(workload: Workload, compiled: Compiled) -> Roofline:
-    """See the module."""
-    chip, devices = compiled.chip, workload.program.mesh.num_devices
+def roofline(case: Compilation) -> dict:
+    """Of a batch on one device, for the report. kernel_flops: the part counted from the plan."""
+    workload, codes, batch = case.workload, case.codes, case.batch_size
+    plan, devices = workload.plan, workload.program.mesh.num_devices
     kernels = 0.0
-    if compiled.codes.cost.kernels:
-        kernels = attention_flops(workload.plan, workload.segments) * compiled.batch_size / devices
-    flops = compiled.codes.cost.flops + compiled.pixels.cost.flops + kernels
-    moved = compiled.codes.cost.scanned_bytes + _weights_outside_layers(compiled)
-    moved += pool_traffic(workload.plan, compiled.batch_size, workload.program.kv_dtype) / devices
-    computing, moving = flops / chip.bf16_flops, moved / chip.bandwidth
+    if codes.cost.kernels:
+        kernels = attention_flops(plan, workload.segments) * batch / devices
+    flops = codes.cost.flops + case.pixels.cost.flops + kernels
+    moved = codes.cost.scanned_bytes + _weights_outside_layers(case)
+    moved += pool_traffic(plan, batch, workload.program.kv_dtype) / devices
+    computing, moving = flops / case.chip.bf16_flops, moved / case.chip.bandwidth
     seconds = max(computing, moving)
-    return Roofline(
-        flops=flops,
-        kernel_flops=kernels,
-        num_bytes=moved,
-        seconds=seconds,
-        images_per_s=compiled.batch_size / seconds,
-        bound="FLOPs" if computing > moving else "bytes",
-    )
+    return {
+        "flops": flops,
+        "kernel_flops": kernels,
+        "bytes_moved": moved,
+        "roofline_s": seconds,
+        "roofline_bound": "FLOPs" if computing > moving else "bytes",
+        "roofline_images_per_s": batch / seconds,
+    }
 
 
 def attention_flops(plan: CachePlan, segments: tuple[Segment, ...]) -> float:
@@ -88,9 +74,9 @@ def pool_traffic(plan: CachePlan, batch_size: int, kv_dtype: str) -> float:
     return (read + written) * per_token
 
 
-def _weights_outside_layers(compiled: Compiled) -> float:
+def _weights_outside_layers(case: Compilation) -> float:
     """Bytes of the weights that a program reads, the stacked layers apart."""
-    layers = {id(leaf) for leaf in jax.tree.leaves(compiled.networks["transformer"].blocks)}
-    leaves = jax.tree.leaves(compiled.networks)
-    read = zip(leaves, compiled.codes.reads, compiled.pixels.reads, strict=True)
+    layers = {id(leaf) for leaf in jax.tree.leaves(case.networks["transformer"].blocks)}
+    leaves = jax.tree.leaves(case.networks)
+    read = zip(leaves, case.codes.reads, case.pixels.reads, strict=True)
     return float(sum(device_bytes(a) for a, *by in read if any(by) and id(a) not in layers))

@@ -33,22 +33,14 @@ def largest_batch(
       first: batch to begin with.
       step: what a batch is a multiple of (devices that split it).
     """
-    trials: list[Trial] = []
-
-    def tried(batch: int) -> bool:
-        known = {t.batch: t for t in trials}
-        if batch not in known:
-            trials.append(attempt(batch))
-        return trials[-1].fits if batch not in known else known[batch].fits
-
-    tried(max(step, first // step * step))
+    trials = [attempt(max(step, first // step * step))]
     while len(trials) < MOST_TRIALS:
         low = max((t.batch for t in trials if t.fits), default=0)
         high = min((t.batch for t in trials if not t.fits and t.batch > low), default=None)
         gap = max(step, int(low * RESOLUTION) // step * step)
         if high is not None and high - low <= gap:
             return low, trials
-        tried(_next(trials, memory, low, high, gap, step))
+        trials.append(attempt(_next(trials, memory, low, high, gap, step)))
     return max((t.batch for t in trials if t.fits), default=0), trials
 
 

@@ -4,6 +4,7 @@ The parent calls `start`, which runs the same command again for one target; ther
 and writes what it found into a file.
 """
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -101,7 +102,8 @@ class _Job:
         print(f"{self.chip.name}: {line}", file=sys.stderr, flush=True)
 
     def begin(self, batch: int) -> Compilation:
-        """The compilation for a batch, codes done."""
+        """The compilation for a batch, codes done. Takes the reference where the kernel cannot take
+        the shapes, as `Generator` does unless an implementation is named."""
         if batch in self.begun:
             return self.begun[batch]
         self.say(f"compiling batch {batch}, attention {self.workload.attention}")
@@ -109,10 +111,10 @@ class _Job:
         try:
             case.compile_codes()
         except NotImplementedError as error:
-            if not self.workload.or_reference:
+            if self.workload.program.attention or self.workload.attention == "reference":
                 raise
             self.say(f"{first_line(str(error))}: taking the reference")
-            self.workload = replace(self.workload, attention="reference", or_reference=False)
+            self.workload = replace(self.workload, attention="reference")
             return self.begin(batch)
         self.begun[batch] = case
         return case
@@ -121,8 +123,9 @@ class _Job:
         """The result of both programs for a batch."""
         if batch not in self.results:
             try:
-                compiled = self.begin(batch).finish()
-                result = report.describe(self.workload, compiled, self.temporaries)
+                case = self.begin(batch)
+                case.compile_pixels()
+                result = report.describe(case, self.temporaries)
             except DoesNotFit as error:
                 result = self._refused(batch, error.needed, str(error))
             self.results[batch] = result
@@ -140,12 +143,14 @@ class _Job:
         Drawing codes usually decides, so the decoder is compiled for the batch found so only; if
         it does not fit there, it is compiled for every batch of a second search.
         """
-        step, memory_bytes = self.workload.program.mesh.data, self.chip.memory
-        guess = _first_guess(self.workload, self.chip)
-        found, trials = largest_batch(self._try_codes, memory_bytes, first=guess, step=step)
+        step, available = self.workload.program.mesh.data, self.chip.memory
+        # first the batch whose prediction fills the chip
+        predict = partial(self.workload.predict, self.workload.plan)
+        first = max(1, memory.largest_batch(predict, 10**5, int(available / memory.SAFETY))) * step
+        found, trials = largest_batch(self._try_codes, available, first=first, step=step)
         if found and not self.describe(found)["fits"]:
-            found, more = largest_batch(self._try_both, memory_bytes, first=found, step=step)
-            trials = [*trials, *more]
+            found, more = largest_batch(self._try_both, available, first=found, step=step)
+            trials += more
         listed = [{"batch": t.batch, "bytes": t.num_bytes, "fits": t.fits} for t in trials]
         if not found:
             least = min(trials, key=lambda t: (t.batch, -t.num_bytes))
@@ -171,19 +176,10 @@ class _Job:
         return Trial(batch, needed, fits)
 
 
-def _first_guess(workload: Workload, chip: Chip) -> int:
-    """The batch whose prediction fills the chip."""
-    available = int(chip.memory / memory.SAFETY)
-    per_device = memory.largest_batch(partial(workload.predict, workload.plan), 10**5, available)
-    return max(1, per_device) * workload.program.mesh.data
-
-
 def versions() -> dict[str, str]:
     """Versions of what compiled."""
     found = {}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found

@@ -11,8 +11,16 @@ from varjax.storage.atomic import check_new_file
 class FileFlags:
     """--NAME=FILE and --overwrite."""
 
-    def __init__(self, flags: CommandFlags, name: str, help: str, *, required: bool = False):
-        self._file = flags.string(name, None, help)
+    def __init__(
+        self,
+        flags: CommandFlags,
+        name: str,
+        help: str,
+        *,
+        default: str | None = None,
+        required: bool = False,
+    ):
+        self._file = flags.string(name, default, help)
         self._overwrite = flags.boolean(
             "overwrite", False, f"Replace the --{name} file if it exists."
         )

@@ -4,13 +4,12 @@ A `varjax.conditions.Condition` whose features may still be missing: planning, c
 need the prompts only, so that the encoder runs last, alone on the device, and is freed again.
 """
 
-import dataclasses
 import hashlib
 import json
 import os
 import pathlib
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -87,15 +86,14 @@ class Text:
         chosen = np.arange(count) * total // count
 
         def some(texts: PromptSet) -> PromptSet:
-            return dataclasses.replace(texts, prompts=tuple(texts.prompts[i] for i in chosen))
+            return replace(texts, prompts=tuple(texts.prompts[i] for i in chosen))
 
         negative, features = self.negative, self.features
         if negative is not None and len(negative) == total:
             negative = some(negative)
         if features is not None:
-            numbers = features.numbers[:: self.each][chosen]
-            features = dataclasses.replace(features, numbers=numbers)
-        return dataclasses.replace(
+            features = replace(features, numbers=features.numbers[:: self.each][chosen])
+        return replace(
             self, prompts=some(self.prompts), each=1, negative=negative, features=features
         )
 
@@ -109,19 +107,20 @@ class Text:
         """
         if self.features is not None:
             return self
-        negative, count = self.negative, len(self.prompts)
+        count, options = len(self.prompts), {"dtype": dtype, "max_length": self.text_maxlen}
         print(f"encoding {count} prompts with {self.encoder}", file=sys.stderr, flush=True)
-        features, peak = text_encoder.encode_texts(
-            self.encoder,
-            self.prompts.texts,
-            None if negative is None else negative.texts,
-            dtype=dtype,
-            max_length=self.text_maxlen,
-            names=self.prompts.names,
-            negative_names=None if negative is None else negative.names,
-        )
+        features, peak = encode(self.encoder, self.prompts, self.negative, **options)
         fitted = features.fitted(text_channels, self.text_maxlen).repeat(self.each)
-        return dataclasses.replace(self, features=fitted, peak_bytes=peak)
+        return replace(self, features=fitted, peak_bytes=peak)
+
+
+def encode(
+    encoder: pathlib.Path, prompts: PromptSet, negative: PromptSet | None, **options
+) -> tuple[TextFeatures, int | None]:
+    """`text_encoder.encode_texts`, whose messages then name file and line."""
+    if negative is not None:
+        options |= {"negative": negative.texts, "negative_names": negative.names}
+    return text_encoder.encode_texts(encoder, prompts.texts, names=prompts.names, **options)
 
 
 def _digest(content: Any) -> str:

@@ -17,7 +17,6 @@ images or styles.
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +30,11 @@ from varjax.storage.atomic import new_file
 FOLDER = "images"
 MANIFEST = "manifest.json"
 JPEG_QUALITY = 95
+FILES = {
+    Kind.GENEVAL: "{name}/samples/{sample:04d}.png",
+    Kind.DPG: "{name}.png",
+    Kind.HPSV2: "{name}.jpg",
+}
 TILES = ((0, 0), (0, 1), (1, 0), (1, 1))  # (row, column) in the order in which DPG-Bench cuts
 
 
@@ -42,10 +46,7 @@ def check_layout(
 ) -> None:
     """Refuse what the official scorer cannot read, before images are made.
 
-    Args:
-      prompt_set: the prompts.
-      images_per_prompt: how many of each.
-      height, width: pixels of an image, where known.
+    height, width: pixels of an image, where known.
 
     Raises:
       UserError: too many images per prompt, or images that are not square.
@@ -66,19 +67,16 @@ def check_layout(
 def write_images(
     folder: str | os.PathLike,
     prompt_set: PromptSet,
-    images: UInt8[np.ndarray, "N H W 3"],
+    images: np.ndarray,
     images_per_prompt: int | None = None,
     *,
     seed: int | None = None,
 ) -> None:
-    """Write the images of a prompt set and the manifest.
-
-    Image i belongs to prompt i // images_per_prompt.
+    """Write the images of a prompt set, image i of prompt i // images_per_prompt, and the manifest.
 
     Args:
       folder: where `images/` and `manifest.json` go; made if need be.
-      prompt_set: the prompts.
-      images: bytes, RGB; read from where they are, one prompt after the other.
+      images: uint8 [N, H, W, 3], RGB; read from where they are, one prompt after the other.
       images_per_prompt: by default what the benchmark publishes.
       seed: what the run's random numbers start from, for the manifest.
 
@@ -97,7 +95,24 @@ def write_images(
     for i, prompt in enumerate(prompt_set.prompts):
         samples = images[i * each : (i + 1) * each]
         _write_prompt(Path(folder) / FOLDER, prompt_set.kind, prompt, samples)
-    _write_manifest(Path(folder), prompt_set, each, seed)
+    entries = [
+        {
+            "number": number * each + sample,
+            "file": f"{FOLDER}/{_file(prompt_set.kind, prompt, sample, each)}",
+            "prompt": prompt.text,
+            "prompt_number": number,
+            "name": prompt.name,
+            "sample": sample,
+            "seed": seed,
+            "metadata": dict(prompt.metadata),
+        }
+        for number, prompt in enumerate(prompt_set.prompts)
+        for sample in range(each)
+    ]
+    kind = str(prompt_set.kind)
+    content = {"kind": kind, "images_per_prompt": each, "seed": seed, "images": entries}
+    text = json.dumps(content, indent=1, ensure_ascii=False)
+    _write_text(Path(folder) / MANIFEST, text + "\n")
 
 
 def _write_prompt(
@@ -115,55 +130,16 @@ def _write_prompt(
         _write_text(folder / prompt.name / "metadata.jsonl", json.dumps(prompt.metadata))
 
 
-def _write_manifest(folder: Path, prompt_set: PromptSet, each: int, seed: int | None) -> None:
-    content = {
-        "kind": str(prompt_set.kind),
-        "images_per_prompt": each,
-        "seed": seed,
-        "images": list(_entries(prompt_set, each, seed)),
-    }
-    text = json.dumps(content, indent=1, ensure_ascii=False)
-    _write_text(folder / MANIFEST, text + "\n")
-
-
-def _entries(prompt_set: PromptSet, each: int, seed: int | None) -> Iterator[dict]:
-    for number in range(len(prompt_set) * each):
-        prompt, sample = prompt_set.prompts[number // each], number % each
-        yield {
-            "number": number,
-            "file": f"{FOLDER}/{_file(prompt_set.kind, prompt, sample, each)}",
-            "prompt": prompt.text,
-            "prompt_number": number // each,
-            "name": prompt.name,
-            "sample": sample,
-            "seed": seed,
-            "metadata": dict(prompt.metadata),
-        }
-
-
-# --- names ----------------------------------------------------------------------------------------
-
-
-def _plain(prompt: Prompt, sample: int, each: int) -> str:
-    return f"{prompt.name}.png" if each == 1 else f"{prompt.name}_{sample}.png"
-
-
-_FILES: Mapping[Kind, Callable[[Prompt, int, int], str]] = {
-    Kind.GENEVAL: lambda prompt, sample, each: f"{prompt.name}/samples/{sample:04d}.png",
-    Kind.DPG: lambda prompt, sample, each: f"{prompt.name}.png",
-    Kind.HPSV2: lambda prompt, sample, each: f"{prompt.name}.jpg",
-}
-
-
 def _file(kind: Kind, prompt: Prompt, sample: int, each: int) -> str:
     """Where an image goes below `images/`."""
-    return _FILES.get(kind, _plain)(prompt, sample, each)
+    usual = "{name}.png" if each == 1 else "{name}_{sample}.png"
+    return FILES.get(kind, usual).format(name=prompt.name, sample=sample)
 
 
 # --- pixels ---------------------------------------------------------------------------------------
 
 
-def _tiled(images: UInt8[np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "2H 2W 3"]:
+def _tiled(images: UInt8[np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "2*H 2*W 3"]:
     """The 2x2 grid of a prompt's square images; where there are fewer than four, it is black."""
     side = images.shape[1]
     canvas = np.zeros((2 * side, 2 * side, 3), np.uint8)

@@ -16,8 +16,9 @@ it, any other file `lines`.
 import enum
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import groupby, pairwise
 from pathlib import Path
 
 from varjax.errors import UserError, choose
@@ -101,7 +102,14 @@ def read_prompts(path: str | os.PathLike, kind: str = AUTO) -> PromptSet:
 
 def _recognise(path: Path) -> Kind:
     if path.is_dir():
-        return _recognise_folder(path)
+        kinds = [Kind.DPG] * any(path.glob("*.txt")) + [Kind.HPSV2] * bool(_styles(path))
+        if len(kinds) == 1:
+            return kinds[0]
+        both, joint = ("both", "and") if kinds else ("neither", "nor")
+        raise UserError(
+            f"{path} holds {both} .txt files (DPG-Bench) {joint} style lists such as"
+            f" {HPSV2_STYLES[0]}.json (HPSv2): give the folder of one of them"
+        )
     if path.suffix == ".jsonl":
         return Kind.GENEVAL
     if path.suffix == ".json":
@@ -116,79 +124,52 @@ def _recognise(path: Path) -> Kind:
     return Kind.LINES
 
 
-def _recognise_folder(path: Path) -> Kind:
-    found = [Kind.DPG] * any(path.glob("*.txt"))
-    found += [Kind.HPSV2] * any((path / f"{style}.json").is_file() for style in HPSV2_STYLES)
-    if len(found) == 1:
-        return found[0]
-    both, joint = ("both", "and") if found else ("neither", "nor")
-    raise UserError(
-        f"{path} holds {both} .txt files (DPG-Bench) {joint} style lists such as"
-        f" {HPSV2_STYLES[0]}.json (HPSv2): give the folder of one of them"
-    )
-
-
 # --- formats --------------------------------------------------------------------------------------
 
 
-def _lines(path: Path) -> list[Prompt]:
-    return [
-        Prompt(line.strip(), f"{i:05d}", f"{path}, line {i + 1}")
-        for i, line in enumerate(_text_lines(path))
-    ]
-
-
-def _geneval(path: Path) -> list[Prompt]:
-    prompts = []
+def _lines(path: Path) -> Iterator[Prompt]:
     for i, line in enumerate(_text_lines(path)):
-        where = f"{path}, line {i + 1}"
-        entry = _parsed(line, where)
+        yield Prompt(line.strip(), f"{i:05d}", f"{path}, line {i + 1}")
+
+
+def _geneval(path: Path) -> Iterator[Prompt]:
+    for prompt in _lines(path):
+        entry = _parsed(prompt.text, prompt.where)
         for name, kind in _GENEVAL_ENTRIES.items():
             if not isinstance(entry, dict) or not isinstance(entry.get(name), kind):
                 raise UserError(
-                    f"{where}: expected an object with {', '.join(_GENEVAL_ENTRIES)}, as in"
+                    f"{prompt.where}: expected an object with {', '.join(_GENEVAL_ENTRIES)}, as in"
                     f" GenEval's evaluation_metadata.jsonl; {name!r} is missing or malformed"
                 )
-        prompts.append(Prompt(_filled(entry["prompt"], where), f"{i:05d}", where, entry))
-    return prompts
+        yield replace(prompt, text=_filled(entry["prompt"], prompt.where), metadata=entry)
 
 
-def _dpg(path: Path) -> list[Prompt]:
-    files = sorted((f for f in path.glob("*.txt") if f.is_file()), key=lambda f: _natural(f.stem))
-    texts = [" ".join(_text_lines(file)) for file in files]
-    return [
-        Prompt(_filled(text, str(file)), file.stem, str(file))
-        for file, text in zip(files, texts, strict=True)
-    ]
+def _dpg(path: Path) -> Iterator[Prompt]:
+    files = (file for file in path.glob("*.txt") if file.is_file())
+    for file in sorted(files, key=lambda f: _natural(f.stem)):
+        yield Prompt(_filled(" ".join(_text_lines(file)), str(file)), file.stem, str(file))
 
 
-def _hpsv2(path: Path) -> list[Prompt]:
-    if path.is_file():
-        return _style(path)
-    files = [path / f"{style}.json" for style in HPSV2_STYLES]
-    return [prompt for file in files if file.is_file() for prompt in _style(file)]
+def _hpsv2(path: Path) -> Iterator[Prompt]:
+    """A list, or a folder of them; the file's name is the style."""
+    for file in [path] if path.is_file() else _styles(path):
+        content = _json(file)
+        if not isinstance(content, list):
+            raise UserError(f"{file} must hold a JSON list of prompts, as HPSv2 publishes them")
+        for i, text in enumerate(content):
+            where, style = f"{file}, entry {i}", file.stem
+            yield Prompt(_filled(text, where), f"{style}/{i:05d}", where, {"style": style})
 
 
-def _style(path: Path) -> list[Prompt]:
-    """One list of HPSv2; the file's name is the style."""
-    content = _json(path)
-    if not isinstance(content, list):
-        raise UserError(f"{path} must hold a JSON list of prompts, as HPSv2 publishes them")
-    prompts = []
-    for i, text in enumerate(content):
-        where = f"{path}, entry {i}"
-        prompts.append(
-            Prompt(_filled(text, where), f"{path.stem}/{i:05d}", where, {"style": path.stem})
-        )
-    return prompts
+def _styles(folder: Path) -> list[Path]:
+    files = [folder / f"{style}.json" for style in HPSV2_STYLES]
+    return [file for file in files if file.is_file()]
 
 
-def _coco(path: Path) -> list[Prompt]:
+def _coco(path: Path) -> Iterator[Prompt]:
     """The caption with the lowest number of every image, by the number of the image."""
-    chosen: dict[int, Prompt] = {}
-    for prompt in _coco_captions(path):
-        chosen.setdefault(prompt.metadata["image_id"], prompt)
-    return [replace(p, name=f"{image:012d}") for image, p in chosen.items()]
+    for image, prompts in groupby(_coco_captions(path), key=lambda p: p.metadata["image_id"]):
+        yield replace(next(prompts), name=f"{image:012d}")
 
 
 def _coco_captions(path: Path) -> list[Prompt]:
@@ -198,7 +179,7 @@ def _coco_captions(path: Path) -> list[Prompt]:
         raise UserError(f"{path} is no COCO file of captions: it has no list `annotations`")
     prompts = [_caption(entry, f"{path}, annotations[{i}]") for i, entry in enumerate(entries)]
     prompts.sort(key=lambda p: (p.metadata["image_id"], p.metadata["caption_id"]))
-    for one, other in zip(prompts, prompts[1:], strict=False):
+    for one, other in pairwise(prompts):
         if one.name == other.name:
             raise UserError(f"{other.where}: caption {other.name} is there twice")
     return prompts
@@ -213,7 +194,7 @@ def _caption(entry, where: str) -> Prompt:
     return Prompt(text, f"{image:012d}_{number}", where, metadata)
 
 
-_READERS: Mapping[Kind, Callable[[Path], list[Prompt]]] = {
+_READERS: Mapping[Kind, Callable[[Path], Iterable[Prompt]]] = {
     Kind.LINES: _lines,
     Kind.GENEVAL: _geneval,
     Kind.DPG: _dpg,

@@ -16,6 +16,7 @@ import sys
 
 import numpy as np
 
+from experiments.flags.output import FileFlags
 from experiments.report import sweep_files
 from experiments.sweep import tables
 from varjax.cache.geometry import Geometry
@@ -24,7 +25,7 @@ from varjax.calibration import load as load_calibration
 from varjax.cli import command_line
 from varjax.engine.memory import show_bytes
 from varjax.io.extras import require
-from varjax.storage.atomic import check_new_file, new_file
+from varjax.storage.atomic import new_file
 
 PICTURE_LIMIT = 16 * 2**20  # pixels of all pictures together, without --images
 
@@ -39,8 +40,7 @@ IMAGES = FLAGS.integer(
     "So many of the sweep's sample images are shown; default: all, or fewer if they are large.",
     lower_bound=1,
 )
-OUT = FLAGS.string("out", "report.html", "The file to write.")
-OVERWRITE = FLAGS.boolean("overwrite", False, "Replace --out if it exists.")
+OUT = FileFlags(FLAGS, "out", "The file to write.", default="report.html")
 FLAGS.require("sweep")
 
 
@@ -67,7 +67,7 @@ def main(argv) -> None:
     from experiments.report import page  # which imports them
 
     folder = pathlib.Path(SWEEP.value)
-    target = check_new_file(OUT.value, overwrite=OVERWRITE.value, flag="--out")
+    target = OUT.check()
     report, samples, geometry = sweep_files.read(folder)
     calibration = read_calibration(folder, geometry)
     print(f"drawing {len(report['cells'])} cells", file=sys.stderr, flush=True)

@@ -10,8 +10,6 @@ import json
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -65,40 +63,12 @@ class CellProgram:
         return self.generator.run_images(self.sweep.condition, index, **given, **options)[0]
 
 
-@dataclass(eq=False)
-class Reference:
-    """The full cache on all images.
-
-    tokens: [N, L, ...]; pictures: float32 [N, H, W, 3].
-    start: compiles its program, which is needed only while cells are missing.
-    """
-
-    tokens: np.ndarray
-    pictures: np.ndarray
-    start: Callable[[], CellProgram]
-    stored: dict[int, np.ndarray] = field(default_factory=dict)
-
-    def results(self, index: np.ndarray) -> dict[str, np.ndarray]:
-        """Tokens and images of images `index`."""
-        return {"tokens": self.tokens[index], "images": self.pictures[index]}
-
-    def logits(self, index: np.ndarray) -> np.ndarray:
-        """float32 [B, L, ...] at the forced tokens for images `index`; computed anew where host
-        memory does not hold them."""
-        first = int(index[0])
-        if first in self.stored:
-            return self.stored[first]
-        found = self.start().forced_logits(self.tokens, index)
-        if sum(a.nbytes for a in self.stored.values()) + found.nbytes <= REFERENCE_LOGITS:
-            self.stored[first] = found
-        return found
-
-
 class Runner:
     """Runs what is missing of a sweep in its folder."""
 
     def __init__(self, sweep: Sweep, store: BatchStore):
         self.sweep, self.store = sweep, store
+        self._logits: dict[int, np.ndarray] = {}  # of the full cache, by the first image
 
     @functools.cached_property
     def model(self) -> Model:
@@ -133,10 +103,11 @@ class Runner:
         if len(missing) < len(cells):
             _say(f"{len(cells) - len(missing)} of {len(cells)} cells are there already, continuing")
         stored = self.results(self.sweep.full) or self._run_full()
-        reference = Reference(stored["tokens"], stored["pictures"], lambda: self.full)
+        reference = {"tokens": stored["tokens"], "images": stored["pictures"]}
         for number, cell in enumerate(missing, len(cells) - len(missing) + 1):
             _say(f"cell {number}/{len(cells)}: {cell.label} at {cell.budget:g}")
             self._run_cell(cell, reference)
+        self._logits.clear()
 
     def _run_full(self) -> dict:
         sweep = self.sweep
@@ -149,17 +120,30 @@ class Runner:
         self.keep(sweep.full, row, tokens=tokens, pictures=pictures, samples=samples)
         return {"tokens": tokens, "pictures": pictures}
 
-    def _run_cell(self, cell: Cell, reference: Reference) -> None:
+    def _full_logits(self, tokens: np.ndarray, index: np.ndarray) -> np.ndarray:
+        """float32 [B, L, ...] of the full cache for images `index` with its own tokens forced;
+        computed anew where host memory does not hold them."""
+        first, kept = int(index[0]), self._logits
+        if first in kept:
+            return kept[first]
+        found = self.full.forced_logits(tokens, index)
+        if sum(a.nbytes for a in kept.values()) + found.nbytes <= REFERENCE_LOGITS:
+            kept[first] = found
+        return found
+
+    def _run_cell(self, cell: Cell, reference: dict[str, np.ndarray]) -> None:
+        """reference: tokens [N, L, ...] and images float32 [N, H, W, 3] of the full cache."""
+        tokens = reference["tokens"]
         sweep, program = self.sweep, CellProgram(self.sweep, self.model, cell)
         found: list[dict] = []
         kept: list[np.ndarray] = []
         for index, results in program.batches():
-            close = fidelity.per_image(reference.results(index), results)
+            close = fidelity.per_image({n: a[index] for n, a in reference.items()}, results)
             pictures = results.pop("images")[: max(0, sweep.samples - int(index[0]))]
             kept += [images.to_uint8(pictures)] if len(pictures) else []
             results.clear()  # or its logits would stay beside the forced ones
-            mine = program.forced_logits(reference.tokens, index)
-            forced = ({"forced_logits": a} for a in (reference.logits(index), mine))
+            mine = program.forced_logits(tokens, index)
+            forced = ({"forced_logits": a} for a in (self._full_logits(tokens, index), mine))
             found.append(close | fidelity.per_image(*forced))
         program.time()
         arrays = fidelity.joined(found)

@@ -26,8 +26,7 @@ _NEXT_ARGUMENT = re.compile(r"\+(?=\s*\w+\s*=)")
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of the table: a policy and its arguments. `named`: asked for by name, not by
-    `all`."""
+    """One row of the table: a policy and its arguments. `named`: not only by `all`."""
 
     name: str
     arguments: dict[str, str] = field(default_factory=dict)
@@ -98,9 +97,8 @@ def parse_entries(text: str) -> list[Entry]:
     parts = [part.strip() for part in _NEXT_ENTRY.split(text)]
     if parts.count(ALL) > 1:
         raise UserError(f"--policies={text!r:.200} names {ALL} twice: keep one of them")
-    entries = [entry for part in parts for entry in _parse_entry(part, text)]
     found: dict[str, Entry] = {}
-    for entry in entries:
+    for entry in (entry for part in parts for entry in _parse_entry(part, text)):
         before = found.get(entry.label)
         if before is not None and before.named and entry.named:
             raise UserError(f"--policies={text!r:.200} names {entry.label} twice: keep one of them")
@@ -208,10 +206,9 @@ def _plan_cell(entry: Entry, policy: Policy, geometry, calibration, num_images) 
 
 def show_sizes(sweep: Sweep) -> str:
     """One line before anything is compiled."""
-    dense = sweep.full.plan.dense_bytes(sweep.batch_size, sweep.program.dense_dtype)
-    feasible = sum(cell.plan is not None for cell in sweep.cells)
+    batch, feasible = sweep.batch_size, sum(cell.plan is not None for cell in sweep.cells)
+    dense = memory.show_bytes(sweep.full.plan.dense_bytes(batch, sweep.program.dense_dtype))
     return (
         f"{sweep.model.name}: {feasible} of {len(sweep.cells)} cells can run, "
-        f"{len(sweep.condition)} images in batches of {sweep.batch_size}; the full cache takes "
-        f"{memory.show_bytes(dense)}"
+        f"{len(sweep.condition)} images in batches of {batch}; the full cache takes {dense}"
     )

@@ -56,10 +56,7 @@ def content(sweep: Sweep, results: dict[str, dict]) -> dict:
         "settings": sweep.describe(),
         "geometry": {
             "schedule": str(g.schedule),
-            "num_layers": g.num_layers,
-            "num_heads": g.num_heads,
-            "head_dim": g.head_dim,
-            "rows_per_image": g.rows_per_image,
+            **{n: getattr(g, n) for n in ("num_layers", "num_heads", "head_dim", "rows_per_image")},
         },
         **environment(),
         "sample_names": shown[: sweep.samples],
@@ -83,27 +80,23 @@ def _cell_content(cell: Cell, results: dict[str, dict]) -> dict:
 
 def samples(sweep: Sweep, results: dict[str, dict]) -> dict[str, np.ndarray]:
     """Arrays of samples.npz: `labels` int [n], and uint8 [n, H, W, 3] for `full` and each cell."""
-    found = {
-        cell.key: results[cell.key]["samples"] for cell in sweep.cells if cell.plan is not None
-    }
+    cells = {FULL: sweep.full, **{cell.key: cell for cell in sweep.cells if cell.plan}}
     labels = np.array(_sample_labels(sweep), np.int64)
-    return {"labels": labels, FULL: results[sweep.full.key]["samples"], **found}
+    return {"labels": labels, **{n: results[cell.key]["samples"] for n, cell in cells.items()}}
 
 
 # --- tables ---
 
-BYTES = ("planned_bytes", "allocated_bytes")
-
 
 def rows(report: dict) -> list[dict]:
     """One flat dict per row of the table, the full cache first; what is not known is absent."""
-    return [_flat(cell) for cell in (report["reference"], *report["cells"])]
-
-
-def _flat(cell: dict) -> dict:
-    parts = {k: v for name in ("kv", "fidelity", "time") for k, v in cell.get(name, {}).items()}
-    plain = {k: cell[k] for k in ("label", "policy", "budget", "status")}
-    return plain | parts | {"note": cell.get("reason", "")}
+    found = []
+    for cell in (report["reference"], *report["cells"]):
+        row = {k: cell[k] for k in ("label", "policy", "budget", "status")}
+        for part in ("kv", "fidelity", "time"):
+            row |= cell.get(part, {})
+        found.append(row | {"note": cell.get("reason", "")})
+    return found
 
 
 def csv_text(report: dict) -> str:
@@ -120,7 +113,9 @@ def cells_as_text(row: dict) -> list[str]:
     planned = allocated = seconds = ""
     note = f"{row['status']}: {row['note']}"
     if row["status"] == "done":
-        planned, allocated = (f"{row[n] / 2**20:.2f} MiB" for n in BYTES)
+        planned, allocated = (
+            f"{row[n] / 2**20:.2f} MiB" for n in ("planned_bytes", "allocated_bytes")
+        )
         allocated += f" ({row['fraction']:.1%})"
         seconds, note = f"{row['steady_s_per_image']:.3f}", row["note"]
     close = [m.show(row[key]) if key in row else "" for key, m in METRICS.items()]
@@ -176,8 +171,7 @@ def curves(table: Sequence[dict], metric: str) -> dict[str, list[tuple[float, fl
     """{label: [(allocated bytes, value), ...]} by ascending bytes, infinite values left out."""
     found: dict[str, list[tuple[float, float]]] = {}
     for row in table:
-        if metric in row and math.isfinite(float(row[metric])):
-            value = float(row[metric])
+        if math.isfinite(value := float(row.get(metric, "nan"))):
             found.setdefault(row["label"], []).append((float(row["allocated_bytes"]), value))
     return {label: sorted(points) for label, points in found.items()}
 

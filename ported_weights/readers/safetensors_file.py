@@ -11,14 +11,9 @@ from varjax.io.extras import require
 
 # Element types of the format that weights have; float8 and complex ones are refused.
 DTYPES = {
-    "F64": np.dtype("<f8"),
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
+    **{f"F{8 * n}": np.dtype(f"<f{n}") for n in (8, 4, 2)},
     "BF16": np.dtype(ml_dtypes.bfloat16),
-    "I64": np.dtype("<i8"),
-    "I32": np.dtype("<i4"),
-    "I16": np.dtype("<i2"),
-    "I8": np.dtype("i1"),
+    **{f"I{8 * n}": np.dtype(f"<i{n}") for n in (8, 4, 2, 1)},
     "U8": np.dtype("u1"),
     "BOOL": np.dtype("?"),
 }
@@ -38,8 +33,8 @@ class SafeTensor:
 
 
 def read_safetensors(path: Path) -> dict[str, SafeTensor]:
-    """{name: tensor} of a file, nothing of it read yet. `UserError` for a damaged file or an element
-    type that no weights have, `MissingExtra` without the `safetensors` package."""
+    """{name: tensor} of a file, nothing of it read yet. `UserError` for a damaged file or a type
+    that no weights have, `MissingExtra` without the `safetensors` package."""
     safetensors = require("safetensors", extra="port", purpose=f"reading {path}")
     try:
         file = safetensors.safe_open(path, framework="np")

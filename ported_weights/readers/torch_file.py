@@ -104,10 +104,6 @@ class TorchFile:
         )
         self.content = program.run(self._read(f"{self._root}data.pkl", limit=MAX_PICKLE))
 
-    def close(self) -> None:
-        self._zip.close()
-        self._last = None
-
     def read_storage(self, storage: Storage) -> np.ndarray:
         """All elements of a storage. The last one stays in memory: tensors often share one."""
         if self._last is None or self._last[0] != storage:

@@ -185,7 +185,7 @@ def test_messages_about_memory(message, needed):
     assert compiler.memory_asked(message) == needed
 
 
-def test_arrays_to_look_at():
+def test_arrays_to_look_at(unchecked):
     """The pool, and what is large enough beside it; an index of a few numbers is not."""
     on = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     leaf = partial(jax.ShapeDtypeStruct, sharding=on)

@@ -51,24 +51,25 @@ ENTRY %main {
 
 
 def test_the_fullest_moment():
-    found = buffers.buffers(ASSIGNMENT, RANGES, TEXT)
-    sizes = [(b.name, b.size) for b in found.live]
+    found = buffers.temporaries(ASSIGNMENT, RANGES, TEXT)
+    live = buffers.fullest_moment(found)
+    sizes = [(b.name, b.size) for b in live]
     assert sizes == [("scores.1", 600), ("pair.1", 200), ("loop.1", 100)]
-    assert found.live_bytes == 900
-    assert {b.name for b in found.others} == {"state_kv_pool.1", "scatter.3"}
-    assert "fetched.1" not in {b.name for b in found.temporaries}  # another memory
+    assert buffers.total_bytes(live) == 900
+    # neither arguments nor another memory
+    assert not {"state_kv_pool.1", "scatter.3", "fetched.1"} & {b.name for b in found}
 
 
 def test_values_in_one_place_count_once():
     """`weights.1` overwrites `scores.1` where it lies."""
     ranges = RANGES.replace("late.1{}:60-70", "late.1{}:10-20")
-    found = buffers.buffers(ASSIGNMENT, ranges, TEXT)
-    assert [b.name for b in found.live] == ["late.1", "pair.1", "loop.1"]
+    live = buffers.fullest_moment(buffers.temporaries(ASSIGNMENT, ranges, TEXT))
+    assert [b.name for b in live] == ["late.1", "pair.1", "loop.1"]
 
 
 def test_sources():
-    found = buffers.buffers(ASSIGNMENT, RANGES, TEXT)
-    sources = {b.name: b.source for b in found.temporaries}
+    found = buffers.temporaries(ASSIGNMENT, RANGES, TEXT)
+    sources = {b.name: b.source for b in found}
     assert sources["scores.1"] == "attend/dot_general"
     assert sources["pair.1"] == "copy-start of copy of attend/dot_general"
     assert sources["late.1"] == "iota" and sources["weights.1"] == ""
@@ -78,12 +79,13 @@ def test_sources():
 
 
 def test_a_second_pool():
-    found = buffers.buffers(ASSIGNMENT, RANGES, TEXT)
-    assert buffers.second_buffers(found, POOL) == []
+    found = buffers.temporaries(ASSIGNMENT, RANGES, TEXT)
+    assert buffers.second_copies("", found, [POOL]) == {}
     for shape in ("f32[4,80,128]{2,1,0}", "bf16[40,8,128]{2,0,1:T(8,128)}", "s8[4,10,8,128]"):
         text = ASSIGNMENT.replace("f32[70,10]{1,0}", shape)
-        (second,) = buffers.second_buffers(buffers.buffers(text, RANGES, TEXT), POOL)
-        assert second.name == "late.1"
+        found = buffers.temporaries(text, RANGES, TEXT)
+        (second,) = buffers.second_copies("", found, [POOL])["kv_pool"]
+        assert second.startswith("late.1: ")
 
 
 def test_copies_of_the_pool():
@@ -99,8 +101,8 @@ def test_copies_of_the_pool():
   %h = (bf16[4,10,8,128]{3,2,1,0}, bf16[4,10,8,128]{3,2,1,0:S(1)}, u32[]) copy-start(%b)
   %i = bf16[4,10,8,128]{3,2,1,0} dynamic-update-slice(%b, %copy.1, %c)
 """
-    assert len(buffers.copies_of(moves + others, POOL)) == 4
-    assert buffers.copies_of(others, POOL) == []
+    assert len(buffers.second_copies(moves + others, [], [POOL])["kv_pool"]) == 4
+    assert buffers.second_copies(others, [], [POOL]) == {}
 
 
 def test_copies_of_smaller_arrays():
@@ -113,7 +115,7 @@ def test_copies_of_smaller_arrays():
   %f = s32[4,80]{1,0} copy(%g)
   %h = pred[4,80]{1,0} copy(%i)
 """
-    found = buffers.second_copies(text, None, [POOL, SCALE, POSITION])
+    found = buffers.second_copies(text, [], [POOL, SCALE, POSITION])
     lines = {name: [line.split()[0] for line in copies] for name, copies in found.items()}
     assert lines == {"kv_scale": ["%a", "%c"], "position": ["%f"]}
 
@@ -130,7 +132,7 @@ def test_copies_of_smaller_arrays():
 )
 def test_second_buffers(shape, names):
     text = ASSIGNMENT.replace("f32[70,10]{1,0}", shape)
-    found = buffers.buffers(text, RANGES, TEXT)
+    found = buffers.temporaries(text, RANGES, TEXT)
     copies = buffers.second_copies("", found, [POOL, SCALE, POSITION])
     assert set(copies) == names
     assert all(line.startswith("late.1: ") for (line,) in copies.values())
@@ -142,15 +144,16 @@ def test_second_buffers(shape, names):
 )
 def test_types_of_compiled_text(dtype, short):
     array = buffers.Carried("memory", (2, 3, 4), dtype)
-    assert len(buffers.copies_of(f"  %a = {short}[6,4]{{1,0}} copy(%b)", array)) == 1
-    assert buffers.copies_of("  %a = f64[6,4]{1,0} copy(%b)", array) == []
+    found = buffers.second_copies(f"  %a = {short}[6,4]{{1,0}} copy(%b)", [], [array])
+    assert len(found["memory"]) == 1
+    assert buffers.second_copies("  %a = f64[6,4]{1,0} copy(%b)", [], [array]) == {}
 
 
 def test_unreadable(tmp_path):
-    assert buffers.read_dump(tmp_path, TEXT) is None
+    assert buffers.read_dump(tmp_path, TEXT) == []
     (tmp_path / "m.buffer-assignment.txt").write_text("another format")
     (tmp_path / "m.live-range.txt").write_text("")
-    assert buffers.read_dump(tmp_path, TEXT) is None
+    assert buffers.read_dump(tmp_path, TEXT) == []
     (tmp_path / "m.buffer-assignment.txt").write_text(ASSIGNMENT)
     (tmp_path / "m.live-range.txt").write_text(RANGES)
-    assert buffers.read_dump(tmp_path, TEXT).live_bytes == 900
+    assert len(buffers.read_dump(tmp_path, TEXT)) == 5

@@ -159,8 +159,8 @@ class Recording(AMSKV):
 
 
 @functools.cache
-def run(policy: AMSKV, segments: int | str = 1):
-    """(results, final cache, plan) of a greedy run; in one segment, which compiles fastest."""
+def run(policy: AMSKV, segments: int = 1):
+    """(results, final cache, plan) of a greedy run."""
     generator = models.greedy_generator(models.fixture_model(MODEL), policy, segments=segments)
     return *generator.run_batch(LABELS, np.arange(2)), generator.plan
 
@@ -183,11 +183,10 @@ def test_online_extremes_equal_profiled(theta, layers):
 
 
 def test_online_follows_each_row():
-    """Every row and layer holds what Algorithm 1 makes of the similarities it saw, when the last
-    scale starts: alone in its segment, it stores nothing after that."""
+    """Every row and layer holds what Algorithm 1 makes of the similarities it saw."""
     geometry = models.fixture_model(MODEL).geometry
     theta = -0.76
-    _, state, plan = run(Recording(mode="online", cmin=11, cmax=31, theta=theta), "auto")
+    _, state, plan = run(Recording(mode="online", cmin=11, cmax=31, theta=theta), models.LAST_ALONE)
     similarity = np.asarray(state.policy_state["similarity"])
     below = similarity < theta
     below[:, :, 0] = False

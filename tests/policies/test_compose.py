@@ -337,7 +337,7 @@ def test_on_a_real_model(allocate, select, budget):
     more = {"select_sinks": "4"} if budget < 0.3 else {}
     policy = pair(allocate, select, budget, **more)
     plan = plan_cache(model.geometry, policy, calibration(model.geometry))
-    generator = models.greedy_generator(model, policy, plan=plan)
+    generator = models.greedy_generator(model, policy, plan=plan, segments=models.LAST_ALONE)
     results, state = generator.run_batch([3, 7], [0, 1])
     chex.assert_tree_all_finite(results["logits"])
     held = (np.asarray(state.position) >= 0).sum(-1)

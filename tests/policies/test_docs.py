@@ -35,7 +35,7 @@ def test_it_is_short():
 
 def test_it_fits_its_budget_and_changes_little(example):
     model = models.fixture_model("b_k6_sharedaln")
-    generator = models.greedy_generator(model, example)
+    generator = models.greedy_generator(model, example, segments=models.LAST_ALONE)
     results, state = generator.run_batch([3, 7], [0, 1])
     assert state.kv_pool.nbytes <= 0.3 * generator.plan.dense_bytes(2, "float32")
     held = (np.asarray(state.position) >= 0).sum(1)

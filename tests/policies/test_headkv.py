@@ -139,7 +139,8 @@ def test_regions_and_contents_on_a_real_model():
     allows."""
     model = models.fixture_model("b_k6_sharedaln")
     policy = policies.HeadKV(budget=0.4, block_size=2)
-    generator = models.greedy_generator(model, policy, batch_size=3)
+    more = {"batch_size": 3, "segments": models.LAST_ALONE}
+    generator = models.greedy_generator(model, policy, **more)
     _, state = generator.run_batch([3, 7, 1], [0, 1, 2])
     regions, position = np.asarray(state.regions), np.asarray(state.position)
     assert (np.sort(regions, -1) == np.arange(4)).all()  # a permutation per layer and row

@@ -36,7 +36,7 @@ def generator(policy):
     """Compiled once per policy."""
     model = models.fixture_model(NAME)
     plan = plan_cache(model.geometry, policy, calibration())
-    return models.greedy_generator(model, policy, plan=plan)
+    return models.greedy_generator(model, policy, plan=plan, segments=models.LAST_ALONE)
 
 
 def run(policy):

@@ -4,6 +4,7 @@ Two kinds are read: removal orders as published with HeatKV (a JSON list with on
 [head, layer] per source scale, least needed first) and our own (a JSON object, see `Calibration`).
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -156,13 +157,14 @@ def _from_object(content: dict, geometry: Geometry, digest: str) -> Calibration:
     if fields.get("schedule") is not None:
         fields["schedule"] = Schedule.parse(fields["schedule"])
     given = {name: fields.pop(name, None) for name in ("orders", *_ARRAYS)}
-    orders = given.pop("orders")
     found = Calibration(**(fields | {"digest": digest}))
     found.check(geometry)  # of two complaints, "another model" is the useful one
-    if orders is not None:
-        orders = read_orders(orders, geometry)
-    arrays = {name: _read_numbers(name, a) for name, a in given.items() if a is not None}
-    complete = Calibration(**(vars(found) | {"orders": orders} | arrays))
+    read = {
+        name: read_orders(nested, geometry) if name == "orders" else _read_numbers(name, nested)
+        for name, nested in given.items()
+        if nested is not None
+    }
+    complete = dataclasses.replace(found, **read)
     complete.check(geometry)
     return complete
 
@@ -170,16 +172,18 @@ def _from_object(content: dict, geometry: Geometry, digest: str) -> Calibration:
 def _read_numbers(name: str, nested: object) -> np.ndarray:
     try:
         array = np.array(nested)
-        if array.dtype.kind not in "iuf":
-            raise UserError(f"{name} holds {str(array.dtype):.20} where numbers are needed")
-        array = array.astype(np.float64)
+        wrong_kind = array.dtype.kind not in "iuf"
+        numbers = np.zeros(0) if wrong_kind else array.astype(np.float64)
     except (ValueError, TypeError, OverflowError) as error:
         raise UserError(f"{name} is no regular array of numbers: {error}") from None
-    if not np.isfinite(array).all():
-        raise UserError(f"{name} holds values that are not finite numbers")
-    if array.min(initial=0) < 0:
-        raise UserError(f"{name} holds negative numbers")
-    return array.astype(np.int32) if name in ("pattern_heads", "pattern_edges") else array
+    for wrong, what in (
+        (wrong_kind, f"{str(array.dtype):.20} where numbers are needed"),
+        (not np.isfinite(numbers).all(), "values that are not finite numbers"),
+        (numbers.min(initial=0) < 0, "negative numbers"),
+    ):
+        if wrong:
+            raise UserError(f"{name} holds {what}")
+    return numbers.astype(np.int32) if name in ("pattern_heads", "pattern_edges") else numbers
 
 
 def read_orders(content: object, geometry: Geometry) -> np.ndarray:

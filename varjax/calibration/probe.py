@@ -10,7 +10,7 @@ import numpy as np
 from varjax.cache.allocation import RegionAllocation
 from varjax.cache.geometry import Geometry
 from varjax.policies import building_blocks as blocks
-from varjax.policies.base import Needs, Observation, Policy
+from varjax.policies.base import Needs, Observation, Policy, per_layer
 
 CONCENTRATED_SHARE = 0.1  # share of the earlier tokens that `concentration` looks at
 
@@ -67,13 +67,9 @@ class Probe(Policy):
 
     def inputs(self, geometry: Geometry, allocation, image_index: np.ndarray):
         """Per scale and layer: first tokens of all scales, and of the pattern's columns."""
-        shape = (geometry.schedule.num_scales, geometry.num_layers)
         return {
-            name: np.broadcast_to(np.asarray(a, np.int32), (*shape, len(a)))
-            for name, a in (
-                ("starts", geometry.schedule.starts),
-                ("edges", self.edges(geometry)),
-            )
+            "starts": per_layer(geometry, np.array(geometry.schedule.starts, np.int32)),
+            "edges": per_layer(geometry, self.edges(geometry)),
         }
 
     def init_state(self, geometry: Geometry, rows: int):

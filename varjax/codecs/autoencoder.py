@@ -218,11 +218,8 @@ class ImageCodec(nnx.Module):
     """
 
     def encode(self, images: Float[Array, "B H W 3"], dtype=jnp.float32) -> Float[Array, "B P Q C"]:
-        """Latent map before quantisation, float32.
-
-        Raises:
-          UserError: if height or width is not a multiple of `config.downsample`.
-        """
+        """Latent map before quantisation, float32. `UserError` unless height and width are
+        multiples of `config.downsample`."""
         downsample = self.config.downsample
         if images.ndim != 4 or any(side % downsample for side in images.shape[1:3]):
             raise UserError(

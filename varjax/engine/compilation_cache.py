@@ -47,21 +47,15 @@ def use(place: str | None) -> None:
     if place is None and jax.config.jax_compilation_cache_dir:
         return
     folder = pathlib.Path(place).expanduser() if place else default_directory()
-    if _can_be_written(folder):
-        _set(str(folder))
-    elif place is not None:
-        raise UserError(f"{folder}: cannot write there; name another folder or {OFF!r}")
-
-
-def _can_be_written(folder: pathlib.Path) -> bool:
-    """Whether a file can be made there. Asking for permissions is not enough: for root they always
-    look right."""
-    try:
+    try:  # asking for permissions is not enough: for root they always look right
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return True
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError:
-        return False
+        if place is None:
+            return
+        message = f"{folder}: cannot write there; name another folder or {OFF!r}"
+        raise UserError(message) from None
+    _set(str(folder))
 
 
 def _set(folder: str | None) -> None:

@@ -8,7 +8,7 @@ program that scans over scales and layers. Here the body of a scan counts as oft
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -35,12 +35,8 @@ class Cost:
     loops: int = 0
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(
-            self.flops + other.flops,
-            self.scanned_bytes + other.scanned_bytes,
-            self.kernels + other.kernels,
-            self.loops + other.loops,
-        )
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return Cost(*(mine + others for mine, others in pairs))
 
     def times(self, count: int) -> "Cost":
         kernels = Counter({name: calls * count for name, calls in self.kernels.items()})
@@ -118,18 +114,16 @@ def _slice_bytes(equation) -> float:
     return float(sum(num_bytes(a) for v, a, used in found if used and v.aval.shape != a.shape))
 
 
-def num_bytes(leaf) -> int:
-    """Bytes of an array or of anything with a shape and a type; random keys are 8 bytes."""
-    return _bytes(leaf.shape, leaf.dtype)
+def num_bytes(leaf, shape: tuple[int, ...] | None = None) -> int:
+    """Bytes of an array or of anything with a shape and a type; random keys are 8 bytes. shape: of
+    a part of it."""
+    size = math.prod(leaf.shape if shape is None else shape)
+    return size * (leaf.dtype.itemsize if isinstance(leaf.dtype, np.dtype) else 8)
 
 
 def device_bytes(leaf) -> int:
     """Bytes of an array, or of a shape with a sharding, on each of its devices."""
-    return _bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
-
-
-def _bytes(shape, dtype) -> int:
-    return math.prod(shape) * (dtype.itemsize if isinstance(dtype, np.dtype) else 8)
+    return num_bytes(leaf, leaf.sharding.shard_shape(leaf.shape))
 
 
 def _kernel_name(params) -> str:

@@ -1,6 +1,7 @@
 """Predicted and available memory, so that a batch that cannot fit is refused before anything is
 compiled."""
 
+import bisect
 import os
 from dataclasses import dataclass
 
@@ -136,14 +137,10 @@ def largest_batch(predict_for, wanted: int, available: int | None) -> int:
     if available is None:
         return wanted
 
-    def fits(n):
-        return predict_for(n).total <= SAFETY * available
+    def too_large(size: int) -> bool:
+        return predict_for(size).total > SAFETY * available
 
-    low, high = 0, wanted
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    return bisect.bisect_left(range(1, wanted + 1), True, key=too_large)
 
 
 def choose_batch_size(predict_for, asked: int | None, num_images: int, usual: int) -> int:
@@ -158,21 +155,18 @@ def choose_batch_size(predict_for, asked: int | None, num_images: int, usual: in
     size = largest_batch(predict_for, wanted, available)
     if size >= wanted:
         return wanted
-    need = predict_for(wanted if asked else 1)
-    if asked or size == 0:
-        hint = (
-            f"the largest batch that fits is {size}"
-            if size
-            else "take a smaller budget or a device with more memory"
-        )
-        raise UserError(
-            f"a batch of {wanted if asked else 1} needs about {show_bytes(need.total)} (weights "
-            f"{show_bytes(need.weights)}, "
-            f"KV pool {show_bytes(need.kv_pool)}, condition {show_bytes(need.condition)}, "
-            f"activations {show_bytes(need.activations)}), but "
-            f"{show_bytes(int(SAFETY * available))} are available: {hint}"
-        )
-    return size
+    if size and not asked:
+        return size
+    refused = wanted if asked else 1
+    need, hint = predict_for(refused), "take a smaller budget or a device with more memory"
+    if size:
+        hint = f"the largest batch that fits is {size}"
+    raise UserError(
+        f"a batch of {refused} needs about {show_bytes(need.total)} (weights "
+        f"{show_bytes(need.weights)}, KV pool {show_bytes(need.kv_pool)}, condition "
+        f"{show_bytes(need.condition)}, activations {show_bytes(need.activations)}), but "
+        f"{show_bytes(int(SAFETY * available))} are available: {hint}"
+    )
 
 
 def show_bytes(number: int) -> str:

@@ -7,6 +7,7 @@ dynamic programming on the host, the cut with the fewest padded tokens.
 Letters: K scales, S scales of a segment, T padded tokens of each of them.
 """
 
+import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +18,8 @@ from varjax.errors import UserError
 from varjax.schedule import Schedule
 
 AUTO = "auto"
-AUTO_OVERHEAD = (
-    5,
-    4,
-)  # "auto" accepts up to 5/4 of the exact token count; integers, so 1.25x exactly is still in
+# "auto" accepts up to 5/4 of the exact token count; integers, so 1.25x exactly is still in
+AUTO_OVERHEAD = (5, 4)
 
 
 @dataclass(frozen=True)
@@ -55,13 +54,12 @@ def plan_segments(schedule: Schedule, segments: int | str = AUTO) -> tuple[Segme
     Raises:
       UserError: not "auto" and not a whole number from 1 to K.
     """
-    costs, cuts = _best_cuts(schedule.tokens)
-    count = _parse_count(segments, schedule.num_scales)
-    if count is None:
-        more, than = AUTO_OVERHEAD
-        exact = schedule.total_tokens
-        count = next(n for n, row in enumerate(costs) if row[-1] * than <= exact * more)
-    return _follow(schedule.tokens, cuts, count)
+    tokens, count = tuple(schedule.tokens), _parse_count(segments, schedule.num_scales)
+    if count is not None:
+        return _best_cut(tokens, count)
+    more, than = AUTO_OVERHEAD
+    cuts = (_best_cut(tokens, n) for n in range(1, schedule.num_scales + 1))
+    return next(c for c in cuts if padded_tokens(c) * than <= schedule.total_tokens * more)
 
 
 def padded_tokens(segments: Sequence[Segment]) -> int:
@@ -98,35 +96,17 @@ def _parse_count(segments: int | str, num_scales: int) -> int | None:
     return count
 
 
-def _best_cuts(tokens: Sequence[int]) -> tuple[list[list[float]], list[list[int]]]:
-    """Tables [n segments][first k scales]: fewest padded tokens; start of the last segment."""
-    num_scales = len(tokens)
-    costs = [[0.0] + [float("inf")] * num_scales]
-    cuts = [[0] * (num_scales + 1)]
-    for n in range(1, num_scales + 1):
-        cost, cut = [float("inf")] * (num_scales + 1), [0] * (num_scales + 1)
-        for stop in range(n, num_scales + 1):
-            options = _last_segments(tokens, costs[n - 1], n - 1, stop)
-            cost[stop], cut[stop] = min(options, key=lambda option: (option[0], -option[1]))
-        costs.append(cost)
-        cuts.append(cut)
-    return costs, cuts
-
-
-def _last_segments(tokens, before: list[float], first: int, stop: int) -> list[tuple[float, int]]:
-    """(padded tokens, start) for every segment [start, stop) with start >= `first`."""
-    options, longest = [], 0
-    for start in range(stop - 1, first - 1, -1):
-        longest = max(longest, tokens[start])
-        options.append((before[start] + (stop - start) * longest, start))
-    return options
-
-
-def _follow(tokens: Sequence[int], cuts: list[list[int]], count: int) -> tuple[Segment, ...]:
-    """Read the segments off the table, from the last to the first."""
-    segments, stop = [], len(tokens)
-    for n in range(count, 0, -1):
-        start = cuts[n][stop]
-        segments.append(Segment(start, stop, max(tokens[start:stop])))
-        stop = start
-    return tuple(reversed(segments))
+@functools.cache
+def _best_cut(tokens: tuple[int, ...], count: int) -> tuple[Segment, ...]:
+    """`count` segments with the fewest padded tokens, of scales with so many tokens."""
+    stop = len(tokens)
+    if count == 1:
+        return (Segment(0, stop, max(tokens)),)
+    starts = range(stop - 1, count - 2, -1)  # of the last segment; `min` takes the first of equals
+    return min(
+        (
+            (*_best_cut(tokens[:start], count - 1), Segment(start, stop, max(tokens[start:])))
+            for start in starts
+        ),
+        key=padded_tokens,
+    )

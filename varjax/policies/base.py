@@ -56,27 +56,24 @@ class Observation:
     The last axis K lists the stored slots of the head in table order, then the tokens of the
     current scale (padded). Everything below the blank line is None unless asked for in `Needs`.
 
-    scale: int32, the current scale.
-    live: bool [R, N, K]; nothing outside it may be kept.
-    own: bool [K]: the token belongs to the current scale (True on its padding too).
-    position: int32 [R, N, K], global token position (0 where not live).
-    capacity: int32 [R, N], tokens that may stay (of the head's region, after this scale).
-    regions: int32 [R, N], the region each head uses.
+    live: nothing outside it may be kept.
+    own: the token belongs to the current scale (True on its padding too).
+    position: in the whole image (0 where not live).
+    capacity: tokens that may stay (of the head's region, after this scale).
+    regions: the region each head uses.
     inputs: slice of `Policy.inputs` for this scale and layer.
     state: what `Policy.update_state` returned for this layer, in `select` the newest value.
 
-    window: bool [R, N, K], whether the token is one of the window queries.
-    window_mass, scale_mass: float32 [R, N, K], attention mass (rows of the attention matrix
-      averaged over the window, over the scale); 0 outside `live`.
-    window_logits: float32 [R, N, K], attention scores before the softmax averaged over the window;
-      -inf outside `live`. With `Needs.raw_queries` the queries are x W_q / sqrt(H), without bias,
-      normalisation, learned multiplier or rotation.
-    total_mass: float32 [R, N, K], attention mass summed over all queries that saw the token,
-      those of the current scale included.
-    window_attention: float32 [R, N, W, K], attention of the window queries.
-    query_variance: float32 [R, N], sum over keys of the variance over queries of their attention.
-    key_similarity: float32 [R], -mean over heads and tokens of ||k - resized previous k||_2;
-      -inf at scale 0.
+    window: the token is one of the window queries.
+    window_mass, scale_mass: attention mass (rows of the attention matrix averaged over the window,
+      over the scale); 0 outside `live`.
+    window_logits: attention scores before the softmax averaged over the window; -inf outside
+      `live`. With `Needs.raw_queries` the queries are x W_q / sqrt(H), without bias, normalisation,
+      learned multiplier or rotation.
+    total_mass: attention mass summed over all queries that saw the token, own scale included.
+    window_attention: attention of the W window queries.
+    query_variance: sum over keys of the variance over queries of their attention.
+    key_similarity: -mean over heads and tokens of ||k - resized previous k||_2; -inf at scale 0.
     """
 
     scale: Int[Array, ""]

@@ -4,44 +4,37 @@ may be traced."""
 from functools import reduce
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Int, Num
+
+Score = Num[Array, "R N K"]
+Mask = Bool[Array, "R N K"]
+Position = Int[Array, "R N K"]
+Count = Int[Array, "R N"]
 
 
-def rank(score: Num[Array, "R N K"], among: Bool[Array, "R N K"]) -> Int[Array, "R N K"]:
+def rank(score: Score, among: Mask) -> Position:
     """Place of each entry by descending score, counted within `among`; entries outside come last.
     Ties: earlier entry first."""
     order = jnp.argsort(jnp.where(among, -score, jnp.inf), axis=-1, stable=True)
     return jnp.argsort(order, axis=-1)
 
 
-def top(
-    score: Num[Array, "R N K"], among: Bool[Array, "R N K"], count: Int[Array, "R N"]
-) -> Bool[Array, "R N K"]:
+def top(score: Score, among: Mask, count: Count) -> Mask:
     """The `count` best-scored entries of `among`."""
     return among & (rank(score, among) < count[..., None])
 
 
-def recent(
-    position: Int[Array, "R N K"], among: Bool[Array, "R N K"], count: Int[Array, "R N"]
-) -> Bool[Array, "R N K"]:
+def recent(position: Position, among: Mask, count: Count) -> Mask:
     """The `count` newest entries of `among`."""
     return top(position.astype(jnp.float32), among, count)
 
 
-def protect(
-    position: Int[Array, "R N K"], among: Bool[Array, "R N K"], tokens: int
-) -> Bool[Array, "R N K"]:
+def protect(position: Position, among: Mask, tokens: int) -> Mask:
     """Entries of `among` that belong to the first `tokens` positions (the sink scales)."""
     return among & (position < tokens)
 
 
-def stratified(
-    score: Num[Array, "R N K"],
-    position: Int[Array, "R N K"],
-    among: Bool[Array, "R N K"],
-    count: Int[Array, "R N"],
-    ratio: float,
-) -> Bool[Array, "R N K"]:
+def stratified(score: Score, position: Position, among: Mask, count: Count, ratio: float) -> Mask:
     """Keep `count` of `among` in two strata by age: the newer `ratio` of them is near, the rest is
     far.
 
@@ -57,19 +50,14 @@ def stratified(
     return top(score, near, near_count) | top(score, among & ~near, count - near_count)
 
 
-def part_of(count: Int[Array, "R N"], share: float) -> Int[Array, "R N"]:
+def part_of(count: Count, share: float) -> Count:
     """floor(share * count), not disturbed by float32's last digit (0.7 * 10 is 7)."""
     return jnp.floor(share * count + 1e-3).astype(count.dtype)
 
 
 def peaks(
-    score: Num[Array, "R N K"],
-    position: Int[Array, "R N K"],
-    live: Bool[Array, "R N K"],
-    among: Bool[Array, "R N K"],
-    count: Int[Array, "R N"],
-    width: int,
-) -> Bool[Array, "R N K"]:
+    score: Score, position: Position, live: Mask, among: Mask, count: Count, width: int
+) -> Mask:
     """The `count` best entries of `among` after max-pooling along the cache (stride 1, odd width).
 
     The cache is what is live, in order of position; dead entries have no place in it, live ones
@@ -84,7 +72,7 @@ def peaks(
     return among & (place < count[..., None])
 
 
-def max_pool(score: Num[Array, "R N K"], width: int) -> Float[Array, "R N K"]:
+def max_pool(score: Score, width: int) -> Score:
     """Largest score within `width` (odd) neighbours, centred; nothing lies beyond the ends."""
     size, side = score.shape[-1], width // 2
     padded = jnp.pad(score, ((0, 0), (0, 0), (side, side)), constant_values=-jnp.inf)
@@ -92,13 +80,8 @@ def max_pool(score: Num[Array, "R N K"], width: int) -> Float[Array, "R N K"]:
 
 
 def window_and_peaks(
-    score: Num[Array, "R N K"],
-    position: Int[Array, "R N K"],
-    live: Bool[Array, "R N K"],
-    window: Bool[Array, "R N K"],
-    count: Int[Array, "R N"],
-    width: int,
-) -> Bool[Array, "R N K"]:
+    score: Score, position: Position, live: Mask, window: Mask, count: Count, width: int
+) -> Mask:
     """`count` tokens: those of the observation window first (the best of them if not all fit), then
     the best others after pooling."""
     kept = top(score, live & window, count)

@@ -110,30 +110,18 @@ class Compose(Policy):
                     f"has: {', '.join(known)}"
                 )
         values = super().from_arguments(own)
-        built = dict(zip(ROLES, cls(**values, parts=tuple(parts.items()))._parts, strict=True))
+        built = dict(zip(ROLES, _build(parts), strict=True))
         for name in parts.keys() - ROLES:  # 3 and 3.0 are the same policy
             role, _, own_name = name.partition("_")
             parts[name] = str(getattr(built[role], own_name))
         return values | {"parts": tuple(sorted(parts.items())), "budget": built["allocate"].budget}
 
     @cached_property
-    def _parts(self) -> tuple[Policy, ...]:
-        """(who says how much, who says which) as given; their own budgets are the defaults."""
-        given = ROLES | dict(self.parts)
-        arguments = {role: {} for role in ROLES}
-        for name, text in given.items():
-            role, _, own_name = name.partition("_")
-            if own_name:
-                arguments[role][own_name] = text
-        names = (_choose_part(role, given[role]).name for role in ROLES)
-        return tuple(map(get_policy, names, (None, None), arguments.values()))
-
-    @cached_property
     def _roles(self) -> tuple[Policy, Policy]:
         """(allocator, selector) with what the composition and the calibration decide filled in."""
         if self._prepared:
             return self._prepared
-        allocate, select = self._parts
+        allocate, select = _build(ROLES | dict(self.parts))
         if isinstance(select, SlidingWindow | Streaming):
             sinks, protects = getattr(select, "sinks", 0), isinstance(select, Streaming)
             select = Newest(sinks=sinks, protects=protects)
@@ -241,6 +229,17 @@ def _choose_part(role: str, name: str) -> type[Policy]:
             f"{', '.join(fitting)}"
         )
     return POLICIES[choose(f"policy for {role}:", name, fitting)]
+
+
+def _build(parts: dict[str, str]) -> list[Policy]:
+    """(who says how much, who says which) as given; their own budgets are the defaults."""
+    built = []
+    for role in ROLES:
+        named = {
+            n.removeprefix(f"{role}_"): v for n, v in parts.items() if n.startswith(f"{role}_")
+        }
+        built.append(get_policy(_choose_part(role, parts[role]).name, arguments=named))
+    return built
 
 
 def _explain_idle(name: str, parts: dict[str, str]) -> None:

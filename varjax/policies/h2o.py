@@ -33,8 +33,8 @@ class H2O(Policy):
     Differs from the paper, because scales replace tokens:
       - One decision per scale, about all of its tokens at once, instead of one eviction per token.
       - A scale's tokens see each other in both directions, so even the newest have collected
-        something. Sums are not divided by the number of queries, as in the paper; a large scale
-        has many queries and so weighs more than all smaller ones before it.
+        something. Sums are not divided by the number of queries, as in the paper, so a large scale
+        weighs more than all smaller ones before it.
       - No sinks (nor has the original); the first scales collect for longest.
     """
 

@@ -52,9 +52,8 @@ class HACK(SinkPolicy):
         layers may differ in how many contextual heads they have.
       - Structural heads get the larger capacity: their mass lies on many tokens, that of stripes on
         few. Twice as large is a guess.
-      - Attended is judged by all queries of the current scale, not by sampled ones, and anew after
-        every scale. "Near" of a diagonal pattern is the newest tokens, in which every place of the
-        image is there at most once per scale.
+      - All queries of the current scale judge what is attended, anew after every scale. "Near" is
+        the newest tokens, in which every place of the image is at most once per scale.
     """
 
     budget: float = 0.25

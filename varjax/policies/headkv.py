@@ -37,9 +37,8 @@ class HeadKV(SinkPolicy):
        `ratio` of the tokens kept being near ones.
 
     Args:
-      budget: mean fraction over heads. The mean capacity A = budget * F is divided: a local head
-        gets local_share * A (at least the sinks), the global heads of the layer share what is left
-        equally.
+      budget: mean fraction over heads. Of the mean capacity A = budget * F a local head gets
+        local_share * A (at least the sinks), the global heads of the layer share what is left.
       group_after: tokens per head before grouping (the paper's 100 for Janus-Pro and LlamaGen).
       threshold: attention mass that decides a head's type (0.9).
       global_heads: global heads per layer; 0 takes half of them.
@@ -53,14 +52,12 @@ class HeadKV(SinkPolicy):
         must be static here, so the *number* of global heads is fixed and heads are ranked by need;
         of equals, the lower head number counts as global.
       - If the budget cannot hold `group_after` tokens in every head, grouping happens at the first
-        scale that would not fit whole, before anything of it is kept. So the budget is never
-        exceeded, not even early.
-      - One query per head decides in the paper; here it is the mean over all queries of the
-        grouping scale, since a scale is generated at once. For the same reason "recent queries" are
-        spread over the current scale: all of them are equally recent.
+        scale that would not fit whole, before anything of it is kept: not even early is the budget
+        exceeded.
+      - The mean over all queries of the grouping scale decides, not one query per head: a scale is
+        generated at once. So "recent queries" are spread over the scale, all being equally recent.
       - Recent means newest in raster order; the paper's two image rows become whatever local heads
-        have left after their sinks.
-      - The paper's cache update every few tokens is an update after every scale.
+        have left after their sinks. Its update every few tokens is one after every scale.
     """
 
     budget: float = 0.25

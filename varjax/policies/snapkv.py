@@ -48,14 +48,12 @@ class SnapKV(Policy):
       kernel: width of the pooling, odd; 1 turns it off.
 
     Differs from the paper, because scales replace tokens:
-      - The window cannot be the end of the prompt: all tokens of a scale are equally recent, hence
-        spread over it. It votes anew after every scale and not once after the prefill; what was
-        dropped stays dropped.
+      - All tokens of a scale are equally recent, so the window is spread over it and not the end of
+        the prompt. It votes anew after every scale; what was dropped stays dropped.
       - Tokens of the current scale outside the window compete with history on equal terms.
       - Of the two poolings of the authors' code we take the maximum: at the borders of the cache
         and beside window tokens an average needs rules that no text gives.
-      - No sinks: HeatKV's comparison names sink scales for other policies only. The first scales
-        stay where heads attend to them.
+      - No sinks: HeatKV's comparison names them for other policies only.
     """
 
     budget: float = 0.25

@@ -27,9 +27,7 @@ def _samples(key: Array, vectors: Float[Array, "n C"], count: int) -> Float[Arra
 def k_means(
     key: Array, vectors: Float[Array, "n C"], num_codes: int, iterations: int = 12
 ) -> Float[Array, "V C"]:
-    """Codes after some rounds of k-means; a code that loses all its vectors restarts at a random
-    one.
-    """
+    """Codes after rounds of k-means; one that loses all its vectors restarts at a random vector."""
     start, key = jax.random.split(key)
 
     def improve(codes, key):

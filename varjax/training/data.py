@@ -33,6 +33,7 @@ from varjax.errors import UserError
 from varjax.io import extras
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+LAYOUTS = (("data", "offsets", "labels"), ("images", "labels"), ("arr_0", "arr_1"))  # of .npz
 LARGEST_LABEL = 10**6
 SHUFFLE_SEED = 0  # which pictures of a folder are held out must not depend on the run
 
@@ -51,16 +52,10 @@ class Dataset:
 
 
 def load(path, image_size: int, val_fraction: float = 0.05, max_images: int = 0) -> Dataset:
-    """Read the pictures at `path`.
+    """Pictures at `path` (see the module). `UserError`: unreadable, or they contradict themselves.
 
-    Args:
-      path: a folder or an .npz file, see the module.
-      image_size: side S in pixels.
-      val_fraction: part held out where the data has no validation set.
-      max_images: use the first so many training pictures (and as many for validation); 0 = all.
-
-    Raises:
-      UserError: nothing readable there, or data that contradicts itself.
+    val_fraction: part held out where the data has no validation set.
+    max_images: use the first so many training pictures (and as many for validation); 0 = all.
     """
     path, names = Path(path), ()
     if path.is_file():
@@ -84,9 +79,6 @@ def load(path, image_size: int, val_fraction: float = 0.05, max_images: int = 0)
 
 
 # --- .npz ---
-
-
-LAYOUTS = (("data", "offsets", "labels"), ("images", "labels"), ("arr_0", "arr_1"))
 
 
 def _read_npz(path: Path, image_size: int, limit: int) -> tuple[np.ndarray, np.ndarray]:
@@ -165,8 +157,7 @@ def _resize_all(images: np.ndarray, path: Path, image_size: int, limit: int) -> 
     images = images[: limit or None]
     if images.shape[1:3] == (image_size, image_size):
         return images
-    names = [f"{path}, picture {i}" for i in range(len(images))]
-    return _squares(images, _pillow().fromarray, names, image_size)
+    return _squares(images, _pillow().fromarray, range(len(images)), image_size)
 
 
 def _class_names(path: Path) -> tuple[str, ...]:

@@ -45,9 +45,8 @@ def train(settings: TrainingSettings, stage: str, out, quiet: bool = False) -> P
     if stage == "vqvae":
         return None
     codec = codec_stage.model(state["ema"])
-    path = Path(out) / "var" / "tokens.npz"
+    path, count = Path(out) / "var" / "tokens.npz", len(pictures.train)
     if not path.exists():
-        count = len(pictures.train)
         loop.say(f"var: tokenising {count} pictures and their mirror images", quiet)
         tokens.write(path, codec, pictures, settings)
     var_stage = VARStage(settings, config, tokens.read(path, pictures), codec.quantizer)

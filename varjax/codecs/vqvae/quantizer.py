@@ -87,15 +87,12 @@ class Quantizer(nnx.Module):
         )
         index = index[scale] if isinstance(scale, int) else jnp.asarray(index)[scale]
         ratio = abs(config.quant_resi)
+        kernel, bias = (p[...][index].astype(jnp.float32) for p in (self.phi_kernel, self.phi_bias))
+        layout = ("NHWC", "HWIO", "NHWC")
         convolved = jax.lax.conv_general_dilated(
-            h,
-            self.phi_kernel[...][index].astype(jnp.float32),
-            window_strides=(1, 1),
-            padding="SAME",
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            precision=HIGHEST,
+            h, kernel, (1, 1), "SAME", dimension_numbers=layout, precision=HIGHEST
         )
-        return h * (1 - ratio) + (convolved + self.phi_bias[...][index].astype(jnp.float32)) * ratio
+        return h * (1 - ratio) + (convolved + bias) * ratio
 
     def nearest(self, z: Float[Array, "... C"]) -> Int[Array, "..."]:
         """Index of the nearest code: smallest distance, or largest cosine with `using_znorm`."""
@@ -153,10 +150,8 @@ class Quantizer(nnx.Module):
         return jnp.stack(totals)
 
     def teacher_inputs(self, tokens: Int[Array, "B L"]) -> Float[Array, "B M C"]:
-        """What the transformer sees at scales 1..K-1: the running sum pooled to each next size.
-
-        M = L - t_0 positions.
-        """
+        """What the transformer sees at scales 1..K-1, M = L - t_0 positions: the running sum pooled
+        to each next size."""
         maps = self.config.schedule.maps
         totals = self.code_maps(tokens)[:-1]
         inputs = [resize_area(t, size) for t, size in zip(totals, maps[1:], strict=True)]

@@ -1,10 +1,11 @@
 """What arguments AMS-KV takes: published configurations, and everything that can be wrong."""
 
 import re
+from collections.abc import Iterator
 from math import inf
 
 from varjax.cache.geometry import Geometry
-from varjax.errors import UserError, choose
+from varjax.errors import choose
 from varjax.schedule import Schedule
 
 VAR_256 = Schedule.square((1, 2, 3, 4, 5, 6, 8, 10, 13, 16))
@@ -18,10 +19,6 @@ PRESETS = {
 }
 
 
-def refuse(message: str) -> None:
-    raise UserError(f"policy 'amskv': {message}")
-
-
 def preset_values(policy, geometry: Geometry) -> dict:
     """What the preset of a policy fills in."""
     name = policy.preset
@@ -29,13 +26,13 @@ def preset_values(policy, geometry: Geometry) -> dict:
     wanted, given = MODELS[name[:3]], (geometry.schedule, geometry.num_layers)
     for what, own, other in zip(("schedule", "number of layers"), wanted, given, strict=True):
         if own != other:
-            refuse(
+            policy.refuse(
                 f"preset={name} is for another model: its {what} is {own}, this model has "
                 f"{other}; choose another preset, or cmin and cmax, or a budget"
             )
     for field in values:
         if getattr(policy, field) != getattr(type(policy), field):
-            refuse(
+            policy.refuse(
                 f"preset={name} and {field}={getattr(policy, field)} contradict each other: the "
                 f"preset decides {', '.join(values)}; leave out one of the two"
             )
@@ -44,65 +41,63 @@ def preset_values(policy, geometry: Geometry) -> dict:
 
 def check(policy, geometry: Geometry) -> None:
     """Raise `UserError` for arguments that are wrong in themselves or contradict each other."""
-    p, schedule, layers = policy, geometry.schedule, geometry.num_layers
-    choose("mode of policy 'amskv'", p.mode, ("profiled", "online"))
-    choose("oversize of policy 'amskv'", p.oversize, ("auto", "skip", "fill"))
+    choose("mode of policy 'amskv'", policy.mode, ("profiled", "online"))
+    choose("oversize of policy 'amskv'", policy.oversize, ("auto", "skip", "fill"))
+    for fits, reason in _rules(policy, geometry):
+        if not fits:
+            policy.refuse(reason)
+
+
+def _rules(p, geometry: Geometry) -> Iterator[tuple[bool, str]]:
+    """Every rule, and what to say if it is broken; later ones rely on earlier ones."""
+    schedule, layers, total = geometry.schedule, geometry.num_layers, geometry.schedule.total_tokens
     largest = (schedule.num_scales - 1, schedule.persistent_tokens, layers)
     for name, most in zip(("condensed", "condensed_tokens", "demanding"), largest, strict=True):
-        if not -1 <= getattr(p, name) <= most:
-            refuse(f"{name}={getattr(p, name)}: choose 0 to {most}, or -1 for automatic")
-    if p.condensed >= 0 and p.condensed_tokens >= 0:
-        refuse("condensed and condensed_tokens say the same: keep one of them")
-    if not -inf < p.theta <= 0:
-        refuse(
-            f"theta={p.theta:g}: similarities are negative distances, choose a number below 0 "
-            f"(or 0 for automatic)"
-        )
-    if not 1 <= p.ratio < inf:
-        refuse(f"ratio={p.ratio:g}: Cmax is at least Cmin, choose 1 or more")
+        value = getattr(p, name)
+        yield -1 <= value <= most, f"{name}={value}: choose 0 to {most}, or -1 for automatic"
+    both = p.condensed >= 0 and p.condensed_tokens >= 0
+    yield not both, "condensed and condensed_tokens say the same: keep one of them"
+    negative = "similarities are negative distances, choose a number below 0 (or 0 for automatic)"
+    yield -inf < p.theta <= 0, f"theta={p.theta:g}: {negative}"
+    yield 1 <= p.ratio < inf, f"ratio={p.ratio:g}: Cmax is at least Cmin, choose 1 or more"
     if p.cmin or p.cmax:
-        _check_sizes(p, geometry)
-    if p.mode == "online" and p.layers:
-        refuse("mode=online finds the layers while generating: leave out layers")
+        sizes = f"cmin={p.cmin}, cmax={p.cmax}"
+        yield p.cmin and p.cmax, f"{sizes}: give both, or none and a budget"
+        yield 1 <= p.cmin <= p.cmax, f"{sizes}: needed are 1 <= cmin <= cmax"
+        most = f"the {total} tokens of all scales: choose at most {total}"
+        yield p.cmax <= total, f"cmax={p.cmax} is more than {most}"
+        locked = p.locked_tokens(geometry, p.cmin)
+        yield (
+            locked < p.cmin,
+            f"the condensed scales take {locked} tokens, which leaves no room in cmin={p.cmin}: "
+            f"choose a larger cmin or fewer condensed scales",
+        )
+        yield (
+            p.ratio == type(p).ratio,
+            f"ratio={p.ratio:g} divides a budget, but cmin={p.cmin} and cmax={p.cmax} are given "
+            f"(a preset gives them too): leave out one of the two",
+        )
+    online = p.mode == "online"
+    found = "mode=online finds the layers while generating: leave out layers"
+    yield not (online and p.layers), found
     named = [name for name in ("layers", "theta") if getattr(p, name)]
     named += ["demanding"] * (p.demanding >= 0 and p.theta != 0)
-    if len(named) > 1 and p.mode == "profiled":
-        refuse(f"{' and '.join(named)} contradict each other: keep one of them")
-    number = len(named_layers(p.layers, layers)) if p.layers else p.demanding
-    if p.demanding not in (-1, number):
-        refuse(f"layers={p.layers} are {number} layers, but demanding={p.demanding}")
+    contradiction = f"{' and '.join(named)} contradict each other: keep one of them"
+    yield online or len(named) < 2, contradiction
+    number = len(named_layers(p, layers)) if p.layers else p.demanding
+    differ = f"layers={p.layers} are {number} layers, but demanding={p.demanding}"
+    yield p.demanding in (-1, number), differ
 
 
-def _check_sizes(p, geometry: Geometry) -> None:
-    sizes, most = f"cmin={p.cmin}, cmax={p.cmax}", geometry.schedule.total_tokens
-    if not (p.cmin and p.cmax):
-        refuse(f"{sizes}: give both, or none and a budget")
-    if not 1 <= p.cmin <= p.cmax:
-        refuse(f"{sizes}: needed are 1 <= cmin <= cmax")
-    if p.cmax > most:
-        refuse(f"cmax={p.cmax} is more than the {most} tokens of all scales: choose at most {most}")
-    if (locked := p.locked_tokens(geometry, p.cmin)) >= p.cmin:
-        refuse(
-            f"the condensed scales take {locked} tokens, which leaves no room in cmin={p.cmin}: "
-            f"choose a larger cmin or fewer condensed scales"
-        )
-    if p.ratio != type(p).ratio:
-        refuse(
-            f"ratio={p.ratio:g} divides a budget, but cmin={p.cmin} and cmax={p.cmax} are given "
-            f"(a preset gives them too): leave out one of the two"
-        )
-
-
-def named_layers(text: str, num_layers: int) -> list[int]:
-    """Read `0;3;5`, `0-7`, `all` or `none`."""
-    if text in ("all", "none"):
-        return list(range(num_layers)) if text == "all" else []
+def named_layers(policy, num_layers: int) -> list[int]:
+    """The layers of `0;3;5`, `0-7`, `all` or `none`."""
+    text = {"all": f"0-{num_layers - 1}"}.get(policy.layers, policy.layers)
     found: set[int] = set()
-    for part in re.split("[;,]", text):
+    for part in re.split("[;,]", text) if text != "none" else ():
         match = re.fullmatch(r"\s*([0-9]{1,6})\s*(?:-\s*([0-9]{1,6})\s*)?", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
         if not first <= last < num_layers:
-            refuse(
+            policy.refuse(
                 f"cannot read {part!r:.40} of layers={text!r:.100}: write numbers from 0 to "
                 f"{num_layers - 1}, as in 0;2;3 or 0-2, or all, or none"
             )

@@ -12,7 +12,7 @@ from varjax.cache.geometry import Geometry
 from varjax.calibration import Calibration
 from varjax.policies import capacities
 from varjax.policies.amskv import arguments, rules
-from varjax.policies.base import Needs, NotGiven, Observation, Policy
+from varjax.policies.base import CALIBRATE, Needs, NotGiven, Observation, Policy, per_layer
 from varjax.policies.registry import register
 
 CONDENSED_SCALES = 2  # as in the paper
@@ -44,8 +44,8 @@ class AMSKV(Policy):
       layer may turn out to be demanding, so the planned bytes are Cmax in every layer.
 
     Args:
-      budget: fraction of the full cache (0.25). Sizes that are given, by preset or otherwise,
-        decide: the budget is then what they cost, and one that is given is a limit to check.
+      budget: fraction of the full cache (0.25). Given sizes decide: the budget is then what they
+        cost, and one that is given is a limit to check.
       mode: profiled or online.
       preset: d30-table3, d36-table3 or d30-abstract: cmin, cmax and demanding that reproduce the
         published memory.
@@ -135,7 +135,7 @@ class AMSKV(Policy):
             return dataclasses.replace(self, budget=budget)
         peak, dense = planner.peak_tokens(geometry, allocation), max(1, geometry.dense_tokens)
         if peak > self.budget * dense + 1e-6:
-            arguments.refuse(
+            self.refuse(
                 f"the given sizes hold up to {peak / dense:.4f} of the full cache, more than "
                 f"budget={self.budget:g}: raise the budget, leave it out, or choose smaller sizes"
             )
@@ -144,51 +144,52 @@ class AMSKV(Policy):
     # --- demanding layers -------------------------------------------------------------------------
 
     def _with_layers(self, geometry: Geometry, calibration, guess: bool) -> "AMSKV":
-        """With its demanding layers named, or in online mode with its threshold.
+        """With its demanding layers named, or in online mode with theta: by measurements half way
+        between the `demanding` least similar layers and the others.
 
         guess: without a calibration take the first layers. If nothing says which layers, none are
         named and `_below` complains (as `select` of `compose` nobody asks).
         """
         layers, mean = geometry.num_layers, _mean_discrepancy(calibration)
         number = self.demanding if self.demanding >= 0 else max(1, round(layers / 4))
-        if self._online:
-            return self._with_threshold(mean, number)
-        known = mean is not None or number in (0, layers) or (guess and calibration is None)
-        if self.layers or self.theta or not known:
-            return self
-        order = np.arange(layers) if mean is None else np.argsort(-mean, kind="stable")
-        names = ";".join(map(str, np.sort(order[:number]))) or "none"
-        return dataclasses.replace(self, layers=names, demanding=number)
-
-    def _with_threshold(self, mean: np.ndarray | None, number: int) -> "AMSKV":
-        """With theta, by measurements half way between the `number` least similar layers and the
-        others; nothing else can be decided beforehand in online mode."""
+        if not self._online:
+            known = mean is not None or number in (0, layers) or (guess and calibration is None)
+            if self.layers or self.theta or not known:
+                return self
+            order = np.arange(layers) if mean is None else np.argsort(-mean, kind="stable")
+            names = ";".join(map(str, np.sort(order[:number]))) or "none"
+            return dataclasses.replace(self, layers=names, demanding=number)
         if self.demanding >= 0 and (self.theta or mean is None):
-            arguments.refuse(
+            self.refuse(
                 f"mode=online: demanding={self.demanding} can only choose theta, and needs a "
                 f"calibration with key_discrepancy and no theta for that; leave it out"
             )
         theta = self.theta or UNIT_KEYS_THRESHOLD
         if mean is not None and not self.theta:
             bounds = np.concatenate([[0.0], np.sort(mean), [2 * mean.max() + 1]])
-            theta = -float(bounds[mean.size - number :][:2].mean())
+            theta = -float(bounds[layers - number :][:2].mean())
         return dataclasses.replace(self, theta=theta, demanding=-1)
 
     def _below(self, geometry: Geometry, calibration: Calibration | None) -> np.ndarray:
         """bool [L, K]: where the similarity test of Algorithm 1 finds a demanding layer."""
         if self.layers:
-            named = arguments.named_layers(self.layers, geometry.num_layers)
+            named = arguments.named_layers(self, geometry.num_layers)
             below = np.isin(np.arange(geometry.num_layers), named)[:, None]
             return np.repeat(below, geometry.schedule.num_scales, axis=1)
         if not self.theta or _mean_discrepancy(calibration) is None:
-            arguments.refuse(
-                "which layers are demanding is measured on the model: give a calibration with "
-                "key_discrepancy (`python -m experiments.calibrate` writes one), or name them "
-                "(layers=0;3;5), or choose mode=online"
+            self.refuse(
+                f"which layers are demanding is measured on the model: give {CALIBRATE} with "
+                f"key_discrepancy, or name them (layers=0;3;5), or choose mode=online"
             )
         below = -np.asarray(calibration.key_discrepancy) < self.theta
         below[:, 0] = False
         return below
+
+    def _wide(self, geometry: Geometry, sizes: rules.Sizes, calibration) -> np.ndarray:
+        """bool [L]: layers that may end with Cmax."""
+        if self._online:
+            return np.ones(geometry.num_layers, bool)
+        return sizes.wide(geometry.schedule.tokens, self._below(geometry, calibration))
 
     # --- sizes and contents -----------------------------------------------------------------------
 
@@ -211,14 +212,13 @@ class AMSKV(Policy):
         """Cmin and Cmax as given or as a budget leads to them, and what goes with them."""
         if self.cmax or self._online:
             return self._sizes_for(geometry, budget, 0)
-        below = self._below(geometry, calibration)[:, :-1]
+        below, stored = self._below(geometry, calibration)[:, :-1], geometry.schedule.tokens[:-1]
         number = int(below.any(1).sum())
         found = self._sizes_for(geometry, budget, number)
         while self.theta:  # layers that Algorithm 1 does not come to test leave more to others
-            fewer = int(found.wide(geometry.schedule.tokens[:-1], below).sum())
+            fewer = int(found.wide(stored, below).sum())
             better = self._sizes_for(geometry, budget, fewer)
-            again = int(better.wide(geometry.schedule.tokens[:-1], below).sum())
-            if fewer >= number or again > fewer:
+            if fewer >= number or int(better.wide(stored, below).sum()) > fewer:
                 break
             number, found = fewer, better
         return found
@@ -254,34 +254,27 @@ class AMSKV(Policy):
 
     # --- what a printed plan says -----------------------------------------------------------------
 
-    def _wide(self, geometry: Geometry, sizes: rules.Sizes, calibration) -> np.ndarray:
-        """bool [L]: layers that may end with Cmax."""
-        if self._online:
-            return np.ones(geometry.num_layers, bool)
-        return sizes.wide(geometry.schedule.tokens, self._below(geometry, calibration))
-
     def steady_tokens(self, geometry: Geometry, calibration=None) -> int:
         sizes = self.sizes(geometry, self.budget, calibration)
         wide = self._wide(geometry, sizes, calibration)
         return int(np.where(wide, sizes.cmax, sizes.cmin).sum())
 
     def plan_lines(self, geometry: Geometry, calibration=None) -> list[str]:
-        sizes = self.sizes(geometry, self.budget, calibration)
+        sizes, theta = self.sizes(geometry, self.budget, calibration), self.theta
         wide = np.flatnonzero(self._wide(geometry, sizes, calibration)).tolist()
         rest = f"{sizes.condensed} of them condensed"
         rest += "" if self.cmax else " (before rounding to blocks)"
         if self._online:
-            layers = (
-                f"demanding ones are found while generating (similarity below {self.theta:g}), so "
-                f"every layer is planned with Cmax"
-            )
             assumed = (
-                f"theta     {self.theta:g} is assumed, for keys of norm 1; if this model does not "
+                f"theta     {theta:g} is assumed, for keys of norm 1; if this model does not "
                 f"normalise its keys, calibrate it or give theta="
             )
-            said = [assumed] if isinstance(self.theta, NotGiven) else []
-            counts = f"Cmin {sizes.cmin}, Cmax {sizes.cmax} tokens"
-            return [f"layers    {layers}", *said, f"sizes     {counts}, {rest}"]
+            return [
+                f"layers    demanding ones are found while generating (similarity below "
+                f"{theta:g}), so every layer is planned with Cmax",
+                *([assumed] if isinstance(theta, NotGiven) else []),
+                f"sizes     Cmin {sizes.cmin}, Cmax {sizes.cmax} tokens, {rest}",
+            ]
         if sizes.cmin == sizes.cmax:
             return [f"sizes     {sizes.cmin} tokens in every layer, {rest}"]
         return [
@@ -299,8 +292,7 @@ class AMSKV(Policy):
         cmin = allocation.protected + allocation.recent
         cmax = max(cmin, int(allocation.region_capacity.max(initial=0)))
         fill = self._fill or allocation.recent >= geometry.schedule.persistent_tokens  # adopted
-        sizes = np.array([cmin, cmax, allocation.protected, fill], np.int32)
-        return np.broadcast_to(sizes, (geometry.schedule.num_scales, geometry.num_layers, 4))
+        return per_layer(geometry, np.array([cmin, cmax, allocation.protected, fill], np.int32))
 
     def init_state(self, geometry: Geometry, rows: int):
         """bool [R], whether the layer is demanding."""

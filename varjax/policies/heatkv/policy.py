@@ -50,42 +50,32 @@ class HeatKV(SinkPolicy):
         count what is stored.
       - the authors' planner: it counts a scale's early removals from the layer that made them
         necessary. Here, as in their runtime, the cache goes straight to A_(k+1) after layer l of
-        scale k, so tokens held after a layer are at most what their planner counts; what attention
-        sees is the same. Any schedule, not only the square 1M one; the pool is exact, with no
-        static over-allocation.
+        scale k: tokens held after a layer are at most what their planner counts, and attention
+        sees the same. Any schedule, not only the square 1M one; no static over-allocation.
     """
 
     budget: float = 0.1
 
     summary = "per head the scales that later scales look at; needs a calibration"
+    whole_heads = literal = False  # see `prune_schedule`
     uses_calibration = True
 
     def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "HeatKV":
-        self._require(calibration)
-        self.check_sinks(geometry)
-        calibration.check(geometry)
-        _, sinks = self.removal_orders(geometry, calibration)
-        return dataclasses.replace(self, sinks=sinks)
-
-    def _require(self, calibration: Calibration | None) -> None:
         if calibration is None:
             raise UserError(
                 f"policy {self.name!r} needs measurements of the model: give {CALIBRATE}, or "
                 f"removal orders as published with HeatKV (JSON lists of [head, layer])"
             )
-
-    def _whole_heads(self) -> bool:
-        return False
-
-    def _literal(self) -> bool:
-        return False
+        self.check_sinks(geometry)
+        calibration.check(geometry)
+        _, sinks = self.removal_orders(geometry, calibration)
+        return dataclasses.replace(self, sinks=sinks)
 
     def removal_orders(
         self, geometry: Geometry, calibration: Calibration
     ) -> tuple[np.ndarray, int]:
         """(int [S, T, 2] or, for whole heads, [1, T, 2]; number of sink scales)."""
-        self._require(calibration)
-        whole, orders, beta = self._whole_heads(), calibration.orders, calibration.beta
+        whole, orders, beta = self.whole_heads, calibration.orders, calibration.beta
         if beta is None and orders is not None and not whole:
             return orders, self._implied_sinks(len(orders), geometry.schedule.num_scales)
         sinks = sink_scales(self.sinks, geometry, self.budget)
@@ -122,10 +112,8 @@ class HeatKV(SinkPolicy):
     def schedule(self, geometry: Geometry, budget: float, calibration) -> PruneSchedule:
         """The pruning schedule behind `allocate`."""
         orders, sinks = self.removal_orders(geometry, calibration)
-        whole, literal = self._whole_heads(), self._literal()
-        return prune_schedule(
-            geometry, orders, sinks=sinks, budget=budget, whole_heads=whole, literal=literal
-        )
+        kind = {"whole_heads": self.whole_heads, "literal": self.literal}
+        return prune_schedule(geometry, orders, sinks=sinks, budget=budget, **kind)
 
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> StaticAllocation:
         last_use = self.schedule(geometry, budget, calibration).last_use().astype(np.int16)
@@ -151,9 +139,7 @@ class BinaryHeatKV(HeatKV):
     """
 
     summary = "all scales or only the sinks, per head; needs a calibration"
-
-    def _whole_heads(self) -> bool:
-        return True
+    whole_heads = True
 
 
 @register("heatkv_naive")
@@ -180,9 +166,4 @@ class HeatKVNaive(HeatKV):
 
     examples = ({}, {"whole_heads": "true"})
     summary = "as heatkv, but nearly everything is removed a scale early"
-
-    def _whole_heads(self) -> bool:
-        return self.whole_heads
-
-    def _literal(self) -> bool:
-        return True
+    literal = True

@@ -70,20 +70,23 @@ class BudgetFile:
         return result
 
     def _layers(self, number: int, entry: dict, geometry: Geometry, limit: int) -> np.ndarray:
-        blocks = {k: v for k, v in entry.items() if k.startswith("Block ")}
-        names = [f"Block {layer}" for layer in range(geometry.num_layers)]
-        if set(blocks) != set(names):
-            self._refuse(
-                f"scale {number} names {len(blocks)} blocks, this model has {len(names)} layers"
-            )
-        if not 1 <= entry.get("Min", 0) <= entry.get("Max", 0):
-            self._refuse(f"scale {number} needs Max and Min, with Max >= Min >= 1")
-        if entry.get("Limit", limit) != limit:
-            self._refuse(
-                f"scale {number} counts on {entry['Limit']} tokens, on this model's schedule there "
-                f"are {limit}"
-            )
-        return np.where([blocks[n] for n in names], entry["Max"], entry["Min"])
+        named = {k for k in entry if k.startswith("Block ")}
+        blocks = [f"Block {layer}" for layer in range(geometry.num_layers)]
+        fits, given = 1 <= entry.get("Min", 0) <= entry.get("Max", 0), entry.get("Limit", limit)
+        for wrong, reason in (
+            (
+                named != set(blocks),
+                f"names {len(named)} blocks, this model has {len(blocks)} layers",
+            ),
+            (not fits, "needs Max and Min, with Max >= Min >= 1"),
+            (
+                given != limit,
+                f"counts on {given} tokens, on this model's schedule there are {limit}",
+            ),
+        ):
+            if wrong:
+                self._refuse(f"scale {number} {reason}")
+        return np.where([entry[block] for block in blocks], entry["Max"], entry["Min"])
 
     def _refuse(self, reason: str):
         raise UserError(

@@ -45,8 +45,8 @@ class ScaleKV(Policy):
        before and after. The best fill the rest; among equals the higher own score, then the earlier
        token.
 
-    Needs either `budgets`, a file published with the paper (for models of that shape; the file says
-    how much is kept, `budget` is only checked), or a calibration that holds selectivity.
+    Needs either `budgets`, a file published with the paper (for models of that shape), or a
+    calibration that holds selectivity.
 
     Args:
       budget: fraction of the full cache; the mean over layers whenever a scale starts.
@@ -63,9 +63,8 @@ class ScaleKV(Policy):
 
     Differs from the authors' code:
       - It recomputes the window's queries without bias, normalisation, learned multiplier and
-        rotation, while cached keys have normalisation and rotation: its scores are not attention
-        logits, which the paper describes. We use the logits; `faithful=True` does as the code. Sum
-        and mean over the window rank alike.
+        rotation, which cached keys have: its scores are not the attention logits that the paper
+        describes. We use the logits; `faithful=True` does as the code. Sum and mean rank alike.
       - Which tokens of a pooling plateau survive is unspecified there.
       - It compresses when a cache exceeds 650 tokens; here the capacities say so for every model.
       - Its budget holds when a scale starts. A drafter grows before later layers have shrunk, so
@@ -104,12 +103,13 @@ class ScaleKV(Policy):
     # --- host -------------------------------------------------------------------------------------
 
     def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "ScaleKV":
-        if self.budgets and isinstance(self.budget, NotGiven):
-            return dataclasses.replace(self, budget=self._cost(geometry), grid=self.grid or GRID)
-        if self.grid or self.budgets or self.faithful:
-            return dataclasses.replace(self, grid=self.grid or GRID)
-        share = capacities.uniform(geometry, self.budget) // WINDOW_SHARE
-        return dataclasses.replace(self, grid=min(GRID, max(1, math.isqrt(share))))
+        budget, grid = self.budget, self.grid or GRID
+        if self.budgets and isinstance(budget, NotGiven):
+            budget = self._cost(geometry)
+        elif not (self.grid or self.budgets or self.faithful):
+            share = capacities.uniform(geometry, budget) // WINDOW_SHARE
+            grid = min(GRID, max(1, math.isqrt(share)))
+        return dataclasses.replace(self, budget=budget, grid=grid)
 
     def check(self, geometry: Geometry) -> None:
         layers = geometry.num_layers
@@ -137,7 +137,14 @@ class ScaleKV(Policy):
 
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> RegionAllocation:
         if self.budgets:
-            return RegionAllocation(self._checked(geometry, self._held(geometry), budget))
+            held = self._held(geometry)
+            if (share := self._share(geometry, held)) > budget + 1e-9:
+                enough = np.ceil(share * 1e4) / 1e4
+                raise UserError(
+                    f"budgets={self.budgets} keeps up to {share:.4f} of the full cache, more than "
+                    f"budget={budget:g}: the file decides, give budget={enough:g}"
+                )
+            return RegionAllocation(held)
         file = "budgets=FILE (a budget file published with ScaleKV, for models of that shape)"
         give = f"{file}, or {CALIBRATE}"
         measured = self.measured(calibration, "selectivity", geometry, what="the layers", give=give)
@@ -168,15 +175,6 @@ class ScaleKV(Policy):
         peak = self.accounting == "bytes"
         most = allocator.after_each_store(tokens).max() if peak else tokens.sum(-1).max()
         return float(most / geometry.dense_tokens)
-
-    def _checked(self, geometry: Geometry, held: np.ndarray, budget: float) -> np.ndarray:
-        share = self._share(geometry, held)
-        if share > budget + 1e-9:
-            raise UserError(
-                f"budgets={self.budgets} keeps up to {share:.4f} of the full cache, more than "
-                f"budget={budget:g}: the file decides, give budget={np.ceil(share * 1e4) / 1e4:g}"
-            )
-        return held
 
     def window_tokens(self, height: int, width: int) -> np.ndarray:
         grid = self.grid or GRID
