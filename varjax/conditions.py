@@ -93,7 +93,7 @@ def check(model: Model, labels=None, prompts=None, text_features=None) -> int:
             f"{', '.join(named) or 'nothing'} given: {model.name} ({model.family.name}) draws from "
             f"{' or '.join(wanted)}: give exactly that"
         )
-    if labels is not None and not hasattr(labels, "__len__"):
+    if labels is not None and (isinstance(labels, str) or not hasattr(labels, "__len__")):
         raise UserError(f"labels={labels!r:.60}: give a list of class numbers, one for each image")
     if prompts is not None:
         texts = isinstance(prompts, (list, tuple)) and all(isinstance(p, str) for p in prompts)

@@ -1,7 +1,7 @@
 """Compile the two programs of a run for a chip that is not here, and measure them.
 
-The programs are those of `varjax.engine.program`, which `Generator` runs; their arguments are shapes and
-types, so no weights are needed and nothing is allocated.
+The programs are those of `varjax.engine.program`, which `Generator` runs; their arguments are
+shapes and types, so no weights are needed and nothing is allocated.
 """
 
 from collections.abc import Callable, Sequence

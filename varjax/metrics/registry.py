@@ -23,8 +23,8 @@ class Metric:
     needs: the array of a result that is compared: images float [N, H, W, 3] in [0, 1], tokens
       [N, ...], or forced_logits [N, L, ..., V], of a run that was forced to the full cache's
       tokens.
-    compare: (arrays of the full cache, arrays of the other) -> float [N], or one number of the
-      whole set if not `per_image`.
+    compare: (arrays of the full cache, arrays of the other) -> float [N], or one number of two
+      whole sets if not `per_image`: `fidelity`, which sees a batch at a time, leaves those out.
     largest: values count as at most this, in means and in JSON.
     from_zero: whether the axis of a plot starts there.
     """
