@@ -52,20 +52,18 @@ def test_shapes_and_agreement(text, share, quant_resi):
     )
     config, schedule = quantizer.config, quantizer.config.schedule
     f = _features(config)
-    tokens = quantizer.features_to_tokens(f)
+
+    @jax.jit
+    def run(quantizer, f):
+        tokens = quantizer.features_to_tokens(f)
+        again = quantizer.code_maps(tokens), quantizer.teacher_inputs(tokens)
+        return tokens, *again, quantizer.quantize(f)
+
+    tokens, maps, inputs, (straight, trained_tokens, loss) = run(quantizer, f)
     chex.assert_shape(tokens, (2, schedule.total_tokens))
     chex.assert_type(tokens, jnp.int32)
-    maps = quantizer.code_maps(tokens)
     chex.assert_shape(maps, (schedule.num_scales, *f.shape))
-    chex.assert_shape(
-        quantizer.teacher_inputs(tokens),
-        (
-            2,
-            schedule.total_tokens - schedule.tokens[0],
-            4,
-        ),
-    )
-    straight, trained_tokens, loss = quantizer.quantize(f)
+    chex.assert_shape(inputs, (2, schedule.total_tokens - schedule.tokens[0], 4))
     chex.assert_trees_all_equal(trained_tokens, tokens)
     chex.assert_trees_all_close(straight, maps[-1], atol=1e-5)
     expected = 1.25 * jnp.square(maps - f).mean()
