@@ -121,13 +121,13 @@ def _fill(first: int, n: int, held: dict[int, int], new: list[list[int]], block_
     free, result = block_size - sum(held.values()), []
     while n and free and new:
         whole = new[0][1] // free
-        blocks, content, room = min(n, max(1, whole)), dict(held), free
-        while room and new:
+        blocks, content, space = min(n, max(1, whole)), dict(held), free
+        while space and new:
             last_use, tokens = new[0]
-            taken = min(room, tokens)
+            taken = min(space, tokens)
             content[last_use] = content.get(last_use, 0) + taken
             new[0][1] -= taken * (blocks if whole else 1)
-            room -= taken
+            space -= taken
             if not new[0][1]:
                 new.pop(0)
         result.append((first, blocks, content))
