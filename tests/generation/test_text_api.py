@@ -106,9 +106,7 @@ def test_predicted_bytes_bound_the_compiled_program(policy):
     stats = generator.compiled.memory_analysis()
     needed = stats.argument_size_in_bytes + stats.temp_size_in_bytes
     sizes = (2, "float32", "float32")
-    predicted = memory.predict(
-        plan, model.transformer, model.codec, *sizes, kernels=False, text_tokens=16
-    )
+    predicted = memory.predict(model, plan, *sizes, kernels=False, text_tokens=16)
     assert needed / memory.SAFETY > predicted.total * 0.5  # and not far too high
     assert needed <= predicted.total / memory.SAFETY
 
