@@ -293,4 +293,4 @@ def test_series_look_alike_in_all_charts_and_the_legend(sweep):
 def test_missing_packages_are_named(call, sweep, tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     status, _, err = call("report", f"--sweep={sweep}", f"--out={tmp_path / 'x.html'}")
-    assert status == 2 and package.partition(".")[0] in err and "varjax[eval]" in err
+    assert status == 2 and package.partition(".")[0] in err and ".[eval]" in err

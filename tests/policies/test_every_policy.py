@@ -36,7 +36,7 @@ RUNS = [  # policies with their defaults; their other examples take minutes
 SMALL = models.FAMILIES["var"]
 # The others run with every policy too, but by default with one of each kind of selection.
 OTHERS = [name for family, name in models.FAMILIES.items() if family != "var"]
-TYPICAL = ("heatkv", "scalekv")
+TYPICAL = ("scalekv",)
 # Freed slots are poisoned in a program of its own: by default for each kind of cache update.
 POISONED = ("heatkv", "headkv", "h2o", "amskv,mode=online")
 LABELS = np.array([3, 7], np.int32)

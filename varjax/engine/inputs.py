@@ -96,13 +96,13 @@ class StepInputs:
             **observed,
         )
 
-    def shrink(self, code_map: Float[Array, "B P Q C"]) -> Float[Array, "B T C"]:
+    def shrink(self, code_map: Float[Array, "B P Q C"]) -> Float[Array, "B T codes"]:
         """The latent map resized to this scale, as a padded token row; with patches the channels of
         a token are those of `patchify`."""
         grid = patchify(resize(code_map, self.down_rows, self.down_columns), self.patch)
         return grid.reshape(len(grid), -1, grid.shape[-1])[:, self.cell]
 
-    def enlarge(self, codes: Float[Array, "B T C"]) -> Float[Array, "B P Q C"]:
+    def enlarge(self, codes: Float[Array, "B T codes"]) -> Float[Array, "B P Q C"]:
         """A padded row of codes enlarged to the latent map."""
         height, width = (a.shape[-1] // self.patch for a in (self.up_rows, self.up_columns))
         grid = codes[:, self.token].reshape(len(codes), height, width, -1)
