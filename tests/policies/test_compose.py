@@ -325,8 +325,8 @@ def test_state_of_the_selection():
 @pytest.mark.parametrize(
     ("allocate", "select", "budget"),
     [
-        pytest.param(*("heatkv", "snapkv", 0.3), marks=pytest.mark.slow),
-        pytest.param(*("scalekv", "streaming", 0.3), marks=pytest.mark.slow),
+        pytest.param("heatkv", "snapkv", 0.3, marks=pytest.mark.slow),
+        pytest.param("scalekv", "streaming", 0.3, marks=pytest.mark.slow),
         ("snapkv", "headkv", 0.3),
         ("swa", "streaming", 0.1),  # the sinks do not fit
     ],
