@@ -9,7 +9,8 @@ import pytest
 from PIL import Image
 
 from varjax.errors import UserError
-from varjax.training import data, data_order
+from varjax.training import data
+from varjax.training import stage as data_order
 
 
 def _encoded(images, form="PNG") -> tuple[np.ndarray, np.ndarray]:

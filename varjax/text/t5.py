@@ -21,7 +21,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from varjax.errors import UserError
 from varjax.models import layers, published
 
 FEED_FORWARD = "gated-gelu"
@@ -29,9 +28,11 @@ MASKED = -1e30  # score of padding: finite, so that a row without any token stay
 
 
 @dataclass(frozen=True, kw_only=True)
-class T5Config:
+class T5Config(published.Configuration):
     """Shape of the encoder; field names follow the published `config.json`, defaults are what the
     published configuration class assumes where a file leaves the entry out."""
+
+    what = "T5"
 
     vocab_size: int
     d_model: int
@@ -44,17 +45,19 @@ class T5Config:
     layer_norm_epsilon: float = 1e-6
 
     def __post_init__(self):
-        published.check_size("T5", "num_layers", self.num_layers, published.LARGEST_DEPTH)
-        for name in ("vocab_size", "d_model", "d_kv", "d_ff", "num_heads"):
-            published.check_size("T5", name, getattr(self, name))
-        published.check_real("T5", "layer_norm_epsilon", self.layer_norm_epsilon)
-        buckets = self.relative_attention_num_buckets
-        published.check_size("T5", "relative_attention_num_buckets", buckets, least=4)
-        if buckets % 4 or self.relative_attention_max_distance <= buckets // 4:
-            raise UserError(
-                f"T5 configuration: relative_attention_num_buckets is {buckets} and "
-                f"relative_attention_max_distance {self.relative_attention_max_distance}: the first"
-                " must be a multiple of 4, the second more than a quarter of it"
+        self.check_sizes("num_layers", most=published.LARGEST_DEPTH)
+        self.check_sizes("vocab_size", "d_model", "d_kv", "d_ff", "num_heads")
+        self.check_real("layer_norm_epsilon")
+        self.check_sizes("relative_attention_num_buckets", least=4)
+        buckets, distance = (
+            self.relative_attention_num_buckets,
+            self.relative_attention_max_distance,
+        )
+        if buckets % 4 or distance <= buckets // 4:
+            raise self.wrong(
+                f"relative_attention_num_buckets is {buckets} and relative_attention_max_distance"
+                f" {distance}: the first must be a multiple of 4, the second more than a quarter of"
+                " it"
             )
 
     @classmethod
@@ -65,23 +68,22 @@ class T5Config:
         """
         kind = arguments.get("feed_forward_proj", "relu")  # what a file without the entry means
         if kind != FEED_FORWARD:
-            raise UserError(
-                f"T5 configuration: feed_forward_proj is {kind!r:.60}, supported is"
-                f" {FEED_FORWARD!r} (T5 version 1.1 and flan-t5)"
+            raise cls.wrong(
+                f"feed_forward_proj is {kind!r:.60}, supported is {FEED_FORWARD!r} (T5 version 1.1"
+                " and flan-t5)"
             )
-        types = {f.name: f.type for f in dataclasses.fields(cls)}
-        found = published.arguments("T5", arguments, types, ignored=arguments)
-        optional = [f.name for f in dataclasses.fields(cls) if f.default is not dataclasses.MISSING]
-        if missing := [name for name in types if name not in (*found, *optional)]:
-            raise UserError(
-                f"T5 configuration: {', '.join(missing)} not given: take the config.json that is"
-                " published beside the weights"
+        found = cls.arguments(arguments, ignored=arguments)
+        needed = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+        if missing := [name for name in needed if name not in found]:
+            raise cls.wrong(
+                f"{', '.join(missing)} not given: take the config.json that is published beside the"
+                " weights"
             )
         return cls(**found)
 
     def to_published(self) -> dict:
         """Names and values as in `config.json`: the inverse of `from_published`."""
-        return {**dataclasses.asdict(self), "feed_forward_proj": FEED_FORWARD}
+        return {**super().to_published(), "feed_forward_proj": FEED_FORWARD}
 
 
 def _flan(d_model: int, d_ff: int, num_layers: int, num_heads: int) -> T5Config:

@@ -1,15 +1,117 @@
-"""The loop of a training stage: steps, log lines, history, validation, checkpoints, resuming."""
+"""The loop of a training stage, and its folder: settings, history and resumable checkpoints.
 
+    OUT/STAGE/settings.json     what the stage was started with
+    OUT/STAGE/history.jsonl     one JSON object per log step
+    OUT/STAGE/checkpoints/N     Orbax checkpoint after N steps
+
+A run that was killed continues from its last checkpoint; history after that step is dropped, so
+that every step appears once.
+"""
+
+import json
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import jax
+import orbax.checkpoint as ocp
 
 from varjax.errors import UserError
+from varjax.storage.atomic import check_place, new_file
 from varjax.training.stage import Stage
-from varjax.training.stage_folder import StageFolder
+
+SETTINGS, HISTORY, CHECKPOINTS = "settings.json", "history.jsonl", "checkpoints"
+
+
+def check_folder(out, settings: Mapping[str, Mapping]) -> None:
+    """Check that stages with these settings ({stage: {name: value}}) may start or go on in `out`.
+
+    Raises:
+      UserError: `out` cannot be written, holds something else, or a stage with other settings.
+    """
+    if not str(out).strip() or not os.path.exists(out):
+        check_place(out, flag="out")
+        return
+    out = Path(out)
+    if not out.is_dir():
+        raise UserError(f"out={out} is not a folder: choose another one")
+    if not os.access(out, os.R_OK | os.W_OK | os.X_OK):
+        raise UserError(f"out={out}: no permission to read and write there")
+    found = [stage for stage in settings if (out / stage / SETTINGS).is_file()]
+    if not found and any(out.iterdir()):
+        raise UserError(
+            f"out={out} is not empty and holds no training run to resume: choose another folder"
+        )
+    for stage in found:
+        _compare(out / stage / SETTINGS, settings[stage])
+
+
+def _compare(path: Path, settings: Mapping) -> None:
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(stored, dict):
+            raise ValueError("it must hold a JSON object")
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged ({error}): choose another folder") from error
+    names = [n for n in {**stored, **settings} if stored.get(n) != settings.get(n)]
+    if names:
+        changes = ", ".join(f"{n} was {stored.get(n)}, now {settings.get(n)}" for n in names)
+        raise UserError(
+            f"the run in {path.parent} has other settings: {changes}. Repeat the original settings"
+            " to resume it, or choose another folder"
+        )
+
+
+class StageFolder:
+    """Files of one stage. Creates the folder; `check_folder` must have passed before. As a context
+    it closes the checkpoints."""
+
+    def __init__(self, out, stage: str, settings: Mapping):
+        self.path = Path(out).absolute() / stage
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._write(SETTINGS, json.dumps(settings, indent=1))
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+        self._manager = ocp.CheckpointManager(self.path / CHECKPOINTS, options=options)
+
+    def __enter__(self) -> "StageFolder":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._manager.close()
+
+    def restore(self, state: dict) -> tuple[dict, int]:
+        """The newest checkpoint, with the structure of `state`, and its steps; without one `state`
+        as it is, and 0."""
+        step = self._manager.latest_step() or 0
+        if step:
+            like = ocp.args.StandardRestore(jax.eval_shape(lambda: state))
+            state = self._manager.restore(step, args=like)
+        return state, step
+
+    def save(self, step: int, state: dict) -> None:
+        """Write a checkpoint; the two newest are kept."""
+        self._manager.save(step, args=ocp.args.StandardSave(state))
+
+    def keep_history(self, up_to: int) -> None:
+        """Drop entries of steps after `up_to`, and a line that a crash cut short."""
+        path, kept = self.path / HISTORY, []
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+            try:
+                kept += [line] if json.loads(line)["step"] <= up_to else []
+            except ValueError:
+                break
+        self._write(HISTORY, "".join(f"{line}\n" for line in kept))
+
+    def append_history(self, entry: Mapping) -> None:
+        with open(self.path / HISTORY, "a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def _write(self, name: str, text: str) -> None:
+        with new_file(self.path / name) as file:
+            file.write(text.encode())
 
 
 def run(stage: Stage, out, quiet: bool = False) -> dict:

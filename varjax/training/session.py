@@ -7,9 +7,9 @@ from varjax.errors import UserError, choose
 from varjax.models import parameters
 from varjax.models.var.transformer import VAR
 from varjax.storage import checkpoint
-from varjax.training import data, loop, stage_folder, tokens
+from varjax.training import data, loop
 from varjax.training.settings import TrainingSettings
-from varjax.training.var_trainer import VARStage
+from varjax.training.var_trainer import VARStage, read_tokens, write_tokens
 from varjax.training.vqvae_trainer import VQVAEStage
 
 STAGES = ("vqvae", "var", "both")
@@ -27,8 +27,8 @@ def train(settings: TrainingSettings, stage: str, out, quiet: bool = False) -> P
     """
     choose("stage", stage, STAGES)
     needed = ("vqvae",) if stage == "vqvae" else ("vqvae", "var")
-    stage_folder.check(out, {name: settings.of_stage(name) for name in needed})
-    if stage == "var" and not (Path(out) / "vqvae" / stage_folder.SETTINGS).is_file():
+    loop.check_folder(out, {name: settings.of_stage(name) for name in needed})
+    if stage == "var" and not (Path(out) / "vqvae" / loop.SETTINGS).is_file():
         raise UserError(
             f"out={out} holds no trained codec: run stage=vqvae (or both) with it first"
         )
@@ -48,8 +48,8 @@ def train(settings: TrainingSettings, stage: str, out, quiet: bool = False) -> P
     path, count = Path(out) / "var" / "tokens.npz", len(pictures.train)
     if not path.exists():
         loop.say(f"var: tokenising {count} pictures and their mirror images", quiet)
-        tokens.write(path, codec, pictures, settings)
-    var_stage = VARStage(settings, config, tokens.read(path, pictures), codec.quantizer)
+        write_tokens(path, codec, pictures, settings)
+    var_stage = VARStage(settings, config, read_tokens(path, pictures), codec.quantizer)
     state = loop.run(var_stage, out, quiet)
     return _save_model(settings, pictures, var_stage.model(state["ema"]), codec, Path(out) / MODEL)
 
@@ -57,7 +57,7 @@ def train(settings: TrainingSettings, stage: str, out, quiet: bool = False) -> P
 def _finished_state(stage: VQVAEStage, out) -> dict:
     """State after the last step of the codec's training."""
     stored = stage.settings.of_stage(stage.name)
-    with stage_folder.StageFolder(out, stage.name, stored) as folder:
+    with loop.StageFolder(out, stage.name, stored) as folder:
         state, done = folder.restore(stage.initial_state())
     if done < stage.steps:
         raise UserError(

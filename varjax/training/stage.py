@@ -1,16 +1,22 @@
-"""What training the codec and training the transformer have in common."""
+"""What training the codec and training the transformer have in common: the order of the pictures,
+AdamW with clipping, learning rate schedules, and the moving average of the weights.
 
-from collections.abc import Mapping
+Parameters are flat dictionaries {name: array} (`varjax.models.parameters.named`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 from flax import nnx
 
 from varjax.models import parameters
-from varjax.training import data_order
 from varjax.training.data import Dataset
-from varjax.training.optimizer import initial_state
 from varjax.training.settings import TrainingSettings
 
 
@@ -60,5 +66,95 @@ class Stage:
     def drawn(self, n: int):
         """int [B] and bool [B]: pictures of step n, and which of them are mirrored."""
         size, seed = self.batch_size, self.settings.seed
-        chosen = data_order.indices(len(self.data.train_labels), size, seed, n)
-        return chosen, data_order.flips(size, seed, n)
+        chosen = indices(len(self.data.train_labels), size, seed, n)
+        return chosen, flips(size, seed, n)
+
+
+# --- which pictures a step sees: a pure function of seed and step, so resuming needs no state -----
+
+
+@lru_cache(maxsize=2)
+def _order(count: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(count)
+
+
+def indices(count: int, batch_size: int, seed: int, step: int) -> np.ndarray:
+    """int64 [batch_size]: pictures of step `step`; every epoch is a new permutation."""
+    positions = step * batch_size + np.arange(batch_size)
+    return np.array([_order(count, seed, int(p // count))[p % count] for p in positions])
+
+
+def flips(batch_size: int, seed: int, step: int) -> np.ndarray:
+    """bool [batch_size]: which pictures of the step are mirrored, each with probability 1/2."""
+    return np.random.default_rng((seed, step, 1)).random(batch_size) < 0.5
+
+
+def whole_batches(count: int, batch_size: int) -> Iterator[slice]:
+    """Batches of one size in order, so that one program serves all; the rest is left out."""
+    size = min(batch_size, count)
+    return (slice(start, start + size) for start in range(0, count - size + 1, size))
+
+
+# --- the optimiser --------------------------------------------------------------------------------
+
+
+def learning_rate(
+    peak: float, steps: int, warm_up: int = 0, flat_until: float = 0.0
+) -> optax.Schedule:
+    """Linear warm-up over `warm_up` steps, constant until the part `flat_until` of the run, then a
+    cosine to 1 % of the peak."""
+    warm_up = min(warm_up, steps // 2)
+    flat = max(0, round(steps * flat_until) - warm_up)
+    pieces = [
+        optax.linear_schedule(peak / max(warm_up, 1), peak, max(warm_up - 1, 1)),
+        optax.constant_schedule(peak),
+        optax.cosine_decay_schedule(peak, max(steps - warm_up - flat, 1), 0.01),
+    ]
+    return optax.join_schedules(pieces, [warm_up, warm_up + flat])
+
+
+def decays(params: Mapping) -> dict[str, bool]:
+    """Weight decay acts on matrices and convolutions, not on embeddings, biases, scales or phi."""
+    return {name: name.endswith("/kernel") for name in params}
+
+
+def adamw(
+    rate: optax.Schedule, b2: float, clip: float, weight_decay: float = 0.0
+) -> optax.GradientTransformation:
+    """AdamW on gradients whose norm over all parameters is at most `clip`."""
+    return optax.chain(
+        optax.clip_by_global_norm(clip),
+        optax.adamw(rate, b1=0.9, b2=b2, weight_decay=weight_decay, mask=decays),
+    )
+
+
+def initial_state(params: Mapping, optimizer: optax.GradientTransformation) -> dict:
+    """{"params", "ema", "optimizer", "step"}: what a checkpoint holds, all arrays."""
+    # an explicit type: weakly typed leaves would make the first step compile twice
+    params = {name: jnp.asarray(value, value.dtype) for name, value in params.items()}
+    return {
+        "params": params,
+        "ema": jax.tree.map(jnp.copy, params),
+        "optimizer": optimizer.init(params),
+        "step": jnp.zeros((), jnp.int32),
+    }
+
+
+def descend(
+    state: dict, loss_of: Callable, optimizer: optax.GradientTransformation, ema: float
+) -> tuple[dict, object, jax.Array]:
+    """One step down `loss_of(params) -> (loss, more)`.
+
+    The average follows quickly at first (decay (1 + n) / (10 + n), at most `ema`), so that short
+    runs have a useful one.
+
+    Returns the new state, what `loss_of` gave, and the norm of the gradients before clipping.
+    """
+    found, gradients = jax.value_and_grad(loss_of, has_aux=True)(state["params"])
+    changes, moments = optimizer.update(gradients, state["optimizer"], state["params"])
+    params = optax.apply_updates(state["params"], changes)
+    count = state["step"].astype(jnp.float32)
+    decay = jnp.minimum(ema, (1 + count) / (10 + count))
+    average = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, state["ema"], params)
+    new = {"params": params, "ema": average, "optimizer": moments, "step": state["step"] + 1}
+    return {**state, **new}, found, optax.tree.norm(gradients)

@@ -1,12 +1,16 @@
 """Training of the VAR transformer: teacher forcing on the tokens of a finished codec.
 
+Tokens, plain and mirrored, are made once, in float32, and kept in a file.
+
 All scales of a picture are predicted at once under the block-causal mask; the loss is the mean
 cross entropy over all tokens. Labels are dropped at random, which teaches the null class that
 guidance needs.
 """
 
+import dataclasses
 import functools
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +18,18 @@ import numpy as np
 import optax
 
 from varjax.codecs.autoencoder import cast
-from varjax.codecs.vqvae.quantizer import Quantizer
+from varjax.codecs.vqvae.model import VQVAE, Quantizer
+from varjax.errors import UserError
 from varjax.models.var.transformer import VAR
-from varjax.training import data_order
-from varjax.training.optimizer import adamw, descend, learning_rate
-from varjax.training.stage import Stage
+from varjax.storage.atomic import new_file
+from varjax.training.data import Dataset, to_float
+from varjax.training.settings import TrainingSettings
+from varjax.training.stage import Stage, adamw, descend, learning_rate, whole_batches
 
 
 @dataclass(frozen=True)
 class VARStage(Stage):
-    """`data` holds tokens (`varjax.training.tokens`)."""
+    """`data` holds tokens (`read_tokens`)."""
 
     quantizer: Quantizer = field(compare=False, repr=False)
 
@@ -45,7 +51,7 @@ class VARStage(Stage):
         tokens, labels = self.data.val, self.data.val_labels
         parts = [
             self._evaluate(state["ema"], self.quantizer, tokens[rows], labels[rows])
-            for rows in data_order.whole_batches(len(labels), self.batch_size)
+            for rows in whole_batches(len(labels), self.batch_size)
         ]
         loss, right = np.mean(jax.device_get(parts), axis=0)  # [L] each
         schedule = self.config.schedule
@@ -79,3 +85,39 @@ class VARStage(Stage):
         logits = model(labels, quantizer.teacher_inputs(tokens))
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
         return loss, (logits.argmax(-1) == tokens).astype(jnp.float32)
+
+
+# --- tokens in a file -----------------------------------------------------------------------------
+
+
+def write_tokens(path: Path, codec: VQVAE, pictures: Dataset, settings: TrainingSettings) -> None:
+    """Tokenise training pictures, plain and mirrored, and some validation pictures."""
+    encode = jax.jit(VQVAE.images_to_tokens)
+
+    def tokens_of(images: np.ndarray) -> np.ndarray:
+        size, found = min(settings.var_batch_size, len(images)), []
+        for start in range(0, len(images), size):
+            # the last picture fills up the last batch, so that one program serves all
+            rows = np.minimum(np.arange(start, start + size), len(images) - 1)
+            found.append(np.asarray(encode(codec, to_float(images[rows]))))
+        return np.concatenate(found)[: len(images)]
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    most = settings.max_validation
+    arrays = {
+        "train": np.stack([tokens_of(pictures.train), tokens_of(pictures.train[:, :, ::-1])]),
+        "train_labels": pictures.train_labels,
+        "val": tokens_of(pictures.val[:most]),
+        "val_labels": pictures.val_labels[:most],
+    }
+    with new_file(path) as file:
+        np.savez_compressed(file, **arrays)
+
+
+def read_tokens(path: Path, pictures: Dataset) -> Dataset:
+    """`pictures` as int32 tokens: `train` [2, N, L], plain and mirrored; `val` [M, L]."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return dataclasses.replace(pictures, **arrays)
+    except Exception as error:  # NumPy raises many kinds over damaged files
+        raise UserError(f"{path} is damaged ({error}): delete it to make it again") from error

@@ -7,6 +7,8 @@ The recipe keeps the whole codebook alive (measured in `docs/training.md`):
      of the current pictures every `reseed_every` steps, up to `reseed_until` of the run.
 
 The quantiser runs in float32; encoder and decoder in `dtype`.
+
+Letters: n vectors, V codes, C channels.
 """
 
 import functools
@@ -17,16 +19,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Array, Float, Int
 
 from varjax.codecs.vqvae.model import VQVAE
-from varjax.training import codebook, data_order
 from varjax.training.data import to_float
-from varjax.training.optimizer import adamw, descend, learning_rate
-from varjax.training.stage import Stage
+from varjax.training.stage import Stage, adamw, descend, learning_rate, whole_batches
 
 CODES = "quantizer/embedding"
 VECTORS_PER_CODE = 16  # for k-means
 RESEED_UNTIL = 0.75  # part of the run
+JITTER = 1e-3  # relative noise, so that repeated vectors do not make identical codes
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class VQVAEStage(Stage):
         """PSNR in dB (mean over pictures), mean absolute error in [0, 1], use of the codebook."""
         pictures, codec = self.data.val[: self.settings.max_validation], self.model(state["ema"])
         errors, usage = [], 0
-        for rows in data_order.whole_batches(len(pictures), self.batch_size):
+        for rows in whole_batches(len(pictures), self.batch_size):
             images = jnp.asarray(to_float(pictures[rows]))
             found, used = self._reconstruction_error(codec, images)
             errors.append(found)
@@ -68,7 +70,7 @@ class VQVAEStage(Stage):
             "psnr": float((-10 * jnp.log10(mse)).mean()),
             "mae": float(mae.mean()),
             "codes_used": int((usage > 0).sum()),
-            "perplexity": float(codebook.perplexity(usage)),
+            "perplexity": float(perplexity(usage)),
         }
 
     def _images(self, n: int) -> jax.Array:
@@ -83,7 +85,7 @@ class VQVAEStage(Stage):
         wanted = VECTORS_PER_CODE * count
         rounds = -(-wanted // (self.batch_size * self.config.schedule.total_tokens))
         vectors = [self._ideal_residuals(state, self._images(n + i)) for i in range(rounds)]
-        codes = _k_means(self.key(n), jnp.concatenate(vectors)[:wanted], count)
+        codes = k_means(self.key(n), jnp.concatenate(vectors)[:wanted], count)
         return _with_codes(state, codes, moved=jnp.ones(count, bool))
 
     # --- compiled ---
@@ -121,7 +123,7 @@ class VQVAEStage(Stage):
     def _reseed(self, state: dict, images, key) -> dict:
         codec = self.model(state["params"])
         vectors = codec.quantizer.pooled_residuals(codec.encode(images))
-        codes, moved = codebook.reseed(
+        codes, moved = reseed(
             key, state["params"][CODES], state["usage"], vectors.reshape(-1, vectors.shape[-1])
         )
         return _with_codes(state, codes, moved)
@@ -135,9 +137,6 @@ class VQVAEStage(Stage):
         return errors, self._usage(tokens)
 
 
-_k_means = jax.jit(codebook.k_means, static_argnums=2)
-
-
 def _with_codes(state: Mapping, codes, moved) -> dict:
     """State with new codes where `moved`, in the averaged weights too, and usage counted afresh."""
     average = jnp.where(moved[:, None], codes, state["ema"][CODES])
@@ -147,3 +146,61 @@ def _with_codes(state: Mapping, codes, moved) -> dict:
         "ema": {**state["ema"], CODES: average},
         "usage": jnp.zeros_like(state["usage"]),
     }
+
+
+# --- a codebook that does not collapse: first codes from k-means, seldom used ones placed anew ----
+
+
+def _nearest(vectors: Float[Array, "n C"], codes: Float[Array, "V C"]) -> Int[Array, " n"]:
+    distances = jnp.square(codes).sum(-1) - 2 * vectors @ codes.T
+    return jnp.argmin(distances, axis=-1)
+
+
+def _samples(key: Array, vectors: Float[Array, "n C"], count: int) -> Float[Array, "V C"]:
+    """`count` random vectors, different ones where there are enough, with a little noise."""
+    pick, noise = jax.random.split(key)
+    chosen = jax.random.choice(pick, len(vectors), (count,), replace=count > len(vectors))
+    return vectors[chosen] + JITTER * vectors.std() * jax.random.normal(
+        noise, (count, vectors.shape[1])
+    )
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def k_means(
+    key: Array, vectors: Float[Array, "n C"], num_codes: int, iterations: int = 12
+) -> Float[Array, "V C"]:
+    """Codes after rounds of k-means; one that loses all its vectors restarts at a random vector."""
+    start, key = jax.random.split(key)
+
+    def improve(codes, key):
+        owner = _nearest(vectors, codes)
+        counts = jnp.zeros(num_codes).at[owner].add(1)
+        sums = jnp.zeros_like(codes).at[owner].add(vectors)
+        means = sums / jnp.maximum(counts, 1)[:, None]
+        return jnp.where(counts[:, None] > 0, means, _samples(key, vectors, num_codes)), None
+
+    codes, _ = jax.lax.scan(
+        improve, _samples(start, vectors, num_codes), jax.random.split(key, iterations)
+    )
+    return codes
+
+
+def reseed(
+    key: Array,
+    codes: Float[Array, "V C"],
+    usage: Float[Array, " V"],
+    vectors: Float[Array, "n C"],
+    threshold: float = 0.05,
+) -> tuple[Float[Array, "V C"], Array]:
+    """Move codes used less than `threshold` times the mean usage to random vectors.
+
+    Returns the codes and which of them moved, bool [V].
+    """
+    rare = usage < threshold * usage.mean()
+    return jnp.where(rare[:, None], _samples(key, vectors, len(codes)), codes), rare
+
+
+def perplexity(usage: Float[Array, " V"]) -> Float[Array, ""]:
+    """exp(entropy) of the usage: how many codes are used as if equally often."""
+    share = usage / jnp.maximum(usage.sum(), 1)
+    return jnp.exp(-jnp.where(share > 0, share * jnp.log(jnp.maximum(share, 1e-12)), 0).sum())

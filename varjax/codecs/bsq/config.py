@@ -1,29 +1,22 @@
 """Configuration of the binary spherical VAE, readable and writable in published argument names."""
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from varjax.codecs.autoencoder import LARGEST_BLOCKS, LARGEST_LEVELS, Layout
-from varjax.errors import UserError
 from varjax.models import published
 
 GROUP_CHOICES = (32, 24)  # normalisation groups: the first that divides a level's channels
-LARGEST = {
-    "base_ch": published.LARGEST_SIZE,
-    "image_channels": published.LARGEST_SIZE,
-    "codebook_dim": 256,
-    "num_res_blocks": LARGEST_BLOCKS,
-    "patch_size": 512,
-}
 IGNORED_NAMES = ("note",)  # do not change the function computed
 
 
 @dataclass(frozen=True, kw_only=True)
-class BSQConfig:
+class BSQConfig(published.Configuration):
     """Shape of the image codec, in the published names; `UserError` when a size is impossible. It
     has no schedule: the transformer's maps are given with every call.
     """
+
+    what = "BSQ-VAE"
 
     codebook_dim: int = 32  # bits per latent position
     base_ch: int = 128
@@ -35,12 +28,16 @@ class BSQConfig:
     cnn_attention: str = "no"
 
     def __post_init__(self):
-        for name, most in LARGEST.items():
-            published.check_size("BSQ-VAE", name, getattr(self, name), most)
+        self.check_sizes("base_ch", "image_channels")
+        self.check_sizes("codebook_dim", most=256)
+        self.check_sizes("num_res_blocks", most=LARGEST_BLOCKS)
+        self.check_sizes("patch_size", most=512)
         if self.patch_size & (self.patch_size - 1):
-            raise _wrong(f"patch_size is {self.patch_size}, it must be a power of two (8 or 16)")
+            raise self.wrong(
+                f"patch_size is {self.patch_size}, it must be a power of two (8 or 16)"
+            )
         if self.cnn_attention != "no":
-            raise _wrong(
+            raise self.wrong(
                 f'cnn_attention is {self.cnn_attention!r:.40}; only "no" is supported, as in the'
                 " released tokenizers"
             )
@@ -50,14 +47,14 @@ class BSQConfig:
     def _check_levels(self, name: str, multipliers: tuple[int, ...]) -> None:
         least = self.num_resamplings + 1
         if not least <= len(multipliers) <= LARGEST_LEVELS or min(multipliers) < 1:
-            raise _wrong(
+            raise self.wrong(
                 f"{name} is {list(multipliers)[:12]}: patch_size {self.patch_size} needs {least} to"
                 f" {LARGEST_LEVELS} levels, each at least 1"
             )
-        published.check_size("BSQ-VAE", f"base_ch * {name}", self.base_ch * max(multipliers))
+        self.check_size(f"base_ch * {name}", self.base_ch * max(multipliers))
         for width in {self.base_ch, *(self.base_ch * m for m in multipliers)}:
             if all(width % groups for groups in GROUP_CHOICES):
-                raise _wrong(
+                raise self.wrong(
                     f"a level has {width} channels, which neither 32 nor 24 normalisation groups"
                     " divide: choose base_ch as a multiple of 24 or 32"
                 )
@@ -94,17 +91,7 @@ class BSQConfig:
     @classmethod
     def from_published(cls, values: Mapping) -> "BSQConfig":
         """Read published names. `UserError` for unknown ones, with the list of known ones."""
-        types = {f.name: f.type for f in dataclasses.fields(cls)} | {"cnn_attention": object}
-        return cls(**published.arguments("BSQ-VAE", values, types, IGNORED_NAMES))
-
-    def to_published(self) -> dict:
-        """The published names as plain JSON values."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
-
-
-def _wrong(message: str) -> UserError:
-    return UserError(f"BSQ-VAE configuration: {message}")
+        return cls(**cls.arguments(values, IGNORED_NAMES, cnn_attention=object))
 
 
 _EIGHT = {"encoder_ch_mult": (1, 2, 4, 4), "decoder_ch_mult": (1, 2, 4, 4), "patch_size": 8}

@@ -1,31 +1,25 @@
 """Configuration of the multi-scale VQVAE, readable and writable in the published argument names."""
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from varjax.codecs.autoencoder import LARGEST_BLOCKS, LARGEST_LEVELS, Layout
-from varjax.errors import UserError
 from varjax.models import published
 from varjax.schedule import Schedule
 
-LIMITS = (
-    ("num_res_blocks", 1, LARGEST_BLOCKS),
-    ("share_quant_resi", 0, 1024),
-    ("default_qresi_counts", 0, 1024),
-    ("quant_conv_ks", 1, 63),
-)
 SIDES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
 # Names in published configurations that do not change the function computed.
 IGNORED_NAMES = ("L", "note", "dropout", "test_mode")
 
 
 @dataclass(frozen=True, kw_only=True)
-class VQVAEConfig:
+class VQVAEConfig(published.Configuration):
     """Shape of the image codec; `UserError` when a size is impossible. Field names are the
     published ones, `schedule` replaces `patch_nums`.
     """
+
+    what = "VQVAE"
 
     vocab_size: int = 4096
     z_channels: int = 32
@@ -46,30 +40,32 @@ class VQVAEConfig:
     schedule: Schedule = Schedule.square(SIDES_256)
 
     def __post_init__(self):
-        for name in ("vocab_size", "z_channels", "ch", "in_channels", "group_norm_groups"):
-            published.check_size("VQVAE", name, getattr(self, name))
-        for name, least, most in LIMITS:
-            published.check_size("VQVAE", name, getattr(self, name), most, least)
-        for name in ("group_norm_eps", "beta"):
-            published.check_real("VQVAE", name, getattr(self, name))
+        self.check_sizes("vocab_size", "z_channels", "ch", "in_channels", "group_norm_groups")
+        self.check_sizes("num_res_blocks", most=LARGEST_BLOCKS)
+        self.check_sizes("share_quant_resi", "default_qresi_counts", least=0, most=1024)
+        self.check_sizes("quant_conv_ks", most=63)
+        self.check_real("group_norm_eps")
+        self.check_real("beta")
         if not math.isfinite(self.quant_resi):
-            raise _wrong(f"quant_resi is {self.quant_resi}, it must be a finite number")
+            raise self.wrong(f"quant_resi is {self.quant_resi}, it must be a finite number")
         self._check_levels()
         if self.quant_conv_ks % 2 == 0:
-            raise _wrong(f"quant_conv_ks is {self.quant_conv_ks}, it must be odd (1, 3, ...)")
+            raise self.wrong(f"quant_conv_ks is {self.quant_conv_ks}, it must be odd (1, 3, ...)")
         final = self.schedule.final_map
         if any(h > final[0] or w > final[1] for h, w in self.schedule.maps):
-            raise _wrong(f"schedule {self.schedule}: the last map must be the largest")
+            raise self.wrong(f"schedule {self.schedule}: the last map must be the largest")
 
     def _check_levels(self) -> None:
         if not self.ch_mult or min(self.ch_mult) < 1:
-            raise _wrong(f"ch_mult {self.ch_mult} needs at least one level, each at least 1")
+            raise self.wrong(f"ch_mult {self.ch_mult} needs at least one level, each at least 1")
         if len(self.ch_mult) > LARGEST_LEVELS:
-            raise _wrong(f"ch_mult has {len(self.ch_mult)} levels, at most {LARGEST_LEVELS} work")
-        published.check_size("VQVAE", "ch * ch_mult", self.ch * max(self.ch_mult))
+            raise self.wrong(
+                f"ch_mult has {len(self.ch_mult)} levels, at most {LARGEST_LEVELS} work"
+            )
+        self.check_size("ch * ch_mult", self.ch * max(self.ch_mult))
         for width in {self.ch, *(self.ch * m for m in self.ch_mult)}:
             if width % self.group_norm_groups:
-                raise _wrong(
+                raise self.wrong(
                     f"a level has {width} channels, which {self.group_norm_groups} normalisation"
                     " groups do not divide: choose ch as a multiple of group_norm_groups"
                 )
@@ -117,23 +113,10 @@ class VQVAEConfig:
     def from_published(cls, values: Mapping) -> "VQVAEConfig":
         """Read published names; `patch_nums` (or `v_patch_nums`) holds ints or (h, w) pairs.
         `UserError` for unknown ones."""
-        types = {f.name: f.type for f in dataclasses.fields(cls) if f.name != "schedule"}
-        maps = {"patch_nums": object, "v_patch_nums": object}
-        found = published.arguments("VQVAE", values, {**types, **maps}, IGNORED_NAMES)
+        found = cls.arguments(values, IGNORED_NAMES, patch_nums=object, v_patch_nums=object)
         maps = [found.pop(name) for name in ("patch_nums", "v_patch_nums") if name in found]
         if len(maps) == 2 and maps[0] != maps[1]:
-            raise _wrong("patch_nums and v_patch_nums differ: give one of them")
+            raise cls.wrong("patch_nums and v_patch_nums differ: give one of them")
         if maps:
-            found["schedule"] = published.schedule("VQVAE", maps[0])
+            found["schedule"] = cls.read_schedule(maps[0])
         return cls(**found)
-
-    def to_published(self) -> dict:
-        """The published names as plain JSON values; square maps become ints in `patch_nums`."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        schedule = values.pop("schedule")
-        values["ch_mult"] = list(self.ch_mult)
-        return {**values, "patch_nums": published.patch_nums(schedule)}
-
-
-def _wrong(message: str) -> UserError:
-    return UserError(f"VQVAE configuration: {message}")

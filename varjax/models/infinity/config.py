@@ -61,7 +61,7 @@ class InfinityConfig(published.TransformerConfig):
     rope_map: tuple[int, int] = TEMPLATE.rope_map
 
     def __post_init__(self):
-        self.check_sizes("text_channels", "text_maxlen", "codebook_dim", "block_chunks")
+        self.check_shape("text_channels", "text_maxlen", "codebook_dim", "block_chunks")
         for name, value, parts in (
             ("embed_dim", self.embed_dim, self.num_heads),
             ("head size", self.head_dim, 4),  # half of the rotated pairs for rows, half for columns
@@ -86,10 +86,8 @@ class InfinityConfig(published.TransformerConfig):
         wrong type, an option that no released model has, or one that must follow from others and
         does not.
         """
-        types = {f.name: f.type for f in dataclasses.fields(cls) if f.name not in MAPS}
-        types = {**types, "apply_spatial_patchify": object, "schedule": object}
-        loose = {name: object for name in (*FIXED, *DERIVED, *MAPS)}
-        found = published.arguments("Infinity", arguments, {**types, **loose}, IGNORED_NAMES)
+        loose = (*FIXED, *DERIVED, *MAPS, "apply_spatial_patchify", "schedule")
+        found = cls.arguments(arguments, IGNORED_NAMES, **dict.fromkeys(loose, object))
         for name, value in FIXED.items():
             given = found.pop(name, value)
             if given != value:
@@ -191,7 +189,7 @@ def _maps(found: dict) -> dict:
         return {"schedule": template.schedule, "rope_map": template.rope_map}
     if aspect is not None or size is not None:
         raise InfinityConfig.wrong("give either aspect and size, or patch_nums and rope_map")
-    schedule = published.schedule("Infinity", patch_nums)
+    schedule = InfinityConfig.read_schedule(patch_nums)
     pair = schedule.final_map if rope_map is None else rope_map
     if not isinstance(pair, (list, tuple)) or [type(n) for n in pair] != [int, int]:
         raise InfinityConfig.wrong(f"rope_map is {pair!r:.40}, it must be [height, width]")

@@ -1,7 +1,6 @@
 """Configuration of the VAR transformer, in the published constructor's names, and its published
 sizes."""
 
-import dataclasses
 from dataclasses import dataclass
 
 from varjax.errors import UserError
@@ -39,7 +38,7 @@ class VARConfig(published.TransformerConfig):
     cond_drop_rate: float = 0.1  # training: how often the label is replaced by the null class
 
     def __post_init__(self):
-        self.check_sizes("num_classes", "vocab_size", "z_channels")
+        self.check_shape("num_classes", "vocab_size", "z_channels")
         width, heads = self.embed_dim, self.num_heads
         if width % heads:
             raise self.wrong(f"embed_dim {width} is not a multiple of num_heads {heads}")
@@ -63,10 +62,8 @@ class VARConfig(published.TransformerConfig):
         What is left out has the published default; hence `attn_l2_norm` is off unless given.
         `UserError` for an unknown name or a value of the wrong type.
         """
-        types = {f.name: f.type for f in dataclasses.fields(cls) if f.name != "schedule"}
-        types["patch_nums"] = object
-        found = published.arguments("VAR", arguments, types, IGNORED_NAMES)
-        schedule = published.schedule("VAR", found.pop("patch_nums", SIDES_256))
+        found = cls.arguments(arguments, IGNORED_NAMES, patch_nums=object)
+        schedule = cls.read_schedule(found.pop("patch_nums", SIDES_256))
         return cls(**{"attn_l2_norm": False, **found}, schedule=schedule)
 
     @property

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from varjax.training import codebook
+from varjax.training import vqvae_trainer as codebook
 
 
 def _clusters(count=6, each=50):
