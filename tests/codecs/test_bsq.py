@@ -17,9 +17,9 @@ from flax import nnx
 from ported_weights import rules
 from ported_weights.readers import sources
 from ported_weights.tables.bsq import SIGNATURE, bsq_rules
-from varjax.codecs.bsq import quantizer
+from varjax.codecs.bsq import model as quantizer
 from varjax.codecs.bsq.model import BSQVAE, PRESETS, BSQConfig
-from varjax.codecs.resize import resize_area
+from varjax.codecs.maps import resize_area
 from varjax.errors import UserError
 from varjax.models import parameters
 from varjax.schedule import Schedule

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from varjax.codecs.vqvae.model import VQVAEConfig
-from varjax.codecs.vqvae.quantizer import Quantizer
+from varjax.codecs.vqvae.model import Quantizer, VQVAEConfig
 from varjax.errors import UserError
 from varjax.schedule import Schedule
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 from pallas_kernels.cache_write import BlockWrites, block_writes
 from pallas_kernels.ragged_attention import BlockTable
 from varjax.cache.plan import CachePlan
-from varjax.codecs.resize import bilinear_neighbours
+from varjax.codecs.maps import bilinear_neighbours
 from varjax.engine.segments import Segment
 
 

@@ -213,9 +213,15 @@ class ImageCodec(nnx.Module):
     """Images [B, H, W, 3] in [-1, 1] to latent maps [B, P, Q, C] and back.
 
     Both directions run in float32 with full-precision products, on accelerators too, unless another
-    `dtype` is asked for. Subclasses have a `config`, and name the modules of each direction, in the
-    order in which they run, with `encoding()` and `decoding()`.
+    `dtype` is asked for. Subclasses have a `config`.
     """
+
+    def encoding(self) -> tuple[nnx.Module, ...]:
+        """The modules of `encode`, in the order in which they run."""
+        return (self.encoder,)
+
+    def decoding(self) -> tuple[nnx.Module, ...]:
+        return (self.decoder,)
 
     def encode(self, images: Float[Array, "B H W 3"], dtype=jnp.float32) -> Float[Array, "B P Q C"]:
         """Latent map before quantisation, float32. `UserError` unless height and width are

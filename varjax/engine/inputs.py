@@ -12,13 +12,11 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from varjax.codecs.patchify import patchify, unpatchify
-from varjax.codecs.resize import area_matrix, bicubic_matrix, bilinear_matrix, resize
+from varjax.codecs.maps import MATRICES, patchify, resize, unpatchify
 from varjax.engine.segments import Segment, token_index
 from varjax.schedule import Schedule
 
 AnyArray = Array | np.ndarray  # made on the host, read on the device
-MATRICES = {"area": area_matrix, "bicubic": bicubic_matrix, "bilinear": bilinear_matrix}
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,33 @@
 """The binary spherical VAE of Infinity: images to bits and back (arXiv 2412.04431, 2406.07548).
 
     encode              images in [-1, 1] -> latent map
-    quantizer           latent map <-> bits of all scales (`varjax.codecs.bsq.quantizer`)
+    quantiser           latent map <-> bits of all scales: one per channel, position and scale
     decode              sum of codes -> images in [-1, 1]
+
+Scale k of the quantiser pools what is still unexplained of the latent map to its own size and keeps
+the signs. Their code, a corner of the unit cube's sphere, is enlarged to the full map and
+subtracted. There is nothing learned here. All of it runs in float32 with full-precision products: a
+single different bit early on changes later ones.
+
+The quantiser shrinks by area means, the transformer's inputs are shrunk linearly: two different
+resizings of nearly the same maps.
 
 A schedule is always that of the latent maps: for a transformer with patchify it has twice the sides
 of the transformer's.
+
+Letters: B images of H x W pixels, L latent positions of all scales, P x Q the final map, C channels
+(bits).
 """
 
+from collections.abc import Iterator
+
+import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Bool, Float, Int, Integer, UInt8
 
 from varjax.codecs.autoencoder import Decoder, Encoder, ImageCodec
-from varjax.codecs.bsq import quantizer
 from varjax.codecs.bsq.config import PRESETS, BSQConfig
+from varjax.codecs.maps import flatten_maps, patchify, resize_area, resize_bilinear
 from varjax.errors import UserError
 from varjax.schedule import Schedule
 
@@ -21,27 +35,18 @@ __all__ = ["BSQVAE", "PRESETS", "BSQConfig"]
 
 
 class BSQVAE(ImageCodec):
-    """Encoder and decoder; the quantiser has no parameters.
-
-    B images of H x W pixels, P x Q latent positions of C bits, L positions of all scales.
-    """
+    """Encoder and decoder; the quantiser has no parameters."""
 
     def __init__(self, config: BSQConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.encoder = Encoder(config.encoder, rngs=rngs)
         self.decoder = Decoder(config.decoder, rngs=rngs)
 
-    def encoding(self) -> tuple[nnx.Module, ...]:
-        return (self.encoder,)
-
-    def decoding(self) -> tuple[nnx.Module, ...]:
-        return (self.decoder,)
-
     # --- what generation asks of a codec ---
 
     def codes(self, bits: UInt8[Array, "B T C"]) -> Float[Array, "B T C"]:
         """Code vectors of drawn bits: a token of several codes has all of theirs."""
-        return quantizer.codes(bits, self.config.codebook_dim)
+        return codes(bits, self.config.codebook_dim)
 
     def accumulate(
         self,
@@ -58,7 +63,7 @@ class BSQVAE(ImageCodec):
         self, images: Float[Array, "B H W 3"], schedule: Schedule
     ) -> UInt8[Array, "B L C"]:
         """Bits of all scales, coarse to fine, each map row-major."""
-        return quantizer.features_to_bits(self.encode(images), schedule)
+        return features_to_bits(self.encode(images), schedule)
 
     def bits_to_images(
         self, bits: UInt8[Array, "B L C"], schedule: Schedule
@@ -68,10 +73,79 @@ class BSQVAE(ImageCodec):
                 f"bits of shape {bits.shape} given, the tokenizer has {self.config.codebook_dim}"
                 " bits per position"
             )
-        return self.decode(quantizer.code_maps(bits, schedule)[-1])
+        return self.decode(code_maps(bits, schedule)[-1])
 
     def reconstruct(
         self, images: Float[Array, "B H W 3"], schedule: Schedule
     ) -> Float[Array, "B H W 3"]:
         """Images after a round trip through their bits."""
         return self.bits_to_images(self.images_to_bits(images, schedule), schedule)
+
+
+# --- the quantiser --------------------------------------------------------------------------------
+
+
+def codes(
+    bits: Integer[Array, "*shape"] | Bool[Array, "*shape"], channels: int
+) -> Float[Array, "*shape"]:
+    """Code values of bits, (2 b - 1) / sqrt(channels): vectors of `channels` of them have length 1.
+
+    `channels` is the latent width C, also for the 4 C bits of a patchified token.
+    """
+    return (2 * bits.astype(jnp.float32) - 1) / jnp.sqrt(jnp.float32(channels))
+
+
+def features_to_bits(h: Float[Array, "B P Q C"], schedule: Schedule) -> UInt8[Array, "B L C"]:
+    """Bits of all scales, coarse to fine, each map row-major."""
+    return flatten_maps([(rest > 0).astype(jnp.uint8) for rest in residuals(h, schedule)])
+
+
+def residuals(h: Float[Array, "B P Q C"], schedule: Schedule) -> Iterator[Float[Array, "B p q C"]]:
+    """Per scale, the pooled rest whose signs are the bits.
+
+    The published quantiser normalises it first, which cannot change a sign and is left out.
+    """
+    if h.shape[1:3] != schedule.final_map:
+        raise UserError(
+            f"a latent map of {h.shape[1]} x {h.shape[2]} positions does not fit schedule"
+            f" {schedule}: its last map has {schedule.final_map[0]} x {schedule.final_map[1]}"
+        )
+    rest = h.astype(jnp.float32)
+    for size in schedule.maps:
+        pooled = resize_area(rest, size)
+        yield pooled
+        rest = rest - resize_bilinear(codes(pooled > 0, h.shape[-1]), schedule.final_map)
+
+
+def code_maps(bits: UInt8[Array, "B L C"], schedule: Schedule) -> list[Float[Array, "B P Q C"]]:
+    """Running sums: entry k is the latent map after scales 0..k; the last one is decoded."""
+    if bits.ndim != 3 or bits.shape[1] != schedule.total_tokens:
+        raise UserError(
+            f"bits of shape {bits.shape} given: schedule {schedule} needs [images,"
+            f" {schedule.total_tokens}, bits per position]"
+        )
+    batch, _, channels = bits.shape
+    total = jnp.zeros((batch, *schedule.final_map, channels), jnp.float32)
+    totals = []
+    for size, start, end in zip(schedule.maps, schedule.starts, schedule.ends, strict=True):
+        part = codes(bits[:, start:end], channels).reshape(batch, *size, channels)
+        total = total + resize_bilinear(part, schedule.final_map)
+        totals.append(total)
+    return totals
+
+
+def teacher_inputs(
+    bits: UInt8[Array, "B L C"], schedule: Schedule, patch: int = 1
+) -> Float[Array, "B M {patch}**2*C"]:
+    """What the transformer sees at scales 1..K-1: the running sum resized to each next map.
+
+    `schedule` is the codec's, also for a transformer with patchify: then its tokens are `patch` by
+    `patch` positions. M is the number of tokens of scales 1..K-1.
+    """
+    maps = schedule.maps
+    inputs = [
+        patchify(resize_bilinear(total, size), patch)
+        for total, size in zip(code_maps(bits, schedule)[:-1], maps[1:], strict=True)
+    ]
+    empty = jnp.zeros((len(bits), 0, 1, bits.shape[-1] * patch**2), jnp.float32)
+    return flatten_maps([empty, *inputs])

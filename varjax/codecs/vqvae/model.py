@@ -1,25 +1,207 @@
 """The multi-scale VQVAE: images to tokens and back (Tian et al. 2024, arXiv 2404.02905).
 
     encode          images in [-1, 1] -> latent map
-    quantizer       latent map <-> tokens of all scales (`varjax.codecs.vqvae.quantizer`)
+    quantizer       latent map <-> tokens of all scales: one map of code indices per scale
     decode          quantised latent map -> images in [-1, 1]
 
-An encoder in bfloat16 changes about one token in eight.
+Scale k of the quantiser pools what is still unexplained of the latent map to its own size, picks
+the nearest code for every position, enlarges the codes to the full map, passes them through a small
+convolution phi and subtracts the result. The sum over scales is the quantised latent map. All of it
+runs in float32 with full-precision products: a single different code early on changes every later
+one. An encoder in bfloat16 changes about one token in eight.
+
+Letters: B images of H x W pixels, K scales, L tokens of all scales, P x Q the final map, C
+channels, V codes.
 """
 
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from varjax.codecs.autoencoder import Decoder, Encoder, ImageCodec, conv
+from varjax.codecs.maps import flatten_maps, resize_area, resize_bicubic
 from varjax.codecs.vqvae.config import VQVAEConfig
-from varjax.codecs.vqvae.quantizer import Quantizer
+from varjax.errors import UserError
 from varjax.sampling import smooth_codes
 
-__all__ = ["VQVAE", "VQVAEConfig"]
+__all__ = ["VQVAE", "Quantizer", "VQVAEConfig"]
+
+HIGHEST = jax.lax.Precision.HIGHEST
+
+
+def phi_index(num_scales: int, share_quant_resi: int, default_qresi_counts: int = 0) -> np.ndarray:
+    """int32 [K]: which phi convolution each scale uses.
+
+    `share_quant_resi` 1 means one for all, n >= 2 means n of them, 0 means `default_qresi_counts`
+    or as many as scales. Scale k sits at k / (K - 1) in [0, 1] and takes the phi with the nearest
+    tick. Ticks are evenly spaced; the original places them differently for exactly four phis, and
+    so do we.
+    """
+    if share_quant_resi == 1:
+        return np.zeros(num_scales, np.int32)
+    count = share_quant_resi or default_qresi_counts or num_scales
+    margin = 1 / 3 / count if count == 4 else 1 / 2 / count
+    ticks = np.linspace(margin, 1 - margin, count)
+    where = [k / max(num_scales - 1, 1) for k in range(num_scales)]
+    return np.array([np.argmin(np.abs(ticks - position)) for position in where], np.int32)
+
+
+def _identity_kernels(count: int, channels: int) -> Array:
+    """[count, 3, 3, C, C] convolutions that return their input: training starts with phi(x) = x."""
+    centre = jnp.zeros((3, 3, 1, 1)).at[1, 1].set(1) * jnp.eye(channels)
+    return jnp.tile(centre, (count, 1, 1, 1, 1))
+
+
+def _unit(x: Float[Array, "... C"]) -> Float[Array, "... C"]:
+    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
+
+
+class Quantizer(nnx.Module):
+    """Codes `embedding` [V, C] and stacked phis `phi_kernel` [n, 3, 3, C, C], `phi_bias` [n, C].
+
+    The phi parameters are None when `config.quant_resi` is 0.
+    """
+
+    def __init__(self, config: VQVAEConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        vocabulary, channels, count = config.vocab_size, config.z_channels, config.num_phi
+        self.embedding = nnx.Param(jax.random.normal(rngs.params(), (vocabulary, channels)))
+        self.phi_kernel = nnx.Param(_identity_kernels(count, channels)) if count else None
+        self.phi_bias = nnx.Param(jnp.zeros((count, channels))) if count else None
+
+    # --- the pieces that generation uses ---
+
+    def codebook(self) -> Float[Array, "V C"]:
+        """All code vectors, float32."""
+        return self.embedding[...].astype(jnp.float32)
+
+    def lookup(self, tokens: Int[Array, "..."]) -> Float[Array, "... C"]:
+        """Code vectors of tokens, float32."""
+        return self.codebook()[tokens]
+
+    def phi(
+        self, h: Float[Array, "B P Q C"], scale: int | Int[Array, ""]
+    ) -> Float[Array, "B P Q C"]:
+        """(1 - r) h + r conv(h), float32, for `scale` given as a Python int or a traced index."""
+        config = self.config
+        h = h.astype(jnp.float32)
+        if not config.num_phi:
+            return h
+        index = phi_index(
+            config.schedule.num_scales, config.share_quant_resi, config.default_qresi_counts
+        )
+        index = index[scale] if isinstance(scale, int) else jnp.asarray(index)[scale]
+        ratio = abs(config.quant_resi)
+        kernel, bias = (p[...][index].astype(jnp.float32) for p in (self.phi_kernel, self.phi_bias))
+        layout = ("NHWC", "HWIO", "NHWC")
+        convolved = jax.lax.conv_general_dilated(
+            h, kernel, (1, 1), "SAME", dimension_numbers=layout, precision=HIGHEST
+        )
+        return h * (1 - ratio) + (convolved + bias) * ratio
+
+    def nearest(self, z: Float[Array, "... C"]) -> Int[Array, "..."]:
+        """Index of the nearest code: smallest distance, or largest cosine with `using_znorm`."""
+        z, codes = z.astype(jnp.float32), self.codebook()
+        if self.config.using_znorm:
+            similarity = jnp.einsum("...c,vc->...v", _unit(z), _unit(codes), precision=HIGHEST)
+            return jnp.argmax(similarity, axis=-1).astype(jnp.int32)
+        products = jnp.einsum("...c,vc->...v", z, codes, precision=HIGHEST)
+        # |z|^2 is the same for every code and left out
+        return jnp.argmin(jnp.square(codes).sum(-1) - 2 * products, axis=-1).astype(jnp.int32)
+
+    # --- images to tokens ---
+
+    def features_to_tokens(self, f: Float[Array, "B P Q C"]) -> Int[Array, "B L"]:
+        """Tokens of all scales, coarse to fine, each map row-major."""
+        return jnp.concatenate([tokens for tokens, _, _ in self._steps(f)], axis=1)
+
+    def _steps(self, f: Float[Array, "B P Q C"]) -> Iterator[tuple[Array, Array, Array]]:
+        """Per scale: tokens [B, t_k], the pooled residual [B, h, w, C] that they stand for, and the
+        part [B, P, Q, C] of the map that they explain.
+
+        Gradients reach the codes and phi through the last one, never `f`.
+        """
+        if f.shape[1:] != (*self.config.schedule.final_map, self.config.z_channels):
+            raise UserError(
+                f"a latent map of shape {f.shape[1:]} does not fit schedule"
+                f" {self.config.schedule} with {self.config.z_channels} channels:"
+                f" images of {self.config.image_size} pixels are needed"
+            )
+        rest = jax.lax.stop_gradient(f).astype(jnp.float32)
+        for scale, size in enumerate(self.config.schedule.maps):
+            pooled = resize_area(rest, size)
+            tokens = self.nearest(pooled)
+            part = self.phi(resize_bicubic(self.lookup(tokens), f.shape[1:3]), scale)
+            rest = rest - jax.lax.stop_gradient(part)
+            yield tokens.reshape(len(f), -1), pooled, part
+
+    # --- tokens to maps ---
+
+    def code_maps(self, tokens: Int[Array, "B L"]) -> Float[Array, "K B P Q C"]:
+        """Running sums: entry k is the latent map after scales 0..k; the last one is decoded."""
+        schedule = self.config.schedule
+        if tokens.shape[1] != schedule.total_tokens:
+            raise UserError(
+                f"{tokens.shape[1]} tokens per image given, schedule {schedule} has"
+                f" {schedule.total_tokens}"
+            )
+        total = jnp.zeros((len(tokens), *schedule.final_map, self.config.z_channels), jnp.float32)
+        totals = []
+        for scale, (height, width) in enumerate(schedule.maps):
+            part = tokens[:, schedule.starts[scale] : schedule.ends[scale]]
+            codes = self.lookup(part.reshape(-1, height, width))
+            total = total + self.phi(resize_bicubic(codes, schedule.final_map), scale)
+            totals.append(total)
+        return jnp.stack(totals)
+
+    def teacher_inputs(self, tokens: Int[Array, "B L"]) -> Float[Array, "B M C"]:
+        """What the transformer sees at scales 1..K-1, M = L - t_0 positions: the running sum pooled
+        to each next size."""
+        maps = self.config.schedule.maps
+        totals = self.code_maps(tokens)[:-1]
+        inputs = [resize_area(t, size) for t, size in zip(totals, maps[1:], strict=True)]
+        empty = jnp.zeros((len(tokens), 0, 1, self.config.z_channels), jnp.float32)
+        return flatten_maps([empty, *inputs])
+
+    # --- training ---
+
+    def quantize(self, f: Float[Array, "B P Q C"]):
+        """Quantised map, tokens [B, L] and loss of a training step.
+
+        The map passes gradients straight through to `f`. The loss is the mean over scales of
+        beta |f - sg(sum_k)|^2 + |sg(f) - sum_k|^2, where sum_k is the running sum (mean over
+        elements).
+        """
+        fixed = jax.lax.stop_gradient(f)
+        total, loss, tokens = jnp.zeros_like(f), 0.0, []
+        for found, _, part in self._steps(f):
+            total = total + part
+            commitment = jnp.square(f - jax.lax.stop_gradient(total)).mean()
+            loss = loss + self.config.beta * commitment + jnp.square(fixed - total).mean()
+            tokens.append(found)
+        straight = f + jax.lax.stop_gradient(total - f)
+        return straight, jnp.concatenate(tokens, axis=1), loss / len(tokens)
+
+    def pooled_residuals(self, f: Float[Array, "B P Q C"]) -> Float[Array, "B L C"]:
+        """The vectors that codes have to stand for, scale by scale; they re-seed unused codes."""
+        return flatten_maps([pooled for _, pooled, _ in self._steps(f)])
+
+    def exact_residuals(self, f: Float[Array, "B P Q C"]) -> Float[Array, "B L C"]:
+        """`pooled_residuals` as if every vector were a code; they give the first codes."""
+        rest, found = f.astype(jnp.float32), []
+        for scale, size in enumerate(self.config.schedule.maps):
+            pooled = resize_area(rest, size)
+            rest = rest - self.phi(resize_bicubic(pooled, f.shape[1:3]), scale)
+            found.append(pooled)
+        return flatten_maps(found)
 
 
 class VQVAE(ImageCodec):
-    """Encoder, quantiser, decoder. B images of H x W pixels, P x Q latent positions, L tokens."""
+    """Encoder, quantiser, decoder."""
 
     def __init__(self, config: VQVAEConfig, *, rngs: nnx.Rngs):
         self.config = config

@@ -5,7 +5,7 @@ Letters: N images, L tokens, C bits of a token, d bits of a code. Without patche
 
 import numpy as np
 
-from varjax.codecs.patchify import patchify, unpatchify
+from varjax.codecs.maps import patchify, unpatchify
 from varjax.errors import UserError
 from varjax.models.infinity.config import InfinityConfig
 

@@ -343,7 +343,7 @@ class Infinity(NextScaleTransformer):
         codes: Float[Array, "B K C"],
     ) -> Float[Array, "B L 2*C"]:
         """Teacher-forced logits under the block-causal mask. `codes` are the inputs of scales 1..
-        (`codecs.bsq.quantizer.teacher_inputs`)."""
+        (`codecs.bsq.model.teacher_inputs`)."""
         context = self.encode_rows(text, length)
         scale = self.config.schedule.scale_of_token
         x = jnp.concatenate([context["start"], self.words(len(codes), codes)], axis=1)

@@ -1,8 +1,14 @@
-"""Resizing as matrix products, equal to the original (torch) results.
+"""Maps [B, h, w, C] of codes and latents: resized, as rows of tokens, and in patches.
 
+Resizing is a matrix product, equal to the original (torch) results.
 `jax.image.resize` uses another bicubic constant (-0.5) and another border rule, so its pictures and
 tokens differ. The resizings used here are separable and linear: one small matrix per axis, computed
 on the host, exact for every pair of sizes, applied with an einsum.
+
+Patchify makes p by p cells of a map one transformer token of p * p times the width, p = 1 changes
+nothing. The channel order is that of pixel unshuffle: token channel c * p * p + p * dy + dx is map
+channel c at (p * y + dy, p * x + dx). `patchify` and `unpatchify` take numpy and jax arrays and
+return what they were given.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,8 +17,9 @@ from functools import lru_cache, partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
+AnyArray = Array | np.ndarray
 CUBIC_CONSTANT = -0.75
 
 
@@ -104,8 +111,8 @@ def _linear_neighbours(source: int, target: int) -> tuple[np.ndarray, np.ndarray
 
 def resize(
     x: Float[Array, "B h w C"],
-    rows: Float[Array | np.ndarray, "p h"],
-    columns: Float[Array | np.ndarray, "q w"],
+    rows: Float[AnyArray, "p h"],
+    columns: Float[AnyArray, "q w"],
 ) -> Float[Array, "B p q C"]:
     """Apply one matrix per axis, with full float32 products on every device."""
     high = jax.lax.Precision.HIGHEST
@@ -122,7 +129,41 @@ def _resize_to(
     return resize(x, matrix(x.shape[1], size[0]), matrix(x.shape[2], size[1]))
 
 
+MATRICES = {"area": area_matrix, "bicubic": bicubic_matrix, "bilinear": bilinear_matrix}
 # (maps [B, h, w, C], (height, width)) -> maps of that size
 resize_area = partial(_resize_to, area_matrix)
 resize_bicubic = partial(_resize_to, bicubic_matrix)
 resize_bilinear = partial(_resize_to, bilinear_matrix)
+
+
+# --- tokens ---------------------------------------------------------------------------------------
+
+
+def flatten_maps(maps: Sequence[Shaped[Array, "B _ _ C"]]) -> Shaped[Array, "B L C"]:
+    """Positions of all maps, one map after the other, each row-major."""
+    rows = [m.reshape(m.shape[0], m.shape[1] * m.shape[2], m.shape[3]) for m in maps]
+    return jnp.concatenate(rows, axis=1)
+
+
+def patchify(
+    x: Shaped[AnyArray, "B ph pw C"], side: int = 2
+) -> Shaped[AnyArray, "B ph//{side} pw//{side} {side}**2*C"]:
+    """`side` by `side` cells per token."""
+    if side == 1:
+        return x
+    batch, height, width, channels = x.shape
+    height, width = height // side, width // side
+    x = x.reshape(batch, height, side, width, side, channels)
+    return x.transpose(0, 1, 3, 5, 2, 4).reshape(batch, height, width, channels * side**2)
+
+
+def unpatchify(
+    x: Shaped[AnyArray, "B h w ppC"], side: int = 2
+) -> Shaped[AnyArray, "B {side}*h {side}*w ppC//{side}**2"]:
+    """The inverse of `patchify`: pixel shuffle."""
+    if side == 1:
+        return x
+    batch, height, width, channels = x.shape
+    x = x.reshape(batch, height, width, channels // side**2, side, side)
+    x = x.transpose(0, 1, 4, 2, 5, 3)
+    return x.reshape(batch, height * side, width * side, channels // side**2)

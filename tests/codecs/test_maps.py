@@ -9,17 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from varjax.codecs.patchify import patchify, unpatchify
-from varjax.codecs.resize import (
+from varjax.codecs.maps import (
     area_matrix,
     bicubic_matrix,
     bilinear_matrix,
+    patchify,
     resize,
     resize_area,
     resize_bicubic,
     resize_bilinear,
+    unpatchify,
 )
-from varjax.codecs.vqvae.quantizer import phi_index
+from varjax.codecs.vqvae.model import phi_index
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "var" / "ops"
 INFINITY = Path(__file__).parents[1] / "fixtures" / "infinity" / "interp_vectors.npz"
