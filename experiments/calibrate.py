@@ -21,8 +21,9 @@ from experiments.flags.output import FileFlags
 from experiments.flags.program import batch_size_flag, dtype_flag
 from experiments.flags.sampling import SamplingFlags
 from experiments.prompts import condition as text_condition
-from varjax import calibration as measured
-from varjax.calibration import Calibration, measure, show_guidance
+from varjax.calibration import files as measured
+from varjax.calibration import measure
+from varjax.calibration.data import Calibration, show_guidance
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
 from varjax.model import default_dtype

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from varjax import calibration as calibration_lib
 from varjax import conditions
 from varjax.cache.geometry import Geometry
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
-from varjax.calibration import Calibration
+from varjax.calibration import files as calibration_lib
+from varjax.calibration.data import Calibration
 from varjax.errors import UserError
 from varjax.generator import Generator
 from varjax.model import Model

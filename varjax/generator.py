@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from varjax import calibration as calibration_lib
 from varjax import conditions
 from varjax import sampling as sampling_lib
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
-from varjax.calibration import Calibration
+from varjax.calibration import files as calibration_lib
+from varjax.calibration.data import Calibration
 from varjax.conditions import Condition
 from varjax.engine import compilation_cache, cost, program, scales
 from varjax.engine.segments import plan_segments

@@ -12,7 +12,7 @@ import numpy as np
 
 from experiments.report.charts import DASHES, named_axis, plain, rows, scale_names
 from varjax.cache.geometry import Geometry
-from varjax.calibration import Calibration
+from varjax.calibration.data import Calibration
 from varjax.errors import UserError
 from varjax.policies import BinaryHeatKV, HeatKV
 

@@ -20,8 +20,8 @@ from experiments.flags.output import FileFlags
 from experiments.report import sweep_files
 from experiments.sweep import tables
 from varjax.cache.geometry import Geometry
-from varjax.calibration import Calibration
-from varjax.calibration import load as load_calibration
+from varjax.calibration.data import Calibration
+from varjax.calibration.files import load as load_calibration
 from varjax.cli import command_line
 from varjax.engine.memory import show_bytes
 from varjax.io.extras import require

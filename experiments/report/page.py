@@ -18,7 +18,7 @@ from PIL import Image
 from experiments.report import calibration_charts, sweep_charts
 from experiments.sweep import tables
 from varjax.cache.geometry import Geometry
-from varjax.calibration import Calibration
+from varjax.calibration.data import Calibration
 from varjax.engine.memory import show_bytes
 
 USUAL_BUDGETS = [0.1, 0.25, 0.5]

@@ -35,8 +35,8 @@ from experiments.sweep import plan, tables
 from experiments.sweep.cells import Runner
 from experiments.sweep.plan import Cell, Sweep
 from varjax import api
-from varjax import calibration as calibration_lib
-from varjax.calibration import Calibration
+from varjax.calibration import files as calibration_lib
+from varjax.calibration.data import Calibration
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError
 from varjax.io import extras

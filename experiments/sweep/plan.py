@@ -12,7 +12,7 @@ from experiments.generation import Generation, policy_arguments
 from varjax.cache.geometry import Geometry
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
-from varjax.calibration import Calibration
+from varjax.calibration.data import Calibration
 from varjax.engine import memory
 from varjax.errors import UserError, choose
 from varjax.key_values import parse_pairs

@@ -11,7 +11,8 @@ import pytest
 
 from tests import models_under_test as models
 from varjax.cache.allocation import RegionAllocation
-from varjax.calibration import measure, scas
+from varjax.calibration import measure
+from varjax.calibration.data import scas
 from varjax.policies.base import Needs, Policy
 from varjax.sampling import Sampling
 

@@ -8,9 +8,10 @@ import chex
 import numpy as np
 import pytest
 
-from varjax import calibration as measured
 from varjax.cache.geometry import Geometry
-from varjax.calibration import Calibration
+from varjax.calibration import data
+from varjax.calibration import files as measured
+from varjax.calibration.data import Calibration
 from varjax.errors import UserError
 from varjax.schedule import Schedule
 
@@ -43,7 +44,7 @@ def write(folder, content) -> pathlib.Path:
 def test_attention_mass(scas):
     schedule = Schedule(tuple(map(tuple, scas["scale_hw"].tolist())))
     per_prompt = [
-        measured.attention_mass(
+        data.attention_mass(
             [scas[f"probs_d{d}_k{k}"] for k in range(schedule.num_scales)], schedule
         )
         for d in range(int(scas["num_prompts"]))
@@ -51,26 +52,24 @@ def test_attention_mass(scas):
     chex.assert_trees_all_close(np.stack(per_prompt), scas["beta_per_prompt"], atol=1e-7)
     chex.assert_trees_all_close(np.mean(per_prompt, 0), scas["beta"], atol=1e-7)
     chex.assert_trees_all_close(np.mean(per_prompt, 0).sum(-1), 1, atol=1e-6)
-    scores = measured.scas(np.mean(per_prompt, 0), int(scas["sink_scales"]))
-    orders = measured.orders_from_scores(scores, int(scas["sink_scales"]))
+    scores = data.scas(np.mean(per_prompt, 0), int(scas["sink_scales"]))
+    orders = data.orders_from_scores(scores, int(scas["sink_scales"]))
     np.testing.assert_array_equal(orders, scas["orders_official"])
 
 
 def test_scores_and_orders(scas):
     sinks = int(scas["sink_scales"])
-    scores = measured.scas(scas["beta"], sinks)
+    scores = data.scas(scas["beta"], sinks)
     chex.assert_trees_all_close(scores, scas["scas_paper"], atol=1e-12)
     chex.assert_trees_all_close(scores, scas["scas_official"], atol=1e-6)
-    np.testing.assert_array_equal(
-        measured.orders_from_scores(scores, sinks), scas["orders_official"]
-    )
-    cas = measured.cas(scas["beta"], sinks)
+    np.testing.assert_array_equal(data.orders_from_scores(scores, sinks), scas["orders_official"])
+    cas = data.cas(scas["beta"], sinks)
     chex.assert_trees_all_close(cas, scas["cas_paper"], atol=1e-12)
-    np.testing.assert_array_equal(measured.order_heads(cas), scas["cas_order"])
+    np.testing.assert_array_equal(data.order_heads(cas), scas["cas_order"])
 
 
 def test_ties_go_by_head_then_layer():
-    found = measured.order_heads(np.array([[1.0, 0.5, 1.0], [0.5, 0.5, 2.0]]))
+    found = data.order_heads(np.array([[1.0, 0.5, 1.0], [0.5, 0.5, 2.0]]))
     np.testing.assert_array_equal(found, [[0, 1], [1, 0], [1, 1], [0, 0], [2, 0], [2, 1]])
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests import models_under_test as models
-from varjax import calibration as measured
+from varjax.calibration import files as measured
 from varjax.model import Model, load
 
 

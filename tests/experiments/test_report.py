@@ -15,8 +15,8 @@ import pytest
 from experiments.report import command as report_module
 from experiments.report import sweep_files
 from tests.experiments.made_up_sweep import GEOMETRY
-from varjax import calibration as measured
-from varjax.calibration import Calibration
+from varjax.calibration import files as measured
+from varjax.calibration.data import Calibration
 from varjax.policies import HeatKV
 from varjax.schedule import Schedule
 

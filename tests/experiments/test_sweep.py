@@ -11,8 +11,8 @@ import pytest
 from experiments.sweep import cells as sweep_cells
 from experiments.sweep import plan
 from tests import models_under_test as models
-from varjax import calibration as calibration_lib
 from varjax.api import Generator
+from varjax.calibration import files as calibration_lib
 from varjax.errors import UserError
 from varjax.model import describe
 

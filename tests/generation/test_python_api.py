@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 import varjax
-from varjax import calibration as calibrations
 from varjax import policies
+from varjax.calibration import files as calibrations
 from varjax.errors import UserError
 
 

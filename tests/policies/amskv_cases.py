@@ -7,7 +7,7 @@ import pathlib
 import numpy as np
 
 from varjax.cache.geometry import Geometry
-from varjax.calibration import Calibration
+from varjax.calibration.data import Calibration
 from varjax.policies.amskv.arguments import VAR_256, VAR_512
 from varjax.schedule import Schedule
 

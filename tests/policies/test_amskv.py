@@ -7,7 +7,7 @@ import pytest
 
 from tests.policies.amskv_cases import CASES, D30, D36, DEMO, calibration, fixture
 from varjax.cache.planner import plan_cache
-from varjax.calibration import Calibration
+from varjax.calibration.data import Calibration
 from varjax.errors import UserError
 from varjax.policies import get_policy
 from varjax.policies.amskv import AMSKV, rules

@@ -13,7 +13,7 @@ from tests.policies.observations import CAPACITIES, DEMO, check_counts, kept_col
 from varjax import policies
 from varjax.cache.geometry import Geometry
 from varjax.cache.planner import plan_cache
-from varjax.calibration import Calibration
+from varjax.calibration.data import Calibration
 from varjax.errors import UserError
 from varjax.policies import POLICIES, Compose, get_policy
 from varjax.policies.compose import REFUSED, Newest

@@ -14,9 +14,9 @@ import pytest
 
 import varjax
 from tests import models_under_test as models
-from varjax import calibration as calibrations
 from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
+from varjax.calibration import files as calibrations
 from varjax.calibration import measure
 from varjax.errors import UserError
 from varjax.policies import POLICIES, get_policy

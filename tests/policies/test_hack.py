@@ -17,7 +17,7 @@ from tests.policies.observations import (
 )
 from varjax import policies
 from varjax.cache.planner import plan_cache
-from varjax.calibration import Calibration
+from varjax.calibration.data import Calibration
 from varjax.errors import UserError
 from varjax.policies import get_policy
 

@@ -7,11 +7,11 @@ import pathlib
 import numpy as np
 import pytest
 
-from varjax import calibration as measured
 from varjax import policies
 from varjax.cache.geometry import Geometry
 from varjax.cache.planner import plan_cache
-from varjax.calibration import Calibration
+from varjax.calibration import data as measured
+from varjax.calibration.data import Calibration
 from varjax.errors import UserError
 from varjax.models import registry
 from varjax.policies import sinks as sink_rules

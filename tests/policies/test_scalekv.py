@@ -21,7 +21,7 @@ from tests.policies.observations import (
 from varjax import policies
 from varjax.cache.geometry import Geometry
 from varjax.cache.planner import plan_cache
-from varjax.calibration import Calibration
+from varjax.calibration.data import Calibration
 from varjax.errors import UserError
 from varjax.policies.base import Observation
 from varjax.schedule import Schedule

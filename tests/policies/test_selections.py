@@ -9,7 +9,7 @@ import pytest
 from tests import models_under_test as models
 from varjax import policies
 from varjax.cache.planner import plan_cache
-from varjax.calibration import Calibration
+from varjax.calibration.data import Calibration
 
 NAME = "b_k6_sharedaln"
 POLICIES = {

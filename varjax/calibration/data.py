@@ -1,5 +1,10 @@
-"""`Calibration`: what was measured on a model before it is compressed, and whether it fits."""
+"""`Calibration`: what was measured on a model before it is compressed, whether it fits, and the
+scores of heads and scales that follow from it.
 
+Letters: K scales, L layers, N heads, T = L * N, S source scales after the sinks.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +25,6 @@ AXES = {  # of the arrays that policies decide from
 class Calibration:
     """Measurements of one model. What was not measured, or what a file does not say, is None.
 
-    Letters: K scales, L layers, N heads, T = L * N, S source scales after the sinks.
     model, model_digest, schedule, num_layers, num_heads, guidance, num_samples: what was measured,
       and how. The digest tells models of one shape apart.
     orders: int32 [S, T, 2], (head, layer), least needed first; the last list belongs to scale K - 2
@@ -135,6 +139,18 @@ def read_order(name: str, entries: object, geometry: Geometry) -> np.ndarray:
     return np.array(entries, np.int32)
 
 
+def read_orders(content: object, geometry: Geometry) -> np.ndarray:
+    """int32 [lists, T, 2] from nested lists; one flat list of pairs counts as one list."""
+    if not isinstance(content, list) or not content:
+        raise UserError("it holds no removal orders: one list of [head, layer] per source scale")
+    first = content[0]
+    if isinstance(first, list) and first and not isinstance(first[0], list):
+        content = [content]
+    return np.stack(
+        [read_order(f"order list {i}", entries, geometry) for i, entries in enumerate(content)]
+    )
+
+
 def show_guidance(guidance: float | str) -> str:
     return guidance if isinstance(guidance, str) else f"{guidance:g}"
 
@@ -143,3 +159,49 @@ def _same_guidance(one: float | str, other: float | str) -> bool:
     if isinstance(one, str) or isinstance(other, str):
         return one == other
     return abs(one - other) <= 1e-6
+
+
+# --- scores from the attention mass beta, and the removal orders that they give (HeatKV) ----------
+
+
+def attention_mass(probabilities: Sequence[np.ndarray], schedule: Schedule) -> np.ndarray:
+    """beta [..., K, K] of one sample from attention [..., t_k, c_k] of every scale k over 0..k:
+    mean over queries, sum over the columns of each source scale (HeatKV, Eq. 2). For attention
+    that is at hand; `Probe` sums up the same while generating."""
+    num_scales = schedule.num_scales
+    beta = np.zeros((*probabilities[0].shape[:-2], num_scales, num_scales))
+    for k, attention in enumerate(probabilities):
+        columns = attention.mean(-2, dtype=np.float64)
+        beta[..., k, : k + 1] = np.add.reduceat(columns, schedule.starts[: k + 1], axis=-1)
+    return beta
+
+
+def scas(beta: np.ndarray, sinks: int) -> np.ndarray:
+    """S-CAS [L, N, K]: mean attention mass that later scales, the last included, give to a source
+    scale (HeatKV, Eq. 4); NaN for sinks and the last scale."""
+    num_scales = beta.shape[-1]
+    scores = np.full(beta.shape[:-1], np.nan)
+    for k in range(sinks, num_scales - 1):
+        scores[..., k] = beta[..., k + 1 :, k].mean(-1)
+    return scores
+
+
+def cas(beta: np.ndarray, sinks: int) -> np.ndarray:
+    """CAS [L, N]: attention mass of the last scale on the scales between the sinks and itself, over
+    K - sinks (HeatKV, Eq. 3)."""
+    num_scales = beta.shape[-1]
+    return beta[..., -1, sinks : num_scales - 1].sum(-1) / (num_scales - sinks)
+
+
+def order_heads(scores: np.ndarray) -> np.ndarray:
+    """int32 [T, 2] of (head, layer) by ascending score [L, N]; ties by head, then layer."""
+    layer, head = np.indices(scores.shape).reshape(2, -1)
+    order = np.lexsort((layer, head, scores.ravel()))
+    return np.stack([head, layer], -1)[order].astype(np.int32)
+
+
+def orders_from_scores(scores: np.ndarray, sinks: int) -> np.ndarray:
+    """int32 [S, T, 2]: an order for each source scale from the first after the sinks to K - 2."""
+    layers, heads, num_scales = scores.shape
+    lists = [order_heads(scores[..., k]) for k in range(sinks, num_scales - 1)]
+    return np.array(lists, np.int32).reshape(-1, layers * heads, 2)

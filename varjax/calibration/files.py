@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from varjax.cache.geometry import Geometry
-from varjax.calibration import scores
-from varjax.calibration.data import AXES, Calibration, read_order
+from varjax.calibration.data import AXES, Calibration, cas, read_orders, scas
 from varjax.errors import UserError
 from varjax.schedule import Schedule
 from varjax.storage.atomic import new_file
@@ -109,8 +108,8 @@ def _derived(calibration: Calibration) -> dict:
     """S-CAS of every source scale, CAS after up to three sink scales, attention density."""
     sinks = max(0, min(3, calibration.schedule.num_scales - 2))
     return {
-        "scas": scores.scas(calibration.beta, 0),
-        "cas": scores.cas(calibration.beta, sinks),
+        "scas": scas(calibration.beta, 0),
+        "cas": cas(calibration.beta, sinks),
         "cas_sinks": sinks,
         "attention_density": calibration.attention_density,
     }
@@ -184,15 +183,3 @@ def _read_numbers(name: str, nested: object) -> np.ndarray:
         if wrong:
             raise UserError(f"{name} holds {what}")
     return numbers.astype(np.int32) if name in ("pattern_heads", "pattern_edges") else numbers
-
-
-def read_orders(content: object, geometry: Geometry) -> np.ndarray:
-    """int32 [lists, T, 2] from nested lists; one flat list of pairs counts as one list."""
-    if not isinstance(content, list) or not content:
-        raise UserError("it holds no removal orders: one list of [head, layer] per source scale")
-    first = content[0]
-    if isinstance(first, list) and first and not isinstance(first[0], list):
-        content = [content]
-    return np.stack(
-        [read_order(f"order list {i}", entries, geometry) for i, entries in enumerate(content)]
-    )

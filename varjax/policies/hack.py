@@ -8,7 +8,7 @@ import numpy as np
 
 from varjax.cache.allocation import RegionAllocation
 from varjax.cache.geometry import Geometry
-from varjax.calibration import Calibration
+from varjax.calibration.data import Calibration
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities
 from varjax.policies.base import Needs, Observation, Policy, per_layer

@@ -9,7 +9,7 @@ import numpy as np
 from varjax.cache import planner
 from varjax.cache.allocation import Allocation, RegionAllocation, StaticAllocation
 from varjax.cache.geometry import Geometry
-from varjax.calibration import Calibration
+from varjax.calibration.data import Calibration
 from varjax.policies import capacities
 from varjax.policies.amskv import arguments, rules
 from varjax.policies.base import CALIBRATE, Needs, NotGiven, Observation, Policy, per_layer

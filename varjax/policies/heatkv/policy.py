@@ -7,7 +7,7 @@ import numpy as np
 
 from varjax.cache.allocation import StaticAllocation
 from varjax.cache.geometry import Geometry
-from varjax.calibration import Calibration, cas, order_heads, orders_from_scores, scas
+from varjax.calibration.data import Calibration, cas, order_heads, orders_from_scores, scas
 from varjax.errors import UserError
 from varjax.policies.base import CALIBRATE
 from varjax.policies.heatkv.schedule import PruneSchedule, prune_schedule

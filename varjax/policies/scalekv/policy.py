@@ -10,7 +10,7 @@ import numpy as np
 from varjax.cache import allocator, planner
 from varjax.cache.allocation import RegionAllocation
 from varjax.cache.geometry import Geometry
-from varjax.calibration import Calibration
+from varjax.calibration.data import Calibration
 from varjax.errors import UserError
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities
