@@ -6,10 +6,10 @@ from experiments.generation import cache_report, environment, time_report
 from experiments.prompts.condition import encoding_bytes, text_tokens
 from experiments.run.phases import generation_phases
 from experiments.run.run import Run
+from varjax import metrics
 from varjax.engine import memory, program
 from varjax.generator import Generator
-from varjax.metrics import fidelity
-from varjax.metrics.registry import METRICS
+from varjax.metrics import METRICS
 from varjax.models import parameters
 
 
@@ -60,9 +60,9 @@ def decoded_at_once(run: Run) -> int:
 
 
 def closeness(arrays: dict) -> dict:
-    """The report's `fidelity` from per-image numbers (`fidelity.per_image`)."""
-    decibels = fidelity.capped(arrays)["psnr"]
-    return fidelity.summarize(arrays) | {"psnr_per_image": decibels}
+    """The report's `fidelity` from per-image numbers (`metrics.per_image`)."""
+    decibels = metrics.capped(arrays)["psnr"]
+    return metrics.summarize(arrays) | {"psnr_per_image": decibels}
 
 
 # --- text -----------------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ from experiments.prompts.layouts import write_images
 from experiments.run import report as run_report
 from experiments.run.batch_store import BatchStore
 from experiments.run.run import Run
+from varjax import metrics
 from varjax.generator import Generator
 from varjax.io import extras, images
 from varjax.io.json_text import json_text
-from varjax.metrics import fidelity
 from varjax.storage.atomic import new_folder
 
 PIXELS = "pixels.npy"  # in the work folder, while results are written
@@ -47,7 +47,7 @@ def finish(run: Run, store: BatchStore, generator: Generator) -> dict:
 
 def _fidelity(store: BatchStore) -> dict:
     pairs = zip(store.batches("main"), store.batches("full"), strict=True)
-    found = fidelity.joined(fidelity.per_image(full, mine) for (_, mine), (_, full) in pairs)
+    found = metrics.joined(metrics.per_image(full, mine) for (_, mine), (_, full) in pairs)
     return run_report.closeness(found)
 
 

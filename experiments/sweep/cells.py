@@ -16,11 +16,11 @@ import numpy as np
 from experiments.generation import cache_report, time_report
 from experiments.run.batch_store import BatchStore
 from experiments.sweep.plan import Cell, Sweep
+from varjax import metrics
 from varjax.generator import Generator
 from varjax.io import images
 from varjax.io.json_text import json_safe
-from varjax.metrics import fidelity
-from varjax.metrics.registry import METRICS
+from varjax.metrics import METRICS
 from varjax.model import Model
 from varjax.storage.atomic import new_file
 
@@ -138,16 +138,16 @@ class Runner:
         found: list[dict] = []
         kept: list[np.ndarray] = []
         for index, results in program.batches():
-            close = fidelity.per_image({n: a[index] for n, a in reference.items()}, results)
+            close = metrics.per_image({n: a[index] for n, a in reference.items()}, results)
             pictures = results.pop("images")[: max(0, sweep.samples - int(index[0]))]
             kept += [images.to_uint8(pictures)] if len(pictures) else []
             results.clear()  # or its logits would stay beside the forced ones
             mine = program.forced_logits(tokens, index)
             forced = ({"forced_logits": a} for a in (self._full_logits(tokens, index), mine))
-            found.append(close | fidelity.per_image(*forced))
+            found.append(close | metrics.per_image(*forced))
         program.time()
-        arrays = fidelity.joined(found)
-        close = fidelity.summarize(arrays)
+        arrays = metrics.joined(found)
+        close = metrics.summarize(arrays)
         row = describe_cell(sweep, cell, program.generator) | {"fidelity": close}
         row["samples_fidelity"] = {n: a[: sweep.samples].tolist() for n, a in arrays.items()}
         self.keep(cell, row, samples=np.concatenate(kept))

@@ -10,10 +10,10 @@ import numpy as np
 
 from experiments.generation import environment
 from experiments.sweep.plan import Cell, Sweep
+from varjax import metrics
 from varjax.io import extras
 from varjax.io.json_text import json_text
-from varjax.metrics import registry
-from varjax.metrics.registry import METRICS
+from varjax.metrics import METRICS
 
 FORMAT_VERSION = 1
 FULL = "full"
@@ -23,7 +23,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7
 DEFINITIONS = {
     "planned, allocated": "bytes of the buffer that holds keys and values of one batch, as planned "
     "and as read off the compiled program; the percentage is of the full cache",
-    **registry.definitions(),
+    **metrics.definitions(),
     "s/image": "median over at least two runs after the first, pixels included; the program also "
     "returns its logits",
 }

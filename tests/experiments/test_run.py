@@ -13,10 +13,9 @@ from experiments.run import report as run_report
 from experiments.run import results
 from experiments.run.batch_store import BatchStore
 from tests import models_under_test as models
-from varjax import policies
+from varjax import metrics, policies
 from varjax.api import Generator
 from varjax.conditions import Labels
-from varjax.metrics import fidelity
 
 FIELDS = (
     "policy",
@@ -351,7 +350,7 @@ def test_images_decoded_at_once(monkeypatch, asked, devices, expected):
 
 def test_identical_images_count_as_100_db():
     same = {"images": np.full((2, 16, 16, 3), 0.5, np.float32), "tokens": np.zeros((2, 3), int)}
-    close = run_report.closeness(fidelity.per_image(same, same))
+    close = run_report.closeness(metrics.per_image(same, same))
     assert close["psnr"] == 100 and close["identical_images"] == 2
     assert close["ssim"] == pytest.approx(1) and close["token_agreement"] == 1
 

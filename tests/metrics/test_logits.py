@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from varjax.errors import UserError
-from varjax.metrics.logits import kl_divergence, token_kl
+from varjax.metrics import kl_divergence, token_kl
 
 
 def oracle(a, b):

@@ -9,7 +9,7 @@ import pytest
 
 from varjax.errors import UserError
 from varjax.io.extras import MissingExtra
-from varjax.metrics.pixel import psnr, ssim, token_agreement
+from varjax.metrics import psnr, ssim, token_agreement
 
 
 def pairs(count=3, height=20, width=16):

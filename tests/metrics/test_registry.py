@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from experiments.sweep import tables
-from varjax.metrics import fidelity, registry
+from varjax import metrics
 
 
 def test_every_metric_is_in_every_table():
@@ -17,16 +17,16 @@ def test_every_metric_is_in_every_table():
 
 def test_what_a_result_holds_decides_what_is_compared():
     images = np.full((2, 16, 16, 3), 0.5, np.float32)
-    close = fidelity.per_image({"images": images}, {"images": images, "tokens": np.ones((2, 3))})
+    close = metrics.per_image({"images": images}, {"images": images, "tokens": np.ones((2, 3))})
     assert set(close) == {"psnr", "ssim"}
     logits = np.random.default_rng(0).normal(size=(2, 5, 4, 2)).astype(np.float32)
-    forced = fidelity.per_image({"forced_logits": logits}, {"forced_logits": logits})
+    forced = metrics.per_image({"forced_logits": logits}, {"forced_logits": logits})
     assert list(forced) == ["kl"] and forced["kl"].tolist() == [0, 0]
 
 
 def test_a_new_metric_is_one_entry(monkeypatch):
     """Its value, its mean and its format follow."""
-    worst = registry.Metric(
+    worst = metrics.Metric(
         key="worst",
         name="worst pixel",
         label="worst pixel",
@@ -39,8 +39,8 @@ def test_a_new_metric_is_one_entry(monkeypatch):
         needs="images",
         compare=lambda a, b: np.abs(a - b).max((1, 2, 3)),
     )
-    monkeypatch.setitem(registry.METRICS, "worst", worst)
+    monkeypatch.setitem(metrics.METRICS, "worst", worst)
     a = np.zeros((2, 16, 16, 3), np.float32)
-    close = fidelity.summarize(fidelity.per_image({"images": a}, {"images": a + 0.25}))
+    close = metrics.summarize(metrics.per_image({"images": a}, {"images": a + 0.25}))
     assert close["worst"] == pytest.approx(0.25) and close["worst_std"] == 0
-    assert worst.show("inf") == "inf" and registry.definitions()["worst pixel"]
+    assert worst.show("inf") == "inf" and metrics.definitions()["worst pixel"]

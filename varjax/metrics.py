@@ -1,0 +1,262 @@
+"""Every metric of the reports: how it is computed, what it is called, how it is shown.
+
+Tables, plots, CSV columns, definitions and `report.json` follow the list `METRICS`. To add a
+metric, add an entry; if it compares two results of the same image array by array, that is all.
+
+Letters: N or B images, H and W pixels, C channels, L tokens, V vocabulary. Images are float in
+[0, 1].
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Integer
+
+from varjax.errors import UserError
+from varjax.io.extras import require
+
+AnyArray = Array | np.ndarray
+Images = Float[AnyArray, "N H W C"]
+Tokens = Integer[AnyArray, "..."]
+WINDOW = 11  # side of the Gaussian window of SSIM in pixels (Wang et al. 2004), deviation 1.5
+
+
+def psnr(a: Images, b: Images) -> Float[np.ndarray, " N"]:
+    """Peak signal-to-noise ratio of each pair in dB, for a peak of 1; infinite if identical."""
+    a, b = _pair(a, b)
+    pix = require("dm_pix", extra="eval", purpose="PSNR")
+    return np.asarray(pix.psnr(a, b))
+
+
+def ssim(a: Images, b: Images) -> Float[np.ndarray, " N"]:
+    """Structural similarity of each pair, mean over channels and all full 11 x 11 windows.
+
+    Images smaller than the window are compared with a window of their own shorter side.
+    """
+    a, b = _pair(a, b)
+    pix = require("dm_pix", extra="eval", purpose="SSIM")
+    return np.asarray(pix.ssim(a, b, filter_size=min(WINDOW, *a.shape[1:3])))
+
+
+def token_agreement(a: Tokens, b: Tokens) -> Float[np.ndarray, " N"]:
+    """Fraction of positions of each pair with equal tokens (or bits).
+
+    Raises:
+      UserError: for different shapes or no tokens at all.
+    """
+    a, b = np.asarray(a), np.asarray(b)
+    if a.shape != b.shape or not a.size:
+        raise UserError(f"tokens of shape {a.shape} and {b.shape} cannot be compared")
+    return (a == b).reshape(len(a), -1).mean(1)
+
+
+def _pair(a, b):
+    """Both sets as float32 arrays of one shape."""
+    a, b = jnp.asarray(a), jnp.asarray(b)
+    if a.shape != b.shape or a.ndim != 4 or not a.size:
+        raise UserError(
+            f"images of shape {a.shape} and {b.shape} cannot be compared: both must be [N, H, W, C]"
+        )
+    if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (a, b)):
+        raise UserError(f"images of type {a.dtype} and {b.dtype}: give floats in [0, 1]")
+    return a.astype(jnp.float32), b.astype(jnp.float32)
+
+
+@jax.jit
+def _divergence(reference, other):
+    p, q = (jax.nn.log_softmax(x.astype(jnp.float32), axis=-1) for x in (reference, other))
+    terms = jnp.where(jnp.isneginf(p), 0.0, jnp.exp(p) * (p - q))
+    return jnp.maximum(terms.sum(-1), 0.0)
+
+
+def kl_divergence(
+    reference: Float[AnyArray, "*tokens V"], other: Float[AnyArray, "*tokens V"]
+) -> Float[Array, "*tokens"]:
+    """KL(softmax(reference) || softmax(other)) of every token, in nats; never negative.
+
+    Comparable only where both runs saw the same tokens before, that is with forced tokens. Outcomes
+    that the reference rules out (logit -inf) contribute nothing.
+
+    Raises:
+      UserError: shapes differ, or there is no vocabulary axis.
+    """
+    if reference.shape != other.shape or not reference.ndim or not reference.shape[-1]:
+        raise UserError(
+            f"logits of shape {reference.shape} and {other.shape} cannot be compared: both must "
+            f"be [..., tokens, vocabulary]"
+        )
+    return _divergence(reference, other)
+
+
+def token_kl(
+    reference: Float[AnyArray, "B L V"], other: Float[AnyArray, "B L V"]
+) -> Float[Array, "B L"]:
+    """`kl_divergence` of a batch, one image at a time: temporaries are those of a single image."""
+    if reference.shape != other.shape or reference.ndim != 3:
+        raise UserError(
+            f"logits of shape {reference.shape} and {other.shape} cannot be compared: both must "
+            f"be [images, tokens, vocabulary]"
+        )
+    pairs = zip(reference, other, strict=True)
+    return jnp.stack([kl_divergence(jnp.asarray(a), jnp.asarray(b)) for a, b in pairs])
+
+
+def image_kl(
+    reference: Float[AnyArray, "B L *bits V"], other: Float[AnyArray, "B L *bits V"]
+) -> Float[np.ndarray, " B"]:
+    """Token-mean KL of each image in nats. A token of several bits counts their sum."""
+    images, tokens, *_, choices = other.shape
+    flat = (a.reshape(images, -1, choices) for a in (reference, other))
+    found = np.asarray(token_kl(*flat))
+    return found.reshape(images, tokens, -1).sum(-1).mean(1)
+
+
+# --- the list -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """How close a result is to that of the full cache on the same seeds.
+
+    key: in files. name, label, column, title: in definitions, in the table of a run, as header of
+      the table of a sweep, above a plot.
+    unit: of the axis of a plot. better: "higher" or "lower". shown: format of a value in tables.
+    definition: a sentence without its end; metrics that share one are explained together.
+    needs: the array of a result that is compared: images float [N, H, W, 3] in [0, 1], tokens
+      [N, ...], or forced_logits [N, L, ..., V], of a run that was forced to the full cache's
+      tokens.
+    compare: (arrays of the full cache, arrays of the other) -> float [N], or one number of two
+      whole sets if not `per_image`: `per_image`, which sees a batch at a time, leaves those out.
+    largest: values count as at most this, in means and in JSON.
+    from_zero: whether the axis of a plot starts there.
+    """
+
+    key: str
+    name: str
+    label: str
+    column: str
+    title: str
+    unit: str
+    better: str
+    shown: str
+    definition: str
+    needs: str
+    compare: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    per_image: bool = True
+    largest: float = float("inf")
+    from_zero: bool = False
+
+    def show(self, value: float | str) -> str:
+        """A value as tables have it; JSON holds infinite ones as text."""
+        return self.shown.format(float(value))
+
+
+_DRAWN = (
+    "against the full cache on the same seeds, both drawn freely; mean over images (PSNR of "
+    "identical images counts as 100 dB)"
+)
+_METRICS = (
+    Metric(
+        key="psnr",
+        name="PSNR",
+        label="PSNR to full cache",
+        column="PSNR to full",
+        title="PSNR to the full cache",
+        unit="dB",
+        better="higher",
+        shown="{:.2f} dB",
+        definition=_DRAWN,
+        needs="images",
+        compare=psnr,
+        largest=100.0,  # identical images have an infinite one
+    ),
+    Metric(
+        key="ssim",
+        name="SSIM",
+        label="SSIM to full cache",
+        column="SSIM",
+        title="SSIM to the full cache",
+        unit="",
+        better="higher",
+        shown="{:.4f}",
+        definition=_DRAWN,
+        needs="images",
+        compare=ssim,
+    ),
+    Metric(
+        key="token_agreement",
+        name="equal tokens",
+        label="token agreement",
+        column="equal tokens",
+        title="equal tokens",
+        unit="fraction",
+        better="higher",
+        shown="{:.1%}",
+        definition=_DRAWN,
+        needs="tokens",
+        compare=token_agreement,
+        from_zero=True,
+    ),
+    Metric(
+        key="kl",
+        name="KL",
+        label="KL to full cache",
+        column="KL (nats)",
+        title="KL to the full cache",
+        unit="nats per token",
+        better="lower",
+        shown="{:.4g}",
+        definition="KL(full cache || policy) of the next-token distributions after guidance, "
+        "before top-k and top-p, with the full cache's tokens forced on both; mean over tokens and "
+        "images, in nats",
+        needs="forced_logits",
+        compare=image_kl,
+        from_zero=True,
+    ),
+)
+METRICS = {metric.key: metric for metric in _METRICS}
+
+
+def definitions() -> dict[str, str]:
+    """{names of metrics: how they are defined}."""
+    names: dict[str, list[str]] = {}
+    for metric in METRICS.values():
+        names.setdefault(metric.definition, []).append(metric.name)
+    return {", ".join(group): text for text, group in names.items()}
+
+
+# --- images drawn with a policy against those of the full cache on the same seeds -----------------
+
+
+def per_image(
+    full: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """{metric: float [N]} of every metric whose arrays both results hold (`Metric.needs`)."""
+    return {
+        key: np.asarray(metric.compare(full[metric.needs], other[metric.needs]))
+        for key, metric in METRICS.items()
+        if metric.per_image and metric.needs in full and metric.needs in other
+    }
+
+
+def joined(batches: Iterable[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Per-image numbers of all batches."""
+    parts = list(batches)
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def capped(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Per-image numbers, none above what its metric counts as the largest."""
+    return {key: np.minimum(values, METRICS[key].largest) for key, values in arrays.items()}
+
+
+def summarize(arrays: Mapping[str, np.ndarray]) -> dict:
+    """Means over images, standard deviations as `*_std`, and how many images are identical."""
+    identical = int(np.isinf(arrays["psnr"]).sum())
+    arrays = capped(arrays)
+    found: dict = {key: float(values.mean()) for key, values in arrays.items()}
+    found |= {f"{key}_std": float(values.std()) for key, values in arrays.items()}
+    return found | {"identical_images": identical}
