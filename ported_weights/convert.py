@@ -25,7 +25,7 @@ from varjax.models import parameters, registry
 from varjax.progress import Progress
 from varjax.storage import checkpoint
 from varjax.storage.atomic import check_new_folder
-from varjax.text.tokenizer import FILE_NAME
+from varjax.text.t5 import SPIECE_FILE
 
 CONVERTER_VERSION = 1
 DTYPES = ("float32", "bfloat16")
@@ -76,7 +76,7 @@ def convert(
     encoder, files = {}, {}
     if text_encoder_source:
         encoder[ENCODER] = _text_encoder_of(family, configs["transformer"], text_encoder_source)
-        files[ENCODER] = {FILE_NAME: Path(text_encoder_source) / FILE_NAME}
+        files[ENCODER] = {SPIECE_FILE: Path(text_encoder_source) / SPIECE_FILE}
     metadata = {
         "model": model,
         "sampling": sampling_of(sampling, recommended, configs["transformer"], say),
@@ -107,7 +107,7 @@ def convert_text_encoder(
     """Read a published T5 folder and write the folder of an encoder alone; as `convert`."""
     _check_output(out, dtype, overwrite)
     modules, described = _read({ENCODER: _open_text_encoder(source)}, dtype, say)
-    files, metadata = {ENCODER: {FILE_NAME: Path(source) / FILE_NAME}}, {"sources": described}
+    files, metadata = {ENCODER: {SPIECE_FILE: Path(source) / SPIECE_FILE}}, {"sources": described}
     what = {"family": None, "parts": modules, "metadata": metadata, "files": files}
     checkpoint.save(out, **what, overwrite=overwrite)
 

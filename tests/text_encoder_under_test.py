@@ -9,8 +9,7 @@ from flax import nnx
 
 from varjax.models import parameters
 from varjax.storage import checkpoint
-from varjax.text.t5 import T5Config, T5Encoder
-from varjax.text.tokenizer import FILE_NAME
+from varjax.text.t5 import SPIECE_FILE, T5Config, T5Encoder
 
 SENTENCES = (
     "a photo of a red apple on a wooden table",
@@ -53,7 +52,7 @@ def random_encoder(config: T5Config = CONFIG) -> T5Encoder:
 
 
 def save(directory: Path, encoder: T5Encoder, tokenizer: Path) -> None:
-    parts, files = {"text_encoder": encoder}, {"text_encoder": {FILE_NAME: tokenizer}}
+    parts, files = {"text_encoder": encoder}, {"text_encoder": {SPIECE_FILE: tokenizer}}
     checkpoint.save(directory, family=None, parts=parts, files=files)
 
 

@@ -6,11 +6,17 @@ exit with status 2.
 
 import contextlib
 import difflib
+import importlib
 from collections.abc import Iterable, Iterator
+from types import ModuleType
 
 
 class UserError(ValueError):
     """Wrong input. Raised before anything is compiled, allocated or written."""
+
+
+class MissingExtra(UserError):
+    """An optional package is not installed; the message holds the pip command."""
 
 
 @contextlib.contextmanager
@@ -40,3 +46,20 @@ def choose(what: str, given: str, allowed: Iterable[str]) -> str:
             f"unknown {what} {given!r}: choose one of {', '.join(allowed)}{nearest(given, allowed)}"
         )
     return given
+
+
+def require(module: str, *, extra: str, purpose: str) -> ModuleType:
+    """Import `module`, which comes with the optional dependencies `extra` of pyproject.toml.
+
+    Raises:
+      MissingExtra: naming the package, what it is needed for (`purpose`) and the pip command.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.split(".")[0] != module.split(".")[0]:
+            raise  # the package is there, but something that it needs is not
+        raise MissingExtra(
+            f"{purpose} needs the package {module.split('.')[0]}, which is not installed: "
+            f"run `pip install -e '.[{extra}]'` in the folder of varjax"
+        ) from None

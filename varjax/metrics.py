@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer
 
-from varjax.errors import UserError
-from varjax.io.extras import require
+from varjax.errors import UserError, require
 
 AnyArray = Array | np.ndarray
 Images = Float[AnyArray, "N H W C"]

@@ -16,8 +16,7 @@ from experiments.prompts.layouts import check_layout
 from experiments.prompts.sets import Kind, Prompt, PromptSet
 from varjax.cli.flags import CommandFlags
 from varjax.conditions import Condition, Labels
-from varjax.errors import UserError
-from varjax.io import extras
+from varjax.errors import MissingExtra, UserError
 from varjax.model import Model
 from varjax.text import encoder as text_encoder
 from varjax.text import features as text_features
@@ -238,7 +237,7 @@ def _check_layout(prompts: PromptSet, each: int, model: Model) -> None:
     """Refuse what the set's scorer cannot read. Without pillow no image files are written."""
     rows, columns, _ = model.config.code_map
     pixels = model.codec.config.downsample
-    with contextlib.suppress(extras.MissingExtra):
+    with contextlib.suppress(MissingExtra):
         check_layout(prompts, each, rows * pixels, columns * pixels)
 
 

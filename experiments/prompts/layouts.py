@@ -23,8 +23,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from experiments.prompts.sets import Kind, Prompt, PromptSet
-from varjax.errors import UserError
-from varjax.io.extras import require
+from varjax.errors import UserError, require
 from varjax.storage.atomic import new_file
 
 FOLDER = "images"

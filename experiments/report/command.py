@@ -24,7 +24,7 @@ from varjax.calibration.data import Calibration
 from varjax.calibration.files import load as load_calibration
 from varjax.cli import command_line
 from varjax.engine.memory import show_bytes
-from varjax.io.extras import require
+from varjax.errors import require
 from varjax.storage.atomic import new_file
 
 PICTURE_LIMIT = 16 * 2**20  # pixels of all pictures together, without --images

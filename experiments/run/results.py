@@ -14,8 +14,9 @@ from experiments.run import report as run_report
 from experiments.run.batch_store import BatchStore
 from experiments.run.run import Run
 from varjax import metrics
+from varjax.errors import MissingExtra
 from varjax.generator import Generator
-from varjax.io import extras, images
+from varjax.io import images
 from varjax.io.json_text import json_text
 from varjax.storage.atomic import new_folder
 
@@ -73,7 +74,7 @@ def _write_pictures(out: pathlib.Path, run: Run, pixels: np.ndarray) -> None:
         images.save_grid(out / "grid.png", pixels[:shown], labels=captions)
         if isinstance(condition, Text):
             write_images(out, condition.prompts, pixels, condition.each, seed=run.seed)
-    except extras.MissingExtra as error:
+    except MissingExtra as error:
         print(f"no picture files are written: {error}", file=sys.stderr, flush=True)
 
 

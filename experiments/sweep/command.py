@@ -38,8 +38,7 @@ from varjax import api
 from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
 from varjax.cli.flags import CommandFlags
-from varjax.errors import UserError
-from varjax.io import extras
+from varjax.errors import UserError, require
 from varjax.model import Model
 from varjax.policies import HeatKV
 from varjax.sampling import Sampling
@@ -68,7 +67,7 @@ def resolve() -> Sweep:
     entries = plan.parse_entries(POLICIES.value)
     budgets = plan.parse_budgets(BUDGETS.value)
     model = MODEL.resolve()
-    extras.require("dm_pix", extra="eval", purpose="PSNR and SSIM")
+    require("dm_pix", extra="eval", purpose="PSNR and SSIM")
     condition = CONDITION.resolve(model)
     sampling = SAMPLING.sampling(model)
     geometry = model.geometry_for(sampling)

@@ -11,7 +11,7 @@ import numpy as np
 from experiments.generation import environment
 from experiments.sweep.plan import Cell, Sweep
 from varjax import metrics
-from varjax.io import extras
+from varjax.errors import MissingExtra, require
 from varjax.io.json_text import json_text
 from varjax.metrics import METRICS
 
@@ -162,7 +162,7 @@ def write(
     np.savez(out / "samples.npz", **images)
     try:
         plot(out / "fidelity.png", rows(report))
-    except extras.MissingExtra as error:
+    except MissingExtra as error:
         return str(error)
     return None
 
@@ -183,8 +183,8 @@ def plot(path: pathlib.Path, table: Sequence[dict]) -> None:
       MissingExtra: without matplotlib.
     """
     need = {"extra": "eval", "purpose": "plotting"}
-    extras.require("matplotlib", **need).use("Agg")
-    pyplot = extras.require("matplotlib.pyplot", **need)
+    require("matplotlib", **need).use("Agg")
+    pyplot = require("matplotlib.pyplot", **need)
     rows = -(-len(METRICS) // 2)
     figure, axes = pyplot.subplots(rows, 2, figsize=(11, 4 * rows), layout="constrained")
     for metric, axis in zip(METRICS.values(), axes.flat, strict=False):

@@ -6,8 +6,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from varjax.errors import UserError
-from varjax.io.extras import require
+from varjax.errors import UserError, require
 
 # Element types of the format that weights have; float8 and complex ones are refused.
 DTYPES = {

@@ -9,8 +9,7 @@ from ported_weights.readers import sources
 from ported_weights.tables.t5 import SIGNATURE
 from varjax.errors import UserError, about
 from varjax.storage.manifest import read_json
-from varjax.text.t5 import T5Config
-from varjax.text.tokenizer import FILE_NAME, Tokenizer
+from varjax.text.t5 import SPIECE_FILE, T5Config, Tokenizer
 
 CONFIG = "config.json"
 # Where the weights are, best first: folders are published with several containers side by side.
@@ -25,9 +24,9 @@ def open_folder(path) -> tuple[T5Config, sources.Source]:
     `UserError` for a missing or unusable file, `MissingExtra` without `sentencepiece`."""
     folder = Path(path)
     config = _config(folder)
-    Tokenizer(folder / FILE_NAME, config.vocab_size)
+    Tokenizer(folder / SPIECE_FILE, config.vocab_size)
     found = sources.open_source(_weights(folder), SIGNATURE)
-    files = (folder / CONFIG, folder / FILE_NAME, *found.files)
+    files = (folder / CONFIG, folder / SPIECE_FILE, *found.files)
     return config, dataclasses.replace(found, files=files)
 
 
@@ -35,7 +34,7 @@ def _config(folder: Path) -> T5Config:
     if not folder.is_dir():
         raise UserError(
             f"{folder} is no folder: give that of a published T5 encoder, with {CONFIG},"
-            f" {FILE_NAME} and weights"
+            f" {SPIECE_FILE} and weights"
         )
     file = folder / CONFIG
     if not file.exists():

@@ -9,7 +9,7 @@ import varjax
 from tests import models_under_test as models
 from varjax import Generator, Model
 from varjax.cache.planner import plan_cache
-from varjax.models.infinity.attention import quarter_turn, quarter_turn_by_product, rotate
+from varjax.models.layers import quarter_turn, quarter_turn_by_product, rotate
 from varjax.policies import Full
 from varjax.sampling import Sampling, filter_logits
 from varjax.text.features import TextFeatures

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from varjax.errors import UserError
-from varjax.io.extras import MissingExtra, require
+from varjax.errors import MissingExtra, UserError, require
 from varjax.io.images import CAPTION_HEIGHT, GAP, grid, save_grid, save_samples_npz, to_uint8
 from varjax.storage.atomic import new_file
 

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from varjax.errors import UserError
-from varjax.io.extras import MissingExtra
+from varjax.errors import MissingExtra, UserError
 from varjax.metrics import psnr, ssim, token_agreement
 
 

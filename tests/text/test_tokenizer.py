@@ -5,9 +5,8 @@ import sys
 import pytest
 
 from tests import text_encoder_under_test as small
-from varjax.errors import UserError
-from varjax.io.extras import MissingExtra
-from varjax.text.tokenizer import END, Tokenizer
+from varjax.errors import MissingExtra, UserError
+from varjax.text.t5 import END, Tokenizer
 
 
 def test_ids_end_with_the_end_token(spiece):

@@ -20,8 +20,7 @@ from typing import NoReturn
 from absl import flags
 from absl.testing import flagsaver
 
-from varjax.cli import help_text
-from varjax.cli.flags import CommandFlags, parse_flags
+from varjax.cli.flags import CommandFlags, help_text, is_help_wanted, parse_flags
 from varjax.errors import UserError
 
 
@@ -48,8 +47,8 @@ def _guarded(main: Callable, argv: list[str], own: CommandFlags | None, values) 
     try:
         if own is not None:
             own.use_first(argv)
-        if help_text.is_wanted(argv):
-            print(help_text.help_text(main, values))
+        if is_help_wanted(argv):
+            print(help_text(main, values))
             return 0
         parse_flags(argv, values)
         if own is not None:

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
-from varjax.errors import UserError
-from varjax.io.extras import require
+from varjax.errors import UserError, require
 from varjax.storage.atomic import new_file
 
 GAP = 2  # white pixels between the tiles of a grid

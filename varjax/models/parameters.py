@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 
 def abstract(build: Callable[[], nnx.Module]) -> nnx.Module:
@@ -18,7 +19,7 @@ def abstract(build: Callable[[], nnx.Module]) -> nnx.Module:
 
 def named(module: nnx.Module) -> dict:
     """{name: leaf} of a module, concrete or abstract."""
-    return flattened(_pure(module))
+    return {_name(path): leaf for path, leaf in _by_path(module).items()}
 
 
 def fill(module: nnx.Module, arrays: Mapping) -> nnx.Module:
@@ -27,29 +28,19 @@ def fill(module: nnx.Module, arrays: Mapping) -> nnx.Module:
     Names must be exactly those of `named(module)`; callers report differences before.
     """
     graph, state = nnx.split(module)
-    nnx.replace_by_pure_dict(state, _replaced(_pure(module), arrays))
+    filled = {path: arrays[_name(path)] for path in _by_path(module)}
+    nnx.replace_by_pure_dict(state, unflatten_dict(filled))
     return nnx.merge(graph, state)
 
 
 def nested(arrays: Mapping) -> dict:
     """{"a/b": x} -> {"a": {"b": x}}."""
-    tree: dict = {}
-    for name, array in arrays.items():
-        *parents, last = name.split("/")
-        node = tree
-        for key in parents:
-            node = node.setdefault(key, {})
-        node[last] = array
-    return tree
+    return unflatten_dict(arrays, sep="/")
 
 
 def flattened(tree: Mapping) -> dict:
     """{"a": {"b": x}} -> {"a/b": x}."""
-    found = {}
-    for key, value in tree.items():
-        inner = flattened(value) if isinstance(value, Mapping) else {"": value}
-        found |= {f"{key}/{name}".removesuffix("/"): leaf for name, leaf in inner.items()}
-    return found
+    return flatten_dict(tree, sep="/")
 
 
 def count(module: nnx.Module) -> int:
@@ -62,15 +53,10 @@ def is_floating(dtype) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
 
-def _pure(module: nnx.Module) -> dict:
-    return nnx.to_pure_dict(nnx.split(module)[1])
+def _by_path(module: nnx.Module) -> dict[tuple, object]:
+    """{keys, which may be numbers: leaf}."""
+    return flatten_dict(nnx.to_pure_dict(nnx.split(module)[1]))
 
 
-def _replaced(tree: Mapping, arrays: Mapping, prefix: str = "") -> dict:
-    """`tree` with its own keys, which may be numbers, and the arrays of those names as leaves."""
-    return {
-        key: _replaced(value, arrays, f"{prefix}{key}/")
-        if isinstance(value, Mapping)
-        else arrays[f"{prefix}{key}"]
-        for key, value in tree.items()
-    }
+def _name(path: tuple) -> str:
+    return "/".join(map(str, path))

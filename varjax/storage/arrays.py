@@ -70,16 +70,13 @@ def read(
       UserError: other names or shapes (all of them in one message), or damaged files.
     """
     wanted = {name: floating_dtype(dtype) for name, dtype in dtypes.items()}
-    stored = _stored(folder)
-    _check(folder, stored, expected, described_in)
-    return _restore(folder, {name: stored[name] for name in wanted}, wanted, on_host)
-
-
-def _stored(folder: Path) -> dict:
-    """{name: Orbax's description with shape and dtype} of the arrays on disk."""
+    path = os.path.abspath(folder)
     with _damage_is_a_user_error(folder), ocp.PyTreeCheckpointer() as checkpointer:
-        tree = checkpointer.metadata(os.path.abspath(folder)).item_metadata
-        return parameters.flattened(tree.tree)
+        # {name: Orbax's description with shape and dtype} of the arrays on disk
+        stored = parameters.flattened(checkpointer.metadata(path).item_metadata.tree)
+        _check(folder, stored, expected, described_in)
+        types = {name: _type_of(stored[name], dtype) for name, dtype in wanted.items()}
+        return _restore(checkpointer, path, types, on_host)
 
 
 def _check(folder: Path, stored: Mapping, expected: Mapping, described_in: str) -> None:
@@ -96,20 +93,16 @@ def _check(folder: Path, stored: Mapping, expected: Mapping, described_in: str) 
         )
 
 
-def _restore(folder: Path, stored: Mapping, wanted: Mapping, on_host: bool) -> dict:
-    """The arrays `stored`, which may be some of those on disk."""
+def _restore(checkpointer, path: str, types: Mapping, on_host: bool) -> dict:
+    """The arrays named in {name: type}, which may be some of those on disk."""
     if on_host:
         kind = partial(ocp.RestoreArgs, restore_type=np.ndarray)
     else:
         sharding = jax.sharding.SingleDeviceSharding(jnp.zeros(()).devices().pop())
         kind = partial(ocp.ArrayRestoreArgs, restore_type=jax.Array, sharding=sharding)
-    tree = parameters.nested(
-        {name: kind(dtype=_type_of(x, wanted[name])) for name, x in stored.items()}
-    )
-    with _damage_is_a_user_error(folder), ocp.PyTreeCheckpointer() as checkpointer:
-        path = os.path.abspath(folder)
-        found = checkpointer.restore(path, item=tree, restore_args=tree, partial_restore=True)
-        return jax.block_until_ready(parameters.flattened(found))
+    tree = parameters.nested({name: kind(dtype=dtype) for name, dtype in types.items()})
+    found = checkpointer.restore(path, item=tree, restore_args=tree, partial_restore=True)
+    return jax.block_until_ready(parameters.flattened(found))
 
 
 @contextlib.contextmanager

@@ -18,8 +18,7 @@ from varjax.engine import memory
 from varjax.errors import UserError
 from varjax.storage import arrays, checkpoint
 from varjax.text.features import MAX_LENGTH, TextFeatures
-from varjax.text.t5 import T5Config, T5Encoder
-from varjax.text.tokenizer import FILE_NAME, Tokenizer, Tokens
+from varjax.text.t5 import SPIECE_FILE, T5Config, T5Encoder, Tokenizer, Tokens
 
 PART = "text_encoder"  # as the registry calls it, and its folder in a checkpoint
 DTYPES = ("float32", "bfloat16")  # float16 overflows in T5's feed-forward
@@ -177,7 +176,7 @@ def check_folder(directory: str | os.PathLike) -> tuple[T5Config, Tokenizer]:
       MissingExtra: without the `sentencepiece` package.
     """
     config = checkpoint.describe(directory, [PART])[0][PART].config
-    file = checkpoint.part_folder(directory, PART) / FILE_NAME
+    file = checkpoint.part_folder(directory, PART) / SPIECE_FILE
     return config, Tokenizer(file, config.vocab_size)
 
 

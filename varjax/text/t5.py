@@ -6,14 +6,20 @@ every layer; scores carry no factor 1/sqrt(H). Numbers: products run in the type
 (float32 ones in full precision on every device) and sum up in float32; the residual stream, norms,
 softmax and position bias are float32 always, so that bfloat16 weights lose little.
 
+The tokenizer is the user's own `spiece.model`, read by the `sentencepiece` package. A text becomes
+the pieces of the SentencePiece model and the end token. What looks like a special token in a text,
+such as `</s>`, is ordinary text here.
+
 Letters: B texts, T and K tokens, L layers, N heads, H head size, D width, F feed-forward width,
 V vocabulary. Names of the published files are in `ported_weights/tables/t5.py`.
 """
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +27,16 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from varjax.errors import UserError, require
 from varjax.models import layers, published
 
 FEED_FORWARD = "gated-gelu"
+SPIECE_FILE = "spiece.model"
+END = 1  # id of the end token, counted in every length
+# Entries of an encoder's vocabulary that are no pieces: 100 placeholders, and what fills up to a
+# multiple of 128.
+MOST_SPARE = 100 + 127
+_ADVICE = f"take the {SPIECE_FILE} that is published beside the weights"
 MASKED = -1e30  # score of padding: finite, so that a row without any token stays finite
 
 
@@ -206,3 +219,63 @@ class T5Encoder(nnx.Module):
         """Sums in float32; float32 factors are not shortened, as TPUs do by default."""
         exact = jax.lax.Precision.HIGHEST if self.dtype == jnp.float32 else None
         return {"preferred_element_type": jnp.float32, "precision": exact}
+
+
+# --- tokenizer ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """ids: of the text, the end token last. full_length: how many there were before cutting."""
+
+    ids: list[int]
+    full_length: int
+
+    @property
+    def is_cut(self) -> bool:
+        return self.full_length > len(self.ids)
+
+
+class Tokenizer:
+    """Texts to token ids.
+
+    Args:
+      path: the SentencePiece model.
+      vocab_size: of the encoder that the ids are for.
+
+    Raises:
+      MissingExtra: without the `sentencepiece` package.
+      UserError: there is no such file, it is no model, or one of another vocabulary.
+    """
+
+    def __init__(self, path: str | os.PathLike, vocab_size: int):
+        self._processor = _open(Path(path))
+        pieces = self._processor.get_piece_size()
+        if not vocab_size - MOST_SPARE <= pieces <= vocab_size:
+            raise UserError(
+                f"{path} has a vocabulary of {pieces} pieces, the encoder one of {vocab_size}: they"
+                f" do not belong together; {_ADVICE}"
+            )
+        if (end := self._processor.eos_id()) != END:
+            raise UserError(
+                f"{path} is no tokenizer of T5: its end token has the id {end} instead of {END};"
+                f" {_ADVICE}"
+            )
+
+    def encode(self, text: str, max_length: int) -> Tokens:
+        """At most `max_length` ids (at least 1), of which the last is always the end token."""
+        pieces = self._processor.encode(text)
+        return Tokens([*pieces[: max_length - 1], END], len(pieces) + 1)
+
+
+def _open(path: Path):
+    module = require("sentencepiece", extra="text", purpose="turning prompts into tokens")
+    if not path.is_file():
+        raise UserError(f"there is no tokenizer file {path}: {_ADVICE}")
+    try:
+        return module.SentencePieceProcessor(model_file=os.fspath(path))
+    except (RuntimeError, OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0][:200]
+        raise UserError(
+            f"cannot read {path} as a SentencePiece model ({reason}): {_ADVICE}"
+        ) from None

@@ -29,8 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from varjax.errors import UserError
-from varjax.io import extras
+from varjax.errors import UserError, require
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 LAYOUTS = (("data", "offsets", "labels"), ("images", "labels"), ("arr_0", "arr_1"))  # of .npz
@@ -233,7 +232,7 @@ def _square(picture, image_size: int):
 
 
 def _pillow():
-    return extras.require("PIL.Image", extra="eval", purpose="reading picture files")
+    return require("PIL.Image", extra="eval", purpose="reading picture files")
 
 
 def to_float(images: np.ndarray) -> np.ndarray:

@@ -22,12 +22,19 @@ Letters: B images of H x W pixels, L latent positions of all scales, P x Q the f
 from collections.abc import Iterator
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Integer, UInt8
 
 from varjax.codecs.autoencoder import Decoder, Encoder, ImageCodec
 from varjax.codecs.bsq.config import PRESETS, BSQConfig
-from varjax.codecs.maps import flatten_maps, patchify, resize_area, resize_bilinear
+from varjax.codecs.maps import (
+    flatten_maps,
+    patchify,
+    resize_area,
+    resize_bilinear,
+    unpatchify,
+)
 from varjax.errors import UserError
 from varjax.schedule import Schedule
 
@@ -149,3 +156,43 @@ def teacher_inputs(
     ]
     empty = jnp.zeros((len(bits), 0, 1, bits.shape[-1] * patch**2), jnp.float32)
     return flatten_maps([empty, *inputs])
+
+
+# --- tokens in files ------------------------------------------------------------------------------
+
+
+def tokens_to_bits(tokens: np.ndarray, schedule: Schedule, patch: int) -> np.ndarray:
+    """uint8 [N, L, C * patch**2] tokens of a transformer's schedule -> bits of the codec as files
+    hold them, uint8 [N, L_vae, C]: with patches, four times as many rows of a quarter of the bits,
+    row-major on the finer maps."""
+    width, parts = tokens.shape[-1], []
+    for (h, w), start in zip(schedule.maps, schedule.starts, strict=True):
+        maps = np.asarray(tokens[:, start : start + h * w], np.uint8).reshape(-1, h, w, width)
+        parts.append(unpatchify(maps, patch).reshape(len(maps), -1, width // patch**2))
+    return np.concatenate(parts, axis=1)
+
+
+def tokens_from_bits(
+    array: np.ndarray, num_images: int, scales: int, schedule: Schedule, patch: int, bits: int
+) -> np.ndarray:
+    """The inverse, from bits that reach at least through the given scales; 0 beyond."""
+    least, most = (schedule.ends[max(0, n - 1)] * patch**2 for n in (scales, schedule.num_scales))
+    fits = array.ndim == 3 and array.shape[::2] == (num_images, bits)
+    if not fits or not (least if scales else 0) <= array.shape[1] <= most:
+        raise UserError(
+            f"bits have the shape {array.shape}, needed is ({num_images}, {least} to {most}, "
+            f"{bits}): images, bits of at least the first {scales} scales, bits per code"
+        )
+    if (
+        not (array.dtype == bool or np.issubdtype(array.dtype, np.integer))
+        or not np.isin(array, (0, 1)).all()
+    ):
+        raise UserError(f"bits are {array.dtype}, needed are integers that are 0 or 1")
+    padded = np.zeros((num_images, most, bits), np.uint8)
+    padded[:, : array.shape[1]] = array
+    parts = []
+    for (h, w), start in zip(schedule.maps, schedule.starts, strict=True):
+        rows = padded[:, start * patch**2 : (start + h * w) * patch**2]
+        maps = rows.reshape(num_images, h * patch, w * patch, bits)
+        parts.append(patchify(maps, patch).reshape(num_images, h * w, bits * patch**2))
+    return np.concatenate(parts, axis=1)

@@ -19,10 +19,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from varjax import sampling as sampling_lib
+from varjax.codecs.bsq.model import tokens_from_bits, tokens_to_bits
 from varjax.engine.inputs import Resampling, StepInputs
 from varjax.models import layers
-from varjax.models.infinity import bits
-from varjax.models.infinity.attention import attend_text, rotate
 from varjax.models.infinity.config import LEVELS, PRESETS, InfinityConfig
 from varjax.models.infinity.schedules import rope_positions
 from varjax.models.next_scale import NextScaleTransformer
@@ -134,7 +133,7 @@ class Infinity(NextScaleTransformer):
         k, v = jnp.split(pool.kv(normal), 2, axis=-1)
         k, v = (layers.split_heads(a, a.shape[-1] // heads) for a in (k, v + pool.v_bias[...]))
         q = jnp.broadcast_to(pool.query[...][:, None], (k.shape[0], heads, 1, k.shape[-1]))
-        return pool.proj(layers.merge_heads(attend_text(q, k, v, visible)))[:, 0]
+        return pool.proj(layers.merge_heads(layers.attend_text(q, k, v, visible)))[:, 0]
 
     @property
     def resampling(self) -> Resampling:
@@ -249,7 +248,7 @@ class Infinity(NextScaleTransformer):
         h = self.attention_input(layer_context, x)
         q, k, v = layers.fused_qkv(block, h, self.config.head_dim)
         multiplier = layers.attention_multiplier(block.log_scale[...])
-        q_rotated, k_rotated = (rotate(a, *shared["rotation"]) for a in (q, k))
+        q_rotated, k_rotated = (layers.rotate(a, *shared["rotation"]) for a in (q, k))
         q = q_rotated * (multiplier / layers.length(q))
         return q.astype(v.dtype), (k_rotated / layers.length(k)).astype(v.dtype), v
 
@@ -291,7 +290,7 @@ class Infinity(NextScaleTransformer):
         h = h.astype(self.dtype)
         q = layers.split_heads(block.cross_q(h), self.config.head_dim)
         k, v = layer_context["text_keys"], layer_context["text_values"]
-        out = attend_text(q, k, v, visible)
+        out = layers.attend_text(q, k, v, visible)
         return split.contract(block.cross_proj, layers.merge_heads(out))
 
     # --- tokens -----------------------------------------------------------------------------------
@@ -329,10 +328,13 @@ class Infinity(NextScaleTransformer):
         return np.zeros((images, config.schedule.total_tokens, config.bits), np.uint8)
 
     def tokens_to_file(self, tokens: np.ndarray) -> np.ndarray:
-        return bits.to_file(self.config, tokens)
+        return tokens_to_bits(tokens, self.config.schedule, self.config.patch)
 
     def tokens_from_file(self, array: np.ndarray, num_images: int, scales: int) -> np.ndarray:
-        return bits.from_file(self.config, array, num_images, scales)
+        config = self.config
+        return tokens_from_bits(
+            array, num_images, scales, config.schedule, config.patch, config.codebook_dim
+        )
 
     # --- all scales at once (training) ------------------------------------------------------------
 
