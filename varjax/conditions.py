@@ -1,14 +1,5 @@
 """What images are made of: labels or text, one entry per image.
 
-A condition has
-
-    len(condition)            images
-    condition.take(index)     arrays of some images, leading axis images; shapes do not depend on
-                              which images they are
-    condition.describe()      JSON-able content: what decides the images
-    condition.numbers         int32 [N]: labels, or the numbers of the prompts
-    condition.captions        texts for people, or None
-
 Labels are here, text is `varjax.text.features.TextFeatures`. `resolve` makes one from what a caller
 of the Python API gives.
 """
@@ -26,19 +17,17 @@ from varjax.text.features import TextFeatures
 
 
 class Condition(Protocol):
-    """See above."""
+    """len: images. take: arrays of some images, leading axis images; shapes do not depend on which
+    images they are. describe: JSON-able content, what decides the images."""
+
+    numbers: np.ndarray  # int32 [N]: labels, or the numbers of the prompts
+    captions: Sequence[str] | None  # texts for people
 
     def __len__(self) -> int: ...
 
     def take(self, index: np.ndarray) -> Any: ...
 
     def describe(self) -> Any: ...
-
-    @property
-    def numbers(self) -> np.ndarray: ...
-
-    @property
-    def captions(self) -> Sequence[str] | None: ...
 
 
 @dataclass(frozen=True, eq=False)

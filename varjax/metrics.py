@@ -65,12 +65,6 @@ def _pair(a, b):
 
 
 @jax.jit
-def _divergence(reference, other):
-    p, q = (jax.nn.log_softmax(x.astype(jnp.float32), axis=-1) for x in (reference, other))
-    terms = jnp.where(jnp.isneginf(p), 0.0, jnp.exp(p) * (p - q))
-    return jnp.maximum(terms.sum(-1), 0.0)
-
-
 def kl_divergence(
     reference: Float[AnyArray, "*tokens V"], other: Float[AnyArray, "*tokens V"]
 ) -> Float[Array, "*tokens"]:
@@ -87,7 +81,9 @@ def kl_divergence(
             f"logits of shape {reference.shape} and {other.shape} cannot be compared: both must "
             f"be [..., tokens, vocabulary]"
         )
-    return _divergence(reference, other)
+    p, q = (jax.nn.log_softmax(x.astype(jnp.float32), axis=-1) for x in (reference, other))
+    terms = jnp.where(jnp.isneginf(p), 0.0, jnp.exp(p) * (p - q))
+    return jnp.maximum(terms.sum(-1), 0.0)
 
 
 def token_kl(

@@ -114,7 +114,7 @@ class Model:
 
     def with_template(self, aspect: float | str | None, size: str | None) -> "Model":
         """This model for pictures of another shape; `UserError` if there is no such template."""
-        return self.with_config(self.family.with_template(self.config, aspect, size))
+        return self.with_config(self.config.with_template(aspect, size))
 
     # --- weights ----------------------------------------------------------------------------------
 

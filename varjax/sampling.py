@@ -64,12 +64,12 @@ class Sampling:
         return self
 
     def _check_types(self) -> None:
-        for name, kind in _KINDS.items():
+        for name, (words, types) in _KINDS.items():
             value = getattr(self, name)
             many = isinstance(value, tuple) and name in LISTS
             for one in value if many else (value,):
-                if not kind.fits(one):
-                    raise UserError(f"{name}={one!r:.60}: it must be {kind.words}")
+                if not _fits(one, types):
+                    raise UserError(f"{name}={one!r:.60}: it must be {words}")
 
     def _check_lists(self, num_scales: int) -> None:
         for name in ("cfg", "tau"):
@@ -131,27 +131,20 @@ class Sampling:
         return replace(base, **{k: v for k, v in overrides.items() if v is not None})
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """What a value has to be, in words and as types; NumPy's numbers are numbers too."""
-
-    words: str
-    types: tuple
-
-    def fits(self, value) -> bool:
-        is_bool = isinstance(value, (bool, np.bool_))
-        if not isinstance(value, self.types) or is_bool != (bool in self.types):
-            return False
-        return not isinstance(value, int) or abs(value) < 2**63
-
-
-_REAL = _Kind("a number", (numbers.Real,))
-_WHOLE = _Kind("a whole number", (numbers.Integral,))
-_SWITCH = _Kind("true or false", (bool, np.bool_))
+# What a value has to be, in words and as types; NumPy's numbers are numbers too.
+_REAL = ("a number", (numbers.Real,))
+_WHOLE = ("a whole number", (numbers.Integral,))
+_SWITCH = ("true or false", (bool, np.bool_))
 _KINDS = {
     **{"cfg": _REAL, "tau": _REAL, "cfg_insertion_layer": _WHOLE, "top_k": _WHOLE, "top_p": _REAL},
     **{"greedy": _SWITCH, "more_smooth": _SWITCH},
 }
+
+
+def _fits(value, types: tuple) -> bool:
+    if not isinstance(value, types) or isinstance(value, (bool, np.bool_)) != (bool in types):
+        return False
+    return not isinstance(value, int) or abs(value) < 2**63
 
 
 def guide(logits: Float[Array, "R T V"], strength: Float[Array, ""]) -> Float[Array, "B T V"]:

@@ -131,9 +131,6 @@ def _reword(entry: str, values: flags.FlagValues) -> str:
     return f"--{name}={given} is not valid: it must be {wanted}{close}"
 
 
-# --- help -----------------------------------------------------------------------------------------
-
-
 def is_help_wanted(argv: Sequence[str]) -> bool:
     """Whether the arguments (program name first) ask for help."""
     return not HELP_FLAGS.isdisjoint(itertools.takewhile(lambda text: text != "--", argv[1:]))

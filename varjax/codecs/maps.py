@@ -136,9 +136,6 @@ resize_bicubic = partial(_resize_to, bicubic_matrix)
 resize_bilinear = partial(_resize_to, bilinear_matrix)
 
 
-# --- tokens ---------------------------------------------------------------------------------------
-
-
 def flatten_maps(maps: Sequence[Shaped[Array, "B _ _ C"]]) -> Shaped[Array, "B L C"]:
     """Positions of all maps, one map after the other, each row-major."""
     rows = [m.reshape(m.shape[0], m.shape[1] * m.shape[2], m.shape[3]) for m in maps]

@@ -112,6 +112,17 @@ class TransformerConfig(Configuration):
         self.check_real("mlp_ratio", positive=True)
         self.check_size("embed_dim * mlp_ratio", self.hidden_dim)
 
+    def with_template(self, aspect: float | str | None, size: str | None) -> "TransformerConfig":
+        """The same weights for pictures of another aspect (height / width) and size; None keeps
+        what it is now. `UserError`: one schedule per checkpoint, or there is no such template."""
+        if aspect is None and size is None:
+            return self
+        height, width = self.schedule.final_map
+        raise UserError(
+            f"aspect and size: {self.what} draws pictures of one shape per checkpoint "
+            f"({height}x{width} tokens here): leave them out"
+        )
+
     @property
     def head_dim(self) -> int:
         return self.embed_dim // self.num_heads

@@ -89,22 +89,6 @@ class Family:
                     f"the codec; they must agree"
                 )
 
-    def with_template(self, config, aspect: float | str | None, size: str | None):
-        """A transformer's configuration for pictures of another aspect (height / width) and size.
-
-        Raises:
-          UserError: the family has one schedule per checkpoint, or there is no such template.
-        """
-        if aspect is None and size is None:
-            return config
-        if not hasattr(config, "with_template"):
-            height, width = config.schedule.final_map
-            raise UserError(
-                f"aspect and size: {self.parts['transformer'].name} draws pictures of one shape "
-                f"per checkpoint ({height}x{width} tokens here): leave them out"
-            )
-        return config.with_template(aspect, size)
-
 
 @dataclass(frozen=True)
 class Preset:

@@ -221,9 +221,6 @@ class T5Encoder(nnx.Module):
         return {"preferred_element_type": jnp.float32, "precision": exact}
 
 
-# --- tokenizer ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Tokens:
     """ids: of the text, the end token last. full_length: how many there were before cutting."""

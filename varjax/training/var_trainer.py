@@ -87,9 +87,6 @@ class VARStage(Stage):
         return loss, (logits.argmax(-1) == tokens).astype(jnp.float32)
 
 
-# --- tokens in a file -----------------------------------------------------------------------------
-
-
 def write_tokens(path: Path, codec: VQVAE, pictures: Dataset, settings: TrainingSettings) -> None:
     """Tokenise training pictures, plain and mirrored, and some validation pictures."""
     encode = jax.jit(VQVAE.images_to_tokens)

@@ -158,9 +158,6 @@ def teacher_inputs(
     return flatten_maps([empty, *inputs])
 
 
-# --- tokens in files ------------------------------------------------------------------------------
-
-
 def tokens_to_bits(tokens: np.ndarray, schedule: Schedule, patch: int) -> np.ndarray:
     """uint8 [N, L, C * patch**2] tokens of a transformer's schedule -> bits of the codec as files
     hold them, uint8 [N, L_vae, C]: with patches, four times as many rows of a quarter of the bits,

@@ -114,7 +114,8 @@ class InfinityConfig(published.TransformerConfig):
                 )
 
     def with_template(self, aspect: float | str | None, size: str | None) -> "InfinityConfig":
-        """The same weights for another shape of picture. None keeps what it is now."""
+        if aspect is None and size is None:
+            return self
         named = schedules.name_of(self.schedule, self.rope_map)
         if named is None and None in (aspect, size):
             raise UserError(
