@@ -187,7 +187,14 @@ class Probe(Policy):
 
     def update_state(self, obs: Observation):
         state, scale = dict(obs.state), obs.scale
-        for name, value in self._measured(obs).items():
+        source = jnp.searchsorted(obs.inputs["starts"], obs.position, side="right") - 1
+        of_source = jax.nn.one_hot(source, state["beta"].shape[-1])  # 0 for slots without a token
+        measured = {
+            "beta": jnp.einsum("rnk,rnkg->rng", obs.scale_mass, of_source),
+            "query_variance": obs.query_variance,
+            "concentration": _concentration(obs),
+        }
+        for name, value in measured.items():
             state[name] = state[name].at[:, :, scale].set(value)
         distance = jnp.where(scale == 0, 0.0, -obs.key_similarity)
         state["key_distance"] = state["key_distance"].at[:, scale].set(distance)
@@ -196,19 +203,6 @@ class Probe(Policy):
         pattern = jnp.einsum("rnqk,rnkc->rnqc", obs.window_attention, member)
         state["pattern"] = jnp.where(scale == self.pattern_scale, pattern, state["pattern"])
         return state
-
-    def _measured(self, obs: Observation) -> dict:
-        source = jnp.searchsorted(obs.inputs["starts"], obs.position, side="right") - 1
-        return {
-            "beta": _sum_by(obs.scale_mass, source, obs.state["beta"].shape[-1]),
-            "query_variance": obs.query_variance,
-            "concentration": _concentration(obs),
-        }
-
-
-def _sum_by(values, group, groups: int):
-    """Sums of the last axis by group number [..., groups]; numbers outside are left out."""
-    return jnp.einsum("rnk,rnkg->rng", values, jax.nn.one_hot(group, groups))
 
 
 def _concentration(obs: Observation):

@@ -69,26 +69,6 @@ def attention_multiplier(log_scale: Float[Array, " N"]) -> Float[Array, "N 1 1"]
     return jnp.exp(clamped)[:, None, None]
 
 
-def plain_queries(block, h: Float[Array, "R T D"], head_dim: int) -> Float[Array, "R N T H"]:
-    """x W_q / sqrt(H): queries without bias, normalisation, learned multiplier or rotation, as
-    ScaleKV's published code scores with."""
-    kernel = block.qkv.kernel[...]
-    q = h @ kernel[..., : kernel.shape[-1] // 3]
-    return split_heads(q, head_dim) / math.sqrt(head_dim)
-
-
-def modulated_head(
-    head, modulation: Float[Array, "R 2 D"], x: Float[Array, "R T D"], eps: float
-) -> Float[Array, "R T V"]:
-    """Float32 logits: normalise, modulate (scale, shift), then the linear layer `head` in its own
-    type."""
-    scale, shift = (modulation[:, i].astype(jnp.float32) for i in (0, 1))
-    h = modulate(layer_norm(x.astype(jnp.float32), eps), scale, shift)
-    kernel = head.kernel[...]
-    product = jnp.dot(h.astype(kernel.dtype), kernel, preferred_element_type=jnp.float32)
-    return product + head.bias[...]
-
-
 def dense_attention(
     q: Float[Array, "R N T H"],
     k: Float[Array, "R N K H"],

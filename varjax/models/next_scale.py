@@ -16,6 +16,7 @@ without it there are none (R = B). Codes, and what becomes of them, belong to th
 `accumulate`, `decode`). A new family writes one subclass.
 """
 
+import math
 from typing import Any, ClassVar
 
 import jax
@@ -118,9 +119,11 @@ class NextScaleTransformer(nnx.Module):
     def raw_queries(
         self, block, layer_context: Any, x: Float[Array, "R T D"]
     ) -> Float[Array, "R N T H"]:
-        """See `layers.plain_queries`."""
-        h = self.attention_input(layer_context, x)
-        return layers.plain_queries(block, h, self.config.head_dim)
+        """x W_q / sqrt(H): queries without bias, normalisation, learned multiplier or rotation, as
+        ScaleKV's published code scores with."""
+        kernel, size = block.qkv.kernel[...], self.config.head_dim
+        q = self.attention_input(layer_context, x) @ kernel[..., : kernel.shape[-1] // 3]
+        return layers.split_heads(q, size) / math.sqrt(size)
 
     def words(self, rows: int, codes: Float[Array, "B T C"]) -> Float[Array, "R T D"]:
         """Embedded codes of all rows; conditional and unconditional rows share those of an
@@ -131,8 +134,13 @@ class NextScaleTransformer(nnx.Module):
     def plain_logits(
         self, modulation: Float[Array, "R 2 D"], x: Float[Array, "R T D"]
     ) -> Float[Array, "R T V"]:
-        """Float32 logits of every row, before temperature and guidance."""
-        return layers.modulated_head(self.head, modulation, x, self.config.norm_eps)
+        """Float32 logits of every row, before temperature and guidance: normalised and modulated
+        (scale, shift), then the linear layer `head` in its own type."""
+        scale, shift = (modulation[:, i].astype(jnp.float32) for i in (0, 1))
+        normal = layers.layer_norm(x.astype(jnp.float32), self.config.norm_eps)
+        h, kernel = layers.modulate(normal, scale, shift), self.head.kernel[...]
+        product = jnp.dot(h.astype(kernel.dtype), kernel, preferred_element_type=jnp.float32)
+        return product + self.head.bias[...]
 
     def teacher_forced(
         self, context: dict, shared: Any, x: Float[Array, "B L D"]

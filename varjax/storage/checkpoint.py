@@ -141,8 +141,8 @@ def describe(
         if name in registry.OWN_FOLDER:
             own = part_folder(path, name)
             content = manifest.read_part(own, name)
-            config = manifest.part_configuration(own, content, name)
-            parts[name] = registry.OWN_FOLDER[name].abstract(config)
+            part = registry.OWN_FOLDER[name]
+            parts[name] = part.abstract(manifest.configuration(own, content, "config", part))
             metadata = metadata or content
     return {name: parts[choose("part", name, parts)] for name in names}, metadata
 

@@ -111,7 +111,7 @@ def read_part(folder: Path, name: str) -> dict:
             f" {kind!r} in version {FORMAT_VERSION}: {advice}"
         )
     _require(file, content, {"config": dict, "files": dict})
-    part_configuration(file, content, name)
+    configuration(file, content, "config", registry.OWN_FOLDER[name])
     check_records(file, content["files"])
     return content
 
@@ -164,15 +164,11 @@ def _inner(value) -> list:
 def configurations(where, content: Mapping) -> dict:
     """{part: configuration} of a `model.json`; `UserError` names `where` and the entry."""
     tree = registry.family(content["family"]).tree
-    return {name: _configuration(where, content, name, part) for name, part in tree.items()}
+    return {name: configuration(where, content, name, part) for name, part in tree.items()}
 
 
-def part_configuration(where, content: Mapping, name: str):
-    """Likewise of a part with a folder of its own."""
-    return _configuration(where, content, "config", registry.OWN_FOLDER[name])
-
-
-def _configuration(where, content: Mapping, entry: str, part: registry.Part):
+def configuration(where, content: Mapping, entry: str, part: registry.Part):
+    """That of one part."""
     with about(f"{where}, entry {entry!r}"):
         return part.read(content[entry])
 
@@ -215,15 +211,12 @@ def check_records(where, records) -> None:
         size, crc = (record.get(k) if isinstance(record, dict) else None for k in ("size", "crc32"))
         path = PurePosixPath(name)
         inside = path.parts and not path.is_absolute() and ".." not in path.parts
-        if not (inside and type(size) is int and size >= 0 and _is_crc(crc)):
+        is_crc = isinstance(crc, str) and re.fullmatch(r"[0-9a-f]{8}", crc)
+        if not (inside and type(size) is int and size >= 0 and is_crc):
             raise UserError(
                 f"{where}, entry 'files': {name!r:.60} has the record {record!r:.60}; needed are a"
                 " path inside params, its size and crc32 (8 hexadecimal digits)"
             )
-
-
-def _is_crc(value) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{8}", value) is not None
 
 
 # --- the files beside it --------------------------------------------------------------------------

@@ -6,11 +6,10 @@ some of them. On disk an npz file; its arrays are described at `load`.
 Letters: P prompts, N images, B images of a batch, M tokens (padded), C width of the encoder.
 """
 
-import dataclasses
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -118,7 +117,7 @@ class TextFeatures:
         """`count` images of every image that there is, in turn: prompt 0 `count` times first."""
         if count < 1:
             raise UserError(f"{count} images per prompt: at least 1")
-        return dataclasses.replace(self, numbers=np.repeat(self.numbers, count))
+        return replace(self, numbers=np.repeat(self.numbers, count))
 
     def take(self, index: Sequence[int] | Int[np.ndarray, " B"]) -> dict[str, np.ndarray]:
         """Arrays of the images `index`: `kv` float32 [B, M, C] with zeros behind each text,
@@ -193,7 +192,7 @@ class TextFeatures:
                 f" {text_channels}{_encoders(text_channels)}: encode the prompts with the encoder"
                 " that the model was trained with"
             )
-        return dataclasses.replace(self, text_maxlen=text_maxlen)
+        return replace(self, text_maxlen=text_maxlen)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the features of the prompts (not how often each is repeated) as npz."""

@@ -14,11 +14,10 @@ Letters: B texts, T and K tokens, L layers, N heads, H head size, D width, F fee
 V vocabulary. Names of the published files are in `ported_weights/tables/t5.py`.
 """
 
-import dataclasses
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 import jax
@@ -86,7 +85,7 @@ class T5Config(published.Configuration):
                 " and flan-t5)"
             )
         found = cls.arguments(arguments, ignored=arguments)
-        needed = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+        needed = [f.name for f in fields(cls) if f.default is MISSING]
         if missing := [name for name in needed if name not in found]:
             raise cls.wrong(
                 f"{', '.join(missing)} not given: take the config.json that is published beside the"

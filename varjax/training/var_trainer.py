@@ -7,9 +7,8 @@ cross entropy over all tokens. Labels are dropped at random, which teaches the n
 guidance needs.
 """
 
-import dataclasses
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax
@@ -115,6 +114,6 @@ def read_tokens(path: Path, pictures: Dataset) -> Dataset:
     """`pictures` as int32 tokens: `train` [2, N, L], plain and mirrored; `val` [M, L]."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            return dataclasses.replace(pictures, **arrays)
+            return replace(pictures, **arrays)
     except Exception as error:  # NumPy raises many kinds over damaged files
         raise UserError(f"{path} is damaged ({error}): delete it to make it again") from error

@@ -26,6 +26,7 @@ from varjax.codecs.autoencoder import Decoder, Encoder, ImageCodec, conv
 from varjax.codecs.maps import flatten_maps, resize_area, resize_bicubic
 from varjax.codecs.vqvae.config import VQVAEConfig
 from varjax.errors import UserError
+from varjax.models.layers import l2_normalize
 from varjax.sampling import smooth_codes
 
 __all__ = ["VQVAE", "Quantizer", "VQVAEConfig"]
@@ -54,10 +55,6 @@ def _identity_kernels(count: int, channels: int) -> Array:
     """[count, 3, 3, C, C] convolutions that return their input: training starts with phi(x) = x."""
     centre = jnp.zeros((3, 3, 1, 1)).at[1, 1].set(1) * jnp.eye(channels)
     return jnp.tile(centre, (count, 1, 1, 1, 1))
-
-
-def _unit(x: Float[Array, "... C"]) -> Float[Array, "... C"]:
-    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
 
 
 class Quantizer(nnx.Module):
@@ -107,7 +104,9 @@ class Quantizer(nnx.Module):
         """Index of the nearest code: smallest distance, or largest cosine with `using_znorm`."""
         z, codes = z.astype(jnp.float32), self.codebook()
         if self.config.using_znorm:
-            similarity = jnp.einsum("...c,vc->...v", _unit(z), _unit(codes), precision=HIGHEST)
+            similarity = jnp.einsum(
+                "...c,vc->...v", l2_normalize(z), l2_normalize(codes), precision=HIGHEST
+            )
             return jnp.argmax(similarity, axis=-1).astype(jnp.int32)
         products = jnp.einsum("...c,vc->...v", z, codes, precision=HIGHEST)
         # |z|^2 is the same for every code and left out

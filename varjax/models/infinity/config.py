@@ -1,8 +1,7 @@
 """Configuration of the Infinity transformer, in the published constructor's names."""
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from varjax.errors import UserError
 from varjax.models import published
@@ -123,7 +122,7 @@ class InfinityConfig(published.TransformerConfig):
             )
         aspect, size = named[0] if aspect is None else aspect, named[1] if size is None else size
         found = schedules.resolve(aspect, size)
-        return dataclasses.replace(self, schedule=found.schedule, rope_map=found.rope_map)
+        return replace(self, schedule=found.schedule, rope_map=found.rope_map)
 
     # --- what follows -----------------------------------------------------------------------------
 
