@@ -109,9 +109,6 @@ def image_kl(
     return found.reshape(images, tokens, -1).sum(-1).mean(1)
 
 
-# --- the list -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Metric:
     """How close a result is to that of the full cache on the same seeds.

@@ -133,7 +133,10 @@ def describe(
     `UserError` without such a checkpoint or part, or for a description that is not usable.
     """
     path, parts, metadata = Path(directory), {}, {}
-    names = _parts_in(path) if names is None else list(names)
+    if names is None:
+        alone = [name for name in registry.OWN_FOLDER if (path / f"{name}.json").is_file()]
+        names = alone or registry.family(manifest.read(path)["family"]).tree
+    names = list(names)
     if any(name not in registry.OWN_FOLDER for name in names):
         metadata = manifest.read(path)
         parts = _abstract_tree(path, metadata)
@@ -171,11 +174,6 @@ def load(
         own = part_folder(path, name)
         loaded[name] = _load_part(own, name, described[name], dtypes[name], on_host)
     return {name: loaded[name] for name in described}, metadata
-
-
-def _parts_in(path: Path) -> list[str]:
-    alone = [name for name in registry.OWN_FOLDER if (path / f"{name}.json").is_file()]
-    return alone or list(registry.family(manifest.read(path)["family"]).tree)
 
 
 def _abstract_tree(path: Path, content: Mapping) -> dict[str, nnx.Module]:

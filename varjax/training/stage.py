@@ -95,9 +95,6 @@ def whole_batches(count: int, batch_size: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, count - size + 1, size))
 
 
-# --- the optimiser --------------------------------------------------------------------------------
-
-
 def learning_rate(
     peak: float, steps: int, warm_up: int = 0, flat_until: float = 0.0
 ) -> optax.Schedule:

@@ -26,7 +26,8 @@ from varjax.training.data import to_float
 from varjax.training.stage import Stage, adamw, descend, learning_rate, whole_batches
 
 CODES = "quantizer/embedding"
-VECTORS_PER_CODE = 16  # for k-means
+VECTORS_PER_CODE, ROUNDS = 16, 12  # for k-means
+RARE = 0.05  # part of the mean usage
 RESEED_UNTIL = 0.75  # part of the run
 JITTER = 1e-3  # relative noise, so that repeated vectors do not make identical codes
 
@@ -166,9 +167,7 @@ def _samples(key: Array, vectors: Float[Array, "n C"], count: int) -> Float[Arra
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def k_means(
-    key: Array, vectors: Float[Array, "n C"], num_codes: int, iterations: int = 12
-) -> Float[Array, "V C"]:
+def k_means(key: Array, vectors: Float[Array, "n C"], num_codes: int) -> Float[Array, "V C"]:
     """Codes after rounds of k-means; one that loses all its vectors restarts at a random vector."""
     start, key = jax.random.split(key)
 
@@ -180,23 +179,19 @@ def k_means(
         return jnp.where(counts[:, None] > 0, means, _samples(key, vectors, num_codes)), None
 
     codes, _ = jax.lax.scan(
-        improve, _samples(start, vectors, num_codes), jax.random.split(key, iterations)
+        improve, _samples(start, vectors, num_codes), jax.random.split(key, ROUNDS)
     )
     return codes
 
 
 def reseed(
-    key: Array,
-    codes: Float[Array, "V C"],
-    usage: Float[Array, " V"],
-    vectors: Float[Array, "n C"],
-    threshold: float = 0.05,
+    key: Array, codes: Float[Array, "V C"], usage: Float[Array, " V"], vectors: Float[Array, "n C"]
 ) -> tuple[Float[Array, "V C"], Array]:
-    """Move codes used less than `threshold` times the mean usage to random vectors.
+    """Move codes used less than `RARE` times the mean usage to random vectors.
 
     Returns the codes and which of them moved, bool [V].
     """
-    rare = usage < threshold * usage.mean()
+    rare = usage < RARE * usage.mean()
     return jnp.where(rare[:, None], _samples(key, vectors, len(codes)), codes), rare
 
 

@@ -104,9 +104,8 @@ class Quantizer(nnx.Module):
         """Index of the nearest code: smallest distance, or largest cosine with `using_znorm`."""
         z, codes = z.astype(jnp.float32), self.codebook()
         if self.config.using_znorm:
-            similarity = jnp.einsum(
-                "...c,vc->...v", l2_normalize(z), l2_normalize(codes), precision=HIGHEST
-            )
+            units = l2_normalize(z), l2_normalize(codes)
+            similarity = jnp.einsum("...c,vc->...v", *units, precision=HIGHEST)
             return jnp.argmax(similarity, axis=-1).astype(jnp.int32)
         products = jnp.einsum("...c,vc->...v", z, codes, precision=HIGHEST)
         # |z|^2 is the same for every code and left out
