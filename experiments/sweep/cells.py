@@ -14,7 +14,7 @@ import zlib
 import numpy as np
 
 from experiments.generation import cache_report, time_report
-from experiments.run.batch_store import BatchStore
+from experiments.output import BatchStore
 from experiments.sweep.plan import Cell, Sweep
 from varjax.generator import Generator
 from varjax.io import images

@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 
-from experiments.report import command as report_module
+from experiments.report import __main__ as report_module
 from experiments.report import sweep_files
 from tests.experiments.made_up_sweep import GEOMETRY
 from varjax import calibration as measured
