@@ -14,11 +14,9 @@ with the same flags continues where it stopped.
 import sys
 
 from experiments.flags.condition import ConditionFlags
-from experiments.flags.given import GivenFlags
-from experiments.flags.model import ModelFlags
+from experiments.flags.model import GivenFlags, ModelFlags, SamplingFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
 from experiments.flags.program import ProgramFlags
-from experiments.flags.sampling import SamplingFlags
 from experiments.generation import Run
 from experiments.output import BatchStore, FolderFlags
 from experiments.run import results as run_results
