@@ -86,11 +86,6 @@ class Generation:
             decode_batch=program.decode_batch,
         )
 
-    @property
-    def any_batch(self) -> np.ndarray:
-        """int32 [batch_size]: image numbers, for the shapes that a program is compiled for."""
-        return np.zeros(self.batch_size, np.int32)
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Run(Generation):

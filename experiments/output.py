@@ -36,7 +36,12 @@ class BatchStore:
         self.settings = json.dumps(description, sort_keys=True)
         self.work = _partial(out)
         self.resumed = False
-        self._check_work()
+        left = _stored_settings(self.work) if self.work.exists() and not overwrite else None
+        if left not in (None, self.settings):
+            raise UserError(
+                f"{self.work} holds an unfinished run with other settings: use its settings to "
+                "continue it, add --overwrite to discard it, or choose another --out"
+            )
 
     @classmethod
     def fresh(cls, stem: str, description: dict) -> "BatchStore":
@@ -51,24 +56,10 @@ class BatchStore:
             check_new_folder(out, overwrite=False, flag="--out")
         raise UserError(f"{RESULTS} holds 999 runs of {stem}: name a folder with --out")
 
-    def _check_work(self) -> None:
-        """Raise `UserError` if an unfinished run with other settings lies there."""
-        if not self.work.exists() or self.overwrite:
-            return
-        if _stored_settings(self.work) not in (None, self.settings):
-            raise UserError(
-                f"{self.work} holds an unfinished run with other settings: use its settings to "
-                "continue it, add --overwrite to discard it, or choose another --out"
-            )
-
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
         """Hold the work folder: create it, or continue in it; it vanishes again if no batch is
-        finished.
-
-        Raises:
-          UserError: another process works in it, or there is no write permission.
-        """
+        finished. `UserError` if another process works in it or there is no write permission."""
         self.work.mkdir(parents=True, exist_ok=True)
         with open(self.work / LOCK, "w", encoding="ascii") as lock:
             if not _take(lock):

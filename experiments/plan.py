@@ -33,7 +33,6 @@ from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
 from varjax.engine.memory import show_bytes
 from varjax.errors import UserError
-from varjax.model import Model
 from varjax.storage.atomic import new_file
 
 BYTES_PER_PAIR = 6  # an element of K in float32 and one of V in 16 bits
@@ -53,15 +52,6 @@ BATCH_SIZE = batch_size_flag(FLAGS, 1, "Images per batch (two cache rows each wi
 DTYPE = dtype_flag(FLAGS, "bfloat16", "keys and values in a full cache")
 KV_DTYPE = kv_dtype_flag(FLAGS)
 SAVE = FileFlags(FLAGS, "save", "Write the plan's arrays to this npz file.")
-
-
-def model_or_geometry() -> tuple[str, Model | Geometry]:
-    """(name, what exactly one of the flags names)."""
-    MODEL.check_alone(GEOMETRY)
-    if GEOMETRY.value:
-        return "geometry", Geometry.parse(GEOMETRY.value)
-    model = MODEL.resolve(weights=False)
-    return model.name, model
 
 
 def arrays(plan: CachePlan, batch_size: int, dtype: str, kv_dtype: str) -> dict[str, np.ndarray]:
@@ -176,8 +166,13 @@ def check_countable(geometry: Geometry, batch_size: int, dtype: str) -> None:
 
 def main(argv) -> None:
     target = SAVE.check()
-    name, model = model_or_geometry()
-    geometry = model.geometry if isinstance(model, Model) else model
+    MODEL.check_alone(GEOMETRY)
+    if GEOMETRY.value:
+        name, model = "geometry", Geometry.parse(GEOMETRY.value)
+        geometry = model
+    else:
+        model = MODEL.resolve(weights=False)
+        name, geometry = model.name, model.geometry
     check_countable(geometry, BATCH_SIZE.value, DTYPE.value)
     plan, calibration = POLICY.plan(POLICY.resolve(), model)
     sizes = (BATCH_SIZE.value, DTYPE.value, KV_DTYPE.value or DTYPE.value)

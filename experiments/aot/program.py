@@ -78,15 +78,10 @@ class Program:
 def compile_program(
     trace: Callable[[], jax.stages.Traced], networks: Any, carried: Sequence[buffers.Carried] = ()
 ) -> Program:
-    """Compile and measure a program.
+    """Compile and measure a program; `DoesNotFit` where the compiler says so.
 
-    Args:
-      trace: makes the traced program.
-      networks: the shapes of its first argument, the weights.
-      carried: arrays that should be updated in place.
-
-    Raises:
-      DoesNotFit: the compiler says so.
+    trace: makes the traced program. networks: the shapes of its first argument, the weights.
+    carried: arrays that should be updated in place.
     """
     start = time.perf_counter()
     traced = trace()

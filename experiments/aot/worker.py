@@ -33,10 +33,8 @@ PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "varjax")
 
 
 def start(target: str, flags: Sequence[str]) -> dict:
-    """The result of a target, compiled by a process of its own.
-
-    flags: those of this command; the last one of a kind counts.
-    """
+    """The result of a target, compiled by a process of its own. flags: those of this command; the
+    last one of a kind counts."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
         own = (f"--target={target}", f"--worker={path}")
@@ -57,9 +55,7 @@ def start(target: str, flags: Sequence[str]) -> dict:
 
 def environment() -> dict[str, str]:
     """The environment of a process that compiles, which finds this package wherever it was started.
-
-    A cache of programs would keep the compiler from writing what we want to read.
-    """
+    A cache of programs would keep the compiler from writing what we want to read."""
     place = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [place, os.environ.get("PYTHONPATH")]))
     own = {"PYTHONPATH": path, "JAX_ENABLE_COMPILATION_CACHE": "0"}

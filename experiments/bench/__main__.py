@@ -214,15 +214,8 @@ def show_check(name: str) -> int:
                 failures += bool(wrong)
                 types = f"{spec.dtype}, pool {spec.pool_dtype}"
                 each = "  ".join(f"{part} {e:.1e}" for part, e in found.items())
-                line = (
-                    f"{'WRONG' if wrong else 'ok':5s}",
-                    operation,
-                    spec.name,
-                    types,
-                    table,
-                    each,
-                )
-                print("  ".join(line), flush=True)
+                verdict = "WRONG" if wrong else "ok   "
+                print(verdict, operation, spec.name, types, table, each, sep="  ", flush=True)
                 rows.append({"shape": spec.name, "table": table, "operation": operation} | found)
     print(f"{name} on {jax.devices()[0].device_kind}: {len(rows) - failures} of {len(rows)} right")
     save({"implementation": name, "errors": rows})

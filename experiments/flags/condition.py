@@ -48,9 +48,7 @@ class ConditionFlags:
 
     def resolve(self, model: Model, *, weights: bool = True) -> Condition:
         """A condition (`varjax.conditions`), checked; prompts are not encoded yet (`Text`).
-
-        weights: the model will run; without, it need not have a text encoder.
-        """
+        weights: the model will run; without, it need not have a text encoder."""
         mine = self._kinds[model.family.condition]
         for kind, other in self._kinds.items():
             if kind != model.family.condition and (given := other.given()):
@@ -170,7 +168,9 @@ class TextFlags:
             raise UserError(f"{model.name} {self.words}")
         prompts = prompts or _plain([""], "--dry_run")
         if self._negative.value:
-            negative = self._read_negative(prompts, features)
+            if features is not None:
+                raise UserError("--negative_prompts: --text_features holds its own, leave it out")
+            negative = read_negative(self._negative.value, prompts)
         each = 1 if self._each is None else self._each.value or prompts.images_per_prompt
         encoder = _encoder(model) if weights and features is None else None
         if self._each is not None:
@@ -196,11 +196,6 @@ class TextFlags:
         if features is not None:
             _check_same(found, features)
         return found
-
-    def _read_negative(self, prompts: PromptSet, features) -> PromptSet:
-        if features is not None:
-            raise UserError("--negative_prompts: --text_features holds its own, leave it out")
-        return read_negative(self._negative.value, prompts)
 
 
 def _check_same(prompts: PromptSet, features) -> None:

@@ -143,12 +143,8 @@ def _live_bytes(cell: dict) -> dict:
     used, live = (np.ravel(cell[key]) * slot for key in ("used_slots", "live_tokens"))
     found = {"step": list(range(len(used) + 1))}
     found |= {USED: plain([*used, used[-1]]), LIVE: plain([*live, live[-1]])}
-    found |= {"limit": [budget], "text": [f"budget {share:g}: {budget:.3g} MiB"], "dy": [-8]}
+    limits = [(budget, f"budget {share:g}: {budget:.3g} MiB", -8)]
     if abs(pool - budget) > 0.002 * budget:
-        for key, value in (
-            ("limit", pool),
-            ("text", f"allocated pool: {pool:.3g} MiB"),
-            ("dy", 10),
-        ):
-            found[key].append(value)
-    return found
+        limits.append((pool, f"allocated pool: {pool:.3g} MiB", 10))
+    columns = map(list, zip(*limits, strict=True))
+    return found | dict(zip(("limit", "text", "dy"), columns, strict=True))

@@ -13,6 +13,8 @@ with the same flags continues where it stopped.
 
 import sys
 
+import numpy as np
+
 from experiments.flags.condition import ConditionFlags
 from experiments.flags.model import GivenFlags, ModelFlags, SamplingFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
@@ -85,7 +87,7 @@ def generate_series(run: Run, model: Model, store: BatchStore, series: str) -> G
     progress = Progress(f"{name}: image", total, first=done)
     segments = len(generator.segments)
     progress.note(f"{name}: compiling {segments} segments for batches of {run.batch_size}")
-    first, given = run.any_batch, run.given_tokens
+    given, first = run.given_tokens, np.zeros(run.batch_size, np.int32)  # any images: for shapes
     generator.compile(run.condition.take(first), None if given is None else given[first])
     progress.note(
         f"{name}: compiled in {generator.timing.compile_s:.1f} s (compilation cache "

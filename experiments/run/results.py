@@ -11,7 +11,7 @@ import numpy as np
 
 from experiments.generation import Run, cache_report, environment, time_report
 from experiments.output import BatchStore
-from experiments.prompts.condition import Text, encoding_bytes, text_tokens
+from experiments.prompts.condition import Text, text_tokens
 from experiments.prompts.layouts import write_images
 from varjax.engine import memory, program
 from varjax.generator import Generator
@@ -90,7 +90,7 @@ def _write_arrays(out: pathlib.Path, run: Run, arrays: dict[str, np.ndarray]) ->
 def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
     """The content of report.json. Byte counts are for one batch."""
     analysis, timing = generator.compiled.memory_analysis(), generator.timing
-    warm = timing.cache == "warm"
+    condition, warm = run.condition, timing.cache == "warm"
     report = {
         **run.describe(),
         "num_images": len(run.condition),
@@ -110,7 +110,7 @@ def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
             # of the compiled programs, which follow each other: what one has taken, but for weights
             # that stay, is free in the next
             "phases": {
-                "text": encoding_bytes(run.condition),
+                "text": condition.peak_bytes if isinstance(condition, Text) else None,
                 "transformer": memory.peak_bytes(generator.compiled),
                 "decode": memory.peak_bytes(generator.compiled_decoder),
             },
@@ -168,13 +168,13 @@ def dry_run_text(run: Run) -> str:
     plan, batch = run.plan, run.batch_size
     dense = plan.dense_bytes(batch, run.program.dense_dtype)
     need = run.program.predict_here(run.model, plan, batch, run.condition)
+    condition, length = memory.show_bytes(need.condition), text_tokens(run.condition)
+    text = [("text", f"{condition}, keys and values of {length} tokens")] * (length is not None)
+    parts = (run.model.transformer, run.model.codec)
+    transformer, codec = (f"{parameters.count(part) / 1e6:.1f} M" for part in parts)
     rows = [
         ("model", run.model.name),
-        (
-            "parameters",
-            f"{_millions(run.model.transformer)} M transformer, {_millions(run.model.codec)} M "
-            f"codec",
-        ),
+        ("parameters", f"{transformer} transformer, {codec} codec"),
         ("schedule", str(plan.geometry.schedule)),
         (
             "policy",
@@ -193,22 +193,11 @@ def dry_run_text(run: Run) -> str:
         ),
         ("peak live tokens", f"{plan.peak_live_fraction:.2%} of full"),
         ("weights", memory.show_bytes(need.weights)),
-        *_text_row(run, need.condition),
+        *text,
         ("activations", f"about {memory.show_bytes(need.activations)}"),
         ("total", f"about {memory.show_bytes(need.total)}"),
     ]
     return "\n".join([_columns(rows), *run.remarks])
-
-
-def _text_row(run: Run, num_bytes: int) -> list[tuple[str, str]]:
-    length = text_tokens(run.condition)
-    if length is None:
-        return []
-    return [("text", f"{memory.show_bytes(num_bytes)}, keys and values of {length} tokens")]
-
-
-def _millions(module) -> str:
-    return f"{parameters.count(module) / 1e6:.1f}"
 
 
 def table(report: dict, out: pathlib.Path) -> str:

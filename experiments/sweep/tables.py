@@ -177,11 +177,7 @@ def curves(table: Sequence[dict], metric: str) -> dict[str, list[tuple[float, fl
 
 
 def plot(path: pathlib.Path, table: Sequence[dict]) -> None:
-    """Fidelity against bytes, a panel per metric.
-
-    Raises:
-      MissingExtra: without matplotlib.
-    """
+    """Fidelity against bytes, a panel per metric. `MissingExtra` without matplotlib."""
     need = {"extra": "eval", "purpose": "plotting"}
     extras.require("matplotlib", **need).use("Agg")
     pyplot = extras.require("matplotlib.pyplot", **need)

@@ -92,14 +92,10 @@ def _open_file(path: Path) -> Mapping[str, Tensor] | TorchFile:
         head = file.read(512)
     if head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
         return TorchFile(path)
-    if _is_safetensors(head):
+    # eight bytes of header length, then a JSON object
+    if len(head) > 8 and struct.unpack("<Q", head[:8])[0] < 2**32 and head[8:9] == b"{":
         return read_safetensors(path)
     raise UserError(f"cannot read {path}: {_explain(head)}")
-
-
-def _is_safetensors(head: bytes) -> bool:
-    """Eight bytes of header length, then a JSON object."""
-    return len(head) > 8 and struct.unpack("<Q", head[:8])[0] < 2**32 and head[8:9] == b"{"
 
 
 def _explain(head: bytes) -> str:
