@@ -23,9 +23,10 @@ import jax
 
 from experiments.aot import report, worker
 from experiments.aot.program import Workload
-from experiments.flags.model import ModelFlags, SamplingFlags
+from experiments.flags.model import ModelFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
 from experiments.flags.program import ProgramFlags
+from experiments.flags.sampling import SamplingFlags
 from experiments.output import FileFlags
 from experiments.prompts.condition import check_text_tokens
 from pallas_kernels import chips, implementations

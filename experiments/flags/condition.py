@@ -88,21 +88,17 @@ class LabelFlags:
                 "--labels and --num_images exclude each other: labels already say how many images "
                 "there are"
             )
-        if self._labels.value is not None:
-            return _class_numbers(self._labels.value)
+        if (text := self._labels.value) is not None:
+            try:
+                return [int(part) for part in text.split(",")]
+            except ValueError:
+                raise UserError(
+                    f"--labels={text!r}: write class numbers separated by commas, for example 3,7,7"
+                ) from None
         if self._samples is not None:
             turn = np.arange(self._samples.value) / self._samples.value
             return np.floor(turn * num_classes).astype(np.int32)
         return np.arange(_number(self._num_images.value, num_classes)) % num_classes
-
-
-def _class_numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UserError(
-            f"--labels={text!r}: write class numbers separated by commas, for example 3,7,7"
-        ) from None
 
 
 def _number(asked: int | None, num_classes: int) -> int:

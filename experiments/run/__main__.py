@@ -16,15 +16,17 @@ import sys
 import numpy as np
 
 from experiments.flags.condition import ConditionFlags
-from experiments.flags.model import GivenFlags, ModelFlags, SamplingFlags
+from experiments.flags.model import ModelFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
 from experiments.flags.program import ProgramFlags
+from experiments.flags.sampling import SamplingFlags
 from experiments.generation import Run
 from experiments.output import BatchStore, FolderFlags
 from experiments.run import results as run_results
 from varjax import api
 from varjax.cli import command_line
-from varjax.cli.flags import CommandFlags
+from varjax.cli.flags import CommandFlags, about
+from varjax.errors import UserError
 from varjax.generator import Generator
 from varjax.model import Model
 from varjax.progress import Progress
@@ -40,8 +42,15 @@ COMPARE = FLAGS.boolean("compare", False, "Also run the full cache and report fi
 SAVE_ARRAYS = FLAGS.boolean(
     "save_arrays", False, "Also write arrays.npz: tokens, code map, images, logits."
 )
-GIVEN = GivenFlags(FLAGS)
 DRY_RUN = FLAGS.boolean("dry_run", False, "Print the plan and predicted bytes; allocate nothing.")
+SHAPES = {"tokens": "int [N, L]", "bits": "uint8 [N, L of the image tokenizer, bits of a code]"}
+GIVEN = {  # by what a model calls its tokens
+    kind: FLAGS.string(f"given_{kind}", None, f"npz file with `{kind}` {s} that replace the draw.")
+    for kind, s in SHAPES.items()
+}
+GIVEN_SCALES = FLAGS.integer(
+    "given_scales", None, "The first so many scales take what is given; default: all."
+)
 OUT = FolderFlags(FLAGS)
 
 
@@ -56,7 +65,7 @@ def resolve() -> Run:
     plan, calibration = POLICY.plan(policy, model, sampling)
     program = PROGRAM.resolve(model)
     PROGRAM.check_plan(plan, program.mesh)
-    given_tokens, given_scales = GIVEN.resolve(model, len(condition))
+    given_tokens, given_scales = read_given(model, len(condition))
     return Run(
         model=model,
         condition=condition,
@@ -73,6 +82,31 @@ def resolve() -> Run:
         calibration=None if calibration is None else calibration.digest,
         remarks=tuple(plan_remarks(plan, calibration, program.attention)),
     )
+
+
+def read_given(model: Model, num_images: int) -> tuple[np.ndarray | None, int | None]:
+    """(tokens as the model draws them, of all images, or None; how many scales take them, None for
+    all), checked against the model."""
+    mine, schedule = model.transformer.token_name, model.config.schedule
+    for kind, holder in GIVEN.items():
+        if holder.value and kind != mine:
+            raise UserError(f"--given_{kind}: {model.name} draws {mine}: use --given_{mine}")
+    path, scales = GIVEN[mine].value, GIVEN_SCALES.value
+    if scales is not None and (not path or not 0 <= scales <= schedule.num_scales):
+        raise UserError(
+            f"--given_scales={scales}: 0 to {schedule.num_scales} scales, together with "
+            f"--given_{mine}=FILE"
+        )
+    if not path:
+        return None, None
+    count = schedule.num_scales if scales is None else scales
+    with about(GIVEN[mine]):
+        try:
+            with np.load(path, allow_pickle=False) as archive:
+                array = archive[mine]
+        except Exception as error:  # NumPy raises many kinds over damaged files
+            raise UserError(f"cannot read array `{mine}` of an .npz file: {error}") from None
+        return model.transformer.tokens_from_file(array, num_images, count), scales
 
 
 def generate_series(run: Run, model: Model, store: BatchStore, series: str) -> Generator:

@@ -26,9 +26,10 @@ import pathlib
 import sys
 
 from experiments.flags.condition import ConditionFlags
-from experiments.flags.model import ModelFlags, SamplingFlags
+from experiments.flags.model import ModelFlags
 from experiments.flags.policy import calibration_flag, policy_module_flag
 from experiments.flags.program import ProgramFlags
+from experiments.flags.sampling import SamplingFlags
 from experiments.output import FolderFlags
 from experiments.sweep import plan, tables
 from experiments.sweep.cells import Runner

@@ -6,6 +6,7 @@ Of both kinds of files tensors are read when asked for.
 """
 
 import math
+import re
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -125,7 +126,8 @@ class TorchFile:
 
     def _find_root(self) -> str:
         """Folder inside the archive, with its slash."""
-        roots = [name.removesuffix("data.pkl") for name in self._sizes if _is_pickle(name)]
+        found = (re.fullmatch(r"([^/]*/|)data\.pkl", name) for name in self._sizes)
+        roots = [match[1] for match in found if match]
         if any(name.split("/")[1:2] == ["code"] for name in self._sizes):
             raise UserError(f"{self.path} is a TorchScript program: save its state_dict() instead")
         if len(roots) != 1:
@@ -208,10 +210,6 @@ def _is_count(value) -> bool:
 
 def _is_counts(values) -> bool:
     return isinstance(values, (tuple, list)) and len(values) <= 64 and all(map(_is_count, values))
-
-
-def _is_pickle(name: str) -> bool:
-    return name == "data.pkl" or (name.count("/") == 1 and name.endswith("/data.pkl"))
 
 
 # --- safetensors ----------------------------------------------------------------------------------

@@ -1,0 +1,69 @@
+"""How tokens are drawn: the sampling flags of a command."""
+
+from varjax.cli.flags import CommandFlags
+from varjax.errors import UserError
+from varjax.model import Model
+from varjax.sampling import Sampling
+
+
+class SamplingFlags:
+    """--cfg, --tau, --cfg_insertion_layer, --top_k, --top_p, --greedy, --more_smooth and --seed of
+    a command."""
+
+    def __init__(self, flags: CommandFlags):
+        self._cfg = flags.string(
+            "cfg",
+            None,
+            "Guidance strength, a number or one per scale (3,3,2.5); default: the checkpoint's "
+            "recommendation, as for all sampling flags.",
+        )
+        self._tau = flags.string(
+            "tau", None, "Temperature that logits are divided by, a number or one per scale."
+        )
+        self._insertion = flags.string(
+            "cfg_insertion_layer",
+            None,
+            "Where guidance acts, a list: 0 on the logits, -k after layer depth - k (Infinity).",
+        )
+        self._top_k = flags.integer("top_k", None, "Keep the k largest logits; 0 is off.")
+        self._top_p = flags.floating("top_p", None, "Nucleus sampling with this mass; 0 is off.")
+        self._greedy = flags.boolean("greedy", False, "Take the largest logit instead of sampling.")
+        self._more_smooth = flags.boolean(
+            "more_smooth", None, "Feed back mixtures of codes: smoother pictures (VAR)."
+        )
+        self._seed = flags.integer(
+            "seed", 0, "Image i depends on (seed, i, its label or prompt) only."
+        )
+
+    def sampling(self, model: Model) -> Sampling:
+        """As asked, else as the checkpoint recommends."""
+        return model.sampling(
+            cfg=_numbers(self._cfg, float),
+            tau=_numbers(self._tau, float),
+            cfg_insertion_layer=_numbers(self._insertion, int),
+            top_k=self._top_k.value,
+            top_p=self._top_p.value,
+            greedy=self._greedy.value,
+            more_smooth=self._more_smooth.value,
+        )
+
+    @property
+    def seed(self) -> int:
+        """What the random numbers start from, checked."""
+        if not 0 <= self._seed.value < 2**31:
+            raise UserError(f"--seed={self._seed.value}: choose 0 to {2**31 - 1}")
+        return self._seed.value
+
+
+def _numbers(holder, kind: type) -> float | tuple | None:
+    """The numbers of a flag `1,2,3`, a single float by itself; None if it was not set."""
+    if holder.value is None:
+        return None
+    try:
+        found = tuple(kind(part) for part in holder.value.split(","))
+    except ValueError:
+        what = {int: "whole numbers", float: "numbers"}[kind]
+        raise UserError(
+            f"--{holder.name}={holder.value}: write {what} separated by commas, or a single one"
+        ) from None
+    return found[0] if kind is float and len(found) == 1 else found
