@@ -11,7 +11,7 @@ the pieces of the SentencePiece model and the end token. What looks like a speci
 such as `</s>`, is ordinary text here.
 
 Letters: B texts, T and K tokens, L layers, N heads, H head size, D width, F feed-forward width,
-V vocabulary. Names of the published files are in `ported_weights/tables/t5.py`.
+V vocabulary. Names of the published files are in `ported_weights/tables/transformers.py`.
 """
 
 import math
