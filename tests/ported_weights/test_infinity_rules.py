@@ -2,52 +2,24 @@
 
 import dataclasses
 import json
-import shutil
-from pathlib import Path
 
 import chex
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from ported_weights import convert, rules
 from ported_weights.readers import sources
 from ported_weights.tables.registry import TABLES
 from tests import released_shapes
+from tests.ported_weights.infinity_requests import HERE, WEIGHTS, a_request, converted, refused
 from varjax.codecs.bsq import model as bsq
 from varjax.errors import UserError
 from varjax.models import parameters, registry
 from varjax.models.infinity.transformer import InfinityConfig
-from varjax.storage import checkpoint
-from varjax.text.encoder import TextEncoder
 
-HERE = Path(__file__).parents[1] / "fixtures" / "infinity"
 CONFIGS = json.loads((HERE / "configs.json").read_text())
-WEIGHTS = {
-    "infinity_A": ("infinity_A.safetensors", "bsqvae_p16_d16.pth"),
-    "infinity_B_sharded": ("infinity_B_sharded", "bsqvae_p8_d8.safetensors"),
-}
 FAMILY = registry.family("infinity")
-
-
-def _request(tmp_path, name: str = "infinity_A", **changes) -> dict:
-    source, tokenizer = WEIGHTS[name]
-    fields = {
-        "model": "infinity-custom",
-        "source": str(HERE / source),
-        "tokenizer_source": str(HERE / tokenizer),
-        "config": str(HERE / "configs.json"),
-        "tokenizer_config": str(HERE / "configs.json"),
-        "out": str(tmp_path / "out"),
-    }
-    return {**fields, **changes}
-
-
-def _converted(request) -> tuple[dict, dict, str]:
-    """Parts and description of the checkpoint, read from disk, and what the command says."""
-    lines = []
-    convert.convert(**request, say=lines.append)
-    return *checkpoint.load(request["out"]), "\n".join(lines)
 
 
 def _configurations(request, say=print):
@@ -215,12 +187,12 @@ def test_length_of_the_unconditional_text():
 
 def test_containers_give_the_same_parameters(tmp_path, torch_zip):
     """Safetensors in bfloat16; a torch file in float32, nested as trainers save it."""
-    found, described, said = _converted(_request(tmp_path))
+    found, described, said = converted(a_request(tmp_path))
     assert "97 tensors read" in said and "took vae" in said and "739,651 parameters" in said
     arrays = {n: a.astype(np.float32) for n, a in _tensors().items()}
     other = torch_zip.save(tmp_path / "infinity_A.pth", {"trainer": {"gpt_fsdp": arrays}})
-    request = _request(tmp_path, source=str(other), out=str(tmp_path / "again"))
-    again, again_described, said = _converted(request)
+    request = a_request(tmp_path, source=str(other), out=str(tmp_path / "again"))
+    again, again_described, said = converted(request)
     assert "took trainer/gpt_fsdp" in said
     for part in ("transformer", "codec"):
         _assert_same(found[part], again[part])
@@ -230,8 +202,8 @@ def test_containers_give_the_same_parameters(tmp_path, torch_zip):
 
 
 def test_shards_and_patchify(tmp_path):
-    request = _request(tmp_path, "infinity_B_sharded", dtype="float32")
-    found, described, said = _converted(request)
+    request = a_request(tmp_path, "infinity_B_sharded", dtype="float32")
+    found, described, said = converted(request)
     assert "78 tensors read" in said and found["transformer"].config.bits == 32
     assert described["sampling"]["tau"] == 1.0
     arrays = {}
@@ -249,12 +221,12 @@ def test_shards_and_patchify(tmp_path):
 def test_configuration_files(tmp_path):
     """One configuration per file, or several of which that called as the weights is taken."""
     (tmp_path / "one.json").write_text(json.dumps({**CONFIGS["infinity_A"], "size": "0.25M"}))
-    request = _request(tmp_path, config=str(tmp_path / "one.json"))
+    request = a_request(tmp_path, config=str(tmp_path / "one.json"))
     transformer, codec, _ = _configurations(request)
     assert transformer.schedule.num_scales == 10
     assert (transformer.depth, transformer.codebook_dim, codec.base_ch) == (4, 16, 24)
     with pytest.raises(UserError, match=r"several configurations \(bsqvae_p16.*'weights.pth'"):
-        _configurations(_request(tmp_path, source="weights.pth"))
+        _configurations(a_request(tmp_path, source="weights.pth"))
 
 
 @pytest.mark.parametrize(
@@ -270,7 +242,7 @@ def test_published_tokenizer_is_the_default(changes, tokenizer, tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**CONFIGS["infinity_A"], "apply_spatial_patchify": 0, **changes}))
     lines = []
-    request = _request(tmp_path, config=str(file), tokenizer_config=None)
+    request = a_request(tmp_path, config=str(file), tokenizer_config=None)
     transformer, codec, _ = _configurations(request, lines.append)
     assert codec == bsq.PRESETS[tokenizer]
     assert transformer.codebook_dim == codec.codebook_dim
@@ -283,16 +255,9 @@ def test_presets():
         assert transformer.codebook_dim == codec.codebook_dim == bits and sampling["tau"] == tau
 
 
-def _refused(request, match, folder):
-    before = sorted(folder.rglob("*"))
-    with pytest.raises(UserError, match=match):
-        convert.convert(**request, say=lambda line: None)
-    assert sorted(folder.rglob("*")) == before
-
-
 def test_files_of_other_models(tmp_path):
     """Swapped files, and those of the other family, which shares some names."""
-    request = _request(tmp_path)
+    request = a_request(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["infinity_A"]))
     swapped = dict(
         request,
@@ -301,10 +266,10 @@ def test_files_of_other_models(tmp_path):
         config=str(tmp_path / "config.json"),
         tokenizer_config=None,
     )
-    _refused(swapped, "looks like BSQ-VAE tokenizer weights.*--tokenizer_source", tmp_path)
+    refused(swapped, "looks like BSQ-VAE tokenizer weights.*--tokenizer_source", tmp_path)
     var = HERE.parent / "var" / "c_k5_nol2norm"
     other = dict(request, source=str(var / "var.pth"), config=str(tmp_path / "config.json"))
-    _refused(other, "looks like VAR transformer weights", tmp_path)
+    refused(other, "looks like VAR transformer weights", tmp_path)
     codec = HERE.parent / "var" / "vae_small"
     wrong = dict(
         model="var-custom",
@@ -314,7 +279,7 @@ def test_files_of_other_models(tmp_path):
         tokenizer_config=str(codec / "config.json"),
         out=str(tmp_path / "out"),
     )
-    _refused(wrong, "looks like Infinity transformer weights", tmp_path)
+    refused(wrong, "looks like Infinity transformer weights", tmp_path)
 
 
 def test_configurations_that_do_not_fit(tmp_path):
@@ -327,10 +292,10 @@ def test_configurations_that_do_not_fit(tmp_path):
         ({"size": "2M"}, "unknown size '2M'"),
     ):
         file.write_text(json.dumps({**CONFIGS["infinity_A"], **changes}))
-        _refused(_request(tmp_path, config=str(file)), match, tmp_path)
+        refused(a_request(tmp_path, config=str(file)), match, tmp_path)
     file.write_text(json.dumps({**CONFIGS["bsqvae_p16_d16"], "codebook_dim": 8}))
-    _refused(
-        _request(tmp_path, tokenizer_config=str(file)),
+    refused(
+        a_request(tmp_path, tokenizer_config=str(file)),
         r"(?s)quantizer\.lfq\.mask has shape \[16\]: .*codebook_dim 8",
         tmp_path,
     )
@@ -340,79 +305,10 @@ def test_configurations_that_do_not_fit(tmp_path):
         ("class_names", ["a"], "1 class names, the model has 0 classes"),
     ):
         file.write_text(json.dumps(content))
-        _refused(_request(tmp_path, **{name: str(file)}), match, tmp_path)
-    _refused(
-        _request(tmp_path, tokenizer_source=None),
+        refused(a_request(tmp_path, **{name: str(file)}), match, tmp_path)
+    refused(
+        a_request(tmp_path, tokenizer_source=None),
         "published for Infinity: infinity_vae_d32reg.pth",
         tmp_path,
     )
-    _refused(_request(tmp_path, config=None), 'for example {"depth": 32', tmp_path)
-
-
-# --- the text encoder -----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def t5_folder(tmp_path_factory):
-    """Makes a T5 folder as it is published, of some width."""
-    small = pytest.importorskip("tests.text_encoder_under_test")
-    published = HERE.parent / "t5"
-    folder = tmp_path_factory.mktemp("t5")
-    small.write_tokenizer(folder / "spiece.model")
-
-    def make(width: int) -> Path:
-        arrays = {
-            name: np.resize(array, [width if n == 64 else n for n in array.shape])
-            for name, array in load_file(published / "t5_tiny.safetensors").items()
-        }
-        config = json.loads((published / "t5_tiny_config.json").read_text())
-        config |= {"d_model": width, "d_kv": width // config["num_heads"]}
-        (folder / "config.json").write_text(json.dumps(config))
-        save_file(arrays, folder / "model.safetensors")
-        return folder
-
-    return make
-
-
-def test_text_encoder_beside_the_model(tmp_path, t5_folder):
-    folder = t5_folder(256)
-    request = _request(tmp_path, text_encoder_source=str(folder), dtype="float32")
-    _, _, said = _converted(request)
-    assert "text encoder: 21 tensors read" in said
-    encoder = TextEncoder.load(request["out"])
-    assert encoder.module.config.d_model == 256
-    assert {str(x.dtype) for x in parameters.named(encoder.module).values()} == {"float32"}
-
-
-def test_text_encoders_with_other_shapes(tmp_path, t5_folder, monkeypatch):
-    """Found out before values of any part are read."""
-    folder = t5_folder(256)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_layers": 3}))
-    monkeypatch.setattr(rules, "apply", lambda *a: pytest.fail("read the weights"))
-    request = _request(tmp_path, text_encoder_source=str(folder))
-    _refused(request, r"(?s)does not fit .*config.json: .*missing: encoder\.block\.2", tmp_path)
-
-
-def test_text_encoders_that_do_not_fit(tmp_path, t5_folder, monkeypatch):
-    """Found out at once, before the weights of the model are opened."""
-    monkeypatch.setattr(convert, "_open", lambda *a: pytest.fail("opened the weights"))
-    missing = _request(tmp_path, text_encoder_source=str(tmp_path / "nowhere"))
-    _refused(missing, "--text_encoder_source: .*nowhere is no folder", tmp_path)
-    folder = t5_folder(64)
-    request = _request(tmp_path, text_encoder_source=str(folder))
-    _refused(request, r"features of width 64, the transformer reads width 256", tmp_path)
-    shutil.move(folder / "spiece.model", folder / "moved")
-    _refused(request, "--text_encoder_source: there is no tokenizer file .*spiece", tmp_path)
-    (folder / "config.json").unlink()
-    _refused(request, "--text_encoder_source: .* has no config.json", tmp_path)
-    labels = dict(
-        model="var-custom",
-        source=str(HERE.parent / "var" / "c_k5_nol2norm" / "var.pth"),
-        tokenizer_source=str(HERE.parent / "var" / "vae_small" / "vae.safetensors"),
-        config=str(HERE.parent / "var" / "c_k5_nol2norm" / "config.json"),
-        tokenizer_config=str(HERE.parent / "var" / "vae_small" / "config.json"),
-        text_encoder_source=str(folder),
-        out=str(tmp_path / "out"),
-    )
-    _refused(labels, "VAR draws classes, not texts: drop it", tmp_path)
+    refused(a_request(tmp_path, config=None), 'for example {"depth": 32', tmp_path)
