@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cache_write.reference import quantize
-from pallas_kernels.cache_write.table import BlockWrites, block_writes
-from pallas_kernels.ragged_attention.table import BlockTable
+from pallas_kernels.tables import BlockTable, BlockWrites, block_writes
 
 TABLES = ("random", "empty", "full", "repeated")
 
