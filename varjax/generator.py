@@ -24,8 +24,8 @@ from varjax.engine.segments import plan_segments
 from varjax.errors import UserError, choose
 from varjax.model import Model
 from varjax.parallel import sharding
-from varjax.parallel.mesh import MeshSpec
 from varjax.parallel.sharding import ShardedPlan, ShardedProgram
+from varjax.parallel.split import MeshSpec
 from varjax.policies import Policy
 from varjax.policies.registry import resolve_policy
 from varjax.sampling import Sampling

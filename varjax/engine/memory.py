@@ -12,7 +12,7 @@ from pallas_kernels import implementations
 from varjax.cache.plan import CachePlan, item_size
 from varjax.cache.state import KVState
 from varjax.engine import program
-from varjax.engine.chunks import ARRAYS_PER_LOGIT, images_at_once
+from varjax.engine.segments import ARRAYS_PER_LOGIT, images_at_once
 from varjax.errors import UserError
 from varjax.model import Model
 from varjax.models import parameters

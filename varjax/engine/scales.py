@@ -19,9 +19,8 @@ from varjax.cache.plan import CachePlan
 from varjax.cache.state import KVState
 from varjax.cache.step import CacheStep, cache_step
 from varjax.cache.tables import LayerInputs, layer_inputs, observed_inputs
-from varjax.engine.chunks import images_at_once, map_in_chunks
 from varjax.engine.inputs import Resampling, StepInputs
-from varjax.engine.segments import Segment
+from varjax.engine.segments import Segment, images_at_once, map_in_chunks
 from varjax.errors import UserError
 from varjax.sampling import Sampling
 from varjax.schedule import Schedule

@@ -24,9 +24,7 @@ from varjax.engine.inputs import Resampling
 from varjax.engine.scales import SegmentInputs
 from varjax.engine.segments import Segment
 from varjax.errors import UserError
-from varjax.parallel import split as parallel
-from varjax.parallel.mesh import AXES, MeshSpec
-from varjax.parallel.split import Split
+from varjax.parallel.split import AXES, MeshSpec, Split, over
 
 DATA, MODEL = AXES
 
@@ -218,7 +216,7 @@ class ShardedProgram:
         state = self.specs[1]
 
         def run(*local):
-            with parallel.over(MODEL if self.mesh.shape[MODEL] > 1 else None):
+            with over(MODEL if self.mesh.shape[MODEL] > 1 else None):
                 return scales.generate_codes(*local, spec=self.spec)
 
         names = ("tokens", "code_map", *(("logits",) if self.spec.keep_logits else ()))

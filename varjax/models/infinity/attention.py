@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from varjax.engine.chunks import map_in_chunks
+from varjax.engine.segments import map_in_chunks
 
 SCORE_BYTES = 2**28  # scores of cross attention that may exist at once
 
