@@ -119,8 +119,8 @@ def _resizing(
     down, up = MATRICES[resampling.down], MATRICES[resampling.up]
     sides = [int(side) * patch for side in sides]
     return (
-        np.stack([_pad(down(final, side), 0, grid) for side in sides]),
-        np.stack([_pad(up(side, final), 1, grid) for side in sides]),
+        np.stack([np.pad(down(final, side), ((0, grid - side), (0, 0))) for side in sides]),
+        np.stack([np.pad(up(side, final), ((0, 0), (0, grid - side))) for side in sides]),
     )
 
 
@@ -133,9 +133,3 @@ def _cell(h: int, w: int, grid: tuple[int, int], length: int) -> np.ndarray:
 def _token(h: int, w: int, grid: tuple[int, int]) -> np.ndarray:
     row, column = (np.minimum(np.arange(g), n - 1) for g, n in zip(grid, (h, w), strict=True))
     return (row[:, None] * w + column).reshape(-1).astype(np.int32)
-
-
-def _pad(matrix: np.ndarray, axis: int, size: int) -> np.ndarray:
-    width = [(0, 0), (0, 0)]
-    width[axis] = (0, size - matrix.shape[axis])
-    return np.pad(matrix, width)
