@@ -35,26 +35,22 @@ class StaticAllocation:
         scale = geometry.schedule.scale_of_token
         num_scales = geometry.schedule.num_scales
         shape = (num_scales, geometry.num_layers, geometry.num_heads, scale.size)
-        later = np.arange(num_scales)[:, None] > scale  # a token is cached after its own scale
-        if (visible & ~later[:, None, None]).any():
-            s, layer, head, token = np.argwhere(
-                np.broadcast_to(visible & ~later[:, None, None], shape)
-            )[0]
+        # a token is cached after its own scale
+        later = (np.arange(num_scales)[:, None] > scale)[:, None, None]
+        early, returns = visible & ~later, visible[1:] & ~visible[:-1] & later[:-1]
+        if early.any():
+            s, layer, head, token = np.argwhere(np.broadcast_to(early, shape))[0]
             raise UserError(
                 f"scale {s} is said to see token {token} (layer {layer}, head {head}), which "
-                f"belongs to scale "
-                f"{scale[token]} and does not exist yet: entries for the current and later "
-                f"scales must be False"
+                f"belongs to scale {scale[token]} and does not exist yet: entries for the current "
+                f"and later scales must be False"
             )
-        returns = visible[1:] & ~visible[:-1] & (later[:-1])[:, None, None]
         if returns.any():
-            s, layer, head, token = np.argwhere(
-                np.broadcast_to(returns, (num_scales - 1, *shape[1:]))
-            )[0]
+            returns = np.broadcast_to(returns, (num_scales - 1, *shape[1:]))
+            s, layer, head, token = np.argwhere(returns)[0]
             raise UserError(
                 f"token {token} (layer {layer}, head {head}) is dropped before scale {s} and "
-                f"visible again at scale "
-                f"{s + 1}: what is dropped cannot return"
+                f"visible again at scale {s + 1}: what is dropped cannot return"
             )
         # what is dropped never returns, so counting the scales that see a token is enough
         last_use = scale + visible.sum(0)

@@ -8,13 +8,12 @@ virtual blocks real numbers.
 """
 
 import heapq
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from varjax.cache.allocation import Allocation, RegionAllocation, StaticAllocation
+from varjax.cache.allocation import Allocation, RegionAllocation
 from varjax.cache.geometry import Geometry
 from varjax.schedule import Schedule
 
@@ -156,27 +155,19 @@ def region_layout(capacity: np.ndarray, block_size: int) -> HeadLayout:
 
 def layouts(allocation: Allocation, geometry: Geometry, block_size: int) -> list[list[HeadLayout]]:
     """Layout of every [layer][head]; equal heads share one object."""
-    if isinstance(allocation, RegionAllocation):
-        return _shared(
-            np.moveaxis(allocation.region_capacity, 0, -1),
-            lambda row: region_layout(row, block_size),
-        )
-    assert isinstance(allocation, StaticAllocation)
-    return _shared(
-        allocation.last_use, lambda row: static_layout(row, geometry.schedule, block_size)
-    )
-
-
-def _shared(table: np.ndarray, make: Callable[[np.ndarray], HeadLayout]) -> list[list[HeadLayout]]:
     known: dict[bytes, HeadLayout] = {}
-    result = []
-    for layer in table:
-        keys = [row.tobytes() for row in layer]
-        for key, row in zip(keys, layer, strict=True):
-            if key not in known:
-                known[key] = make(row)
-        result.append([known[key] for key in keys])
-    return result
+    by_regions = isinstance(allocation, RegionAllocation)
+
+    def layout(row: np.ndarray) -> HeadLayout:
+        if (key := row.tobytes()) not in known:
+            if by_regions:
+                known[key] = region_layout(row, block_size)
+            else:
+                known[key] = static_layout(row, geometry.schedule, block_size)
+        return known[key]
+
+    table = np.moveaxis(allocation.region_capacity, 0, -1) if by_regions else allocation.last_use
+    return [[layout(row) for row in layer] for layer in table]
 
 
 def after_each_store(per_layer: np.ndarray) -> np.ndarray:
