@@ -15,7 +15,7 @@ from varjax.calibration import Calibration
 from varjax.errors import UserError
 from varjax.models import registry
 from varjax.policies import sinks as sink_rules
-from varjax.policies.heatkv.schedule import prune_schedule
+from varjax.policies.heatkv_schedule import prune_schedule
 from varjax.schedule import Schedule
 
 FOLDER = pathlib.Path(__file__).parents[1] / "fixtures/policies/heatkv"

@@ -13,10 +13,9 @@ from varjax.cache.geometry import Geometry
 from varjax.calibration import Calibration
 from varjax.errors import UserError
 from varjax.policies import building_blocks as blocks
-from varjax.policies import capacities
+from varjax.policies import capacities, scalekv_budgets
 from varjax.policies.base import CALIBRATE, Needs, NotGiven, Observation, Policy
 from varjax.policies.registry import register
-from varjax.policies.scalekv import budgets as layer_budgets
 from varjax.policies.snapkv import WINDOW_SHARE, check_kernel
 
 GRID = 4
@@ -50,7 +49,7 @@ class ScaleKV(Policy):
 
     Args:
       budget: fraction of the full cache; the mean over layers whenever a scale starts.
-      budgets: published budget file, see `scalekv.budgets.BudgetFile`. The budget is then what it
+      budgets: published budget file, see `scalekv_budgets.BudgetFile`. The budget is then what it
         costs; one that is given is checked.
       drafters: the most drafter layers. 0 takes one in 16 layers, as the published files have.
       refiner_share: capacity that refiners keep at least, relative to the mean over layers; the
@@ -128,8 +127,8 @@ class ScaleKV(Policy):
         super().check(geometry)
 
     @cached_property
-    def _file(self) -> layer_budgets.BudgetFile:
-        return layer_budgets.BudgetFile.read(self.budgets)
+    def _file(self) -> scalekv_budgets.BudgetFile:
+        return scalekv_budgets.BudgetFile.read(self.budgets)
 
     def content(self) -> str | None:
         """SHA-256 of the budget file, so that a run is not continued with another one."""
@@ -148,11 +147,11 @@ class ScaleKV(Policy):
         file = "budgets=FILE (a budget file published with ScaleKV, for models of that shape)"
         give = f"{file}, or {CALIBRATE}"
         measured = self.measured(calibration, "selectivity", geometry, what="the layers", give=give)
-        per_layer = layer_budgets.own_tokens(
+        per_layer = scalekv_budgets.own_tokens(
             geometry,
             budget,
             measured[:, min(1, measured.shape[1] - 1) :].mean(-1),  # the first scale looks at none
-            self.drafters or layer_budgets.automatic_drafters(geometry),
+            self.drafters or scalekv_budgets.automatic_drafters(geometry),
             self.refiner_share,
             peak=self.accounting == "bytes",
         )
