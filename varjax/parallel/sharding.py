@@ -119,18 +119,10 @@ def _beside(parts: list[LayerInputs]) -> LayerInputs:
         # groups differ in how many entries their fullest head has; empty entries are (0, 0, 0)
         entries = max(a.shape[3] for a in arrays)
         fill = -1 if arrays[0].ndim == 5 else 0  # sources of writes; -1 writes nothing
-        rest = [(0, 0)] * (arrays[0].ndim - 4)
-        return np.concatenate(
-            [
-                np.pad(
-                    a,
-                    ((0, 0), (0, 0), (0, 0), (0, entries - a.shape[3]), *rest),
-                    constant_values=fill,
-                )
-                for a in arrays
-            ],
-            axis=2,
-        )
+        none, rest = (0, 0), [(0, 0)] * (arrays[0].ndim - 4)
+        widths = ((none, none, none, (0, entries - a.shape[3]), *rest) for a in arrays)
+        padded = map(partial(np.pad, constant_values=fill), arrays, widths)
+        return np.concatenate(list(padded), axis=2)
 
     return jax.tree.map(join, *parts)
 
@@ -221,13 +213,12 @@ class ShardedProgram:
 
         names = ("tokens", "code_map", *(("logits",) if self.spec.keep_logits else ()))
         results = {name: P(DATA) for name in names}
-        return jax.shard_map(
-            run,
-            mesh=self.mesh,
-            in_specs=self.specs,
-            out_specs=(results, state),
-            check_vma=False,  # results of `model` are equal on all devices by the sums per layer
-        )(*arguments)
+        return self._on_mesh(run, self.specs, (results, state))(*arguments)
+
+    def _on_mesh(self, function, in_specs, out_specs):
+        # unchecked: results of `model` are equal on all devices by the sums per layer
+        specs = {"in_specs": in_specs, "out_specs": out_specs}
+        return jax.shard_map(function, mesh=self.mesh, check_vma=False, **specs)
 
     def place_shapes(self, which: int | slice, arguments: Any) -> Any:
         """Shapes of some arguments (by their place in `specs`), placed on the mesh."""
@@ -239,13 +230,7 @@ class ShardedProgram:
     def over_images(self, function):
         """`function(networks, array [B, ...]) -> array [B, ...]`, every device along `data` for
         its images."""
-        return jax.shard_map(
-            function,
-            mesh=self.mesh,
-            in_specs=(self.specs[0], P(DATA)),
-            out_specs=P(DATA),
-            check_vma=False,
-        )
+        return self._on_mesh(function, (self.specs[0], P(DATA)), P(DATA))
 
     @cached_property
     def shardings(self) -> tuple:

@@ -16,6 +16,11 @@ def total(geometry: Geometry, budget: float) -> int:
     return int(budget * geometry.dense_tokens + 1e-6)
 
 
+def of_layer(geometry: Geometry, budget: float) -> int:
+    """Tokens that the heads of a layer may hold together."""
+    return int(budget * geometry.schedule.persistent_tokens * geometry.num_heads + 1e-6)
+
+
 def uniform(geometry: Geometry, budget: float) -> int:
     """The limit of every head when all get the same."""
     return int(budget * geometry.schedule.persistent_tokens + 1e-6)

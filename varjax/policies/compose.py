@@ -128,15 +128,8 @@ class Compose(Policy):
         shared = {name: getattr(self, name) for name in SHARED}
         return dataclasses.replace(allocate, **shared), dataclasses.replace(select, **shared)
 
-    @property
-    def allocator(self) -> Policy:
-        """The policy that says how much."""
-        return self._roles[0]
-
-    @property
-    def selector(self) -> Policy:
-        """The policy that says which."""
-        return self._roles[1]
+    allocator = property(lambda composed: composed._roles[0])  # the policy that says how much
+    selector = property(lambda composed: composed._roles[1])  # the policy that says which
 
     # --- what the parts say -----------------------------------------------------------------------
 

@@ -151,7 +151,7 @@ class ScaleKV(Policy):
             geometry,
             budget,
             measured[:, min(1, measured.shape[1] - 1) :].mean(-1),  # the first scale looks at none
-            self.drafters or scalekv_budgets.automatic_drafters(geometry),
+            self.drafters,
             self.refiner_share,
             peak=self.accounting == "bytes",
         )
