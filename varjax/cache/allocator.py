@@ -176,9 +176,12 @@ def after_each_store(per_layer: np.ndarray) -> np.ndarray:
     `per_layer` [K, L] is what each layer holds when scale s starts. Layers up to l already hold
     what scale s + 1 will see. The last scale stores nothing.
     """
-    following = np.concatenate([per_layer[1:], per_layer[-1:]])
-    done, waiting = np.cumsum(following, 1), np.cumsum(per_layer[:, ::-1], 1)[:, ::-1]
-    return done + waiting - per_layer
+    return after_each_layer(np.concatenate([per_layer[1:], per_layer[-1:]]), per_layer)
+
+
+def after_each_layer(done: np.ndarray, waiting: np.ndarray) -> np.ndarray:
+    """int [..., L]: layers up to l hold `done`, later ones still `waiting`."""
+    return np.cumsum(done, -1) + waiting.sum(-1, keepdims=True) - np.cumsum(waiting, -1)
 
 
 def live_blocks(grid: list[list[HeadLayout]], num_scales: int) -> np.ndarray:

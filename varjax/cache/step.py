@@ -23,7 +23,7 @@ from pallas_kernels.ragged_attention import BlockTable, attend
 from varjax.cache.observe import AttentionView, observe
 from varjax.cache.plan import CachePlan
 from varjax.cache.state import Entries, KVState, arrange, order_after, store, store_entries
-from varjax.cache.tables import RegionInputs, StaticInputs
+from varjax.engine.inputs import RegionInputs, StaticInputs
 from varjax.engine.segments import Segment
 from varjax.policies.base import Observation, Policy
 

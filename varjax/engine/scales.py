@@ -11,15 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int, Integer
 
 from varjax.cache.plan import CachePlan
 from varjax.cache.state import KVState
 from varjax.cache.step import CacheStep, cache_step
-from varjax.cache.tables import LayerInputs, layer_inputs, observed_inputs
-from varjax.engine.inputs import Resampling, StepInputs
+from varjax.engine.inputs import SegmentInputs, StepInputs
 from varjax.engine.segments import Segment, images_at_once, map_in_chunks
 from varjax.errors import UserError
 from varjax.sampling import Sampling
@@ -73,39 +71,11 @@ class ProgramSpec:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class SegmentInputs:
-    """Scan inputs of one segment: what a scale needs (leading axis scales) and what its layers need
-    (scales, layers)."""
-
-    step: StepInputs
-    layers: LayerInputs
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
 class GivenTokens:
     """Tokens (or the bits of tokens) that replace the draw in the first `scales` scales."""
 
     tokens: Integer[Array, "B L ..."]
     scales: Int[Array, ""]
-
-
-def program_inputs(
-    plan: CachePlan,
-    segments: tuple[Segment, ...],
-    image_index: np.ndarray,
-    resampling: Resampling,
-) -> tuple[SegmentInputs, ...]:
-    """Host arrays of all segments for a batch of images. resampling: the model's."""
-    policy_inputs = plan.policy.inputs(plan.geometry, plan.allocation, image_index)
-    schedule = plan.geometry.schedule
-    return tuple(
-        SegmentInputs(
-            StepInputs.of(schedule, s, resampling, **observed_inputs(plan, s)),
-            layer_inputs(plan, s, policy_inputs),
-        )
-        for s in segments
-    )
 
 
 def generate_codes(
@@ -126,7 +96,7 @@ def generate_codes(
       condition: what `encode_condition` takes, for B images (VAR: int32 labels [B]; see
         `varjax.conditions`).
       keys: one typed random key per image [B].
-      inputs: `program_inputs`.
+      inputs: `inputs.program_inputs`.
       given: tokens that replace the draw, or None.
       spec: static.
 

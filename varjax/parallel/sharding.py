@@ -18,10 +18,8 @@ from jax.sharding import PartitionSpec as P
 from varjax.cache.allocation import StaticAllocation
 from varjax.cache.plan import CachePlan, build_plan
 from varjax.cache.state import KVState
-from varjax.cache.tables import LayerInputs
 from varjax.engine import scales
-from varjax.engine.inputs import Resampling
-from varjax.engine.scales import SegmentInputs
+from varjax.engine.inputs import LayerInputs, Resampling, SegmentInputs, program_inputs
 from varjax.engine.segments import Segment
 from varjax.errors import UserError
 from varjax.parallel.split import AXES, MeshSpec, Split, over
@@ -102,7 +100,7 @@ class ShardedPlan:
     ) -> tuple[SegmentInputs, ...]:
         """Scan inputs with the heads of all groups side by side; block numbers are those of each
         group's own pool."""
-        groups = [scales.program_inputs(p, segments, image_index, resampling) for p in self.groups]
+        groups = [program_inputs(p, segments, image_index, resampling) for p in self.groups]
         return tuple(
             dataclasses.replace(parts[0], layers=_beside([p.layers for p in parts]))
             for parts in zip(*groups, strict=True)

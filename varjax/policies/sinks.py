@@ -14,13 +14,9 @@ def sink_scales(sinks: int, geometry: Geometry, budget: float) -> int:
     a head's mean budget."""
     if sinks:
         return sinks
-    stored, half = (
-        geometry.schedule.num_scales - 1,
-        budget * geometry.schedule.persistent_tokens / 2,
-    )
-    fitting = sum(
-        end <= half for end in geometry.schedule.ends[: min(MOST_AUTOMATIC_SINKS, stored)]
-    )
+    schedule = geometry.schedule
+    stored, half = schedule.num_scales - 1, budget * schedule.persistent_tokens / 2
+    fitting = sum(end <= half for end in schedule.ends[: min(MOST_AUTOMATIC_SINKS, stored)])
     return max(fitting, min(1, stored))
 
 
