@@ -7,7 +7,7 @@ import numpy as np
 
 from varjax import calibration as calibration_lib
 from varjax import conditions
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
 from varjax.calibration import Calibration

@@ -28,7 +28,7 @@ from experiments.flags.output import FileFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
 from experiments.flags.program import batch_size_flag, dtype_flag, kv_dtype_flag
 from experiments.plan.paper_bytes import paper_lines
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.cache.plan import CachePlan
 from varjax.cli.flags import CommandFlags
 from varjax.engine.memory import show_bytes

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from varjax import calibration as measured
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.calibration import Calibration
 from varjax.errors import UserError
 from varjax.schedule import Schedule

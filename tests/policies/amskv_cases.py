@@ -6,7 +6,7 @@ import pathlib
 
 import numpy as np
 
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.calibration import Calibration
 from varjax.policies.amskv_rules import VAR_256, VAR_512
 from varjax.schedule import Schedule

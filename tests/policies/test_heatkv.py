@@ -9,7 +9,7 @@ import pytest
 
 from varjax import calibration as measured
 from varjax import policies
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.calibration import Calibration
 from varjax.errors import UserError

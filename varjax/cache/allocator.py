@@ -13,8 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from varjax.cache.allocation import Allocation, RegionAllocation
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Allocation, Geometry, RegionAllocation
 from varjax.schedule import Schedule
 
 

@@ -4,8 +4,7 @@ budget."""
 import numpy as np
 
 from varjax.cache import allocator
-from varjax.cache.allocation import Allocation
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Allocation, Geometry
 from varjax.cache.plan import CachePlan, build_plan, check_block_size
 from varjax.errors import UserError
 

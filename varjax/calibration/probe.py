@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from varjax.cache.allocation import RegionAllocation
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry, RegionAllocation
 from varjax.policies import building_blocks as blocks
 from varjax.policies.base import Needs, Observation, Policy, per_layer
 

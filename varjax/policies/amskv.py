@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from varjax.cache import planner
-from varjax.cache.allocation import Allocation, RegionAllocation, StaticAllocation
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
 from varjax.calibration import Calibration
 from varjax.policies import amskv_rules as rules
 from varjax.policies import capacities

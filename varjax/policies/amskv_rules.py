@@ -13,7 +13,7 @@ from math import inf
 import jax.numpy as jnp
 import numpy as np
 
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.errors import choose
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities

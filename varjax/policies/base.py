@@ -12,8 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from varjax.cache.allocation import Allocation, RegionAllocation
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Allocation, Geometry, RegionAllocation
 from varjax.errors import UserError, nearest
 from varjax.policies import capacities
 

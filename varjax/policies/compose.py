@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from varjax.cache.allocation import Allocation, RegionAllocation
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Allocation, Geometry, RegionAllocation
 from varjax.errors import UserError, choose, nearest
 from varjax.policies import building_blocks as blocks
 from varjax.policies.base import Observation, Policy, per_layer

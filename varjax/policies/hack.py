@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 import numpy as np
 
-from varjax.cache.allocation import RegionAllocation
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry, RegionAllocation
 from varjax.calibration import Calibration
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities

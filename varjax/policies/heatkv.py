@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from varjax.cache.allocation import StaticAllocation
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry, StaticAllocation
 from varjax.calibration import Calibration, cas, order_heads, orders_from_scores, scas
 from varjax.errors import UserError
 from varjax.policies.base import CALIBRATE

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from varjax.cache.allocation import Geometry
 from varjax.cache.allocator import after_each_layer
-from varjax.cache.geometry import Geometry
 from varjax.errors import UserError
 from varjax.policies import sinks as sink_rules
 

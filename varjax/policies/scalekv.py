@@ -8,8 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from varjax.cache import allocator, planner
-from varjax.cache.allocation import RegionAllocation
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry, RegionAllocation
 from varjax.calibration import Calibration
 from varjax.errors import UserError
 from varjax.policies import building_blocks as blocks

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.errors import UserError
 from varjax.policies.base import Policy
 

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from varjax.cache.allocation import StaticAllocation
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry, StaticAllocation
 from varjax.policies import capacities
 from varjax.policies.base import Policy
 from varjax.policies.registry import register
