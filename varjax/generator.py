@@ -180,10 +180,7 @@ class Generator:
         self._formats = self.compiled.input_formats[0][0] if automatic else None
         code_map = jax.ShapeDtypeStruct((images, *transformer.config.code_map), jnp.float32)
         pixels = program.trace_pixels(
-            *(self._networks, code_map),
-            formats=self._formats,
-            at_once=self.decode_batch,
-            **options,
+            *(self._networks, code_map), formats=self._formats, at_once=self.decode_batch, **options
         )
         self.compiled_decoder = pixels.lower().compile()
 
@@ -246,14 +243,13 @@ class Generator:
         return np.concatenate([results["images"] for _, results in batches])
 
     def batches(
-        self, condition: Condition, *, seed=0, first=0, given=None, given_scales=None
+        self, condition: Condition, *, first: int = 0, **options
     ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
         """All images from number `first` on, batch by batch: (their numbers, results on the
-        host)."""
+        host). options: seed, given and given_scales, as of `run_images`."""
         for start in range(first, len(condition), self.batch_size):
             index = np.arange(start, min(start + self.batch_size, len(condition)))
-            options = dict(seed=seed, given=given, given_scales=given_scales, keep_cache=False)
-            results, _ = self.run_images(condition, index, **options)
+            results, _ = self.run_images(condition, index, keep_cache=False, **options)
             on_host = jax.tree.map(np.asarray, results)
             del results  # or they would stay on the device during the next batch
             yield index, on_host

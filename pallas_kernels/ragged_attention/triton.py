@@ -195,9 +195,8 @@ def _sum_columns(stored: Stored, config, old: int, length_ref, given, refs, out_
         lambda i, inside: triton_pool.load(weight_ref, i, inside) != 0, queries
     )
     # columns without any key make no step, but are written: the result is 0 there, not unspecified
-    steps = jnp.where(
-        jnp.max((owned | new).astype(jnp.int32)) > 0, pl.cdiv(last, config.block_q), 0
-    )
+    keys = jnp.max((owned | new).astype(jnp.int32))
+    steps = jnp.where(keys > 0, pl.cdiv(last, config.block_q), 0)
     sums = tuple(jnp.zeros((size,), jnp.float32) for _ in out_refs)
     walk = partial(_add, config.block_q, k, factor, q_ref, weight_ref, lse_ref)
     sums = jax.lax.fori_loop(0, steps, walk, sums)

@@ -45,13 +45,8 @@ class Geometry:
     @classmethod
     def parse(cls, text: str) -> "Geometry":
         """Read `"layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4"`."""
-        known = {
-            "layers": "num_layers",
-            "heads": "num_heads",
-            "head_dim": "head_dim",
-            "schedule": "schedule",
-        }
-        given = {}
+        names, given = ("num_layers", "num_heads", "head_dim", "schedule"), {}
+        known = {name.removeprefix("num_"): name for name in names}
         for part in text.split(","):
             name, _, value = (piece.strip() for piece in part.partition("="))
             if name not in known or not value:

@@ -60,9 +60,10 @@ def cache_step(plan: CachePlan, segment: Segment, attention: str | None) -> Cach
         return StaticStep(any(map(plan.stores, segment.scales)), attention)
     policy, allocation = plan.policy, plan.allocation
     regroups = allocation.regroup_scale in segment.scales
+    changes = (plan.stores, plan.selects, plan.moves)  # each only where those before it do
     return DecidingStep(
         policy=policy,
-        update=max(_update(plan, s) for s in segment.scales),
+        update=Update(max(sum(does(s) for does in changes) for s in segment.scales)),
         ragged=allocation.ragged,
         regroup_scale=allocation.regroup_scale if regroups else None,
         stateful=policy.init_state(plan.geometry, 1) is not None,
@@ -99,10 +100,6 @@ class Update(enum.IntEnum):
     APPEND = 1  # new tokens fill the room that is left
     SELECT = 2  # and some have to be chosen
     MOVE = 3  # and stored ones may change their slot
-
-
-def _update(plan: CachePlan, scale: int) -> Update:
-    return Update(sum(does(scale) for does in (plan.stores, plan.selects, plan.moves)))
 
 
 @dataclass(frozen=True)

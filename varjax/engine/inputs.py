@@ -191,10 +191,7 @@ class SegmentInputs:
 
 
 def program_inputs(
-    plan: CachePlan,
-    segments: tuple[Segment, ...],
-    image_index: np.ndarray,
-    resampling: Resampling,
+    plan: CachePlan, segments: tuple[Segment, ...], image_index: np.ndarray, resampling: Resampling
 ) -> tuple[SegmentInputs, ...]:
     """Host arrays of all segments for a batch of images. resampling: the model's."""
     policy_inputs = plan.policy.inputs(plan.geometry, plan.allocation, image_index)

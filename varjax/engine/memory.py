@@ -77,10 +77,8 @@ def predict(
     logits = ARRAYS_PER_LOGIT * chosen * tokens * config.logits_per_token * 4
     logits += rows * tokens * config.embed_dim * item_size(dtype)
     code_map = config.code_map[:2]
-    decoded = min(
-        batch_size, decode_batch or program.decoder_batch(model.codec, code_map, batch_size)
-    )
-    pixels = decoded * program.decoder_bytes(model.codec, code_map)
+    decoded = decode_batch or program.decoder_batch(model.codec, code_map, batch_size)
+    pixels = min(batch_size, decoded) * program.decoder_bytes(model.codec, code_map)
     cache = jax.eval_shape(lambda: KVState.empty(plan, batch_size, jnp.dtype(kv_dtype), dtype))
     weights = parameters.count(model.transformer) * item_size(dtype)
     return Prediction(

@@ -93,10 +93,7 @@ class ShardedPlan:
         return KVState.empty(whole, batch_size, dtype, compute_dtype)
 
     def inputs(
-        self,
-        segments: tuple[Segment, ...],
-        image_index: np.ndarray,
-        resampling: Resampling,
+        self, segments: tuple[Segment, ...], image_index: np.ndarray, resampling: Resampling
     ) -> tuple[SegmentInputs, ...]:
         """Scan inputs with the heads of all groups side by side; block numbers are those of each
         group's own pool."""

@@ -89,6 +89,7 @@ class AMSKV(Policy):
     selection_arguments = ("condensed", "condensed_tokens")
     summary = "condensed and newest scales, more in layers whose keys change; needs a calibration"
     uses_calibration = True
+    smallest_reason = "every layer needs room for its condensed scales and one more token"
     contents = "known beforehand, or per image"
     examples = ({}, {"mode": "online"})
 
@@ -203,9 +204,6 @@ class AMSKV(Policy):
     def minimum_budget(self, geometry: Geometry) -> float:
         least = 1 + self.locked_tokens(geometry, 0)
         return min(1.0, least / max(1, geometry.schedule.persistent_tokens))
-
-    def smallest_reason(self) -> str:
-        return "every layer needs room for its condensed scales and one more token"
 
     def sizes(self, geometry: Geometry, budget: float, calibration=None) -> rules.Sizes:
         """Cmin and Cmax as given or as a budget leads to them, and what goes with them."""

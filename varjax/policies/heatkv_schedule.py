@@ -13,7 +13,7 @@ import numpy as np
 from varjax.cache.allocation import Geometry
 from varjax.cache.allocator import after_each_layer
 from varjax.errors import UserError
-from varjax.policies import sinks as sink_rules
+from varjax.policies.sinks import minimum_budget
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ def heads_to_remove(geometry: Geometry, sinks: int, budget: float) -> np.ndarray
     scale k (HeatKV, Eq. 5)."""
     schedule, total = geometry.schedule, geometry.num_layers * geometry.num_heads
     allowed = budget * schedule.persistent_tokens
-    protected = sink_rules.sink_tokens(sinks, geometry)
+    protected = schedule.starts[sinks]
     counts = np.zeros(schedule.num_scales, np.int64)
     for k in range(sinks, schedule.num_scales - 1):
         if schedule.ends[k] > allowed:
@@ -79,7 +79,7 @@ def prune_schedule(
     Raises:
       UserError: the sinks alone exceed the budget; the message names the smallest feasible one.
     """
-    lowest = sink_rules.minimum_budget(sinks, geometry)
+    lowest = minimum_budget(sinks, geometry)
     if budget + 1e-12 < lowest:
         raise UserError(
             f"budget={budget:g} is infeasible: {sinks} sink scales alone need {lowest:.6g} of the "
@@ -136,7 +136,7 @@ class _Problem:
         due = np.concatenate([[0], counts])[:, None, None, None]
         removed = (rank < due) & (size > 0)[:, :, None, None]
         removed[-1] = removed[-2]
-        protected = sink_rules.sink_tokens(sinks, geometry)
+        protected = schedule.starts[sinks]
         return cls(
             size=size,
             sink_size=np.minimum((0, *schedule.ends), protected),

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from varjax.cache import allocator, planner
+from varjax.cache import planner
 from varjax.cache.allocation import Geometry, RegionAllocation
 from varjax.calibration import Calibration
 from varjax.errors import UserError
@@ -103,7 +103,11 @@ class ScaleKV(Policy):
     def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "ScaleKV":
         budget, grid = self.budget, self.grid or GRID
         if self.budgets and isinstance(budget, NotGiven):
-            budget = self._cost(geometry)
+            held = self._published(geometry)
+            if self.accounting == "tokens":
+                budget = self._share(geometry, held)
+            else:
+                budget = planner.cost(geometry, held, self.block_size)
         elif not (self.grid or self.budgets or self.faithful):
             share = capacities.uniform(geometry, budget) // WINDOW_SHARE
             grid = min(GRID, max(1, math.isqrt(share)))
@@ -135,14 +139,14 @@ class ScaleKV(Policy):
 
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> RegionAllocation:
         if self.budgets:
-            held = self._held(geometry)
+            held = self._published(geometry)
             if (share := self._share(geometry, held)) > budget + 1e-9:
                 enough = np.ceil(share * 1e4) / 1e4
                 raise UserError(
                     f"budgets={self.budgets} keeps up to {share:.4f} of the full cache, more than "
                     f"budget={budget:g}: the file decides, give budget={enough:g}"
                 )
-            return RegionAllocation(held)
+            return held
         file = "budgets=FILE (a budget file published with ScaleKV, for models of that shape)"
         give = f"{file}, or {CALIBRATE}"
         measured = self.measured(calibration, "selectivity", geometry, what="the layers", give=give)
@@ -156,23 +160,16 @@ class ScaleKV(Policy):
         )
         return RegionAllocation(capacities.capacity(geometry, per_layer[..., None]))
 
-    def _held(self, geometry: Geometry) -> np.ndarray:
-        """int32 [K, L, N]: what the file lets every head hold."""
-        return capacities.capacity(geometry, self._file.tokens(geometry)[..., None])
+    def _published(self, geometry: Geometry) -> RegionAllocation:
+        """What the file lets every head hold."""
+        tokens = self._file.tokens(geometry)
+        return RegionAllocation(capacities.capacity(geometry, tokens[..., None]))
 
-    def _cost(self, geometry: Geometry) -> float:
-        """The budget of a run that gives none."""
-        held = self._held(geometry)
-        if self.accounting == "tokens":
-            return self._share(geometry, held)
-        return planner.cost(geometry, RegionAllocation(held), self.block_size)
-
-    def _share(self, geometry: Geometry, held: np.ndarray) -> float:
-        """What they are together, as a fraction of the full cache, as `accounting` says."""
-        tokens = held.sum(-1, dtype=np.int64)
-        peak = self.accounting == "bytes"
-        most = allocator.after_each_store(tokens).max() if peak else tokens.sum(-1).max()
-        return float(most / geometry.dense_tokens)
+    def _share(self, geometry: Geometry, held: RegionAllocation) -> float:
+        """Its most tokens, as a fraction of the full cache, counted as `accounting` says."""
+        if self.accounting == "bytes":
+            return planner.peak_tokens(geometry, held) / geometry.dense_tokens
+        return float(held.region_capacity.sum((1, 2)).max() / geometry.dense_tokens)
 
     def window_tokens(self, height: int, width: int) -> np.ndarray:
         grid = self.grid or GRID

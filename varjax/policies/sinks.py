@@ -20,15 +20,11 @@ def sink_scales(sinks: int, geometry: Geometry, budget: float) -> int:
     return max(fitting, min(1, stored))
 
 
-def sink_tokens(sinks: int, geometry: Geometry) -> int:
-    """Tokens of the first `sinks` scales."""
-    return geometry.schedule.ends[sinks - 1] if sinks else 0
-
-
 def minimum_budget(sinks: int, geometry: Geometry) -> float:
     """Budget at which only the sink scales fit (one scale when the number is left open)."""
-    tokens = sink_tokens(sinks or min(1, geometry.schedule.num_scales - 1), geometry)
-    return tokens / max(1, geometry.schedule.persistent_tokens)
+    schedule = geometry.schedule
+    tokens = schedule.starts[sinks or min(1, schedule.num_scales - 1)]
+    return tokens / max(1, schedule.persistent_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +33,8 @@ class SinkPolicy(Policy):
     see `sink_scales`)."""
 
     sinks: int = 0
+
+    smallest_reason = "the sink scales alone need more"
 
     def check_sinks(self, geometry: Geometry) -> None:
         stored = geometry.schedule.num_scales - 1
@@ -51,10 +49,7 @@ class SinkPolicy(Policy):
 
     def protected(self, geometry: Geometry, budget: float) -> int:
         """Tokens of the sink scales."""
-        return sink_tokens(sink_scales(self.sinks, geometry, budget), geometry)
+        return geometry.schedule.starts[sink_scales(self.sinks, geometry, budget)]
 
     def minimum_budget(self, geometry: Geometry) -> float:
         return minimum_budget(self.sinks, geometry)
-
-    def smallest_reason(self) -> str:
-        return "the sink scales alone need more"

@@ -29,15 +29,13 @@ class Full(Policy):
 
     summary = "everything"
     shrinks = False
+    smallest_reason = "it keeps everything"
 
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> StaticAllocation:
         return newest_and_sinks(geometry, geometry.schedule.total_tokens, 0)
 
     def minimum_budget(self, geometry: Geometry) -> float:
         return 1.0
-
-    def smallest_reason(self) -> str:
-        return "it keeps everything"
 
 
 @register("swa")
