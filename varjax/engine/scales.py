@@ -42,17 +42,10 @@ class ProgramSpec:
 
     @classmethod
     def of(
-        cls,
-        plan: CachePlan,
-        segments: tuple[Segment, ...],
-        sampling: Sampling,
-        config: Any,
-        *,
-        attention: str | None = None,
-        keep_logits: bool = False,
-        unroll: bool = False,
+        cls, plan: CachePlan, segments, sampling: Sampling, config, attention=None, **options: bool
     ) -> "ProgramSpec":
-        """config: of the transformer.
+        """segments: `Segment`s of the plan's schedule. config: of the transformer. attention:
+        implementation of the kernels. options: keep_logits, unroll.
 
         Raises:
           UserError: sampling that the model cannot do, or a plan for another number of rows.
@@ -66,7 +59,7 @@ class ProgramSpec:
                 f"(`Model.geometry_for`)"
             )
         cache = tuple(cache_step(plan, s, attention) for s in segments)
-        return cls(geometry.schedule, segments, cache, sampling, rows, keep_logits, unroll)
+        return cls(geometry.schedule, segments, cache, sampling, rows, **options)
 
 
 @jax.tree_util.register_dataclass

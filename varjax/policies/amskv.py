@@ -196,8 +196,9 @@ class AMSKV(Policy):
     def locked_tokens(self, geometry: Geometry, cmin: int) -> int:
         """Tokens of the condensed scales beside a Cmin."""
         first = geometry.schedule.starts  # first[n]: tokens of the first n scales
-        if self.condensed_tokens >= 0 or self.condensed >= 0:
-            return first[self.condensed] if self.condensed >= 0 else self.condensed_tokens
+        given = first[self.condensed] if self.condensed >= 0 else self.condensed_tokens
+        if given >= 0:
+            return given
         automatic = first[: CONDENSED_SCALES + 1]
         return automatic[-1] if self.cmax else max(n for n in automatic if n <= cmin / 2)
 

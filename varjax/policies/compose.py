@@ -109,7 +109,7 @@ class Compose(Policy):
                     f"has: {', '.join(known)}"
                 )
         values = super().from_arguments(own)
-        built = dict(zip(ROLES, _build(parts), strict=True))
+        built = {role: _build(role, parts) for role in ROLES}
         for name in parts.keys() - ROLES:  # 3 and 3.0 are the same policy
             role, _, own_name = name.partition("_")
             parts[name] = str(getattr(built[role], own_name))
@@ -120,7 +120,7 @@ class Compose(Policy):
         """(allocator, selector) with what the composition and the calibration decide filled in."""
         if self._prepared:
             return self._prepared
-        allocate, select = _build(ROLES | dict(self.parts))
+        allocate, select = (_build(role, ROLES | dict(self.parts)) for role in ROLES)
         if isinstance(select, SlidingWindow | Streaming):
             sinks, protects = getattr(select, "sinks", 0), isinstance(select, Streaming)
             select = Newest(sinks=sinks, protects=protects)
@@ -223,15 +223,11 @@ def _choose_part(role: str, name: str) -> type[Policy]:
     return POLICIES[choose(f"policy for {role}:", name, fitting)]
 
 
-def _build(parts: dict[str, str]) -> list[Policy]:
-    """(who says how much, who says which) as given; their own budgets are the defaults."""
-    built = []
-    for role in ROLES:
-        named = {
-            n.removeprefix(f"{role}_"): v for n, v in parts.items() if n.startswith(f"{role}_")
-        }
-        built.append(get_policy(_choose_part(role, parts[role]).name, arguments=named))
-    return built
+def _build(role: str, parts: dict[str, str]) -> Policy:
+    """The part that has the role, as given; its own budget is the default."""
+    own = f"{role}_"
+    named = {n.removeprefix(own): v for n, v in parts.items() if n.startswith(own)}
+    return get_policy(_choose_part(role, parts[role]).name, arguments=named)
 
 
 def _explain_idle(name: str, parts: dict[str, str]) -> None:
