@@ -14,7 +14,7 @@ from varjax.cache.planner import plan_cache
 from varjax.calibration import Calibration
 from varjax.errors import UserError
 from varjax.models import registry
-from varjax.policies import sinks as sink_rules
+from varjax.policies import windows as sink_rules
 from varjax.policies.heatkv_schedule import prune_schedule
 from varjax.schedule import Schedule
 

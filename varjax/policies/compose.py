@@ -12,8 +12,7 @@ from varjax.errors import UserError, choose, nearest
 from varjax.policies import building_blocks as blocks
 from varjax.policies.base import Observation, Policy, per_layer
 from varjax.policies.registry import POLICIES, get_policy, register
-from varjax.policies.sinks import SinkPolicy
-from varjax.policies.windows import SlidingWindow, Streaming
+from varjax.policies.windows import SinkPolicy, SlidingWindow, Streaming
 
 ROLES = {"allocate": "heatkv", "select": "snapkv"}  # with what they are if not said
 DECIDES = {"allocate": "how much heads hold", "select": "which tokens heads keep"}

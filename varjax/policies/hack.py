@@ -12,7 +12,7 @@ from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities
 from varjax.policies.base import Needs, Observation, Policy, per_layer
 from varjax.policies.registry import register
-from varjax.policies.sinks import SinkPolicy
+from varjax.policies.windows import SinkPolicy
 
 
 @register("hack")

@@ -11,7 +11,7 @@ from varjax.errors import UserError
 from varjax.policies.base import CALIBRATE
 from varjax.policies.heatkv_schedule import PruneSchedule, prune_schedule
 from varjax.policies.registry import register
-from varjax.policies.sinks import MOST_AUTOMATIC_SINKS, SinkPolicy, sink_scales
+from varjax.policies.windows import MOST_AUTOMATIC_SINKS, SinkPolicy, sink_scales
 
 
 @register("heatkv")

@@ -13,7 +13,7 @@ import numpy as np
 from varjax.cache.allocation import Geometry
 from varjax.cache.allocator import after_each_layer
 from varjax.errors import UserError
-from varjax.policies.sinks import minimum_budget
+from varjax.policies.windows import minimum_budget
 
 
 @dataclass(frozen=True, eq=False)

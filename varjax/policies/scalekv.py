@@ -179,9 +179,7 @@ class ScaleKV(Policy):
     # --- device -----------------------------------------------------------------------------------
 
     def select(self, obs: Observation):
-        return blocks.window_and_peaks(
-            obs.window_logits, obs.position, obs.live, obs.window, obs.capacity, self.kernel
-        )
+        return blocks.window_and_peaks(obs, obs.window_logits, self.kernel)
 
 
 def _raster(side: int, grid: int) -> np.ndarray:

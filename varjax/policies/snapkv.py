@@ -81,6 +81,4 @@ class SnapKV(Policy):
         super().check(geometry)
 
     def select(self, obs: Observation):
-        return blocks.window_and_peaks(
-            obs.window_mass, obs.position, obs.live, obs.window, obs.capacity, self.kernel
-        )
+        return blocks.window_and_peaks(obs, obs.window_mass, self.kernel)
