@@ -40,18 +40,17 @@ def check_plan(plan: CachePlan, spec: MeshSpec) -> None:
             f"does not work with heads on several devices yet: use data only, or a policy whose "
             f"contents are known beforehand (full, swa, streaming, heatkv, table)"
         )
+
+    def input_shapes(images: int) -> list[tuple[int, ...]]:
+        inputs = plan.policy.inputs(plan.geometry, plan.allocation, np.arange(images))
+        return [np.shape(a) for a in jax.tree.leaves(inputs)]
+
     # Inputs of a policy are shared by all devices along `data`; they may not depend on the images.
-    one, two = (_input_shapes(plan, images) for images in (1, 2))
-    if one != two:
+    if input_shapes(1) != input_shapes(2):
         raise UserError(
             f"mesh {spec}: policy {plan.policy.name!r} treats the images of a batch differently, "
             f"which works on one device only"
         )
-
-
-def _input_shapes(plan: CachePlan, images: int) -> list[tuple[int, ...]]:
-    inputs = plan.policy.inputs(plan.geometry, plan.allocation, np.arange(images))
-    return [np.shape(a) for a in jax.tree.leaves(inputs)]
 
 
 @dataclass(frozen=True, eq=False)
