@@ -200,8 +200,7 @@ class Generator:
         resampling = self._networks["transformer"].resampling
         inputs = self.layout.inputs(self.segments, image_index, resampling)
         if given is not None:
-            scales_ = jnp.asarray(given_scales, jnp.int32)
-            given = scales.GivenTokens(jnp.asarray(given), scales_)
+            given = scales.GivenTokens(jnp.asarray(given), jnp.asarray(given_scales, jnp.int32))
         keys = sampling_lib.image_keys(seed, jnp.asarray(image_index))
         if isinstance(condition, (list, tuple)):  # labels as Python numbers
             condition = np.asarray(condition, np.int32)

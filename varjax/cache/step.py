@@ -276,10 +276,8 @@ def _update_positions(
     chosen = jnp.maximum(contents, 0)
     vacated = jnp.where(stored.live, stored.slots, none)
     position = state.position.at[rows, vacated].set(-1, mode="drop")
-    position = position.at[rows, here].set(
-        jnp.take_along_axis(obs.position, chosen, axis=-1), mode="drop"
-    )
-    state = replace(state, position=position)
+    moved = jnp.take_along_axis(obs.position, chosen, axis=-1)
+    state = replace(state, position=position.at[rows, here].set(moved, mode="drop"))
     if state.total_mass is None:
         return state
     mass = jnp.take_along_axis(obs.total_mass, chosen, axis=-1)
