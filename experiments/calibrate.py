@@ -17,9 +17,9 @@ source scale.
 
 from experiments.flags.condition import ConditionFlags
 from experiments.flags.model import ModelFlags
-from experiments.flags.output import FileFlags
 from experiments.flags.program import batch_size_flag, dtype_flag
 from experiments.flags.sampling import SamplingFlags
+from experiments.output import FileFlags
 from experiments.prompts import condition as text_condition
 from varjax import calibration as measured
 from varjax.calibration import Calibration, measure, show_guidance

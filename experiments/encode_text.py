@@ -12,8 +12,8 @@ warning that names the line.
 
 import pathlib
 
-from experiments.flags.output import FileFlags
 from experiments.flags.program import batch_size_flag, dtype_flag
+from experiments.output import FileFlags
 from experiments.prompts import condition, sets
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags

@@ -1,6 +1,7 @@
-"""What `run` and `sweep` share: what is generated, and what their reports say of it."""
+"""What is generated, resolved before anything is compiled, and what reports say of it."""
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -21,7 +22,7 @@ from varjax.sampling import Sampling
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Generation:
-    """What decides the images of a command besides the policy.
+    """What decides the images of `run` and `sweep` besides the policy.
 
     model: without its weights.
     condition: what images are made of; prompts may still have to be encoded.
@@ -85,10 +86,43 @@ class Generation:
             decode_batch=program.decode_batch,
         )
 
-    @property
-    def any_batch(self) -> np.ndarray:
-        """int32 [batch_size]: image numbers, for the shapes that a program is compiled for."""
-        return np.zeros(self.batch_size, np.int32)
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Run(Generation):
+    """A resolved run.
+
+    policy: as it was asked for; that of the plan has what a calibration decides filled in.
+    given_tokens: replace the draw in the first `given_scales` scales (None: all).
+    calibration: SHA-256 of the file. remarks: of the policy, on its plan.
+    """
+
+    policy: Policy
+    plan: CachePlan
+    compare: bool
+    save_arrays: bool
+    given_tokens: np.ndarray | None
+    given_scales: int | None
+    calibration: str | None
+    remarks: tuple[str, ...]
+
+    def describe(self) -> dict:
+        """JSON-able content: what decides the results."""
+        given = None
+        if self.given_tokens is not None:
+            digest = hashlib.sha256(self.given_tokens.tobytes()).hexdigest()[:16]
+            given = f"{digest}:{self.given_scales}"
+        return {
+            **super().describe(),
+            "policy": self.policy.name,
+            "policy_args": policy_arguments(self.policy),
+            "budget": self.policy.budget,
+            "plan": self.plan.digest,
+            "policy_content": self.policy.content(),
+            "calibration": self.calibration,
+            "compare": self.compare,
+            "save_arrays": self.save_arrays,
+            "given": given,
+        }
 
 
 # --- for reports ----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from ported_weights.configurations import (
     model_family,
     sampling_of,
 )
-from ported_weights.readers import sources, t5_folder
+from ported_weights.readers import sources
 from ported_weights.tables.registry import CUSTOM, TABLES, RuleTable
 from varjax.errors import UserError, about, choose
 from varjax.models import parameters, registry
@@ -206,9 +206,9 @@ def _open(part: registry.Part, config, path: str, key: str | None) -> PublishedP
 
 
 def _open_text_encoder(folder: str) -> PublishedPart:
-    config, source = t5_folder.open_folder(folder)
-    described = str(Path(folder) / t5_folder.CONFIG)
-    return PublishedPart(registry.OWN_FOLDER[ENCODER], config, source, described)
+    part = registry.OWN_FOLDER[ENCODER]
+    config, source = sources.open_t5_folder(folder, TABLES[part.name].signature)
+    return PublishedPart(part, config, source, str(Path(folder) / sources.T5_CONFIG))
 
 
 def _text_encoder_of(family: registry.Family, transformer, folder: str) -> PublishedPart:

@@ -105,11 +105,8 @@ def path_of(pattern: str) -> str:
 def zero_key_bias(prefix: str, model: str) -> Ignore:
     """The buffer that published attention adds to its keys, which have no bias."""
     objection = f"must be zero: keys have no bias in {model}"
-
-    def check(array) -> str | None:
-        return objection if np.any(array) else None
-
-    return Ignore(rf"{prefix}\.zero_k_bias", "constant zeros", check)
+    pattern = rf"{prefix}\.zero_k_bias"
+    return Ignore(pattern, "constant zeros", lambda a: objection if np.any(a) else None)
 
 
 @dataclass(frozen=True)

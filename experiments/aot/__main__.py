@@ -1,6 +1,161 @@
-"""`python -m experiments.aot`: the command is in `command`."""
+"""Compile a whole generation program for chips that are not here: does it fit, and what is in it?
 
-from experiments.aot.command import main
+    python -m experiments.aot --model=var-d30 --batch_size=8 --target=tpu-v5e,h200
+    python -m experiments.aot --model=var-d30 --policy=streaming --budget=0.1 --target=a100 \\
+        --largest_batch
+    python -m experiments.aot --model=var-d36 --mesh=data=4,model=2 --batch_size=32 --target=v5p
+
+Compiles exactly what `experiments.run` would run there, with the real compiler of the chip, and no
+weights. Prints the bytes of parameters, cache and temporaries, the peak, whether it fits, whether
+the cache is updated in place, FLOPs, a roofline, and the largest temporaries with the operation
+that makes them. Needs `libtpu` for TPUs and JAX's CUDA plugin for GPUs, not the chips; see
+docs/aot.md.
+
+Every target is compiled in a process of its own. Exit status 1: a target failed, the others are
+printed. A program that does not fit is a result, not a failure.
+"""
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+
+from experiments.aot import report, worker
+from experiments.aot.program import Workload
+from experiments.flags.model import ModelFlags
+from experiments.flags.policy import PolicyFlags, plan_remarks
+from experiments.flags.program import ProgramFlags
+from experiments.flags.sampling import SamplingFlags
+from experiments.output import FileFlags
+from experiments.prompts.condition import check_text_tokens
+from pallas_kernels import chips, implementations
+from pallas_kernels.chips import Chip
 from varjax.cli import command_line
+from varjax.cli.flags import CommandFlags
+from varjax.engine.segments import plan_segments
+from varjax.errors import UserError
+from varjax.io.json_text import json_text
+from varjax.storage.atomic import new_file
 
-command_line.run(main)
+FLAGS = CommandFlags()
+MODEL = ModelFlags(FLAGS, published="Published name")
+TARGET = FLAGS.string(
+    "target",
+    "tpu-v5e,tpu-v6e,a100,h200",
+    f"Chips, separated by commas: {', '.join(chips.CHIPS)}.",
+)
+POLICY = PolicyFlags(FLAGS)
+LARGEST_BATCH = FLAGS.boolean(
+    "largest_batch", False, "Find the largest batch that fits; --batch_size does not matter."
+)
+PROGRAM = ProgramFlags(FLAGS, mesh=True, elsewhere=True)
+SAMPLING = SamplingFlags(FLAGS)
+TEXT_TOKENS = FLAGS.integer(
+    "text_tokens",
+    None,
+    "Padded length of the texts of a text-to-image model; default: the most it takes.",
+    lower_bound=1,
+)
+TEMPORARIES = FLAGS.integer(
+    "temporaries", 8, "How many temporaries to list of each program.", lower_bound=0
+)
+JSON = FileFlags(FLAGS, "json", "Also write the results to this file.")
+WORKER = FLAGS.string("worker", None, "Internal: compile the one target here, result into a file.")
+
+
+def targets() -> list[Chip]:
+    """The chips of --target, each once, whose compilers are here."""
+    found, missing = {}, {}
+    for name in TARGET.value.split(","):
+        try:
+            chip = chips.get_chip(name.strip())
+        except ValueError as error:
+            raise UserError(f"--target={name}: {error}") from None
+        found[chip.name] = chip
+    for name in found:
+        if why := chips.why_unavailable(name):
+            missing.setdefault(why, []).append(name)
+    if missing:
+        each = "; ".join(f"{', '.join(names)}: {why}" for why, names in missing.items())
+        raise UserError(f"cannot compile for {each}")
+    return list(found.values())
+
+
+def attention_for(chip: Chip, asked: str | None) -> str:
+    """The implementation of --attention on a chip."""
+    if asked is None:
+        return implementations.preferred(chip.platform)
+    wanted = implementations.PLATFORMS.get(asked, chip.platform)
+    if wanted != chip.platform:
+        raise UserError(
+            f"--attention={asked} runs on a {wanted.upper()}, {chip.name} is a "
+            f"{chip.platform.upper()}: choose auto or reference, or other targets"
+        )
+    return asked
+
+
+def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
+    """What to compile for each target, and remarks on the plan. All flags are checked, nothing is
+    compiled."""
+    model, policy = MODEL.resolve(weights=False), POLICY.resolve()
+    program = PROGRAM.resolve(model)
+    batch = program.mesh.data if LARGEST_BATCH.value else PROGRAM.asked_batch_size
+    for chip in wanted:
+        PROGRAM.check_mesh(program.mesh, model, batch, chip.most_devices, chip.name)
+    sampling = SAMPLING.sampling(model)
+    attention = {chip.name: attention_for(chip, program.attention) for chip in wanted}
+    plan, calibration = POLICY.plan(policy, model, sampling)
+    PROGRAM.check_plan(plan, program.mesh)
+    workload = partial(
+        Workload,
+        model=model,
+        plan=plan,
+        sampling=sampling,
+        program=program,
+        segments=plan_segments(model.config.schedule, program.segments),
+        text_tokens=check_text_tokens(TEXT_TOKENS.value, model),
+    )
+    workloads = {name: workload(attention=chosen) for name, chosen in attention.items()}
+    # a worker says which kernels cannot take the plan's blocks
+    return workloads, plan_remarks(plan, calibration, "reference")
+
+
+def title(workload: Workload) -> str:
+    """What is compiled, in one line."""
+    plan, program = workload.plan, workload.program
+    cache = f", cache {program.kv_dtype}" if program.kv_dtype != program.dtype else ""
+    mesh = f", mesh {program.mesh}, bytes per device" if program.mesh.num_devices > 1 else ""
+    return (
+        f"{workload.model.name}, policy {plan.policy.name}, budget {plan.budget:g} (pool "
+        f"{plan.fraction:.2%} of full), {program.dtype}{cache}, {len(workload.segments)} segments"
+        f"{mesh}"
+    )
+
+
+def main(argv) -> int:
+    jax.config.update("jax_platforms", "cpu")  # planning needs no accelerator, and takes none
+    target = None if WORKER.value else JSON.check()
+    wanted = targets()
+    workloads, remarks = resolve(wanted)
+    if WORKER.value:
+        (chip,) = wanted
+        batch = None if LARGEST_BATCH.value else PROGRAM.asked_batch_size
+        worker.work(workloads[chip.name], chip, batch, TEMPORARIES.value, WORKER.value)
+        return 0
+    results = [
+        {"target": c.name, "platform": c.platform, **worker.start(c.name, sys.argv[1:])}
+        for c in wanted
+    ]
+    print(title(workloads[wanted[0].name]), *remarks, sep="\n", end="\n\n")
+    print(report.text(results))
+    if target:
+        flags, versions = FLAGS.values.flag_values_dict(), worker.versions()
+        content = {"flags": flags, "versions": versions, "results": results}
+        with new_file(target) as file:
+            file.write(json_text(content).encode())
+    return int(any(r["status"] == "failed" for r in results))
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,7 +1,7 @@
 """One process per target: some errors of a compiler end the process.
 
-The parent calls `start`, which runs the same command again for one target; there `work` compiles
-and writes what it found into a file.
+The parent calls `start`, which runs the same command again for one target; there `work` compiles,
+for a batch or for the largest that fits, and writes what it found into a file.
 """
 
 import contextlib
@@ -12,31 +12,29 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import jax
 
 from experiments.aot import report
-from experiments.aot.compiler import DoesNotFit, first_line
-from experiments.aot.program import Compilation, Workload
-from experiments.aot.search import Trial, largest_batch
+from experiments.aot.program import Compilation, DoesNotFit, Workload, first_line
 from pallas_kernels import chips
 from pallas_kernels.chips import Chip
 from varjax.engine import memory
 from varjax.engine.memory import show_bytes
 
 LAST_LINES = 12
+RESOLUTION = 0.01  # of the batch: about what is worth another compilation
+MOST_TRIALS = 16
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "varjax")
 
 
 def start(target: str, flags: Sequence[str]) -> dict:
-    """The result of a target, compiled by a process of its own.
-
-    flags: those of this command; the last one of a kind counts.
-    """
+    """The result of a target, compiled by a process of its own. flags: those of this command; the
+    last one of a kind counts."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
         own = (f"--target={target}", f"--worker={path}")
@@ -57,9 +55,7 @@ def start(target: str, flags: Sequence[str]) -> dict:
 
 def environment() -> dict[str, str]:
     """The environment of a process that compiles, which finds this package wherever it was started.
-
-    A cache of programs would keep the compiler from writing what we want to read.
-    """
+    A cache of programs would keep the compiler from writing what we want to read."""
     place = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [place, os.environ.get("PYTHONPATH")]))
     own = {"PYTHONPATH": path, "JAX_ENABLE_COMPILATION_CACHE": "0"}
@@ -75,6 +71,76 @@ def _forward(lines, target: str) -> list[str]:
         elif line.strip():
             last.append(line.rstrip()[:300])
     return list(last)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what compiled."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+# --- the largest batch, from few compilations ---
+# Memory grows almost in proportion to the batch, so a line through what is known says where to look
+# next; the compiler has the last word. A refused program counts with what it asked for.
+
+
+@dataclass(frozen=True)
+class Trial:
+    """batch: images. num_bytes: what the program needs. fits: in the chip's memory."""
+
+    batch: int
+    num_bytes: int
+    fits: bool
+
+
+def largest_batch(
+    attempt: Callable[[int], Trial], memory: int, *, first: int, step: int = 1
+) -> tuple[int, list[Trial]]:
+    """The largest multiple of `step` that fits, and all trials in order.
+
+    `attempt` compiles for a batch. The answer fits, and the next batch that the search looks at
+    does not: 1 % larger, at least one step. 0 if not even one step fits.
+
+    Args:
+      memory: bytes of the chip.
+      first: batch to begin with.
+      step: what a batch is a multiple of (devices that split it).
+    """
+    trials = [attempt(max(step, first // step * step))]
+    while len(trials) < MOST_TRIALS:
+        low = max((t.batch for t in trials if t.fits), default=0)
+        high = min((t.batch for t in trials if not t.fits and t.batch > low), default=None)
+        gap = max(step, int(low * RESOLUTION) // step * step)
+        if high is not None and high - low <= gap:
+            return low, trials
+        trials.append(attempt(_next(trials, memory, low, high, gap, step)))
+    return max((t.batch for t in trials if t.fits), default=0), trials
+
+
+def _next(trials, memory: int, low: int, high: int | None, gap: int, step: int) -> int:
+    """Where to look: at the end of the line, or just above it once that end is known to fit."""
+    guess = _line(trials, memory)
+    if guess is None:
+        guess = 2 * low if high is None else (low + high) / 2
+    guess = int(guess) // step * step
+    if low and guess < low + gap:  # whether what lies between fits is not worth a compilation
+        guess = low + gap
+    if high is None:
+        return min(guess, 8 * max(low, step))  # a line from small batches may be far off
+    return max(low + step, min(guess, high - step))
+
+
+def _line(trials, memory: int) -> float | None:
+    """The batch at which a line through the two trials nearest to the limit reaches it."""
+    near = sorted(trials, key=lambda t: abs(t.num_bytes - memory))[:2]
+    if len(near) < 2 or near[0].batch == near[1].batch:
+        return None
+    a, b = sorted(near, key=lambda t: t.batch)
+    slope = (b.num_bytes - a.num_bytes) / (b.batch - a.batch)
+    return a.batch + (memory - a.num_bytes) / slope if slope > 0 else None
 
 
 # --- in the process of a target ---
@@ -174,12 +240,3 @@ class _Job:
         verdict = "fits" if fits else "does not fit"
         self.say(f"batch {batch} takes {show_bytes(needed)}, {verdict}")
         return Trial(batch, needed, fits)
-
-
-def versions() -> dict[str, str]:
-    """Versions of what compiled."""
-    found = {}
-    for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found

@@ -1,6 +1,281 @@
-"""`python -m experiments.bench`: the command is in `command`."""
+"""Time the cache's operations on the device that is there.
 
-from experiments.bench.command import main
+    python -m experiments.bench --model=var-d30 --op=attend --budget=1,0.1
+    python -m experiments.bench --check
+    python -m experiments.bench --tune --model=var-d30,infinity-2b
+
+Shapes are those of published models (pallas_kernels/arg_specs.py). Each operation is timed with the
+kernel of this device, with the plain JAX reference and, for attention, with JAX's own attention on
+a full cache of the same scale (XLA; on a GPU also cuDNN): median of repeated loops after warm-up.
+GB/s and TFLOP/s count what a call needs at least, with the share of the chip's peak where that is
+known. error: relative, against the reference in float32, on one row and two heads.
+
+On a CPU shapes are cut down and the reference is timed: it shows that the command works, not how
+fast a chip is. --check compares kernel and reference over shapes, types and tables instead, and
+exits with 1 if one differs. --tune times all tiles of the attention kernels and writes the best
+into pallas_kernels/ragged_attention/tuned/, where later programs for this kind of device find them.
+Timing exits with 1 if the kernel itself could not be timed or is wrong, --tune if no tiles of a
+call work.
+"""
+
+import json
+import math
+import sys
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from experiments.bench import table as bench_table
+from experiments.bench.table import Row
+from experiments.output import FileFlags
+from pallas_kernels import arg_specs, implementations
+from pallas_kernels.arg_specs import ArgSpec
+from pallas_kernels.ragged_attention import bench, tune
+from pallas_kernels.ragged_attention.config import Config
 from varjax.cli import command_line
+from varjax.cli.flags import CommandFlags
+from varjax.errors import UserError, choose
+from varjax.progress import Progress
+from varjax.storage.atomic import new_file
 
-command_line.run(main)
+FLAGS = CommandFlags()
+MODELS = tuple(dict.fromkeys(name.rpartition("-t")[0] for name in arg_specs.SPECS))
+DTYPES, KV_DTYPES = ("bfloat16", "float32"), ("same", "bfloat16", "float32", "int8")
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}  # relative Frobenius error
+MODEL = FLAGS.list("model", list(MODELS), f"Models whose shapes are run: {', '.join(MODELS)}.")
+SHAPE = FLAGS.list("shape", None, f"Shapes instead of models: {', '.join(arg_specs.SPECS)}.")
+OP = FLAGS.list("op", list(bench.OPERATIONS), f"Operations: {', '.join(bench.OPERATIONS)}.")
+DTYPE = FLAGS.list("dtype", None, f"Types: {', '.join(DTYPES)}; default: bfloat16, CPU float32.")
+KV_DTYPE = FLAGS.list("kv_dtype", ["same"], f"Types of the pool: {', '.join(KV_DTYPES)}.")
+BUDGET = FLAGS.list("budget", ["1", "0.1"], "Shares of the full cache that every head owns.")
+ROWS = FLAGS.integer("rows", None, "Batch rows, two per image; default: 16.", lower_bound=1)
+BLOCK_SIZE = FLAGS.integer("block_size", 16, "Slots per cache block.", lower_bound=1)
+SIZE = FLAGS.enum(
+    "size", "auto", ["auto", "small", "full"], "Shapes cut down or in full; auto: small on a CPU."
+)
+IMPLEMENTATION = FLAGS.enum(
+    "implementation", "auto", ["auto", *implementations.NAMES], "What is timed or checked."
+)
+REPEATS = FLAGS.integer("repeats", 7, "Timed loops per way.", lower_bound=1)
+CHECK = FLAGS.boolean("check", False, "Compare kernel and reference, time nothing.")
+TUNE = FLAGS.boolean("tune", False, "Time all tiles of the attention kernels, keep the best.")
+JSON = FileFlags(FLAGS, "json", "Also write the results to this file.")
+
+
+def shapes() -> list[ArgSpec]:
+    """The calls that the flags select."""
+    on_cpu = jax.default_backend() == "cpu"
+    dtypes = DTYPE.value or ["float32" if on_cpu else "bfloat16"]
+    for what, given, allowed in (
+        ("model", MODEL.value, MODELS),
+        ("shape", SHAPE.value or (), arg_specs.SPECS),
+        ("type", dtypes, DTYPES),
+        ("type", KV_DTYPE.value, KV_DTYPES),
+    ):
+        for name in given:
+            choose(what, name, allowed)
+    named = SHAPE.value or [n for n in arg_specs.SPECS if n.rpartition("-t")[0] in MODEL.value]
+    small = SIZE.value == "small" or SIZE.value == "auto" and on_cpu
+    found = [_resized(arg_specs.SPECS[name], small) for name in dict.fromkeys(named)]
+    return [
+        replace(spec, dtype=dtype, kv_dtype=None if kv_dtype == "same" else kv_dtype)
+        for spec in found
+        for dtype in dtypes
+        for kv_dtype in KV_DTYPE.value
+    ]
+
+
+def _resized(spec: ArgSpec, small: bool) -> ArgSpec:
+    """The same slots in blocks of --block_size, and --rows."""
+    if small:
+        spec = spec.reduced(tokens=min(64, spec.tokens))
+        spec = replace(spec, length=min(spec.length, spec.tokens))
+    entries = -(-spec.entries * spec.block_size // BLOCK_SIZE.value)
+    rows = ROWS.value or spec.rows
+    return replace(spec, entries=entries, block_size=BLOCK_SIZE.value, rows=rows)
+
+
+def operations() -> list[str]:
+    return [choose("operation", name, bench.OPERATIONS) for name in OP.value]
+
+
+def budgets() -> list[float]:
+    """--budget as numbers in (0, 1]."""
+    try:
+        found = [float(text) for text in BUDGET.value]
+    except ValueError:
+        found = [math.nan]
+    if not found or not all(0 < share <= 1 for share in found):
+        raise UserError(f"--budget={','.join(BUDGET.value)}: shares above 0, at most 1")
+    return found
+
+
+def kernel() -> str:
+    """The implementation to time or check, which can run here."""
+    platform = jax.default_backend()
+    if IMPLEMENTATION.value == "auto":
+        return implementations.preferred(platform)
+    if why := implementations.why_not_here(IMPLEMENTATION.value):
+        raise UserError(f"--implementation={IMPLEMENTATION.value}: {why}: choose auto or reference")
+    return IMPLEMENTATION.value
+
+
+# --- timing ---
+
+
+def timed_ways(name: str) -> list[tuple[str, ArgSpec, float, str]]:
+    """(operation, shape, budget, way) of all rows."""
+    return [
+        (operation, spec, budget, way)
+        for spec in shapes()
+        for operation in operations()
+        for budget in (budgets() if operation != "write" else [1.0])
+        for way in bench.ways(operation, spec, name)
+    ]
+
+
+def timing(operation: str, spec: ArgSpec, budget: float, way: str) -> Row:
+    """One way, timed and compared with the reference."""
+    own, dense = bench.compressed(spec, budget), way.startswith(bench.DENSE)
+    at_work = spec if dense else own
+    work = bench.work(operation, at_work, at_work.entries * at_work.block_size)
+    row = Row(operation, own, budget, way, work)
+    if way in bench.HOLDS_SCORES and not bench.fits(spec):
+        return replace(row, note="its matrix of scores does not fit")
+    try:
+        seconds = bench.measure(bench.prepare(operation, spec, budget, way), REPEATS.value)
+        row = replace(row, seconds=seconds)
+        if not dense:
+            # one row, two heads: enough to see whether numbers are right
+            few = replace(own, rows=1, heads=min(2, own.heads), table="random")
+            found = bench.errors(operation, few, way).values()
+            row = replace(row, error=float(np.max(list(found))))  # unlike max, it does not lose NaN
+    except Exception as problem:  # out of memory, a library that refuses the call
+        row = replace(row, note=bench.short(problem))
+    return row
+
+
+def show_timings(name: str) -> int:
+    """Times every way and prints the table."""
+    if name.endswith(implementations.SUFFIX):
+        raise UserError(f"{name} runs step by step, its time says nothing: only --check takes it")
+    rows, ways = [], timed_ways(name)
+    progress = Progress("ways", len(ways), every=5)
+    for way in ways:
+        rows.append(row := timing(*way))
+        progress.update(len(rows), f"{row.spec.name} {row.operation} {row.way}")
+    device = jax.devices()[0].device_kind
+    print(f"{device}, jax {jax.__version__}, blocks of {BLOCK_SIZE.value}")
+    print(bench_table.table(rows, bench.chip(device)))
+    print("\n".join(bench_table.summary(rows, name)))
+    save({"device": device, "rows": [row.as_json() for row in rows]})
+    failures = [line for row in rows if row.way == name and (line := _failure(row))]
+    for line in failures:
+        print(f"error: {line}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _failure(row: Row) -> str | None:
+    """What is wrong with a row of the kernel that the command is about, or None."""
+    call = f"{row.way}: {row.operation} {row.spec.name} at budget {row.budget:g}"
+    allowed = TOLERANCE[row.spec.dtype]
+    if row.seconds is None or row.error is None:
+        return f"{call}: {row.note}"
+    if not row.error < allowed:  # NaN is wrong too
+        return f"{call}: error {row.error:.1e}, allowed is less than {allowed:.0e}"
+    return None
+
+
+def save(contents: dict) -> None:
+    if JSON.path:
+        contents = {"jax": jax.__version__, "command": sys.argv} | contents
+        with new_file(JSON.path) as file:
+            file.write((json.dumps(contents, indent=1) + "\n").encode())
+
+
+# --- checking and tuning ---
+
+
+def show_check(name: str) -> int:
+    """Kernel against reference; 1 if a result differs."""
+    if name == "reference":
+        raise UserError(
+            f"--check compares a kernel with the reference, and {jax.default_backend()} has none: "
+            f"choose --implementation=triton-interpret or tpu-interpret"
+        )
+    failures, rows = 0, []
+    for spec in shapes():
+        for operation in operations():
+            for table in arg_specs.TABLES if operation != "write" else ["random"]:
+                case = replace(spec, rows=2, heads=min(3, spec.heads), table=table)
+                found = bench.errors(operation, case, name)
+                wrong = [k for k, e in found.items() if not e < TOLERANCE[spec.dtype]]
+                failures += bool(wrong)
+                types = f"{spec.dtype}, pool {spec.pool_dtype}"
+                each = "  ".join(f"{part} {e:.1e}" for part, e in found.items())
+                verdict = "WRONG" if wrong else "ok   "
+                print(verdict, operation, spec.name, types, table, each, sep="  ", flush=True)
+                rows.append({"shape": spec.name, "table": table, "operation": operation} | found)
+    print(f"{name} on {jax.devices()[0].device_kind}: {len(rows) - failures} of {len(rows)} right")
+    save({"implementation": name, "errors": rows})
+    return 1 if failures else 0
+
+
+def show_tuning(name: str) -> int:
+    """Times tiles and keeps the best of every call; 1 if no tiles of a call work."""
+    if jax.default_backend() == "cpu" or name not in tune.CHOICES:
+        raise UserError(
+            f"--tune times the tiles of a kernel on its own device; this is {name} on "
+            f"{jax.default_backend()}: run it on the GPU or TPU that programs are to run on"
+        )
+    chosen = [op for op in operations() if op in tune.OPERATIONS]
+    if not chosen:
+        raise UserError(
+            f"--tune: {', '.join(operations())} has no tiles: choose --op from "
+            f"{', '.join(tune.OPERATIONS)}"
+        )
+    kind, calls, wanted = jax.devices()[0].device_kind, 0, 0
+    for operation in chosen:
+        best = _best_tiles(operation, name)
+        calls, wanted = calls + len(best), wanted + len(shapes())
+        if not best:  # a file without entries would say that there is something to use
+            print(f"{operation}: no tiles work, nothing is written", file=sys.stderr)
+            continue
+        path = tune.keep(kind, operation, name, {tune.call_of(operation, s): t for s, t in best})
+        print(f"{operation}: {len(best)} calls kept in {path}")
+    print(f"{name} on {kind}: tiles of {calls} of {wanted} calls tuned")
+    return 0 if calls == wanted else 1
+
+
+def _best_tiles(operation: str, name: str) -> list[tuple[ArgSpec, Config]]:
+    """The fastest tiles of every shape, without the shapes for which none work."""
+    best = []
+    for spec in shapes():
+        trials = list(tune.trials(operation, spec, name, REPEATS.value))
+        tiles, seconds, note = min(trials, key=lambda trial: trial[1])
+        if math.isinf(seconds):
+            print(f"error: {operation} {spec.name}: no tiles work: {note}", file=sys.stderr)
+            continue
+        best.append((spec, tiles))
+        first = trials[0][1]
+        gain = f"{first / seconds:.2f} times as fast as the heuristic's"
+        gain = "the heuristic's do not work" if math.isinf(first) else gain
+        time = bench_table.show_time(seconds)
+        print(f"{operation} {spec.name}: {tiles}, {time}, {gain}", flush=True)
+    return best
+
+
+def main(argv) -> int:
+    JSON.check()
+    if CHECK.value and TUNE.value:
+        raise UserError("--check and --tune exclude each other: check first, then tune")
+    name = kernel()
+    shapes(), operations(), budgets()  # wrong flags are reported before anything runs
+    if CHECK.value:
+        return show_check(name)
+    return show_tuning(name) if TUNE.value else show_timings(name)
+
+
+if __name__ == "__main__":
+    command_line.run(main)

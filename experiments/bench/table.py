@@ -44,15 +44,11 @@ class Row:
 def table(rows: list[Row], chip: Chip | None) -> str:
     """Columns in plain text. Bytes and operations are the least that a call needs, so rates may
     exceed what the memory offers where a cache helps; percent are of the chip's peak."""
-    cells = [HEADER, *(_cells(row, chip) for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(HEADER))]
-    left = len(HEADER) - 4
-    aligned = [f"{{:<{w}}}" if i < left else f"{{:>{w}}}" for i, w in enumerate(widths)]
-    notes = ["", *(row.note for row in rows)]
-    line = "  ".join([*aligned, "{}"])
-    return "\n".join(
-        line.format(*cell, note).rstrip() for cell, note in zip(cells, notes, strict=True)
-    )
+    cells = [(*HEADER, ""), *((*_cells(row, chip), row.note) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    sides = zip("<<<<<>>>><", widths, strict=True)
+    line = "  ".join(f"{{:{side}{width}}}" for side, width in sides)
+    return "\n".join(line.format(*cell).rstrip() for cell in cells)
 
 
 def _cells(row: Row, chip: Chip | None) -> tuple[str, ...]:

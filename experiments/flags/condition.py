@@ -48,9 +48,7 @@ class ConditionFlags:
 
     def resolve(self, model: Model, *, weights: bool = True) -> Condition:
         """A condition (`varjax.conditions`), checked; prompts are not encoded yet (`Text`).
-
-        weights: the model will run; without, it need not have a text encoder.
-        """
+        weights: the model will run; without, it need not have a text encoder."""
         mine = self._kinds[model.family.condition]
         for kind, other in self._kinds.items():
             if kind != model.family.condition and (given := other.given()):
@@ -90,21 +88,17 @@ class LabelFlags:
                 "--labels and --num_images exclude each other: labels already say how many images "
                 "there are"
             )
-        if self._labels.value is not None:
-            return _class_numbers(self._labels.value)
+        if (text := self._labels.value) is not None:
+            try:
+                return [int(part) for part in text.split(",")]
+            except ValueError:
+                raise UserError(
+                    f"--labels={text!r}: write class numbers separated by commas, for example 3,7,7"
+                ) from None
         if self._samples is not None:
             turn = np.arange(self._samples.value) / self._samples.value
             return np.floor(turn * num_classes).astype(np.int32)
         return np.arange(_number(self._num_images.value, num_classes)) % num_classes
-
-
-def _class_numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UserError(
-            f"--labels={text!r}: write class numbers separated by commas, for example 3,7,7"
-        ) from None
 
 
 def _number(asked: int | None, num_classes: int) -> int:
@@ -170,7 +164,9 @@ class TextFlags:
             raise UserError(f"{model.name} {self.words}")
         prompts = prompts or _plain([""], "--dry_run")
         if self._negative.value:
-            negative = self._read_negative(prompts, features)
+            if features is not None:
+                raise UserError("--negative_prompts: --text_features holds its own, leave it out")
+            negative = read_negative(self._negative.value, prompts)
         each = 1 if self._each is None else self._each.value or prompts.images_per_prompt
         encoder = _encoder(model) if weights and features is None else None
         if self._each is not None:
@@ -196,11 +192,6 @@ class TextFlags:
         if features is not None:
             _check_same(found, features)
         return found
-
-    def _read_negative(self, prompts: PromptSet, features) -> PromptSet:
-        if features is not None:
-            raise UserError("--negative_prompts: --text_features holds its own, leave it out")
-        return read_negative(self._negative.value, prompts)
 
 
 def _check_same(prompts: PromptSet, features) -> None:

@@ -43,10 +43,8 @@ class ModelFlags:
             raise UserError(f"{shape[0]}: {given[0]} says the schedule already, leave it out")
 
     def resolve(self, *, weights: bool = True, otherwise: str = "") -> Model:
-        """The model, its weights not loaded yet; the embedded demo if none is named.
-
-        weights: refuse published names, which have none here. otherwise: another way out.
-        """
+        """The model, its weights not loaded yet; the embedded demo if none is named. weights:
+        refuse published names, which have none here. otherwise: another way out."""
         self.check_alone()
         name = None if self._model is None else self._model.value
         if name:

@@ -60,16 +60,10 @@ class ProgramOptions:
         self, model: Model, plan: CachePlan, batch_size: int, condition: Condition
     ) -> memory.Prediction:
         """Likewise on this machine, for images of a condition."""
-        kernels = _runs_kernels(self.attention, plan)
+        name = self.attention or implementations.preferred(jax.default_backend())
+        takes_plan = self.attention is not None or not blocks_too_small(plan, name)
+        kernels = name in implementations.PLATFORMS and takes_plan  # which need less memory
         return self.predict(model, plan, batch_size, text_tokens(condition), kernels)
-
-
-def _runs_kernels(attention: str | None, plan: CachePlan) -> bool:
-    """Whether attention of this plan runs in a kernel of this machine, which needs less memory."""
-    name = attention or implementations.preferred(jax.default_backend())
-    if name not in implementations.PLATFORMS:
-        return False
-    return attention is not None or not blocks_too_small(plan, name)
 
 
 def blocks_too_small(plan: CachePlan, attention: str) -> bool:

@@ -38,8 +38,8 @@ class SamplingFlags:
     def sampling(self, model: Model) -> Sampling:
         """As asked, else as the checkpoint recommends."""
         return model.sampling(
-            cfg=_one_or_many(self._cfg),
-            tau=_one_or_many(self._tau),
+            cfg=_numbers(self._cfg, float),
+            tau=_numbers(self._tau, float),
             cfg_insertion_layer=_numbers(self._insertion, int),
             top_k=self._top_k.value,
             top_p=self._top_p.value,
@@ -55,19 +55,15 @@ class SamplingFlags:
         return self._seed.value
 
 
-def _numbers(holder, kind: type) -> tuple | None:
-    """The numbers of a flag `1,2,3`; None if it was not set."""
+def _numbers(holder, kind: type) -> float | tuple | None:
+    """The numbers of a flag `1,2,3`, a single float by itself; None if it was not set."""
     if holder.value is None:
         return None
     try:
-        return tuple(kind(part) for part in holder.value.split(","))
+        found = tuple(kind(part) for part in holder.value.split(","))
     except ValueError:
         what = {int: "whole numbers", float: "numbers"}[kind]
         raise UserError(
             f"--{holder.name}={holder.value}: write {what} separated by commas, or a single one"
         ) from None
-
-
-def _one_or_many(holder) -> float | tuple[float, ...] | None:
-    found = _numbers(holder, float)
-    return found[0] if found is not None and len(found) == 1 else found
+    return found[0] if kind is float and len(found) == 1 else found

@@ -97,21 +97,21 @@ class Text:
             self, prompts=some(self.prompts), each=1, negative=negative, features=features
         )
 
-    # --- encoding ---------------------------------------------------------------------------------
 
-    def encoded(self, dtype: str, text_channels: int) -> "Text":
-        """With features; the encoder has come and gone.
+# --- encoding -------------------------------------------------------------------------------------
 
-        Raises:
-          UserError: the encoder cannot be used, or is not the one of this model.
-        """
-        if self.features is not None:
-            return self
-        count, options = len(self.prompts), {"dtype": dtype, "max_length": self.text_maxlen}
-        print(f"encoding {count} prompts with {self.encoder}", file=sys.stderr, flush=True)
-        features, peak = encode(self.encoder, self.prompts, self.negative, **options)
-        fitted = features.fitted(text_channels, self.text_maxlen).repeat(self.each)
-        return replace(self, features=fitted, peak_bytes=peak)
+
+def encoded(condition: Any, model: Model, dtype: str) -> Any:
+    """The condition with its prompts encoded, the encoder has come and gone; labels as they are.
+    `UserError` if the encoder cannot be used, or is not the one of this model."""
+    if not isinstance(condition, Text) or condition.features is not None:
+        return condition
+    prompts, encoder, most = condition.prompts, condition.encoder, condition.text_maxlen
+    print(f"encoding {len(prompts)} prompts with {encoder}", file=sys.stderr, flush=True)
+    options = {"dtype": dtype, "max_length": most}
+    features, peak = encode(encoder, prompts, condition.negative, **options)
+    fitted = features.fitted(model.config.text_channels, most).repeat(condition.each)
+    return replace(condition, features=fitted, peak_bytes=peak)
 
 
 def encode(
@@ -128,11 +128,8 @@ def _digest(content: Any) -> str:
 
 
 def read_negative(path: str, prompts: PromptSet) -> PromptSet:
-    """Texts to lead away from, a file with one line per prompt or one for all.
-
-    Raises:
-      UserError: as `read_prompts` and `negative_texts`.
-    """
+    """Texts to lead away from, a file with one line per prompt or one for all. `UserError` as
+    `read_prompts` and `negative_texts`."""
     found = read_prompts(path, Kind.LINES)
     text_encoder.negative_texts(found.texts, len(prompts), found.names)
     return found
@@ -140,9 +137,7 @@ def read_negative(path: str, prompts: PromptSet) -> PromptSet:
 
 def encoder_folder(checkpoint: str | os.PathLike, otherwise: str = "") -> pathlib.Path:
     """Where the encoder of a checkpoint is, or `checkpoint` itself if it is an encoder alone.
-
-    otherwise: what else a user can do if there is none.
-    """
+    otherwise: what else a user can do if there is none."""
     folder = part_folder(checkpoint, text_encoder.PART)
     if not folder.exists():
         raise UserError(
@@ -165,15 +160,3 @@ def check_text_tokens(asked: int | None, model: Model) -> int | None:
 def text_tokens(condition: Any) -> int | None:
     """Padded length of the texts of a condition, for predictions; None for labels."""
     return condition.padded_length if isinstance(condition, Text) else None
-
-
-def encoded(condition: Any, model: Model, dtype: str) -> Any:
-    """The condition with its prompts encoded; labels as they are."""
-    if not isinstance(condition, Text):
-        return condition
-    return condition.encoded(dtype, model.config.text_channels)
-
-
-def encoding_bytes(condition: Any) -> int | None:
-    """What encoding took on the device; None if nothing was encoded here."""
-    return condition.peak_bytes if isinstance(condition, Text) else None

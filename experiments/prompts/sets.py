@@ -76,11 +76,7 @@ class PromptSet:
 
 
 def read_prompts(path: str | os.PathLike, kind: str = AUTO) -> PromptSet:
-    """Read a prompt file or folder.
-
-    Args:
-      path: the file or folder.
-      kind: one of `KINDS`.
+    """Read a prompt file or folder. kind: one of `KINDS`.
 
     Raises:
       UserError: no such file, another format, a bad entry (named with file and line), no prompts.

@@ -1,6 +1,81 @@
-"""`python -m experiments.report`: the command is in `command`."""
+"""One page with the results of a sweep and the figures of the papers, drawn from your own model.
 
-from experiments.report.command import main
+    python -m experiments.sweep --policies=all --budgets=0.1,0.25 --out=SWEEP
+    python -m experiments.report --sweep=SWEEP --out=report.html
+    python -m experiments.report --sweep=SWEEP --calibration=CAL.json --out=report.html
+
+The page is a single file that needs no network: the table, fidelity against bytes, pictures of all
+policies with a slider that wipes between each and the full cache, bytes in use at every layer of
+every scale; and, from a calibration, attention density (AMS-KV, Figure 4), key discrepancy (AMS-KV,
+Figure 6), head patterns (HeatKV, Figure 3), the pruning schedule (HeatKV, Figure 4) and the
+stability of the ranking (HeatKV, Figure 6). What is missing says which command provides it.
+"""
+
+import pathlib
+import sys
+
+import numpy as np
+
+from experiments.output import FileFlags
+from experiments.report import sweep_files
+from experiments.sweep import tables
+from varjax.cache.allocation import Geometry
+from varjax.calibration import Calibration
+from varjax.calibration import load as load_calibration
 from varjax.cli import command_line
+from varjax.engine.memory import show_bytes
+from varjax.io.extras import require
+from varjax.storage.atomic import new_file
 
-command_line.run(main)
+PICTURE_LIMIT = 16 * 2**20  # pixels of all pictures together, without --images
+
+FLAGS = command_line.CommandFlags()
+SWEEP = FLAGS.string("sweep", None, "Folder that `python -m experiments.sweep` has written.")
+CALIBRATION = FLAGS.string(
+    "calibration", None, "Calibration file to show; default: the copy in the sweep's folder."
+)
+IMAGES = FLAGS.integer(
+    "images",
+    None,
+    "So many of the sweep's sample images are shown; default: all, or fewer if they are large.",
+    lower_bound=1,
+)
+OUT = FileFlags(FLAGS, "out", "The file to write.", default="report.html")
+FLAGS.require("sweep")
+
+
+def read_calibration(folder: pathlib.Path, geometry: Geometry) -> Calibration | None:
+    """The file that is given, else the sweep's own."""
+    copy = folder / tables.CALIBRATION_COPY
+    path = CALIBRATION.value or (copy if copy.is_file() else None)
+    return load_calibration(path, geometry) if path else None
+
+
+def number_of_images(samples: dict[str, np.ndarray]) -> int:
+    """How many samples are shown: as asked for, else what keeps the page at a few MB."""
+    full = samples[tables.FULL]
+    there = len(full)
+    if IMAGES.value is not None:
+        return min(IMAGES.value, there)
+    pixels = (len(samples) - 1) * full.shape[1] * full.shape[2]
+    return max(1, min(there, PICTURE_LIMIT // max(1, pixels)))
+
+
+def main(argv) -> None:
+    for package in ("altair", "jinja2", "vl_convert", "PIL.Image"):
+        require(package, extra="eval", purpose="the report page")
+    from experiments.report import page  # which imports them
+
+    folder = pathlib.Path(SWEEP.value)
+    target = OUT.check()
+    report, samples, geometry = sweep_files.read(folder)
+    calibration = read_calibration(folder, geometry)
+    print(f"drawing {len(report['cells'])} cells", file=sys.stderr, flush=True)
+    text = page.build(report, samples, geometry, calibration, number_of_images(samples))
+    with new_file(target) as file:
+        file.write(text.encode("utf-8"))
+    print(f"written to {target} ({show_bytes(len(text.encode('utf-8')))})")
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -52,18 +52,21 @@ def attention_density(beta: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
     return sizes[-1] * beta[..., -1, :] / sizes
 
 
+def _densities(density: np.ndarray, geometry: Geometry) -> list[dict]:
+    """A row of data for each head."""
+    names = scale_names(geometry.schedule)
+    return [
+        {"layer": i, "head": j, "source scale": names, "density": plain(density[i, j])}
+        for i, j in np.ndindex(density.shape[:2])
+    ]
+
+
 def density_map(density: np.ndarray, geometry: Geometry) -> alt.Chart:
     """All heads at once: a row per head, heads of a layer below each other."""
-    layers, heads, _ = density.shape
-    names = scale_names(geometry.schedule)
-    data = [
-        {"layer": i, "head": j, "source scale": names, "density": plain(density[i, j])}
-        for i, j in np.ndindex(layers, heads)
-    ]
     chart = rows(
-        data,
+        _densities(density, geometry),
         ["source scale", "density"],
-        height=max(240, min(900, 9 * layers * heads)),
+        height=max(240, min(900, 9 * density.shape[0] * density.shape[1])),
         description="attention density of every head on every source scale",
     )
     return (
@@ -84,13 +87,8 @@ def density_lines(density: np.ndarray, geometry: Geometry) -> alt.LayerChart:
     positive = density[density > 0]
     low, high = (positive.min(), positive.max()) if positive.size else (0.1, 1.0)
     domain = [max(low, high * 1e-6) / 1.2, high * 1.2]
-    names, (layers, heads, _) = scale_names(geometry.schedule), density.shape
-    data = [
-        {"layer": i, "head": j, "source scale": names, "density": plain(density[i, j])}
-        for i, j in np.ndindex(layers, heads)
-    ]
     base = (
-        rows(data)
+        rows(_densities(density, geometry))
         .transform_filter("datum.layer == layer")
         .transform_flatten(["source scale", "density"])
         .encode(alt.X("source scale:O", sort=None, title="source scale i"))

@@ -1,13 +1,20 @@
-"""What all charts share. Colours are the page's (`page.js`), so that they follow light and dark."""
+"""Charts of a sweep: fidelity against bytes, and bytes in use over time; and what all charts share.
+
+Colours are the page's (`page.js`), so that they follow light and dark.
+"""
 
 import json
 from collections.abc import Iterable, Sequence
+from itertools import product
+from typing import Any
 
 import altair as alt
 import numpy as np
 
+from experiments.sweep import tables
 from varjax.schedule import Schedule
 
+MEBI = 2.0**20
 # seven colours, first with whole lines, then dashed, then dotted
 DASHES = [dash for dash in ([1, 0], [6, 3], [2, 2]) for _ in range(7)]
 
@@ -34,3 +41,110 @@ def rows(data: Sequence[dict], flat: Sequence[str] = (), **properties) -> alt.Ch
     """An empty chart of `data`; lists in the fields `flat` stand for a row for each entry."""
     chart = alt.Chart(alt.Data(values=data), **{"width": "container", "height": 230} | properties)
     return chart.transform_flatten(list(flat)) if flat else chart
+
+
+# --- fidelity against bytes ---
+
+
+def labels(report: dict) -> list[str]:
+    """The rows of the table that have results, in order; their places are their styles."""
+    done = (cell["label"] for cell in report["cells"] if cell["status"] == "done")
+    return list(dict.fromkeys(done))
+
+
+def fidelity(report: dict) -> list[alt.LayerChart]:
+    """A chart per metric that has values; its parameter `front` brings one policy to the front."""
+    curves = {metric: tables.curves(tables.rows(report), metric) for metric in tables.METRICS}
+    names = labels(report)
+    return [_fidelity(metric, found, names) for metric, found in curves.items() if found]
+
+
+def _fidelity(metric: str, curves: dict, names: list[str]) -> alt.LayerChart:
+    shown = tables.METRICS[metric]
+    title, unit, better = shown.title, shown.unit, shown.better
+    points = [
+        {"policy": label, "MiB": size / MEBI, "value": value}
+        for label, curve in curves.items()
+        for size, value in curve
+    ]
+    zero = shown.from_zero
+    sizes = alt.Scale(type="log", nice=False, padding=14)
+    base = rows(points).encode(
+        alt.X("MiB:Q", title="KV cache of a batch, MiB (log)", scale=sizes).axis(tickCount=4),
+        alt.Y("value:Q", title=unit or "index").scale(zero=zero, padding=0 if zero else 8),
+        alt.Color("policy:N", legend=None).scale(domain=names),
+        tooltip=["policy:N", *(alt.Tooltip(f"{key}:Q", format=".4~g") for key in ("MiB", "value"))],
+        opacity=alt.condition("!front || front === datum.policy", alt.value(1), alt.value(0.13)),
+    )
+    dash, shape = (kind("policy:N", legend=None) for kind in (alt.StrokeDash, alt.Shape))
+    lines = base.mark_line().encode(dash.scale(domain=names, range=DASHES))
+    marks = base.mark_point(filled=True, size=70).encode(shape.scale(domain=names))
+    return (
+        alt.layer(lines, marks, title=f"{title} ({better} is better)")
+        .add_params(alt.param(name="front", value=""))
+        .properties(description=f"{title} against bytes of the KV cache, a line for each policy")
+    )
+
+
+# --- bytes over time ---
+
+USED, LIVE = "blocks in use × their size", "live tokens"
+NOTHING = {"step": [0], USED: [0], LIVE: [0], "limit": [0], "dy": [-8]}
+NOTHING |= {"text": ["not run at this budget: see the table"]}
+
+
+def live_bytes(report: dict) -> dict[str, Any] | None:
+    """{"policies", "budgets": what there is to choose, "chart": bytes in use after every layer of
+    every scale, of the cell that its parameters `policy` and `budget` name}, if any cell ran."""
+    done = [c for c in report["cells"] if c["status"] == "done" and c["budget"] is not None]
+    if not done:
+        return None
+    policies = list(dict.fromkeys(cell["label"] for cell in done))
+    budgets = [f"{share:g}" for share in sorted({cell["budget"] for cell in done})]
+    cells = {(cell["label"], f"{cell['budget']:g}"): _live_bytes(cell) for cell in done}
+    data = [
+        {"policy": policy, "budget": budget} | cells.get((policy, budget), NOTHING)
+        for policy, budget in product(policies, budgets)
+    ]
+    layers = report["geometry"]["num_layers"]
+    names = scale_names(Schedule.parse(report["geometry"]["schedule"]))
+    places = [(s + 0.5) * layers for s in range(len(names))]
+    axis = named_axis("scales by their token maps, in each its layers", names, places)
+    chosen = rows(data).transform_filter("datum.policy === policy && datum.budget === budget")
+    lines = (
+        chosen.transform_flatten(["step", USED, LIVE])
+        .transform_fold([USED, LIVE], as_=["what", "MiB"])
+        .mark_line(interpolate="step-after")
+        .encode(
+            alt.X("step:Q", axis=axis).scale(domain=[0, len(names) * layers], nice=False),
+            alt.Y("MiB:Q", title="MiB of a batch"),
+            alt.Color("what:N", title=None).scale(domain=[USED, LIVE]),
+            strokeWidth=alt.condition(alt.datum.what == LIVE, alt.value(2), alt.value(5)),
+            tooltip=["what:N", alt.Tooltip("MiB:Q", format=".4~g")],
+        )
+    )
+    limits = chosen.transform_flatten(["limit", "text", "dy"]).encode(alt.Y("limit:Q"))
+    texts = limits.mark_text(align="left", dx=4, dy=alt.expr("datum.dy"), color="currentColor")
+    dashes = alt.StrokeDash("dy:N", legend=None).scale(domain=[-8, 10], range=[[7, 4], [2, 3]])
+    chart = alt.layer(
+        lines,
+        limits.mark_rule(color="currentColor").encode(dashes),
+        texts.encode(text="text:N", x=alt.value(0)),
+        description="KV bytes in use over time, of one policy at one budget",
+    ).add_params(alt.param("policy", value=policies[0]), alt.param("budget", value=budgets[0]))
+    return {"policies": policies, "budgets": budgets, "chart": chart}
+
+
+def _live_bytes(cell: dict) -> dict:
+    """MiB in use step by step, and the limits with their names: above the line, or below."""
+    kv, share = cell["kv"], cell["budget"]
+    slot, pool = kv["slot_bytes"] / MEBI, kv["allocated_bytes"] / MEBI
+    budget = share * kv["dense_slots"] * slot
+    used, live = (np.ravel(cell[key]) * slot for key in ("used_slots", "live_tokens"))
+    found = {"step": list(range(len(used) + 1))}
+    found |= {USED: plain([*used, used[-1]]), LIVE: plain([*live, live[-1]])}
+    limits = [(budget, f"budget {share:g}: {budget:.3g} MiB", -8)]
+    if abs(pool - budget) > 0.002 * budget:
+        limits.append((pool, f"allocated pool: {pool:.3g} MiB", 10))
+    columns = map(list, zip(*limits, strict=True))
+    return found | dict(zip(("limit", "text", "dy"), columns, strict=True))

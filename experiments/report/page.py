@@ -15,7 +15,7 @@ import numpy as np
 import vl_convert
 from PIL import Image
 
-from experiments.report import calibration_charts, sweep_charts
+from experiments.report import calibration_charts, charts
 from experiments.sweep import tables
 from varjax.cache.allocation import Geometry
 from varjax.calibration import Calibration
@@ -49,14 +49,14 @@ def build(
         header=tables.HEADER[:-1],
         rows=[(row["status"], tables.cells_as_text(row)) for row in tables.rows(report)],
         budgets=[f"{share:g}" for share in budgets],
-        fidelity=sweep_charts.fidelity(report),
-        legend=sweep_charts.labels(report),
+        fidelity=charts.fidelity(report),
+        legend=charts.labels(report),
         names=report["sample_names"][:count],
         full=[data_uri(image) for image in full[:count]],
         tiles=[tile for cell in report["cells"] for tile in _tiles(cell, samples, count)],
         small=full.shape[2] < SMALL_PICTURE,
         left_out=len(full) - count,
-        live=sweep_charts.live_bytes(report),
+        live=charts.live_bytes(report),
         measured=calibration_charts.draw(calibration, geometry, budgets),
         library=_library(),
     )

@@ -29,10 +29,7 @@ class Damaged(Exception):
 
 def read(folder: pathlib.Path) -> tuple[dict, dict[str, np.ndarray], Geometry]:
     """(content of sweep.json, arrays of samples.npz, the model's geometry) of a finished sweep.
-
-    Raises:
-      UserError: no finished sweep, of another version, or with damaged files.
-    """
+    `UserError` for none, one of another version, or with damaged files."""
     report = _open(folder, REPORT, lambda path: json.loads(path.read_text(encoding="utf-8")))
     version = report.get("format_version") if isinstance(report, dict) else None
     if version != tables.FORMAT_VERSION:
@@ -147,11 +144,8 @@ def require(value: Any, spec: Any, place: str = "") -> None:
 
 
 def check_report(report: dict) -> Geometry:
-    """The geometry of a report that has everything the page shows.
-
-    Raises:
-      Damaged: what is missing or of a wrong type.
-    """
+    """The geometry of a report that has everything the page shows; `Damaged` says what is missing
+    or of a wrong type."""
     require(report, REPORT_SPEC)
     fields = {key: report["geometry"][key] for key in REPORT_SPEC["geometry"]}
     try:

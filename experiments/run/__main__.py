@@ -1,6 +1,157 @@
-"""`python -m experiments.run`: the command is in `command`."""
+"""Generate images with a KV-cache policy and report what the cache cost.
 
-from experiments.run.command import main
+    python -m experiments.run --policy=headkv --budget=0.25 --labels=3,7,7 --out=DIR
+    python -m experiments.run --policy=streaming --budget=0.1 --compare
+    python -m experiments.run --model=infinity-8b --policy=headkv --batch_size=8 --dry_run
+    python -m experiments.run --checkpoint=DIR --prompts=FILE.txt --aspect=1.5 --size=0.25M
+
+Writes grid.png, samples.npz (arr_0 uint8 images, arr_1 labels or prompt numbers), report.json and,
+with --save_arrays, arrays.npz into --out (default: a new folder under results/); from prompts also
+images/ with one file per image in the layout of the prompt set. An interrupted run started again
+with the same flags continues where it stopped.
+"""
+
+import sys
+
+import numpy as np
+
+from experiments.flags.condition import ConditionFlags
+from experiments.flags.model import ModelFlags
+from experiments.flags.policy import PolicyFlags, plan_remarks
+from experiments.flags.program import ProgramFlags
+from experiments.flags.sampling import SamplingFlags
+from experiments.generation import Run
+from experiments.output import BatchStore, FolderFlags
+from experiments.run import results as run_results
+from varjax import api
 from varjax.cli import command_line
+from varjax.cli.flags import CommandFlags, about
+from varjax.errors import UserError
+from varjax.generator import Generator
+from varjax.model import Model
+from varjax.progress import Progress
 
-command_line.run(main)
+FLAGS = CommandFlags()
+MODEL = ModelFlags(FLAGS, published="Published name, with --dry_run: plan without weights")
+POLICY = PolicyFlags(FLAGS)
+CONDITION = ConditionFlags(FLAGS)
+SAMPLING = SamplingFlags(FLAGS)
+PROGRAM = ProgramFlags(FLAGS, mesh=True)
+FLAGS.compilation_cache()
+COMPARE = FLAGS.boolean("compare", False, "Also run the full cache and report fidelity to it.")
+SAVE_ARRAYS = FLAGS.boolean(
+    "save_arrays", False, "Also write arrays.npz: tokens, code map, images, logits."
+)
+DRY_RUN = FLAGS.boolean("dry_run", False, "Print the plan and predicted bytes; allocate nothing.")
+SHAPES = {"tokens": "int [N, L]", "bits": "uint8 [N, L of the image tokenizer, bits of a code]"}
+GIVEN = {  # by what a model calls its tokens
+    kind: FLAGS.string(f"given_{kind}", None, f"npz file with `{kind}` {s} that replace the draw.")
+    for kind, s in SHAPES.items()
+}
+GIVEN_SCALES = FLAGS.integer(
+    "given_scales", None, "The first so many scales take what is given; default: all."
+)
+OUT = FolderFlags(FLAGS)
+
+
+def resolve() -> Run:
+    """Check every flag and plan the cache. Nothing is compiled, allocated or written."""
+    dry_run = DRY_RUN.value
+    model = MODEL.resolve(weights=not dry_run, otherwise="add --dry_run, or ")
+    condition = CONDITION.resolve(model, weights=not dry_run)
+    policy = POLICY.resolve()
+    policy.check_images(len(condition))
+    sampling = SAMPLING.sampling(model)
+    plan, calibration = POLICY.plan(policy, model, sampling)
+    program = PROGRAM.resolve(model)
+    PROGRAM.check_plan(plan, program.mesh)
+    given_tokens, given_scales = read_given(model, len(condition))
+    return Run(
+        model=model,
+        condition=condition,
+        sampling=sampling,
+        seed=SAMPLING.seed,
+        batch_size=PROGRAM.batch_size(program, model, plan, condition, dry_run=dry_run),
+        program=program,
+        policy=policy,
+        plan=plan,
+        compare=COMPARE.value,
+        save_arrays=SAVE_ARRAYS.value,
+        given_tokens=given_tokens,
+        given_scales=given_scales,
+        calibration=None if calibration is None else calibration.digest,
+        remarks=tuple(plan_remarks(plan, calibration, program.attention)),
+    )
+
+
+def read_given(model: Model, num_images: int) -> tuple[np.ndarray | None, int | None]:
+    """(tokens as the model draws them, of all images, or None; how many scales take them, None for
+    all), checked against the model."""
+    mine, schedule = model.transformer.token_name, model.config.schedule
+    for kind, holder in GIVEN.items():
+        if holder.value and kind != mine:
+            raise UserError(f"--given_{kind}: {model.name} draws {mine}: use --given_{mine}")
+    path, scales = GIVEN[mine].value, GIVEN_SCALES.value
+    if scales is not None and (not path or not 0 <= scales <= schedule.num_scales):
+        raise UserError(
+            f"--given_scales={scales}: 0 to {schedule.num_scales} scales, together with "
+            f"--given_{mine}=FILE"
+        )
+    if not path:
+        return None, None
+    count = schedule.num_scales if scales is None else scales
+    with about(GIVEN[mine]):
+        try:
+            with np.load(path, allow_pickle=False) as archive:
+                array = archive[mine]
+        except Exception as error:  # NumPy raises many kinds over damaged files
+            raise UserError(f"cannot read array `{mine}` of an .npz file: {error}") from None
+        return model.transformer.tokens_from_file(array, num_images, count), scales
+
+
+def generate_series(run: Run, model: Model, store: BatchStore, series: str) -> Generator:
+    """Run what is missing of one series of batches ("main": the policy, "full": the full cache) and
+    keep every batch."""
+    if series == "main":
+        plan, kv_dtype, keep_logits = run.plan, run.program.kv_dtype, run.save_arrays
+    else:
+        plan, kv_dtype, keep_logits = api.plan(run.plan.geometry), run.program.dense_dtype, False
+    generator = run.generator(model, plan, kv_dtype, keep_logits=keep_logits)
+    name, done, total = plan.policy.name, store.finished(series), len(run.condition)
+    progress = Progress(f"{name}: image", total, first=done)
+    segments = len(generator.segments)
+    progress.note(f"{name}: compiling {segments} segments for batches of {run.batch_size}")
+    given, first = run.given_tokens, np.zeros(run.batch_size, np.int32)  # any images: for shapes
+    generator.compile(run.condition.take(first), None if given is None else given[first])
+    progress.note(
+        f"{name}: compiled in {generator.timing.compile_s:.1f} s (compilation cache "
+        f"{generator.timing.cache})"
+    )
+    if done:
+        progress.note(f"{name}: {done} of {total} images are there already, continuing")
+    options = dict(seed=run.seed, given=given, given_scales=run.given_scales)
+    for index, results in generator.batches(run.condition, first=done, **options):
+        store.add(series, index, run_results.kept(run, results))
+        progress.update(int(index[-1]) + 1)
+    return generator
+
+
+def main(argv) -> None:
+    run = resolve()
+    if DRY_RUN.value:
+        print(run_results.dry_run_text(run))
+        return
+    print(run_results.plan_line(run), *run.remarks, sep="\n", file=sys.stderr)
+    store = OUT.open(f"{run.model.name}-{run.policy.name}", run.describe())
+    run = run.encoded()
+    model = run.load_model()
+    with store.working():
+        generator = generate_series(run, model, store, "main")
+        if run.compare:
+            generate_series(run, model, store, "full")
+        report = run_results.finish(run, store, generator)
+    print(run_results.table(report, store.out))
+
+
+if __name__ == "__main__":
+    command_line.run(main)

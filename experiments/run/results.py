@@ -1,4 +1,5 @@
-"""The files of a finished run: pictures, arrays, report.json. They appear all at once.
+"""What a run leaves: pictures, arrays and report.json, which appear all at once, and what it says:
+the plan before it starts, the short table at the end.
 
 Batches are read one after the other, so that large sets of pictures need little memory.
 """
@@ -8,15 +9,17 @@ import sys
 
 import numpy as np
 
-from experiments.prompts.condition import Text
+from experiments.generation import Run, cache_report, environment, time_report
+from experiments.output import BatchStore
+from experiments.prompts.condition import Text, text_tokens
 from experiments.prompts.layouts import write_images
-from experiments.run import report as run_report
-from experiments.run.batch_store import BatchStore
-from experiments.run.run import Run
+from varjax.engine import memory, program
 from varjax.generator import Generator
 from varjax.io import extras, images
 from varjax.io.json_text import json_text
 from varjax.metrics import fidelity
+from varjax.metrics.registry import METRICS
+from varjax.models import parameters
 from varjax.storage.atomic import new_folder
 
 PIXELS = "pixels.npy"  # in the work folder, while results are written
@@ -34,8 +37,7 @@ def kept(run: Run, results: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def finish(run: Run, store: BatchStore, generator: Generator) -> dict:
     """Write all results into the final folder and return the report."""
-    close = _fidelity(store) if run.compare else None
-    report = run_report.build(run, generator, close, resumed=store.resumed)
+    report = report_of(run, generator, store)
     with new_folder(store.out, overwrite=store.overwrite) as out:
         _write_pictures(out, run, _pixels(store))
         if run.save_arrays:
@@ -43,12 +45,6 @@ def finish(run: Run, store: BatchStore, generator: Generator) -> dict:
         (out / "report.json").write_text(json_text(report), encoding="utf-8")
     store.close()
     return report
-
-
-def _fidelity(store: BatchStore) -> dict:
-    pairs = zip(store.batches("main"), store.batches("full"), strict=True)
-    found = fidelity.joined(fidelity.per_image(full, mine) for (_, mine), (_, full) in pairs)
-    return run_report.closeness(found)
 
 
 def _pixels(store: BatchStore) -> np.ndarray:
@@ -86,3 +82,145 @@ def _write_arrays(out: pathlib.Path, run: Run, arrays: dict[str, np.ndarray]) ->
         images=np.moveaxis(arrays["images"], -1, 1),
         logits=arrays["logits"],
     )
+
+
+# --- report.json ----------------------------------------------------------------------------------
+
+
+def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
+    """The content of report.json. Byte counts are for one batch."""
+    analysis, timing = generator.compiled.memory_analysis(), generator.timing
+    condition, warm = run.condition, timing.cache == "warm"
+    report = {
+        **run.describe(),
+        "num_images": len(run.condition),
+        "resumed": store.resumed,
+        **environment(),
+        "kv": {
+            **cache_report(generator, run.program.dense_dtype),
+            "dense_dtype": run.program.dense_dtype,
+            "bookkeeping_bytes": generator.bookkeeping_bytes,
+        },
+        "remarks": list(run.remarks),
+        "attention_flops_per_image": generator.attention_flops(),
+        "memory": {
+            "arguments_bytes": analysis.argument_size_in_bytes,
+            "temporary_bytes": analysis.temp_size_in_bytes,
+            "decode_batch": decoded_at_once(run),
+            # of the compiled programs, which follow each other: what one has taken, but for weights
+            # that stay, is free in the next
+            "phases": {
+                "text": condition.peak_bytes if isinstance(condition, Text) else None,
+                "transformer": memory.peak_bytes(generator.compiled),
+                "decode": memory.peak_bytes(generator.compiled_decoder),
+            },
+        },
+        "time": {
+            **time_report(generator),
+            # by where the programs came from: compiled (cold) or the compilation cache (warm)
+            "compile_cold_s": None if warm else timing.compile_s,
+            "compile_warm_s": timing.compile_s if warm else None,
+            "compilation_cache": timing.cache,
+            "runs": timing.runs,
+        },
+        "segments_used": [[s.start, s.stop, s.length] for s in generator.segments],
+    }
+    if run.compare:
+        pairs = zip(store.batches("main"), store.batches("full"), strict=True)
+        found = fidelity.joined(fidelity.per_image(full, mine) for (_, mine), (_, full) in pairs)
+        report["fidelity"] = closeness(found)
+    return report
+
+
+def decoded_at_once(run: Run) -> int:
+    """Images that a device decodes to pixels at a time; chunks are of equal size
+    (`chunks.map_in_chunks`)."""
+    count = run.batch_size // run.program.mesh.data
+    code_map = run.model.config.code_map[:2]
+    most = run.program.decode_batch or program.decoder_batch(run.model.codec, code_map, count)
+    return -(-count // -(-count // most))
+
+
+def closeness(arrays: dict) -> dict:
+    """The report's `fidelity` from per-image numbers (`fidelity.per_image`)."""
+    decibels = fidelity.capped(arrays)["psnr"]
+    return fidelity.summarize(arrays) | {"psnr_per_image": decibels}
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+def plan_line(run: Run) -> str:
+    """One line about the plan, printed before compiling."""
+    plan, batch = run.plan, run.batch_size
+    planned = plan.num_bytes(batch, run.program.kv_dtype)
+    dense = plan.dense_bytes(batch, run.program.dense_dtype)
+    return (
+        f"{run.model.name}: {len(run.condition)} images in batches of {batch}; {run.policy.name} "
+        f"keeps {memory.show_bytes(planned)} of "
+        f"{memory.show_bytes(dense)} KV cache ({planned / max(1, dense):.1%}), blocks of "
+        f"{plan.block_size}"
+    )
+
+
+def dry_run_text(run: Run) -> str:
+    """The plan and predicted bytes."""
+    plan, batch = run.plan, run.batch_size
+    dense = plan.dense_bytes(batch, run.program.dense_dtype)
+    need = run.program.predict_here(run.model, plan, batch, run.condition)
+    condition, length = memory.show_bytes(need.condition), text_tokens(run.condition)
+    text = [("text", f"{condition}, keys and values of {length} tokens")] * (length is not None)
+    parts = (run.model.transformer, run.model.codec)
+    transformer, codec = (f"{parameters.count(part) / 1e6:.1f} M" for part in parts)
+    rows = [
+        ("model", run.model.name),
+        ("parameters", f"{transformer} transformer, {codec} codec"),
+        ("schedule", str(plan.geometry.schedule)),
+        (
+            "policy",
+            f"{run.policy.name}, budget {run.policy.budget:g}, accounting {plan.accounting}",
+        ),
+        (
+            "batch",
+            f"{batch} images, {batch * plan.geometry.rows_per_image} rows, {run.program.dtype}, "
+            f"cache in {run.program.kv_dtype}",
+        ),
+        ("full cache", memory.show_bytes(dense)),
+        (
+            "KV pool",
+            f"{memory.show_bytes(need.kv_pool)} ({need.kv_pool / max(1, dense):.2%} of full), "
+            f"{plan.pool_blocks} blocks of {plan.block_size}",
+        ),
+        ("peak live tokens", f"{plan.peak_live_fraction:.2%} of full"),
+        ("weights", memory.show_bytes(need.weights)),
+        *text,
+        ("activations", f"about {memory.show_bytes(need.activations)}"),
+        ("total", f"about {memory.show_bytes(need.total)}"),
+    ]
+    return "\n".join([_columns(rows), *run.remarks])
+
+
+def table(report: dict, out: pathlib.Path) -> str:
+    """The short table at the end of a run."""
+    kv, seconds = report["kv"], report["time"]
+    steady = seconds["steady_s_per_image"]
+    rows = [
+        ("policy", f"{report['policy']}, budget {report['budget']:g}"),
+        (
+            "images",
+            f"{report['num_images']} ({report['model']}, {report['device']}, {report['dtype']})",
+        ),
+        ("full KV cache", memory.show_bytes(kv["dense_bytes"])),
+        ("allocated KV", f"{memory.show_bytes(kv['allocated_bytes'])} ({kv['fraction']:.1%})"),
+        ("peak live tokens", f"{kv['peak_live_fraction']:.1%}"),
+        ("compile", f"{seconds['compile_s']:.1f} s (cache {seconds['compilation_cache']})"),
+        ("time per image", "-" if steady is None else f"{steady:.3f} s"),
+    ]
+    close = report.get("fidelity", {})
+    rows += [(m.label, m.show(close[key])) for key, m in METRICS.items() if key in close]
+    return _columns([*rows, ("written to", str(out))])
+
+
+def _columns(rows: list[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name.ljust(width)}  {text}" for name, text in rows)

@@ -1,6 +1,136 @@
-"""`python -m experiments.sweep`: the command is in `command`."""
+"""Compare KV-cache policies at several budgets with the full cache, in one table.
 
-from experiments.sweep.command import main
+    python -m experiments.sweep --policies=all --budgets=0.04,0.1,0.2,0.5 --out=DIR
+    python -m experiments.sweep --policies=headkv,streaming:sinks=3,streaming:sinks=1 \\
+        --budgets=0.1,0.25 --num_images=16 --out=DIR
+    python -m experiments.sweep --checkpoint=DIR --policies=all --calibration=CAL.json --out=DIR
+    python -m experiments.sweep --checkpoint=DIR --prompts=FILE.txt --size=0.25M --out=DIR
+
+Every row is a policy, with arguments after a colon, joined by +, if it is to differ from its
+defaults: `streaming:sinks=3+block_size=8`. `all` stands for every policy with its defaults (but
+not `table`, which needs a file) and may be joined by others: `all,streaming:sinks=1`. What `all`
+cannot run becomes a row that says why; so does a budget at which a named policy cannot run, as
+long as it can at another.
+
+Measured against the full cache on the same seeds: PSNR, SSIM and equal tokens of images drawn
+freely, the KL divergence of the logits (nats per token) with the full cache's tokens forced, bytes
+of the cache, seconds per image.
+
+Writes sweep.md, sweep.csv, sweep.json, fidelity.png, what `experiments.report` shows besides
+(samples.npz, images; calibration.json, a copy of the calibration if one was used) into --out
+(default: a new folder under results/). Finished cells of an interrupted sweep are kept: start it
+again with the same settings; policies and budgets may change.
+"""
+
+import pathlib
+import sys
+
+from experiments.flags.condition import ConditionFlags
+from experiments.flags.model import ModelFlags
+from experiments.flags.policy import calibration_flag, policy_module_flag
+from experiments.flags.program import ProgramFlags
+from experiments.flags.sampling import SamplingFlags
+from experiments.output import FolderFlags
+from experiments.sweep import plan, tables
+from experiments.sweep.cells import Runner
+from experiments.sweep.plan import Cell, Sweep
+from varjax import api
+from varjax import calibration as calibration_lib
+from varjax.calibration import Calibration
 from varjax.cli import command_line
+from varjax.cli.flags import CommandFlags
+from varjax.errors import UserError
+from varjax.io import extras
+from varjax.model import Model
+from varjax.policies import HeatKV
+from varjax.sampling import Sampling
+from varjax.storage.atomic import new_folder
 
-command_line.run(main)
+FLAGS = CommandFlags()
+POLICIES = FLAGS.string(
+    "policies", "all", "all, or policies separated by commas: headkv,streaming:sinks=3+block_size=8"
+)
+BUDGETS = FLAGS.string("budgets", "0.1,0.25,0.5", "Fractions of the full cache's bytes.")
+MODEL = ModelFlags(FLAGS)
+CALIBRATION = calibration_flag(FLAGS)
+policy_module_flag(FLAGS)
+CONDITION = ConditionFlags(FLAGS)
+SAMPLES = FLAGS.integer(
+    "samples", 8, "So many of the first images are kept for the report.", lower_bound=1
+)
+SAMPLING = SamplingFlags(FLAGS)
+PROGRAM = ProgramFlags(FLAGS)
+FLAGS.compilation_cache()
+OUT = FolderFlags(FLAGS)
+
+
+def resolve() -> Sweep:
+    """Check every flag and plan every cell. Nothing is compiled, allocated or written."""
+    entries = plan.parse_entries(POLICIES.value)
+    budgets = plan.parse_budgets(BUDGETS.value)
+    model = MODEL.resolve()
+    extras.require("dm_pix", extra="eval", purpose="PSNR and SSIM")
+    condition = CONDITION.resolve(model)
+    sampling = SAMPLING.sampling(model)
+    geometry = model.geometry_for(sampling)
+    path, calibration = _calibration(model, sampling)
+    cells = plan.plan_cells(entries, budgets, geometry, calibration, len(condition))
+    used = any(cell.plan.policy.uses_calibration for cell in cells if cell.plan)
+    if CALIBRATION.value and not used:
+        raise UserError("none of the policies uses a calibration: leave out --calibration")
+    full, program = api.plan(geometry), PROGRAM.resolve(model)
+    return Sweep(
+        model=model,
+        condition=condition,
+        sampling=sampling,
+        seed=SAMPLING.seed,
+        batch_size=PROGRAM.batch_size(program, model, full, condition),
+        program=program,
+        cells=cells,
+        full=Cell("full", "full", full.budget, full),
+        samples=min(SAMPLES.value, len(condition)),
+        calibration=path if used else None,
+        calibration_digest=calibration.digest if used else None,
+    )
+
+
+def _calibration(
+    model: Model, sampling: Sampling
+) -> tuple[pathlib.Path | None, Calibration | None]:
+    """The file that is given, else the one of the checkpoint, if it has one."""
+    path = CALIBRATION.value or calibration_lib.beside(model.directory)
+    if not path:
+        return None, None
+    try:  # one file serves all policies: any that uses one may ask for it
+        found = calibration_lib.find(HeatKV(), model, path, sampling.guidance)
+    except UserError as error:
+        if CALIBRATION.value:
+            raise
+        print(f"calibration {path} is not used: {error}", file=sys.stderr)
+        return None, None
+    return pathlib.Path(path), found
+
+
+def main(argv) -> None:
+    sweep = resolve()
+    print(plan.show_sizes(sweep), file=sys.stderr, flush=True)
+    store = OUT.open(f"{sweep.model.name}-sweep", sweep.describe())
+    sweep = sweep.encoded()
+    runner = Runner(sweep, store)
+    with store.working():
+        runner.run()
+        done = (sweep.full, *(cell for cell in sweep.cells if cell.plan is not None))
+        results = {cell.key: runner.results(cell) for cell in done}
+        report = tables.content(sweep, results)
+        with new_folder(store.out, overwrite=store.overwrite) as out:
+            images = tables.samples(sweep, results)
+            missing = tables.write(out, report, images, sweep.calibration)
+        store.close()
+    if missing:
+        print(f"fidelity.png is not written: {missing}", file=sys.stderr)
+    print(tables.markdown_rows(report))
+    print(f"written to {store.out}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -14,7 +14,7 @@ import zlib
 import numpy as np
 
 from experiments.generation import cache_report, time_report
-from experiments.run.batch_store import BatchStore
+from experiments.output import BatchStore
 from experiments.sweep.plan import Cell, Sweep
 from varjax.generator import Generator
 from varjax.io import images
@@ -39,7 +39,7 @@ class CellProgram:
         kv_dtype = sweep.program.dense_dtype if cell is sweep.full else sweep.program.kv_dtype
         self.generator = sweep.generator(model, cell.plan, kv_dtype, keep_logits=True)
         self._unused = model.transformer.no_tokens(len(sweep.condition))
-        first = sweep.any_batch
+        first = np.zeros(sweep.batch_size, np.int32)  # any images: programs depend on shapes only
         self.generator.compile(sweep.condition.take(first), self._unused[first])
         _say(f"  compiled in {self.generator.timing.compile_s:.1f} s")
 

@@ -159,11 +159,8 @@ def plan_cells(
     calibration: Calibration | None,
     num_images: int,
 ) -> list[Cell]:
-    """All cells, row by row. What cannot work becomes a cell with its reason.
-
-    Raises:
-      UserError: nothing of a policy that was asked for by name can work.
-    """
+    """All cells, row by row. What cannot work becomes a cell with its reason; `UserError` if
+    nothing of a policy that was asked for by name can work."""
     cells: list[Cell] = []
     for entry in entries:
         if entry.name == "full":

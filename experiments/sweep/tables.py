@@ -50,7 +50,7 @@ HEADER = (
 def content(sweep: Sweep, results: dict[str, dict]) -> dict:
     """Everything of sweep.json. `results`: what is stored of each cell, by its key."""
     g = sweep.model.geometry
-    shown = sweep.condition.captions or [f"class {i}" for i in _sample_labels(sweep)]
+    shown = sweep.condition.captions or [f"class {i}" for i in sweep.condition.numbers]
     return {
         "format_version": FORMAT_VERSION,
         "settings": sweep.describe(),
@@ -66,10 +66,6 @@ def content(sweep: Sweep, results: dict[str, dict]) -> dict:
     }
 
 
-def _sample_labels(sweep: Sweep) -> list[int]:
-    return [int(label) for label in sweep.condition.numbers[: sweep.samples]]
-
-
 def _cell_content(cell: Cell, results: dict[str, dict]) -> dict:
     asked = {"label": cell.label, "policy": cell.name, "budget": cell.budget}
     if cell.plan is None:
@@ -81,7 +77,7 @@ def _cell_content(cell: Cell, results: dict[str, dict]) -> dict:
 def samples(sweep: Sweep, results: dict[str, dict]) -> dict[str, np.ndarray]:
     """Arrays of samples.npz: `labels` int [n], and uint8 [n, H, W, 3] for `full` and each cell."""
     cells = {FULL: sweep.full, **{cell.key: cell for cell in sweep.cells if cell.plan}}
-    labels = np.array(_sample_labels(sweep), np.int64)
+    labels = sweep.condition.numbers[: sweep.samples].astype(np.int64)
     return {"labels": labels, **{n: results[cell.key]["samples"] for n, cell in cells.items()}}
 
 
@@ -177,11 +173,7 @@ def curves(table: Sequence[dict], metric: str) -> dict[str, list[tuple[float, fl
 
 
 def plot(path: pathlib.Path, table: Sequence[dict]) -> None:
-    """Fidelity against bytes, a panel per metric.
-
-    Raises:
-      MissingExtra: without matplotlib.
-    """
+    """Fidelity against bytes, a panel per metric. `MissingExtra` without matplotlib."""
     need = {"extra": "eval", "purpose": "plotting"}
     extras.require("matplotlib", **need).use("Agg")
     pyplot = extras.require("matplotlib.pyplot", **need)

@@ -65,11 +65,8 @@ class PickleProgram:
         self.memo: dict = {}
 
     def run(self, data: bytes):
-        """The object that the pickle describes.
-
-        Raises:
-          UserError: a name that is not allowed, an operation that weights never need, or damage.
-        """
+        """The object that the pickle describes. `UserError` for a name that is not allowed, an
+        operation that weights never need, or damage."""
         try:
             for operation, argument, _ in pickletools.genops(io.BytesIO(data)):
                 if operation.name == "STOP":

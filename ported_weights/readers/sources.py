@@ -15,9 +15,11 @@ from typing import Protocol
 
 import numpy as np
 
-from ported_weights.readers.safetensors_file import read_safetensors
-from ported_weights.readers.torch_file import TorchFile, tensors
-from varjax.errors import UserError
+from ported_weights.readers.files import TorchFile, read_safetensors, tensors
+from varjax.errors import UserError, about
+from varjax.storage.manifest import read_json
+from varjax.text.t5 import T5Config
+from varjax.text.tokenizer import FILE_NAME, Tokenizer
 
 PREFIXES = ("module.", "_orig_mod.")  # added by data parallelism and by torch.compile
 WELL_KNOWN = (
@@ -25,6 +27,12 @@ WELL_KNOWN = (
     *("ema", "model_ema", "ema_state_dict", "model_state_dict", "net", "weights"),
 )
 MAX_NESTING = 3
+T5_CONFIG = "config.json"
+# Where its weights are, best first: folders are published with several containers side by side.
+T5_WEIGHTS = (
+    *("model.safetensors.index.json", "model.safetensors"),
+    *("pytorch_model.bin.index.json", "pytorch_model.bin"),
+)
 _ADVICE = "expected .safetensors, a .pth/.pt/.bin file of torch.save, or a folder of shards"
 
 
@@ -84,14 +92,10 @@ def _open_file(path: Path) -> Mapping[str, Tensor] | TorchFile:
         head = file.read(512)
     if head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
         return TorchFile(path)
-    if _is_safetensors(head):
+    # eight bytes of header length, then a JSON object
+    if len(head) > 8 and struct.unpack("<Q", head[:8])[0] < 2**32 and head[8:9] == b"{":
         return read_safetensors(path)
     raise UserError(f"cannot read {path}: {_explain(head)}")
-
-
-def _is_safetensors(head: bytes) -> bool:
-    """Eight bytes of header length, then a JSON object."""
-    return len(head) > 8 and struct.unpack("<Q", head[:8])[0] < 2**32 and head[8:9] == b"{"
 
 
 def _explain(head: bytes) -> str:
@@ -223,3 +227,51 @@ def _check_index(path: Path, mapping: Mapping[str, str], shards: Mapping[str, Ma
     extra = [f"{n} of {f} is not in the index" for f, n in held if mapping.get(n) != f]
     if absent or extra:
         raise UserError(f"{path} does not fit its shards:\n  " + "\n  ".join(absent + extra))
+
+
+# --- folders of T5 --------------------------------------------------------------------------------
+
+
+def open_t5_folder(path, signature: Sequence[str]) -> tuple[T5Config, Source]:
+    """The configuration and the weights, not read yet, of a T5 as Hugging Face publishes it
+    (flan-t5): `config.json`, `spiece.model`, and the weights in any of their containers. The
+    tokenizer is checked. `UserError` for a missing or unusable file, `MissingExtra` without
+    `sentencepiece`."""
+    folder = Path(path)
+    config = _config(folder)
+    Tokenizer(folder / FILE_NAME, config.vocab_size)
+    found = open_source(_weights(folder), signature)
+    files = (folder / T5_CONFIG, folder / FILE_NAME, *found.files)
+    return config, dataclasses.replace(found, files=files)
+
+
+def _config(folder: Path) -> T5Config:
+    if not folder.is_dir():
+        raise UserError(
+            f"{folder} is no folder: give that of a published T5 encoder, with {T5_CONFIG},"
+            f" {FILE_NAME} and weights"
+        )
+    file = folder / T5_CONFIG
+    if not file.exists():
+        raise UserError(f"{folder} has no {T5_CONFIG}: take the one published with flan-t5")
+    content = read_json(file)
+    if not isinstance(content, dict):
+        raise UserError(f"{file} must hold names and values, as published with flan-t5")
+    with about(file):
+        return T5Config.from_published(content)
+
+
+def _weights(folder: Path) -> Path:
+    """The weights to read: the first container that is there with all of its shards."""
+    found = [folder / name for name in T5_WEIGHTS if (folder / name).is_file()]
+    return next(filter(_is_whole, found), found[0] if found else folder)
+
+
+def _is_whole(path: Path) -> bool:
+    if not path.name.endswith(".index.json"):
+        return True
+    try:
+        shards = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+        return all((path.parent / name).is_file() for name in shards)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return True  # the reader of the index says what is wrong with it

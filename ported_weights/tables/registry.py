@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ported_weights.tables import bsq, infinity, t5, var, vqvae
+from ported_weights.tables import codecs, transformers
 from varjax.models import registry
 
 
@@ -31,18 +31,36 @@ class RuleTable:
 
 # By the name of the `registry.Part`.
 TABLES = {
-    "VAR": RuleTable("VAR transformer", "--source", var.SIGNATURE, var.var_rules),
-    "VQVAE": RuleTable("VQVAE tokenizer", "--tokenizer_source", vqvae.SIGNATURE, vqvae.vqvae_rules),
-    "Infinity": RuleTable(
-        "Infinity transformer", "--source", infinity.SIGNATURE, infinity.infinity_rules
+    "VAR": RuleTable(
+        "VAR transformer", "--source", ("pos_1LC", "class_emb.weight"), transformers.var_rules
     ),
-    "BSQVAE": RuleTable("BSQ-VAE tokenizer", "--tokenizer_source", bsq.SIGNATURE, bsq.bsq_rules),
+    "VQVAE": RuleTable(
+        "VQVAE tokenizer",
+        "--tokenizer_source",
+        ("quantize.embedding.weight", "quant_conv.weight", "post_quant_conv.weight"),
+        codecs.vqvae_rules,
+    ),
+    "Infinity": RuleTable(
+        "Infinity transformer",
+        "--source",
+        ("cfg_uncond", "text_norm.weight", "text_proj_for_ca.0.weight"),
+        transformers.infinity_rules,
+    ),
+    "BSQVAE": RuleTable(
+        "BSQ-VAE tokenizer",
+        "--tokenizer_source",
+        (
+            *("quantizer.lfq.mask", "quantize.lfq.mask"),
+            *("encoder.conv_in.conv.weight", "decoder.conv_in.conv.weight"),
+        ),
+        codecs.bsq_rules,
+    ),
     "T5": RuleTable(
         "text encoder",
         "--text_encoder_source",
-        t5.SIGNATURE,
-        lambda config, names: t5.t5_rules(names),
-        t5.storage_dtype,
+        ("encoder.final_layer_norm.weight", "encoder.block.0.layer.0.SelfAttention.q.weight"),
+        lambda config, names: transformers.t5_rules(names),
+        transformers.t5_storage_dtype,
         "of the decoder and repeated ones",
     ),
 }
@@ -79,7 +97,7 @@ CUSTOM = {
         tokenizer=lambda given: ({}, "4096 codes, 32 channels"),
         # guidance as published, no filters
         sampling=lambda config: {"cfg": 1.5, "top_k": 0, "top_p": 0.0, "more_smooth": False},
-        adapt=vqvae.under_schedule,
+        adapt=codecs.under_schedule,
     ),
     "infinity": Custom(
         example=(
@@ -87,7 +105,7 @@ CUSTOM = {
             ' "text_channels": 2048, "text_maxlen": 512}'
         ),
         tokenizer_files="infinity_vae_d32reg.pth or infinity_vae_d56_f8_14_patchify.pth",
-        tokenizer=bsq.published_tokenizer,
+        tokenizer=codecs.published_tokenizer,
         sampling=lambda config: (
             registry.INFINITY_8B if config.apply_spatial_patchify else registry.INFINITY_SAMPLING
         ),

@@ -16,7 +16,8 @@ from flax import nnx
 
 from ported_weights import rules
 from ported_weights.readers import sources
-from ported_weights.tables.bsq import SIGNATURE, bsq_rules
+from ported_weights.tables.codecs import bsq_rules
+from ported_weights.tables.registry import TABLES
 from varjax.codecs.bsq import quantizer
 from varjax.codecs.bsq.model import BSQVAE, PRESETS, BSQConfig
 from varjax.codecs.resize import resize_area
@@ -36,7 +37,7 @@ LATENT, IMAGE = 1e-4, 3e-4
 
 def _load(file: str) -> BSQVAE:
     config = BSQConfig.from_published(CONFIGS[file.split(".")[0]])
-    tensors = sources.open_source(FIXTURES / file, SIGNATURE).tensors
+    tensors = sources.open_source(FIXTURES / file, TABLES["BSQVAE"].signature).tensors
     abstract = parameters.abstract(lambda: BSQVAE(config, rngs=nnx.Rngs(0)))
     return jax.device_put(rules.apply(bsq_rules(config), tensors, abstract)[0])
 

@@ -16,7 +16,7 @@ from flax import nnx
 
 from ported_weights import rules
 from ported_weights.readers import sources
-from ported_weights.tables.vqvae import vqvae_rules
+from ported_weights.tables.codecs import vqvae_rules
 from varjax.codecs.vqvae.model import VQVAE, VQVAEConfig
 from varjax.models import parameters
 

@@ -18,7 +18,7 @@ def call(capsys, monkeypatch):
     def invoke(verb, *flags):
         package = importlib.import_module(f"experiments.{verb}")
         is_package = hasattr(package, "__path__")
-        name = f"experiments.{verb}.command" if is_package else f"experiments.{verb}"
+        name = f"experiments.{verb}.__main__" if is_package else f"experiments.{verb}"
         module = importlib.import_module(name)
         monkeypatch.setattr(sys, "argv", [f"experiments/{verb}.py", *flags])
         with pytest.raises(SystemExit) as stop:

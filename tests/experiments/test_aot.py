@@ -9,8 +9,8 @@ from functools import partial
 import jax
 import pytest
 
-from experiments.aot import compiler, worker
 from experiments.aot import program as aot_program
+from experiments.aot import worker
 from pallas_kernels import chips
 from tests import models_under_test as models
 from varjax import api
@@ -182,7 +182,7 @@ def test_a_compiler_that_aborts(monkeypatch, tmp_path, capsys):
     ],
 )
 def test_messages_about_memory(message, needed):
-    assert compiler.memory_asked(message) == needed
+    assert aot_program.memory_asked(message) == needed
 
 
 def test_arrays_to_look_at(unchecked):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments.flags import policy as policy_flags
-from experiments.run import command
+from experiments.run import __main__ as command
 from tests import models_under_test as models
 from varjax.model import describe
 
@@ -163,7 +163,7 @@ def test_order_lists_carry_no_schedule(call, verb, aspect):
 def test_run_records_the_calibration(call, tmp_path, monkeypatch):
     """Orders for the embedded model: the file is part of what identifies a run."""
     seen = []
-    monkeypatch.setattr(command.run_report, "dry_run_text", seen.append)
+    monkeypatch.setattr(command.run_results, "dry_run_text", seen.append)
     geometry = describe().geometry
     layers, heads = geometry.num_layers, geometry.num_heads
     order = [[head, layer] for layer in range(layers) for head in range(heads)]

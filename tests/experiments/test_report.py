@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 
-from experiments.report import command as report_module
+from experiments.report import __main__ as report_module
 from experiments.report import sweep_files
 from tests.experiments.made_up_sweep import GEOMETRY
 from varjax import calibration as measured
@@ -22,7 +22,7 @@ from varjax.schedule import Schedule
 
 for package in ("altair", "jinja2", "vl_convert", "PIL"):
     pytest.importorskip(package)
-from experiments.report import calibration_charts, charts, page, sweep_charts  # noqa: E402
+from experiments.report import calibration_charts, charts, page  # noqa: E402
 
 SECTIONS = "table fidelity pictures bytes density discrepancy patterns pruning stability".split()
 VOID = {"meta", "link", "img", "input", "br"}
@@ -262,9 +262,9 @@ def test_charts_hold_the_numbers(sweep, calibration):
     found = measured.load(calibration, geometry)
     cell = report["cells"][0]
     mebi = np.array(cell["used_slots"]).ravel() * cell["kv"]["slot_bytes"] / 2**20
-    drawn = data_of(sweep_charts.live_bytes(report)["chart"])
+    drawn = data_of(charts.live_bytes(report)["chart"])
     assert [row["policy"] for row in drawn] == ["swa"] * 2 + ["streaming"] * 2
-    np.testing.assert_allclose(drawn[0][sweep_charts.USED][:-1], mebi, rtol=1e-4)
+    np.testing.assert_allclose(drawn[0][charts.USED][:-1], mebi, rtol=1e-4)
     assert drawn[2]["text"] == ["not run at this budget: see the table"]
     pruning = calibration_charts.pruning([0.5], geometry, found)
     policy, budget, removals = list(pruning)[1]
@@ -282,11 +282,11 @@ def test_charts_hold_the_numbers(sweep, calibration):
 def test_series_look_alike_in_all_charts_and_the_legend(sweep):
     """Without the same domain, colours and shapes would be dealt out in different orders."""
     report, _, _ = sweep_files.read(sweep)
-    for chart in sweep_charts.fidelity(report):
+    for chart in charts.fidelity(report):
         for layer in chart.to_dict()["layer"]:
             scales = [layer["encoding"].get(k) for k in ("color", "shape", "strokeDash")]
             domains = [scale["scale"]["domain"] for scale in scales if scale]
-            assert domains == [sweep_charts.labels(report)] * 2
+            assert domains == [charts.labels(report)] * 2
 
 
 @pytest.mark.parametrize("package", ["altair", "jinja2", "vl_convert", "PIL.Image"])

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from experiments.run import command as run_module
-from experiments.run import report as run_report
+from experiments.output import BatchStore
+from experiments.run import __main__ as run_module
 from experiments.run import results
-from experiments.run.batch_store import BatchStore
 from tests import models_under_test as models
 from varjax import policies
 from varjax.api import Generator
@@ -342,16 +341,16 @@ def test_without_pillow_the_arrays_are_there(tmp_path, monkeypatch, capsys):
 )
 def test_images_decoded_at_once(monkeypatch, asked, devices, expected):
     """Of six images, where four fit; rounds are even: 3 + 3, not 5 + 1."""
-    monkeypatch.setattr(run_report.program, "decoder_batch", lambda codec, code_map, images: 4)
+    monkeypatch.setattr(results.program, "decoder_batch", lambda codec, code_map, images: 4)
     model = SimpleNamespace(codec=None, config=SimpleNamespace(code_map=(8, 8, 16)))
     program = SimpleNamespace(decode_batch=asked, mesh=SimpleNamespace(data=devices))
     run = SimpleNamespace(batch_size=6, model=model, program=program)
-    assert run_report.decoded_at_once(run) == expected
+    assert results.decoded_at_once(run) == expected
 
 
 def test_identical_images_count_as_100_db():
     same = {"images": np.full((2, 16, 16, 3), 0.5, np.float32), "tokens": np.zeros((2, 3), int)}
-    close = run_report.closeness(fidelity.per_image(same, same))
+    close = results.closeness(fidelity.per_image(same, same))
     assert close["psnr"] == 100 and close["identical_images"] == 2
     assert close["ssim"] == pytest.approx(1) and close["token_agreement"] == 1
 

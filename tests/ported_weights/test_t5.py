@@ -12,7 +12,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from ported_weights import convert, rules
-from ported_weights.tables import t5 as port_t5
+from ported_weights.tables import transformers as port_t5
 from tests import text_encoder_under_test as small
 from varjax.errors import UserError
 from varjax.models import parameters

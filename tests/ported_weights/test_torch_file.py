@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ported_weights.readers.torch_file import TorchFile, tensors
+from ported_weights.readers.files import TorchFile, tensors
 from varjax.errors import UserError
 
 DTYPES = ["f4", "f2", "f8", "i8", "i4", "i2", "i1", "u1", "?", ml_dtypes.bfloat16]

@@ -7,7 +7,7 @@ every layer; scores carry no factor 1/sqrt(H). Numbers: products run in the type
 softmax and position bias are float32 always, so that bfloat16 weights lose little.
 
 Letters: B texts, T and K tokens, L layers, N heads, H head size, D width, F feed-forward width,
-V vocabulary. Names of the published files are in `ported_weights/tables/t5.py`.
+V vocabulary. Names of the published files are in `ported_weights/tables/transformers.py`.
 """
 
 import dataclasses

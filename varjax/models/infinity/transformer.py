@@ -7,7 +7,7 @@ The residual stream is float32 whatever the type of the weights, as in the publi
 
 Letters: R rows, T tokens of a scale (padded), M text tokens (padded), E text channels, L layers, N
 heads, H head size, D width, C bits per token. Names of the original implementation are in
-`ported_weights/tables/infinity.py`.
+`ported_weights/tables/transformers.py`.
 """
 
 import math

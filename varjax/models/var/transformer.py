@@ -6,7 +6,7 @@ calls (`varjax.models.next_scale`) are methods, and teacher forcing runs the sam
 
 Letters: R rows, T tokens of a scale (padded), L layers (leading axis of stacked parameters), N
 heads, H head size, D width, V vocabulary, C latent channels. Names of the original implementation
-are in `ported_weights/tables/var.py`.
+are in `ported_weights/tables/transformers.py`.
 """
 
 import math

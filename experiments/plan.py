@@ -24,17 +24,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.flags.model import ModelFlags
-from experiments.flags.output import FileFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
 from experiments.flags.program import batch_size_flag, dtype_flag, kv_dtype_flag
-from experiments.plan.paper_bytes import paper_lines
+from experiments.output import FileFlags
 from varjax.cache.allocation import Geometry
 from varjax.cache.plan import CachePlan
+from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
 from varjax.engine.memory import show_bytes
 from varjax.errors import UserError
-from varjax.model import Model
 from varjax.storage.atomic import new_file
+
+BYTES_PER_PAIR = 6  # an element of K in float32 and one of V in 16 bits
+MIB = 2**20
+# HeatKV's table: tokens per head that its rows keep of 6425 (Infinity, 1M, square), which is not
+# exactly the share the rows are named after.
+HEATKV_FULL = 6425
+HEATKV_ROWS = {0.2: 1300, 0.1: 650, 0.04: 265}
 
 FLAGS = CommandFlags()
 MODEL = ModelFlags(FLAGS, published="Published name")
@@ -48,17 +54,9 @@ KV_DTYPE = kv_dtype_flag(FLAGS)
 SAVE = FileFlags(FLAGS, "save", "Write the plan's arrays to this npz file.")
 
 
-def model_or_geometry() -> tuple[str, Model | Geometry]:
-    """(name, what exactly one of the flags names)."""
-    MODEL.check_alone(GEOMETRY)
-    if GEOMETRY.value:
-        return "geometry", Geometry.parse(GEOMETRY.value)
-    model = MODEL.resolve(weights=False)
-    return model.name, model
-
-
 def arrays(plan: CachePlan, batch_size: int, dtype: str, kv_dtype: str) -> dict[str, np.ndarray]:
     """What --save writes."""
+    schedule = plan.geometry.schedule
     found = {
         "capacity": plan.capacity,
         "live_tokens": plan.live_tokens,
@@ -66,20 +64,15 @@ def arrays(plan: CachePlan, batch_size: int, dtype: str, kv_dtype: str) -> dict[
         "num_bytes": np.int64(plan.num_bytes(batch_size, kv_dtype)),
         "dense_bytes": np.int64(plan.dense_bytes(batch_size, dtype)),
         "block_size": np.int64(plan.block_size),
-        "schedule": np.array(plan.geometry.schedule.maps, np.int32),
+        "schedule": np.array(schedule.maps, np.int32),
     }
     if plan.static_content:
-        count = kept_per_source(plan)
+        starts, scales = schedule.starts, range(schedule.num_scales)
+        visible = (plan.allocation.visible(plan.geometry, s) for s in scales)
+        # [K, L, N, K]: how many tokens of scale j scale s sees
+        count = np.stack([np.add.reduceat(v, starts, axis=-1, dtype=np.int32) for v in visible])
         found |= {"keep_scale": count > 0, "keep_count": count}
     return found
-
-
-def kept_per_source(plan: CachePlan) -> np.ndarray:
-    """int32 [K, L, N, K]: how many tokens of scale j scale s sees."""
-    starts = plan.geometry.schedule.starts
-    scales = range(plan.geometry.schedule.num_scales)
-    visible = (plan.allocation.visible(plan.geometry, s) for s in scales)
-    return np.stack([np.add.reduceat(v, starts, axis=-1, dtype=np.int32) for v in visible])
 
 
 def text(
@@ -121,6 +114,45 @@ def text(
     return "\n".join(lines)
 
 
+def paper_lines(
+    plan: CachePlan, batch_size: int, kv_dtype: str, steady_tokens: int | None
+) -> list[str]:
+    """The bytes as the papers count them. steady_tokens: tokens per head, summed over layers, that
+    AMS-KV counts; None for other policies."""
+    g = plan.geometry
+    per_token = g.head_dim * BYTES_PER_PAIR * g.rows_per_image * batch_size / MIB
+    kept = plan.capacity[-1].sum() if steady_tokens is None else steady_tokens * g.num_heads
+    with_last = g.schedule.total_tokens * g.num_layers * g.num_heads
+    full = g.dense_tokens * per_token
+    live = plan.live_tokens.max() * per_token
+    return [
+        f"papers    AMS-KV's count {_show(kept * per_token / 1000, 3)} GB of "
+        f"{_show(with_last * per_token / 1000, 3)} GB, {1 - kept / with_last:.2%} saved (float32 "
+        f"keys, 16-bit values, last scale in the full cache; GB = 1000 MiB)",
+        f"          HeatKV's count {_show(plan.budget * full, 0)} MB of {_show(full, 0)} MB by "
+        f"budget, {_show(live, 0)} MB live at most (last scale left out; MB = MiB)",
+        *_heatkv_row(plan, batch_size, kv_dtype, full),
+    ]
+
+
+def _heatkv_row(plan: CachePlan, batch_size: int, kv_dtype: str, full: float) -> list[str]:
+    """The row of HeatKV's table that is nearest to this plan, if it has this schedule."""
+    share = min(HEATKV_ROWS, key=lambda row: abs(row - plan.budget))
+    if plan.geometry.schedule.persistent_tokens != HEATKV_FULL or abs(share - plan.budget) > 0.01:
+        return []
+    tokens = HEATKV_ROWS[share]
+    published = full * tokens / HEATKV_FULL
+    return [
+        f"          HeatKV's table, {share:.0%}: {tokens} tokens per head = {_show(published, 0)} "
+        f"MB of {_show(full, 0)} MB; ours, {plan.fraction:.2%} in {kv_dtype}: "
+        f"{_show(plan.num_bytes(batch_size, kv_dtype) / MIB, 0)} MB"
+    ]
+
+
+def _show(value: float, decimals: int) -> str:
+    return f"{value:.{decimals}f}" if value >= 1 else f"{value:.3g}"
+
+
 def check_countable(geometry: Geometry, batch_size: int, dtype: str) -> None:
     """Raise `UserError` if 64 bits may not hold the bytes of a batch (blocks may be padded)."""
     row = geometry.dense_tokens * 2 * geometry.head_dim * jnp.dtype(dtype).itemsize
@@ -134,8 +166,13 @@ def check_countable(geometry: Geometry, batch_size: int, dtype: str) -> None:
 
 def main(argv) -> None:
     target = SAVE.check()
-    name, model = model_or_geometry()
-    geometry = model.geometry if isinstance(model, Model) else model
+    MODEL.check_alone(GEOMETRY)
+    if GEOMETRY.value:
+        name, model = "geometry", Geometry.parse(GEOMETRY.value)
+        geometry = model
+    else:
+        model = MODEL.resolve(weights=False)
+        name, geometry = model.name, model.geometry
     check_countable(geometry, BATCH_SIZE.value, DTYPE.value)
     plan, calibration = POLICY.plan(POLICY.resolve(), model)
     sizes = (BATCH_SIZE.value, DTYPE.value, KV_DTYPE.value or DTYPE.value)
@@ -148,3 +185,7 @@ def main(argv) -> None:
     if target:
         with new_file(target) as file:
             np.savez(file, **arrays(plan, *sizes))
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,5 +1,4 @@
-"""The output folder of a run: batches are kept as they finish, the folder appears when everything
-is there.
+"""Where a command writes: one file, or a folder whose batches are kept as they finish.
 
 While a run goes on its batches lie in `DIR.partial`, which one process at a time may hold. An
 interrupted run started again with the same flags continues after the last finished batch; with
@@ -16,8 +15,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError
-from varjax.storage.atomic import check_new_folder, new_file
+from varjax.storage.atomic import check_new_file, check_new_folder, new_file
 
 SETTINGS = "settings.json"
 LOCK = "lock"
@@ -36,7 +36,12 @@ class BatchStore:
         self.settings = json.dumps(description, sort_keys=True)
         self.work = _partial(out)
         self.resumed = False
-        self._check_work()
+        left = _stored_settings(self.work) if self.work.exists() and not overwrite else None
+        if left not in (None, self.settings):
+            raise UserError(
+                f"{self.work} holds an unfinished run with other settings: use its settings to "
+                "continue it, add --overwrite to discard it, or choose another --out"
+            )
 
     @classmethod
     def fresh(cls, stem: str, description: dict) -> "BatchStore":
@@ -51,24 +56,10 @@ class BatchStore:
             check_new_folder(out, overwrite=False, flag="--out")
         raise UserError(f"{RESULTS} holds 999 runs of {stem}: name a folder with --out")
 
-    def _check_work(self) -> None:
-        """Raise `UserError` if an unfinished run with other settings lies there."""
-        if not self.work.exists() or self.overwrite:
-            return
-        if _stored_settings(self.work) not in (None, self.settings):
-            raise UserError(
-                f"{self.work} holds an unfinished run with other settings: use its settings to "
-                "continue it, add --overwrite to discard it, or choose another --out"
-            )
-
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
         """Hold the work folder: create it, or continue in it; it vanishes again if no batch is
-        finished.
-
-        Raises:
-          UserError: another process works in it, or there is no write permission.
-        """
+        finished. `UserError` if another process works in it or there is no write permission."""
         self.work.mkdir(parents=True, exist_ok=True)
         with open(self.work / LOCK, "w", encoding="ascii") as lock:
             if not _take(lock):
@@ -164,3 +155,60 @@ def _is_held(work: pathlib.Path) -> bool:
         return False
     with open(work / LOCK, "a", encoding="ascii") as lock:
         return not _take(lock)
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+class FileFlags:
+    """--NAME=FILE and --overwrite."""
+
+    def __init__(
+        self,
+        flags: CommandFlags,
+        name: str,
+        help: str,
+        *,
+        default: str | None = None,
+        required: bool = False,
+    ):
+        self._file = flags.string(name, default, help)
+        self._overwrite = flags.boolean(
+            "overwrite", False, f"Replace the --{name} file if it exists."
+        )
+        if required:
+            flags.require(name)
+
+    @property
+    def path(self) -> pathlib.Path | None:
+        """The file; None if none is wanted."""
+        return pathlib.Path(self._file.value) if self._file.value else None
+
+    def check(self) -> pathlib.Path | None:
+        """Likewise. `UserError` unless it may be written there now."""
+        if self.path is not None:
+            overwrite = self._overwrite.value
+            if self.path.is_file() and not overwrite:
+                raise UserError(
+                    f"{self.path} exists already: choose another file or add --overwrite"
+                )
+            check_new_file(self._file.value, overwrite=overwrite, flag=f"--{self._file.name}")
+        return self.path
+
+
+class FolderFlags:
+    """--out and --overwrite of a command whose interrupted runs continue."""
+
+    def __init__(self, flags: CommandFlags):
+        self._overwrite = flags.boolean("overwrite", False, "Replace --out if it exists.")
+        self._out = flags.string("out", None, "Output folder; default: a new one under results/.")
+
+    def open(self, stem: str, description: dict) -> BatchStore:
+        """The folder and its finished batches. stem: of the name under results/. description: what
+        decides the results."""
+        if self._out.value is None:
+            return BatchStore.fresh(stem, description)
+        out, overwrite = pathlib.Path(self._out.value), self._overwrite.value
+        if out.exists() and not overwrite:
+            raise UserError(f"{out} exists already: choose another folder or add --overwrite")
+        return BatchStore(out, description, overwrite=overwrite)

@@ -1,11 +1,12 @@
-"""Reader of the zip files that `torch.save` writes, without torch.
+"""Readers of weight files, without torch: the zip files of `torch.save`, and `.safetensors`.
 
-Such a file holds a pickle (`data.pkl`) that describes tensors as views into storages, and one
-member `data/KEY` per storage. The pickle is interpreted by `PickleProgram`, which runs no code;
-storages are read when a tensor is asked for.
+A file of torch.save holds a pickle (`data.pkl`) that describes tensors as views into storages, and
+one member `data/KEY` per storage. The pickle is interpreted by `PickleProgram`, which runs no code.
+Of both kinds of files tensors are read when asked for.
 """
 
 import math
+import re
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ import numpy as np
 
 from ported_weights.readers.pickle_program import Dictionary, PickleProgram, Symbol
 from varjax.errors import UserError
+from varjax.io.extras import require
 
 # Little-endian element types of torch's storage classes.
 STORAGES = {
@@ -37,6 +39,14 @@ INERT = frozenset(
     f"torch.{name}"
     for name in "float32 float16 bfloat16 float64 bool int64 int32 int16 int8 uint8".split()
 )
+# Element types of safetensors that weights have; float8 and complex ones are refused.
+SAFETENSORS = {
+    **{f"F{8 * n}": np.dtype(f"<f{n}") for n in (8, 4, 2)},
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    **{f"I{8 * n}": np.dtype(f"<i{n}") for n in (8, 4, 2, 1)},
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+}
 MAX_PICKLE = 256 * 2**20  # bytes; real ones have some kilobytes
 
 
@@ -116,7 +126,8 @@ class TorchFile:
 
     def _find_root(self) -> str:
         """Folder inside the archive, with its slash."""
-        roots = [name.removesuffix("data.pkl") for name in self._sizes if _is_pickle(name)]
+        found = (re.fullmatch(r"([^/]*/|)data\.pkl", name) for name in self._sizes)
+        roots = [match[1] for match in found if match]
         if any(name.split("/")[1:2] == ["code"] for name in self._sizes):
             raise UserError(f"{self.path} is a TorchScript program: save its state_dict() instead")
         if len(roots) != 1:
@@ -201,5 +212,39 @@ def _is_counts(values) -> bool:
     return isinstance(values, (tuple, list)) and len(values) <= 64 and all(map(_is_count, values))
 
 
-def _is_pickle(name: str) -> bool:
-    return name == "data.pkl" or (name.count("/") == 1 and name.endswith("/data.pkl"))
+# --- safetensors ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SafeTensor:
+    """A tensor of the file. `read()` gives its values."""
+
+    file: object
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    def read(self) -> np.ndarray:
+        return self.file.get_tensor(self.name)
+
+
+def read_safetensors(path: Path) -> dict[str, SafeTensor]:
+    """{name: tensor} of a file, nothing of it read yet. `UserError` for a damaged file or a type
+    that no weights have, `MissingExtra` without the `safetensors` package."""
+    safetensors = require("safetensors", extra="port", purpose=f"reading {path}")
+    try:
+        file = safetensors.safe_open(path, framework="np")
+        return {name: _tensor(path, file, name) for name in file.keys()}  # noqa: SIM118
+    except safetensors.SafetensorError as error:
+        raise UserError(f"{path} is damaged or incomplete ({error}): download it again") from error
+
+
+def _tensor(path: Path, file, name: str) -> SafeTensor:
+    entry = file.get_slice(name)
+    dtype = SAFETENSORS.get(entry.get_dtype())
+    if dtype is None:
+        raise UserError(
+            f"{path}: tensor {name} has the element type {entry.get_dtype()}, which is not"
+            f" supported; supported are {', '.join(SAFETENSORS)}"
+        )
+    return SafeTensor(file, name, dtype, tuple(entry.get_shape()))

@@ -1,0 +1,132 @@
+"""Where the tensors of published image tokenizers go: `varjax.codecs.vqvae.model.VQVAE` and
+`varjax.codecs.bsq.model.BSQVAE`.
+
+The module trees keep the published names (`encoder.down.0.block.1.conv1` is
+`encoder/down/0/block/1/conv1`); 1x1 convolutions are matrix products here.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+
+import numpy as np
+
+from ported_weights.rules import Ignore, Rule, layer, path_of
+from varjax.codecs.bsq.model import PRESETS, BSQConfig
+from varjax.codecs.vqvae.model import VQVAEConfig
+from varjax.errors import UserError
+
+_NET = r"(encoder|decoder)"
+_RESOLUTION = rf"{_NET}\.(down|up)\.(\d+)"
+_BLOCK = rf"{_RESOLUTION}\.block\.(\d+)"
+_LAYERS = {  # of both, by the name of the weight here, and its transform
+    ("kernel", "conv"): (
+        rf"{_NET}\.(conv_in|conv_out)",
+        rf"{_NET}\.mid\.(block_\d)\.(conv\d)",
+        rf"{_BLOCK}\.(conv\d)",
+        rf"{_RESOLUTION}\.(downsample|upsample)\.conv",
+    ),
+    ("kernel", "conv1x1_to_linear"): (rf"{_BLOCK}\.nin_shortcut",),
+    ("scale", None): (
+        rf"{_NET}\.norm_out",
+        rf"{_NET}\.mid\.(block_\d)\.(norm\d)",
+        rf"{_BLOCK}\.(norm\d)",
+    ),
+}
+_VQVAE_LAYERS = {  # likewise, of a VQVAE alone
+    ("kernel", "conv"): (r"(quant_conv|post_quant_conv)",),
+    ("kernel", "conv1x1_to_linear"): (
+        rf"{_NET}\.mid\.attn_1\.(qkv|proj_out)",
+        rf"{_RESOLUTION}\.attn\.(\d+)\.(qkv|proj_out)",
+    ),
+    ("scale", None): (rf"{_NET}\.mid\.attn_1\.norm", rf"{_RESOLUTION}\.attn\.(\d+)\.norm"),
+}
+_WRAPPERS = {"kernel": "conv", "scale": "norm"}  # of a BSQ-VAE, by the name of the weight here
+
+
+def vqvae_rules(config: VQVAEConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
+    """Rules for a VQVAE of this configuration; only the phi convolutions, which are stacked along a
+    leading axis, depend on it."""
+    rules = [Rule(r"quantize\.embedding\.weight", "quantizer/embedding", None)]
+    for (weight, transform), patterns in (*_LAYERS.items(), *_VQVAE_LAYERS.items()):
+        for pattern in patterns:
+            rules += layer(pattern, path_of(pattern), weight, transform)
+    rules.append(Ignore(r"quantize\.ema_vocab_hit_SV", "statistics of the training run"))
+    return rules + _phi_rules(config)
+
+
+def _phi_rules(config: VQVAEConfig) -> list[Rule]:
+    """One shared list of phi convolutions, a list with an entry per scale, or a single one."""
+    if not config.num_phi:
+        return []
+    published = {0: r"(\d+)", 1: "qresi"}.get(config.share_quant_resi, r"qresi_ls\.(\d+)")
+    stack, single = (None, ("add_axis",)) if config.share_quant_resi == 1 else (1, ())
+    source = rf"quantize\.quant_resi\.{published}"
+    return [
+        Rule(rf"{source}\.weight", "quantizer/phi_kernel", ("conv", *single), stack),
+        Rule(rf"{source}\.bias", "quantizer/phi_bias", single, stack),
+    ]
+
+
+def under_schedule(
+    codec: VQVAEConfig, transformer, say: Callable[[str], None] = print
+) -> VQVAEConfig:
+    """The codec's configuration under the transformer's schedule.
+
+    A tokenizer's weights hardly depend on its schedule, so one tokenizer serves several
+    transformers; only phi convolutions that belong to single scales tie it to one.
+    """
+    if codec.schedule == transformer.schedule:
+        return codec
+    adapted = dataclasses.replace(codec, schedule=transformer.schedule)
+    if adapted.num_phi != codec.num_phi:
+        raise UserError(
+            f"the tokenizer has one phi convolution for each of its {codec.num_phi} scales"
+            f" ({codec.schedule}), the transformer has {transformer.schedule.num_scales} scales"
+            f" ({transformer.schedule}): their patch_nums must agree"
+        )
+    say(f"tokenizer schedule {codec.schedule}: the transformer's is used instead")
+    return adapted
+
+
+def bsq_rules(config: BSQConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
+    """Rules for a BSQ-VAE of this configuration.
+
+    Every convolution and norm is wrapped in the published network, which shows as an inner `.conv`
+    or `.norm` (`encoder.down.0.block.1.conv1.conv`); some releases have names without it. So the
+    wrapper is optional in every pattern, and the same tensor under both names is an error.
+    """
+    rules = []
+    for (weight, transform), patterns in _LAYERS.items():
+        for pattern in patterns:
+            for name in (rf"{pattern}\.{_WRAPPERS[weight]}", pattern):
+                rules += layer(name, path_of(pattern), weight, transform)
+    return [*rules, *_ignored(config)]
+
+
+def _ignored(config: BSQConfig) -> list[Ignore]:
+    """The quantiser's buffer, registered under two names; its length is the number of bits."""
+
+    def check(mask: np.ndarray) -> str | None:
+        if mask.shape == (config.codebook_dim,):
+            return None
+        return (
+            f"has shape {list(mask.shape)}: the weights have another number of bits than the"
+            f" configuration (codebook_dim {config.codebook_dim})"
+        )
+
+    return [
+        Ignore(r"quantizer\.lfq\.mask", "the value of each bit in an index, not needed", check),
+        Ignore(r"quantize\.lfq\.mask", "the same buffer registered a second time", check),
+    ]
+
+
+def published_tokenizer(transformer: Mapping) -> tuple[dict, str]:
+    """Arguments of the released tokenizer for a transformer's arguments, and what it is in words.
+
+    Patchify belongs to the 8x tokenizer. The number of bits is the transformer's where it is given.
+    """
+    patchify = bool(transformer.get("apply_spatial_patchify", False))
+    arguments = PRESETS["bsq-d56" if patchify else "bsq-d32"].to_published()
+    if "codebook_dim" in transformer:
+        arguments["codebook_dim"] = transformer["codebook_dim"]
+    return arguments, f"{arguments['patch_size']}x, {arguments['codebook_dim']} bits per position"

@@ -1,0 +1,191 @@
+"""Where the tensors of published transformers go: `varjax.models.var.transformer.VAR`,
+`varjax.models.infinity.transformer.Infinity`, and the encoder of T5 (flan-t5),
+`varjax.text.t5.T5Encoder`.
+
+Layers are stacked: `blocks.N.` is index N on the leading axis. The six modulation vectors (AdaLN)
+keep the published order (two gates, two scales, two shifts), the head's two as well (scale, shift).
+"""
+
+import re
+from collections.abc import Collection, Mapping
+
+import numpy as np
+
+from ported_weights.rules import Ignore, Refuse, Rule, Stack, linear, zero_key_bias
+from varjax.models.infinity.transformer import InfinityConfig
+from varjax.models.var.transformer import VARConfig
+from varjax.schedule import Schedule
+
+_N = r"blocks\.(\d+)\."
+_CHUNKED = r"block_chunks\.(\d+)\.module\.(\d+)\."
+_POOL = r"text_proj_for_sos\.ca"
+EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight")  # two names of T5's one table
+_T5_N = r"encoder\.block\.(\d+)\."
+_FEED_FORWARD = (("wi_0", "gate"), ("wi_1", "up"), ("wo", "down"))
+
+
+# --- VAR and Infinity -----------------------------------------------------------------------------
+
+
+def _around_layers() -> list[Rule]:
+    """What both have before and after their layers."""
+    return [
+        Rule(r"pos_start", "start_embedding", "drop_axis"),
+        Rule(r"lvl_embed\.weight", "level_embedding"),
+        *linear(r"word_embed", "word_embedding"),
+        *linear(r"head_nm\.ada_lin\.1", "head_modulation"),
+        *linear(r"head", "head"),
+    ]
+
+
+def _layers(prefix: str, attention: str, stack: Stack, model: str) -> list[Rule | Ignore]:
+    """What both have in a layer; `attention` is what the model calls its self-attention."""
+    own = rf"{prefix}{attention}"
+    return [
+        Rule(rf"{own}\.mat_qkv\.weight", "blocks/qkv/kernel", "linear", stack),
+        Rule(rf"{own}\.q_bias", "blocks/q_bias", stack=stack),
+        Rule(rf"{own}\.v_bias", "blocks/v_bias", stack=stack),
+        *linear(rf"{own}\.proj", "blocks/proj", stack),
+        *linear(rf"{prefix}ffn\.fc1", "blocks/fc1", stack),
+        *linear(rf"{prefix}ffn\.fc2", "blocks/fc2", stack),
+        zero_key_bias(own, model),
+    ]
+
+
+def var_rules(config: VARConfig, names: Collection[str] = ()) -> list[Rule | Ignore | Refuse]:
+    """Rules for a transformer of this configuration."""
+    return [
+        Rule(r"class_emb\.weight", "class_embedding"),
+        Rule(r"pos_1LC", "position_embedding", "drop_axis"),
+        *_around_layers(),
+        *_layers(_N, "attn", 1, "VAR"),
+        *_attention_scale(config),
+        *_modulation(config),
+        Ignore("attn_bias_for_masking", "the block-causal mask, which follows from the schedule"),
+        Ignore("lvl_1L", "the scale of every token", lambda a: _disagrees(a, config.schedule)),
+    ]
+
+
+def _attention_scale(config: VARConfig) -> list[Rule | Refuse]:
+    """The learned multiplier per head, (1, N, 1, 1); only normalised queries have it."""
+    name = _N + r"attn\.scale_mul_1H11"
+    if config.attn_l2_norm:
+        return [Rule(name, "blocks/log_scale", "flatten", stack=1)]
+    return [Refuse(name, "the configuration says attn_l2_norm false, the weights true")]
+
+
+def _modulation(config: VARConfig) -> list[Rule | Refuse]:
+    """AdaLN: one projection for all layers plus an offset (1, 1, 6, D) in each, or one in each."""
+    offset, own = _N + r"ada_gss", _N + r"ada_lin\.1"
+    if config.shared_aln:
+        return [
+            *linear(r"shared_ada_lin\.1", "shared_modulation"),
+            Rule(offset, "blocks/modulation_offset", ("drop_axis", "drop_axis"), stack=1),
+            Refuse(rf"{own}\..*", "the configuration says shared_aln true, the weights false"),
+        ]
+    return [
+        *linear(own, "blocks/modulation", stack=1),
+        Refuse(
+            rf"{offset}|shared_ada_lin\..*",
+            "the configuration says shared_aln false, the weights true",
+        ),
+    ]
+
+
+def _disagrees(levels: np.ndarray, schedule: Schedule) -> str | None:
+    """What is wrong with the buffer lvl_1L, int [1, L], under `schedule`."""
+    if np.array_equal(levels.reshape(-1), schedule.scale_of_token):
+        return None
+    _, counts = np.unique(levels, return_counts=True)
+    return (
+        f"belongs to another schedule: tokens per scale {_listed(counts)} in the weights,"
+        f" {_listed(schedule.tokens)} by the configuration (patch_nums)"
+    )
+
+
+def _listed(counts) -> str:
+    return ", ".join(str(c) for c in counts[:20]) + (", ..." if len(counts) > 20 else "")
+
+
+def infinity_rules(config: InfinityConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
+    """Rules for a transformer of this configuration, from a file with these `names`; without any,
+    chunks are as configured.
+
+    The published blocks come in chunks: `block_chunks.I.module.J.` is layer I * (layers of a chunk)
+    + J; models of one chunk call them `blocks.I.`. The names in the file say which it is and how
+    long a chunk is, whatever the configuration's `block_chunks`.
+    """
+    per_chunk, is_chunked = config.depth // config.block_chunks, config.block_chunks > 1
+    if inner := [int(m[2]) for m in map(re.compile(_CHUNKED).match, names) if m]:
+        per_chunk, is_chunked = 1 + max(inner), True
+    elif names:
+        is_chunked = False
+    chunked, plain = (_CHUNKED, (1, 2, per_chunk)), (_N, 1)
+    ways = (chunked, plain) if is_chunked else (plain, chunked)
+    return [
+        Rule(r"cfg_uncond", "unconditional_text", row_limit="text_maxlen"),
+        Rule(r"text_norm\.weight", "text_norm"),
+        Rule(_POOL + r"\.mat_q", "text_pool/query", "drop_axis"),
+        Rule(_POOL + r"\.mat_kv\.weight", "text_pool/kv/kernel", "linear"),
+        Rule(_POOL + r"\.v_bias", "text_pool/v_bias"),
+        zero_key_bias(_POOL, "Infinity"),
+        *linear(_POOL + r"\.proj", "text_pool/proj"),
+        *linear(r"text_proj_for_ca\.0", "text_proj1"),
+        *linear(r"text_proj_for_ca\.2", "text_proj2"),
+        *linear(r"shared_ada_lin\.1", "shared_modulation"),
+        *_around_layers(),
+        *(rule for prefix, stack in ways for rule in _block(prefix, stack)),
+    ]
+
+
+def _block(prefix: str, stack: Stack) -> list[Rule | Ignore]:
+    """One layer, under one way of naming it."""
+    return [
+        *_layers(prefix, "sa", stack, "Infinity"),
+        Rule(prefix + r"ada_gss", "blocks/modulation_offset", ("drop_axis",) * 2, stack),
+        Rule(prefix + r"sa\.scale_mul_1H11", "blocks/log_scale", "flatten", stack),
+        Rule(prefix + r"ca_norm\.weight", "blocks/cross_norm/scale", stack=stack),
+        Rule(prefix + r"ca_norm\.bias", "blocks/cross_norm/bias", stack=stack),
+        *linear(prefix + r"ca\.mat_q", "blocks/cross_q", stack),
+        Rule(prefix + r"ca\.mat_kv\.weight", "blocks/cross_kv/kernel", "linear", stack),
+        Rule(prefix + r"ca\.v_bias", "blocks/cross_v_bias", stack=stack),
+        *linear(prefix + r"ca\.proj", "blocks/cross_proj", stack),
+        zero_key_bias(prefix + "ca", "Infinity"),
+    ]
+
+
+# --- T5 -------------------------------------------------------------------------------------------
+
+
+def t5_rules(names: Collection[str] = EMBEDDINGS) -> list[Rule | Ignore]:
+    """Rules for an encoder of any size, from a file with these `names`. Only the encoder is taken;
+    full checkpoints also hold a decoder.
+
+    The embedding has two names, of which files hold either or both; `shared` is what the published
+    code takes.
+    """
+    taken, other = EMBEDDINGS if EMBEDDINGS[0] in names else reversed(EMBEDDINGS)
+    bias = r"encoder\.block\.0\.layer\.0\.SelfAttention\.relative_attention_bias\.weight"
+    return [
+        Rule(re.escape(taken), "embedding"),
+        Ignore(re.escape(other), f"the same table as {taken}"),
+        Rule(bias, "position_bias"),
+        Rule(_T5_N + r"layer\.0\.layer_norm\.weight", "blocks/attention_norm", stack=1),
+        _projection(r"layer\.0\.SelfAttention\.([qkvo])", r"\2"),
+        Rule(_T5_N + r"layer\.1\.layer_norm\.weight", "blocks/feed_forward_norm", stack=1),
+        *(_projection(rf"layer\.1\.DenseReluDense\.{n}", target) for n, target in _FEED_FORWARD),
+        Rule(r"encoder\.final_layer_norm\.weight", "final_norm"),
+        Ignore(r"decoder\..*", "the decoder of the language model: only the encoder is needed"),
+        Ignore(r"lm_head\.weight", "the output layer of the decoder"),
+    ]
+
+
+def _projection(pattern: str, target: str) -> Rule:
+    return Rule(rf"{_T5_N}{pattern}\.weight", f"blocks/{target}/kernel", "linear", stack=1)
+
+
+def t5_storage_dtype(tensors: Mapping) -> str:
+    """bfloat16 if all weights are; what is float16 or mixed is kept in float32, since products of
+    T5 can overflow in float16."""
+    own = [t for name, t in tensors.items() if name.startswith(("encoder.", "shared."))]
+    return "bfloat16" if {np.dtype(t.dtype).name for t in own} == {"bfloat16"} else "float32"
