@@ -27,7 +27,7 @@ from experiments.flags.model import ModelFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
 from experiments.flags.program import batch_size_flag, dtype_flag, kv_dtype_flag
 from experiments.output import FileFlags
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.cache.plan import CachePlan
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags

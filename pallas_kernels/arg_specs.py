@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cache_write.reference import quantize
-from pallas_kernels.cache_write.table import BlockWrites, block_writes
-from pallas_kernels.ragged_attention.table import BlockTable
+from pallas_kernels.tables import BlockTable, BlockWrites, block_writes
 
 TABLES = ("random", "empty", "full", "repeated")
 
@@ -203,9 +202,9 @@ _SCALES = {
     ("infinity-2b", 16, 128): [(64, 64, 4), (576, 400, 55), (4096, 4096, 402)],
     ("infinity-8b", 28, 128): [(144, 144, 8), (1600, 1600, 140), (4096, 4096, 402)],
 }
-_SIZES = [
-    dict(name=f"{name}-t{length}", heads=heads, head_dim=size, tokens=t, length=length, entries=m)
+_SPECS = (
+    ArgSpec(name=f"{name}-t{n}", heads=heads, head_dim=size, tokens=t, length=n, entries=m)
     for (name, heads, size), scales in _SCALES.items()
-    for t, length, m in scales
-]
-SPECS = {sizes["name"]: ArgSpec(**sizes) for sizes in _SIZES}
+    for t, n, m in scales
+)
+SPECS = {spec.name: spec for spec in _SPECS}

@@ -156,9 +156,8 @@ def why_unavailable(name: str) -> str | None:
     if None in found:
         return f"JAX's CUDA plugin is not installed: {command}"
     if found != [wanted, wanted]:
-        return (
-            f"JAX's CUDA plugin is {' and '.join(sorted(set(found)))}, jaxlib {wanted}: {command}"
-        )
+        here = " and ".join(sorted(set(found)))
+        return f"JAX's CUDA plugin is {here}, jaxlib {wanted}: {command}"
     if not _has_ptxas():
         return "ptxas is not here: install a CUDA toolkit or run `pip install nvidia-cuda-nvcc`"
     return None

@@ -18,8 +18,6 @@ import jax.numpy as jnp
 PLATFORMS = {"triton": "gpu", "tpu": "tpu"}
 SUFFIX = "-interpret"
 NAMES = ("reference", *PLATFORMS, *(name + SUFFIX for name in PLATFORMS))
-
-
 Modules = Mapping[str, Callable[[], ModuleType]]
 
 

@@ -2,7 +2,7 @@ import chex
 import numpy as np
 import pytest
 
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.errors import UserError
 from varjax.schedule import Schedule
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from varjax import conditions
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
 from varjax.calibration import files as calibration_lib

@@ -1,6 +1,5 @@
 """`Generator`: a generation program, compiled once and run batch after batch."""
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +23,8 @@ from varjax.engine.segments import plan_segments
 from varjax.errors import UserError, choose
 from varjax.model import Model
 from varjax.parallel import sharding
-from varjax.parallel.mesh import MeshSpec
 from varjax.parallel.sharding import ShardedPlan, ShardedProgram
+from varjax.parallel.split import MeshSpec
 from varjax.policies import Policy
 from varjax.policies.registry import resolve_policy
 from varjax.sampling import Sampling
@@ -129,7 +128,9 @@ class Generator:
         self.timing = Timing()
         self.layout = ShardedPlan(self.plan, self._check_mesh(mesh or MeshSpec()))
         self._networks = model.networks
-        self._program = self._decoder = self._formats = self._sharded = None
+        # the programs that draw codes and decode pixels (`jax.stages.Compiled`)
+        self.compiled = self.compiled_decoder = None
+        self._formats = self._sharded = None
 
     def _check_mesh(self, mesh: MeshSpec) -> MeshSpec:
         if mesh.num_devices > 1:
@@ -174,17 +175,14 @@ class Generator:
             *(self._networks, state, arguments, self.spec), auto_layout=automatic, **options
         )
         with compilation_cache.Watch() as watch:  # not the helpers, which are too quick to be kept
-            self._program = codes.lower().compile()
+            self.compiled = codes.lower().compile()
         self.timing.cache = watch.verdict
-        self._formats = self._program.input_formats[0][0] if automatic else None
+        self._formats = self.compiled.input_formats[0][0] if automatic else None
         code_map = jax.ShapeDtypeStruct((images, *transformer.config.code_map), jnp.float32)
         pixels = program.trace_pixels(
-            *(self._networks, code_map),
-            formats=self._formats,
-            at_once=self.decode_batch,
-            **options,
+            *(self._networks, code_map), formats=self._formats, at_once=self.decode_batch, **options
         )
-        self._decoder = pixels.lower().compile()
+        self.compiled_decoder = pixels.lower().compile()
 
     def _split(self, state, arguments) -> None:
         """Divide the program and the weights over the mesh. Only shapes are kept of the model, so
@@ -202,8 +200,7 @@ class Generator:
         resampling = self._networks["transformer"].resampling
         inputs = self.layout.inputs(self.segments, image_index, resampling)
         if given is not None:
-            scales_ = jnp.asarray(given_scales, jnp.int32)
-            given = scales.GivenTokens(jnp.asarray(given), scales_)
+            given = scales.GivenTokens(jnp.asarray(given), jnp.asarray(given_scales, jnp.int32))
         keys = sampling_lib.image_keys(seed, jnp.asarray(image_index))
         if isinstance(condition, (list, tuple)):  # labels as Python numbers
             condition = np.asarray(condition, np.int32)
@@ -213,25 +210,15 @@ class Generator:
     # --- what was compiled ------------------------------------------------------------------------
 
     @property
-    def compiled(self) -> jax.stages.Compiled:
-        """The compiled program that draws the codes (for memory analysis)."""
-        return self._program
-
-    @property
-    def compiled_decoder(self) -> jax.stages.Compiled:
-        """The compiled program that decodes pixels."""
-        return self._decoder
-
-    @property
     def allocated_bytes(self) -> int:
         """Bytes of the arrays that hold K and V among the compiled program's arguments."""
-        state = self._program.in_avals[0][1]
-        return _num_bytes([a for a in (state.kv_pool, state.kv_scale) if a is not None])
+        state = self.compiled.in_avals[0][1]
+        return cost.tree_bytes((state.kv_pool, state.kv_scale))
 
     @property
     def bookkeeping_bytes(self) -> int:
         """Bytes of everything else that the cache carries: positions, observations, states."""
-        return _num_bytes(self._program.in_avals[0][1]) - self.allocated_bytes
+        return cost.tree_bytes(self.compiled.in_avals[0][1]) - self.allocated_bytes
 
     def attention_flops(self) -> dict[str, float]:
         """FLOPs per image of the attention, and of observing it for the policy."""
@@ -255,14 +242,13 @@ class Generator:
         return np.concatenate([results["images"] for _, results in batches])
 
     def batches(
-        self, condition: Condition, *, seed=0, first=0, given=None, given_scales=None
+        self, condition: Condition, *, first: int = 0, **options
     ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
         """All images from number `first` on, batch by batch: (their numbers, results on the
-        host)."""
+        host). options: seed, given and given_scales, as of `run_images`."""
         for start in range(first, len(condition), self.batch_size):
             index = np.arange(start, min(start + self.batch_size, len(condition)))
-            options = dict(seed=seed, given=given, given_scales=given_scales, keep_cache=False)
-            results, _ = self.run_images(condition, index, **options)
+            results, _ = self.run_images(condition, index, keep_cache=False, **options)
             on_host = jax.tree.map(np.asarray, results)
             del results  # or they would stay on the device during the next batch
             yield index, on_host
@@ -289,7 +275,7 @@ class Generator:
         keep_cache: without it None is returned, and the cache is gone before pixels are decoded.
           Over several devices its rows are those of the first device, then of the next.
         """
-        if self._program is None:
+        if self.compiled is None:
             self.compile(condition, given)
         num_scales = self.plan.geometry.schedule.num_scales
         given_scales = num_scales if given_scales is None else given_scales
@@ -301,10 +287,10 @@ class Generator:
         # a new pool for every batch: the last one was donated, and zeroing is not what is timed
         state = jax.block_until_ready(self.empty_state())
         start = time.perf_counter()
-        results, state = self._program(self._networks, state, *arguments)
+        results, state = self.compiled(self._networks, state, *arguments)
         if not keep_cache:
             state = None  # the last reference: decoding may use that memory
-        results["images"] = self._decoder(self._networks, results["code_map"])
+        results["images"] = self.compiled_decoder(self._networks, results["code_map"])
         jax.block_until_ready(results)
         self.timing.runs.append(time.perf_counter() - start)
         return results, state
@@ -328,7 +314,3 @@ def _kv_dtype(asked, model: Model) -> np.dtype:
         return storage_dtype(model.dtype)
     name = asked if isinstance(asked, str) else jnp.dtype(asked).name
     return jnp.dtype(choose("kv_dtype", name, KV_DTYPES))
-
-
-def _num_bytes(tree: Any) -> int:
-    return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree))

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 from flax import nnx
 
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.errors import UserError, choose
 from varjax.models import registry
 from varjax.models.registry import Family

@@ -6,7 +6,7 @@ import numpy as np
 
 from experiments.flags.program import SMALLEST_TPU_BLOCK, blocks_too_small
 from pallas_kernels import implementations
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
 from varjax.calibration import files as calibration_lib

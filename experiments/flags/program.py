@@ -16,7 +16,7 @@ from varjax.engine.segments import plan_segments
 from varjax.errors import UserError
 from varjax.model import DTYPES, Model, default_dtype
 from varjax.parallel import sharding
-from varjax.parallel.mesh import MeshSpec
+from varjax.parallel.split import MeshSpec
 
 AUTO = "auto"
 SMALLEST_TPU_BLOCK = 8  # slots; the TPU kernels take no smaller blocks

@@ -19,7 +19,7 @@ import numpy as np
 from experiments.output import FileFlags
 from experiments.report import sweep_files
 from experiments.sweep import tables
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.calibration.data import Calibration
 from varjax.calibration.files import load as load_calibration
 from varjax.cli import command_line

@@ -11,7 +11,7 @@ import altair as alt
 import numpy as np
 
 from experiments.report.charts import DASHES, named_axis, plain, rows, scale_names
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.calibration.data import Calibration
 from varjax.errors import UserError
 from varjax.policies import BinaryHeatKV, HeatKV

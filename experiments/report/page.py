@@ -17,7 +17,7 @@ from PIL import Image
 
 from experiments.report import calibration_charts, charts
 from experiments.sweep import tables
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.calibration.data import Calibration
 from varjax.engine.memory import show_bytes
 

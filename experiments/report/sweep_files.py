@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from experiments.sweep import tables
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.errors import UserError
 from varjax.schedule import Schedule
 

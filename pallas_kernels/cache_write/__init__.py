@@ -1,6 +1,6 @@
 """Storing tokens in a pool of cache blocks, in place."""
 
 from pallas_kernels.cache_write.api import write
-from pallas_kernels.cache_write.table import BlockWrites, block_writes
+from pallas_kernels.tables import BlockWrites, block_writes
 
 __all__ = ["BlockWrites", "block_writes", "write"]

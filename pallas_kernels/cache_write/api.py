@@ -4,7 +4,7 @@ from jaxtyping import Array, Float, Num
 
 from pallas_kernels import implementations
 from pallas_kernels.cache_write import reference
-from pallas_kernels.cache_write.table import BlockWrites
+from pallas_kernels.tables import BlockWrites
 
 
 def _triton():

@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import tpu_operands
 from pallas_kernels.cache_write.reference import LARGEST_INT8, inverse_scale
-from pallas_kernels.cache_write.table import BlockWrites
+from pallas_kernels.tables import BlockWrites
 from pallas_kernels.tpu_operands import LANES, block_of, block_shape, in_parts, rounded
 
 EMPTY, PARTIAL, FULL, CONSECUTIVE = range(4)  # kinds of entries, in the low bits beside the id

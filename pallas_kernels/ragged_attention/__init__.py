@@ -2,6 +2,6 @@
 every head."""
 
 from pallas_kernels.ragged_attention.api import attend, attention_moments, attention_scores
-from pallas_kernels.ragged_attention.table import BlockTable
+from pallas_kernels.tables import BlockTable
 
 __all__ = ["BlockTable", "attend", "attention_moments", "attention_scores"]

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import implementations
 from pallas_kernels.ragged_attention import reference
-from pallas_kernels.ragged_attention.table import BlockTable
+from pallas_kernels.tables import BlockTable
 
 
 def _triton():

@@ -83,7 +83,10 @@ def ways(operation: str, spec: ArgSpec, kernel: str) -> list[str]:
     """Names of the ways to do an operation on this device, `kernel` first."""
     found = list(dict.fromkeys([kernel, "reference"]))
     if operation == "attend":
-        found += [f"{DENSE} {name}" for name in dense_implementations(spec)]
+        # what `jax.nn.dot_product_attention` offers here for this type
+        on_gpu = jax.default_backend() == "gpu"
+        cudnn = on_gpu and spec.dtype in ("bfloat16", "float16")
+        found += [f"{DENSE} xla", f"{DENSE} cudnn"] if cudnn else [f"{DENSE} xla"]
     return found
 
 
@@ -139,12 +142,6 @@ def _write_step(run, carry, args):
 
 def _query_weights(args: Arguments):
     return jnp.where(jnp.arange(args.q.shape[2]) < args.length, 1.0, 0.0).astype(jnp.float32)
-
-
-def dense_implementations(spec: ArgSpec) -> list[str]:
-    """What `jax.nn.dot_product_attention` offers here for this type."""
-    on_gpu = jax.default_backend() == "gpu"
-    return ["xla", "cudnn"] if on_gpu and spec.dtype in ("bfloat16", "float16") else ["xla"]
 
 
 def dense(spec: ArgSpec, name: str) -> Candidate:

@@ -242,14 +242,13 @@ def _read_entry(entry, operation: str, implementation: str) -> tuple[Call, Confi
 def _fill(kind: type, values):
     """A dataclass from a JSON object with exactly its fields, of the right types; sizes are
     positive."""
-    names = [field.name for field in fields(kind)]
-    if not isinstance(values, dict) or sorted(values) != sorted(names):
-        raise ValueError(f"{values!r} does not have the fields {', '.join(names)}")
-    for field in fields(kind):
-        value, allowed = values[field.name], field.type
+    types = {field.name: field.type for field in fields(kind)}
+    if not isinstance(values, dict) or values.keys() != types.keys():
+        raise ValueError(f"{values!r} does not have the fields {', '.join(types)}")
+    for name, value in values.items():
         # a bool is an int for isinstance
-        if type(value) is bool or not isinstance(value, allowed):
-            raise ValueError(f"{field.name} is {value!r}")
+        if type(value) is bool or not isinstance(value, types[name]):
+            raise ValueError(f"{name} is {value!r}")
         if isinstance(value, int) and value < 1:
-            raise ValueError(f"{field.name} is {value}, needed is a positive number")
+            raise ValueError(f"{name} is {value}, needed is a positive number")
     return kind(**values)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.ragged_attention.table import BlockTable
+from pallas_kernels.tables import BlockTable
 
 CHUNK = 256  # queries whose attention weights are held at once by `attention_moments`
 

@@ -25,14 +25,14 @@ from jaxtyping import Array, Int
 from pallas_kernels import tpu_operands
 from pallas_kernels.implementations import check_attention
 from pallas_kernels.ragged_attention import config as tiles
-from pallas_kernels.ragged_attention.table import BlockTable
+from pallas_kernels.tables import BlockTable
 from pallas_kernels.tpu_operands import LANES, block_of, block_shape, in_parts
 
 # Groups in flight or in use. More than two, because a group of 128 keys is only 32 KiB, and what is
 # computed on it may take less time than HBM takes to answer.
 BUFFERS = 4
 # Blocks per group: the loads of a group are unrolled. 16 of the smallest blocks (8 slots) are still
-# the 128 keys that `tpu_moments` needs.
+# the 128 keys that the sums over queries need.
 MAX_GROUP = 16
 RANGE_BITS = 16  # start below, stop above; both are at most 128, so the sign stays clear
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 
 from pallas_kernels.implementations import check_attention
 from pallas_kernels.ragged_attention import config as tiles
-from pallas_kernels.ragged_attention.table import BlockTable
+from pallas_kernels.tables import BlockTable
 
 # Powers of two, because Triton's arrays have no other sizes; a tensor core multiplies at least 16
 # elements.

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from varjax.cache import allocator
-from varjax.cache.allocation import RegionAllocation, StaticAllocation
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry, RegionAllocation, StaticAllocation
 from varjax.cache.plan import build_plan
 from varjax.errors import UserError
 from varjax.schedule import Schedule

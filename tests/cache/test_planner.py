@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from varjax import policies
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
 from varjax.errors import UserError

@@ -8,7 +8,7 @@ import chex
 import numpy as np
 import pytest
 
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.calibration import data
 from varjax.calibration import files as measured
 from varjax.calibration.data import Calibration

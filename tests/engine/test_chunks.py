@@ -7,7 +7,7 @@ import pytest
 
 from tests.models_under_test import fixture_model, greedy_generator
 from varjax.engine import scales
-from varjax.engine.chunks import map_in_chunks
+from varjax.engine.segments import map_in_chunks
 
 
 @pytest.mark.parametrize("at_once", [0, 1, 2, 3, 5, 7, 100])

@@ -11,11 +11,12 @@ import pytest
 from flax import nnx
 
 from varjax import policies
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
 from varjax.codecs.vqvae.model import VQVAE, VQVAEConfig
 from varjax.engine import scales
+from varjax.engine.inputs import program_inputs
 from varjax.engine.segments import plan_segments
 from varjax.models import parameters
 from varjax.models.var.transformer import VAR, VARConfig
@@ -68,7 +69,7 @@ def test_pool_is_never_copied(policy, dtype):
             state,
             jax.ShapeDtypeStruct((batch,), jnp.int32),
             jax.eval_shape(lambda: image_keys(0, jnp.arange(batch))),
-            scales.program_inputs(plan, segments, np.arange(batch), transformer.resampling),
+            program_inputs(plan, segments, np.arange(batch), transformer.resampling),
             None,
         )
         .compile()

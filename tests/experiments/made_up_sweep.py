@@ -5,7 +5,7 @@ import pathlib
 
 import numpy as np
 
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.policies import get_policy
 from varjax.schedule import Schedule

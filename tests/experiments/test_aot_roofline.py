@@ -4,7 +4,7 @@ import numpy as np
 
 from experiments.aot import report
 from varjax import api
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.engine.segments import plan_segments
 from varjax.policies import POLICIES
 

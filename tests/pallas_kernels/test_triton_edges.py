@@ -102,7 +102,9 @@ OTHER_TILES = [pytest.param(*tiles, marks=pytest.mark.slow) for tiles in ((16, 1
 def test_any_tiles_give_the_same(block_q, block_k):
     args = SPEC.arguments()
     config = TritonConfig(block_q=block_q, block_k=block_k, num_warps=4, num_stages=2)
-    out, lse = triton.attend(*args.attend, return_lse=True, interpret=True, config=config)
+    out, lse = triton.attend(
+        *args.attend, args.kv_scale, return_lse=True, interpret=True, config=config
+    )
     expected, expected_lse = attend(*args.attend, implementation="reference")
     real = (slice(None), slice(None), slice(SPEC.length))
     chex.assert_trees_all_close(out[real], expected[real], **NEAR)

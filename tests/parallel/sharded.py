@@ -11,7 +11,7 @@ import numpy as np
 import varjax
 from tests import models_under_test as models
 from varjax import Generator
-from varjax.parallel.mesh import MeshSpec
+from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling
 
 DEMO, TEXT = "demo", models.FAMILIES["infinity"]

@@ -14,8 +14,8 @@ from tests.parallel import sharded
 from varjax import Generator, policies
 from varjax.errors import UserError
 from varjax.parallel import sharding
-from varjax.parallel.mesh import MeshSpec
 from varjax.parallel.sharding import ShardedPlan
+from varjax.parallel.split import MeshSpec
 
 
 def test_every_mesh_gives_the_same_images():

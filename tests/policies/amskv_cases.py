@@ -6,9 +6,9 @@ import pathlib
 
 import numpy as np
 
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.calibration.data import Calibration
-from varjax.policies.amskv.arguments import VAR_256, VAR_512
+from varjax.policies.amskv_rules import VAR_256, VAR_512
 from varjax.schedule import Schedule
 
 FIXTURE = pathlib.Path(__file__).parents[1] / "fixtures/policies/amskv/amskv.npz"

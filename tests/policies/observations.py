@@ -4,7 +4,7 @@ positions in no order, new tokens among which some are the window."""
 import jax.numpy as jnp
 import numpy as np
 
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.policies.base import Observation
 from varjax.schedule import Schedule
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests import models_under_test as models
 from tests.policies.amskv_cases import DEMO, calibration
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.policies.amskv import AMSKV
 from varjax.policies.base import Observation

@@ -11,7 +11,7 @@ import pytest
 from tests import models_under_test as models
 from tests.policies.observations import CAPACITIES, DEMO, check_counts, kept_columns, observation
 from varjax import policies
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.calibration.data import Calibration
 from varjax.errors import UserError

@@ -8,7 +8,7 @@ import pytest
 
 from tests import models_under_test as models
 from varjax import policies
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.policies import building_blocks as blocks
 from varjax.policies.base import Observation

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from varjax import policies
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.calibration import data as measured
 from varjax.calibration.data import Calibration
 from varjax.errors import UserError
 from varjax.models import registry
-from varjax.policies import sinks as sink_rules
-from varjax.policies.heatkv.schedule import prune_schedule
+from varjax.policies import windows as sink_rules
+from varjax.policies.heatkv_schedule import prune_schedule
 from varjax.schedule import Schedule
 
 FOLDER = pathlib.Path(__file__).parents[1] / "fixtures/policies/heatkv"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from varjax import policies
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.errors import UserError
 from varjax.policies import POLICIES, get_policy

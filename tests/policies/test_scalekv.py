@@ -19,7 +19,7 @@ from tests.policies.observations import (
     window_and_peaks_by_hand,
 )
 from varjax import policies
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.calibration.data import Calibration
 from varjax.errors import UserError

@@ -1,17 +1,75 @@
-"""What a policy asks of the planner: who may hold how much, and, for static policies, exactly which
-tokens.
+"""What a cache has to know of a model (`Geometry`), and what a policy asks of the planner: who may
+hold how much, and, for static policies, exactly which tokens.
 
 Time runs in scales. "At scale s" means while scale s is generated. A token of scale j is stored
 right after its layer has run at scale j and is visible from scale j + 1 on; what is dropped never
 returns, so one number per token, its last use, says everything.
 """
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
 
-from varjax.cache.geometry import Geometry
 from varjax.errors import UserError
+from varjax.schedule import Schedule
+
+LARGEST = 10**6  # layers, heads, size of a head, and layers times heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """L layers, N key/value heads of size H, a schedule, and how many cache rows an image needs
+    (two with guidance)."""
+
+    schedule: Schedule
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    rows_per_image: int = 2
+
+    def __post_init__(self):
+        for name in ("num_layers", "num_heads", "head_dim", "rows_per_image"):
+            if getattr(self, name) < 1:
+                raise UserError(f"geometry: {name} is {getattr(self, name)}, it must be at least 1")
+            if getattr(self, name) > LARGEST:
+                raise UserError(
+                    f"geometry: {name} is {getattr(self, name)}, it must be at most {LARGEST}"
+                )
+        if self.num_layers * self.num_heads > LARGEST:
+            raise UserError(
+                f"geometry: {self.num_layers} layers of {self.num_heads} heads are"
+                f" {self.num_layers * self.num_heads} heads in all, at most {LARGEST} work"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> "Geometry":
+        """Read `"layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4"`."""
+        names, given = ("num_layers", "num_heads", "head_dim", "schedule"), {}
+        known = {name.removeprefix("num_"): name for name in names}
+        for part in text.split(","):
+            name, _, value = (piece.strip() for piece in part.partition("="))
+            if name not in known or not value:
+                raise UserError(
+                    f"cannot read {part!r} of geometry {text!r}: give "
+                    f"{', '.join(k + '=...' for k in known)}"
+                )
+            if known[name] in given:
+                raise UserError(f"geometry {text!r:.200} gives {name} twice: keep one of them")
+            if name != "schedule" and not re.fullmatch(r"[0-9]{1,18}", value):
+                raise UserError(
+                    f"geometry: {name}={value:.40} is not a positive whole number up to {LARGEST}"
+                )
+            given[known[name]] = Schedule.parse(value) if name == "schedule" else int(value)
+        missing = [k for k, field in known.items() if field not in given]
+        if missing:
+            raise UserError(f"geometry {text!r} lacks {', '.join(missing)}")
+        return cls(**given)
+
+    @property
+    def dense_tokens(self) -> int:
+        """Tokens of a full cache over all layers and heads of one row: F * L * N."""
+        return self.schedule.persistent_tokens * self.num_layers * self.num_heads
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,26 +93,22 @@ class StaticAllocation:
         scale = geometry.schedule.scale_of_token
         num_scales = geometry.schedule.num_scales
         shape = (num_scales, geometry.num_layers, geometry.num_heads, scale.size)
-        later = np.arange(num_scales)[:, None] > scale  # a token is cached after its own scale
-        if (visible & ~later[:, None, None]).any():
-            s, layer, head, token = np.argwhere(
-                np.broadcast_to(visible & ~later[:, None, None], shape)
-            )[0]
+        # a token is cached after its own scale
+        later = (np.arange(num_scales)[:, None] > scale)[:, None, None]
+        early, returns = visible & ~later, visible[1:] & ~visible[:-1] & later[:-1]
+        if early.any():
+            s, layer, head, token = np.argwhere(np.broadcast_to(early, shape))[0]
             raise UserError(
                 f"scale {s} is said to see token {token} (layer {layer}, head {head}), which "
-                f"belongs to scale "
-                f"{scale[token]} and does not exist yet: entries for the current and later "
-                f"scales must be False"
+                f"belongs to scale {scale[token]} and does not exist yet: entries for the current "
+                f"and later scales must be False"
             )
-        returns = visible[1:] & ~visible[:-1] & (later[:-1])[:, None, None]
         if returns.any():
-            s, layer, head, token = np.argwhere(
-                np.broadcast_to(returns, (num_scales - 1, *shape[1:]))
-            )[0]
+            returns = np.broadcast_to(returns, (num_scales - 1, *shape[1:]))
+            s, layer, head, token = np.argwhere(returns)[0]
             raise UserError(
                 f"token {token} (layer {layer}, head {head}) is dropped before scale {s} and "
-                f"visible again at scale "
-                f"{s + 1}: what is dropped cannot return"
+                f"visible again at scale {s + 1}: what is dropped cannot return"
             )
         # what is dropped never returns, so counting the scales that see a token is enough
         last_use = scale + visible.sum(0)

@@ -8,14 +8,12 @@ virtual blocks real numbers.
 """
 
 import heapq
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from varjax.cache.allocation import Allocation, RegionAllocation, StaticAllocation
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Allocation, Geometry, RegionAllocation
 from varjax.schedule import Schedule
 
 
@@ -156,27 +154,19 @@ def region_layout(capacity: np.ndarray, block_size: int) -> HeadLayout:
 
 def layouts(allocation: Allocation, geometry: Geometry, block_size: int) -> list[list[HeadLayout]]:
     """Layout of every [layer][head]; equal heads share one object."""
-    if isinstance(allocation, RegionAllocation):
-        return _shared(
-            np.moveaxis(allocation.region_capacity, 0, -1),
-            lambda row: region_layout(row, block_size),
-        )
-    assert isinstance(allocation, StaticAllocation)
-    return _shared(
-        allocation.last_use, lambda row: static_layout(row, geometry.schedule, block_size)
-    )
-
-
-def _shared(table: np.ndarray, make: Callable[[np.ndarray], HeadLayout]) -> list[list[HeadLayout]]:
     known: dict[bytes, HeadLayout] = {}
-    result = []
-    for layer in table:
-        keys = [row.tobytes() for row in layer]
-        for key, row in zip(keys, layer, strict=True):
-            if key not in known:
-                known[key] = make(row)
-        result.append([known[key] for key in keys])
-    return result
+    by_regions = isinstance(allocation, RegionAllocation)
+
+    def layout(row: np.ndarray) -> HeadLayout:
+        if (key := row.tobytes()) not in known:
+            if by_regions:
+                known[key] = region_layout(row, block_size)
+            else:
+                known[key] = static_layout(row, geometry.schedule, block_size)
+        return known[key]
+
+    table = np.moveaxis(allocation.region_capacity, 0, -1) if by_regions else allocation.last_use
+    return [[layout(row) for row in layer] for layer in table]
 
 
 def after_each_store(per_layer: np.ndarray) -> np.ndarray:
@@ -185,9 +175,12 @@ def after_each_store(per_layer: np.ndarray) -> np.ndarray:
     `per_layer` [K, L] is what each layer holds when scale s starts. Layers up to l already hold
     what scale s + 1 will see. The last scale stores nothing.
     """
-    following = np.concatenate([per_layer[1:], per_layer[-1:]])
-    done, waiting = np.cumsum(following, 1), np.cumsum(per_layer[:, ::-1], 1)[:, ::-1]
-    return done + waiting - per_layer
+    return after_each_layer(np.concatenate([per_layer[1:], per_layer[-1:]]), per_layer)
+
+
+def after_each_layer(done: np.ndarray, waiting: np.ndarray) -> np.ndarray:
+    """int [..., L]: layers up to l hold `done`, later ones still `waiting`."""
+    return np.cumsum(done, -1) + waiting.sum(-1, keepdims=True) - np.cumsum(waiting, -1)
 
 
 def live_blocks(grid: list[list[HeadLayout]], num_scales: int) -> np.ndarray:

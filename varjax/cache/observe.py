@@ -30,27 +30,19 @@ class AttentionView:
     step: Any
     implementation: str | None
 
+    @property
+    def _keys(self) -> tuple:
+        """Own and stored keys, as arguments behind the queries."""
+        return self.k, self.step.length, self.state.kv_pool, self.table
+
     def scores(self, queries: Float[Array, "R N Q H"]) -> Float[Array, "R N Q K"]:
-        return attention_scores(
-            queries,
-            self.k,
-            self.step.length,
-            self.state.kv_pool,
-            self.table,
-            kv_scale=self.state.kv_scale,
-        )
+        return attention_scores(queries, *self._keys, kv_scale=self.state.kv_scale)
 
     def moments(self, squares: bool):
         """Attention mass of every key summed over the scale's queries; its squares on request."""
         weights = (jnp.arange(self.q.shape[2]) < self.step.length).astype(jnp.float32)
         return attention_moments(
-            self.q,
-            self.k,
-            self.step.length,
-            self.state.kv_pool,
-            self.table,
-            weights,
-            self.lse,
+            *(self.q, *self._keys, weights, self.lse),
             kv_scale=self.state.kv_scale,
             squares=squares,
             implementation=self.implementation,

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from varjax.cache import allocator
-from varjax.cache.allocation import Allocation, RegionAllocation, StaticAllocation
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
 from varjax.errors import UserError
 
 

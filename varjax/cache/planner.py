@@ -4,8 +4,7 @@ budget."""
 import numpy as np
 
 from varjax.cache import allocator
-from varjax.cache.allocation import Allocation
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Allocation, Geometry
 from varjax.cache.plan import CachePlan, build_plan, check_block_size
 from varjax.errors import UserError
 
@@ -35,7 +34,8 @@ def plan_cache(geometry: Geometry, policy, calibration=None) -> CachePlan:
     # that the bytes of the pool, not a count of tokens, keep the promise.
     if policy.accounting == "tokens":
         allocation = allocate(policy.budget)
-        block_size = policy.block_size or _least_rounding(geometry, allocation)
+        sizes = _candidates(geometry)
+        block_size = policy.block_size or _least_rounding(geometry, allocation, sizes)
     else:
         allocation, block_size = _charge_rounding(geometry, policy, allocate)
     return build_plan(
@@ -67,21 +67,19 @@ def peak_tokens(geometry: Geometry, allocation: Allocation) -> int:
 def cost(geometry: Geometry, allocation: Allocation, block_size: int = 0) -> float:
     """What given contents cost, as a budget: the fraction of the full cache that their pool takes
     in blocks of at most `LARGEST_BLOCK_SHORT` slots (or as asked) that round up by at most 5 %."""
-    usual = (b for b in BLOCK_SIZES if b <= LARGEST_BLOCK_SHORT)
-    sizes = (block_size,) if block_size in (128, *BLOCK_SIZES) else usual
-    peak = peak_tokens(geometry, allocation)
-    pools = (pool_slots(geometry, allocation, size) for size in sizes)
-    slots = next((n for n in pools if block_size or n * KEPT_AT_LEAST <= peak), peak)
+    usual = tuple(b for b in BLOCK_SIZES if b <= LARGEST_BLOCK_SHORT)
+    if block_size not in (128, *BLOCK_SIZES):
+        block_size = _least_rounding(geometry, allocation, usual)
+    slots = pool_slots(geometry, allocation, block_size)
     return min(1.0, max(1, slots) / max(1, geometry.dense_tokens))
 
 
-def _least_rounding(geometry: Geometry, allocation: Allocation) -> int:
-    """The largest block size whose pool exceeds the live tokens by at most 5 %."""
+def _least_rounding(geometry: Geometry, allocation: Allocation, sizes: tuple[int, ...]) -> int:
+    """The largest block size whose pool exceeds the live tokens by at most 5 %: blocks of one slot
+    round nothing up, so there is one."""
     tokens = peak_tokens(geometry, allocation)
-    for block_size in _candidates(geometry):
-        if pool_slots(geometry, allocation, block_size) * KEPT_AT_LEAST <= tokens:
-            return block_size
-    return 1
+    pools = ((b, pool_slots(geometry, allocation, b)) for b in sizes)
+    return next(b for b, slots in pools if slots * KEPT_AT_LEAST <= tokens)
 
 
 def _charge_rounding(geometry: Geometry, policy, allocate) -> tuple[Allocation, int]:

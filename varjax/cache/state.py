@@ -1,12 +1,15 @@
-"""KVState: the cache that generation carries through its scans."""
+"""KVState, the cache that generation carries through its scans, and storing tokens in it in place:
+which candidate goes where, and what is written."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
+from pallas_kernels import cache_write
+from pallas_kernels.cache_write import BlockWrites, reference
 from varjax.cache.allocation import RegionAllocation
 from varjax.cache.plan import CachePlan
 from varjax.policies.base import Needs, Policy
@@ -63,7 +66,10 @@ class KVState:
             position=jnp.full((rows, plan.pool_tokens), -1, jnp.int32),
             regions=regions,
             **_observed(plan, policy.needs, rows, compute_dtype),
-            policy_state=_policy_state(plan, policy, rows),
+            policy_state=jax.tree.map(
+                lambda a: jnp.broadcast_to(jnp.asarray(a), (g.num_layers, *jnp.shape(a))),
+                policy.init_state(g, rows),
+            ),
         )
 
     @property
@@ -88,9 +94,106 @@ def _observed(plan: CachePlan, needs: Needs, rows: int, dtype) -> dict[str, Arra
     return found
 
 
-def _policy_state(plan: CachePlan, policy: Policy, rows: int) -> Any:
-    layers = plan.geometry.num_layers
-    return jax.tree.map(
-        lambda a: jnp.broadcast_to(jnp.asarray(a), (layers, *jnp.shape(a))),
-        policy.init_state(plan.geometry, rows),
+# --- storing ---
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Entries:
+    """Tokens as the pool holds them: values [R, N, E, 2 H] and, in an int8 pool, the scales of keys
+    and values, float32 [R, N, E, 2]."""
+
+    values: Array
+    scales: Float[Array, "R N E 2"] | None = None
+
+    @classmethod
+    def encode(cls, k: Float[Array, "R N E H"], v: Float[Array, "R N E H"], dtype) -> "Entries":
+        """Tokens in the type of the pool. int8: each token's key and value are divided by their
+        largest magnitude / 127 and rounded."""
+        return cls(*reference.encode(k, v, dtype))
+
+    @classmethod
+    def read(cls, state: KVState, slots: Int[Array, "R N P"]) -> "Entries":
+        """What is stored in some slots, as it is stored."""
+        # explicit row numbers: slices or vmap over rows relay the whole pool out on TPU
+        rows = jnp.arange(slots.shape[0])[:, None, None]
+        width = state.kv_pool.shape[-1]
+        values = state.kv_pool.reshape(len(rows), -1, width)[rows, slots]
+        if state.kv_scale is None:
+            return cls(values)
+        flat = state.kv_scale.reshape(len(rows), -1)
+        return cls(values, flat[rows[..., None], reference.scale_slots(slots, state.block_size)])
+
+    def before(self, later: "Entries") -> "Entries":
+        """These entries followed by others."""
+        return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=2), self, later)
+
+    def take(self, index: Int[Array, "R N P"]) -> "Entries":
+        """Entries by their number in each head; negative numbers take any."""
+        index = jnp.maximum(index, 0)[..., None]
+        return jax.tree.map(lambda a: jnp.take_along_axis(a, index, axis=2), self)
+
+
+def store(
+    state: KVState,
+    k: Float[Array, "R N T H"],
+    v: Float[Array, "R N T H"],
+    writes: BlockWrites,
+    implementation: str | None = None,
+) -> KVState:
+    """Write tokens of the scale into their slots."""
+    pool, scale = cache_write.write(
+        state.kv_pool, k, v, writes, kv_scale=state.kv_scale, implementation=implementation
     )
+    return replace(state, kv_pool=pool, kv_scale=scale)
+
+
+def store_entries(state: KVState, slots: Int[Array, "R N P"], entries: Entries) -> KVState:
+    """Write entries as they are into slots; slots outside the pool are skipped."""
+    flat = jax.tree.map(lambda a: a.reshape(len(slots), -1, a.shape[-1]), entries)
+    pool, scale = reference.scatter(
+        state.kv_pool, state.kv_scale, slots.reshape(len(slots), -1), flat.values, flat.scales
+    )
+    return replace(state, kv_pool=pool, kv_scale=scale)
+
+
+def order_after(slots: Int[Array, "..."], read: Float[Array, "..."]) -> Int[Array, "..."]:
+    """`slots` unchanged, but computed only once `read` is.
+
+    The new tokens go into slots that the attention has just read. XLA's CPU compiler copies the
+    whole pool in every layer unless the data itself says that the read comes first; a comparison
+    that is never true does.
+    """
+    never = jax.lax.stop_gradient(read.reshape(-1)[0]) > jnp.inf
+    return slots + never.astype(slots.dtype)
+
+
+def arrange(
+    keep: Bool[Array, "R N K"], stored: int, stays: Bool[Array, "R N"], places: int
+) -> tuple[Int[Array, "R N P"], Bool[Array, "R N P"]]:
+    """Which candidate sits in each place of a head's region, so that the kept ones are the first
+    and the fewest are moved.
+
+    Args:
+      keep: candidates to keep; the first `stored` of them are in the pool already, candidate c in
+        place c of the region that the head had; the rest are new.
+      stays: whether the head keeps its region.
+      places: P, of a region.
+
+    Returns:
+      The candidate in every place (-1: none), and whether it has to be written there.
+    """
+    # Kept tokens that sit within the first `count` places stay where they are; those beyond move
+    # into the holes before them, new tokens take what is left. Order within a region does not
+    # matter to attention, so the fewest writes win.
+    count = keep.sum(-1, keepdims=True)
+    column, place = jnp.arange(keep.shape[-1]), jnp.arange(places)
+    in_place = keep & (column < min(stored, places)) & (column < count) & stays[..., None]
+    taken = in_place[..., :places]
+    taken = jnp.pad(taken, ((0, 0), (0, 0), (0, places - taken.shape[-1])))
+    fresh = (place < count) & ~taken
+    # in the order of candidates (stable): results do not depend on how the sort breaks ties
+    waiting = jnp.argsort(~(keep & ~in_place), axis=-1, stable=True)
+    turn = jnp.clip(jnp.cumsum(fresh, axis=-1) - 1, 0, keep.shape[-1] - 1)
+    incoming = jnp.take_along_axis(waiting, turn, axis=-1).astype(jnp.int32)
+    return jnp.where(fresh, incoming, jnp.where(taken, place, -1)), fresh

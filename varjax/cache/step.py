@@ -22,9 +22,8 @@ from pallas_kernels.cache_write import BlockWrites
 from pallas_kernels.ragged_attention import BlockTable, attend
 from varjax.cache.observe import AttentionView, observe
 from varjax.cache.plan import CachePlan
-from varjax.cache.state import KVState
-from varjax.cache.tables import RegionInputs, StaticInputs
-from varjax.cache.write import Entries, arrange, order_after, store, store_entries
+from varjax.cache.state import Entries, KVState, arrange, order_after, store, store_entries
+from varjax.engine.inputs import RegionInputs, StaticInputs
 from varjax.engine.segments import Segment
 from varjax.policies.base import Observation, Policy
 
@@ -61,9 +60,10 @@ def cache_step(plan: CachePlan, segment: Segment, attention: str | None) -> Cach
         return StaticStep(any(map(plan.stores, segment.scales)), attention)
     policy, allocation = plan.policy, plan.allocation
     regroups = allocation.regroup_scale in segment.scales
+    changes = (plan.stores, plan.selects, plan.moves)  # each only where those before it do
     return DecidingStep(
         policy=policy,
-        update=max(_update(plan, s) for s in segment.scales),
+        update=Update(max(sum(does(s) for does in changes) for s in segment.scales)),
         ragged=allocation.ragged,
         regroup_scale=allocation.regroup_scale if regroups else None,
         stateful=policy.init_state(plan.geometry, 1) is not None,
@@ -100,10 +100,6 @@ class Update(enum.IntEnum):
     APPEND = 1  # new tokens fill the room that is left
     SELECT = 2  # and some have to be chosen
     MOVE = 3  # and stored ones may change their slot
-
-
-def _update(plan: CachePlan, scale: int) -> Update:
-    return Update(sum(does(scale) for does in (plan.stores, plan.selects, plan.moves)))
 
 
 @dataclass(frozen=True)
@@ -280,10 +276,8 @@ def _update_positions(
     chosen = jnp.maximum(contents, 0)
     vacated = jnp.where(stored.live, stored.slots, none)
     position = state.position.at[rows, vacated].set(-1, mode="drop")
-    position = position.at[rows, here].set(
-        jnp.take_along_axis(obs.position, chosen, axis=-1), mode="drop"
-    )
-    state = replace(state, position=position)
+    moved = jnp.take_along_axis(obs.position, chosen, axis=-1)
+    state = replace(state, position=position.at[rows, here].set(moved, mode="drop"))
     if state.total_mass is None:
         return state
     mass = jnp.take_along_axis(obs.total_mass, chosen, axis=-1)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.errors import UserError
 from varjax.schedule import Schedule
 

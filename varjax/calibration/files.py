@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.calibration.data import AXES, Calibration, cas, read_orders, scas
 from varjax.errors import UserError
 from varjax.schedule import Schedule

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from varjax.cache.allocation import RegionAllocation
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry, RegionAllocation
 from varjax.calibration.data import Calibration, orders_from_scores, scas
 from varjax.calibration.files import model_digest
 from varjax.conditions import Condition

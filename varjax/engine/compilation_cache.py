@@ -4,11 +4,11 @@ JAX does the keeping (`jax_compilation_cache_dir`); here are the place that varj
 and a count of what came from there.
 """
 
+import collections
 import functools
 import os
 import pathlib
 import tempfile
-from dataclasses import dataclass
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -18,10 +18,9 @@ from varjax.errors import UserError
 OFF = "off"
 # Programs that compile faster than this are not kept: single operations, mostly.
 SHORTEST_S = 0.5
-_EVENTS = {
-    "/jax/compilation_cache/compile_requests_use_cache": "requests",
-    "/jax/compilation_cache/cache_hits": "hits",
-}
+# a program was looked for in the cache; it was there
+_REQUEST = "/jax/compilation_cache/compile_requests_use_cache"
+_HIT = "/jax/compilation_cache/cache_hits"
 
 
 def default_directory() -> pathlib.Path:
@@ -64,41 +63,30 @@ def _set(folder: str | None) -> None:
     compilation_cache.reset_cache()  # JAX looks at the folder once, when it first compiles
 
 
-_watches: list["Watch"] = []  # those that are entered
+_events = collections.Counter()  # of this process, since `_listen`
 
 
 @functools.cache
 def _listen() -> None:
     """Have JAX report its events, once: there is no public way to stop listening."""
-    jax.monitoring.register_event_listener(_count)
+    jax.monitoring.register_event_listener(lambda event, **_: _events.update([event]))
 
 
-def _count(event: str, **_) -> None:
-    if name := _EVENTS.get(event):
-        for watch in _watches:
-            setattr(watch, name, getattr(watch, name) + 1)
-
-
-@dataclass
 class Watch:
-    """Counts programs that were looked for in the cache (`requests`) and that were there (`hits`)
-    while it is entered."""
+    """Says where programs came from that were compiled while it was entered.
 
-    requests: int = 0
-    hits: int = 0
+    verdict: "warm": every program came from the cache; "cold": something was compiled; "off": there
+      is no cache.
+    """
+
+    verdict = "off"
 
     def __enter__(self) -> "Watch":
         _listen()
-        _watches.append(self)
+        self._before = _events.copy()
         return self
 
     def __exit__(self, *error) -> None:
-        _watches.remove(self)
-
-    @property
-    def verdict(self) -> str:
-        """ "warm": every program came from the cache; "cold": something was compiled; "off": there
-        is no cache."""
-        if self.requests == 0 or not jax.config.jax_compilation_cache_dir:
-            return "off"
-        return "warm" if self.hits == self.requests else "cold"
+        requests, hits = (_events[name] - self._before[name] for name in (_REQUEST, _HIT))
+        if requests and jax.config.jax_compilation_cache_dir:
+            self.verdict = "warm" if hits == requests else "cold"

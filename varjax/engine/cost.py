@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import jax
 import numpy as np
 
 from varjax.cache.plan import CachePlan
@@ -119,6 +120,11 @@ def num_bytes(leaf, shape: tuple[int, ...] | None = None) -> int:
     a part of it."""
     size = math.prod(leaf.shape if shape is None else shape)
     return size * (leaf.dtype.itemsize if isinstance(leaf.dtype, np.dtype) else 8)
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all arrays of a tree."""
+    return sum(map(num_bytes, jax.tree.leaves(tree)))
 
 
 def device_bytes(leaf) -> int:

@@ -12,7 +12,7 @@ from pallas_kernels import implementations
 from varjax.cache.plan import CachePlan, item_size
 from varjax.cache.state import KVState
 from varjax.engine import program
-from varjax.engine.chunks import ARRAYS_PER_LOGIT, images_at_once
+from varjax.engine.segments import ARRAYS_PER_LOGIT, images_at_once
 from varjax.errors import UserError
 from varjax.model import Model
 from varjax.models import parameters
@@ -71,16 +71,15 @@ def predict(
     tokens = max(plan.geometry.schedule.tokens)
     layer = rows * tokens * (6 * config.embed_dim + 2 * config.hidden_dim) * item_size(dtype)
     layer += rows * tokens * config.embed_dim * (4 - item_size(dtype))  # a float32 residual stream
-    scores = 0 if kernels else _reference_attention(plan, rows, tokens, kv_dtype)
-    layer += max(scores, _window_scores(plan, rows, tokens, kv_dtype))
+    keys = tokens + int(plan.capacity.max(initial=0))
+    scores = 0 if kernels else _reference_attention(plan, rows, tokens, keys, kv_dtype)
+    layer += max(scores, _window_scores(plan, rows, keys, kv_dtype))
     chosen = min(batch_size, images_at_once(tokens, config.logits_per_token))
     logits = ARRAYS_PER_LOGIT * chosen * tokens * config.logits_per_token * 4
     logits += rows * tokens * config.embed_dim * item_size(dtype)
     code_map = config.code_map[:2]
-    decoded = min(
-        batch_size, decode_batch or program.decoder_batch(model.codec, code_map, batch_size)
-    )
-    pixels = decoded * program.decoder_bytes(model.codec, code_map)
+    decoded = decode_batch or program.decoder_batch(model.codec, code_map, batch_size)
+    pixels = min(batch_size, decoded) * program.decoder_bytes(model.codec, code_map)
     cache = jax.eval_shape(lambda: KVState.empty(plan, batch_size, jnp.dtype(kv_dtype), dtype))
     weights = parameters.count(model.transformer) * item_size(dtype)
     return Prediction(
@@ -91,21 +90,19 @@ def predict(
     )
 
 
-def _reference_attention(plan: CachePlan, rows: int, tokens: int, kv_dtype) -> int:
+def _reference_attention(plan: CachePlan, rows: int, tokens: int, keys: int, kv_dtype) -> int:
     """Bytes of scores in three stages (XLA's CPU compiler keeps as many), and of keys and values
     gathered from the pool."""
     heads = plan.geometry.num_heads
-    keys = tokens + int(plan.capacity.max(initial=0))
     gathered = 2 * rows * heads * keys * 2 * plan.geometry.head_dim * item_size(kv_dtype)
     return SCORE_ARRAYS * rows * heads * tokens * keys * 4 + gathered
 
 
-def _window_scores(plan: CachePlan, rows: int, tokens: int, kv_dtype) -> int:
+def _window_scores(plan: CachePlan, rows: int, keys: int, kv_dtype) -> int:
     """Bytes of what a policy that looks through a window of queries is shown of a layer: the keys,
     gathered in the type of the pool, and float32 scores [R, N, W, K]. No kernel computes them
     (`pallas_kernels.ragged_attention.attention_scores`)."""
     window = plan.policy.needs.window
-    keys = tokens + int(plan.capacity.max(initial=0))
     per_key = plan.geometry.head_dim * item_size(kv_dtype) + 4 * window
     return rows * plan.geometry.num_heads * keys * per_key if window else 0
 

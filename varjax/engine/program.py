@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from varjax.cache.state import KVState
 from varjax.engine import scales
-from varjax.engine.chunks import map_in_chunks
+from varjax.engine.segments import map_in_chunks
 from varjax.parallel.sharding import ShardedProgram
 
 # Where the compiler chooses how the weights lie, because it would copy stacked ones otherwise.

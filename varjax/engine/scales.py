@@ -11,17 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int, Integer
 
 from varjax.cache.plan import CachePlan
 from varjax.cache.state import KVState
 from varjax.cache.step import CacheStep, cache_step
-from varjax.cache.tables import LayerInputs, layer_inputs, observed_inputs
-from varjax.engine.chunks import images_at_once, map_in_chunks
-from varjax.engine.inputs import Resampling, StepInputs
-from varjax.engine.segments import Segment
+from varjax.engine.inputs import SegmentInputs, StepInputs
+from varjax.engine.segments import Segment, images_at_once, map_in_chunks
 from varjax.errors import UserError
 from varjax.sampling import Sampling
 from varjax.schedule import Schedule
@@ -45,17 +42,10 @@ class ProgramSpec:
 
     @classmethod
     def of(
-        cls,
-        plan: CachePlan,
-        segments: tuple[Segment, ...],
-        sampling: Sampling,
-        config: Any,
-        *,
-        attention: str | None = None,
-        keep_logits: bool = False,
-        unroll: bool = False,
+        cls, plan: CachePlan, segments, sampling: Sampling, config, attention=None, **options: bool
     ) -> "ProgramSpec":
-        """config: of the transformer.
+        """segments: `Segment`s of the plan's schedule. config: of the transformer. attention:
+        implementation of the kernels. options: keep_logits, unroll.
 
         Raises:
           UserError: sampling that the model cannot do, or a plan for another number of rows.
@@ -69,17 +59,7 @@ class ProgramSpec:
                 f"(`Model.geometry_for`)"
             )
         cache = tuple(cache_step(plan, s, attention) for s in segments)
-        return cls(geometry.schedule, segments, cache, sampling, rows, keep_logits, unroll)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class SegmentInputs:
-    """Scan inputs of one segment: what a scale needs (leading axis scales) and what its layers need
-    (scales, layers)."""
-
-    step: StepInputs
-    layers: LayerInputs
+        return cls(geometry.schedule, segments, cache, sampling, rows, **options)
 
 
 @jax.tree_util.register_dataclass
@@ -89,24 +69,6 @@ class GivenTokens:
 
     tokens: Integer[Array, "B L ..."]
     scales: Int[Array, ""]
-
-
-def program_inputs(
-    plan: CachePlan,
-    segments: tuple[Segment, ...],
-    image_index: np.ndarray,
-    resampling: Resampling,
-) -> tuple[SegmentInputs, ...]:
-    """Host arrays of all segments for a batch of images. resampling: the model's."""
-    policy_inputs = plan.policy.inputs(plan.geometry, plan.allocation, image_index)
-    schedule = plan.geometry.schedule
-    return tuple(
-        SegmentInputs(
-            StepInputs.of(schedule, s, resampling, **observed_inputs(plan, s)),
-            layer_inputs(plan, s, policy_inputs),
-        )
-        for s in segments
-    )
 
 
 def generate_codes(
@@ -127,7 +89,7 @@ def generate_codes(
       condition: what `encode_condition` takes, for B images (VAR: int32 labels [B]; see
         `varjax.conditions`).
       keys: one typed random key per image [B].
-      inputs: `program_inputs`.
+      inputs: `inputs.program_inputs`.
       given: tokens that replace the draw, or None.
       spec: static.
 

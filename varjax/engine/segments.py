@@ -1,17 +1,23 @@
-"""Segments: runs of consecutive scales that share one padded length, so that one scan serves each.
+"""Cutting the work: the scales into segments, a batch into chunks.
 
+Segments are runs of consecutive scales that share one padded length, so that one scan serves each.
 A segment pads its scales to its own longest one. One segment is the smallest program and the most
 padding; as many segments as scales is the largest program and no padding. The planner finds, by
 dynamic programming on the host, the cut with the fewest padded tokens.
 
 Letters: K scales, S scales of a segment, T padded tokens of each of them.
+
+Chunks are a few images at a time, where all at once would take too much memory.
 """
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from varjax.errors import UserError
@@ -20,6 +26,8 @@ from varjax.schedule import Schedule
 AUTO = "auto"
 # "auto" accepts up to 5/4 of the exact token count; integers, so 1.25x exactly is still in
 AUTO_OVERHEAD = (5, 4)
+LOGITS_BYTES = 2**30  # logits, and what sampling from them takes, that may exist at once
+ARRAYS_PER_LOGIT = 6  # both rows of guidance, guided, filtered, ordered or probabilities, noise
 
 
 @dataclass(frozen=True)
@@ -110,3 +118,31 @@ def _best_cut(tokens: tuple[int, ...], count: int) -> tuple[Segment, ...]:
         ),
         key=padded_tokens,
     )
+
+
+# --- chunks ---
+
+
+def images_at_once(tokens: int, logits_per_token: int) -> int:
+    """How many images are sampled at once."""
+    return max(1, LOGITS_BYTES // (ARRAYS_PER_LOGIT * tokens * logits_per_token * 4))
+
+
+def map_in_chunks(function: Callable[[Any], Any], images: int, at_once: int) -> Any:
+    """`function(index)` for all images, at most `at_once` in a call.
+
+    Args:
+      function: takes an index of the image axis (int32 [n], or a slice if one call does it) and
+        returns arrays with a leading image axis. The last chunk may repeat the last image.
+
+    Returns:
+      The results of all images, in order.
+    """
+    chunks = -(-images // max(1, at_once))
+    if chunks == 1:
+        return function(slice(None))
+    size = -(-images // chunks)  # equal chunks: the fewest that keep to the limit, none half empty
+    # the last chunk repeats the last image instead of leaving a hole: every image is computed alike
+    index = jnp.minimum(jnp.arange(chunks * size), images - 1).reshape(chunks, size)
+    parts = jax.lax.map(function, index)
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:images], parts)

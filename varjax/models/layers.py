@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from varjax.engine.chunks import map_in_chunks
+from varjax.engine.segments import map_in_chunks
 
 SCORE_BYTES = 2**28  # scores of cross attention that may exist at once
 MAX_LOG_SCALE = math.log(100.0)  # of the learned attention multiplier

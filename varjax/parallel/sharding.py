@@ -18,15 +18,11 @@ from jax.sharding import PartitionSpec as P
 from varjax.cache.allocation import StaticAllocation
 from varjax.cache.plan import CachePlan, build_plan
 from varjax.cache.state import KVState
-from varjax.cache.tables import LayerInputs
 from varjax.engine import scales
-from varjax.engine.inputs import Resampling
-from varjax.engine.scales import SegmentInputs
+from varjax.engine.inputs import LayerInputs, Resampling, SegmentInputs, program_inputs
 from varjax.engine.segments import Segment
 from varjax.errors import UserError
-from varjax.parallel import split as parallel
-from varjax.parallel.mesh import AXES, MeshSpec
-from varjax.parallel.split import Split
+from varjax.parallel.split import AXES, MeshSpec, Split, over
 
 DATA, MODEL = AXES
 
@@ -44,18 +40,17 @@ def check_plan(plan: CachePlan, spec: MeshSpec) -> None:
             f"does not work with heads on several devices yet: use data only, or a policy whose "
             f"contents are known beforehand (full, swa, streaming, heatkv, table)"
         )
+
+    def input_shapes(images: int) -> list[tuple[int, ...]]:
+        inputs = plan.policy.inputs(plan.geometry, plan.allocation, np.arange(images))
+        return [np.shape(a) for a in jax.tree.leaves(inputs)]
+
     # Inputs of a policy are shared by all devices along `data`; they may not depend on the images.
-    one, two = (_input_shapes(plan, images) for images in (1, 2))
-    if one != two:
+    if input_shapes(1) != input_shapes(2):
         raise UserError(
             f"mesh {spec}: policy {plan.policy.name!r} treats the images of a batch differently, "
             f"which works on one device only"
         )
-
-
-def _input_shapes(plan: CachePlan, images: int) -> list[tuple[int, ...]]:
-    inputs = plan.policy.inputs(plan.geometry, plan.allocation, np.arange(images))
-    return [np.shape(a) for a in jax.tree.leaves(inputs)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,14 +92,11 @@ class ShardedPlan:
         return KVState.empty(whole, batch_size, dtype, compute_dtype)
 
     def inputs(
-        self,
-        segments: tuple[Segment, ...],
-        image_index: np.ndarray,
-        resampling: Resampling,
+        self, segments: tuple[Segment, ...], image_index: np.ndarray, resampling: Resampling
     ) -> tuple[SegmentInputs, ...]:
         """Scan inputs with the heads of all groups side by side; block numbers are those of each
         group's own pool."""
-        groups = [scales.program_inputs(p, segments, image_index, resampling) for p in self.groups]
+        groups = [program_inputs(p, segments, image_index, resampling) for p in self.groups]
         return tuple(
             dataclasses.replace(parts[0], layers=_beside([p.layers for p in parts]))
             for parts in zip(*groups, strict=True)
@@ -121,18 +113,10 @@ def _beside(parts: list[LayerInputs]) -> LayerInputs:
         # groups differ in how many entries their fullest head has; empty entries are (0, 0, 0)
         entries = max(a.shape[3] for a in arrays)
         fill = -1 if arrays[0].ndim == 5 else 0  # sources of writes; -1 writes nothing
-        rest = [(0, 0)] * (arrays[0].ndim - 4)
-        return np.concatenate(
-            [
-                np.pad(
-                    a,
-                    ((0, 0), (0, 0), (0, 0), (0, entries - a.shape[3]), *rest),
-                    constant_values=fill,
-                )
-                for a in arrays
-            ],
-            axis=2,
-        )
+        none, rest = (0, 0), [(0, 0)] * (arrays[0].ndim - 4)
+        widths = ((none, none, none, (0, entries - a.shape[3]), *rest) for a in arrays)
+        padded = map(partial(np.pad, constant_values=fill), arrays, widths)
+        return np.concatenate(list(padded), axis=2)
 
     return jax.tree.map(join, *parts)
 
@@ -218,18 +202,17 @@ class ShardedProgram:
         state = self.specs[1]
 
         def run(*local):
-            with parallel.over(MODEL if self.mesh.shape[MODEL] > 1 else None):
+            with over(MODEL if self.mesh.shape[MODEL] > 1 else None):
                 return scales.generate_codes(*local, spec=self.spec)
 
         names = ("tokens", "code_map", *(("logits",) if self.spec.keep_logits else ()))
         results = {name: P(DATA) for name in names}
-        return jax.shard_map(
-            run,
-            mesh=self.mesh,
-            in_specs=self.specs,
-            out_specs=(results, state),
-            check_vma=False,  # results of `model` are equal on all devices by the sums per layer
-        )(*arguments)
+        return self._on_mesh(run, self.specs, (results, state))(*arguments)
+
+    def _on_mesh(self, function, in_specs, out_specs):
+        # unchecked: results of `model` are equal on all devices by the sums per layer
+        specs = {"in_specs": in_specs, "out_specs": out_specs}
+        return jax.shard_map(function, mesh=self.mesh, check_vma=False, **specs)
 
     def place_shapes(self, which: int | slice, arguments: Any) -> Any:
         """Shapes of some arguments (by their place in `specs`), placed on the mesh."""
@@ -241,13 +224,7 @@ class ShardedProgram:
     def over_images(self, function):
         """`function(networks, array [B, ...]) -> array [B, ...]`, every device along `data` for
         its images."""
-        return jax.shard_map(
-            function,
-            mesh=self.mesh,
-            in_specs=(self.specs[0], P(DATA)),
-            out_specs=P(DATA),
-            check_vma=False,
-        )
+        return self._on_mesh(function, (self.specs[0], P(DATA)), P(DATA))
 
     @cached_property
     def shardings(self) -> tuple:

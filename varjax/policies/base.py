@@ -12,8 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from varjax.cache.allocation import Allocation, RegionAllocation
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Allocation, Geometry, RegionAllocation
 from varjax.errors import UserError, nearest
 from varjax.policies import capacities
 
@@ -122,6 +121,7 @@ class Policy:
     # another policy: a composition refuses the others; None: all
     allocation_arguments: ClassVar[tuple[str, ...] | None] = None
     selection_arguments: ClassVar[tuple[str, ...] | None] = None
+    smallest_reason: ClassVar[str] = "every head needs room for at least one token"
     contents: ClassVar[str] = ""  # for tables, where it is not simply "decided per image" or not
     # argument sets that the generic tests take, the defaults first
     examples: ClassVar[tuple[dict[str, str], ...]] = ({},)
@@ -199,16 +199,13 @@ class Policy:
             blocks = " in blocks of one slot" if self.block_size > 1 else ""
             raise UserError(
                 f"budget={self.budget:g} is too small for policy {self.name!r} on this model: "
-                f"{self.smallest_reason()}; the smallest feasible budget{blocks} is "
+                f"{self.smallest_reason}; the smallest feasible budget{blocks} is "
                 f"{np.ceil(lowest * 1e4) / 1e4:g}"
             )
 
     def minimum_budget(self, geometry: Geometry) -> float:
         """Smallest feasible budget: by default one token per head."""
         return 1 / max(1, geometry.schedule.persistent_tokens)
-
-    def smallest_reason(self) -> str:
-        return "every head needs room for at least one token"
 
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> Allocation:
         """How much every head may hold at every scale, in tokens, for at most `budget` of the full

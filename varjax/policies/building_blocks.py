@@ -6,6 +6,8 @@ from functools import reduce
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Num
 
+from varjax.policies.base import Observation
+
 Score = Num[Array, "R N K"]
 Mask = Bool[Array, "R N K"]
 Position = Int[Array, "R N K"]
@@ -79,11 +81,9 @@ def max_pool(score: Score, width: int) -> Score:
     return reduce(jnp.maximum, (padded[..., i : i + size] for i in range(width)))
 
 
-def window_and_peaks(
-    score: Score, position: Position, live: Mask, window: Mask, count: Count, width: int
-) -> Mask:
-    """`count` tokens: those of the observation window first (the best of them if not all fit), then
-    the best others after pooling."""
-    kept = top(score, live & window, count)
-    others = live & ~window
-    return kept | peaks(score, position, live, others, count - kept.sum(-1), width)
+def window_and_peaks(obs: Observation, score: Score, width: int) -> Mask:
+    """`obs.capacity` tokens: those of the observation window first (the best of them if not all
+    fit), then the best others after pooling."""
+    kept, others = top(score, obs.live & obs.window, obs.capacity), obs.live & ~obs.window
+    rest = obs.capacity - kept.sum(-1)
+    return kept | peaks(score, obs.position, obs.live, others, rest, width)

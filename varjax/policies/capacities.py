@@ -6,7 +6,7 @@ exists. All limits together are at most floor(budget * F * L * N), with budget 1
 
 import numpy as np
 
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 
 _HALVINGS = 100  # of the water level's interval: down to the last bit of a float64
 
@@ -14,6 +14,11 @@ _HALVINGS = 100  # of the water level's interval: down to the last bit of a floa
 def total(geometry: Geometry, budget: float) -> int:
     """Tokens that all heads of all layers may hold together."""
     return int(budget * geometry.dense_tokens + 1e-6)
+
+
+def of_layer(geometry: Geometry, budget: float) -> int:
+    """Tokens that the heads of a layer may hold together."""
+    return int(budget * geometry.schedule.persistent_tokens * geometry.num_heads + 1e-6)
 
 
 def uniform(geometry: Geometry, budget: float) -> int:

@@ -7,14 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from varjax.cache.allocation import Allocation, RegionAllocation
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Allocation, Geometry, RegionAllocation
 from varjax.errors import UserError, choose, nearest
 from varjax.policies import building_blocks as blocks
 from varjax.policies.base import Observation, Policy, per_layer
 from varjax.policies.registry import POLICIES, get_policy, register
-from varjax.policies.sinks import SinkPolicy
-from varjax.policies.windows import SlidingWindow, Streaming
+from varjax.policies.windows import SinkPolicy, SlidingWindow, Streaming
 
 ROLES = {"allocate": "heatkv", "select": "snapkv"}  # with what they are if not said
 DECIDES = {"allocate": "how much heads hold", "select": "which tokens heads keep"}
@@ -110,7 +108,7 @@ class Compose(Policy):
                     f"has: {', '.join(known)}"
                 )
         values = super().from_arguments(own)
-        built = dict(zip(ROLES, _build(parts), strict=True))
+        built = {role: _build(role, parts) for role in ROLES}
         for name in parts.keys() - ROLES:  # 3 and 3.0 are the same policy
             role, _, own_name = name.partition("_")
             parts[name] = str(getattr(built[role], own_name))
@@ -121,22 +119,15 @@ class Compose(Policy):
         """(allocator, selector) with what the composition and the calibration decide filled in."""
         if self._prepared:
             return self._prepared
-        allocate, select = _build(ROLES | dict(self.parts))
+        allocate, select = (_build(role, ROLES | dict(self.parts)) for role in ROLES)
         if isinstance(select, SlidingWindow | Streaming):
             sinks, protects = getattr(select, "sinks", 0), isinstance(select, Streaming)
             select = Newest(sinks=sinks, protects=protects)
         shared = {name: getattr(self, name) for name in SHARED}
         return dataclasses.replace(allocate, **shared), dataclasses.replace(select, **shared)
 
-    @property
-    def allocator(self) -> Policy:
-        """The policy that says how much."""
-        return self._roles[0]
-
-    @property
-    def selector(self) -> Policy:
-        """The policy that says which."""
-        return self._roles[1]
+    allocator = property(lambda composed: composed._roles[0])  # the policy that says how much
+    selector = property(lambda composed: composed._roles[1])  # the policy that says which
 
     # --- what the parts say -----------------------------------------------------------------------
 
@@ -231,15 +222,11 @@ def _choose_part(role: str, name: str) -> type[Policy]:
     return POLICIES[choose(f"policy for {role}:", name, fitting)]
 
 
-def _build(parts: dict[str, str]) -> list[Policy]:
-    """(who says how much, who says which) as given; their own budgets are the defaults."""
-    built = []
-    for role in ROLES:
-        named = {
-            n.removeprefix(f"{role}_"): v for n, v in parts.items() if n.startswith(f"{role}_")
-        }
-        built.append(get_policy(_choose_part(role, parts[role]).name, arguments=named))
-    return built
+def _build(role: str, parts: dict[str, str]) -> Policy:
+    """The part that has the role, as given; its own budget is the default."""
+    own = f"{role}_"
+    named = {n.removeprefix(own): v for n, v in parts.items() if n.startswith(own)}
+    return get_policy(_choose_part(role, parts[role]).name, arguments=named)
 
 
 def _explain_idle(name: str, parts: dict[str, str]) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.policies import building_blocks as blocks
 from varjax.policies.base import Needs, Observation, Policy
 from varjax.policies.registry import register

@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 import numpy as np
 
-from varjax.cache.allocation import RegionAllocation
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry, RegionAllocation
 from varjax.calibration.data import Calibration
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities
 from varjax.policies.base import Needs, Observation, Policy, per_layer
 from varjax.policies.registry import register
-from varjax.policies.sinks import SinkPolicy
+from varjax.policies.windows import SinkPolicy
 
 
 @register("hack")

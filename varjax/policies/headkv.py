@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
-from varjax.cache.allocation import RegionAllocation
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry, RegionAllocation
 from varjax.policies import building_blocks as blocks
+from varjax.policies import capacities
 from varjax.policies.base import Needs, Observation, per_layer
 from varjax.policies.registry import register
-from varjax.policies.sinks import SinkPolicy
+from varjax.policies.windows import SinkPolicy
 
 
 @register("headkv")
@@ -93,7 +93,7 @@ class HeadKV(SinkPolicy):
     def region_sizes(self, geometry: Geometry, budget: float) -> tuple[int, int]:
         """Tokens of a local and of a global head."""
         full, wide = geometry.schedule.persistent_tokens, self._num_global(geometry)
-        narrow, total = geometry.num_heads - wide, _layer_tokens(geometry, budget)
+        narrow, total = geometry.num_heads - wide, capacities.of_layer(geometry, budget)
         share = int(self.local_share * total / geometry.num_heads)
         local = max(self.protected(geometry, budget), share) if narrow else 0
         wide_size = min(full, (total - narrow * local) // wide)
@@ -105,7 +105,7 @@ class HeadKV(SinkPolicy):
         schedule, heads = geometry.schedule, geometry.num_heads
         local, wide = self.region_sizes(geometry, budget)
         regions = np.where(np.arange(heads) < self._num_global(geometry), wide, local)
-        mean = _layer_tokens(geometry, budget) / heads
+        mean = capacities.of_layer(geometry, budget) / heads
         reached = (end >= self.group_after or end > mean for end in schedule.ends)
         grouping = list(reached).index(True)
         before = np.array(schedule.starts)[:, None, None]
@@ -150,8 +150,3 @@ class HeadKV(SinkPolicy):
         kept = kept | newest
         count = jnp.minimum(obs.capacity - kept.sum(-1), history.sum(-1))
         return kept | blocks.stratified(obs.window_mass, obs.position, history, count, self.ratio)
-
-
-def _layer_tokens(geometry: Geometry, budget: float) -> int:
-    """Tokens that the heads of a layer may hold together."""
-    return int(budget * geometry.schedule.persistent_tokens * geometry.num_heads + 1e-6)

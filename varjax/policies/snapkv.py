@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities
 from varjax.policies.base import Needs, Observation, Policy
@@ -81,6 +81,4 @@ class SnapKV(Policy):
         super().check(geometry)
 
     def select(self, obs: Observation):
-        return blocks.window_and_peaks(
-            obs.window_mass, obs.position, obs.live, obs.window, obs.capacity, self.kernel
-        )
+        return blocks.window_and_peaks(obs, obs.window_mass, self.kernel)

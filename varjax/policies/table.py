@@ -8,8 +8,7 @@ from functools import cached_property
 import jax.numpy as jnp
 import numpy as np
 
-from varjax.cache.allocation import Allocation, RegionAllocation, StaticAllocation
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
 from varjax.errors import UserError
 from varjax.policies.base import Observation, Policy
 from varjax.policies.registry import register

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from varjax.cache import planner
-from varjax.cache.allocation import Allocation, RegionAllocation, StaticAllocation
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
 from varjax.calibration.data import Calibration
+from varjax.policies import amskv_rules as rules
 from varjax.policies import capacities
-from varjax.policies.amskv import arguments, rules
 from varjax.policies.base import CALIBRATE, Needs, NotGiven, Observation, Policy, per_layer
 from varjax.policies.registry import register
 
@@ -90,6 +89,7 @@ class AMSKV(Policy):
     selection_arguments = ("condensed", "condensed_tokens")
     summary = "condensed and newest scales, more in layers whose keys change; needs a calibration"
     uses_calibration = True
+    smallest_reason = "every layer needs room for its condensed scales and one more token"
     contents = "known beforehand, or per image"
     examples = ({}, {"mode": "online"})
 
@@ -117,14 +117,14 @@ class AMSKV(Policy):
     def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "AMSKV":
         if calibration is not None:
             calibration.check(geometry)
-        values = arguments.preset_values(self, geometry) if self.preset else {}
+        values = rules.preset_values(self, geometry) if self.preset else {}
         policy = dataclasses.replace(self, preset="", **values)
-        arguments.check(policy, geometry)
+        rules.check(policy, geometry)
         policy = policy._with_layers(geometry, calibration, guess=bool(self.preset))
         return policy if policy.budgeted else policy._with_cost(geometry, calibration)
 
     def check(self, geometry: Geometry) -> None:
-        arguments.check(self, geometry)
+        rules.check(self, geometry)
         super().check(geometry)
 
     def _with_cost(self, geometry: Geometry, calibration) -> "AMSKV":
@@ -173,7 +173,7 @@ class AMSKV(Policy):
     def _below(self, geometry: Geometry, calibration: Calibration | None) -> np.ndarray:
         """bool [L, K]: where the similarity test of Algorithm 1 finds a demanding layer."""
         if self.layers:
-            named = arguments.named_layers(self, geometry.num_layers)
+            named = rules.named_layers(self, geometry.num_layers)
             below = np.isin(np.arange(geometry.num_layers), named)[:, None]
             return np.repeat(below, geometry.schedule.num_scales, axis=1)
         if not self.theta or _mean_discrepancy(calibration) is None:
@@ -196,8 +196,9 @@ class AMSKV(Policy):
     def locked_tokens(self, geometry: Geometry, cmin: int) -> int:
         """Tokens of the condensed scales beside a Cmin."""
         first = geometry.schedule.starts  # first[n]: tokens of the first n scales
-        if self.condensed_tokens >= 0 or self.condensed >= 0:
-            return first[self.condensed] if self.condensed >= 0 else self.condensed_tokens
+        given = first[self.condensed] if self.condensed >= 0 else self.condensed_tokens
+        if given >= 0:
+            return given
         automatic = first[: CONDENSED_SCALES + 1]
         return automatic[-1] if self.cmax else max(n for n in automatic if n <= cmin / 2)
 
@@ -205,13 +206,10 @@ class AMSKV(Policy):
         least = 1 + self.locked_tokens(geometry, 0)
         return min(1.0, least / max(1, geometry.schedule.persistent_tokens))
 
-    def smallest_reason(self) -> str:
-        return "every layer needs room for its condensed scales and one more token"
-
     def sizes(self, geometry: Geometry, budget: float, calibration=None) -> rules.Sizes:
         """Cmin and Cmax as given or as a budget leads to them, and what goes with them."""
         if self.cmax or self._online:
-            return self._sizes_for(geometry, budget, 0)
+            return self._sizes_for(geometry, budget, None)
         below, stored = self._below(geometry, calibration)[:, :-1], geometry.schedule.tokens[:-1]
         number = int(below.any(1).sum())
         found = self._sizes_for(geometry, budget, number)
@@ -223,12 +221,10 @@ class AMSKV(Policy):
             number, found = fewer, better
         return found
 
-    def _sizes_for(self, geometry: Geometry, budget: float, number: int) -> rules.Sizes:
-        """Sizes for so many demanding layers."""
+    def _sizes_for(self, geometry: Geometry, budget: float, number: int | None) -> rules.Sizes:
+        """Sizes for so many demanding layers (see `rules.divide`)."""
         cmin, cmax, least = self.cmin, self.cmax, 1 + self.locked_tokens(geometry, 0)
-        if not cmax and self._online:
-            cmin, cmax = rules.divide_online(geometry, budget, least, self.ratio)
-        elif not cmax:
+        if not cmax:
             cmin, cmax = rules.divide(geometry, budget, number, least, self.ratio)
         locked = self.locked_tokens(geometry, cmin)
         return rules.Sizes(cmin=cmin, cmax=cmax, condensed=locked, fill=self._fill)
@@ -248,9 +244,9 @@ class AMSKV(Policy):
 
     def adopt(self, geometry: Geometry, budget: float, capacity: np.ndarray) -> RegionAllocation:
         """Condensed and newest tokens (CLRU) in capacities that another policy has decided."""
-        full = geometry.schedule.persistent_tokens
-        locked = self.locked_tokens(geometry, int(budget * full + 1e-6))
-        return RegionAllocation(capacity, protected=locked, recent=full)
+        locked = self.locked_tokens(geometry, capacities.uniform(geometry, budget))
+        recent = geometry.schedule.persistent_tokens
+        return RegionAllocation(capacity, protected=locked, recent=recent)
 
     # --- what a printed plan says -----------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from varjax.cache import allocator
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
 from varjax.errors import UserError
 from varjax.policies import capacities
 
@@ -72,20 +72,14 @@ class BudgetFile:
     def _layers(self, number: int, entry: dict, geometry: Geometry, limit: int) -> np.ndarray:
         named = {k for k in entry if k.startswith("Block ")}
         blocks = [f"Block {layer}" for layer in range(geometry.num_layers)]
-        fits, given = 1 <= entry.get("Min", 0) <= entry.get("Max", 0), entry.get("Limit", limit)
-        for wrong, reason in (
-            (
-                named != set(blocks),
-                f"names {len(named)} blocks, this model has {len(blocks)} layers",
-            ),
-            (not fits, "needs Max and Min, with Max >= Min >= 1"),
-            (
-                given != limit,
-                f"counts on {given} tokens, on this model's schedule there are {limit}",
-            ),
-        ):
-            if wrong:
-                self._refuse(f"scale {number} {reason}")
+        if named != set(blocks):
+            layers = f"{len(named)} blocks, this model has {len(blocks)} layers"
+            self._refuse(f"scale {number} names {layers}")
+        if not 1 <= entry.get("Min", 0) <= entry.get("Max", 0):
+            self._refuse(f"scale {number} needs Max and Min, with Max >= Min >= 1")
+        if (given := entry.get("Limit", limit)) != limit:
+            there = f"on this model's schedule there are {limit}"
+            self._refuse(f"scale {number} counts on {given} tokens, {there}")
         return np.where([entry[block] for block in blocks], entry["Max"], entry["Min"])
 
     def _refuse(self, reason: str):
@@ -93,11 +87,6 @@ class BudgetFile:
             f"budgets={self.path} is not for this model: {reason}; calibrate this model and "
             f"give the calibration instead"
         )
-
-
-def automatic_drafters(geometry: Geometry) -> int:
-    """As many as the published files have: one in 16 layers, rounded up."""
-    return -(-geometry.num_layers // LAYERS_PER_DRAFTER)
 
 
 def own_tokens(
@@ -112,14 +101,15 @@ def own_tokens(
     """int [K, L]: at each scale the first drafters keep everything, the others share the rest.
 
     selectivity: float [L], low for layers that look back at much.
-    drafters: the most layers that keep everything.
+    drafters: the most layers that keep everything; 0: as many as the published files have, one in
+      16 layers, rounded up.
     refiner_share: what the others keep at least, relative to the mean over layers. If that forbids
       the wanted number of drafters, fewer keep everything; if it forbids one, that one is cut.
     peak: the budget holds after every layer, also where drafters have grown and later layers have
       not shrunk yet; otherwise when a scale starts.
     """
     rank = np.argsort(np.argsort(selectivity, kind="stable"), kind="stable")
-    most = min(drafters, geometry.num_layers - 1)
+    most = min(drafters or -(-geometry.num_layers // LAYERS_PER_DRAFTER), geometry.num_layers - 1)
     together = capacities.total(geometry, budget) // geometry.num_heads  # of one head in all layers
 
     def build(tokens: int) -> np.ndarray:

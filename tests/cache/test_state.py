@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.cache_write import block_writes
-from varjax.cache.state import KVState
-from varjax.cache.write import Entries, arrange, order_after, store, store_entries
+from varjax.cache.state import Entries, KVState, arrange, order_after, store, store_entries
 
 
 @pytest.mark.parametrize("seed", range(6))

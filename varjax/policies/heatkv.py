@@ -5,14 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from varjax.cache.allocation import StaticAllocation
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry, StaticAllocation
 from varjax.calibration.data import Calibration, cas, order_heads, orders_from_scores, scas
 from varjax.errors import UserError
 from varjax.policies.base import CALIBRATE
-from varjax.policies.heatkv.schedule import PruneSchedule, prune_schedule
+from varjax.policies.heatkv_schedule import PruneSchedule, prune_schedule
 from varjax.policies.registry import register
-from varjax.policies.sinks import MOST_AUTOMATIC_SINKS, SinkPolicy, sink_scales
+from varjax.policies.windows import MOST_AUTOMATIC_SINKS, SinkPolicy, sink_scales
 
 
 @register("heatkv")

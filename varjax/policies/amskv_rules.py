@@ -1,13 +1,26 @@
-"""What arguments AMS-KV takes: published configurations, and everything that can be wrong."""
+"""The rules of AMS-KV: its two algorithms, on the host and as a device mask, the sizes a budget
+buys, and what arguments it takes: published configurations, and everything that can be wrong.
+
+A layer's capacity (the paper's C_bgt) is C_min, or C_max once the layer turned demanding. A scale
+with more tokens than the capacity is oversize.
+"""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import inf
 
-from varjax.cache.geometry import Geometry
+import jax.numpy as jnp
+import numpy as np
+
+from varjax.cache.allocation import Geometry
 from varjax.errors import choose
+from varjax.policies import building_blocks as blocks
+from varjax.policies import capacities
+from varjax.policies.base import Observation
 from varjax.schedule import Schedule
 
+POSITIONS = 2.0**21  # more than any token's position; a few times as much is exact in float32
 VAR_256 = Schedule.square((1, 2, 3, 4, 5, 6, 8, 10, 13, 16))
 VAR_512 = Schedule.square((1, 2, 3, 4, 6, 9, 13, 18, 24, 32))
 MODELS = {"d30": (VAR_256, 30), "d36": (VAR_512, 36)}  # schedule and layers, by preset's first word
@@ -17,6 +30,83 @@ PRESETS = {
     "d36-table3": {"cmin": 581, "cmax": 1029, "demanding": 5},  # {1, 2, 24} and {1, 2, 32}
     "d30-abstract": {"cmin": 41, "cmax": 274, "demanding": 8},  # {1, 2, 6} and {1, 2, 10, 13}
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Tokens per head: C_min, C_max, and the condensed ones, which are locked.
+
+    fill: of an oversize scale, the newest tokens that still fit are kept; otherwise none.
+    """
+
+    cmin: int
+    cmax: int
+    condensed: int
+    fill: bool = False
+
+    def contents(self, tokens: Sequence[int], below: Sequence[bool]) -> tuple[np.ndarray, list]:
+        """Algorithm 1: (bool [K, sum of tokens], what a layer holds after each scale, the last one
+        included; its capacity before each scale and after the last). below: whether each scale's
+        similarity is below the threshold."""
+        starts = np.cumsum([0, *tokens])
+        retained = np.zeros((len(tokens), starts[-1]), bool)
+        held, sizes = np.zeros(0, np.int64), [self.cmin]
+        for i, count in enumerate(tokens):
+            stored = self.fill or count <= self.cmax
+            turns = stored and below[i] and held.size + count > sizes[-1]
+            sizes.append(self.cmax if turns else sizes[-1])
+            if stored:
+                held = self._append(held, np.arange(starts[i], starts[i + 1]), sizes[-1])
+            retained[i, held] = True
+        return retained, sizes
+
+    def _append(self, held: np.ndarray, own: np.ndarray, capacity: int) -> np.ndarray:
+        """Algorithm 2 (CLRU): the condensed and the newest of both."""
+        both = np.concatenate([held, own])
+        if both.size <= capacity:
+            return both
+        if own.size <= capacity:
+            return np.concatenate([both[: self.condensed], both[self.condensed - capacity :]])
+        return np.concatenate([held, own[both.size - capacity :]]) if self.fill else held
+
+    def wide(self, tokens: Sequence[int], below: np.ndarray) -> np.ndarray:
+        """bool [L]: layers that end with C_max, from bool [L, K]."""
+        return np.array([self.contents(tokens, row)[1][-1] == self.cmax for row in below])
+
+
+def divide(
+    geometry: Geometry, budget: float, demanding: int | None, least: int, ratio: float
+) -> tuple[int, int]:
+    """(C_min, C_max) of a budget: `demanding` layers hold `ratio` times as much as the others, as
+    nearly as whole tokens and C_min >= `least` allow; together at most budget * F * L, and with
+    budget 1 all of it. None: which layers are demanding is not known, so any can hold C_max."""
+    full, layers = geometry.schedule.persistent_tokens, geometry.num_layers
+    if demanding is None:
+        cmax = capacities.uniform(geometry, budget)
+        return (full if cmax == full else min(cmax, max(least, round(cmax / ratio)))), cmax
+    total, efficient = int(budget * full * layers + 1e-6), layers - demanding
+    if not demanding or not efficient:
+        return (total // layers,) * 2
+    cmin = min(total // layers, max(least, round(total / (efficient + ratio * demanding))))
+    cmax = (total - efficient * cmin) // demanding
+    if cmax < full:
+        return cmin, cmax
+    return min(full, (total - demanding * full) // efficient), full
+
+
+def keep(obs: Observation, capacity, condensed, fill):
+    """bool [R, N, K]: what survives when a head may hold `capacity` int32 [R, N] tokens, of which
+    `condensed` int32 [R, N] are locked, as `Sizes.contents` decides. fill: bool, traced."""
+    own = obs.live & obs.own
+    oversize = (own.sum(-1) > capacity)[..., None]
+    among = obs.live & ~(own & oversize & ~fill)
+    age = obs.position.astype(jnp.float32)
+    locked = blocks.top(-age, among, condensed)
+    stored_first = 1.0 * (~obs.own & oversize) + 2.0 * locked
+    return blocks.top(age + stored_first * POSITIONS, among, capacity)
+
+
+# --- arguments ---
 
 
 def preset_values(policy, geometry: Geometry) -> dict:

@@ -3,7 +3,7 @@
 import pytest
 
 from varjax.errors import UserError
-from varjax.parallel.mesh import MeshSpec
+from varjax.parallel.split import MeshSpec
 
 
 def test_parse():

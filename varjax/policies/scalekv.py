@@ -7,16 +7,14 @@ from functools import cached_property
 
 import numpy as np
 
-from varjax.cache import allocator, planner
-from varjax.cache.allocation import RegionAllocation
-from varjax.cache.geometry import Geometry
+from varjax.cache import planner
+from varjax.cache.allocation import Geometry, RegionAllocation
 from varjax.calibration.data import Calibration
 from varjax.errors import UserError
 from varjax.policies import building_blocks as blocks
-from varjax.policies import capacities
+from varjax.policies import capacities, scalekv_budgets
 from varjax.policies.base import CALIBRATE, Needs, NotGiven, Observation, Policy
 from varjax.policies.registry import register
-from varjax.policies.scalekv import budgets as layer_budgets
 from varjax.policies.snapkv import WINDOW_SHARE, check_kernel
 
 GRID = 4
@@ -50,7 +48,7 @@ class ScaleKV(Policy):
 
     Args:
       budget: fraction of the full cache; the mean over layers whenever a scale starts.
-      budgets: published budget file, see `scalekv.budgets.BudgetFile`. The budget is then what it
+      budgets: published budget file, see `scalekv_budgets.BudgetFile`. The budget is then what it
         costs; one that is given is checked.
       drafters: the most drafter layers. 0 takes one in 16 layers, as the published files have.
       refiner_share: capacity that refiners keep at least, relative to the mean over layers; the
@@ -105,7 +103,11 @@ class ScaleKV(Policy):
     def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "ScaleKV":
         budget, grid = self.budget, self.grid or GRID
         if self.budgets and isinstance(budget, NotGiven):
-            budget = self._cost(geometry)
+            held = self._published(geometry)
+            if self.accounting == "tokens":
+                budget = self._share(geometry, held)
+            else:
+                budget = planner.cost(geometry, held, self.block_size)
         elif not (self.grid or self.budgets or self.faithful):
             share = capacities.uniform(geometry, budget) // WINDOW_SHARE
             grid = min(GRID, max(1, math.isqrt(share)))
@@ -128,8 +130,8 @@ class ScaleKV(Policy):
         super().check(geometry)
 
     @cached_property
-    def _file(self) -> layer_budgets.BudgetFile:
-        return layer_budgets.BudgetFile.read(self.budgets)
+    def _file(self) -> scalekv_budgets.BudgetFile:
+        return scalekv_budgets.BudgetFile.read(self.budgets)
 
     def content(self) -> str | None:
         """SHA-256 of the budget file, so that a run is not continued with another one."""
@@ -137,44 +139,37 @@ class ScaleKV(Policy):
 
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> RegionAllocation:
         if self.budgets:
-            held = self._held(geometry)
+            held = self._published(geometry)
             if (share := self._share(geometry, held)) > budget + 1e-9:
                 enough = np.ceil(share * 1e4) / 1e4
                 raise UserError(
                     f"budgets={self.budgets} keeps up to {share:.4f} of the full cache, more than "
                     f"budget={budget:g}: the file decides, give budget={enough:g}"
                 )
-            return RegionAllocation(held)
+            return held
         file = "budgets=FILE (a budget file published with ScaleKV, for models of that shape)"
         give = f"{file}, or {CALIBRATE}"
         measured = self.measured(calibration, "selectivity", geometry, what="the layers", give=give)
-        per_layer = layer_budgets.own_tokens(
+        per_layer = scalekv_budgets.own_tokens(
             geometry,
             budget,
             measured[:, min(1, measured.shape[1] - 1) :].mean(-1),  # the first scale looks at none
-            self.drafters or layer_budgets.automatic_drafters(geometry),
+            self.drafters,
             self.refiner_share,
             peak=self.accounting == "bytes",
         )
         return RegionAllocation(capacities.capacity(geometry, per_layer[..., None]))
 
-    def _held(self, geometry: Geometry) -> np.ndarray:
-        """int32 [K, L, N]: what the file lets every head hold."""
-        return capacities.capacity(geometry, self._file.tokens(geometry)[..., None])
+    def _published(self, geometry: Geometry) -> RegionAllocation:
+        """What the file lets every head hold."""
+        tokens = self._file.tokens(geometry)
+        return RegionAllocation(capacities.capacity(geometry, tokens[..., None]))
 
-    def _cost(self, geometry: Geometry) -> float:
-        """The budget of a run that gives none."""
-        held = self._held(geometry)
-        if self.accounting == "tokens":
-            return self._share(geometry, held)
-        return planner.cost(geometry, RegionAllocation(held), self.block_size)
-
-    def _share(self, geometry: Geometry, held: np.ndarray) -> float:
-        """What they are together, as a fraction of the full cache, as `accounting` says."""
-        tokens = held.sum(-1, dtype=np.int64)
-        peak = self.accounting == "bytes"
-        most = allocator.after_each_store(tokens).max() if peak else tokens.sum(-1).max()
-        return float(most / geometry.dense_tokens)
+    def _share(self, geometry: Geometry, held: RegionAllocation) -> float:
+        """Its most tokens, as a fraction of the full cache, counted as `accounting` says."""
+        if self.accounting == "bytes":
+            return planner.peak_tokens(geometry, held) / geometry.dense_tokens
+        return float(held.region_capacity.sum((1, 2)).max() / geometry.dense_tokens)
 
     def window_tokens(self, height: int, width: int) -> np.ndarray:
         grid = self.grid or GRID
@@ -184,9 +179,7 @@ class ScaleKV(Policy):
     # --- device -----------------------------------------------------------------------------------
 
     def select(self, obs: Observation):
-        return blocks.window_and_peaks(
-            obs.window_logits, obs.position, obs.live, obs.window, obs.capacity, self.kernel
-        )
+        return blocks.window_and_peaks(obs, obs.window_logits, self.kernel)
 
 
 def _raster(side: int, grid: int) -> np.ndarray:

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from varjax.cache.geometry import Geometry
+from varjax.cache.allocation import Geometry
+from varjax.cache.allocator import after_each_layer
 from varjax.errors import UserError
-from varjax.policies import sinks as sink_rules
+from varjax.policies.windows import minimum_budget
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +50,7 @@ def heads_to_remove(geometry: Geometry, sinks: int, budget: float) -> np.ndarray
     scale k (HeatKV, Eq. 5)."""
     schedule, total = geometry.schedule, geometry.num_layers * geometry.num_heads
     allowed = budget * schedule.persistent_tokens
-    protected = sink_rules.sink_tokens(sinks, geometry)
+    protected = schedule.starts[sinks]
     counts = np.zeros(schedule.num_scales, np.int64)
     for k in range(sinks, schedule.num_scales - 1):
         if schedule.ends[k] > allowed:
@@ -78,7 +79,7 @@ def prune_schedule(
     Raises:
       UserError: the sinks alone exceed the budget; the message names the smallest feasible one.
     """
-    lowest = sink_rules.minimum_budget(sinks, geometry)
+    lowest = minimum_budget(sinks, geometry)
     if budget + 1e-12 < lowest:
         raise UserError(
             f"budget={budget:g} is infeasible: {sinks} sink scales alone need {lowest:.6g} of the "
@@ -95,7 +96,7 @@ def prune_schedule(
         hidden[k] = problem.removed[k]
         hidden[k][taken] = True
         early[k] = len(taken[0])
-        total[k] = _after_each_layer(problem.held(k + 1), problem.held(k, hidden[k]))
+        total[k] = after_each_layer(problem.held(k + 1), problem.held(k, hidden[k]))
     counts[-1] = -1
     return PruneSchedule(
         counts,
@@ -135,7 +136,7 @@ class _Problem:
         due = np.concatenate([[0], counts])[:, None, None, None]
         removed = (rank < due) & (size > 0)[:, :, None, None]
         removed[-1] = removed[-2]
-        protected = sink_rules.sink_tokens(sinks, geometry)
+        protected = schedule.starts[sinks]
         return cls(
             size=size,
             sink_size=np.minimum((0, *schedule.ends), protected),
@@ -155,7 +156,7 @@ class _Problem:
         - layer descending, source scale descending, rank ascending - that keeps every layer of
         scale k within the limit. Only removals in layers still to run free anything."""
         waiting_row = k + 1 if literal else k
-        base = _after_each_layer(self.held(k + 1), self.held(waiting_row, self.removed[k]))
+        base = after_each_layer(self.held(k + 1), self.held(waiting_row, self.removed[k]))
         freeing = (self.size[waiting_row] > 0)[:, None, None]
         unit, layer, head = np.nonzero(self.removed[k + 1] & ~self.removed[k] & freeing)
         first = np.lexsort((self.rank[unit, layer, head], -unit, -layer))
@@ -166,11 +167,6 @@ class _Problem:
         found = np.maximum.accumulate(needed)
         totals = base - freed[np.minimum(found, in_later_layers)]
         return tuple(index[: found[-1]] for index in (unit, layer, head)), totals
-
-
-def _after_each_layer(done: np.ndarray, waiting: np.ndarray) -> np.ndarray:
-    """int [L]: layers up to l hold `done`, later ones still `waiting`."""
-    return np.cumsum(done) + waiting.sum() - np.cumsum(waiting)
 
 
 def _per_source_scale(units: np.ndarray, sinks: int, own_scale: bool) -> np.ndarray:

@@ -1,0 +1,111 @@
+"""Which slots of the pool a head may read, and which token of a scale goes into which slot."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+AnyArray = Array | np.ndarray  # the planner's tables are made on the host
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlockTable:
+    """Runs of slots: entry m of head n covers slots [start, stop) of block `ids`. start == stop is
+    an empty entry.
+
+    Arrays are int32 [N, M] (all rows alike) or [R, N, M] (per row). Ids are global in the row's
+    pool and always valid, also in empty entries. A block may be listed twice with disjoint ranges.
+    """
+
+    # Valid also where empty: the reference gathers every entry, and the TPU kernels copy the blocks
+    # of all entries up to the last one in use.
+    ids: Int[AnyArray, "*rows N M"]
+    start: Int[AnyArray, "*rows N M"]
+    stop: Int[AnyArray, "*rows N M"]
+
+    def _offsets(self, block_size: int) -> Int[Array, "*rows N M block_size"]:
+        """Place within the block of every slot of every entry."""
+        shape = (*self.ids.shape, block_size)
+        return jax.lax.broadcasted_iota(self.ids.dtype, shape, self.ids.ndim)
+
+    def with_rows(self) -> tuple[Array, Array, Array]:
+        """(ids, start, stop), each [R, N, M], or [1, N, M] if the table is shared by all rows."""
+        return tuple(a if a.ndim == 3 else a[None] for a in (self.ids, self.start, self.stop))
+
+    def slot_mask(self, block_size: int) -> Bool[Array, "*rows N P"]:
+        """Valid slots in table order; P = M * block_size."""
+        offset = self._offsets(block_size)
+        mask = (offset >= self.start[..., None]) & (offset < self.stop[..., None])
+        return mask.reshape(*self.ids.shape[:-1], -1)
+
+    def slots(self, block_size: int) -> Int[Array, "*rows N P"]:
+        """Slot numbers (block id * block_size + offset) in table order, valid or not."""
+        offset = self._offsets(block_size)
+        return (self.ids[..., None] * block_size + offset).reshape(*self.ids.shape[:-1], -1)
+
+    def for_rows(self, regions: Int[Array, "R N"]) -> "BlockTable":
+        """Per-row tables where head n of row r reads the entries listed for region `regions[r,
+        n]`."""
+        return jax.tree.map(lambda a: a[regions], self)
+
+    def filled_to(self, count: Int[Array, "*rows N"], block_size: int) -> "BlockTable":
+        """The same blocks, valid for the first `count` slots in table order."""
+        entry = jax.lax.broadcasted_iota(self.ids.dtype, self.ids.shape, self.ids.ndim - 1)
+        # negative behind the last block in use, where nothing is valid: clipped to an empty entry
+        stop = jnp.clip(count[..., None] - entry * block_size, 0, block_size)
+        return BlockTable(self.ids, jnp.zeros_like(self.start), stop.astype(self.stop.dtype))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlockWrites:
+    """Blocks that receive tokens: slot i of entry j of head n takes token `source[n, j, i]` of the
+    scale; -1 leaves the slot as it is.
+
+    Arrays are int32, for all rows alike or per row. No block is listed twice in a row, neither by
+    one head nor by two: kernels read a block while another one is written. An entry whose sources
+    are all -1 is empty: its id may be anything valid, and its block is not touched.
+    """
+
+    ids: Int[AnyArray, "*rows N J"]
+    source: Int[AnyArray, "*rows N J block_size"]
+
+    @property
+    def slots(self) -> Int[Array, "*rows N JS"]:
+        """Slot numbers of all listed blocks, in table order."""
+        size = self.source.shape[-1]
+        slots = self.ids[..., None] * size + jnp.arange(size, dtype=self.ids.dtype)
+        return slots.reshape(*self.ids.shape[:-1], -1)
+
+
+def block_writes(slots: np.ndarray, block_size: int, entries: int | None = None) -> BlockWrites:
+    """The table (host arrays) that stores token t of a head in slot `slots[..., t]`.
+
+    Args:
+      slots: int [..., T], slot numbers of the pool; negative: the token is not stored.
+      entries: J; None takes what the fullest head needs (at least 1).
+    """
+    lead, flat = slots.shape[:-1], slots.reshape(-1, slots.shape[-1])
+    heads = [_one_head(s, block_size) for s in flat]
+    needed = max((len(ids) for ids, _ in heads), default=1)
+    entries = max(1, needed) if entries is None else entries
+    # unused entries: any valid id, here 0, without a token
+    ids = np.zeros((len(heads), entries), np.int32)
+    source = np.full((len(heads), entries, block_size), -1, np.int32)
+    for n, (mine, tokens) in enumerate(heads):
+        ids[n, : len(mine)], source[n, : len(mine)] = mine, tokens
+    return BlockWrites(ids.reshape(*lead, entries), source.reshape(*lead, entries, block_size))
+
+
+def _one_head(slots: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """(block ids [J], sources [J, block_size]) of one head's tokens."""
+    tokens = np.flatnonzero(slots >= 0)
+    stored = slots[tokens]
+    # each block once, however its tokens are spread: the contract of `BlockWrites`
+    ids, entry = np.unique(stored // block_size, return_inverse=True)
+    source = np.full((len(ids), block_size), -1, np.int32)
+    source[entry, stored % block_size] = tokens
+    return ids, source
