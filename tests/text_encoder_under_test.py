@@ -5,7 +5,6 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from varjax.models import parameters
 from varjax.storage import checkpoint
@@ -43,7 +42,7 @@ def write_tokenizer(path: Path, **ids) -> Path:
 
 def random_encoder(config: T5Config = CONFIG) -> T5Encoder:
     """An encoder with random weights of sizes that trained ones have; norms are near 1."""
-    module = parameters.abstract(lambda: T5Encoder(config, rngs=nnx.Rngs(0)))
+    module = parameters.abstract(T5Encoder, config)
     rng, arrays = np.random.default_rng(0), {}
     for name, leaf in parameters.named(module).items():
         draw = rng.normal(size=leaf.shape) * (1 if name == "embedding" else 0.1)

@@ -38,7 +38,7 @@ LATENT, IMAGE = 1e-4, 3e-4
 def _load(file: str) -> BSQVAE:
     config = BSQConfig.from_published(CONFIGS[file.split(".")[0]])
     tensors = sources.open_source(FIXTURES / file, TABLES["BSQVAE"].signature).tensors
-    abstract = parameters.abstract(lambda: BSQVAE(config, rngs=nnx.Rngs(0)))
+    abstract = parameters.abstract(BSQVAE, config)
     return jax.device_put(rules.apply(bsq_rules(config), tensors, abstract)[0])
 
 
@@ -121,7 +121,7 @@ def tiny():
         patch_size=2,
         codebook_dim=6,
     )
-    abstract = parameters.abstract(lambda: BSQVAE(config, rngs=nnx.Rngs(0)))
+    abstract = parameters.abstract(BSQVAE, config)
     rng = np.random.default_rng(0)
     draws = {n: 0.1 * rng.normal(size=x.shape) for n, x in parameters.named(abstract).items()}
     arrays = {n: np.float32(x.astype(jnp.bfloat16)) for n, x in draws.items()}
@@ -195,7 +195,7 @@ def test_wrong_shapes_are_explained():
         BSQConfig.from_published(CONFIGS["bsqvae_p16_d16"]),
         Schedule.parse("1x1;2x3"),
     )
-    codec = parameters.abstract(lambda: BSQVAE(config, rngs=nnx.Rngs(0)))
+    codec = parameters.abstract(BSQVAE, config)
     with pytest.raises(UserError, match="2 x 2 positions does not fit schedule 1x1;2x3"):
         quantizer.features_to_bits(jnp.zeros((1, 2, 2, 16)), schedule)
     with pytest.raises(UserError, match=r"\(1, 6, 16\) given: schedule 1x1;2x3 needs \[images, 7"):
@@ -221,7 +221,7 @@ def test_published_names_round_trip(name):
 def test_published_sizes_by_shape(name):
     """Images to bits to images, without arrays: 1024 pixels are 64 or 128 positions."""
     config = PRESETS[name]
-    model = parameters.abstract(lambda: BSQVAE(config, rngs=nnx.Rngs(0)))
+    model = parameters.abstract(BSQVAE, config)
     side = 1024 // config.downsample
     schedule = Schedule.square((1, side // 2, side))
     images = jax.ShapeDtypeStruct((1, 1024, 1024, 3), "float32")
@@ -240,7 +240,7 @@ def test_more_levels_than_halvings():
         patch_size=4,
         codebook_dim=6,
     )
-    model = parameters.abstract(lambda: BSQVAE(config, rngs=nnx.Rngs(0)))
+    model = parameters.abstract(BSQVAE, config)
     halve = [level.downsample is not None for level in model.encoder.down]
     double = [level.upsample is not None for level in model.decoder.up]
     assert halve == [True, True, False, False] and double == [False, True, True]

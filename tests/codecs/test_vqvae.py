@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from ported_weights import rules
 from ported_weights.readers import sources
@@ -29,7 +28,7 @@ def _load(name: str) -> VQVAE:
     folder = FIXTURES / name
     config = VQVAEConfig.from_published(json.loads((folder / "config.json").read_text()))
     tensors = sources.open_source(folder / WEIGHTS[name]).tensors
-    abstract = parameters.abstract(lambda: VQVAE(config, rngs=nnx.Rngs(0)))
+    abstract = parameters.abstract(VQVAE, config)
     return jax.device_put(rules.apply(vqvae_rules(config), tensors, abstract)[0])
 
 
@@ -116,7 +115,7 @@ def test_published_names_of_phi(share):
         for i in range(config.num_phi):
             name = "qresi" if share == 1 else f"qresi_ls.{i}" if share else str(i)
             tensors[f"quantize.quant_resi.{name}.{kind}"] = phi[f"{old}{i % 4}.{kind}"]
-    abstract = parameters.abstract(lambda: VQVAE(config, rngs=nnx.Rngs(0)))
+    abstract = parameters.abstract(VQVAE, config)
     codec = rules.apply(vqvae_rules(config), tensors, abstract)[0]
     reference = _load("vae_small").quantizer.phi_kernel[...]
     expected = [reference[i % 4] for i in range(config.num_phi)]

@@ -39,8 +39,8 @@ def abstract_networks() -> dict[str, nnx.Module]:
     )
     codec = VQVAEConfig(ch=32, ch_mult=(1,), vocab_size=16, z_channels=4, schedule=SCHEDULE)
     return {
-        "transformer": parameters.abstract(lambda: VAR(transformer, rngs=nnx.Rngs(0))),
-        "codec": parameters.abstract(lambda: VQVAE(codec, rngs=nnx.Rngs(0))),
+        "transformer": parameters.abstract(VAR, transformer),
+        "codec": parameters.abstract(VQVAE, codec),
     }
 
 

@@ -15,9 +15,9 @@ from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling
 
 DEMO, TEXT = "demo", models.FAMILIES["infinity"]
-CASES = [  # by default; the others with `slow` as argument
+CASES = [
     (DEMO, "full", {}, None, ("data=8", "data=4,model=2")),
-    (DEMO, "heatkv", {"budget": 0.2}, "int8", ("data=2,model=4", "model=2")),
+    (DEMO, "heatkv", {"budget": 0.2}, "int8", ("data=2,model=4",)),
     (DEMO, "h2o", {"budget": 0.3}, None, ("data=4",)),
     (TEXT, "streaming", {"budget": 0.4}, None, ("data=2,model=4",)),
 ]

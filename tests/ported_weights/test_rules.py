@@ -18,10 +18,10 @@ from varjax.models import parameters, registry
 class Toy(nnx.Module):
     """Two stacked layers, a projection and a convolution."""
 
-    def __init__(self):
+    def __init__(self, config, rngs):
         self.layers = nnx.Dict(kernel=nnx.Param(np.zeros((2, 3, 4), "f4")))
-        self.head = nnx.Linear(4, 5, rngs=nnx.Rngs(0))
-        self.conv = nnx.Conv(2, 3, (3, 3), use_bias=False, rngs=nnx.Rngs(0))
+        self.head = nnx.Linear(4, 5, rngs=rngs)
+        self.conv = nnx.Conv(2, 3, (3, 3), use_bias=False, rngs=rngs)
 
 
 @dataclass
@@ -71,7 +71,7 @@ def _tensors(dtype="f4", **changes):
 
 
 def _apply(tensors, table=TABLE):
-    return rules.apply(table, tensors, parameters.abstract(Toy))
+    return rules.apply(table, tensors, parameters.abstract(Toy, None))
 
 
 def _problems(tensors, table=TABLE) -> list[str]:

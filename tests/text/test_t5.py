@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from tests.text_encoder_under_test import CONFIG
 from varjax.errors import UserError
@@ -94,7 +93,7 @@ def test_published_sizes(name, count):
     """Encoder parameters by hand: table, position bias, layers of four attention and three
     feed-forward products with two norms, final norm."""
     config = t5.PRESETS[name]
-    module = parameters.abstract(lambda: T5Encoder(config, rngs=nnx.Rngs(0)))
+    module = parameters.abstract(T5Encoder, config)
     inner = config.num_heads * config.d_kv
     layer = config.d_model * (4 * inner + 3 * config.d_ff + 2)
     table = config.vocab_size * config.d_model + 32 * config.num_heads
@@ -131,7 +130,7 @@ def test_layers_are_scanned():
 
     def size(num_layers):
         config = dataclasses.replace(CONFIG, num_layers=num_layers)
-        module = parameters.abstract(lambda: T5Encoder(config, rngs=nnx.Rngs(0)))
+        module = parameters.abstract(T5Encoder, config)
         ids, lengths = jnp.zeros((1, 16), jnp.int32), jnp.ones(1, jnp.int32)
         return str(jax.make_jaxpr(lambda m: m(ids, lengths))(module)).count("dot_general")
 

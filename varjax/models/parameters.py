@@ -5,16 +5,32 @@ layer axis.
 """
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 
-def abstract(build: Callable[[], nnx.Module]) -> nnx.Module:
-    """The module that `build` makes, holding shapes and types: nothing is allocated."""
-    return nnx.eval_shape(build)
+class _OneKey(nnx.Rngs):
+    """Gives out one key, where no number is drawn: the counters of `nnx.Rngs`, traced, would take
+    most of the time of a deep codec."""
+
+    def params(self) -> jax.Array:
+        return jax.random.key(0)
+
+
+def abstract(network: Callable[..., nnx.Module], config) -> nnx.Module:
+    """The module `network(config, rngs=...)`, holding shapes and types: nothing is allocated."""
+    return nnx.merge(*_abstract(network, config))
+
+
+@lru_cache(maxsize=32)
+def _abstract(network, config):
+    """Structure and abstract state; kept, because tracing a deep codec takes long."""
+    return nnx.split(nnx.eval_shape(lambda: network(config, rngs=_OneKey(0))))
 
 
 def named(module: nnx.Module) -> dict:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from flax import nnx
 
@@ -44,19 +43,9 @@ class Part:
             problem = f"a value has the wrong type: {error}"
             raise UserError(f"{self.name} configuration: {problem}") from error
 
-    def build(self, config) -> nnx.Module:
-        """The module with random parameters."""
-        return self.module(config, rngs=nnx.Rngs(0))
-
     def abstract(self, config) -> nnx.Module:
         """The module with shapes and types in place of arrays; allocates nothing."""
-        return nnx.merge(*_abstract(self, config))
-
-
-@lru_cache(maxsize=32)
-def _abstract(part: Part, config):
-    """Structure and abstract state; kept, because tracing a deep codec takes a second."""
-    return nnx.split(parameters.abstract(lambda: part.build(config)))
+        return parameters.abstract(self.module, config)
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,9 @@ def run(stage: Stage, out, quiet: bool = False) -> dict:
       UserError: the loss is no longer a number. The last checkpoint stays.
     """
     with StageFolder(out, stage.name, stage.settings.of_stage(stage.name)) as folder:
-        state, start = folder.restore(stage.initial_state())
+        # on a device by name, as the state of every later step: else the second one compiles again
+        initial = jax.device_put(stage.initial_state(), jax.devices()[0])
+        state, start = folder.restore(initial)
         if start:
             say(f"{stage.name}: resuming after step {start} of {stage.steps}", quiet)
         folder.keep_history(start)

@@ -57,8 +57,7 @@ class Stage:
 
     def model(self, params: Mapping) -> nnx.Module:
         """The network with these parameters, for example `state["ema"]`."""
-        abstract = parameters.abstract(lambda: self.network(self.config, rngs=nnx.Rngs(0)))
-        return parameters.fill(abstract, params)
+        return parameters.fill(parameters.abstract(self.network, self.config), params)
 
     def key(self, n: int) -> jax.Array:
         return jax.random.fold_in(jax.random.key(self.settings.seed), n)
