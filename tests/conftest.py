@@ -1,7 +1,8 @@
 """Settings of all tests: CPU unless told otherwise, exact float32 products, markers, paths.
 
-64-bit types stay off, as they are for users. Programs compiled by one test are shared with the
-others (and other worker processes, which inherit the environment) until the tests end.
+64-bit types stay off, as they are for users. Programs compiled and models converted by one test are
+shared with the others (and other worker processes, which inherit the environment) until the tests
+end.
 """
 
 import atexit
@@ -15,11 +16,14 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported anywhere
+if "VARJAX_TEST_FOLDER" not in os.environ:
+    os.environ["VARJAX_TEST_FOLDER"] = tempfile.mkdtemp(prefix="varjax-test-")
+    atexit.register(shutil.rmtree, os.environ["VARJAX_TEST_FOLDER"], ignore_errors=True)
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    _cache = tempfile.mkdtemp(prefix="varjax-test-programs-")
-    atexit.register(shutil.rmtree, _cache, ignore_errors=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(
+        os.environ["VARJAX_TEST_FOLDER"], "programs"
+    )
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 if os.environ["JAX_PLATFORMS"] == "cpu":  # nearly all of the time is compilation
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
     if metadata.version("jaxlib").startswith("0.10."):  # later ones do not know this flag
@@ -64,11 +68,18 @@ def _reasons_to_skip(config, item):
 
 @pytest.fixture(scope="module")
 def optimized():
-    """Programs compiled as users compile them, for tests of numbers; the others leave out costly
-    passes of the compiler."""
+    """Programs compiled as users compile them; the others leave out costly passes of the
+    compiler."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", QUICK_COMPILATION)
+
+
+@pytest.fixture(scope="module")
+def optimized_if_slow(request):
+    """`optimized` with --slow, for numbers that have to be right either way."""
+    if request.config.getoption("--slow"):
+        request.getfixturevalue("optimized")
 
 
 @pytest.fixture(scope="module", autouse=True)

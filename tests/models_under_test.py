@@ -1,9 +1,11 @@
 """Models that several test folders use: the reference fixtures of all families, ported to disk once
 per session, and what their images are made of."""
 
+import contextlib
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 import tempfile
 
@@ -19,6 +21,7 @@ from varjax.schedule import Schedule
 from varjax.text.features import TextFeatures
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures" / "var"
+MODELS = pathlib.Path(os.environ["VARJAX_TEST_FOLDER"])  # of all processes, see conftest.py
 TOKENIZER = {
     "a_k10": "vae_full/vae.pth",
     "b_k6_sharedaln": "vae_small/vae.safetensors",
@@ -42,8 +45,16 @@ CODE_MAP, IMAGE = 3e-5, 5e-5
 
 @functools.cache
 def checkpoint_folder(name: str) -> pathlib.Path:
-    """A fixture model, converted by the port exactly as a user would."""
-    out = pathlib.Path(tempfile.mkdtemp(prefix="varjax-test-")) / name
+    """A fixture model, converted by the port exactly as a user would; by one process for all."""
+    folder = MODELS / name
+    if not folder.exists():
+        made = _converted(name, pathlib.Path(tempfile.mkdtemp(dir=MODELS)) / name)
+        with contextlib.suppress(OSError):  # another process was faster
+            made.rename(folder)
+    return folder
+
+
+def _converted(name: str, out: pathlib.Path) -> pathlib.Path:
     if name in INFINITY:
         return _infinity_folder(name, out)
     tokenizer = FIXTURES / TOKENIZER[name]

@@ -44,7 +44,7 @@ def abstract_networks() -> dict[str, nnx.Module]:
     }
 
 
-DEFAULT = [("full", "float32"), ("headkv", "float32"), ("h2o", "int8")]  # the others with --slow
+DEFAULT = [("headkv", "float32"), ("h2o", "int8")]  # the others with --slow
 CASES = [
     pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.slow)
     for case in itertools.product(POLICIES, ["float32", "int8"])

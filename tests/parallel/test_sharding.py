@@ -18,16 +18,18 @@ from varjax.parallel.sharding import ShardedPlan
 from varjax.parallel.split import MeshSpec
 
 
-def test_every_mesh_gives_the_same_images():
+@pytest.mark.parametrize("more", [[], pytest.param(["--slow"], marks=pytest.mark.slow)])
+def test_every_mesh_gives_the_same_images(more):
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     found = subprocess.run(
-        [sys.executable, "-m", "tests.parallel.sharded"],
+        [sys.executable, "-m", "tests.parallel.sharded", *more],
         env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
     )
     assert found.returncode == 0, found.stderr[-2000:]
-    assert found.stdout.count("same images") == sum(len(meshes) for *_, meshes in sharded.CASES)
+    cases = sharded.MORE if more else sharded.CASES
+    assert found.stdout.count("same images") == sum(len(meshes) for *_, meshes in cases)
 
 
 @pytest.mark.parametrize("policy", [policies.Full(), policies.Streaming(budget=0.3)])

@@ -54,6 +54,7 @@ def model_and_calibration(name: str):
     return model, measure.measure(model, models.condition(model, LABELS), sampling, batch_size=2)
 
 
+@functools.cache
 def plan_of(model: str, policy: str, budget: float):
     """The plan, or None where the policy says that the budget is too small."""
     (loaded, calibration), (name, arguments) = model_and_calibration(model), EVERY[policy]

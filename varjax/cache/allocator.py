@@ -193,8 +193,8 @@ def peak_blocks(allocation: Allocation, geometry: Geometry, block_size: int) -> 
     """The size of the pool, without laying it out."""
     num_scales = geometry.schedule.num_scales
     if isinstance(allocation, RegionAllocation):
-        grid = layouts(allocation, geometry, block_size)
-        return int(live_blocks(grid, num_scales).max(initial=0))
+        blocks = -(-allocation.region_capacity.astype(np.int64) // block_size)
+        return int(after_each_store(blocks.sum(-1)).max(initial=0))
     counts = allocation.tokens_by_last_use(geometry)
     layers = [
         sum(static_live_blocks(head.tobytes(), num_scales, block_size) for head in layer)

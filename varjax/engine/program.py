@@ -74,13 +74,14 @@ def trace_pixels(
     formats: where and how the arrays lie, if not as usual (`Compiled.input_formats`).
     """
     where = {} if formats is None else {"in_shardings": (formats, None)}
-
-    def program(networks, code_map):
-        return decode(networks["codec"], code_map, at_once=at_once)
-
+    program = partial(_pixels, at_once=at_once)  # equal partials: JAX traces the next one no more
     with _matmul_precision(precision):
         program = program if sharded is None else sharded.over_images(program)
         return jax.jit(program, **where).trace(networks, code_map)
+
+
+def _pixels(networks, code_map, at_once):
+    return decode(networks["codec"], code_map, at_once=at_once)
 
 
 def decode(
