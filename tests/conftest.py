@@ -75,13 +75,6 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", QUICK_COMPILATION)
 
 
-@pytest.fixture(scope="module")
-def optimized_if_slow(request):
-    """`optimized` with --slow, for numbers that have to be right either way."""
-    if request.config.getoption("--slow"):
-        request.getfixturevalue("optimized")
-
-
 @pytest.fixture(scope="module", autouse=True)
 def programs_are_forgotten():
     """Compiled programs do not pile up in a worker; another module reads them from the disk."""

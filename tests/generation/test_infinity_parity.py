@@ -14,7 +14,7 @@ from varjax.policies import Full
 from varjax.sampling import Sampling, filter_logits
 from varjax.text.features import TextFeatures
 
-pytestmark = pytest.mark.usefixtures("optimized_if_slow")
+pytestmark = pytest.mark.usefixtures("optimized")
 # float32 against float32 of another order of operations, from tests/fixtures/README.md
 HEAD, GUIDED, CODES, IMAGE = 5e-4, 2e-3, 1e-4, 1e-3
 CASES = {  # fixture: (model, aspect)

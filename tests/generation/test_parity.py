@@ -10,7 +10,7 @@ from varjax import policies
 from varjax.cache.planner import plan_cache
 from varjax.models.layers import dense_attention
 
-pytestmark = pytest.mark.usefixtures("optimized_if_slow")
+pytestmark = pytest.mark.usefixtures("optimized")
 MODELS = tuple(models.TOKENIZER)
 
 
