@@ -135,7 +135,7 @@ def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
 
 def decoded_at_once(run: Run) -> int:
     """Images that a device decodes to pixels at a time; chunks are of equal size
-    (`chunks.map_in_chunks`)."""
+    (`segments.map_in_chunks`)."""
     count = run.batch_size // run.program.mesh.data
     code_map = run.model.config.code_map[:2]
     most = run.program.decode_batch or program.decoder_batch(run.model.codec, code_map, count)

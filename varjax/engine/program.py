@@ -74,10 +74,12 @@ def trace_pixels(
     formats: where and how the arrays lie, if not as usual (`Compiled.input_formats`).
     """
     where = {} if formats is None else {"in_shardings": (formats, None)}
-    program = partial(_pixels, at_once=at_once)  # equal partials: JAX traces the next one no more
     with _matmul_precision(precision):
-        program = program if sharded is None else sharded.over_images(program)
-        return jax.jit(program, **where).trace(networks, code_map)
+        if sharded is not None:
+            program = sharded.over_images(partial(_pixels, at_once=at_once))
+            return jax.jit(program, **where).trace(networks, code_map)
+        # one function for all generators, not a closure each: JAX then traces it once per model
+        return jax.jit(_pixels, static_argnums=2, **where).trace(networks, code_map, at_once)
 
 
 def _pixels(networks, code_map, at_once):
