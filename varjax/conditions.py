@@ -17,17 +17,18 @@ from varjax.text.features import TextFeatures
 
 
 class Condition(Protocol):
-    """len: images. take: arrays of some images, leading axis images; shapes do not depend on which
-    images they are. describe: JSON-able content, what decides the images."""
+    """What the images of a run are made of; its length is their number."""
 
     numbers: np.ndarray  # int32 [N]: labels, or the numbers of the prompts
     captions: Sequence[str] | None  # texts for people
 
     def __len__(self) -> int: ...
 
-    def take(self, index: np.ndarray) -> Any: ...
+    def take(self, index: np.ndarray) -> Any:
+        """Arrays of some images, leading axis images; their shapes do not depend on which."""
 
-    def describe(self) -> Any: ...
+    def describe(self) -> Any:
+        """What decides the images, for JSON."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -102,8 +102,8 @@ class Text:
 
 
 def encoded(condition: Any, model: Model, dtype: str) -> Any:
-    """The condition with its prompts encoded, the encoder has come and gone; labels as they are.
-    `UserError` if the encoder cannot be used, or is not the one of this model."""
+    """The condition with its prompts encoded; the encoder is freed before this returns. Labels are
+    returned unchanged. `UserError` if the encoder cannot be used, or is not this model's."""
     if not isinstance(condition, Text) or condition.features is not None:
         return condition
     prompts, encoder, most = condition.prompts, condition.encoder, condition.text_maxlen

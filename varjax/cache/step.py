@@ -60,7 +60,7 @@ def cache_step(plan: CachePlan, segment: Segment, attention: str | None) -> Cach
         return StaticStep(any(map(plan.stores, segment.scales)), attention)
     policy, allocation = plan.policy, plan.allocation
     regroups = allocation.regroup_scale in segment.scales
-    changes = (plan.stores, plan.selects, plan.moves)  # each only where those before it do
+    changes = (plan.stores, plan.selects, plan.moves)  # moving implies selecting, selecting storing
     return DecidingStep(
         policy=policy,
         update=Update(max(sum(does(s) for does in changes) for s in segment.scales)),

@@ -79,6 +79,9 @@ def trace_pixels(
             program = sharded.over_images(partial(_pixels, at_once=at_once))
             return jax.jit(program, **where).trace(networks, code_map)
         # one function for all generators, not a closure each: JAX then traces it once per model
+        at_once = at_once or decoder_batch(
+            networks["codec"], code_map.shape[1:3], code_map.shape[0]
+        )
         return jax.jit(_pixels, static_argnums=2, **where).trace(networks, code_map, at_once)
 
 

@@ -24,7 +24,7 @@ class _OneKey(nnx.Rngs):
 
 def abstract(network: Callable[..., nnx.Module], config) -> nnx.Module:
     """The module `network(config, rngs=...)`, holding shapes and types: nothing is allocated."""
-    return nnx.merge(*_abstract(network, config))
+    return nnx.merge(*_abstract(network, config), copy=True)
 
 
 @lru_cache(maxsize=32)

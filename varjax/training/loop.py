@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from varjax.errors import UserError
@@ -124,7 +125,8 @@ def run(stage: Stage, out, quiet: bool = False) -> dict:
     """
     with StageFolder(out, stage.name, stage.settings.of_stage(stage.name)) as folder:
         # on a device by name, as the state of every later step: else the second one compiles again
-        initial = jax.device_put(stage.initial_state(), jax.devices()[0])
+        device = jnp.zeros(()).devices().pop()  # the default one
+        initial = jax.device_put(stage.initial_state(), device)
         state, start = folder.restore(initial)
         if start:
             say(f"{stage.name}: resuming after step {start} of {stage.steps}", quiet)

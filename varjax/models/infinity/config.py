@@ -41,7 +41,7 @@ class InfinityConfig(published.TransformerConfig):
     codebook_dim: bits of one code of the image tokenizer; with `apply_spatial_patchify` a token
       stands for 2 x 2 codes.
     schedule, rope_map: maps of tokens, and the map that rotary positions are stretched to: the
-      template's last one at 1M (`infinity_schedules`). Weights do not depend on them.
+      template's last one at 1M (`schedules`). Weights do not depend on them.
     """
 
     what = "Infinity"
