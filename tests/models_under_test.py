@@ -21,7 +21,8 @@ from varjax.schedule import Schedule
 from varjax.text.features import TextFeatures
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures" / "var"
-MODELS = pathlib.Path(os.environ["VARJAX_TEST_FOLDER"])  # of all processes, see conftest.py
+# Of all processes of a test run (conftest.py); of one, where a module of tests is run by itself.
+MODELS = pathlib.Path(os.environ.get("VARJAX_TEST_FOLDER") or tempfile.mkdtemp(prefix="varjax-"))
 TOKENIZER = {
     "a_k10": "vae_full/vae.pth",
     "b_k6_sharedaln": "vae_small/vae.safetensors",
