@@ -1,0 +1,135 @@
+"""TPU kernels in the TPU simulator: copies that are carried out as late as they may be, fresh memory
+full of NaN, races looked for, one core and two.
+
+The plain interpreter of `test_kernels` carries a copy out at its start and cannot see that a wait
+is missing.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import cache_write, ragged_attention
+from pallas_kernels.arg_specs import ArgSpec
+from pallas_kernels.cache_write import tpu as tpu_write
+from pallas_kernels.ragged_attention import tpu, tpu_blocks
+from pallas_kernels.ragged_attention.config import TPUConfig
+from tests.pallas_kernels.test_kernels import CASES, TOLERANCE, error, in_float32, tables
+
+SMALL = ArgSpec(
+    name="small", rows=2, heads=2, head_dim=64, tokens=21, length=13, entries=5, dtype="float32"
+)
+# two groups of entries, so that a buffer is used while another is filled
+SMALL_TILES = TPUConfig(block_q=128, copy_keys=32, own_keys=64)
+
+
+def simulated(operation, cores: int = 1, **options):
+    """`operation` of a TPU module in the simulator, as one program for all numbers."""
+    params = pltpu.InterpretParams(
+        dma_execution_mode="on_wait",
+        uninitialized_memory="nan",
+        detect_races=True,
+        num_cores_or_threads=cores,
+    )
+    return jax.jit(partial(operation, interpret=params, **options))
+
+
+def has_races() -> bool:
+    """Whether the last program raced."""
+    return simulator.races.races_found
+
+
+def check_attend(run, args, tolerance: float, length: int):
+    found = jax.block_until_ready(run(*args.attend, args.kv_scale))
+    assert not has_races()
+    exact = in_float32(args)
+    options = dict(kv_scale=args.kv_scale, return_lse=True, implementation="reference")
+    expected = ragged_attention.attend(*exact.attend, **options)
+    for a, b, most in zip(found, expected, (tolerance, tolerance), strict=True):
+        assert error(a[:, :, :length], b[:, :, :length]) < most
+
+
+def check_write(run, args):
+    found = run(args.kv_pool, args.k, args.v, args.writes, args.kv_scale)
+    jax.block_until_ready(found[0])
+    assert not has_races()
+    given = (args.kv_pool, args.k, args.v, args.writes)
+    expected = cache_write.write(*given, kv_scale=args.kv_scale, implementation="reference")
+    chex.assert_trees_all_equal(found, expected, strict=True)
+
+
+@pytest.mark.parametrize("shape", CASES)
+def test_attend(shape):
+    run = simulated(tpu.attend, return_lse=True)
+    for spec in tables(shape):
+        check_attend(run, spec.arguments(), TOLERANCE[spec.dtype], spec.length)
+
+
+@pytest.mark.parametrize("shape", CASES)
+def test_write(shape):
+    check_write(simulated(tpu_write.write), shape.arguments(poison=False))
+
+
+@pytest.mark.parametrize("shape", CASES)
+def test_attention_moments(shape):
+    run = simulated(tpu.attention_moments, squares=True)
+    for spec in tables(shape):
+        args = spec.arguments()
+        exact = in_float32(args)
+        options = dict(kv_scale=args.kv_scale, implementation="reference")
+        _, lse = ragged_attention.attend(*exact.attend, return_lse=True, **options)
+        weights = jnp.where(jnp.arange(spec.tokens) < spec.length, 1.0, 0.0)
+        found = jax.block_until_ready(run(*args.moments(weights, lse), args.kv_scale))
+        assert not has_races()
+        expected = ragged_attention.attention_moments(
+            *exact.moments(weights, lse), squares=True, **options
+        )
+        for a, b in zip(found, expected, strict=True):
+            assert error(a, b) < TOLERANCE[spec.dtype], spec.name
+
+
+@pytest.mark.parametrize("kv_dtype", [None, pytest.param("int8", marks=pytest.mark.slow)])
+def test_two_cores(kv_dtype):
+    """The grid is divided: nothing that one core leaves may be needed by the other."""
+    spec = replace(SMALL, kv_dtype=kv_dtype)
+    run = simulated(tpu.attend, cores=2, return_lse=True, config=SMALL_TILES)
+    check_attend(run, spec.arguments(), TOLERANCE["float32"], spec.length)
+    check_write(simulated(tpu_write.write, cores=2), spec.arguments(poison=False))
+
+
+# --- mistakes that the simulator has to see -------------------------------------------------------
+
+
+def test_a_missing_wait_for_stored_keys_is_seen(monkeypatch):
+    """Without it a group is read before it has arrived."""
+    every = tpu_blocks.Blocks._for_copies
+
+    # the first call of a step waits, `_start` starts: keep starts alone
+    monkeypatch.setattr(tpu_blocks.Blocks, "_start", lambda self, group: every(self, group, _start))
+    monkeypatch.setattr(tpu_blocks.Blocks, "_for_copies", lambda self, group, do: None)
+    args = replace(SMALL, table="full").arguments()
+    run = simulated(tpu.attend, return_lse=True, config=SMALL_TILES)
+    out, _ = run(*args.attend, args.kv_scale)
+    assert has_races() or not np.isfinite(out).all()
+
+
+def _start(copy):
+    copy.start()
+
+
+def test_a_missing_wait_for_stored_blocks_is_seen(monkeypatch):
+    """Without it a block is put together where the last one is still being copied from, and the
+    grid step ends with copies under way."""
+    monkeypatch.setattr(tpu_write._Head, "wait_stored", lambda self, j: None)
+    args = SMALL.arguments(poison=False)
+    given = (args.kv_pool, args.k, args.v, args.writes)
+    found, _ = simulated(tpu_write.write)(*given, args.kv_scale)
+    expected, _ = cache_write.write(*given, implementation="reference")
+    assert has_races() or not np.array_equal(found, expected)
