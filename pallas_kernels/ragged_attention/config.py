@@ -50,8 +50,21 @@ class TPUConfig:
     vmem_limit: int | None = None
 
 
-Config = TritonConfig | TPUConfig
-KINDS = {"triton": TritonConfig, "tpu": TPUConfig}
+@dataclass(frozen=True, kw_only=True)
+class MosaicConfig:
+    """Tiles of the kernels for Hopper.
+
+    warpgroups: that compute, with 64 queries each. block_k: keys of a step, 64 or 128 and no fewer
+    than a block has. buffers: steps whose keys are under way or in use.
+    """
+
+    warpgroups: int
+    block_k: int
+    buffers: int
+
+
+Config = TritonConfig | TPUConfig | MosaicConfig
+KINDS = {"triton": TritonConfig, "tpu": TPUConfig, "mosaic": MosaicConfig}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +106,7 @@ def power_of_two(number: int) -> int:
 def choose(call: Call, implementation: str) -> Config:
     """The tiles of a call: tuned on the device that is traced for, or else the heuristic's.
 
-    implementation: "triton" or "tpu".
+    implementation: one of `KINDS`.
     """
     found = tuned(device_kind(), call.operation, implementation).get(call.bucket())
     return found or heuristic(call, implementation)
@@ -101,7 +114,15 @@ def choose(call: Call, implementation: str) -> Config:
 
 def heuristic(call: Call, implementation: str) -> Config:
     """Tiles that compile and should do well on any device."""
-    return _triton_heuristic(call) if implementation == "triton" else _tpu_heuristic(call)
+    chosen = {"triton": _triton_heuristic, "tpu": _tpu_heuristic, "mosaic": _mosaic_heuristic}
+    return chosen[implementation](call)
+
+
+def _mosaic_heuristic(call: Call) -> MosaicConfig:
+    """Two warpgroups share what is fetched where there are queries for both. 112 KiB of shared
+    memory at most (heads of 128, blocks of 128), so that two programs fit an SM."""
+    groups = 1 if call.queries <= 64 else 2
+    return MosaicConfig(warpgroups=groups, block_k=max(64, call.block_size), buffers=2)
 
 
 def _triton_heuristic(call: Call) -> TritonConfig:

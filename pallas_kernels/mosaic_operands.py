@@ -1,0 +1,89 @@
+"""What the kernels for NVIDIA GPUs from Hopper on (Pallas' Mosaic GPU backend) have in common:
+launching, shared memory, and the limits of what they take.
+
+One warpgroup (128 threads) of a program fetches, the others compute. Tiles lie in shared memory as
+the tensor cores read them: swizzled, in pieces of 8 rows by 128 bytes.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from pallas_kernels.implementations import check_attention
+
+ROWS = 64  # of the first factor of a product: what one warpgroup multiplies at once
+SWIZZLE = 128  # bytes
+HEAD_DIMS = (64, 128)
+BLOCK_SIZES = (8, 16, 32, 64, 128)  # a piece of shared memory has 8 rows
+POOL_DTYPES = ("bfloat16", "float16")
+MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # of a thread: what fetching leaves, computing takes
+
+
+def check(q, kv_pool, kv_scale, interpret) -> None:
+    """Raise `NotImplementedError` for what the kernels cannot take. float32: the tensor cores
+    multiply it as TF32, and only keys and values that are stored the other way round."""
+    sizes = {"head_dims": HEAD_DIMS, "block_sizes": BLOCK_SIZES}
+    check_attention("Mosaic", q, kv_pool, kv_scale, **sizes, dtypes=POOL_DTYPES)
+    if interpret and not hasattr(plgpu, "InterpretGPUParams"):
+        raise NotImplementedError(
+            f"Mosaic kernels are simulated by JAX from 0.11 on, not {jax.__version__}: use "
+            f"implementation='reference' (--attention=reference)"
+        )
+
+
+def tile(shape: Sequence[int], dtype) -> Any:
+    """A matrix, or several, in shared memory as tensor cores take it."""
+    columns = SWIZZLE // jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(SWIZZLE))
+    return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
+
+
+def padded(array: Array, axis: int, multiple: int, least: int = 0) -> Array:
+    """With zeros behind the end of an axis: copies take whole pieces of 8 rows, and no tile is
+    larger than the array that it is copied from."""
+    size = array.shape[axis]
+    wanted = max(least, -(-size // multiple) * multiple)
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = (0, wanted - size)
+    return jnp.pad(array, widths) if wanted > size else array
+
+
+def launch(
+    body: Callable,
+    operands: Sequence[Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    scratch: Sequence[Any],
+    *,
+    grid: dict[str, int],
+    computing: int,
+    interpret,
+    name: str,
+) -> Sequence[Array]:
+    """Run `body(*operand refs, *result refs, *scratch refs)` with `computing` warpgroups and one
+    that fetches (axis "warpgroup").
+
+    interpret: run in the simulator; `plgpu.InterpretGPUParams` say how.
+    """
+    options = {}
+    if interpret:
+        # copies may reach beyond an array's end, as they may on the chip
+        usual = {"out_of_bounds_reads": "uninitialized"}
+        options["interpret"] = (
+            plgpu.InterpretGPUParams(**usual) if interpret is True else interpret
+        )
+    body.__name__ = name  # what profiles call it
+    return plgpu.kernel(
+        body,
+        out_type=tuple(results),
+        scratch_types=list(scratch),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=computing + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        **options,
+    )(*operands)

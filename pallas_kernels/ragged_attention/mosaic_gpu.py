@@ -1,0 +1,346 @@
+"""Ragged attention on Hopper GPUs with Pallas' Mosaic GPU backend. See `api` for what it computes.
+
+Tiling of the attention. A program serves 64 queries per computing warpgroup of one head of one row.
+Keys and values come in steps of `block_k`: own tokens first, then the blocks of the head's table,
+as many as make a step. One warpgroup copies a step's pieces into one of `buffers` places in shared
+memory while the others compute on those that have arrived; barriers say which places are full and
+which are free again. A head's steps end with the last entry that it uses.
+
+Scores are products in the type of `k_new` with float32 sums; exponentials are powers of two,
+float32; weights are rounded to the type of `v_new` and go through shared memory into the second
+product. Keys outside the valid ranges have the weight 0; their values are set to zero in shared
+memory (0 times NaN is NaN), which only steps with a partly valid block need.
+
+Traffic, with b bytes per element, t real tokens and P' slots of the blocks in use: the tiles of a
+head run side by side, so that its keys come from the L2 cache after the first: from memory
+R N H b (3 t + 2 P') in and R N H b T out. Shared memory: `shared_memory`.
+
+Tiling of the moments. A program serves 64 columns (keys) of one head of one row: the keys are
+fetched once, queries in steps of 64 as above; weights are computed again from scores and
+log-sum-exp and summed per key in float32.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mosaic_operands as mosaic
+from pallas_kernels.mosaic_operands import ROWS
+from pallas_kernels.ragged_attention import config as tiles
+from pallas_kernels.tables import BlockTable
+
+LOG2_E = math.log2(math.e)
+LAYOUT = plgpu.Layout.WGMMA  # how a warpgroup holds a product
+PER_ROW = LAYOUT.reduce(1)
+
+
+def attend(
+    q, k_new, v_new, new_length, kv_pool, table, kv_scale, *, return_lse, interpret, config=None
+):
+    """See `api.attend`. config: tiles; None takes those of `config.choose`."""
+    mosaic.check(q, kv_pool, kv_scale, interpret)
+    config = config or tiles.choose(tiles.Call.of("attend", q, k_new, kv_pool, table), "mosaic")
+    (rows, heads, tokens, head_dim), dtype = q.shape, k_new.dtype
+    groups, size, buffers = config.warpgroups, config.block_k, config.buffers
+    given = [mosaic.padded(a, 2, 8, max(ROWS, size)) for a in (q.astype(dtype), k_new, v_new)]
+    stored = Stored.of(kv_pool, table, size)
+    count = pl.cdiv(tokens, groups * ROWS)
+    lines = count * groups * ROWS  # whole tiles of the statistics: their rows have no padding
+    full = partial(plgpu.Barrier, num_arrivals=stored.pieces, num_barriers=buffers)
+    free = partial(plgpu.Barrier, num_arrivals=groups, num_barriers=buffers)
+    out, lse = mosaic.launch(
+        partial(_attend_tile, stored, config),
+        [jnp.asarray(new_length, jnp.int32).reshape(1), *given, *stored.arrays],
+        [
+            jax.ShapeDtypeStruct(given[0].shape, v_new.dtype),
+            jax.ShapeDtypeStruct((rows, heads, lines), jnp.float32),
+        ],
+        [
+            mosaic.tile((groups, ROWS, head_dim), dtype),  # queries, in the end the result
+            mosaic.tile((groups, ROWS, size), dtype),  # weights
+            plgpu.SMEM((groups, ROWS), jnp.float32),  # statistics
+            plgpu.Barrier(num_barriers=groups),  # queries are there
+            plgpu.Barrier(num_arrivals=groups),  # invalid values are cleared
+            mosaic.tile((buffers, size, head_dim), dtype),
+            mosaic.tile((buffers, size, head_dim), dtype),
+            *(full(), free(), full(), free()),
+        ],
+        grid={"tile": count, "head": heads, "row": rows},
+        computing=groups,
+        interpret=interpret,
+        name="ragged_attention",
+    )
+    return (out[:, :, :tokens], lse[:, :, :tokens]) if return_lse else out[:, :, :tokens]
+
+
+def shared_memory(config: tiles.MosaicConfig, head_dim: int, itemsize: int = 2) -> int:
+    """Bytes of shared memory of a program of `attend`, barriers left out."""
+    groups, size = config.warpgroups, config.block_k
+    tile_bytes = groups * ROWS * (head_dim + size) + 2 * config.buffers * size * head_dim
+    return tile_bytes * itemsize + groups * ROWS * 4
+
+
+# --- keys and values ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The pool and the table of a call as operands. size: keys of a step; entries: of the table,
+    filled up to whole steps."""
+
+    arrays: tuple
+    size: int
+    block_size: int
+    per_row: bool
+
+    @classmethod
+    def of(cls, kv_pool, table: BlockTable, size: int) -> "Stored":
+        block_size = kv_pool.shape[2]
+        ids, start, stop = table.with_rows()
+        if not kv_pool.shape[1]:  # a kernel has no arrays without elements
+            kv_pool = jnp.zeros((len(kv_pool), 1, *kv_pool.shape[2:]), kv_pool.dtype)
+        entry = jnp.arange(ids.shape[-1], dtype=jnp.int32)
+        used = jnp.where(stop > start, entry + 1, 0).max(-1, initial=0)
+        whole = max(1, size // block_size)
+        ids, start, stop = (mosaic.padded(a, 2, whole, whole) for a in (ids, start, stop))
+        return cls((kv_pool, ids, start, stop, used), size, block_size, len(ids) > 1)
+
+    @property
+    def pieces(self) -> int:
+        """Copies that make a step."""
+        return self.size // self.block_size
+
+
+@dataclass(frozen=True)
+class Part:
+    """Keys or values: those of the scale [T, H], which half of a stored token they are, where steps
+    lie in shared memory, and barriers that say which of these places are full and free."""
+
+    own: Any
+    half: int
+    places: Any
+    full: Any
+    free: Any
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What one head of one row sees, step by step: its own keys, then the stored ones."""
+
+    stored: Stored
+    length: Any
+    refs: tuple  # pool, ids, start, stop, used
+    row: Any
+    head: Any
+
+    @property
+    def where(self):
+        """Of the table."""
+        return (self.row if self.stored.per_row else 0, self.head)
+
+    @property
+    def own_steps(self):
+        return pl.cdiv(self.length, self.stored.size)
+
+    @property
+    def steps(self):
+        return self.own_steps + pl.cdiv(self.refs[4][self.where], self.stored.pieces)
+
+    def _entry(self, step, piece: int):
+        """Of the table; entry 0 stands in for own keys, which have none."""
+        return jnp.maximum((step - self.own_steps) * self.stored.pieces + piece, 0)
+
+    def fetch(self, step, place, part: Part) -> None:
+        """Start copying a step of keys or values to its place."""
+        pool, ids, size = self.refs[0], self.refs[1], self.stored.block_size
+        head_dim = part.places.shape[-1]
+
+        @pl.when(step < self.own_steps)
+        def _():
+            for i in range(self.stored.pieces):
+                here = pl.ds(step * self.stored.size + i * size, size)
+                self._copy(part.own.at[self.row, self.head, here], i, place, part)
+
+        @pl.when(step >= self.own_steps)
+        def _():
+            columns = pl.ds(part.half * head_dim, head_dim)
+            for i in range(self.stored.pieces):
+                block = ids[(*self.where, self._entry(step, i))]
+                self._copy(pool.at[self.row, block, :, columns], i, place, part)
+
+    def _copy(self, source, piece: int, place, part: Part) -> None:
+        size = self.stored.block_size
+        target = part.places.at[place, pl.ds(piece * size, size)]
+        plgpu.copy_gmem_to_smem(source, target, part.full.at[place])
+
+    def ranges(self, step) -> list[tuple]:
+        """(first, last + 1) valid key of every piece of a step, counted within the piece."""
+        _, _, start, stop, _ = self.refs
+        own, size, found = step < self.own_steps, self.stored.block_size, []
+        for i in range(self.stored.pieces):
+            where = (*self.where, self._entry(step, i))
+            left = jnp.clip(self.length - step * self.stored.size - i * size, 0, size)
+            found.append((jnp.where(own, 0, start[where]), jnp.where(own, left, stop[where])))
+        return found
+
+    def is_partial(self, ranges):
+        """Whether any key of a step is invalid."""
+        return sum(jnp.where(stop - start < self.stored.block_size, 1, 0) for start, stop in ranges) > 0
+
+    def valid(self, ranges, shape: tuple[int, int], axis: int):
+        """Mask of a tile whose `axis` runs over the keys of a step."""
+        key = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=LAYOUT)
+        inside = None
+        for i, (start, stop) in enumerate(ranges):
+            first = i * self.stored.block_size
+            here = (key >= first + start) & (key < first + stop)
+            inside = here if inside is None else inside | here
+        return inside
+
+
+def _fetch_all(keys: Keys, parts, buffers: int) -> None:
+    """What the fetching warpgroup does: steps go to places in turn, as soon as they are free."""
+    plgpu.set_max_registers(mosaic.MEMORY_REGISTERS, action="decrease")
+
+    def step(i, _):
+        place = jax.lax.rem(i, buffers)
+
+        @pl.when(i >= buffers)
+        def _():
+            for part in parts:
+                plgpu.barrier_wait(part.free.at[place])
+
+        for part in parts:
+            keys.fetch(i, place, part)
+        return 0
+
+    def last(i, _):
+        # no barrier may be left with an arrival that nobody has seen
+        for part in parts:
+            plgpu.barrier_wait(part.free.at[jax.lax.rem(i, buffers)])
+        return 0
+
+    jax.lax.fori_loop(0, keys.steps, step, 0)
+    jax.lax.fori_loop(jnp.maximum(keys.steps - buffers, 0), keys.steps, last, 0)
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+def _attend_tile(stored: Stored, config, length_ref, q_ref, k_ref, v_ref, *refs):
+    *table, out_ref, lse_ref, q_tile, p_tile, lse_tile, ready, cleared = refs[:12]
+    k_tile, v_tile, k_full, k_free, v_full, v_free = refs[12:]
+    row, head, group = (jax.lax.axis_index(n) for n in ("row", "head", "warpgroup"))
+    keys = Keys(stored, length_ref[0], tuple(table), row, head)
+    parts = (Part(k_ref, 0, k_tile, k_full, k_free), Part(v_ref, 1, v_tile, v_full, v_free))
+    first = (jax.lax.axis_index("tile") * config.warpgroups + group) * ROWS
+    here = pl.ds(first, ROWS)
+
+    @pl.when(group == config.warpgroups)
+    def _():
+        _fetch_all(keys, parts, config.buffers)
+
+    @pl.when(group < config.warpgroups)
+    def _():
+        plgpu.set_max_registers(mosaic.COMPUTE_REGISTERS, action="increase")
+        plgpu.copy_gmem_to_smem(q_ref.at[row, head, here], q_tile.at[group], ready.at[group])
+        plgpu.barrier_wait(ready.at[group])
+        tile = _Tile(q_tile.at[group], p_tile.at[group], cleared, group, config)
+        out, lse = tile.see(keys, parts)
+        q_tile[group] = out.astype(q_tile.dtype)  # the queries are not needed any more
+        lse_tile[group] = lse
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(q_tile.at[group], out_ref.at[row, head, here])
+        plgpu.copy_smem_to_gmem(lse_tile.at[group], lse_ref.at[row, head, here])
+        plgpu.wait_smem_to_gmem(0)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """64 queries of a warpgroup, in shared memory, with room for their weights."""
+
+    queries: Any
+    weights: Any
+    cleared: Any
+    group: Any
+    config: Any
+
+    def see(self, keys: Keys, parts) -> tuple:
+        """(weighted mean of the values [64, H], log-sum-exp [64]) over all keys."""
+        head_dim = self.queries.shape[-1]
+        carry = (
+            plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), PER_ROW),
+            plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), PER_ROW),
+            plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), LAYOUT),
+        )
+        step = partial(self._step, keys, *parts)
+        # every query sees at least the scale's first token: the maximum is finite after step 0
+        maximum, total, out = jax.lax.fori_loop(0, keys.steps, step, carry)
+        return out / _across(total, out.shape), maximum / LOG2_E + jnp.log(total)
+
+    def _step(self, keys: Keys, k: Part, v: Part, i, carry):
+        """Online softmax; the maximum is in units of log2."""
+        (maximum, total, out), place = carry, jax.lax.rem(i, self.config.buffers)
+        ranges = keys.ranges(i)
+        partly = keys.is_partial(ranges)
+        plgpu.barrier_wait(k.full.at[place])
+        scores = _product(self.queries, _turned(k.places.at[place]), (ROWS, keys.stored.size))
+        plgpu.barrier_arrive(k.free.at[place])
+        # after the product, so that keys that are not valid may hold anything
+        scores = jax.lax.cond(
+            partly,
+            lambda s: jnp.where(keys.valid(ranges, s.shape, 1), s, -jnp.inf),
+            lambda s: s,
+            scores,
+        )
+        highest = jnp.maximum(maximum, scores.max(axis=1) * LOG2_E)
+        rescale = jnp.exp2(maximum - highest)
+        weights = jnp.exp2(scores * LOG2_E - _across(highest, scores.shape))
+        total = total * rescale + weights.sum(axis=1)
+        self.weights[...] = weights.astype(self.weights.dtype)
+        plgpu.commit_smem()
+        plgpu.barrier_wait(v.full.at[place])
+        pl.when(partly)(lambda: self._clear(keys, ranges, v.places.at[place]))
+        new = _product(self.weights, v.places.at[place], out.shape)
+        plgpu.barrier_arrive(v.free.at[place])
+        return highest, total, out * _across(rescale, out.shape) + new
+
+    def _clear(self, keys: Keys, ranges, values) -> None:
+        """Zeros in place of values that are not valid."""
+
+        @pl.when(self.group == 0)
+        def _():
+            found = values[...]
+            inside = keys.valid(ranges, found.shape, 0)
+            values[...] = jnp.where(inside, found, jnp.zeros_like(found))
+            plgpu.commit_smem()
+
+        if self.config.warpgroups > 1:  # the others wait until it is done
+            plgpu.barrier_arrive(self.cleared)
+            plgpu.barrier_wait(self.cleared)
+
+
+def _product(a, b, shape):
+    """a @ b in float32; both lie in shared memory."""
+
+    def multiply(total):
+        plgpu.wgmma(total, a, b)
+        return total[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+
+
+def _turned(ref):
+    """A view [columns, rows] of a tile."""
+    return ref.transpose((1, 0))
+
+
+def _across(rows, shape):
+    """A number per row for every column."""
+    return jax.lax.broadcast_in_dim(rows, shape, [0])
