@@ -18,7 +18,7 @@ from pallas_kernels.implementations import check_attention
 ROWS = 64  # of the first factor of a product: what one warpgroup multiplies at once
 SWIZZLE = 128  # bytes
 HEAD_DIMS = (64, 128)
-BLOCK_SIZES = (8, 16, 32, 64, 128)  # a piece of shared memory has 8 rows
+BLOCK_SIZES = (8, 16, 32, 64)  # a piece of shared memory has 8 rows, a step of keys 64
 POOL_DTYPES = ("bfloat16", "float16")
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # of a thread: what fetching leaves, computing takes
 

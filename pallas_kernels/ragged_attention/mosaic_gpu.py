@@ -344,3 +344,149 @@ def _turned(ref):
 def _across(rows, shape):
     """A number per row for every column."""
     return jax.lax.broadcast_in_dim(rows, shape, [0])
+
+
+# --- sums over queries ----------------------------------------------------------------------------
+
+
+def attention_moments(
+    q, k_new, new_length, kv_pool, table, weights, lse, kv_scale, *, squares, interpret, config=None
+):
+    """See `api.attention_moments`. config: tiles; None takes those of `config.choose`."""
+    mosaic.check(q, kv_pool, kv_scale, interpret)
+    call = tiles.Call.of("attention_moments", q, k_new, kv_pool, table)
+    buffers = (config or tiles.choose(call, "mosaic")).buffers
+    (rows, heads, queries, head_dim), dtype = q.shape, k_new.dtype
+    # 64 keys are the rows of a product, and each program sums its columns over all queries by
+    # itself: no two programs add to one number
+    stored, own = Stored.of(kv_pool, table, ROWS), k_new.shape[2]
+    weights = weights.astype(jnp.float32)
+    last = jnp.where(weights != 0, jnp.arange(queries, dtype=jnp.int32) + 1, 0).max(initial=0)
+    old = pl.cdiv(call.slots, ROWS)
+    count = old + pl.cdiv(own, ROWS)
+    found = mosaic.launch(
+        partial(_sum_columns, stored, buffers, old),
+        [
+            jnp.stack([jnp.asarray(new_length, jnp.int32), last]),
+            mosaic.padded(q.astype(dtype), 2, ROWS),
+            mosaic.padded(weights, 0, ROWS),
+            mosaic.padded(lse, 2, ROWS),
+            mosaic.padded(k_new, 2, 8, ROWS),
+            *stored.arrays,
+        ],
+        [jax.ShapeDtypeStruct((rows, heads, count * ROWS), jnp.float32)] * (1 + squares),
+        [
+            plgpu.SMEM((1 + squares, ROWS), jnp.float32),  # sums
+            mosaic.tile((1, ROWS, head_dim), dtype),  # keys
+            plgpu.Barrier(num_arrivals=stored.pieces, num_barriers=1),
+            mosaic.tile((buffers, ROWS, head_dim), dtype),  # queries
+            plgpu.SMEM((buffers, 2, ROWS), jnp.float32),  # their weights and log-sum-exp
+            plgpu.Barrier(num_arrivals=3, num_barriers=buffers),
+            plgpu.Barrier(num_barriers=buffers),
+        ],
+        grid={"tile": count, "head": heads, "row": rows},
+        computing=1,
+        interpret=interpret,
+        name="attention_moments",
+    )
+    # whole tiles of both kinds of columns: cut to the slots of the table and the own tokens
+    columns = [slice(0, call.slots), slice(old * ROWS, old * ROWS + own)]
+    sums = [jnp.concatenate([a[:, :, part] for part in columns], axis=-1) for a in found]
+    return sums[0], sums[1] if squares else None
+
+
+def _sum_columns(stored: Stored, buffers: int, old: int, numbers_ref, *refs):
+    """One step of keys; steps of own keys come after the `old` ones of the table."""
+    *given, k_ref = refs[:4]
+    table, (sums, k_tile, arrived, *queries) = refs[4:9], refs[-7:]
+    row, head, tile = (jax.lax.axis_index(name) for name in ("row", "head", "tile"))
+    keys = Keys(stored, numbers_ref[0], tuple(table), row, head)
+    step = jnp.where(tile < old, keys.own_steps + tile, tile - old)
+    # no key is in a step behind the last one of its kind: nothing is fetched, the sums are 0
+    there = jnp.where(tile < old, step < keys.steps, step < keys.own_steps)
+    seen = Queries(*given, *queries, jnp.where(there, pl.cdiv(numbers_ref[1], ROWS), 0), buffers)
+
+    @pl.when((jax.lax.axis_index("warpgroup") == 1) & (seen.count > 0))
+    def _():
+        plgpu.set_max_registers(mosaic.MEMORY_REGISTERS, action="decrease")
+        keys.fetch(step, 0, Part(k_ref, 0, k_tile, arrived, None))
+        seen.fetch_all(row, head)
+
+    @pl.when(jax.lax.axis_index("warpgroup") == 0)
+    def _():
+        plgpu.set_max_registers(mosaic.COMPUTE_REGISTERS, action="increase")
+        pl.when(seen.count > 0)(lambda: plgpu.barrier_wait(arrived.at[0]))
+        inside = keys.valid(keys.ranges(step), (ROWS, ROWS), 0)
+        found = seen.sums(k_tile.at[0], inside, len(refs) - 16)
+        for i, total in enumerate(found):
+            sums[i] = total
+        plgpu.commit_smem()
+        for i, result in enumerate(refs[9:-7]):
+            columns = pl.ds(tile * ROWS, ROWS)
+            plgpu.copy_smem_to_gmem(sums.at[i], result.at[row, head, columns])
+        plgpu.wait_smem_to_gmem(0)
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Queries of a head [Q, H], their weights [Q] and log-sum-exp [Q], fetched 64 at a time.
+
+    tile, lines: places in shared memory. count: steps up to the last query that has a weight.
+    """
+
+    q_ref: Any
+    weight_ref: Any
+    lse_ref: Any
+    tile: Any
+    lines: Any
+    full: Any
+    free: Any
+    count: Any
+    buffers: int
+
+    def fetch_all(self, row, head) -> None:
+        def step(i, _):
+            place, here = jax.lax.rem(i, self.buffers), pl.ds(i * ROWS, ROWS)
+            pl.when(i >= self.buffers)(lambda: plgpu.barrier_wait(self.free.at[place]))
+            for source, target in (
+                (self.q_ref.at[row, head, here], self.tile.at[place]),
+                (self.weight_ref.at[here], self.lines.at[place, 0]),
+                (self.lse_ref.at[row, head, here], self.lines.at[place, 1]),
+            ):
+                plgpu.copy_gmem_to_smem(source, target, self.full.at[place])
+            return 0
+
+        def last(i, _):
+            plgpu.barrier_wait(self.free.at[jax.lax.rem(i, self.buffers)])
+            return 0
+
+        jax.lax.fori_loop(0, self.count, step, 0)
+        jax.lax.fori_loop(jnp.maximum(self.count - self.buffers, 0), self.count, last, 0)
+
+    def sums(self, keys, inside, powers: int) -> tuple:
+        """Weights of the keys [64, H] summed over all queries, and their squares if powers is 2;
+        zero where a key is not `inside`."""
+
+        def line(place, which: int):
+            return plgpu.load(self.lines.at[place, which], layout=LAYOUT.reduce(0))
+
+        def step(i, carry):
+            place = jax.lax.rem(i, self.buffers)
+            plgpu.barrier_wait(self.full.at[place])
+            scores = _product(keys, _turned(self.tile.at[place]), (ROWS, ROWS))
+            weight, lse = (_down(line(place, which), scores.shape) for which in (0, 1))
+            plgpu.commit_smem()  # ordinary loads and the copies that follow take different ways
+            plgpu.barrier_arrive(self.free.at[place])
+            p = jnp.exp2((scores - lse) * LOG2_E)
+            # queries without a weight (padding) and keys without a place may be NaN
+            p = jnp.where(inside & (weight != 0), p, 0.0)
+            terms = (p * weight, p * p * weight)[:powers]
+            return tuple(a + b.sum(axis=1) for a, b in zip(carry, terms, strict=True))
+
+        zeros = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), PER_ROW)
+        return jax.lax.fori_loop(0, self.count, step, (zeros,) * powers)
+
+
+def _down(columns, shape):
+    """A number per column for every row."""
+    return jax.lax.broadcast_in_dim(columns, shape, [1])
