@@ -6,10 +6,12 @@ the tensor cores read them: swizzled, in pieces of 8 rows by 128 bytes.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
@@ -52,6 +54,42 @@ def padded(array: Array, axis: int, multiple: int, least: int = 0) -> Array:
     return jnp.pad(array, widths) if wanted > size else array
 
 
+def simulator(interpret):
+    """What Pallas takes as `interpret`, from False, True or parameters of the simulator."""
+    # copies may reach beyond an array's end, as they may on the chip
+    usual = {"out_of_bounds_reads": "uninitialized"}
+    return plgpu.InterpretGPUParams(**usual) if interpret is True else interpret
+
+
+def update(
+    body: Callable,
+    array: Array,
+    operands: Sequence[Array],
+    scratch: Sequence[Any],
+    *,
+    grid: dict[str, int],
+    interpret,
+    name: str,
+) -> Array:
+    """`array` changed in place by `body(array ref, *operand refs, *scratch refs)`, with one
+    warpgroup. Where the body is in the grid, `jax.lax.axis_index` tells."""
+    changed = jax.new_ref(array)  # what is not written keeps its contents
+
+    def kernel(*refs):
+        pl.run_scoped(partial(body, refs[-1], *refs[:-1]), *scratch)
+
+    kernel.__name__ = name
+    # `plgpu.kernel` would do, but before JAX 0.11 it takes no references within a scan
+    pl.kernel(
+        kernel,
+        out_type=(),
+        mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid)),
+        compiler_params=plgpu.CompilerParams(),
+        **({"interpret": simulator(interpret)} if interpret else {}),
+    )(*operands, changed)
+    return jax.freeze(changed)
+
+
 def launch(
     body: Callable,
     operands: Sequence[Array],
@@ -68,13 +106,7 @@ def launch(
 
     interpret: run in the simulator; `plgpu.InterpretGPUParams` say how.
     """
-    options = {}
-    if interpret:
-        # copies may reach beyond an array's end, as they may on the chip
-        usual = {"out_of_bounds_reads": "uninitialized"}
-        options["interpret"] = (
-            plgpu.InterpretGPUParams(**usual) if interpret is True else interpret
-        )
+    options = {"interpret": simulator(interpret)} if interpret else {}
     body.__name__ = name  # what profiles call it
     return plgpu.kernel(
         body,
