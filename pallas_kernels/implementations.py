@@ -1,11 +1,11 @@
 """Which implementation of an operation runs: names, platforms, dispatch.
 
 Every operation has a plain JAX `reference`, which defines what is correct and runs everywhere, and
-Pallas kernels for GPU (`triton`) and TPU (`tpu`): modules that hold functions of one name, listed
-by the operation in a dictionary. It holds functions that import the modules when first called,
-because JAX may be installed without the other platform's backend. A kernel runs on its own platform
-only; the names that end in `-interpret` run it step by step with JAX operations anywhere, slowly,
-to check it.
+Pallas kernels for GPU (`triton`; `mosaic` for Hopper) and TPU (`tpu`): modules that hold functions
+of one name, listed by the operation in a dictionary. It holds functions that import the modules
+when first called, because JAX may be installed without the other platform's backend. A kernel runs
+on its own platform only; the names that end in `-interpret` run it step by step with JAX operations
+anywhere, slowly, to check it.
 """
 
 import warnings
@@ -15,7 +15,8 @@ from types import ModuleType
 import jax
 import jax.numpy as jnp
 
-PLATFORMS = {"triton": "gpu", "tpu": "tpu"}
+PLATFORMS = {"mosaic": "gpu", "triton": "gpu", "tpu": "tpu"}
+PREFERRED = {"gpu": "triton", "tpu": "tpu"}
 SUFFIX = "-interpret"
 NAMES = ("reference", *PLATFORMS, *(name + SUFFIX for name in PLATFORMS))
 Modules = Mapping[str, Callable[[], ModuleType]]
@@ -51,7 +52,7 @@ def run(name: str | None, modules: Modules, function: str, *arguments, **options
 
 def preferred(platform: str) -> str:
     """The implementation for "cpu", "gpu" or "tpu"."""
-    return {p: name for name, p in PLATFORMS.items()}.get(platform, "reference")
+    return PREFERRED.get(platform, "reference")
 
 
 def why_not_here(name: str) -> str | None:

@@ -7,6 +7,12 @@ from pallas_kernels.cache_write import reference
 from pallas_kernels.tables import BlockWrites
 
 
+def _mosaic():
+    from pallas_kernels.cache_write import mosaic_gpu
+
+    return mosaic_gpu
+
+
 def _triton():
     from pallas_kernels.cache_write import triton
 
@@ -19,7 +25,12 @@ def _tpu():
     return tpu
 
 
-MODULES = {"reference": lambda: reference, "triton": _triton, "tpu": _tpu}
+MODULES = {
+    "reference": lambda: reference,
+    "mosaic": _mosaic,
+    "triton": _triton,
+    "tpu": _tpu,
+}
 
 
 def write(

@@ -18,7 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_operands as mosaic
 
-EMPTY, SOME, RUN = range(3)  # kinds of entries: no token, any tokens, a whole block of consecutive ones
+EMPTY, SOME, RUN = range(
+    3
+)  # kinds of entries: no token, any tokens, a whole block of consecutive ones
 
 
 def write(kv_pool, k, v, writes, kv_scale, *, interpret):
@@ -31,7 +33,9 @@ def write(kv_pool, k, v, writes, kv_scale, *, interpret):
     k, v = (mosaic.padded(a.astype(kv_pool.dtype), 2, 8, size) for a in (k, v))
     ids, source = (a if writes.ids.ndim == 3 else a[None] for a in (writes.ids, writes.source))
     run = (source == source[..., :1] + jnp.arange(size, dtype=source.dtype)).all(-1)
-    kind = jnp.where((source >= 0).any(-1), jnp.where(run & (source[..., 0] >= 0), RUN, SOME), EMPTY)
+    kind = jnp.where(
+        (source >= 0).any(-1), jnp.where(run & (source[..., 0] >= 0), RUN, SOME), EMPTY
+    )
     pool = mosaic.update(
         partial(_store, len(ids) > 1, head_dim),
         kv_pool,
@@ -80,6 +84,8 @@ def _store(per_row: bool, head_dim: int, pool, ids, kinds, source, k_ref, v_ref,
             @pl.when(source[(*where, i)] >= 0)
             def _(i=i):
                 for _, half in halves:
-                    plgpu.copy_smem_to_gmem(tokens.at[half, i], pool.at[row, block, i, columns(half)])
+                    plgpu.copy_smem_to_gmem(
+                        tokens.at[half, i], pool.at[row, block, i, columns(half)]
+                    )
 
     plgpu.wait_smem_to_gmem(0)

@@ -12,6 +12,12 @@ from pallas_kernels.ragged_attention import reference
 from pallas_kernels.tables import BlockTable
 
 
+def _mosaic():
+    from pallas_kernels.ragged_attention import mosaic_gpu
+
+    return mosaic_gpu
+
+
 def _triton():
     from pallas_kernels.ragged_attention import triton
 
@@ -24,7 +30,12 @@ def _tpu():
     return tpu
 
 
-MODULES = {"reference": lambda: reference, "triton": _triton, "tpu": _tpu}
+MODULES = {
+    "reference": lambda: reference,
+    "mosaic": _mosaic,
+    "triton": _triton,
+    "tpu": _tpu,
+}
 
 
 def attend(

@@ -34,6 +34,11 @@ class TritonConfig:
     num_warps: int
     num_stages: int
 
+    @property
+    def queries(self) -> int:
+        """Queries of a program."""
+        return self.block_q
+
 
 @dataclass(frozen=True, kw_only=True)
 class TPUConfig:
@@ -49,6 +54,11 @@ class TPUConfig:
     own_keys: int
     vmem_limit: int | None = None
 
+    @property
+    def queries(self) -> int:
+        """Queries of a program."""
+        return self.block_q
+
 
 @dataclass(frozen=True, kw_only=True)
 class MosaicConfig:
@@ -61,6 +71,11 @@ class MosaicConfig:
     warpgroups: int
     block_k: int
     buffers: int
+
+    @property
+    def queries(self) -> int:
+        """Queries of a program."""
+        return 64 * self.warpgroups
 
 
 Config = TritonConfig | TPUConfig | MosaicConfig

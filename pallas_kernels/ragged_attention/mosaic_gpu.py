@@ -191,7 +191,10 @@ class Keys:
 
     def is_partial(self, ranges):
         """Whether any key of a step is invalid."""
-        return sum(jnp.where(stop - start < self.stored.block_size, 1, 0) for start, stop in ranges) > 0
+        return (
+            sum(jnp.where(stop - start < self.stored.block_size, 1, 0) for start, stop in ranges)
+            > 0
+        )
 
     def valid(self, ranges, shape: tuple[int, int], axis: int):
         """Mask of a tile whose `axis` runs over the keys of a step."""

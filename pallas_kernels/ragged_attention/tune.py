@@ -13,6 +13,7 @@ from pallas_kernels.ragged_attention import api, bench, config
 
 OPERATIONS = config.OPERATIONS
 CHOICES = {
+    "mosaic": {"warpgroups": (1, 2), "block_k": (64, 128), "buffers": (2, 3, 4)},
     "triton": {
         "block_q": (16, 32, 64, 128),
         "block_k": (32, 64, 128),
@@ -31,11 +32,12 @@ def tiles(call: config.Call, implementation: str) -> list[config.Config]:
     """The heuristic's tiles, then all others that make sense for the call."""
     choices, kind = CHOICES[implementation], config.KINDS[implementation]
     grid = itertools.product(*choices.values())
-    every = (kind(**dict(zip(choices, sizes, strict=True))) for sizes in grid)
+    every = [kind(**dict(zip(choices, sizes, strict=True))) for sizes in grid]
     # larger tiles than the queries fill would only add padding
-    most = max(min(choices["block_q"]), config.power_of_two(call.queries))
+    sizes = sorted({tile.queries for tile in every})
+    most = max(sizes[0], config.power_of_two(call.queries))
     first = config.heuristic(call, implementation)
-    return [first, *(t for t in every if t.block_q <= most and t != first)]
+    return [first, *(t for t in every if t.queries <= most and t != first)]
 
 
 def call_of(operation: str, spec: ArgSpec) -> config.Call:

@@ -1,5 +1,5 @@
-"""TPU kernels in the TPU simulator: copies that are carried out as late as they may be, fresh memory
-full of NaN, races looked for, one core and two.
+"""TPU kernels in the TPU simulator: copies are carried out as late as they may be, fresh memory is
+full of NaN, races are looked for; one core and two.
 
 The plain interpreter of `test_kernels` carries a copy out at its start and cannot see that a wait
 is missing.
@@ -26,6 +26,9 @@ from tests.pallas_kernels.test_kernels import CASES, TOLERANCE, error, in_float3
 SMALL = ArgSpec(
     name="small", rows=2, heads=2, head_dim=64, tokens=21, length=13, entries=5, dtype="float32"
 )
+# With --slow all shapes of models, which compile for minutes.
+SHAPES = [pytest.param(SMALL, id="small")]
+SHAPES += [pytest.param(*c.values, id=c.id, marks=pytest.mark.slow) for c in CASES]
 # two groups of entries, so that a buffer is used while another is filled
 SMALL_TILES = TPUConfig(block_q=128, copy_keys=32, own_keys=64)
 
@@ -65,19 +68,19 @@ def check_write(run, args):
     chex.assert_trees_all_equal(found, expected, strict=True)
 
 
-@pytest.mark.parametrize("shape", CASES)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_attend(shape):
     run = simulated(tpu.attend, return_lse=True)
     for spec in tables(shape):
         check_attend(run, spec.arguments(), TOLERANCE[spec.dtype], spec.length)
 
 
-@pytest.mark.parametrize("shape", CASES)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_write(shape):
     check_write(simulated(tpu_write.write), shape.arguments(poison=False))
 
 
-@pytest.mark.parametrize("shape", CASES)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_attention_moments(shape):
     run = simulated(tpu.attention_moments, squares=True)
     for spec in tables(shape):

@@ -1,0 +1,118 @@
+"""Mosaic GPU kernels in their simulator: shared memory, barriers and asynchronous copies as on the
+chip, fresh memory full of NaN, races looked for. JAX has it from 0.11 on."""
+
+from dataclasses import replace
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import cache_write, ragged_attention
+from pallas_kernels.arg_specs import SPECS, TABLES
+from pallas_kernels.cache_write import mosaic_gpu as mosaic_write
+from pallas_kernels.ragged_attention import mosaic_gpu
+from pallas_kernels.ragged_attention.config import MosaicConfig
+from tests.pallas_kernels.test_kernels import TOLERANCE, error, in_float32
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="JAX simulates these kernels from 0.11 on"
+)
+SMALL = SPECS["var-d30-t256"].reduced(heads=2, tokens=72, length=66, entries=9)
+OFTEN = {"small": SMALL, "t1": SPECS["var-d30-t1"].reduced(heads=2)}
+SPECIAL = {
+    "rows": replace(SMALL, per_row=True),
+    "block8": replace(SMALL, block_size=8),
+    "block64": replace(SMALL, block_size=64),
+    "wide": SPECS["infinity-2b-t64"].reduced(heads=2),
+    **{name: spec.reduced(heads=2) for name, spec in SPECS.items()},
+}
+SHAPES = [pytest.param(spec, id=name) for name, spec in OFTEN.items()]
+SHAPES += [pytest.param(s, id=name, marks=pytest.mark.slow) for name, s in SPECIAL.items()]
+
+
+def simulated(operation, **options):
+    """`operation` of a Mosaic module in the simulator, as one program for all numbers."""
+    params = plgpu.InterpretGPUParams(detect_races=True, out_of_bounds_reads="uninitialized")
+    return jax.jit(partial(operation, interpret=params, **options))
+
+
+def no_races(captured) -> bool:
+    return "RACE DETECTED" not in captured.readouterr().out
+
+
+def check_attend(spec, run, capsys):
+    args = spec.arguments()
+    out, lse = jax.block_until_ready(run(*args.attend, args.kv_scale))
+    assert no_races(capsys)
+    chex.assert_tree_all_finite(out)
+    exact = in_float32(args)
+    options = dict(return_lse=True, implementation="reference")
+    expected, expected_lse = ragged_attention.attend(*exact.attend, **options)
+    real = slice(None), slice(None), slice(0, spec.length)
+    assert error(out[real], expected[real]) < TOLERANCE[spec.dtype]
+    chex.assert_trees_all_close(lse[real], expected_lse[real], atol=1e-2)
+
+
+@pytest.mark.parametrize("spec", SHAPES)
+def test_attend(spec, capsys):
+    run = simulated(mosaic_gpu.attend, return_lse=True)
+    for table in TABLES:
+        check_attend(replace(spec, table=table), run, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("groups, block_k, buffers", [(1, 64, 3), (2, 128, 2), (3, 64, 2)])
+def test_other_tiles(groups, block_k, buffers, capsys):
+    config = MosaicConfig(warpgroups=groups, block_k=block_k, buffers=buffers)
+    check_attend(SMALL, simulated(mosaic_gpu.attend, return_lse=True, config=config), capsys)
+
+
+@pytest.mark.parametrize("spec", SHAPES)
+def test_attention_moments(spec, capsys):
+    run = simulated(mosaic_gpu.attention_moments, squares=True)
+    args = spec.arguments()
+    exact = in_float32(args)
+    _, lse = ragged_attention.attend(*exact.attend, return_lse=True, implementation="reference")
+    weights = jnp.where(jnp.arange(spec.tokens) < spec.length, 1.0, 0.0)
+    found = jax.block_until_ready(run(*args.moments(weights, lse), args.kv_scale))
+    assert no_races(capsys)
+    expected = ragged_attention.attention_moments(
+        *exact.moments(weights, lse), squares=True, implementation="reference"
+    )
+    for a, b in zip(found, expected, strict=True):
+        assert error(a, b) < TOLERANCE[spec.dtype]
+
+
+@pytest.mark.parametrize("spec", SHAPES)
+def test_write(spec, capsys):
+    args = spec.arguments(poison=False)
+    given = (args.kv_pool, args.k, args.v, args.writes)
+    found = jax.block_until_ready(simulated(mosaic_write.write)(*given, args.kv_scale))
+    assert no_races(capsys)
+    expected = cache_write.write(*given, implementation="reference")
+    chex.assert_trees_all_equal(found, expected, strict=True)
+
+
+# --- mistakes that the simulator has to see -------------------------------------------------------
+
+
+def test_a_place_that_is_filled_too_early_is_seen(monkeypatch, capsys):
+    """Without waiting until a place is free, keys are overwritten while they are used."""
+    every = mosaic_gpu._fetch_all
+
+    def without_waits(keys, parts, buffers):
+        with monkeypatch.context() as patch:
+            patch.setattr(mosaic_gpu.plgpu, "barrier_wait", lambda barrier: None)
+            every(keys, parts, buffers)
+
+    monkeypatch.setattr(mosaic_gpu, "_fetch_all", without_waits)
+    spec = replace(SMALL, table="full", entries=24)
+    args = spec.arguments()
+    with pytest.raises(Exception, match="barrier|race|phase"):
+        jax.block_until_ready(
+            simulated(mosaic_gpu.attend, return_lse=True)(*args.attend, args.kv_scale)
+        )
+        assert no_races(capsys), "race"
