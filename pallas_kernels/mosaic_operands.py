@@ -21,7 +21,8 @@ ROWS = 64  # of the first factor of a product: what one warpgroup multiplies at 
 SWIZZLE = 128  # bytes
 HEAD_DIMS = (64, 128)
 BLOCK_SIZES = (8, 16, 32, 64)  # a piece of shared memory has 8 rows, a step of keys 64
-POOL_DTYPES = ("bfloat16", "float16")
+POOL_DTYPES = ("bfloat16", "float16", "int8")
+SIMULATED = hasattr(plgpu, "InterpretGPUParams")  # by JAX from 0.11 on
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # of a thread: what fetching leaves, computing takes
 
 
@@ -30,7 +31,7 @@ def check(q, kv_pool, kv_scale, interpret) -> None:
     multiply it as TF32, and only keys and values that are stored the other way round."""
     sizes = {"head_dims": HEAD_DIMS, "block_sizes": BLOCK_SIZES}
     check_attention("Mosaic", q, kv_pool, kv_scale, **sizes, dtypes=POOL_DTYPES)
-    if interpret and not hasattr(plgpu, "InterpretGPUParams"):
+    if interpret and not SIMULATED:
         raise NotImplementedError(
             f"Mosaic kernels are simulated by JAX from 0.11 on, not {jax.__version__}: use "
             f"implementation='reference' (--attention=reference)"
@@ -39,9 +40,16 @@ def check(q, kv_pool, kv_scale, interpret) -> None:
 
 def tile(shape: Sequence[int], dtype) -> Any:
     """A matrix, or several, in shared memory as tensor cores take it."""
-    columns = SWIZZLE // jnp.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(SWIZZLE))
+    width = jnp.dtype(dtype).itemsize
+    swizzle = min(SWIZZLE, shape[-1] * width)
+    transforms = (plgpu.TilingTransform((8, swizzle // width)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
+
+
+def load(ref, layout) -> Array:
+    """The contents of a reference as registers in a layout."""
+    # since 0.11 the place is not given apart
+    return plgpu.load(ref, layout=layout) if SIMULATED else plgpu.load(ref, (), layout=layout)
 
 
 def padded(array: Array, axis: int, multiple: int, least: int = 0) -> Array:

@@ -37,7 +37,7 @@ from pallas_kernels.tables import BlockTable
 
 LOG2_E = math.log2(math.e)
 LAYOUT = plgpu.Layout.WGMMA  # how a warpgroup holds a product
-PER_ROW = LAYOUT.reduce(1)
+PER_ROW, PER_COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
 
 
 def attend(
@@ -49,10 +49,10 @@ def attend(
     (rows, heads, tokens, head_dim), dtype = q.shape, k_new.dtype
     groups, size, buffers = config.warpgroups, config.block_k, config.buffers
     given = [mosaic.padded(a, 2, 8, max(ROWS, size)) for a in (q.astype(dtype), k_new, v_new)]
-    stored = Stored.of(kv_pool, table, size)
+    stored = Stored.of(kv_pool, kv_scale, table, size)
     count = pl.cdiv(tokens, groups * ROWS)
     lines = count * groups * ROWS  # whole tiles of the statistics: their rows have no padding
-    full = partial(plgpu.Barrier, num_arrivals=stored.pieces, num_barriers=buffers)
+    full = partial(plgpu.Barrier, num_arrivals=stored.copies, num_barriers=buffers)
     free = partial(plgpu.Barrier, num_arrivals=groups, num_barriers=buffers)
     out, lse = mosaic.launch(
         partial(_attend_tile, stored, config),
@@ -67,9 +67,8 @@ def attend(
             plgpu.SMEM((groups, ROWS), jnp.float32),  # statistics
             plgpu.Barrier(num_barriers=groups),  # queries are there
             plgpu.Barrier(num_arrivals=groups),  # invalid values are cleared
-            mosaic.tile((buffers, size, head_dim), dtype),
-            mosaic.tile((buffers, size, head_dim), dtype),
-            *(full(), free(), full(), free()),
+            *[mosaic.tile((buffers, size, head_dim), dtype), full(), free()] * 2,
+            *stored.scratch(buffers, head_dim) * 2,
         ],
         grid={"tile": count, "head": heads, "row": rows},
         computing=groups,
@@ -91,42 +90,72 @@ def shared_memory(config: tiles.MosaicConfig, head_dim: int, itemsize: int = 2) 
 
 @dataclass(frozen=True)
 class Stored:
-    """The pool and the table of a call as operands. size: keys of a step; entries: of the table,
-    filled up to whole steps."""
+    """The pool and the table of a call as operands. size: keys of a step, which entries of the
+    table are filled up to; scaled: whether the pool holds int8."""
 
     arrays: tuple
     size: int
     block_size: int
     per_row: bool
+    scaled: bool
 
     @classmethod
-    def of(cls, kv_pool, table: BlockTable, size: int) -> "Stored":
+    def of(cls, kv_pool, kv_scale, table: BlockTable, size: int) -> "Stored":
         block_size = kv_pool.shape[2]
         ids, start, stop = table.with_rows()
         if not kv_pool.shape[1]:  # a kernel has no arrays without elements
             kv_pool = jnp.zeros((len(kv_pool), 1, *kv_pool.shape[2:]), kv_pool.dtype)
+            kv_scale = None if kv_scale is None else jnp.zeros((len(kv_pool), 1, 2 * block_size))
         entry = jnp.arange(ids.shape[-1], dtype=jnp.int32)
         used = jnp.where(stop > start, entry + 1, 0).max(-1, initial=0)
-        whole = max(1, size // block_size)
+        whole = size // block_size
         ids, start, stop = (mosaic.padded(a, 2, whole, whole) for a in (ids, start, stop))
-        return cls((kv_pool, ids, start, stop, used), size, block_size, len(ids) > 1)
+        lines = [] if kv_scale is None else [_scale_lines(kv_scale, ids)]
+        arrays = (ids, start, stop, used, kv_pool, *lines)
+        return cls(arrays, size, block_size, len(ids) > 1, kv_scale is not None)
 
     @property
     def pieces(self) -> int:
-        """Copies that make a step."""
+        """Blocks that make a step."""
         return self.size // self.block_size
+
+    @property
+    def copies(self) -> int:
+        """That fill a place; own keys, which have no scales, take as many."""
+        return self.pieces + self.scaled
+
+    def scratch(self, buffers: int, head_dim: int) -> list:
+        """Shared memory for what an int8 pool holds, and for its scales."""
+        if not self.scaled:
+            return []
+        raw = mosaic.tile((buffers, self.size, head_dim), jnp.int8)
+        return [raw, plgpu.SMEM((buffers, self.size), jnp.float32)]
+
+
+def _scale_lines(kv_scale, ids):
+    """float32 [R, N, 2, P]: scales of keys and of values in table order. Those of a block are too
+    few bytes for a copy of their own."""
+    rows = jnp.arange(len(kv_scale))[:, None, None]
+    both = kv_scale[rows, ids].reshape(len(kv_scale), *ids.shape[1:], 2, -1)
+    return jnp.moveaxis(both, 3, 2).reshape(len(kv_scale), ids.shape[1], 2, -1)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Keys or values: those of the scale [T, H], which half of a stored token they are, where steps
-    lie in shared memory, and barriers that say which of these places are full and free."""
+    """Keys or values.
+
+    own: those of the scale. half: which of a stored token they are. places: where steps lie in
+    shared memory; full, free: barriers that say which of these are. raw, scales: where steps of an
+    int8 pool lie before they are converted, and what they are multiplied by.
+    """
 
     own: Any
     half: int
     places: Any
     full: Any
     free: Any
+    raw: Any = None
+    scales: Any = None
 
 
 @dataclass(frozen=True)
@@ -135,7 +164,7 @@ class Keys:
 
     stored: Stored
     length: Any
-    refs: tuple  # pool, ids, start, stop, used
+    refs: tuple  # `Stored.arrays`
     row: Any
     head: Any
 
@@ -150,7 +179,7 @@ class Keys:
 
     @property
     def steps(self):
-        return self.own_steps + pl.cdiv(self.refs[4][self.where], self.stored.pieces)
+        return self.own_steps + pl.cdiv(self.refs[3][self.where], self.stored.pieces)
 
     def _entry(self, step, piece: int):
         """Of the table; entry 0 stands in for own keys, which have none."""
@@ -158,30 +187,34 @@ class Keys:
 
     def fetch(self, step, place, part: Part) -> None:
         """Start copying a step of keys or values to its place."""
-        pool, ids, size = self.refs[0], self.refs[1], self.stored.block_size
-        head_dim = part.places.shape[-1]
+        ids, pool, *scales = self.refs[0], *self.refs[4:]
+        size, head_dim = self.stored.block_size, part.places.shape[-1]
 
-        @pl.when(step < self.own_steps)
-        def _():
-            for i in range(self.stored.pieces):
+        def copy(source, target) -> None:
+            plgpu.copy_gmem_to_smem(source, target, part.full.at[place])
+
+        for i in range(self.stored.pieces):
+            rows = pl.ds(i * size, size)
+            block = ids[(*self.where, self._entry(step, i))]
+
+            @pl.when(step < self.own_steps)
+            def _(i=i, rows=rows):
                 here = pl.ds(step * self.stored.size + i * size, size)
-                self._copy(part.own.at[self.row, self.head, here], i, place, part)
+                copy(part.own.at[self.row, self.head, here], part.places.at[place, rows])
 
-        @pl.when(step >= self.own_steps)
-        def _():
-            columns = pl.ds(part.half * head_dim, head_dim)
-            for i in range(self.stored.pieces):
-                block = ids[(*self.where, self._entry(step, i))]
-                self._copy(pool.at[self.row, block, :, columns], i, place, part)
+            @pl.when(step >= self.own_steps)
+            def _(rows=rows, block=block):
+                source = pool.at[self.row, block, :, pl.ds(part.half * head_dim, head_dim)]
+                copy(source, (part.raw if scales else part.places).at[place, rows])
 
-    def _copy(self, source, piece: int, place, part: Part) -> None:
-        size = self.stored.block_size
-        target = part.places.at[place, pl.ds(piece * size, size)]
-        plgpu.copy_gmem_to_smem(source, target, part.full.at[place])
+        if scales:  # any for own keys: a place takes the same number of copies
+            first = jnp.maximum(step - self.own_steps, 0) * self.stored.size
+            line = scales[0].at[self.row, self.head, part.half, pl.ds(first, self.stored.size)]
+            copy(line, part.scales.at[place])
 
     def ranges(self, step) -> list[tuple]:
         """(first, last + 1) valid key of every piece of a step, counted within the piece."""
-        _, _, start, stop, _ = self.refs
+        _, start, stop, *_ = self.refs
         own, size, found = step < self.own_steps, self.stored.block_size, []
         for i in range(self.stored.pieces):
             where = (*self.where, self._entry(step, i))
@@ -196,15 +229,22 @@ class Keys:
             > 0
         )
 
-    def valid(self, ranges, shape: tuple[int, int], axis: int):
-        """Mask of a tile whose `axis` runs over the keys of a step."""
-        key = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=LAYOUT)
+    def valid(self, ranges, shape: tuple[int, ...], axis: int, layout=LAYOUT):
+        """Mask of an array whose `axis` runs over the keys of a step."""
+        key = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
         inside = None
         for i, (start, stop) in enumerate(ranges):
             first = i * self.stored.block_size
             here = (key >= first + start) & (key < first + stop)
             inside = here if inside is None else inside | here
         return inside
+
+    def scales(self, part: Part, step, place, ranges, layout):
+        """What the scores or weights of a step's keys are multiplied by; zero where a key is not
+        valid, whose scale may be NaN."""
+        found = mosaic.load(part.scales.at[place], layout)
+        found = jnp.where(step < self.own_steps, jnp.ones_like(found), found)
+        return jnp.where(self.valid(ranges, found.shape, 0, layout), found, jnp.zeros_like(found))
 
 
 def _fetch_all(keys: Keys, parts, buffers: int) -> None:
@@ -237,11 +277,18 @@ def _fetch_all(keys: Keys, parts, buffers: int) -> None:
 
 
 def _attend_tile(stored: Stored, config, length_ref, q_ref, k_ref, v_ref, *refs):
-    *table, out_ref, lse_ref, q_tile, p_tile, lse_tile, ready, cleared = refs[:12]
-    k_tile, v_tile, k_full, k_free, v_full, v_free = refs[12:]
+    given = len(stored.arrays)
+    table, (out_ref, lse_ref, q_tile, p_tile, lse_tile, ready, changed) = (
+        refs[:given],
+        refs[given : given + 7],
+    )
+    places, raw = refs[given + 7 : given + 13], refs[given + 13 :]
     row, head, group = (jax.lax.axis_index(n) for n in ("row", "head", "warpgroup"))
     keys = Keys(stored, length_ref[0], tuple(table), row, head)
-    parts = (Part(k_ref, 0, k_tile, k_full, k_free), Part(v_ref, 1, v_tile, v_full, v_free))
+    parts = (
+        Part(k_ref, 0, *places[:3], *raw[: len(raw) // 2]),
+        Part(v_ref, 1, *places[3:], *raw[len(raw) // 2 :]),
+    )
     first = (jax.lax.axis_index("tile") * config.warpgroups + group) * ROWS
     here = pl.ds(first, ROWS)
 
@@ -254,7 +301,7 @@ def _attend_tile(stored: Stored, config, length_ref, q_ref, k_ref, v_ref, *refs)
         plgpu.set_max_registers(mosaic.COMPUTE_REGISTERS, action="increase")
         plgpu.copy_gmem_to_smem(q_ref.at[row, head, here], q_tile.at[group], ready.at[group])
         plgpu.barrier_wait(ready.at[group])
-        tile = _Tile(q_tile.at[group], p_tile.at[group], cleared, group, config)
+        tile = _Tile(q_tile.at[group], p_tile.at[group], changed, group, config)
         out, lse = tile.see(keys, parts)
         q_tile[group] = out.astype(q_tile.dtype)  # the queries are not needed any more
         lse_tile[group] = lse
@@ -270,7 +317,7 @@ class _Tile:
 
     queries: Any
     weights: Any
-    cleared: Any
+    changed: Any  # a barrier: the first warpgroup has changed keys or values
     group: Any
     config: Any
 
@@ -293,8 +340,11 @@ class _Tile:
         ranges = keys.ranges(i)
         partly = keys.is_partial(ranges)
         plgpu.barrier_wait(k.full.at[place])
+        self._convert(keys, i, k, place)
         scores = _product(self.queries, _turned(k.places.at[place]), (ROWS, keys.stored.size))
-        plgpu.barrier_arrive(k.free.at[place])
+        if k.raw is not None:  # one scale per key, so it may leave the sum over H
+            scores *= _down(keys.scales(k, i, place, ranges, PER_COLUMN), scores.shape)
+        _release(k, place)
         # after the product, so that keys that are not valid may hold anything
         scores = jax.lax.cond(
             partly,
@@ -306,13 +356,33 @@ class _Tile:
         rescale = jnp.exp2(maximum - highest)
         weights = jnp.exp2(scores * LOG2_E - _across(highest, scores.shape))
         total = total * rescale + weights.sum(axis=1)
+        plgpu.barrier_wait(v.full.at[place])
+        if v.raw is not None:  # after the total, which sums the weights alone
+            weights *= _down(keys.scales(v, i, place, ranges, PER_COLUMN), weights.shape)
         self.weights[...] = weights.astype(self.weights.dtype)
         plgpu.commit_smem()
-        plgpu.barrier_wait(v.full.at[place])
-        pl.when(partly)(lambda: self._clear(keys, ranges, v.places.at[place]))
+        self._convert(keys, i, v, place)
+        # what an int8 pool holds is finite, whatever it is
+        unclean = partly if v.raw is None else partly & (i < keys.own_steps)
+        pl.when(unclean)(lambda: self._clear(keys, ranges, v.places.at[place]))
         new = _product(self.weights, v.places.at[place], out.shape)
-        plgpu.barrier_arrive(v.free.at[place])
+        _release(v, place)
         return highest, total, out * _across(rescale, out.shape) + new
+
+    def _convert(self, keys: Keys, i, part: Part, place) -> None:
+        """A stored step of an int8 pool, without its scales, in the type of the own keys."""
+        if part.raw is None:
+            return
+
+        @pl.when(i >= keys.own_steps)
+        def _():
+            @pl.when(self.group == 0)
+            def _():
+                whole = mosaic.load(part.raw.at[place], LAYOUT)
+                part.places[place] = whole.astype(part.places.dtype)
+                plgpu.commit_smem()
+
+            self._wait_for_change()
 
     def _clear(self, keys: Keys, ranges, values) -> None:
         """Zeros in place of values that are not valid."""
@@ -324,9 +394,19 @@ class _Tile:
             values[...] = jnp.where(inside, found, jnp.zeros_like(found))
             plgpu.commit_smem()
 
-        if self.config.warpgroups > 1:  # the others wait until it is done
-            plgpu.barrier_arrive(self.cleared)
-            plgpu.barrier_wait(self.cleared)
+        self._wait_for_change()
+
+    def _wait_for_change(self) -> None:
+        if self.config.warpgroups > 1:
+            plgpu.barrier_arrive(self.changed)
+            plgpu.barrier_wait(self.changed)
+
+
+def _release(part: Part, place) -> None:
+    """The place may be filled again."""
+    if part.raw is not None:
+        plgpu.commit_smem()  # ordinary loads and the copies that follow take different ways
+    plgpu.barrier_arrive(part.free.at[place])
 
 
 def _product(a, b, shape):
@@ -362,7 +442,7 @@ def attention_moments(
     (rows, heads, queries, head_dim), dtype = q.shape, k_new.dtype
     # 64 keys are the rows of a product, and each program sums its columns over all queries by
     # itself: no two programs add to one number
-    stored, own = Stored.of(kv_pool, table, ROWS), k_new.shape[2]
+    stored, own = Stored.of(kv_pool, kv_scale, table, ROWS), k_new.shape[2]
     weights = weights.astype(jnp.float32)
     last = jnp.where(weights != 0, jnp.arange(queries, dtype=jnp.int32) + 1, 0).max(initial=0)
     old = pl.cdiv(call.slots, ROWS)
@@ -381,7 +461,8 @@ def attention_moments(
         [
             plgpu.SMEM((1 + squares, ROWS), jnp.float32),  # sums
             mosaic.tile((1, ROWS, head_dim), dtype),  # keys
-            plgpu.Barrier(num_arrivals=stored.pieces, num_barriers=1),
+            plgpu.Barrier(num_arrivals=stored.copies, num_barriers=1),
+            *stored.scratch(1, head_dim),
             mosaic.tile((buffers, ROWS, head_dim), dtype),  # queries
             plgpu.SMEM((buffers, 2, ROWS), jnp.float32),  # their weights and log-sum-exp
             plgpu.Barrier(num_arrivals=3, num_barriers=buffers),
@@ -401,7 +482,14 @@ def attention_moments(
 def _sum_columns(stored: Stored, buffers: int, old: int, numbers_ref, *refs):
     """One step of keys; steps of own keys come after the `old` ones of the table."""
     *given, k_ref = refs[:4]
-    table, (sums, k_tile, arrived, *queries) = refs[4:9], refs[-7:]
+    inputs = 4 + len(stored.arrays)
+    table, queries = refs[4:inputs], refs[-4:]
+    powers = len(refs) - inputs - 7 - 2 * stored.scaled
+    results, (sums, k_tile, arrived, *raw) = (
+        refs[inputs : inputs + powers],
+        refs[inputs + powers : -4],
+    )
+    part = Part(k_ref, 0, k_tile, arrived, None, *raw)
     row, head, tile = (jax.lax.axis_index(name) for name in ("row", "head", "tile"))
     keys = Keys(stored, numbers_ref[0], tuple(table), row, head)
     step = jnp.where(tile < old, keys.own_steps + tile, tile - old)
@@ -412,19 +500,28 @@ def _sum_columns(stored: Stored, buffers: int, old: int, numbers_ref, *refs):
     @pl.when((jax.lax.axis_index("warpgroup") == 1) & (seen.count > 0))
     def _():
         plgpu.set_max_registers(mosaic.MEMORY_REGISTERS, action="decrease")
-        keys.fetch(step, 0, Part(k_ref, 0, k_tile, arrived, None))
+        keys.fetch(step, 0, part)
         seen.fetch_all(row, head)
 
     @pl.when(jax.lax.axis_index("warpgroup") == 0)
     def _():
         plgpu.set_max_registers(mosaic.COMPUTE_REGISTERS, action="increase")
         pl.when(seen.count > 0)(lambda: plgpu.barrier_wait(arrived.at[0]))
-        inside = keys.valid(keys.ranges(step), (ROWS, ROWS), 0)
-        found = seen.sums(k_tile.at[0], inside, len(refs) - 16)
-        for i, total in enumerate(found):
+        ranges = keys.ranges(step)
+        factor = None
+        if stored.scaled:
+            factor = keys.scales(part, step, 0, ranges, PER_ROW)
+
+            @pl.when((seen.count > 0) & (step >= keys.own_steps))
+            def _():
+                part.places[0] = mosaic.load(part.raw.at[0], LAYOUT).astype(part.places.dtype)
+                plgpu.commit_smem()
+
+        inside = keys.valid(ranges, (ROWS, ROWS), 0)
+        for i, total in enumerate(seen.sums(k_tile.at[0], factor, inside, powers)):
             sums[i] = total
         plgpu.commit_smem()
-        for i, result in enumerate(refs[9:-7]):
+        for i, result in enumerate(results):
             columns = pl.ds(tile * ROWS, ROWS)
             plgpu.copy_smem_to_gmem(sums.at[i], result.at[row, head, columns])
         plgpu.wait_smem_to_gmem(0)
@@ -466,17 +563,19 @@ class Queries:
         jax.lax.fori_loop(0, self.count, step, 0)
         jax.lax.fori_loop(jnp.maximum(self.count - self.buffers, 0), self.count, last, 0)
 
-    def sums(self, keys, inside, powers: int) -> tuple:
+    def sums(self, keys, factor, inside, powers: int) -> tuple:
         """Weights of the keys [64, H] summed over all queries, and their squares if powers is 2;
-        zero where a key is not `inside`."""
+        zero where a key is not `inside`. factor: [64], of the scores, or None."""
 
         def line(place, which: int):
-            return plgpu.load(self.lines.at[place, which], layout=LAYOUT.reduce(0))
+            return mosaic.load(self.lines.at[place, which], PER_COLUMN)
 
         def step(i, carry):
             place = jax.lax.rem(i, self.buffers)
             plgpu.barrier_wait(self.full.at[place])
             scores = _product(keys, _turned(self.tile.at[place]), (ROWS, ROWS))
+            if factor is not None:
+                scores *= _across(factor, scores.shape)
             weight, lse = (_down(line(place, which), scores.shape) for which in (0, 1))
             plgpu.commit_smem()  # ordinary loads and the copies that follow take different ways
             plgpu.barrier_arrive(self.free.at[place])

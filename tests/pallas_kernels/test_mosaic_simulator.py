@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"), reason="JAX simulates these kernels from 0.11 on"
 )
 SMALL = SPECS["var-d30-t256"].reduced(heads=2, tokens=72, length=66, entries=9)
-OFTEN = {"small": SMALL, "t1": SPECS["var-d30-t1"].reduced(heads=2)}
+OFTEN = {"small": SMALL, "small-int8": replace(SMALL, kv_dtype="int8")}
 SPECIAL = {
     "rows": replace(SMALL, per_row=True),
     "block8": replace(SMALL, block_size=8),
@@ -49,8 +49,8 @@ def check_attend(spec, run, capsys):
     assert no_races(capsys)
     chex.assert_tree_all_finite(out)
     exact = in_float32(args)
-    options = dict(return_lse=True, implementation="reference")
-    expected, expected_lse = ragged_attention.attend(*exact.attend, **options)
+    options = dict(kv_scale=args.kv_scale, implementation="reference")
+    expected, expected_lse = ragged_attention.attend(*exact.attend, return_lse=True, **options)
     real = slice(None), slice(None), slice(0, spec.length)
     assert error(out[real], expected[real]) < TOLERANCE[spec.dtype]
     chex.assert_trees_all_close(lse[real], expected_lse[real], atol=1e-2)
@@ -75,13 +75,13 @@ def test_attention_moments(spec, capsys):
     run = simulated(mosaic_gpu.attention_moments, squares=True)
     args = spec.arguments()
     exact = in_float32(args)
-    _, lse = ragged_attention.attend(*exact.attend, return_lse=True, implementation="reference")
+    options = dict(kv_scale=args.kv_scale, implementation="reference")
+    _, lse = ragged_attention.attend(*exact.attend, return_lse=True, **options)
     weights = jnp.where(jnp.arange(spec.tokens) < spec.length, 1.0, 0.0)
     found = jax.block_until_ready(run(*args.moments(weights, lse), args.kv_scale))
     assert no_races(capsys)
-    expected = ragged_attention.attention_moments(
-        *exact.moments(weights, lse), squares=True, implementation="reference"
-    )
+    given = exact.moments(weights, lse)
+    expected = ragged_attention.attention_moments(*given, squares=True, **options)
     for a, b in zip(found, expected, strict=True):
         assert error(a, b) < TOLERANCE[spec.dtype]
 
@@ -92,7 +92,7 @@ def test_write(spec, capsys):
     given = (args.kv_pool, args.k, args.v, args.writes)
     found = jax.block_until_ready(simulated(mosaic_write.write)(*given, args.kv_scale))
     assert no_races(capsys)
-    expected = cache_write.write(*given, implementation="reference")
+    expected = cache_write.write(*given, kv_scale=args.kv_scale, implementation="reference")
     chex.assert_trees_all_equal(found, expected, strict=True)
 
 
