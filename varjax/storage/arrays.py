@@ -12,7 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
 
-from varjax.errors import UserError
+from varjax.errors import UserError, some
 from varjax.models import parameters
 
 
@@ -87,7 +87,7 @@ def _check(folder: Path, stored: Mapping, expected: Mapping, described_in: str) 
         if found != wanted:
             problems.append(f"wrong shape: {name} is {list(found)}, not {list(wanted)}")
     if problems:
-        listed = "\n  ".join(problems)
+        listed = some(problems, 100, between="\n  ")
         raise UserError(
             f"{folder} does not hold the parameters that {described_in} describes:\n  {listed}"
         )
