@@ -1,8 +1,14 @@
 """Named arrays on disk as one Orbax tree, read only after their names and shapes were checked."""
 
 import contextlib
+import logging
 import os
-from collections.abc import Mapping
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -44,8 +50,9 @@ def host_arrays(module: nnx.Module, dtype=None) -> dict[str, np.ndarray]:
 
 
 def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write {name: array} into a new `folder`; '/' in names makes branches of the tree."""
-    with ocp.PyTreeCheckpointer() as checkpointer:
+    """Write {name: array} into a new `folder`; '/' in names makes branches of the tree. `OSError`
+    if it cannot be written, for example because the disk is full: nothing is left then."""
+    with failed_writing(folder), ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(folder, parameters.nested(arrays))
     note = folder / "commit_success.txt"
     if note.exists():  # Orbax notes the path, which changes when the folder is renamed
@@ -71,7 +78,7 @@ def read(
     """
     wanted = {name: floating_dtype(dtype) for name, dtype in dtypes.items()}
     path = os.path.abspath(folder)
-    with _damage_is_a_user_error(folder), ocp.PyTreeCheckpointer() as checkpointer:
+    with failed_reading(folder), ocp.PyTreeCheckpointer() as checkpointer:
         # {name: Orbax's description with shape and dtype} of the arrays on disk
         stored = parameters.flattened(checkpointer.metadata(path).item_metadata.tree)
         _check(folder, stored, expected, described_in)
@@ -105,16 +112,81 @@ def _restore(checkpointer, path: str, types: Mapping, on_host: bool) -> dict:
     return jax.block_until_ready(parameters.flattened(found))
 
 
+# --- what Orbax raises ----------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
-def _damage_is_a_user_error(folder: Path):
-    """Whatever Orbax raises over damaged files names the folder and says what to do."""
+def failed_reading(folder: Path, advice: str = "convert or copy the checkpoint again"):
+    """Whatever Orbax raises over damaged files becomes a `UserError` that names the folder."""
     try:
-        yield
+        with _one_report():
+            yield
     except (UserError, MemoryError, jax.errors.JaxRuntimeError):  # the last: device memory is full
         raise
     except Exception as error:
         reason = str(error).strip().split("\n")[0][:300]
         raise UserError(
             f"cannot read the parameters in {folder}: the files are damaged or incomplete"
-            f" ({reason}); convert or copy the checkpoint again"
+            f" ({reason}); {advice}"
         ) from error
+
+
+@contextlib.contextmanager
+def failed_writing(folder: Path):
+    """What Orbax raises over a full disk and the like becomes an `OSError` that names the new
+    `folder`, of which nothing is left."""
+    try:
+        with _one_report():
+            yield
+    except BaseException as error:
+        _remove(folder)
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        number = int(code[1]) if code else getattr(error, "errno", None)
+        if number is None or getattr(error, "filename", None):
+            raise
+        raise OSError(number, os.strerror(number), os.fspath(folder)) from error
+
+
+def _remove(folder: Path) -> None:
+    """Also what Orbax has under a hidden name, while its threads may still be writing to it."""
+    for _ in range(20):
+        left = [p for p in folder.parent.glob(f"{folder.name}*") if _is_of(p.name, folder.name)]
+        for path in left:
+            shutil.rmtree(path, ignore_errors=True)
+        if not left:
+            return
+        time.sleep(0.05)
+
+
+def _is_of(name: str, folder: str) -> bool:
+    return name == folder or name.startswith(f"{folder}.orbax-checkpoint-tmp")
+
+
+@contextlib.contextmanager
+def _one_report():
+    """An error of Orbax is raised once; its threads print it several times more, and what becomes
+    of the arrays that were still to be written. They may outlast the error, and so do the filters.
+    """
+    logger = logging.getLogger("absl")
+    logger.addFilter(_is_no_repetition)
+    if not isinstance(sys.unraisablehook, _UnlessLoopIsClosed):
+        sys.unraisablehook = _UnlessLoopIsClosed(sys.unraisablehook)
+    yield
+    logger.removeFilter(_is_no_repetition)
+    if isinstance(sys.unraisablehook, _UnlessLoopIsClosed):
+        sys.unraisablehook = sys.unraisablehook.before
+
+
+@dataclass(frozen=True)
+class _UnlessLoopIsClosed:
+    """Hands on to `before` what happens in threads, unless nobody waits for it any more."""
+
+    before: Callable
+
+    def __call__(self, event) -> None:
+        if "Event loop is closed" not in str(event.exc_value):
+            self.before(event)
+
+
+def _is_no_repetition(record: logging.LogRecord) -> bool:
+    return "run() raised an exception" not in record.getMessage()

@@ -245,14 +245,12 @@ def _record(file: Path) -> dict:
     return {"size": file.stat().st_size, "crc32": f"{value:08x}"}
 
 
-def check_files(folder: Path, content: Mapping) -> None:
+def check_files(folder: Path, content: Mapping, advice: str = "copy them again") -> None:
     """Raise `UserError` with every parameter file that is missing or not as it was written."""
     problems = [_problem(folder / name, name, x) for name, x in content.get("files", {}).items()]
     if any(problems) or not folder.is_dir():
         listed = some(filter(None, problems), between="; ") or "the folder is missing"
-        raise UserError(
-            f"the parameters in {folder} are damaged or incomplete: {listed}; copy them again"
-        )
+        raise UserError(f"the parameters in {folder} are damaged or incomplete: {listed}; {advice}")
 
 
 def _problem(file: Path, name: str, record: Mapping) -> str | None:
