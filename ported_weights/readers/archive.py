@@ -20,7 +20,7 @@ MAX_DIRECTORY = 16 * 2**20  # bytes of the list of members; 100 are usual for a 
 CHUNK = 2**24  # bytes
 LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _FROM_ZIPFILE = (ValueError, ArithmeticError, NotImplementedError, OSError, struct.error)
-_IN_DESCRIPTOR, _ENCRYPTED = 8, 1  # flags of a member
+_ENCRYPTED, _IN_DESCRIPTOR, _UTF8 = 1, 8, 2048  # flags of a member
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,10 @@ class Archive:
         header = LOCAL_HEADER.unpack(self._file.read(LOCAL_HEADER.size))
         signature, _, flags, method, *_, packed, size, name_length, extra_length = header
         later = flags & _IN_DESCRIPTOR or 0xFFFFFFFF in (packed, size)  # the sizes are elsewhere
+        name = self._file.read(name_length).decode("utf-8" if flags & _UTF8 else "cp437")
         if (
             signature != b"PK\x03\x04"
+            or name != info.orig_filename
             or method != info.compress_type
             or not (later or (packed, size) == (info.compress_size, info.file_size))
         ):
