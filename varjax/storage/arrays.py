@@ -165,26 +165,29 @@ def _is_of(name: str, folder: str) -> bool:
 @contextlib.contextmanager
 def _one_report():
     """An error of Orbax is raised once; its threads print it several times more, and what becomes
-    of the arrays that were still to be written. They may outlast the error, and so do the filters.
-    """
-    logger = logging.getLogger("absl")
+    of the arrays that were still to be written or read. That may come later than the error, which
+    is why what keeps it quiet then stays."""
+    logger, hook = logging.getLogger("absl"), sys.unraisablehook
+    if isinstance(hook, _WithoutOrbax):
+        yield
+        return
     logger.addFilter(_is_no_repetition)
-    if not isinstance(sys.unraisablehook, _UnlessLoopIsClosed):
-        sys.unraisablehook = _UnlessLoopIsClosed(sys.unraisablehook)
+    sys.unraisablehook = _WithoutOrbax(hook)
     yield
     logger.removeFilter(_is_no_repetition)
-    if isinstance(sys.unraisablehook, _UnlessLoopIsClosed):
-        sys.unraisablehook = sys.unraisablehook.before
+    sys.unraisablehook = hook
 
 
 @dataclass(frozen=True)
-class _UnlessLoopIsClosed:
-    """Hands on to `before` what happens in threads, unless nobody waits for it any more."""
+class _WithoutOrbax:
+    """Hands on to `before` what nobody could be told, unless it is of work that Orbax gave up."""
 
     before: Callable
 
     def __call__(self, event) -> None:
-        if "Event loop is closed" not in str(event.exc_value):
+        code = getattr(event.object, "cr_code", None)  # of a coroutine
+        is_orbax = "orbax" in Path(getattr(code, "co_filename", "")).parts
+        if not (is_orbax or "Event loop is closed" in str(event.exc_value)):
             self.before(event)
 
 

@@ -82,12 +82,15 @@ class StageFolder:
 
     def __init__(self, out, stage: str, settings: Mapping):
         self.path = Path(out).absolute() / stage
+        self._checkpoints = self.path / CHECKPOINTS
+        for path in (self.path, self._checkpoints):
+            if path.exists() and not path.is_dir():
+                raise UserError(f"{path} is not a folder: remove it, or choose another one")
         self.path.mkdir(parents=True, exist_ok=True)
         self._write(SETTINGS, json.dumps(settings, indent=1))
         options = ocp.CheckpointManagerOptions(
             max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True
         )
-        self._checkpoints = self.path / CHECKPOINTS
         with arrays.failed_reading(self._checkpoints, self._advice()):
             self._manager = ocp.CheckpointManager(self._checkpoints, options=options)
 
