@@ -10,6 +10,8 @@ import pytest
 from varjax.errors import UserError
 from varjax.storage import lock
 from varjax.training import loop, session
+from varjax.training.data import Dataset
+from varjax.training.var_trainer import read_tokens
 
 
 def _state(step: int) -> dict:
@@ -147,3 +149,34 @@ def test_names_of_classes_are_checked_before_training(tmp_path, discs):
         Image.fromarray(image).save(tmp_path / name / "x.png")
     with pytest.raises(UserError, match="class folder .* is not Unicode"):
         data.load(tmp_path, 8, 0.5)
+
+
+def _tokens(**changes) -> dict:
+    labels = np.arange(5, dtype=np.int32) % 2
+    train, val = np.zeros((2, 5, 21), np.int32), np.ones((2, 21), np.int32)
+    return {"train": train, "train_labels": labels, "val": val, "val_labels": labels[:2], **changes}
+
+
+TOKENS = {
+    "none": {"train": None},
+    "pictures": {"train": np.zeros((5, 8, 8, 3), np.uint8)},
+    "fewer": {"train": np.zeros((2, 4, 21), np.int32)},
+    "shorter": {"val": np.zeros((2, 20), np.int32)},
+    "floats": {"train": np.zeros((2, 5, 21), np.float32)},
+    "large": {"train": np.full((2, 5, 21), 32, np.int32)},
+    "negative": {"val": np.full((2, 21), -1, np.int32)},
+    "labels": {"train_labels": np.ones(5, np.int32)},
+}
+
+
+@pytest.mark.parametrize("case", [None, *TOKENS])
+def test_tokens_of_something_else(tmp_path, tiny, case):
+    path, sound = tmp_path / "tokens.npz", _tokens()
+    pictures = Dataset(np.zeros((5, 8, 8, 3), np.uint8), sound["train_labels"], *[None] * 2, 2)
+    np.savez(path, **{n: a for n, a in _tokens(**TOKENS.get(case, {})).items() if a is not None})
+    if case is None:
+        found = read_tokens(path, pictures, tiny().transformer(2))
+        np.testing.assert_array_equal(found.val, sound["val"])
+        return
+    with pytest.raises(UserError, match="tokens.npz is damaged .*delete it to make it again"):
+        read_tokens(path, pictures, tiny().transformer(2))

@@ -171,10 +171,10 @@ def _one_report():
     if isinstance(hook, _WithoutOrbax):
         yield
         return
-    logger.addFilter(_is_no_repetition)
+    logger.addFilter(_is_not_of_orbax)
     sys.unraisablehook = _WithoutOrbax(hook)
     yield
-    logger.removeFilter(_is_no_repetition)
+    logger.removeFilter(_is_not_of_orbax)
     sys.unraisablehook = hook
 
 
@@ -191,5 +191,5 @@ class _WithoutOrbax:
             self.before(event)
 
 
-def _is_no_repetition(record: logging.LogRecord) -> bool:
-    return "run() raised an exception" not in record.getMessage()
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in Path(record.pathname).parts

@@ -57,7 +57,7 @@ def _train(settings: TrainingSettings, stage: str, needed, out, quiet: bool) -> 
     if not path.exists():
         loop.say(f"var: tokenising {count} pictures and their mirror images", quiet)
         write_tokens(path, codec, pictures, settings)
-    var_stage = VARStage(settings, config, read_tokens(path, pictures), codec.quantizer)
+    var_stage = VARStage(settings, config, read_tokens(path, pictures, config), codec.quantizer)
     state = loop.run(var_stage, out, quiet)
     return _save_model(settings, pictures, var_stage.model(state["ema"]), codec, Path(out) / MODEL)
 
