@@ -4,12 +4,14 @@ Of PyTorch's files the checksums of the zip cover every value; safetensors has n
 its header can be found wrong. Our own checkpoints have checksums of all files of parameters.
 """
 
+import contextlib
 import io
 import json
 import pickle
 import shutil
 import struct
 import zipfile
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from ported_weights import configurations
-from ported_weights.readers.sources import open_source
+from ported_weights.readers.sources import open_source, open_t5_folder
 from tests.ported_weights.conftest import TorchZip, assemble, view
 from tests.properties import limits, mutations
 from tests.properties.conftest import EXAMPLES
@@ -27,6 +29,7 @@ from varjax.codecs.vqvae.config import VQVAEConfig
 from varjax.errors import LONGEST_MESSAGE, UserError
 from varjax.models import parameters, registry
 from varjax.models.var.transformer import VARConfig
+from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 from varjax.storage import checkpoint
 from varjax.training import data, loop
@@ -213,6 +216,30 @@ def test_files_of_configurations(tmp_path, draw):
     assert list(found) == list(CONFIGS)
 
 
+@given(draw=st.data())
+def test_small_files_beside_the_weights(tmp_path, draw):
+    path, default = tmp_path / "a.json", {"cfg": 2.0, "top_k": 3, "top_p": 0.9}
+    text = json.dumps(draw.draw(mutations.damaged_json(["a", "b", "c"])))
+    path.write_bytes(draw.draw(mutations.damaged_bytes(text.encode()) | st.just(text.encode())))
+    with contextlib.suppress(UserError):
+        names = configurations.class_names_of(str(path), TRANSFORMER)
+        assert len(names) == 3 and "".join(names).encode()
+    path.write_text(json.dumps(draw.draw(mutations.damaged_json(default))))
+    with contextlib.suppress(UserError):
+        found = configurations.sampling_of(str(path), default, TRANSFORMER, lambda line: None)
+        TRANSFORMER.check_sampling(Sampling.recommended(found))
+
+
+@given(draw=st.data())
+def test_configurations_of_t5(tmp_path, draw):
+    published = Path(__file__).parents[1] / "fixtures" / "t5" / "t5_tiny_config.json"
+    value = draw.draw(mutations.damaged_json(json.loads(published.read_text())))
+    (tmp_path / "config.json").write_text(json.dumps(value))
+    (tmp_path / "spiece.model").write_bytes(draw.draw(st.binary(max_size=20)))
+    with pytest.raises(UserError):
+        open_t5_folder(tmp_path, [])
+
+
 # --- checkpoints of varjax ------------------------------------------------------------------------
 
 
@@ -377,7 +404,7 @@ def test_arrays_that_are_no_pictures(tmp_path, draw):
 
 READ = """
 import sys
-from ported_weights.readers.sources import open_source
+from ported_weights.readers.sources import open_source, open_t5_folder
 from varjax.errors import UserError
 for path in sys.argv[1:]:
     try:
