@@ -36,8 +36,8 @@ def test_a_calibration_of_other_weights_is_refused(demo):
     ("arguments", "message"),
     [
         ({"policy": None}, "give a policy or a name"),
-        ({"policy": "headkv", "budget": "0.1"}, "not a number"),
-        ({"policy": "headkv", "budget": True}, "not a number"),
+        ({"policy": "headkv", "budget": "0.1"}, "must be a number"),
+        ({"policy": "headkv", "budget": True}, "must be a number"),
         ({"policy": policies.HeadKV(), "budget": 0.5}, "budget to the policy itself"),
         ({"policy": "headkv", "kv_dtype": "int3"}, "kv_dtype"),
     ],

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from varjax.errors import UserError
+from varjax import arguments
+from varjax.errors import UserError, show
 from varjax.schedule import Schedule
 
 LARGEST = 10**6  # layers, heads, size of a head, and layers times heads
@@ -29,13 +30,10 @@ class Geometry:
     rows_per_image: int = 2
 
     def __post_init__(self):
+        arguments.instance("schedule", self.schedule, Schedule, "a Schedule")
         for name in ("num_layers", "num_heads", "head_dim", "rows_per_image"):
-            if getattr(self, name) < 1:
-                raise UserError(f"geometry: {name} is {getattr(self, name)}, it must be at least 1")
-            if getattr(self, name) > LARGEST:
-                raise UserError(
-                    f"geometry: {name} is {getattr(self, name)}, it must be at most {LARGEST}"
-                )
+            value = arguments.integer(f"geometry: {name}", getattr(self, name), 1, LARGEST)
+            object.__setattr__(self, name, value)  # its text identifies plans
         if self.num_layers * self.num_heads > LARGEST:
             raise UserError(
                 f"geometry: {self.num_layers} layers of {self.num_heads} heads are"
@@ -45,13 +43,14 @@ class Geometry:
     @classmethod
     def parse(cls, text: str) -> "Geometry":
         """Read `"layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4"`."""
+        arguments.text("geometry", text)
         names, given = ("num_layers", "num_heads", "head_dim", "schedule"), {}
         known = {name.removeprefix("num_"): name for name in names}
         for part in text.split(","):
             name, _, value = (piece.strip() for piece in part.partition("="))
             if name not in known or not value:
                 raise UserError(
-                    f"cannot read {part!r} of geometry {text!r}: give "
+                    f"cannot read {show(part)} of geometry {show(text)}: give "
                     f"{', '.join(k + '=...' for k in known)}"
                 )
             if known[name] in given:
@@ -63,7 +62,7 @@ class Geometry:
             given[known[name]] = Schedule.parse(value) if name == "schedule" else int(value)
         missing = [k for k, field in known.items() if field not in given]
         if missing:
-            raise UserError(f"geometry {text!r} lacks {', '.join(missing)}")
+            raise UserError(f"geometry {show(text)} lacks {', '.join(missing)}")
         return cls(**given)
 
     @property

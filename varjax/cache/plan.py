@@ -14,9 +14,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from varjax import arguments
 from varjax.cache import allocator
 from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
 from varjax.errors import UserError
+
+KV_DTYPES = ("bfloat16", "float32", "int8")  # of stored keys and values
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +57,8 @@ class CachePlan:
 
     def num_bytes(self, batch_size: int, dtype) -> int:
         """Bytes of the pool for a batch of images (all rows). int8 includes the scales, one float32
-        for the key and one for the value of every slot."""
+        for the key and one for the value of every slot. dtype: of `KV_DTYPES`; `UserError` for
+        others, and for a batch that is none."""
         return self.pool_tokens * self._bytes_per_token(batch_size, dtype)
 
     def dense_bytes(self, batch_size: int, dtype) -> int:
@@ -62,10 +66,11 @@ class CachePlan:
         return self.geometry.dense_tokens * self._bytes_per_token(batch_size, dtype)
 
     def _bytes_per_token(self, batch_size: int, dtype) -> int:
-        g = self.geometry
+        g, dtype = self.geometry, arguments.dtype("dtype", dtype, KV_DTYPES)
+        batch_size = arguments.integer("batch_size", batch_size, 1, arguments.LARGEST_BATCH)
         # one scale for the key, one for the value of a slot: per token, so that writing a token
         # never changes what its neighbours in the block mean
-        scales = 2 * item_size("float32") if jnp.dtype(dtype) == jnp.int8 else 0
+        scales = 2 * item_size("float32") if dtype == "int8" else 0
         per_row = 2 * g.head_dim * item_size(dtype) + scales
         return batch_size * g.rows_per_image * per_row
 
