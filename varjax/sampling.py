@@ -47,7 +47,8 @@ class Sampling:
     def __post_init__(self):
         for name in LISTS:
             value = getattr(self, name)
-            if isinstance(value, (list, np.ndarray)):  # as JSON has it; hashable as a tuple
+            if isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim):
+                # as JSON has it; hashable as a tuple
                 object.__setattr__(self, name, tuple(value))
 
     def check(self, num_scales: int, vocab_size: int | None = None) -> "Sampling":

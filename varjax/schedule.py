@@ -17,7 +17,7 @@ from varjax.arguments import text as text_
 from varjax.errors import UserError, show
 
 LARGEST_SIDE = 4096  # of a token map
-LARGEST_COUNT = 1024  # scales
+LARGEST_COUNT = 64  # scales
 
 
 @dataclass(frozen=True)

@@ -81,10 +81,11 @@ class LabelFlags:
         return Labels.of(chosen, model.num_classes, model.class_names)
 
     def _chosen(self, num_classes: int):
-        if len(self.given()) > 1:
+        counts = _given(self._num_images, self._samples)
+        if counts and self._labels.present:
             raise UserError(
-                "--labels and --num_images exclude each other: labels already say how many images "
-                "there are"
+                f"--labels and --{counts[0]} exclude each other: labels already say how many "
+                f"images there are"
             )
         if (text := self._labels.value) is not None:
             try:

@@ -28,7 +28,8 @@ class CachePlan:
 
     Letters: K scales, L layers, N heads (regions), M table entries, P slots.
     capacity: int32 [K, L, N], tokens held when scale s starts.
-    ids, start, stop: int32 [K, L, N, M], the slots that scale s reads (`BlockTable` entries).
+    ids int32, start and stop uint8 [K, L, N, M]: the slots that scale s reads (`BlockTable`
+      entries; blocks have at most 128 slots).
     write_slots: int32 [L, N, tokens], where a token is stored (-1: never); None where the device
       decides.
     policy: the policy that was planned for, with what its calibration decides filled in.
@@ -138,7 +139,7 @@ class CachePlan:
             repr((self.geometry, self.block_size, self.pool_blocks, self.accounting)).encode()
         )
         for array in (self.capacity, self.ids, self.start, self.stop, self.write_slots):
-            h.update(b"-" if array is None else np.ascontiguousarray(array).tobytes())
+            h.update(b"-" if array is None else np.ascontiguousarray(array, np.int32))
         return h.hexdigest()
 
     def __hash__(self):
@@ -188,7 +189,7 @@ def build_plan(
 def _tables(grid, real, num_scales):
     entries = max((len(r) for layer in grid for h in layer for r in h.runs), default=0)
     shape = (num_scales, len(grid), len(grid[0]), entries)
-    ids, start, stop = (np.zeros(shape, np.int32) for _ in range(3))
+    ids, start, stop = (np.zeros(shape, kind) for kind in (np.int32, np.uint8, np.uint8))
     for layer, heads in enumerate(grid):
         for n, head in enumerate(heads):
             for s, runs in enumerate(head.runs):
@@ -199,15 +200,13 @@ def _tables(grid, real, num_scales):
 
 
 def _write_slots(grid, real, block_size):
-    rows = []
-    for heads, numbers in zip(grid, real, strict=True):
-        for head, mine in zip(heads, numbers, strict=True):
+    slots = np.full((len(grid), len(grid[0]), len(grid[0][0].token_slot)), -1, np.int32)
+    for heads, numbers, of_layer in zip(grid, real, slots, strict=True):
+        for head, mine, slot in zip(heads, numbers, of_layer, strict=True):
             block, offset = head.token_slot.T
             stored = block >= 0
-            slot = np.full(block.shape, -1, np.int32)
             slot[stored] = mine[block[stored]] * block_size + offset[stored]
-            rows.append(slot)
-    return np.stack(rows).reshape(len(grid), len(grid[0]), -1)
+    return slots
 
 
 def check_block_size(block_size: int) -> int:

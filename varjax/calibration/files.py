@@ -90,8 +90,8 @@ def save(calibration: Calibration, path: str | os.PathLike) -> None:
     """Write our calibration file: a JSON object, arrays as nested lists with 7 digits, only what is
     known. Under "derived" it holds, for other readers, what follows from beta."""
     content = {"format_version": FORMAT_VERSION}
-    for name, value in vars(calibration).items():
-        if value is not None and name != "digest":
+    for name in (f.name for f in dataclasses.fields(calibration) if f.name != "digest"):
+        if (value := getattr(calibration, name)) is not None:
             content[name] = _plain(value)
     if calibration.beta is not None and calibration.schedule is not None:
         content["derived"] = {name: _plain(value) for name, value in _derived(calibration).items()}

@@ -116,7 +116,7 @@ class HeatKV(SinkPolicy):
 
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> StaticAllocation:
         last_use = self.schedule(geometry, budget, calibration).last_use().astype(np.int16)
-        return StaticAllocation(np.repeat(last_use, geometry.schedule.tokens, axis=-1))
+        return StaticAllocation(np.repeat(last_use, geometry.schedule.tokens, axis=-1), last_use)
 
 
 @register("binary_heatkv")
