@@ -140,14 +140,21 @@ def integers(name: str, values: Any, words: str, most: int) -> np.ndarray:
     return array
 
 
-def measured(name: str, values: Any, largest: float) -> np.ndarray:
-    """An array of numbers from 0 to `largest`."""
+def as_array(name: str, values: Any) -> np.ndarray:
+    """What is given as an array, of whatever type."""
+    if isinstance(values, range):  # may be of any length
+        raise wrong(name, values, "give an array")
     try:
-        array = np.asarray(values)
-        wrong_kind = array.dtype.kind not in "iuf"
-        found = np.zeros(0) if wrong_kind else array.astype(np.float64, copy=False)
+        return np.asarray(values)
     except (ValueError, TypeError, OverflowError) as error:
         raise UserError(f"{name} is no regular array of numbers: {error}") from None
+
+
+def measured(name: str, values: Any, largest: float) -> np.ndarray:
+    """An array of numbers from 0 to `largest`."""
+    array = as_array(name, values)
+    wrong_kind = array.dtype.kind not in "iuf"
+    found = np.zeros(0) if wrong_kind else array.astype(np.float64, copy=False)
     for is_wrong, what in (
         (wrong_kind, f"{str(array.dtype):.20} where numbers are needed"),
         (not np.isfinite(found).all(), "values that are not finite numbers"),

@@ -93,7 +93,7 @@ class TextFeatures:
 
     def _check_rows(self, kv_name: str, lens_name: str) -> None:
         """Check features and lengths of texts, and give them their types."""
-        kv, lens = (_as_array(name, getattr(self, name)) for name in (kv_name, lens_name))
+        kv, lens = (arguments.as_array(name, getattr(self, name)) for name in (kv_name, lens_name))
         for name, array, axes, kind, needed in (
             (kv_name, kv, 2, np.floating, "floats [sum of lengths, C]"),
             (lens_name, lens, 1, np.integer, "a whole number per text"),
@@ -257,13 +257,6 @@ def _set(features: TextFeatures, name: str, value) -> None:
     object.__setattr__(features, name, value)
 
 
-def _as_array(name: str, values) -> np.ndarray:
-    try:
-        return np.asarray(values)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{name} is no regular array: {error}") from None
-
-
 def _checked_numbers(numbers, count: int) -> np.ndarray:
     words = f"give numbers of prompts, from 0 to {count - 1}, one for each image"
     found = arguments.integers("numbers", numbers, words, 2**31 - 1)
@@ -273,7 +266,7 @@ def _checked_numbers(numbers, count: int) -> np.ndarray:
 
 
 def _checked_flags(unconditional, lens: np.ndarray) -> np.ndarray:
-    flags = _as_array("unconditional", unconditional)
+    flags = arguments.as_array("unconditional", unconditional)
     if flags.shape != lens.shape or flags.dtype != bool:
         raise UserError(
             f"unconditional has shape {flags.shape} and type {flags.dtype}: give true or false for"
