@@ -131,10 +131,10 @@ class Calibration:
             value if value is None else measured(f"the calibration's {name}", value, 2**31 - 1)
             for name, value in ((name, getattr(self, name)) for name in names)
         )
-        if dispersion is not None and dispersion.shape != (scales - 1,):
+        if dispersion is not None and (dispersion.ndim != 1 or dispersion.size >= scales):
             raise UserError(
-                f"the calibration's rank_dispersion has shape {dispersion.shape}, this model needs "
-                f"({scales - 1},)"
+                f"the calibration's rank_dispersion has shape {dispersion.shape}, this model has "
+                f"{scales - 1} source scales"
             )
         if maps is None and heads is None and edges is None:
             return
