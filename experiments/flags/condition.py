@@ -15,7 +15,7 @@ from experiments.prompts.condition import Text, check_text_tokens, encoder_folde
 from experiments.prompts.layouts import check_layout
 from experiments.prompts.sets import Kind, Prompt, PromptSet
 from varjax.cli.flags import CommandFlags
-from varjax.conditions import Condition, Labels
+from varjax.conditions import MOST_IMAGES, Condition, Labels
 from varjax.errors import MissingExtra, UserError
 from varjax.model import Model
 from varjax.text import encoder as text_encoder
@@ -23,7 +23,6 @@ from varjax.text import features as text_features
 
 ALL_CLASSES_UP_TO = 64  # without flags: every class once, or few images for larger models
 FEW_IMAGES = 16
-MOST_IMAGES = 10**7
 
 
 class ConditionFlags:
@@ -82,10 +81,11 @@ class LabelFlags:
         return Labels.of(chosen, model.num_classes, model.class_names)
 
     def _chosen(self, num_classes: int):
-        if len(self.given()) > 1:
+        counts = _given(self._num_images, self._samples)
+        if counts and self._labels.present:
             raise UserError(
-                "--labels and --num_images exclude each other: labels already say how many images "
-                "there are"
+                f"--labels and --{counts[0]} exclude each other: labels already say how many "
+                f"images there are"
             )
         if (text := self._labels.value) is not None:
             try:
