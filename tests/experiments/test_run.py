@@ -112,19 +112,6 @@ def test_interrupted_run_resumes_without_repeating(call, checkpoint, tmp_path, m
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_finished_batches_are_counted_by_their_indices(tmp_path, monkeypatch):
-    """Up to the first gap, and without reading pictures."""
-    store = BatchStore(tmp_path / "out", {}, overwrite=False)
-    with store.working():
-        for first in (0, 2, 6):
-            store.add("main", np.arange(first, first + 2), {"images": np.zeros(3)})
-        real, read = np.lib.npyio.NpzFile.__getitem__, []
-        monkeypatch.setattr(
-            np.lib.npyio.NpzFile, "__getitem__", lambda f, n: (read.append(n), real(f, n))[1]
-        )
-        assert store.finished("main") == 4 and set(read) == {"index"}
-
-
 def test_nothing_is_run_for_its_time_alone(call, checkpoint, tmp_path, monkeypatch):
     """One batch is one run; after a resumption that finds everything there is none."""
     flags = (checkpoint, "--labels=3,7", "--batch_size=2", f"--out={tmp_path / 'out'}")

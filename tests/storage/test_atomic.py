@@ -11,7 +11,7 @@ from varjax.storage.atomic import check_new_file, check_new_folder, new_file, ne
 
 def test_checking_a_place_leaves_nothing(tmp_path):
     assert check_new_file(tmp_path / "x", overwrite=False, flag="--save") == tmp_path / "x"
-    check_new_folder(tmp_path / "new" / "folder", overwrite=False)
+    check_new_folder(tmp_path / "new" / "folder")
     assert not list(tmp_path.iterdir())
 
 

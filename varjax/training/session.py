@@ -7,6 +7,7 @@ from varjax.errors import UserError, choose
 from varjax.models import parameters
 from varjax.models.var.transformer import VAR
 from varjax.storage import checkpoint
+from varjax.storage.atomic import check_new_folder
 from varjax.training import data, loop
 from varjax.training.settings import TrainingSettings
 from varjax.training.var_trainer import VARStage, read_tokens, write_tokens
@@ -28,6 +29,8 @@ def train(settings: TrainingSettings, stage: str, out, quiet: bool = False) -> P
     choose("stage", stage, STAGES)
     needed = ("vqvae",) if stage == "vqvae" else ("vqvae", "var")
     loop.check_folder(out, {name: settings.of_stage(name) for name in needed})
+    if stage != "vqvae":  # which makes no model
+        check_new_folder(Path(out) / MODEL, replaces=checkpoint.written, flag="out")
     if stage == "var" and not (Path(out) / "vqvae" / loop.SETTINGS).is_file():
         raise UserError(
             f"out={out} holds no trained codec: run stage=vqvae (or both) with it first"
