@@ -48,8 +48,9 @@ def check_distinct(names: Iterable[str]) -> None:
     not count."""
     seen: dict[str, str] = {}
     for name in names:
-        other = seen.setdefault(unicodedata.normalize("NFC", name).casefold(), name)
-        if other is not name:
+        key = unicodedata.normalize("NFC", name).casefold()
+        if other := seen.get(key):
             raise UserError(
                 f"{other!a:.80} and {name!a:.80} are the same file on many systems: rename one"
             )
+        seen[key] = name
