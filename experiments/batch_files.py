@@ -1,15 +1,17 @@
-"""Files of finished batches: `.npz` as NumPy writes it, whose every byte is checked when read.
+"""Files of finished batches: `.npz` as NumPy writes it, read as it was written or not at all.
 
-Each file says which settings it was made with, so that a folder of them says so as well. A file
-that was cut short, altered or is somebody else's is `Damaged`, and never anything worse: sizes are
-compared with the file before memory is taken, and nothing is compressed or pickled.
+Each file says which settings it was made with, so that a folder of them says so as well, and has a
+seal: a digest of all that is in it. A file that was cut short, altered or is somebody else's is
+`Damaged`, and never anything worse: sizes are compared with the file before memory is taken, and
+nothing is compressed or pickled.
 """
 
 import contextlib
+import hashlib
 import math
 import pathlib
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +19,7 @@ import numpy as np
 from varjax.storage.atomic import new_file
 
 SETTINGS = "settings"  # the array that holds the digest of the settings
+SEAL = "seal"  # that of all others
 CHUNK = 2**20
 
 
@@ -36,8 +39,14 @@ class Stored:
 
 def write(path: pathlib.Path, settings: str, arrays: Mapping[str, np.ndarray]) -> None:
     """Write arrays; settings: digest of what they were made with."""
+    arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    arrays[SETTINGS] = np.array(settings)
+    seals = {
+        name: _seal(name, array.dtype, array.shape, [array.reshape(-1).view(np.uint8)])
+        for name, array in arrays.items()
+    }
     with new_file(path) as file:
-        np.savez(file, **{SETTINGS: np.array(settings)}, **arrays)
+        np.savez(file, **arrays, **{SEAL: np.array(_joined(seals))})
 
 
 def read(path: pathlib.Path, wanted: Collection[str] | None = None) -> Stored:
@@ -48,7 +57,7 @@ def read(path: pathlib.Path, wanted: Collection[str] | None = None) -> Stored:
       Damaged: not a file that `write` wrote, or not any more.
       OSError: it cannot be opened.
     """
-    kinds, arrays = {}, {}
+    kinds, arrays, seals = {}, {}, {}
     with _opened(path) as archive:
         for member in archive.infolist():
             name = member.filename.removesuffix(".npy")
@@ -56,16 +65,34 @@ def read(path: pathlib.Path, wanted: Collection[str] | None = None) -> Stored:
                 shape, order, dtype = _header(file)
                 if file.tell() + math.prod(shape) * dtype.itemsize != member.file_size:
                     raise Damaged(f"{name} has another size than its shape says")
-                kinds[name] = dtype, shape
-                if wanted is None or name in wanted or name == SETTINGS:
-                    arrays[name] = np.frombuffer(file.read(), dtype).reshape(shape, order=order)
-                    if dtype.kind == "U":
-                        arrays[name].tolist()  # fails for what is no character
-                while file.read(CHUNK):  # zipfile compares checksums at the end
-                    pass
-        kinds.pop(SETTINGS, None)
-        said = arrays.pop(SETTINGS, None)
-        return Stored(kinds, arrays, None if said is None else str(said))
+                kinds[name], data = (dtype, shape), iter(lambda f=file: f.read(CHUNK), b"")
+                if wanted is None or name in wanted or name in (SETTINGS, SEAL):
+                    data = [file.read()]
+                    arrays[name] = np.frombuffer(data[0], dtype).reshape(shape, order=order)
+                seals[name] = _seal(name, dtype, shape, data)  # reads to the end
+        said, seal = (_text(arrays.pop(name, None)) for name in (SETTINGS, SEAL))
+        for name in (SETTINGS, SEAL):
+            kinds.pop(name, None)
+        seals.pop(SEAL, None)
+        if (said or seal) and seal != _joined(seals):  # older versions wrote neither
+            raise Damaged("it has been altered")
+        return Stored(kinds, arrays, said)
+
+
+def _seal(name: str, dtype: np.dtype, shape: tuple, data: Iterable) -> str:
+    """Digest of an array: what it is called, its type and shape, its bytes."""
+    digest = hashlib.sha256(f"{name} {dtype.str} {shape}".encode())
+    for part in data:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _joined(seals: Mapping[str, str]) -> str:
+    return hashlib.sha256("".join(sorted(seals.values())).encode()).hexdigest()
+
+
+def _text(array: np.ndarray | None) -> str | None:
+    return None if array is None else str(array)
 
 
 def settings_of(path: pathlib.Path) -> str | None:

@@ -1,7 +1,7 @@
 """What texts and damaged folders do to outputs: either all is well, or `UserError` and all is as it
 was."""
 
-import io
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -59,7 +59,7 @@ def damaged_run(draw, example: Example) -> Path:
     work = out.with_name("out.partial")
     for _ in range(draw(st.integers(1, 3))):
         files = sorted(path for path in work.glob("*.npz") if path.is_file())
-        kind = draw(st.sampled_from(["folder", "zip", "zip", "settings", "other", "swap", "older"]))
+        kind = draw(st.sampled_from(["folder", "zip", "zip", "settings", "other", "swap"]))
         if kind == "folder" or not files:
             draw(mutations.damaged_folder(work))
             continue
@@ -74,23 +74,14 @@ def damaged_run(draw, example: Example) -> Path:
             (work / "settings.json").unlink(missing_ok=True)
             write_text(work / "settings.json", json.dumps(settings))
         elif kind == "other":
-            shutil.copy(example.other / path.name, path)
-        elif kind == "swap":
-            shutil.copy(path, draw(st.sampled_from(files)).with_name("main-00000004.npz"))
-        elif kind == "older" and not path.is_symlink():
-            _without_settings(path)
+            path.write_bytes((example.other / path.name).read_bytes())
+        elif kind == "swap" and not (work / "main-00000004.npz").is_dir():
+            (work / "main-00000004.npz").write_bytes(path.read_bytes())
     return out
 
 
-def _without_settings(path: Path) -> None:
-    """As an older version wrote it."""
-    try:
-        stored = batch_files.read(path)
-    except Damaged:
-        return
-    found = io.BytesIO()
-    np.savez(found, **stored.arrays)
-    path.write_bytes(found.getvalue())
+def same(one: np.ndarray, other: np.ndarray) -> bool:
+    return one.dtype == other.dtype and np.array_equal(one, other)
 
 
 def sound_batches(work: Path) -> set[tuple[str, int]]:
@@ -99,14 +90,13 @@ def sound_batches(work: Path) -> set[tuple[str, int]]:
     for name, series in runs.SERIES.items():
         for start in series.starts():
             index = series.index(start)
-            drawn = {"index": index, **runs.batch(name, index)}
+            drawn = {**runs.batch(name, index), "index": index}
             path = work / f"{name}-{start:08d}.npz"
-            try:
+            with contextlib.suppress(Damaged, OSError):
                 arrays = batch_files.read(path).arrays
-            except (Damaged, OSError):
-                continue
-            if arrays.keys() == drawn.keys():
-                if all(np.array_equal(arrays[key], drawn[key]) for key in drawn):
+                if arrays.keys() == drawn.keys() and all(
+                    same(arrays[key], drawn[key]) for key in drawn
+                ):
                     found.add((name, start))
     return found
 
