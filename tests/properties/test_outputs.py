@@ -58,7 +58,8 @@ def damaged_run(draw, example: Example) -> Path:
     out = example.copy(draw(st.integers(1, 6)))
     work = out.with_name("out.partial")
     for _ in range(draw(st.integers(1, 3))):
-        files = sorted(path for path in work.glob("*.npz") if path.is_file())
+        names = [path.name for path in sorted(example.other.glob("*.npz"))]
+        files = [work / name for name in names if (work / name).is_file()]
         kind = draw(st.sampled_from(["folder", "zip", "zip", "settings", "other", "swap"]))
         if kind == "folder" or not files:
             draw(mutations.damaged_folder(work))
@@ -69,7 +70,7 @@ def damaged_run(draw, example: Example) -> Path:
                 path.write_bytes(draw(mutations.damaged_zip(path.read_bytes())))
             except Exception:  # it is no zip any more: damaged before
                 path.write_bytes(b"")
-        elif kind == "settings":
+        elif kind == "settings" and not (work / "settings.json").is_dir():
             settings = draw(mutations.damaged_json(runs.SETTINGS) | TEXT)
             (work / "settings.json").unlink(missing_ok=True)
             write_text(work / "settings.json", json.dumps(settings))
