@@ -7,25 +7,27 @@ Letters: N images, L tokens, K scales.
 import contextlib
 import functools
 import json
+import pathlib
 import sys
-import zipfile
-import zlib
 
 import numpy as np
 
+from experiments import batch_files
+from experiments.batch_files import Damaged
 from experiments.generation import cache_report, time_report
 from experiments.output import BatchStore
+from experiments.report import sweep_files
 from experiments.sweep.plan import Cell, Sweep
 from varjax import metrics
+from varjax.errors import UserError
 from varjax.generator import Generator
 from varjax.io import images
 from varjax.io.json_text import json_safe
 from varjax.metrics import METRICS
 from varjax.model import Model
-from varjax.storage.atomic import new_file
+from varjax.storage.manifest import parse_json
 
 REFERENCE_LOGITS = 2**30  # bytes of the full cache's logits that are kept in host memory
-DAMAGED = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
 TIMED_RUNS = 2  # at least so many runs of a program after its first
 
 
@@ -79,21 +81,47 @@ class Runner:
         """The program of the full cache."""
         return CellProgram(self.sweep, self.model, self.sweep.full)
 
-    def path(self, key: str):
-        return self.store.work / f"cell-{key}.npz"
+    def path(self, cell: Cell) -> pathlib.Path:
+        return self.store.work.path / f"cell-{cell.key}.npz"
 
     def results(self, cell: Cell) -> dict | None:
         """What is stored of a cell: {"row": numbers, "samples": uint8 images, ...}; None if it is
         missing or damaged, so that it is run again."""
-        with contextlib.suppress(*DAMAGED), np.load(self.path(cell.key)) as f:
-            found = {name: f[name] for name in f.files}
-            return found | {"row": json.loads(str(found["row"]))}
+        with contextlib.suppress(Damaged, FileNotFoundError):
+            stored = batch_files.read(self.path(cell))
+            self._check(cell, stored.kinds)
+            return {**stored.arrays, "row": _row(cell, str(stored.arrays["row"]))}
         return None
 
+    def _check(self, cell: Cell, kinds: dict) -> None:
+        """Raise `Damaged` unless these are the types and shapes of the arrays of a cell."""
+        sweep, model = self.sweep, self.sweep.model
+        count, (height, width, _) = len(sweep.condition), model.config.code_map
+        picture = (*(side * model.codec.config.downsample for side in (height, width)), 3)
+        expected = {"samples": (np.dtype(np.uint8), (sweep.samples, *picture))}
+        if cell is sweep.full:
+            tokens = model.transformer.no_tokens(count)
+            expected["tokens"] = tokens.dtype, tokens.shape
+            expected["pictures"] = np.dtype(np.float32), (count, *picture)
+        found = {name: kind for name, kind in kinds.items() if name != "row"}
+        if found != expected or "row" not in kinds:
+            raise Damaged(f"it holds {found}, a cell {expected}"[:400])
+
+    def all_results(self) -> dict[str, dict]:
+        """Of every cell that could run, and the full cache, by their keys."""
+        done = (self.sweep.full, *(cell for cell in self.sweep.cells if cell.plan is not None))
+        found = {cell.key: (cell, self.results(cell)) for cell in done}
+        for cell, results in found.values():
+            if results is None:  # it was sound when it was written
+                raise UserError(
+                    f"{self.path(cell)} is damaged: start the same command again, which runs this "
+                    "cell anew"
+                )
+        return {key: results for key, (_, results) in found.items()}
+
     def keep(self, cell: Cell, row: dict, **arrays: np.ndarray) -> None:
-        text = json.dumps(json_safe(row))
-        with new_file(self.path(cell.key)) as file:
-            np.savez(file, row=np.array(text), **arrays)
+        arrays["row"] = np.array(json.dumps(json_safe(row)))
+        batch_files.write(self.path(cell), self.store.work.digest, arrays)
 
     def run(self) -> None:
         """Every cell that is not there yet, the full cache first."""
@@ -153,6 +181,19 @@ class Runner:
         self.keep(cell, row, samples=np.concatenate(kept))
         shown = (f"{m.column} {m.show(close[key])}" for key, m in METRICS.items() if key in close)
         _say(f"  {', '.join(shown)}")
+
+
+def _row(cell: Cell, text: str) -> dict:
+    """The numbers of a cell; `Damaged` unless the report finds in them what it shows."""
+    try:
+        row = parse_json(text)
+        spec = sweep_files.REFERENCE if cell.name == "full" else sweep_files.DONE
+        sweep_files.require(row, {n: s for n, s in spec.items() if n not in ("status", "samples")})
+    except (ValueError, sweep_files.Damaged) as error:
+        raise Damaged(str(error)) from None
+    if row.get("plan") != cell.plan.digest:
+        raise Damaged("it is of another plan")
+    return row
 
 
 def _say(line: str) -> None:

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from experiments.output import BatchStore
 from experiments.sweep import cells as sweep_cells
-from experiments.sweep import plan
+from experiments.sweep import plan, tables
 from tests import models_under_test as models
+from tests.experiments import made_up_sweep
 from varjax.api import Generator
 from varjax.calibration import files as calibration_lib
 from varjax.errors import UserError
@@ -171,8 +173,6 @@ def test_given_sizes_are_not_swept():
 
 
 def test_without_matplotlib_the_tables_are_there(tmp_path, monkeypatch):
-    from experiments.sweep import tables
-
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     run = {"model": "m", "labels": [1], "seed": 0, "batch_size": 1, "dtype": "float32"}
     run |= {"kv_dtype": "float32", "calibration": None}
@@ -199,13 +199,65 @@ def test_every_cell_has_a_key_of_its_own():
     assert len({*planned.values(), snapkv, h2o}) == len(planned) + 2 > 5
 
 
+def stored_cell(tmp_path):
+    """(runner, cell, row, samples) of a cell as it is stored."""
+    model, store = describe(), BatchStore(tmp_path / "out", {}, overwrite=False)
+    store.work.path.mkdir()
+    sweep = SimpleNamespace(model=model, condition=range(2), samples=2, full=None)
+    runner, plan = sweep_cells.Runner(sweep, store), SimpleNamespace(digest="d")
+    cell = SimpleNamespace(key="0123456789abcdef", name="swa", plan=plan)
+    row = made_up_sweep.cell("swa", 0.5, 1) | {"plan": "d"}
+    samples = np.zeros((2, 64, 64, 3), np.uint8)
+    runner.keep(cell, row, samples=samples)
+    return runner, cell, row, samples
+
+
 @pytest.mark.parametrize("keep", [0, 10, 200, -30])
 def test_a_damaged_cell_is_run_again(tmp_path, keep):
     """A truncated file of an unfinished sweep counts as missing."""
-    runner = sweep_cells.Runner(None, SimpleNamespace(work=tmp_path))
-    cell = SimpleNamespace(key="a")
-    runner.keep(cell, {"n": 1}, samples=np.zeros((2, 4, 4, 3), np.uint8))
-    assert runner.results(cell)["row"] == {"n": 1}
-    path = runner.path("a")
+    runner, cell, row, _ = stored_cell(tmp_path)
+    assert runner.results(cell)["row"] == row
+    path = runner.path(cell)
     path.write_bytes(path.read_bytes()[:keep])
     assert runner.results(cell) is None
+
+
+OTHER_ROWS = {
+    "null": None,
+    "list": [],
+    "plan": {"plan": "e"},
+    "kv": {"kv": {}},
+    "time": {"time": None},
+    "fidelity": {"fidelity": 3},
+    "numbers": {"live_tokens": [["many"]]},
+}
+
+
+@pytest.mark.parametrize("change", OTHER_ROWS)
+def test_a_cell_with_other_numbers_is_run_again(tmp_path, change):
+    runner, cell, row, samples = stored_cell(tmp_path)
+    other = OTHER_ROWS[change]
+    runner.keep(cell, row | other if isinstance(other, dict) else other, samples=samples)
+    assert runner.results(cell) is None
+    runner.keep(cell, row, samples=samples[:1])
+    assert runner.results(cell) is None
+    runner.keep(cell, row, samples=samples, more=samples)
+    assert runner.results(cell) is None
+
+
+LABELS = ("table:path=$\\frac$.npz", "table:path=a$b.npz", "\udcff\ud800", "x" * 10**5, "a\0b")
+
+
+def test_any_label_can_be_written_and_drawn(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra `eval`)")
+    made_up_sweep.write(tmp_path / "sweep")
+    report = json.loads((tmp_path / "sweep" / "sweep.json").read_text(encoding="utf-8"))
+    report["settings"]["calibration"] = None
+    report["versions"]["jax"] = "0"
+    done = next(cell for cell in report["cells"] if cell["status"] == "done")
+    report["cells"] = [done | {"label": label} for label in LABELS]
+    assert tables.write(tmp_path, report, {"labels": np.zeros(1)}, b"{}") is None
+    assert (tmp_path / "fidelity.png").stat().st_size > 10**4
+    assert "\\udcff\\ud800" in (tmp_path / "sweep.md").read_text(encoding="utf-8")
+    with open(tmp_path / "sweep.json", encoding="utf-8") as file:
+        assert [cell["label"] for cell in json.load(file)["cells"]] == list(LABELS)

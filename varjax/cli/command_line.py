@@ -31,6 +31,9 @@ def run(main: Callable, argv: Sequence[str] | None = None) -> NoReturn:
     Their values are restored on the way out, so a test may run several commands in one process.
     """
     argv = list(sys.argv if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):  # no name of a file or class fails to be printed
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     own = getattr(sys.modules[main.__module__], "FLAGS", None)
     own = own if isinstance(own, CommandFlags) else None
     values = flags.FLAGS if own is None else own.values
