@@ -27,6 +27,7 @@ from varjax.storage.atomic import new_file
 REFERENCE_LOGITS = 2**30  # bytes of the full cache's logits that are kept in host memory
 DAMAGED = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
 TIMED_RUNS = 2  # at least so many runs of a program after its first
+PER_IMAGE = "per_image/"  # before the name of a metric: its numbers of all images
 
 
 class CellProgram:
@@ -150,7 +151,8 @@ class Runner:
         close = metrics.summarize(arrays)
         row = describe_cell(sweep, cell, program.generator) | {"fidelity": close}
         row["samples_fidelity"] = {n: a[: sweep.samples].tolist() for n, a in arrays.items()}
-        self.keep(cell, row, samples=np.concatenate(kept))
+        numbers = {f"{PER_IMAGE}{name}": values for name, values in arrays.items()}
+        self.keep(cell, row, samples=np.concatenate(kept), **numbers)
         shown = (f"{m.column} {m.show(close[key])}" for key, m in METRICS.items() if key in close)
         _say(f"  {', '.join(shown)}")
 

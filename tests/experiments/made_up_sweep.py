@@ -7,6 +7,8 @@ import numpy as np
 
 from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
+from varjax.calibration import files as measured
+from varjax.calibration.data import Calibration
 from varjax.policies import get_policy
 from varjax.schedule import Schedule
 
@@ -68,3 +70,27 @@ def write(folder: pathlib.Path) -> None:
     names = ["full", "c1", "c2", "c3"]
     images = {name: rng.integers(0, 256, (2, 16, 16, 3), np.uint8) for name in names}
     np.savez(folder / "samples.npz", labels=np.array([3, 7]), **images)
+
+
+def write_calibration(path: pathlib.Path) -> None:
+    """A file with everything that can be drawn."""
+    rng = np.random.default_rng(1)
+    layers, heads, scales = GEOMETRY.num_layers, GEOMETRY.num_heads, GEOMETRY.schedule.num_scales
+    beta = np.tril(rng.uniform(0.1, 1, (layers, heads, scales, scales)))
+    beta[0, 0, -1, 1] = 0  # has no logarithm
+    made = Calibration(
+        schedule=GEOMETRY.schedule,
+        num_layers=layers,
+        num_heads=heads,
+        num_samples=2,
+        beta=beta / beta.sum(-1, keepdims=True),
+        key_discrepancy=rng.uniform(size=(layers, scales)),
+        query_variance=rng.uniform(size=(layers, heads)),
+        selectivity=rng.uniform(size=(layers, scales)),
+        pattern_heads=np.array([[0, 1], [3, 2]], np.int32),
+        patterns=rng.uniform(size=(2, 4, 15)),
+        pattern_scale=3,
+        pattern_edges=np.arange(0, 32, 2, dtype=np.int32)[:16],
+        rank_dispersion=rng.uniform(size=3),
+    )
+    measured.save(made, path)
