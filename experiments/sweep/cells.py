@@ -4,17 +4,16 @@ cache's tokens forced for logits; finished cells are kept.
 Letters: N images, L tokens, K scales.
 """
 
-import contextlib
 import functools
 import json
 import sys
-import zipfile
-import zlib
 
 import numpy as np
 
 from experiments.generation import cache_report, time_report
 from experiments.output import BatchStore
+from experiments.sweep import stored as stored_cells
+from experiments.sweep.intervals import PER_IMAGE
 from experiments.sweep.plan import Cell, Sweep
 from varjax import metrics
 from varjax.generator import Generator
@@ -25,9 +24,7 @@ from varjax.model import Model
 from varjax.storage.atomic import new_file
 
 REFERENCE_LOGITS = 2**30  # bytes of the full cache's logits that are kept in host memory
-DAMAGED = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
 TIMED_RUNS = 2  # at least so many runs of a program after its first
-PER_IMAGE = "per_image/"  # before the name of a metric: its numbers of all images
 
 
 class CellProgram:
@@ -86,10 +83,7 @@ class Runner:
     def results(self, cell: Cell) -> dict | None:
         """What is stored of a cell: {"row": numbers, "samples": uint8 images, ...}; None if it is
         missing or damaged, so that it is run again."""
-        with contextlib.suppress(*DAMAGED), np.load(self.path(cell.key)) as f:
-            found = {name: f[name] for name in f.files}
-            return found | {"row": json.loads(str(found["row"]))}
-        return None
+        return stored_cells.read(self.path(cell.key), self.sweep, cell)
 
     def keep(self, cell: Cell, row: dict, **arrays: np.ndarray) -> None:
         text = json.dumps(json_safe(row))

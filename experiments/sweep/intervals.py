@@ -16,6 +16,7 @@ from jaxtyping import Float
 from varjax import metrics
 from varjax.metrics import METRICS, Metric
 
+PER_IMAGE = "per_image/"  # in a cell's file, before the name of a metric: numbers of all images
 RESAMPLES, SEED = 10_000, 0
 LEVEL = 0.95
 AT_ONCE = 2**22  # counts that are held at a time

@@ -10,7 +10,7 @@ import numpy as np
 
 from experiments.generation import environment
 from experiments.sweep import intervals
-from experiments.sweep.cells import PER_IMAGE
+from experiments.sweep.intervals import PER_IMAGE
 from experiments.sweep.plan import Cell, Sweep
 from varjax import metrics
 from varjax.errors import MissingExtra, require
@@ -29,18 +29,24 @@ DEFINITIONS = {
     "s/image": "median over at least two runs after the first, pixels included; the program also "
     "returns its logits",
 }
+PARTS = {  # of a cell of sweep.json, and what tables take from them
+    "kv": "dense_bytes planned_bytes allocated_bytes fraction peak_live_fraction".split(),
+    "fidelity": [
+        *(f"{key}{end}" for key, m in METRICS.items() for end in ("", "_std")[: 1 + m.per_image]),
+        "identical_images",
+        *(f"{key}{end}" for key in METRICS for end in ("_low", "_high")),
+        *(f"{key}_difference{end}" for key in METRICS for end in ("", "_low", "_high")),
+    ],
+    "time": ["steady_s_per_image", "compile_s"],
+}
+NEW = tuple(n for n in PARTS["fidelity"] if n.endswith(("_low", "_high", "_difference")))
 CSV_FIELDS = (
-    *"label policy budget status dense_bytes planned_bytes allocated_bytes fraction".split(),
-    "peak_live_fraction",
-    *(f"{key}{end}" for key, m in METRICS.items() for end in ("", "_std")[: 1 + m.per_image]),
-    *"identical_images steady_s_per_image compile_s note".split(),
-    *(f"{key}{end}" for key, m in METRICS.items() if m.per_image for end in ("_low", "_high")),
-    *(
-        f"{key}_difference{end}"
-        for key, m in METRICS.items()
-        if m.per_image
-        for end in ("", "_low", "_high")
-    ),
+    *"label policy budget status".split(),
+    *PARTS["kv"],
+    *(name for name in PARTS["fidelity"] if name not in NEW),
+    *PARTS["time"],
+    "note",
+    *NEW,  # at the end: the place of the others is the same in all versions
 )
 HEADER = (
     "policy",
@@ -126,8 +132,8 @@ def rows(report: dict) -> list[dict]:
     found = []
     for cell in (report["reference"], *report["cells"]):
         row = {k: cell[k] for k in ("label", "policy", "budget", "status")}
-        for part in ("kv", "fidelity", "time"):
-            row |= cell.get(part, {})
+        for part, names in PARTS.items() if cell["status"] == "done" else ():
+            row |= {name: cell[part][name] for name in names if name in cell.get(part, {})}
         found.append(row | {"note": cell.get("reason", "")})
     return found
 

@@ -3,12 +3,10 @@
 import csv
 import json
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from experiments.sweep import cells as sweep_cells
 from experiments.sweep import plan
 from tests import models_under_test as models
 from varjax.api import Generator
@@ -76,10 +74,14 @@ def test_table_files_and_resumption(call, checkpoint, tmp_path, monkeypatch):
     with np.load(out / "samples.npz") as samples, open(out / "sweep.csv") as table:
         assert samples["full"].shape == samples[small["samples"]].shape == (2, 16, 16, 3)
         assert samples["labels"].tolist() == [3, 7]
+        numbers = samples[f"{small['samples']}/psnr"]  # of all images
+        assert numbers.shape == (3,) and numbers.mean() == pytest.approx(small["fidelity"]["psnr"])
         rows = list(csv.DictReader(table))
     assert [row["label"] for row in rows] == ["full"] + [c["label"] for c in report["cells"]]
     assert float(rows[1]["psnr"]) == pytest.approx(small["fidelity"]["psnr"])
-    assert rows[3]["note"] == refused["reason"] and rows[3]["psnr"] == ""
+    assert rows[3]["note"] == refused["reason"] and rows[3]["psnr"] == rows[3]["psnr_low"] == ""
+    assert float(rows[1]["psnr_low"]) <= float(rows[1]["psnr"]) <= float(rows[1]["psnr_high"])
+    assert "dB [" in text and "image by image:" in (out / "sweep.md").read_text(encoding="utf-8")
 
     assert call("sweep", *flags, policies, budgets)[0] == 2  # the folder exists
     same = call("run", *flags[:3], "--policy=swa", "--budget=0.05", "--compare", f"--out={out}-run")
@@ -197,15 +199,3 @@ def test_every_cell_has_a_key_of_its_own():
     snapkv, h2o = (planned.pop(entry.label) for entry in entries[-2:])
     assert planned.pop("compose") == snapkv != h2o  # the former is what compose is by default
     assert len({*planned.values(), snapkv, h2o}) == len(planned) + 2 > 5
-
-
-@pytest.mark.parametrize("keep", [0, 10, 200, -30])
-def test_a_damaged_cell_is_run_again(tmp_path, keep):
-    """A truncated file of an unfinished sweep counts as missing."""
-    runner = sweep_cells.Runner(None, SimpleNamespace(work=tmp_path))
-    cell = SimpleNamespace(key="a")
-    runner.keep(cell, {"n": 1}, samples=np.zeros((2, 4, 4, 3), np.uint8))
-    assert runner.results(cell)["row"] == {"n": 1}
-    path = runner.path("a")
-    path.write_bytes(path.read_bytes()[:keep])
-    assert runner.results(cell) is None
