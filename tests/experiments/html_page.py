@@ -13,11 +13,12 @@ class Page(html.parser.HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.tags, self.ids, self.resources, self.open, self.unbalanced = [], [], [], [], []
-        self.texts = []
+        self.texts, self.attributes = [], []
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
+        self.attributes += [name for name, _ in attrs]
         self.ids += [v for k, v in attrs if k == "id"]
         self.resources += [v for k, v in attrs if k in ("src", "href", "srcset", "data", "action")]
         if tag not in VOID:

@@ -91,6 +91,6 @@ def write_calibration(path: pathlib.Path) -> None:
         patterns=rng.uniform(size=(2, 4, 15)),
         pattern_scale=3,
         pattern_edges=np.arange(0, 32, 2, dtype=np.int32)[:16],
-        rank_dispersion=rng.uniform(size=3),
+        rank_dispersion=rng.uniform(size=4),
     )
     measured.save(made, path)
