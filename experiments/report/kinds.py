@@ -25,8 +25,12 @@ def _is_number(value) -> bool:
     return plain and abs(value) < LARGEST_NUMBER and math.isfinite(value)
 
 
-def _is_one_value(value) -> bool:
+def _is_single(value) -> bool:
     return value is None or isinstance(value, bool) or _is_number(value) or _is_text(value)
+
+
+def _is_single_or_list(value) -> bool:
+    return all(map(_is_single, value)) if isinstance(value, list) else _is_single(value)
 
 
 def _is_object(value, inside=lambda v: True) -> bool:
@@ -47,7 +51,7 @@ KINDS = {
     "a list": lambda v: isinstance(v, list),
     "an object": lambda v: isinstance(v, dict),
     "an object of texts": lambda v: _is_object(v, _is_text),
-    "an object of single values": lambda v: _is_object(v, _is_one_value),
+    "an object of single values or lists": lambda v: _is_object(v, _is_single_or_list),
 }
 
 

@@ -23,7 +23,7 @@ LARGEST_SIDE = 16383  # pixels, of a WebP picture
 
 SETTINGS = {"model": "text", "dtype": "text", "kv_dtype": "text", "labels": ["a whole number"]}
 SETTINGS |= {"seed": "a whole number", "batch_size": "a whole number"}
-SETTINGS |= {"calibration": "text or null", "sampling": "an object of single values"}
+SETTINGS |= {"calibration": "text or null", "sampling": "an object of single values or lists"}
 GEOMETRY = dict.fromkeys(
     ("num_layers", "num_heads", "head_dim", "rows_per_image"), "a whole number"
 )

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+from dataclasses import asdict
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from varjax.cache.planner import plan_cache
 from varjax.calibration import files as measured
 from varjax.calibration.data import Calibration
 from varjax.policies import get_policy
+from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 
 GEOMETRY = Geometry(
@@ -51,7 +53,7 @@ def write(folder: pathlib.Path) -> None:
     full = cell("full", 1.0, 9)
     del full["fidelity"]
     settings = {"model": "made <up>", "labels": [3, 7], "seed": 0, "batch_size": 1}
-    settings |= {"dtype": "float32", "kv_dtype": "float32", "sampling": {"cfg": 1.5}}
+    settings |= {"dtype": "float32", "kv_dtype": "float32", "sampling": asdict(Sampling())}
     fields = {name: getattr(GEOMETRY, name) for name in ("num_layers", "num_heads", "head_dim")}
     report = {
         "format_version": 1,

@@ -13,6 +13,7 @@ import pytest
 
 from experiments.report import __main__ as report_module
 from experiments.report import sweep_files
+from experiments.sweep import intervals
 from tests.experiments import made_up_sweep
 from tests.experiments.html_page import check_self_contained
 from tests.experiments.made_up_sweep import GEOMETRY
@@ -93,6 +94,19 @@ def test_no_text_becomes_markup(sweep, calibration):
 
     hostile = """'"><img src="http://a/b"></title></style></script><script>{{ 1 }}"""
     assert built(hostile).tags == built("x").tags
+
+
+def test_intervals_are_shown(sweep):
+    report, samples, geometry = sweep_files.read(sweep)
+    assert "No intervals are known" in page.build(report, samples, geometry, None, 1)
+    numbers = {f"c{i}": {"psnr": np.array([19.0, 21.0]) + i} for i in (1, 2, 3)}
+    intervals.add(report["cells"], numbers)
+    text = page.build(report, samples, geometry, None, 1)
+    found = check_self_contained(text)
+    assert "[20.00, 22.00]" in found.texts and "best" in found.texts
+    assert "Bars are 95 % intervals" in text and found.tags.count("table") == 2
+    (psnr, *others) = charts.fidelity(report)
+    assert len(psnr.to_dict()["layer"]) == 3 and len(others[0].to_dict()["layer"]) == 2
 
 
 def open_in_browser(text, tmp_path):

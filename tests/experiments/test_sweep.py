@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 
+from experiments.report import sweep_files
 from experiments.sweep import plan
 from tests import models_under_test as models
 from varjax.api import Generator
@@ -71,6 +72,7 @@ def test_table_files_and_resumption(call, checkpoint, tmp_path, monkeypatch):
     assert slots.max() == small["kv"]["pool_slots"] and (slots >= small["live_tokens"]).all()
     assert small["kv"]["slot_bytes"] * small["kv"]["pool_slots"] == small["kv"]["planned_bytes"]
 
+    sweep_files.read(out)  # which the report does
     with np.load(out / "samples.npz") as samples, open(out / "sweep.csv") as table:
         assert samples["full"].shape == samples[small["samples"]].shape == (2, 16, 16, 3)
         assert samples["labels"].tolist() == [3, 7]
