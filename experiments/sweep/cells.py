@@ -4,7 +4,6 @@ cache's tokens forced for logits; finished cells are kept.
 Letters: N images, L tokens, K scales.
 """
 
-import contextlib
 import functools
 import json
 import pathlib
@@ -13,10 +12,10 @@ import sys
 import numpy as np
 
 from experiments import batch_files
-from experiments.batch_files import Damaged
 from experiments.generation import cache_report, time_report
 from experiments.output import BatchStore
-from experiments.report import sweep_files
+from experiments.sweep import stored as stored_cells
+from experiments.sweep.intervals import PER_IMAGE
 from experiments.sweep.plan import Cell, Sweep
 from varjax import metrics
 from varjax.errors import UserError
@@ -25,7 +24,6 @@ from varjax.io import images
 from varjax.io.json_text import json_safe
 from varjax.metrics import METRICS
 from varjax.model import Model
-from varjax.storage.manifest import parse_json
 
 REFERENCE_LOGITS = 2**30  # bytes of the full cache's logits that are kept in host memory
 TIMED_RUNS = 2  # at least so many runs of a program after its first
@@ -87,25 +85,7 @@ class Runner:
     def results(self, cell: Cell) -> dict | None:
         """What is stored of a cell: {"row": numbers, "samples": uint8 images, ...}; None if it is
         missing or damaged, so that it is run again."""
-        with contextlib.suppress(Damaged, FileNotFoundError):
-            stored = batch_files.read(self.path(cell))
-            self._check(cell, stored.kinds)
-            return {**stored.arrays, "row": _row(cell, str(stored.arrays["row"]))}
-        return None
-
-    def _check(self, cell: Cell, kinds: dict) -> None:
-        """Raise `Damaged` unless these are the types and shapes of the arrays of a cell."""
-        sweep, model = self.sweep, self.sweep.model
-        count, (height, width, _) = len(sweep.condition), model.config.code_map
-        picture = (*(side * model.codec.config.downsample for side in (height, width)), 3)
-        expected = {"samples": (np.dtype(np.uint8), (sweep.samples, *picture))}
-        if cell is sweep.full:
-            tokens = model.transformer.no_tokens(count)
-            expected["tokens"] = tokens.dtype, tokens.shape
-            expected["pictures"] = np.dtype(np.float32), (count, *picture)
-        found = {name: kind for name, kind in kinds.items() if name != "row"}
-        if found != expected or "row" not in kinds:
-            raise Damaged(f"it holds {found}, a cell {expected}"[:400])
+        return stored_cells.read(self.path(cell), self.sweep, cell)
 
     def all_results(self) -> dict[str, dict]:
         """Of every cell that could run, and the full cache, by their keys."""
@@ -178,22 +158,10 @@ class Runner:
         close = metrics.summarize(arrays)
         row = describe_cell(sweep, cell, program.generator) | {"fidelity": close}
         row["samples_fidelity"] = {n: a[: sweep.samples].tolist() for n, a in arrays.items()}
-        self.keep(cell, row, samples=np.concatenate(kept))
+        numbers = {f"{PER_IMAGE}{name}": values for name, values in arrays.items()}
+        self.keep(cell, row, samples=np.concatenate(kept), **numbers)
         shown = (f"{m.column} {m.show(close[key])}" for key, m in METRICS.items() if key in close)
         _say(f"  {', '.join(shown)}")
-
-
-def _row(cell: Cell, text: str) -> dict:
-    """The numbers of a cell; `Damaged` unless the report finds in them what it shows."""
-    try:
-        row = parse_json(text)
-        spec = sweep_files.REFERENCE if cell.name == "full" else sweep_files.DONE
-        sweep_files.require(row, {n: s for n, s in spec.items() if n not in ("status", "samples")})
-    except (ValueError, sweep_files.Damaged) as error:
-        raise Damaged(str(error)) from None
-    if row.get("plan") != cell.plan.digest:
-        raise Damaged("it is of another plan")
-    return row
 
 
 def _say(line: str) -> None:

@@ -3,13 +3,11 @@
 import csv
 import json
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from experiments.output import BatchStore
-from experiments.sweep import cells as sweep_cells
+from experiments.report import sweep_files
 from experiments.sweep import plan, tables
 from tests import models_under_test as models
 from tests.experiments import made_up_sweep
@@ -75,13 +73,18 @@ def test_table_files_and_resumption(call, checkpoint, tmp_path, monkeypatch):
     assert slots.max() == small["kv"]["pool_slots"] and (slots >= small["live_tokens"]).all()
     assert small["kv"]["slot_bytes"] * small["kv"]["pool_slots"] == small["kv"]["planned_bytes"]
 
+    sweep_files.read(out)  # which the report does
     with np.load(out / "samples.npz") as samples, open(out / "sweep.csv") as table:
         assert samples["full"].shape == samples[small["samples"]].shape == (2, 16, 16, 3)
         assert samples["labels"].tolist() == [3, 7]
+        numbers = samples[f"{small['samples']}/psnr"]  # of all images
+        assert numbers.shape == (3,) and numbers.mean() == pytest.approx(small["fidelity"]["psnr"])
         rows = list(csv.DictReader(table))
     assert [row["label"] for row in rows] == ["full"] + [c["label"] for c in report["cells"]]
     assert float(rows[1]["psnr"]) == pytest.approx(small["fidelity"]["psnr"])
-    assert rows[3]["note"] == refused["reason"] and rows[3]["psnr"] == ""
+    assert rows[3]["note"] == refused["reason"] and rows[3]["psnr"] == rows[3]["psnr_low"] == ""
+    assert float(rows[1]["psnr_low"]) <= float(rows[1]["psnr"]) <= float(rows[1]["psnr_high"])
+    assert "dB [" in text and "image by image:" in (out / "sweep.md").read_text(encoding="utf-8")
 
     assert call("sweep", *flags, policies, budgets)[0] == 2  # the folder exists
     same = call("run", *flags[:3], "--policy=swa", "--budget=0.05", "--compare", f"--out={out}-run")
@@ -197,52 +200,6 @@ def test_every_cell_has_a_key_of_its_own():
     snapkv, h2o = (planned.pop(entry.label) for entry in entries[-2:])
     assert planned.pop("compose") == snapkv != h2o  # the former is what compose is by default
     assert len({*planned.values(), snapkv, h2o}) == len(planned) + 2 > 5
-
-
-def stored_cell(tmp_path):
-    """(runner, cell, row, samples) of a cell as it is stored."""
-    model, store = describe(), BatchStore(tmp_path / "out", {}, overwrite=False)
-    store.work.path.mkdir()
-    sweep = SimpleNamespace(model=model, condition=range(2), samples=2, full=None)
-    runner, plan = sweep_cells.Runner(sweep, store), SimpleNamespace(digest="d")
-    cell = SimpleNamespace(key="0123456789abcdef", name="swa", plan=plan)
-    row = made_up_sweep.cell("swa", 0.5, 1) | {"plan": "d"}
-    samples = np.zeros((2, 64, 64, 3), np.uint8)
-    runner.keep(cell, row, samples=samples)
-    return runner, cell, row, samples
-
-
-@pytest.mark.parametrize("keep", [0, 10, 200, -30])
-def test_a_damaged_cell_is_run_again(tmp_path, keep):
-    """A truncated file of an unfinished sweep counts as missing."""
-    runner, cell, row, _ = stored_cell(tmp_path)
-    assert runner.results(cell)["row"] == row
-    path = runner.path(cell)
-    path.write_bytes(path.read_bytes()[:keep])
-    assert runner.results(cell) is None
-
-
-OTHER_ROWS = {
-    "null": None,
-    "list": [],
-    "plan": {"plan": "e"},
-    "kv": {"kv": {}},
-    "time": {"time": None},
-    "fidelity": {"fidelity": 3},
-    "numbers": {"live_tokens": [["many"]]},
-}
-
-
-@pytest.mark.parametrize("change", OTHER_ROWS)
-def test_a_cell_with_other_numbers_is_run_again(tmp_path, change):
-    runner, cell, row, samples = stored_cell(tmp_path)
-    other = OTHER_ROWS[change]
-    runner.keep(cell, row | other if isinstance(other, dict) else other, samples=samples)
-    assert runner.results(cell) is None
-    runner.keep(cell, row, samples=samples[:1])
-    assert runner.results(cell) is None
-    runner.keep(cell, row, samples=samples, more=samples)
-    assert runner.results(cell) is None
 
 
 LABELS = ("table:path=$\\frac$.npz", "table:path=a$b.npz", "\udcff\ud800", "x" * 10**5, "a\0b")
