@@ -9,7 +9,8 @@ be imported together, and ends with the call:
     if __name__ == "__main__":
         command_line.run(main)
 
-where `main(argv)` returns None or an exit status. Statuses: 0 done, 1 a bug (traceback), 2 wrong
+where `main(argv)` returns None or an exit status. --help and --version are there by themselves.
+Statuses: 0 done, 1 a bug (traceback), 2 wrong
 input or a file that cannot be read or written (one message, no traceback), 130 interrupted.
 """
 
@@ -20,7 +21,8 @@ from typing import NoReturn
 from absl import flags
 from absl.testing import flagsaver
 
-from varjax.cli.flags import CommandFlags, help_text, is_help_wanted, parse_flags
+from varjax.cli import version
+from varjax.cli.flags import HELP, VERSION, CommandFlags, help_text, is_asked_for, parse_flags
 from varjax.errors import UserError
 
 
@@ -31,6 +33,8 @@ def run(main: Callable, argv: Sequence[str] | None = None) -> NoReturn:
     Their values are restored on the way out, so a test may run several commands in one process.
     """
     argv = list(sys.argv if argv is None else argv)
+    if hasattr(sys.stdout, "reconfigure"):  # what a terminal cannot show must not end a run
+        sys.stdout.reconfigure(errors="backslashreplace")
     own = getattr(sys.modules[main.__module__], "FLAGS", None)
     own = own if isinstance(own, CommandFlags) else None
     values = flags.FLAGS if own is None else own.values
@@ -45,9 +49,12 @@ def run(main: Callable, argv: Sequence[str] | None = None) -> NoReturn:
 def _guarded(main: Callable, argv: list[str], own: CommandFlags | None, values) -> int:
     """Exit status of one run; expected failures become a message on standard error."""
     try:
+        if is_asked_for(VERSION, argv):
+            print(version.text())
+            return 0
         if own is not None:
             own.use_first(argv)
-        if is_help_wanted(argv):
+        if is_asked_for(HELP, argv):
             print(help_text(main, values))
             return 0
         parse_flags(argv, values)

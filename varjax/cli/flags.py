@@ -18,10 +18,11 @@ from varjax.errors import UserError, nearest
 
 COMPILATION_CACHE = "compilation_cache"
 OWN_PACKAGES = ("experiments", "ported_weights", "varjax", "pallas_kernels")
-HELP_FLAGS = {
-    f"{dash}{name}" for dash in ("-", "--") for name in ("h", "help", "helpshort", "helpfull")
-}
+HELP, VERSION = ("h", "help", "helpshort", "helpfull"), ("version",)
 WIDTH = 100
+_REQUIRED = "is required"
+_REPEATED = "multi string"
+_TYPES = {"comma separated list of strings": "LIST", _REPEATED: "STRING"}  # as absl calls them
 
 
 class CommandFlags:
@@ -36,6 +37,7 @@ class CommandFlags:
         self.boolean = partial(flags.DEFINE_boolean, flag_values=self.values)
         self.enum = partial(flags.DEFINE_enum, flag_values=self.values)
         self.list = partial(flags.DEFINE_list, flag_values=self.values)
+        self.texts = partial(flags.DEFINE_multi_string, flag_values=self.values)  # repeated
         self.require = partial(flags.mark_flag_as_required, flag_values=self.values)
         self._first: dict[str, Callable[[str], object]] = {}
 
@@ -91,6 +93,7 @@ def parse_flags(argv: Sequence[str], values: flags.FlagValues) -> None:
       UserError: unknown flag, malformed value, missing required flag or positional argument.
     """
     hint = f"; run `{program()} --help` for the list of flags"
+    _check_text(argv)
     values.set_gnu_getopt(True)
     try:
         leftover = values(list(argv))[1:]
@@ -101,7 +104,8 @@ def parse_flags(argv: Sequence[str], values: flags.FlagValues) -> None:
     except flags.IllegalFlagValueError as error:
         # absl reports all failed validators at once, each entry starting with `flag --`
         entries = re.split(r"\n(?=flags? --)", str(error))
-        raise UserError("\n".join(_reword(entry, values) for entry in entries)) from None
+        said = "; ".join(_reword(entry, values) for entry in entries)
+        raise UserError(said + (hint if _REQUIRED in said else "")) from None
     except (flags.Error, ValueError) as error:
         raise UserError(f"{error}{hint}") from None
     empty = [name for name in values if values[name].present and values[name].value in ("", [])]
@@ -114,6 +118,18 @@ def parse_flags(argv: Sequence[str], values: flags.FlagValues) -> None:
         )
 
 
+def _check_text(argv: Sequence[str]) -> None:
+    """Raise `UserError` for what could be neither printed, written to a report nor a file's name.
+    The shell hands over bytes; those that are not UTF-8 arrive as lone surrogates."""
+    for text in argv[1:]:
+        if "\0" in text:
+            raise UserError(f"argument {text!r} holds a NUL character: leave it out")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"argument {text!r} is not UTF-8 text: write it in UTF-8") from None
+
+
 def _reword(entry: str, values: flags.FlagValues) -> str:
     """absl's `flag --name=value: reason` in our words: what was given, what is allowed."""
     match = re.fullmatch(r"flag --([\w-]+)=(.*?): (.*)", entry, re.DOTALL)
@@ -122,7 +138,7 @@ def _reword(entry: str, values: flags.FlagValues) -> str:
     name, given, reason = match.groups()
     flag = values[name]
     if flag.value is None and reason.endswith("must have a value other than None."):
-        return f"--{name} is required: {bare(flag)}"
+        return f"--{name} {_REQUIRED} ({bare(flag).rstrip('.')})"
     wanted = allowed(flag)
     parsed = flag.present and str(flag.value) == given  # then a validator refused it and says why
     if parsed or not wanted:
@@ -131,16 +147,17 @@ def _reword(entry: str, values: flags.FlagValues) -> str:
     return f"--{name}={given} is not valid: it must be {wanted}{close}"
 
 
-def is_help_wanted(argv: Sequence[str]) -> bool:
-    """Whether the arguments (program name first) ask for help."""
-    return not HELP_FLAGS.isdisjoint(itertools.takewhile(lambda text: text != "--", argv[1:]))
+def is_asked_for(names: Collection[str], argv: Sequence[str]) -> bool:
+    """Whether the arguments (program name first) hold a flag of these names, such as `HELP`."""
+    wanted = {dashes + name for dashes in ("-", "--") for name in names}
+    return not wanted.isdisjoint(itertools.takewhile(lambda text: text != "--", argv[1:]))
 
 
 def help_text(main: Callable, values: flags.FlagValues) -> str:
     """The manual (docstring of the module of `main`), then the flags."""
     manual = (sys.modules[main.__module__].__doc__ or "").strip()
     entries = [_entry(flag) for flag in _own_flags(main, values)]
-    return "\n".join([manual, "", f"Flags of `{program()}`:", *entries])
+    return "\n".join([manual, "", f"Flags of `{program()}`:", *entries, "  --help, --version"])
 
 
 def program() -> str:
@@ -180,10 +197,12 @@ def _own_flags(main: Callable, values: flags.FlagValues) -> list:
 
 def _entry(flag: flags.Flag) -> str:
     values = choices(flag)
-    kind = "|".join(values) or flag.parser.flag_type().upper()
+    kind = "|".join(values) or _TYPES.get(flag.flag_type()) or flag.flag_type().upper()
     head = f"  --[no]{flag.name}" if flag.boolean else f"  --{flag.name}={kind}"
     notes = [] if values or flag.boolean or not flag.parser.syntactic_help else [allowed(flag)]
-    if flag.default is not None:
+    if flag.flag_type() in _TYPES:
+        notes = ["may be repeated"] if flag.flag_type() == _REPEATED else ["separated by commas"]
+    if flag.default not in (None, "", []):
         notes.append(f"default: {flag.default_as_str.strip(chr(39))}")
     body = bare(flag) + (f" ({'; '.join(notes)})" if notes else "")
     indent = " " * 6
