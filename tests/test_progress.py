@@ -62,6 +62,8 @@ def test_several_kinds_of_work():
     for _ in range(10):  # it became slower for good
         left.measured("step", 80.0, 10)
     assert left.text(step=10) == "about 80 s left"
+    left.measured("step", 180.0, 10)
+    assert left.text(step=10) == "about 90 s left"
 
 
 def test_what_the_python_api_takes(capsys):

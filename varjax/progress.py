@@ -64,13 +64,17 @@ class TimeLeft:
 
     def __init__(self):
         self._found: dict[str, deque[tuple[float, int]]] = {}  # (seconds, units)
+        self._once: set[str] = set()  # kinds that were measured once
 
     def measured(self, kind: str, seconds: float, count: int = 1) -> None:
         """`count` units of a kind took so long together."""
-        found = self._found.setdefault(kind, deque(maxlen=RECENT + 1))
+        found = self._found.setdefault(kind, deque(maxlen=RECENT))
+        if kind in self._once:
+            self._once.remove(kind)
+            found.clear()
+        elif not found:
+            self._once.add(kind)
         found.append((seconds, count))
-        if len(found) == 2 or len(found) > RECENT:
-            found.popleft()
 
     def seconds(self, **ahead: int) -> tuple[float, bool]:
         """(seconds of so many units of each kind, whether all kinds are known)."""
