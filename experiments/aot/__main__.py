@@ -135,6 +135,8 @@ def main(argv) -> int:
     wanted = targets()
     workloads, remarks = resolve(wanted)
     if WORKER.value:
+        if len(wanted) > 1:
+            raise UserError(f"--worker compiles for one chip, --target names {len(wanted)}")
         (chip,) = wanted
         batch = None if LARGEST_BATCH.value else PROGRAM.asked_batch_size
         worker.work(workloads[chip.name], chip, batch, TEMPORARIES.value, WORKER.value)

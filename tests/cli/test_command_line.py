@@ -139,6 +139,15 @@ def test_wrong_flags_are_one_message_and_status_2(tiny_here, argument, parts):
     assert_one_message(tiny_here("--count=5", argument), 2, *parts)
 
 
+def test_a_flag_is_no_value_of_the_flag_before(tiny_here):
+    """Which would write into a folder called `--count=5`."""
+    for flags in (("--fail", "--count=5"), ("--fail=user", "--count", "--fail")):
+        said = [f"{flags[-2]} has no value, '{flags[-1]}' follows: write {flags[-2]}=VALUE"]
+        assert_one_message(tiny_here(*flags), 2, *said)
+    assert tiny_here("--greedy", "--count", "-5")[0] == 0
+    assert tiny_here("--fail", "--help")[0] == 0
+
+
 def test_wrong_flag_in_a_real_process(tiny):
     outcome = tiny("fruit", "--count=2", "--policy=full")
     assert_one_message(outcome, 2, "unexpected argument 'fruit'", "run `python -m tiny --help`")

@@ -22,7 +22,15 @@ from absl import flags
 from absl.testing import flagsaver
 
 from varjax.cli import version
-from varjax.cli.flags import HELP, VERSION, CommandFlags, help_text, is_asked_for, parse_flags
+from varjax.cli.flags import (
+    HELP,
+    VERSION,
+    CommandFlags,
+    check_arguments,
+    help_text,
+    is_asked_for,
+    parse_flags,
+)
 from varjax.errors import UserError
 
 
@@ -52,9 +60,12 @@ def _guarded(main: Callable, argv: list[str], own: CommandFlags | None, values) 
         if is_asked_for(VERSION, argv):
             print(version.text())
             return 0
+        help_wanted = is_asked_for(HELP, argv)
+        if not help_wanted:
+            check_arguments(argv, values)
         if own is not None:
             own.use_first(argv)
-        if is_asked_for(HELP, argv):
+        if help_wanted:
             print(help_text(main, values))
             return 0
         parse_flags(argv, values)

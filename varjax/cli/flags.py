@@ -86,6 +86,27 @@ def about(holder) -> AbstractContextManager[None]:
     return errors.about(f"--{holder.name}={holder.value}")
 
 
+def check_arguments(argv: Sequence[str], values: flags.FlagValues) -> None:
+    """Raise `UserError` for what could be neither printed, written to a report nor a file's name,
+    and for a flag that would take the next one as its value.
+
+    The shell hands over bytes; those that are not UTF-8 arrive as lone surrogates.
+    """
+    for text, following in itertools.zip_longest(argv[1:], argv[2:], fillvalue=""):
+        if "\0" in text:
+            raise UserError(f"argument {text!r} holds a NUL character: leave it out")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"argument {text!r} is not UTF-8 text: write it in UTF-8") from None
+        name = text.lstrip("-")
+        takes_value = text.startswith("--") and name in values and not values[name].boolean
+        if takes_value and following.startswith("--"):
+            raise UserError(
+                f"--{name} has no value, {following!r:.80} follows: write --{name}=VALUE"
+            )
+
+
 def parse_flags(argv: Sequence[str], values: flags.FlagValues) -> None:
     """Set the flags from `argv` (program name first).
 
@@ -93,7 +114,6 @@ def parse_flags(argv: Sequence[str], values: flags.FlagValues) -> None:
       UserError: unknown flag, malformed value, missing required flag or positional argument.
     """
     hint = f"; run `{program()} --help` for the list of flags"
-    _check_text(argv)
     values.set_gnu_getopt(True)
     try:
         leftover = values(list(argv))[1:]
@@ -116,18 +136,6 @@ def parse_flags(argv: Sequence[str], values: flags.FlagValues) -> None:
         raise UserError(
             f"unexpected argument {given!r}: this command takes only --flag=value{hint}"
         )
-
-
-def _check_text(argv: Sequence[str]) -> None:
-    """Raise `UserError` for what could be neither printed, written to a report nor a file's name.
-    The shell hands over bytes; those that are not UTF-8 arrive as lone surrogates."""
-    for text in argv[1:]:
-        if "\0" in text:
-            raise UserError(f"argument {text!r} holds a NUL character: leave it out")
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise UserError(f"argument {text!r} is not UTF-8 text: write it in UTF-8") from None
 
 
 def _reword(entry: str, values: flags.FlagValues) -> str:
