@@ -5,7 +5,8 @@ import importlib
 import pytest
 
 from experiments import __main__ as overview
-from varjax.cli.flags import CommandFlags
+from varjax.cli import command_line
+from varjax.cli.flags import WIDTH, CommandFlags, bare
 
 COMMANDS = overview.commands()
 
@@ -20,11 +21,26 @@ def test_all_commands_are_listed(capsys):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_each_has_flags_of_its_own(command):
+def test_help_and_version_of_each(command, capsys):
+    """It fits a terminal, and every flag says what it is."""
     package = importlib.import_module(command)
     module = f"{command}.__main__" if hasattr(package, "__path__") else command
     module = importlib.import_module(module)
-    assert isinstance(module.FLAGS, CommandFlags) and callable(module.main)
+    assert isinstance(module.FLAGS, CommandFlags)
+
+    def said(flag):
+        with pytest.raises(SystemExit) as stopped:
+            command_line.run(module.main, [command, flag])
+        assert stopped.value.code == 0
+        return capsys.readouterr().out
+
+    assert said("--version").startswith("varjax ")
+    text = said("--help")
+    assert max(map(len, text.splitlines())) <= WIDTH
+    for name in module.FLAGS.values:
+        words = bare(module.FLAGS.values[name])
+        assert f"--{name}=" in text or f"--[no]{name}\n" in text
+        assert words.endswith("."), (name, words)
 
 
 @pytest.mark.parametrize(

@@ -371,4 +371,4 @@ def test_dry_run_allocates_nothing(call, monkeypatch, tmp_path):
 
 def test_help_lists_policies(call):
     status, out, _ = call("run", "--help")
-    assert status == 0 and "full|swa|streaming|headkv|table" in out
+    assert status == 0 and "one of full, swa, streaming, headkv, table" in out

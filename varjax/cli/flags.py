@@ -188,8 +188,8 @@ def choices(flag: flags.Flag) -> Sequence[str]:
 
 
 def bare(flag: flags.Flag) -> str:
-    """Help text without the list of values that absl puts before it."""
-    return re.sub(r"^<[^>]*>: ", "", flag.help or "")
+    """Help text without what absl adds: the list of values, how to repeat it."""
+    return re.sub(r"^<[^>]*>: |;\s*repeat this option[\s\S]*", "", flag.help or "")
 
 
 def _own_flags(main: Callable, values: flags.FlagValues) -> list:
@@ -204,12 +204,14 @@ def _own_flags(main: Callable, values: flags.FlagValues) -> list:
 
 
 def _entry(flag: flags.Flag) -> str:
-    values = choices(flag)
-    kind = "|".join(values) or _TYPES.get(flag.flag_type()) or flag.flag_type().upper()
-    head = f"  --[no]{flag.name}" if flag.boolean else f"  --{flag.name}={kind}"
+    values, kind = choices(flag), flag.flag_type()
+    shown = "|".join(values) or _TYPES.get(kind) or kind.upper()
+    head = f"  --[no]{flag.name}" if flag.boolean else f"  --{flag.name}={shown}"
     notes = [] if values or flag.boolean or not flag.parser.syntactic_help else [allowed(flag)]
-    if flag.flag_type() in _TYPES:
-        notes = ["may be repeated"] if flag.flag_type() == _REPEATED else ["separated by commas"]
+    if kind in _TYPES:
+        notes = ["may be repeated" if kind == _REPEATED else "separated by commas"]
+    if len(head) > WIDTH:
+        head, notes = f"  --{flag.name}=STRING", [allowed(flag)]
     if flag.default not in (None, "", []):
         notes.append(f"default: {flag.default_as_str.strip(chr(39))}")
     body = bare(flag) + (f" ({'; '.join(notes)})" if notes else "")
