@@ -3,7 +3,7 @@
     python -m experiments.run --policy=headkv --budget=0.25 --labels=3,7,7 --out=DIR
     python -m experiments.run --policy=streaming --budget=0.1 --compare
     python -m experiments.run --model=infinity-8b --policy=headkv --batch_size=8 --dry_run
-    python -m experiments.run --checkpoint=DIR --prompts=FILE.txt --aspect=1.5 --size=0.25M
+    python -m experiments.run --checkpoint=DIR --prompt="a red apple" --aspect=1.5 --size=0.25M
 
 Writes grid.png, samples.npz (arr_0 uint8 images, arr_1 labels or prompt numbers), report.json and,
 with --save_arrays, arrays.npz into --out (default: a new folder under results/); from prompts also

@@ -48,7 +48,9 @@ from varjax.storage.atomic import new_folder
 
 FLAGS = CommandFlags()
 POLICIES = FLAGS.string(
-    "policies", "all", "all, or policies separated by commas: headkv,streaming:sinks=3+block_size=8"
+    "policies",
+    "all",
+    "All of them, or names separated by commas: headkv,streaming:sinks=3+block_size=8.",
 )
 BUDGETS = FLAGS.string("budgets", "0.1,0.25,0.5", "Fractions of the full cache's bytes.")
 MODEL = ModelFlags(FLAGS)
