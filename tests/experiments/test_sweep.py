@@ -3,6 +3,7 @@
 import csv
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
