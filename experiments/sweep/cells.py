@@ -125,6 +125,7 @@ class Runner:
         stored = stored or self._run_full()
         reference = {"tokens": stored["tokens"], "images": stored["pictures"]}
         _ = self.full  # compiled before the first cell, which is timed
+        _say(self.progress.text())
         for number, cell in enumerate(missing, len(cells) - len(missing) + 1):
             _say(f"cell {number}/{len(cells)}: {cell.label} at {cell.budget:g}")
             self._run_cell(cell, reference)
