@@ -1,7 +1,7 @@
 """From labels or text to images in one call, and the cache plan of a policy."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -67,6 +67,7 @@ def generate(
     sampling: Sampling | None = None,
     calibration: str | os.PathLike | Calibration | None = None,
     kv_dtype: str | None = None,
+    progress: bool | Callable[[int, int], None] = False,
 ) -> np.ndarray:
     """Generate one image per label or prompt: float32 [N, H, W, 3], RGB in [0, 1].
 
@@ -87,6 +88,8 @@ def generate(
       calibration: measurements of this model, or the file that `experiments.calibrate` wrote; None
         takes `calibration.json` of the checkpoint folder, if it is there.
       kv_dtype: type of the cache; None takes that of the weights, "int8" has a scale per token.
+      progress: True prints lines with the time that is left to standard error; a function is called
+        with the number of images that are done, 0 before compiling, and the number of all.
 
     Raises:
       UserError: for anything that cannot work, before compiling.
@@ -105,4 +108,5 @@ def generate(
         calibration=calibration,
         kv_dtype=kv_dtype,
     )
-    return generator(labels, prompts=prompts, text_features=text_features, seed=seed)
+    given = {"prompts": prompts, "text_features": text_features, "seed": seed}
+    return generator(labels, **given, progress=progress)

@@ -11,9 +11,18 @@ from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
+LONGEST_MESSAGE = 20_000  # characters: messages quote files that others wrote
+
 
 class UserError(ValueError):
-    """Wrong input. Raised before anything is compiled, allocated or written."""
+    """Wrong input. Raised before anything is compiled, allocated or written. The middle of a very
+    long message is left out."""
+
+    def __init__(self, message: object = ""):
+        text, half = str(message), LONGEST_MESSAGE // 2
+        if len(text) > LONGEST_MESSAGE:
+            text = f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"
+        super().__init__(text)
 
 
 class MissingExtra(UserError):
@@ -27,6 +36,13 @@ def about(what) -> Iterator[None]:
         yield
     except UserError as error:
         raise type(error)(f"{what}: {error}") from error
+
+
+def some(items: Iterable[str], most: int = 20, between: str = ", ") -> str:
+    """The first `most` of `items` in one text, and how many more there are."""
+    items = list(items)
+    more = [f"and {len(items) - most} more"] if len(items) > most else []
+    return between.join([*items[:most], *more])
 
 
 def show(value: Any) -> str:

@@ -1,7 +1,7 @@
 """`Generator`: a generation program, compiled once and run batch after batch."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from varjax.parallel.sharding import ShardedPlan, ShardedProgram
 from varjax.parallel.split import MeshSpec
 from varjax.policies import Policy
 from varjax.policies.registry import resolve_policy
+from varjax.progress import reporter
 from varjax.sampling import Sampling
 from varjax.text.features import TextFeatures
 
@@ -247,14 +248,21 @@ class Generator:
         prompts: Sequence[str] | None = None,
         text_features: TextFeatures | None = None,
         seed: int = 0,
+        progress: bool | Callable[[int, int], None] = False,
     ) -> np.ndarray:
         """One image per label or prompt: float32 [N, H, W, 3], RGB in [0, 1]. Image i depends on
-        (seed, i, its label or prompt) only. See `varjax.generate` for what the model takes."""
+        (seed, i, its label or prompt) only. See `varjax.generate` for what the model takes, and for
+        `progress`."""
         sampling_lib.check_seed(seed)
+        report = reporter(progress, "image")
         condition = conditions.resolve(self.model, labels, prompts, text_features)
         self.policy.check_images(len(condition))
-        batches = self.batches(condition, seed=seed)
-        return np.concatenate([results["images"] for _, results in batches])
+        report(0, len(condition))
+        images = []
+        for index, results in self.batches(condition, seed=seed):
+            images.append(results["images"])
+            report(int(index[-1]) + 1, len(condition))
+        return np.concatenate(images)
 
     def batches(
         self, condition: Condition, *, first: int = 0, **options

@@ -175,6 +175,9 @@ def describe(
         directory = Path(name_or_directory or checkpoint.demo_directory())
         name = directory.resolve().name if name_or_directory else "demo"
         parts, metadata = checkpoint.describe(directory)
+        if "transformer" not in parts:
+            alone = " and a ".join(parts).replace("_", " ")
+            raise UserError(f"{directory} is a {alone} alone: give the checkpoint of a whole model")
     return Model(name, parts, metadata, directory).with_template(aspect, size)
 
 

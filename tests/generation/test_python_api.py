@@ -41,6 +41,7 @@ def test_a_calibration_of_other_weights_is_refused(demo):
         ({"policy": "headkv", "budget": True}, "must be a number"),
         ({"policy": policies.HeadKV(), "budget": 0.5}, "budget to the policy itself"),
         ({"policy": "headkv", "kv_dtype": "int3"}, "kv_dtype"),
+        ({"progress": 3}, r"progress=3: give True, False, or a function"),
     ],
 )
 def test_refused(demo, arguments, message):
@@ -124,3 +125,20 @@ def test_a_plan_of_another_model_is_refused(demo):
 def test_nonsense_elsewhere_is_refused(call, message):
     with pytest.raises(UserError, match=message):
         call()
+
+
+def test_progress(demo, monkeypatch, capfd):
+    """Silent unless asked; a function gets the images that are done and all of them."""
+
+    def run_images(self, condition, index, **options):
+        return {"images": np.zeros((len(index), 2, 2, 3), np.float32)}, None
+
+    monkeypatch.setattr(varjax.Generator, "run_images", run_images)
+    seen = []
+    assert len(varjax.generate(demo, range(5), batch_size=2)) == 5
+    assert capfd.readouterr() == ("", "")
+    varjax.generate(demo, range(5), batch_size=2, progress=lambda *given: seen.append(given))
+    assert seen == [(0, 5), (2, 5), (4, 5), (5, 5)]
+    varjax.Generator(demo, batch_size=4)(range(5), progress=True)
+    out, err = capfd.readouterr()
+    assert not out and [line.split()[1] for line in err.splitlines()] == ["0/5", "4/5", "5/5"]
