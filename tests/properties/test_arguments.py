@@ -326,7 +326,7 @@ def test_beyond_the_limits(geometry):
 @pytest.mark.parametrize("name", ["full", "swa", "headkv", "heatkv", "scalekv", "hack", "amskv"])
 @pytest.mark.parametrize("limit", LIMITS)
 def test_plans_at_the_limits(limit, name):
-    """Ten seconds and a GiB (and what jax takes) are enough."""
+    """Fifteen seconds of processor time for each of two plans, and a GiB and a half."""
     code = (
         "import sys; from experiments.flags.policy import stand_in\n"
         "from varjax.cache.allocation import Geometry\n"
