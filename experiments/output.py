@@ -61,9 +61,10 @@ class BatchStore:
         series: Mapping[str, Series] | None = None,
     ):
         self.out, self.overwrite, self.series = out, overwrite, dict(series or {})
-        self.work = WorkFolder(_partial(out), description)
         self.resumed = False
         self._missing: dict[str, list[int]] = {}  # first images of batches, by series
+        check_new_folder(out, replaces=self.replaces, flag="--out")
+        self.work = WorkFolder(_partial(out), description)
         self.check()
 
     @property
@@ -170,6 +171,8 @@ class BatchStore:
 
 def _partial(out: pathlib.Path) -> pathlib.Path:
     """Where the batches of an unfinished run into `out` are."""
+    if out.name in ("", ".."):  # as of `.`, which has no name beside which something could be
+        out = pathlib.Path(os.path.abspath(out))
     return out.with_name(out.name + ".partial")
 
 

@@ -22,7 +22,9 @@ from varjax.storage.manifest import parse_json
 SETTINGS = "settings.json"
 LOCK = "lock"
 PIXELS = "pixels.npy"  # all pictures, while results are written
-_FINISHED = r"(?:\w+-\d{8,}|cell-[0-9a-f]{16})\.npz"  # series and first image, or a sweep's cell
+_FINISHED = (
+    r"(?:(?:main|full)-\d{8,}|cell-[0-9a-f]{16})\.npz"  # series and first image, or a sweep's cell
+)
 _OURS = rf"(?:{_FINISHED}|{re.escape(SETTINGS)}|{re.escape(PIXELS)})"
 OURS = re.compile(rf"{_OURS}|\.{_OURS}\.\d+|{LOCK}")  # .NAME.123: not complete
 FINISHED = re.compile(_FINISHED)

@@ -47,6 +47,8 @@ def main(argv):
     if FAIL.value == "status":
         return 7
     print(len(argv), BUDGET.value, COUNT.value, POLICY.value, GREEDY.value)
+    if FAIL.value == "text":
+        print("L\\u00f6we", "\\udcff")
     if FAIL.value == "pipe":
         print("x" * 1000000)
 
@@ -232,6 +234,13 @@ def test_bug_keeps_its_traceback(tiny):
 
 def test_main_may_return_a_status(tiny_here):
     assert tiny_here("--fail=status")[0] == 7
+
+
+def test_any_text_is_printed(environment):
+    environment = {**environment, "PYTHONIOENCODING": "ascii:strict"}
+    command = [sys.executable, "-m", "tiny", "--fail=text"]
+    found = subprocess.run(command, env=environment, capture_output=True)
+    assert found.returncode == 0 and rb"L\xf6we \udcff" in found.stdout, found.stderr
 
 
 def test_reader_that_goes_away_leaves_no_traceback(environment):

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -367,12 +368,19 @@ def test_what_comes_later_is_not_replaced_either(tmp_path):
 
 def test_commands_check_before_they_work(tmp_path, call, monkeypatch):
     monkeypatch.setattr(Generator, "compile", lambda *a, **k: pytest.fail("compiled"))
+    monkeypatch.chdir(tmp_path)
     somebodys(tmp_path)
     before = runs.tree(tmp_path)
-    for command in ("run", "sweep"):
-        status, _, err = call(command, "--num_images=1", f"--out={tmp_path}", "--overwrite")
-        assert status == 2 and "holds 'thesis.txt' and is not replaced" in err, err
+    for command, out in (("run", "."), ("run", "/"), ("sweep", f"../{tmp_path.name}")):
+        status, _, err = call(command, "--num_images=1", f"--out={out}", "--overwrite")
+        assert status == 2 and "holds '" in err and "is not replaced: " in err, err
     assert runs.tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("out", [".", "..", "../here", "x/y", "x/.."])
+def test_the_work_folder_is_beside_the_results(out):
+    work = output._partial(Path(out))
+    assert os.path.abspath(work) == os.path.abspath(out) + ".partial"
 
 
 def test_the_default_folder_stays_in_results(tmp_path, monkeypatch):

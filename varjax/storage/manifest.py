@@ -16,6 +16,7 @@ import numpy as np
 from varjax.errors import UserError, about, some
 from varjax.models import parameters, registry
 from varjax.sampling import Sampling
+from varjax.storage.atomic import write_text
 
 NAME = "model.json"
 FORMAT_VERSION = 1
@@ -59,7 +60,7 @@ def write(folder: Path, content: Mapping, name: str = NAME) -> None:
     """Write a description with the entries first that say what it is of."""
     first = {n: content[n] for n in ("format_version", "family", "kind") if n in content}
     text = json.dumps({**first, **content}, indent=1, ensure_ascii=False)
-    (folder / name).write_text(text + "\n", encoding="utf-8")
+    write_text(folder / name, text + "\n")
 
 
 def read(folder: Path) -> dict:
