@@ -115,7 +115,7 @@ def convert_text_encoder(
 def _check_output(out: str, dtype: str | None, overwrite: bool) -> None:
     if dtype is not None:
         choose("dtype", dtype, DTYPES)
-    check_new_folder(out, overwrite=overwrite, flag="--out")
+    check_new_folder(out, replaces=checkpoint.written if overwrite else None, flag="--out")
 
 
 def _read(opened: Mapping[str, "PublishedPart"], dtype: str | None, say):

@@ -25,6 +25,7 @@ import orbax.checkpoint as ocp
 from varjax.errors import UserError, some
 from varjax.storage import arrays, lock, manifest
 from varjax.storage.atomic import check_place, new_file
+from varjax.training.clock import Clock
 from varjax.training.stage import Stage
 
 SETTINGS, HISTORY, CHECKPOINTS = "settings.json", "history.jsonl", "checkpoints"
@@ -196,25 +197,28 @@ def run(stage: Stage, out, quiet: bool = False) -> dict:
 
 def _loop(stage: Stage, folder: StageFolder, state: dict, start: int, quiet: bool) -> dict:
     """The last step logs, validates and saves whatever the intervals are."""
-    begin = last = time.monotonic()
+    last, clock = time.monotonic(), Clock(stage, start)
     window, settings = [], stage.settings
     for n in range(start, stage.steps):
+        before = time.monotonic()
         state, metrics = stage.step(state, n)
+        clock.called(n, time.monotonic() - before)
         window.append(metrics)
         done, final = n + 1, n + 1 == stage.steps
         if final or done % settings.log_every == 0:
             means = _means(stage, window, done)
             now = time.monotonic()
             pace = round(len(window) * stage.batch_size / (now - last), 2)
-            left = (now - begin) / (done - start) * (stage.steps - done)
+            clock.logged(len(window), now - last)
             line = f"{done}/{stage.steps}  {_numbers(means)}  {pace:.1f} images/s"
-            say(f"{stage.name} {line}  about {left:.0f} s left", quiet)
+            say(f"{stage.name} {line}  {clock.text(done)}".rstrip(), quiet)
             entry = {"step": done, **means, "images_per_second": pace}
             window, last = [], now
             if final or done % settings.validate_every == 0:
                 entry["validation"] = stage.validate(state)
                 say(f"{stage.name} validation {_numbers(entry['validation'])}", quiet)
                 last = time.monotonic()
+                clock.validated(last - now)
             folder.append_history(entry)
         if final or done % settings.checkpoint_every == 0:
             folder.save(done, state)

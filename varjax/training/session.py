@@ -7,6 +7,7 @@ from varjax.errors import UserError, choose
 from varjax.models import parameters
 from varjax.models.var.transformer import VAR
 from varjax.storage import checkpoint, lock
+from varjax.storage.atomic import check_new_folder
 from varjax.training import data, loop
 from varjax.training.settings import TrainingSettings
 from varjax.training.var_trainer import VARStage, read_tokens, write_tokens
@@ -29,6 +30,8 @@ def train(settings: TrainingSettings, stage: str, out, quiet: bool = False) -> P
     needed = ("vqvae",) if stage == "vqvae" else ("vqvae", "var")
     stored = {name: settings.of_stage(name) for name in needed}
     loop.check_folder(out, stored)
+    if stage != "vqvae":  # which makes no model
+        check_new_folder(Path(out) / MODEL, replaces=checkpoint.written, flag="out")
     with lock.held(out, f"another process trains in {out}: wait, or choose another folder"):
         loop.check_folder(out, stored)  # it may have ended just now
         return _train(settings, stage, needed, out, quiet)
