@@ -7,7 +7,7 @@ from ported_weights.tables.registry import CUSTOM
 from varjax.errors import UserError, about, some
 from varjax.models import registry
 from varjax.sampling import RECOMMENDABLE, Sampling
-from varjax.storage.manifest import read_json
+from varjax.storage.manifest import is_text, read_json
 
 MODELS = (*registry.PRESETS, *(f"{family}-custom" for family in registry.FAMILIES))
 
@@ -93,7 +93,7 @@ def class_names_of(path: str, transformer) -> list[str]:
     """A JSON list of names, or {"classes": list}; index = label."""
     names = read_json(path)
     names = names.get("classes") if isinstance(names, dict) else names
-    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+    if not (isinstance(names, list) and all(map(is_text, names))):
         raise UserError(f'{path} must hold a list of texts, or {{"classes": [...]}}')
     count = getattr(transformer, "num_classes", 0)
     if len(names) != count:

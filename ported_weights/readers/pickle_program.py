@@ -209,4 +209,6 @@ class PickleProgram:
                 raise self._refused(f"a key is a {type(key).__name__}")
             if isinstance(key, str) and len(key) > LONGEST_NAME:
                 raise self._refused(f"a key is {len(key)} characters long: {key:.40}...")
+            if isinstance(key, str):
+                key.encode()  # half of a surrogate pair, which pickles may hold, cannot be shown
             target[key] = value

@@ -17,7 +17,7 @@ import numpy as np
 
 from ported_weights.readers.files import MAX_HEADER, TorchFile, read_safetensors, tensors
 from varjax.errors import UserError, about, some
-from varjax.storage.manifest import read_json
+from varjax.storage.manifest import is_text, read_json
 from varjax.text.t5 import SPIECE_FILE, T5Config, Tokenizer
 
 PREFIXES = ("module.", "_orig_mod.")  # added by data parallelism and by torch.compile
@@ -222,17 +222,13 @@ def _read_index(path: Path) -> dict[str, str]:
     """weight_map: {tensor name: file name}."""
     content = read_json(path)
     mapping = content.get("weight_map") if isinstance(content, dict) else None
-    if not (isinstance(mapping, dict) and mapping and all(map(_is_text, mapping.values()))):
+    if not (isinstance(mapping, dict) and mapping and all(map(is_text, mapping.values()))):
         raise UserError(
             f"{path} is not an index of shards: weight_map must give a file name for every tensor"
         )
     if outside := sorted({f"{f:.80}" for f in mapping.values() if not _is_plain(f)}):
         raise UserError(f"{path} refers to files outside its folder: {some(outside)}")
     return mapping
-
-
-def _is_text(value) -> bool:
-    return isinstance(value, str)
 
 
 def _is_plain(name: str) -> bool:

@@ -11,10 +11,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from ported_weights import rules
+from ported_weights.configurations import class_names_of
 from ported_weights.readers import files, pickle_program, sources
 from ported_weights.readers.files import TorchFile, tensors
 from ported_weights.readers.sources import open_source
 from varjax.errors import LONGEST_MESSAGE, UserError
+from varjax.storage import manifest
 from varjax.storage.manifest import read_json
 
 PROTOCOL = b"\x80\x02"
@@ -259,13 +261,22 @@ def test_what_is_no_file(tmp_path):
         read_json("/dev/zero")
 
 
-def test_half_a_character_is_refused_at_the_door(tmp_path):
-    """Written to model.json it would fail when everything is done."""
-    (tmp_path / "names.json").write_text('["\\ud800"]')
-    with pytest.raises(UserError, match="names.json as JSON"):
-        read_json(tmp_path / "names.json")
-    (tmp_path / "names.json").write_text('["\\ud83c\\udf4e"]')
-    assert read_json(tmp_path / "names.json") == ["🍎"]
+def test_half_a_character_is_refused_at_the_door(tmp_path, torch_zip):
+    """Written or shown it would fail when everything is done."""
+    file = tmp_path / "names.json"
+    file.write_text('["\\ud800"]')
+    with pytest.raises(UserError, match="names.json must hold a list of texts"):
+        class_names_of(str(file), Classes)
+    file.write_text('["\\ud83c\\udf4e"]')
+    assert class_names_of(str(file), Classes) == ["🍎"]
+    pickled = PROTOCOL + b"}X\3\0\0\0" + "\ud800".encode(errors="surrogatepass") + b"}s."
+    _refused(torch_zip.write(tmp_path / "a.pth", pickled, {}), "pickle inside is damaged")
+    manifest.write(tmp_path, {"note": "\ud800"})
+    assert read_json(tmp_path / "model.json") == {"note": "\ud800"}
+
+
+class Classes:
+    num_classes = 1
 
 
 def test_file_names_of_any_bytes(tmp_path):

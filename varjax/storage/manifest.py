@@ -146,8 +146,7 @@ def _json_object(file: Path) -> dict:
 
 
 def parse_json(text: str):
-    """The value of a JSON text; `ValueError` also where it is nested too deeply, or holds half of a
-    character, which nobody could print or write to a file."""
+    """The value of a JSON text; `ValueError` also where it is nested too deeply."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -157,8 +156,6 @@ def parse_json(text: str):
         level = [inner for outer in level for inner in _inner(outer)]
     if level:
         raise ValueError(_TOO_DEEP)
-    if "\\ud" in text.lower():  # an escaped surrogate; pairs of them are characters
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
     return value
 
 
@@ -200,13 +197,18 @@ def check_entries(where, family: str, content: Mapping, configs: Mapping) -> Non
 
 
 def _check_class_names(where, names, count: int) -> None:
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, list) or not all(map(is_text, names)):
         problem = f"is {names!r:.60}: it must be a list of {count} texts, one for each class"
     elif len(names) != count:
         problem = f"has {len(names)} names, the model has {count} classes: give one for each"
     else:
         return
     raise UserError(f"{where}, entry 'class_names' {problem}, or leave it out")
+
+
+def is_text(value) -> bool:
+    """Whether this is a text that can be shown and written: half of a surrogate pair cannot."""
+    return isinstance(value, str) and value == value.encode(errors="replace").decode()
 
 
 def check_records(where, records) -> None:

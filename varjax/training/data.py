@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from varjax.errors import UserError, require, some
-from varjax.storage.manifest import read_json
+from varjax.storage.manifest import is_text, read_json
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 LAYOUTS = (("data", "offsets", "labels"), ("images", "labels"), ("arr_0", "arr_1"))  # of .npz
@@ -177,7 +177,7 @@ def _class_names(path: Path) -> tuple[str, ...]:
     except UserError:
         content = None
     names = content.get("classes") if isinstance(content, dict) else None
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, list) or not all(map(is_text, names)):
         raise UserError(f'{path} must be JSON like {{"classes": ["apple", ...]}}')
     return tuple(names)
 
@@ -200,18 +200,13 @@ def _read_folders(
     empty = sorted({c.name for c in classes} - {classes[i].name for _, i in files})
     if empty:
         raise UserError(f"{path}: no pictures in class folder {some(empty)}")
-    if odd := [c for c in classes if not _is_text(c.name)]:
+    if odd := [c for c in classes if not is_text(c.name)]:
         raise UserError(f"{path}: the name of class folder {odd[0].name!r:.60} is not Unicode")
     order = np.random.default_rng(SHUFFLE_SEED).permutation(len(files))[: limit or None]
     chosen = [files[i][0] for i in order]
     images = _squares(chosen, _pillow().open, chosen, image_size)
     labels = np.array([files[i][1] for i in order], np.int32)
     return images, labels, tuple(c.name for c in classes)
-
-
-def _is_text(name: str) -> bool:
-    """Names of files may be any bytes; names of classes are written to files and shown."""
-    return name == name.encode(errors="replace").decode()
 
 
 def _hold_out(images: np.ndarray, labels: np.ndarray, fraction: float, path: Path) -> list[tuple]:
