@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ported_weights.tables.registry import CUSTOM
-from varjax.errors import UserError, about
+from varjax.errors import UserError, about, some
 from varjax.models import registry
 from varjax.sampling import RECOMMENDABLE, Sampling
 from varjax.storage.manifest import read_json
@@ -81,7 +81,7 @@ def _arguments(path: str, weights: str | None):
     if found := next((content[name] for name in names if name in content), None):
         return found
     raise UserError(
-        f"{path} holds several configurations ({', '.join(content)}), none of them called as the"
+        f"{path} holds several configurations ({some(content)}), none of them called as the"
         f" weights {file.name!r}: put the one to use into a file of its own"
     )
 

@@ -5,12 +5,10 @@ import math
 import reprlib
 from typing import Any
 
+from experiments.batch_files import Damaged
+
 LARGEST_TEXT = 100_000  # characters
 LARGEST_NUMBER = 2**63
-
-
-class Damaged(Exception):
-    """What is wrong with a file, in words, on one line."""
 
 
 def _is_text(value) -> bool:

@@ -1,37 +1,37 @@
 """Finished cells of an unfinished sweep: read back, or run again if anything of them is damaged."""
 
-import json
 import pathlib
 from collections.abc import Mapping
 
 import numpy as np
 
+from experiments import batch_files
+from experiments.batch_files import Damaged
 from experiments.report import sweep_files
-from experiments.report.kinds import Damaged, check
+from experiments.report.kinds import check
 from experiments.sweep.intervals import PER_IMAGE
 from experiments.sweep.plan import Cell, Sweep
+from varjax.storage.manifest import parse_json
 
 
 def read(path: pathlib.Path, sweep: Sweep, cell: Cell) -> dict | None:
     """What is stored of a cell: {"row": numbers, "samples": uint8 images, ...}; None if it is
     missing or damaged."""
     try:
-        with open(path, "rb") as file:
-            found = sweep_files.load_arrays(file)
-        row = json.loads(str(found["row"]))
-    except Exception:  # zipfile, NumPy and json raise many kinds over damaged files
-        return None
-    try:
+        found = dict(batch_files.read(path).arrays)
+        row = parse_json(str(found.pop("row", "")))
         check_row(row, sweep, cell)
         check_arrays(found, sweep, cell)
-    except Damaged:
+    except (Damaged, OSError, ValueError):
         return None
     return found | {"row": row}
 
 
 def check_row(row: object, sweep: Sweep, cell: Cell) -> None:
     """Raise `Damaged` unless everything is there that the tables and the report show."""
-    check(row, "an object", "row")
+    check(row, {"plan": "text"}, "row")
+    if row["plan"] != cell.plan.digest:
+        raise Damaged("row.plan is another plan")
     geometry = sweep.full.plan.geometry
     if cell is sweep.full:
         return sweep_files.check_sizes(row, geometry, "row")
@@ -51,6 +51,8 @@ def check_arrays(found: Mapping[str, np.ndarray], sweep: Sweep, cell: Cell) -> N
         wanted |= {"tokens": (tokens.dtype.kind, tokens.shape)}
         wanted |= {"pictures": ("f", (count, *size, 3))}
     wanted |= {name: ("f", (count,)) for name in found if name.startswith(PER_IMAGE)}
+    if unknown := found.keys() - wanted.keys():
+        raise Damaged(f"it holds {min(unknown)}, which no cell has")
     for name, (kind, shape) in wanted.items():
         array = found.get(name)
         if array is None or array.dtype.kind != kind or array.shape != shape:

@@ -16,12 +16,14 @@ from varjax import metrics
 from varjax.errors import MissingExtra, require
 from varjax.io.json_text import json_text
 from varjax.metrics import METRICS
+from varjax.storage.atomic import write_text
 
 FORMAT_VERSION = 1
 FULL = "full"
 CALIBRATION_COPY = "calibration.json"
 # Okabe and Ito's colours, told apart by the colour-blind (yellow left out: too light for lines)
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
+LONGEST_LABEL = 100  # characters of a policy's label in the plot
 DEFINITIONS = {
     "planned, allocated": "bytes of the buffer that holds keys and values of one batch, as planned "
     "and as read off the compiled program; the percentage is of the full cache",
@@ -227,14 +229,14 @@ def write(
     out: pathlib.Path,
     report: dict,
     images: dict[str, np.ndarray],
-    calibration: pathlib.Path | None = None,
+    calibration: bytes | None = None,
 ) -> str | None:
     """Fill the folder of a finished sweep; returns why the plot is missing, if it is."""
     if calibration is not None:
-        (out / CALIBRATION_COPY).write_bytes(calibration.read_bytes())
-    (out / "sweep.json").write_text(json_text(report), encoding="utf-8")
-    (out / "sweep.csv").write_text(csv_text(report), encoding="utf-8")
-    (out / "sweep.md").write_text(markdown(report), encoding="utf-8")
+        (out / CALIBRATION_COPY).write_bytes(calibration)
+    write_text(out / "sweep.json", json_text(report))
+    write_text(out / "sweep.csv", csv_text(report))
+    write_text(out / "sweep.md", markdown(report))
     np.savez(out / "samples.npz", **images)
     try:
         plot(out / "fidelity.png", rows(report))
@@ -268,7 +270,7 @@ def plot(path: pathlib.Path, table: Sequence[dict]) -> None:
             sizes, values, *ends = zip(*points, strict=True)
             sizes, colour = np.array(sizes) / 2**20, COLOURS[number % len(COLOURS)]
             style = {"marker": "osD^vP*X"[number % 8], "ls": ("-", "--", ":")[number // 8 % 3]}
-            axis.plot(sizes, values, label=label, color=colour, **style)
+            axis.plot(sizes, values, label=_drawn(label), color=colour, **style)
             axis.vlines(sizes, *ends, color=colour, alpha=0.6)  # intervals; NaN: nothing
         axis.set_xlabel("KV cache of one batch, MiB")
         axis.set_title(f"{metric.title} ({metric.better} is better)", fontsize="medium")
@@ -279,6 +281,15 @@ def plot(path: pathlib.Path, table: Sequence[dict]) -> None:
         axis.remove()
     names = axes[0, 0].get_legend_handles_labels()
     if names[0]:
-        figure.legend(*names, loc="outside lower center", ncols=4, frameon=False)
+        legend = figure.legend(*names, loc="outside lower center", ncols=4, frameon=False)
+        for text in legend.get_texts():
+            text.set_parse_math(False)  # a dollar in a label is one
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _drawn(label: str) -> str:
+    """A label that fonts can draw: no halves of surrogate pairs, no control characters, not
+    endless."""
+    text = label.encode("utf-8", "backslashreplace").decode()
+    return "".join(c if c.isprintable() else "?" for c in text[:LONGEST_LABEL])

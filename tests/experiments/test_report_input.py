@@ -37,7 +37,7 @@ REMOVED, WRONG = object(), "wrong"
         (["geometry"], REMOVED, "sweep.json: geometry is missing"),
         (["geometry"], WRONG, "geometry is 'wrong', it must be an object"),
         (["geometry", "num_layers"], 2.5, "geometry.num_layers is 2.5"),
-        (["geometry", "num_heads"], 0, "num_heads is 0"),
+        (["geometry", "num_heads"], 0, "num_heads=0"),
         (["geometry", "schedule"], WRONG, "token map 'wrong'"),
         (["geometry", "schedule"], "1x1;2x2", "cells[0].live_tokens is not 2 lists of 3"),
         (["cells"], REMOVED, "cells is missing"),

@@ -23,12 +23,15 @@ def made_up_runner(folder):
     model = SimpleNamespace(transformer=transformer, codec=codec)
     cell = SimpleNamespace(key="a", plan=plan_cache(GEOMETRY, get_policy("swa", 0.5)))
     sweep = SimpleNamespace(full=full, samples=2, condition=range(3), model=model, cells=[cell])
-    return sweep_cells.Runner(sweep, SimpleNamespace(work=folder)), cell
+    return sweep_cells.Runner(
+        sweep, SimpleNamespace(work=SimpleNamespace(path=folder, digest="d"))
+    ), cell
 
 
 def content_of(runner, cell):
     """(row, arrays) as a run leaves them."""
-    row, pictures = made_up_sweep.cell("swa", 0.5, 1), np.zeros((3, 12, 12, 3), np.float32)
+    row = made_up_sweep.cell("swa", 0.5, 1) | {"plan": cell.plan.digest}
+    pictures = np.zeros((3, 12, 12, 3), np.float32)
     if cell is runner.sweep.full:
         tokens = runner.sweep.model.transformer.no_tokens(3)
         arrays = {"tokens": tokens, "pictures": pictures}
@@ -54,7 +57,7 @@ def kept(request, tmp_path):
 def test_a_damaged_cell_is_run_again(kept, keep):
     """A truncated file counts as missing."""
     runner, cell, *_ = kept
-    path = runner.path(cell.key)
+    path = runner.path(cell)
     path.write_bytes(path.read_bytes()[:keep])
     assert runner.results(cell) is None
 
@@ -69,9 +72,11 @@ def test_a_damaged_cell_is_run_again(kept, keep):
         {"per_image/psnr": np.ones(2)},
         {"row": {"kv": 1}},
         {"row": {"live_tokens": [[1]]}},
+        {"row": {"plan": "another"}},
         {"row": []},
+        {"more": np.ones(3)},
     ],
-    ids=[*range(8)],
+    ids=[*range(10)],
 )
 def test_so_is_one_with_other_content(kept, change):
     runner, cell, row, arrays = kept
@@ -92,5 +97,5 @@ def test_cells_of_earlier_versions_count(tmp_path):
 
 def test_a_folder_in_the_place_of_a_cell(tmp_path):
     runner, cell = made_up_runner(tmp_path)
-    runner.path(cell.key).mkdir()
+    runner.path(cell).mkdir()
     assert runner.results(cell) is None

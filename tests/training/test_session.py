@@ -167,7 +167,7 @@ def test_damaged_settings(tiny, tmp_path, text):
 class Diverging:
     """A stage whose third step has a loss that is no number."""
 
-    name, steps, batch_size = "vqvae", 8, 1
+    name, steps, batch_size, new_programs = "vqvae", 8, 1, ()
 
     def __init__(self, settings):
         self.settings = settings

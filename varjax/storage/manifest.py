@@ -13,13 +13,14 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from varjax.errors import UserError, about
+from varjax.errors import UserError, about, some
 from varjax.models import parameters, registry
 from varjax.sampling import Sampling
 
 NAME = "model.json"
 FORMAT_VERSION = 1
 DEEPEST_JSON = 64
+LARGEST_JSON = 16 * 2**20  # bytes
 _TOO_DEEP = f"lists and objects are nested more than {DEEPEST_JSON} deep"
 
 
@@ -125,11 +126,15 @@ def _require(file: Path, content: Mapping, kinds: Mapping[str, type]) -> None:
 def read_json(path: str | os.PathLike):
     """The value of a JSON file; `UserError` if there is no such file or it is not JSON."""
     try:
-        return parse_json(Path(path).read_text(encoding="utf-8"))
+        with open(path, "rb") as file:  # a device such as /dev/zero never ends
+            data = file.read(LARGEST_JSON + 1)
+        if len(data) > LARGEST_JSON:
+            raise ValueError(f"it has more than {LARGEST_JSON} bytes")
+        return parse_json(data.decode("utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"there is no file {path}") from error
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path} as JSON: {error}") from error
+        raise UserError(f"cannot read {path} as JSON: {error!s:.200}") from error
 
 
 def _json_object(file: Path) -> dict:
@@ -140,7 +145,8 @@ def _json_object(file: Path) -> dict:
 
 
 def parse_json(text: str):
-    """The value of a JSON text; `ValueError` also where it is nested too deeply."""
+    """The value of a JSON text; `ValueError` also where it is nested too deeply, or holds half of a
+    character, which nobody could print or write to a file."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -150,6 +156,8 @@ def parse_json(text: str):
         level = [inner for outer in level for inner in _inner(outer)]
     if level:
         raise ValueError(_TOO_DEEP)
+    if "\\ud" in text.lower():  # an escaped surrogate; pairs of them are characters
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
     return value
 
 
@@ -237,14 +245,12 @@ def _record(file: Path) -> dict:
     return {"size": file.stat().st_size, "crc32": f"{value:08x}"}
 
 
-def check_files(folder: Path, content: Mapping) -> None:
+def check_files(folder: Path, content: Mapping, advice: str = "copy them again") -> None:
     """Raise `UserError` with every parameter file that is missing or not as it was written."""
     problems = [_problem(folder / name, name, x) for name, x in content.get("files", {}).items()]
     if any(problems) or not folder.is_dir():
-        listed = "; ".join(filter(None, problems)) or "the folder is missing"
-        raise UserError(
-            f"the parameters in {folder} are damaged or incomplete: {listed}; copy them again"
-        )
+        listed = some(filter(None, problems), between="; ") or "the folder is missing"
+        raise UserError(f"the parameters in {folder} are damaged or incomplete: {listed}; {advice}")
 
 
 def _problem(file: Path, name: str, record: Mapping) -> str | None:
