@@ -61,12 +61,12 @@ def read(folder):
         return None
 
 
-def check(folder, drawn):
-    """If it can be read, it can be drawn."""
+def check(folder, drawn, measured=False):
+    """If it can be read, it can be drawn; `measured`: the calibration as well."""
     found = read(folder)
     event("refused" if found is None else "drawn" if drawn else "read")
     if found is not None and drawn:
-        text = page.build(*found, 1)
+        text = page.build(*found[:3], found[3] if measured else None, 1)
         check_self_contained(text.encode("utf-8").decode("utf-8"))
 
 
@@ -105,7 +105,8 @@ def damaged_json(draw, data):
 @given(data=st.data(), drawn=DRAWN)
 def test_edited_json(tmp_path, sound, name, data, drawn):
     edited = damaged_json(data.draw, sound[name])
-    check(written(tmp_path / "sweep", sound | {name: edited}), drawn)
+    folder = written(tmp_path / "sweep", sound | {name: edited})
+    check(folder, drawn, measured=name == "calibration.json")
 
 
 @given(data=st.data(), name=st.sampled_from(FILES), drawn=DRAWN)
@@ -165,12 +166,13 @@ MARKUP = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=5)  # of two pages each
+@settings(max_examples=2)  # of two pages each
 @given(data=st.data(), words=st.lists(MARKUP, min_size=3, max_size=3))
 def test_no_text_becomes_markup(tmp_path, sound, data, words):
     """Whatever texts and keys say, the elements and attributes of the page are the same."""
     report = json.loads(sound["sweep.json"])
-    chosen = data.draw(st.sets(st.sampled_from(sorted(texts(report), key=str)), min_size=1))
+    report["cells"] = report["cells"][2:]  # one that has run, and both others
+    chosen = data.draw(st.sets(st.sampled_from(sorted(texts(report), key=str)), min_size=9))
     pages = []
     for said in (["x"], words):
         edited = report
@@ -179,5 +181,5 @@ def test_no_text_becomes_markup(tmp_path, sound, data, words):
             edited = replaced(edited, place, functools.partial(text_or_object, word))
         files = sound | {"sweep.json": json.dumps(edited).encode()}
         found = read(written(tmp_path / "sweep", files))
-        pages.append(check_self_contained(page.build(*found, 1)))
+        pages.append(check_self_contained(page.build(*found[:3], None, 1)))
     assert pages[0].tags == pages[1].tags and pages[0].attributes == pages[1].attributes
