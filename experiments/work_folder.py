@@ -8,7 +8,6 @@ a folder with anything else in it, or a link, is refused. Which run it belongs t
 import contextlib
 import hashlib
 import json
-import os
 import pathlib
 import re
 from collections.abc import Iterator
@@ -16,17 +15,17 @@ from collections.abc import Iterator
 from experiments import batch_files
 from experiments.batch_files import Damaged
 from varjax.errors import UserError
+from varjax.storage import lock
 from varjax.storage.atomic import DESKTOP, write_text
 from varjax.storage.manifest import parse_json
 
 SETTINGS = "settings.json"
-LOCK = "lock"
 PIXELS = "pixels.npy"  # all pictures, while results are written
 _FINISHED = (
     r"(?:(?:main|full)-\d{8,}|cell-[0-9a-f]{16})\.npz"  # series and first image, or a sweep's cell
 )
 _OURS = rf"(?:{_FINISHED}|{re.escape(SETTINGS)}|{re.escape(PIXELS)})"
-OURS = re.compile(rf"{_OURS}|\.{_OURS}\.\d+|{LOCK}")  # .NAME.123: not complete
+OURS = re.compile(rf"{_OURS}|\.{_OURS}\.\d+|{lock.NAME}")  # .NAME.123: not complete
 FINISHED = re.compile(_FINISHED)
 
 
@@ -110,24 +109,17 @@ class WorkFolder:
     def held(self) -> Iterator[None]:
         """Keep other processes out. The folder is made, and gone again if nothing was written.
         `UserError` if another process holds it."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.path / LOCK, "ab") as lock:
-            if not _take(lock) or not _is_same(lock, self.path / LOCK):
-                raise UserError(f"another run is writing to {self.path}: wait, or choose --out")
-            try:
+        busy = f"another run is writing to {self.path}: wait, or choose --out"
+        try:
+            with lock.held(self.path, busy):
                 yield
-            finally:
-                if [path.name for path in self._all()] == [LOCK]:
-                    with contextlib.suppress(OSError):
-                        (self.path / LOCK).unlink()
-                        self.path.rmdir()
+        finally:
+            with contextlib.suppress(OSError):  # not empty: it is needed
+                self.path.rmdir()
 
     def is_held(self) -> bool:
         """Whether another process works here right now."""
-        if not (self.path / LOCK).is_file():
-            return False
-        with open(self.path / LOCK, "ab") as lock:
-            return not _take(lock)
+        return lock.is_held(self.path)
 
     def start(self) -> None:
         """Make it this run's, who holds it: what may not be continued is discarded."""
@@ -142,7 +134,7 @@ class WorkFolder:
     def clear(self) -> None:
         """Remove all files of runs; the folder goes with `held`."""
         for path in self._all():
-            if path.name != LOCK and (OURS.fullmatch(path.name) or path.name in DESKTOP):
+            if path.name != lock.NAME and (OURS.fullmatch(path.name) or path.name in DESKTOP):
                 with contextlib.suppress(OSError):
                     path.unlink()
 
@@ -151,25 +143,4 @@ def _is_object(text: str) -> bool:
     try:
         return isinstance(parse_json(text), dict)
     except ValueError:
-        return False
-
-
-def _take(lock) -> bool:
-    """Lock an open file for this process; the system releases it when the process ends."""
-    try:
-        import fcntl
-    except ImportError:  # no such locks on this system: the check is left out
-        return True
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def _is_same(file, path: pathlib.Path) -> bool:
-    """Whether an open file is still there: another run may have ended in between."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
         return False

@@ -62,7 +62,7 @@ def test_lists_of_whole_numbers(values):
     [
         *([1.7], [1, True], [None], ["3"], [[1], [2]], "12", b"12", {1, 2}, {1: 2}, 3, None),
         *(np.array([1.7]), np.array([True]), np.array([[1]]), np.array(1), np.array([1, None])),
-        *(range(10**12), range(10**30), iter([1])),
+        *(range(10**12), range(10**30), pytest.param(iter([1]), id="iterator")),
     ],
     ids=repr,
 )

@@ -38,6 +38,17 @@ def held(folder: str | os.PathLike, message: str) -> Iterator[None]:
                 path.rmdir()
 
 
+def is_held(folder: str | os.PathLike) -> bool:
+    """Whether another process holds the folder right now."""
+    path = Path(folder) / NAME
+    if not path.is_file():
+        return False
+    lock = _take(path)
+    if lock is not None:
+        lock.close()
+    return lock is None
+
+
 def _take(path: Path) -> TextIO | None:
     """The lock file, open and locked; None if another process has locked it."""
     while True:
