@@ -95,7 +95,7 @@ def test_bad_input(call, tmp_path, monkeypatch, flags, message):
         ("/dev/null", "no ordinary file"),
         ("folder", "--save=folder is a folder"),
         ("file/x.npz", "file is not a folder"),
-        ("a\0b", "is no file: names cannot hold a NUL byte"),
+        ("a\0b", "holds a NUL character"),
     ],
 )
 def test_the_place_is_checked_first(call, tmp_path, monkeypatch, place, message):
