@@ -34,7 +34,11 @@ FLAGS.compilation_cache()
 MODEL = ModelFlags(FLAGS)
 CONDITION = ConditionFlags(FLAGS, samples=10)
 STABILITY = FLAGS.integer(
-    "stability", 1, "Repeat with so many seeds and report the dispersion of ranks.", lower_bound=1
+    "stability",
+    1,
+    "Repeat with so many seeds and report the dispersion of ranks.",
+    lower_bound=1,
+    upper_bound=10**6,
 )
 SAMPLING = SamplingFlags(FLAGS)
 BATCH_SIZE = batch_size_flag(FLAGS, 5)
@@ -68,7 +72,7 @@ def main(argv) -> None:
     target = SAVE.check()
     model = MODEL.resolve()
     condition = CONDITION.resolve(model)
-    sampling, seed = SAMPLING.sampling(model), SAMPLING.seed
+    sampling, seed = SAMPLING.sampling(model), SAMPLING.seeds(STABILITY.value)
     dtype = DTYPE.value or default_dtype()
     condition = text_condition.encoded(condition, model, dtype)
     progress = Progress("measured image", STABILITY.value * len(condition))

@@ -5,18 +5,20 @@ with the model.
     python -m experiments.run --checkpoint=DIR --text_features=FEATURES.npz
 
 --checkpoint is a checkpoint with a text encoder, or the folder of an encoder alone. --prompts is a
-file with one prompt per line, or a published prompt set (--prompt_set, docs/text.md). An empty line
-stands for the model's own unconditional text. Longer prompts than --max_length are cut, with a
-warning that names the line.
+file with one prompt per line, or a published prompt set (--prompt_set, docs/text.md); instead of it
+--prompt="a red apple" may be repeated. An empty prompt stands for the model's own unconditional
+text. Longer prompts than --max_length are cut, with a warning that names the line.
 """
 
 import pathlib
 
 from experiments.flags.program import batch_size_flag, dtype_flag
+from experiments.flags.prompts import NegativeFlags, PromptFlags
 from experiments.output import FileFlags
-from experiments.prompts import condition, sets
+from experiments.prompts import condition
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
+from varjax.errors import UserError
 from varjax.model import default_dtype
 from varjax.progress import Progress
 from varjax.storage import manifest
@@ -26,11 +28,7 @@ from varjax.text.features import MAX_LENGTH, TextFeatures
 FLAGS = CommandFlags()
 FLAGS.compilation_cache()
 CHECKPOINT = FLAGS.string("checkpoint", None, "Checkpoint with a text encoder, or an encoder.")
-PROMPTS = FLAGS.string("prompts", None, "The texts: a file with one per line, or a published set.")
-PROMPT_SET = FLAGS.enum("prompt_set", sets.AUTO, sets.KINDS, "What --prompts holds; auto: look.")
-NEGATIVE_PROMPTS = FLAGS.string(
-    "negative_prompts", None, "File with one text per prompt, or one for all, to lead away from."
-)
+PROMPTS, NEGATIVE = PromptFlags(FLAGS), NegativeFlags(FLAGS)
 DTYPE = dtype_flag(FLAGS, None, "the weights")
 BATCH_SIZE = batch_size_flag(FLAGS, 8, "Texts per program call.")
 LONGEST = FLAGS.integer(
@@ -41,7 +39,6 @@ LONGEST = FLAGS.integer(
 )
 SAVE = FileFlags(FLAGS, "save", "The file to write.", required=True)
 FLAGS.require("checkpoint")
-FLAGS.require("prompts")
 
 
 def max_length(checkpoint: str) -> int:
@@ -69,10 +66,10 @@ def text(features: TextFeatures) -> str:
 
 def main(argv) -> None:
     target = SAVE.check()
-    prompts = sets.read_prompts(PROMPTS.value, PROMPT_SET.value)
-    negative = None
-    if NEGATIVE_PROMPTS.value:
-        negative = condition.read_negative(NEGATIVE_PROMPTS.value, prompts)
+    prompts = PROMPTS.read()
+    if prompts is None:
+        raise UserError("there are no prompts: give --prompt=TEXT or --prompts=FILE")
+    negative = NEGATIVE.read(prompts)
     folder, longest = condition.encoder_folder(CHECKPOINT.value), max_length(CHECKPOINT.value)
     encoder_lib.check_folder(folder)
     progress = Progress("encoded text", len(prompts), every=2.0)

@@ -1,111 +1,163 @@
 """Where a command writes: one file, or a folder whose batches are kept as they finish.
 
-While a run goes on its batches lie in `DIR.partial`, which one process at a time may hold. An
-interrupted run started again with the same flags continues after the last finished batch; with
-other flags it is refused unless --overwrite discards it. On completion results are written and
-`DIR.partial` is removed; a run that fails before its first batch leaves nothing.
+While a run goes on its batches lie in `DIR.partial` (`experiments.work_folder`). An interrupted run
+started again with the same flags draws what is missing or damaged; with other flags it is refused
+unless --overwrite discards it. On completion results are written and `DIR.partial` is removed; a
+run that fails before its first batch leaves nothing. --overwrite replaces folders that `run` or
+`sweep` wrote, and no others.
 """
 
 import contextlib
-import json
 import os
 import pathlib
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from experiments import batch_files
+from experiments.batch_files import Damaged, Series
+from experiments.work_folder import WorkFolder
 from varjax.cli.flags import CommandFlags
-from varjax.errors import UserError
-from varjax.storage.atomic import check_new_file, check_new_folder, new_file
+from varjax.errors import UserError, about
+from varjax.storage.atomic import check_new_file, check_new_folder
+from varjax.storage.manifest import read_json
+from varjax.storage.names import inside
 
-SETTINGS = "settings.json"
-LOCK = "lock"
 RESULTS = pathlib.Path("results")
+# By what a folder of results is known: the entries of these files.
+REPORTS = {
+    "report.json": {"policy", "kv", "versions"},
+    "sweep.json": {"settings", "cells", "versions"},
+}
+WRITTEN = (  # all that `run` and `sweep` put there
+    *("report.json", "grid.png", "samples.npz", "arrays.npz", "images", "manifest.json"),
+    *("sweep.json", "sweep.csv", "sweep.md", "fidelity.png", "calibration.json"),
+)
+
+
+def written(folder: pathlib.Path) -> tuple[str, ...] | None:
+    """What `run` or `sweep` wrote there (`varjax.storage.atomic.Written`)."""
+    for name, keys in REPORTS.items():
+        with contextlib.suppress(UserError):
+            content = read_json(folder / name)
+            if isinstance(content, dict) and keys <= content.keys():
+                return WRITTEN
+    return None
 
 
 class BatchStore:
     """`out` and the work folder beside it.
 
     description: JSON-able; two runs have the same one exactly if one may continue the other.
+    series: the batches that there will be, by name ("main", "full").
     """
 
-    def __init__(self, out: pathlib.Path, description: dict, *, overwrite: bool):
-        check_new_folder(out, overwrite=overwrite, flag="--out")
-        self.out, self.overwrite = out, overwrite
-        self.settings = json.dumps(description, sort_keys=True)
-        self.work = _partial(out)
+    def __init__(
+        self,
+        out: pathlib.Path,
+        description: dict,
+        *,
+        overwrite: bool,
+        series: Mapping[str, Series] | None = None,
+    ):
+        self.out, self.overwrite, self.series = out, overwrite, dict(series or {})
         self.resumed = False
-        left = _stored_settings(self.work) if self.work.exists() and not overwrite else None
-        if left not in (None, self.settings):
-            raise UserError(
-                f"{self.work} holds an unfinished run with other settings: use its settings to "
-                "continue it, add --overwrite to discard it, or choose another --out"
-            )
+        self._missing: dict[str, list[int]] = {}  # first images of batches, by series
+        check_new_folder(out, replaces=self.replaces, flag="--out")
+        self.work = WorkFolder(_partial(out), description)
+        self.check()
+
+    @property
+    def replaces(self):
+        """Which folder may lie at `out` (`check_new_folder`)."""
+        return written if self.overwrite else None
+
+    def check(self) -> None:
+        """`UserError` unless results may be written here now."""
+        check_new_folder(self.out, replaces=self.replaces, flag="--out")
+        self.work.check(self.overwrite)
 
     @classmethod
-    def fresh(cls, stem: str, description: dict) -> "BatchStore":
+    def fresh(cls, stem: str, description: dict, **options) -> "BatchStore":
         """The first `results/STEM-NNN` that is free, or unfinished with the same settings."""
+        with about("the default folder"):
+            first = inside(RESULTS, f"{stem}-001")
         for number in range(1, 1000):
-            out = RESULTS / f"{stem}-{number:03d}"
-            if out.exists() or _is_held(_partial(out)):
+            out = first.with_name(f"{stem}-{number:03d}")
+            if os.path.lexists(out) or WorkFolder(_partial(out), {}).is_held():
                 continue
             with contextlib.suppress(UserError):
-                return cls(out, description, overwrite=False)
+                return cls(out, description, overwrite=False, **options)
             # not the unfinished run: no permission, say
-            check_new_folder(out, overwrite=False, flag="--out")
+            check_new_folder(out, flag="--out")
         raise UserError(f"{RESULTS} holds 999 runs of {stem}: name a folder with --out")
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
         """Hold the work folder: create it, or continue in it; it vanishes again if no batch is
         finished. `UserError` if another process works in it or there is no write permission."""
-        self.work.mkdir(parents=True, exist_ok=True)
-        with open(self.work / LOCK, "w", encoding="ascii") as lock:
-            if not _take(lock):
-                raise UserError(f"another run is writing to {self.work}: wait, or choose --out")
-            try:
-                self._start()
-                yield
-            finally:
-                if not any(self.work.glob("*.npz")):
-                    self.close()
+        try:
+            with self.work.held():
+                self.check()  # again: another process may have been here since
+                try:
+                    self._start()
+                    yield
+                finally:
+                    if not self.work.finished():
+                        self.close()
+        finally:
+            if self.out.parent == RESULTS:  # if it was made for this run alone
+                with contextlib.suppress(OSError):
+                    RESULTS.rmdir()
 
     def _start(self) -> None:
-        stored = _stored_settings(self.work)
-        self.resumed = stored == self.settings and any(self.work.glob("*.npz"))
-        if stored != self.settings:
-            for path in self.work.iterdir():
-                if path.name != LOCK:
-                    path.unlink()
-            with new_file(self.work / SETTINGS) as file:
-                file.write(self.settings.encode())
+        self.work.start()
+        for name, series in self.series.items():
+            self._missing[name] = [x for x in series.starts() if not self._is_there(name, x)]
+        self.resumed = any(self.finished(name) for name in self.series)
+
+    def _path(self, series: str, start: int) -> pathlib.Path:
+        return self.work.path / f"{series}-{start:08d}.npz"
+
+    def _is_there(self, series: str, start: int) -> bool:
+        with contextlib.suppress(Damaged, FileNotFoundError):
+            self._read(series, start, ("index", "images"))
+            return True
+        return False
+
+    def _read(self, series: str, start: int, wanted=None) -> batch_files.Stored:
+        stored = batch_files.read(self._path(series, start), wanted)
+        self.series[series].check(start, stored)
+        return stored
+
+    def missing(self, series: str) -> list[int]:
+        """First images of the batches of a series that are not stored, or damaged."""
+        return list(self._missing[series])
 
     def finished(self, series: str) -> int:
-        """How many images of a series ("main", "full") are stored, counted without gaps."""
-        return sum(len(index) for index, _ in self._indices(series))
+        """How many images of a series are stored."""
+        made = self.series[series]
+        return made.count - sum(len(made.index(start)) for start in self._missing[series])
 
     def add(self, series: str, index: np.ndarray, results: dict[str, np.ndarray]) -> None:
         """Keep one finished batch."""
-        with new_file(self.work / f"{series}-{index[0]:08d}.npz") as file:
-            np.savez(file, index=index, **results)
+        start, arrays = int(index[0]), {"index": index, **results}
+        kinds = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+        self.series[series].check(start, batch_files.Stored(kinds, arrays, None))
+        batch_files.write(self._path(series, start), self.work.digest, arrays)
+        self._missing[series] = [x for x in self._missing[series] if x != start]
 
     def batches(self, series: str) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-        """Stored batches in order, up to the first gap."""
-        for index, path in self._indices(series):
-            with np.load(path) as archive:
-                yield index, {name: archive[name] for name in archive.files if name != "index"}
-
-    def _indices(self, series: str) -> Iterator[tuple[np.ndarray, pathlib.Path]]:
-        """(image numbers, file) of the stored batches; nothing else is read of the files."""
-        expected = 0
-        for path in sorted(self.work.glob(f"{series}-*.npz")):
-            with np.load(path) as archive:
-                index = archive["index"]
-            if index[0] != expected:
-                return
-            expected = int(index[-1]) + 1
-            yield index, path
+        """All batches in order."""
+        for start in self.series[series].starts():
+            try:
+                arrays = dict(self._read(series, start).arrays)
+            except Damaged as error:  # it was sound when the run started
+                raise UserError(
+                    f"{self._path(series, start)} is damaged ({error!s:.200}): start the same "
+                    "command again, which draws it anew"
+                ) from None
+            yield arrays.pop("index"), arrays
 
     def collect(self, series: str) -> dict[str, np.ndarray]:
         """All arrays of a series, images first to last."""
@@ -113,48 +165,15 @@ class BatchStore:
         return {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
 
     def close(self) -> None:
-        """Remove the work folder, and `results/` if it was made for it alone."""
-        shutil.rmtree(self.work, ignore_errors=True)
-        if self.work.parent == RESULTS:
-            with contextlib.suppress(OSError):
-                RESULTS.rmdir()
+        """Remove what is in the work folder, which vanishes when nobody works there any more."""
+        self.work.clear()
 
 
 def _partial(out: pathlib.Path) -> pathlib.Path:
     """Where the batches of an unfinished run into `out` are."""
+    if out.name in ("", ".."):  # as of `.`, which has no name beside which something could be
+        out = pathlib.Path(os.path.abspath(out))
     return out.with_name(out.name + ".partial")
-
-
-def _stored_settings(work: pathlib.Path) -> str | None:
-    try:
-        text = (work / SETTINGS).read_text(encoding="utf-8")
-        json.loads(text)
-        return text
-    except (OSError, ValueError):
-        return None
-
-
-def _take(lock) -> bool:
-    """Lock an open file for this process; the system releases it when the process ends."""
-    try:
-        import fcntl
-    except ImportError:  # no such locks on this system: the check is left out
-        return True
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    lock.write(str(os.getpid()))
-    lock.flush()
-    return True
-
-
-def _is_held(work: pathlib.Path) -> bool:
-    """Whether another process works in this folder right now."""
-    if not (work / LOCK).exists():
-        return False
-    with open(work / LOCK, "a", encoding="ascii") as lock:
-        return not _take(lock)
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -203,12 +222,14 @@ class FolderFlags:
         self._overwrite = flags.boolean("overwrite", False, "Replace --out if it exists.")
         self._out = flags.string("out", None, "Output folder; default: a new one under results/.")
 
-    def open(self, stem: str, description: dict) -> BatchStore:
+    def open(
+        self, stem: str, description: dict, series: Mapping[str, Series] | None = None
+    ) -> BatchStore:
         """The folder and its finished batches. stem: of the name under results/. description: what
-        decides the results."""
+        decides the results. series: as of `BatchStore`."""
         if self._out.value is None:
-            return BatchStore.fresh(stem, description)
+            return BatchStore.fresh(stem, description, series=series)
         out, overwrite = pathlib.Path(self._out.value), self._overwrite.value
-        if out.exists() and not overwrite:
+        if os.path.lexists(out) and not overwrite:
             raise UserError(f"{out} exists already: choose another folder or add --overwrite")
-        return BatchStore(out, description, overwrite=overwrite)
+        return BatchStore(out, description, overwrite=overwrite, series=series)

@@ -23,9 +23,10 @@ FLAGS = CommandFlags()
 FLAGS.compilation_cache()
 
 
-STAGE = FLAGS.enum("stage", "both", session.STAGES, "what to train: the codec, the transformer")
-OUT = FLAGS.string("out", None, "folder of the run, new or to be resumed", required=True)
-QUIET = FLAGS.boolean("quiet", False, "print no progress")
+STAGE = FLAGS.enum("stage", "both", session.STAGES, "What to train: codec, transformer, or both.")
+OUT = FLAGS.string("out", None, "Folder of the run, new or to be resumed.", required=True)
+QUIET = FLAGS.boolean("quiet", False, "Print no progress.")
+REQUIRED = ("data",)
 
 
 def _define_flags() -> None:
@@ -41,7 +42,10 @@ def _define_flags() -> None:
         if isinstance(default, tuple):
             default = [str(item) for item in default]
         bound = {} if least is None else {"lower_bound": least}
-        define[type(field.default)](field.name, default, field.metadata["help"], **bound)
+        text = field.metadata["help"]
+        options = {"required": True} if field.name in REQUIRED else bound
+        default = None if field.name in REQUIRED else default
+        define[type(field.default)](field.name, default, f"{text[0].upper()}{text[1:]}.", **options)
 
 
 def _integers(name: str, values) -> tuple[int, ...]:

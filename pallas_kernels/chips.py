@@ -14,6 +14,8 @@ import importlib.metadata
 import importlib.util
 import math
 import os
+import re
+import shlex
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -140,27 +142,52 @@ def quiet_environment() -> dict[str, str]:
 # --- compilers ---
 
 
-def why_unavailable(name: str) -> str | None:
-    """What is missing here to compile for a chip, with the pip command; None if nothing is.
+CUDA_PLUGIN = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
+CUDA_COMPILER = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-runtime", "nvidia-cuda-crt")
+
+
+def why_unavailable(*names: str) -> str | None:
+    """All that is missing here to compile for these chips, with one pip command; None if nothing
+    is.
 
     Raises:
       ValueError: unknown chip.
     """
-    if get_chip(name).platform == "tpu":
-        found = _version("libtpu")
-        return None if found else "libtpu is not installed: run `pip install 'jax[tpu]'`"
-    wanted = _version("jaxlib")
-    packages = f"jax-cuda13-plugin=={wanted} jax-cuda13-pjrt=={wanted}"
-    command = f"run `pip install --no-deps {packages}`"
-    found = [_version("jax-cuda13-plugin"), _version("jax-cuda13-pjrt")]
-    if None in found:
-        return f"JAX's CUDA plugin is not installed: {command}"
+    found: dict[str, list[str]] = {}
+    packages: dict[str, None] = {}  # a set in order
+    for chip in map(get_chip, names):
+        reasons, needed = _lacking_for_tpu() if chip.platform == "tpu" else _lacking_for_gpu()
+        if reasons:
+            found.setdefault(", ".join(reasons), []).append(chip.name)
+            packages |= dict.fromkeys(needed)
+    if not found:
+        return None
+    each = "; ".join(f"{', '.join(chips)}: {why}" for why, chips in found.items())
+    return f"{each}: run `pip install --no-deps {shlex.join(packages)}`"
+
+
+def _lacking_for_tpu() -> tuple[list[str], list[str]]:
+    """What is missing in words, and as pip takes it."""
+    if _version("libtpu"):
+        return [], []
+    wanted = importlib.metadata.requires("jax") or ()  # says which libtpu belongs to it
+    pinned = (re.match(r"libtpu[^;\s]*", line) for line in wanted)
+    return ["libtpu is not installed"], [next((m[0] for m in pinned if m), "libtpu")]
+
+
+def _lacking_for_gpu() -> tuple[list[str], list[str]]:
+    """Likewise."""
+    reasons, packages = [], []
+    wanted, found = _version("jaxlib"), [_version(name) for name in CUDA_PLUGIN]
     if found != [wanted, wanted]:
-        here = " and ".join(sorted(set(found)))
-        return f"JAX's CUDA plugin is {here}, jaxlib {wanted}: {command}"
+        here = " and ".join(sorted(set(filter(None, found))))
+        mismatch = f"JAX's CUDA plugin is {here}, jaxlib {wanted}"
+        reasons.append("JAX's CUDA plugin is not installed" if None in found else mismatch)
+        packages += [f"{name}=={wanted}" for name in CUDA_PLUGIN]
     if not _has_ptxas():
-        return "ptxas is not here: install a CUDA toolkit or run `pip install nvidia-cuda-nvcc`"
-    return None
+        reasons.append("ptxas is not here (nor a CUDA toolkit)")
+        packages += CUDA_COMPILER
+    return reasons, packages
 
 
 def _version(package: str) -> str | None:

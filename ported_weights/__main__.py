@@ -11,20 +11,35 @@ must find its place: missing, surplus or misshapen ones are listed together and 
         --tokenizer_source=infinity_vae_d32reg.pth --text_encoder_source=flan-t5-xl \\
         --out=checkpoints/infinity-2b
 
+A text encoder alone, for experiments.encode_text, or to copy into a checkpoint as text_encoder:
+
+    python -m ported_weights --model=flan-t5 --source=flan-t5-xl --out=checkpoints/flan-t5-xl
+
 Models of other sizes: --model=var-custom or infinity-custom with --config and --tokenizer_config,
 JSON files that use the argument names of the published constructors.
 """
 
+import shlex
+
 from ported_weights import convert
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
+from varjax.errors import UserError
 from varjax.sampling import RECOMMENDABLE
 
+ENCODER_ALONE = "flan-t5"  # of any size: its config.json says which
 FLAGS = CommandFlags()
 
 GIVEN = [  # called as the arguments of `convert`
-    FLAGS.enum("model", None, convert.MODELS, "Which published model, or *-custom."),
-    FLAGS.string("source", None, "Transformer weights: a file, or a folder of shards."),
+    FLAGS.enum(
+        "model",
+        None,
+        (*convert.MODELS, ENCODER_ALONE),
+        "Which published model, *-custom, or a text encoder alone.",
+    ),
+    FLAGS.string(
+        "source", None, "Transformer weights: a file, or a folder of shards; flan-t5: its folder."
+    ),
     FLAGS.string("tokenizer_source", None, "Weights of the image tokenizer."),
     FLAGS.string("text_encoder_source", None, "Text models: folder of the published flan-t5."),
     FLAGS.string("config", None, "*-custom models: JSON file with the transformer's arguments."),
@@ -44,7 +59,21 @@ for _name in ("model", "source", "out"):
 def main(argv) -> None:
     """Convert what the flags say."""
     del argv
-    convert.convert(**{flag.name: flag.value for flag in GIVEN})
+    given = {flag.name: flag.value for flag in GIVEN}
+    if given["model"] == ENCODER_ALONE:
+        _convert_encoder(given)
+    else:
+        convert.convert(**given)
+
+
+def _convert_encoder(given: dict) -> None:
+    taken = ("source", "out", "dtype", "overwrite")
+    surplus = [f"--{name}" for name in given if given[name] and name not in ("model", *taken)]
+    if surplus:
+        raise UserError(f"--model={ENCODER_ALONE} takes no {', '.join(surplus)}: drop them")
+    convert.convert_text_encoder(**{name: given[name] for name in taken})
+    place = shlex.quote(given["out"])
+    print(f"written; next: python -m experiments.encode_text --checkpoint={place} ...")
 
 
 if __name__ == "__main__":

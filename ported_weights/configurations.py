@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ported_weights.tables.registry import CUSTOM
-from varjax.errors import UserError, about
+from varjax.errors import UserError, about, some
 from varjax.models import registry
 from varjax.sampling import RECOMMENDABLE, Sampling
-from varjax.storage.manifest import read_json
+from varjax.storage.manifest import is_text, read_json
 
 MODELS = (*registry.PRESETS, *(f"{family}-custom" for family in registry.FAMILIES))
 
@@ -81,7 +81,7 @@ def _arguments(path: str, weights: str | None):
     if found := next((content[name] for name in names if name in content), None):
         return found
     raise UserError(
-        f"{path} holds several configurations ({', '.join(content)}), none of them called as the"
+        f"{path} holds several configurations ({some(content)}), none of them called as the"
         f" weights {file.name!r}: put the one to use into a file of its own"
     )
 
@@ -93,7 +93,7 @@ def class_names_of(path: str, transformer) -> list[str]:
     """A JSON list of names, or {"classes": list}; index = label."""
     names = read_json(path)
     names = names.get("classes") if isinstance(names, dict) else names
-    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+    if not (isinstance(names, list) and all(map(is_text, names))):
         raise UserError(f'{path} must hold a list of texts, or {{"classes": [...]}}')
     count = getattr(transformer, "num_classes", 0)
     if len(names) != count:

@@ -20,7 +20,7 @@ from ported_weights.configurations import (
 )
 from ported_weights.readers import sources
 from ported_weights.tables.registry import CUSTOM, TABLES, RuleTable
-from varjax.errors import UserError, about, choose
+from varjax.errors import UserError, about, choose, some
 from varjax.models import parameters, registry
 from varjax.progress import Progress
 from varjax.storage import checkpoint
@@ -115,7 +115,7 @@ def convert_text_encoder(
 def _check_output(out: str, dtype: str | None, overwrite: bool) -> None:
     if dtype is not None:
         choose("dtype", dtype, DTYPES)
-    check_new_folder(out, overwrite=overwrite, flag="--out")
+    check_new_folder(out, replaces=checkpoint.written if overwrite else None, flag="--out")
 
 
 def _read(opened: Mapping[str, "PublishedPart"], dtype: str | None, say):
@@ -235,5 +235,4 @@ def _grouped(ignored: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     groups: dict[str, list[str]] = {}
     for name, reason in ignored:
         groups.setdefault(reason, []).append(name)
-    more = {r: f" and {len(names) - 8} more" * (len(names) > 8) for r, names in groups.items()}
-    return [(", ".join(names[:8]) + more[reason], reason) for reason, names in groups.items()]
+    return [(some(names, 8), reason) for reason, names in groups.items()]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from flax import nnx
 
-from varjax.errors import UserError
+from varjax.errors import UserError, some
 from varjax.models import parameters
 
 TRANSFORMS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -26,6 +26,7 @@ TRANSFORMS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "flatten": lambda a: a.reshape(-1),
 }
 Stack = int | tuple[int, int, int]
+MAX_LISTED = 100  # problems of a kind that a message shows
 MAX_CHECKED = 2**27  # elements of an ignored tensor whose values are checked
 
 
@@ -170,12 +171,15 @@ def check(rules: Sequence, tensors: Mapping, targets: Mapping) -> Placement:
 def _report(problems: Sequence[str]) -> None:
     if problems:
         order = sorted(problems, key=_natural)
-        raise UserError(f"{len(order)} problems:\n  " + "\n  ".join(order))
+        kinds = itertools.groupby(order, key=lambda text: text.partition(":")[0])
+        listed = [some(of_kind, MAX_LISTED, between="\n  ") for _, of_kind in kinds]
+        raise UserError(f"{len(order)} problems:\n  " + "\n  ".join(listed))
 
 
 def _natural(text: str) -> list:
-    """Sort key by which blocks.2 comes before blocks.10."""
-    return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in re.split(r"(\d+)", text)]
+    """Sort key by which blocks.2 comes before blocks.10. Numbers may be too long for `int`."""
+    parts = re.split(r"([0-9]+)", text)
+    return [(1, 0, p) if i % 2 == 0 else (0, len(p), p) for i, p in enumerate(parts)]
 
 
 # --- names and shapes -----------------------------------------------------------------------------
@@ -183,7 +187,7 @@ def _natural(text: str) -> list:
 
 def _match(rules: Sequence, tensors: Mapping, targets: Mapping) -> Placement:
     placement = Placement()
-    compiled = [(re.compile(rule.pattern), rule) for rule in rules]
+    compiled = [(re.compile(rule.pattern, re.ASCII), rule) for rule in rules]  # \d is 0 to 9
     for name, tensor in tensors.items():
         found = [(m, rule) for regex, rule in compiled if (m := regex.fullmatch(name))]
         if len(found) != 1:

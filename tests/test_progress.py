@@ -1,8 +1,11 @@
-"""Progress lines."""
+"""Progress lines, and how much time is said to be left."""
 
 import io
 
-from varjax.progress import Progress
+import pytest
+
+from varjax.errors import UserError
+from varjax.progress import Progress, TimeLeft, reporter, show_seconds
 
 
 def test_progress_lines():
@@ -11,15 +14,13 @@ def test_progress_lines():
     for done in range(5):
         progress.update(done, note="batch" if done == 1 else "")
     lines = stream.getvalue().splitlines()
-    assert len(lines) == 5
+    assert len(lines) == 5 and "left" not in lines[0]
     assert lines[1].startswith("images 1/4") and "s left" in lines[1] and lines[1].endswith("batch")
     assert "left" not in lines[4]
 
 
-def test_progress_is_quiet_or_rare_on_request():
+def test_progress_is_rare_on_request():
     stream = io.StringIO()
-    Progress("images", 4, quiet=True, stream=stream).update(2)
-    assert stream.getvalue() == ""
     rare = Progress("steps", 100, every=3600.0, stream=stream)
     for done in range(101):
         rare.update(done)
@@ -37,3 +38,42 @@ def test_time_left_does_not_count_the_compilation_of_the_first(monkeypatch):
         progress.update(done)
     left = [line.split("about ")[1] for line in stream.getvalue().splitlines()]
     assert left == ["90 s left", "8 s left", "7 s left"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.2, "0 s"), (99.4, "99 s"), (170, "3 min"), (5940, "99 min"), (9000, "2.5 h")]
+    + [(47.9 * 3600, "47.9 h"), (70 * 3600, "3 days")],
+)
+def test_units(seconds, shown):
+    assert show_seconds(seconds) == shown
+
+
+def test_several_kinds_of_work():
+    left = TimeLeft()
+    assert left.text(step=10, validation=1) == ""
+    left.measured("step", 50.0, 10)  # compilation included
+    assert left.text(step=10, validation=1) == "at least 50 s left"
+    for _ in range(30):
+        left.measured("step", 20.0, 10)
+    left.measured("validation", 30.0)
+    assert left.text(step=10, validation=1) == "about 50 s left"
+    assert left.text(step=0, validation=0) == ""
+    for _ in range(10):  # it became slower for good
+        left.measured("step", 80.0, 10)
+    assert left.text(step=10) == "about 80 s left"
+    left.measured("step", 180.0, 10)
+    assert left.text(step=10) == "about 90 s left"
+
+
+def test_what_the_python_api_takes(capsys):
+    seen = []
+    for progress in (False, True, lambda done, total: seen.append((done, total))):
+        for done in (0, 2, 4):
+            reporter(progress, "image")(done, 4)
+    assert seen == [(0, 4), (2, 4), (4, 4)]
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[1] for line in lines] == ["0/4", "2/4", "4/4"]
+    for wrong in (1, "yes", None):
+        with pytest.raises(UserError, match=r"progress=.*function \(done, total\)"):
+            reporter(wrong, "image")

@@ -46,8 +46,8 @@ def test_malformed_geometry(text):
 
 
 def test_too_many_scales():
-    with pytest.raises(UserError, match="at most 1024"):
-        Schedule.square([1] * 1025)
+    with pytest.raises(UserError, match="at most 64"):
+        Schedule.square([1] * 65)
 
 
 def test_geometry_text():

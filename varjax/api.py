@@ -1,22 +1,21 @@
 """From labels or text to images in one call, and the cache plan of a policy."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from varjax import conditions
+from varjax import arguments, conditions
 from varjax.cache.allocation import Geometry
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
 from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
-from varjax.errors import UserError
-from varjax.generator import Generator
-from varjax.model import Model
+from varjax.generator import Generator, check_model
+from varjax.model import SAMPLING_WANTED, Model
 from varjax.policies import Policy
 from varjax.policies.registry import resolve_policy
-from varjax.sampling import Sampling
+from varjax.sampling import Sampling, check_seed
 from varjax.text.features import TextFeatures
 
 USUAL_BATCH = 8  # images per call of the program, unless told otherwise
@@ -41,11 +40,15 @@ def plan(
     Raises:
       UserError: the policy, its budget or its calibration cannot work on this model.
     """
+    words = "a model, from varjax.load or varjax.describe, or the geometry of one"
+    arguments.instance("model", model, (Model, Geometry), words)
     chosen = resolve_policy(policy, budget)
+    if sampling is not None:
+        arguments.instance("sampling", sampling, Sampling, SAMPLING_WANTED)
     if isinstance(model, Geometry):
         geometry, guidance = model, None
     else:
-        geometry = model.geometry if sampling is None else model.geometry_for(sampling)
+        geometry = model.geometry_for(model.resolve_sampling(sampling))
         guidance = None if sampling is None else sampling.guidance
     found = calibration_lib.find(chosen, model, calibration, guidance)
     return plan_cache(geometry, chosen, found)
@@ -64,6 +67,7 @@ def generate(
     sampling: Sampling | None = None,
     calibration: str | os.PathLike | Calibration | None = None,
     kv_dtype: str | None = None,
+    progress: bool | Callable[[int, int], None] = False,
 ) -> np.ndarray:
     """Generate one image per label or prompt: float32 [N, H, W, 3], RGB in [0, 1].
 
@@ -84,12 +88,16 @@ def generate(
       calibration: measurements of this model, or the file that `experiments.calibrate` wrote; None
         takes `calibration.json` of the checkpoint folder, if it is there.
       kv_dtype: type of the cache; None takes that of the weights, "int8" has a scale per token.
+      progress: True prints lines with the time that is left to standard error; a function is called
+        with the number of images that are done, 0 before compiling, and the number of all.
 
     Raises:
       UserError: for anything that cannot work, before compiling.
     """
-    if batch_size is not None and batch_size < 1:
-        raise UserError(f"batch_size={batch_size}: at least 1")
+    check_model(model)
+    if batch_size is not None:
+        arguments.integer("batch_size", batch_size, 1, arguments.LARGEST_BATCH)
+    check_seed(seed)
     count = conditions.check(model, labels, prompts, text_features)
     generator = Generator(
         model,
@@ -100,4 +108,5 @@ def generate(
         calibration=calibration,
         kv_dtype=kv_dtype,
     )
-    return generator(labels, prompts=prompts, text_features=text_features, seed=seed)
+    given = {"prompts": prompts, "text_features": text_features, "seed": seed}
+    return generator(labels, **given, progress=progress)

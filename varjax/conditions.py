@@ -10,10 +10,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from varjax.errors import UserError
+from varjax import arguments
+from varjax.errors import UserError, show
 from varjax.model import Model, default_dtype
 from varjax.text.encoder import encode_texts
 from varjax.text.features import TextFeatures
+
+MOST_IMAGES = 10**7
+MOST_NAMED = 10  # wrong labels that a message names
+LABELS_WANTED = "give a list of class numbers, one for each image"
 
 
 class Condition(Protocol):
@@ -42,16 +47,19 @@ class Labels:
     def of(
         cls, labels: Sequence[int], num_classes: int, names: Sequence[str] | None = None
     ) -> "Labels":
-        """Checked: `UserError` naming every label outside the classes."""
-        wrong = sorted({int(x) for x in labels if not 0 <= int(x) < num_classes})
-        if wrong:
-            raise UserError(
-                f"labels {', '.join(map(str, wrong))} are outside the model's {num_classes} "
-                f"classes: choose 0 to {num_classes - 1}"
-            )
-        if len(labels) == 0:
+        """Checked: `UserError` for what is no list of whole numbers, and naming every label
+        outside the classes."""
+        given = arguments.integers("labels", labels, LABELS_WANTED, MOST_IMAGES)
+        if given.size == 0:
             raise UserError("no labels given: name at least one class")
-        return cls(np.asarray(labels, np.int32), names)
+        wrong = np.unique(given[(given < 0) | (given >= num_classes)]).tolist()
+        if wrong:
+            more = "" if len(wrong) <= MOST_NAMED else f" and {len(wrong) - MOST_NAMED} more"
+            raise UserError(
+                f"labels {', '.join(map(show, wrong[:MOST_NAMED]))}{more} are outside the model's "
+                f"{num_classes} classes: choose 0 to {num_classes - 1}"
+            )
+        return cls(given.astype(np.int32), names)
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -83,20 +91,12 @@ def check(model: Model, labels=None, prompts=None, text_features=None) -> int:
             f"{', '.join(named) or 'nothing'} given: {model.name} ({model.family.name}) draws from "
             f"{' or '.join(wanted)}: give exactly that"
         )
-    if labels is not None and (isinstance(labels, str) or not hasattr(labels, "__len__")):
-        raise UserError(f"labels={labels!r:.60}: give a list of class numbers, one for each image")
-    if prompts is not None:
-        texts = isinstance(prompts, (list, tuple)) and all(isinstance(p, str) for p in prompts)
-        if not texts or not prompts:
-            raise UserError(f"prompts={prompts!r:.60}: give a list of texts, one for each image")
-    if text_features is not None and not isinstance(text_features, TextFeatures):
-        raise UserError(
-            f"text_features={text_features!r:.60}: give TextFeatures, as "
-            f"varjax.text.features.load reads"
-        )
     if labels is not None:
-        Labels.of(labels, model.num_classes)
-    return len(given[named[0]])
+        return len(Labels.of(labels, model.num_classes))
+    if prompts is not None:
+        return len(arguments.texts("prompts", prompts, "give a list of texts, one for each image"))
+    words = "TextFeatures, as varjax.text.features.load reads"
+    return len(arguments.instance("text_features", text_features, TextFeatures, words))
 
 
 def resolve(model: Model, labels=None, prompts=None, text_features=None) -> Condition:

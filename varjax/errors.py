@@ -9,10 +9,20 @@ import difflib
 import importlib
 from collections.abc import Iterable, Iterator
 from types import ModuleType
+from typing import Any
+
+LONGEST_MESSAGE = 20_000  # characters: messages quote files that others wrote
 
 
 class UserError(ValueError):
-    """Wrong input. Raised before anything is compiled, allocated or written."""
+    """Wrong input. Raised before anything is compiled, allocated or written. The middle of a very
+    long message is left out."""
+
+    def __init__(self, message: object = ""):
+        text, half = str(message), LONGEST_MESSAGE // 2
+        if len(text) > LONGEST_MESSAGE:
+            text = f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"
+        super().__init__(text)
 
 
 class MissingExtra(UserError):
@@ -28,23 +38,38 @@ def about(what) -> Iterator[None]:
         raise type(error)(f"{what}: {error}") from error
 
 
+def some(items: Iterable[str], most: int = 20, between: str = ", ") -> str:
+    """The first `most` of `items` in one text, and how many more there are."""
+    items = list(items)
+    more = [f"and {len(items) - most} more"] if len(items) > most else []
+    return between.join([*items[:most], *more])
+
+
+def show(value: Any) -> str:
+    """A value in one short line of a message, whatever it is."""
+    try:
+        line = " ".join(repr(value).split())
+    except ValueError:  # Python writes no whole numbers of more than 4,300 digits
+        line = f"a {type(value).__name__} that is too long to show"
+    return line if len(line) <= 60 else f"{line[:57]}..."
+
+
 def nearest(given: str, allowed: Iterable[str]) -> str:
     """Return `"; did you mean 'x'?"` for a close match among `allowed`, else an empty string."""
-    match = difflib.get_close_matches(given, list(allowed), n=1)
+    match = difflib.get_close_matches(given[:100], list(allowed), n=1)
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
-def choose(what: str, given: str, allowed: Iterable[str]) -> str:
-    """Return `given` if it is one of `allowed`.
+def choose(what: str, given: Any, allowed: Iterable[str]) -> str:
+    """Return `given`, of any type, if it is one of `allowed`.
 
     Raises:
       UserError: with the list of allowed values and the nearest one.
     """
     allowed = list(allowed)
-    if given not in allowed:
-        raise UserError(
-            f"unknown {what} {given!r}: choose one of {', '.join(allowed)}{nearest(given, allowed)}"
-        )
+    if not isinstance(given, str) or given not in allowed:
+        close = nearest(given, allowed) if isinstance(given, str) else ""
+        raise UserError(f"unknown {what} {show(given)}: choose one of {', '.join(allowed)}{close}")
     return given
 
 

@@ -1,7 +1,7 @@
 """`Generator`: a generation program, compiled once and run batch after batch."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from varjax import conditions
+from pallas_kernels import implementations
+from varjax import arguments, conditions
 from varjax import sampling as sampling_lib
-from varjax.cache.plan import CachePlan
+from varjax.cache.allocation import Geometry
+from varjax.cache.plan import KV_DTYPES, CachePlan
 from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
 from varjax.calibration import files as calibration_lib
@@ -27,11 +29,11 @@ from varjax.parallel.sharding import ShardedPlan, ShardedProgram
 from varjax.parallel.split import MeshSpec
 from varjax.policies import Policy
 from varjax.policies.registry import resolve_policy
+from varjax.progress import reporter
 from varjax.sampling import Sampling
 from varjax.text.features import TextFeatures
 
 MATMUL_PRECISIONS = ("default", "highest")
-KV_DTYPES = ("bfloat16", "float32", "int8")
 
 
 def storage_dtype(dtype) -> np.dtype:
@@ -110,23 +112,36 @@ class Generator:
         unroll: bool = False,
         decode_batch: int | None = None,
     ):
-        if batch_size < 1:
-            raise UserError(f"batch_size={batch_size}: at least 1")
-        self.model, self.batch_size, self.decode_batch = model, batch_size, decode_batch
-        sampling = sampling or model.sampling()
-        self.plan = plan or _plan(model, policy, budget, sampling, calibration)
-        self.policy = self.plan.policy
-        self.kv_dtype = _kv_dtype(kv_dtype, model)
+        self.model = check_model(model)
+        most = arguments.LARGEST_BATCH
+        self.batch_size = arguments.integer("batch_size", batch_size, 1, most)
+        if decode_batch is not None:
+            decode_batch = arguments.integer("decode_batch", decode_batch, 1, most)
+        self.decode_batch = decode_batch
+        sampling = model.resolve_sampling(sampling)
+        if attention is not None:
+            choose("attention", attention, implementations.NAMES)
+            if reason := implementations.why_not_here(attention):
+                raise UserError(
+                    f"attention={reason}: choose reference, {attention}-interpret or None"
+                )
+        options = dict(keep_logits=keep_logits, unroll=unroll)
+        options = {name: arguments.flag(name, value) for name, value in options.items()}
         self.precision = choose("matmul_precision", matmul_precision, MATMUL_PRECISIONS)
+        self.kv_dtype = _kv_dtype(kv_dtype, model)
+        mesh = MeshSpec() if mesh is None else mesh
+        arguments.instance("mesh", mesh, MeshSpec, "a MeshSpec of varjax.parallel.split")
+        if plan is None:
+            plan = _plan(model, policy, budget, sampling, calibration)
+        self.plan = arguments.instance("plan", plan, CachePlan, "a plan, as varjax.plan makes it")
+        _check_plan(plan, model.geometry_for(sampling))
+        self.policy = self.plan.policy
         self.segments = plan_segments(self.plan.geometry.schedule, segments)
         self.spec = scales.ProgramSpec.of(
-            *(self.plan, self.segments, sampling, model.config),
-            attention=attention,
-            keep_logits=keep_logits,
-            unroll=unroll,
+            *(self.plan, self.segments, sampling, model.config), attention=attention, **options
         )
         self.timing = Timing()
-        self.layout = ShardedPlan(self.plan, self._check_mesh(mesh or MeshSpec()))
+        self.layout = ShardedPlan(self.plan, self._check_mesh(mesh))
         self._networks = model.networks
         # the programs that draw codes and decode pixels (`jax.stages.Compiled`)
         self.compiled = self.compiled_decoder = None
@@ -233,13 +248,21 @@ class Generator:
         prompts: Sequence[str] | None = None,
         text_features: TextFeatures | None = None,
         seed: int = 0,
+        progress: bool | Callable[[int, int], None] = False,
     ) -> np.ndarray:
         """One image per label or prompt: float32 [N, H, W, 3], RGB in [0, 1]. Image i depends on
-        (seed, i, its label or prompt) only. See `varjax.generate` for what the model takes."""
+        (seed, i, its label or prompt) only. See `varjax.generate` for what the model takes, and for
+        `progress`."""
+        sampling_lib.check_seed(seed)
+        report = reporter(progress, "image")
         condition = conditions.resolve(self.model, labels, prompts, text_features)
         self.policy.check_images(len(condition))
-        batches = self.batches(condition, seed=seed)
-        return np.concatenate([results["images"] for _, results in batches])
+        report(0, len(condition))
+        images = []
+        for index, results in self.batches(condition, seed=seed):
+            images.append(results["images"])
+            report(int(index[-1]) + 1, len(condition))
+        return np.concatenate(images)
 
     def batches(
         self, condition: Condition, *, first: int = 0, **options
@@ -275,6 +298,7 @@ class Generator:
         keep_cache: without it None is returned, and the cache is gone before pixels are decoded.
           Over several devices its rows are those of the first device, then of the next.
         """
+        seed = sampling_lib.check_seed(seed)
         if self.compiled is None:
             self.compile(condition, given)
         num_scales = self.plan.geometry.schedule.num_scales
@@ -312,5 +336,20 @@ def _plan(model: Model, policy, budget, sampling: Sampling, calibration) -> Cach
 def _kv_dtype(asked, model: Model) -> np.dtype:
     if asked is None:
         return storage_dtype(model.dtype)
-    name = asked if isinstance(asked, str) else jnp.dtype(asked).name
-    return jnp.dtype(choose("kv_dtype", name, KV_DTYPES))
+    return jnp.dtype(arguments.dtype("kv_dtype", asked, KV_DTYPES))
+
+
+def check_model(model: Model) -> Model:
+    """Return it, or raise `UserError` if it is none."""
+    return arguments.instance("model", model, Model, "a model, as varjax.load gives it")
+
+
+def _check_plan(plan: CachePlan, geometry: Geometry) -> None:
+    """Refuse a plan of another model. For another number of rows, `ProgramSpec` says what to do."""
+    for name in ("schedule", "num_layers", "num_heads", "head_dim"):
+        given, wanted = getattr(plan.geometry, name), getattr(geometry, name)
+        if given != wanted:
+            raise UserError(
+                f"the plan is for another model: its {name} is {given}, this model has {wanted}; "
+                f"plan for this model"
+            )

@@ -2,7 +2,8 @@
 
 import re
 
-from varjax.errors import UserError
+from varjax.arguments import text as text_
+from varjax.errors import UserError, show
 
 
 def parse_pairs(text: str) -> dict[str, str]:
@@ -14,12 +15,14 @@ def parse_pairs(text: str) -> dict[str, str]:
     Raises:
       UserError: an entry without `key=value`, an empty value, or a key given twice.
     """
+    text_("key=value,key=value", text)
     pairs = {}
     for entry in re.split(r",(?=\s*\w+\s*=)", text) if text.strip() else []:
         key, equals, value = (part.strip() for part in entry.partition("="))
         if not (key.isidentifier() and equals and value) or value.endswith(","):
-            raise UserError(f"cannot read {entry.strip()!r} of {text!r}: write key=value,key=value")
+            where = f"{show(entry.strip())} of {show(text)}"
+            raise UserError(f"cannot read {where}: write key=value,key=value")
         if key in pairs:
-            raise UserError(f"{key} is given twice in {text!r}: keep one of them")
+            raise UserError(f"{key} is given twice in {show(text)}: keep one of them")
         pairs[key] = value
     return pairs

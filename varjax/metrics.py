@@ -145,6 +145,11 @@ class Metric:
         """A value as tables have it; JSON holds infinite ones as text."""
         return self.shown.format(float(value))
 
+    def show_interval(self, low: float | str, high: float | str) -> str:
+        """`[low, high]` likewise, without the unit."""
+        number = self.shown.split()[0]
+        return f"[{number.format(float(low))}, {number.format(float(high))}]"
+
 
 _DRAWN = (
     "against the full cache on the same seeds, both drawn freely; mean over images (PSNR of "

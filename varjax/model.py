@@ -11,14 +11,16 @@ from pathlib import Path
 import jax
 from flax import nnx
 
+from varjax import arguments
 from varjax.cache.allocation import Geometry
-from varjax.errors import UserError, choose
+from varjax.errors import UserError
 from varjax.models import registry
 from varjax.models.registry import Family
 from varjax.sampling import Sampling
 from varjax.storage import checkpoint
 
 DTYPES = ("float32", "bfloat16")
+SAMPLING_WANTED = "Sampling, as model.sampling(cfg=2.0) gives it"
 
 
 def default_dtype() -> str:
@@ -77,6 +79,13 @@ class Model:
 
     # --- generation -------------------------------------------------------------------------------
 
+    def resolve_sampling(self, sampling: Sampling | None) -> Sampling:
+        """This sampling, checked; None: as the checkpoint recommends."""
+        if sampling is None:
+            return self.sampling()
+        arguments.instance("sampling", sampling, Sampling, SAMPLING_WANTED)
+        return self.config.check_sampling(sampling)
+
     def sampling(self, **overrides) -> Sampling:
         """The checkpoint's recommended sampling, with overrides (`Sampling`; None keeps the
         recommendation).
@@ -134,7 +143,8 @@ class Model:
                 f"{self.name} is the name of a published model, whose weights are not part of "
                 f"varjax: convert them with `python -m ported_weights` and give the folder"
             )
-        dtype = choose("dtype", str(dtype or default_dtype()), DTYPES)
+        dtype = default_dtype() if dtype is None else arguments.dtype("dtype", dtype, DTYPES)
+        arguments.flag("on_host", on_host)
         dtypes = {"transformer": dtype, "codec": "float32"}
         parts, _ = checkpoint.load(self.directory, dtypes, on_host)
         return replace(self, parts=parts).with_config(self.config)
@@ -153,7 +163,9 @@ def describe(
     Raises:
       UserError: there is no usable checkpoint there, or no such template.
     """
-    if name_or_directory in registry.PRESETS and not Path(name_or_directory).exists():
+    if name_or_directory is not None:
+        arguments.path("model", name_or_directory)
+    if str(name_or_directory) in registry.PRESETS and not Path(name_or_directory).exists():
         name, directory = str(name_or_directory), None
         preset = registry.preset(name)
         family = registry.family(preset.family)
@@ -163,6 +175,9 @@ def describe(
         directory = Path(name_or_directory or checkpoint.demo_directory())
         name = directory.resolve().name if name_or_directory else "demo"
         parts, metadata = checkpoint.describe(directory)
+        if "transformer" not in parts:
+            alone = " and a ".join(parts).replace("_", " ")
+            raise UserError(f"{directory} is a {alone} alone: give the checkpoint of a whole model")
     return Model(name, parts, metadata, directory).with_template(aspect, size)
 
 

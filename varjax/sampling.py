@@ -1,7 +1,6 @@
 """Choosing tokens from logits: guidance, filters, sampling. Results depend on an image's own key
 only, never on the batch."""
 
-import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -10,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from varjax.errors import UserError
+from varjax import arguments
+from varjax.errors import UserError, nearest, show
 
 LARGEST_CFG = 1e6  # far beyond use; guided logits must stay float32 numbers
 SMALLEST_TAU = 1e-4
@@ -47,7 +47,8 @@ class Sampling:
     def __post_init__(self):
         for name in LISTS:
             value = getattr(self, name)
-            if isinstance(value, (list, np.ndarray)):  # as JSON has it; hashable as a tuple
+            if isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim):
+                # as JSON has it; hashable as a tuple
                 object.__setattr__(self, name, tuple(value))
 
     def check(self, num_scales: int, vocab_size: int | None = None) -> "Sampling":
@@ -64,12 +65,11 @@ class Sampling:
         return self
 
     def _check_types(self) -> None:
-        for name, (words, types) in _KINDS.items():
+        for name, check in _KINDS.items():
             value = getattr(self, name)
             many = isinstance(value, tuple) and name in LISTS
             for one in value if many else (value,):
-                if not _fits(one, types):
-                    raise UserError(f"{name}={one!r:.60}: it must be {words}")
+                check(name, one)
 
     def _check_lists(self, num_scales: int) -> None:
         for name in ("cfg", "tau"):
@@ -93,7 +93,7 @@ class Sampling:
                 )
         if not isinstance(self.cfg_insertion_layer, tuple) or not self.cfg_insertion_layer:
             raise UserError(
-                f"cfg_insertion_layer={self.cfg_insertion_layer!r:.60}: give a list of places, as "
+                f"cfg_insertion_layer={show(self.cfg_insertion_layer)}: give a list of places, as "
                 f"0 (on the logits) or 0,-5"
             )
 
@@ -123,28 +123,29 @@ class Sampling:
         recommendation). `check` says what is wrong with the values."""
         if not isinstance(settings, Mapping):
             raise UserError(
-                f"recommended sampling is {settings!r:.60}: it must hold names and values, as"
+                f"recommended sampling is {show(settings)}: it must hold names and values, as"
                 ' {"cfg": 1.5, "top_k": 900}'
             )
+        for name in overrides:
+            if name not in _KINDS:
+                close = nearest(name, _KINDS)
+                raise UserError(f"unknown setting {name!r}: there are {', '.join(_KINDS)}{close}")
         known = {k: settings[k] for k in RECOMMENDABLE if k in settings}
         base = cls(**known)
         return replace(base, **{k: v for k, v in overrides.items() if v is not None})
 
 
-# What a value has to be, in words and as types; NumPy's numbers are numbers too.
-_REAL = ("a number", (numbers.Real,))
-_WHOLE = ("a whole number", (numbers.Integral,))
-_SWITCH = ("true or false", (bool, np.bool_))
 _KINDS = {
-    **{"cfg": _REAL, "tau": _REAL, "cfg_insertion_layer": _WHOLE, "top_k": _WHOLE, "top_p": _REAL},
-    **{"greedy": _SWITCH, "more_smooth": _SWITCH},
+    **{"cfg": arguments.real, "tau": arguments.real, "cfg_insertion_layer": arguments.integer},
+    **{"top_k": arguments.integer, "top_p": arguments.real},
+    **{"greedy": arguments.flag, "more_smooth": arguments.flag},
 }
 
 
-def _fits(value, types: tuple) -> bool:
-    if not isinstance(value, types) or isinstance(value, (bool, np.bool_)) != (bool in types):
-        return False
-    return not isinstance(value, int) or abs(value) < 2**63
+def check_seed(seed: int, runs: int = 1, *, name: str = "seed") -> int:
+    """What random numbers start from, 0 to 2**31 - 1: others would wrap. runs: how many seeds from
+    this one on are taken."""
+    return arguments.integer(name, seed, 0, 2**31 - runs)
 
 
 def guide(logits: Float[Array, "R T V"], strength: Float[Array, ""]) -> Float[Array, "B T V"]:

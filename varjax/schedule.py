@@ -12,10 +12,12 @@ from functools import cached_property
 
 import numpy as np
 
-from varjax.errors import UserError
+from varjax.arguments import integer, integers
+from varjax.arguments import text as text_
+from varjax.errors import UserError, show
 
 LARGEST_SIDE = 4096  # of a token map
-LARGEST_COUNT = 1024  # scales
+LARGEST_COUNT = 64  # scales
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,11 @@ class Schedule:
     maps: tuple[tuple[int, int], ...]
 
     def __post_init__(self):
+        if not isinstance(self.maps, (tuple, list)):
+            raise UserError(f"schedule maps are {show(self.maps)}: give (height, width) pairs")
         if not self.maps:
             raise UserError("a schedule needs at least one scale, for example 1x1;2x2;4x4")
+        object.__setattr__(self, "maps", tuple(map(_pair, self.maps)))
         for h, w in self.maps:
             if h < 1 or w < 1:
                 raise UserError(f"token map {h}x{w} is empty: heights and widths are at least 1")
@@ -41,12 +46,13 @@ class Schedule:
     @classmethod
     def square(cls, sides: Sequence[int]) -> "Schedule":
         """Schedule of square maps, as VAR's `patch_nums`."""
-        return cls(tuple((int(n), int(n)) for n in sides))
+        words = "give the sides of square maps, as 1, 2, 4"
+        return cls(tuple((n, n) for n in integers("sides", sides, words, LARGEST_COUNT)))
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
         """Read `"1x1;2x2;3x4"` (height x width)."""
-        maps = []
+        maps, text = [], text_("schedule", text)
         for part in text.strip().split(";"):
             match = re.fullmatch(r"\s*([0-9]{1,18})\s*x\s*([0-9]{1,18})\s*", part)
             if not match:
@@ -96,3 +102,9 @@ class Schedule:
     def scale_of_token(self) -> np.ndarray:
         """int32 [L]: the scale of each token."""
         return np.repeat(np.arange(self.num_scales, dtype=np.int32), self.tokens)
+
+
+def _pair(sides: object) -> tuple[int, int]:
+    if not isinstance(sides, (tuple, list)) or len(sides) != 2:
+        raise UserError(f"token map {show(sides)}: give a pair (height, width)")
+    return integer("height of a token map", sides[0]), integer("width of a token map", sides[1])

@@ -66,19 +66,15 @@ WORKER = FLAGS.string("worker", None, "Internal: compile the one target here, re
 
 def targets() -> list[Chip]:
     """The chips of --target, each once, whose compilers are here."""
-    found, missing = {}, {}
+    found = {}
     for name in TARGET.value.split(","):
         try:
             chip = chips.get_chip(name.strip())
         except ValueError as error:
             raise UserError(f"--target={name}: {error}") from None
         found[chip.name] = chip
-    for name in found:
-        if why := chips.why_unavailable(name):
-            missing.setdefault(why, []).append(name)
-    if missing:
-        each = "; ".join(f"{', '.join(names)}: {why}" for why, names in missing.items())
-        raise UserError(f"cannot compile for {each}")
+    if why := chips.why_unavailable(*found):
+        raise UserError(f"cannot compile for {why}")
     return list(found.values())
 
 
@@ -139,6 +135,8 @@ def main(argv) -> int:
     wanted = targets()
     workloads, remarks = resolve(wanted)
     if WORKER.value:
+        if len(wanted) > 1:
+            raise UserError(f"--worker compiles for one chip, --target names {len(wanted)}")
         (chip,) = wanted
         batch = None if LARGEST_BATCH.value else PROGRAM.asked_batch_size
         worker.work(workloads[chip.name], chip, batch, TEMPORARIES.value, WORKER.value)

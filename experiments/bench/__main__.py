@@ -70,8 +70,8 @@ def shapes() -> list[ArgSpec]:
     for what, given, allowed in (
         ("model", MODEL.value, MODELS),
         ("shape", SHAPE.value or (), arg_specs.SPECS),
-        ("type", dtypes, DTYPES),
-        ("type", KV_DTYPE.value, KV_DTYPES),
+        ("dtype", dtypes, DTYPES),
+        ("kv_dtype", KV_DTYPE.value, KV_DTYPES),
     ):
         for name in given:
             choose(what, name, allowed)

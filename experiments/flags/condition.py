@@ -6,16 +6,15 @@ refused with a hint at the right ones.
 
 import contextlib
 import pathlib
-from collections.abc import Sequence
 
 import numpy as np
 
-from experiments.prompts import sets
-from experiments.prompts.condition import Text, check_text_tokens, encoder_folder, read_negative
+from experiments.flags.prompts import NegativeFlags, PromptFlags, plain
+from experiments.prompts.condition import Text, check_text_tokens, encoder_folder
 from experiments.prompts.layouts import check_layout
-from experiments.prompts.sets import Kind, Prompt, PromptSet
+from experiments.prompts.sets import PromptSet
 from varjax.cli.flags import CommandFlags
-from varjax.conditions import Condition, Labels
+from varjax.conditions import MOST_IMAGES, Condition, Labels
 from varjax.errors import MissingExtra, UserError
 from varjax.model import Model
 from varjax.text import encoder as text_encoder
@@ -23,7 +22,6 @@ from varjax.text import features as text_features
 
 ALL_CLASSES_UP_TO = 64  # without flags: every class once, or few images for larger models
 FEW_IMAGES = 16
-MOST_IMAGES = 10**7
 
 
 class ConditionFlags:
@@ -82,10 +80,11 @@ class LabelFlags:
         return Labels.of(chosen, model.num_classes, model.class_names)
 
     def _chosen(self, num_classes: int):
-        if len(self.given()) > 1:
+        counts = _given(self._num_images, self._samples)
+        if counts and self._labels.present:
             raise UserError(
-                "--labels and --num_images exclude each other: labels already say how many images "
-                "there are"
+                f"--labels and --{counts[0]} exclude each other: labels already say how many "
+                f"images there are"
             )
         if (text := self._labels.value) is not None:
             try:
@@ -111,20 +110,13 @@ def _number(asked: int | None, num_classes: int) -> int:
 
 
 class TextFlags:
-    """--prompts, --prompt_set, --images_per_prompt, --negative_prompts and --text_features."""
+    """--prompt, --prompts, --prompt_set, --images_per_prompt, --negative_prompt,
+    --negative_prompts, --text_features and --text_tokens."""
 
-    words = "draws from text; give --prompts=FILE or --text_features=FILE.npz"
+    words = "draws from text; give --prompt=TEXT, --prompts=FILE or --text_features=FILE.npz"
 
     def __init__(self, flags: CommandFlags, samples):
-        self._samples = samples
-        self._prompts = flags.string(
-            "prompts",
-            None,
-            "Prompts of a text-to-image model: a file with one per line, or a published set.",
-        )
-        self._prompt_set = flags.enum(
-            "prompt_set", "auto", sets.KINDS, "What --prompts holds; auto: look."
-        )
+        self._samples, self._prompts = samples, PromptFlags(flags)
         self._each = None
         if samples is None:
             self._each = flags.integer(
@@ -133,14 +125,12 @@ class TextFlags:
                 "Images of every prompt; default: as the prompt set's scorer expects, else 1.",
                 lower_bound=1,
             )
-        self._negative = flags.string(
-            "negative_prompts", None, "File with one text per prompt, or one for all, to avoid."
-        )
+        self._negative = NegativeFlags(flags)
         self._features = flags.string(
             "text_features",
             None,
             "npz file with `kv` and `lens`, as experiments.encode_text writes: no encoder is "
-            "needed. With --prompts those are the texts it was made of.",
+            "needed. Prompts beside it are the texts it was made of.",
         )
         self._tokens = flags.integer(
             "text_tokens",
@@ -150,22 +140,21 @@ class TextFlags:
         )
 
     def given(self) -> list[str]:
-        texts = (self._prompts, self._prompt_set, self._each, self._negative)
+        texts = (*self._prompts.holders, self._each, *self._negative.holders)
         return _given(*texts, self._features, self._tokens)
 
     def resolve(self, model: Model, weights: bool) -> Text:
         config = model.config
-        features = negative = None
+        features = None
         if path := self._features.value:
             features = text_features.load(path, config.text_channels, config.text_maxlen)
         prompts = self._read_prompts(features)
         if prompts is None and weights:
             raise UserError(f"{model.name} {self.words}")
-        prompts = prompts or _plain([""], "--dry_run")
-        if self._negative.value:
-            if features is not None:
-                raise UserError("--negative_prompts: --text_features holds its own, leave it out")
-            negative = read_negative(self._negative.value, prompts)
+        prompts = prompts or plain([""], ["--dry_run"])
+        if features is not None and (given := _given(*self._negative.holders)):
+            raise UserError(f"--{given[0]}: --text_features holds its own, leave it out")
+        negative = self._negative.read(prompts)
         each = 1 if self._each is None else self._each.value or prompts.images_per_prompt
         encoder = _encoder(model) if weights and features is None else None
         if self._each is not None:
@@ -182,14 +171,14 @@ class TextFlags:
         return text if self._samples is None else text.spread(self._samples.value)
 
     def _read_prompts(self, features) -> PromptSet | None:
-        if self._prompts.value is None:
-            if features is None:
-                return None
-            unnamed = [f"text {i}" for i in range(len(features.lens))]
-            return _plain(features.prompts or unnamed, str(self._features.value))
-        found = sets.read_prompts(self._prompts.value, self._prompt_set.value)
-        if features is not None:
-            _check_same(found, features)
+        found = self._prompts.read()
+        if features is None:
+            return found
+        if found is None:
+            names = [f"{self._features.value}, text {i}" for i in range(len(features.lens))]
+            unnamed = [f"text {i}" for i in range(len(names))]
+            return plain(features.prompts or unnamed, names)
+        _check_same(found, features)
         return found
 
 
@@ -197,8 +186,8 @@ def _check_same(prompts: PromptSet, features) -> None:
     """Raise `UserError` unless features are, as far as they say, those of the prompts."""
     if len(features.lens) != len(prompts):
         raise UserError(
-            f"--text_features holds {len(features.lens)} texts, --prompts {len(prompts)}: encode "
-            f"these prompts"
+            f"--text_features holds {len(features.lens)} texts, there are {len(prompts)} prompts: "
+            f"encode these prompts"
         )
     for prompt, text in zip(prompts.prompts, features.prompts or (), strict=False):
         if prompt.text.strip() != text:
@@ -218,7 +207,7 @@ def _encoder(model: Model) -> pathlib.Path:
     wanted = model.config.text_channels
     if width != wanted:
         raise UserError(
-            f"--prompts: the text encoder in {folder} gives features of width {width}, "
+            f"the text encoder in {folder} gives features of width {width}, "
             f"{model.name} takes {wanted}: convert the encoder that the model was trained with"
         )
     return folder
@@ -230,9 +219,3 @@ def _check_layout(prompts: PromptSet, each: int, model: Model) -> None:
     pixels = model.codec.config.downsample
     with contextlib.suppress(MissingExtra):
         check_layout(prompts, each, rows * pixels, columns * pixels)
-
-
-def _plain(texts: Sequence[str], where: str) -> PromptSet:
-    """Texts that are no file of prompts, in the layout of one."""
-    prompts = (Prompt(text, f"{i:05d}", f"{where}, text {i}") for i, text in enumerate(texts))
-    return PromptSet(tuple(prompts), Kind.LINES, 1)

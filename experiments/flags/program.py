@@ -6,9 +6,9 @@ import jax
 
 from experiments.prompts.condition import text_tokens
 from pallas_kernels import implementations
-from varjax import generator
+from varjax import arguments, generator
 from varjax.api import USUAL_BATCH
-from varjax.cache.plan import CachePlan
+from varjax.cache.plan import KV_DTYPES, CachePlan
 from varjax.cli.flags import CommandFlags, about
 from varjax.conditions import Condition
 from varjax.engine import memory
@@ -73,7 +73,9 @@ def blocks_too_small(plan: CachePlan, attention: str) -> bool:
 
 def batch_size_flag(flags: CommandFlags, default: int, help: str = "Images per program call."):
     """--batch_size of a command that takes it as it is."""
-    return flags.integer("batch_size", default, help, lower_bound=1, upper_bound=10**6)
+    return flags.integer(
+        "batch_size", default, help, lower_bound=1, upper_bound=arguments.LARGEST_BATCH
+    )
 
 
 def dtype_flag(flags: CommandFlags, default: str | None, of: str):
@@ -87,7 +89,7 @@ def kv_dtype_flag(flags: CommandFlags):
     return flags.enum(
         "kv_dtype",
         None,
-        list(generator.KV_DTYPES),
+        list(KV_DTYPES),
         "Type of stored keys and values; default: --dtype, which the full cache always has. int8 "
         "has a scale per token.",
     )
@@ -211,8 +213,8 @@ class ProgramFlags:
         """As asked, or the usual one for the images of a condition, cut down to what fits, a
         multiple of the devices along `data`."""
         asked, shards = self._batch_size.value, options.mesh.data
-        if asked is not None and asked < 1:
-            raise UserError(f"--batch_size={asked}: at least 1")
+        if asked is not None:
+            arguments.integer("--batch_size", asked, 1, arguments.LARGEST_BATCH)
         if asked and asked % shards:
             raise UserError(
                 f"--batch_size={asked} cannot be split evenly over data={shards} devices: choose a "

@@ -3,7 +3,7 @@
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError
 from varjax.model import Model
-from varjax.sampling import Sampling
+from varjax.sampling import Sampling, check_seed
 
 
 class SamplingFlags:
@@ -50,9 +50,11 @@ class SamplingFlags:
     @property
     def seed(self) -> int:
         """What the random numbers start from, checked."""
-        if not 0 <= self._seed.value < 2**31:
-            raise UserError(f"--seed={self._seed.value}: choose 0 to {2**31 - 1}")
-        return self._seed.value
+        return self.seeds(1)
+
+    def seeds(self, runs: int) -> int:
+        """The first of so many seeds, one after the other."""
+        return check_seed(self._seed.value, runs, name=f"--{self._seed.name}")
 
 
 def _numbers(holder, kind: type) -> float | tuple | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.prompts.sets import Kind, PromptSet, read_prompts
+from experiments.prompts.sets import PromptSet
 from varjax.errors import UserError
 from varjax.model import Model
 from varjax.storage import manifest
@@ -125,14 +125,6 @@ def encode(
 
 def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def read_negative(path: str, prompts: PromptSet) -> PromptSet:
-    """Texts to lead away from, a file with one line per prompt or one for all. `UserError` as
-    `read_prompts` and `negative_texts`."""
-    found = read_prompts(path, Kind.LINES)
-    text_encoder.negative_texts(found.texts, len(prompts), found.names)
-    return found
 
 
 def encoder_folder(checkpoint: str | os.PathLike, otherwise: str = "") -> pathlib.Path:

@@ -23,11 +23,15 @@ import numpy as np
 from jaxtyping import UInt8
 
 from experiments.prompts.sets import Kind, Prompt, PromptSet
-from varjax.errors import UserError, require
-from varjax.storage.atomic import new_file
+from varjax.errors import UserError, about, require
+from varjax.io.json_text import json_text
+from varjax.storage.atomic import new_file, write_text
+from varjax.storage.names import check_distinct, inside
 
 FOLDER = "images"
 MANIFEST = "manifest.json"
+METADATA = "metadata.jsonl"
+MOST_IMAGES = 10**7
 JPEG_QUALITY = 95
 FILES = {
     Kind.GENEVAL: "{name}/samples/{sample:04d}.png",
@@ -48,10 +52,10 @@ def check_layout(
     height, width: pixels of an image, where known.
 
     Raises:
-      UserError: too many images per prompt, or images that are not square.
+      UserError: too many images, or images that are not square; a prompt whose name cannot be the
+        name of a file, or is that of another one.
       MissingExtra: without pillow.
     """
-    require("PIL.Image", extra="eval", purpose="writing images")
     most = {Kind.HPSV2: 1, Kind.DPG: len(TILES)}.get(prompt_set.kind)
     if images_per_prompt < 1 or (most and images_per_prompt > most):
         allowed = f"1 to {most}" if most and most > 1 else "1" if most else "at least 1"
@@ -61,6 +65,18 @@ def check_layout(
             f"images of {height}x{width} pixels: the scorer of DPG-Bench cuts squares; choose a"
             " square aspect"
         )
+    if len(prompt_set) * images_per_prompt > MOST_IMAGES:
+        raise UserError(
+            f"{images_per_prompt} images for each of {len(prompt_set)} prompts: at most"
+            f" {MOST_IMAGES} images in all"
+        )
+    files = []
+    for prompt in prompt_set.prompts:
+        files.append(_file(prompt_set.kind, prompt, images_per_prompt - 1, images_per_prompt))
+        with about(prompt.where):
+            inside(Path(), files[-1])
+    check_distinct(files)
+    require("PIL.Image", extra="eval", purpose="writing images")
 
 
 def write_images(
@@ -110,8 +126,7 @@ def write_images(
     ]
     kind = str(prompt_set.kind)
     content = {"kind": kind, "images_per_prompt": each, "seed": seed, "images": entries}
-    text = json.dumps(content, indent=1, ensure_ascii=False)
-    _write_text(Path(folder) / MANIFEST, text + "\n")
+    write_text(Path(folder) / MANIFEST, json_text(content))
 
 
 def _write_prompt(
@@ -122,11 +137,12 @@ def _write_prompt(
     if kind is Kind.DPG and each > 1:
         images = _tiled(images)[None]
     for sample, image in enumerate(images):
-        path = folder / _file(kind, prompt, sample, each)
+        path = inside(folder, _file(kind, prompt, sample, each))
         path.parent.mkdir(parents=True, exist_ok=True)
         _save(path, image)
     if kind is Kind.GENEVAL:
-        _write_text(folder / prompt.name / "metadata.jsonl", json.dumps(prompt.metadata))
+        path = inside(folder, f"{prompt.name}/{METADATA}")
+        write_text(path, json.dumps(prompt.metadata))
 
 
 def _file(kind: Kind, prompt: Prompt, sample: int, each: int) -> str:
@@ -155,8 +171,3 @@ def _save(path: Path, image: np.ndarray) -> None:
         options = {"format": "JPEG", "quality": JPEG_QUALITY, "subsampling": 0}
     with new_file(path) as file:
         pillow.fromarray(image).save(file, **options)
-
-
-def _write_text(path: Path, text: str) -> None:
-    with new_file(path) as file:
-        file.write(text.encode("utf-8"))

@@ -18,7 +18,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import groupby, pairwise
+from itertools import groupby, islice, pairwise
 from pathlib import Path
 
 from varjax.errors import UserError, choose
@@ -40,6 +40,8 @@ AUTO = "auto"
 KINDS = (AUTO, *(kind.value for kind in Kind))
 IMAGES_PER_PROMPT = {Kind.GENEVAL: 4, Kind.DPG: 4}  # as published; others 1
 HPSV2_STYLES = ("anime", "concept-art", "paintings", "photo")  # in the published order
+LARGEST_FILE = 2**27  # bytes; COCO's captions are 2**26
+MOST_PROMPTS = 10**6
 _GENEVAL_ENTRIES = {"prompt": str, "tag": str, "include": list}
 
 
@@ -79,7 +81,8 @@ def read_prompts(path: str | os.PathLike, kind: str = AUTO) -> PromptSet:
     """Read a prompt file or folder. kind: one of `KINDS`.
 
     Raises:
-      UserError: no such file, another format, a bad entry (named with file and line), no prompts.
+      UserError: no such file, another format, a bad entry (named with file and line), no prompts or
+        too many.
     """
     path = Path(path)
     choose("kind of prompts", kind, KINDS)
@@ -90,9 +93,11 @@ def read_prompts(path: str | os.PathLike, kind: str = AUTO) -> PromptSet:
         raise UserError(f"{path} is a folder: prompts of the kind {found} are a file")
     if path.is_file() and found is Kind.DPG:
         raise UserError(f"{path} is a file: prompts of DPG-Bench are a folder of .txt files")
-    prompts = tuple(_READERS[found](path))
+    prompts = tuple(islice(_READERS[found](path), MOST_PROMPTS + 1))
     if not prompts:
         raise UserError(f"{path} holds no prompts")
+    if len(prompts) > MOST_PROMPTS:
+        raise UserError(f"{path} holds more than {MOST_PROMPTS} prompts: divide it")
     return PromptSet(prompts, found, IMAGES_PER_PROMPT.get(found, 1))
 
 
@@ -207,12 +212,16 @@ def _filled(text, where: str) -> str:
     """The text on one line; benchmarks have no empty prompts."""
     if not isinstance(text, str) or not text.strip():
         raise UserError(f"{where}: expected a prompt, found {text!r:.60}")
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise UserError(f"{where}: {text!a:.60} holds half of a surrogate pair, which is no text")
     return " ".join(text.split("\n")).strip()
 
 
 def _text_lines(path: Path) -> list[str]:
     """Lines without their ends; a line feed at the end of the file starts no further line."""
     text = _read(path)
+    if text.count("\n") > MOST_PROMPTS:
+        raise UserError(f"{path} has more than {MOST_PROMPTS} lines: divide it")
     lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
     for i, line in enumerate(lines):
         if "\0" in line:
@@ -221,7 +230,10 @@ def _text_lines(path: Path) -> list[str]:
 
 
 def _read(path: Path) -> str:
-    data = path.read_bytes()
+    with open(path, "rb") as file:
+        data = file.read(LARGEST_FILE + 1)
+    if len(data) > LARGEST_FILE:
+        raise UserError(f"{path} is larger than {LARGEST_FILE >> 20} MiB: divide it")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

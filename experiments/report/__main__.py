@@ -57,7 +57,8 @@ def number_of_images(samples: dict[str, np.ndarray]) -> int:
     there = len(full)
     if IMAGES.value is not None:
         return min(IMAGES.value, there)
-    pixels = (len(samples) - 1) * full.shape[1] * full.shape[2]
+    sets = sum(array.ndim == 4 for array in samples.values())  # the rest are labels and numbers
+    pixels = sets * full.shape[1] * full.shape[2]
     return max(1, min(there, PICTURE_LIMIT // max(1, pixels)))
 
 

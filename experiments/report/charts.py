@@ -63,27 +63,35 @@ def _fidelity(metric: str, curves: dict, names: list[str]) -> alt.LayerChart:
     shown = tables.METRICS[metric]
     title, unit, better = shown.title, shown.unit, shown.better
     points = [
-        {"policy": label, "MiB": size / MEBI, "value": value}
+        {"policy": label, "MiB": size / MEBI, "value": value} | _interval(*ends)
         for label, curve in curves.items()
-        for size, value in curve
+        for size, value, *ends in curve
     ]
-    zero = shown.from_zero
+    zero, known = shown.from_zero, any("low" in point for point in points)
+    shown_on_point = ("MiB", "value", "low", "high") if known else ("MiB", "value")
     sizes = alt.Scale(type="log", nice=False, padding=14)
     base = rows(points).encode(
         alt.X("MiB:Q", title="KV cache of a batch, MiB (log)", scale=sizes).axis(tickCount=4),
         alt.Y("value:Q", title=unit or "index").scale(zero=zero, padding=0 if zero else 8),
         alt.Color("policy:N", legend=None).scale(domain=names),
-        tooltip=["policy:N", *(alt.Tooltip(f"{key}:Q", format=".4~g") for key in ("MiB", "value"))],
+        tooltip=["policy:N", *(alt.Tooltip(f"{key}:Q", format=".4~g") for key in shown_on_point)],
         opacity=alt.condition("!front || front === datum.policy", alt.value(1), alt.value(0.13)),
     )
     dash, shape = (kind("policy:N", legend=None) for kind in (alt.StrokeDash, alt.Shape))
     lines = base.mark_line().encode(dash.scale(domain=names, range=DASHES))
     marks = base.mark_point(filled=True, size=70).encode(shape.scale(domain=names))
+    bars = base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.5)
+    bars = bars.encode(alt.Y("low:Q"), alt.Y2("high:Q"))
     return (
-        alt.layer(lines, marks, title=f"{title} ({better} is better)")
+        alt.layer(*([bars] if known else []), lines, marks, title=f"{title} ({better} is better)")
         .add_params(alt.param(name="front", value=""))
         .properties(description=f"{title} against bytes of the KV cache, a line for each policy")
     )
+
+
+def _interval(low: float, high: float) -> dict[str, float]:
+    """Its ends, if both are known."""
+    return {"low": low, "high": high} if np.isfinite([low, high]).all() else {}
 
 
 # --- bytes over time ---

@@ -48,6 +48,9 @@ def build(
         facts=facts(report, calibration),
         header=tables.HEADER[:-1],
         rows=[(row["status"], tables.cells_as_text(row)) for row in tables.rows(report)],
+        differences_header=tables.DIFFERENCES_HEADER,
+        differences=tables.differences_as_text(report),
+        intervals=any(key.endswith("_low") for row in tables.rows(report) for key in row),
         budgets=[f"{share:g}" for share in budgets],
         fidelity=charts.fidelity(report),
         legend=charts.labels(report),
@@ -86,7 +89,7 @@ def _tiles(cell: dict, samples: dict[str, np.ndarray], count: int) -> Iterator[d
         return
     close = {name: [*map(float, v)] for name, v in cell["samples_fidelity"].items()}
     for i, image in enumerate(samples[cell["samples"]][:count]):
-        psnr = f"{close['psnr'][i]:.1f} dB" if math.isfinite(close["psnr"][i]) else "identical"
+        psnr = "identical" if close["psnr"][i] == math.inf else f"{close['psnr'][i]:.1f} dB"
         numbers = f"{psnr}, SSIM {close['ssim'][i]:.3f}, KL {close['kl'][i]:.3g}"
         yield shared | {"image": i, "picture": data_uri(image), "numbers": numbers}
 

@@ -3,7 +3,7 @@
     python -m experiments.run --policy=headkv --budget=0.25 --labels=3,7,7 --out=DIR
     python -m experiments.run --policy=streaming --budget=0.1 --compare
     python -m experiments.run --model=infinity-8b --policy=headkv --batch_size=8 --dry_run
-    python -m experiments.run --checkpoint=DIR --prompts=FILE.txt --aspect=1.5 --size=0.25M
+    python -m experiments.run --checkpoint=DIR --prompt="a red apple" --aspect=1.5 --size=0.25M
 
 Writes grid.png, samples.npz (arr_0 uint8 images, arr_1 labels or prompt numbers), report.json and,
 with --save_arrays, arrays.npz into --out (default: a new folder under results/); from prompts also
@@ -117,7 +117,8 @@ def generate_series(run: Run, model: Model, store: BatchStore, series: str) -> G
     else:
         plan, kv_dtype, keep_logits = api.plan(run.plan.geometry), run.program.dense_dtype, False
     generator = run.generator(model, plan, kv_dtype, keep_logits=keep_logits)
-    name, done, total = plan.policy.name, store.finished(series), len(run.condition)
+    name, total = plan.policy.name, len(run.condition)
+    missing, done = store.missing(series), store.finished(series)
     progress = Progress(f"{name}: image", total, first=done)
     segments = len(generator.segments)
     progress.note(f"{name}: compiling {segments} segments for batches of {run.batch_size}")
@@ -130,9 +131,10 @@ def generate_series(run: Run, model: Model, store: BatchStore, series: str) -> G
     if done:
         progress.note(f"{name}: {done} of {total} images are there already, continuing")
     options = dict(seed=run.seed, given=given, given_scales=run.given_scales)
-    for index, results in generator.batches(run.condition, first=done, **options):
+    for start in missing:
+        index, results = next(generator.batches(run.condition, first=start, **options))
         store.add(series, index, run_results.kept(run, results))
-        progress.update(int(index[-1]) + 1)
+        progress.update(store.finished(series))
     return generator
 
 
@@ -142,7 +144,8 @@ def main(argv) -> None:
         print(run_results.dry_run_text(run))
         return
     print(run_results.plan_line(run), *run.remarks, sep="\n", file=sys.stderr)
-    store = OUT.open(f"{run.model.name}-{run.policy.name}", run.describe())
+    stem, series = f"{run.model.name}-{run.policy.name}", run_results.series_of(run)
+    store = OUT.open(stem, run.describe(), series)
     run = run.encoded()
     model = run.load_model()
     with store.working():

@@ -4,15 +4,20 @@ the plan before it starts, the short table at the end.
 Batches are read one after the other, so that large sets of pictures need little memory.
 """
 
+import contextlib
+import math
 import pathlib
 import sys
+from collections.abc import Iterator
 
 import numpy as np
 
+from experiments.batch_files import Series
 from experiments.generation import Run, cache_report, environment, time_report
 from experiments.output import BatchStore
 from experiments.prompts.condition import Text, text_tokens
 from experiments.prompts.layouts import write_images
+from experiments.work_folder import PIXELS
 from varjax import metrics
 from varjax.engine import memory, program
 from varjax.errors import MissingExtra
@@ -21,14 +26,15 @@ from varjax.io import images
 from varjax.io.json_text import json_text
 from varjax.metrics import METRICS
 from varjax.models import parameters
-from varjax.storage.atomic import new_folder
+from varjax.storage.atomic import new_folder, write_text
 
-PIXELS = "pixels.npy"  # in the work folder, while results are written
 GRID_PIXELS = 2**26  # of the images in grid.png, which shows no more of them
 
 
 def kept(run: Run, results: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What is stored of a batch: images as bytes unless exact ones are asked for."""
+    """What is stored of a batch: images as bytes unless exact ones are asked for. `UserError` if
+    they hold what no picture can, which must not be found out when all are drawn."""
+    images.check_finite(results["images"])
     if run.save_arrays:
         names = ("images", "tokens", "code_map", "logits")
         return {name: results[name] for name in names if name in results}
@@ -36,29 +42,55 @@ def kept(run: Run, results: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {"images": exact, "tokens": results["tokens"]}
 
 
+def series_of(run: Run) -> dict[str, Series]:
+    """The batches that a run keeps: of its policy and, to compare with, of the full cache; their
+    arrays are those of `kept`."""
+    config, floats = run.model.config, np.dtype(np.float32)
+    tokens = run.model.transformer.no_tokens(1)[0]
+    height, width, _ = config.code_map
+    pixels = (*(side * run.model.codec.config.downsample for side in (height, width)), 3)
+    exact = run.compare or run.save_arrays
+    arrays = {"images": (floats if exact else np.dtype(np.uint8), pixels)}
+    arrays["tokens"] = tokens.dtype, tokens.shape
+    own = {}
+    if run.save_arrays:
+        arrays["code_map"] = floats, tuple(config.code_map)
+        draws = config.logits_per_token // math.prod(tokens.shape[1:])
+        own["logits"] = floats, (*tokens.shape, draws)
+    found = {"main": arrays | own} | ({"full": arrays} if run.compare else {})
+    return {name: Series(len(run.condition), run.batch_size, a) for name, a in found.items()}
+
+
 def finish(run: Run, store: BatchStore, generator: Generator) -> dict:
     """Write all results into the final folder and return the report."""
     report = report_of(run, generator, store)
-    with new_folder(store.out, overwrite=store.overwrite) as out:
-        _write_pictures(out, run, _pixels(store))
+    with _pixels(store) as pixels, new_folder(store.out, replaces=store.replaces) as out:
+        _write_pictures(out, run, pixels)
         if run.save_arrays:
             _write_arrays(out, run, store.collect("main"))
-        (out / "report.json").write_text(json_text(report), encoding="utf-8")
+        write_text(out / "report.json", json_text(report))
     store.close()
     return report
 
 
-def _pixels(store: BatchStore) -> np.ndarray:
-    """uint8 [N, H, W, 3]: all images, on disk: large sets do not fit into memory."""
-    pixels, total = None, store.finished("main")
-    for index, results in store.batches("main"):
-        some = results["images"]
-        some = some if some.dtype == np.uint8 else images.to_uint8(some)
-        if pixels is None:
-            file, shape = store.work / PIXELS, (total, *some.shape[1:])
-            pixels = np.lib.format.open_memmap(file, "w+", np.uint8, shape)
-        pixels[index] = some
-    return pixels
+@contextlib.contextmanager
+def _pixels(store: BatchStore) -> Iterator[np.ndarray]:
+    """uint8 [N, H, W, 3]: all images, on disk: large sets do not fit into memory. Written in order
+    and not through a map, which a full disk would end the process in."""
+    path, count = store.work.path / PIXELS, store.series["main"].count
+    try:
+        with open(path, "wb") as file:
+            for index, results in store.batches("main"):
+                some = results["images"]
+                some = some if some.dtype == np.uint8 else images.to_uint8(some)
+                if not index[0]:
+                    shape = (count, *some.shape[1:])
+                    header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+                    np.lib.format.write_array_header_1_0(file, header)
+                file.write(np.ascontiguousarray(some).data)
+        yield np.load(path, mmap_mode="r")
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _write_pictures(out: pathlib.Path, run: Run, pixels: np.ndarray) -> None:

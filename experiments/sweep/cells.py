@@ -4,28 +4,30 @@ cache's tokens forced for logits; finished cells are kept.
 Letters: N images, L tokens, K scales.
 """
 
-import contextlib
 import functools
 import json
+import pathlib
 import sys
-import zipfile
-import zlib
+import time
 
 import numpy as np
 
+from experiments import batch_files
 from experiments.generation import cache_report, time_report
 from experiments.output import BatchStore
+from experiments.sweep import stored as stored_cells
+from experiments.sweep.intervals import PER_IMAGE
 from experiments.sweep.plan import Cell, Sweep
+from experiments.sweep.progress import SweepProgress
 from varjax import metrics
+from varjax.errors import UserError
 from varjax.generator import Generator
 from varjax.io import images
 from varjax.io.json_text import json_safe
 from varjax.metrics import METRICS
 from varjax.model import Model
-from varjax.storage.atomic import new_file
 
 REFERENCE_LOGITS = 2**30  # bytes of the full cache's logits that are kept in host memory
-DAMAGED = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
 TIMED_RUNS = 2  # at least so many runs of a program after its first
 
 
@@ -34,14 +36,10 @@ class CellProgram:
     running."""
 
     def __init__(self, sweep: Sweep, model: Model, cell: Cell):
-        self.sweep = sweep
-        # the full cache is never compressed
-        kv_dtype = sweep.program.dense_dtype if cell is sweep.full else sweep.program.kv_dtype
-        self.generator = sweep.generator(model, cell.plan, kv_dtype, keep_logits=True)
+        self.sweep, self.generator = sweep, sweep.cell_generator(model, cell)
         self._unused = model.transformer.no_tokens(len(sweep.condition))
         first = np.zeros(sweep.batch_size, np.int32)  # any images: programs depend on shapes only
         self.generator.compile(sweep.condition.take(first), self._unused[first])
-        _say(f"  compiled in {self.generator.timing.compile_s:.1f} s")
 
     def batches(self):
         """All images, their tokens drawn: (image numbers, results) batch by batch."""
@@ -68,6 +66,7 @@ class Runner:
 
     def __init__(self, sweep: Sweep, store: BatchStore):
         self.sweep, self.store = sweep, store
+        self.progress: SweepProgress | None = None  # while it runs
         self._logits: dict[int, np.ndarray] = {}  # of the full cache, by the first image
 
     @functools.cached_property
@@ -77,23 +76,38 @@ class Runner:
     @functools.cached_property
     def full(self) -> CellProgram:
         """The program of the full cache."""
-        return CellProgram(self.sweep, self.model, self.sweep.full)
+        return self._program(self.sweep.full)
 
-    def path(self, key: str):
-        return self.store.work / f"cell-{key}.npz"
+    def _program(self, cell: Cell) -> CellProgram:
+        program = CellProgram(self.sweep, self.model, cell)
+        timing = program.generator.timing
+        _say(f"  compiled in {timing.compile_s:.1f} s (compilation cache {timing.cache})")
+        self.progress.compiled(cell, timing.compile_s)
+        return program
+
+    def path(self, cell: Cell) -> pathlib.Path:
+        return self.store.work.path / f"cell-{cell.key}.npz"
 
     def results(self, cell: Cell) -> dict | None:
         """What is stored of a cell: {"row": numbers, "samples": uint8 images, ...}; None if it is
         missing or damaged, so that it is run again."""
-        with contextlib.suppress(*DAMAGED), np.load(self.path(cell.key)) as f:
-            found = {name: f[name] for name in f.files}
-            return found | {"row": json.loads(str(found["row"]))}
-        return None
+        return stored_cells.read(self.path(cell), self.sweep, cell)
+
+    def all_results(self) -> dict[str, dict]:
+        """Of every cell that could run, and the full cache, by their keys."""
+        done = (self.sweep.full, *(cell for cell in self.sweep.cells if cell.plan is not None))
+        found = {cell.key: (cell, self.results(cell)) for cell in done}
+        for cell, results in found.values():
+            if results is None:  # it was sound when it was written
+                raise UserError(
+                    f"{self.path(cell)} is damaged: start the same command again, which runs this "
+                    "cell anew"
+                )
+        return {key: results for key, (_, results) in found.items()}
 
     def keep(self, cell: Cell, row: dict, **arrays: np.ndarray) -> None:
-        text = json.dumps(json_safe(row))
-        with new_file(self.path(cell.key)) as file:
-            np.savez(file, row=np.array(text), **arrays)
+        arrays["row"] = np.array(json.dumps(json_safe(row)))
+        batch_files.write(self.path(cell), self.store.work.digest, arrays)
 
     def run(self) -> None:
         """Every cell that is not there yet, the full cache first."""
@@ -102,8 +116,16 @@ class Runner:
         missing = [cell for cell in cells if self.results(cell) is None]
         if len(missing) < len(cells):
             _say(f"{len(cells) - len(missing)} of {len(cells)} cells are there already, continuing")
-        stored = self.results(self.sweep.full) or self._run_full()
+        stored = self.results(self.sweep.full)
+        if stored and not missing:
+            return
+        done = [cell for cell in cells if cell not in missing] + [self.sweep.full] * bool(stored)
+        self.progress = SweepProgress(self.sweep, done, (self.sweep.full, *missing))
+        _say(self.progress.text())
+        stored = stored or self._run_full()
         reference = {"tokens": stored["tokens"], "images": stored["pictures"]}
+        _ = self.full  # compiled before the first cell, which is timed
+        _say(self.progress.text())
         for number, cell in enumerate(missing, len(cells) - len(missing) + 1):
             _say(f"cell {number}/{len(cells)}: {cell.label} at {cell.budget:g}")
             self._run_cell(cell, reference)
@@ -134,7 +156,7 @@ class Runner:
     def _run_cell(self, cell: Cell, reference: dict[str, np.ndarray]) -> None:
         """reference: tokens [N, L, ...] and images float32 [N, H, W, 3] of the full cache."""
         tokens = reference["tokens"]
-        sweep, program = self.sweep, CellProgram(self.sweep, self.model, cell)
+        sweep, program, start = self.sweep, self._program(cell), time.monotonic()
         found: list[dict] = []
         kept: list[np.ndarray] = []
         for index, results in program.batches():
@@ -150,9 +172,11 @@ class Runner:
         close = metrics.summarize(arrays)
         row = describe_cell(sweep, cell, program.generator) | {"fidelity": close}
         row["samples_fidelity"] = {n: a[: sweep.samples].tolist() for n, a in arrays.items()}
-        self.keep(cell, row, samples=np.concatenate(kept))
+        numbers = {f"{PER_IMAGE}{name}": values for name, values in arrays.items()}
+        self.keep(cell, row, samples=np.concatenate(kept), **numbers)
         shown = (f"{m.column} {m.show(close[key])}" for key, m in METRICS.items() if key in close)
-        _say(f"  {', '.join(shown)}")
+        self.progress.finished(time.monotonic() - start)
+        _say(f"  {', '.join(shown)}\n{self.progress.text()}")
 
 
 def _say(line: str) -> None:

@@ -15,7 +15,9 @@ from varjax.cache.planner import plan_cache
 from varjax.calibration.data import Calibration
 from varjax.engine import memory
 from varjax.errors import UserError, choose
+from varjax.generator import Generator
 from varjax.key_values import parse_pairs
+from varjax.model import Model
 from varjax.policies import POLICIES, Policy, get_policy
 
 ALL = "all"
@@ -80,6 +82,11 @@ class Sweep(Generation):
         """JSON-able content: what decides the results of every cell."""
         own = {"samples": self.samples, "calibration": self.calibration_digest}
         return super().describe() | own
+
+    def cell_generator(self, model: Model, cell: Cell) -> Generator:
+        """The program of a cell. The full cache is never compressed."""
+        kv_dtype = self.program.dense_dtype if cell is self.full else self.program.kv_dtype
+        return self.generator(model, cell.plan, kv_dtype, keep_logits=True)
 
 
 # --- reading flags ---

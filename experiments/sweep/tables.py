@@ -9,17 +9,21 @@ from collections.abc import Sequence
 import numpy as np
 
 from experiments.generation import environment
+from experiments.sweep import intervals
+from experiments.sweep.intervals import PER_IMAGE
 from experiments.sweep.plan import Cell, Sweep
 from varjax import metrics
 from varjax.errors import MissingExtra, require
 from varjax.io.json_text import json_text
 from varjax.metrics import METRICS
+from varjax.storage.atomic import write_text
 
 FORMAT_VERSION = 1
 FULL = "full"
 CALIBRATION_COPY = "calibration.json"
 # Okabe and Ito's colours, told apart by the colour-blind (yellow left out: too light for lines)
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
+LONGEST_LABEL = 100  # characters of a policy's label in the plot
 DEFINITIONS = {
     "planned, allocated": "bytes of the buffer that holds keys and values of one batch, as planned "
     "and as read off the compiled program; the percentage is of the full cache",
@@ -27,11 +31,24 @@ DEFINITIONS = {
     "s/image": "median over at least two runs after the first, pixels included; the program also "
     "returns its logits",
 }
+PARTS = {  # of a cell of sweep.json, and what tables take from them
+    "kv": "dense_bytes planned_bytes allocated_bytes fraction peak_live_fraction".split(),
+    "fidelity": [
+        *(f"{key}{end}" for key, m in METRICS.items() for end in ("", "_std")[: 1 + m.per_image]),
+        "identical_images",
+        *(f"{key}{end}" for key in METRICS for end in ("_low", "_high")),
+        *(f"{key}_difference{end}" for key in METRICS for end in ("", "_low", "_high")),
+    ],
+    "time": ["steady_s_per_image", "compile_s"],
+}
+NEW = tuple(n for n in PARTS["fidelity"] if n.endswith(("_low", "_high", "_difference")))
 CSV_FIELDS = (
-    *"label policy budget status dense_bytes planned_bytes allocated_bytes fraction".split(),
-    "peak_live_fraction",
-    *(f"{key}{end}" for key, m in METRICS.items() for end in ("", "_std")[: 1 + m.per_image]),
-    *"identical_images steady_s_per_image compile_s note".split(),
+    *"label policy budget status".split(),
+    *PARTS["kv"],
+    *(name for name in PARTS["fidelity"] if name not in NEW),
+    *PARTS["time"],
+    "note",
+    *NEW,  # at the end: the place of the others is the same in all versions
 )
 HEADER = (
     "policy",
@@ -42,6 +59,7 @@ HEADER = (
     "s/image",
     "note",
 )
+DIFFERENCES_HEADER = ("budget", "policy", *(metric.column for metric in METRICS.values()))
 
 
 # --- content ---
@@ -51,6 +69,8 @@ def content(sweep: Sweep, results: dict[str, dict]) -> dict:
     """Everything of sweep.json. `results`: what is stored of each cell, by its key."""
     g = sweep.model.geometry
     shown = sweep.condition.captions or [f"class {i}" for i in sweep.condition.numbers]
+    cells = [_cell_content(cell, results) for cell in sweep.cells]
+    intervals.add(cells, per_image(results))
     return {
         "format_version": FORMAT_VERSION,
         "settings": sweep.describe(),
@@ -60,10 +80,31 @@ def content(sweep: Sweep, results: dict[str, dict]) -> dict:
         },
         **environment(),
         "sample_names": shown[: sweep.samples],
-        "definitions": DEFINITIONS,
+        "definitions": DEFINITIONS | _explained(cells),
         "reference": results[sweep.full.key]["row"] | {"status": "done", "samples": FULL},
-        "cells": [_cell_content(cell, results) for cell in sweep.cells],
+        "cells": cells,
     }
+
+
+def _explained(cells: Sequence[dict]) -> dict[str, str]:
+    """What intervals and differences are, if there are any; a single image has no intervals."""
+    keys = {key for cell in cells for key in cell.get("fidelity", {})}
+    found = {}
+    if keys:
+        known = any(key.endswith("_low") for key in keys)
+        found["[low, high]"] = intervals.DEFINITION if known else intervals.UNKNOWN
+    if any(key.endswith("_difference") for key in keys):
+        found["difference to the best"] = intervals.DIFFERENCE
+    return found
+
+
+def per_image(results: dict[str, dict]) -> dict[str, dict[str, np.ndarray]]:
+    """{cell: {metric: float [N]}}; without the full cache, and cells of earlier versions."""
+    found = {
+        key: {n.removeprefix(PER_IMAGE): a for n, a in stored.items() if n.startswith(PER_IMAGE)}
+        for key, stored in results.items()
+    }
+    return {key: arrays for key, arrays in found.items() if arrays}
 
 
 def _cell_content(cell: Cell, results: dict[str, dict]) -> dict:
@@ -75,10 +116,14 @@ def _cell_content(cell: Cell, results: dict[str, dict]) -> dict:
 
 
 def samples(sweep: Sweep, results: dict[str, dict]) -> dict[str, np.ndarray]:
-    """Arrays of samples.npz: `labels` int [n], and uint8 [n, H, W, 3] for `full` and each cell."""
+    """Arrays of samples.npz: `labels` int [n], uint8 [n, H, W, 3] for `full` and each cell; and
+    `CELL/METRIC` float [N], the numbers of all images, not only of those n."""
     cells = {FULL: sweep.full, **{cell.key: cell for cell in sweep.cells if cell.plan}}
     labels = sweep.condition.numbers[: sweep.samples].astype(np.int64)
-    return {"labels": labels, **{n: results[cell.key]["samples"] for n, cell in cells.items()}}
+    pictures = {n: results[cell.key]["samples"] for n, cell in cells.items()}
+    numbers = per_image(results).items()
+    every = {f"{key}/{name}": a for key, arrays in numbers for name, a in arrays.items()}
+    return {"labels": labels, **pictures, **every}
 
 
 # --- tables ---
@@ -89,8 +134,8 @@ def rows(report: dict) -> list[dict]:
     found = []
     for cell in (report["reference"], *report["cells"]):
         row = {k: cell[k] for k in ("label", "policy", "budget", "status")}
-        for part in ("kv", "fidelity", "time"):
-            row |= cell.get(part, {})
+        for part, names in PARTS.items() if cell["status"] == "done" else ():
+            row |= {name: cell[part][name] for name in names if name in cell.get(part, {})}
         found.append(row | {"note": cell.get("reason", "")})
     return found
 
@@ -114,17 +159,50 @@ def cells_as_text(row: dict) -> list[str]:
         )
         allocated += f" ({row['fraction']:.1%})"
         seconds, note = f"{row['steady_s_per_image']:.3f}", row["note"]
-    close = [m.show(row[key]) if key in row else "" for key, m in METRICS.items()]
+    close = [_with_interval(metric, row, key) for key, metric in METRICS.items()]
     return [row["label"], budget, planned, allocated, *close, seconds, note]
+
+
+def _with_interval(metric: metrics.Metric, row: dict, name: str) -> str:
+    """A mean and, where it is known, its interval: `26.08 dB [25.49, 26.68]`."""
+    if name not in row:
+        return ""
+    ends = [row[f"{name}_{end}"] for end in ("low", "high") if f"{name}_{end}" in row]
+    return metric.show(row[name]) + (f" {metric.show_interval(*ends)}" if len(ends) == 2 else "")
+
+
+def differences_as_text(report: dict) -> list[list[str]]:
+    """Rows of `DIFFERENCES_HEADER`: of cells that share their budget, by ascending budget."""
+    found = [row for row in rows(report) if row["status"] == "done" and row["budget"] is not None]
+    table = []
+    for budget in sorted({row["budget"] for row in found}):
+        rivals = [row for row in found if row["budget"] == budget]
+        compared = [key for key in METRICS if any(f"{key}_difference" in r for r in rivals)]
+        for row in rivals if compared else []:
+            texts = {
+                key: _with_interval(METRICS[key], row, f"{key}_difference")
+                or ("best" if key in row else "")
+                for key in compared
+            }
+            if any(texts.values()):
+                table.append(
+                    [f"{budget:g}", row["label"], *(texts.get(key, "") for key in METRICS)]
+                )
+    return table
 
 
 def markdown_rows(report: dict) -> str:
     """The table alone."""
-    lines = [HEADER, ["---"] * len(HEADER)]
+    lines = []
     for row in rows(report):
         label, *rest, note = cells_as_text(row)
         lines.append([f"`{label}`", *rest, note.replace("|", "\\|").replace("\n", " ")])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return _markdown_table(HEADER, lines)
+
+
+def _markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    every = [header, ["---"] * len(header), *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in every)
 
 
 def markdown(report: dict) -> str:
@@ -137,6 +215,10 @@ def markdown(report: dict) -> str:
         f"{(s['calibration'] or 'none')[:16]}"
     )
     notes = [f"- {name}: {text}." for name, text in report["definitions"].items()]
+    apart = [[share, f"`{label}`", *rest] for share, label, *rest in differences_as_text(report)]
+    if apart:
+        notes = [*notes, "", "Differences to the best cell of the same budget, image by image:", ""]
+        notes.append(_markdown_table(DIFFERENCES_HEADER, apart))
     return "\n".join(["# Sweep", "", head, "", markdown_rows(report), "", *notes]) + "\n"
 
 
@@ -147,14 +229,14 @@ def write(
     out: pathlib.Path,
     report: dict,
     images: dict[str, np.ndarray],
-    calibration: pathlib.Path | None = None,
+    calibration: bytes | None = None,
 ) -> str | None:
     """Fill the folder of a finished sweep; returns why the plot is missing, if it is."""
     if calibration is not None:
-        (out / CALIBRATION_COPY).write_bytes(calibration.read_bytes())
-    (out / "sweep.json").write_text(json_text(report), encoding="utf-8")
-    (out / "sweep.csv").write_text(csv_text(report), encoding="utf-8")
-    (out / "sweep.md").write_text(markdown(report), encoding="utf-8")
+        (out / CALIBRATION_COPY).write_bytes(calibration)
+    write_text(out / "sweep.json", json_text(report))
+    write_text(out / "sweep.csv", csv_text(report))
+    write_text(out / "sweep.md", markdown(report))
     np.savez(out / "samples.npz", **images)
     try:
         plot(out / "fidelity.png", rows(report))
@@ -163,12 +245,16 @@ def write(
     return None
 
 
-def curves(table: Sequence[dict], metric: str) -> dict[str, list[tuple[float, float]]]:
-    """{label: [(allocated bytes, value), ...]} by ascending bytes, infinite values left out."""
-    found: dict[str, list[tuple[float, float]]] = {}
+def curves(table: Sequence[dict], metric: str) -> dict[str, list[tuple[float, ...]]]:
+    """{label: [(allocated bytes, value, low, high), ...]} by ascending bytes, infinite values left
+    out; the ends of the interval are NaN where they are not known."""
+    names = (metric, f"{metric}_low", f"{metric}_high")
+    found: dict[str, list[tuple[float, ...]]] = {}
     for row in table:
-        if math.isfinite(value := float(row.get(metric, "nan"))):
-            found.setdefault(row["label"], []).append((float(row["allocated_bytes"]), value))
+        value, *ends = (float(row.get(name, "nan")) for name in names)
+        if math.isfinite(value):
+            point = (float(row["allocated_bytes"]), value, *ends)
+            found.setdefault(row["label"], []).append(point)
     return {label: sorted(points) for label, points in found.items()}
 
 
@@ -181,10 +267,11 @@ def plot(path: pathlib.Path, table: Sequence[dict]) -> None:
     figure, axes = pyplot.subplots(rows, 2, figsize=(11, 4 * rows), layout="constrained")
     for metric, axis in zip(METRICS.values(), axes.flat, strict=False):
         for number, (label, points) in enumerate(curves(table, metric.key).items()):
-            sizes, values = zip(*points, strict=True)
-            sizes = np.array(sizes) / 2**20
+            sizes, values, *ends = zip(*points, strict=True)
+            sizes, colour = np.array(sizes) / 2**20, COLOURS[number % len(COLOURS)]
             style = {"marker": "osD^vP*X"[number % 8], "ls": ("-", "--", ":")[number // 8 % 3]}
-            axis.plot(sizes, values, label=label, color=COLOURS[number % len(COLOURS)], **style)
+            axis.plot(sizes, values, label=_drawn(label), color=colour, **style)
+            axis.vlines(sizes, *ends, color=colour, alpha=0.6)  # intervals; NaN: nothing
         axis.set_xlabel("KV cache of one batch, MiB")
         axis.set_title(f"{metric.title} ({metric.better} is better)", fontsize="medium")
         axis.set_ylabel(metric.unit)
@@ -194,6 +281,15 @@ def plot(path: pathlib.Path, table: Sequence[dict]) -> None:
         axis.remove()
     names = axes[0, 0].get_legend_handles_labels()
     if names[0]:
-        figure.legend(*names, loc="outside lower center", ncols=4, frameon=False)
+        legend = figure.legend(*names, loc="outside lower center", ncols=4, frameon=False)
+        for text in legend.get_texts():
+            text.set_parse_math(False)  # a dollar in a label is one
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _drawn(label: str) -> str:
+    """A label that fonts can draw: no halves of surrogate pairs, no control characters, not
+    endless."""
+    text = label.encode("utf-8", "backslashreplace").decode()
+    return "".join(c if c.isprintable() else "?" for c in text[:LONGEST_LABEL])

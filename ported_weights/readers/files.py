@@ -7,8 +7,7 @@ Of both kinds of files tensors are read when asked for.
 
 import math
 import re
-import zipfile
-import zlib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from ported_weights.readers.pickle_program import Dictionary, PickleProgram, Symbol
+from ported_weights.readers.archive import Archive
+from ported_weights.readers.pickle_program import LONGEST_NAME, Dictionary, PickleProgram, Symbol
 from varjax.errors import UserError, require
 
 # Little-endian element types of torch's storage classes.
@@ -46,7 +46,12 @@ SAFETENSORS = {
     "U8": np.dtype("u1"),
     "BOOL": np.dtype("?"),
 }
-MAX_PICKLE = 256 * 2**20  # bytes; real ones have some kilobytes
+MAX_PICKLE = 32 * 2**20  # bytes; real ones have some kilobytes
+MAX_HEADER = 16 * 2**20  # bytes of the header of safetensors, likewise
+MAX_AXES = 32  # that every NumPy knows
+MAX_REPEATED = 2**27  # elements of a tensor that has more than its storage: an expanded view
+# A storage may be larger than the tensors in it, as that of a slice is; not out of all proportion.
+MAX_UNUSED, MAX_UNUSED_RATIO = 64 * 2**20, 16
 
 
 @dataclass(frozen=True)
@@ -72,9 +77,17 @@ class TorchTensor:
     def dtype(self) -> np.dtype:
         return self.storage.dtype
 
+    @property
+    def end(self) -> int:
+        """One past the last element of the storage that the tensor reads; 0: it has none."""
+        steps = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+        return self.offset + steps + 1 if all(self.shape) else 0
+
     def read(self) -> np.ndarray:
         """The values. `UserError` if the file is damaged."""
-        flat = self.file.read_storage(self.storage)[self.offset :]
+        if not self.end:
+            return np.empty(self.shape, self.dtype)
+        flat = self.file.values(self.storage, self.offset, self.end)
         strides = tuple(s * flat.itemsize for s in self.stride)
         return np.lib.stride_tricks.as_strided(flat, self.shape, strides, writeable=False)
 
@@ -89,16 +102,13 @@ class TorchFile:
 
     def __init__(self, path: Path):
         self.path = path
-        self._last: tuple[Storage, np.ndarray] | None = None
-        try:
-            self._zip = zipfile.ZipFile(path)
-        except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-            raise self._damaged(error) from error
-        self._sizes = {info.filename: info.file_size for info in self._zip.infolist()}
+        self._archive = Archive(path)
+        self._used: Counter[str] = Counter()  # {member: elements of the tensors in it}
         self._root = self._find_root()
         order = f"{self._root}byteorder"
-        if order in self._sizes and self._read(order, limit=16).strip() != b"little":
-            raise UserError(f"{path} is stored big-endian: save it on a little-endian machine")
+        if self._archive.size(order) is not None:
+            if self._archive.read(order, most=16).strip() != b"little":
+                raise UserError(f"{path} is stored big-endian: save it on a little-endian machine")
         program = PickleProgram(
             functions={
                 "collections.OrderedDict": _ordered_dict,
@@ -111,23 +121,25 @@ class TorchFile:
             storage=self._storage,
             what=str(path),
         )
-        self.content = program.run(self._read(f"{self._root}data.pkl", limit=MAX_PICKLE))
+        self.content = program.run(self._archive.read(f"{self._root}data.pkl", most=MAX_PICKLE))
 
-    def read_storage(self, storage: Storage) -> np.ndarray:
-        """All elements of a storage. The last one stays in memory: tensors often share one."""
-        if self._last is None or self._last[0] != storage:
-            size = storage.count * storage.dtype.itemsize
-            data = self._read(storage.member, limit=self._sizes[storage.member])
-            self._last = storage, np.frombuffer(data[:size], storage.dtype)
-        return self._last[1]
-
-    # --- the zip ----------------------------------------------------------------------------------
+    def values(self, storage: Storage, first: int, end: int) -> np.ndarray:
+        """Elements `first` to `end` - 1 of a storage."""
+        size, used = storage.dtype.itemsize * storage.count, self._used[storage.member]
+        used *= storage.dtype.itemsize
+        if size > max(MAX_UNUSED, MAX_UNUSED_RATIO * used):
+            raise UserError(
+                f"{self.path}: storage {storage.member} has {size} bytes, of which tensors use"
+                f" {used}: save clones of the tensors instead"
+            )
+        return self._archive.values(storage.member, storage.dtype, first, end)
 
     def _find_root(self) -> str:
         """Folder inside the archive, with its slash."""
-        found = (re.fullmatch(r"([^/]*/|)data\.pkl", name) for name in self._sizes)
+        names = self._archive.names
+        found = (re.fullmatch(r"([^/]*/|)data\.pkl", name) for name in names)
         roots = [match[1] for match in found if match]
-        if any(name.split("/")[1:2] == ["code"] for name in self._sizes):
+        if any(name.split("/")[1:2] == ["code"] for name in names):
             raise UserError(f"{self.path} is a TorchScript program: save its state_dict() instead")
         if len(roots) != 1:
             raise UserError(
@@ -135,19 +147,6 @@ class TorchFile:
                 f" {len(roots)} members data.pkl, there must be one)"
             )
         return roots[0]
-
-    def _read(self, member: str, limit: int) -> bytes:
-        if self._sizes.get(member, 0) > limit:
-            raise UserError(f"{self.path}: {member} is implausibly large")
-        try:
-            return self._zip.read(member)
-        except (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, KeyError) as error:
-            raise self._damaged(error) from error
-        except (NotImplementedError, RuntimeError) as error:  # encrypted, or exotic compression
-            raise UserError(f"cannot read {member} of {self.path}: {error}") from error
-
-    def _damaged(self, reason) -> UserError:
-        return UserError(f"{self.path} is damaged or incomplete ({reason}): download it again")
 
     # --- what the pickle may call -----------------------------------------------------------------
 
@@ -161,10 +160,11 @@ class TorchFile:
             raise UserError(f"{self.path}: refused, storage class {name}")
         member, dtype = f"{self._root}data/{key}", STORAGES[kind.name]
         if not _is_count(count):
-            raise UserError(f"{self.path}: the size of storage {key} is not a number")
-        needed, present = count * dtype.itemsize, self._sizes.get(member)
-        if present is None or present < needed:
-            raise self._damaged(f"storage {key} needs {needed} bytes, {present or 0} are there")
+            raise UserError(f"{self.path}: the size of storage {key:.80} is not a number")
+        needed, present = count * dtype.itemsize, self._archive.size(member)
+        if present is None or not needed <= present < needed + dtype.itemsize:
+            has = f"{present or 0} are there"
+            raise self._archive.damaged(f"storage {key:.80} needs {needed} bytes, {has}")
         return Storage(member, dtype, count)
 
     def _tensor(self, storage, offset, shape, stride, *_unused) -> TorchTensor:
@@ -172,11 +172,18 @@ class TorchFile:
         sizes_fit = _is_counts(shape) and _is_counts(stride) and len(shape) == len(stride)
         if not (isinstance(storage, Storage) and _is_count(offset) and sizes_fit):
             raise UserError(f"{self.path}: a tensor is described by malformed values")
-        end = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
-        if math.prod(shape) and end > storage.count:
-            reach = f"a tensor of shape {list(shape)} reaches element {end}"
-            raise self._damaged(f"{reach} of a storage that has {storage.count}")
-        return TorchTensor(self, storage, offset, tuple(shape), tuple(stride))
+        found = TorchTensor(self, storage, offset, tuple(shape), tuple(stride))
+        elements = math.prod(n or 1 for n in shape)
+        if found.end > storage.count:
+            reach = f"a tensor of shape {list(shape)} reaches element {found.end}"
+            raise self._archive.damaged(f"{reach} of a storage that has {storage.count}")
+        if elements > max(storage.count, MAX_REPEATED):
+            raise UserError(
+                f"{self.path}: a tensor of shape {list(shape)} repeats the {storage.count} elements"
+                " of its storage: it is implausibly large"
+            )
+        self._used[storage.member] += elements
+        return found
 
     def _parameter(self, tensor, *_unused) -> TorchTensor:
         if not isinstance(tensor, TorchTensor):
@@ -208,7 +215,8 @@ def _is_count(value) -> bool:
 
 
 def _is_counts(values) -> bool:
-    return isinstance(values, (tuple, list)) and len(values) <= 64 and all(map(_is_count, values))
+    fits = isinstance(values, (tuple, list)) and len(values) <= MAX_AXES
+    return fits and all(map(_is_count, values))
 
 
 # --- safetensors ----------------------------------------------------------------------------------
@@ -235,10 +243,13 @@ def read_safetensors(path: Path) -> dict[str, SafeTensor]:
         file = safetensors.safe_open(path, framework="np")
         return {name: _tensor(path, file, name) for name in file.keys()}  # noqa: SIM118
     except safetensors.SafetensorError as error:
-        raise UserError(f"{path} is damaged or incomplete ({error}): download it again") from error
+        reason = f"{error!s:.200}"
+        raise UserError(f"{path} is damaged or incomplete ({reason}): download it again") from error
 
 
 def _tensor(path: Path, file, name: str) -> SafeTensor:
+    if len(name) > LONGEST_NAME:
+        raise UserError(f"{path}: {name:.80}... is no name of a tensor: it is {len(name)} long")
     entry = file.get_slice(name)
     dtype = SAFETENSORS.get(entry.get_dtype())
     if dtype is None:

@@ -6,12 +6,16 @@ it knows dictionaries, lists, tuples, numbers and texts, and hands every name an
 """
 
 import io
+import itertools
 import pickletools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from varjax.errors import UserError
 
+# Far more than weights need: a tensor takes about 30 operations.
+MAX_OPERATIONS = 2**20
+LONGEST_NAME = 1024  # characters of a key
 _MARK = object()
 _SCALARS = (str, bytes, int, float, bool, type(None))
 _PUSH = frozenset(
@@ -66,16 +70,21 @@ class PickleProgram:
 
     def run(self, data: bytes):
         """The object that the pickle describes. `UserError` for a name that is not allowed, an
-        operation that weights never need, or damage."""
+        operation that weights never need, more of them than weights have, or damage."""
         try:
-            for operation, argument, _ in pickletools.genops(io.BytesIO(data)):
+            operations = pickletools.genops(io.BytesIO(data))
+            for operation, argument, _ in itertools.islice(operations, MAX_OPERATIONS):
                 if operation.name == "STOP":
                     return self.stack.pop()
                 self._step(operation.name, argument)
+            if next(operations, None):
+                raise self._refused(f"it has more than {MAX_OPERATIONS} pickle operations")
         except UserError:
             raise
         except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
-            raise UserError(f"{self.what}: the pickle inside is damaged ({error})") from error
+            raise UserError(
+                f"{self.what}: the pickle inside is damaged ({error!s:.200})"
+            ) from error
         raise UserError(f"{self.what}: the pickle inside is damaged (it does not end)")
 
     def _step(self, name: str, argument) -> None:
@@ -93,7 +102,7 @@ class PickleProgram:
             symbols = [s.name for s in self.stack if isinstance(s, Symbol)][-1:]
             target = argument.replace(" ", ".") if isinstance(argument, str) else "".join(symbols)
             raise self._refused(
-                f"it would create an object of {target or 'an unnamed class'} ({name});"
+                f"it would create an object of {target or 'an unnamed class':.80} ({name});"
                 " a weights file holds tensors, numbers and texts only"
             )
         elif name not in _NOTES:
@@ -111,7 +120,7 @@ class PickleProgram:
         name = f"{module}.{attribute}"
         if name not in self.functions and not self.constants(name):
             raise self._refused(
-                f"it refers to {name}, which a state_dict has no need of: do not open it with"
+                f"it refers to {name:.80}, which a state_dict has no need of: do not open it with"
                 " other tools unless you trust its source"
             )
         return Symbol(name)
@@ -198,4 +207,8 @@ class PickleProgram:
         for key, value in zip(items[::2], items[1::2], strict=True):
             if not isinstance(key, _SCALARS):
                 raise self._refused(f"a key is a {type(key).__name__}")
+            if isinstance(key, str) and len(key) > LONGEST_NAME:
+                raise self._refused(f"a key is {len(key)} characters long: {key:.40}...")
+            if isinstance(key, str):
+                key.encode()  # half of a surrogate pair, which pickles may hold, cannot be shown
             target[key] = value

@@ -3,9 +3,9 @@
 The kind of a file is found out from its first bytes, not from its name.
 """
 
+import contextlib
 import dataclasses
 import hashlib
-import json
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +15,9 @@ from typing import Protocol
 
 import numpy as np
 
-from ported_weights.readers.files import TorchFile, read_safetensors, tensors
-from varjax.errors import UserError, about
-from varjax.storage.manifest import read_json
+from ported_weights.readers.files import MAX_HEADER, TorchFile, read_safetensors, tensors
+from varjax.errors import UserError, about, some
+from varjax.storage.manifest import is_text, read_json
 from varjax.text.t5 import SPIECE_FILE, T5Config, Tokenizer
 
 PREFIXES = ("module.", "_orig_mod.")  # added by data parallelism and by torch.compile
@@ -26,6 +26,8 @@ WELL_KNOWN = (
     *("ema", "model_ema", "ema_state_dict", "model_state_dict", "net", "weights"),
 )
 MAX_NESTING = 3
+# Entries that are looked at in search of state dicts: a dictionary may be in many others.
+MAX_ENTRIES = 2**18
 T5_CONFIG = "config.json"
 # Where its weights are, best first: folders are published with several containers side by side.
 T5_WEIGHTS = (
@@ -59,7 +61,8 @@ class Source:
         for path in self.files:
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-            found.append({"file": path.name, "size": path.stat().st_size, "sha256": digest})
+            name = os.fsencode(path.name).decode(errors="replace")  # of any bytes; JSON holds text
+            found.append({"file": name, "size": path.stat().st_size, "sha256": digest})
         return found
 
 
@@ -87,13 +90,17 @@ def open_source(path, signature: Sequence[str] = (), key: str | None = None) -> 
 
 def _open_file(path: Path) -> Mapping[str, Tensor] | TorchFile:
     """By the first bytes: a safetensors file's tensors, or a torch file."""
+    if not path.is_file():
+        raise UserError(f"{path} is no ordinary file: {_ADVICE}")
     with path.open("rb") as file:
         head = file.read(512)
     if head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
         return TorchFile(path)
     # eight bytes of header length, then a JSON object
-    if len(head) > 8 and struct.unpack("<Q", head[:8])[0] < 2**32 and head[8:9] == b"{":
-        return read_safetensors(path)
+    if len(head) > 8 and head[8:9] == b"{":
+        if (size := struct.unpack("<Q", head[:8])[0]) <= MAX_HEADER:
+            return read_safetensors(path)
+        raise UserError(f"{path} is damaged: its header would have {size} bytes")
     raise UserError(f"cannot read {path}: {_explain(head)}")
 
 
@@ -130,7 +137,7 @@ def _strip(source: Source) -> Source:
 
 def _choose(path: Path, content, signature: Sequence[str], key: str | None):
     """(where it is, state dict): the one asked for, else the only one that looks right."""
-    found = dict(_state_dicts(content))
+    found = dict(_state_dicts(path, content))
     if not found:
         raise UserError(f"{path} holds no tensors; expected a state dict as torch.save writes it")
     if key is not None:
@@ -153,18 +160,28 @@ def looks_like(names, signature: Sequence[str]) -> bool:
     return any(name == s or name.endswith(f".{s}") for name in names for s in signature)
 
 
-def _state_dicts(content, where: str = "", depth: int = 0) -> Iterator[tuple[str, Mapping]]:
+def _state_dicts(path: Path, content) -> Iterator[tuple[str, Mapping]]:
     """Every mapping with tensors in it, as (path of keys, tensors)."""
-    if own := tensors(content):
-        yield where, own
-    if isinstance(content, dict) and depth < MAX_NESTING:
-        for key, value in content.items():
-            if isinstance(key, str) and isinstance(value, dict):
-                yield from _state_dicts(value, f"{where}/{key}".lstrip("/"), depth + 1)
+    level, entries = [("", content)], 0
+    for depth in range(MAX_NESTING + 1):
+        inner = []
+        for where, found in level:
+            entries += len(found) if isinstance(found, dict) else 0
+            if entries > MAX_ENTRIES:
+                raise UserError(f"{path}: refused, it has more than {MAX_ENTRIES} entries")
+            if own := tensors(found):
+                yield where, own
+            if isinstance(found, dict) and depth < MAX_NESTING:
+                inner += [
+                    (f"{where}/{key}".lstrip("/"), value)
+                    for key, value in found.items()
+                    if isinstance(key, str) and isinstance(value, dict)
+                ]
+        level = inner
 
 
 def _listed(found: Mapping[str, Mapping]) -> str:
-    return ", ".join(f"{k or '(top level)'} ({len(t)} tensors)" for k, t in found.items())
+    return some(f"{k or '(top level)'} ({len(t)} tensors)" for k, t in found.items())
 
 
 # --- shards ---------------------------------------------------------------------------------------
@@ -182,7 +199,7 @@ def _open_folder(path: Path) -> Source:
     mapping = _read_index(path)
     names = sorted(set(mapping.values()))
     if missing := [n for n in names if not (path.parent / n).is_file()]:
-        raise UserError(f"{path} refers to shards that are not there: {', '.join(missing)}")
+        raise UserError(f"{path} refers to shards that are not there: {some(missing)}")
     shards = {name: _shard(path.parent / name) for name in names}
     _check_index(path, mapping, shards)
     found = {n: shards[file][n] for n, file in mapping.items()}
@@ -193,7 +210,7 @@ def _open_single(path: Path, indices: list[Path]) -> Source:
     endings = (".safetensors", ".pth", ".pt", ".bin")
     files = [f for f in sorted(path.iterdir()) if f.suffix in endings]
     if indices or len(files) != 1:
-        listed = ", ".join(f.name for f in indices or files) or "none"
+        listed = some(f.name for f in indices or files) or "none"
         raise UserError(
             f"{path} must hold one *.index.json with its shards, or one weights file;"
             f" found: {listed}"
@@ -203,15 +220,20 @@ def _open_single(path: Path, indices: list[Path]) -> Source:
 
 def _read_index(path: Path) -> dict[str, str]:
     """weight_map: {tensor name: file name}."""
-    try:
-        mapping = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        if not all(isinstance(value, str) for value in mapping.values()) or not mapping:
-            raise ValueError("weight_map must give a file name for every tensor")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is not an index of shards: {error}") from error
-    if outside := sorted({f for f in mapping.values() if Path(f).name != f}):
-        raise UserError(f"{path} refers to files outside its folder: {', '.join(outside)}")
+    content = read_json(path)
+    mapping = content.get("weight_map") if isinstance(content, dict) else None
+    if not (isinstance(mapping, dict) and mapping and all(map(is_text, mapping.values()))):
+        raise UserError(
+            f"{path} is not an index of shards: weight_map must give a file name for every tensor"
+        )
+    if outside := sorted({f"{f:.80}" for f in mapping.values() if not _is_plain(f)}):
+        raise UserError(f"{path} refers to files outside its folder: {some(outside)}")
     return mapping
+
+
+def _is_plain(name: str) -> bool:
+    """Whether this is the name of a file inside a folder."""
+    return Path(name).name == name and name not in ("", "..") and len(name.encode()) <= 255
 
 
 def _shard(path: Path) -> Mapping[str, Tensor]:
@@ -225,7 +247,8 @@ def _check_index(path: Path, mapping: Mapping[str, str], shards: Mapping[str, Ma
     held = [(f, n) for f, found in sorted(shards.items()) for n in sorted(found)]
     extra = [f"{n} of {f} is not in the index" for f, n in held if mapping.get(n) != f]
     if absent or extra:
-        raise UserError(f"{path} does not fit its shards:\n  " + "\n  ".join(absent + extra))
+        listed = some(absent + extra, between="\n  ")
+        raise UserError(f"{path} does not fit its shards:\n  {listed}")
 
 
 # --- folders of T5 --------------------------------------------------------------------------------
@@ -269,8 +292,6 @@ def _weights(folder: Path) -> Path:
 def _is_whole(path: Path) -> bool:
     if not path.name.endswith(".index.json"):
         return True
-    try:
-        shards = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
-        return all((path.parent / name).is_file() for name in shards)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return True  # the reader of the index says what is wrong with it
+    with contextlib.suppress(UserError):  # the reader of the index says what is wrong with it
+        return all((path.parent / name).is_file() for name in _read_index(path).values())
+    return True

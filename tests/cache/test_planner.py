@@ -74,27 +74,27 @@ def test_streaming_keeps_sinks_and_newest():
 
 
 @pytest.mark.parametrize(
-    ("policy", "message"),
+    ("policy", "arguments", "message"),
     [
-        (policies.SlidingWindow(budget=0.0), "outside"),
-        (policies.SlidingWindow(budget=1.5), "outside"),
-        (policies.SlidingWindow(budget=float("nan")), "outside"),
-        (policies.Streaming(budget=0.1, sinks=3), "smallest feasible budget is 0.2122"),
-        (policies.Streaming(budget=0.01), "smallest feasible budget is 0.0152"),
-        (policies.HeadKV(budget=0.2, sinks=3), "smallest feasible budget is 0.2122"),
-        (policies.HeadKV(sinks=9), "sinks=9"),
-        (policies.HeadKV(global_heads=5), "4 heads"),
-        (policies.HeadKV(threshold=0.0), "threshold"),
-        (policies.Full(budget=0.5), "keeps everything"),
-        (policies.Full(block_size=3), "power of two"),
-        (policies.Full(block_size=64), "block_size=2 or smaller"),
-        (policies.Streaming(budget=1.0, block_size=128), "block_size=64 or smaller"),
-        (policies.Full(accounting="words"), "bytes or tokens"),
+        (policies.SlidingWindow, dict(budget=0.0), "outside"),
+        (policies.SlidingWindow, dict(budget=1.5), "outside"),
+        (policies.SlidingWindow, dict(budget=float("nan")), "outside"),
+        (policies.Streaming, dict(budget=0.1, sinks=3), "smallest feasible budget is 0.2122"),
+        (policies.Streaming, dict(budget=0.01), "smallest feasible budget is 0.0152"),
+        (policies.HeadKV, dict(budget=0.2, sinks=3), "smallest feasible budget is 0.2122"),
+        (policies.HeadKV, dict(sinks=9), "sinks=9"),
+        (policies.HeadKV, dict(global_heads=5), "4 heads"),
+        (policies.HeadKV, dict(threshold=0.0), "threshold"),
+        (policies.Full, dict(budget=0.5), "keeps everything"),
+        (policies.Full, dict(block_size=3), "power of two"),
+        (policies.Full, dict(block_size=64), "block_size=2 or smaller"),
+        (policies.Streaming, dict(budget=1.0, block_size=128), "block_size=64 or smaller"),
+        (policies.Full, dict(accounting="words"), "bytes or tokens"),
     ],
 )
-def test_infeasible_requests(policy, message):
+def test_infeasible_requests(policy, arguments, message):
     with pytest.raises(UserError, match=message):
-        plan_cache(geometry("demo"), policy)
+        plan_cache(geometry("demo"), policy(**arguments))
 
 
 def test_smallest_feasible_budget_is_feasible():

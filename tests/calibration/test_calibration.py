@@ -145,6 +145,58 @@ def test_files_that_are_refused(tmp_path, content, message):
         measured.load(write(tmp_path, content), GEOMETRY)
 
 
+WHOLE = {
+    "beta": np.full((2, 3, 4, 4), 0.25),
+    "key_discrepancy": np.ones((2, 4)),
+    "query_variance": np.ones((2, 3)),
+    "selectivity": np.ones((2, 4)),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a: a * 0, "holds nothing but zeros"),
+        (lambda a: a * 1e308, "numbers above 1e\\+06"),
+        (lambda a: a * np.nan, "not finite|where numbers are needed"),  # null in a file
+        (lambda a: -a, "negative numbers"),
+        (lambda a: a[:1], "has shape"),
+        (lambda a: a.astype(str), "where numbers are needed"),
+        (lambda a: "x", "where numbers are needed"),
+    ],
+)
+def test_measurements_that_no_model_gives(tmp_path, name, change, message):
+    """From Python and from a file."""
+    array = change(WHOLE[name])
+    Calibration(**WHOLE).check(GEOMETRY)
+    with pytest.raises(UserError, match=f"{name} .*({message})"):
+        Calibration(**WHOLE | {name: array}).check(GEOMETRY)
+    nested = array.tolist() if isinstance(array, np.ndarray) else array
+    with pytest.raises(UserError, match=f"{name} .*({message})"):
+        measured.load(write(tmp_path, {"format_version": 1, name: nested}), GEOMETRY)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pattern_scale": 4}, "pattern_scale=4"),
+        ({"num_samples": 0}, "num_samples=0"),
+        ({"rank_dispersion": [1.0] * 4}, "rank_dispersion has shape"),
+        ({"pattern_heads": [[3, 0]]}, "beyond this model's 3 heads"),
+        ({"pattern_edges": [0, 2, 1]}, "must grow"),
+        ({"patterns": [[0.5, 0.5]]}, "must be .E, Q, C."),
+        ({"patterns": None}, "must be .E, Q, C."),
+    ],
+)
+def test_examples_that_cannot_be_shown(tmp_path, changes, message):
+    sound = {"format_version": 1, "pattern_heads": [[0, 0]], "pattern_edges": [0, 1, 5]}
+    sound |= {"patterns": [[[0.5, 0.5]]], "pattern_scale": 1}
+    assert measured.load(write(tmp_path, sound), GEOMETRY).patterns.shape == (1, 1, 2)
+    with pytest.raises(UserError, match=message):
+        measured.load(write(tmp_path, sound | changes), GEOMETRY)
+
+
 def test_missing_file(tmp_path):
     with pytest.raises(UserError, match="cannot read the file"):
         measured.load(tmp_path / "nowhere.json", GEOMETRY)

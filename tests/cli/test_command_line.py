@@ -2,13 +2,17 @@
 
 import importlib
 import os
+import platform
 import subprocess
 import sys
 import textwrap
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from varjax import __version__
+from varjax.cli import version
 from varjax.cli.command_line import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,6 +47,8 @@ def main(argv):
     if FAIL.value == "status":
         return 7
     print(len(argv), BUDGET.value, COUNT.value, POLICY.value, GREEDY.value)
+    if FAIL.value == "text":
+        print("L\\u00f6we", "\\udcff")
     if FAIL.value == "pipe":
         print("x" * 1000000)
 
@@ -126,11 +132,22 @@ def test_values_do_not_stay_for_the_next_command(tiny_here):
         ("--fail=", ["--fail= is empty: give a value, or leave the flag out"]),
         ("--names=", ["--names= is empty: give a value, or leave the flag out"]),
         ("surplus", ["unexpected argument 'surplus'", "--flag=value"]),
+        (os.fsdecode(b"--fail=\xff"), [r"argument '--fail=\udcff' is not UTF-8 text"]),
+        ("--fail=a\0b", [r"argument '--fail=a\x00b' holds a NUL character"]),
     ],
 )
 def test_wrong_flags_are_one_message_and_status_2(tiny_here, argument, parts):
     assert_one_message(tiny_here(argument), 2, *parts)
     assert_one_message(tiny_here("--count=5", argument), 2, *parts)
+
+
+def test_a_flag_is_no_value_of_the_flag_before(tiny_here):
+    """Which would write into a folder called `--count=5`."""
+    for flags in (("--fail", "--count=5"), ("--fail=user", "--count", "--fail")):
+        said = [f"{flags[-2]} has no value, '{flags[-1]}' follows: write {flags[-2]}=VALUE"]
+        assert_one_message(tiny_here(*flags), 2, *said)
+    assert tiny_here("--greedy", "--count", "-5")[0] == 0
+    assert tiny_here("--fail", "--help")[0] == 0
 
 
 def test_wrong_flag_in_a_real_process(tiny):
@@ -150,6 +167,46 @@ def test_help_shows_manual_and_own_flags_only(tiny, tiny_here):
         assert foreign not in output
     for flag in ("-h", "--helpfull"):
         assert "--policy=full|headkv" in tiny_here(flag)[1]
+
+
+def test_help_is_for_people(tiny_here):
+    """No empty defaults, no shouting types; the flags that every command has are named."""
+    output = tiny_here("--help")[1]
+    assert "--fail=STRING\n      how to fail\n" in output and "default: )" not in output
+    assert "--names=LIST\n" in output and "separated by commas; default: a,b)" in output
+    assert output.rstrip().endswith("--help, --version")
+
+
+def test_version(tiny, tiny_here):
+    """Of everything that results may depend on; other flags do not matter, nothing is started."""
+    status, output, errors = tiny("--version")
+    assert (status, errors) == (0, "")
+    said = dict(line.split(maxsplit=1) for line in output.splitlines())
+    assert said["varjax"] == __version__ and said["Python"] == platform.python_version()
+    for package in ("jax", "jaxlib", "flax", "numpy"):
+        assert said[package] == metadata.version(package)
+    assert said["device"]
+    assert tiny_here("--budgte=0.1", "--version")[:2] == (0, output)
+    assert tiny_here("--", "--version")[0] == 2
+
+
+def test_the_version_does_not_start_an_accelerator(monkeypatch):
+    """Which takes seconds and most of its memory."""
+    monkeypatch.setattr(version.jax, "devices", lambda *a: pytest.fail("a device was started"))
+    monkeypatch.setattr(version, "_accelerators", lambda: True)
+    monkeypatch.setattr(version, "_platforms", lambda: None)
+    assert "not started" in version.text()
+    monkeypatch.setattr(version, "_platforms", lambda: "cpu")
+    assert "device  cpu" in version.text()
+
+
+def test_text_that_the_terminal_cannot_show_does_not_end_a_command(environment):
+    """Such as a prompt in another script, after hours of work."""
+    latin = environment | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    program = "from varjax.cli import command_line; command_line.run(lambda argv: print('\\u732b'))"
+    command = [sys.executable, "-c", program]
+    process = subprocess.run(command, env=latin, capture_output=True, text=True)
+    assert (process.returncode, process.stdout.strip()) == (0, r"\u732b"), process.stderr
 
 
 @pytest.mark.parametrize(
@@ -177,6 +234,13 @@ def test_bug_keeps_its_traceback(tiny):
 
 def test_main_may_return_a_status(tiny_here):
     assert tiny_here("--fail=status")[0] == 7
+
+
+def test_any_text_is_printed(environment):
+    environment = {**environment, "PYTHONIOENCODING": "ascii:strict"}
+    command = [sys.executable, "-m", "tiny", "--fail=text"]
+    found = subprocess.run(command, env=environment, capture_output=True)
+    assert found.returncode == 0 and rb"L\xf6we \udcff" in found.stdout, found.stderr
 
 
 def test_reader_that_goes_away_leaves_no_traceback(environment):
@@ -209,6 +273,7 @@ def test_required_flag_is_named(tmp_path, environment):
 
     process = call()
     assert process.returncode == 2
-    assert "--out is required: where to write" in process.stderr
-    assert "--source is required: what to read" in process.stderr
+    assert process.stderr.count("\n") == 1 and "--help" in process.stderr
+    assert "--out is required (where to write)" in process.stderr
+    assert "--source is required (what to read)" in process.stderr
     assert call("--out=a", "--source=b").returncode == 0

@@ -2,12 +2,16 @@
 
 import json
 import pathlib
+from dataclasses import asdict
 
 import numpy as np
 
 from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
+from varjax.calibration import files as measured
+from varjax.calibration.data import Calibration
 from varjax.policies import get_policy
+from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 
 GEOMETRY = Geometry(
@@ -49,7 +53,7 @@ def write(folder: pathlib.Path) -> None:
     full = cell("full", 1.0, 9)
     del full["fidelity"]
     settings = {"model": "made <up>", "labels": [3, 7], "seed": 0, "batch_size": 1}
-    settings |= {"dtype": "float32", "kv_dtype": "float32", "sampling": {"cfg": 1.5}}
+    settings |= {"dtype": "float32", "kv_dtype": "float32", "sampling": asdict(Sampling())}
     fields = {name: getattr(GEOMETRY, name) for name in ("num_layers", "num_heads", "head_dim")}
     report = {
         "format_version": 1,
@@ -68,3 +72,27 @@ def write(folder: pathlib.Path) -> None:
     names = ["full", "c1", "c2", "c3"]
     images = {name: rng.integers(0, 256, (2, 16, 16, 3), np.uint8) for name in names}
     np.savez(folder / "samples.npz", labels=np.array([3, 7]), **images)
+
+
+def write_calibration(path: pathlib.Path) -> None:
+    """A file with everything that can be drawn."""
+    rng = np.random.default_rng(1)
+    layers, heads, scales = GEOMETRY.num_layers, GEOMETRY.num_heads, GEOMETRY.schedule.num_scales
+    beta = np.tril(rng.uniform(0.1, 1, (layers, heads, scales, scales)))
+    beta[0, 0, -1, 1] = 0  # has no logarithm
+    made = Calibration(
+        schedule=GEOMETRY.schedule,
+        num_layers=layers,
+        num_heads=heads,
+        num_samples=2,
+        beta=beta / beta.sum(-1, keepdims=True),
+        key_discrepancy=rng.uniform(size=(layers, scales)),
+        query_variance=rng.uniform(size=(layers, heads)),
+        selectivity=rng.uniform(size=(layers, scales)),
+        pattern_heads=np.array([[0, 1], [3, 2]], np.int32),
+        patterns=rng.uniform(size=(2, 4, 15)),
+        pattern_scale=3,
+        pattern_edges=np.arange(0, 32, 2, dtype=np.int32)[:16],
+        rank_dispersion=rng.uniform(size=4),
+    )
+    measured.save(made, path)

@@ -62,7 +62,7 @@ COMPILED = {
 @pytest.fixture
 def compilers(monkeypatch):
     """All compilers are here, and none is run."""
-    monkeypatch.setattr(chips, "why_unavailable", lambda name: None)
+    monkeypatch.setattr(chips, "why_unavailable", lambda *names: None)
     monkeypatch.setattr(worker, "start", lambda *a: pytest.fail("a compiler was started"))
 
 
@@ -100,11 +100,15 @@ def test_bad_input(call, compilers, tmp_path, monkeypatch, flags, message):
 
 
 def test_missing_compilers_are_named_together(call, monkeypatch):
-    why = {"tpu-v5e": "no libtpu: pip install A", "tpu-v6e": "no libtpu: pip install A"}
-    monkeypatch.setattr(chips, "why_unavailable", lambda name: why.get(name, "pip install B"))
+    """All packages that the targets need, in one message with one command."""
+    monkeypatch.setattr(chips, "_version", {"jaxlib": "0.10.2"}.get)
+    monkeypatch.setattr(chips, "_has_ptxas", lambda: False)
     status, out, err = call("aot", "--target=v5e,v6e,h200")
     assert status == 2 and not out and err.count("\n") == 1
-    assert "tpu-v5e, tpu-v6e: no libtpu: pip install A; h200: pip install B" in err
+    assert "cannot compile for tpu-v5e, tpu-v6e: libtpu is not installed; h200: JAX's CUDA" in err
+    for package in ("libtpu", "jax-cuda13-plugin==0.10.2", "jax-cuda13-pjrt", "nvidia-cuda-nvcc"):
+        assert package in err.partition("run `pip install --no-deps ")[2]
+    assert "cannot compile for tpu-v5e: libtpu is" in call("aot", "--target=v5e")[2]
 
 
 def results(monkeypatch, **of):

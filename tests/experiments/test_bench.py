@@ -97,7 +97,7 @@ def test_timings_may_lack_another_way(call, monkeypatch):
         (["--model=var-d31"], "unknown model 'var-d31'"),
         (["--shape=var"], "unknown shape 'var'"),
         (["--op=read"], "unknown operation 'read'"),
-        (["--dtype=float64"], "unknown type 'float64'"),
+        (["--dtype=float64"], "unknown dtype 'float64'"),
         (["--budget=0.5,2"], "--budget=0.5,2: shares above 0, at most 1"),
         (["--budget=x"], "--budget=x"),
         (["--op="], "--op= is empty"),

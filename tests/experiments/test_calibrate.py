@@ -77,6 +77,19 @@ def test_refused_for_other_weights_of_the_same_shape(call, calibrated, folder, t
     assert status == 2 and "other weights" in err
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--labels=1,2", "--num_samples=10"), "--labels and --num_samples exclude each other"),
+        (("--seed=2147483647", "--stability=2"), "--seed=2147483647: choose 0 to 2147483646"),
+        (("--seed=-1",), "--seed=-1: choose 0 to 2147483647"),
+    ],
+)
+def test_flags_that_cannot_work(call, tmp_path, flags, message):
+    status, out, err = call("calibrate", *flags, f"--save={tmp_path / 'c.json'}")
+    assert status == 2 and message in err and not out and not list(tmp_path.iterdir())
+
+
 def test_nothing_is_overwritten(call, calibrated, folder):
     status, _, err = call("calibrate", f"--checkpoint={folder}", f"--save={calibrated}")
     assert status == 2 and "exists already" in err

@@ -79,6 +79,20 @@ def test_negative_prompts_and_the_encoder_alone(encode, checkpoint, tmp_path):
     assert len(features.load(tmp_path / "f.npz").negative_lens) == 1
 
 
+def test_prompts_on_the_command_line(encode, call, checkpoint, tmp_path):
+    """The same features as from a file; a cut is blamed on the prompt."""
+    status, _, err = encode(f"a cat\n\n{LONG}\n", "--max_length=9", f"--save={tmp_path / 'f.npz'}")
+    assert status == 0, err
+    typed = [f"--prompt={text}" for text in ("a cat", " ", LONG)]
+    flags = (f"--checkpoint={checkpoint}", "--max_length=9", "--negative_prompt=a dog")
+    status, out, err = call("encode_text", *typed, *flags, f"--save={tmp_path / 'g.npz'}")
+    assert status == 0 and "--prompt number 3 has" in err and "1 negative prompts" in out, err
+    one, other = (features.load(tmp_path / name) for name in ("f.npz", "g.npz"))
+    assert one.prompts == other.prompts and (one.kv == other.kv).all()
+    status, _, err = call("encode_text", *flags, f"--save={tmp_path / 'h.npz'}")
+    assert status == 2 and "give --prompt=TEXT or --prompts=FILE" in err
+
+
 def test_published_sets(encode, tmp_path):
     path = tmp_path / "anime.json"
     path.write_text(json.dumps(["a red apple", "a dog"]))

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from experiments.prompts.layouts import write_images
+from experiments.prompts.layouts import check_layout, write_images
 from experiments.prompts.sets import IMAGES_PER_PROMPT, Kind, Prompt, PromptSet
 from varjax.errors import UserError
 
@@ -125,6 +125,49 @@ REFUSED = {
     "too few": (Kind.GENEVAL, _images(4), 4, "4 images: 2 prompts have 8"),
     "type": (Kind.LINES, _images(2) / 255, 1, "images are float64"),
 }
+
+
+NAMES_REFUSED = {
+    "above": (Kind.HPSV2, "../00000"),
+    "hidden": (Kind.DPG, ".."),
+    "device": (Kind.DPG, "con"),
+    "undecodable": (Kind.DPG, "a\udcff"),
+    "long": (Kind.COCO, f"{10**300}"),
+    "windows": (Kind.DPG, "a:b"),
+}
+
+
+@pytest.mark.parametrize("case", NAMES_REFUSED)
+def test_names_are_refused_before_anything_is_drawn(case, tmp_path):
+    """The prompt is named; without pillow too."""
+    kind, name = NAMES_REFUSED[case]
+    prompts = PromptSet((Prompt("a", name, "in line 3", {}),), kind, 1)
+    with pytest.raises(UserError, match="^in line 3: .*cannot be the name of a file"):
+        check_layout(prompts, 1, 8, 8)
+    with pytest.raises(UserError, match="^in line 3: .*cannot be the name of a file"):
+        write_images(tmp_path / "a" / "b", prompts, _images(1), 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_of_a_set_differ(tmp_path):
+    prompts = tuple(Prompt("a", name, "here", {}) for name in ("one", "One"))
+    with pytest.raises(UserError, match="'one.png' and 'One.png' are the same file"):
+        check_layout(PromptSet(prompts, Kind.DPG, 1), 1, 8, 8)
+
+
+def test_more_images_than_anybody_draws():
+    with pytest.raises(UserError, match="at most 10000000 images"):
+        check_layout(_set(Kind.LINES), 10**9)
+
+
+def test_any_text_can_be_written(tmp_path):
+    """Halves of surrogate pairs are escaped as JSON has it."""
+    metadata = {"tag": "\ud800", "number": float("inf")}
+    prompts = PromptSet((Prompt("\udcff", "00000", "here", metadata),), Kind.GENEVAL, 1)
+    write_images(tmp_path, prompts, _images(1), 1)
+    manifest = json.loads((tmp_path / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["images"][0]["prompt"] == "\udcff"
+    assert manifest["images"][0]["metadata"] == {"tag": "\ud800", "number": "inf"}
 
 
 @pytest.mark.parametrize("case", REFUSED)

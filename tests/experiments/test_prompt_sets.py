@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from experiments.prompts import sets
+from experiments.prompts import layouts, sets
 from experiments.prompts.sets import Kind, read_prompts
 from varjax.errors import UserError
 
@@ -161,6 +161,13 @@ REFUSED = {
     "folder of none": (_folder(a_md=b"x"), "dpg", "holds no prompts"),
     "folder as lines": (_folder(a_txt=b"x"), "lines", "is a folder: prompts of the kind lines"),
     "file as dpg": (_file("f.txt", b"a"), "dpg", "is a file: prompts of DPG-Bench"),
+    "surrogate": (_file("anime.json", ["a", "\ud800"]), "auto", "entry 1: .*half of a surrogate"),
+    "geneval surrogate": (
+        _file("f.jsonl", GENEVAL[0] | {"prompt": "\udcff"}),
+        "auto",
+        "line 1: .*half of a surrogate",
+    ),
+    "digits": (_file("f.json", b"[%s]" % (b"1" * 5000)), "auto", "is not JSON"),
     "kind": (_file("f.txt", b"a"), "gneval", "unknown kind of prompts .*did you mean 'geneval'"),
 }
 
@@ -170,6 +177,25 @@ def test_files_that_are_refused(case, tmp_path):
     write, kind, message = REFUSED[case]
     with pytest.raises(UserError, match=message):
         read_prompts(write(tmp_path), kind)
+
+
+def test_files_that_are_too_large(tmp_path, monkeypatch):
+    """Nothing is read beyond the limits, also of what has no end."""
+    with pytest.raises(UserError, match="larger than 128 MiB"):
+        read_prompts("/dev/zero")
+    monkeypatch.setattr(sets, "MOST_PROMPTS", 3)
+    (tmp_path / "f.txt").write_text("\n" * 4)
+    (tmp_path / "f.json").write_text('["a", "a", "a", "a"]')
+    for name in ("f.txt", "f.json"):
+        with pytest.raises(UserError, match="more than 3"):
+            read_prompts(tmp_path / name)
+
+
+def test_a_file_whose_name_leads_elsewhere(tmp_path):
+    """`...json` has the stem `..`; the layout refuses it."""
+    (tmp_path / "...json").write_text('["a"]')
+    with pytest.raises(UserError, match="cannot be the name of a file"):
+        layouts.check_layout(read_prompts(tmp_path / "...json"), 1)
 
 
 def test_every_kind_is_a_value_of_the_flag_and_documented():

@@ -1,7 +1,6 @@
 """`experiments.report` from a small made-up sweep: sections, one file, a browser that agrees."""
 
 import base64
-import html.parser
 import io
 import pathlib
 import re
@@ -14,9 +13,11 @@ import pytest
 
 from experiments.report import __main__ as report_module
 from experiments.report import sweep_files
+from experiments.sweep import intervals
+from tests.experiments import made_up_sweep
+from tests.experiments.html_page import check_self_contained
 from tests.experiments.made_up_sweep import GEOMETRY
 from varjax.calibration import files as measured
-from varjax.calibration.data import Calibration
 from varjax.policies import HeatKV
 from varjax.schedule import Schedule
 
@@ -24,8 +25,6 @@ for package in ("altair", "jinja2", "vl_convert", "PIL"):
     pytest.importorskip(package)
 from experiments.report import calibration_charts, charts, page  # noqa: E402
 
-SECTIONS = "table fidelity pictures bytes density discrepancy patterns pruning stability".split()
-VOID = {"meta", "link", "img", "input", "br"}
 BROWSER = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
     "--disable-background-networking --disable-component-update --disable-sync "
@@ -36,62 +35,9 @@ BROWSER = (
 @pytest.fixture
 def calibration(tmp_path):
     """A file with everything that can be drawn."""
-    rng = np.random.default_rng(1)
-    layers, heads, scales = GEOMETRY.num_layers, GEOMETRY.num_heads, GEOMETRY.schedule.num_scales
-    beta = np.tril(rng.uniform(0.1, 1, (layers, heads, scales, scales)))
-    beta[0, 0, -1, 1] = 0  # has no logarithm
     path = tmp_path / "calibration.json"
-    made = Calibration(
-        schedule=GEOMETRY.schedule,
-        num_layers=layers,
-        num_heads=heads,
-        num_samples=2,
-        beta=beta / beta.sum(-1, keepdims=True),
-        key_discrepancy=rng.uniform(size=(layers, scales)),
-        query_variance=rng.uniform(size=(layers, heads)),
-        selectivity=rng.uniform(size=(layers, scales)),
-        pattern_heads=np.array([[0, 1], [3, 2]], np.int32),
-        patterns=rng.uniform(size=(2, 4, 15)),
-        pattern_scale=3,
-        pattern_edges=np.arange(0, 32, 2, dtype=np.int32)[:16],
-        rank_dispersion=rng.uniform(size=3),
-    )
-    measured.save(made, path)
+    made_up_sweep.write_calibration(path)
     return path
-
-
-class Page(html.parser.HTMLParser):
-    """Tags, ids, addresses, texts and unbalanced elements of a page."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.ids, self.resources, self.open, self.unbalanced = [], [], [], [], []
-        self.texts = []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.ids += [v for k, v in attrs if k == "id"]
-        self.resources += [v for k, v in attrs if k in ("src", "href", "srcset", "data", "action")]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        if not self.open or self.open.pop() != tag:
-            self.unbalanced.append(tag)
-
-    def handle_data(self, data):
-        self.texts.append(data)
-
-
-def check_self_contained(text):
-    found = Page(text)
-    assert not found.unbalanced and not found.open
-    assert len(set(found.ids)) == len(found.ids) and set(SECTIONS) <= set(found.ids)
-    assert all(r.startswith(("data:", "#")) for r in found.resources), found.resources
-    styles = text.partition("<style>")[2].partition("</style>")[0]
-    assert "@import" not in styles and not re.search(r"url\((?!data:)", styles)
-    return found
 
 
 def pixels(uri):
@@ -148,6 +94,19 @@ def test_no_text_becomes_markup(sweep, calibration):
 
     hostile = """'"><img src="http://a/b"></title></style></script><script>{{ 1 }}"""
     assert built(hostile).tags == built("x").tags
+
+
+def test_intervals_are_shown(sweep):
+    report, samples, geometry = sweep_files.read(sweep)
+    assert "No intervals are known" in page.build(report, samples, geometry, None, 1)
+    numbers = {f"c{i}": {"psnr": np.array([19.0, 21.0]) + i} for i in (1, 2, 3)}
+    intervals.add(report["cells"], numbers)
+    text = page.build(report, samples, geometry, None, 1)
+    found = check_self_contained(text)
+    assert "[20.00, 22.00]" in found.texts and "best" in found.texts
+    assert "Bars are 95 % intervals" in text and found.tags.count("table") == 2
+    (psnr, *others) = charts.fidelity(report)
+    assert len(psnr.to_dict()["layer"]) == 3 and len(others[0].to_dict()["layer"]) == 2
 
 
 def open_in_browser(text, tmp_path):
@@ -225,8 +184,9 @@ def test_the_browser_test_notices_requests_and_errors(tmp_path):
 
 
 def test_large_pictures_are_left_out():
-    samples = {name: np.zeros((8, 512, 512, 3), np.uint8) for name in ("labels", *range(16))}
+    samples = {name: np.zeros((8, 512, 512, 3), np.uint8) for name in range(16)}
     samples["full"] = samples.pop(0)
+    samples |= {"labels": np.arange(8), "1/psnr": np.zeros(100)}  # which are no pictures
     assert report_module.number_of_images(samples) == 4
 
 

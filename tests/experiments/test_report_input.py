@@ -1,6 +1,7 @@
 """`experiments.report` refuses damaged sweeps and places that cannot be written."""
 
 import json
+import os
 import shutil
 
 import numpy as np
@@ -36,7 +37,7 @@ REMOVED, WRONG = object(), "wrong"
         (["geometry"], REMOVED, "sweep.json: geometry is missing"),
         (["geometry"], WRONG, "geometry is 'wrong', it must be an object"),
         (["geometry", "num_layers"], 2.5, "geometry.num_layers is 2.5"),
-        (["geometry", "num_heads"], 0, "num_heads is 0"),
+        (["geometry", "num_heads"], 0, "num_heads=0"),
         (["geometry", "schedule"], WRONG, "token map 'wrong'"),
         (["geometry", "schedule"], "1x1;2x2", "cells[0].live_tokens is not 2 lists of 3"),
         (["cells"], REMOVED, "cells is missing"),
@@ -51,6 +52,18 @@ REMOVED, WRONG = object(), "wrong"
         (["reference"], [], "reference is []"),
         (["settings", "model"], 3, "settings.model is 3"),
         (["versions"], {"jax": 1}, "versions is"),
+        # a lone surrogate, which JSON may hold and no page
+        (["definitions"], {"\ud800": "x"}, "definitions is {"),
+        (["sample_names", 1], "\ud800", "sample_names[1] is"),
+        (["settings", "sampling"], {"cfg": {}}, "settings.sampling is"),
+        (["reference", "fidelity"], "x", "reference.fidelity is 'x'"),
+        (["cells", 0, "fidelity", "psnr_low"], [], "cells[0].fidelity.psnr_low is []"),
+        (["cells", 0, "status"], "lost", "cells[0].status is 'lost', it must be done, skipped or"),
+        (["cells", 0, "label"], "a\nb", "OK"),
+        (["cells", 3, "kv"], "x", "OK"),  # of a cell that has not run: not looked at
+        (["cells", 0, "kv", "label"], {}, "OK"),
+        (["cells", 0, "fidelity", "ssim"], "nan", "OK"),
+        (["cells", 0, "samples_fidelity", "ssim"], ["nan", 1], "OK"),
         (["sample_names"], ["one"], "samples.npz: 2 images, but 1 names in sweep.json"),
         (["cells", 0, "samples"], "c9", "samples.npz: the array c9 is missing"),
         (["cells", 0, "samples_fidelity", "kl"], [0.1], "2 images of swa, other counts"),
@@ -66,7 +79,10 @@ def test_damaged_reports_are_refused(call, sweep, tmp_path, keys, value, message
     if value is REMOVED:
         del inner[last]
     (sweep / "sweep.json").write_text(json.dumps(content))
-    check_refused(call, sweep, tmp_path, message)
+    if message == "OK":
+        assert call("report", f"--sweep={sweep}", f"--out={tmp_path / 'x.html'}")[0] == 0
+    else:
+        check_refused(call, sweep, tmp_path, message)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +92,7 @@ def test_damaged_reports_are_refused(call, sweep, tmp_path, keys, value, message
         ({"full": np.zeros((2, 16, 16, 3))}, "full is float64"),
         ({"full": np.zeros((2, 16), np.uint8)}, "full is uint8 (2, 16)"),
         ({"c2": np.zeros((1, 16, 16, 3), np.uint8)}, "c2 has shape"),
+        ({"full": np.zeros((2, 1, 17000, 3), np.uint8)}, "full has shape (2, 1, 17000, 3): sides"),
     ],
 )
 def test_damaged_samples_are_refused(call, sweep, tmp_path, change, message):
@@ -90,6 +107,26 @@ def test_samples_that_are_one_array_are_refused(call, sweep, tmp_path):
     with open(sweep / "samples.npz", "wb") as file:
         np.save(file, np.zeros(3))
     check_refused(call, sweep, tmp_path, "samples.npz")
+
+
+def test_compressed_samples_are_refused(call, sweep, tmp_path):
+    """They may be a thousand times as large as their file."""
+    with np.load(sweep / "samples.npz") as archive:
+        np.savez_compressed(sweep / "samples.npz", **archive)
+    check_refused(call, sweep, tmp_path, "is compressed")
+
+
+def test_a_pipe_is_not_waited_for(call, sweep, tmp_path):
+    (sweep / "sweep.json").unlink()
+    os.mkfifo(sweep / "sweep.json")
+    status, _, err = call("report", f"--sweep={sweep}", f"--out={tmp_path / 'report.html'}")
+    assert status == 2 and "no ordinary file: sweep.json" in err
+
+
+def test_reports_are_not_read_without_end(call, sweep, tmp_path):
+    with open(sweep / "sweep.json", "wb") as file:
+        file.truncate(2**40)  # takes no room on the disk
+    check_refused(call, sweep, tmp_path, "larger than")
 
 
 def check_refused(call, sweep, tmp_path, message):

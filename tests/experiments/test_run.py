@@ -1,5 +1,6 @@
 """`experiments.run` as a user meets it: results, errors, interruption."""
 
+import errno
 import json
 import shutil
 import sys
@@ -8,13 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from experiments.output import BatchStore
+from experiments.output import BatchStore, written
 from experiments.run import __main__ as run_module
 from experiments.run import results
 from tests import models_under_test as models
 from varjax import metrics, policies
 from varjax.api import Generator
 from varjax.conditions import Labels
+from varjax.storage.atomic import check_new_folder
 
 FIELDS = (
     "policy",
@@ -112,19 +114,6 @@ def test_interrupted_run_resumes_without_repeating(call, checkpoint, tmp_path, m
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_finished_batches_are_counted_by_their_indices(tmp_path, monkeypatch):
-    """Up to the first gap, and without reading pictures."""
-    store = BatchStore(tmp_path / "out", {}, overwrite=False)
-    with store.working():
-        for first in (0, 2, 6):
-            store.add("main", np.arange(first, first + 2), {"images": np.zeros(3)})
-        real, read = np.lib.npyio.NpzFile.__getitem__, []
-        monkeypatch.setattr(
-            np.lib.npyio.NpzFile, "__getitem__", lambda f, n: (read.append(n), real(f, n))[1]
-        )
-        assert store.finished("main") == 4 and set(read) == {"index"}
-
-
 def test_nothing_is_run_for_its_time_alone(call, checkpoint, tmp_path, monkeypatch):
     """One batch is one run; after a resumption that finds everything there is none."""
     flags = (checkpoint, "--labels=3,7", "--batch_size=2", f"--out={tmp_path / 'out'}")
@@ -146,6 +135,51 @@ def test_nothing_is_run_for_its_time_alone(call, checkpoint, tmp_path, monkeypat
     time = report_of(tmp_path / "out")["time"]
     assert time["steady_s_per_image"] is time["first_run_s"] is None and time["runs"] == []
     assert "time per image    -" in text
+
+
+def test_a_full_disk_at_the_end_loses_nothing(call, checkpoint, tmp_path, monkeypatch):
+    """One line; started again, the same command only writes the results, or draws what is damaged
+    by then."""
+    out, run_batch, ran = tmp_path / "out", Generator.run_batch, []
+    flags = (checkpoint, "--labels=3,7,7", "--batch_size=1", "--compare", "--save_arrays")
+
+    def counted(self, condition, index, **options):
+        ran.append((self.policy.name, *index))
+        return run_batch(self, condition, index, **options)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Generator, "run_batch", counted)
+    flags += ("--policy=swa", "--budget=0.5", f"--out={out}")
+    with monkeypatch.context() as patched:
+        patched.setattr(results.images, "save_samples_npz", full)
+        status, _, err = call("run", *flags)
+    assert status == 2 and err.count("error: No space left on device") == 1 and len(ran) == 6
+    assert "Traceback" not in err and [path.name for path in tmp_path.iterdir()] == ["out.partial"]
+    assert not (tmp_path / "out.partial" / "pixels.npy").exists()
+    (tmp_path / "out.partial" / "main-00000001.npz").write_bytes(b"damaged")
+    ran.clear()
+    status, _, err = call("run", *flags)
+    assert status == 0 and ran == [("swa", 1)], err
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    check_new_folder(out, replaces=written)  # with --overwrite
+
+
+def test_pictures_that_are_none_are_found_at_once(call, checkpoint, tmp_path, monkeypatch):
+    """Not when all are drawn."""
+    run_batch, ran = Generator.run_batch, []
+
+    def broken(self, *args, **options):
+        ran.append(1)
+        found, state = run_batch(self, *args, **options)
+        return found | {"images": found["images"] * np.nan}, state
+
+    monkeypatch.setattr(Generator, "run_batch", broken)
+    flags = (checkpoint, "--labels=3,7", "--batch_size=1", "--save_arrays")
+    status, _, err = call("run", *flags, f"--out={tmp_path / 'out'}")
+    assert status == 2 and "values that are not finite" in err and len(ran) == 1
+    assert not list(tmp_path.iterdir())
 
 
 MINE = """
@@ -170,7 +204,7 @@ def test_a_policy_of_my_own(call, checkpoint, tmp_path):
         assert status == 0 and "my_streaming, budget 0.5" in out, err
         status, _, err = call("run", checkpoint, module, "--policy=my_streming")
         assert status == 2 and "did you mean 'my_streaming'?" in err
-        assert "|my_streaming\n" in call("plan", "--help", module)[1]
+        assert "compose, my_streaming" in call("plan", "--help", module)[1]
         status, _, err = call("plan", "--policy_module=/nowhere.py")
         assert status == 2 and "/nowhere.py" in err
     finally:
@@ -245,7 +279,8 @@ BAD = [
     (("--cfg=-1",), "cfg=-1"),
     (("--seed=-1",), "--seed=-1"),
     (("--batch_size=0",), "--batch_size=0"),
-    (("--batch_size=100000000",), "are available"),
+    (("--batch_size=1000000",), "are available"),
+    (("--batch_size=100000000",), "choose 1 to 1000000"),
     (("--segments=7",), "1 to 6"),
     (("--segments=many",), "1 to 6"),
     (("--attention=triton",), "needs a GPU"),
@@ -371,4 +406,4 @@ def test_dry_run_allocates_nothing(call, monkeypatch, tmp_path):
 
 def test_help_lists_policies(call):
     status, out, _ = call("run", "--help")
-    assert status == 0 and "full|swa|streaming|headkv|table" in out
+    assert status == 0 and "one of full, swa, streaming, headkv, table" in out

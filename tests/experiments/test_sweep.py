@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from experiments.sweep import cells as sweep_cells
-from experiments.sweep import plan
+from experiments.report import sweep_files
+from experiments.sweep import plan, progress, tables
 from tests import models_under_test as models
+from tests.experiments import made_up_sweep
 from varjax.api import Generator
 from varjax.calibration import files as calibration_lib
 from varjax.errors import UserError
@@ -45,10 +46,18 @@ def test_table_files_and_resumption(call, checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(Generator, "run_batch", counts)
     status, _, err = call("sweep", *flags, policies, budgets)
     assert status == 130 and not out.exists(), err
+    # at a budget of 1 both policies keep everything, as the full cache does: the same program
+    said = "4 compilations ahead (2 programs, 2 expected from the compilation cache)"
+    assert f"0 of 3 cells done, {said}\n" in err
+    cells = err.split("\ncell ")[1:]
+    assert "(compilation cache warm)" in cells[1] and "(compilation cache warm)" in cells[2]
+    assert "2 of 3 cells done, 1 compilation ahead (1 expected from the compilation cache), " in err
     assert call("sweep", *flags, policies, budgets, "--seed=1")[0] == 2  # other settings
     ran[:] = ["again"]
     status, text, err = call("sweep", *flags, policies, budgets)
     assert status == 0 and "2 of 3 cells are there already" in err
+    assert "2 of 3 cells done, 2 compilations ahead (1 program, 2 expected from the" in err
+    assert "3 of 3 cells done, no compilations ahead\n" in err
     assert "swa" not in ran and "streaming" in ran
     assert sorted(p.name for p in out.iterdir()) == FILES
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
@@ -73,13 +82,18 @@ def test_table_files_and_resumption(call, checkpoint, tmp_path, monkeypatch):
     assert slots.max() == small["kv"]["pool_slots"] and (slots >= small["live_tokens"]).all()
     assert small["kv"]["slot_bytes"] * small["kv"]["pool_slots"] == small["kv"]["planned_bytes"]
 
+    sweep_files.read(out)  # which the report does
     with np.load(out / "samples.npz") as samples, open(out / "sweep.csv") as table:
         assert samples["full"].shape == samples[small["samples"]].shape == (2, 16, 16, 3)
         assert samples["labels"].tolist() == [3, 7]
+        numbers = samples[f"{small['samples']}/psnr"]  # of all images
+        assert numbers.shape == (3,) and numbers.mean() == pytest.approx(small["fidelity"]["psnr"])
         rows = list(csv.DictReader(table))
     assert [row["label"] for row in rows] == ["full"] + [c["label"] for c in report["cells"]]
     assert float(rows[1]["psnr"]) == pytest.approx(small["fidelity"]["psnr"])
-    assert rows[3]["note"] == refused["reason"] and rows[3]["psnr"] == ""
+    assert rows[3]["note"] == refused["reason"] and rows[3]["psnr"] == rows[3]["psnr_low"] == ""
+    assert float(rows[1]["psnr_low"]) <= float(rows[1]["psnr"]) <= float(rows[1]["psnr_high"])
+    assert "dB [" in text and "image by image:" in (out / "sweep.md").read_text(encoding="utf-8")
 
     assert call("sweep", *flags, policies, budgets)[0] == 2  # the folder exists
     same = call("run", *flags[:3], "--policy=swa", "--budget=0.05", "--compare", f"--out={out}-run")
@@ -129,6 +143,40 @@ def test_a_place_that_cannot_be_written(call, checkpoint, monkeypatch):
     assert status == 2 and "cannot write /proc/x: nothing can be created in /proc" in err
 
 
+def test_what_is_ahead(monkeypatch):
+    """Compilations by whether their program is new, and the time that they and the cells take."""
+    names = iter(["full", "a", "b", "a", "c"])
+    monkeypatch.setattr(progress, "program_of", lambda sweep, cell: next(names))
+    monkeypatch.setattr(progress.compilation_cache, "is_on", lambda: True)
+    full, *cells = (SimpleNamespace(key=str(i)) for i in range(5))
+    ahead = progress.SweepProgress(SimpleNamespace(full=full), [], [full, *cells])
+    first = "5 compilations ahead (4 programs, 1 expected from the compilation cache)"
+    assert ahead.text() == f"0 of 4 cells done, {first}"
+    ahead.compiled(full, 100.0)
+    # cells and the known program were not measured yet: three new programs
+    assert ahead.text().endswith("from the compilation cache), at least 5 min left")
+    ahead.compiled(cells[0], 40.0)
+    ahead.finished(10.0)
+    assert "1 of 4 cells done, 3 compilations ahead" in ahead.text()
+    assert ahead.text().endswith("at least 2 min left")  # 2 * 40 + 3 * 10 s
+    ahead.compiled(cells[1], 40.0)
+    ahead.finished(20.0)
+    ahead.compiled(cells[2], 5.0)
+    ahead.finished(20.0)
+    assert ahead.text() == "3 of 4 cells done, 1 compilation ahead, about 60 s left"
+    ahead.compiled(cells[3], 5.0)
+    ahead.finished(20.0)
+    assert ahead.text() == "4 of 4 cells done, no compilations ahead"
+
+
+def test_without_a_cache_everything_is_compiled(monkeypatch):
+    monkeypatch.setattr(progress, "program_of", lambda sweep, cell: "the same")
+    monkeypatch.setattr(progress.compilation_cache, "is_on", lambda: False)
+    full, cell = (SimpleNamespace(key=str(i)) for i in range(2))
+    ahead = progress.SweepProgress(SimpleNamespace(full=full), [full], [full, cell])
+    assert ahead.text() == "0 of 1 cells done, 2 compilations ahead (1 program)"
+
+
 def test_entries():
     entries = plan.parse_entries("headkv, streaming:sinks=3+block_size=8,table:path=a,b+c.npz")
     assert [(e.name, e.arguments) for e in entries] == [
@@ -171,8 +219,6 @@ def test_given_sizes_are_not_swept():
 
 
 def test_without_matplotlib_the_tables_are_there(tmp_path, monkeypatch):
-    from experiments.sweep import tables
-
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     run = {"model": "m", "labels": [1], "seed": 0, "batch_size": 1, "dtype": "float32"}
     run |= {"kv_dtype": "float32", "calibration": None}
@@ -199,13 +245,19 @@ def test_every_cell_has_a_key_of_its_own():
     assert len({*planned.values(), snapkv, h2o}) == len(planned) + 2 > 5
 
 
-@pytest.mark.parametrize("keep", [0, 10, 200, -30])
-def test_a_damaged_cell_is_run_again(tmp_path, keep):
-    """A truncated file of an unfinished sweep counts as missing."""
-    runner = sweep_cells.Runner(None, SimpleNamespace(work=tmp_path))
-    cell = SimpleNamespace(key="a")
-    runner.keep(cell, {"n": 1}, samples=np.zeros((2, 4, 4, 3), np.uint8))
-    assert runner.results(cell)["row"] == {"n": 1}
-    path = runner.path("a")
-    path.write_bytes(path.read_bytes()[:keep])
-    assert runner.results(cell) is None
+LABELS = ("table:path=$\\frac$.npz", "table:path=a$b.npz", "\udcff\ud800", "x" * 10**5, "a\0b")
+
+
+def test_any_label_can_be_written_and_drawn(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra `eval`)")
+    made_up_sweep.write(tmp_path / "sweep")
+    report = json.loads((tmp_path / "sweep" / "sweep.json").read_text(encoding="utf-8"))
+    report["settings"]["calibration"] = None
+    report["versions"]["jax"] = "0"
+    done = next(cell for cell in report["cells"] if cell["status"] == "done")
+    report["cells"] = [done | {"label": label} for label in LABELS]
+    assert tables.write(tmp_path, report, {"labels": np.zeros(1)}, b"{}") is None
+    assert (tmp_path / "fidelity.png").stat().st_size > 10**4
+    assert "\\udcff\\ud800" in (tmp_path / "sweep.md").read_text(encoding="utf-8")
+    with open(tmp_path / "sweep.json", encoding="utf-8") as file:
+        assert [cell["label"] for cell in json.load(file)["cells"]] == list(LABELS)

@@ -11,7 +11,7 @@ from experiments.flags.condition import ConditionFlags
 from tests import models_under_test as models
 from tests import text_encoder_under_test as encoder
 from varjax.api import Generator
-from varjax.cli.flags import CommandFlags
+from varjax.cli.flags import CommandFlags, parse_flags
 from varjax.model import describe
 
 CASE = "infinity_A_gen_1.5_b2"
@@ -115,14 +115,24 @@ def test_measured_and_compared(call, checkpoint, files, tmp_path):
 
 
 BAD = [
-    ((), "give --prompts=FILE or --text_features=FILE.npz"),
-    (("--labels=3",), "--labels: infinity_a draws from text; give --prompts=FILE"),
+    ((), "give --prompt=TEXT, --prompts=FILE or --text_features=FILE.npz"),
+    (("--labels=3",), "--labels: infinity_a draws from text; give --prompt=TEXT, --prompts=FILE"),
     (("--num_images=3",), "draws from text"),
     (("--prompts=IN/prompts.txt",), "has no text encoder: convert one with"),
     (("--text_features=IN/wide.npz",), "32 wide"),
     (("--text_features=IN/bits.npz",), "kv and lens missing"),
     (("--text_features=/nowhere.npz",), "no file /nowhere.npz"),
-    (("TEXT", "--prompts=IN/prompts.txt"), "holds 2 texts, --prompts 3"),
+    (("TEXT", "--prompts=IN/prompts.txt"), "holds 2 texts, there are 3 prompts"),
+    (("TEXT", "--prompt=a"), "holds 2 texts, there are 1 prompts"),
+    (("--prompt=a", "--prompts=IN/prompts.txt"), "--prompt and --prompts exclude each other"),
+    (("--prompt=a",), "has no text encoder: convert one with"),
+    (("--prompt=a", "--prompt_set=lines"), "--prompt_set=lines says what the file of --prompts"),
+    (("--prompt=\udcff",), "is not UTF-8 text"),
+    (
+        ("--prompt=a", "--prompt=b", "--negative_prompt=c", "--negative_prompt="),
+        "number 2 is empty and others",
+    ),
+    (("TEXT", "--negative_prompt=b"), "--negative_prompt: --text_features holds its own"),
     (("--text_features=IN/four.npz", "--prompts=IN/four.txt"), "was made of 'a cat', but"),
     (("TEXT", "--negative_prompts=IN/prompts.txt"), "holds its own"),
     (("TEXT", "--images_per_prompt=0"), "positive integer"),
@@ -167,6 +177,8 @@ def test_bad_input(call, checkpoint, files, tmp_path, monkeypatch, flags, messag
         ("--size=1M", "one shape per checkpoint"),
         ("--text_features=x.npz", "class-conditional; choose images with --labels"),
         ("--images_per_prompt=3", "class-conditional"),
+        ("--prompt=a red apple", "--prompt: demo is class-conditional"),
+        ("--negative_prompt=a", "--negative_prompt: demo is class-conditional"),
         ("--given_bits=x.npz", "draws tokens: use --given_tokens"),
         ("--cfg_insertion_layer=-1", "on the logits only"),
     ],
@@ -191,6 +203,26 @@ def test_dry_run_of_published_sizes(call, name, parameters, tokens):
     assert line.split()[1] == parameters
     status, small, _ = call("run", *flags, "--aspect=0.5", "--size=0.06M")
     assert status == 0 and "schedule          1x1;2x2;2x4;3x6;5x10;8x16;11x22\n" in small
+
+
+def test_prompts_on_the_command_line(checkpoint, files):
+    """As lines of a file: order, names of images, captions, the empty ones."""
+    texts = ("a red apple", " three\ndogs ", "", "--seed=1", "été")
+
+    def resolved(*given):
+        flags = CommandFlags()
+        condition = ConditionFlags(flags)
+        parse_flags(["run", *given], flags.values)
+        return condition.resolve(describe(checkpoint.partition("=")[2]), weights=False)
+
+    (files / "same.txt").write_text("a red apple\nthree dogs\n\n--seed=1\nété\n", encoding="utf-8")
+    typed = resolved(*(f"--prompt={text}" for text in texts))
+    read = resolved(f"--prompts={files / 'same.txt'}")
+    assert typed.captions == read.captions == ["a red apple", "three dogs", "", "--seed=1", "été"]
+    assert [p.name for p in typed.prompts.prompts] == [p.name for p in read.prompts.prompts]
+    assert typed.prompts.names[1] == "--prompt number 2"
+    twice = resolved("--prompt", "a cat", "--images_per_prompt=2", "--negative_prompt= a dog ")
+    assert twice.captions == ["a cat", "a cat"] and twice.negative.texts == ["a dog"]
 
 
 def test_an_encoder_of_another_width(call, files, tmp_path, monkeypatch):

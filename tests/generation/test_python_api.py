@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 import varjax
@@ -36,12 +37,108 @@ def test_a_calibration_of_other_weights_is_refused(demo):
     ("arguments", "message"),
     [
         ({"policy": None}, "give a policy or a name"),
-        ({"policy": "headkv", "budget": "0.1"}, "not a number"),
-        ({"policy": "headkv", "budget": True}, "not a number"),
+        ({"policy": "headkv", "budget": "0.1"}, "must be a number"),
+        ({"policy": "headkv", "budget": True}, "must be a number"),
         ({"policy": policies.HeadKV(), "budget": 0.5}, "budget to the policy itself"),
         ({"policy": "headkv", "kv_dtype": "int3"}, "kv_dtype"),
+        ({"progress": 3}, r"progress=3: give True, False, or a function"),
     ],
 )
 def test_refused(demo, arguments, message):
     with pytest.raises(UserError, match=message):
         varjax.generate(demo, [1, 2], **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        *(({"seed": s}, "^seed=.*choose 0 to 2147483647") for s in (-1, 2**31, 2**32 + 5)),
+        *(({"seed": s}, "^seed=.*must be a whole number") for s in (1.0, True, "1", None)),
+        *(({"labels": x}, r"^labels\[0\]=") for x in ([1.7], [True], ["3"], [None], [[1]])),
+        *(({"labels": x}, "^labels=.*list of class") for x in (np.array([1.7]), np.array(3), 3)),
+        ({"labels": np.array([True])}, "^labels=.*list of class numbers"),
+        ({"labels": np.array([[1, 2]])}, "^labels=.*list of class numbers"),
+        ({"labels": range(10**12)}, "^labels holds 1000000000000 numbers: at most"),
+        ({"labels": [2**70]}, "outside the model's 44 classes"),
+        ({"labels": []}, "no labels given"),
+        ({"model": 3}, "^model=3: give a model"),
+        ({"policy": 3}, "^policy=3: give a policy"),
+        ({"policy": policies.HeadKV}, "give a policy"),
+        ({"budget": float("nan")}, "^budget=nan is outside"),
+        ({"sampling": "x"}, "^sampling='x': give Sampling"),
+        ({"sampling": varjax.Sampling(cfg=float("nan"))}, "^cfg=nan"),
+        ({"calibration": 5, "policy": "hack"}, "^calibration=5: give a path"),
+        ({"kv_dtype": 7}, "unknown kv_dtype 7"),
+        ({"batch_size": 0}, "^batch_size=0: choose 1 to 1000000"),
+        ({"batch_size": 1.0}, "^batch_size=1.0: it must be a whole number"),
+    ],
+)
+def test_nonsense_is_refused(demo, monkeypatch, arguments, message):
+    monkeypatch.setattr(varjax.Generator, "compile", lambda *_: pytest.fail("compiled"))
+    with pytest.raises(UserError, match=message):
+        varjax.generate(**{"model": demo, "labels": [1], "policy": "swa"} | arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mesh": "data=2"}, "^mesh='data=2': give a MeshSpec"),
+        ({"segments": 1.5}, "^segments=1.5 is not valid"),
+        ({"decode_batch": 0}, "^decode_batch=0: choose 1"),
+        ({"attention": "flash"}, "unknown attention 'flash'"),
+        ({"attention": "tpu"}, "tpu needs a TPU"),
+        ({"matmul_precision": 3}, "unknown matmul_precision 3"),
+        ({"keep_logits": "no"}, "^keep_logits='no': it must be true or false"),
+        ({"plan": 3}, "^plan=3: give a plan"),
+    ],
+)
+def test_nonsense_for_a_generator_is_refused(demo, arguments, message):
+    with pytest.raises(UserError, match=message):
+        varjax.Generator(demo, **arguments)
+
+
+def test_a_plan_of_another_model_is_refused(demo):
+    other = dataclasses.replace(demo.geometry, num_heads=2)
+    with pytest.raises(UserError, match="the plan is for another model: its num_heads is 2"):
+        varjax.Generator(demo, plan=varjax.plan(other))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: varjax.load(3), "^model=3: give a path"),
+        (lambda: varjax.load(""), "^model=''"),
+        (lambda: varjax.load(dtype=3), "unknown dtype 3"),
+        (lambda: varjax.load(dtype=""), "unknown dtype ''"),
+        (lambda: varjax.load(on_host="no"), "^on_host='no'"),
+        (lambda: varjax.describe("infinity-2b", aspect="x"), "aspect 'x' is not supported"),
+        (lambda: varjax.describe("infinity-2b", aspect=True), "aspect True is not supported"),
+        (lambda: varjax.plan(3), "^model=3: give a model"),
+        (lambda: varjax.describe().sampling(cfg="a"), "^cfg='a': it must be a number"),
+        (lambda: varjax.describe().sampling(cgf=2.0), "unknown setting 'cgf'.*did you mean 'cfg'"),
+        (lambda: varjax.plan(varjax.describe()).num_bytes(1, None), "unknown dtype None"),
+        (lambda: varjax.plan(varjax.describe()).num_bytes(1, "a"), "unknown dtype 'a'"),
+        (lambda: varjax.plan(varjax.describe()).num_bytes(-1, "int8"), "^batch_size=-1"),
+        (lambda: varjax.plan(varjax.describe()).dense_bytes(True, "int8"), "^batch_size=True"),
+    ],
+)
+def test_nonsense_elsewhere_is_refused(call, message):
+    with pytest.raises(UserError, match=message):
+        call()
+
+
+def test_progress(demo, monkeypatch, capfd):
+    """Silent unless asked; a function gets the images that are done and all of them."""
+
+    def run_images(self, condition, index, **options):
+        return {"images": np.zeros((len(index), 2, 2, 3), np.float32)}, None
+
+    monkeypatch.setattr(varjax.Generator, "run_images", run_images)
+    seen = []
+    assert len(varjax.generate(demo, range(5), batch_size=2)) == 5
+    assert capfd.readouterr() == ("", "")
+    varjax.generate(demo, range(5), batch_size=2, progress=lambda *given: seen.append(given))
+    assert seen == [(0, 5), (2, 5), (4, 5), (5, 5)]
+    varjax.Generator(demo, batch_size=4)(range(5), progress=True)
+    out, err = capfd.readouterr()
+    assert not out and [line.split()[1] for line in err.splitlines()] == ["0/5", "4/5", "5/5"]

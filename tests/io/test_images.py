@@ -1,6 +1,7 @@
 """Rounding, grids, PNG and npz files, and that a failed write leaves nothing behind."""
 
 import sys
+import time
 
 import chex
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from PIL import Image
 
 from varjax.errors import MissingExtra, UserError, require
+from varjax.io import images as image_io
 from varjax.io.images import CAPTION_HEIGHT, GAP, grid, save_grid, save_samples_npz, to_uint8
 from varjax.storage.atomic import new_file
 
@@ -32,7 +34,7 @@ def test_bytes_survive_a_round_trip():
 
 
 def test_values_that_are_not_finite_are_refused():
-    with pytest.raises(ValueError, match="not finite"):
+    with pytest.raises(UserError, match="not finite"):
         to_uint8(np.full((1, 2, 2, 3), np.nan))
 
 
@@ -68,6 +70,37 @@ def test_captions_go_under_the_images(tmp_path):
     strip = picture[32:]
     assert (strip[:, :32] < 128).any() and (strip[:, 32 + GAP :] < 128).any()
     assert (strip[:, 32 : 32 + GAP] == 255).all()
+
+
+def _lines_one_by_one(text, fits):
+    """The definition: the longest beginning of a word that fits is found from its end."""
+    lines = []
+    for word in text.split():
+        if lines and fits(f"{lines[-1]} {word}"):
+            lines[-1] = f"{lines[-1]} {word}"
+            continue
+        if len(lines) == 2:
+            break
+        while not fits(word):
+            word = word[:-1]
+        lines.append(word)
+    return lines
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a fig", "x" * 50, "a " + "W" * 60 + " b", "one two three " * 9]
+)
+def test_captions_are_broken_at_words(text):
+    for width in (0, 1, 7, 20, 64):
+        fits = lambda part: len(part) * 6 <= width  # noqa: B023, E731
+        assert image_io._lines(text, fits) == _lines_one_by_one(text, fits)
+
+
+@pytest.mark.parametrize("text", ["x" * 10**6, "x " * 10**6, "\n" * 10**6, "\0\ud800" * 10**5])
+def test_long_captions_take_no_time(text):
+    start = time.process_time()
+    assert image_io._caption(text, 64).shape == (CAPTION_HEIGHT, 64, 3)
+    assert time.process_time() - start < 0.5
 
 
 def test_samples_have_the_layout_of_the_evaluator(tmp_path):

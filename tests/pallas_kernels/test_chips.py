@@ -1,5 +1,8 @@
 """The table of chips, and what is said about compilers that are missing."""
 
+import re
+import shlex
+
 import pytest
 
 from pallas_kernels import chips
@@ -53,12 +56,27 @@ def versions(monkeypatch, **installed):
 
 def test_what_is_missing(monkeypatch):
     versions(monkeypatch, jaxlib="0.10.2")
-    assert "pip install 'jax[tpu]'" in chips.why_unavailable("v5e")
+    assert re.search(r"`pip install --no-deps '?libtpu\b", chips.why_unavailable("v5e"))
     assert "jax-cuda13-plugin==0.10.2 jax-cuda13-pjrt==0.10.2" in chips.why_unavailable("h200")
     other = {"jax_cuda13_plugin": "0.10.1", "jax_cuda13_pjrt": "0.10.2"}
     versions(monkeypatch, jaxlib="0.10.2", **other)
-    assert "is 0.10.1 and 0.10.2, jaxlib 0.10.2: run" in chips.why_unavailable("h200")
+    assert "is 0.10.1 and 0.10.2, jaxlib 0.10.2" in chips.why_unavailable("h200")
     right = {"jax_cuda13_plugin": "0.10.2", "jax_cuda13_pjrt": "0.10.2"}
     versions(monkeypatch, jaxlib="0.10.2", libtpu="0.0.42", **right)
     assert chips.why_unavailable("v5e") is None
     assert "nvidia-cuda-nvcc" in chips.why_unavailable("h200")
+
+
+def test_all_that_is_missing_is_said_at_once(monkeypatch):
+    """One command installs it, instead of the next missing package after each."""
+    versions(monkeypatch, jaxlib="0.10.2")
+    why = chips.why_unavailable("v5e", "h200", "tpu-v6e", "a100")
+    assert why.startswith("tpu-v5e, tpu-v6e: libtpu is not installed; h200, a100: JAX's CUDA")
+    assert "ptxas is not here" in why and why.count("pip install") == 1
+    packages = shlex.split(re.search("`pip install --no-deps (.*)`", why)[1])
+    cuda = ["nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-runtime", "nvidia-cuda-crt"]
+    plugin = ["jax-cuda13-plugin==0.10.2", "jax-cuda13-pjrt==0.10.2"]
+    assert packages[0].partition("==")[0] == "libtpu" and packages[1:] == plugin + cuda
+    versions(monkeypatch, jaxlib="0.10.2", libtpu="0.0.42")
+    assert chips.why_unavailable("v5e", "v6e") is None
+    assert "tpu" not in chips.why_unavailable("v5e", "h200")

@@ -89,7 +89,7 @@ def test_one_kind_of_heads(fraction):
         ({}, Calibration(query_variance=np.ones((3, 5))), r"shape \(3, 5\).* needs \(3, 4\)"),
         ({}, Calibration(num_heads=5, query_variance=VARIANCE), "another model"),
         ({"contextual": 1.2}, CALIBRATION, "contextual=1.2 is outside"),
-        ({"asymmetry": 0.0}, CALIBRATION, "asymmetry=0 must be"),
+        ({"asymmetry": 0.0}, CALIBRATION, "asymmetry=0 is outside"),
         ({"sinks": 6}, CALIBRATION, "choose 1 to 5 scales"),
         ({"sinks": 3, "budget": 0.1}, CALIBRATION, "the sink scales alone need more"),
     ],

@@ -142,6 +142,26 @@ def test_infeasible_budget():
     assert plan.fraction <= 0.0331
 
 
+def test_without_what_prepare_gives():
+    geometry, policy = Problem("synth_1").geometry, policies.HeatKV()
+    with pytest.raises(UserError, match="needs measurements of the model"):
+        policy.schedule(geometry, 0.5, None)
+    with pytest.raises(UserError, match="needs measurements of the model"):
+        policy.allocate(geometry, 0.5)
+    with pytest.raises(UserError, match="by `prepare`"):
+        policies.HACK().allocate(geometry, 0.5)
+
+
+@pytest.mark.parametrize("arguments", [{"sinks": 10**6}, {"sinks": -1}, {"sinks": 1.0}])
+def test_sinks_that_do_not_exist(arguments):
+    problem = Problem("synth_1")
+    sinks = problem.geometry.schedule.num_scales
+    for given in (arguments, {"sinks": sinks}, {"budget": float("nan")}):
+        given = {"sinks": problem.sinks, "budget": 0.9} | given
+        with pytest.raises(UserError, match="sinks=|budget=nan"):
+            prune_schedule(problem.geometry, problem.orders, **given)
+
+
 # --- through the planner ---
 
 

@@ -84,7 +84,7 @@ def test_what_is_wrong_is_said(tmp_path, text, message):
         ("./notes.txt", "has to end in .py"),
         ("no_such_module", "no module of this name"),
         ("varjax.schedule", "registers no policy"),
-        ("", "Empty module name"),
+        ("", "it is no path"),
     ],
 )
 def test_what_is_no_module(tmp_path, monkeypatch, given, message):

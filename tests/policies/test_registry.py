@@ -16,6 +16,13 @@ from varjax.policies.registry import markdown_table
 from varjax.schedule import Schedule
 
 GEOMETRY = Geometry(schedule=Schedule.square((1, 2, 3)), num_layers=2, num_heads=2, head_dim=4)
+NAN, INF = float("nan"), float("inf")
+KINDS = {
+    int: (1.0, 1.5, True, "1", None, NAN, [1]),
+    float: (NAN, INF, -INF, True, "1", None, 10**400, 1j),
+    bool: (1, "true", None, 0.0),
+    str: (3, None, b"x", True, "\ud800"),
+}
 README = pathlib.Path(__file__).parents[2] / "README.md"
 
 
@@ -51,6 +58,21 @@ def test_text_arguments_are_typed():
 def test_wrong_text(name, arguments, message):
     with pytest.raises(UserError, match=message):
         get_policy(name, None, arguments)
+
+
+FIELDS = [(n, f) for n, cls in POLICIES.items() for f in dataclasses.fields(cls) if f.type in KINDS]
+
+
+@pytest.mark.parametrize(("name", "field"), FIELDS, ids=[f"{n}-{f.name}" for n, f in FIELDS])
+def test_fields_are_what_they_say(name, field):
+    """Numbers are finite and no truth values; NumPy's are numbers too."""
+    cls, default = POLICIES[name], field.default
+    for wrong in KINDS[field.type]:
+        with pytest.raises(UserError, match=f"^policy '{name}': {field.name}="):
+            cls(**{field.name: wrong})
+    if field.type in (int, float):
+        value = getattr(cls(**{field.name: np.array(default)[()]}), field.name)
+        assert value == default and type(value) in (field.type, type(default))
 
 
 def table(tmp_path, **arrays):

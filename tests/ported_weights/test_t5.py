@@ -1,7 +1,9 @@
 """The text encoder's port: numbers of the original through a ported folder, names, refusals."""
 
+import importlib
 import json
 import shutil
+from functools import partial
 
 import chex
 import jax
@@ -13,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from ported_weights import convert, rules
 from ported_weights.tables import transformers as port_t5
 from tests import text_encoder_under_test as small
+from varjax.cli import command_line
 from varjax.errors import UserError
 from varjax.models import parameters
 from varjax.storage import manifest
@@ -87,6 +90,56 @@ def test_numbers_of_the_original(published, tmp_path, io):
     chex.assert_trees_all_close(found[3], found[0], atol=HIDDEN, rtol=0)
     chex.assert_shape(found[2], (1, 64))
     assert not found[2].any()
+
+
+def _command(capsys, module, *flags):
+    """(exit status, standard output, standard error) of a command, in this process."""
+    with pytest.raises(SystemExit) as stopped:
+        command_line.run(importlib.import_module(module).main, [module, *flags])
+    return stopped.value.code, *capsys.readouterr()
+
+
+def test_the_encoder_alone_by_command(published, tmp_path, capsys):
+    """Converted, it encodes; copied into a checkpoint it would be found there."""
+    out, port = tmp_path / "out", partial(_command, capsys, "ported_weights.__main__")
+    flags = ("--model=flan-t5", f"--source={published}", f"--out={out}")
+    status, said, err = port(*flags, "--dtype=float32")
+    assert status == 0 and "21 tensors read" in said, err
+    assert f"experiments.encode_text --checkpoint={out}" in said
+    assert sorted(p.name for p in out.iterdir()) == ["params", "spiece.model", "text_encoder.json"]
+    assert manifest.read_part(out, "text_encoder")["dtype"] == "float32"
+    (tmp_path / "checkpoint").mkdir()
+    shutil.copytree(out, tmp_path / "checkpoint" / "text_encoder")
+    features = []
+    for place in (out, tmp_path / "checkpoint"):
+        save = tmp_path / f"{place.name}.npz"
+        given = (f"--checkpoint={place}", "--prompt=a red apple", f"--save={save}")
+        status, _, err = _command(capsys, "experiments.encode_text", *given)
+        assert status == 0, err
+        features.append(np.load(save)["kv"])
+    chex.assert_trees_all_equal(*features)
+    status, _, err = _command(capsys, "experiments.plan", f"--checkpoint={out}")
+    assert status == 2 and "is a text encoder alone" in err
+    status, said, err = port(*flags)
+    assert status == 2 and "exists already" in err and not said
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--sampling=a.json"], "--model=flan-t5 takes no --sampling"),
+        (["--tokenizer_source=a", "--config=b"], "takes no --tokenizer_source, --config: drop"),
+        (["--text_encoder_source=a"], "takes no --text_encoder_source"),
+        (["--source=nowhere"], "nowhere is no folder: give that of a published T5 encoder"),
+        (["--model=flan-t5-xl"], "did you mean 'flan-t5'"),
+        (["--dtype=float16"], "must be one of float32, bfloat16"),
+    ],
+)
+def test_refusals_of_the_command(published, tmp_path, capsys, flags, message):
+    given = ["--model=flan-t5", f"--source={published}", f"--out={tmp_path / 'out'}", *flags]
+    status, said, err = _command(capsys, "ported_weights.__main__", *given)
+    assert status == 2 and message in err and not said
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["published"]
 
 
 def test_all_containers_give_the_same(published, tmp_path, torch_zip):

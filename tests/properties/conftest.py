@@ -1,7 +1,8 @@
 """How long the properties are tried: seconds by default, an hour with --slow.
 
 By default every test sees the same few examples in every run. With --slow they are new ones, and a
-test is repeated until it has had its share of the hour.
+test is repeated until it has had its share of the hour. VARJAX_PROPERTY_SECONDS is another time
+than an hour; VARJAX_PROPERTY_EXAMPLES, how many examples a repetition has with --slow.
 """
 
 import os
@@ -25,7 +26,9 @@ COMMON = dict(
     ],
 )
 settings.register_profile("default", derandomize=True, max_examples=EXAMPLES, **COMMON)
-settings.register_profile("slow", max_examples=500, **COMMON)
+settings.register_profile(
+    "slow", max_examples=int(os.environ.get("VARJAX_PROPERTY_EXAMPLES", 500)), **COMMON
+)
 
 
 def pytest_configure(config):

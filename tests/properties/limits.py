@@ -3,16 +3,29 @@
 A bomb that a reader swallows ends that process, not the tests.
 """
 
+import json
 import os
-import resource
 import subprocess
 import sys
-import threading
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
+# A small process between: the most memory that a process had counts what the one that started it
+# has, which here is a worker of the tests.
+BETWEEN = """
+import json, resource, subprocess, sys
+memory, seconds, report = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+status = subprocess.run([sys.executable, *sys.argv[4:]]).returncode
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+found = [status, used.ru_maxrss * 1024, used.ru_utime + used.ru_stime]
+open(report, "w").write(json.dumps(found))
+"""
 
 
 @dataclass(frozen=True)
@@ -31,30 +44,17 @@ def run_limited(*arguments: str, memory: int = 4 * GIB, seconds: int = 60, cwd=R
 
     jax takes about 1 GiB of addresses and 0.2 GiB of memory for itself.
     """
-
-    def limit():
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-    process = subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        preexec_fn=limit,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    )
-    errors: list[str] = []
-    reader = threading.Thread(target=lambda: errors.append(process.stderr.read()))
-    reader.start()
-    output = process.stdout.read()
-    reader.join()
-    _, status, used = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    process.stdout.close()
-    process.stderr.close()
-    peak, time = used.ru_maxrss * 1024, used.ru_utime + used.ru_stime
-    return Ended(process.returncode, output, errors[0], peak, time)
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        limits = (str(memory), str(seconds), str(report))
+        ended = subprocess.run(
+            [sys.executable, "-S", "-c", BETWEEN, *limits, *arguments],
+            cwd=cwd,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            errors="replace",
+        )
+        assert report.exists(), ended.stderr
+        status, peak, time = json.loads(report.read_text())
+    return Ended(status, ended.stdout, ended.stderr, peak, time)

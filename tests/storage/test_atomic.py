@@ -6,12 +6,18 @@ import os
 import pytest
 
 from varjax.errors import UserError
-from varjax.storage.atomic import check_new_file, check_new_folder, new_file, new_folder
+from varjax.storage.atomic import (
+    check_new_file,
+    check_new_folder,
+    new_file,
+    new_folder,
+    write_text,
+)
 
 
 def test_checking_a_place_leaves_nothing(tmp_path):
     assert check_new_file(tmp_path / "x", overwrite=False, flag="--save") == tmp_path / "x"
-    check_new_folder(tmp_path / "new" / "folder", overwrite=False)
+    check_new_folder(tmp_path / "new" / "folder")
     assert not list(tmp_path.iterdir())
 
 
@@ -36,6 +42,17 @@ def test_relative_names_are_named_as_given(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError) as caught, new_file("absent/x.bin"):
         pass
     assert caught.value.filename == "absent/x.bin" and caught.value.filename2 is None
+
+
+def test_any_text_is_written(tmp_path):
+    write_text(tmp_path / "x", "Löwe \ud800")
+    assert (tmp_path / "x").read_text(encoding="utf-8") == "Löwe \\ud800"
+
+
+def test_paths_that_leave_no_room(tmp_path):
+    deep = tmp_path.joinpath(*["x" * 200] * 16)
+    with pytest.raises(UserError, match="paths have at most 3072 bytes"):
+        check_new_folder(deep)
 
 
 def test_a_full_disk_is_reported_with_the_file(tmp_path):

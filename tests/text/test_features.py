@@ -63,7 +63,7 @@ def test_repeat():
     assert len(found) == 12 and found.numbers.tolist() == np.repeat(range(4), 3).tolist()
     assert found.captions[5:7] == ["", "b c"]
     chex.assert_trees_all_equal(found.take([7])["kv"], _made().take([2])["kv"])
-    with pytest.raises(UserError, match="0 images per prompt"):
+    with pytest.raises(UserError, match="images per prompt=0"):
         _made().repeat(0)
 
 

@@ -22,6 +22,7 @@ WRONG = {
     "large seed": ([f"--seed={2**31}"], "--seed=2147483648 given"),
     "batch": (["--max_images=8", "--image_size=64"], "--vqvae_batch_size=16 given, but there are"),
     "no out": (["--out="], "--out= is empty"),
+    "no data": (["--data="], "--data= is empty"),
     "depth": ([f"--depth={10**12}"], "depth is 1000000000000, it must be at most 1024"),
     "codec first": (["--stage=var"], "holds no trained codec"),
 }
@@ -33,6 +34,13 @@ def test_wrong_flags(pictures, tmp_path, capsys, flags, message):
     assert _run(f"--data={pictures}", f"--out={out}", *flags) == 2
     assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_what_is_required_is_named(capsys):
+    assert _run() == 2
+    said = capsys.readouterr().err
+    assert "--out is required (Folder of the run" in said
+    assert "--data is required (Folder or .npz file of pictures)" in said and said.count("\n") == 1
 
 
 def test_out_inside_a_file(pictures, capsys):

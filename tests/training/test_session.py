@@ -1,6 +1,7 @@
 """Whole runs of a tiny model: losses fall, killed runs resume exactly, bad folders are refused."""
 
 import json
+from types import SimpleNamespace
 
 import chex
 import jax.numpy as jnp
@@ -167,7 +168,7 @@ def test_damaged_settings(tiny, tmp_path, text):
 class Diverging:
     """A stage whose third step has a loss that is no number."""
 
-    name, steps, batch_size = "vqvae", 8, 1
+    name, steps, batch_size, new_programs = "vqvae", 8, 1, ()
 
     def __init__(self, settings):
         self.settings = settings
@@ -184,3 +185,13 @@ def test_divergence_is_reported(tiny, tmp_path):
     with pytest.raises(UserError, match=message):
         loop.run(Diverging(tiny(**EVERY)), tmp_path / "run", quiet=True)
     assert [e["step"] for e in _history(tmp_path / "run", "vqvae")] == [2]
+
+
+def test_the_place_of_the_model_is_checked_first(tmp_path, monkeypatch):
+    """Not when everything is trained."""
+    monkeypatch.setattr(loop, "check_folder", lambda *a: None)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "thesis.txt").write_text("precious")
+    settings = SimpleNamespace(of_stage=lambda name: {})
+    with pytest.raises(UserError, match="holds 'thesis.txt' and is not replaced"):
+        session.train(settings, "both", tmp_path)

@@ -11,10 +11,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from varjax.errors import UserError
+from varjax import arguments
+from varjax.errors import UserError, show
 from varjax.schedule import Schedule
 
-LARGEST = 10**6  # layers, heads, size of a head, and layers times heads
+LARGEST = 10**6  # size of a head
+# What planning takes grows with these; of each, the largest published model has a fifth to a third.
+LARGEST_HEADS = 2**12  # layers times heads
+LARGEST_PAIRS = 2**20  # those times the square of the scales
+LARGEST_TOKENS = 2**25  # heads of all layers times the tokens of all scales
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,29 +34,37 @@ class Geometry:
     rows_per_image: int = 2
 
     def __post_init__(self):
+        arguments.instance("schedule", self.schedule, Schedule, "a Schedule")
         for name in ("num_layers", "num_heads", "head_dim", "rows_per_image"):
-            if getattr(self, name) < 1:
-                raise UserError(f"geometry: {name} is {getattr(self, name)}, it must be at least 1")
-            if getattr(self, name) > LARGEST:
+            value = arguments.integer(f"geometry: {name}", getattr(self, name), 1, LARGEST)
+            object.__setattr__(self, name, value)  # its text identifies plans
+        self._check_size()
+
+    def _check_size(self) -> None:
+        heads, schedule = self.num_layers * self.num_heads, self.schedule
+        scales, tokens = schedule.num_scales, schedule.total_tokens
+        for size, most, words in (
+            (heads, LARGEST_HEADS, "heads in all"),
+            (heads * scales**2, LARGEST_PAIRS, f"heads times the square of {scales} scales"),
+            (heads * tokens, LARGEST_TOKENS, f"heads times the {tokens} tokens of all scales"),
+        ):
+            if size > most:
                 raise UserError(
-                    f"geometry: {name} is {getattr(self, name)}, it must be at most {LARGEST}"
+                    f"geometry: {self.num_layers} layers of {self.num_heads} heads are {size} "
+                    f"{words}, at most {most} can be planned"
                 )
-        if self.num_layers * self.num_heads > LARGEST:
-            raise UserError(
-                f"geometry: {self.num_layers} layers of {self.num_heads} heads are"
-                f" {self.num_layers * self.num_heads} heads in all, at most {LARGEST} work"
-            )
 
     @classmethod
     def parse(cls, text: str) -> "Geometry":
         """Read `"layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4"`."""
+        arguments.text("geometry", text)
         names, given = ("num_layers", "num_heads", "head_dim", "schedule"), {}
         known = {name.removeprefix("num_"): name for name in names}
         for part in text.split(","):
             name, _, value = (piece.strip() for piece in part.partition("="))
             if name not in known or not value:
                 raise UserError(
-                    f"cannot read {part!r} of geometry {text!r}: give "
+                    f"cannot read {show(part)} of geometry {show(text)}: give "
                     f"{', '.join(k + '=...' for k in known)}"
                 )
             if known[name] in given:
@@ -63,7 +76,7 @@ class Geometry:
             given[known[name]] = Schedule.parse(value) if name == "schedule" else int(value)
         missing = [k for k, field in known.items() if field not in given]
         if missing:
-            raise UserError(f"geometry {text!r} lacks {', '.join(missing)}")
+            raise UserError(f"geometry {show(text)} lacks {', '.join(missing)}")
         return cls(**given)
 
     @property
@@ -72,15 +85,24 @@ class Geometry:
         return self.schedule.persistent_tokens * self.num_layers * self.num_heads
 
 
+def distinct(of_heads: np.ndarray) -> np.ndarray:
+    """Of an array [L, N, ...] that was broadcast over layers or heads what it was made from, with 1
+    for L or N, so that equal heads are counted once."""
+    alike = [n > 1 and of_heads.strides[axis] == 0 for axis, n in enumerate(of_heads.shape[:2])]
+    return of_heads[tuple(slice(0, 1) if same else slice(None) for same in alike)]
+
+
 @dataclass(frozen=True, eq=False)
 class StaticAllocation:
     """Contents known before the program starts.
 
     last_use: int16 [L, N, tokens]: the last scale that sees the token. j for a token of scale j
       that is never stored, K - 1 for one that stays to the end.
+    of_scales: int16 [L, N, K]: the same where all tokens of a scale have one; it is counted faster.
     """
 
     last_use: np.ndarray
+    of_scales: np.ndarray | None = None
 
     @classmethod
     def from_visibility(cls, geometry: Geometry, visible: np.ndarray) -> "StaticAllocation":
@@ -112,7 +134,7 @@ class StaticAllocation:
             )
         # what is dropped never returns, so counting the scales that see a token is enough
         last_use = scale + visible.sum(0)
-        return cls(np.broadcast_to(last_use, shape[1:]).astype(np.int16))
+        return cls(np.broadcast_to(last_use.astype(np.int16), shape[1:]))
 
     def visible(self, geometry: Geometry, scale: int) -> np.ndarray:
         """bool [L, N, tokens]: what scale `scale` may see."""
@@ -120,21 +142,26 @@ class StaticAllocation:
 
     def capacity(self, geometry: Geometry) -> np.ndarray:
         """int32 [K, L, N]: tokens held when each scale starts."""
-        counts = self.tokens_by_last_use(geometry)
-        scales = range(geometry.schedule.num_scales)
-        held = [counts[:, :, :s, s:].sum((-2, -1), dtype=np.int32) for s in scales]
-        return np.stack(held)
+        counts = distinct(self.tokens_by_last_use(geometry))
+        # stored by scales before s, less what was used for the last time before s
+        change = counts.sum(-1, dtype=np.int32) - counts.sum(-2, dtype=np.int32)
+        held = np.cumsum(change, -1, dtype=np.int32) - change
+        shape = (*self.last_use.shape[:2], geometry.schedule.num_scales)
+        return np.ascontiguousarray(np.moveaxis(np.broadcast_to(held, shape), -1, 0))
 
     def tokens_by_last_use(self, geometry: Geometry) -> np.ndarray:
         """int32 [L, N, K, K]: how many tokens of each scale are last used at each scale; those that
         are never stored count nowhere."""
-        schedule = geometry.schedule
-        num_scales = schedule.num_scales
-        counts = np.zeros((*self.last_use.shape[:2], num_scales, num_scales), np.int32)
+        schedule, num_scales = geometry.schedule, geometry.schedule.num_scales
+        heads = distinct(self.last_use if self.of_scales is None else self.of_scales)
+        counts = np.zeros((*heads.shape[:2], num_scales, num_scales), np.int32)
         for j, (start, end) in enumerate(zip(schedule.starts, schedule.ends, strict=True)):
             for scale in range(j + 1, num_scales):
-                counts[:, :, j, scale] = (self.last_use[:, :, start:end] == scale).sum(-1)
-        return counts
+                if self.of_scales is None:
+                    counts[:, :, j, scale] = (heads[:, :, start:end] == scale).sum(-1)
+                else:
+                    counts[:, :, j, scale] = (heads[:, :, j] == scale) * (end - start)
+        return np.broadcast_to(counts, (*self.last_use.shape[:2], num_scales, num_scales))
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from varjax.cache.allocation import Allocation, Geometry, RegionAllocation
+from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, distinct
+from varjax.errors import UserError
 from varjax.schedule import Schedule
+
+LARGEST_TABLE = 2**27  # entries: 0.8 GB
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +93,7 @@ def _runs(content: np.ndarray, live: np.ndarray) -> np.ndarray:
     return np.stack([live[row], start, np.nonzero(edges == -1)[1]], -1).astype(np.int32)
 
 
-@lru_cache(maxsize=1 << 14)
+@lru_cache(maxsize=1 << 12)
 def static_live_blocks(last_uses: bytes, num_scales: int, block_size: int) -> np.ndarray:
     """int [K]: what `static_layout` followed by `live_blocks` gives, without placing tokens.
 
@@ -153,9 +156,11 @@ def region_layout(capacity: np.ndarray, block_size: int) -> HeadLayout:
 
 
 def layouts(allocation: Allocation, geometry: Geometry, block_size: int) -> list[list[HeadLayout]]:
-    """Layout of every [layer][head]; equal heads share one object."""
+    """Layout of every [layer][head]; equal heads share one object. `UserError` if the tables would
+    be too large."""
     known: dict[bytes, HeadLayout] = {}
     by_regions = isinstance(allocation, RegionAllocation)
+    places = geometry.schedule.num_scales * geometry.num_layers * geometry.num_heads
 
     def layout(row: np.ndarray) -> HeadLayout:
         if (key := row.tobytes()) not in known:
@@ -163,6 +168,13 @@ def layouts(allocation: Allocation, geometry: Geometry, block_size: int) -> list
                 known[key] = region_layout(row, block_size)
             else:
                 known[key] = static_layout(row, geometry.schedule, block_size)
+            entries = places * max(len(runs) for runs in known[key].runs)
+            if entries > LARGEST_TABLE:
+                raise UserError(
+                    f"in blocks of {block_size} the tables of this plan take {entries} entries or "
+                    f"more, at most {LARGEST_TABLE} can be planned: choose larger blocks "
+                    f"(block_size, or accounting=tokens) or a smaller budget"
+                )
         return known[key]
 
     table = np.moveaxis(allocation.region_capacity, 0, -1) if by_regions else allocation.last_use
@@ -195,12 +207,14 @@ def peak_blocks(allocation: Allocation, geometry: Geometry, block_size: int) -> 
     if isinstance(allocation, RegionAllocation):
         blocks = -(-allocation.region_capacity.astype(np.int64) // block_size)
         return int(after_each_store(blocks.sum(-1)).max(initial=0))
-    counts = allocation.tokens_by_last_use(geometry)
-    layers = [
-        sum(static_live_blocks(head.tobytes(), num_scales, block_size) for head in layer)
+    counts = distinct(allocation.tokens_by_last_use(geometry))
+    live = [
+        [static_live_blocks(head.tobytes(), num_scales, block_size) for head in layer]
         for layer in counts
     ]
-    return int(after_each_store(np.stack(layers, 1)).max(initial=0))
+    shape = (geometry.num_layers, geometry.num_heads, num_scales)
+    layers = np.broadcast_to(np.array(live), shape).sum(1)
+    return int(after_each_store(layers.T).max(initial=0))
 
 
 def place(grid: list[list[HeadLayout]], num_scales: int) -> tuple[list[list[np.ndarray]], int]:
@@ -211,16 +225,22 @@ def place(grid: list[list[HeadLayout]], num_scales: int) -> tuple[list[list[np.n
     free: list[int] = []
     used = 0
     real = [[np.zeros(h.stored_at.size, np.int32) for h in layer] for layer in grid]
-    for s in range(num_scales - 1):
+    shared = {id(head): head for layer in grid for head in layer}.items()
+    scales = range(num_scales - 1)
+    # equal heads share their layout: what is freed and taken at each scale is looked up once
+    freed = {i: [np.flatnonzero(head.last_use == s) for s in scales] for i, head in shared}
+    taken = {i: [np.flatnonzero(head.stored_at == s) for s in scales] for i, head in shared}
+    for s in scales:
         for layer, numbers in zip(grid, real, strict=True):
             # free before taking: within a layer the attention has read what is freed here
             for head, mine in zip(layer, numbers, strict=True):
-                for v in np.flatnonzero(head.last_use == s):
-                    heapq.heappush(free, int(mine[v]))
+                for number in mine[freed[id(head)][s]].tolist():
+                    heapq.heappush(free, number)
             for head, mine in zip(layer, numbers, strict=True):
-                for v in np.flatnonzero(head.stored_at == s):
-                    if not free:
-                        heapq.heappush(free, used)
-                        used += 1
-                    mine[v] = heapq.heappop(free)
+                blocks = taken[id(head)][s]
+                again = [heapq.heappop(free) for _ in range(min(len(free), len(blocks)))]
+                fresh = len(blocks) - len(again)  # no lower number is free: the next ones in order
+                mine[blocks[: len(again)]] = again
+                mine[blocks[len(again) :]] = np.arange(used, used + fresh)
+                used += fresh
     return real, used

@@ -14,9 +14,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from varjax import arguments
 from varjax.cache import allocator
 from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
 from varjax.errors import UserError
+
+KV_DTYPES = ("bfloat16", "float32", "int8")  # of stored keys and values
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +28,8 @@ class CachePlan:
 
     Letters: K scales, L layers, N heads (regions), M table entries, P slots.
     capacity: int32 [K, L, N], tokens held when scale s starts.
-    ids, start, stop: int32 [K, L, N, M], the slots that scale s reads (`BlockTable` entries).
+    ids int32, start and stop uint8 [K, L, N, M]: the slots that scale s reads (`BlockTable`
+      entries; blocks have at most 128 slots).
     write_slots: int32 [L, N, tokens], where a token is stored (-1: never); None where the device
       decides.
     policy: the policy that was planned for, with what its calibration decides filled in.
@@ -54,7 +58,8 @@ class CachePlan:
 
     def num_bytes(self, batch_size: int, dtype) -> int:
         """Bytes of the pool for a batch of images (all rows). int8 includes the scales, one float32
-        for the key and one for the value of every slot."""
+        for the key and one for the value of every slot. dtype: of `KV_DTYPES`; `UserError` for
+        others, and for a batch that is none."""
         return self.pool_tokens * self._bytes_per_token(batch_size, dtype)
 
     def dense_bytes(self, batch_size: int, dtype) -> int:
@@ -62,10 +67,11 @@ class CachePlan:
         return self.geometry.dense_tokens * self._bytes_per_token(batch_size, dtype)
 
     def _bytes_per_token(self, batch_size: int, dtype) -> int:
-        g = self.geometry
+        g, dtype = self.geometry, arguments.dtype("dtype", dtype, KV_DTYPES)
+        batch_size = arguments.integer("batch_size", batch_size, 1, arguments.LARGEST_BATCH)
         # one scale for the key, one for the value of a slot: per token, so that writing a token
         # never changes what its neighbours in the block mean
-        scales = 2 * item_size("float32") if jnp.dtype(dtype) == jnp.int8 else 0
+        scales = 2 * item_size("float32") if dtype == "int8" else 0
         per_row = 2 * g.head_dim * item_size(dtype) + scales
         return batch_size * g.rows_per_image * per_row
 
@@ -133,7 +139,7 @@ class CachePlan:
             repr((self.geometry, self.block_size, self.pool_blocks, self.accounting)).encode()
         )
         for array in (self.capacity, self.ids, self.start, self.stop, self.write_slots):
-            h.update(b"-" if array is None else np.ascontiguousarray(array).tobytes())
+            h.update(b"-" if array is None else np.ascontiguousarray(array, np.int32))
         return h.hexdigest()
 
     def __hash__(self):
@@ -183,7 +189,7 @@ def build_plan(
 def _tables(grid, real, num_scales):
     entries = max((len(r) for layer in grid for h in layer for r in h.runs), default=0)
     shape = (num_scales, len(grid), len(grid[0]), entries)
-    ids, start, stop = (np.zeros(shape, np.int32) for _ in range(3))
+    ids, start, stop = (np.zeros(shape, kind) for kind in (np.int32, np.uint8, np.uint8))
     for layer, heads in enumerate(grid):
         for n, head in enumerate(heads):
             for s, runs in enumerate(head.runs):
@@ -194,15 +200,13 @@ def _tables(grid, real, num_scales):
 
 
 def _write_slots(grid, real, block_size):
-    rows = []
-    for heads, numbers in zip(grid, real, strict=True):
-        for head, mine in zip(heads, numbers, strict=True):
+    slots = np.full((len(grid), len(grid[0]), len(grid[0][0].token_slot)), -1, np.int32)
+    for heads, numbers, of_layer in zip(grid, real, slots, strict=True):
+        for head, mine, slot in zip(heads, numbers, of_layer, strict=True):
             block, offset = head.token_slot.T
             stored = block >= 0
-            slot = np.full(block.shape, -1, np.int32)
             slot[stored] = mine[block[stored]] * block_size + offset[stored]
-            rows.append(slot)
-    return np.stack(rows).reshape(len(grid), len(grid[0]), -1)
+    return slots
 
 
 def check_block_size(block_size: int) -> int:

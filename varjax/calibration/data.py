@@ -6,13 +6,16 @@ Letters: K scales, L layers, N heads, T = L * N, S source scales after the sinks
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
+from varjax.arguments import integer, measured
 from varjax.cache.allocation import Geometry
-from varjax.errors import UserError
+from varjax.errors import UserError, show
 from varjax.schedule import Schedule
 
+LARGEST = 1e6  # of a measurement: attention mass is at most 1, distances of keys a few hundred
 AXES = {  # of the arrays that policies decide from
     "beta": ("layers", "heads", "scales", "scales"),
     "key_discrepancy": ("layers", "scales"),
@@ -64,8 +67,26 @@ class Calibration:
     rank_dispersion: np.ndarray | None = None
     digest: str | None = None
 
+    @cached_property
+    def _fitting(self) -> set[Geometry]:
+        return set()
+
     def check(self, geometry: Geometry) -> None:
-        """Raise `UserError` if this was measured on a model of another shape or schedule."""
+        """Raise `UserError` if this was measured on a model of another shape or schedule, or holds
+        what no measurement gives: arrays of other things than numbers from 0 to `LARGEST`, or
+        nothing but zeros."""
+        if geometry in self._fitting:  # planning asks often
+            return
+        self._check_model(geometry)
+        self._check_arrays(geometry)
+        self._check_examples(geometry)
+        if self.orders is not None:
+            lists = self.orders.tolist() if isinstance(self.orders, np.ndarray) else self.orders
+            if read_orders(lists, geometry).shape != np.shape(self.orders):
+                raise UserError("the calibration's orders must be [lists, heads in all, 2]")
+        self._fitting.add(geometry)
+
+    def _check_model(self, geometry: Geometry) -> None:
         for name in ("schedule", "num_layers", "num_heads"):
             made_for, wanted = getattr(self, name), getattr(geometry, name)
             if made_for is not None and made_for != wanted:
@@ -73,21 +94,66 @@ class Calibration:
                     f"the calibration was made for another model: its {name} is {made_for}, this "
                     f"model has {wanted}; calibrate this model"
                 )
+
+    def _check_arrays(self, geometry: Geometry) -> None:
         size = {
             "layers": geometry.num_layers,
             "heads": geometry.num_heads,
             "scales": geometry.schedule.num_scales,
         }
         for name, axes in AXES.items():
-            array, shape = getattr(self, name), tuple(size[axis] for axis in axes)
-            if array is not None and array.shape != shape:
+            if getattr(self, name) is None:
+                continue
+            array = measured(f"the calibration's {name}", getattr(self, name), LARGEST)
+            shape = tuple(size[axis] for axis in axes)
+            if array.shape != shape:
                 raise UserError(
                     f"the calibration's {name} has shape {array.shape}, this model needs {shape} "
                     f"({', '.join(axes)})"
                 )
-        if self.orders is not None:
-            for i, order in enumerate(self.orders):
-                read_order(f"order list {i}", order.tolist(), geometry)
+            # a model of one scale, or of scales of one token, has no distances and no variances
+            compares = geometry.schedule.num_scales > 1 and max(geometry.schedule.tokens) > 1
+            if compares and not array.any():
+                raise UserError(
+                    f"the calibration's {name} holds nothing but zeros, which no model gives: "
+                    f"calibrate this model again"
+                )
+
+    def _check_examples(self, geometry: Geometry) -> None:
+        """What nothing is decided from, but reports show."""
+        scales = geometry.schedule.num_scales
+        if self.num_samples is not None:
+            integer("the calibration's num_samples", self.num_samples, 1)
+        if self.pattern_scale is not None:
+            integer("the calibration's pattern_scale", self.pattern_scale, 0, scales - 1)
+        names = ("pattern_heads", "patterns", "pattern_edges", "rank_dispersion")
+        heads, maps, edges, dispersion = (
+            value if value is None else measured(f"the calibration's {name}", value, 2**31 - 1)
+            for name, value in ((name, getattr(self, name)) for name in names)
+        )
+        if dispersion is not None and (dispersion.ndim != 1 or dispersion.size >= scales):
+            raise UserError(
+                f"the calibration's rank_dispersion has shape {dispersion.shape}, this model has "
+                f"{scales - 1} source scales"
+            )
+        if maps is None and heads is None and edges is None:
+            return
+        shapes = [np.shape(array) for array in (maps, heads, edges)]
+        if len(shapes[0]) != 3 or shapes[1:] != [(shapes[0][0], 2), (shapes[0][2] + 1,)]:
+            raise UserError(
+                f"the calibration's patterns, pattern_heads and pattern_edges have shapes "
+                f"{', '.join(map(str, shapes))}: they must be [E, Q, C], [E, 2] and [C + 1]"
+            )
+        if (heads >= (geometry.num_heads, geometry.num_layers)).any():
+            raise UserError(
+                f"the calibration's pattern_heads name a [head, layer] beyond this model's "
+                f"{geometry.num_heads} heads and {geometry.num_layers} layers"
+            )
+        if (np.diff(edges) <= 0).any() or edges[-1] > geometry.schedule.total_tokens:
+            raise UserError(
+                f"the calibration's pattern_edges must grow, up to at most "
+                f"{geometry.schedule.total_tokens} tokens"
+            )
 
     def check_origin(self, model_digest: str, guidance: float | str | None = None) -> None:
         """Raise `UserError` if this was measured on other weights, or with other guidance
@@ -116,7 +182,7 @@ def read_order(name: str, entries: object, geometry: Geometry) -> np.ndarray:
     """int32 [T, 2] from a list of [head, layer]: every head of the model exactly once."""
     layers, heads = geometry.num_layers, geometry.num_heads
     if not isinstance(entries, list) or len(entries) != layers * heads:
-        given = f"{len(entries)} entries" if isinstance(entries, list) else repr(entries)[:40]
+        given = f"{len(entries)} entries" if isinstance(entries, list) else show(entries)
         raise UserError(
             f"{name} holds {given}; this model needs {layers * heads}, one [head, layer] for each "
             f"of {heads} heads in {layers} layers"
@@ -124,7 +190,7 @@ def read_order(name: str, entries: object, geometry: Geometry) -> np.ndarray:
     seen: dict[tuple[int, int], int] = {}
     for i, entry in enumerate(entries):
         if not (isinstance(entry, list) and [type(x) for x in entry] == [int, int]):
-            raise UserError(f"{name}, entry {i} is {entry!r:.40}: write [head, layer]")
+            raise UserError(f"{name}, entry {i} is {show(entry)}: write [head, layer]")
         head, layer = entry
         if not (0 <= head < heads and 0 <= layer < layers):
             raise UserError(

@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from varjax.arguments import measured
+from varjax.arguments import path as path_
 from varjax.cache.allocation import Geometry
-from varjax.calibration.data import AXES, Calibration, cas, read_orders, scas
-from varjax.errors import UserError
+from varjax.calibration.data import AXES, LARGEST, Calibration, cas, read_orders, scas
+from varjax.errors import UserError, show
 from varjax.schedule import Schedule
 from varjax.storage.atomic import new_file
 
@@ -58,6 +60,8 @@ def find(
         given = beside(directory)
     if given is None:
         return None
+    if not isinstance(given, Calibration):
+        given = path_("calibration", given)
     found = given if isinstance(given, Calibration) else load(given, geometry)
     try:
         if directory is not None:
@@ -86,8 +90,8 @@ def save(calibration: Calibration, path: str | os.PathLike) -> None:
     """Write our calibration file: a JSON object, arrays as nested lists with 7 digits, only what is
     known. Under "derived" it holds, for other readers, what follows from beta."""
     content = {"format_version": FORMAT_VERSION}
-    for name, value in vars(calibration).items():
-        if value is not None and name != "digest":
+    for name in (f.name for f in dataclasses.fields(calibration) if f.name != "digest"):
+        if (value := getattr(calibration, name)) is not None:
             content[name] = _plain(value)
     if calibration.beta is not None and calibration.schedule is not None:
         content["derived"] = {name: _plain(value) for name, value in _derived(calibration).items()}
@@ -152,7 +156,7 @@ def _from_object(content: dict, geometry: Geometry, digest: str) -> Calibration:
     for name, kinds in _SCALARS.items():
         value = fields.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
-            raise UserError(f"{name} is {value!r:.60}: the wrong type")
+            raise UserError(f"{name} is {show(value)}: the wrong type")
     if fields.get("schedule") is not None:
         fields["schedule"] = Schedule.parse(fields["schedule"])
     given = {name: fields.pop(name, None) for name in ("orders", *_ARRAYS)}
@@ -169,17 +173,6 @@ def _from_object(content: dict, geometry: Geometry, digest: str) -> Calibration:
 
 
 def _read_numbers(name: str, nested: object) -> np.ndarray:
-    try:
-        array = np.array(nested)
-        wrong_kind = array.dtype.kind not in "iuf"
-        numbers = np.zeros(0) if wrong_kind else array.astype(np.float64)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise UserError(f"{name} is no regular array of numbers: {error}") from None
-    for wrong, what in (
-        (wrong_kind, f"{str(array.dtype):.20} where numbers are needed"),
-        (not np.isfinite(numbers).all(), "values that are not finite numbers"),
-        (numbers.min(initial=0) < 0, "negative numbers"),
-    ):
-        if wrong:
-            raise UserError(f"{name} holds {what}")
-    return numbers.astype(np.int32) if name in ("pattern_heads", "pattern_edges") else numbers
+    whole = name in ("pattern_heads", "pattern_edges")
+    array = measured(name, nested, 2**31 - 1 if whole else LARGEST)
+    return array.astype(np.int32 if whole else np.float64)

@@ -8,15 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from varjax.arguments import integer
 from varjax.cache.allocation import Geometry, RegionAllocation
 from varjax.calibration.data import Calibration, orders_from_scores, scas
 from varjax.calibration.files import model_digest
 from varjax.conditions import Condition
-from varjax.generator import Generator
+from varjax.generator import Generator, check_model
 from varjax.model import Model
 from varjax.policies import building_blocks as blocks
 from varjax.policies.base import Needs, Observation, Policy, per_layer
-from varjax.sampling import Sampling
+from varjax.sampling import Sampling, check_seed
 
 PATTERN_DIGITS = 4  # after the point, of attention maps
 EXAMPLES = 6  # attention maps that are kept as pictures
@@ -38,7 +39,14 @@ def measure(
 
     Image i of run r depends on (seed + r, i, label). With several runs, `rank_dispersion` says how
     much the removal orders of the single runs differ.
+
+    Raises:
+      UserError: an argument that cannot work, or a model that gives no finite numbers.
     """
+    check_model(model)
+    runs = integer("runs", runs, 1, 10**6)
+    seed = check_seed(seed, runs)
+    sampling = model.resolve_sampling(sampling)
     schedule = model.geometry.schedule
     probe = Probe(pattern_scale=max(0, schedule.num_scales - 2))
     generator = Generator(model, probe, sampling=sampling, batch_size=batch_size)
@@ -53,7 +61,9 @@ def measure(
             total = sums if total is None else {n: total[n] + sums[n] for n in SUMMED}
             progress(run * len(condition) + int(index[-1]) + 1)
         means.append({name: a / len(condition) for name, a in total.items()})
-    return _summarise(model, sampling, probe, means, patterns, runs * len(condition))
+    found = _summarise(model, sampling, probe, means, patterns, runs * len(condition))
+    found.check(model.geometry_for(sampling))  # broken weights give NaN
+    return found
 
 
 def _probe_state(

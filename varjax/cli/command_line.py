@@ -9,7 +9,8 @@ be imported together, and ends with the call:
     if __name__ == "__main__":
         command_line.run(main)
 
-where `main(argv)` returns None or an exit status. Statuses: 0 done, 1 a bug (traceback), 2 wrong
+where `main(argv)` returns None or an exit status. --help and --version are there by themselves.
+Statuses: 0 done, 1 a bug (traceback), 2 wrong
 input or a file that cannot be read or written (one message, no traceback), 130 interrupted.
 """
 
@@ -20,7 +21,16 @@ from typing import NoReturn
 from absl import flags
 from absl.testing import flagsaver
 
-from varjax.cli.flags import CommandFlags, help_text, is_help_wanted, parse_flags
+from varjax.cli import version
+from varjax.cli.flags import (
+    HELP,
+    VERSION,
+    CommandFlags,
+    check_arguments,
+    help_text,
+    is_asked_for,
+    parse_flags,
+)
 from varjax.errors import UserError
 
 
@@ -31,6 +41,9 @@ def run(main: Callable, argv: Sequence[str] | None = None) -> NoReturn:
     Their values are restored on the way out, so a test may run several commands in one process.
     """
     argv = list(sys.argv if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):  # no name of a file or class fails to be printed
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     own = getattr(sys.modules[main.__module__], "FLAGS", None)
     own = own if isinstance(own, CommandFlags) else None
     values = flags.FLAGS if own is None else own.values
@@ -45,9 +58,15 @@ def run(main: Callable, argv: Sequence[str] | None = None) -> NoReturn:
 def _guarded(main: Callable, argv: list[str], own: CommandFlags | None, values) -> int:
     """Exit status of one run; expected failures become a message on standard error."""
     try:
+        if is_asked_for(VERSION, argv):
+            print(version.text())
+            return 0
+        help_wanted = is_asked_for(HELP, argv)
+        if not help_wanted:
+            check_arguments(argv, values)
         if own is not None:
             own.use_first(argv)
-        if is_help_wanted(argv):
+        if help_wanted:
             print(help_text(main, values))
             return 0
         parse_flags(argv, values)

@@ -18,10 +18,11 @@ from varjax.errors import UserError, nearest
 
 COMPILATION_CACHE = "compilation_cache"
 OWN_PACKAGES = ("experiments", "ported_weights", "varjax", "pallas_kernels")
-HELP_FLAGS = {
-    f"{dash}{name}" for dash in ("-", "--") for name in ("h", "help", "helpshort", "helpfull")
-}
+HELP, VERSION = ("h", "help", "helpshort", "helpfull"), ("version",)
 WIDTH = 100
+_REQUIRED = "is required"
+_REPEATED = "multi string"
+_TYPES = {"comma separated list of strings": "LIST", _REPEATED: "STRING"}  # as absl calls them
 
 
 class CommandFlags:
@@ -36,6 +37,7 @@ class CommandFlags:
         self.boolean = partial(flags.DEFINE_boolean, flag_values=self.values)
         self.enum = partial(flags.DEFINE_enum, flag_values=self.values)
         self.list = partial(flags.DEFINE_list, flag_values=self.values)
+        self.texts = partial(flags.DEFINE_multi_string, flag_values=self.values)  # repeated
         self.require = partial(flags.mark_flag_as_required, flag_values=self.values)
         self._first: dict[str, Callable[[str], object]] = {}
 
@@ -84,6 +86,27 @@ def about(holder) -> AbstractContextManager[None]:
     return errors.about(f"--{holder.name}={holder.value}")
 
 
+def check_arguments(argv: Sequence[str], values: flags.FlagValues) -> None:
+    """Raise `UserError` for what could be neither printed, written to a report nor a file's name,
+    and for a flag that would take the next one as its value.
+
+    The shell hands over bytes; those that are not UTF-8 arrive as lone surrogates.
+    """
+    for text, following in itertools.zip_longest(argv[1:], argv[2:], fillvalue=""):
+        if "\0" in text:
+            raise UserError(f"argument {text!r} holds a NUL character: leave it out")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"argument {text!r} is not UTF-8 text: write it in UTF-8") from None
+        name = text.lstrip("-")
+        takes_value = text.startswith("--") and name in values and not values[name].boolean
+        if takes_value and following.startswith("--"):
+            raise UserError(
+                f"--{name} has no value, {following!r:.80} follows: write --{name}=VALUE"
+            )
+
+
 def parse_flags(argv: Sequence[str], values: flags.FlagValues) -> None:
     """Set the flags from `argv` (program name first).
 
@@ -101,7 +124,8 @@ def parse_flags(argv: Sequence[str], values: flags.FlagValues) -> None:
     except flags.IllegalFlagValueError as error:
         # absl reports all failed validators at once, each entry starting with `flag --`
         entries = re.split(r"\n(?=flags? --)", str(error))
-        raise UserError("\n".join(_reword(entry, values) for entry in entries)) from None
+        said = "; ".join(_reword(entry, values) for entry in entries)
+        raise UserError(said + (hint if _REQUIRED in said else "")) from None
     except (flags.Error, ValueError) as error:
         raise UserError(f"{error}{hint}") from None
     empty = [name for name in values if values[name].present and values[name].value in ("", [])]
@@ -122,7 +146,7 @@ def _reword(entry: str, values: flags.FlagValues) -> str:
     name, given, reason = match.groups()
     flag = values[name]
     if flag.value is None and reason.endswith("must have a value other than None."):
-        return f"--{name} is required: {bare(flag)}"
+        return f"--{name} {_REQUIRED} ({bare(flag).rstrip('.')})"
     wanted = allowed(flag)
     parsed = flag.present and str(flag.value) == given  # then a validator refused it and says why
     if parsed or not wanted:
@@ -131,16 +155,17 @@ def _reword(entry: str, values: flags.FlagValues) -> str:
     return f"--{name}={given} is not valid: it must be {wanted}{close}"
 
 
-def is_help_wanted(argv: Sequence[str]) -> bool:
-    """Whether the arguments (program name first) ask for help."""
-    return not HELP_FLAGS.isdisjoint(itertools.takewhile(lambda text: text != "--", argv[1:]))
+def is_asked_for(names: Collection[str], argv: Sequence[str]) -> bool:
+    """Whether the arguments (program name first) hold a flag of these names, such as `HELP`."""
+    wanted = {dashes + name for dashes in ("-", "--") for name in names}
+    return not wanted.isdisjoint(itertools.takewhile(lambda text: text != "--", argv[1:]))
 
 
 def help_text(main: Callable, values: flags.FlagValues) -> str:
     """The manual (docstring of the module of `main`), then the flags."""
     manual = (sys.modules[main.__module__].__doc__ or "").strip()
     entries = [_entry(flag) for flag in _own_flags(main, values)]
-    return "\n".join([manual, "", f"Flags of `{program()}`:", *entries])
+    return "\n".join([manual, "", f"Flags of `{program()}`:", *entries, "  --help, --version"])
 
 
 def program() -> str:
@@ -163,8 +188,8 @@ def choices(flag: flags.Flag) -> Sequence[str]:
 
 
 def bare(flag: flags.Flag) -> str:
-    """Help text without the list of values that absl puts before it."""
-    return re.sub(r"^<[^>]*>: ", "", flag.help or "")
+    """Help text without what absl adds: the list of values, how to repeat it."""
+    return re.sub(r"^<[^>]*>: |;\s*repeat this option[\s\S]*", "", flag.help or "")
 
 
 def _own_flags(main: Callable, values: flags.FlagValues) -> list:
@@ -179,11 +204,15 @@ def _own_flags(main: Callable, values: flags.FlagValues) -> list:
 
 
 def _entry(flag: flags.Flag) -> str:
-    values = choices(flag)
-    kind = "|".join(values) or flag.parser.flag_type().upper()
-    head = f"  --[no]{flag.name}" if flag.boolean else f"  --{flag.name}={kind}"
+    values, kind = choices(flag), flag.flag_type()
+    shown = "|".join(values) or _TYPES.get(kind) or kind.upper()
+    head = f"  --[no]{flag.name}" if flag.boolean else f"  --{flag.name}={shown}"
     notes = [] if values or flag.boolean or not flag.parser.syntactic_help else [allowed(flag)]
-    if flag.default is not None:
+    if kind in _TYPES:
+        notes = ["may be repeated" if kind == _REPEATED else "separated by commas"]
+    if len(head) > WIDTH:
+        head, notes = f"  --{flag.name}=STRING", [allowed(flag)]
+    if flag.default not in (None, "", []):
         notes.append(f"default: {flag.default_as_str.strip(chr(39))}")
     body = bare(flag) + (f" ({'; '.join(notes)})" if notes else "")
     indent = " " * 6

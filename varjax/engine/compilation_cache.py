@@ -57,6 +57,12 @@ def use(place: str | None) -> None:
     _set(str(folder))
 
 
+def is_on() -> bool:
+    """Whether compiled programs are kept and looked for."""
+    config = jax.config
+    return bool(config.jax_compilation_cache_dir and config.jax_enable_compilation_cache)
+
+
 def _set(folder: str | None) -> None:
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST_S)

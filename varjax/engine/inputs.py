@@ -232,7 +232,10 @@ def _entries(plan: CachePlan, scales: np.ndarray) -> BlockTable:
     # small early scales have few entries: a segment's tables need not be as wide as the last one's
     m = max(plan.entries(int(s)) for s in scales)
     return BlockTable(
-        *(np.ascontiguousarray(a[scales][..., :m]) for a in (plan.ids, plan.start, plan.stop))
+        *(
+            np.ascontiguousarray(a[scales][..., :m], np.int32)
+            for a in (plan.ids, plan.start, plan.stop)
+        )
     )
 
 

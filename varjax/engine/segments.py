@@ -10,8 +10,8 @@ Letters: K scales, S scales of a segment, T padded tokens of each of them.
 Chunks are a few images at a time, where all at once would take too much memory.
 """
 
+import contextlib
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from varjax.errors import UserError
+from varjax.arguments import integer
+from varjax.errors import UserError, show
 from varjax.schedule import Schedule
 
 AUTO = "auto"
@@ -90,18 +91,19 @@ def token_index(schedule: Schedule, segment: Segment) -> np.ndarray:
 
 def _parse_count(segments: int | str, num_scales: int) -> int | None:
     """Number of segments; None for "auto"."""
-    if segments == AUTO:
-        return None
-    try:
-        count = int(segments) if isinstance(segments, str) else operator.index(segments)
-    except (TypeError, ValueError):
-        count = 0
-    if isinstance(segments, bool) or not 1 <= count <= num_scales:
-        raise UserError(
-            f"segments={segments!r} is not valid for a schedule of {num_scales} scales: "
-            f"give {AUTO!r} or a whole number from 1 to {num_scales}"
-        )
-    return count
+    count = segments
+    if isinstance(segments, str):
+        if segments == AUTO:
+            return None
+        # isdecimal alone also accepts digits of other scripts, and int() very long texts
+        digits = segments.isascii() and segments.isdecimal() and len(segments) < 8
+        count = int(segments) if digits else None
+    with contextlib.suppress(UserError):
+        return integer("segments", count, 1, num_scales)
+    raise UserError(
+        f"segments={show(segments)} is not valid for a schedule of {num_scales} scales: "
+        f"give {AUTO!r} or a whole number from 1 to {num_scales}"
+    )
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 Letters: N images, H and W pixels. Colours are RGB, last axis 3.
 """
 
+import bisect
 import math
 import os
 from collections.abc import Sequence
@@ -16,16 +17,25 @@ from varjax.storage.atomic import new_file
 GAP = 2  # white pixels between the tiles of a grid
 LINE_HEIGHT = 12  # pixels of a line of caption
 CAPTION_LINES = 2
+CAPTION_CHARACTERS = 16  # of a caption are looked at for each pixel of its width
 CAPTION_HEIGHT = CAPTION_LINES * LINE_HEIGHT + 2
 
 
 def to_uint8(images: Float[Array | np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "N H W 3"]:
     """Bytes 0..255 of images in [0, 1]: 255 x rounded to the nearest, halves up; clipped outside.
-    `ValueError` for values that are not finite, which would turn into arbitrary colours."""
+    `UserError` for values that are not finite, which would turn into arbitrary colours."""
     images = np.asarray(images, np.float32)
-    if not np.isfinite(images).all():
-        raise ValueError("images hold values that are not finite")
+    check_finite(images)
     return np.floor(np.clip(images, 0, 1) * np.float32(255) + np.float32(0.5)).astype(np.uint8)
+
+
+def check_finite(images: np.ndarray) -> None:
+    """`UserError` if a pixel is NaN or infinite."""
+    if not np.isfinite(images).all():
+        raise UserError(
+            "images hold values that are not finite: the numbers of this model leave the range of "
+            "their type, or its weights are damaged; try float32"
+        )
 
 
 def grid(
@@ -110,6 +120,7 @@ def _caption(text: str, width: int) -> UInt8[np.ndarray, "height width 3"]:
     pillow = require("PIL.Image", extra="eval", purpose="writing captions")
     strip = pillow.new("RGB", (width, CAPTION_HEIGHT), "white")
     draw = require("PIL.ImageDraw", extra="eval", purpose="writing captions").Draw(strip)
+    text = text[: CAPTION_CHARACTERS * width]
     shown = text.encode("latin-1", "replace").decode("latin-1")  # what every font of pillow has
     for i, line in enumerate(_lines(shown, lambda part: draw.textlength(part) <= width)):
         draw.text((0, i * LINE_HEIGHT), line, fill="black")
@@ -125,7 +136,8 @@ def _lines(text: str, fits) -> list[str]:
             continue
         if len(lines) == CAPTION_LINES:
             break
-        while not fits(word):
-            word = word[:-1]
+        if not fits(word):  # longer beginnings are wider: bisected, not tried one by one
+            most = bisect.bisect(range(1, len(word) + 1), False, key=lambda n: not fits(word[:n]))
+            word = word[:most]
         lines.append(word)
     return lines

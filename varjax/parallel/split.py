@@ -17,10 +17,12 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
+from varjax.arguments import integer
 from varjax.errors import UserError, nearest
 from varjax.key_values import parse_pairs
 
 AXES = ("data", "model")
+LARGEST_MESH = 10**7  # devices along an axis
 _axis: contextvars.ContextVar[str | None] = contextvars.ContextVar("model_axis", default=None)
 
 
@@ -30,6 +32,10 @@ class MeshSpec:
 
     data: int = 1
     model: int = 1
+
+    def __post_init__(self):
+        for axis in AXES:
+            object.__setattr__(self, axis, integer(axis, getattr(self, axis), 1, LARGEST_MESH))
 
     @classmethod
     def parse(cls, text: str | None) -> "MeshSpec":
@@ -47,7 +53,7 @@ class MeshSpec:
                 )
             # isdecimal alone also accepts digits of other scripts, and int() very long texts
             if not (size.isascii() and size.isdecimal() and len(size) < 8 and int(size) >= 1):
-                raise UserError(f"{axis}={size} is no number of devices, 1 or more")
+                raise UserError(f"{axis}={size:.60} is no number of devices, 1 or more")
             sizes[axis] = int(size)
         return cls(**sizes)
 

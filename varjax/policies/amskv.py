@@ -240,7 +240,8 @@ class AMSKV(Policy):
         held = np.stack([sizes.contents(schedule.tokens, kind)[0] for kind in kinds])
         last_use = (schedule.scale_of_token + held[:, :-1].sum(1)).astype(np.int16)
         last_use = last_use[kind_of_layer.reshape(-1), None]
-        return StaticAllocation(np.repeat(last_use, geometry.num_heads, axis=1))
+        shape = (geometry.num_layers, geometry.num_heads, schedule.total_tokens)
+        return StaticAllocation(np.broadcast_to(last_use, shape))
 
     def adopt(self, geometry: Geometry, budget: float, capacity: np.ndarray) -> RegionAllocation:
         """Condensed and newest tokens (CLRU) in capacities that another policy has decided."""

@@ -5,6 +5,7 @@ A policy is a frozen dataclass in one file; its fields are the `--policy_args`, 
 manual. It never moves bytes.
 """
 
+import dataclasses
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NoReturn
 
@@ -12,15 +13,28 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from varjax import arguments
 from varjax.cache.allocation import Allocation, Geometry, RegionAllocation
-from varjax.errors import UserError, nearest
+from varjax.errors import UserError, about, nearest, show
 from varjax.policies import capacities
 
+BUDGET = {  # its range, and what a message about it says
+    **{"low": 0, "high": 1, "above": True},
+    "note": ": it is the fraction of the full cache's bytes that may be kept",
+}
 CALIBRATE = "a calibration (`python -m experiments.calibrate` writes one)"
 
 
 class NotGiven(float):
     """A default that can be told from the same number given by the user."""
+
+
+def within(default: Any, low: float, high: float, **more: Any) -> Any:
+    """A field of a policy that is a number from `low` to `high`, whatever the model. more: of
+    `arguments.number`."""
+    return dataclasses.field(
+        default=default, metadata={"limits": {"low": low, "high": high} | more}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +142,21 @@ class Policy:
 
     # --- arguments --------------------------------------------------------------------------------
 
+    def __post_init__(self):
+        """Check the type of every field that is a number, a text or a truth value, and its range
+        (`within`).
+
+        Raises:
+          UserError: naming the policy and the field.
+        """
+        for f in fields(self):
+            _, check, _ = _KINDS.get(_name_of(f.type), (None, None, None))
+            if check is not None and f.name[0] != "_":
+                limits = BUDGET if f.name == "budget" else f.metadata.get("limits", {})
+                with about(f"policy {self.name!r}"):
+                    value = check(f.name, getattr(self, f.name), **limits)
+                object.__setattr__(self, f.name, value)
+
     @classmethod
     def argument_types(cls) -> dict[str, Any]:
         """The `--policy_args`: all fields but the budget and those with a leading underscore."""
@@ -187,11 +216,6 @@ class Policy:
     def check(self, geometry: Geometry) -> None:
         """Raise `UserError` for arguments that cannot work on this model, before anything is
         compiled."""
-        if not 0 < self.budget <= 1:
-            raise UserError(
-                f"budget={self.budget:g} is outside (0, 1]: it is the fraction of the full "
-                f"cache's bytes that may be kept"
-            )
         if self.accounting not in ("bytes", "tokens"):
             raise UserError(f"accounting={self.accounting!r}: choose bytes or tokens")
         lowest = self.minimum_budget(geometry)
@@ -282,17 +306,24 @@ def per_layer(geometry: Geometry, values: Any) -> np.ndarray:
 
 def parse_value(name: str, text: str, kind: Any) -> Any:
     """Read one `--policy_args` value as the type of its field, which may be given by name."""
-    read, wanted = _KINDS.get(getattr(kind, "__name__", kind), (kind, str(kind)))
+    read, _, wanted = _KINDS.get(_name_of(kind), (kind, None, str(kind)))
+    if not isinstance(text, str):
+        raise UserError(f"policy argument {name}={show(text)}: give its value as a text")
     try:
         return read(text)
     except (ValueError, KeyError):
-        raise UserError(f"policy argument {name}={text!r} is not {wanted}") from None
+        raise UserError(f"policy argument {name}={show(text)} is not {wanted}") from None
+
+
+def _name_of(kind: Any) -> str:
+    """`int` for the type and for its name, which annotations may be."""
+    return getattr(kind, "__name__", kind) if isinstance(kind, (type, str)) else ""
 
 
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
-_KINDS = {
-    "int": (int, "a whole number"),
-    "float": (float, "a number"),
-    "str": (str, "text"),
-    "bool": (lambda text: _TRUTH[text.lower()], "true or false"),
+_KINDS = {  # how to read it from a text, how to check it, and what it is in words
+    "int": (int, arguments.integer, "a whole number"),
+    "float": (float, arguments.number, "a number"),
+    "str": (str, arguments.text, "text"),
+    "bool": (lambda text: _TRUTH[text.lower()], arguments.flag, "true or false"),
 }

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from varjax.arguments import instance
 from varjax.cache.allocation import Allocation, Geometry, RegionAllocation
-from varjax.errors import UserError, choose, nearest
+from varjax.errors import UserError, choose, nearest, show
 from varjax.policies import building_blocks as blocks
 from varjax.policies.base import Observation, Policy, per_layer
 from varjax.policies.registry import POLICIES, get_policy, register
@@ -80,9 +81,19 @@ class Compose(Policy):
 
     # --- arguments --------------------------------------------------------------------------------
 
+    def __post_init__(self):
+        super().__post_init__()
+        pairs = self.parts if isinstance(self.parts, tuple) else (None,)
+        if any(not isinstance(p, tuple) or [type(x) for x in p] != [str, str] for p in pairs):
+            self.refuse(f"parts={show(self.parts)}: Compose.of makes it from two policies")
+        if pairs and not self._prepared:
+            self.from_arguments(dict(pairs))
+
     @classmethod
     def of(cls, *, allocate: Policy, select: Policy) -> "Compose":
         """From two policies; budget, accounting and block size are those of `allocate`."""
+        for role, part in zip(ROLES, (allocate, select), strict=True):
+            instance(role, part, Policy, "a policy of varjax.policies")
         parts = {"allocate": allocate.name, "select": select.name}
         for role, part in zip(ROLES, (allocate, select), strict=True):
             default = type(part)()

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from varjax.cache.allocation import Geometry
 from varjax.policies import building_blocks as blocks
-from varjax.policies.base import Needs, Observation, Policy
+from varjax.policies.base import Needs, Observation, Policy, within
 from varjax.policies.registry import register
 
 
@@ -39,15 +38,11 @@ class H2O(Policy):
     """
 
     budget: float = 0.25
-    recent_share: float = 0.5
+    recent_share: float = within(0.5, 0, 1)
 
     allocation_arguments = ()
     summary = "most accumulated attention, and the newest tokens"
     needs = Needs(total_mass=True)
-
-    def check(self, geometry: Geometry) -> None:
-        self.require("recent_share", 0 <= self.recent_share <= 1, " is outside [0, 1]")
-        super().check(geometry)
 
     def select(self, obs: Observation):
         recent = blocks.part_of(obs.capacity, self.recent_share)

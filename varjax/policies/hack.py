@@ -10,7 +10,7 @@ from varjax.cache.allocation import Geometry, RegionAllocation
 from varjax.calibration.data import Calibration
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities
-from varjax.policies.base import Needs, Observation, Policy, per_layer
+from varjax.policies.base import Needs, Observation, Policy, per_layer, within
 from varjax.policies.registry import register
 from varjax.policies.windows import SinkPolicy
 
@@ -56,8 +56,8 @@ class HACK(SinkPolicy):
     """
 
     budget: float = 0.25
-    contextual: float = 0.5
-    asymmetry: float = 2.0
+    contextual: float = within(0.5, 0, 1)
+    asymmetry: float = within(2.0, 0.01, 100)
     _types: tuple[tuple[bool, ...], ...] = field(default=(), repr=False)  # [L][N], True: contextual
 
     selection_arguments = ("sinks", "contextual")
@@ -75,16 +75,12 @@ class HACK(SinkPolicy):
         types = tuple(map(tuple, chosen.reshape(variance.shape).tolist()))
         return dataclasses.replace(self, _types=types)
 
-    def check(self, geometry: Geometry) -> None:
-        self.require("contextual", 0 <= self.contextual <= 1, " is outside [0, 1]")
-        rule = " must be between 0.01 and 100 (a structural head's capacity relative to others)"
-        self.require("asymmetry", 0.01 <= self.asymmetry <= 100, rule)
-        super().check(geometry)
-
     def minimum_budget(self, geometry: Geometry) -> float:
         return max(super().minimum_budget(geometry), Policy.minimum_budget(self, geometry))
 
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> RegionAllocation:
+        if not self._types:
+            self.refuse("which heads are contextual is decided by `prepare`: plan with it")
         protected, full = self.protected(geometry, budget), geometry.schedule.persistent_tokens
         per_head = capacities.apportion(
             capacities.total(geometry, budget),

@@ -9,7 +9,7 @@ import numpy as np
 from varjax.cache.allocation import Geometry, RegionAllocation
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities
-from varjax.policies.base import Needs, Observation, per_layer
+from varjax.policies.base import Needs, Observation, per_layer, within
 from varjax.policies.registry import register
 from varjax.policies.windows import SinkPolicy
 
@@ -62,11 +62,11 @@ class HeadKV(SinkPolicy):
 
     budget: float = 0.25
     group_after: int = 100
-    threshold: float = 0.9
+    threshold: float = within(0.9, 0, 1, above=True)
     global_heads: int = 0
-    local_share: float = 0.5
+    local_share: float = within(0.5, 0, 1, above=True)
     window: int = 16
-    ratio: float = 0.5
+    ratio: float = within(0.5, 0, 1, above=True)
 
     selection_arguments = ("sinks", "local_share", "window", "ratio")
     summary = "local and global heads found per image, stratified eviction"
@@ -78,8 +78,6 @@ class HeadKV(SinkPolicy):
     # --- host -------------------------------------------------------------------------------------
 
     def check(self, geometry: Geometry) -> None:
-        for name in ("threshold", "local_share", "ratio"):
-            self.require(name, 0 < getattr(self, name) <= 1, " is outside (0, 1]")
         most, heads = max(*geometry.schedule.tokens, 16), geometry.num_heads
         self.require("window", 1 <= self.window <= most, f" must be 1 to {most}")
         self.require("group_after", self.group_after >= 0, " must be at least 0")

@@ -60,6 +60,13 @@ class HeatKV(SinkPolicy):
     uses_calibration = True
 
     def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "HeatKV":
+        _, sinks = self.removal_orders(geometry, calibration)
+        return dataclasses.replace(self, sinks=sinks)
+
+    def removal_orders(
+        self, geometry: Geometry, calibration: Calibration | None
+    ) -> tuple[np.ndarray, int]:
+        """(int [S, T, 2] or, for whole heads, [1, T, 2]; number of sink scales)."""
         if calibration is None:
             raise UserError(
                 f"policy {self.name!r} needs measurements of the model: give {CALIBRATE}, or "
@@ -67,13 +74,6 @@ class HeatKV(SinkPolicy):
             )
         self.check_sinks(geometry)
         calibration.check(geometry)
-        _, sinks = self.removal_orders(geometry, calibration)
-        return dataclasses.replace(self, sinks=sinks)
-
-    def removal_orders(
-        self, geometry: Geometry, calibration: Calibration
-    ) -> tuple[np.ndarray, int]:
-        """(int [S, T, 2] or, for whole heads, [1, T, 2]; number of sink scales)."""
         whole, orders, beta = self.whole_heads, calibration.orders, calibration.beta
         if beta is None and orders is not None and not whole:
             return orders, self._implied_sinks(len(orders), geometry.schedule.num_scales)
@@ -109,14 +109,14 @@ class HeatKV(SinkPolicy):
         return implied
 
     def schedule(self, geometry: Geometry, budget: float, calibration) -> PruneSchedule:
-        """The pruning schedule behind `allocate`."""
+        """The pruning schedule behind `allocate`; `UserError` as in `prepare`."""
         orders, sinks = self.removal_orders(geometry, calibration)
         kind = {"whole_heads": self.whole_heads, "literal": self.literal}
         return prune_schedule(geometry, orders, sinks=sinks, budget=budget, **kind)
 
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> StaticAllocation:
         last_use = self.schedule(geometry, budget, calibration).last_use().astype(np.int16)
-        return StaticAllocation(np.repeat(last_use, geometry.schedule.tokens, axis=-1))
+        return StaticAllocation(np.repeat(last_use, geometry.schedule.tokens, axis=-1), last_use)
 
 
 @register("binary_heatkv")

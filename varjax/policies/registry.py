@@ -4,16 +4,16 @@ tests; `load_module` adds policies of your own to it."""
 import hashlib
 import importlib
 import importlib.util
-import numbers
 import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 
-from varjax.errors import UserError, choose
-from varjax.policies.base import Policy
+from varjax.arguments import number, path, text
+from varjax.errors import UserError, choose, show
+from varjax.policies.base import BUDGET, Policy
 
 POLICIES: dict[str, type[Policy]] = {}
 _LOADED: dict[str, tuple[str, ...]] = {}  # what `load_module` found, by file or import name
@@ -39,16 +39,21 @@ def get_policy(
     """Build a registered policy from text arguments; unknown names and arguments raise `UserError`
     with what exists."""
     cls = POLICIES[choose("policy", name, POLICIES)]
-    values = cls.from_arguments(arguments or {})
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, Mapping) or not all(isinstance(n, str) for n in arguments):
+        raise UserError(f"policy arguments {show(arguments)}: give names and texts")
+    for argument, value in arguments.items():
+        text(f"policy argument {argument}", value)
+    values = cls.from_arguments(dict(arguments))
     return cls(**values if budget is None else values | {"budget": budget})
 
 
 def resolve_policy(policy: str | Policy, budget: float | None = None) -> Policy:
     """A policy from its name and a budget; policies pass through."""
     if not isinstance(policy, str | Policy):
-        raise UserError(f"policy={policy!r:.60}: give a policy or a name: {', '.join(POLICIES)}")
-    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, numbers.Real)):
-        raise UserError(f"budget={budget!r:.60} is not a number")
+        raise UserError(f"policy={show(policy)}: give a policy or a name: {', '.join(POLICIES)}")
+    if budget is not None:
+        number("budget", budget, **BUDGET)
     if isinstance(policy, str):
         return get_policy(policy, budget)
     if budget is not None:
@@ -69,7 +74,7 @@ def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
       UserError: it is not there, fails while it is imported, or registers nothing or a taken name;
         `POLICIES` is then as it was.
     """
-    given = os.fspath(path_or_name)
+    given = os.fspath(path("policy module", path_or_name))
     is_file = given.endswith(".py") or os.sep in given
     key = str(pathlib.Path(given).resolve()) if is_file else given
     if key not in _LOADED:

@@ -13,7 +13,7 @@ from varjax.calibration.data import Calibration
 from varjax.errors import UserError
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities, scalekv_budgets
-from varjax.policies.base import CALIBRATE, Needs, NotGiven, Observation, Policy
+from varjax.policies.base import CALIBRATE, Needs, NotGiven, Observation, Policy, within
 from varjax.policies.registry import register
 from varjax.policies.snapkv import WINDOW_SHARE, check_kernel
 
@@ -76,8 +76,8 @@ class ScaleKV(Policy):
     budget: float = NotGiven(0.25)
     budgets: str = ""
     drafters: int = 0
-    refiner_share: float = 0.3
-    grid: int = 0
+    refiner_share: float = within(0.3, 0, 1, above=True)
+    grid: int = within(0, 0, 16)
     kernel: int = 5
     faithful: bool = False
 
@@ -115,10 +115,8 @@ class ScaleKV(Policy):
 
     def check(self, geometry: Geometry) -> None:
         layers = geometry.num_layers
-        self.require("grid", 0 <= self.grid <= 16, f" must be 1 to 16, or 0 for {GRID}")
         fits = 0 <= self.drafters <= layers
         self.require("drafters", fits, f", but the model has {layers} layers")
-        self.require("refiner_share", 0 < self.refiner_share <= 1, " is outside (0, 1]")
         of_own_budgets = ("drafters", "refiner_share")
         given = [n for n in of_own_budgets if getattr(self, n) != getattr(type(self), n)]
         if self.budgets and given:

@@ -1,8 +1,14 @@
 """Named arrays on disk as one Orbax tree, read only after their names and shapes were checked."""
 
 import contextlib
+import logging
 import os
-from collections.abc import Mapping
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
 
-from varjax.errors import UserError
+from varjax.errors import UserError, some
 from varjax.models import parameters
 
 
@@ -44,8 +50,9 @@ def host_arrays(module: nnx.Module, dtype=None) -> dict[str, np.ndarray]:
 
 
 def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write {name: array} into a new `folder`; '/' in names makes branches of the tree."""
-    with ocp.PyTreeCheckpointer() as checkpointer:
+    """Write {name: array} into a new `folder`; '/' in names makes branches of the tree. `OSError`
+    if it cannot be written, for example because the disk is full: nothing is left then."""
+    with failed_writing(folder), ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(folder, parameters.nested(arrays))
     note = folder / "commit_success.txt"
     if note.exists():  # Orbax notes the path, which changes when the folder is renamed
@@ -71,7 +78,7 @@ def read(
     """
     wanted = {name: floating_dtype(dtype) for name, dtype in dtypes.items()}
     path = os.path.abspath(folder)
-    with _damage_is_a_user_error(folder), ocp.PyTreeCheckpointer() as checkpointer:
+    with failed_reading(folder), ocp.PyTreeCheckpointer() as checkpointer:
         # {name: Orbax's description with shape and dtype} of the arrays on disk
         stored = parameters.flattened(checkpointer.metadata(path).item_metadata.tree)
         _check(folder, stored, expected, described_in)
@@ -87,7 +94,7 @@ def _check(folder: Path, stored: Mapping, expected: Mapping, described_in: str) 
         if found != wanted:
             problems.append(f"wrong shape: {name} is {list(found)}, not {list(wanted)}")
     if problems:
-        listed = "\n  ".join(problems)
+        listed = some(problems, 100, between="\n  ")
         raise UserError(
             f"{folder} does not hold the parameters that {described_in} describes:\n  {listed}"
         )
@@ -105,16 +112,84 @@ def _restore(checkpointer, path: str, types: Mapping, on_host: bool) -> dict:
     return jax.block_until_ready(parameters.flattened(found))
 
 
+# --- what Orbax raises ----------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
-def _damage_is_a_user_error(folder: Path):
-    """Whatever Orbax raises over damaged files names the folder and says what to do."""
+def failed_reading(folder: Path, advice: str = "convert or copy the checkpoint again"):
+    """Whatever Orbax raises over damaged files becomes a `UserError` that names the folder."""
     try:
-        yield
+        with _one_report():
+            yield
     except (UserError, MemoryError, jax.errors.JaxRuntimeError):  # the last: device memory is full
         raise
     except Exception as error:
         reason = str(error).strip().split("\n")[0][:300]
         raise UserError(
             f"cannot read the parameters in {folder}: the files are damaged or incomplete"
-            f" ({reason}); convert or copy the checkpoint again"
+            f" ({reason}); {advice}"
         ) from error
+
+
+@contextlib.contextmanager
+def failed_writing(folder: Path):
+    """What Orbax raises over a full disk and the like becomes an `OSError` that names the new
+    `folder`, of which nothing is left."""
+    try:
+        with _one_report():
+            yield
+    except BaseException as error:
+        _remove(folder)
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        number = int(code[1]) if code else getattr(error, "errno", None)
+        if number is None or getattr(error, "filename", None):
+            raise
+        raise OSError(number, os.strerror(number), os.fspath(folder)) from error
+
+
+def _remove(folder: Path) -> None:
+    """Also what Orbax has under a hidden name, while its threads may still be writing to it."""
+    for _ in range(20):
+        left = [p for p in folder.parent.glob(f"{folder.name}*") if _is_of(p.name, folder.name)]
+        for path in left:
+            shutil.rmtree(path, ignore_errors=True)
+        if not left:
+            return
+        time.sleep(0.05)
+
+
+def _is_of(name: str, folder: str) -> bool:
+    return name == folder or name.startswith(f"{folder}.orbax-checkpoint-tmp")
+
+
+@contextlib.contextmanager
+def _one_report():
+    """An error of Orbax is raised once; its threads print it several times more, and what becomes
+    of the arrays that were still to be written or read. That may come later than the error, which
+    is why what keeps it quiet then stays."""
+    logger, hook = logging.getLogger("absl"), sys.unraisablehook
+    if isinstance(hook, _WithoutOrbax):
+        yield
+        return
+    logger.addFilter(_is_not_of_orbax)
+    sys.unraisablehook = _WithoutOrbax(hook)
+    yield
+    logger.removeFilter(_is_not_of_orbax)
+    sys.unraisablehook = hook
+
+
+@dataclass(frozen=True)
+class _WithoutOrbax:
+    """Hands on to `before` what nobody could be told, unless it is of work that Orbax gave up."""
+
+    before: Callable
+
+    def __call__(self, event) -> None:
+        code = getattr(event.object, "cr_code", None)  # of a coroutine
+        is_orbax = "orbax" in Path(getattr(code, "co_filename", "")).parts
+        if not (is_orbax or "Event loop is closed" in str(event.exc_value)):
+            self.before(event)
+
+
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in Path(record.pathname).parts

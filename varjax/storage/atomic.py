@@ -9,13 +9,18 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from varjax.errors import UserError
 
 LONGEST_NAME = 255 - 24  # bytes that a file system allows, less what hidden names add
+LONGEST_PATH = 4096 - 1024  # likewise, less what is written inside
+DESKTOP = {".DS_Store", "Thumbs.db", "desktop.ini"}  # what file managers put into folders
+
+# What a command wrote into a folder: the names there; None: the folder is not of this command.
+Written = Callable[[Path], Collection[str] | None]
 
 
 def check_new_file(path: str | os.PathLike, *, overwrite: bool, flag: str = "path") -> Path:
@@ -37,18 +42,38 @@ def check_new_file(path: str | os.PathLike, *, overwrite: bool, flag: str = "pat
     return Path(path)
 
 
-def check_new_folder(path: str | os.PathLike, *, overwrite: bool, flag: str = "path") -> Path:
+def check_new_folder(
+    path: str | os.PathLike, *, replaces: Written | None = None, flag: str = "path"
+) -> Path:
     """Absolute path of a folder that may be created now. `flag` names it in messages.
+
+    replaces: an older folder may be replaced if it is empty, or nothing is in it but what this says
+      was written there; None: there may be none.
 
     Raises:
       UserError: it exists and may not be replaced, or its parent cannot be written.
     """
     target = check_place(path, kind="folder", flag=flag)
-    if os.path.lexists(target) and not overwrite:
+    if os.path.lexists(target) and replaces is None:
         raise UserError(f"{path} exists already: choose another folder or set overwrite")
     if os.path.lexists(target) and (target.is_symlink() or not target.is_dir()):
         raise UserError(f"{path} exists and is not a folder: choose another one")
+    if target.exists():
+        _check_contents(path, sorted(os.listdir(target)), replaces(target))
     return target
+
+
+def _check_contents(path, there: list[str], written: Collection[str] | None) -> None:
+    foreign = [name for name in there if name not in DESKTOP and name not in (written or ())]
+    if not foreign:
+        return
+    wrote = "nothing there says that this command wrote it"
+    if written is not None:
+        wrote = "this command wrote the rest of it, but not that"
+    raise UserError(
+        f"{path} holds {foreign[0]!a:.80} and is not replaced: {wrote}; move it away or choose "
+        "another folder"
+    )
 
 
 def check_place(path: str | os.PathLike, *, kind: str = "folder", flag: str = "path") -> Path:
@@ -65,6 +90,8 @@ def check_place(path: str | os.PathLike, *, kind: str = "folder", flag: str = "p
     target = Path(os.path.abspath(text))
     if any(len(os.fsencode(part)) > LONGEST_NAME for part in target.parts):
         raise UserError(f"{text!r:.60}... is no {kind}: names have at most {LONGEST_NAME} bytes")
+    if len(os.fsencode(target)) > LONGEST_PATH:
+        raise UserError(f"{text!r:.60}... is no {kind}: paths have at most {LONGEST_PATH} bytes")
     parent = next((p for p in target.parents if p.exists()), target)
     if not parent.is_dir():
         raise UserError(f"cannot write {path}: {parent} is not a folder")
@@ -103,22 +130,31 @@ def new_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
             work.unlink(missing_ok=True)
 
 
+def write_text(path: str | os.PathLike, text: str) -> None:
+    """Write a file in UTF-8. No text fails: half of a surrogate pair, which is no character, is
+    written as \\udXXX, as JSON has it. `OSError` as `new_file`."""
+    with new_file(path) as file:
+        file.write(text.encode("utf-8", "backslashreplace"))
+
+
 @contextlib.contextmanager
-def new_folder(path: str | os.PathLike, *, overwrite: bool = False) -> Iterator[Path]:
+def new_folder(path: str | os.PathLike, *, replaces: Written | None = None) -> Iterator[Path]:
     """Give an empty folder to fill; it becomes `path` on success and vanishes on any error.
 
-    With `overwrite` the old folder stays in place until the new one is complete.
+    An old folder, which `replaces` must know (`check_new_folder`), stays in place until the new one
+    is complete.
 
     Raises:
       UserError: as `check_new_folder`.
       OSError: no space left, or something else that goes wrong in between.
     """
-    target = check_new_folder(path, overwrite=overwrite)
+    target = check_new_folder(path, replaces=replaces)
     made = [parent for parent in target.parents if not parent.exists()]  # deepest first
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         with _errors_name(path, target), _work_folder(target) as work:
             yield work
+            check_new_folder(path, replaces=replaces)  # somebody may have been here since
             _swap(work, target)
     except BaseException:
         for folder in made:
@@ -160,7 +196,7 @@ def _swap(work: Path, target: Path) -> None:
     os.rename(target, old)
     try:
         os.rename(work, target)
-    except OSError:
+    except BaseException:
         os.rename(old, target)
         raise
     shutil.rmtree(old, ignore_errors=True)

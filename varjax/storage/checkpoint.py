@@ -13,6 +13,7 @@ A checkpoint appears as a whole or not at all. Reading checks the description, t
 shapes of all stored arrays, before a single weight is read.
 """
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -71,7 +72,7 @@ def save(
         with its `part`, and goes to the description of that part. Computed entries win.
       dtype: storage type of floating parameters; by default they stay as they are.
       files: {part: {name: file}} to copy into the part's own folder, such as a tokenizer.
-      overwrite: replace `directory` if it exists.
+      overwrite: replace `directory` if it is empty or a checkpoint, and holds nothing else.
 
     Raises:
       UserError: `directory` exists, or cannot be written, or the entries do not fit the model.
@@ -82,7 +83,7 @@ def save(
     sources = metadata.get("sources", [])
     if own:
         metadata["sources"] = [s for s in sources if s.get("part") not in own]
-    with new_folder(directory, overwrite=overwrite) as folder:
+    with new_folder(directory, replaces=written if overwrite else None) as folder:
         if family is not None:
             tree = {name: module for name, module in parts.items() if name not in own}
             _write_tree(directory, folder, family, tree, metadata, dtype)
@@ -93,6 +94,28 @@ def save(
                 shutil.copyfile(source, place / file)
             described = [s for s in sources if s.get("part") == name]
             _write_part(place, name, module, described, dtype)
+
+
+def written(folder: Path) -> set[str] | None:
+    """What `save` wrote into a folder (`varjax.storage.atomic.Written`)."""
+    names: set[str] = set()
+    if _said(folder / manifest.NAME, "family"):
+        names |= {manifest.NAME, PARAMS, *registry.OWN_FOLDER}
+    for part in registry.OWN_FOLDER:  # in a folder of its own
+        if content := _said(folder / f"{part}.json", "kind"):
+            files = content.get("files")
+            names |= {f"{part}.json", PARAMS}
+            names |= {f.split("/")[0] for f in files} if isinstance(files, dict) else set()
+    return names or None
+
+
+def _said(file: Path, entry: str) -> dict | None:
+    """The content of a description; None unless it is one, with this entry."""
+    with contextlib.suppress(UserError):
+        content = manifest.read_json(file)
+        if isinstance(content, dict) and {"format_version", entry} <= content.keys():
+            return content
+    return None
 
 
 def _write_part(folder: Path, name: str, module: nnx.Module, sources: list[dict], dtype) -> None:

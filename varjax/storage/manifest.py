@@ -13,13 +13,15 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from varjax.errors import UserError, about
+from varjax.errors import UserError, about, some
 from varjax.models import parameters, registry
 from varjax.sampling import Sampling
+from varjax.storage.atomic import write_text
 
 NAME = "model.json"
 FORMAT_VERSION = 1
 DEEPEST_JSON = 64
+LARGEST_JSON = 16 * 2**20  # bytes
 _TOO_DEEP = f"lists and objects are nested more than {DEEPEST_JSON} deep"
 
 
@@ -58,7 +60,7 @@ def write(folder: Path, content: Mapping, name: str = NAME) -> None:
     """Write a description with the entries first that say what it is of."""
     first = {n: content[n] for n in ("format_version", "family", "kind") if n in content}
     text = json.dumps({**first, **content}, indent=1, ensure_ascii=False)
-    (folder / name).write_text(text + "\n", encoding="utf-8")
+    write_text(folder / name, text + "\n")
 
 
 def read(folder: Path) -> dict:
@@ -125,11 +127,15 @@ def _require(file: Path, content: Mapping, kinds: Mapping[str, type]) -> None:
 def read_json(path: str | os.PathLike):
     """The value of a JSON file; `UserError` if there is no such file or it is not JSON."""
     try:
-        return parse_json(Path(path).read_text(encoding="utf-8"))
+        with open(path, "rb") as file:  # a device such as /dev/zero never ends
+            data = file.read(LARGEST_JSON + 1)
+        if len(data) > LARGEST_JSON:
+            raise ValueError(f"it has more than {LARGEST_JSON} bytes")
+        return parse_json(data.decode("utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"there is no file {path}") from error
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path} as JSON: {error}") from error
+        raise UserError(f"cannot read {path} as JSON: {error!s:.200}") from error
 
 
 def _json_object(file: Path) -> dict:
@@ -191,13 +197,18 @@ def check_entries(where, family: str, content: Mapping, configs: Mapping) -> Non
 
 
 def _check_class_names(where, names, count: int) -> None:
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, list) or not all(map(is_text, names)):
         problem = f"is {names!r:.60}: it must be a list of {count} texts, one for each class"
     elif len(names) != count:
         problem = f"has {len(names)} names, the model has {count} classes: give one for each"
     else:
         return
     raise UserError(f"{where}, entry 'class_names' {problem}, or leave it out")
+
+
+def is_text(value) -> bool:
+    """Whether this is a text that can be shown and written: half of a surrogate pair cannot."""
+    return isinstance(value, str) and value == value.encode(errors="replace").decode()
 
 
 def check_records(where, records) -> None:
@@ -237,14 +248,12 @@ def _record(file: Path) -> dict:
     return {"size": file.stat().st_size, "crc32": f"{value:08x}"}
 
 
-def check_files(folder: Path, content: Mapping) -> None:
+def check_files(folder: Path, content: Mapping, advice: str = "copy them again") -> None:
     """Raise `UserError` with every parameter file that is missing or not as it was written."""
     problems = [_problem(folder / name, name, x) for name, x in content.get("files", {}).items()]
     if any(problems) or not folder.is_dir():
-        listed = "; ".join(filter(None, problems)) or "the folder is missing"
-        raise UserError(
-            f"the parameters in {folder} are damaged or incomplete: {listed}; copy them again"
-        )
+        listed = some(filter(None, problems), between="; ") or "the folder is missing"
+        raise UserError(f"the parameters in {folder} are damaged or incomplete: {listed}; {advice}")
 
 
 def _problem(file: Path, name: str, record: Mapping) -> str | None:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from varjax.arguments import integer, path, texts
 from varjax.engine import memory
 from varjax.errors import UserError
 from varjax.storage import arrays, checkpoint
@@ -31,7 +32,7 @@ def _warn(message: str) -> None:
 
 def encode_texts(
     directory: str | os.PathLike,
-    texts: Sequence[str],
+    prompts: Sequence[str],
     negative: Sequence[str] | None = None,
     *,
     dtype: str | None,
@@ -44,7 +45,7 @@ def encode_texts(
     `encode`) and errors: those of `TextEncoder.load` and `TextEncoder.encode`.
     """
     encoder = TextEncoder.load(directory, dtype)
-    features = encoder.encode(texts, negative, batch_size=batch_size, **options)
+    features = encoder.encode(prompts, negative, batch_size=batch_size, **options)
     peak = encoder.peak_bytes(features, batch_size)
     del encoder
     gc.collect()  # modules refer to themselves, and their arrays should go now
@@ -66,7 +67,7 @@ class TextEncoder:
         """
         if dtype is not None and arrays.floating_dtype(dtype).name not in DTYPES:
             raise UserError(f"text encoder in {dtype}: choose {' or '.join(DTYPES)}")
-        _, tokenizer = check_folder(directory)
+        _, tokenizer = check_folder(path("text encoder", directory))
         parts, _ = checkpoint.load(directory, {PART: dtype})
         return cls(parts[PART], tokenizer)
 
@@ -95,15 +96,10 @@ class TextEncoder:
         Raises:
           UserError: no prompts, a number that makes no sense, some negative prompts empty.
         """
-        for name, value, unit in (
-            ("max_length", max_length, "token"),
-            ("batch_size", batch_size, "text"),
-        ):
-            if not 1 <= value <= 2**15:
-                raise UserError(f"{name} is {value}: choose 1 to {2**15} {unit}s")
-        if not len(prompts):
-            raise UserError("there are no prompts: give at least one")
-        prompts = [prompt.strip() for prompt in prompts]
+        for name, value in (("max_length", max_length), ("batch_size", batch_size)):
+            integer(name, value, 1, 2**15)
+        given = texts("prompts", prompts, "give a list of at least one text")
+        prompts = [prompt.strip() for prompt in given]
         names = names or [f"prompt {i}" for i in range(len(prompts))]
         negatives = negative_texts(negative_prompts, len(prompts), negative_names)
         tokens = self._tokens(prompts, names, max_length, warn)
@@ -145,20 +141,23 @@ def negative_texts(
     Raises:
       UserError: another number of texts than 1 and `count`; some are empty and others are not.
     """
-    texts = [text.strip() for text in given or ()]
-    if not any(texts):
+    if given is None or (isinstance(given, (list, tuple)) and not given):
         return [], []
-    names = list(names or [f"negative prompt {i}" for i in range(len(texts))])
-    if len(texts) not in (1, count):
+    given = texts("negative_prompts", given, "give a list of texts")
+    found = [text.strip() for text in given]
+    if not any(found):
+        return [], []
+    names = list(names or [f"negative prompt {i}" for i in range(len(found))])
+    if len(found) not in (1, count):
         raise UserError(
-            f"{len(texts)} negative prompts for {count} prompts: give one for each, or one for all"
+            f"{len(found)} negative prompts for {count} prompts: give one for each, or one for all"
         )
-    if "" in texts:
+    if "" in found:
         raise UserError(
-            f"{names[texts.index('')]} is empty and others are not: give every prompt a negative"
+            f"{names[found.index('')]} is empty and others are not: give every prompt a negative"
             " one, or none at all"
         )
-    return texts, names
+    return found, names
 
 
 def _joined(features: Sequence[np.ndarray]) -> tuple[np.ndarray | None, np.ndarray | None]:

@@ -15,10 +15,12 @@ from functools import cached_property
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from varjax import arguments
 from varjax.errors import UserError, about
 from varjax.storage.atomic import new_file
 from varjax.text.t5 import PRESETS
 
+MOST_REPEATED = 10**7  # images of a prompt
 MAX_LENGTH = 512  # tokens of the released models
 LENGTH_STEP = 16  # lengths are padded to a multiple: few shapes, few programs
 _OPTIONAL = ("negative_kv", "negative_lens", "unconditional", "prompts")
@@ -59,11 +61,14 @@ class TextFeatures:
         if self.unconditional is None:
             _set(self, "unconditional", np.zeros(count, bool))
         _set(self, "unconditional", _checked_flags(self.unconditional, self.lens))
-        if self.prompts is not None and len(self.prompts) != count:
-            raise UserError(f"prompts has {len(self.prompts)} texts for {count} entries of lens")
-        if self.numbers is None:
-            _set(self, "numbers", np.arange(count, dtype=np.int32))
-        most = self.text_maxlen
+        if self.prompts is not None:
+            prompts = arguments.texts("prompts", self.prompts, "give a text for every prompt")
+            _set(self, "prompts", prompts)
+            if len(prompts) != count:
+                raise UserError(f"prompts has {len(prompts)} texts for {count} entries of lens")
+        numbers = range(count) if self.numbers is None else self.numbers
+        _set(self, "numbers", _checked_numbers(numbers, count))
+        most = arguments.integer("text_maxlen", self.text_maxlen, 1)
         if self.longest > most:
             raise UserError(
                 f"a text has {self.longest} tokens, the model takes {most}: encode it with"
@@ -88,7 +93,7 @@ class TextFeatures:
 
     def _check_rows(self, kv_name: str, lens_name: str) -> None:
         """Check features and lengths of texts, and give them their types."""
-        kv, lens = np.asarray(getattr(self, kv_name)), np.asarray(getattr(self, lens_name))
+        kv, lens = (arguments.as_array(name, getattr(self, name)) for name in (kv_name, lens_name))
         for name, array, axes, kind, needed in (
             (kv_name, kv, 2, np.floating, "floats [sum of lengths, C]"),
             (lens_name, lens, 1, np.integer, "a whole number per text"),
@@ -96,6 +101,8 @@ class TextFeatures:
             if array.ndim != axes or not array.size or not np.issubdtype(array.dtype, kind):
                 given = f"shape {array.shape} and type {array.dtype}"
                 raise UserError(f"{name} has {given}: give {needed}")
+        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite
+            kv = kv.astype(np.float32, copy=False)
         if not np.isfinite(kv).all():
             raise UserError(f"{kv_name} holds values that are NaN or infinite")
         if (short := np.flatnonzero(lens < 1)).size:
@@ -104,7 +111,7 @@ class TextFeatures:
             )
         if int(lens.astype(object).sum()) != len(kv):
             raise UserError(f"{lens_name} sums up to {lens.sum()}, {kv_name} has {len(kv)} rows")
-        _set(self, kv_name, kv.astype(np.float32, copy=False))
+        _set(self, kv_name, kv)
         _set(self, lens_name, lens.astype(np.int32))
 
     # --- images -----------------------------------------------------------------------------------
@@ -115,8 +122,7 @@ class TextFeatures:
 
     def repeat(self, count: int) -> "TextFeatures":
         """`count` images of every image that there is, in turn: prompt 0 `count` times first."""
-        if count < 1:
-            raise UserError(f"{count} images per prompt: at least 1")
+        arguments.integer("images per prompt", count, 1, MOST_REPEATED)
         return replace(self, numbers=np.repeat(self.numbers, count))
 
     def take(self, index: Sequence[int] | Int[np.ndarray, " B"]) -> dict[str, np.ndarray]:
@@ -228,7 +234,7 @@ def load(
 
 
 def _read(path: str | os.PathLike) -> dict[str, np.ndarray]:
-    if not os.path.exists(path):
+    if not os.path.exists(arguments.path("text features", path)):
         raise UserError(f"there is no file {path}")
     try:
         with np.load(path, allow_pickle=False) as archive:
@@ -251,8 +257,16 @@ def _set(features: TextFeatures, name: str, value) -> None:
     object.__setattr__(features, name, value)
 
 
+def _checked_numbers(numbers, count: int) -> np.ndarray:
+    words = f"give numbers of prompts, from 0 to {count - 1}, one for each image"
+    found = arguments.integers("numbers", numbers, words, 2**31 - 1)
+    if not found.size or (found < 0).any() or (found >= count).any():
+        raise arguments.wrong("numbers", numbers, words)
+    return found.astype(np.int32, copy=False)
+
+
 def _checked_flags(unconditional, lens: np.ndarray) -> np.ndarray:
-    flags = np.asarray(unconditional)
+    flags = arguments.as_array("unconditional", unconditional)
     if flags.shape != lens.shape or flags.dtype != bool:
         raise UserError(
             f"unconditional has shape {flags.shape} and type {flags.dtype}: give true or false for"

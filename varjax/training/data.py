@@ -21,7 +21,6 @@ another size are cropped to a centred square and resized.
 """
 
 import io
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,7 +28,8 @@ from pathlib import Path
 
 import numpy as np
 
-from varjax.errors import UserError, require
+from varjax.errors import UserError, require, some
+from varjax.storage.manifest import is_text, read_json
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 LAYOUTS = (("data", "offsets", "labels"), ("images", "labels"), ("arr_0", "arr_1"))  # of .npz
@@ -95,14 +95,23 @@ def _arrays(path: Path) -> list[np.ndarray]:
         with np.load(path, allow_pickle=False) as arrays:
             for names in LAYOUTS:
                 if set(names) <= set(arrays.files):
-                    return [arrays[name] for name in names]
-            held = ", ".join(sorted(arrays.files)) or "nothing"
+                    return [_array(arrays, name) for name in names]
+            held = some(sorted(arrays.files)) or "nothing"
     except Exception as error:  # NumPy raises many kinds over damaged files
-        raise UserError(f"cannot read {path} as an .npz file of plain arrays: {error}") from error
+        reason = f"{error!s:.200}"
+        raise UserError(f"cannot read {path} as an .npz file of plain arrays: {reason}") from error
     raise UserError(
         f"{path} holds {held}: it must hold data, offsets and labels, or images and labels, or"
         " arr_0 and arr_1"
     )
+
+
+def _array(arrays, name: str) -> np.ndarray:
+    """NumPy gives the bytes of what is no array."""
+    found = arrays[name]
+    if not isinstance(found, np.ndarray):
+        raise ValueError(f"{name} is no array")
+    return found
 
 
 def _check(path: Path, what: str, array: np.ndarray, fits: bool, needed: str) -> None:
@@ -164,10 +173,11 @@ def _class_names(path: Path) -> tuple[str, ...]:
     if not path.is_file():
         return ()
     try:
-        names = json.loads(path.read_text(encoding="utf-8"))["classes"]
-    except (ValueError, KeyError, TypeError, RecursionError, OSError):
-        names = None
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        content = read_json(path)
+    except UserError:
+        content = None
+    names = content.get("classes") if isinstance(content, dict) else None
+    if not isinstance(names, list) or not all(map(is_text, names)):
         raise UserError(f'{path} must be JSON like {{"classes": ["apple", ...]}}')
     return tuple(names)
 
@@ -189,7 +199,9 @@ def _read_folders(
         )
     empty = sorted({c.name for c in classes} - {classes[i].name for _, i in files})
     if empty:
-        raise UserError(f"{path}: no pictures in class folder {', '.join(empty)}")
+        raise UserError(f"{path}: no pictures in class folder {some(empty)}")
+    if odd := [c for c in classes if not is_text(c.name)]:
+        raise UserError(f"{path}: the name of class folder {odd[0].name!r:.60} is not Unicode")
     order = np.random.default_rng(SHUFFLE_SEED).permutation(len(files))[: limit or None]
     chosen = [files[i][0] for i in order]
     images = _squares(chosen, _pillow().open, chosen, image_size)

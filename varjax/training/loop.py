@@ -3,11 +3,13 @@
     OUT/STAGE/settings.json     what the stage was started with
     OUT/STAGE/history.jsonl     one JSON object per log step
     OUT/STAGE/checkpoints/N     Orbax checkpoint after N steps
+    OUT/STAGE/records.json      sizes and checksums of their files
 
-A run that was killed continues from its last checkpoint; history after that step is dropped, so
-that every step appears once.
+A run that was killed continues from its last checkpoint that is sound; history after that step is
+dropped, so that every step appears once.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -20,11 +22,14 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from varjax.errors import UserError
+from varjax.errors import UserError, some
+from varjax.storage import arrays, lock, manifest
 from varjax.storage.atomic import check_place, new_file
+from varjax.training.clock import Clock
 from varjax.training.stage import Stage
 
 SETTINGS, HISTORY, CHECKPOINTS = "settings.json", "history.jsonl", "checkpoints"
+RECORDS = "records.json"
 
 
 def check_folder(out, settings: Mapping[str, Mapping]) -> None:
@@ -42,24 +47,30 @@ def check_folder(out, settings: Mapping[str, Mapping]) -> None:
     if not os.access(out, os.R_OK | os.W_OK | os.X_OK):
         raise UserError(f"out={out}: no permission to read and write there")
     found = [stage for stage in settings if (out / stage / SETTINGS).is_file()]
-    if not found and any(out.iterdir()):
+    if not found and any(path.name != lock.NAME for path in out.iterdir()):
         raise UserError(
             f"out={out} is not empty and holds no training run to resume: choose another folder"
         )
+    for stage in settings.keys() - set(found):
+        if (out / stage / CHECKPOINTS).exists():
+            raise UserError(
+                f"{out / stage} holds checkpoints but no {SETTINGS}, which says what was trained:"
+                " put it back, or choose another folder"
+            )
     for stage in found:
         _compare(out / stage / SETTINGS, settings[stage])
 
 
 def _compare(path: Path, settings: Mapping) -> None:
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = manifest.parse_json(path.read_text(encoding="utf-8"))
         if not isinstance(stored, dict):
             raise ValueError("it must hold a JSON object")
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged ({error}): choose another folder") from error
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error!s:.200}): choose another folder") from error
     names = [n for n in {**stored, **settings} if stored.get(n) != settings.get(n)]
     if names:
-        changes = ", ".join(f"{n} was {stored.get(n)}, now {settings.get(n)}" for n in names)
+        changes = some(f"{n:.40} was {stored.get(n)!s:.60}, now {settings.get(n)}" for n in names)
         raise UserError(
             f"the run in {path.parent} has other settings: {changes}. Repeat the original settings"
             " to resume it, or choose another folder"
@@ -72,10 +83,17 @@ class StageFolder:
 
     def __init__(self, out, stage: str, settings: Mapping):
         self.path = Path(out).absolute() / stage
+        self._checkpoints = self.path / CHECKPOINTS
+        for path in (self.path, self._checkpoints):
+            if path.exists() and not path.is_dir():
+                raise UserError(f"{path} is not a folder: remove it, or choose another one")
         self.path.mkdir(parents=True, exist_ok=True)
         self._write(SETTINGS, json.dumps(settings, indent=1))
-        options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-        self._manager = ocp.CheckpointManager(self.path / CHECKPOINTS, options=options)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True
+        )
+        with arrays.failed_reading(self._checkpoints, self._advice()):
+            self._manager = ocp.CheckpointManager(self._checkpoints, options=options)
 
     def __enter__(self) -> "StageFolder":
         return self
@@ -84,26 +102,69 @@ class StageFolder:
         self._manager.close()
 
     def restore(self, state: dict) -> tuple[dict, int]:
-        """The newest checkpoint, with the structure of `state`, and its steps; without one `state`
-        as it is, and 0."""
-        step = self._manager.latest_step() or 0
-        if step:
-            like = ocp.args.StandardRestore(jax.eval_shape(lambda: state))
-            state = self._manager.restore(step, args=like)
-        return state, step
+        """The newest sound checkpoint, with the structure of `state`, and its steps; without one
+        `state` as it is, and 0. Damaged ones that are newer are removed, and reported.
+
+        Raises:
+          UserError: there are checkpoints, all of them damaged. They stay.
+        """
+        damaged: dict[int, UserError] = {}
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            try:
+                found = self._restored(step, jax.eval_shape(lambda: state))
+            except UserError as error:
+                damaged[step] = error
+                continue
+            for newer, error in damaged.items():
+                say(f"{error}. Going on from step {step}", quiet=False)
+                self._manager.delete(newer)
+            return found, step
+        if damaged:
+            raise next(iter(damaged.values()))
+        return state, 0
+
+    def _restored(self, step: int, like: dict) -> dict:
+        """A checkpoint, of whose files the checksums are compared first, if they are known."""
+        folder = self._checkpoints / str(step)
+        if records := self._records().get(str(step)):
+            manifest.check_files(folder, {"files": records}, self._advice())
+        with arrays.failed_reading(folder, self._advice()):
+            return self._manager.restore(step, args=ocp.args.StandardRestore(like))
+
+    def _records(self) -> dict:
+        """{step: records of its files} where they are usable."""
+        try:
+            found = manifest.read_json(self.path / RECORDS)
+            for step, records in found.items():
+                manifest.check_records(step, records)
+        except (UserError, AttributeError):  # none were written, or they are damaged themselves
+            return {}
+        return found
+
+    def _advice(self) -> str:
+        return f"to train this stage from its start, remove {self.path}"
 
     def save(self, step: int, state: dict) -> None:
-        """Write a checkpoint; the two newest are kept."""
-        self._manager.save(step, args=ocp.args.StandardSave(state))
+        """Write a checkpoint; the two newest are kept. `OSError` if it cannot be written; those
+        before stay."""
+        with arrays.failed_writing(self._checkpoints / str(step)):
+            self._manager.save(step, args=ocp.args.StandardSave(state))
+        kept = self._records()
+        records = {
+            str(n): kept.get(str(n))
+            if n != step
+            else manifest.file_records(self._checkpoints / str(n))
+            for n in self._manager.all_steps()
+        }
+        self._write(RECORDS, json.dumps({n: r for n, r in records.items() if r}))
 
     def keep_history(self, up_to: int) -> None:
-        """Drop entries of steps after `up_to`, and a line that a crash cut short."""
+        """Drop entries of steps after `up_to`, and lines that a crash cut short or are damaged."""
         path, kept = self.path / HISTORY, []
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-            try:
-                kept += [line] if json.loads(line)["step"] <= up_to else []
-            except ValueError:
-                break
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        for line in text.splitlines():
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                kept += [line] if manifest.parse_json(line)["step"] <= up_to else []
         self._write(HISTORY, "".join(f"{line}\n" for line in kept))
 
     def append_history(self, entry: Mapping) -> None:
@@ -136,25 +197,28 @@ def run(stage: Stage, out, quiet: bool = False) -> dict:
 
 def _loop(stage: Stage, folder: StageFolder, state: dict, start: int, quiet: bool) -> dict:
     """The last step logs, validates and saves whatever the intervals are."""
-    begin = last = time.monotonic()
+    last, clock = time.monotonic(), Clock(stage, start)
     window, settings = [], stage.settings
     for n in range(start, stage.steps):
+        before = time.monotonic()
         state, metrics = stage.step(state, n)
+        clock.called(n, time.monotonic() - before)
         window.append(metrics)
         done, final = n + 1, n + 1 == stage.steps
         if final or done % settings.log_every == 0:
             means = _means(stage, window, done)
             now = time.monotonic()
             pace = round(len(window) * stage.batch_size / (now - last), 2)
-            left = (now - begin) / (done - start) * (stage.steps - done)
+            clock.logged(len(window), now - last)
             line = f"{done}/{stage.steps}  {_numbers(means)}  {pace:.1f} images/s"
-            say(f"{stage.name} {line}  about {left:.0f} s left", quiet)
+            say(f"{stage.name} {line}  {clock.text(done)}".rstrip(), quiet)
             entry = {"step": done, **means, "images_per_second": pace}
             window, last = [], now
             if final or done % settings.validate_every == 0:
                 entry["validation"] = stage.validate(state)
                 say(f"{stage.name} validation {_numbers(entry['validation'])}", quiet)
                 last = time.monotonic()
+                clock.validated(last - now)
             folder.append_history(entry)
         if final or done % settings.checkpoint_every == 0:
             folder.save(done, state)

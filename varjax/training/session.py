@@ -6,7 +6,8 @@ from varjax.codecs.vqvae.model import VQVAE
 from varjax.errors import UserError, choose
 from varjax.models import parameters
 from varjax.models.var.transformer import VAR
-from varjax.storage import checkpoint
+from varjax.storage import checkpoint, lock
+from varjax.storage.atomic import check_new_folder
 from varjax.training import data, loop
 from varjax.training.settings import TrainingSettings
 from varjax.training.var_trainer import VARStage, read_tokens, write_tokens
@@ -27,7 +28,17 @@ def train(settings: TrainingSettings, stage: str, out, quiet: bool = False) -> P
     """
     choose("stage", stage, STAGES)
     needed = ("vqvae",) if stage == "vqvae" else ("vqvae", "var")
-    loop.check_folder(out, {name: settings.of_stage(name) for name in needed})
+    stored = {name: settings.of_stage(name) for name in needed}
+    loop.check_folder(out, stored)
+    if stage != "vqvae":  # which makes no model
+        check_new_folder(Path(out) / MODEL, replaces=checkpoint.written, flag="out")
+    with lock.held(out, f"another process trains in {out}: wait, or choose another folder"):
+        loop.check_folder(out, stored)  # it may have ended just now
+        return _train(settings, stage, needed, out, quiet)
+
+
+def _train(settings: TrainingSettings, stage: str, needed, out, quiet: bool) -> Path | None:
+    """Likewise, in a folder that this process holds."""
     if stage == "var" and not (Path(out) / "vqvae" / loop.SETTINGS).is_file():
         raise UserError(
             f"out={out} holds no trained codec: run stage=vqvae (or both) with it first"
@@ -49,7 +60,7 @@ def train(settings: TrainingSettings, stage: str, out, quiet: bool = False) -> P
     if not path.exists():
         loop.say(f"var: tokenising {count} pictures and their mirror images", quiet)
         write_tokens(path, codec, pictures, settings)
-    var_stage = VARStage(settings, config, read_tokens(path, pictures), codec.quantizer)
+    var_stage = VARStage(settings, config, read_tokens(path, pictures, config), codec.quantizer)
     state = loop.run(var_stage, out, quiet)
     return _save_model(settings, pictures, var_stage.model(state["ema"]), codec, Path(out) / MODEL)
 

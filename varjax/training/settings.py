@@ -28,7 +28,7 @@ def _flag(default, text: str, stages: tuple[str, ...] = BOTH, least: int | None 
 
 
 def _interval(default: int, what: str):
-    return _flag(default, f"steps between two of: {what}", stages=(), least=1)
+    return _flag(default, f"steps from one {what} to the next", stages=(), least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,9 @@ class TrainingSettings:
     """Settings of both stages. `UserError` if a value is impossible or two do not fit."""
 
     # the last step logs, validates and saves in any case
-    log_every: int = _interval(20, "log")
+    log_every: int = _interval(20, "log line")
     checkpoint_every: int = _interval(200, "checkpoint")
-    validate_every: int = _interval(500, "validate")
+    validate_every: int = _interval(500, "validation")
 
     data: str = _flag("", "folder or .npz file of pictures")
     image_size: int = _flag(64, "side of the pictures in pixels")

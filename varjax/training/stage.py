@@ -51,6 +51,11 @@ class Stage:
     def batch_size(self) -> int:
         return getattr(self.settings, f"{self.name}_batch_size")
 
+    @property
+    def new_programs(self) -> tuple[int, ...]:
+        """Steps from which on another program runs, for estimates of time."""
+        return ()
+
     def initial_state(self) -> dict:
         model = self.network(self.config, rngs=nnx.Rngs(self.settings.seed))
         return initial_state(parameters.named(model), self.optimizer())

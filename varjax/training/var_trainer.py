@@ -19,11 +19,13 @@ import optax
 from varjax.codecs.autoencoder import cast
 from varjax.codecs.vqvae.model import VQVAE, Quantizer
 from varjax.errors import UserError
-from varjax.models.var.transformer import VAR
+from varjax.models.var.transformer import VAR, VARConfig
 from varjax.storage.atomic import new_file
 from varjax.training.data import Dataset, to_float
 from varjax.training.settings import TrainingSettings
 from varjax.training.stage import Stage, adamw, descend, learning_rate, whole_batches
+
+TOKENS = ("train", "train_labels", "val", "val_labels")  # what the file of tokens holds
 
 
 @dataclass(frozen=True)
@@ -110,10 +112,28 @@ def write_tokens(path: Path, codec: VQVAE, pictures: Dataset, settings: Training
         np.savez_compressed(file, **arrays)
 
 
-def read_tokens(path: Path, pictures: Dataset) -> Dataset:
-    """`pictures` as int32 tokens: `train` [2, N, L], plain and mirrored; `val` [M, L]."""
+def read_tokens(path: Path, pictures: Dataset, config: VARConfig) -> Dataset:
+    """`pictures` as int32 tokens: `train` [2, N, L], plain and mirrored; `val` [M, L]. `UserError`
+    unless they are tokens of such pictures for a model of this configuration."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            return replace(pictures, **arrays)
+            found = replace(pictures, **{name: np.asarray(arrays[name]) for name in TOKENS})
+        problem = None
     except Exception as error:  # NumPy raises many kinds over damaged files
-        raise UserError(f"{path} is damaged ({error}): delete it to make it again") from error
+        problem = f"{error!s:.200}"
+    if problem := problem or _problem(found, pictures, config):
+        raise UserError(f"{path} is damaged ({problem}): delete it to make it again")
+    return found
+
+
+def _problem(tokens: Dataset, pictures: Dataset, config: VARConfig) -> str | None:
+    length, count = config.schedule.total_tokens, np.size(tokens.val_labels)
+    shapes = {"train": (2, len(pictures.train), length), "val": (count, length)}
+    for name, shape in shapes.items():
+        array = getattr(tokens, name)
+        if array.shape != shape or not np.issubdtype(array.dtype, np.integer):
+            return f"{name} is {array.dtype} {array.shape}, not integers {shape}"
+        if array.min(initial=0) < 0 or array.max(initial=0) >= config.vocab_size:
+            return f"{name} has tokens outside 0 to {config.vocab_size - 1}"
+    sound = np.array_equal(tokens.train_labels, pictures.train_labels)
+    return None if sound else "it was made of other pictures"

@@ -42,6 +42,10 @@ class VQVAEStage(Stage):
         rate = learning_rate(self.settings.vqvae_lr, self.steps, warm_up=20, flat_until=0.5)
         return adamw(rate, b2=0.99, clip=1.0)
 
+    @property
+    def new_programs(self) -> tuple[int, ...]:
+        return (self.settings.autoencoder_steps,)
+
     def initial_state(self) -> dict:
         """With `usage` [V], how often each code was used since the last look."""
         return {**super().initial_state(), "usage": jnp.zeros(self.config.vocab_size)}

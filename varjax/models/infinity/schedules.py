@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from varjax.errors import UserError, choose
+from varjax.errors import UserError, choose, show
 from varjax.schedule import Schedule
 
 # In the published order: the first of two equally near templates is taken.
@@ -79,13 +79,13 @@ def name_of(schedule: Schedule, rope_map: tuple[int, int]) -> tuple[str, str] | 
 
 def _ratio(aspect: float | str) -> float:
     try:
-        ratio = float(aspect)
-    except (TypeError, ValueError):
+        ratio = math.nan if isinstance(aspect, bool) else float(aspect)
+    except (TypeError, ValueError, OverflowError):
         ratio = math.nan
     if not FLATTEST <= ratio <= TALLEST:
         known = ", ".join(sorted(TEMPLATES, key=float))
         raise UserError(
-            f"aspect {aspect!r:.40} is not supported: give height / width as a number from"
+            f"aspect {show(aspect)} is not supported: give height / width as a number from"
             f" {FLATTEST:g} to {TALLEST:g}; the nearest template is taken from {known}"
         )
     return ratio

@@ -3,7 +3,7 @@ sizes."""
 
 from dataclasses import dataclass
 
-from varjax.errors import UserError
+from varjax.errors import UserError, show
 from varjax.models import published
 from varjax.sampling import Sampling
 from varjax.schedule import Schedule
@@ -85,12 +85,13 @@ class VARConfig(published.TransformerConfig):
 
     def check_sampling(self, sampling: Sampling) -> Sampling:
         """Return it, or raise `UserError` if this model cannot draw that way."""
+        sampling.check(self.schedule.num_scales, self.vocab_size)
         if sampling.cfg_insertion_layer != (0,):
             raise UserError(
-                f"cfg_insertion_layer={sampling.cfg_insertion_layer!r:.60}: VAR mixes its rows on "
+                f"cfg_insertion_layer={show(sampling.cfg_insertion_layer)}: VAR mixes its rows on "
                 f"the logits only, which is 0"
             )
-        return sampling.check(self.schedule.num_scales, self.vocab_size)
+        return sampling
 
     def is_guided(self, sampling: Sampling) -> bool:
         """Whether unconditional rows have any weight: t = cfg * k / (K - 1) is not 0 everywhere."""

@@ -1,0 +1,100 @@
+"""How far the means of a sweep would move with other images: bootstrap over its own.
+
+Every metric compares an image with the same image of the full cache, and all cells draw the same
+images, so cells are compared image by image: the interval of a difference is that of the mean of
+the differences, which is narrower than two intervals side by side say.
+
+Letters: C rows of numbers, N images, R resamples.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from varjax import metrics
+from varjax.metrics import METRICS, Metric
+
+PER_IMAGE = "per_image/"  # in a cell's file, before the name of a metric: numbers of all images
+RESAMPLES, SEED = 10_000, 0
+LEVEL = 0.95
+AT_ONCE = 2**22  # counts that are held at a time
+DEFINITION = (
+    f"{LEVEL:.0%} interval of the mean over images: percentiles of the means of {RESAMPLES:,} "
+    "resamples of the images, the same for all cells; too narrow below some 20 images"
+)
+UNKNOWN = "not known: it takes the numbers of at least two images"
+DIFFERENCE = (
+    "mean over images of a cell's number minus that of the cell with the best mean at the same "
+    "budget (by this metric), image by image, and its interval likewise; that the best one was "
+    "chosen on these images is not taken into account"
+)
+
+
+def bootstrap(values: Float[np.ndarray, "C N"]) -> Float[np.ndarray, "C 2"]:
+    """Ends of the interval of each row's mean, all from the same resamples; NaN where a row holds
+    what is not finite, or there are fewer than two images, whose spread is not known."""
+    rows, count = values.shape
+    found = np.full((rows, 2), np.nan)
+    usable = np.isfinite(values).all(1) & (count > 1)
+    if not usable.any():
+        return found
+    sound = values[usable].astype(np.float64)
+    middle = sound.mean(1, keepdims=True)
+    moved = _resampled_means(sound - middle)  # of what is constant, exactly 0
+    tail = (1 - LEVEL) / 2
+    found[usable] = middle + np.quantile(moved, [tail, 1 - tail], axis=0).T
+    return found
+
+
+def _resampled_means(values: Float[np.ndarray, "C N"]) -> Float[np.ndarray, "R C"]:
+    count = values.shape[1]
+    random, step = np.random.default_rng(SEED), max(1, AT_ONCE // count)
+    means = []
+    for start in range(0, RESAMPLES, step):
+        rows = min(step, RESAMPLES - start)
+        drawn = random.integers(0, count, (rows, count)) + count * np.arange(rows)[:, None]
+        counts = np.bincount(drawn.ravel(), minlength=rows * count).reshape(rows, count)
+        means.append(counts.astype(np.float64) @ values.T / count)
+    return np.concatenate(means)
+
+
+# --- of a sweep's cells ---
+
+
+def add(cells: Sequence[dict], per_image: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+    """Write what is known into `fidelity` of the cells of sweep.json: `METRIC_low`, `METRIC_high`;
+    for all but the best of a budget `METRIC_difference` with its own `_low` and `_high`. `best` of
+    such a cell names the other: {metric: its label}.
+
+    per_image: float [N] of every metric, by what a cell's `samples` says; may lack cells.
+    """
+    wanted: list[tuple[dict, str, np.ndarray]] = []  # whose interval, its name, numbers
+    for key, metric in METRICS.items():
+        found = [(c, per_image.get(c.get("samples"), {}).get(key)) for c in cells]
+        known = [(c, metrics.capped({key: v})[key]) for c, v in found if v is not None]
+        finite = [(c, v.astype(np.float64)) for c, v in known if np.isfinite(v).all()]
+        wanted += [(cell, key, values) for cell, values in finite]
+        wanted += _differences(finite, metric)
+    if not wanted:
+        return
+    ends = bootstrap(np.stack([values for *_, values in wanted]))
+    for (cell, name, _), (low, high) in zip(wanted, ends.tolist(), strict=True):
+        if math.isfinite(low):
+            cell["fidelity"] |= {f"{name}_low": low, f"{name}_high": high}
+
+
+def _differences(
+    cells: Sequence[tuple[dict, np.ndarray]], metric: Metric
+) -> Iterator[tuple[dict, str, np.ndarray]]:
+    """(cell, name, numbers image by image) of every cell that is not the best of its budget."""
+    sign, name = 1 if metric.better == "higher" else -1, f"{metric.key}_difference"
+    for budget in {cell["budget"]: None for cell, _ in cells}:
+        rivals = [(cell, values) for cell, values in cells if cell["budget"] == budget]
+        best, most = max(rivals, key=lambda rival: sign * rival[1].mean())
+        for cell, values in rivals:
+            if cell is not best:
+                cell["fidelity"][name] = float((values - most).mean())
+                cell.setdefault("best", {})[metric.key] = best["label"]
+                yield cell, name, values - most

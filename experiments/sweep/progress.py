@@ -1,0 +1,67 @@
+"""How far a sweep is: cells, compilations that are ahead, time that is left."""
+
+from collections.abc import Hashable, Sequence
+
+import jax
+import numpy as np
+
+from experiments.sweep.plan import Cell, Sweep
+from varjax.engine import compilation_cache
+from varjax.progress import TimeLeft
+
+
+def program_of(sweep: Sweep, cell: Cell) -> Hashable:
+    """Equal for cells that run the same program, of which the compilation cache then has the
+    second: all that is static, and the shapes of what depends on the plan."""
+    generator = sweep.cell_generator(sweep.model, cell)
+    resampling = sweep.model.transformer.resampling
+    numbers = np.zeros(sweep.batch_size, np.int32)
+    inputs = generator.layout.inputs(generator.segments, numbers, resampling)
+    leaves, structure = jax.tree.flatten((jax.eval_shape(generator.empty_state), inputs))
+    shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+    return generator.spec, structure, shapes
+
+
+class SweepProgress:
+    """Counts cells, and measures compilations and cells to say what is left.
+
+    done: cells that are there, the full cache among them if it is. ahead: cells still to be
+      compiled, the full cache first, whose program every cell needs.
+    """
+
+    def __init__(self, sweep: Sweep, done: Sequence[Cell], ahead: Sequence[Cell]):
+        cells = {cell.key: cell for cell in (*done, *ahead)}
+        self._programs = {key: program_of(sweep, cell) for key, cell in cells.items()}
+        compiled = {self._programs[cell.key] for cell in done}
+        self._ahead: dict[str, bool] = {}  # whether the program is there by then
+        for key in (cell.key for cell in ahead):
+            self._ahead[key] = compilation_cache.is_on() and self._programs[key] in compiled
+            compiled.add(self._programs[key])
+        self.total = len(cells) - 1  # without the full cache
+        self.missing = sum(cell is not sweep.full for cell in ahead)
+        self._left = TimeLeft()
+
+    def compiled(self, cell: Cell, seconds: float) -> None:
+        """The program of a cell is there."""
+        self._left.measured("known" if self._ahead.pop(cell.key) else "new", seconds)
+
+    def finished(self, seconds: float) -> None:
+        """A cell has run, for so long after its compilation."""
+        self.missing -= 1
+        self._left.measured("cell", seconds)
+
+    def compilations(self) -> str:
+        """`7 compilations ahead (5 programs, 2 expected from the compilation cache)`."""
+        count, known = len(self._ahead), sum(self._ahead.values())
+        differ = len({self._programs[key] for key in self._ahead})
+        said = f"{count or 'no'} compilation{'s'[count == 1 :]} ahead"
+        notes = [f"{differ} program{'s'[differ == 1 :]}"] if differ < count else []
+        notes += [f"{known} expected from the compilation cache"] if known else []
+        return f"{said} ({', '.join(notes)})" if notes else said
+
+    def text(self) -> str:
+        """One line."""
+        done, known = self.total - self.missing, sum(self._ahead.values())
+        ahead = {"new": len(self._ahead) - known, "known": known, "cell": self.missing}
+        parts = [f"{done} of {self.total} cells done", self.compilations()]
+        return ", ".join(filter(None, (*parts, self._left.text(**ahead))))

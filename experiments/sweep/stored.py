@@ -1,0 +1,59 @@
+"""Finished cells of an unfinished sweep: read back, or run again if anything of them is damaged."""
+
+import pathlib
+from collections.abc import Mapping
+
+import numpy as np
+
+from experiments import batch_files
+from experiments.batch_files import Damaged
+from experiments.report import sweep_files
+from experiments.report.kinds import check
+from experiments.sweep.intervals import PER_IMAGE
+from experiments.sweep.plan import Cell, Sweep
+from varjax.storage.manifest import parse_json
+
+
+def read(path: pathlib.Path, sweep: Sweep, cell: Cell) -> dict | None:
+    """What is stored of a cell: {"row": numbers, "samples": uint8 images, ...}; None if it is
+    missing or damaged."""
+    try:
+        found = dict(batch_files.read(path).arrays)
+        row = parse_json(str(found.pop("row", "")))
+        check_row(row, sweep, cell)
+        check_arrays(found, sweep, cell)
+    except (Damaged, OSError, ValueError):
+        return None
+    return found | {"row": row}
+
+
+def check_row(row: object, sweep: Sweep, cell: Cell) -> None:
+    """Raise `Damaged` unless everything is there that the tables and the report show."""
+    check(row, {"plan": "text"}, "row")
+    if row["plan"] != cell.plan.digest:
+        raise Damaged("row.plan is another plan")
+    geometry = sweep.full.plan.geometry
+    if cell is sweep.full:
+        return sweep_files.check_sizes(row, geometry, "row")
+    sweep_files.check_cell(row, geometry, "row")
+    shown = (row["samples_fidelity"][name] for name in sweep_files.SHOWN_PER_IMAGE)
+    if any(len(numbers) != sweep.samples for numbers in shown):
+        raise Damaged(f"row.samples_fidelity has other than {sweep.samples} numbers")
+
+
+def check_arrays(found: Mapping[str, np.ndarray], sweep: Sweep, cell: Cell) -> None:
+    """Raise `Damaged` unless the arrays have the shapes and types of this sweep."""
+    count, schedule = len(sweep.condition), sweep.full.plan.geometry.schedule
+    size = tuple(side * sweep.model.codec.config.downsample for side in schedule.final_map)
+    wanted = {"samples": ("u", (sweep.samples, *size, 3))}
+    if cell is sweep.full:
+        tokens = sweep.model.transformer.no_tokens(count)
+        wanted |= {"tokens": (tokens.dtype.kind, tokens.shape)}
+        wanted |= {"pictures": ("f", (count, *size, 3))}
+    wanted |= {name: ("f", (count,)) for name in found if name.startswith(PER_IMAGE)}
+    if unknown := found.keys() - wanted.keys():
+        raise Damaged(f"it holds {min(unknown)}, which no cell has")
+    for name, (kind, shape) in wanted.items():
+        array = found.get(name)
+        if array is None or array.dtype.kind != kind or array.shape != shape:
+            raise Damaged(f"{name} is not of shape {shape}")

@@ -1,0 +1,393 @@
+"""Folders of results and of unfinished runs: nothing foreign is touched, nothing finished lost."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments import output
+from experiments.output import BatchStore
+from tests import unfinished_runs as runs
+from varjax.api import Generator
+from varjax.errors import UserError
+from varjax.storage import checkpoint
+from varjax.storage.atomic import check_new_folder, new_folder
+
+
+def same(found, expected):
+    for name, arrays in expected.items():
+        assert found[name].keys() == arrays.keys()
+        for key, array in arrays.items():
+            np.testing.assert_array_equal(found[name][key], array)
+
+
+def test_what_is_there_is_not_drawn_again(tmp_path):
+    """Only gaps are filled, wherever they are."""
+    out = tmp_path / "out"
+    work = runs.interrupted(out)
+    (work / "main-00000002.npz").unlink()
+    drawn, found = runs.finish(runs.store(out))
+    assert drawn == [("main", 2)]
+    same(found, runs.expected())
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+# --- whose folder it is ---
+
+
+def add_file(work):
+    (work / "thesis.txt").write_text("precious")
+
+
+def add_folder(work):
+    (work / "main-00000004.npz").mkdir()
+    (work / "main-00000004.npz" / "thesis.txt").write_text("precious")
+
+
+def add_link(work):
+    (work.parent / "precious").write_text("precious")
+    (work / "lock").unlink(missing_ok=True)
+    (work / "lock").symlink_to(work.parent / "precious")
+
+
+def become_link(work):
+    work.rename(work.parent / "elsewhere")
+    work.symlink_to(work.parent / "elsewhere")
+
+
+def become_file(work):
+    for path in work.iterdir():
+        path.unlink()
+    work.rmdir()
+    work.write_text("precious")
+
+
+FOREIGN = {
+    add_file: "thesis.txt",
+    add_folder: "main-00000004.npz",
+    add_link: "lock",
+    become_link: "is a link or no folder",
+    become_file: "is a link or no folder",
+}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("disturb", FOREIGN)
+def test_what_no_run_wrote_is_left_alone(tmp_path, disturb, overwrite):
+    out = tmp_path / "out"
+    (tmp_path / "out.partial").mkdir()
+    for name in ("main-00000000.npz", "main-00000002.npz"):
+        (tmp_path / "out.partial" / name).write_bytes(b"")
+    disturb(tmp_path / "out.partial")
+    before = runs.tree(tmp_path)
+    with pytest.raises(UserError, match=f"out.partial .*{FOREIGN[disturb]}"):
+        with BatchStore(out, {"seed": 1}, overwrite=overwrite).working():
+            pass
+    assert runs.tree(tmp_path) == before
+
+
+def test_links_put_there_later_are_not_followed(tmp_path):
+    """Looked at again when the folder is taken."""
+    late = runs.store(tmp_path / "out")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "settings.json").write_text("precious")
+    (tmp_path / "out.partial").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="is a link"), late.working():
+        pass
+    assert (tmp_path / "elsewhere" / "settings.json").read_text() == "precious"
+
+
+# --- lost settings ---
+
+LOST = {
+    "missing": lambda path: path.unlink(),
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:5]),
+    "bytes": lambda path: path.write_bytes(b"\xff\x00"),
+    "other": lambda path: path.write_text('{"seed": 10}'),
+    "list": lambda path: path.write_text("[]"),
+}
+
+
+@pytest.mark.parametrize("damage", LOST)
+def test_lost_settings_are_restored_from_the_batches(tmp_path, damage):
+    out = tmp_path / "out"
+    work = runs.interrupted(out, 4)
+    LOST[damage](work / "settings.json")
+    before = runs.tree(tmp_path)
+    with pytest.raises(UserError, match="other settings"):
+        runs.store(out, {"seed": 1})
+    assert runs.tree(tmp_path) == before
+    again = runs.store(out)
+    with again.working():
+        assert again.resumed and again.missing("full") == [2, 4]
+        assert json.loads((work / "settings.json").read_text()) == runs.SETTINGS
+    same(runs.finish(runs.store(out))[1], runs.expected())
+
+
+def older(work):
+    """As files were before they said which settings they were made with."""
+    for path in work.glob("*.npz"):
+        with np.load(path) as archive:
+            own = ("settings", "seal")
+            arrays = {name: archive[name] for name in archive.files if name not in own}
+        np.savez(path, **arrays)
+
+
+def test_older_batches_are_kept(tmp_path):
+    out = tmp_path / "out"
+    older(runs.interrupted(out, 4))
+    drawn, found = runs.finish(runs.store(out))
+    assert drawn == [("full", 2), ("full", 4)]
+    same(found, runs.expected())
+
+
+@pytest.mark.parametrize("damage", LOST)
+def test_older_batches_without_settings_are_never_discarded_silently(tmp_path, damage):
+    out = tmp_path / "out"
+    work = runs.interrupted(out, 4)
+    older(work)
+    LOST[damage](work / "settings.json")
+    before = runs.tree(tmp_path)
+    message = "with other settings" if damage == "other" else "put that file back.*--overwrite"
+    with pytest.raises(UserError, match=message), runs.store(out).working():
+        pass
+    assert runs.tree(tmp_path) == before
+    assert len(runs.finish(runs.store(out, overwrite=True))[0]) == 6
+
+
+def test_a_batch_of_another_run_is_not_taken(tmp_path):
+    mine, other = runs.interrupted(tmp_path / "a", 2), tmp_path / "b.partial"
+    runs.interrupted(tmp_path / "b", 2, {"seed": 1})
+    (mine / "main-00000002.npz").write_bytes((other / "main-00000002.npz").read_bytes())
+    with pytest.raises(UserError, match="a.partial holds an unfinished run with other settings"):
+        runs.store(tmp_path / "a")
+
+
+# --- damaged batches ---
+
+
+def reshaped(arrays):
+    return arrays | {"tokens": arrays["tokens"][:, :2]}
+
+
+def other_numbers(arrays):
+    return arrays | {"index": arrays["index"] + 1}
+
+
+def without(arrays):
+    return {name: array for name, array in arrays.items() if name != "tokens"}
+
+
+def objects(arrays):
+    return arrays | {"tokens": np.array([{}, []], object)}
+
+
+def other_type(arrays):
+    return arrays | {"images": arrays["images"].astype(np.int64)}
+
+
+def not_finite(arrays):
+    return arrays | {"images": np.full_like(arrays["images"], np.nan, np.float32)}
+
+
+CHANGES = (reshaped, other_numbers, without, objects, other_type, not_finite)
+
+
+@pytest.mark.parametrize("series", ["main", "full"])
+@pytest.mark.parametrize("damage", ["empty", "cut", "middle", "text", "npy", *CHANGES])
+def test_damaged_batches_are_drawn_again(tmp_path, damage, series):
+    """Found when the run starts; all others are kept."""
+    out = tmp_path / "out"
+    path = runs.interrupted(out) / f"{series}-00000002.npz"
+    data = bytearray(path.read_bytes())
+    if damage in CHANGES:
+        with np.load(path) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+        arrays = damage(arrays)
+        del arrays["seal"], arrays["settings"]  # as an older version writes it
+        np.savez(path, **arrays)
+    elif damage == "npy":
+        with open(path, "wb") as file:
+            np.save(file, np.zeros(3))
+    else:
+        data[len(data) // 4] ^= 1
+        path.write_bytes({"empty": b"", "cut": data[:300], "text": b"text"}.get(damage, data))
+    drawn, found = runs.finish(runs.store(out))
+    assert drawn == [(series, 2)]
+    same(found, runs.expected())
+
+
+def test_a_batch_is_what_was_written(tmp_path):
+    """Other numbers of the right shape and type, in a sound file."""
+    path = runs.interrupted(tmp_path / "out") / "main-00000002.npz"
+    with np.load(path) as archive:
+        arrays = {name: archive[name] for name in archive.files}
+    np.savez(path, **arrays | {"tokens": arrays["tokens"] + 1})
+    drawn, found = runs.finish(runs.store(tmp_path / "out"))
+    assert drawn == [("main", 2)]
+    same(found, runs.expected())
+
+
+def test_batches_damaged_during_the_run_are_named(tmp_path):
+    out = tmp_path / "out"
+    disturbed = runs.store(out)
+    with disturbed.working():
+        runs.draw(disturbed)
+        (disturbed.work.path / "main-00000002.npz").write_bytes(b"")
+        with pytest.raises(UserError, match=r"main-00000002.npz is damaged .*again"):
+            disturbed.collect("main")
+    assert runs.finish(runs.store(out))[0] == [("main", 2)]
+
+
+def test_what_a_killed_run_left_is_tidied(tmp_path):
+    work = runs.interrupted(tmp_path / "out", 1)
+    for name in (".main-00000002.npz.123", "pixels.npy", ".settings.json.99"):
+        (work / name).write_bytes(b"half")
+    with runs.store(tmp_path / "out").working():
+        assert {path.name for path in work.iterdir()} == {
+            "lock",
+            "settings.json",
+            "main-00000000.npz",
+        }
+
+
+# --- full disks ---
+
+
+@pytest.mark.parametrize("where", ["replace", "rename"])
+def test_nothing_finished_is_lost_where_a_disk_is_full(tmp_path, monkeypatch, where):
+    """In the middle of a batch, or of the results."""
+    out = tmp_path / "out"
+    runs.interrupted(out, 5)
+
+    def full(*names):
+        raise OSError(errno.ENOSPC, "No space left on device", names[0])
+
+    monkeypatch.setattr(os, where, full)
+    with pytest.raises(OSError, match="No space left"):
+        runs.finish(runs.store(out))
+    monkeypatch.undo()
+    assert not out.exists() and (tmp_path / "out.partial").is_dir()
+    drawn, found = runs.finish(runs.store(out))
+    assert drawn == ([("full", 4)] if where == "replace" else [])
+    same(found, runs.expected())
+
+
+# --- what --overwrite replaces ---
+
+
+def a_run(folder):
+    (folder / "report.json").write_text('{"policy": "x", "kv": {}, "versions": {}}')
+    (folder / "images").mkdir()
+
+
+def a_sweep(folder):
+    (folder / "sweep.json").write_text('{"settings": {}, "cells": [], "versions": {}}')
+    (folder / "samples.npz").write_bytes(b"")
+    (folder / ".DS_Store").write_bytes(b"")
+
+
+def nothing(folder):
+    pass
+
+
+def somebodys(folder):
+    (folder / "thesis.txt").write_text("precious")
+
+
+def somebodys_report(folder):
+    (folder / "report.json").write_text('{"profit": 3}')
+
+
+def damaged_report(folder):
+    (folder / "report.json").write_text('{"policy": "x", "kv"')
+
+
+def a_run_and_notes(folder):
+    a_run(folder)
+    somebodys(folder)
+
+
+def a_checkpoint(folder):
+    (folder / "model.json").write_text('{"format_version": 1, "family": "var"}')
+    (folder / "params").mkdir()
+
+
+def a_checkpoint_and_calibration(folder):
+    a_checkpoint(folder)
+    (folder / "calibration.json").write_text("{}")
+
+
+def an_encoder(folder):
+    content = {"format_version": 1, "kind": "t5", "files": {"params/x": {}, "spiece.model": {}}}
+    (folder / "text_encoder.json").write_text(json.dumps(content))
+    (folder / "params").mkdir()
+    (folder / "spiece.model").write_bytes(b"")
+
+
+REPLACED = [(output.written, fill) for fill in (a_run, a_sweep, nothing)]
+REPLACED += [(checkpoint.written, fill) for fill in (a_checkpoint, an_encoder, nothing)]
+KEPT = [(output.written, fill) for fill in (somebodys, somebodys_report, damaged_report)]
+KEPT += [(output.written, fill) for fill in (a_run_and_notes, a_checkpoint)]
+KEPT += [(checkpoint.written, f) for f in (somebodys, a_run, a_checkpoint_and_calibration)]
+
+
+@pytest.mark.parametrize(("replaces", "fill"), REPLACED)
+def test_own_folders_are_replaced(tmp_path, replaces, fill):
+    (tmp_path / "out").mkdir()
+    fill(tmp_path / "out")
+    with pytest.raises(UserError, match="exists already"):
+        check_new_folder(tmp_path / "out")
+    with new_folder(tmp_path / "out", replaces=replaces) as folder:
+        (folder / "new").write_text("new")
+    assert runs.tree(tmp_path / "out") == {"new": b"new"}
+
+
+@pytest.mark.parametrize(("replaces", "fill"), KEPT)
+def test_no_other_folder_is_replaced(tmp_path, replaces, fill):
+    (tmp_path / "out").mkdir()
+    fill(tmp_path / "out")
+    before = runs.tree(tmp_path)
+    with pytest.raises(UserError, match="out holds .* not replaced.*choose another"):
+        with new_folder(tmp_path / "out", replaces=replaces) as folder:
+            (folder / "new").write_text("new")
+    assert runs.tree(tmp_path) == before
+
+
+def test_what_comes_later_is_not_replaced_either(tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UserError, match="thesis.txt"):
+        with new_folder(tmp_path / "out", replaces=output.written):
+            somebodys(tmp_path / "out")
+    assert runs.tree(tmp_path) == {"out": "folder", "out/thesis.txt": b"precious"}
+
+
+def test_commands_check_before_they_work(tmp_path, call, monkeypatch):
+    monkeypatch.setattr(Generator, "compile", lambda *a, **k: pytest.fail("compiled"))
+    monkeypatch.chdir(tmp_path)
+    somebodys(tmp_path)
+    before = runs.tree(tmp_path)
+    for command, out in (("run", "."), ("run", "/"), ("sweep", f"../{tmp_path.name}")):
+        status, _, err = call(command, "--num_images=1", f"--out={out}", "--overwrite")
+        assert status == 2 and "holds '" in err and "is not replaced: " in err, err
+    assert runs.tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("out", [".", "..", "../here", "x/y", "x/.."])
+def test_the_work_folder_is_beside_the_results(out):
+    work = output._partial(Path(out))
+    assert os.path.abspath(work) == os.path.abspath(out) + ".partial"
+
+
+def test_the_default_folder_stays_in_results(tmp_path, monkeypatch):
+    """However a policy or a model is called."""
+    monkeypatch.chdir(tmp_path)
+    assert BatchStore.fresh("demo-full", {}).out == output.RESULTS / "demo-full-001"
+    for stem in ("../../x", "a/../../x", "/x", "..", "a\0b", "x" * 300, "\udcff"):
+        with pytest.raises(UserError, match="the default folder: .*cannot be the name"):
+            BatchStore.fresh(stem, {})
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,59 @@
+"""`python -m experiments`: what there is, and what is wrong with a space for the dot."""
+
+import importlib
+
+import pytest
+
+from experiments import __main__ as overview
+from varjax.cli import command_line
+from varjax.cli.flags import WIDTH, CommandFlags, bare
+
+COMMANDS = overview.commands()
+
+
+def test_all_commands_are_listed(capsys):
+    assert overview.main(["experiments"]) == 0
+    listed = capsys.readouterr().out
+    names = ["aot", "bench", "calibrate", "encode_text", "plan", "report", "run", "sweep", "train"]
+    assert list(COMMANDS) == [*(f"experiments.{name}" for name in names), "ported_weights"]
+    for command, manual in COMMANDS.items():
+        assert f"python -m {command} " in listed and len(manual) > 20 and manual in listed
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_and_version_of_each(command, capsys):
+    """It fits a terminal, and every flag says what it is."""
+    package = importlib.import_module(command)
+    module = f"{command}.__main__" if hasattr(package, "__path__") else command
+    module = importlib.import_module(module)
+    assert isinstance(module.FLAGS, CommandFlags)
+
+    def said(flag):
+        with pytest.raises(SystemExit) as stopped:
+            command_line.run(module.main, [command, flag])
+        assert stopped.value.code == 0
+        return capsys.readouterr().out
+
+    assert said("--version").startswith("varjax ")
+    text = said("--help")
+    assert max(map(len, text.splitlines())) <= WIDTH
+    for name in module.FLAGS.values:
+        words = bare(module.FLAGS.values[name])
+        assert f"--{name}=" in text or f"--[no]{name}\n" in text
+        assert words.endswith("."), (name, words)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("run", "did you mean `python -m experiments.run`?"),
+        ("experiments.sweeep", "did you mean `python -m experiments.sweep`?"),
+        ("zzz", "unexpected argument 'zzz': `python -m experiments` lists them"),
+        ("ported-weights", "did you mean `python -m ported_weights`?"),
+        ("--polcy=full", "unexpected argument '--polcy=full'"),
+    ],
+)
+def test_a_name_that_is_no_command(name, message, capsys):
+    assert overview.main(["experiments", name, "--seed=1"]) == 2
+    out, err = capsys.readouterr()
+    assert message in err and err.count("\n") == 1 and not out

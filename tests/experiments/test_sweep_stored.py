@@ -1,0 +1,101 @@
+"""Finished cells of an unfinished sweep count only if everything of them is there."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from experiments.sweep import cells as sweep_cells
+from tests.experiments import made_up_sweep
+from varjax.cache.planner import plan_cache
+from varjax.policies import get_policy
+
+GEOMETRY = made_up_sweep.GEOMETRY
+
+
+def made_up_runner(folder):
+    """Of a sweep of three images, two of which are shown, and its only cell."""
+    transformer = SimpleNamespace(
+        no_tokens=lambda n: np.zeros((n, GEOMETRY.schedule.total_tokens), np.int32)
+    )
+    codec = SimpleNamespace(config=SimpleNamespace(downsample=2))
+    full = SimpleNamespace(key="full", plan=plan_cache(GEOMETRY, get_policy("full", None)))
+    model = SimpleNamespace(transformer=transformer, codec=codec)
+    cell = SimpleNamespace(key="a", plan=plan_cache(GEOMETRY, get_policy("swa", 0.5)))
+    sweep = SimpleNamespace(full=full, samples=2, condition=range(3), model=model, cells=[cell])
+    return sweep_cells.Runner(
+        sweep, SimpleNamespace(work=SimpleNamespace(path=folder, digest="d"))
+    ), cell
+
+
+def content_of(runner, cell):
+    """(row, arrays) as a run leaves them."""
+    row = made_up_sweep.cell("swa", 0.5, 1) | {"plan": cell.plan.digest}
+    pictures = np.zeros((3, 12, 12, 3), np.float32)
+    if cell is runner.sweep.full:
+        tokens = runner.sweep.model.transformer.no_tokens(3)
+        arrays = {"tokens": tokens, "pictures": pictures}
+        del row["fidelity"], row["samples_fidelity"]
+    else:
+        arrays = {f"per_image/{key}": np.ones(3) for key in ("psnr", "ssim", "kl")}
+    return row, arrays | {"samples": np.zeros((2, 12, 12, 3), np.uint8)}
+
+
+@pytest.fixture(params=["cell", "full"])
+def kept(request, tmp_path):
+    """(runner, cell, row, arrays): what is stored of it."""
+    runner, cell = made_up_runner(tmp_path)
+    cell = cell if request.param == "cell" else runner.sweep.full
+    row, arrays = content_of(runner, cell)
+    runner.keep(cell, row, **arrays)
+    found = runner.results(cell)
+    assert found["row"] == row and all((found[k] == v).all() for k, v in arrays.items())
+    return runner, cell, row, arrays
+
+
+@pytest.mark.parametrize("keep", [0, 10, 200, -30])
+def test_a_damaged_cell_is_run_again(kept, keep):
+    """A truncated file counts as missing."""
+    runner, cell, *_ = kept
+    path = runner.path(cell)
+    path.write_bytes(path.read_bytes()[:keep])
+    assert runner.results(cell) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"samples": np.zeros((1, 12, 12, 3), np.uint8)},
+        {"samples": np.zeros((2, 8, 8, 3), np.uint8)},
+        {"samples": np.zeros((2, 12, 12, 3), np.float32)},
+        {"samples": None},
+        {"per_image/psnr": np.ones(2)},
+        {"row": {"kv": 1}},
+        {"row": {"live_tokens": [[1]]}},
+        {"row": {"plan": "another"}},
+        {"row": []},
+        {"more": np.ones(3)},
+    ],
+    ids=[*range(10)],
+)
+def test_so_is_one_with_other_content(kept, change):
+    runner, cell, row, arrays = kept
+    change = dict(change)
+    other = change.pop("row", {})
+    arrays = {name: array for name, array in (arrays | change).items() if array is not None}
+    runner.keep(cell, row | other if isinstance(other, dict) else other, **arrays)
+    assert runner.results(cell) is None
+
+
+def test_cells_of_earlier_versions_count(tmp_path):
+    """Without the numbers of all images."""
+    runner, cell = made_up_runner(tmp_path)
+    row, arrays = content_of(runner, cell)
+    runner.keep(cell, row, samples=arrays["samples"])
+    assert runner.results(cell) is not None
+
+
+def test_a_folder_in_the_place_of_a_cell(tmp_path):
+    runner, cell = made_up_runner(tmp_path)
+    runner.path(cell).mkdir()
+    assert runner.results(cell) is None

@@ -1,0 +1,93 @@
+"""Orbax on a full disk: one error, nothing on standard error, nothing left behind."""
+
+import errno
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.properties.limits import run_limited
+from varjax.storage import arrays
+
+# A limit on the size of a file fails as a full disk does, in the threads of Orbax.
+WRITE = """
+import resource, signal, sys
+from pathlib import Path
+import numpy as np
+from varjax.storage import arrays
+from varjax.storage.atomic import new_folder
+from varjax.training.loop import StageFolder
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+draw = np.random.default_rng(0).standard_normal
+values = {f"a/b{i}": draw((100, 100)).astype("f4") for i in range(5)}
+out = Path(sys.argv[1])
+
+def attempt(write, limit):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        write()
+    except OSError as error:
+        print(error.errno, error.filename)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+
+def checkpoint():
+    with new_folder(out / "model") as folder:
+        arrays.write(folder / "params", values)
+
+for limit in (10, 1000, 20_000):
+    attempt(checkpoint, limit)
+with StageFolder(out, "var", {}) as folder:
+    folder.save(1, values)
+    attempt(lambda: folder.save(2, {n: -x for n, x in values.items()}), 20_000)
+with StageFolder(out, "var", {}) as folder:
+    found, step = folder.restore(values)
+    print(step, all((found[n] == x).all() for n, x in values.items()))
+"""
+
+
+def test_a_full_disk_is_one_error(tmp_path):
+    ended = run_limited("-c", WRITE, str(tmp_path))
+    assert ended.status == 0 and ended.stderr == "", ended.stderr[-3000:]
+    *failed, resumed = ended.stdout.splitlines()
+    places = [tmp_path / "model"] * 3 + [tmp_path / "var" / "checkpoints" / "2"]
+    assert failed == [f"{errno.EFBIG} {place}" for place in places] and resumed == "1 True"
+    assert [path.name for path in tmp_path.iterdir()] == ["var"]
+    assert [path.name for path in (tmp_path / "var" / "checkpoints").iterdir()] == ["1"]
+
+
+@pytest.mark.parametrize("kind", [OSError, ValueError, RuntimeError])
+def test_errors_of_writing(tmp_path, monkeypatch, kind):
+    """Whatever class it has: the number of the system is in its text. Others are not hidden."""
+    text = "RESOURCE_EXHAUSTED: No space left on device [os_error_code='28']"
+    for said, raised in ((text, OSError), ("shapes differ", kind)):
+
+        def fail(self, folder, tree, said=said):
+            (folder.parent / f"{folder.name}.orbax-checkpoint-tmp-1").mkdir()
+            raise kind(said)
+
+        monkeypatch.setattr(arrays.ocp.PyTreeCheckpointer, "save", fail)
+        with pytest.raises(raised) as caught:
+            arrays.write(tmp_path / "params", {"a": np.zeros(2)})
+        assert raised is kind or caught.value.errno == errno.ENOSPC
+        assert not list(tmp_path.iterdir())
+
+
+def test_the_hook_of_threads_hands_on(capsys):
+    seen = []
+
+    class Event:
+        object = None
+        exc_value = RuntimeError("Event loop is closed")
+
+    hook = arrays._WithoutOrbax(seen.append)
+    hook(Event)
+    Event.exc_value = RuntimeError("something else")
+    hook(Event)
+    assert seen == [Event]
+
+
+def test_reading_what_is_not_there(tmp_path):
+    for folder in (tmp_path / "nowhere", Path("/dev/null")):
+        with pytest.raises(arrays.UserError, match="cannot read the parameters in"):
+            arrays.read(folder, {}, {}, "model.json")

@@ -1,0 +1,182 @@
+"""The folder of a stage: damaged checkpoints, history and settings, and two processes at once."""
+
+import json
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from varjax.errors import UserError
+from varjax.storage import lock
+from varjax.training import loop, session
+from varjax.training.data import Dataset
+from varjax.training.var_trainer import read_tokens
+
+
+def _state(step: int) -> dict:
+    return {"weights": jnp.full((16, 8), step / 3, jnp.float32), "step": jnp.asarray(step)}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """A stage with checkpoints after steps 4 and 8."""
+    out = tmp_path_factory.mktemp("two")
+    with loop.StageFolder(out, "var", {}) as folder:
+        for step in (2, 4, 8):
+            folder.save(step, _state(step))
+    return folder.path
+
+
+@pytest.fixture
+def stage(two, tmp_path):
+    return shutil.copytree(two, tmp_path / "out" / "var")
+
+
+def _restored(stage) -> int:
+    """Step of the checkpoint that is found, whose values are those that were saved."""
+    with loop.StageFolder(stage.parent, "var", {}) as folder:
+        state, step = folder.restore(_state(0))
+    np.testing.assert_array_equal(state["weights"], _state(step)["weights"])
+    return step
+
+
+def _files(folder) -> list:
+    return sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
+
+
+DAMAGES = {
+    "empty": lambda file: file.write_bytes(b""),
+    "half": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+    "flipped": lambda file: file.write_bytes(bytes(255 - b for b in file.read_bytes())),
+    "missing": lambda file: file.unlink(),
+    "folder": lambda file: (file.unlink(), file.mkdir()),
+}
+
+
+CASES = [("half", True), ("empty", False)]
+SLOW = [(d, r) for d in DAMAGES for r in (True, False) if (d, r) not in CASES]
+
+
+@pytest.mark.parametrize(
+    ("damage", "recorded"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+)
+@pytest.mark.filterwarnings("error")  # what threads and coroutines could not tell
+def test_a_damaged_checkpoint_is_skipped(two, tmp_path, capfd, damage, recorded):
+    """With every file of the newest one in turn; that before is used. Checkpoints of older versions
+    have no records, and Orbax does not need all files."""
+    for number, file in enumerate(_files(two / "checkpoints" / "8")):
+        stage = shutil.copytree(two, tmp_path / str(number) / "var")
+        if not recorded:
+            (stage / loop.RECORDS).unlink()
+        DAMAGES[damage](stage / "checkpoints" / "8" / file)
+        with loop.StageFolder(stage.parent, "var", {}) as folder:
+            _, step = folder.restore(_state(0))
+            if step == 4:
+                folder.save(8, _state(8))
+        said = capfd.readouterr().err
+        assert step == 4 or not recorded
+        if step == 4:
+            assert said.count("\n") == 1 and said.endswith("Going on from step 4\n"), said
+            assert not recorded or number or _restored(stage) == 8
+
+
+def test_when_all_are_damaged_nothing_is_removed(stage):
+    for step in ("4", "8"):
+        (stage / "checkpoints" / step / "default" / "_METADATA").write_text("{")
+    before = _files(stage)
+    with pytest.raises(UserError, match=r"checkpoints/8 are damaged.*from its start, remove .*var"):
+        _restored(stage)
+    assert _files(stage) == before
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"8": 3}', "[" * 10**5, '{"8": {"../x": {}}}'])
+def test_damaged_records_are_not_believed(stage, text):
+    (stage / loop.RECORDS).write_text(text)
+    assert _restored(stage) == 8
+
+
+def test_an_unfinished_checkpoint_is_removed(stage):
+    (stage / "checkpoints" / "12.orbax-checkpoint-tmp-1").mkdir()
+    assert _restored(stage) == 8
+    assert sorted(p.name for p in (stage / "checkpoints").iterdir()) == ["4", "8"]
+
+
+def test_something_else_in_place_of_the_checkpoints(tmp_path):
+    (tmp_path / "var").mkdir()
+    (tmp_path / "var" / "checkpoints").write_text("")
+    with pytest.raises(UserError, match="checkpoints is not a folder"):
+        loop.StageFolder(tmp_path, "var", {})
+
+
+def test_damaged_lines_of_the_history(stage):
+    lines = [b'{"step": 2}', b"[1]", b'{"step": "x"}', b"{}", b"\xff", b"[" * 10**5, b"", b"null"]
+    (stage / loop.HISTORY).write_bytes(
+        b"\n".join([*lines, b'{"step": 4}', b'{"step": 8}', b'{"st'])
+    )
+    with loop.StageFolder(stage.parent, "var", {}) as folder:
+        folder.keep_history(4)
+    assert (stage / loop.HISTORY).read_text() == '{"step": 2}\n{"step": 4}\n'
+
+
+def test_checkpoints_without_settings(stage, tiny):
+    """Nothing says what they were trained with: neither continued nor started anew."""
+    settings, out = tiny(), stage.parent
+    (out / "vqvae").mkdir()
+    (out / "vqvae" / loop.SETTINGS).write_text(json.dumps(settings.of_stage("vqvae")))
+    (stage / loop.SETTINGS).unlink()
+    with pytest.raises(UserError, match="var holds checkpoints but no settings.json"):
+        session.train(settings, "both", out)
+
+
+def test_two_processes_in_one_folder(tiny, tmp_path):
+    out = tmp_path / "run"
+    with lock.held(out, ""), pytest.raises(UserError, match="another process trains in .*run"):
+        session.train(tiny(), "both", out)
+    assert not out.exists()
+
+
+def test_names_of_classes_are_checked_before_training(tmp_path, discs):
+    """They are written to the finished model, after hours."""
+    from PIL import Image
+
+    from varjax.training import data
+
+    images, _ = discs(4)
+    for name, image in zip(("a", "\udcff"), images, strict=False):
+        (tmp_path / name).mkdir()
+        Image.fromarray(image).save(tmp_path / name / "x.png")
+    with pytest.raises(UserError, match="class folder .* is not Unicode"):
+        data.load(tmp_path, 8, 0.5)
+
+
+def _tokens(**changes) -> dict:
+    labels = np.arange(5, dtype=np.int32) % 2
+    train, val = np.zeros((2, 5, 21), np.int32), np.ones((2, 21), np.int32)
+    return {"train": train, "train_labels": labels, "val": val, "val_labels": labels[:2], **changes}
+
+
+TOKENS = {
+    "none": {"train": None},
+    "pictures": {"train": np.zeros((5, 8, 8, 3), np.uint8)},
+    "fewer": {"train": np.zeros((2, 4, 21), np.int32)},
+    "shorter": {"val": np.zeros((2, 20), np.int32)},
+    "floats": {"train": np.zeros((2, 5, 21), np.float32)},
+    "large": {"train": np.full((2, 5, 21), 32, np.int32)},
+    "negative": {"val": np.full((2, 21), -1, np.int32)},
+    "labels": {"train_labels": np.ones(5, np.int32)},
+}
+
+
+@pytest.mark.parametrize("case", [None, *TOKENS])
+def test_tokens_of_something_else(tmp_path, tiny, case):
+    path, sound = tmp_path / "tokens.npz", _tokens()
+    pictures = Dataset(np.zeros((5, 8, 8, 3), np.uint8), sound["train_labels"], *[None] * 2, 2)
+    np.savez(path, **{n: a for n, a in _tokens(**TOKENS.get(case, {})).items() if a is not None})
+    if case is None:
+        found = read_tokens(path, pictures, tiny().transformer(2))
+        np.testing.assert_array_equal(found.val, sound["val"])
+        return
+    with pytest.raises(UserError, match="tokens.npz is damaged .*delete it to make it again"):
+        read_tokens(path, pictures, tiny().transformer(2))

@@ -1,0 +1,166 @@
+"""Checks of arguments where they come in: the Python API, fields of policies, flags of commands.
+
+Each returns the value as Python has it, or raises `UserError` with the name, what was given and
+what is allowed. Numbers of NumPy are numbers; true and false are none, and 1.0 is no whole number.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from varjax.errors import UserError, choose, show
+
+LARGEST_FLOAT = 1.7976931348623157e308
+LARGEST_BATCH = 10**6  # images per call of a program
+
+
+def wrong(name: str, value: Any, rule: str) -> UserError:
+    return UserError(f"{name}={show(value)}: {rule}")
+
+
+def integer(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
+    """A whole number from `low` to `high` (None: no limit)."""
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+        raise wrong(name, value, "it must be a whole number")
+    too_large = high is not None and value > high
+    if too_large or (low is not None and value < low):
+        raise wrong(name, value, f"at least {low}" if high is None else f"choose {low} to {high}")
+    return int(value)
+
+
+def real(name: str, value: Any) -> float:
+    """A number, which may be infinite or none (NaN)."""
+    if isinstance(value, float) and not isinstance(value, np.generic):
+        return value  # as it is: it may be of a class that means more (`policies.base.NotGiven`)
+    if not isinstance(value, (int, np.integer, np.floating)) or isinstance(value, bool):
+        raise wrong(name, value, "it must be a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise wrong(name, value, "it must be a number below 1e308") from None
+
+
+def number(
+    name: str,
+    value: Any,
+    low: float = -LARGEST_FLOAT,
+    high: float = LARGEST_FLOAT,
+    *,
+    above: bool = False,
+    note: str = "",
+) -> float:
+    """A finite number from `low` to `high`; with `above` it must be greater than `low`. note: what
+    a message about the range goes on with."""
+    found = real(name, value)
+    if low <= found <= high and not (above and found == low):
+        return found
+    if (low, high) == (-LARGEST_FLOAT, LARGEST_FLOAT):
+        raise UserError(f"{name}={found:g}: it must be a finite number")
+    raise UserError(f"{name}={found:g} is outside {'(' if above else '['}{low:g}, {high:g}]{note}")
+
+
+def flag(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise wrong(name, value, "it must be true or false")
+    return bool(value)
+
+
+def text(name: str, value: Any) -> str:
+    """A text that files can hold, too."""
+    if not isinstance(value, str):
+        raise wrong(name, value, "it must be a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise wrong(
+            name, value, f"character {error.start} is half of a surrogate pair, which is no text"
+        ) from None
+    return value
+
+
+def texts(name: str, values: Any, words: str) -> tuple[str, ...]:
+    """A list or tuple of at least one text. words: what to give instead."""
+    if not isinstance(values, (list, tuple)) or not values:
+        raise wrong(name, values, words)
+    for value in values:
+        if not isinstance(value, str):
+            raise wrong(name, values, words)
+    return tuple(text(f"{name}[{i}]", value) for i, value in enumerate(values))
+
+
+def instance(name: str, value: Any, kind: Any, words: str) -> Any:
+    """An object of a class, or of one of several. words: what to give instead."""
+    if not isinstance(value, kind):
+        raise wrong(name, value, f"give {words}")
+    return value
+
+
+def path(name: str, value: Any) -> str | os.PathLike:
+    """Where a file or folder is: a text or a `pathlib.Path`."""
+    instance(name, value, (str, os.PathLike), "a path")
+    plain = os.fspath(value)
+    if not isinstance(plain, str) or not plain or "\0" in plain:
+        raise wrong(name, value, "it is no path: give the name of a file or folder")
+    return value
+
+
+def dtype(name: str, value: Any, allowed: Iterable[str]) -> str:
+    """The name of a type of numbers, which may be given as NumPy or JAX have it."""
+    try:
+        # NumPy reads None as float64, and some texts as types of things that are not numbers
+        found = value if value is None or isinstance(value, str) else jnp.dtype(value).name
+    except (TypeError, ValueError):
+        found = value
+    return choose(name, found, allowed)
+
+
+def integers(name: str, values: Any, words: str, most: int) -> np.ndarray:
+    """Whole numbers [n], n up to `most`, from a sequence or an array; of type object where 64 bits
+    cannot hold them. words: what to give instead."""
+    sequence = isinstance(values, Sequence) and not isinstance(values, (str, bytes, bytearray))
+    if not sequence and not (hasattr(values, "__array__") and hasattr(values, "__len__")):
+        raise wrong(name, values, words)
+    try:
+        count = len(values)
+    except (TypeError, OverflowError):  # an array of no axes; a range of more than 2**63 numbers
+        raise wrong(name, values, words) from None
+    if count > most:
+        raise UserError(f"{name} holds {count} numbers: at most {most}")
+    if sequence and not isinstance(values, range):
+        for i, value in enumerate(values):
+            integer(f"{name}[{i}]", value)
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iuO"):
+        raise wrong(name, values, words)
+    for i, value in enumerate(array if array.dtype == object else ()):
+        integer(f"{name}[{i}]", value)
+    return array
+
+
+def as_array(name: str, values: Any) -> np.ndarray:
+    """What is given as an array, of whatever type."""
+    if isinstance(values, range):  # may be of any length
+        raise wrong(name, values, "give an array")
+    try:
+        return np.asarray(values)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise UserError(f"{name} is no regular array of numbers: {error}") from None
+
+
+def measured(name: str, values: Any, largest: float) -> np.ndarray:
+    """An array of numbers from 0 to `largest`."""
+    array = as_array(name, values)
+    wrong_kind = array.dtype.kind not in "iuf"
+    found = np.zeros(0) if wrong_kind else array.astype(np.float64, copy=False)
+    for is_wrong, what in (
+        (wrong_kind, f"{str(array.dtype):.20} where numbers are needed"),
+        (not np.isfinite(found).all(), "values that are not finite numbers"),
+        (found.min(initial=0) < 0, "negative numbers"),
+        (found.max(initial=0) > largest, f"numbers above {largest:g}"),
+    ):
+        if is_wrong:
+            raise UserError(f"{name} holds {what}")
+    return array
