@@ -8,6 +8,7 @@ on its own platform only; the names that end in `-interpret` run it step by step
 anywhere, slowly, to check it.
 """
 
+import importlib.util
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -16,7 +17,8 @@ import jax
 import jax.numpy as jnp
 
 PLATFORMS = {"mosaic": "gpu", "triton": "gpu", "tpu": "tpu"}
-PREFERRED = {"gpu": "triton", "tpu": "tpu"}
+TRITON = "jax.experimental.pallas.triton"  # deprecated: some later JAX has none
+HOPPER = "9.0"  # compute capability
 SUFFIX = "-interpret"
 NAMES = ("reference", *PLATFORMS, *(name + SUFFIX for name in PLATFORMS))
 Modules = Mapping[str, Callable[[], ModuleType]]
@@ -52,15 +54,28 @@ def run(name: str | None, modules: Modules, function: str, *arguments, **options
 
 def preferred(platform: str) -> str:
     """The implementation for "cpu", "gpu" or "tpu"."""
-    return PREFERRED.get(platform, "reference")
+    if platform != "gpu":
+        return {"tpu": "tpu"}.get(platform, "reference")
+    if importlib.util.find_spec(TRITON):
+        return "triton"
+    return "mosaic" if _capability() == HOPPER else "reference"
+
+
+def _capability() -> str | None:
+    """Compute capability of this machine's GPU."""
+    return getattr(jax.devices()[0], "compute_capability", None)
 
 
 def why_not_here(name: str) -> str | None:
     """Why an implementation cannot run on this machine's default platform, or None."""
     wanted, found = PLATFORMS.get(name), jax.default_backend()
-    if wanted is None or wanted == found:
-        return None
-    return f"{name} needs a {wanted.upper()}, this machine offers {found}"
+    if wanted not in (None, found):
+        return f"{name} needs a {wanted.upper()}, this machine offers {found}"
+    if name == "mosaic" and _capability() != HOPPER:
+        return f"mosaic needs a GPU of compute capability {HOPPER}, this one has {_capability()}"
+    if name == "triton" and not importlib.util.find_spec(TRITON):
+        return f"this JAX ({jax.__version__}) has no Pallas-Triton"
+    return None
 
 
 def check_attention(

@@ -142,7 +142,8 @@ class ProgramFlags:
             "attention",
             AUTO,
             [AUTO, *names],
-            f"Attention and cache writing: auto takes triton on GPU, tpu on TPU, else reference"
+            f"Attention and cache writing: auto takes triton on GPU, tpu on TPU, else reference; "
+            f"mosaic is for Hopper"
             f"{stepwise}.",
         )
 

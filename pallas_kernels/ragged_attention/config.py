@@ -134,10 +134,11 @@ def heuristic(call: Call, implementation: str) -> Config:
 
 
 def _mosaic_heuristic(call: Call) -> MosaicConfig:
-    """Two warpgroups share what is fetched where there are queries for both. 112 KiB of shared
-    memory at most (heads of 128, blocks of 128), so that two programs fit an SM."""
-    groups = 1 if call.queries <= 64 else 2
-    return MosaicConfig(warpgroups=groups, block_k=max(64, call.block_size), buffers=2)
+    """Two warpgroups share what is fetched where there are queries for both; registers leave room
+    for one such program on a multiprocessor, shared memory for four steps (int8: two, which lie
+    there a second time in bfloat16)."""
+    groups, buffers = 1 if call.queries <= 64 else 2, 2 if call.kv_dtype == "int8" else 4
+    return MosaicConfig(warpgroups=groups, block_k=64, buffers=buffers)
 
 
 def _triton_heuristic(call: Call) -> TritonConfig:

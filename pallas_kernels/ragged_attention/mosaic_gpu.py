@@ -78,11 +78,13 @@ def attend(
     return (out[:, :, :tokens], lse[:, :, :tokens]) if return_lse else out[:, :, :tokens]
 
 
-def shared_memory(config: tiles.MosaicConfig, head_dim: int, itemsize: int = 2) -> int:
-    """Bytes of shared memory of a program of `attend`, barriers left out."""
+def shared_memory(config: tiles.MosaicConfig, head_dim: int, scaled: bool) -> int:
+    """Bytes of shared memory of a program of `attend` in 16 bits, barriers left out. scaled: with
+    an int8 pool."""
     groups, size = config.warpgroups, config.block_k
-    tile_bytes = groups * ROWS * (head_dim + size) + 2 * config.buffers * size * head_dim
-    return tile_bytes * itemsize + groups * ROWS * 4
+    steps = 2 * config.buffers * size
+    tile_numbers = groups * ROWS * (head_dim + size) + steps * head_dim
+    return 2 * tile_numbers + groups * ROWS * 4 + scaled * steps * (head_dim + 4)
 
 
 # --- keys and values ------------------------------------------------------------------------------
