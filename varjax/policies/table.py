@@ -64,8 +64,6 @@ class Table(Policy):
         name, keep = self._content
         if keep.dtype.kind not in "biuf":
             self.refuse(f"{name} has type {str(keep.dtype):.60}; store bool")
-        if keep.dtype != bool and not np.isin(keep, (0, 1)).all():
-            self.refuse(f"{name} has type {keep.dtype} with values other than 0 and 1; store bool")
         k, layers, heads = geometry.schedule.num_scales, geometry.num_layers, geometry.num_heads
         last, what, also = k, "scales", ""
         if name == "keep_token":
@@ -78,6 +76,8 @@ class Table(Policy):
                 f"{name} has shape {keep.shape}, this model needs {needed} (scales, layers, heads, "
                 f"{what}){also}"
             )
+        if keep.dtype != bool and not np.isin(keep, (0, 1)).all():
+            self.refuse(f"{name} has type {keep.dtype} with values other than 0 and 1; store bool")
 
     def _per_row(self) -> bool:
         return self._content[1].ndim == 5
