@@ -26,10 +26,11 @@ from experiments.run import results as run_results
 from varjax import api
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
-from varjax.errors import UserError
+from varjax.errors import UserError, some
 from varjax.generator import Generator
 from varjax.model import Model
 from varjax.progress import Progress
+from varjax.storage import npz
 
 FLAGS = CommandFlags()
 MODEL = ModelFlags(FLAGS, published="Published name, with --dry_run: plan without weights")
@@ -101,12 +102,11 @@ def read_given(model: Model, num_images: int) -> tuple[np.ndarray | None, int | 
         return None, None
     count = schedule.num_scales if scales is None else scales
     with about(GIVEN[mine]):
-        try:
-            with np.load(path, allow_pickle=False) as archive:
-                array = archive[mine]
-        except Exception as error:  # NumPy raises many kinds over damaged files
-            raise UserError(f"cannot read array `{mine}` of an .npz file: {error}") from None
-        return model.transformer.tokens_from_file(array, num_images, count), scales
+        found = npz.load(path, [mine])
+        if mine not in found:
+            held = some(npz.names(path)) or "nothing"
+            raise UserError(f"cannot read array `{mine}` of {path}: the file holds {held}")
+        return model.transformer.tokens_from_file(found[mine], num_images, count), scales
 
 
 def generate_series(run: Run, model: Model, store: BatchStore, series: str) -> Generator:

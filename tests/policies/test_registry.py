@@ -171,3 +171,11 @@ def test_table_rows_must_fit_the_run(tmp_path):
     policy.check_images(2)
     with pytest.raises(UserError, match="two per image"):
         policy.check_images(3)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (3, 2)])
+def test_tables_with_few_axes(tmp_path, shape):
+    policy = table(tmp_path, keep_token=np.zeros(shape, bool))
+    policy.check_images(2)  # asked first by commands
+    with pytest.raises(UserError, match="has shape"):
+        plan_cache(GEOMETRY, policy)

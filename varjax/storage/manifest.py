@@ -16,6 +16,7 @@ import numpy as np
 from varjax.errors import UserError, about, some
 from varjax.models import parameters, registry
 from varjax.sampling import Sampling
+from varjax.storage import ordinary
 from varjax.storage.atomic import write_text
 
 NAME = "model.json"
@@ -127,15 +128,12 @@ def _require(file: Path, content: Mapping, kinds: Mapping[str, type]) -> None:
 def read_json(path: str | os.PathLike):
     """The value of a JSON file; `UserError` if there is no such file or it is not JSON."""
     try:
-        with open(path, "rb") as file:  # a device such as /dev/zero never ends
-            data = file.read(LARGEST_JSON + 1)
-        if len(data) > LARGEST_JSON:
-            raise ValueError(f"it has more than {LARGEST_JSON} bytes")
-        return parse_json(data.decode("utf-8"))
+        return parse_json(ordinary.read(path, LARGEST_JSON).decode("utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"there is no file {path}") from error
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path} as JSON: {error!s:.200}") from error
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"cannot read {path} as JSON: {reason:.200}") from error
 
 
 def _json_object(file: Path) -> dict:
