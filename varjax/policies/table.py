@@ -8,8 +8,9 @@ from functools import cached_property
 import jax.numpy as jnp
 import numpy as np
 
+from varjax.arguments import path
 from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
-from varjax.errors import UserError
+from varjax.errors import UserError, about
 from varjax.policies.base import Observation, Policy
 from varjax.policies.registry import register
 
@@ -42,6 +43,8 @@ class Table(Policy):
     def _content(self) -> tuple[str, np.ndarray]:
         if not self.path:
             raise UserError("policy 'table' needs a file: path=KEEP.npz")
+        with about(f"policy {self.name!r}"):
+            path("path", self.path)
         if not pathlib.Path(self.path).is_file():
             self.refuse(f"there is no file {self.path!r}")
         try:
