@@ -74,6 +74,8 @@ def test_what_the_python_api_takes(capsys):
     assert seen == [(0, 4), (2, 4), (4, 4)]
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[1] for line in lines] == ["0/4", "2/4", "4/4"]
-    for wrong in (1, "yes", None):
+    for function in (print, seen.insert, lambda *counts: None):
+        assert reporter(function, "image") is function
+    for wrong in (1, "yes", None, int, lambda: 1, lambda done: 1, lambda a, b, c: 1, seen.append):
         with pytest.raises(UserError, match=r"progress=.*function \(done, total\)"):
             reporter(wrong, "image")

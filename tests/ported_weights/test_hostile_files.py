@@ -297,7 +297,7 @@ def test_a_hundred_thousand_surplus_names():
     with pytest.raises(UserError, match=r"(?s)100001 problems:.*and 99900 more") as caught:
         rules._report(["missing: a", *(f"surplus: {i}" for i in range(10**5))])
     assert "missing: a" in str(caught.value)
-    assert len(str(UserError("x" * 10**6 + " do this"))) < LONGEST_MESSAGE + 100
+    assert len(str(UserError("x" * 10**6 + " do this"))) <= LONGEST_MESSAGE
     assert str(UserError("x" * 10**6 + " do this")).endswith("do this")
 
 

@@ -8,8 +8,9 @@ from functools import cached_property
 import jax.numpy as jnp
 import numpy as np
 
+from varjax.arguments import path
 from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
-from varjax.errors import UserError, some
+from varjax.errors import UserError, about, some
 from varjax.policies.base import Observation, Policy
 from varjax.policies.registry import register
 from varjax.storage import npz
@@ -45,6 +46,8 @@ class Table(Policy):
     def _content(self) -> tuple[str, np.ndarray]:
         if not self.path:
             raise UserError("policy 'table' needs a file: path=KEEP.npz")
+        with about(f"policy {self.name!r}"):
+            path("path", self.path)
         if not pathlib.Path(self.path).is_file():
             self.refuse(f"there is no file {self.path!r}")
         try:
