@@ -26,6 +26,7 @@ from experiments.prompts.sets import Kind, Prompt, PromptSet
 from varjax.errors import UserError, about, require
 from varjax.io.json_text import json_text
 from varjax.storage.atomic import new_file, write_text
+from varjax.storage.manifest import parse_json
 from varjax.storage.names import check_distinct, inside
 
 FOLDER = "images"
@@ -127,6 +128,21 @@ def write_images(
     kind = str(prompt_set.kind)
     content = {"kind": kind, "images_per_prompt": each, "seed": seed, "images": entries}
     write_text(Path(folder) / MANIFEST, json_text(content))
+
+
+def image_files(folder: Path) -> set[str]:
+    """The files below `images/` that the manifest of a folder says were written there."""
+    found: set[str] = set()
+    try:
+        content = parse_json((folder / MANIFEST).read_text(encoding="utf-8"))
+        for file in (entry["file"] for entry in content["images"]):
+            if file.startswith(f"{FOLDER}/"):
+                found.add(file)
+                if content["kind"] == Kind.GENEVAL:
+                    found.add(f"{file.rsplit('/', 2)[0]}/{METADATA}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or damaged
+        return set()
+    return found
 
 
 def _write_prompt(

@@ -10,6 +10,8 @@ import pytest
 
 from experiments import output
 from experiments.output import BatchStore
+from experiments.prompts import layouts
+from experiments.prompts.sets import Kind, Prompt, PromptSet
 from tests import unfinished_runs as runs
 from varjax.api import Generator
 from varjax.errors import UserError
@@ -280,13 +282,63 @@ def test_nothing_finished_is_lost_where_a_disk_is_full(tmp_path, monkeypatch, wh
 # --- what --overwrite replaces ---
 
 
+def report(folder, name="report.json", **more):
+    content = dict.fromkeys(("policy", "kv", "settings", "cells", "versions"), {})
+    (folder / name).write_text(json.dumps(content | more))
+
+
 def a_run(folder):
-    (folder / "report.json").write_text('{"policy": "x", "kv": {}, "versions": {}}')
-    (folder / "images").mkdir()
+    """As versions wrote it that listed no files."""
+    report(folder)
+    (folder / "grid.png").write_bytes(b"")
+
+
+def a_run_of_prompts(folder):
+    prompts = PromptSet((Prompt("a dog", "00000", "line 1"),), Kind.GENEVAL, 1)
+    layouts.write_images(folder, prompts, np.zeros((1, 8, 8, 3), np.uint8), 1)
+    report(folder, files=["report.json", "manifest.json"])
+
+
+def a_run_and_an_image(folder):
+    a_run_of_prompts(folder)
+    (folder / "images" / "00000" / "holiday.png").write_bytes(b"precious")
+
+
+def a_run_and_a_calibration(folder):
+    """A name that `sweep` writes."""
+    a_run(folder)
+    (folder / "calibration.json").write_text("precious")
+
+
+def a_run_and_arrays(folder):
+    """Which this run did not write."""
+    report(folder, files=["report.json"])
+    (folder / "arrays.npz").write_bytes(b"precious")
+
+
+def linked_images(folder):
+    a_run_of_prompts(folder)
+    (folder / "images").rename(folder.parent / "elsewhere")
+    (folder / "images").symlink_to("../elsewhere")
+
+
+def a_linked_grid(folder):
+    report(folder)
+    (folder / "grid.png").symlink_to("../elsewhere.png")
+
+
+def images_without_a_manifest(folder):
+    a_run_of_prompts(folder)
+    (folder / "manifest.json").unlink()
+
+
+def a_list_of_anything(folder):
+    somebodys(folder)
+    report(folder, files=["report.json", "thesis.txt"])
 
 
 def a_sweep(folder):
-    (folder / "sweep.json").write_text('{"settings": {}, "cells": [], "versions": {}}')
+    report(folder, "sweep.json")
     (folder / "samples.npz").write_bytes(b"")
     (folder / ".DS_Store").write_bytes(b"")
 
@@ -313,8 +365,10 @@ def a_run_and_notes(folder):
 
 
 def a_checkpoint(folder):
-    (folder / "model.json").write_text('{"format_version": 1, "family": "var"}')
-    (folder / "params").mkdir()
+    content = {"format_version": 1, "family": "var", "files": {"d/x": {}}}
+    (folder / "model.json").write_text(json.dumps(content))
+    (folder / "params" / "d").mkdir(parents=True)
+    (folder / "params" / "d" / "x").write_bytes(b"")
 
 
 def a_checkpoint_and_calibration(folder):
@@ -322,18 +376,45 @@ def a_checkpoint_and_calibration(folder):
     (folder / "calibration.json").write_text("{}")
 
 
+def a_checkpoint_and_an_encoder(folder):
+    """Which a user copied in: `model.json` does not name it."""
+    a_checkpoint(folder)
+    (folder / "text_encoder").mkdir()
+    an_encoder(folder / "text_encoder")
+
+
+def a_checkpoint_and_more_parameters(folder):
+    a_checkpoint(folder)
+    (folder / "params" / "d" / "mine").write_bytes(b"precious")
+
+
+def a_linked_checkpoint(folder):
+    a_checkpoint(folder)
+    (folder / "params" / "d" / "x").unlink()
+    (folder / "params" / "d" / "x").symlink_to("../../model.json")
+
+
 def an_encoder(folder):
     content = {"format_version": 1, "kind": "t5", "files": {"params/x": {}, "spiece.model": {}}}
     (folder / "text_encoder.json").write_text(json.dumps(content))
     (folder / "params").mkdir()
+    (folder / "params" / "x").write_bytes(b"")
     (folder / "spiece.model").write_bytes(b"")
 
 
-REPLACED = [(output.written, fill) for fill in (a_run, a_sweep, nothing)]
+REPLACED = [(output.written, fill) for fill in (a_run, a_run_of_prompts, a_sweep, nothing)]
 REPLACED += [(checkpoint.written, fill) for fill in (a_checkpoint, an_encoder, nothing)]
 KEPT = [(output.written, fill) for fill in (somebodys, somebodys_report, damaged_report)]
 KEPT += [(output.written, fill) for fill in (a_run_and_notes, a_checkpoint)]
 KEPT += [(checkpoint.written, f) for f in (somebodys, a_run, a_checkpoint_and_calibration)]
+KEPT += [
+    (checkpoint.written, a_checkpoint_and_an_encoder),
+    (checkpoint.written, a_linked_checkpoint),
+]
+KEPT += [(output.written, fill) for fill in (a_run_and_an_image, a_run_and_a_calibration)]
+KEPT += [(output.written, fill) for fill in (a_run_and_arrays, linked_images, a_linked_grid)]
+KEPT += [(output.written, fill) for fill in (images_without_a_manifest, a_list_of_anything)]
+KEPT += [(checkpoint.written, a_checkpoint_and_more_parameters)]
 
 
 @pytest.mark.parametrize(("replaces", "fill"), REPLACED)
