@@ -149,7 +149,7 @@ class BatchStore:
         """Keep one finished batch."""
         start, arrays = int(index[0]), {"index": index, **results}
         kinds = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-        self.series[series].check(start, batch_files.Stored(kinds, arrays, None))
+        self.series[series].check(start, batch_files.Stored(kinds, arrays))
         batch_files.write(self._path(series, start), self.work.digest, arrays)
         self._missing[series] = [x for x in self._missing[series] if x != start]
 

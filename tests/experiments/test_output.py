@@ -3,12 +3,13 @@
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from experiments import output
+from experiments import batch_files, output
 from experiments.output import BatchStore
 from experiments.prompts import layouts
 from experiments.prompts.sets import Kind, Prompt, PromptSet
@@ -134,31 +135,56 @@ def older(work):
     """As files were before they said which settings they were made with."""
     for path in work.glob("*.npz"):
         with np.load(path) as archive:
-            own = ("settings", "seal")
+            own = ("settings", "name", "seal")
             arrays = {name: archive[name] for name in archive.files if name not in own}
         np.savez(path, **arrays)
 
 
-def test_older_batches_are_kept(tmp_path):
-    out = tmp_path / "out"
-    older(runs.interrupted(out, 4))
-    drawn, found = runs.finish(runs.store(out))
-    assert drawn == [("full", 2), ("full", 4)]
-    same(found, runs.expected())
-
-
-@pytest.mark.parametrize("damage", LOST)
-def test_older_batches_without_settings_are_never_discarded_silently(tmp_path, damage):
+@pytest.mark.parametrize("damage", [None, *LOST])
+def test_older_batches_are_neither_trusted_nor_discarded_silently(tmp_path, damage):
+    """Nothing says whose they are and that they are whole."""
     out = tmp_path / "out"
     work = runs.interrupted(out, 4)
     older(work)
-    LOST[damage](work / "settings.json")
+    if damage:
+        LOST[damage](work / "settings.json")
     before = runs.tree(tmp_path)
-    message = "with other settings" if damage == "other" else "put that file back.*--overwrite"
+    message = "out.partial holds .* of an older version .full-00000000.npz .*add --overwrite"
     with pytest.raises(UserError, match=message), runs.store(out).working():
         pass
     assert runs.tree(tmp_path) == before
     assert len(runs.finish(runs.store(out, overwrite=True))[0]) == 6
+
+
+def test_one_older_batch_among_others(tmp_path):
+    """With impossible values, where a new version has started."""
+    work = runs.interrupted(tmp_path / "out", 2)
+    index = np.arange(4, 5)
+    made = runs.batch("main", index) | {"tokens": np.full((1, 3), -7, np.int32)}
+    np.savez(work / "main-00000004.npz", index=index, **made)
+    with pytest.raises(UserError, match="older version .main-00000004.npz does not say"):
+        runs.store(tmp_path / "out")
+
+
+def test_settings_larger_than_any_are_not_read_whole(tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    text = json.dumps(runs.SETTINGS) + " " * 2**24
+    (tmp_path / "out.partial" / "settings.json").write_text(text)
+    with pytest.raises(UserError, match="settings.json is missing or damaged"):
+        runs.store(tmp_path / "out")
+
+
+def test_a_batch_under_another_name_is_drawn_again(tmp_path, monkeypatch):
+    """Of the same run, images, types and shapes."""
+    monkeypatch.setitem(runs.SERIES, "main", runs.SERIES["full"])
+    work, index = runs.interrupted(tmp_path / "out"), np.arange(4, 5)
+    other = {name: array + 1 for name, array in runs.batch("full", index).items()}
+    digest = runs.store(tmp_path / "out").work.digest
+    batch_files.write(work / "full-00000004.npz", digest, {"index": index, **other})
+    shutil.copy(work / "full-00000004.npz", work / "main-00000004.npz")
+    drawn, found = runs.finish(runs.store(tmp_path / "out"))
+    assert drawn == [("main", 4)]
+    same(found, runs.expected() | {"full": found["full"]})
 
 
 def test_a_batch_of_another_run_is_not_taken(tmp_path):
@@ -209,9 +235,11 @@ def test_damaged_batches_are_drawn_again(tmp_path, damage, series):
     if damage in CHANGES:
         with np.load(path) as archive:
             arrays = {name: archive[name] for name in archive.files}
-        arrays = damage(arrays)
-        del arrays["seal"], arrays["settings"]  # as an older version writes it
-        np.savez(path, **arrays)
+        own = {name: arrays.pop(name) for name in ("settings", "name", "seal")}
+        if damage is objects:  # which cannot be sealed
+            np.savez(path, **damage(arrays), **own)
+        else:
+            batch_files.write(path, str(own["settings"]), damage(arrays))
     elif damage == "npy":
         with open(path, "wb") as file:
             np.save(file, np.zeros(3))
