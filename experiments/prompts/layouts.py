@@ -27,6 +27,7 @@ from varjax import arguments
 from varjax.errors import UserError, about, require
 from varjax.io.json_text import json_text
 from varjax.storage.atomic import new_file, write_text
+from varjax.storage.manifest import parse_json
 from varjax.storage.names import check_distinct, inside
 
 FOLDER = "images"
@@ -142,6 +143,21 @@ def _images_of_each(prompt_set: PromptSet, images: np.ndarray, each: int | None)
             f"{len(images)} images: {len(prompt_set)} prompts have {len(prompt_set) * each}"
         )
     return each
+
+
+def image_files(folder: Path) -> set[str]:
+    """The files below `images/` that the manifest of a folder says were written there."""
+    found: set[str] = set()
+    try:
+        content = parse_json((folder / MANIFEST).read_text(encoding="utf-8"))
+        for file in (entry["file"] for entry in content["images"]):
+            if file.startswith(f"{FOLDER}/"):
+                found.add(file)
+                if content["kind"] == Kind.GENEVAL:
+                    found.add(f"{file.rsplit('/', 2)[0]}/{METADATA}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or damaged
+        return set()
+    return found
 
 
 def _write_prompt(

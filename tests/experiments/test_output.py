@@ -3,13 +3,16 @@
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from experiments import output
+from experiments import batch_files, output
 from experiments.output import BatchStore
+from experiments.prompts import layouts
+from experiments.prompts.sets import Kind, Prompt, PromptSet
 from tests import unfinished_runs as runs
 from varjax.api import Generator
 from varjax.errors import UserError
@@ -132,31 +135,56 @@ def older(work):
     """As files were before they said which settings they were made with."""
     for path in work.glob("*.npz"):
         with np.load(path) as archive:
-            own = ("settings", "seal")
+            own = ("settings", "name", "seal")
             arrays = {name: archive[name] for name in archive.files if name not in own}
         np.savez(path, **arrays)
 
 
-def test_older_batches_are_kept(tmp_path):
-    out = tmp_path / "out"
-    older(runs.interrupted(out, 4))
-    drawn, found = runs.finish(runs.store(out))
-    assert drawn == [("full", 2), ("full", 4)]
-    same(found, runs.expected())
-
-
-@pytest.mark.parametrize("damage", LOST)
-def test_older_batches_without_settings_are_never_discarded_silently(tmp_path, damage):
+@pytest.mark.parametrize("damage", [None, *LOST])
+def test_older_batches_are_neither_trusted_nor_discarded_silently(tmp_path, damage):
+    """Nothing says whose they are and that they are whole."""
     out = tmp_path / "out"
     work = runs.interrupted(out, 4)
     older(work)
-    LOST[damage](work / "settings.json")
+    if damage:
+        LOST[damage](work / "settings.json")
     before = runs.tree(tmp_path)
-    message = "with other settings" if damage == "other" else "put that file back.*--overwrite"
+    message = "out.partial holds .* of an older version .full-00000000.npz .*add --overwrite"
     with pytest.raises(UserError, match=message), runs.store(out).working():
         pass
     assert runs.tree(tmp_path) == before
     assert len(runs.finish(runs.store(out, overwrite=True))[0]) == 6
+
+
+def test_one_older_batch_among_others(tmp_path):
+    """With impossible values, where a new version has started."""
+    work = runs.interrupted(tmp_path / "out", 2)
+    index = np.arange(4, 5)
+    made = runs.batch("main", index) | {"tokens": np.full((1, 3), -7, np.int32)}
+    np.savez(work / "main-00000004.npz", index=index, **made)
+    with pytest.raises(UserError, match="older version .main-00000004.npz does not say"):
+        runs.store(tmp_path / "out")
+
+
+def test_settings_larger_than_any_are_not_read_whole(tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    text = json.dumps(runs.SETTINGS) + " " * 2**24
+    (tmp_path / "out.partial" / "settings.json").write_text(text)
+    with pytest.raises(UserError, match="settings.json is missing or damaged"):
+        runs.store(tmp_path / "out")
+
+
+def test_a_batch_under_another_name_is_drawn_again(tmp_path, monkeypatch):
+    """Of the same run, images, types and shapes."""
+    monkeypatch.setitem(runs.SERIES, "main", runs.SERIES["full"])
+    work, index = runs.interrupted(tmp_path / "out"), np.arange(4, 5)
+    other = {name: array + 1 for name, array in runs.batch("full", index).items()}
+    digest = runs.store(tmp_path / "out").work.digest
+    batch_files.write(work / "full-00000004.npz", digest, {"index": index, **other})
+    shutil.copy(work / "full-00000004.npz", work / "main-00000004.npz")
+    drawn, found = runs.finish(runs.store(tmp_path / "out"))
+    assert drawn == [("main", 4)]
+    same(found, runs.expected() | {"full": found["full"]})
 
 
 def test_a_batch_of_another_run_is_not_taken(tmp_path):
@@ -207,9 +235,11 @@ def test_damaged_batches_are_drawn_again(tmp_path, damage, series):
     if damage in CHANGES:
         with np.load(path) as archive:
             arrays = {name: archive[name] for name in archive.files}
-        arrays = damage(arrays)
-        del arrays["seal"], arrays["settings"]  # as an older version writes it
-        np.savez(path, **arrays)
+        own = {name: arrays.pop(name) for name in ("settings", "name", "seal")}
+        if damage is objects:  # which cannot be sealed
+            np.savez(path, **damage(arrays), **own)
+        else:
+            batch_files.write(path, str(own["settings"]), damage(arrays))
     elif damage == "npy":
         with open(path, "wb") as file:
             np.save(file, np.zeros(3))
@@ -280,13 +310,63 @@ def test_nothing_finished_is_lost_where_a_disk_is_full(tmp_path, monkeypatch, wh
 # --- what --overwrite replaces ---
 
 
+def report(folder, name="report.json", **more):
+    content = dict.fromkeys(("policy", "kv", "settings", "cells", "versions"), {})
+    (folder / name).write_text(json.dumps(content | more))
+
+
 def a_run(folder):
-    (folder / "report.json").write_text('{"policy": "x", "kv": {}, "versions": {}}')
-    (folder / "images").mkdir()
+    """As versions wrote it that listed no files."""
+    report(folder)
+    (folder / "grid.png").write_bytes(b"")
+
+
+def a_run_of_prompts(folder):
+    prompts = PromptSet((Prompt("a dog", "00000", "line 1"),), Kind.GENEVAL, 1)
+    layouts.write_images(folder, prompts, np.zeros((1, 8, 8, 3), np.uint8), 1)
+    report(folder, files=["report.json", "manifest.json"])
+
+
+def a_run_and_an_image(folder):
+    a_run_of_prompts(folder)
+    (folder / "images" / "00000" / "holiday.png").write_bytes(b"precious")
+
+
+def a_run_and_a_calibration(folder):
+    """A name that `sweep` writes."""
+    a_run(folder)
+    (folder / "calibration.json").write_text("precious")
+
+
+def a_run_and_arrays(folder):
+    """Which this run did not write."""
+    report(folder, files=["report.json"])
+    (folder / "arrays.npz").write_bytes(b"precious")
+
+
+def linked_images(folder):
+    a_run_of_prompts(folder)
+    (folder / "images").rename(folder.parent / "elsewhere")
+    (folder / "images").symlink_to("../elsewhere")
+
+
+def a_linked_grid(folder):
+    report(folder)
+    (folder / "grid.png").symlink_to("../elsewhere.png")
+
+
+def images_without_a_manifest(folder):
+    a_run_of_prompts(folder)
+    (folder / "manifest.json").unlink()
+
+
+def a_list_of_anything(folder):
+    somebodys(folder)
+    report(folder, files=["report.json", "thesis.txt"])
 
 
 def a_sweep(folder):
-    (folder / "sweep.json").write_text('{"settings": {}, "cells": [], "versions": {}}')
+    report(folder, "sweep.json")
     (folder / "samples.npz").write_bytes(b"")
     (folder / ".DS_Store").write_bytes(b"")
 
@@ -313,8 +393,10 @@ def a_run_and_notes(folder):
 
 
 def a_checkpoint(folder):
-    (folder / "model.json").write_text('{"format_version": 1, "family": "var"}')
-    (folder / "params").mkdir()
+    content = {"format_version": 1, "family": "var", "files": {"d/x": {}}}
+    (folder / "model.json").write_text(json.dumps(content))
+    (folder / "params" / "d").mkdir(parents=True)
+    (folder / "params" / "d" / "x").write_bytes(b"")
 
 
 def a_checkpoint_and_calibration(folder):
@@ -322,18 +404,45 @@ def a_checkpoint_and_calibration(folder):
     (folder / "calibration.json").write_text("{}")
 
 
+def a_checkpoint_and_an_encoder(folder):
+    """Which a user copied in: `model.json` does not name it."""
+    a_checkpoint(folder)
+    (folder / "text_encoder").mkdir()
+    an_encoder(folder / "text_encoder")
+
+
+def a_checkpoint_and_more_parameters(folder):
+    a_checkpoint(folder)
+    (folder / "params" / "d" / "mine").write_bytes(b"precious")
+
+
+def a_linked_checkpoint(folder):
+    a_checkpoint(folder)
+    (folder / "params" / "d" / "x").unlink()
+    (folder / "params" / "d" / "x").symlink_to("../../model.json")
+
+
 def an_encoder(folder):
     content = {"format_version": 1, "kind": "t5", "files": {"params/x": {}, "spiece.model": {}}}
     (folder / "text_encoder.json").write_text(json.dumps(content))
     (folder / "params").mkdir()
+    (folder / "params" / "x").write_bytes(b"")
     (folder / "spiece.model").write_bytes(b"")
 
 
-REPLACED = [(output.written, fill) for fill in (a_run, a_sweep, nothing)]
+REPLACED = [(output.written, fill) for fill in (a_run, a_run_of_prompts, a_sweep, nothing)]
 REPLACED += [(checkpoint.written, fill) for fill in (a_checkpoint, an_encoder, nothing)]
 KEPT = [(output.written, fill) for fill in (somebodys, somebodys_report, damaged_report)]
 KEPT += [(output.written, fill) for fill in (a_run_and_notes, a_checkpoint)]
 KEPT += [(checkpoint.written, f) for f in (somebodys, a_run, a_checkpoint_and_calibration)]
+KEPT += [
+    (checkpoint.written, a_checkpoint_and_an_encoder),
+    (checkpoint.written, a_linked_checkpoint),
+]
+KEPT += [(output.written, fill) for fill in (a_run_and_an_image, a_run_and_a_calibration)]
+KEPT += [(output.written, fill) for fill in (a_run_and_arrays, linked_images, a_linked_grid)]
+KEPT += [(output.written, fill) for fill in (images_without_a_manifest, a_list_of_anything)]
+KEPT += [(checkpoint.written, a_checkpoint_and_more_parameters)]
 
 
 @pytest.mark.parametrize(("replaces", "fill"), REPLACED)

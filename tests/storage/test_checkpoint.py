@@ -1,5 +1,6 @@
 """The checkpoint folder: round trips, descriptions that do not fit, and damaged files."""
 
+import dataclasses
 import json
 import shutil
 
@@ -127,6 +128,27 @@ def test_a_part_with_a_folder_of_its_own(tmp_path, modules):
     (tmp_path / "alone" / "spiece.model").write_bytes(b"others")
     with pytest.raises(UserError, match="spiece.model has been altered"):
         checkpoint.load(tmp_path / "alone")
+
+
+def test_only_what_was_written_with_a_checkpoint_is_replaced(tmp_path, modules):
+    """An encoder that came later, or another one, is not."""
+    encoder = _random(registry.OWN_FOLDER["text_encoder"], T5)
+    other = _random(registry.OWN_FOLDER["text_encoder"], dataclasses.replace(T5, num_layers=2))
+    both = {**modules, "text_encoder": encoder}
+    _save(tmp_path / "all", both)
+    _save(tmp_path / "all", both, overwrite=True)
+    for folder, part in ((tmp_path / "alone", encoder), (tmp_path / "other", other)):
+        checkpoint.save(folder, family=None, parts={"text_encoder": part})
+    _save(tmp_path / "tree", modules, metadata=manifest.read(tmp_path / "all"))
+    shutil.copytree(tmp_path / "alone", tmp_path / "tree" / "text_encoder")
+    shutil.rmtree(tmp_path / "all" / "text_encoder")
+    shutil.copytree(tmp_path / "other", tmp_path / "all" / "text_encoder")
+    for folder in (tmp_path / "tree", tmp_path / "all"):
+        with pytest.raises(UserError, match="holds 'text_encoder' and is not replaced"):
+            _save(folder, modules, overwrite=True)
+        assert checkpoint.load(folder, {"text_encoder": None})
+    shutil.rmtree(tmp_path / "all" / "text_encoder")
+    _save(tmp_path / "all", modules, overwrite=True)
 
 
 def test_stored_and_requested_types(tmp_path, modules):

@@ -234,16 +234,21 @@ def check_records(where, records) -> None:
 def file_records(folder: Path) -> dict[str, dict]:
     """{relative path: size and CRC-32} of all files below `folder`."""
     files = sorted(f for f in folder.rglob("*") if f.is_file())
-    return {f.relative_to(folder).as_posix(): _record(f) for f in files}
+    return {f.relative_to(folder).as_posix(): record(f) for f in files}
 
 
-def _record(file: Path) -> dict:
+def record(file: Path) -> dict:
+    """Size and CRC-32 of a file."""
+    return {"size": file.stat().st_size, "crc32": _crc32(file)}
+
+
+def _crc32(file: Path) -> str:
     """Orbax itself would not notice all flipped bits: its chunks of values carry no checksum."""
     value = 0
     with file.open("rb") as stream:
         while data := stream.read(2**24):
             value = zlib.crc32(data, value)
-    return {"size": file.stat().st_size, "crc32": f"{value:08x}"}
+    return f"{value:08x}"
 
 
 def check_files(folder: Path, content: Mapping, advice: str = "copy them again") -> None:
@@ -261,6 +266,6 @@ def _problem(file: Path, name: str, record: Mapping) -> str | None:
         size = file.stat().st_size
         if size != record["size"]:
             return f"{name} has {size} bytes instead of {record['size']}"
-        return None if _record(file)["crc32"] == record["crc32"] else f"{name} has been altered"
+        return None if _crc32(file) == record["crc32"] else f"{name} has been altered"
     except (OSError, ValueError) as error:  # as a name that is too long, or a NUL in it
         return f"{name!r:.60} cannot be read ({error!s:.80})"
