@@ -4,6 +4,7 @@ Used by the tests (cut down by `reduced`), by ahead-of-time compilation (`abstra
 benchmark (`arguments`).
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cache_write.reference import quantize
+from pallas_kernels.projection import Projection
 from pallas_kernels.tables import BlockTable, BlockWrites, block_writes
 
 TABLES = ("random", "empty", "full", "repeated")
@@ -24,7 +26,8 @@ class ArgSpec:
     tokens. entries: M, table entries of every head. owned: share of the table's slots that a head
     owns on average. table: how entries are filled: "random" runs with an empty and a full head
     among them, all "empty", all "full", or "repeated" (blocks listed twice with disjoint ranges).
-    per_row: whether every row has a table of its own. kv_dtype: of the pool.
+    per_row: whether every row has a table of its own; else the call is that of the last of two
+    layers. kv_dtype: of the pool. normalised, rotated: what has to be done to queries and keys.
     """
 
     name: str
@@ -39,6 +42,8 @@ class ArgSpec:
     per_row: bool = False
     dtype: str = "bfloat16"
     kv_dtype: str | None = None
+    normalised: bool = False
+    rotated: bool = False
 
     @property
     def pool_dtype(self):
@@ -65,7 +70,7 @@ class ArgSpec:
         """Shapes and types only."""
         ids = np.zeros(self.table_shape, np.int32)
         source = np.zeros((*ids.shape, self.block_size), np.int32)
-        tables = BlockTable(ids, ids, ids), BlockWrites(ids, source)
+        tables = _with_layers(self, BlockTable(ids, ids, ids), BlockWrites(ids, source))
         found = jax.eval_shape(lambda: self._arrays(jnp.zeros, *tables))
         return jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), found
@@ -75,13 +80,12 @@ class ArgSpec:
         """Random arrays on the default device. poison: slots that no head owns hold NaN (int8: the
         scales do)."""
         rng = np.random.default_rng(seed)
-        tables = _random_tables(self, rng)
+        tables = _with_layers(self, *_random_tables(self, rng))
         found = self._arrays(rng.standard_normal, *tables)
         return found.poisoned(self) if poison else found
 
     def _arrays(self, normal, table: BlockTable, writes: BlockWrites) -> "Arguments":
-        shape = (self.rows, self.heads, self.tokens, self.head_dim)
-        q, k, v = (jnp.asarray(normal(shape), self.dtype) for _ in range(3))
+        projection = self._projection(normal)
         pool = normal((self.rows, self.pool_blocks, self.block_size, 2 * self.head_dim))
         pool, scale = jnp.asarray(pool, jnp.float32), None
         if self.pool_dtype == jnp.int8:
@@ -90,9 +94,23 @@ class ArgSpec:
             scale = jnp.swapaxes(scales, -1, -2).reshape(*pool.shape[:2], -1)
         else:
             pool = pool.astype(self.pool_dtype)
-        q = q * jnp.asarray(2 / np.sqrt(self.head_dim), self.dtype)  # scores of a few units
         length = jnp.asarray(self.length, jnp.int32)
-        return Arguments(q, k, v, length, pool, scale, table, writes)
+        return Arguments(projection, length, pool, scale, table, writes)
+
+    def _projection(self, normal) -> Projection:
+        """Scores are a few units."""
+        qkv = jnp.asarray(
+            normal((self.rows, self.tokens, 3, self.heads, self.head_dim)), self.dtype
+        )
+        biases = (jnp.asarray(normal(qkv.shape[3:]), self.dtype) for _ in range(2))
+        rotation = multiplier = None
+        if self.rotated:
+            angle = jnp.repeat(jnp.asarray(normal((self.tokens, self.head_dim // 2))), 2, axis=-1)
+            rotation = tuple(f(angle).astype(jnp.float32) for f in (jnp.cos, jnp.sin))
+        if self.normalised:
+            multiplier = 1.5 + jnp.abs(jnp.asarray(normal((self.heads,)), jnp.float32)) / 2
+        scale = 1.0 if self.normalised else 2 / math.sqrt(self.head_dim)
+        return Projection(qkv, *biases, rotation, multiplier, scale)
 
 
 @jax.tree_util.register_dataclass
@@ -101,9 +119,7 @@ class Arguments:
     """What `attend` and `write` take. `writes` stores some of the tokens into blocks of their
     heads."""
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
+    projection: Projection
     length: jax.Array
     kv_pool: jax.Array
     kv_scale: jax.Array | None
@@ -113,22 +129,29 @@ class Arguments:
     @property
     def attend(self) -> tuple:
         """Positional arguments of `attend` (`kv_scale` goes by name)."""
-        return self.q, self.k, self.v, self.length, self.kv_pool, self.table
+        return self.projection, self.length, self.kv_pool, self.table
 
     @property
     def write(self) -> tuple:
         """Positional arguments of `write`."""
-        return self.kv_pool, self.k, self.v, self.writes
+        return self.kv_pool, self.projection, self.writes
 
     def moments(self, query_weights: jax.Array, lse: jax.Array) -> tuple:
         """Positional arguments of `attention_moments`."""
-        return self.q, self.k, *self.attend[3:], query_weights, lse
+        return *self.attend, query_weights, lse
+
+    def padded_with(self, anything: float) -> "Arguments":
+        """The same with `anything` in place of tokens behind the last real one."""
+        projection, tokens = self.projection, self.projection.shape[2]
+        real = (jnp.arange(tokens) < self.length)[:, None, None, None]
+        qkv = jnp.where(real, projection.qkv, anything).astype(projection.dtype)
+        return replace(self, projection=replace(projection, qkv=qkv))
 
     def poisoned(self, spec: ArgSpec) -> "Arguments":
         """The same with NaN wherever no head may read."""
         rows, blocks, size, _ = self.kv_pool.shape
         # a slot that any head of the row may read is spared, whichever head it is
-        shape = (rows, *self.table.ids.shape[-2:])
+        shape = (rows, *self.table.sliced().ids.shape[-2:])
         slots = np.broadcast_to(self.table.slots(size), (*shape[:2], shape[2] * size))
         mask = np.broadcast_to(self.table.slot_mask(size), slots.shape)
         owned = np.zeros((rows, blocks * size), bool)
@@ -139,6 +162,17 @@ class Arguments:
             return replace(self, kv_pool=jnp.where(owned[..., None], self.kv_pool, jnp.nan))
         both = jnp.concatenate([owned, owned], axis=-1)
         return replace(self, kv_scale=jnp.where(both, self.kv_scale, jnp.nan))
+
+
+def _with_layers(spec: ArgSpec, table: BlockTable, writes: BlockWrites):
+    """Tables of two layers; those of the first are never read."""
+    if spec.per_row:
+        return table, writes
+    both = (
+        jax.tree.map(lambda a: jnp.stack([jnp.full_like(a, -(10**6)), a]), t)
+        for t in (table, writes)
+    )
+    return tuple(t.of_layer(jnp.int32(1)) for t in both)
 
 
 def _random_tables(spec: ArgSpec, rng: np.random.Generator) -> tuple[BlockTable, BlockWrites]:
@@ -201,9 +235,21 @@ _SCALES = {
     ("var-d36", 36, 64): [(16, 9, 2), (324, 324, 21), (1024, 1024, 76)],
     ("infinity-2b", 16, 128): [(64, 64, 4), (576, 400, 55), (4096, 4096, 402)],
     ("infinity-8b", 28, 128): [(144, 144, 8), (1600, 1600, 140), (4096, 4096, 402)],
+    # models that draw token by token: one query per row
+    ("llamagen-xl", 20, 64): [(1, 1, 36)],
+    ("janus-pro-7b", 32, 128): [(1, 1, 36)],
 }
+_FINISHED = {"var": {"normalised": True}, "infinity": {"normalised": True, "rotated": True}}
 _SPECS = (
-    ArgSpec(name=f"{name}-t{n}", heads=heads, head_dim=size, tokens=t, length=n, entries=m)
+    ArgSpec(
+        name=f"{name}-t{n}",
+        heads=heads,
+        head_dim=size,
+        tokens=t,
+        length=n,
+        entries=m,
+        **_FINISHED.get(name.partition("-")[0], {"rotated": True}),
+    )
     for (name, heads, size), scales in _SCALES.items()
     for t, n, m in scales
 )

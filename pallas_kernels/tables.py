@@ -1,6 +1,6 @@
 """Which slots of the pool a head may read, and which token of a scale goes into which slot."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,9 @@ class BlockTable:
     """Runs of slots: entry m of head n covers slots [start, stop) of block `ids`. start == stop is
     an empty entry.
 
-    Arrays are int32 [N, M] (all rows alike) or [R, N, M] (per row). Ids are global in the row's
-    pool and always valid, also in empty entries. A block may be listed twice with disjoint ranges.
+    Arrays are int32 [N, M] (all rows alike), [R, N, M] (per row) or, with `layer`, [L, N, M]: those
+    of all layers, of which kernels read one, for all rows. Ids are global in the row's pool and
+    always valid, also in empty entries. A block may be listed twice with disjoint ranges.
     """
 
     # Valid also where empty: the reference gathers every entry, and the TPU kernels copy the blocks
@@ -25,6 +26,15 @@ class BlockTable:
     ids: Int[AnyArray, "*rows N M"]
     start: Int[AnyArray, "*rows N M"]
     stop: Int[AnyArray, "*rows N M"]
+    layer: Int[AnyArray, ""] | None = None
+
+    def of_layer(self, layer: Int[AnyArray, ""]) -> "BlockTable":
+        """One layer's of a table of all layers; nothing is copied."""
+        return replace(self, layer=layer)
+
+    def sliced(self) -> "BlockTable":
+        """The same without the other layers."""
+        return _sliced(self)
 
     def _offsets(self, block_size: int) -> Int[Array, "*rows N M block_size"]:
         """Place within the block of every slot of every entry."""
@@ -33,26 +43,29 @@ class BlockTable:
 
     def with_rows(self) -> tuple[Array, Array, Array]:
         """(ids, start, stop), each [R, N, M], or [1, N, M] if the table is shared by all rows."""
-        return tuple(a if a.ndim == 3 else a[None] for a in (self.ids, self.start, self.stop))
+        here = self.sliced()
+        return tuple(a if a.ndim == 3 else a[None] for a in (here.ids, here.start, here.stop))
 
     def slot_mask(self, block_size: int) -> Bool[Array, "*rows N P"]:
         """Valid slots in table order; P = M * block_size."""
-        offset = self._offsets(block_size)
-        mask = (offset >= self.start[..., None]) & (offset < self.stop[..., None])
-        return mask.reshape(*self.ids.shape[:-1], -1)
+        here = self.sliced()
+        offset = here._offsets(block_size)
+        mask = (offset >= here.start[..., None]) & (offset < here.stop[..., None])
+        return mask.reshape(*here.ids.shape[:-1], -1)
 
     def slots(self, block_size: int) -> Int[Array, "*rows N P"]:
         """Slot numbers (block id * block_size + offset) in table order, valid or not."""
-        offset = self._offsets(block_size)
-        return (self.ids[..., None] * block_size + offset).reshape(*self.ids.shape[:-1], -1)
+        here = self.sliced()
+        slots = here.ids[..., None] * block_size + here._offsets(block_size)
+        return slots.reshape(*here.ids.shape[:-1], -1)
 
     def for_rows(self, regions: Int[Array, "R N"]) -> "BlockTable":
         """Per-row tables where head n of row r reads the entries listed for region `regions[r,
         n]`."""
-        return jax.tree.map(lambda a: a[regions], self)
+        return jax.tree.map(lambda a: a[regions], self.sliced())
 
     def filled_to(self, count: Int[Array, "*rows N"], block_size: int) -> "BlockTable":
-        """The same blocks, valid for the first `count` slots in table order."""
+        """The same blocks, valid for the first `count` slots in table order (without `layer`)."""
         entry = jax.lax.broadcasted_iota(self.ids.dtype, self.ids.shape, self.ids.ndim - 1)
         # negative behind the last block in use, where nothing is valid: clipped to an empty entry
         stop = jnp.clip(count[..., None] - entry * block_size, 0, block_size)
@@ -65,20 +78,37 @@ class BlockWrites:
     """Blocks that receive tokens: slot i of entry j of head n takes token `source[n, j, i]` of the
     scale; -1 leaves the slot as it is.
 
-    Arrays are int32, for all rows alike or per row. No block is listed twice in a row, neither by
-    one head nor by two: kernels read a block while another one is written. An entry whose sources
-    are all -1 is empty: its id may be anything valid, and its block is not touched.
+    Arrays are int32, for all rows alike, per row or of all layers as in `BlockTable`. No block is
+    listed twice in a row, neither by one head nor by two: kernels read a block while another one is
+    written. An entry whose sources are all -1 is empty: its id may be anything valid, and its block
+    is not touched.
     """
 
     ids: Int[AnyArray, "*rows N J"]
     source: Int[AnyArray, "*rows N J block_size"]
+    layer: Int[AnyArray, ""] | None = None
+
+    def of_layer(self, layer: Int[AnyArray, ""]) -> "BlockWrites":
+        """One layer's of a table of all layers; nothing is copied."""
+        return replace(self, layer=layer)
+
+    def sliced(self) -> "BlockWrites":
+        """The same without the other layers."""
+        return _sliced(self)
 
     @property
     def slots(self) -> Int[Array, "*rows N JS"]:
         """Slot numbers of all listed blocks, in table order."""
-        size = self.source.shape[-1]
-        slots = self.ids[..., None] * size + jnp.arange(size, dtype=self.ids.dtype)
-        return slots.reshape(*self.ids.shape[:-1], -1)
+        here, size = self.sliced(), self.source.shape[-1]
+        slots = here.ids[..., None] * size + jnp.arange(size, dtype=here.ids.dtype)
+        return slots.reshape(*here.ids.shape[:-1], -1)
+
+
+def _sliced(table):
+    if table.layer is None:
+        return table
+    layer = jnp.asarray(table.layer)  # NumPy's arrays cannot be indexed by a traced number
+    return jax.tree.map(lambda a: jnp.asarray(a)[layer], replace(table, layer=None))
 
 
 def block_writes(slots: np.ndarray, block_size: int, entries: int | None = None) -> BlockWrites:

@@ -4,6 +4,7 @@ from jaxtyping import Array, Float, Num
 
 from pallas_kernels import implementations
 from pallas_kernels.cache_write import reference
+from pallas_kernels.projection import Projection
 from pallas_kernels.tables import BlockWrites
 
 
@@ -35,8 +36,7 @@ MODULES = {
 
 def write(
     kv_pool: Num[Array, "R blocks block_size KV"],
-    k: Float[Array, "R N T H"],
-    v: Float[Array, "R N T H"],
+    projection: Projection,
     writes: BlockWrites,
     *,
     kv_scale: Float[Array, "R blocks two_block_size"] | None = None,
@@ -50,7 +50,7 @@ def write(
     Args:
       kv_pool, kv_scale: as in `ragged_attention.attend`. An int8 pool stores each key and value
         divided by its scale = largest magnitude / 127, rounded to nearest even.
-      k, v: keys and values of the scale.
+      projection: keys and values of the scale; they are stored finished.
       writes: which token goes into which slot.
       implementation: one of `implementations.NAMES`; None takes the best one for this platform.
 
@@ -60,4 +60,6 @@ def write(
     Raises:
       NotImplementedError: the implementation named cannot run, with the reason.
     """
-    return implementations.run(implementation, MODULES, "write", kv_pool, k, v, writes, kv_scale)
+    return implementations.run(
+        implementation, MODULES, "write", kv_pool, projection, writes, kv_scale
+    )

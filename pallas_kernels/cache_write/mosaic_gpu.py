@@ -24,15 +24,16 @@ EMPTY, SOME, RUN = range(
 )  # kinds of entries: no token, any tokens, a whole block of consecutive ones
 
 
-def write(kv_pool, k, v, writes, kv_scale, *, interpret):
+def write(kv_pool, projection, writes, kv_scale, *, interpret):
     """See `api.write`."""
+    k, v, writes = projection.keys(), projection.values(), writes.sliced()
     mosaic.check(k, kv_pool, kv_scale, interpret)
     if not kv_pool.size or not writes.source.size:
         return kv_pool, kv_scale  # there is no slot to fill
     if kv_scale is not None:
         # XLA's scatter, in place as well: scales are numbers of 4 bytes at places of their own, and
         # a copy moves 16 at least
-        return reference.write(kv_pool, k, v, writes, kv_scale)
+        return reference.write(kv_pool, projection, writes, kv_scale)
     size, head_dim = kv_pool.shape[2], k.shape[-1]
     # copies change no type, and a run is as long as a block
     k, v = (mosaic.padded(a.astype(kv_pool.dtype), 2, 8, size) for a in (k, v))

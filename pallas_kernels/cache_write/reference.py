@@ -62,8 +62,9 @@ def scatter(
     return pool, flat.reshape(kv_scale.shape)
 
 
-def write(kv_pool, k, v, writes, kv_scale):
+def write(kv_pool, projection, writes, kv_scale):
     """See `api.write`."""
+    k, v, writes = projection.keys(), projection.values(), writes.sliced()
     rows, heads = k.shape[:2]
     none = kv_pool.shape[1] * kv_pool.shape[2]  # the first slot behind the pool, which is dropped
     source = writes.source.reshape(*writes.ids.shape[:-1], -1)

@@ -39,12 +39,13 @@ KIND_BITS = 2
 CHUNK = 128  # tokens that are converted at once
 
 
-def write(kv_pool, k, v, writes, kv_scale, *, interpret: bool):
+def write(kv_pool, projection, writes, kv_scale, *, interpret: bool):
     """See `api.write`.
 
     No block may be listed by two entries that store something: the next block is read before the
     last one is written.
     """
+    k, v, writes = projection.keys(), projection.values(), writes.sliced()
     if not interpret:
         _check(k, kv_pool)
     tokens, head_dim = k.shape[2:]

@@ -26,8 +26,9 @@ SLOTS = 64  # per program: 128 threads hold 64 bytes each of a bfloat16 tile of 
 WARPS = 4
 
 
-def write(kv_pool, k, v, writes, kv_scale, *, interpret: bool):
+def write(kv_pool, projection, writes, kv_scale, *, interpret: bool):
     """See `api.write`."""
+    k, v, writes = projection.keys(), projection.values(), writes.sliced()
     check(k, kv_pool, kv_scale, interpret)
     if not kv_pool.size or not writes.source.size:
         return kv_pool, kv_scale  # there is no slot to fill

@@ -8,6 +8,7 @@ layer is data, and raggedness is in the table, never in a shape.
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import implementations
+from pallas_kernels.projection import Projection
 from pallas_kernels.ragged_attention import reference
 from pallas_kernels.tables import BlockTable
 
@@ -39,9 +40,7 @@ MODULES = {
 
 
 def attend(
-    q: Float[Array, "R N T H"],
-    k_new: Float[Array, "R N T H"],
-    v_new: Float[Array, "R N T H"],
+    projection: Projection,
     new_length: Int[Array, ""] | int,
     kv_pool: Num[Array, "R blocks block_size KV"],
     table: BlockTable,
@@ -49,16 +48,15 @@ def attend(
     kv_scale: Float[Array, "R blocks two_block_size"] | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
-) -> Float[Array, "R N T H"] | tuple[Float[Array, "R N T H"], Float[Array, "R N T"]]:
+) -> Float[Array, "R T N H"] | tuple[Float[Array, "R T N H"], Float[Array, "R N T"]]:
     """Attention of a scale's queries over its own keys and the stored slots of `table`.
 
     Args:
-      q: queries; they carry the attention scale. Rows past `new_length` are padding: their result
-        is unspecified but finite.
-      k_new, v_new: keys and values of the same scale; entries past `new_length` are masked.
+      projection: queries, keys and values of the scale. Queries past `new_length` are padding:
+        their result is unspecified, but finite if they are; keys and values past it are masked.
       new_length: number of real tokens of the scale (traced), at least 1.
-      kv_pool: K in the first half of the last axis, V in the second (KV = 2 H). Unlisted slots may
-        hold anything, NaN included.
+      kv_pool: finished K in the first half of the last axis, V in the second (KV = 2 H). Unlisted
+        slots may hold anything, NaN included.
       table: slots per head, shared by all rows or per row.
       kv_scale: for an int8 pool, what its numbers are multiplied by: block_size scales of the keys
         of a block's slots, then as many of the values.
@@ -66,13 +64,13 @@ def attend(
       implementation: one of `implementations.NAMES`; None takes the best one for this platform.
 
     Returns:
-      Attention output in the type of `v_new`; softmax statistics are float32. With `return_lse` a
-      pair, the second part float32 (natural logarithm).
+      Attention output in the type of the projection; softmax statistics are float32. With
+      `return_lse` a pair, the second part float32 (natural logarithm).
 
     Raises:
       NotImplementedError: the implementation named cannot run, with the reason.
     """
-    arguments = (q, k_new, v_new, new_length, kv_pool, table, kv_scale)
+    arguments = (projection, new_length, kv_pool, table, kv_scale)
     return implementations.run(implementation, MODULES, "attend", *arguments, return_lse=return_lse)
 
 
@@ -87,21 +85,21 @@ def attention_scores(
 ) -> Float[Array, "R N Q PT"]:
     """Scores of a few queries before the softmax, float32, -inf where there is no key.
 
-    The Q queries are any of the scale's. Columns are the P = M * block_size slots of the table in
-    table order, then the T own tokens. Computed by the reference on every platform: it is for
-    policies that look through a window of queries, where the scores themselves are the output.
+    The Q queries are any of the scale's, finished, as are its keys. Columns are the P = M *
+    block_size slots of the table in table order, then the T own tokens. Computed by the reference
+    on every platform: it is for policies that look through a window of queries, where the scores
+    themselves are the output.
     """
     return reference.attention_scores(q, k_new, new_length, kv_pool, table, kv_scale)
 
 
 def attention_moments(
-    q: Float[Array, "R N Q H"],
-    k_new: Float[Array, "R N T H"],
+    projection: Projection,
     new_length: Int[Array, ""] | int,
     kv_pool: Num[Array, "R blocks block_size KV"],
     table: BlockTable,
-    query_weights: Float[Array, " Q"],
-    lse: Float[Array, "R N Q"],
+    query_weights: Float[Array, " T"],
+    lse: Float[Array, "R N T"],
     *,
     kv_scale: Float[Array, "R blocks two_block_size"] | None = None,
     squares: bool = False,
@@ -118,7 +116,7 @@ def attention_moments(
       squares: also sum the squared weights.
       The rest as in `attend`.
     """
-    arguments = (q, k_new, new_length, kv_pool, table, query_weights, lse, kv_scale)
+    arguments = (projection, new_length, kv_pool, table, query_weights, lse, kv_scale)
     return implementations.run(
         implementation, MODULES, "attention_moments", *arguments, squares=squares
     )

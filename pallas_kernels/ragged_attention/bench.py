@@ -101,13 +101,15 @@ def prepare(operation: str, spec: ArgSpec, share: float, way: str) -> Candidate:
 def candidate(operation: str, args: Arguments, name: str, run: Callable | None = None) -> Candidate:
     """Our implementation `name`. run: what to call instead of the API's function."""
     run = run or partial(FUNCTIONS[operation], implementation=name)
+    rows, heads, tokens, size = args.projection.shape
     if operation == "attend":
-        return Candidate(name, partial(_attend_step, run), args.q, (args,))
+        out = jnp.zeros((rows, tokens, heads, size), args.projection.dtype)
+        return Candidate(name, partial(_attend_step, run), out, (args,))
     if operation == "write":
         return Candidate(name, partial(_write_step, run), (args.kv_pool, args.kv_scale), (args,))
-    log_sum = jnp.full(args.q.shape[:3], np.log(args.q.shape[2]), jnp.float32)
+    log_sum = jnp.full((rows, heads, tokens), np.log(tokens), jnp.float32)
     step, sums = partial(_moments_step, run), partial(_moments, run)
-    return Candidate(name, step, args.q, (args, _query_weights(args), log_sum), sums)
+    return Candidate(name, step, jnp.zeros(1), (args, _query_weights(args), log_sum), sums)
 
 
 def _depending_on(args: Arguments, carry) -> Arguments:
@@ -118,30 +120,30 @@ def _depending_on(args: Arguments, carry) -> Arguments:
     return replace(args, table=table, length=args.length + never)
 
 
-def _attend_step(run, q, args):
-    args = _depending_on(args, q)
-    return run(q, *args.attend[1:], kv_scale=args.kv_scale).astype(q.dtype)
+def _attend_step(run, out, args):
+    return run(*_depending_on(args, out).attend, kv_scale=args.kv_scale)
 
 
-def _moments(run, q, args, weights, log_sum):
-    return run(*replace(args, q=q).moments(weights, log_sum), kv_scale=args.kv_scale)[0]
+def _moments(run, carry, args, weights, log_sum):
+    return run(*args.moments(weights, log_sum), kv_scale=args.kv_scale)[0]
 
 
-def _moments_step(run, q, args, weights, log_sum):
-    found = _moments(run, q, _depending_on(args, q), weights, log_sum)
+def _moments_step(run, carry, args, weights, log_sum):
+    found = _moments(run, carry, _depending_on(args, carry), weights, log_sum)
     # times 0 is not removed by the compiler, because NaN times 0 is not 0
-    return q.at[0, 0, 0, 0].add((found.reshape(-1)[0] * 0).astype(q.dtype))
+    return carry + found.reshape(-1)[0] * 0
 
 
 def _write_step(run, carry, args):
     pool, scale = carry
-    # K and V do not change: without the barrier, converting them could be moved out of the loop
-    k, v, pool = jax.lax.optimization_barrier((args.k, args.v, pool))
-    return run(pool, k, v, args.writes, kv_scale=scale)
+    # K and V do not change: without the barrier, finishing them could be moved out of the loop
+    projection, pool = jax.lax.optimization_barrier((args.projection, pool))
+    return run(pool, projection, args.writes, kv_scale=scale)
 
 
 def _query_weights(args: Arguments):
-    return jnp.where(jnp.arange(args.q.shape[2]) < args.length, 1.0, 0.0).astype(jnp.float32)
+    tokens = jnp.arange(args.projection.shape[2])
+    return jnp.where(tokens < args.length, 1.0, 0.0).astype(jnp.float32)
 
 
 def dense(spec: ArgSpec, name: str) -> Candidate:
@@ -215,18 +217,19 @@ def chip(kind: str) -> Chip | None:
 @jax.default_matmul_precision("highest")
 def errors(operation: str, spec: ArgSpec, name: str) -> dict[str, float]:
     """Relative Frobenius error of each result of implementation `name` against the reference in
-    float32; for `write`, which has to store the same numbers, 0 or inf."""
+    float32; for `write` of what it stores, in the type of the pool."""
     args = spec.arguments(poison=operation != "write")
     exact = jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, args)
     if operation == "write":
-        found = [_run(operation, args.write, args, n) for n in (name, "reference")]
-        same = jax.tree.all(jax.tree.map(np.array_equal, *found))
-        return {"pool": 0.0 if same else float("inf")}
+        found, expected = (
+            _stored(*_run(operation, args.write, args, n)) for n in (name, "reference")
+        )
+        return _relative(("pool",), (found,), (expected,))
     out, lse = _run("attend", exact.attend, exact, "reference", return_lse=True)
     if operation == "attend":
-        real = (slice(None), slice(None), slice(spec.length))
-        found = (a[real] for a in _run("attend", args.attend, args, name, return_lse=True))
-        return _relative(("out", "lse"), found, (out[real], lse[real]))
+        found = _run("attend", args.attend, args, name, return_lse=True)
+        real = ((a[:, : spec.length], b[..., : spec.length]) for a, b in (found, (out, lse)))
+        return _relative(("out", "lse"), *real)
     found, expected = (
         _run(operation, a.moments(_query_weights(a), lse), a, n, squares=True)
         for a, n in ((args, name), (exact, "reference"))
@@ -237,6 +240,18 @@ def errors(operation: str, spec: ArgSpec, name: str) -> dict[str, float]:
 def _run(operation: str, given: tuple, args: Arguments, name: str, **options):
     run = jax.jit(partial(FUNCTIONS[operation], implementation=name, **options))
     return run(*given, kv_scale=args.kv_scale)
+
+
+def _stored(pool, scale):
+    """What a pool means, float32."""
+    if scale is None:
+        return pool
+    half = pool.shape[2]
+    pool = (
+        pool.reshape(*pool.shape[:3], 2, -1)
+        * jnp.stack([scale[..., :half], scale[..., half:]], -1)[..., None]
+    )
+    return pool.astype(jnp.float32)
 
 
 def _relative(names, found, expected) -> dict[str, float]:

@@ -99,11 +99,12 @@ class Call:
     kv_dtype: str
 
     @classmethod
-    def of(cls, operation: str, q, k_new, kv_pool, table) -> "Call":
+    def of(cls, operation: str, projection, kv_pool, table) -> "Call":
         """The call with these arguments of the operation."""
-        sizes = {"queries": q.shape[2], "slots": table.ids.shape[-1] * kv_pool.shape[2]}
-        sizes |= {"head_dim": q.shape[-1], "block_size": kv_pool.shape[2]}
-        types = {"dtype": k_new.dtype.name, "kv_dtype": kv_pool.dtype.name}
+        _, _, tokens, head_dim = projection.shape
+        sizes = {"queries": tokens, "slots": table.ids.shape[-1] * kv_pool.shape[2]}
+        sizes |= {"head_dim": head_dim, "block_size": kv_pool.shape[2]}
+        types = {"dtype": projection.dtype.name, "kv_dtype": kv_pool.dtype.name}
         return cls(operation=operation, **sizes, **types)
 
     def bucket(self) -> "Call":

@@ -40,12 +40,12 @@ LAYOUT = plgpu.Layout.WGMMA  # how a warpgroup holds a product
 PER_ROW, PER_COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
 
 
-def attend(
-    q, k_new, v_new, new_length, kv_pool, table, kv_scale, *, return_lse, interpret, config=None
-):
+def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, interpret, config=None):
     """See `api.attend`. config: tiles; None takes those of `config.choose`."""
+    q, k_new, v_new = projection.queries(), projection.keys(), projection.values()
+    table = table.sliced()
     mosaic.check(q, kv_pool, kv_scale, interpret)
-    config = config or tiles.choose(tiles.Call.of("attend", q, k_new, kv_pool, table), "mosaic")
+    config = config or tiles.choose(tiles.Call.of("attend", projection, kv_pool, table), "mosaic")
     (rows, heads, tokens, head_dim), dtype = q.shape, k_new.dtype
     groups, size, buffers = config.warpgroups, config.block_k, config.buffers
     given = [mosaic.padded(a, 2, 8, max(ROWS, size)) for a in (q.astype(dtype), k_new, v_new)]
@@ -75,7 +75,8 @@ def attend(
         interpret=interpret,
         name="ragged_attention",
     )
-    return (out[:, :, :tokens], lse[:, :, :tokens]) if return_lse else out[:, :, :tokens]
+    out = out[:, :, :tokens].transpose(0, 2, 1, 3)
+    return (out, lse[:, :, :tokens]) if return_lse else out
 
 
 def shared_memory(config: tiles.MosaicConfig, head_dim: int, scaled: bool) -> int:
@@ -435,11 +436,22 @@ def _across(rows, shape):
 
 
 def attention_moments(
-    q, k_new, new_length, kv_pool, table, weights, lse, kv_scale, *, squares, interpret, config=None
+    projection,
+    new_length,
+    kv_pool,
+    table,
+    weights,
+    lse,
+    kv_scale,
+    *,
+    squares,
+    interpret,
+    config=None,
 ):
     """See `api.attention_moments`. config: tiles; None takes those of `config.choose`."""
+    q, k_new, table = projection.queries(), projection.keys(), table.sliced()
     mosaic.check(q, kv_pool, kv_scale, interpret)
-    call = tiles.Call.of("attention_moments", q, k_new, kv_pool, table)
+    call = tiles.Call.of("attention_moments", projection, kv_pool, table)
     buffers = (config or tiles.choose(call, "mosaic")).buffers
     (rows, heads, queries, head_dim), dtype = q.shape, k_new.dtype
     # 64 keys are the rows of a product, and each program sums its columns over all queries by

@@ -54,8 +54,9 @@ def attention_scores(q, k_new, new_length, kv_pool, table, kv_scale):
     return _scores(q, k_old, mask, k_new, new_length)
 
 
-def attend(q, k_new, v_new, new_length, kv_pool, table, kv_scale, *, return_lse):
+def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse):
     """See `api.attend`."""
+    q, k_new, v_new = projection.queries(), projection.keys(), projection.values()
     k_old, v_old, mask = gather_slots(kv_pool, table, kv_scale)
     scores = _scores(q, k_old, mask, k_new, new_length)
     # rounded to the type of V before the product, as the kernels do
@@ -71,14 +72,15 @@ def attend(q, k_new, v_new, new_length, kv_pool, table, kv_scale, *, return_lse)
         out += jnp.einsum(
             "rntp,rnph->rnth", old, v_old.astype(old.dtype), preferred_element_type=jnp.float32
         )
-    out = out.astype(v_new.dtype)
+    out = out.astype(v_new.dtype).transpose(0, 2, 1, 3)
     return (out, jax.nn.logsumexp(scores, axis=-1)) if return_lse else out
 
 
 def attention_moments(
-    q, k_new, new_length, kv_pool, table, query_weights, lse, kv_scale, *, squares
+    projection, new_length, kv_pool, table, query_weights, lse, kv_scale, *, squares
 ):
     """See `api.attention_moments`."""
+    q, k_new = projection.queries(), projection.keys()
     k_old, _, mask = gather_slots(kv_pool, table, kv_scale)
     chunk = min(CHUNK, q.shape[2])
 

@@ -42,11 +42,11 @@ from pallas_kernels.ragged_attention.tpu_blocks import Blocks, Grouping, dot, lo
 from pallas_kernels.tpu_operands import LANES, balanced, packed_tokens, rounded, whole_head
 
 
-def attend(
-    q, k_new, v_new, new_length, kv_pool, table, kv_scale, *, return_lse, interpret, config=None
-):
+def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, interpret, config=None):
     """See `api.attend`. config: tiles; None takes those of `config.choose`."""
-    arrays = (q, k_new, kv_pool, table, kv_scale)
+    q, k_new, v_new = projection.queries(), projection.keys(), projection.values()
+    table = table.sliced()
+    arrays = (projection, kv_pool, table, kv_scale)
     call, config = tpu_blocks.prepare("attend", *arrays, config, interpret)
     rows, heads, tokens, head_dim = q.shape
     keys = min(config.copy_keys, max(call.block_size, call.slots))  # no group larger than the table
@@ -76,7 +76,8 @@ def attend(
         interpret=interpret,
         name="ragged_attention",
     )
-    return (found[0], found[1].reshape(rows, heads, tokens)) if return_lse else found[0]
+    out = found[0].transpose(0, 2, 1, 3)
+    return (out, found[1].reshape(rows, heads, tokens)) if return_lse else out
 
 
 def _attend_tile(blocks: Blocks, length_ref, given, results, sums, *, own_keys: int):
@@ -152,10 +153,21 @@ def _finish(results, sums) -> None:
 
 
 def attention_moments(
-    q, k_new, new_length, kv_pool, table, weights, lse, kv_scale, *, squares, interpret, config=None
+    projection,
+    new_length,
+    kv_pool,
+    table,
+    weights,
+    lse,
+    kv_scale,
+    *,
+    squares,
+    interpret,
+    config=None,
 ):
     """See `api.attention_moments`. config: tiles; None takes those of `config.choose`."""
-    arrays = (q, k_new, kv_pool, table, kv_scale)
+    q, k_new, table = projection.queries(), projection.keys(), table.sliced()
+    arrays = (projection, kv_pool, table, kv_scale)
     call, config = tpu_blocks.prepare("attention_moments", *arrays, config, interpret)
     rows, heads, queries, head_dim = q.shape
     tokens = k_new.shape[2]

@@ -37,7 +37,7 @@ MAX_GROUP = 16
 RANGE_BITS = 16  # start below, stop above; both are at most 128, so the sign stays clear
 
 
-def prepare(operation: str, q, k_new, kv_pool, table, kv_scale, config, interpret: bool):
+def prepare(operation: str, projection, kv_pool, table, kv_scale, config, interpret: bool):
     """(the call, its tiles), those of `config.choose` if none are given.
 
     Raises:
@@ -46,8 +46,8 @@ def prepare(operation: str, q, k_new, kv_pool, table, kv_scale, config, interpre
     if not interpret:
         sizes = {"head_dims": (64, 128, 256), "block_sizes": (8, 16, 32, 64, 128)}
         dtypes = ("bfloat16", "float32", "int8")
-        check_attention("TPU", q, kv_pool, kv_scale, **sizes, dtypes=dtypes)
-    call = tiles.Call.of(operation, q, k_new, kv_pool, table)
+        check_attention("TPU", projection, kv_pool, kv_scale, **sizes, dtypes=dtypes)
+    call = tiles.Call.of(operation, projection, kv_pool, table)
     return call, config or tiles.choose(call, "tpu")
 
 

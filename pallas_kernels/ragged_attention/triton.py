@@ -42,12 +42,12 @@ from pallas_kernels.ragged_attention import triton_pool
 from pallas_kernels.ragged_attention.triton_pool import LOG2_E, Stored, dot, head_spec, rows_at
 
 
-def attend(
-    q, k_new, v_new, new_length, kv_pool, table, kv_scale, *, return_lse, interpret, config=None
-):
+def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, interpret, config=None):
     """See `api.attend`. config: tiles; None takes those of `config.choose`."""
+    q, k_new, v_new = projection.queries(), projection.keys(), projection.values()
+    table = table.sliced()
     triton_pool.check(q, kv_pool, kv_scale, interpret)
-    config = config or tiles.choose(tiles.Call.of("attend", q, k_new, kv_pool, table), "triton")
+    config = config or tiles.choose(tiles.Call.of("attend", projection, kv_pool, table), "triton")
     stored = Stored.of(kv_pool, table, kv_scale)
     rows, heads, tokens, head_dim = q.shape
     tile = pl.BlockSpec((None, None, config.block_q, head_dim), lambda i, n, r: (r, n, i, 0))
@@ -64,7 +64,8 @@ def attend(
         interpret=interpret,
         name="ragged_attention",
     )
-    return found if return_lse else found[0]
+    out = found[0].transpose(0, 2, 1, 3)
+    return (out, found[1]) if return_lse else out
 
 
 def _attend_tile(stored: Stored, config, tokens: int, length_ref, given, refs, out_refs):
@@ -145,11 +146,22 @@ def _step(q, k, v, mask, carry):
 
 
 def attention_moments(
-    q, k_new, new_length, kv_pool, table, weights, lse, kv_scale, *, squares, interpret, config=None
+    projection,
+    new_length,
+    kv_pool,
+    table,
+    weights,
+    lse,
+    kv_scale,
+    *,
+    squares,
+    interpret,
+    config=None,
 ):
     """See `api.attention_moments`. config: tiles; None takes those of `config.choose`."""
+    q, k_new, table = projection.queries(), projection.keys(), table.sliced()
     triton_pool.check(q, kv_pool, kv_scale, interpret)
-    call = tiles.Call.of("attention_moments", q, k_new, kv_pool, table)
+    call = tiles.Call.of("attention_moments", projection, kv_pool, table)
     config = config or tiles.choose(call, "triton")
     rows, heads, queries, head_dim = q.shape
     stored, own, old = Stored.of(kv_pool, table, kv_scale), k_new.shape[2], call.slots

@@ -43,7 +43,7 @@ def tiles(call: config.Call, implementation: str) -> list[config.Config]:
 def call_of(operation: str, spec: ArgSpec) -> config.Call:
     """The call that a shape stands for."""
     args = spec.abstract()
-    return config.Call.of(operation, args.q, args.k, args.kv_pool, args.table)
+    return config.Call.of(operation, args.projection, args.kv_pool, args.table)
 
 
 def trials(
@@ -77,7 +77,7 @@ def _once(candidate: bench.Candidate, length: int) -> np.ndarray:
     if candidate.result is not None:
         return np.asarray(jax.jit(candidate.result)(candidate.carry, *candidate.arguments))
     result = jax.jit(candidate.step)(candidate.carry, *candidate.arguments)
-    return np.asarray(result[:, :, :length], np.float32)
+    return np.asarray(result[:, :length], np.float32)
 
 
 def _run(kernel, operation: str, tile, *args, kv_scale):

@@ -114,12 +114,13 @@ def oracle(evict: bool):
             block, modulation = jax.tree.map(
                 lambda a, i=i: a[i], (transformer.blocks, context["layers"])
             )
-            q, k, v = transformer.project(block, modulation, None, x)
-            raw = transformer.raw_queries(block, modulation, x)
+            projection = transformer.project(block, modulation, None, x)
+            q, k, v = projection.queries(), projection.keys(), projection.values()
+            raw = projection.raw_queries() / np.sqrt(q.shape[-1])
             scores = np.where(mask, np.einsum("rnth,rnsh->rnts", q, k), -np.inf)
             weights = np.asarray(jax.nn.softmax(scores, axis=-1))
             layers.append((np.asarray(q), np.asarray(k), np.asarray(raw), weights))
-            attended = jnp.asarray(weights) @ v
+            attended = (jnp.asarray(weights) @ v).transpose(0, 2, 1, 3)
             x = transformer.post_attention(block, modulation, None, x, attended)
     return layers, seen, schedule
 

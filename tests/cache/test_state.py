@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.cache_write import block_writes
+from pallas_kernels.projection import Projection
 from varjax.cache.state import Entries, KVState, arrange, order_after, store, store_entries
 
 
@@ -36,7 +37,8 @@ def test_store_writes_only_listed_slots():
     state = KVState(jnp.zeros((2, 3, 4, 6)))
     kv = jnp.arange(2 * 3 * 6, dtype=jnp.float32).reshape(2, 1, 3, 6) + 1
     writes = block_writes(np.array([[[5, -1, 0]], [[11, 2, -1]]]), 4)
-    result = store(state, kv[..., :3], kv[..., 3:], jax.tree.map(jnp.asarray, writes)).kv_pool
+    projection = Projection.of(kv[..., :3], kv[..., :3], kv[..., 3:])
+    result = store(state, projection, jax.tree.map(jnp.asarray, writes)).kv_pool
     result, kv = np.asarray(result).reshape(2, 12, 6), kv[:, 0]
     np.testing.assert_array_equal(result[0, [5, 0]], kv[0, [0, 2]])
     np.testing.assert_array_equal(result[1, [11, 2]], kv[1, :2])
@@ -71,7 +73,7 @@ def test_both_ways_of_storing_encode_alike():
     slots = np.array([[[5, 0, 7, 2, 11]], [[1, 2, 3, 8, 4]]])
     writes = jax.tree.map(jnp.asarray, block_writes(slots, 4))
     entries = store_entries(state, jnp.asarray(slots), Entries.encode(k, v, jnp.int8))
-    chex.assert_trees_all_equal(store(state, k, v, writes), entries)
+    chex.assert_trees_all_equal(store(state, Projection.of(k, k, v), writes), entries)
 
 
 def test_after_keeps_values():

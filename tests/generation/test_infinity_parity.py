@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import varjax
+from pallas_kernels.projection import quarter_turn, quarter_turn_by_product, rotate
 from tests import models_under_test as models
 from varjax import Generator, Model
 from varjax.cache.planner import plan_cache
-from varjax.models.layers import quarter_turn, quarter_turn_by_product, rotate
 from varjax.policies import Full
 from varjax.sampling import Sampling, filter_logits
 from varjax.text.features import TextFeatures

@@ -94,7 +94,8 @@ def test_keys_and_values_of_all_scales():
     for layer in range(model.geometry.num_layers):
         block = jax.tree.map(lambda a, i=layer: a[i], transformer.blocks)
         modulation = context["layers"][layer]
-        q, k, v = transformer.project(block, modulation, None, x)
+        projection = transformer.project(block, modulation, None, x)
+        q, k, v = projection.queries(), projection.keys(), projection.values()
         for name, found, limit in (("k", k, 3e-5), ("v", v, 1e-4)):
             found = np.asarray(found)
             expected = arrays[name][layer]

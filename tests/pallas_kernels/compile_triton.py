@@ -62,14 +62,13 @@ def program(operation: str, spec, sharding):
             *a[:-1], kv_scale=a[-1], return_lse=True, implementation="triton"
         ), given
     if operation == "write":
-        given = (args.kv_pool, args.k, args.v, args.writes, args.kv_scale)
+        given = (*args.write, args.kv_scale)
         return lambda *a: cache_write.write(*a[:-1], kv_scale=a[-1], implementation="triton"), given
     weights = jax.ShapeDtypeStruct((spec.tokens,), jnp.float32, sharding=sharding)
-    lse = jax.ShapeDtypeStruct(args.q.shape[:3], jnp.float32, sharding=sharding)
-    pool = (args.kv_pool, args.table, weights, lse, args.kv_scale)
+    lse = jax.ShapeDtypeStruct(args.projection.shape[:3], jnp.float32, sharding=sharding)
     return lambda *a: ragged_attention.attention_moments(
         *a[:-1], kv_scale=a[-1], squares=True, implementation="triton"
-    ), (args.q, args.k, args.length, *pool)
+    ), (*args.moments(weights, lse), args.kv_scale)
 
 
 def ptxas() -> str | None:

@@ -15,6 +15,7 @@ import pytest
 
 from pallas_kernels import cache_write, ragged_attention
 from pallas_kernels.arg_specs import SPECS, TABLES, ArgSpec
+from pallas_kernels.projection import Projection
 
 KERNELS = ["triton-interpret", "tpu-interpret"]
 # Relative Frobenius error against the float32 reference. float32: another order of sums.
@@ -94,13 +95,13 @@ def test_attend(kernel, shape):
         expected, expected_lse = attend(
             *exact.attend, kv_scale=args.kv_scale, implementation="reference"
         )
-        chex.assert_type(out, args.v.dtype)
+        chex.assert_type(out, args.projection.dtype)
         chex.assert_type(lse, jnp.float32)
         chex.assert_tree_all_finite(out, custom_message=spec.name)
-        real = slice(None), slice(None), slice(0, spec.length)
-        assert error(out[real], expected[real]) < TOLERANCE[spec.dtype], spec.name
+        real = slice(0, spec.length)
+        assert error(out[:, real], expected[:, real]) < TOLERANCE[spec.dtype], spec.name
         tolerance = 10 * TOLERANCE[spec.dtype]
-        chex.assert_trees_all_close(lse[real], expected_lse[real], atol=tolerance)
+        chex.assert_trees_all_close(lse[..., real], expected_lse[..., real], atol=tolerance)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -113,7 +114,7 @@ def test_attention_moments(kernel, shape):
         weights = jnp.where(jnp.arange(spec.tokens) < spec.length, 1.0, 0.0)
         both = (
             moments(
-                *(a.q, a.k, a.length, a.kv_pool, a.table, weights, lse),
+                *a.moments(weights, lse),
                 kv_scale=a.kv_scale,
                 implementation=implementation,
             )
@@ -129,12 +130,28 @@ def test_attention_moments(kernel, shape):
 @pytest.mark.parametrize("shape", CASES)
 def test_write(kernel, shape):
     args = shape.arguments(poison=False)
-    given = (args.kv_pool, args.k, args.v, args.writes)
-    assert (args.writes.source >= 0).any()
+    assert (args.writes.sliced().source >= 0).any()
     found, expected = (
-        write(*given, kv_scale=args.kv_scale, implementation=name) for name in (kernel, "reference")
+        write(*args.write, kv_scale=args.kv_scale, implementation=name)
+        for name in (kernel, "reference")
     )
-    chex.assert_trees_all_equal(found, expected, strict=True)
+    assert_stored(found, expected, exactly=not shape.normalised and not shape.rotated)
+
+
+def assert_stored(found, expected, exactly: bool = False):
+    """Pools and scales of two ways to store the same tokens. Unless exactly: numbers that are
+    computed on the way may be rounded the other way."""
+    chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
+    if exactly:
+        chex.assert_trees_all_equal(found, expected, strict=True)
+    (pool, scale), (wanted, wanted_scale) = found, expected
+    one = 1.01 if pool.dtype == jnp.int8 else 0
+    near = {jnp.float32: 2e-6}.get(pool.dtype.type, 2**-7)
+    pool, wanted = (np.asarray(a, np.float32) for a in (pool, wanted))
+    np.testing.assert_allclose(pool, wanted, rtol=near, atol=one or near * 1e-3)
+    assert np.mean(pool != wanted) < 0.02 or near < 1e-3
+    if scale is not None:
+        np.testing.assert_allclose(scale, wanted_scale, rtol=2**-7)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -145,7 +162,7 @@ def test_empty_entries_of_a_write_touch_nothing(kernel):
     slots[0, 3] = 0
     writes = jax.tree.map(jnp.asarray, cache_write.block_writes(slots, 16, entries=4))
     pool = jnp.zeros((1, 2, 16, 128))
-    found, _ = write(pool, k, v, writes, implementation=kernel)
+    found, _ = write(pool, Projection.of(k, k, v), writes, implementation=kernel)
     expected = pool.at[0, 0, 0].set(jnp.concatenate([k[0, 0, 3], v[0, 0, 3]]))
     chex.assert_trees_all_equal(found, expected)
 
@@ -155,16 +172,13 @@ def test_padding_may_hold_anything(kernel):
     """Padded keys, values and queries of NaN change nothing. (Triton: test_triton_edges.)"""
     spec = SPECS["var-d30-t36"].reduced(dtype="float32", tokens=40, length=9)
     args = spec.arguments()
-    padded = jnp.arange(spec.tokens)[:, None] >= spec.length
-    dirty = replace(args, **{n: jnp.where(padded, jnp.nan, getattr(args, n)) for n in "qkv"})
+    dirty = args.padded_with(jnp.nan)
     weights = jnp.where(jnp.arange(spec.tokens) < spec.length, 1.0, 0.0)
 
     def results(a):
         out, lse = attend(*a.attend, implementation=kernel)
-        sums = moments(
-            *(a.q, a.k, a.length, a.kv_pool, a.table, weights, lse), implementation=kernel
-        )
-        return out[:, :, : spec.length], lse[:, :, : spec.length], sums
+        sums = moments(*a.moments(weights, lse), implementation=kernel)
+        return out[:, : spec.length], lse[:, :, : spec.length], sums
 
     for found, expected in zip(*map(jax.tree.leaves, map(results, (dirty, args))), strict=True):
         chex.assert_trees_all_close(found, expected, atol=1e-6)

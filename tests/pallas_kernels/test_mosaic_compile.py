@@ -51,7 +51,7 @@ def test_attention(sharding, name):
     def line(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
-    given = args.moments(line(spec.tokens), line(*args.q.shape[:3]))
+    given = args.moments(line(spec.tokens), line(*args.projection.shape[:3]))
     moments = jax.jit(partial(mosaic_gpu.attention_moments, squares=True, interpret=False))
     assert kernels(moments.lower(*given, args.kv_scale).compile()) == 1
 

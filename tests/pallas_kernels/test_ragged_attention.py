@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.projection import Projection
 from pallas_kernels.ragged_attention import (
     BlockTable,
     attend,
@@ -80,12 +81,13 @@ class ReferenceTest(chex.TestCase):
         for seed, per_row in itertools.product(range(3), (False, True)):
             q, k, v, pool, table = problem(seed, per_row)
             found = run(
-                *map(jnp.asarray, (q, k, v)),
+                Projection.of(*map(jnp.asarray, (q, k, v))),
                 jnp.int32(LENGTH),
                 jnp.asarray(pool),
                 BlockTable(*map(jnp.asarray, table)),
             )
             expected, _ = oracle(q, k, v, pool, table)
+            expected = expected.transpose(0, 2, 1, 3)
             chex.assert_trees_all_close(found, expected, rtol=0, atol=2e-6)
 
 
@@ -95,11 +97,14 @@ def test_attention_moments(monkeypatch, chunk):
     q, k, v, pool, table = problem(7)
     query_weights = np.array([0.5, 0.25, 0.25, 0, 0], np.float32)
     arrays = BlockTable(*map(jnp.asarray, table))
-    q_, k_, v_, pool_ = map(jnp.asarray, (q, k, v, pool))
-    _, lse = attend(q_, k_, v_, jnp.int32(LENGTH), pool_, arrays, return_lse=True)
-    found, squares = attention_moments(
-        *(q_, k_, jnp.int32(LENGTH), pool_, arrays, jnp.asarray(query_weights), lse), squares=True
+    given = (
+        Projection.of(*map(jnp.asarray, (q, k, v))),
+        jnp.int32(LENGTH),
+        jnp.asarray(pool),
+        arrays,
     )
+    _, lse = attend(*given, return_lse=True)
+    found, squares = attention_moments(*given, jnp.asarray(query_weights), lse, squares=True)
     mask = np.asarray(arrays.slot_mask(BLOCK))
     _, weights = oracle(q, k, v, pool, table)
     for r, n in np.ndindex(ROWS, HEADS):
@@ -139,19 +144,20 @@ def test_int8_pool():
     expected, _ = oracle(q, k, v, product.reshape(pool.shape), table)
     scale[np.isnan(pool[..., 0])[:, :, None].repeat(2, 2)] = np.nan
     found = attend(
-        *map(jnp.asarray, (q, k, v)),
+        Projection.of(*map(jnp.asarray, (q, k, v))),
         jnp.int32(LENGTH),
         jnp.asarray(whole),
         arrays,
         kv_scale=jnp.asarray(scale.reshape(ROWS, BLOCKS, 2 * BLOCK)),
     )
+    expected = expected.transpose(0, 2, 1, 3)
     chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=2e-5)
 
 
 def test_unknown_implementation_names_the_known_ones():
     q, k, v, pool, table = jax.tree.map(jnp.asarray, problem(0))
     with pytest.raises(NotImplementedError, match="reference"):
-        attend(q, k, v, 4, pool, BlockTable(*table), implementation="cuneiform")
+        attend(Projection.of(q, k, v), 4, pool, BlockTable(*table), implementation="cuneiform")
 
 
 def test_filled_to():

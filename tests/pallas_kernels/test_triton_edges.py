@@ -34,15 +34,19 @@ moments = jax.jit(
 )
 
 
+def real(array):
+    """Output [R, T, N, H] or statistics [R, N, T] of the real tokens."""
+    return array[:, : SPEC.length] if array.ndim == 4 else array[:, :, : SPEC.length]
+
+
 def compare(args, length: int):
     """Attention and its moments, kernel against reference, for arguments of SPEC's kind."""
-    weights = (jnp.arange(args.q.shape[2]) < length).astype(jnp.float32)
+    weights = (jnp.arange(args.projection.shape[2]) < length).astype(jnp.float32)
     results = []
     for name in ("triton-interpret", "reference"):
         out, lse = attend(*args.attend, kv_scale=args.kv_scale, implementation=name)
-        given = (args.q, args.k, args.length, args.kv_pool, args.table, weights, lse)
-        sums = moments(*given, kv_scale=args.kv_scale, implementation=name)
-        results.append((out[:, :, :length], lse, *sums))
+        sums = moments(*args.moments(weights, lse), kv_scale=args.kv_scale, implementation=name)
+        results.append((out[:, :length], lse, *sums))
         chex.assert_tree_all_finite(out)
     for i, (found, expected) in enumerate(zip(*results, strict=True)):
         if i == 1:  # log-sum-exp
@@ -78,19 +82,17 @@ def test_nothing_stored(blocks):
 def test_padding_may_hold_anything():
     """Real queries do not see what lies behind the last token."""
     args = SPEC.arguments()
-    padded = (jnp.arange(SPEC.tokens) >= SPEC.length)[:, None]
+    padded = jnp.arange(SPEC.tokens) >= SPEC.length
     clean = attend(*args.attend, implementation="triton-interpret")
     for anything in (jnp.nan, jnp.inf):
-        q, k, v = (jnp.where(padded, anything, a) for a in (args.q, args.k, args.v))
-        dirty = replace(args, q=q, k=k, v=v)
+        dirty = args.padded_with(anything)
         found = attend(*dirty.attend, implementation="triton-interpret")
-        for a, b in zip(found, clean, strict=True):
-            chex.assert_tree_all_finite(a)
-            chex.assert_trees_all_equal(a[:, :, : SPEC.length], b[:, :, : SPEC.length])
+        chex.assert_tree_all_finite(found)
+        for a, b in zip(map(real, found), map(real, clean), strict=True):
+            chex.assert_trees_all_equal(a, b)
         weights = (jnp.arange(SPEC.tokens) < SPEC.length).astype(jnp.float32)
-        lse = jnp.where(padded[:, 0], anything, clean[1])
-        given = (q, k, args.length, args.kv_pool, args.table, weights, lse)
-        sums, _ = moments(*given, implementation="triton-interpret")
+        lse = jnp.where(padded, anything, clean[1])
+        sums, _ = moments(*dirty.moments(weights, lse), implementation="triton-interpret")
         chex.assert_trees_all_close(sums.sum(-1), SPEC.length, rtol=1e-5)
 
 
@@ -106,29 +108,25 @@ def test_any_tiles_give_the_same(block_q, block_k):
         *args.attend, args.kv_scale, return_lse=True, interpret=True, config=config
     )
     expected, expected_lse = attend(*args.attend, implementation="reference")
-    real = (slice(None), slice(None), slice(SPEC.length))
-    chex.assert_trees_all_close(out[real], expected[real], **NEAR)
-    chex.assert_trees_all_close(lse[real], expected_lse[real], **NEAR)
+    chex.assert_trees_all_close(real(out), real(expected), **NEAR)
+    chex.assert_trees_all_close(real(lse), real(expected_lse), **NEAR)
 
 
 def test_large_scores_do_not_overflow():
     args = SPEC.arguments()
-    args = replace(args, q=args.q * 100)  # scores of hundreds
+    projection = replace(args.projection, scale=100.0)  # scores of hundreds
+    args = replace(args, projection=projection)
     out, lse = attend(*args.attend, implementation="triton-interpret")
     expected, expected_lse = attend(*args.attend, implementation="reference")
-    chex.assert_trees_all_close(
-        lse[:, :, : SPEC.length], expected_lse[:, :, : SPEC.length], rtol=1e-5
-    )
-    difference = (out - expected)[:, :, : SPEC.length]
-    assert np.linalg.norm(difference) < 1e-3 * np.linalg.norm(expected[:, :, : SPEC.length])
+    chex.assert_trees_all_close(real(lse), real(expected_lse), rtol=1e-5)
+    assert np.linalg.norm(real(out - expected)) < 1e-3 * np.linalg.norm(real(expected))
 
 
 def test_writing_nothing():
     args = SPEC.arguments(poison=False)
     nothing = replace(args.writes, source=jnp.full_like(args.writes.source, -1))
-    pool, _ = cache_write.write(
-        args.kv_pool, args.k, args.v, nothing, implementation="triton-interpret"
-    )
+    given = replace(args, writes=nothing).write
+    pool, _ = cache_write.write(*given, implementation="triton-interpret")
     chex.assert_trees_all_equal(pool, args.kv_pool)
 
 

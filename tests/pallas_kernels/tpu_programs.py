@@ -15,6 +15,8 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace
+from functools import partial
 
 from pallas_kernels import chips
 
@@ -58,9 +60,9 @@ def attend(a):
 
 
 def moments(a, lse=None):
-    lse = jnp.zeros(a.q.shape[:3]) if lse is None else lse
+    lse = jnp.zeros(a.projection.shape[:3]) if lse is None else lse
     return ragged_attention.attention_moments(
-        *(a.q, a.k, a.length, a.kv_pool, a.table, jnp.ones(a.q.shape[2]), lse),
+        *a.moments(jnp.ones(a.projection.shape[2]), lse),
         kv_scale=a.kv_scale,
         squares=True,
         implementation="tpu",
@@ -68,42 +70,47 @@ def moments(a, lse=None):
 
 
 def write(a):
-    return cache_write.write(
-        a.kv_pool, a.k, a.v, a.writes, kv_scale=a.kv_scale, implementation="tpu"
-    )
+    return cache_write.write(*a.write, kv_scale=a.kv_scale, implementation="tpu")
 
 
 def scans(cache, tokens, tables):
-    """As the engine uses the kernels: the cache in the carry of both scans, tables and the length
-    as scan inputs, attention, what a policy asks for, storing."""
-    from dataclasses import replace
+    """As the engine uses the kernels: the cache in the carry of both scans, the length and tables of
+    all layers (or per row, of each) as scan inputs, attention, what a policy asks for, storing."""
+    per_row = tokens.table.layer is None
 
-    def layer(carry, inputs):
+    def layer(length, tables, carry, index):
         (pool, scale), x, total = carry
-        table, writes, length = inputs
-        a = replace(tokens, q=x, kv_pool=pool, kv_scale=scale, table=table, writes=writes)
-        a = replace(a, length=length)
+        projection = replace(tokens.projection, qkv=x)
+        table, writes = (_of_layer(t, index, per_row) for t in tables)
+        a = replace(tokens, projection=projection, length=length, kv_pool=pool, kv_scale=scale)
+        a = replace(a, table=table, writes=writes)
         out, lse = attend(a)
         sums, _ = moments(a, lse)
-        after = (out.reshape(-1)[0] > jnp.inf).astype(jnp.int32)
-        a = replace(a, writes=replace(writes, ids=writes.ids + after))
-        return (write(a), (x + out).astype(x.dtype), total + sums.sum()), None
+        after = index + (out.reshape(-1)[0] > jnp.inf).astype(jnp.int32)
+        a = replace(a, writes=_of_layer(tables[1], after, per_row))
+        return (write(a), (x + out[:, :, None]).astype(x.dtype), total + sums.sum()), None
 
     def one_scale(carry, inputs):
-        return jax.lax.scan(layer, carry, inputs)
+        tables, length = inputs
+        return jax.lax.scan(partial(layer, length, tables), carry, jnp.arange(LAYERS))
 
-    carry, _ = jax.lax.scan(one_scale, (cache, tokens.q, jnp.zeros(())), tables)
+    carry, _ = jax.lax.scan(one_scale, (cache, tokens.projection.qkv, jnp.zeros(())), tables)
     return carry
+
+
+def _of_layer(table, index, per_row: bool):
+    return jax.tree.map(lambda a: a[index], table) if per_row else table.of_layer(index)
 
 
 def scan_arguments(spec: ArgSpec):
     a = spec.abstract()
 
     def stacked(array):
-        return jax.ShapeDtypeStruct((SCALES, LAYERS, *array.shape), array.dtype)
+        each = array.shape if spec.per_row else array.shape[1:]
+        return jax.ShapeDtypeStruct((SCALES, LAYERS, *each), array.dtype)
 
-    tables = jax.tree.map(stacked, (a.table, a.writes, a.length))
-    return (a.kv_pool, a.kv_scale), a, tables
+    tables = jax.tree.map(stacked, tuple(replace(t, layer=None) for t in (a.table, a.writes)))
+    return (a.kv_pool, a.kv_scale), a, (tables, jax.ShapeDtypeStruct((SCALES,), jnp.int32))
 
 
 def compiled(case: str, chip: str):

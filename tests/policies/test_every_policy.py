@@ -236,10 +236,6 @@ class Poisoning:
     cache: Any
     live: Any
 
-    @property
-    def raw_queries(self) -> bool:
-        return self.cache.raw_queries
-
     def attend_and_store(self, *arrays, step, layer, **more):
         out, state = self.cache.attend_and_store(*arrays, step=step, layer=layer, **more)
         fixed = self.live[step.scale, layer][None]

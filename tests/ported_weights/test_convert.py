@@ -95,7 +95,8 @@ def _hidden_states(model, labels, codes):
     states = [x]
     for i in range(model.config.depth):
         block = jax.tree.map(lambda leaf, i=i: leaf[i], model.blocks)
-        q, k, v = model.project(block, context["layers"][i], None, x)
+        projection = model.project(block, context["layers"][i], None, x)
+        q, k, v = projection.queries(), projection.keys(), projection.values()
         attended = layers.dense_attention(q, k, v, jnp.asarray(scale[:, None] >= scale[None]))
         x = model.post_attention(block, context["layers"][i], None, x, attended)
         states.append(x)

@@ -1,6 +1,7 @@
 """What a policy sees of one layer: built from queries, keys and the pool, and nothing that is not
 asked for."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.projection import Projection
 from pallas_kernels.ragged_attention import BlockTable, attention_moments, attention_scores
 from varjax.cache.state import KVState
 from varjax.policies.base import Observation
@@ -17,13 +19,11 @@ from varjax.policies.base import Observation
 class AttentionView:
     """The attention of one layer, to compute parts of it again.
 
-    q, k: queries and own keys of the scale. raw_queries: see `Needs.raw_queries`. lse: log-sum-exp
-    of the attention's scores, where they are summed over queries.
+    projection: of the scale. lse: log-sum-exp of the attention's scores, where they are summed over
+    queries.
     """
 
-    q: Float[Array, "R N T H"]
-    k: Float[Array, "R N T H"]
-    raw_queries: Float[Array, "R N T H"] | None
+    projection: Projection
     lse: Float[Array, "R N T"] | None
     state: KVState
     table: BlockTable
@@ -31,18 +31,23 @@ class AttentionView:
     implementation: str | None
 
     @property
-    def _keys(self) -> tuple:
-        """Own and stored keys, as arguments behind the queries."""
-        return self.k, self.step.length, self.state.kv_pool, self.table
+    def tokens(self) -> int:
+        """T, own tokens with padding."""
+        return self.projection.shape[2]
+
+    @property
+    def _stored(self) -> tuple:
+        return self.step.length, self.state.kv_pool, self.table
 
     def scores(self, queries: Float[Array, "R N Q H"]) -> Float[Array, "R N Q K"]:
-        return attention_scores(queries, *self._keys, kv_scale=self.state.kv_scale)
+        keys = self.projection.keys()
+        return attention_scores(queries, keys, *self._stored, kv_scale=self.state.kv_scale)
 
     def moments(self, squares: bool):
         """Attention mass of every key summed over the scale's queries; its squares on request."""
-        weights = (jnp.arange(self.q.shape[2]) < self.step.length).astype(jnp.float32)
+        weights = (jnp.arange(self.tokens) < self.step.length).astype(jnp.float32)
         return attention_moments(
-            *(self.q, *self._keys, weights, self.lse),
+            *(self.projection, *self._stored, weights, self.lse),
             kv_scale=self.state.kv_scale,
             squares=squares,
             implementation=self.implementation,
@@ -68,17 +73,19 @@ def _observe_window(obs: Observation, view: AttentionView, needs) -> Observation
     # A window has few queries, so their scores are computed once more by the reference, on every
     # platform: the attention kernel never has a row of scores in memory.
     chosen = view.step.window
-    stored = obs.live.shape[-1] - view.k.shape[2]
-    own = (jnp.arange(view.k.shape[2])[:, None] == chosen).any(-1)
+    stored = obs.live.shape[-1] - view.tokens
+    own = (jnp.arange(view.tokens)[:, None] == chosen).any(-1)
     obs = replace(obs, window=obs.live & jnp.pad(own, (stored, 0)))
-    queries = view.q[:, :, chosen]
+    queries = view.projection.queries()[:, :, chosen]
     if needs.window_mass or needs.window_attention:
         attention = jax.nn.softmax(view.scores(queries), axis=-1)
         if needs.window_attention:
             obs = replace(obs, window_attention=attention)
         obs = replace(obs, window_mass=attention.mean(2))
     if needs.window_logits:
-        queries = view.raw_queries[:, :, chosen] if needs.raw_queries else queries
+        if needs.raw_queries:
+            raw = view.projection.raw_queries()[:, :, chosen]
+            queries = raw / math.sqrt(raw.shape[-1])
         obs = replace(obs, window_logits=view.scores(queries).mean(2))
     return obs
 
@@ -94,7 +101,7 @@ def _sum_over_queries(obs: Observation, view: AttentionView, stored_mass, needs)
         obs = replace(obs, query_variance=spread.sum(-1))
     if needs.total_mass:
         # padding of stored slots may hold what an earlier token left there: masked by `live`
-        before = jnp.pad(stored_mass, ((0, 0), (0, 0), (0, view.k.shape[2])))
+        before = jnp.pad(stored_mass, ((0, 0), (0, 0), (0, view.tokens)))
         obs = replace(obs, total_mass=jnp.where(obs.live, before, 0) + total)
     return obs
 
@@ -105,7 +112,7 @@ def _key_similarity(view: AttentionView, layer) -> Float[Array, " R"]:
     resized = sum(
         previous[:, :, view.step.neighbours[i]] * weights[i][:, None] for i in range(len(weights))
     )
-    difference = view.k.astype(jnp.float32) - resized
+    difference = view.projection.keys().astype(jnp.float32) - resized
     distance = jnp.sqrt(jnp.square(difference).sum(-1))
     real = jnp.arange(distance.shape[-1]) < view.step.length  # padding is no token
     mean = jnp.where(real, distance, 0).sum((1, 2)) / (view.step.length * distance.shape[1])

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from pallas_kernels import cache_write
 from pallas_kernels.cache_write import BlockWrites, reference
+from pallas_kernels.projection import Projection
 from varjax.cache.allocation import RegionAllocation
 from varjax.cache.plan import CachePlan
 from varjax.policies.base import Needs, Policy
@@ -136,14 +137,13 @@ class Entries:
 
 def store(
     state: KVState,
-    k: Float[Array, "R N T H"],
-    v: Float[Array, "R N T H"],
+    projection: Projection,
     writes: BlockWrites,
     implementation: str | None = None,
 ) -> KVState:
     """Write tokens of the scale into their slots."""
     pool, scale = cache_write.write(
-        state.kv_pool, k, v, writes, kv_scale=state.kv_scale, implementation=implementation
+        state.kv_pool, projection, writes, kv_scale=state.kv_scale, implementation=implementation
     )
     return replace(state, kv_pool=pool, kv_scale=scale)
 

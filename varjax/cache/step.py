@@ -5,9 +5,8 @@ Two strategies behind one interface, chosen per segment by `cache_step`:
     StaticStep     contents are known beforehand: read and write by table
     DecidingStep   sizes are known beforehand, a policy decides on the device what fills them
 
-A strategy has `raw_queries` (whether it wants plain projections of the queries) and
-`attend_and_store`, the traced step that the engine calls between a layer's projections and the rest
-of the layer.
+A strategy has `attend_and_store`, the traced step that the engine calls between a layer's
+projection and the rest of the layer.
 """
 
 import enum
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.cache_write import BlockWrites
+from pallas_kernels.projection import Projection
 from pallas_kernels.ragged_attention import BlockTable, attend
 from varjax.cache.observe import AttentionView, observe
 from varjax.cache.plan import CachePlan
@@ -31,21 +31,15 @@ from varjax.policies.base import Observation, Policy
 class CacheStep(Protocol):
     """What the engine asks of a strategy."""
 
-    @property
-    def raw_queries(self) -> bool: ...
-
     def attend_and_store(
         self,
-        q: Float[Array, "R N T H"],
-        k: Float[Array, "R N T H"],
-        v: Float[Array, "R N T H"],
+        projection: Projection,
         *,
-        raw_queries: Float[Array, "R N T H"] | None,
         step: Any,
         layer: Int[Array, ""],
         state: KVState,
         inputs: Any,
-    ) -> tuple[Float[Array, "R N T H"], KVState]:
+    ) -> tuple[Float[Array, "R T N H"], KVState]:
         """Attention output of one layer, and the cache with this scale's survivors stored.
 
         step: `StepInputs` of the scale. inputs: the strategy's own, of the layer.
@@ -78,18 +72,17 @@ class StaticStep:
 
     stores: bool
     attention: str | None
-    raw_queries = False
 
-    def attend_and_store(self, q, k, v, *, step, state, inputs: StaticInputs, **_):
+    def attend_and_store(self, projection, *, step, layer, state, inputs: StaticInputs):
         out = attend(
-            *(q, k, v, step.length, state.kv_pool, inputs.read),
+            *(projection, step.length, state.kv_pool, inputs.read),
             kv_scale=state.kv_scale,
             implementation=self.attention,
         )
         if self.stores:
             # a slot that this scale frees is taken by one of its tokens: write after the read
-            writes = replace(inputs.write, ids=order_after(inputs.write.ids, out))
-            state = store(state, k, v, writes, self.attention)
+            writes = inputs.write.of_layer(order_after(layer, out))
+            state = store(state, projection, writes, self.attention)
         return out, state
 
 
@@ -142,18 +135,12 @@ class DecidingStep:
         regroups = self.regroup_scale is not None and needs.regroup_mass
         return self.observes and (per_scale or regroups or needs.total_mass)
 
-    @property
-    def raw_queries(self) -> bool:
-        return self.decides and self.policy.needs.raw_queries
-
     # --- the step ---------------------------------------------------------------------------------
 
-    def attend_and_store(
-        self, q, k, v, *, raw_queries, step, layer, state: KVState, inputs: RegionInputs
-    ):
+    def attend_and_store(self, projection, *, step, layer, state: KVState, inputs: RegionInputs):
         stored = StoredTokens.read(state, inputs.read, layer, self.ragged)
         found = attend(
-            *(q, k, v, step.length, state.kv_pool, stored.table),
+            *(projection, step.length, state.kv_pool, stored.table),
             kv_scale=state.kv_scale,
             return_lse=self.sums_attention,
             implementation=self.attention,
@@ -161,14 +148,14 @@ class DecidingStep:
         out, lse = found if self.sums_attention else (found, None)
         if not self.observes:
             return out, state
-        view = AttentionView(q, k, raw_queries, lse, state, stored.table, step, self.attention)
+        view = AttentionView(projection, lse, state, stored.table, step, self.attention)
         obs = _candidates(stored, view, layer, inputs)
         obs = observe(obs, view, stored.mass, layer, self)
         obs = replace(obs, state=self.policy.update_state(obs))
         keep, obs = self._decide(obs, inputs)
         if self.stores:
-            state = self._store(state, keep, stored, obs, (k, v, out), layer, inputs)
-        return out, _carry_over(state, obs, k, layer)
+            state = self._store(state, keep, stored, obs, (projection, out), layer, inputs)
+        return out, _carry_over(state, obs, projection, layer)
 
     def _decide(self, obs: Observation, inputs: RegionInputs) -> tuple[Bool[Array, "R N K"], Any]:
         """Keep mask, and the observation with the regions that heads use from now on."""
@@ -186,9 +173,9 @@ class DecidingStep:
     ) -> KVState:
         """Put kept tokens into the slots of their (new) regions and record where they are.
 
-        arrays: own keys and values, and the attention output, which has to be there first.
+        arrays: projection of the scale, and the attention output, which has to be there first.
         """
-        k, v, out = arrays
+        projection, out = arrays
         count, following = stored.slots.shape[-1], inputs.following.for_rows(obs.regions)
         slots = following.slots(state.block_size)
         stays = obs.regions == stored.regions
@@ -198,14 +185,14 @@ class DecidingStep:
         if self.update == Update.MOVE:
             # The barrier keeps XLA from fusing the read of the pool into the write: a scatter that
             # reads its own operand is done on a copy of the whole pool.
-            new = Entries.encode(k, v, state.kv_pool.dtype)
+            new = Entries.encode(projection.keys(), projection.values(), state.kv_pool.dtype)
             entries = Entries.read(state, stored.slots).before(new).take(contents)
             entries = jax.lax.optimization_barrier(entries)
             state = store_entries(state, jnp.where(fresh, slots, state.num_slots), entries)
         else:
             source = jnp.where(fresh, contents - count, -1)
             writes = BlockWrites(following.ids, source.reshape(*following.ids.shape, -1))
-            state = store(state, k, v, writes, self.attention)
+            state = store(state, projection, writes, self.attention)
         if state.regions is not None and self.regroup_scale is not None:
             state = replace(state, regions=state.regions.at[layer].set(obs.regions))
         return state
@@ -226,10 +213,10 @@ class StoredTokens:
     def read(
         cls, state: KVState, table: BlockTable, layer: Int[Array, ""], ragged: bool
     ) -> "StoredTokens":
-        rows, heads = state.kv_pool.shape[0], table.ids.shape[0]
+        rows, heads = state.kv_pool.shape[0], table.ids.shape[-2]
         if state.regions is None:
             regions = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32), (rows, heads))
-            table = jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, *a.shape)), table)
+            table = jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, *a.shape)), table.sliced())
         else:
             regions = state.regions[layer]
             table = table.for_rows(regions)
@@ -248,7 +235,7 @@ def _candidates(
     stored: StoredTokens, view: AttentionView, layer: Int[Array, ""], inputs: RegionInputs
 ) -> Observation:
     """The plain observation: what is stored, then the scale's own tokens."""
-    tokens, step = view.k.shape[2], view.step
+    tokens, step = view.tokens, view.step
     shape = (*stored.live.shape[:2], tokens)
     own = jnp.broadcast_to(jnp.arange(tokens) < step.length, shape)
     live = jnp.concatenate([stored.live, own], axis=-1)
@@ -284,7 +271,9 @@ def _update_positions(
     return replace(state, total_mass=state.total_mass.at[rows, here].set(mass, mode="drop"))
 
 
-def _carry_over(state: KVState, obs: Observation, k, layer: Int[Array, ""]) -> KVState:
+def _carry_over(
+    state: KVState, obs: Observation, projection: Projection, layer: Int[Array, ""]
+) -> KVState:
     """What the layer keeps for the next scale beside its tokens."""
     if state.policy_state is not None:
         updated = jax.tree.map(
@@ -292,6 +281,7 @@ def _carry_over(state: KVState, obs: Observation, k, layer: Int[Array, ""]) -> K
         )
         state = replace(state, policy_state=updated)
     if state.previous_keys is not None:
+        k = projection.keys()
         tokens = min(k.shape[2], state.previous_keys.shape[3])
         # the similarity reads the keys that are overwritten here
         layer = order_after(layer, obs.key_similarity)

@@ -152,6 +152,10 @@ class StaticInputs:
     read: BlockTable
     write: BlockWrites
 
+    def of_layer(self, layer: Int[Array, ""]) -> "StaticInputs":
+        """Those of one layer, from the inputs of all layers of a scale."""
+        return StaticInputs(self.read.of_layer(layer), self.write.of_layer(layer))
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -167,6 +171,12 @@ class RegionInputs:
     following: BlockTable
     capacity: Int[AnyArray, "... N"]
     policy: Any = None
+
+    def of_layer(self, layer: Int[Array, ""]) -> "RegionInputs":
+        """Those of one layer, from the inputs of all layers of a scale."""
+        tables = self.read.of_layer(layer), self.following.of_layer(layer)
+        capacity, policy = jax.tree.map(lambda a: a[layer], (self.capacity, self.policy))
+        return RegionInputs(*tables, capacity, policy)
 
 
 LayerInputs = StaticInputs | RegionInputs

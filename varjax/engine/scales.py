@@ -132,26 +132,25 @@ def _scale(networks, context, keys, given, cache: CacheStep, spec: ProgramSpec, 
 
     def layer(carry, scanned):
         x, state = carry
-        block, layer_context, layer_inputs, index = scanned
+        block, layer_context, index = scanned
         with jax.named_scope("project"):
-            q, k, v = transformer.project(block, layer_context, shared, x)
-            raw = transformer.raw_queries(block, layer_context, x) if cache.raw_queries else None
+            projection = transformer.project(block, layer_context, shared, x)
         with jax.named_scope("attend"):
             attended, state = cache.attend_and_store(
-                *(q, k, v),
-                raw_queries=raw,
+                projection,
                 step=step,
                 layer=index,
                 state=state,
-                inputs=layer_inputs,
+                inputs=inputs.layers.of_layer(index),
             )
         with jax.named_scope("post_attention"):
             x = transformer.post_attention(block, layer_context, shared, x, attended)
         return (x, state), None
 
-    # The layer's number is data: pool and tables are flat over layers, so one body serves them all.
+    # The layer's number is data: pool and tables hold all layers, so one body serves them all, and
+    # kernels find their part of the tables themselves.
     layers = jnp.arange(transformer.config.depth)
-    scanned = (transformer.blocks, context["layers"], inputs.layers, layers)
+    scanned = (transformer.blocks, context["layers"], layers)
     (x, state), _ = jax.lax.scan(layer, (x, state), scanned, unroll=spec.unroll)
     drawn = _sample(networks, context["head"], x, keys, step, given, spec)
     with jax.named_scope("accumulate"):

@@ -1,5 +1,5 @@
-"""Small parts of transformer decoders: normalisation, dense projection, head split, rotary
-embedding, attention with a dense mask and over text.
+"""Small parts of transformer decoders: normalisation, dense projection, head split, attention
+with a dense mask and over text.
 
 Letters: R rows, T tokens, M text tokens (padded), N heads, H head size, D width.
 """
@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
+from pallas_kernels.projection import Projection
 from varjax.engine.segments import map_in_chunks
 
 SCORE_BYTES = 2**28  # scores of cross attention that may exist at once
@@ -26,18 +26,6 @@ def layer_norm(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
     mean = wide.mean(-1, keepdims=True)
     variance = jnp.square(wide - mean).mean(-1, keepdims=True)
     return ((wide - mean) * jax.lax.rsqrt(variance + eps)).astype(x.dtype)
-
-
-def l2_normalize(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
-    """Scale the last axis to unit length in float32; lengths below 1e-12 are treated as 1e-12, as
-    torch does."""
-    return (x.astype(jnp.float32) / length(x)).astype(x.dtype)
-
-
-def length(x: Float[Array, "... H"]) -> Float[Array, "... 1"]:
-    """Euclidean length of the last axis, float32, at least 1e-12."""
-    norm = jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(-1, keepdims=True))
-    return jnp.maximum(norm, 1e-12)
 
 
 def modulate(x, scale, shift):
@@ -55,18 +43,18 @@ def merge_heads(x: Float[Array, "R N T H"]) -> Float[Array, "R T D"]:
     return x.transpose(0, 2, 1, 3).reshape(rows, length, heads * size)
 
 
-def fused_qkv(block, h: Float[Array, "R T D"], head_dim: int):
-    """Queries, keys and values [R, N, T, H] of one product `block.qkv` with biases `block.q_bias`
-    and `block.v_bias`; keys have none."""
-    q_bias, v_bias = block.q_bias[...], block.v_bias[...]
-    bias = jnp.concatenate([q_bias, jnp.zeros_like(q_bias), v_bias])
-    return tuple(split_heads(a, head_dim) for a in jnp.split(block.qkv(h) + bias, 3, axis=-1))
+def fused_qkv(block, h: Float[Array, "R T D"], head_dim: int, **unfinished) -> Projection:
+    """One product `block.qkv` with biases `block.q_bias` and `block.v_bias`; keys have none.
+    unfinished: the other fields of the projection."""
+    qkv = block.qkv(h).reshape(*h.shape[:2], 3, -1, head_dim)
+    biases = (b[...].reshape(-1, head_dim) for b in (block.q_bias, block.v_bias))
+    return Projection(qkv, *biases, **unfinished)
 
 
-def attention_multiplier(log_scale: Float[Array, " N"]) -> Float[Array, "N 1 1"]:
+def attention_multiplier(log_scale: Float[Array, " N"]) -> Float[Array, " N"]:
     """The learned multiplier of normalised queries, float32, at most 100."""
     clamped = jnp.minimum(log_scale.astype(jnp.float32), MAX_LOG_SCALE)
-    return jnp.exp(clamped)[:, None, None]
+    return jnp.exp(clamped)
 
 
 def dense_attention(
@@ -74,38 +62,12 @@ def dense_attention(
     k: Float[Array, "R N K H"],
     v: Float[Array, "R N K H"],
     mask: Bool[Array, "T K"],
-) -> Float[Array, "R N T H"]:
+) -> Float[Array, "R T N H"]:
     """Softmax attention with an explicit mask, scale already in `q`. Used by teacher forcing, not
     by generation."""
     scores = jnp.einsum("rnth,rnkh->rntk", q, k, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
-    return jnp.einsum("rntk,rnkh->rnth", weights.astype(v.dtype), v)
-
-
-def rotate(
-    x: Float[Array, "R N T H"], cos: Float[Array, "T H"], sin: Float[Array, "T H"]
-) -> Float[Array, "R N T H"]:
-    """Rotary embedding, float32: numbers 2 j and 2 j + 1 are turned by the angle of their pair."""
-    turned = jax.lax.platform_dependent(x, tpu=quarter_turn_by_product, default=quarter_turn)
-    return x.astype(jnp.float32) * cos + turned.astype(jnp.float32) * sin
-
-
-def quarter_turn(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
-    """Every pair (a, b) of neighbours as (-b, a)."""
-    even = jnp.arange(x.shape[-1]) % 2 == 0
-    return jnp.where(even, -jnp.roll(x, -1, axis=-1), jnp.roll(x, 1, axis=-1))
-
-
-def quarter_turn_by_product(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
-    """The same as a product with a matrix of zeros and ones, which is exact. TPUs keep what a roll
-    cuts off in memory, each number in a row of its own."""
-    size = x.shape[-1]
-    matrix = np.zeros((size, size), np.float32)
-    matrix[np.arange(1, size, 2), np.arange(0, size, 2)] = -1
-    matrix[np.arange(0, size, 2), np.arange(1, size, 2)] = 1
-    return jnp.einsum(
-        "...h,hk->...k", x, jnp.asarray(matrix, x.dtype), precision=jax.lax.Precision.HIGHEST
-    )
+    return jnp.einsum("rntk,rnkh->rnth", weights.astype(v.dtype), v).transpose(0, 2, 1, 3)
 
 
 def attend_text(

@@ -16,7 +16,6 @@ without it there are none (R = B). Codes, and what becomes of them, belong to th
 `accumulate`, `decode`). A new family writes one subclass.
 """
 
-import math
 from typing import Any, ClassVar
 
 import jax
@@ -25,6 +24,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from pallas_kernels.projection import Projection
 from varjax.engine.inputs import Resampling, StepInputs
 from varjax.models import layers
 from varjax.parallel.split import Split
@@ -69,8 +69,10 @@ class NextScaleTransformer(nnx.Module):
         """Inputs of a scale from the code map so far, resized to the scale."""
         raise NotImplementedError
 
-    def project(self, block, layer_context: Any, shared: Any, x: Float[Array, "R T D"]):
-        """Queries, keys and values [R, N, T, H] of one layer; queries carry the attention scale."""
+    def project(
+        self, block, layer_context: Any, shared: Any, x: Float[Array, "R T D"]
+    ) -> Projection:
+        """Queries, keys and values of one layer."""
         raise NotImplementedError
 
     def post_attention(
@@ -79,7 +81,7 @@ class NextScaleTransformer(nnx.Module):
         layer_context: Any,
         shared: Any,
         x: Float[Array, "R T D"],
-        attended: Float[Array, "R N T H"],
+        attended: Float[Array, "R T N H"],
     ) -> Float[Array, "R T D"]:
         """Everything of a layer that comes after its attention."""
         raise NotImplementedError
@@ -116,15 +118,6 @@ class NextScaleTransformer(nnx.Module):
         """Normalised and modulated tokens, which queries, keys and values are projections of."""
         raise NotImplementedError
 
-    def raw_queries(
-        self, block, layer_context: Any, x: Float[Array, "R T D"]
-    ) -> Float[Array, "R N T H"]:
-        """x W_q / sqrt(H): queries without bias, normalisation, learned multiplier or rotation, as
-        ScaleKV's published code scores with."""
-        kernel, size = block.qkv.kernel[...], self.config.head_dim
-        q = self.attention_input(layer_context, x) @ kernel[..., : kernel.shape[-1] // 3]
-        return layers.split_heads(q, size) / math.sqrt(size)
-
     def words(self, rows: int, codes: Float[Array, "B T C"]) -> Float[Array, "R T D"]:
         """Embedded codes of all rows; conditional and unconditional rows share those of an
         image."""
@@ -151,7 +144,8 @@ class NextScaleTransformer(nnx.Module):
 
         def layer(x, inputs):
             block, layer_context = inputs
-            q, k, v = self.project(block, layer_context, shared, x)
+            projection = self.project(block, layer_context, shared, x)
+            q, k, v = projection.queries(), projection.keys(), projection.values()
             attended = layers.dense_attention(q, k, v, mask)
             return self.post_attention(block, layer_context, shared, x, attended), None
 

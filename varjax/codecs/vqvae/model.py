@@ -22,11 +22,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.projection import l2_normalize
 from varjax.codecs.autoencoder import Decoder, Encoder, ImageCodec, conv
 from varjax.codecs.maps import flatten_maps, resize_area, resize_bicubic
 from varjax.codecs.vqvae.config import VQVAEConfig
 from varjax.errors import UserError
-from varjax.models.layers import l2_normalize
 from varjax.sampling import smooth_codes
 
 __all__ = ["VQVAE", "Quantizer", "VQVAEConfig"]

@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
+from pallas_kernels.projection import Projection
 from varjax import sampling as sampling_lib
 from varjax.codecs.bsq.model import tokens_from_bits, tokens_to_bits
 from varjax.engine.inputs import Resampling, StepInputs
@@ -238,19 +239,15 @@ class Infinity(NextScaleTransformer):
 
     # --- one layer --------------------------------------------------------------------------------
 
-    def project(self, block: Block, layer_context: dict, shared: dict, x: Float[Array, "R T D"]):
-        """Queries, keys and values [R, N, T, H] of one layer: normalised (eps 1e-12), queries times
-        the learned multiplier, both rotated, in float32.
-
-        A rotation keeps lengths, so it comes first: normalised copies in float32, which a rotation
-        would read twice, are never in memory.
-        """
+    def project(
+        self, block: Block, layer_context: dict, shared: dict, x: Float[Array, "R T D"]
+    ) -> Projection:
+        """Normalised (eps 1e-12), queries times the learned multiplier, both rotated, in
+        float32."""
         h = self.attention_input(layer_context, x)
-        q, k, v = layers.fused_qkv(block, h, self.config.head_dim)
         multiplier = layers.attention_multiplier(block.log_scale[...])
-        q_rotated, k_rotated = (layers.rotate(a, *shared["rotation"]) for a in (q, k))
-        q = q_rotated * (multiplier / layers.length(q))
-        return q.astype(v.dtype), (k_rotated / layers.length(k)).astype(v.dtype), v
+        unfinished = {"rotation": shared["rotation"], "multiplier": multiplier}
+        return layers.fused_qkv(block, h, self.config.head_dim, **unfinished)
 
     def attention_input(self, layer_context: dict, x: Float[Array, "R T D"]):
         modulation = layer_context["modulation"]
@@ -267,12 +264,13 @@ class Infinity(NextScaleTransformer):
         layer_context: dict,
         shared: dict,
         x: Float[Array, "R T D"],
-        attended: Float[Array, "R N T H"],
+        attended: Float[Array, "R T N H"],
     ) -> Float[Array, "R T D"]:
         """Output projection, cross attention, feed-forward, gates and residuals of one layer; then
         guidance, where it acts after this layer."""
         modulation = layer_context["modulation"]
-        x = x + split.contract(block.proj, layers.merge_heads(attended)) * modulation[:, None, 0]
+        attended = attended.reshape(*x.shape[:2], -1)
+        x = x + split.contract(block.proj, attended) * modulation[:, None, 0]
         x = x + self.cross_attention(block, layer_context, shared["visible"], x)
         h = self._modulated(x, modulation[:, 3], modulation[:, 5])
         wide = jax.nn.gelu(block.fc1(h), approximate=True)

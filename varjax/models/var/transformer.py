@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.projection import Projection
 from varjax import sampling as sampling_lib
 from varjax.engine.inputs import StepInputs
 from varjax.errors import UserError
@@ -150,16 +151,15 @@ class VAR(NextScaleTransformer):
         modulation: Float[Array, "R 6 D"],
         shared: None,
         x: Float[Array, "R T D"],
-    ):
+    ) -> Projection:
         """Normalised where the model has the norm; queries then carry the learned multiplier."""
         config = self.config
         h = self.attention_input(modulation, x)
-        q, k, v = layers.fused_qkv(block, h, config.head_dim)
         if not config.attn_l2_norm:
-            return q * (0.25 / math.sqrt(config.head_dim)), k, v
+            scale = 0.25 / math.sqrt(config.head_dim)
+            return layers.fused_qkv(block, h, config.head_dim, scale=scale)
         multiplier = layers.attention_multiplier(block.log_scale[...])
-        q = layers.l2_normalize(q) * multiplier.astype(q.dtype)
-        return q, layers.l2_normalize(k), v
+        return layers.fused_qkv(block, h, config.head_dim, multiplier=multiplier)
 
     def attention_input(self, modulation, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
         normal = layers.layer_norm(x, self.config.norm_eps)
@@ -171,10 +171,11 @@ class VAR(NextScaleTransformer):
         modulation: Float[Array, "R 6 D"],
         shared: None,
         x: Float[Array, "R T D"],
-        attended: Float[Array, "R N T H"],
+        attended: Float[Array, "R T N H"],
     ) -> Float[Array, "R T D"]:
         """Output projection, gate, feed-forward and residuals of one layer."""
-        x = x + split.contract(block.proj, layers.merge_heads(attended)) * modulation[:, None, 0]
+        attended = attended.reshape(*x.shape[:2], -1)
+        x = x + split.contract(block.proj, attended) * modulation[:, None, 0]
         h = layers.modulate(
             layers.layer_norm(x, self.config.norm_eps), modulation[:, 3], modulation[:, 5]
         )

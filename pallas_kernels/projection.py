@@ -1,0 +1,125 @@
+"""Queries, keys and values of a scale as one matrix product leaves them, and what has still to be
+done to them: bias, L2 norm, learned multiplier, rotation.
+
+Kernels read the product where it lies and do the rest on the way, so that neither transposes nor
+normalised copies of queries are ever in memory. The methods here define what is correct.
+"""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+Q, K, V = range(3)  # places in the third axis of the product
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Projection:
+    """qkv: the product, heads side by side as it leaves them.
+
+    q_bias, v_bias: what is added first; keys have none.
+    rotation: cosines and sines of every token, float32; numbers 2 j and 2 j + 1 of queries and keys
+      are turned by the angle of their pair.
+    multiplier: float32. If given, queries and keys are scaled to unit length, and queries
+      multiplied by it.
+    scale: static, what queries are multiplied by where there is no multiplier.
+    """
+
+    qkv: Float[Array, "R T 3 N H"]
+    q_bias: Float[Array, "N H"] | None = None
+    v_bias: Float[Array, "N H"] | None = None
+    rotation: tuple[Float[Array, "T H"], Float[Array, "T H"]] | None = None
+    multiplier: Float[Array, " N"] | None = None
+    scale: float = field(default=1.0, metadata=dict(static=True))
+
+    @classmethod
+    def of(cls, q, k, v) -> "Projection":
+        """Finished queries, keys and values [R, N, T, H]."""
+        return cls(jnp.stack([a.transpose(0, 2, 1, 3) for a in (q, k, v)], axis=2))
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(rows, heads, tokens, head size)."""
+        rows, tokens, _, heads, size = self.qkv.shape
+        return rows, heads, tokens, size
+
+    @property
+    def dtype(self):
+        return self.qkv.dtype
+
+    def queries(self) -> Float[Array, "R N T H"]:
+        """Finished queries, which carry the attention scale."""
+        q = self._plain(Q, self.q_bias)
+        if self.rotation is not None:
+            # a rotation keeps lengths, so the norm may come after it, where all is float32
+            factor = self.scale
+            if self.multiplier is not None:
+                factor = self.multiplier[:, None, None] / length(q)
+            return (rotate(q, *self.rotation) * factor).astype(q.dtype)
+        if self.multiplier is None:
+            return q if self.scale == 1 else q * self.scale
+        return l2_normalize(q) * self.multiplier[:, None, None].astype(q.dtype)
+
+    def keys(self) -> Float[Array, "R N T H"]:
+        """Finished keys, as they are stored."""
+        k = self._plain(K, None)
+        if self.rotation is not None:
+            factor = 1 if self.multiplier is None else length(k)
+            return (rotate(k, *self.rotation) / factor).astype(k.dtype)
+        return k if self.multiplier is None else l2_normalize(k)
+
+    def values(self) -> Float[Array, "R N T H"]:
+        """Finished values, as they are stored."""
+        return self._plain(V, self.v_bias)
+
+    def raw_queries(self) -> Float[Array, "R N T H"]:
+        """Queries without bias, norm, multiplier, scale or rotation."""
+        return self._plain(Q, None)
+
+    def _plain(self, part: int, bias) -> Float[Array, "R N T H"]:
+        found = self.qkv[:, :, part].transpose(0, 2, 1, 3)
+        return found if bias is None else found + bias[:, None]
+
+
+def l2_normalize(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
+    """Scale the last axis to unit length in float32; lengths below 1e-12 are treated as 1e-12, as
+    torch does."""
+    return (x.astype(jnp.float32) / length(x)).astype(x.dtype)
+
+
+def length(x: Float[Array, "... H"]) -> Float[Array, "... 1"]:
+    """Euclidean length of the last axis, float32, at least 1e-12."""
+    norm = jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(-1, keepdims=True))
+    return jnp.maximum(norm, 1e-12)
+
+
+def rotate(
+    x: Float[Array, "R N T H"], cos: Float[Array, "T H"], sin: Float[Array, "T H"]
+) -> Float[Array, "R N T H"]:
+    """Rotary embedding, float32: numbers 2 j and 2 j + 1 are turned by the angle of their pair."""
+    turned = jax.lax.platform_dependent(x, tpu=quarter_turn_by_product, default=quarter_turn)
+    return x.astype(jnp.float32) * cos + turned.astype(jnp.float32) * sin
+
+
+def quarter_turn(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
+    """Every pair (a, b) of neighbours as (-b, a)."""
+    even = jnp.arange(x.shape[-1]) % 2 == 0
+    return jnp.where(even, -jnp.roll(x, -1, axis=-1), jnp.roll(x, 1, axis=-1))
+
+
+def quarter_turn_by_product(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
+    """The same as a product with a matrix of zeros and ones, which is exact. TPUs keep what a roll
+    cuts off in memory, each number in a row of its own."""
+    matrix = jnp.asarray(quarter_turn_matrix(x.shape[-1]), x.dtype)
+    return jnp.einsum("...h,hk->...k", x, matrix, precision=jax.lax.Precision.HIGHEST)
+
+
+def quarter_turn_matrix(size: int) -> np.ndarray:
+    """float32 [size, size]: x @ matrix is `quarter_turn(x)`."""
+    matrix = np.zeros((size, size), np.float32)
+    matrix[np.arange(1, size, 2), np.arange(0, size, 2)] = -1
+    matrix[np.arange(0, size, 2), np.arange(1, size, 2)] = 1
+    return matrix
