@@ -52,7 +52,8 @@ class Chip:
     name: as users write it. platform: "tpu" or "gpu". memory: bytes that a program may fill.
     bf16_flops, int8_flops: peak operations per second. bandwidth: bytes per second of the memory.
     topologies: TPU, (devices, name) of the topologies that can be asked for, smallest first.
-    gpu: GPU, what its compiler wants to know.
+    gpu: GPU, what its compiler wants to know. clock: TPU, cycles per second; None where it is not
+      published (and of GPUs).
     """
 
     name: str
@@ -63,6 +64,7 @@ class Chip:
     bandwidth: float
     topologies: tuple[tuple[int, str], ...] = ()
     gpu: Gpu | None = None
+    clock: float | None = None
 
     @property
     def most_devices(self) -> int:
@@ -70,15 +72,17 @@ class Chip:
         return self.topologies[-1][0] if self.topologies else 32 * GPUS_PER_HOST
 
 
-def _chip(name, memory, bf16, int8, bandwidth, grids="", per_chip=1, gpu=None) -> Chip:
-    """Memory in bytes, peaks in 10**12 operations per second, bandwidth in 10**9 bytes per second;
-    grids: of chips, a TPU's topologies, with `per_chip` devices per chip."""
+def _chip(name, memory, bf16, int8, bandwidth, grids="", per_chip=1, gpu=None, clock=None) -> Chip:
+    """Memory in bytes, peaks in 10**12 operations per second, bandwidth in 10**9 bytes per second,
+    clock in 10**9 cycles per second; grids: of chips, a TPU's topologies, with `per_chip` devices
+    per chip."""
     topologies = tuple(
         (per_chip * math.prod(map(int, grid.split("x"))), f"{name.removeprefix('tpu-')}:{grid}")
         for grid in grids.split()
     )
     peaks, platform = (bf16 * TERA, int8 * TERA, bandwidth * 10**9), "gpu" if gpu else "tpu"
-    return Chip(name, platform, int(memory), *peaks, topologies, gpu)
+    clock = clock and clock * 10**9
+    return Chip(name, platform, int(memory), *peaks, topologies, gpu, clock)
 
 
 _FLAT = "2x2 2x4 4x4 4x8 8x8 8x16 16x16"
@@ -96,10 +100,10 @@ _H100 = Gpu((9, 0), True, 132, clock=1.98, l2_cache=50, **_HOPPER)
 _B200 = Gpu((10, 0), True, 148, clock=1.965, l2_cache=126, **_HOPPER)
 
 _CHIPS = (
-    _chip("tpu-v4", 15.25 * GIB, 275 / 2, 275 / 2, 1228 / 2, _CUBES, 2),
-    _chip("tpu-v5e", 15.75 * GIB, 197, 394, 819, _FLAT),
-    _chip("tpu-v5p", 95.74 * GIB, 459, 918, 2765, _CUBES + " 4x8x8"),
-    _chip("tpu-v6e", 31.25 * GIB, 918, 1836, 1640, _FLAT),
+    _chip("tpu-v4", 15.25 * GIB, 275 / 2, 275 / 2, 1228 / 2, _CUBES, 2, clock=1.05),
+    _chip("tpu-v5e", 15.75 * GIB, 197, 394, 819, _FLAT, clock=1.5),
+    _chip("tpu-v5p", 95.74 * GIB, 459, 918, 2765, _CUBES + " 4x8x8", clock=1.75),
+    _chip("tpu-v6e", 31.25 * GIB, 918, 1836, 1640, _FLAT, clock=1.75),
     # no int8 rate is published for TPU7x: that of bf16 (fp8 is twice as fast)
     _chip("tpu7x", 94.75 * GIB, 2307 / 2, 2307 / 2, 7380 / 2, _CUBES, 2),
     _chip("a100", 85_100_068_864, 312, 624, 2039, gpu=_A100),

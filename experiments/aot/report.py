@@ -73,7 +73,7 @@ def describe(case: Compilation, temporaries: int) -> dict:
         "peak_over_promised": peak / promised,
         "pool_aliased": codes.memory.alias_size_in_bytes >= held,
         "copies": codes.copies,
-        "kernel_calls": dict(codes.cost.kernels),
+        "kernel_calls": dict(codes.cost.kernel_calls),
         "loops_of_unknown_length": codes.cost.loops + pixels.cost.loops,
         **roofline(case),
         "compile_s": codes.compile_s + pixels.compile_s,

@@ -7,7 +7,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from varjax.engine.cost import device_bytes, num_bytes, program_cost, used_inputs
+from varjax.engine.cost import PallasWork, device_bytes, num_bytes, program_cost, used_inputs
 
 A = jax.ShapeDtypeStruct((4, 8), jnp.float32)
 B = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16)
@@ -80,7 +80,20 @@ def test_kernels_are_named_and_not_looked_into():
         return jax.lax.scan(lambda x, _: (kernel(x), None), x, None, length=3)[0]
 
     found = cost(thrice, np.zeros((8, 8), np.float32))
-    assert found.flops == 0 and dict(found.kernels) == {"double": 3}
+    assert found.flops == 0 and dict(found.kernel_calls) == {"double": 3}
+    assert not next(iter(found.kernels)).known
+
+
+def test_estimates_of_kernels_count_as_often_as_they_run():
+    estimate = pl.CostEstimate(flops=10, bytes_accessed=7, transcendentals=1)
+
+    def kernel(x, _):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        call = pl.pallas_call(lambda a, b: None, out_shape=shape, name="k", cost_estimate=estimate)
+        return call(x), None
+
+    found = cost(lambda x: jax.lax.scan(kernel, x, None, length=3)[0], np.zeros((8, 8), np.float32))
+    assert dict(found.kernels) == {PallasWork("k", 10.0, 7.0, True): 3}
 
 
 def test_used_inputs():

@@ -22,11 +22,32 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "sha
 
 
 @dataclass(frozen=True)
+class PallasWork:
+    """One call of a Pallas kernel, as its author estimates it (an upper bound where contents decide;
+    see each kernel). known: whether there is an estimate."""
+
+    name: str
+    flops: float = 0.0
+    bytes: float = 0.0
+    known: bool = False
+
+    @classmethod
+    def of(cls, params) -> "PallasWork":
+        """Of the equation with these parameters."""
+        estimate = params.get("cost_estimate")
+        if estimate is None:
+            return cls(_kernel_name(params))
+        return cls(
+            _kernel_name(params), float(estimate.flops), float(estimate.bytes_accessed), True
+        )
+
+
+@dataclass(frozen=True)
 class Cost:
     """flops: of matrix products and convolutions, a multiply-add is two; nothing else is counted.
     scanned_bytes: inputs that scans cut into slices, one slice per iteration: stacked weights and
       tables, read once whenever the scan runs.
-    kernels: {name of a Pallas kernel: how often it is called}; what they compute is not counted.
+    kernels: {PallasWork: how often it is called}; what they compute is not among the flops.
     loops: while loops whose length is not known; their bodies count once.
     """
 
@@ -38,6 +59,14 @@ class Cost:
     def __add__(self, other: "Cost") -> "Cost":
         pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
         return Cost(*(mine + others for mine, others in pairs))
+
+    @property
+    def kernel_calls(self) -> Counter:
+        """{name of a Pallas kernel: how often it is called}."""
+        found: Counter = Counter()
+        for work, calls in self.kernels.items():
+            found[work.name] += calls
+        return found
 
     def times(self, count: int) -> "Cost":
         kernels = Counter({name: calls * count for name, calls in self.kernels.items()})
@@ -77,7 +106,7 @@ def _equation_cost(equation) -> Cost:
     if name == "conv_general_dilated":
         return Cost(_convolution_flops(equation))
     if name == "pallas_call":
-        return Cost(kernels=Counter({_kernel_name(params): 1}))
+        return Cost(kernels=Counter({PallasWork.of(params): 1}))
     if name == "scan":
         once = program_cost(params["jaxpr"]) + Cost(scanned_bytes=_slice_bytes(equation))
         return once.times(params["length"])

@@ -1,0 +1,350 @@
+"""What a compiled program will cost, read from its text: kernels, bytes, products and seconds, per
+loop. A model, not a measurement: it ranks programs and shows waste.
+
+GPU: every fusion, library call, copy or other operation outside fusions is a kernel, as often as
+its loops run, and takes max(bytes / bandwidth, FLOPs / rate) + the time of its start. Bytes are
+those of its operands and results; of an operand that is only cut into slices the slices, of an
+array that is changed in place the change. Bandwidth and rate are shares of the chip's peaks that
+good kernels reach (`REACHED`). TPU: the cycles that the compiler estimates.
+
+Pallas kernels are opaque here: they are counted, and their work is what their authors estimate
+(`PallasWork`, from the traced program) at `PALLAS_REACHED` of the peaks. On a TPU too: the
+compiler's cycles for them are left out.
+"""
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from experiments.aot.buffers import short_source
+from experiments.aot.hlo import Array, Computation, Instruction, Module, arrays
+from pallas_kernels.chips import Chip
+from varjax.engine.cost import PallasWork
+
+REACHED = {"bandwidth": 0.9, "flops": 0.8}  # of a chip's peaks, by large copies and products
+PALLAS_REACHED = 0.85
+START = 2.5e-6  # seconds until a kernel of a GPU computes
+LARGE = 2**20  # bytes: smaller slices of stacked arrays are not what costs
+
+_FREE = set(
+    "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id iota "
+    "add-dependency opt-barrier optimization-barrier domain get-dimension-size".split()
+)
+# operations that may stand outside fusions, all of which read and write memory
+_KERNELS = set(
+    "fusion copy transpose reshape broadcast convert reduce reduce-window scatter gather slice "
+    "dynamic-slice dynamic-update-slice concatenate pad select compare add subtract multiply "
+    "divide maximum minimum exponential log sort rng rng-bit-generator rng-get-and-update-state "
+    "convolution dot custom-call reverse select-and-scatter clamp negate and or not xor tanh "
+    "rsqrt sqrt power map triangular-solve cholesky fft topk".split()
+)
+_COLLECTIVES = set("all-reduce all-gather all-to-all reduce-scatter collective-permute".split())
+_PALLAS = re.compile(r'custom_call_target="(?:__gpu\$xla\.gpu\.triton|mosaic_gpu|tpu_custom_call)')
+_SLICES = {"dynamic-slice", "slice"}
+_MOVES = _SLICES | set("copy transpose bitcast reshape convert".split())
+# what else may be in a fusion that only cuts slices: where they start
+_INDICES = set("parameter constant tuple get-tuple-element add compare select broadcast".split())
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One operation of the text. times: how often it runs. loop: the loop whose body it is in
+    (empty: none). source: operation of our sources. kind: "product", "pallas", "weights" (large
+    slices that are copied out of stacked arrays), "collective", "unknown" or "other"."""
+
+    name: str
+    source: str
+    kind: str
+    loop: str
+    times: float
+    bytes: float = 0.0
+    flops: float = 0.0
+    seconds: float = 0.0
+    cycles: float = 0.0
+
+
+@dataclass(frozen=True)
+class Modelled:
+    """All kernels of a program, and what its Pallas kernels are estimated to do.
+
+    loops_of_unknown_length: counted once.
+    """
+
+    chip: Chip
+    kernels: list[Kernel]
+    pallas: Counter = field(default_factory=Counter)
+    loops_of_unknown_length: int = 0
+
+    @classmethod
+    def of(cls, text: str, chip: Chip, pallas: Counter) -> "Modelled":
+        """Read a compiled program. pallas: {PallasWork: calls} of the traced one."""
+        reader = _Reader(Module.parse(text), chip)
+        reader.read(reader.module.entry, "", 1.0)
+        return cls(chip, reader.kernels, pallas, reader.unknown_loops)
+
+    def total(self, name: str, *kinds: str) -> float:
+        """Sum of a field of `Kernel` over all runs, of these kinds only (none: of all)."""
+        return sum(k.times * getattr(k, name) for k in self.kernels if not kinds or k.kind in kinds)
+
+    def calls(self, *kinds: str) -> float:
+        """Kernels that are started, of these kinds only (none: all)."""
+        return sum(k.times for k in self.kernels if not kinds or k.kind in kinds)
+
+    @property
+    def pallas_seconds(self) -> float:
+        return sum(n * self.seconds_of(work) for work, n in self.pallas.items())
+
+    @property
+    def seconds(self) -> float:
+        return self.total("seconds") + self.pallas_seconds
+
+    @property
+    def cycles(self) -> float | None:
+        """Of a TPU: the compiler's, and those of Pallas kernels; None on a GPU."""
+        if not self.chip.clock:
+            return None
+        return self.total("cycles") + self.pallas_seconds * self.chip.clock
+
+    def seconds_of(self, work: PallasWork) -> float:
+        """Of one call."""
+        computing, moving = work.flops / self.chip.bf16_flops, work.bytes / self.chip.bandwidth
+        return max(computing, moving) / PALLAS_REACHED
+
+    def costliest(self, count: int) -> list[Kernel]:
+        """Operations by all their seconds, most first; `times`, `seconds` and the rest summed."""
+        found: dict[tuple, Kernel] = {}
+        for k in self.kernels:
+            whole = _times(k)
+            key = k.source or k.name, k.kind
+            found[key] = _plus(found[key], whole) if key in found else whole
+        ordered = sorted(found.values(), key=lambda k: (-k.seconds, -k.cycles))
+        return [k for k in ordered if k.kind != "pallas"][:count]
+
+    def by_loop(self) -> list[tuple[str, Kernel]]:
+        """(loop, sums over all that its body runs, inner loops apart), in the order of the text."""
+        found: dict[str, Kernel] = {}
+        for k in self.kernels:
+            whole = _times(k)
+            found[k.loop] = _plus(found[k.loop], whole) if k.loop in found else whole
+        return list(found.items())
+
+    @property
+    def unknown(self) -> list[str]:
+        return sorted({f"{k.source or k.name}" for k in self.kernels if k.kind == "unknown"})
+
+
+def _times(k: Kernel) -> Kernel:
+    names = ("bytes", "flops", "seconds", "cycles")
+    return replace(k, **{name: k.times * getattr(k, name) for name in names})
+
+
+def _plus(a: Kernel, b: Kernel) -> Kernel:
+    names = ("times", "bytes", "flops", "seconds", "cycles")
+    return replace(a, **{name: getattr(a, name) + getattr(b, name) for name in names})
+
+
+class _Reader:
+    """Walks through a program as it runs."""
+
+    def __init__(self, module: Module, chip: Chip):
+        self.module, self.chip = module, chip
+        self.kernels: list[Kernel] = []
+        self.unknown_loops = 0
+
+    def read(self, name: str, loop: str, times: float) -> None:
+        computation = self.module[name]
+        for instruction in computation:
+            self._one(instruction, computation, loop, times)
+
+    def _one(self, i: Instruction, within: Computation, loop: str, times: float) -> None:
+        if i.opcode == "while":
+            trips = self.module.trips(i)
+            self.unknown_loops += trips is None
+            [body] = i.called("body")
+            self.read(body, f"{body} ({trips or '?'} x)", times * (trips or 1))
+        elif i.opcode == "conditional":
+            self._costliest_branch(i, loop, times)
+        elif i.opcode == "call":
+            for inner in i.called("to_apply", "calls"):
+                self.read(inner, loop, times)
+        elif i.opcode.endswith("-start") and i.called("calls"):
+            for inner in i.called("calls"):
+                self.read(inner, loop, times)
+        elif not (i.opcode in _FREE or i.opcode.endswith(("-done", "-update"))):
+            self.kernels.append(self._kernel(i, within, loop, times))
+
+    def _costliest_branch(self, i: Instruction, loop: str, times: float) -> None:
+        names = i.called("branch_computations", "true_computation", "false_computation")
+        readers = []
+        for name in names:
+            readers.append(_Reader(self.module, self.chip))
+            readers[-1].read(name, loop, times)
+        most = max(readers, key=lambda r: sum(k.times * (k.seconds + k.cycles) for k in r.kernels))
+        self.kernels += most.kernels
+        self.unknown_loops += most.unknown_loops
+
+    def _kernel(self, i: Instruction, within: Computation, loop: str, times: float) -> Kernel:
+        source = short_source(i.attribute(r'op_name="([^"]*)"') or "")
+        found = Kernel(i.name, source, "other", loop, times)
+        opcode = i.opcode.removesuffix("-start")
+        if _PALLAS.search(i.attributes):
+            return replace(found, kind="pallas", seconds=0.0 if self.chip.clock else START)
+        if self.chip.clock:
+            return self._on_tpu(found, i)
+        if opcode in _COLLECTIVES:
+            found = replace(found, kind="collective", bytes=2 * i.bytes)
+        elif i.opcode == "fusion":
+            found = self._fusion(found, i, within)
+        else:
+            found = self._plain(found, i, within)
+        if opcode not in _KERNELS | _COLLECTIVES:
+            found = replace(found, kind="unknown")
+        moving = found.bytes / (REACHED["bandwidth"] * self.chip.bandwidth)
+        computing = found.flops / (REACHED["flops"] * self.chip.bf16_flops)
+        return replace(found, seconds=max(moving, computing) + START)
+
+    def _on_tpu(self, found: Kernel, i: Instruction) -> Kernel:
+        cycles = i.attribute(r'"?estimated_cycles"?:\s*"?(\d+)')
+        products = self._products(i) if i.opcode == "fusion" else 0.0
+        kind = "product" if products else "other"
+        if cycles is None:  # copies that run beside other work have no cycles of their own
+            moved = i.opcode.startswith(("copy", "slice", "async", "send", "recv"))
+            kind = kind if moved or not self._moves_much(i) else "unknown"
+        seconds = float(cycles or 0) / self.chip.clock
+        return replace(found, kind=kind, flops=products, cycles=float(cycles or 0), seconds=seconds)
+
+    @staticmethod
+    def _moves_much(i: Instruction) -> bool:
+        return i.bytes >= LARGE
+
+    # --- bytes and products of one kernel of a GPU ---
+
+    def _plain(self, found: Kernel, i: Instruction, within: Computation) -> Kernel:
+        """An operation outside fusions."""
+        operands = [within.get(name) for name in i.operands]
+        shapes = [a for o in operands if o for a in arrays(o.shape)]
+        moved = sum(a.bytes for a in shapes) + i.bytes
+        if i.opcode in _SLICES:
+            moved = 2 * i.bytes
+            large = i.bytes >= LARGE
+            return replace(found, bytes=moved, kind="weights" if large else "other")
+        if i.opcode == "dynamic-update-slice" and len(operands) > 1 and operands[1]:
+            moved = 2 * operands[1].bytes
+        flops = self._library(i, shapes) if i.opcode == "custom-call" else self._product(i, within)
+        if flops is None:
+            return replace(found, bytes=moved, kind="unknown")
+        return replace(found, bytes=moved, flops=flops, kind="product" if flops else "other")
+
+    @staticmethod
+    def _library(i: Instruction, operands: list[Array]) -> float | None:
+        """FLOPs of a library call; None if it is not known."""
+        target, results = i.attribute(r'custom_call_target="([^"]*)"') or "", arrays(i.shape)
+        if target.startswith(("__cublas$", "__triton_gemm")):
+            size = operands[0].dims[-1]
+            if contracted := i.attribute(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]'):
+                dims = [int(d) for d in re.findall(r"\d+", contracted)]
+                size = math.prod(operands[0].dims[d] for d in dims)
+            return 2.0 * size * results[0].size
+        if target.startswith("__cudnn$conv"):
+            # every output number sums over the window and the inputs of its own feature
+            features = i.attribute(r"dim_labels=\w+_([\w]+)->")
+            axis = features.index("o") if features else 0
+            return 2.0 * results[0].size * operands[1].size / operands[1].dims[axis]
+        known = ("TopK", "annotate", "Sharding", "__cub$", "cub", "xla.gpu.ext", "SliceToDynamic")
+        return 0.0 if target.startswith(known) else None
+
+    def _fusion(self, found: Kernel, i: Instruction, within: Computation) -> Kernel:
+        [name] = i.called("calls")
+        body, moved = self.module[name], 0.0
+        for number, operand in enumerate(i.operands):
+            given = within.get(operand)
+            moved += self._read(body, number, given.bytes if given else 0.0)
+        moved += self._written(body)
+        flops, kind = self._products(i), "other"
+        if flops:
+            kind = "product"
+        elif self._only_slices(body):
+            kind = "weights"
+        return replace(found, bytes=moved, flops=flops, kind=kind)
+
+    @staticmethod
+    def _read(body: Computation, number: int, whole: float) -> float:
+        """Bytes of an operand that a fusion reads: all, or the slices that it is cut into; nothing
+        of an array that it only changes in place."""
+        parameter = body.parameters.get(number)
+        if parameter is None:
+            return 0.0
+        names, sliced, users = [parameter.name], 0.0, []
+        while names:  # through bitcasts
+            for user in body.users(names.pop()):
+                names += [user.name] if user.opcode == "bitcast" else []
+                users += [user] if user.opcode != "bitcast" else []
+        for user in users:
+            if user.opcode in _SLICES or user.opcode == "gather":
+                sliced += user.bytes
+            elif user.opcode != "dynamic-update-slice" or user.operands[0] != parameter.name:
+                return whole
+        return min(whole, sliced) if users else 0.0
+
+    @staticmethod
+    def _written(body: Computation) -> float:
+        """Bytes of the results: of an array changed in place, the change, which is read and written
+        (its other operands are counted where they are read)."""
+        roots = [body.root]
+        if body.root.opcode == "tuple":
+            roots = [body.get(name) for name in body.root.operands]
+        total = 0.0
+        for root in roots:
+            while root is not None and root.opcode == "bitcast":
+                root = body.get(root.operands[0])
+            if root is not None and root.opcode == "dynamic-update-slice":
+                root = body.get(root.operands[1])
+            elif root is not None and root.opcode == "scatter":
+                root = body.get(root.operands[-1])
+            total += root.bytes if root is not None else 0.0
+        return total
+
+    @staticmethod
+    def _only_slices(body: Computation) -> bool:
+        """Whether a fusion does nothing but cut large slices and perhaps turn them."""
+        if any(i.opcode not in _MOVES | _INDICES for i in body):
+            return False
+        return any(i.opcode in _SLICES and i.bytes >= LARGE for i in body)
+
+    def _products(self, i: Instruction) -> float:
+        """FLOPs of the products within a fusion and what it calls."""
+        return sum(self._products_of(self.module[name]) for name in i.called("calls"))
+
+    def _products_of(self, body: Computation) -> float:
+        total = 0.0
+        for i in body:
+            total += self._products(i) if i.opcode == "fusion" else self._product(i, body)
+        return total
+
+    @staticmethod
+    def _product(i: Instruction, within: Computation) -> float:
+        """FLOPs of a product or convolution; 0 for everything else."""
+        if i.opcode not in ("dot", "convolution"):
+            return 0.0
+        left, right = (_first(within, name) for name in i.operands[:2])
+        out = arrays(i.shape)[0].size
+        if i.opcode == "dot":
+            dims = re.findall(r"\d+", i.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or "")
+            return 2.0 * out * math.prod(left.dims[int(d)] for d in dims)
+        labels = i.attribute(r"dim_labels=\w+_(\w+)->") or "o"
+        return 2.0 * out * right.size / right.dims[labels.index("o")]
+
+
+def _first(within: Computation, name: str) -> Array:
+    return arrays(within.instructions[name].shape)[0]
+
+
+def pallas_list(work: Iterable[tuple[PallasWork, float]]) -> dict[str, tuple[float, float, float]]:
+    """{kernel: (calls, FLOPs, bytes)}, calls of all shapes together."""
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for one, calls in work:
+        for place, number in enumerate((calls, calls * one.flops, calls * one.bytes)):
+            sums[one.name][place] += number
+    return {name: tuple(found) for name, found in sums.items()}

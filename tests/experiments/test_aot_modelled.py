@@ -1,0 +1,134 @@
+"""The cost model of compiled programs, on texts whose answers are counted by hand."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from experiments.aot.hlo import Array, Module, arrays, shape_bytes, type_bytes
+from experiments.aot.modelled import PALLAS_REACHED, REACHED, START, Modelled
+from pallas_kernels.chips import CHIPS
+from varjax.engine.cost import PallasWork
+
+H200, V5E = CHIPS["h200"], CHIPS["tpu-v5e"]
+
+
+def text_of(name: str) -> str:
+    return (Path(__file__).parent / "compiled_texts" / f"{name}.txt").read_text()
+
+
+# 30 layers: one large slice out of the stack, a product with it, a small change in place of a
+# cache, a kernel of ours; after the loop a copy.
+GPU = text_of("gpu")
+
+WEIGHTS, X, Y = 2 * 1024 * 2048, 2 * 64 * 1024, 2 * 64 * 2048
+FLOPS = 2 * 64 * 1024 * 2048
+
+
+def modelled(text: str, chip=H200, pallas=()) -> Modelled:
+    return Modelled.of(text, chip, Counter(dict(pallas)))
+
+
+def test_types_and_shapes():
+    assert [type_bytes(t) for t in ("bf16", "f32", "s8", "f8e4m3fn", "pred", "u64")] == [
+        *(2, 4, 1, 1, 1, 8)
+    ]
+    shape = "(bf16[2,64]{1,0:T(8,128)(2,1)S(1)}, /*index=1*/s32[])"
+    assert arrays(shape) == [Array("bf16", (2, 64)), Array("s32", ())]
+    assert shape_bytes(shape) == 260
+    with pytest.raises(ValueError, match="unknown type 'q7'"):
+        type_bytes("q7")
+
+
+def test_kernels_of_a_gpu():
+    found = modelled(GPU)
+    assert found.calls() == 30 * 4 + 1
+    assert found.total("flops") == 30 * FLOPS
+    # read in the stack, written beside it
+    assert found.total("bytes", "weights") == 30 * (2 * WEIGHTS + 4)
+    assert found.total("bytes", "product") == 30 * (X + WEIGHTS + Y)
+    # a change of two rows: read where it comes from, written; indices are numbers of 4 bytes
+    changed = [k for k in found.kernels if k.name == "c.1"]
+    assert [k.bytes for k in changed] == [2 * 4 * 2 * 256 + 4]
+    [copy] = [k for k in found.kernels if k.name == "copy"]
+    assert copy.bytes == 2 * X and copy.loop == "" and copy.times == 1
+    assert found.unknown == [] and found.loops_of_unknown_length == 0
+
+
+def test_seconds_of_a_gpu():
+    found = modelled(GPU)
+    [product] = [k for k in found.kernels if k.kind == "product"]
+    moving = (X + WEIGHTS + Y) / (REACHED["bandwidth"] * H200.bandwidth)
+    assert product.seconds == pytest.approx(moving + START)  # few rows: memory decides
+    slow = modelled(GPU, replace(H200, bf16_flops=1e9))
+    [product] = [k for k in slow.kernels if k.kind == "product"]
+    assert product.seconds == pytest.approx(FLOPS / (REACHED["flops"] * 1e9) + START)
+
+
+def test_kernels_of_ours_count_by_their_estimate():
+    work = PallasWork("attend", flops=1e12, bytes=1.0, known=True)
+    found, without = modelled(GPU, pallas={work: 30}), modelled(GPU)
+    each = 1e12 / H200.bf16_flops / PALLAS_REACHED
+    assert found.seconds - without.seconds == pytest.approx(30 * each)
+    assert without.calls("pallas") == 30  # started, all the same
+    assert without.total("seconds", "pallas") == pytest.approx(30 * START)
+
+
+def test_loops_and_the_costliest_operations():
+    found = modelled(GPU)
+    loops = dict(found.by_loop())
+    assert list(loops) == ["body (30 x)", ""] and loops["body (30 x)"].times == 120
+    first = found.costliest(1)[0]
+    assert first.kind == "weights" and first.times == 30
+    sources = [k.source for k in found.costliest(10)]
+    assert "fc1/dot_general" in sources
+
+
+def test_the_condition_tells_the_length_of_a_loop():
+    text = GPU.replace('"known_trip_count":{"n":"30"},', "")
+    assert modelled(text).calls() == 121
+    text = text.replace("%n = s32[] constant(30)", "%n = s32[] get-tuple-element(%t.1), index=0")
+    found = modelled(text)
+    assert found.calls() == 5 and found.loops_of_unknown_length == 1
+
+
+def test_what_is_not_known_is_counted_and_listed():
+    text = GPU.replace("copy(%out)", "frobnicate(%out)")
+    found = modelled(text)
+    assert found.unknown == ["copy"] and found.total("bytes", "unknown") == 2 * X
+    assert found.total("seconds", "unknown") > START
+    text = GPU.replace("copy(%out)", 'custom-call(%out), custom_call_target="mystery"')
+    assert modelled(text).unknown == ["copy"]
+
+
+LIBRARY = text_of("library")
+
+
+def test_library_calls():
+    gemm, conv = modelled(LIBRARY).kernels
+    assert gemm.flops == FLOPS and gemm.kind == "product"
+    assert conv.flops == 2 * (2 * 16 * 16 * 32) * 3 * 3 * 8
+
+
+BRANCHES = text_of("branches")
+
+
+def test_the_costliest_branch_counts():
+    assert modelled(BRANCHES).calls() == 2
+
+
+TPU = text_of("tpu")
+
+
+def test_cycles_of_a_tpu():
+    found = modelled(TPU, V5E, pallas={PallasWork("attend", 0.0, 819e9, True): 1})
+    assert found.total("cycles") == 1500  # those of our kernel are estimated another way
+    assert found.cycles == pytest.approx(1500 + 1 / PALLAS_REACHED * 1.5e9)
+    assert found.total("flops") == 2 * 64 * 1024 * 128
+    assert modelled(GPU).cycles is None
+
+
+def test_not_a_program():
+    with pytest.raises(ValueError, match="ENTRY"):
+        Module.parse("nonsense")
