@@ -14,8 +14,7 @@ compiler's cycles for them are left out.
 
 import math
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from experiments.aot.buffers import short_source
@@ -207,13 +206,15 @@ class _Reader:
 
     def _on_tpu(self, found: Kernel, i: Instruction) -> Kernel:
         cycles = i.attribute(r'"?estimated_cycles"?:\s*"?(\d+)')
-        products = self._products(i) if i.opcode == "fusion" else 0.0
-        kind = "product" if products else "other"
+        # products are convolutions here, whose windows may stand for a batch: their FLOPs are in
+        # the traced program, not in this text
+        product = i.opcode == "fusion" and self._products(i) > 0
+        kind = "product" if product else "other"
         if cycles is None:  # copies that run beside other work have no cycles of their own
             moved = i.opcode.startswith(("copy", "slice", "async", "send", "recv"))
             kind = kind if moved or not self._moves_much(i) else "unknown"
         seconds = float(cycles or 0) / self.chip.clock
-        return replace(found, kind=kind, flops=products, cycles=float(cycles or 0), seconds=seconds)
+        return replace(found, kind=kind, cycles=float(cycles or 0), seconds=seconds)
 
     @staticmethod
     def _moves_much(i: Instruction) -> bool:
@@ -339,12 +340,3 @@ class _Reader:
 
 def _first(within: Computation, name: str) -> Array:
     return arrays(within.instructions[name].shape)[0]
-
-
-def pallas_list(work: Iterable[tuple[PallasWork, float]]) -> dict[str, tuple[float, float, float]]:
-    """{kernel: (calls, FLOPs, bytes)}, calls of all shapes together."""
-    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    for one, calls in work:
-        for place, number in enumerate((calls, calls * one.flops, calls * one.bytes)):
-            sums[one.name][place] += number
-    return {name: tuple(found) for name, found in sums.items()}

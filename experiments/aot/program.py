@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.aot import buffers
 from experiments.aot.buffers import Carried
+from experiments.aot.modelled import Modelled
 from experiments.flags.program import ProgramOptions
 from pallas_kernels import chips
 from pallas_kernels.chips import Chip
@@ -59,6 +60,7 @@ class Program:
     reads: which weights are arguments of this program; `unread`: bytes of the others, which are on
       the device all the same.
     resident: bytes on the device while it runs: arguments, results, temporaries, code, `unread`.
+    modelled: what running it costs, read from its text.
     live: temporaries at the moment when they take most (empty: the compiler did not say).
     copies: {array of the state: where it exists a second time}; nothing for those updated in place.
     compile_s: seconds, tracing included.
@@ -70,13 +72,17 @@ class Program:
     unread: int
     resident: int
     cost: Cost
+    modelled: Modelled
     compile_s: float
     live: list[buffers.Buffer]
     copies: dict[str, list[str]]
 
 
 def compile_program(
-    trace: Callable[[], jax.stages.Traced], networks: Any, carried: Sequence[buffers.Carried] = ()
+    trace: Callable[[], jax.stages.Traced],
+    networks: Any,
+    chip: Chip,
+    carried: Sequence[buffers.Carried] = (),
 ) -> Program:
     """Compile and measure a program; `DoesNotFit` where the compiler says so.
 
@@ -99,6 +105,7 @@ def compile_program(
         found = buffers.read_dump(Path(folder), text)
     stats, weights = compiled.memory_analysis(), jax.tree.leaves(networks)
     reads = used_inputs(traced.jaxpr)[: len(weights)]
+    cost = program_cost(traced.jaxpr)
     unread = sum(device_bytes(a) for a, used in zip(weights, reads, strict=True) if not used)
     return Program(
         memory=stats,
@@ -106,7 +113,8 @@ def compile_program(
         reads=reads,
         unread=unread,
         resident=peak_bytes(compiled) + stats.generated_code_size_in_bytes + unread,
-        cost=program_cost(traced.jaxpr),
+        cost=cost,
+        modelled=Modelled.of(text, chip, cost.kernels),
         compile_s=elapsed,
         live=buffers.fullest_moment(found),
         copies=buffers.second_copies(text, found, carried),
@@ -232,7 +240,7 @@ class Compilation:
         trace = partial(trace, precision=precision, sharded=self.sharded)
         # kernels ask the mesh for the kind of device
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-            return compile_program(trace, self.networks, carried)
+            return compile_program(trace, self.networks, self.chip, carried)
 
 
 def carried_arrays(state: KVState) -> list[Carried]:

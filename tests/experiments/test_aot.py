@@ -10,7 +10,8 @@ import jax
 import pytest
 
 from experiments.aot import program as aot_program
-from experiments.aot import worker
+from experiments.aot import spent, worker
+from experiments.aot.modelled import Modelled
 from pallas_kernels import chips
 from tests import models_under_test as models
 from varjax import api
@@ -45,6 +46,7 @@ COMPILED = {
         name: {
             "temporary_bytes": 1 << 29,
             "live_temporary_bytes": 1 << 28,
+            "modelled": spent.describe(Modelled(chips.CHIPS["h200"], [])),
             "largest_temporaries": [
                 {
                     "bytes": 1 << 27,

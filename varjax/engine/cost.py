@@ -23,8 +23,8 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "sha
 
 @dataclass(frozen=True)
 class PallasWork:
-    """One call of a Pallas kernel, as its author estimates it (an upper bound where contents decide;
-    see each kernel). known: whether there is an estimate."""
+    """One call of a Pallas kernel as its author estimates it, an upper bound where contents decide.
+    known: whether there is an estimate."""
 
     name: str
     flops: float = 0.0

@@ -1,0 +1,113 @@
+"""What `experiments.aot` says of the modelled cost of a program: for --json, the table and the
+lists below it."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from experiments.aot.modelled import Kernel, Modelled
+from varjax.engine.memory import show_bytes
+
+COSTLIEST = 10  # operations that are listed
+LEGEND = """\
+by the model every kernel alone: max(bytes / 90 % of the bandwidth, FLOPs / 80 % of the peak) and
+             2.5 us to start; TPU: the compiler's cycles. Kernels of ours: their estimates at 85 %
+             of the peaks. It ranks programs and shows waste; it is no measurement.
+weights copied: large slices that are cut out of stacked arrays and written beside them."""
+
+
+def describe(found: Modelled) -> dict:
+    """JSON-able content. Bytes and FLOPs without those of Pallas kernels, which are listed."""
+    return {
+        "modelled_s": found.seconds,
+        "kernels": found.calls(),
+        "moved_bytes": found.total("bytes"),
+        "copied_weight_bytes": found.total("bytes", "weights"),
+        "product_flops": found.total("flops"),
+        "product_s": found.total("seconds", "product"),
+        "cycles": found.cycles,
+        "pallas": _pallas(found),
+        "loops": [{"loop": loop or "outside loops", **_sums(k)} for loop, k in found.by_loop()],
+        "costliest": [_listed(k) for k in found.costliest(COSTLIEST)],
+        "unknown": found.unknown + [w.name for w in found.pallas if not w.known],
+        "loops_of_unknown_length": found.loops_of_unknown_length,
+    }
+
+
+def _sums(k: Kernel) -> dict:
+    return {"kernels": k.times, "bytes": k.bytes, "flops": k.flops, "seconds": k.seconds}
+
+
+def _listed(k: Kernel) -> dict:
+    return {"operation": k.source or k.name, "kind": k.kind, **_sums(k)}
+
+
+def _pallas(found: Modelled) -> dict[str, dict]:
+    """By name; calls of all shapes together."""
+    sums: dict[str, Counter] = {}
+    for work, calls in found.pallas.items():
+        each = {"calls": calls, "flops": calls * work.flops, "bytes": calls * work.bytes}
+        each["seconds"] = calls * found.seconds_of(work)
+        sums.setdefault(work.name, Counter()).update(each)
+    return {name: dict(total) for name, total in sums.items()}
+
+
+# --- to read ---
+
+
+def _codes(r: Mapping) -> Mapping:
+    return r["programs"]["codes"]["modelled"]
+
+
+def _copied(r: Mapping) -> str:
+    return show_bytes(int(_codes(r)["copied_weight_bytes"])) if r["platform"] == "gpu" else ""
+
+
+def _moved(r: Mapping) -> str:
+    return show_bytes(int(_codes(r)["moved_bytes"])) if r["platform"] == "gpu" else ""
+
+
+def _cycles(r: Mapping) -> str:
+    cycles = _codes(r)["cycles"]
+    return f"{cycles / 1e6:.4g} million" if cycles else ""
+
+
+def _seconds(r: Mapping) -> float:
+    return sum(p["modelled"]["modelled_s"] for p in r["programs"].values())
+
+
+ROWS = (
+    ("by the model, seconds", lambda r: f"{_seconds(r):.3g}"),
+    ("  / roofline", lambda r: f"{_seconds(r) / r['roofline_s']:.3g}"),
+    ("  codes alone", lambda r: f"{_codes(r)['modelled_s']:.3g}"),
+    ("  products of these", lambda r: f"{_codes(r)['product_s']:.3g}"),
+    ("  kernels started", lambda r: f"{_codes(r)['kernels']:.0f}"),
+    ("  cycles", _cycles),
+    ("  moved", _moved),
+    ("  weights copied", _copied),
+)
+
+
+def notes(target: str, name: str, found: Mapping) -> list[str]:
+    """Lines below the table: loops, the costliest operations, our kernels, what is not known."""
+    lines = ["", f"{target}, {name}: {found['modelled_s']:.3g} s by the model"]
+    lines += [_line(loop["loop"], loop) for loop in found["loops"]]
+    lines += _titled("costliest operations", [_line(_named(k), k) for k in found["costliest"]])
+    ours = [_line(kernel, {**k, "kernels": k["calls"]}) for kernel, k in found["pallas"].items()]
+    lines += _titled("kernels of ours, estimated", ours)
+    return lines + _titled("not known, counted by their operands", found["unknown"])
+
+
+def _titled(title: str, lines: Sequence[str]) -> list[str]:
+    return [f"  {title}", *(f"  {line}" for line in lines)] if lines else []
+
+
+def _named(k: Mapping) -> str:
+    return (
+        k["operation"] if k["kind"] in ("other", "product") else f"{k['operation']} ({k['kind']})"
+    )
+
+
+def _line(name: str, k: Mapping) -> str:
+    done = f"{k['flops'] / 1e12:9.3g} TFLOP"
+    moved = show_bytes(int(k["bytes"]))
+    return f"  {1e3 * k['seconds']:9.3g} ms {k['kernels']:8.0f} x {moved:>10s} {done}  {name}"
