@@ -1,8 +1,6 @@
 """From policy and budget to a CachePlan: choose the block size and charge rounding to the
 budget."""
 
-import numpy as np
-
 from varjax.cache import allocator
 from varjax.cache.allocation import Allocation, Geometry
 from varjax.cache.plan import CachePlan, build_plan, check_block_size
@@ -55,13 +53,7 @@ def _candidates(geometry: Geometry) -> tuple[int, ...]:
 
 def pool_slots(geometry: Geometry, allocation: Allocation, block_size: int) -> int:
     """Slots of the pool that an allocation needs, without building its tables."""
-    return allocator.peak_blocks(allocation, geometry, block_size) * block_size
-
-
-def peak_tokens(geometry: Geometry, allocation: Allocation) -> int:
-    """Most tokens that are live at any time (one row)."""
-    held = allocation.capacity(geometry).sum(-1, dtype=np.int64)
-    return int(allocator.after_each_store(held).max(initial=0))
+    return allocator.blocks_needed(geometry, allocation, block_size) * block_size
 
 
 def cost(geometry: Geometry, allocation: Allocation, block_size: int = 0) -> float:
@@ -77,7 +69,7 @@ def cost(geometry: Geometry, allocation: Allocation, block_size: int = 0) -> flo
 def _least_rounding(geometry: Geometry, allocation: Allocation, sizes: tuple[int, ...]) -> int:
     """The largest block size whose pool exceeds the live tokens by at most 5 %: blocks of one slot
     round nothing up, so there is one."""
-    tokens = peak_tokens(geometry, allocation)
+    tokens = allocator.peak_tokens(geometry, allocation)
     pools = ((b, pool_slots(geometry, allocation, b)) for b in sizes)
     return next(b for b, slots in pools if slots * KEPT_AT_LEAST <= tokens)
 
@@ -87,7 +79,7 @@ def _charge_rounding(geometry: Geometry, policy, allocate) -> tuple[Allocation, 
     budget."""
     limit = int(policy.budget * geometry.dense_tokens + 1e-6)  # 0.29 * 100 is 29, not 28
     exact = allocate(policy.budget)
-    wanted = peak_tokens(geometry, exact)
+    wanted = allocator.peak_tokens(geometry, exact)
     share = 1.0 if wanted == geometry.dense_tokens else KEPT_AT_LEAST
     lowest = policy.minimum_budget(geometry)
     asked = check_block_size(policy.block_size) if policy.block_size else 0
@@ -96,7 +88,7 @@ def _charge_rounding(geometry: Geometry, policy, allocate) -> tuple[Allocation, 
         allocation = _largest_that_fits(geometry, policy, allocate, lowest, limit, block_size)
         if allocation is None:
             continue
-        kept = peak_tokens(geometry, allocation)
+        kept = allocator.peak_tokens(geometry, allocation)
         loose = pool_slots(geometry, allocation, block_size) * KEPT_AT_LEAST > kept
         whole = share == 1.0 and kept < wanted  # a budget of 1 must keep everything
         if (asked and not whole) or (kept >= share * wanted and (policy.shrinks or not loose)):
@@ -111,7 +103,9 @@ def _too_large(geometry: Geometry, policy, allocate, lowest, limit: int, asked: 
     for size in BLOCK_SIZES:
         if _largest_that_fits(geometry, policy, allocate, lowest, limit, size) is not None:
             return f"{problem}: choose block_size={size} or smaller, or accounting=tokens"
-    needed = peak_tokens(geometry, allocate(policy.budget)) / max(1, geometry.dense_tokens)
+    needed = allocator.peak_tokens(geometry, allocate(policy.budget)) / max(
+        1, geometry.dense_tokens
+    )
     return (
         f"{problem}: after some layer of some scale it holds {needed:.4f} of the full cache; give "
         f"that budget, or accounting=tokens"

@@ -192,7 +192,8 @@ class DecidingStep:
         count, following = stored.slots.shape[-1], inputs.following.for_rows(obs.regions)
         slots = following.slots(state.block_size)
         stays = obs.regions == stored.regions
-        contents, fresh = arrange(keep, count, stays, slots.shape[-1])
+        places = following.slot_mask(state.block_size)
+        contents, fresh = arrange(keep, count, stays, places)
         contents = order_after(contents, out)
         state = _update_positions(state, stored, obs, slots, contents)
         if self.update == Update.MOVE:
@@ -240,7 +241,7 @@ class StoredTokens:
         live = table.slot_mask(state.block_size) & (position >= 0)
         mass = None if state.total_mass is None else state.total_mass[row, slots]
         if ragged:
-            table = table.filled_to(live.sum(-1), state.block_size)
+            table = table.filled_to(live.sum(-1))
         return cls(table, slots, live, position, regions, mass)
 
 
