@@ -3,6 +3,7 @@ budget."""
 
 from varjax.cache import allocator
 from varjax.cache.allocation import Allocation, Geometry
+from varjax.cache.allocator import peak_tokens
 from varjax.cache.plan import CachePlan, build_plan, check_block_size
 from varjax.errors import UserError
 
@@ -69,7 +70,7 @@ def cost(geometry: Geometry, allocation: Allocation, block_size: int = 0) -> flo
 def _least_rounding(geometry: Geometry, allocation: Allocation, sizes: tuple[int, ...]) -> int:
     """The largest block size whose pool exceeds the live tokens by at most 5 %: blocks of one slot
     round nothing up, so there is one."""
-    tokens = allocator.peak_tokens(geometry, allocation)
+    tokens = peak_tokens(geometry, allocation)
     pools = ((b, pool_slots(geometry, allocation, b)) for b in sizes)
     return next(b for b, slots in pools if slots * KEPT_AT_LEAST <= tokens)
 
@@ -79,7 +80,7 @@ def _charge_rounding(geometry: Geometry, policy, allocate) -> tuple[Allocation, 
     budget."""
     limit = int(policy.budget * geometry.dense_tokens + 1e-6)  # 0.29 * 100 is 29, not 28
     exact = allocate(policy.budget)
-    wanted = allocator.peak_tokens(geometry, exact)
+    wanted = peak_tokens(geometry, exact)
     share = 1.0 if wanted == geometry.dense_tokens else KEPT_AT_LEAST
     lowest = policy.minimum_budget(geometry)
     asked = check_block_size(policy.block_size) if policy.block_size else 0
@@ -88,7 +89,7 @@ def _charge_rounding(geometry: Geometry, policy, allocate) -> tuple[Allocation, 
         allocation = _largest_that_fits(geometry, policy, allocate, lowest, limit, block_size)
         if allocation is None:
             continue
-        kept = allocator.peak_tokens(geometry, allocation)
+        kept = peak_tokens(geometry, allocation)
         loose = pool_slots(geometry, allocation, block_size) * KEPT_AT_LEAST > kept
         whole = share == 1.0 and kept < wanted  # a budget of 1 must keep everything
         if (asked and not whole) or (kept >= share * wanted and (policy.shrinks or not loose)):
@@ -103,9 +104,7 @@ def _too_large(geometry: Geometry, policy, allocate, lowest, limit: int, asked: 
     for size in BLOCK_SIZES:
         if _largest_that_fits(geometry, policy, allocate, lowest, limit, size) is not None:
             return f"{problem}: choose block_size={size} or smaller, or accounting=tokens"
-    needed = allocator.peak_tokens(geometry, allocate(policy.budget)) / max(
-        1, geometry.dense_tokens
-    )
+    needed = peak_tokens(geometry, allocate(policy.budget)) / max(1, geometry.dense_tokens)
     return (
         f"{problem}: after some layer of some scale it holds {needed:.4f} of the full cache; give "
         f"that budget, or accounting=tokens"
