@@ -1,9 +1,9 @@
 """Files of finished batches: `.npz` as NumPy writes it, read as it was written or not at all.
 
-Each file says which settings it was made with, so that a folder of them says so as well, and has a
-seal: a digest of all that is in it. A file that was cut short, altered or is somebody else's is
-`Damaged`, and never anything worse: sizes are compared with the file before memory is taken, and
-nothing is compressed or pickled.
+Each file says which settings it was made with, so that a folder of them says so as well, and which
+file it is, and has a seal: a digest of all that is in it. A file that was cut short, altered,
+renamed or is somebody else's is `Damaged`, and never anything worse: sizes are compared with the
+file before memory is taken, and nothing is compressed or pickled.
 """
 
 import contextlib
@@ -19,7 +19,9 @@ import numpy as np
 from varjax.storage.atomic import new_file
 
 SETTINGS = "settings"  # the array that holds the digest of the settings
+NAME = "name"  # that of the name of the file
 SEAL = "seal"  # that of all others
+OWN = (SETTINGS, NAME, SEAL)
 CHUNK = 2**20
 
 
@@ -29,18 +31,16 @@ class Damaged(Exception):
 
 @dataclass(frozen=True)
 class Stored:
-    """kinds: {name: (type, shape)} of all arrays; arrays: those that were asked for; settings: the
-    digest of what they were made with, None in files of older versions."""
+    """kinds: {name: (type, shape)} of all arrays; arrays: those that were asked for."""
 
     kinds: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
     arrays: Mapping[str, np.ndarray]
-    settings: str | None
 
 
 def write(path: pathlib.Path, settings: str, arrays: Mapping[str, np.ndarray]) -> None:
     """Write arrays; settings: digest of what they were made with."""
     arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-    arrays[SETTINGS] = np.array(settings)
+    arrays |= {SETTINGS: np.array(settings), NAME: np.array(path.name)}
     seals = {
         name: _seal(name, array.dtype, array.shape, [array.reshape(-1).view(np.uint8)])
         for name, array in arrays.items()
@@ -54,7 +54,7 @@ def read(path: pathlib.Path, wanted: Collection[str] | None = None) -> Stored:
     to be sound, but not kept.
 
     Raises:
-      Damaged: not a file that `write` wrote, or not any more.
+      Damaged: not a file that `write` wrote under this name, or not any more.
       OSError: it cannot be opened.
     """
     kinds, arrays, seals = {}, {}, {}
@@ -66,17 +66,20 @@ def read(path: pathlib.Path, wanted: Collection[str] | None = None) -> Stored:
                 if file.tell() + math.prod(shape) * dtype.itemsize != member.file_size:
                     raise Damaged(f"{name} has another size than its shape says")
                 kinds[name], data = (dtype, shape), iter(lambda f=file: f.read(CHUNK), b"")
-                if wanted is None or name in wanted or name in (SETTINGS, SEAL):
+                if wanted is None or name in wanted or name in OWN:
                     data = [file.read()]
                     arrays[name] = np.frombuffer(data[0], dtype).reshape(shape, order=order)
                 seals[name] = _seal(name, dtype, shape, data)  # reads to the end
-        said, seal = (_text(arrays.pop(name, None)) for name in (SETTINGS, SEAL))
-        for name in (SETTINGS, SEAL):
-            kinds.pop(name, None)
         seals.pop(SEAL, None)
-        if (said or seal) and seal != _joined(seals):  # older versions wrote neither
-            raise Damaged("it has been altered")
-        return Stored(kinds, arrays, said)
+        _check_own({name: str(arrays.pop(name, "")) for name in OWN}, _joined(seals), path.name)
+        return Stored({name: kind for name, kind in kinds.items() if name not in OWN}, arrays)
+
+
+def _check_own(own: Mapping[str, str], seal: str, name: str) -> None:
+    if own[SEAL] != seal or not own[SETTINGS]:
+        raise Damaged("it has been altered")
+    if own[NAME] != name:
+        raise Damaged(f"it was written as {own[NAME]!r:.60}")
 
 
 def _seal(name: str, dtype: np.dtype, shape: tuple, data: Iterable) -> str:
@@ -91,15 +94,15 @@ def _joined(seals: Mapping[str, str]) -> str:
     return hashlib.sha256("".join(sorted(seals.values())).encode()).hexdigest()
 
 
-def _text(array: np.ndarray | None) -> str | None:
-    return None if array is None else str(array)
-
-
 def settings_of(path: pathlib.Path) -> str | None:
-    """What a file says of its settings; nothing else is read. Errors: as `read`."""
+    """What a file says of its settings; nothing else is read. None: it is of an older
+    version and does not say what it is. Errors: as `read`."""
     with _opened(path) as archive:
-        if f"{SETTINGS}.npy" not in archive.namelist():
+        there = {name.removesuffix(".npy") for name in archive.namelist()}
+        if NAME not in there and there & {"index", "row"}:  # a batch, a cell
             return None
+        if SETTINGS not in there:
+            raise Damaged("it does not say what it is")
         with archive.open(f"{SETTINGS}.npy") as file:
             shape, _, dtype = _header(file)
             return str(np.frombuffer(file.read(), dtype).reshape(shape))

@@ -16,6 +16,7 @@ import numpy as np
 
 from experiments import batch_files
 from experiments.batch_files import Damaged, Series
+from experiments.prompts.layouts import MANIFEST, image_files
 from experiments.work_folder import WorkFolder
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError, about
@@ -29,19 +30,24 @@ REPORTS = {
     "report.json": {"policy", "kv", "versions"},
     "sweep.json": {"settings", "cells", "versions"},
 }
-WRITTEN = (  # all that `run` and `sweep` put there
-    *("report.json", "grid.png", "samples.npz", "arrays.npz", "images", "manifest.json"),
-    *("sweep.json", "sweep.csv", "sweep.md", "fidelity.png", "calibration.json"),
-)
+WRITTEN = {  # all that `run` and `sweep` put there, but images; reports list under `files` what was
+    "report.json": {"report.json", "grid.png", "samples.npz", "arrays.npz", MANIFEST},
+    "sweep.json": {
+        *("sweep.json", "sweep.csv", "sweep.md", "samples.npz", "fidelity.png"),
+        "calibration.json",
+    },
+}
 
 
-def written(folder: pathlib.Path) -> tuple[str, ...] | None:
+def written(folder: pathlib.Path) -> set[str] | None:
     """What `run` or `sweep` wrote there (`varjax.storage.atomic.Written`)."""
     for name, keys in REPORTS.items():
         with contextlib.suppress(UserError):
             content = read_json(folder / name)
             if isinstance(content, dict) and keys <= content.keys():
-                return WRITTEN
+                listed = content.get("files", list(WRITTEN[name]))  # older versions had no list
+                files = {f for f in WRITTEN[name] if isinstance(listed, list) and f in listed}
+                return {name} | files | (image_files(folder) if MANIFEST in files else set())
     return None
 
 
@@ -143,7 +149,7 @@ class BatchStore:
         """Keep one finished batch."""
         start, arrays = int(index[0]), {"index": index, **results}
         kinds = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-        self.series[series].check(start, batch_files.Stored(kinds, arrays, None))
+        self.series[series].check(start, batch_files.Stored(kinds, arrays))
         batch_files.write(self._path(series, start), self.work.digest, arrays)
         self._missing[series] = [x for x in self._missing[series] if x != start]
 

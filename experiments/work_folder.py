@@ -17,7 +17,7 @@ from experiments.batch_files import Damaged
 from varjax.errors import UserError
 from varjax.storage import lock
 from varjax.storage.atomic import DESKTOP, write_text
-from varjax.storage.manifest import parse_json
+from varjax.storage.manifest import LARGEST_JSON, parse_json
 
 SETTINGS = "settings.json"
 PIXELS = "pixels.npy"  # all pictures, while results are written
@@ -27,6 +27,17 @@ _FINISHED = (
 _OURS = rf"(?:{_FINISHED}|{re.escape(SETTINGS)}|{re.escape(PIXELS)})"
 OURS = re.compile(rf"{_OURS}|\.{_OURS}\.\d+|{lock.NAME}")  # .NAME.123: not complete
 FINISHED = re.compile(_FINISHED)
+# What is against continuing an unfinished run, and what to do.
+_DISCARD = "add --overwrite to discard it, or choose another --out"
+OTHER = f"with other settings: use its settings to continue it, {_DISCARD}"
+OLDER = (
+    "of an older version ({} does not say what it is): finish it with that version, move that file "
+    f"away, {_DISCARD}"
+)
+LOST = (
+    f"whose {SETTINGS} is missing or damaged, so that nothing says which run it is: put that file "
+    f"back to continue it, {_DISCARD}"
+)
 
 
 class WorkFolder:
@@ -66,22 +77,15 @@ class WorkFolder:
 
     def _conflict(self) -> str | None:
         """What is against continuing the run that lies here; None: nothing, or there is none."""
-        said = {self._settings_of(path) for path in self.finished()} - {Damaged}
-        text = self._stored()
-        other = "with other settings: use its settings to continue it, "
-        discard = "add --overwrite to discard it, or choose another --out"
-        if said - {None, self.digest}:
-            return other + discard
-        if said == {self.digest} or text == self.settings:
+        by_file = {path.name: self._settings_of(path) for path in self.finished()}
+        said, text = {*by_file.values()} - {None, Damaged}, self._stored()
+        if older := [name for name, settings in by_file.items() if settings is None]:
+            return OLDER.format(older[0])
+        if said - {self.digest}:
+            return OTHER
+        if said or text in ("", self.settings):
             return None
-        if _is_object(text):
-            return other + discard
-        if None in said or text:
-            return (
-                f"whose {SETTINGS} is missing or damaged, so that nothing says which run it is: "
-                f"put that file back to continue it, {discard}"
-            )
-        return None
+        return OTHER if _is_object(text) else LOST
 
     @staticmethod
     def _settings_of(path: pathlib.Path):
@@ -91,10 +95,13 @@ class WorkFolder:
             return Damaged
 
     def _stored(self) -> str:
+        """What settings.json says; text that is no JSON if it is larger than any."""
         try:
-            return (self.path / SETTINGS).read_text(encoding="utf-8", errors="replace")
+            with open(self.path / SETTINGS, "rb") as file:
+                data = file.read(LARGEST_JSON + 1)
         except FileNotFoundError:
             return ""
+        return "?" if len(data) > LARGEST_JSON else data.decode("utf-8", "replace")
 
     def _all(self) -> list[pathlib.Path]:
         return sorted(self.path.iterdir()) if self.path.is_dir() else []

@@ -70,7 +70,8 @@ def _convert_encoder(given: dict) -> None:
     taken = ("source", "out", "dtype", "overwrite")
     surplus = [f"--{name}" for name in given if given[name] and name not in ("model", *taken)]
     if surplus:
-        raise UserError(f"--model={ENCODER_ALONE} takes no {', '.join(surplus)}: drop them")
+        them = "it" if len(surplus) == 1 else "them"
+        raise UserError(f"--model={ENCODER_ALONE} takes no {', '.join(surplus)}: drop {them}")
     convert.convert_text_encoder(**{name: given[name] for name in taken})
     place = shlex.quote(given["out"])
     print(f"written; next: python -m experiments.encode_text --checkpoint={place} ...")

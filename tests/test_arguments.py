@@ -76,17 +76,33 @@ def test_types_of_numbers(value):
     assert arguments.dtype("dtype", value, ("bfloat16", "int8")) == "bfloat16"
 
 
-@pytest.mark.parametrize("value", [None, "a", "", 7, "float64", float, [], object(), np.float16])
+@pytest.mark.parametrize(
+    "value",
+    [None, "a", "", 7, "float64", float, [], object(), np.float16]
+    + [np.int8(1), jnp.bfloat16(1), np.zeros(2, np.int8), True],
+    ids=lambda value: repr(value)[:20],
+)
 def test_no_types_of_numbers(value):
     with pytest.raises(UserError, match="choose one of bfloat16, int8"):
         arguments.dtype("dtype", value, ("bfloat16", "int8"))
 
 
-@pytest.mark.parametrize("value", [3, None, "", "a\0b", b"x", ["x"]])
+@pytest.mark.parametrize(
+    "value",
+    [3, None, "", "a\0b", b"x", ["x"], "\ud800", Path("a/\ud800")]
+    + ["x" * 10**6, "x/" * 2048, "x" * 256, "a/" + "ä" * 128 + "/b"],
+    ids=lambda value: repr(value)[:20],
+)
 def test_no_paths(value):
     assert arguments.path("file", Path("x")) == Path("x")
-    with pytest.raises(UserError, match="^file="):
+    with pytest.raises(UserError, match="^file=") as error:
         arguments.path("file", value)
+    assert len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize("value", ["x/" * 2047, "x" * 255, "ä.json", "\udc80"])
+def test_paths(value):
+    assert arguments.path("file", value) == value
 
 
 @pytest.mark.parametrize("value", ["a", [], ["a", 3], ["\ud800"], None])

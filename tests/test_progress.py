@@ -1,9 +1,13 @@
 """Progress lines, and how much time is said to be left."""
 
 import io
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from experiments.run import __main__ as run_command
+from varjax import progress as progress_module
 from varjax.errors import UserError
 from varjax.progress import Progress, TimeLeft, reporter, show_seconds
 
@@ -17,6 +21,32 @@ def test_progress_lines():
     assert len(lines) == 5 and "left" not in lines[0]
     assert lines[1].startswith("images 1/4") and "s left" in lines[1] and lines[1].endswith("batch")
     assert "left" not in lines[4]
+
+
+def test_a_run_does_not_count_compiling(monkeypatch, capsys):
+    """Of three images, 10 s each, after 1000 s."""
+    now, done = [0.0], []
+    monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(run_command.run_results, "kept", lambda run, results: results)
+
+    def passed(seconds, result=None):
+        now[0] += seconds
+        return result
+
+    generator = SimpleNamespace(
+        segments=(),
+        timing=SimpleNamespace(compile_s=1000.0, cache="cold"),
+        compile=lambda *a: passed(1000),
+        batches=lambda *a, first, **k: iter([passed(10, (first, {}))]),
+    )
+    plan, labels = SimpleNamespace(policy=SimpleNamespace(name="x")), np.zeros(3, int)
+    run = SimpleNamespace(plan=plan, condition=labels, batch_size=1, seed=0, save_arrays=False)
+    run.program, run.generator = SimpleNamespace(kv_dtype=None), lambda *a, **k: generator
+    run.given_tokens = run.given_scales = None
+    store = SimpleNamespace(missing=lambda name: range(3), finished=lambda name: len(done))
+    store.add = lambda name, index, results: done.append(index)
+    run_command.generate_series(run, None, store, "main")
+    assert "x: image 1/3  10.0 s, about 20 s left" in capsys.readouterr().err
 
 
 def test_progress_is_rare_on_request():
@@ -74,6 +104,8 @@ def test_what_the_python_api_takes(capsys):
     assert seen == [(0, 4), (2, 4), (4, 4)]
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[1] for line in lines] == ["0/4", "2/4", "4/4"]
-    for wrong in (1, "yes", None):
+    for function in (print, seen.insert, lambda *counts: None):
+        assert reporter(function, "image") is function
+    for wrong in (1, "yes", None, int, lambda: 1, lambda done: 1, lambda a, b, c: 1, seen.append):
         with pytest.raises(UserError, match=r"progress=.*function \(done, total\)"):
             reporter(wrong, "image")

@@ -15,6 +15,8 @@ from varjax.errors import UserError, choose, show
 
 LARGEST_FLOAT = 1.7976931348623157e308
 LARGEST_BATCH = 10**6  # images per call of a program
+LONGEST_PATH = 4096  # bytes, as on Linux, with the end of the text
+LONGEST_NAME = 255  # bytes of a file's or folder's own name
 
 
 def wrong(name: str, value: Any, rule: str) -> UserError:
@@ -104,6 +106,14 @@ def path(name: str, value: Any) -> str | os.PathLike:
     plain = os.fspath(value)
     if not isinstance(plain, str) or not plain or "\0" in plain:
         raise wrong(name, value, "it is no path: give the name of a file or folder")
+    try:
+        encoded = os.fsencode(plain)
+    except UnicodeEncodeError as error:
+        raise wrong(name, value, f"no name of a file holds character {error.start}") from None
+    if len(encoded) >= LONGEST_PATH:
+        raise wrong(name, value, f"a path has less than {LONGEST_PATH} bytes")
+    if max(map(len, encoded.split(os.sep.encode()))) > LONGEST_NAME:
+        raise wrong(name, value, f"names of files and folders have up to {LONGEST_NAME} bytes")
     return value
 
 
@@ -111,7 +121,8 @@ def dtype(name: str, value: Any, allowed: Iterable[str]) -> str:
     """The name of a type of numbers, which may be given as NumPy or JAX have it."""
     try:
         # NumPy reads None as float64, and some texts as types of things that are not numbers
-        found = value if value is None or isinstance(value, str) else jnp.dtype(value).name
+        # and numbers and arrays as the types that they have
+        found = jnp.dtype(value).name if isinstance(value, (type, np.dtype)) else value
     except (TypeError, ValueError):
         found = value
     return choose(name, found, allowed)

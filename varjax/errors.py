@@ -19,7 +19,7 @@ class UserError(ValueError):
     long message is left out."""
 
     def __init__(self, message: object = ""):
-        text, half = str(message), LONGEST_MESSAGE // 2
+        text, half = str(message), LONGEST_MESSAGE // 2 - 50  # room for the notice
         if len(text) > LONGEST_MESSAGE:
             text = f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"
         super().__init__(text)

@@ -1,12 +1,13 @@
 """Progress lines on standard error, and how much time is left."""
 
+import inspect
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import TextIO
 
-from varjax.errors import UserError
+from varjax.errors import UserError, show
 
 RECENT = 10  # measurements of a kind of work that count
 
@@ -104,6 +105,20 @@ def show_seconds(seconds: float) -> str:
     return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.0f} days"
 
 
+def _takes_two(function: object) -> bool:
+    """Whether it can be called with (done, total), as far as it says; types that do not say what
+    they take, such as int, make something else of two numbers."""
+    if not callable(function):
+        return False
+    try:
+        inspect.signature(function).bind(0, 1)
+    except ValueError:  # it says nothing
+        return not isinstance(function, type)
+    except TypeError:
+        return False
+    return True
+
+
 def reporter(progress: bool | Callable[[int, int], None], what: str) -> Callable[[int, int], None]:
     """What an argument `progress` of the Python API means, as a function of (done, total): nothing
     for False, lines on standard error for True, else the given function.
@@ -111,10 +126,10 @@ def reporter(progress: bool | Callable[[int, int], None], what: str) -> Callable
     Raises:
       UserError: it is none of them.
     """
-    if callable(progress):
+    if _takes_two(progress):
         return progress
     if not isinstance(progress, bool):
-        raise UserError(f"progress={progress!r:.60}: give True, False, or a function (done, total)")
+        raise UserError(f"progress={show(progress)}: give True, False, or a function (done, total)")
     if not progress:
         return lambda done, total: None
     lines = Progress(what, 0)

@@ -23,9 +23,11 @@ import numpy as np
 from jaxtyping import UInt8
 
 from experiments.prompts.sets import Kind, Prompt, PromptSet
+from varjax import arguments
 from varjax.errors import UserError, about, require
 from varjax.io.json_text import json_text
 from varjax.storage.atomic import new_file, write_text
+from varjax.storage.manifest import parse_json
 from varjax.storage.names import check_distinct, inside
 
 FOLDER = "images"
@@ -56,6 +58,8 @@ def check_layout(
         name of a file, or is that of another one.
       MissingExtra: without pillow.
     """
+    arguments.instance("prompt_set", prompt_set, PromptSet, "prompts, as read_prompts gives them")
+    images_per_prompt = arguments.integer("images_per_prompt", images_per_prompt, 0, MOST_IMAGES)
     most = {Kind.HPSV2: 1, Kind.DPG: len(TILES)}.get(prompt_set.kind)
     if images_per_prompt < 1 or (most and images_per_prompt > most):
         allowed = f"1 to {most}" if most and most > 1 else "1" if most else "at least 1"
@@ -99,17 +103,13 @@ def write_images(
       UserError: as `check_layout`; images of another kind, or another number than the set has.
       OSError: a file cannot be written.
     """
-    each = prompt_set.images_per_prompt if images_per_prompt is None else images_per_prompt
-    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
-        raise UserError(f"images are {images.dtype} {images.shape}: give uint8 [N, H, W, 3]")
-    check_layout(prompt_set, each, *images.shape[1:3])
-    if len(images) != len(prompt_set) * each:
-        raise UserError(
-            f"{len(images)} images: {len(prompt_set)} prompts have {len(prompt_set) * each}"
-        )
+    folder, images = Path(arguments.path("folder", folder)), arguments.as_array("images", images)
+    if seed is not None:
+        seed = arguments.integer("seed", seed)
+    each = _images_of_each(prompt_set, images, images_per_prompt)
     for i, prompt in enumerate(prompt_set.prompts):
         samples = images[i * each : (i + 1) * each]
-        _write_prompt(Path(folder) / FOLDER, prompt_set.kind, prompt, samples)
+        _write_prompt(folder / FOLDER, prompt_set.kind, prompt, samples)
     entries = [
         {
             "number": number * each + sample,
@@ -126,7 +126,38 @@ def write_images(
     ]
     kind = str(prompt_set.kind)
     content = {"kind": kind, "images_per_prompt": each, "seed": seed, "images": entries}
-    write_text(Path(folder) / MANIFEST, json_text(content))
+    write_text(folder / MANIFEST, json_text(content))
+
+
+def _images_of_each(prompt_set: PromptSet, images: np.ndarray, each: int | None) -> int:
+    """How many images a prompt has, once everything fits together."""
+    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
+        kind = f"{str(images.dtype):.20} {images.shape}"
+        raise UserError(f"images are {kind}: give uint8 [N, H, W, 3]")
+    if 0 in images.shape:
+        raise UserError(f"images of shape {images.shape} have no pixels: give uint8 [N, H, W, 3]")
+    each = getattr(prompt_set, "images_per_prompt", 1) if each is None else each
+    check_layout(prompt_set, each, *images.shape[1:3])
+    if len(images) != len(prompt_set) * each:
+        raise UserError(
+            f"{len(images)} images: {len(prompt_set)} prompts have {len(prompt_set) * each}"
+        )
+    return each
+
+
+def image_files(folder: Path) -> set[str]:
+    """The files below `images/` that the manifest of a folder says were written there."""
+    found: set[str] = set()
+    try:
+        content = parse_json((folder / MANIFEST).read_text(encoding="utf-8"))
+        for file in (entry["file"] for entry in content["images"]):
+            if file.startswith(f"{FOLDER}/"):
+                found.add(file)
+                if content["kind"] == Kind.GENEVAL:
+                    found.add(f"{file.rsplit('/', 2)[0]}/{METADATA}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or damaged
+        return set()
+    return found
 
 
 def _write_prompt(

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, islice, pairwise
 from pathlib import Path
 
-from varjax.errors import UserError, choose
+from varjax import arguments
+from varjax.errors import UserError, choose, show
 from varjax.storage.manifest import parse_json
 
 
@@ -81,10 +82,10 @@ def read_prompts(path: str | os.PathLike, kind: str = AUTO) -> PromptSet:
     """Read a prompt file or folder. kind: one of `KINDS`.
 
     Raises:
-      UserError: no such file, another format, a bad entry (named with file and line), no prompts or
-        too many.
+      UserError: no path, no such file, another format, a bad entry (named with file and line), no
+        prompts or too many.
     """
-    path = Path(path)
+    path = Path(arguments.path("prompts", path))
     choose("kind of prompts", kind, KINDS)
     if not path.exists():
         raise UserError(f"there is no prompt file or folder {path}")
@@ -130,7 +131,8 @@ def _recognise(path: Path) -> Kind:
 
 def _lines(path: Path) -> Iterator[Prompt]:
     for i, line in enumerate(_text_lines(path)):
-        yield Prompt(line.strip(), f"{i:05d}", f"{path}, line {i + 1}")
+        where = f"{path}, line {i + 1}"
+        yield Prompt(_plain(line, where).strip(), f"{i:05d}", where)
 
 
 def _geneval(path: Path) -> Iterator[Prompt]:
@@ -211,10 +213,16 @@ _READERS: Mapping[Kind, Callable[[Path], Iterable[Prompt]]] = {
 def _filled(text, where: str) -> str:
     """The text on one line; benchmarks have no empty prompts."""
     if not isinstance(text, str) or not text.strip():
-        raise UserError(f"{where}: expected a prompt, found {text!r:.60}")
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise UserError(f"{where}: {text!a:.60} holds half of a surrogate pair, which is no text")
-    return " ".join(text.split("\n")).strip()
+        raise UserError(f"{where}: expected a prompt, found {show(text)}")
+    return " ".join(_plain(text, where).split("\n")).strip()
+
+
+def _plain(text: str, where: str) -> str:
+    """The text, of characters that a text can hold."""
+    for found, what in ("\0", "a NUL character"), ("[\ud800-\udfff]", "half of a surrogate pair"):
+        if re.search(found, text):
+            raise UserError(f"{where}: {text!a:.60} holds {what}, which is no text")
+    return text
 
 
 def _text_lines(path: Path) -> list[str]:
@@ -223,9 +231,6 @@ def _text_lines(path: Path) -> list[str]:
     if text.count("\n") > MOST_PROMPTS:
         raise UserError(f"{path} has more than {MOST_PROMPTS} lines: divide it")
     lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
-    for i, line in enumerate(lines):
-        if "\0" in line:
-            raise UserError(f"{path}, line {i + 1} holds a NUL character: it is no text file")
     return lines if text else []
 
 

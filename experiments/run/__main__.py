@@ -26,10 +26,11 @@ from experiments.run import results as run_results
 from varjax import api
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
-from varjax.errors import UserError
+from varjax.errors import UserError, some
 from varjax.generator import Generator
 from varjax.model import Model
 from varjax.progress import Progress
+from varjax.storage import npz
 
 FLAGS = CommandFlags()
 MODEL = ModelFlags(FLAGS, published="Published name, with --dry_run: plan without weights")
@@ -101,12 +102,15 @@ def read_given(model: Model, num_images: int) -> tuple[np.ndarray | None, int | 
         return None, None
     count = schedule.num_scales if scales is None else scales
     with about(GIVEN[mine]):
-        try:
-            with np.load(path, allow_pickle=False) as archive:
-                array = archive[mine]
-        except Exception as error:  # NumPy raises many kinds over damaged files
-            raise UserError(f"cannot read array `{mine}` of an .npz file: {error}") from None
-        return model.transformer.tokens_from_file(array, num_images, count), scales
+        found = npz.load(path, [mine])
+        if mine not in found:
+            held = some(npz.names(path)) or "nothing"
+            raise UserError(f"cannot read array `{mine}` of {path}: the file holds {held}")
+        return model.transformer.tokens_from_file(found[mine], num_images, count), scales
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def generate_series(run: Run, model: Model, store: BatchStore, series: str) -> Generator:
@@ -119,18 +123,18 @@ def generate_series(run: Run, model: Model, store: BatchStore, series: str) -> G
     generator = run.generator(model, plan, kv_dtype, keep_logits=keep_logits)
     name, total = plan.policy.name, len(run.condition)
     missing, done = store.missing(series), store.finished(series)
-    progress = Progress(f"{name}: image", total, first=done)
     segments = len(generator.segments)
-    progress.note(f"{name}: compiling {segments} segments for batches of {run.batch_size}")
+    say(f"{name}: compiling {segments} segments for batches of {run.batch_size}")
     given, first = run.given_tokens, np.zeros(run.batch_size, np.int32)  # any images: for shapes
     generator.compile(run.condition.take(first), None if given is None else given[first])
-    progress.note(
+    say(
         f"{name}: compiled in {generator.timing.compile_s:.1f} s (compilation cache "
         f"{generator.timing.cache})"
     )
     if done:
-        progress.note(f"{name}: {done} of {total} images are there already, continuing")
+        say(f"{name}: {done} of {total} images are there already, continuing")
     options = dict(seed=run.seed, given=given, given_scales=run.given_scales)
+    progress = Progress(f"{name}: image", total, first=done)  # times images, not compiling
     for start in missing:
         index, results = next(generator.batches(run.condition, first=start, **options))
         store.add(series, index, run_results.kept(run, results))

@@ -68,6 +68,8 @@ def finish(run: Run, store: BatchStore, generator: Generator) -> dict:
         _write_pictures(out, run, pixels)
         if run.save_arrays:
             _write_arrays(out, run, store.collect("main"))
+        made = {path.name for path in out.iterdir() if path.is_file()}  # images: in the manifest
+        report["files"] = sorted({*made, "report.json"})
         write_text(out / "report.json", json_text(report))
     store.close()
     return report

@@ -11,6 +11,7 @@ from experiments.report import sweep_files
 from experiments.report.kinds import check
 from experiments.sweep.intervals import PER_IMAGE
 from experiments.sweep.plan import Cell, Sweep
+from varjax.io.json_text import json_safe
 from varjax.storage.manifest import parse_json
 
 
@@ -30,8 +31,10 @@ def read(path: pathlib.Path, sweep: Sweep, cell: Cell) -> dict | None:
 def check_row(row: object, sweep: Sweep, cell: Cell) -> None:
     """Raise `Damaged` unless everything is there that the tables and the report show."""
     check(row, {"plan": "text"}, "row")
-    if row["plan"] != cell.plan.digest:
-        raise Damaged("row.plan is another plan")
+    asked = {"policy": cell.name, "policy_args": cell.arguments, "budget": cell.budget}
+    for name, value in json_safe(asked | {"plan": cell.plan.digest}).items():
+        if row.get(name) != value:
+            raise Damaged(f"row.{name} is that of another cell")
     geometry = sweep.full.plan.geometry
     if cell is sweep.full:
         return sweep_files.check_sizes(row, geometry, "row")

@@ -234,15 +234,17 @@ def write(
     """Fill the folder of a finished sweep; returns why the plot is missing, if it is."""
     if calibration is not None:
         (out / CALIBRATION_COPY).write_bytes(calibration)
-    write_text(out / "sweep.json", json_text(report))
     write_text(out / "sweep.csv", csv_text(report))
     write_text(out / "sweep.md", markdown(report))
     np.savez(out / "samples.npz", **images)
+    missing = None
     try:
         plot(out / "fidelity.png", rows(report))
     except MissingExtra as error:
-        return str(error)
-    return None
+        missing = str(error)
+    files = sorted({path.name for path in out.iterdir()} | {"sweep.json"})
+    write_text(out / "sweep.json", json_text(report | {"files": files}))
+    return missing
 
 
 def curves(table: Sequence[dict], metric: str) -> dict[str, list[tuple[float, ...]]]:

@@ -76,7 +76,7 @@ def compilers(monkeypatch):
         (("--checkpoint=/nowhere",), "no checkpoint"),
         (("--target=h200,v5e", "--attention=triton"), "tpu-v5e is a TPU"),
         (("--target=h200", "--attention=tpu"), "h200 is a GPU"),
-        (("--attention=cudnn",), "auto, reference, triton, tpu"),
+        (("--attention=cudnn",), "auto, reference, mosaic, triton, tpu"),
         (("--mesh=date=8",), "did you mean 'data'"),
         (("--mesh=data=3",), "multiple of 3"),
         (("--mesh=data=512", "--batch_size=512"), "at most 256"),

@@ -110,6 +110,23 @@ def test_dpg_with_one_image_has_no_grid(tmp_path):
     np.testing.assert_array_equal(_read(tmp_path / "images" / "2.png"), images[0])
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("folder", value) for value in (None, 3, "", "\ud800", "x" * 300)),
+        *(("prompt_set", value) for value in (None, 3, ["a"], "a")),
+        *(("images", v) for v in (None, [1], [[1], [1, 2]], 3, "a", np.zeros((2, 0, 8, 3), "B"))),
+        *(("images_per_prompt", value) for value in ("1", 1.5, True, 0, -1, 10**400)),
+        *(("seed", value) for value in ("1", 1.5, object())),
+    ],
+)
+def test_nonsense_is_refused(name, value, tmp_path):
+    given = {"folder": tmp_path / "out", "prompt_set": _set(Kind.LINES), "images": _images(2)}
+    with pytest.raises(UserError, match=name.replace("_", "[ _]")):
+        write_images(**(given | {name: value}))
+    assert not list(tmp_path.iterdir())
+
+
 def test_several_images_per_line(tmp_path):
     write_images(tmp_path, _set(Kind.LINES), _images(4), 2)
     names = ["00000_0.png", "00000_1.png", "00001_0.png", "00001_1.png"]
@@ -157,7 +174,7 @@ def test_names_of_a_set_differ(tmp_path):
 
 def test_more_images_than_anybody_draws():
     with pytest.raises(UserError, match="at most 10000000 images"):
-        check_layout(_set(Kind.LINES), 10**9)
+        check_layout(_set(Kind.LINES), 10**7)
 
 
 def test_any_text_can_be_written(tmp_path):

@@ -3,18 +3,16 @@
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from experiments import output
+from experiments import batch_files, output
 from experiments.output import BatchStore
 from tests import unfinished_runs as runs
-from varjax.api import Generator
 from varjax.errors import UserError
-from varjax.storage import checkpoint
-from varjax.storage.atomic import check_new_folder, new_folder
 
 
 def same(found, expected):
@@ -132,31 +130,56 @@ def older(work):
     """As files were before they said which settings they were made with."""
     for path in work.glob("*.npz"):
         with np.load(path) as archive:
-            own = ("settings", "seal")
+            own = ("settings", "name", "seal")
             arrays = {name: archive[name] for name in archive.files if name not in own}
         np.savez(path, **arrays)
 
 
-def test_older_batches_are_kept(tmp_path):
-    out = tmp_path / "out"
-    older(runs.interrupted(out, 4))
-    drawn, found = runs.finish(runs.store(out))
-    assert drawn == [("full", 2), ("full", 4)]
-    same(found, runs.expected())
-
-
-@pytest.mark.parametrize("damage", LOST)
-def test_older_batches_without_settings_are_never_discarded_silently(tmp_path, damage):
+@pytest.mark.parametrize("damage", [None, *LOST])
+def test_older_batches_are_neither_trusted_nor_discarded_silently(tmp_path, damage):
+    """Nothing says whose they are and that they are whole."""
     out = tmp_path / "out"
     work = runs.interrupted(out, 4)
     older(work)
-    LOST[damage](work / "settings.json")
+    if damage:
+        LOST[damage](work / "settings.json")
     before = runs.tree(tmp_path)
-    message = "with other settings" if damage == "other" else "put that file back.*--overwrite"
+    message = "out.partial holds .* of an older version .full-00000000.npz .*add --overwrite"
     with pytest.raises(UserError, match=message), runs.store(out).working():
         pass
     assert runs.tree(tmp_path) == before
     assert len(runs.finish(runs.store(out, overwrite=True))[0]) == 6
+
+
+def test_one_older_batch_among_others(tmp_path):
+    """With impossible values, where a new version has started."""
+    work = runs.interrupted(tmp_path / "out", 2)
+    index = np.arange(4, 5)
+    made = runs.batch("main", index) | {"tokens": np.full((1, 3), -7, np.int32)}
+    np.savez(work / "main-00000004.npz", index=index, **made)
+    with pytest.raises(UserError, match="older version .main-00000004.npz does not say"):
+        runs.store(tmp_path / "out")
+
+
+def test_settings_larger_than_any_are_not_read_whole(tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    text = json.dumps(runs.SETTINGS) + " " * 2**24
+    (tmp_path / "out.partial" / "settings.json").write_text(text)
+    with pytest.raises(UserError, match="settings.json is missing or damaged"):
+        runs.store(tmp_path / "out")
+
+
+def test_a_batch_under_another_name_is_drawn_again(tmp_path, monkeypatch):
+    """Of the same run, images, types and shapes."""
+    monkeypatch.setitem(runs.SERIES, "main", runs.SERIES["full"])
+    work, index = runs.interrupted(tmp_path / "out"), np.arange(4, 5)
+    other = {name: array + 1 for name, array in runs.batch("full", index).items()}
+    digest = runs.store(tmp_path / "out").work.digest
+    batch_files.write(work / "full-00000004.npz", digest, {"index": index, **other})
+    shutil.copy(work / "full-00000004.npz", work / "main-00000004.npz")
+    drawn, found = runs.finish(runs.store(tmp_path / "out"))
+    assert drawn == [("main", 4)]
+    same(found, runs.expected() | {"full": found["full"]})
 
 
 def test_a_batch_of_another_run_is_not_taken(tmp_path):
@@ -207,9 +230,11 @@ def test_damaged_batches_are_drawn_again(tmp_path, damage, series):
     if damage in CHANGES:
         with np.load(path) as archive:
             arrays = {name: archive[name] for name in archive.files}
-        arrays = damage(arrays)
-        del arrays["seal"], arrays["settings"]  # as an older version writes it
-        np.savez(path, **arrays)
+        own = {name: arrays.pop(name) for name in ("settings", "name", "seal")}
+        if damage is objects:  # which cannot be sealed
+            np.savez(path, **damage(arrays), **own)
+        else:
+            batch_files.write(path, str(own["settings"]), damage(arrays))
     elif damage == "npy":
         with open(path, "wb") as file:
             np.save(file, np.zeros(3))
@@ -277,104 +302,7 @@ def test_nothing_finished_is_lost_where_a_disk_is_full(tmp_path, monkeypatch, wh
     same(found, runs.expected())
 
 
-# --- what --overwrite replaces ---
-
-
-def a_run(folder):
-    (folder / "report.json").write_text('{"policy": "x", "kv": {}, "versions": {}}')
-    (folder / "images").mkdir()
-
-
-def a_sweep(folder):
-    (folder / "sweep.json").write_text('{"settings": {}, "cells": [], "versions": {}}')
-    (folder / "samples.npz").write_bytes(b"")
-    (folder / ".DS_Store").write_bytes(b"")
-
-
-def nothing(folder):
-    pass
-
-
-def somebodys(folder):
-    (folder / "thesis.txt").write_text("precious")
-
-
-def somebodys_report(folder):
-    (folder / "report.json").write_text('{"profit": 3}')
-
-
-def damaged_report(folder):
-    (folder / "report.json").write_text('{"policy": "x", "kv"')
-
-
-def a_run_and_notes(folder):
-    a_run(folder)
-    somebodys(folder)
-
-
-def a_checkpoint(folder):
-    (folder / "model.json").write_text('{"format_version": 1, "family": "var"}')
-    (folder / "params").mkdir()
-
-
-def a_checkpoint_and_calibration(folder):
-    a_checkpoint(folder)
-    (folder / "calibration.json").write_text("{}")
-
-
-def an_encoder(folder):
-    content = {"format_version": 1, "kind": "t5", "files": {"params/x": {}, "spiece.model": {}}}
-    (folder / "text_encoder.json").write_text(json.dumps(content))
-    (folder / "params").mkdir()
-    (folder / "spiece.model").write_bytes(b"")
-
-
-REPLACED = [(output.written, fill) for fill in (a_run, a_sweep, nothing)]
-REPLACED += [(checkpoint.written, fill) for fill in (a_checkpoint, an_encoder, nothing)]
-KEPT = [(output.written, fill) for fill in (somebodys, somebodys_report, damaged_report)]
-KEPT += [(output.written, fill) for fill in (a_run_and_notes, a_checkpoint)]
-KEPT += [(checkpoint.written, f) for f in (somebodys, a_run, a_checkpoint_and_calibration)]
-
-
-@pytest.mark.parametrize(("replaces", "fill"), REPLACED)
-def test_own_folders_are_replaced(tmp_path, replaces, fill):
-    (tmp_path / "out").mkdir()
-    fill(tmp_path / "out")
-    with pytest.raises(UserError, match="exists already"):
-        check_new_folder(tmp_path / "out")
-    with new_folder(tmp_path / "out", replaces=replaces) as folder:
-        (folder / "new").write_text("new")
-    assert runs.tree(tmp_path / "out") == {"new": b"new"}
-
-
-@pytest.mark.parametrize(("replaces", "fill"), KEPT)
-def test_no_other_folder_is_replaced(tmp_path, replaces, fill):
-    (tmp_path / "out").mkdir()
-    fill(tmp_path / "out")
-    before = runs.tree(tmp_path)
-    with pytest.raises(UserError, match="out holds .* not replaced.*choose another"):
-        with new_folder(tmp_path / "out", replaces=replaces) as folder:
-            (folder / "new").write_text("new")
-    assert runs.tree(tmp_path) == before
-
-
-def test_what_comes_later_is_not_replaced_either(tmp_path):
-    (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match="thesis.txt"):
-        with new_folder(tmp_path / "out", replaces=output.written):
-            somebodys(tmp_path / "out")
-    assert runs.tree(tmp_path) == {"out": "folder", "out/thesis.txt": b"precious"}
-
-
-def test_commands_check_before_they_work(tmp_path, call, monkeypatch):
-    monkeypatch.setattr(Generator, "compile", lambda *a, **k: pytest.fail("compiled"))
-    monkeypatch.chdir(tmp_path)
-    somebodys(tmp_path)
-    before = runs.tree(tmp_path)
-    for command, out in (("run", "."), ("run", "/"), ("sweep", f"../{tmp_path.name}")):
-        status, _, err = call(command, "--num_images=1", f"--out={out}", "--overwrite")
-        assert status == 2 and "holds '" in err and "is not replaced: " in err, err
-    assert runs.tree(tmp_path) == before
+# --- where ---
 
 
 @pytest.mark.parametrize("out", [".", "..", "../here", "x/y", "x/.."])

@@ -129,7 +129,21 @@ REFUSED = {
     "nothing": (lambda folder: folder / "no.txt", "auto", "there is no prompt file"),
     "empty": (_file("f.txt", b""), "auto", "f.txt holds no prompts"),
     "encoding": (_file("f.txt", b"a\nb\xff\n"), "auto", "f.txt, line 2 is not UTF-8"),
-    "binary": (_file("f.txt", b"a\nb\x00\n"), "auto", "f.txt, line 2 holds a NUL"),
+    "binary": (_file("f.txt", b"a\nb\x00\n"), "auto", "f.txt, line 2: .*holds a NUL"),
+    "binary list": (_file("anime.json", ["a", "b\0"]), "auto", "entry 1: .*holds a NUL"),
+    "binary folder": (
+        _folder(a_txt=b"a", b_txt=b"b\0"),
+        "auto",
+        r"b\.txt: .*holds a NUL",
+    ),
+    "binary caption": (
+        _file("c.json", {"annotations": [{"image_id": 1, "id": 1, "caption": "\0"}]}),
+        *("auto", r"annotations\[0\]: .*holds a NUL"),
+    ),
+    "binary geneval": (
+        _file("f.jsonl", b'{"tag": "a", "include": [], "prompt": "a\\u0000"}'),
+        *("auto", "line 1: .*holds a NUL"),
+    ),
     "geneval line": (_file("f.jsonl", b'{"a": 1}\n{'), "auto", "f.jsonl, line 1: expected"),
     "geneval json": (_file("f.jsonl", b"{}}"), "auto", "f.jsonl, line 1 is not JSON"),
     "geneval tag": (_file("f.jsonl", _NO_TAG), "auto", "line 2: .*'tag' is missing"),
@@ -177,6 +191,12 @@ def test_files_that_are_refused(case, tmp_path):
     write, kind, message = REFUSED[case]
     with pytest.raises(UserError, match=message):
         read_prompts(write(tmp_path), kind)
+
+
+@pytest.mark.parametrize("path", [None, 3, "", "a\0b", "\ud800", "x" * 10**6, "x" * 300, b"x"])
+def test_what_is_no_path(path):
+    with pytest.raises(UserError, match="^prompts="):
+        read_prompts(path)
 
 
 def test_files_that_are_too_large(tmp_path, monkeypatch):

@@ -1,22 +1,18 @@
 """`experiments.run` as a user meets it: results, errors, interruption."""
 
-import errno
 import json
-import shutil
 import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from experiments.output import BatchStore, written
 from experiments.run import __main__ as run_module
 from experiments.run import results
 from tests import models_under_test as models
 from varjax import metrics, policies
 from varjax.api import Generator
 from varjax.conditions import Labels
-from varjax.storage.atomic import check_new_folder
 
 FIELDS = (
     "policy",
@@ -80,108 +76,6 @@ def test_results(call, checkpoint, tmp_path):
         np.testing.assert_array_equal(samples["arr_0"], rounded)
 
 
-def test_interrupted_run_resumes_without_repeating(call, checkpoint, tmp_path, monkeypatch):
-    out = tmp_path / "out"
-    flags = (checkpoint, "--num_images=5", "--batch_size=2", f"--out={out}", "--save_arrays")
-    batches, ran = Generator.run_batch, []
-
-    def dies_in_the_second_batch(self, labels, index, **options):
-        if len(ran) == 1:
-            raise KeyboardInterrupt
-        ran.append(list(index))
-        return batches(self, labels, index, **options)
-
-    monkeypatch.setattr(Generator, "run_batch", dies_in_the_second_batch)
-    status, _, err = call("run", *flags)
-    assert status == 130 and not out.exists() and (tmp_path / "out.partial").is_dir()
-
-    status, _, err = call("run", *flags, "--seed=1")
-    assert status == 2 and "other settings" in err and (tmp_path / "out.partial").is_dir()
-
-    def remembers(self, labels, index, **options):
-        ran.append(list(index))
-        return batches(self, labels, index, **options)
-
-    monkeypatch.setattr(Generator, "run_batch", remembers)
-    status, _, err = call("run", *flags)
-    assert status == 0 and "2 of 5 images are there already" in err
-    assert ran == [[0, 1], [2, 3], [4, 4]] and report_of(out)["resumed"] is True
-    whole = tmp_path / "whole"
-    assert call("run", *flags[:3], "--save_arrays", f"--out={whole}")[0] == 0
-    with np.load(out / "arrays.npz") as a, np.load(whole / "arrays.npz") as b:
-        for name in a.files:
-            np.testing.assert_array_equal(a[name], b[name])
-    assert not (tmp_path / "out.partial").exists()
-
-
-def test_nothing_is_run_for_its_time_alone(call, checkpoint, tmp_path, monkeypatch):
-    """One batch is one run; after a resumption that finds everything there is none."""
-    flags = (checkpoint, "--labels=3,7", "--batch_size=2", f"--out={tmp_path / 'out'}")
-    finish, run_batch, ran = results.finish, Generator.run_batch, []
-
-    def counted(self, *args, **options):
-        ran.append(self)
-        return run_batch(self, *args, **options)
-
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Generator, "run_batch", counted)
-    monkeypatch.setattr(results, "finish", interrupted)
-    assert call("run", *flags)[0] == 130 and len(ran) == 1
-    monkeypatch.setattr(results, "finish", finish)
-    status, text, err = call("run", *flags)
-    assert status == 0 and len(ran) == 1, err
-    time = report_of(tmp_path / "out")["time"]
-    assert time["steady_s_per_image"] is time["first_run_s"] is None and time["runs"] == []
-    assert "time per image    -" in text
-
-
-def test_a_full_disk_at_the_end_loses_nothing(call, checkpoint, tmp_path, monkeypatch):
-    """One line; started again, the same command only writes the results, or draws what is damaged
-    by then."""
-    out, run_batch, ran = tmp_path / "out", Generator.run_batch, []
-    flags = (checkpoint, "--labels=3,7,7", "--batch_size=1", "--compare", "--save_arrays")
-
-    def counted(self, condition, index, **options):
-        ran.append((self.policy.name, *index))
-        return run_batch(self, condition, index, **options)
-
-    def full(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Generator, "run_batch", counted)
-    flags += ("--policy=swa", "--budget=0.5", f"--out={out}")
-    with monkeypatch.context() as patched:
-        patched.setattr(results.images, "save_samples_npz", full)
-        status, _, err = call("run", *flags)
-    assert status == 2 and err.count("error: No space left on device") == 1 and len(ran) == 6
-    assert "Traceback" not in err and [path.name for path in tmp_path.iterdir()] == ["out.partial"]
-    assert not (tmp_path / "out.partial" / "pixels.npy").exists()
-    (tmp_path / "out.partial" / "main-00000001.npz").write_bytes(b"damaged")
-    ran.clear()
-    status, _, err = call("run", *flags)
-    assert status == 0 and ran == [("swa", 1)], err
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    check_new_folder(out, replaces=written)  # with --overwrite
-
-
-def test_pictures_that_are_none_are_found_at_once(call, checkpoint, tmp_path, monkeypatch):
-    """Not when all are drawn."""
-    run_batch, ran = Generator.run_batch, []
-
-    def broken(self, *args, **options):
-        ran.append(1)
-        found, state = run_batch(self, *args, **options)
-        return found | {"images": found["images"] * np.nan}, state
-
-    monkeypatch.setattr(Generator, "run_batch", broken)
-    flags = (checkpoint, "--labels=3,7", "--batch_size=1", "--save_arrays")
-    status, _, err = call("run", *flags, f"--out={tmp_path / 'out'}")
-    assert status == 2 and "values that are not finite" in err and len(ran) == 1
-    assert not list(tmp_path.iterdir())
-
-
 MINE = """
 from varjax.policies import Streaming, register
 
@@ -210,45 +104,6 @@ def test_a_policy_of_my_own(call, checkpoint, tmp_path):
     finally:
         for name in set(policies.POLICIES) - set(before):
             del policies.POLICIES[name]
-
-
-def test_damaged_checkpoint_leaves_nothing_behind(call, tmp_path, monkeypatch):
-    """Neither a work folder nor results/, so that a repaired checkpoint runs."""
-    broken = tmp_path / "broken"
-    shutil.copytree(models.checkpoint_folder("b_k6_sharedaln"), broken)
-    largest = max((p for p in (broken / "params").rglob("*") if p.is_file()), key=_size)
-    largest.write_bytes(largest.read_bytes()[:100])
-    monkeypatch.chdir(tmp_path)
-    for flags in ((f"--out={tmp_path / 'out'}",), ()):
-        status, _, err = call("run", f"--checkpoint={broken}", "--num_images=1", *flags)
-        assert status == 2 and largest.name in err
-    assert [p.name for p in tmp_path.iterdir()] == ["broken"]
-
-
-def _size(path):
-    return path.stat().st_size
-
-
-def test_two_runs_do_not_share_a_folder(call, checkpoint, tmp_path, monkeypatch):
-    first = BatchStore(tmp_path / "out", {}, overwrite=False)
-    monkeypatch.setattr(Generator, "compile", lambda *a, **k: pytest.fail("compiled"))
-    with first.working():
-        status, _, err = call("run", checkpoint, f"--out={tmp_path / 'out'}", "--overwrite")
-        assert status == 2 and "another run" in err
-    assert not list(tmp_path.iterdir())
-
-
-def test_changed_table_does_not_continue_a_run(tmp_path):
-    """The settings of a run hold the content of its table, not only its path."""
-    keep = np.zeros((6, 2, 2, 130), bool)
-    keep[1:, :, :, 0] = True
-    texts = []
-    for token in (1, 2):
-        keep[2:, :, :, 1:3] = False
-        keep[2:, :, :, token] = True
-        np.savez(tmp_path / "keep.npz", keep_token=keep)
-        texts.append(policies.Table(path=str(tmp_path / "keep.npz")).content())
-    assert texts[0] != texts[1]
 
 
 def test_existing_folder_is_kept(call, checkpoint, tmp_path):
@@ -289,6 +144,9 @@ BAD = [
     (("--compilation_cache=/proc/1",), "cannot write there"),
     (("--prompts=file.txt",), "class-conditional"),
     (("--given_tokens=/nowhere.npz",), "cannot read"),
+    (("--given_tokens=/dev/zero",), "no ordinary file"),
+    (("--policy=heatkv", "--calibration=/dev/zero"), "no ordinary file"),
+    (("--policy=scalekv", "--policy_args=budgets=/dev/zero"), "no ordinary file"),
     (("--given_scales=2",), "--given_tokens"),
     (("--checkpoint=",), "is empty"),
     (("--policy=headkv", "--policy_args=window=1000000"), "window=1000000"),

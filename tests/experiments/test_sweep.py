@@ -2,6 +2,7 @@
 
 import csv
 import json
+import pathlib
 import sys
 from types import SimpleNamespace
 
@@ -96,11 +97,20 @@ def test_table_files_and_resumption(call, checkpoint, tmp_path, monkeypatch):
     assert "dB [" in text and "image by image:" in (out / "sweep.md").read_text(encoding="utf-8")
 
     assert call("sweep", *flags, policies, budgets)[0] == 2  # the folder exists
-    same = call("run", *flags[:3], "--policy=swa", "--budget=0.05", "--compare", f"--out={out}-run")
-    assert same[0] == 0, same[2]
-    single = json.loads((tmp_path / "out-run" / "report.json").read_text())["fidelity"]
+    _assert_a_run_measures_the_same(call, small, *flags[:3], f"--out={out}-run")
+
+
+def _assert_a_run_measures_the_same(call, cell, *flags):
+    """`experiments.run` with the policy and the budget of a cell."""
+    status, _, err = call(
+        "run", *flags, f"--policy={cell['label']}", f"--budget={cell['budget']}", "--compare"
+    )
+    assert status == 0, err
+    file = pathlib.Path(flags[-1].removeprefix("--out=")) / "report.json"
+    report = json.loads(file.read_text(encoding="utf-8"))
     for name in ("psnr", "ssim", "token_agreement"):
-        assert small["fidelity"][name] == pytest.approx(single[name], rel=1e-4), name
+        found, single = cell["fidelity"][name], report["fidelity"][name]
+        assert found == pytest.approx(single, rel=1e-4), name
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Finished cells of an unfinished sweep count only if everything of them is there."""
 
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,15 +14,20 @@ from varjax.policies import get_policy
 GEOMETRY = made_up_sweep.GEOMETRY
 
 
+def made_up_cell(key, name, budget, policy):
+    plan = plan_cache(GEOMETRY, policy)
+    return SimpleNamespace(key=key, name=name, budget=budget, arguments={"n": (1,)}, plan=plan)
+
+
 def made_up_runner(folder):
     """Of a sweep of three images, two of which are shown, and its only cell."""
     transformer = SimpleNamespace(
         no_tokens=lambda n: np.zeros((n, GEOMETRY.schedule.total_tokens), np.int32)
     )
     codec = SimpleNamespace(config=SimpleNamespace(downsample=2))
-    full = SimpleNamespace(key="full", plan=plan_cache(GEOMETRY, get_policy("full", None)))
+    full = made_up_cell("full", "full", 1.0, get_policy("full", None))
     model = SimpleNamespace(transformer=transformer, codec=codec)
-    cell = SimpleNamespace(key="a", plan=plan_cache(GEOMETRY, get_policy("swa", 0.5)))
+    cell = made_up_cell("a", "swa", 0.5, get_policy("swa", 0.5))
     sweep = SimpleNamespace(full=full, samples=2, condition=range(3), model=model, cells=[cell])
     return sweep_cells.Runner(
         sweep, SimpleNamespace(work=SimpleNamespace(path=folder, digest="d"))
@@ -31,6 +37,7 @@ def made_up_runner(folder):
 def content_of(runner, cell):
     """(row, arrays) as a run leaves them."""
     row = made_up_sweep.cell("swa", 0.5, 1) | {"plan": cell.plan.digest}
+    row |= {"policy": cell.name, "budget": cell.budget, "policy_args": {"n": [1]}}
     pictures = np.zeros((3, 12, 12, 3), np.float32)
     if cell is runner.sweep.full:
         tokens = runner.sweep.model.transformer.no_tokens(3)
@@ -73,10 +80,13 @@ def test_a_damaged_cell_is_run_again(kept, keep):
         {"row": {"kv": 1}},
         {"row": {"live_tokens": [[1]]}},
         {"row": {"plan": "another"}},
+        {"row": {"policy": "streaming"}},
+        {"row": {"policy_args": {}}},
+        {"row": {"budget": 0.25}},
         {"row": []},
         {"more": np.ones(3)},
     ],
-    ids=[*range(10)],
+    ids=[*range(13)],
 )
 def test_so_is_one_with_other_content(kept, change):
     runner, cell, row, arrays = kept
@@ -85,6 +95,17 @@ def test_so_is_one_with_other_content(kept, change):
     arrays = {name: array for name, array in (arrays | change).items() if array is not None}
     runner.keep(cell, row | other if isinstance(other, dict) else other, **arrays)
     assert runner.results(cell) is None
+
+
+def test_so_is_one_of_another_name(kept):
+    runner, cell, *_ = kept
+    path = runner.path(cell)
+    path.rename(path.with_name("cell-b.npz"))
+    assert runner.results(cell) is None
+    path.with_name("cell-b.npz").rename(path)
+    assert runner.results(cell) is not None
+    shutil.copy(path, runner.path(SimpleNamespace(key="b")))
+    assert runner.results(SimpleNamespace(**vars(cell) | {"key": "b"})) is None
 
 
 def test_cells_of_earlier_versions_count(tmp_path):

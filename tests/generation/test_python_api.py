@@ -89,6 +89,8 @@ def test_nonsense_is_refused(demo, monkeypatch, arguments, message):
         ({"attention": "tpu"}, "tpu needs a TPU"),
         ({"matmul_precision": 3}, "unknown matmul_precision 3"),
         ({"keep_logits": "no"}, "^keep_logits='no': it must be true or false"),
+        ({"kv_dtype": np.float32(0.5)}, "unknown kv_dtype"),
+        ({"calibration": "x" * 10**6, "policy": "hack"}, r"^calibration=.{,100} bytes$"),
         ({"plan": 3}, "^plan=3: give a plan"),
     ],
 )
@@ -113,6 +115,14 @@ def test_a_plan_of_another_model_is_refused(demo):
         (lambda: varjax.load(on_host="no"), "^on_host='no'"),
         (lambda: varjax.describe("infinity-2b", aspect="x"), "aspect 'x' is not supported"),
         (lambda: varjax.describe("infinity-2b", aspect=True), "aspect True is not supported"),
+        *(
+            (lambda wrong=wrong: varjax.describe("infinity-2b", aspect=wrong), "^aspect .* is not")
+            for wrong in (np.True_, b"1", np.ones(1), 10**400, [1])
+        ),
+        (lambda: varjax.load("\ud800"), "^model="),
+        (lambda: varjax.describe("x" * 10**6), "^model=.*less than 4096 bytes"),
+        (lambda: varjax.load(dtype=np.float32(0.5)), "unknown dtype"),
+        (lambda: varjax.plan(varjax.describe()).num_bytes(1, np.float32(1)), "unknown dtype"),
         (lambda: varjax.plan(3), "^model=3: give a model"),
         (lambda: varjax.describe().sampling(cfg="a"), "^cfg='a': it must be a number"),
         (lambda: varjax.describe().sampling(cgf=2.0), "unknown setting 'cgf'.*did you mean 'cfg'"),

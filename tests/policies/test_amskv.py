@@ -179,7 +179,7 @@ def test_number_of_condensed_scales(condensed, locked):
         ({"condensed": "10"}, "choose 0 to 9"),
         ({"theta": "-1", "demanding": "2"}, "contradict"),
         ({"theta": "0.5"}, "negative distances"),
-        ({"theta": "nan"}, "must be a finite number"),
+        ({"theta": "nan"}, "theta=nan is outside .* negative distances"),
         ({"mode": "onlin"}, "did you mean 'online'"),
         ({"mode": "online", "layers": "3"}, "leave out layers"),
         ({"mode": "online", "demanding": "3"}, "needs a calibration"),

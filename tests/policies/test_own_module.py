@@ -75,6 +75,28 @@ def test_what_is_wrong_is_said(tmp_path, text, message):
     assert known == POLICIES and POLICIES["h2o"] is policies.H2O
 
 
+@pytest.mark.parametrize("name", [None, 3, "", "../$x$", "a b", "a,b", "ä", "a\n", "x" * 65])
+def test_names_that_nobody_can_type(name):
+    with pytest.raises(UserError, match=r"^@register\(.*\) on .*H2O.*: give a name of"):
+        registry.register(name)(policies.H2O)
+    assert policies.H2O.name == "h2o"
+
+
+@pytest.mark.parametrize("given", [int, 3, lambda: None])
+def test_what_is_no_policy(given):
+    with pytest.raises(UserError, match=r"^@register\('zz'\) on .*: it is no policy"):
+        registry.register("zz")(given)
+    assert "zz" not in POLICIES
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit])
+def test_an_interrupted_import_leaves_nothing(tmp_path, error):
+    path = write(tmp_path, f"{EXAMPLE}\nraise {error.__name__}")
+    with pytest.raises(error):
+        load_module(path)
+    assert "best_attended" not in POLICIES and path not in registry._LOADED
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -75,6 +75,42 @@ def test_fields_are_what_they_say(name, field):
         assert value == default and type(value) in (field.type, type(default))
 
 
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [(n, f) for n, f in FIELDS if f.type is int],
+    ids=lambda value: str(value)[:9],
+)
+def test_whole_numbers_that_nothing_has(name, field):
+    for wrong in (-(10**5000), 10**400):
+        with pytest.raises(UserError, match=f"^policy '{name}': {field.name}=.{{,60}}: choose"):
+            POLICIES[name](**{field.name: wrong})
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        *(("amskv", "ratio", v) for v in (1e308, 0.5)),
+        *(("amskv", "theta", v) for v in (-1e300, 0.5)),
+        *(("compose", "_prepared", v) for v in ("x", None, (1, 2), (policies.H2O(),), [])),
+        *(("hack", "_types", v) for v in ("x", None, (1,), ((1,),), [[True]], np.ones((1, 1)))),
+    ],
+)
+def test_fields_that_are_refused(name, field, value):
+    with pytest.raises(UserError, match=f"^policy '{name}': {field}="):
+        POLICIES[name](**{field: value})
+
+
+@pytest.mark.parametrize("value", ["x" * 10**6, "x" * 300])
+def test_names_that_are_no_table(value):
+    with pytest.raises(UserError, match="^policy 'table': path=.{,120} bytes$"):
+        plan_cache(GEOMETRY, policies.Table(path=value))
+
+
+def test_a_long_text_is_cut():
+    with pytest.raises(UserError, match="^accounting=.{,70}: choose bytes or tokens$"):
+        plan_cache(GEOMETRY, policies.H2O(accounting="x" * 10**6))
+
+
 def table(tmp_path, **arrays):
     np.savez(tmp_path / "keep.npz", **arrays)
     return policies.Table(path=str(tmp_path / "keep.npz"))
@@ -171,3 +207,11 @@ def test_table_rows_must_fit_the_run(tmp_path):
     policy.check_images(2)
     with pytest.raises(UserError, match="two per image"):
         policy.check_images(3)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (3, 2)])
+def test_tables_with_few_axes(tmp_path, shape):
+    policy = table(tmp_path, keep_token=np.zeros(shape, bool))
+    policy.check_images(2)  # asked first by commands
+    with pytest.raises(UserError, match="has shape"):
+        plan_cache(GEOMETRY, policy)

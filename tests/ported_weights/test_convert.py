@@ -339,15 +339,17 @@ def test_truncated_weights(request_for, tmp_path):
 def test_overwriting(request_for, tmp_path):
     request = request_for("b_k6_sharedaln")
     out = _quiet(request)
-    (out / "params" / "old").write_text("")
+    before = (out / "model.json").stat().st_mtime_ns
     _refused(request, "exists already.*overwrite", tmp_path)
     again = dict(request, overwrite=True)
     _refused(dict(again, source="nowhere.pth"), "no file", tmp_path)
-    (out / "calibration.json").write_text("hours of work")
-    _refused(again, "holds 'calibration.json' and is not replaced", tmp_path)
-    (out / "calibration.json").unlink()
+    for name in ("calibration.json", "params/mine"):
+        (out / name).write_text("hours of work")
+        _refused(again, f"holds '{name}' and is not replaced", tmp_path)
+        (out / name).unlink()
     _quiet(again)
-    assert not (out / "params" / "old").exists() and checkpoint.load(out)[1]["family"] == "var"
+    assert (out / "model.json").stat().st_mtime_ns > before
+    assert checkpoint.load(out)[1]["family"] == "var"
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 

@@ -257,7 +257,7 @@ def test_hostile_indices(tmp_path, case):
 def test_what_is_no_file(tmp_path):
     for device in ("/dev/zero", "/dev/null"):
         _refused(device, "no ordinary file")
-    with pytest.raises(UserError, match="more than 16777216 bytes"):
+    with pytest.raises(UserError, match="no ordinary file"):
         read_json("/dev/zero")
 
 
@@ -297,7 +297,7 @@ def test_a_hundred_thousand_surplus_names():
     with pytest.raises(UserError, match=r"(?s)100001 problems:.*and 99900 more") as caught:
         rules._report(["missing: a", *(f"surplus: {i}" for i in range(10**5))])
     assert "missing: a" in str(caught.value)
-    assert len(str(UserError("x" * 10**6 + " do this"))) < LONGEST_MESSAGE + 100
+    assert len(str(UserError("x" * 10**6 + " do this"))) <= LONGEST_MESSAGE
     assert str(UserError("x" * 10**6 + " do this")).endswith("do this")
 
 

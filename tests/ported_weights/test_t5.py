@@ -127,8 +127,11 @@ def test_the_encoder_alone_by_command(published, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--sampling=a.json"], "--model=flan-t5 takes no --sampling"),
-        (["--tokenizer_source=a", "--config=b"], "takes no --tokenizer_source, --config: drop"),
+        (["--sampling=a.json"], "--model=flan-t5 takes no --sampling: drop it"),
+        (
+            ["--tokenizer_source=a", "--config=b"],
+            "takes no --tokenizer_source, --config: drop them",
+        ),
         (["--text_encoder_source=a"], "takes no --text_encoder_source"),
         (["--source=nowhere"], "nowhere is no folder: give that of a published T5 encoder"),
         (["--model=flan-t5-xl"], "did you mean 'flan-t5'"),

@@ -1,9 +1,13 @@
 """Small files that would become large or take for ever, in a process that may not."""
 
 import io
+import os
 import struct
 import zipfile
+import zlib
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.ported_weights.conftest import TorchZip, assemble, view
@@ -80,3 +84,66 @@ def test_bombs_are_refused_in_little_memory_and_time(tmp_path, few):
     assert ended.status == 0, ended.stderr[-2000:]
     assert ended.stdout.count("\nrefused") + 1 == len(paths), ended.stdout
     assert ended.peak_bytes < limits.GIB and ended.seconds < 60, ended
+
+
+READ_ARRAYS = """
+import sys
+from pathlib import Path
+import numpy as np
+import varjax
+from varjax.errors import UserError
+from varjax.policies import Table, get_policy
+from varjax.storage import npz
+from varjax.text import features
+from varjax.training import data, var_trainer
+from tests.policies.test_registry import GEOMETRY as model
+
+pictures = data.Dataset(*np.zeros((4, 8), np.uint8), 2)
+bomb = sys.argv[1]
+attempts = {
+    "given": lambda: npz.load(bomb, ["tokens"]),
+    "features": lambda: features.load(bomb),
+    "table": lambda: varjax.plan(model, Table(path=bomb)),
+    "pictures": lambda: data.load(bomb, 8),
+    "tokens": lambda: var_trainer.read_tokens(Path(bomb), pictures, model),
+    "calibration": lambda: varjax.plan(model, "full", calibration="/dev/zero"),
+    "budgets": lambda: varjax.plan(model, get_policy("scalekv", 0.5, {"budgets": "/dev/zero"})),
+    "pipe": lambda: varjax.plan(model, "full", calibration=sys.argv[2]),
+    "budget pipe": lambda: varjax.plan(model, get_policy("scalekv", 0.5, {"budgets": sys.argv[2]})),
+}
+for name, attempt in attempts.items():
+    try:
+        attempt()
+        print("read", name)
+    except UserError as error:
+        print("refused", name, error)
+"""
+
+
+def _packed_zeros(path: Path, names: list[str], size: int) -> None:
+    """An npz file of bytes that are zero, of so many whole MiB each; it has 1/1000 of them."""
+    header, squeezer = io.BytesIO(), zlib.compressobj(9, wbits=-15)
+    content = {"descr": "|u1", "fortran_order": False, "shape": (size * 2**20,)}
+    np.lib.format.write_array_header_1_0(header, content)
+    start = squeezer.compress(header.getvalue()) + squeezer.flush(zlib.Z_FULL_FLUSH)
+    block = squeezer.compress(bytes(2**20)) + squeezer.flush(zlib.Z_FULL_FLUSH)
+    stream = start + block * size + squeezer.flush()
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in names:
+            info = zipfile.ZipInfo(f"{name}.npy")
+            archive.writestr(info, stream)
+            info.compress_type = zipfile.ZIP_DEFLATED  # in the directory, which is written last
+            info.file_size = size * 2**20 + len(header.getvalue())
+
+
+def test_arrays_and_measurements_are_refused_in_little_memory(tmp_path):
+    names = ["tokens", "kv", "lens", "keep_token", "images", "labels", "train", "val"]
+    _packed_zeros(tmp_path / "bomb.npz", names, 1536)
+    os.mkfifo(tmp_path / "pipe")
+    paths = (str(tmp_path / "bomb.npz"), str(tmp_path / "pipe"))
+    ended = limits.run_limited("-c", READ_ARRAYS, *paths, memory=6 * limits.GIB, seconds=60)
+    assert ended.status == 0, ended.stderr[-2000:]
+    assert len(ended.stdout.splitlines()) == ended.stdout.count("refused") == 9, ended.stdout
+    assert ended.stdout.count("bytes packed into") == 5, ended.stdout
+    assert ended.stdout.count("it is no ordinary file") == 4, ended.stdout
+    assert ended.peak_bytes < limits.GIB and ended.seconds < 40, ended

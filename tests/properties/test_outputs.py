@@ -155,8 +155,11 @@ def test_batches_are_read_as_they_were_written_or_not_at_all(example, draw):
 
 # --- folders that --overwrite replaces ------------------------------------------------------------
 
-REPORT = {"policy": "x", "kv": {}, "versions": {}, "seed": 0}
-ENTRIES = st.sampled_from([*output.WRITTEN, "notes.txt", "model.json", ".git", "images2"])
+REPORT = {"policy": "x", "kv": {}, "versions": {}, "files": ["report.json", "grid.png"]}
+RUN_FILES = output.WRITTEN["report.json"]
+ENTRIES = st.sampled_from(
+    [*RUN_FILES, "images", "sweep.csv", "notes.txt", "model.json", ".git", "images2"]
+)
 
 
 @given(report=st.none() | mutations.damaged_json(REPORT), names=st.sets(ENTRIES, max_size=4))
@@ -169,14 +172,17 @@ def test_only_own_folders_are_replaced(tmp_path, report, names):
         write_text(out / "report.json", json.dumps(report))
     before = runs.tree(out)
     ours = isinstance(report, dict) and {"policy", "kv", "versions"} <= report.keys()
+    listed = report.get("files", sorted(RUN_FILES)) if ours else []
+    listed = [name for name in RUN_FILES if isinstance(listed, list) and name in listed]
+    listed = {"report.json", *listed}
     try:
         with new_folder(out, replaces=output.written) as folder:
             (folder / "new").write_bytes(b"")
     except UserError:
-        assert runs.tree(out) == before and (not ours or names - set(output.WRITTEN))
+        assert runs.tree(out) == before and (not ours or names - listed)
     else:
         assert runs.tree(out) == {"new": b""}
-        assert not before or (ours and names <= set(output.WRITTEN))
+        assert not before or (ours and names <= listed)
 
 
 # --- names ----------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The checkpoint folder: round trips, descriptions that do not fit, and damaged files."""
 
+import dataclasses
 import json
 import shutil
 
@@ -11,9 +12,8 @@ import pytest
 
 from varjax.codecs.vqvae.config import VQVAEConfig
 from varjax.errors import UserError
-from varjax.models import parameters, published, registry
+from varjax.models import parameters, registry
 from varjax.models.var.transformer import VARConfig
-from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 from varjax.storage import arrays, checkpoint, manifest
 from varjax.text.t5 import T5Config
@@ -127,6 +127,27 @@ def test_a_part_with_a_folder_of_its_own(tmp_path, modules):
     (tmp_path / "alone" / "spiece.model").write_bytes(b"others")
     with pytest.raises(UserError, match="spiece.model has been altered"):
         checkpoint.load(tmp_path / "alone")
+
+
+def test_only_what_was_written_with_a_checkpoint_is_replaced(tmp_path, modules):
+    """An encoder that came later, or another one, is not."""
+    encoder = _random(registry.OWN_FOLDER["text_encoder"], T5)
+    other = _random(registry.OWN_FOLDER["text_encoder"], dataclasses.replace(T5, num_layers=2))
+    both = {**modules, "text_encoder": encoder}
+    _save(tmp_path / "all", both)
+    _save(tmp_path / "all", both, overwrite=True)
+    for folder, part in ((tmp_path / "alone", encoder), (tmp_path / "other", other)):
+        checkpoint.save(folder, family=None, parts={"text_encoder": part})
+    _save(tmp_path / "tree", modules, metadata=manifest.read(tmp_path / "all"))
+    shutil.copytree(tmp_path / "alone", tmp_path / "tree" / "text_encoder")
+    shutil.rmtree(tmp_path / "all" / "text_encoder")
+    shutil.copytree(tmp_path / "other", tmp_path / "all" / "text_encoder")
+    for folder in (tmp_path / "tree", tmp_path / "all"):
+        with pytest.raises(UserError, match="holds 'text_encoder' and is not replaced"):
+            _save(folder, modules, overwrite=True)
+        assert checkpoint.load(folder, {"text_encoder": None})
+    shutil.rmtree(tmp_path / "all" / "text_encoder")
+    _save(tmp_path / "all", modules, overwrite=True)
 
 
 def test_stored_and_requested_types(tmp_path, modules):
@@ -334,61 +355,3 @@ def test_what_orbax_finds_is_a_user_error_too(copy, name):
     (copy / "params" / name).write_bytes(b"nonsense")
     with pytest.raises(UserError, match="params: the files are damaged"):
         checkpoint.load(copy)
-
-
-# --- configurations by published names ------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", registry.PRESETS)
-def test_presets_round_trip_through_published_names(name):
-    preset = registry.preset(name)
-    family = registry.family(preset.family)
-    assert list(preset.configs) == list(family.tree)
-    for name, config in preset.configs.items():
-        written = json.loads(json.dumps(config.to_published()))
-        assert family.parts[name].read(written) == config
-    family.check(preset.configs)
-    preset.configs["transformer"].check_sampling(Sampling.recommended(preset.sampling))
-
-
-def test_defaults_are_those_of_the_published_constructor():
-    config = VARConfig.from_published({"L": 680, "note": "x", "vae": "v", "drop_rate": 0.1})
-    assert (config.num_classes, config.depth, config.embed_dim) == (1000, 16, 1024)
-    assert not config.attn_l2_norm and not config.shared_aln
-    assert published.patch_nums(config.schedule) == [1, 2, 3, 4, 5, 6, 8, 10, 13, 16]
-
-
-@pytest.mark.parametrize(
-    "values, match",
-    [
-        ({"dpeth": 3}, "unknown name 'dpeth'.*did you mean 'depth'"),
-        ({"depth": 2.5}, "depth is 2.5, it must be a whole number"),
-        ({"depth": True}, "must be a whole number"),
-        ({"depth": float("nan")}, "must be a whole number"),
-        ({"mlp_ratio": "4"}, "must be a number"),
-        ({"shared_aln": 1}, "must be true or false"),
-        ({"patch_nums": 3}, "patch_nums 3 must list"),
-        ({"patch_nums": [[1, 2, 3]]}, "must list"),
-        ({"patch_nums": []}, "at least one scale"),
-        ({"patch_nums": [True, 2]}, "must list"),
-        ({"patch_nums": [[1, True]]}, "must list"),
-        ({"patch_nums": [1, 10**12]}, "is too large: heights and widths are at most 4096"),
-        ({"depth": 10**12}, "depth is 1000000000000, it must be at most 1024"),
-        ({"embed_dim": 10**12}, "embed_dim is .*at most 10000000"),
-        ({"vocab_size": float("inf")}, "must be a whole number"),
-        ({"mlp_ratio": float("nan")}, "mlp_ratio is nan"),
-        ({"mlp_ratio": 0}, "mlp_ratio is 0.0, .*greater than 0"),
-        ({"mlp_ratio": 1e9}, "mlp_ratio is .*at most"),
-        ({"mlp_ratio": 10**400}, "mlp_ratio is .*must be a number"),
-        ({"norm_eps": -1e-6}, "norm_eps is -1e-06"),
-        ({"norm_eps": float("nan")}, "norm_eps is nan"),
-    ],
-)
-def test_wrong_published_values(values, match):
-    with pytest.raises(UserError, match=match):
-        registry.family("var").parts["transformer"].read(values)
-
-
-def test_published_values_must_be_an_object():
-    with pytest.raises(UserError, match="expected names and values"):
-        registry.family("var").parts["transformer"].read([1, 2])

@@ -92,6 +92,21 @@ def test_nothing_is_left_to_do(whole):
     assert again == model and [e["step"] for e in _history(out, "var")] == list(range(2, 41, 2))
 
 
+def test_a_finished_model_stays_as_it_is(whole, monkeypatch):
+    """With what was added to it; a damaged one is written anew, but not over what was added."""
+    settings, out, model = whole
+    (model / "calibration.json").write_text("{}")
+    before = {p: p.stat().st_mtime_ns for p in model.rglob("*")}
+    assert session.train(settings, "both", out, quiet=True) == model
+    assert {p: p.stat().st_mtime_ns for p in model.rglob("*")} == before
+    (model / "params" / "_METADATA").write_bytes(b"")
+    with pytest.raises(UserError, match="holds 'calibration.json' and is not replaced"):
+        session.train(settings, "both", out, quiet=True)
+    (model / "calibration.json").unlink()
+    session.train(settings, "both", out, quiet=True)
+    assert checkpoint.load(model)[1]["training"]["pictures"] == 61
+
+
 @pytest.mark.slow
 def test_both_stages_at_once(whole, tmp_path):
     settings, out, _ = whole

@@ -19,9 +19,11 @@ from varjax.cache.allocation import Geometry
 from varjax.calibration.data import AXES, LARGEST, Calibration, cas, read_orders, scas
 from varjax.errors import UserError, show
 from varjax.schedule import Schedule
+from varjax.storage import ordinary
 from varjax.storage.atomic import new_file
 
 FORMAT_VERSION = 1
+LARGEST_FILE = 256 * 2**20  # bytes
 BESIDE_CHECKPOINT = "calibration.json"  # in a checkpoint folder: used if no other file is given
 _ARRAYS = (*AXES, "pattern_heads", "patterns", "pattern_edges", "rank_dispersion")
 _SCALARS = {
@@ -126,7 +128,7 @@ def load(path: str | os.PathLike, geometry: Geometry) -> Calibration:
       UserError: unreadable, malformed (the message names list and entry), or for another model.
     """
     try:
-        data = pathlib.Path(path).read_bytes()
+        data = ordinary.read(path, LARGEST_FILE)
         content = json.loads(data)
     except OSError as error:
         raise UserError(f"calibration {path}: cannot read the file: {error.strerror}") from None

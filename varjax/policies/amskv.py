@@ -11,9 +11,10 @@ from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, Stat
 from varjax.calibration.data import Calibration
 from varjax.policies import amskv_rules as rules
 from varjax.policies import capacities
-from varjax.policies.base import CALIBRATE, Needs, NotGiven, Observation, Policy, per_layer
+from varjax.policies.base import CALIBRATE, Needs, NotGiven, Observation, Policy, per_layer, within
 from varjax.policies.registry import register
 
+NEGATIVE = ": similarities are negative distances, choose a number below 0 (or 0 for automatic)"
 CONDENSED_SCALES = 2  # as in the paper
 UNIT_KEYS_THRESHOLD = NotGiven(-1.0)  # keys of norm 1 that stand at 60 degrees
 
@@ -82,8 +83,8 @@ class AMSKV(Policy):
     condensed_tokens: int = -1
     demanding: int = -1
     layers: str = ""
-    theta: float = 0.0
-    ratio: float = 2.5
+    theta: float = within(0.0, -1e9, 0, note=NEGATIVE)
+    ratio: float = within(2.5, 1, 1e6, note=": Cmax is at least Cmin, choose 1 or more")
     oversize: str = "auto"
 
     selection_arguments = ("condensed", "condensed_tokens")

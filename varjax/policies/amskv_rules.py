@@ -8,7 +8,6 @@ with more tokens than the capacity is oversize.
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import inf
 
 import jax.numpy as jnp
 import numpy as np
@@ -147,9 +146,6 @@ def _rules(p, geometry: Geometry) -> Iterator[tuple[bool, str]]:
         yield -1 <= value <= most, f"{name}={value}: choose 0 to {most}, or -1 for automatic"
     both = p.condensed >= 0 and p.condensed_tokens >= 0
     yield not both, "condensed and condensed_tokens say the same: keep one of them"
-    negative = "similarities are negative distances, choose a number below 0 (or 0 for automatic)"
-    yield -inf < p.theta <= 0, f"theta={p.theta:g}: {negative}"
-    yield 1 <= p.ratio < inf, f"ratio={p.ratio:g}: Cmax is at least Cmin, choose 1 or more"
     if p.cmin or p.cmax:
         sizes = f"cmin={p.cmin}, cmax={p.cmax}"
         yield p.cmin and p.cmax, f"{sizes}: give both, or none and a budget"

@@ -22,6 +22,7 @@ BUDGET = {  # its range, and what a message about it says
     **{"low": 0, "high": 1, "above": True},
     "note": ": it is the fraction of the full cache's bytes that may be kept",
 }
+LARGEST_INTEGER = 2**31 - 1  # of a field that says no range
 CALIBRATE = "a calibration (`python -m experiments.calibrate` writes one)"
 
 
@@ -152,7 +153,8 @@ class Policy:
         for f in fields(self):
             _, check, _ = _KINDS.get(_name_of(f.type), (None, None, None))
             if check is not None and f.name[0] != "_":
-                limits = BUDGET if f.name == "budget" else f.metadata.get("limits", {})
+                usual = BUDGET if f.name == "budget" else _LIMITS.get(_name_of(f.type), {})
+                limits = f.metadata.get("limits", usual)
                 with about(f"policy {self.name!r}"):
                     value = check(f.name, getattr(self, f.name), **limits)
                 object.__setattr__(self, f.name, value)
@@ -217,7 +219,7 @@ class Policy:
         """Raise `UserError` for arguments that cannot work on this model, before anything is
         compiled."""
         if self.accounting not in ("bytes", "tokens"):
-            raise UserError(f"accounting={self.accounting!r}: choose bytes or tokens")
+            raise UserError(f"accounting={show(self.accounting)}: choose bytes or tokens")
         lowest = self.minimum_budget(geometry)
         if self.budgeted and self.budget < lowest - 1e-9:
             blocks = " in blocks of one slot" if self.block_size > 1 else ""
@@ -321,6 +323,7 @@ def _name_of(kind: Any) -> str:
 
 
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
+_LIMITS = {"int": {"low": -LARGEST_INTEGER, "high": LARGEST_INTEGER}}
 _KINDS = {  # how to read it from a text, how to check it, and what it is in words
     "int": (int, arguments.integer, "a whole number"),
     "float": (float, arguments.number, "a number"),

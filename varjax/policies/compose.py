@@ -83,6 +83,9 @@ class Compose(Policy):
 
     def __post_init__(self):
         super().__post_init__()
+        held = self._prepared if isinstance(self._prepared, tuple) else (None,)
+        if len(held) not in (0, 2) or not all(isinstance(part, Policy) for part in held):
+            self.refuse(f"_prepared={show(self._prepared)}: `prepare` fills it in, leave it out")
         pairs = self.parts if isinstance(self.parts, tuple) else (None,)
         if any(not isinstance(p, tuple) or [type(x) for x in p] != [str, str] for p in pairs):
             self.refuse(f"parts={show(self.parts)}: Compose.of makes it from two policies")

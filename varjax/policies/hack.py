@@ -8,6 +8,7 @@ import numpy as np
 
 from varjax.cache.allocation import Geometry, RegionAllocation
 from varjax.calibration.data import Calibration
+from varjax.errors import show
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities
 from varjax.policies.base import Needs, Observation, Policy, per_layer, within
@@ -64,6 +65,12 @@ class HACK(SinkPolicy):
     summary = "per head kind the most attended or the newest tokens; needs a calibration"
     needs = Needs(scale_mass=True)
     uses_calibration = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        rows = self._types if isinstance(self._types, tuple) else (None,)
+        if any(not isinstance(r, tuple) or any(type(x) is not bool for x in r) for r in rows):
+            self.refuse(f"_types={show(self._types)}: `prepare` fills it in, leave it out")
 
     # --- host -------------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ class HeadKV(SinkPolicy):
     """
 
     budget: float = 0.25
-    group_after: int = 100
+    group_after: int = within(100, 0, 2**31 - 1)
     threshold: float = within(0.9, 0, 1, above=True)
     global_heads: int = 0
     local_share: float = within(0.5, 0, 1, above=True)
@@ -80,7 +80,6 @@ class HeadKV(SinkPolicy):
     def check(self, geometry: Geometry) -> None:
         most, heads = max(*geometry.schedule.tokens, 16), geometry.num_heads
         self.require("window", 1 <= self.window <= most, f" must be 1 to {most}")
-        self.require("group_after", self.group_after >= 0, " must be at least 0")
         fits = 0 <= self.global_heads <= heads
         self.require("global_heads", fits, f", but a layer has {heads} heads")
         super().check(geometry)

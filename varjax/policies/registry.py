@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import pathlib
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -15,14 +16,20 @@ from varjax.arguments import number, path, text
 from varjax.errors import UserError, choose, show
 from varjax.policies.base import BUDGET, Policy
 
+_NAME = "[A-Za-z0-9_-]{1,64}"  # also in names of files
 POLICIES: dict[str, type[Policy]] = {}
 _LOADED: dict[str, tuple[str, ...]] = {}  # what `load_module` found, by file or import name
 
 
 def register(name: str) -> Callable[[type[Policy]], type[Policy]]:
-    """Class decorator: make a policy known under `name`. `UserError` if that name is taken."""
+    """Class decorator: make a policy known under `name`.
+
+    Raises:
+      UserError: the name is taken or none that people can type; what is decorated is no policy.
+    """
 
     def add(cls: type[Policy]) -> type[Policy]:
+        _check_registration(name, cls)
         if name in POLICIES:
             taken_by = f"{POLICIES[name].__module__}.{POLICIES[name].__qualname__}"
             raise UserError(f"policy {name!r} is registered already ({taken_by}): rename yours")
@@ -31,6 +38,14 @@ def register(name: str) -> Callable[[type[Policy]], type[Policy]]:
         return cls
 
     return add
+
+
+def _check_registration(name: str, cls: type[Policy]) -> None:
+    place = f"@register({show(name)}) on {show(cls)}"
+    if not isinstance(name, str) or not re.fullmatch(_NAME, name):
+        raise UserError(f"{place}: give a name of 1 to 64 ASCII letters, digits, _ and -")
+    if not isinstance(cls, type) or not issubclass(cls, Policy):
+        raise UserError(f"{place}: it is no policy: derive the class from Policy")
 
 
 def get_policy(
@@ -82,9 +97,11 @@ def load_module(path_or_name: str | os.PathLike) -> tuple[str, ...]:
         try:
             module = _import_file(pathlib.Path(key)) if is_file else importlib.import_module(key)
             _LOADED[key] = _policies_of(module, before)
-        except (Exception, SystemExit) as error:  # a script may end the process
+        except BaseException as error:
             POLICIES.clear()
             POLICIES.update(before)
+            if not isinstance(error, (Exception, SystemExit)):  # a script may end the process
+                raise
             raise UserError(f"policy module {given}: {_what_is_wrong(error, key)}") from error
     return _LOADED[key]
 

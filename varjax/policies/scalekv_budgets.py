@@ -3,7 +3,6 @@ manner."""
 
 import hashlib
 import json
-import pathlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +11,9 @@ from varjax.cache import allocator
 from varjax.cache.allocation import Geometry
 from varjax.errors import UserError
 from varjax.policies import capacities
+from varjax.storage import ordinary
 
+LARGEST_FILE = 16 * 2**20  # bytes
 LAYERS_PER_DRAFTER = 16  # the published files have 2 drafters in 32 layers and 3 in 40
 
 
@@ -33,7 +34,7 @@ class BudgetFile:
     @classmethod
     def read(cls, path: str) -> "BudgetFile":
         try:
-            data = pathlib.Path(path).read_bytes()
+            data = ordinary.read(path, LARGEST_FILE)
             content = json.loads(data)
             entries = {int(k.removeprefix("Scale ")): dict(v) for k, v in content.items()}
             numbers = [n for entry in entries.values() for n in entry.values()]

@@ -8,10 +8,14 @@ from functools import cached_property
 import jax.numpy as jnp
 import numpy as np
 
+from varjax.arguments import path
 from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
-from varjax.errors import UserError
+from varjax.errors import UserError, about, some
 from varjax.policies.base import Observation, Policy
 from varjax.policies.registry import register
+from varjax.storage import npz
+
+LARGEST = 512 * 2**20  # bytes; tables pack well, one of the largest published models has 200 MB
 
 
 @register("table")
@@ -42,28 +46,27 @@ class Table(Policy):
     def _content(self) -> tuple[str, np.ndarray]:
         if not self.path:
             raise UserError("policy 'table' needs a file: path=KEEP.npz")
+        with about(f"policy {self.name!r}"):
+            path("path", self.path)
         if not pathlib.Path(self.path).is_file():
             self.refuse(f"there is no file {self.path!r}")
         try:
-            with np.load(self.path, allow_pickle=False) as archive:
-                found = list(archive.files)
-                held = {n: archive[n] for n in ("keep_scale", "keep_token") if n in found}
-        except Exception as error:
-            self.refuse(f"cannot read {self.path} as npz: {error}")
-        if len(held) != 1:
-            self.refuse(
-                f"{self.path} must hold exactly one of keep_scale and keep_token, it holds: "
-                f"{', '.join(found) or 'nothing'}"
-            )
-        return held.popitem()
+            names = npz.names(self.path)
+            kinds = [name for name in ("keep_scale", "keep_token") if name in names]
+            if len(kinds) != 1:
+                raise UserError(
+                    f"{self.path} must hold exactly one of keep_scale and keep_token, it holds: "
+                    f"{some(names) or 'nothing'}"
+                )
+            return npz.load(self.path, kinds, LARGEST).popitem()
+        except UserError as error:
+            self.refuse(str(error))
 
     def check(self, geometry: Geometry) -> None:
         super().check(geometry)
         name, keep = self._content
         if keep.dtype.kind not in "biuf":
             self.refuse(f"{name} has type {str(keep.dtype):.60}; store bool")
-        if keep.dtype != bool and not np.isin(keep, (0, 1)).all():
-            self.refuse(f"{name} has type {keep.dtype} with values other than 0 and 1; store bool")
         k, layers, heads = geometry.schedule.num_scales, geometry.num_layers, geometry.num_heads
         last, what, also = k, "scales", ""
         if name == "keep_token":
@@ -76,6 +79,8 @@ class Table(Policy):
                 f"{name} has shape {keep.shape}, this model needs {needed} (scales, layers, heads, "
                 f"{what}){also}"
             )
+        if keep.dtype != bool and not np.isin(keep, (0, 1)).all():
+            self.refuse(f"{name} has type {keep.dtype} with values other than 0 and 1; store bool")
 
     def _per_row(self) -> bool:
         return self._content[1].ndim == 5
@@ -112,8 +117,7 @@ class Table(Policy):
         return name + ":" + hashlib.sha256(np.packbits(keep.astype(bool)).tobytes()).hexdigest()
 
     def check_images(self, num_images: int) -> None:
-        rows = self._content[1].shape[2]
-        if self._per_row() and rows != 2 * num_images:
+        if self._per_row() and (rows := self._content[1].shape[2]) != 2 * num_images:
             self.refuse(
                 f"{self.path} has {rows} rows (two per image), but the run makes {num_images} "
                 f"images"

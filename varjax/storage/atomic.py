@@ -7,10 +7,11 @@ is complete, so that a reader sees the old content or the new one.
 import contextlib
 import os
 import shutil
+import stat
 import tempfile
 import uuid
 from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from varjax.errors import UserError
@@ -19,7 +20,7 @@ LONGEST_NAME = 255 - 24  # bytes that a file system allows, less what hidden nam
 LONGEST_PATH = 4096 - 1024  # likewise, less what is written inside
 DESKTOP = {".DS_Store", "Thumbs.db", "desktop.ini"}  # what file managers put into folders
 
-# What a command wrote into a folder: the names there; None: the folder is not of this command.
+# What a command wrote into a folder: its files, as `a/b` below it; None: it is not of this command.
 Written = Callable[[Path], Collection[str] | None]
 
 
@@ -47,8 +48,8 @@ def check_new_folder(
 ) -> Path:
     """Absolute path of a folder that may be created now. `flag` names it in messages.
 
-    replaces: an older folder may be replaced if it is empty, or nothing is in it but what this says
-      was written there; None: there may be none.
+    replaces: an older folder may be replaced if it is empty, or holds but the files that this says
+      were written there, no links, and folders that lead to them; None: there may be none.
 
     Raises:
       UserError: it exists and may not be replaced, or its parent cannot be written.
@@ -59,21 +60,41 @@ def check_new_folder(
     if os.path.lexists(target) and (target.is_symlink() or not target.is_dir()):
         raise UserError(f"{path} exists and is not a folder: choose another one")
     if target.exists():
-        _check_contents(path, sorted(os.listdir(target)), replaces(target))
+        _check_contents(path, target, replaces(target))
     return target
 
 
-def _check_contents(path, there: list[str], written: Collection[str] | None) -> None:
-    foreign = [name for name in there if name not in DESKTOP and name not in (written or ())]
-    if not foreign:
+def _check_contents(path, folder: Path, written: Collection[str] | None) -> None:
+    foreign = next(_foreign(folder, set(written or ())), None)
+    if foreign is None:
         return
     wrote = "nothing there says that this command wrote it"
     if written is not None:
         wrote = "this command wrote the rest of it, but not that"
     raise UserError(
-        f"{path} holds {foreign[0]!a:.80} and is not replaced: {wrote}; move it away or choose "
+        f"{path} holds {foreign!a:.80} and is not replaced: {wrote}; move it away or choose "
         "another folder"
     )
+
+
+def _foreign(folder: Path, written: set[str]) -> Iterator[str]:
+    """What lies below a folder and was not written there; nothing outside is looked at.
+
+    Raises:
+      OSError: a folder in it cannot be read.
+    """
+    leading = {str(above) for name in written for above in PurePosixPath(name).parents}
+    for place, folders, files in os.walk(folder, onerror=_raise):
+        for name in sorted(folders + files):
+            path = Path(place, name)
+            below, mode = path.relative_to(folder).as_posix(), path.lstat().st_mode
+            plain = stat.S_ISREG(mode) and (below in written or name in DESKTOP)
+            if not plain and not (stat.S_ISDIR(mode) and below in leading):
+                yield below
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def check_place(path: str | os.PathLike, *, kind: str = "folder", flag: str = "path") -> Path:

@@ -28,6 +28,7 @@ from varjax.storage import arrays, manifest
 from varjax.storage.atomic import new_folder
 
 PARAMS = "params"
+COMPUTED = {"files", "own_folders"}  # entries of `model.json` about what lies beside it
 
 
 def demo_directory() -> Path:
@@ -84,9 +85,10 @@ def save(
     if own:
         metadata["sources"] = [s for s in sources if s.get("part") not in own]
     with new_folder(directory, replaces=written if overwrite else None) as folder:
+        content = {}
         if family is not None:
             tree = {name: module for name, module in parts.items() if name not in own}
-            _write_tree(directory, folder, family, tree, metadata, dtype)
+            content = _write_tree(directory, folder, family, tree, metadata, dtype)
         for name, module in own.items():
             place = folder if family is None else folder / name
             place.mkdir(exist_ok=True)
@@ -94,19 +96,41 @@ def save(
                 shutil.copyfile(source, place / file)
             described = [s for s in sources if s.get("part") == name]
             _write_part(place, name, module, described, dtype)
+        if family is not None:
+            manifest.write(folder, content | _own_parts(folder, own))
+
+
+def _own_parts(folder: Path, names: Iterable[str]) -> dict:
+    """The entry of `model.json` for parts with a folder of their own: by their descriptions, which
+    list their files. One that was put there later is not in it."""
+    found = {name: manifest.record(folder / name / f"{name}.json") for name in names}
+    return {"own_folders": found} if found else {}
 
 
 def written(folder: Path) -> set[str] | None:
     """What `save` wrote into a folder (`varjax.storage.atomic.Written`)."""
-    names: set[str] = set()
-    if _said(folder / manifest.NAME, "family"):
-        names |= {manifest.NAME, PARAMS, *registry.OWN_FOLDER}
-    for part in registry.OWN_FOLDER:  # in a folder of its own
-        if content := _said(folder / f"{part}.json", "kind"):
-            files = content.get("files")
-            names |= {f"{part}.json", PARAMS}
-            names |= {f.split("/")[0] for f in files} if isinstance(files, dict) else set()
-    return names or None
+    if content := _said(folder / manifest.NAME, "family"):
+        names = {manifest.NAME, *_listed(content, f"{PARAMS}/")}
+        records = content.get("own_folders")
+        for part, record in records.items() if isinstance(records, dict) else ():
+            if part in registry.OWN_FOLDER:
+                names |= {f"{part}/{name}" for name in _part_files(folder / part, part, record)}
+        return names
+    return {n for part in registry.OWN_FOLDER for n in _part_files(folder, part)} or None
+
+
+def _part_files(folder: Path, name: str, record: Mapping | None = None) -> set[str]:
+    """What the description of a part says was written; nothing if it is not the recorded one."""
+    file = folder / f"{name}.json"
+    content = _said(file, "kind")
+    if content is None or record not in (None, manifest.record(file)):
+        return set()
+    return {file.name, *_listed(content)}
+
+
+def _listed(content: Mapping, below: str = "") -> set[str]:
+    files = content.get("files")
+    return {f"{below}{name}" for name in files} if isinstance(files, dict) else set()
 
 
 def _said(file: Path, entry: str) -> dict | None:
@@ -128,16 +152,15 @@ def _write_part(folder: Path, name: str, module: nnx.Module, sources: list[dict]
     manifest.write(folder, content, f"{name}.json")
 
 
-def _write_tree(where, folder: Path, family: str, parts: Mapping, metadata: Mapping, dtype) -> None:
-    """The parts that share a tree, and `model.json`. where: the checkpoint, for messages."""
+def _write_tree(where, folder: Path, family: str, parts: Mapping, metadata: Mapping, dtype) -> dict:
+    """The parts that share a tree; the content of `model.json`. where: for messages."""
     configs = {name: module.config for name, module in parts.items()}
-    free = {k: v for k, v in metadata.items() if k != "files"}  # files are those written
+    free = {k: v for k, v in metadata.items() if k not in COMPUTED}  # of what is written here
     manifest.check_entries(where, family, free, configs)
     params = _prefixed({name: arrays.host_arrays(x, dtype) for name, x in parts.items()})
     arrays.write(folder / PARAMS, params)
-    content = {**metadata, **manifest.compose(family, configs, params)}
-    content["files"] = manifest.file_records(folder / PARAMS)
-    manifest.write(folder, content)
+    content = {**free, **manifest.compose(family, configs, params)}
+    return content | {"files": manifest.file_records(folder / PARAMS)}
 
 
 # --- reading --------------------------------------------------------------------------------------

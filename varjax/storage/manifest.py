@@ -16,6 +16,7 @@ import numpy as np
 from varjax.errors import UserError, about, some
 from varjax.models import parameters, registry
 from varjax.sampling import Sampling
+from varjax.storage import ordinary
 from varjax.storage.atomic import write_text
 
 NAME = "model.json"
@@ -127,15 +128,12 @@ def _require(file: Path, content: Mapping, kinds: Mapping[str, type]) -> None:
 def read_json(path: str | os.PathLike):
     """The value of a JSON file; `UserError` if there is no such file or it is not JSON."""
     try:
-        with open(path, "rb") as file:  # a device such as /dev/zero never ends
-            data = file.read(LARGEST_JSON + 1)
-        if len(data) > LARGEST_JSON:
-            raise ValueError(f"it has more than {LARGEST_JSON} bytes")
-        return parse_json(data.decode("utf-8"))
+        return parse_json(ordinary.read(path, LARGEST_JSON).decode("utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"there is no file {path}") from error
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path} as JSON: {error!s:.200}") from error
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"cannot read {path} as JSON: {reason:.200}") from error
 
 
 def _json_object(file: Path) -> dict:
@@ -236,16 +234,21 @@ def check_records(where, records) -> None:
 def file_records(folder: Path) -> dict[str, dict]:
     """{relative path: size and CRC-32} of all files below `folder`."""
     files = sorted(f for f in folder.rglob("*") if f.is_file())
-    return {f.relative_to(folder).as_posix(): _record(f) for f in files}
+    return {f.relative_to(folder).as_posix(): record(f) for f in files}
 
 
-def _record(file: Path) -> dict:
+def record(file: Path) -> dict:
+    """Size and CRC-32 of a file."""
+    return {"size": file.stat().st_size, "crc32": _crc32(file)}
+
+
+def _crc32(file: Path) -> str:
     """Orbax itself would not notice all flipped bits: its chunks of values carry no checksum."""
     value = 0
     with file.open("rb") as stream:
         while data := stream.read(2**24):
             value = zlib.crc32(data, value)
-    return {"size": file.stat().st_size, "crc32": f"{value:08x}"}
+    return f"{value:08x}"
 
 
 def check_files(folder: Path, content: Mapping, advice: str = "copy them again") -> None:
@@ -263,6 +266,6 @@ def _problem(file: Path, name: str, record: Mapping) -> str | None:
         size = file.stat().st_size
         if size != record["size"]:
             return f"{name} has {size} bytes instead of {record['size']}"
-        return None if _record(file)["crc32"] == record["crc32"] else f"{name} has been altered"
+        return None if _crc32(file) == record["crc32"] else f"{name} has been altered"
     except (OSError, ValueError) as error:  # as a name that is too long, or a NUL in it
         return f"{name!r:.60} cannot be read ({error!s:.80})"

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 
 from varjax import arguments
 from varjax.errors import UserError, about
+from varjax.storage import npz
 from varjax.storage.atomic import new_file
 from varjax.text.t5 import PRESETS
 
@@ -236,12 +237,7 @@ def load(
 def _read(path: str | os.PathLike) -> dict[str, np.ndarray]:
     if not os.path.exists(arguments.path("text features", path)):
         raise UserError(f"there is no file {path}")
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            names = [n for n in ("kv", "lens", *_OPTIONAL) if n in archive.files]
-            arrays = {name: archive[name] for name in names}
-    except Exception as error:  # NumPy raises many kinds over damaged files
-        raise UserError(f"cannot read {path} as an npz file: {error}") from None
+    arrays = npz.load(path, ("kv", "lens", *_OPTIONAL))
     if missing := [name for name in ("kv", "lens") if name not in arrays]:
         raise UserError(
             f"text features {path}: {' and '.join(missing)} missing; needed are kv [sum of lens, C]"

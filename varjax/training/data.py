@@ -29,6 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from varjax.errors import UserError, require, some
+from varjax.storage import npz
 from varjax.storage.manifest import is_text, read_json
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -91,27 +92,15 @@ def _read_npz(path: Path, image_size: int, limit: int) -> tuple[np.ndarray, np.n
 
 def _arrays(path: Path) -> list[np.ndarray]:
     """The arrays of the first of `LAYOUTS` that the file holds."""
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            for names in LAYOUTS:
-                if set(names) <= set(arrays.files):
-                    return [_array(arrays, name) for name in names]
-            held = some(sorted(arrays.files)) or "nothing"
-    except Exception as error:  # NumPy raises many kinds over damaged files
-        reason = f"{error!s:.200}"
-        raise UserError(f"cannot read {path} as an .npz file of plain arrays: {reason}") from error
+    held = npz.names(path)
+    for names in LAYOUTS:
+        if set(names) <= set(held):
+            found = npz.load(path, names)
+            return [found[name] for name in names]
     raise UserError(
-        f"{path} holds {held}: it must hold data, offsets and labels, or images and labels, or"
-        " arr_0 and arr_1"
+        f"{path} holds {some(sorted(held)) or 'nothing'}: it must hold data, offsets and labels,"
+        " or images and labels, or arr_0 and arr_1"
     )
-
-
-def _array(arrays, name: str) -> np.ndarray:
-    """NumPy gives the bytes of what is no array."""
-    found = arrays[name]
-    if not isinstance(found, np.ndarray):
-        raise ValueError(f"{name} is no array")
-    return found
 
 
 def _check(path: Path, what: str, array: np.ndarray, fits: bool, needed: str) -> None:

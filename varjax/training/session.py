@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+import numpy as np
+from flax import nnx
+
 from varjax.codecs.vqvae.model import VQVAE
 from varjax.errors import UserError, choose
 from varjax.models import parameters
 from varjax.models.var.transformer import VAR
-from varjax.storage import checkpoint, lock
+from varjax.storage import checkpoint, lock, manifest
 from varjax.storage.atomic import check_new_folder
 from varjax.training import data, loop
 from varjax.training.settings import TrainingSettings
@@ -30,11 +33,18 @@ def train(settings: TrainingSettings, stage: str, out, quiet: bool = False) -> P
     needed = ("vqvae",) if stage == "vqvae" else ("vqvae", "var")
     stored = {name: settings.of_stage(name) for name in needed}
     loop.check_folder(out, stored)
-    if stage != "vqvae":  # which makes no model
+    if stage != "vqvae" and not _is_complete(settings, Path(out)):  # the codec alone is no model
         check_new_folder(Path(out) / MODEL, replaces=checkpoint.written, flag="out")
     with lock.held(out, f"another process trains in {out}: wait, or choose another folder"):
         loop.check_folder(out, stored)  # it may have ended just now
         return _train(settings, stage, needed, out, quiet)
+
+
+def _is_complete(settings: TrainingSettings, out: Path) -> bool:
+    """Whether a model lies there and nothing is left to train, so that it may stay as it is."""
+    if not (out / MODEL / manifest.NAME).is_file():
+        return False
+    return (out / "var" / loop.CHECKPOINTS / str(settings.var_steps)).is_dir()
 
 
 def _train(settings: TrainingSettings, stage: str, needed, out, quiet: bool) -> Path | None:
@@ -82,6 +92,8 @@ def _save_model(
     settings: TrainingSettings, pictures: data.Dataset, transformer: VAR, codec: VQVAE, model: Path
 ) -> Path:
     parts = {"transformer": transformer, "codec": codec}
+    if _is_saved(model, parts):
+        return model
     metadata = {
         "sampling": {**SAMPLING, "top_k": min(SAMPLING["top_k"], settings.vocab_size)},
         "training": {
@@ -95,3 +107,21 @@ def _save_model(
         metadata["class_names"] = list(pictures.class_names)
     checkpoint.save(model, family="var", parts=parts, metadata=metadata, overwrite=True)
     return model
+
+
+def _is_saved(model: Path, parts: dict) -> bool:
+    """Whether these parts lie there already; what was added or described anew may stay then."""
+    try:
+        found, _ = checkpoint.load(model, on_host=True)
+    except UserError:
+        return False
+    return all(_is_same(found.get(name), part) for name, part in parts.items())
+
+
+def _is_same(found: nnx.Module | None, part: nnx.Module) -> bool:
+    if found is None or found.config != part.config:
+        return False
+    stored, own = parameters.named(found), parameters.named(part)
+    return stored.keys() == own.keys() and all(
+        stored[n].dtype == own[n].dtype and np.array_equal(stored[n], own[n]) for n in own
+    )

@@ -18,8 +18,9 @@ import optax
 
 from varjax.codecs.autoencoder import cast
 from varjax.codecs.vqvae.model import VQVAE, Quantizer
-from varjax.errors import UserError
+from varjax.errors import UserError, some
 from varjax.models.var.transformer import VAR, VARConfig
+from varjax.storage import npz
 from varjax.storage.atomic import new_file
 from varjax.training.data import Dataset, to_float
 from varjax.training.settings import TrainingSettings
@@ -115,12 +116,14 @@ def write_tokens(path: Path, codec: VQVAE, pictures: Dataset, settings: Training
 def read_tokens(path: Path, pictures: Dataset, config: VARConfig) -> Dataset:
     """`pictures` as int32 tokens: `train` [2, N, L], plain and mirrored; `val` [M, L]. `UserError`
     unless they are tokens of such pictures for a model of this configuration."""
+    most = 8 * 2 * len(pictures.train) * config.schedule.total_tokens  # bytes; they may pack well
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            found = replace(pictures, **{name: np.asarray(arrays[name]) for name in TOKENS})
-        problem = None
-    except Exception as error:  # NumPy raises many kinds over damaged files
-        problem = f"{error!s:.200}"
+        arrays = npz.load(path, TOKENS, max(most, npz.LARGEST))
+        missing = [name for name in TOKENS if name not in arrays]
+        problem = f"it has no {some(missing)}" if missing else None
+    except UserError as error:
+        problem = str(error)
+    found = pictures if problem else replace(pictures, **arrays)
     if problem := problem or _problem(found, pictures, config):
         raise UserError(f"{path} is damaged ({problem}): delete it to make it again")
     return found

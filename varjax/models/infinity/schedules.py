@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from varjax.arguments import real
 from varjax.errors import UserError, choose, show
 from varjax.schedule import Schedule
 
@@ -79,8 +80,10 @@ def name_of(schedule: Schedule, rope_map: tuple[int, int]) -> tuple[str, str] | 
 
 def _ratio(aspect: float | str) -> float:
     try:
-        ratio = math.nan if isinstance(aspect, bool) else float(aspect)
-    except (TypeError, ValueError, OverflowError):
+        ratio = (
+            float(aspect) if isinstance(aspect, str) else real("aspect", aspect)
+        )  # a flag's text
+    except ValueError:  # a `UserError` is one
         ratio = math.nan
     if not FLATTEST <= ratio <= TALLEST:
         known = ", ".join(sorted(TEMPLATES, key=float))
