@@ -5,6 +5,7 @@ import pytest
 
 from varjax.cache import allocator
 from varjax.cache.allocation import Geometry, RegionAllocation, StaticAllocation
+from varjax.cache.free_slots import CommonSlots, OwnRanges
 from varjax.cache.plan import build_plan
 from varjax.errors import UserError
 from varjax.schedule import Schedule
@@ -82,14 +83,38 @@ def test_slots_are_never_shared(make):
     assert shared  # blocks are
 
 
+def taken(pool, *counts: int, last: int = -1) -> list[list[int]]:
+    """Slots of the heads of a layer, which take so many behind slot `last`."""
+    found = pool.take(0, np.array(counts), np.full(len(counts), last))
+    return [slots.tolist() for slots in np.split(found, np.cumsum(counts)[:-1])]
+
+
 def test_heads_have_blocks_of_their_own_while_there_are_any():
     """Four heads of 5, 5, 5 and 1 tokens fit four blocks of four: the last ones share."""
-    pool = allocator.SlotPool(4, 4)
-    runs = [pool.take(count) for count in (5, 5, 5, 1)]
-    assert runs[0] == [(0, 0, 4), (1, 0, 1)] and runs[1] == [(2, 0, 4), (3, 0, 1)]
-    assert runs[2] == [(3, 1, 4), (1, 1, 3)] and runs[3] == [(1, 3, 4)]
-    pool.give(np.array([3, 3, 3]), np.array([1, 2, 3]))
-    assert pool.take(2, after=(3, 0, 1)) == [(3, 1, 3)] and pool.blocks_in_use == 4
+    pool = CommonSlots(4, 4)
+    expected = [[0, 1, 2, 3, 4], [8, 9, 10, 11, 12], [13, 14, 15, 5, 6], [7]]
+    assert taken(pool, 5, 5, 5, 1) == expected
+    pool.give(np.array([13, 14, 15]))
+    assert taken(pool, 2, last=12) == [[13, 14]] and pool.blocks_in_use == 4
+
+
+def test_heads_whose_ranges_fit_stay_in_them():
+    pool = OwnRanges(np.array([[5, 3], [4, 0]]), 4)
+    assert taken(pool, 2, 3) == [[0, 1], [5, 6, 7]] and pool.blocks_in_use == 2
+    pool.give(np.array([0, 6]))
+    assert taken(pool, 3, 1) == [[0, 2, 3], [6]]
+    assert pool.take(1, np.array([4, 0]), np.array([-1, -1])).tolist() == [8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("make", [random_static, random_regions])
+def test_heads_need_few_blocks(make):
+    """Where every head has a range of its own, one more than it would in blocks of its own."""
+    allocation = make(0)
+    most = np.maximum.accumulate(allocation.capacity(GEOMETRY), axis=0)
+    grown = RegionAllocation(most)  # never shrinks, so that the ranges fit
+    plan = build_plan(GEOMETRY, grown, block_size=4, budget=1.0, accounting="tokens")
+    entries = (plan.stop > plan.start).sum(-1)
+    assert (entries <= -(-most // 4) + 1).all() and plan.pool_blocks == -(-most[-1].sum() // 4)
 
 
 def test_region_tables_grow_and_shrink_at_their_end():

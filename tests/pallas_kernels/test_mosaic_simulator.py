@@ -15,7 +15,7 @@ from pallas_kernels.arg_specs import SPECS, TABLES
 from pallas_kernels.cache_write import mosaic_gpu as mosaic_write
 from pallas_kernels.ragged_attention import mosaic_gpu
 from pallas_kernels.ragged_attention.config import MosaicConfig
-from tests.pallas_kernels.test_kernels import TOLERANCE, error, in_float32
+from tests.pallas_kernels.test_kernels import TOLERANCE, error, in_float32, written
 
 pytestmark = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"), reason="JAX simulates these kernels from 0.11 on"
@@ -88,12 +88,14 @@ def test_attention_moments(spec, capsys):
 
 @pytest.mark.parametrize("spec", SHAPES)
 def test_write(spec, capsys):
-    args = spec.arguments(poison=False)
-    given = (args.kv_pool, args.k, args.v, args.writes)
-    found = jax.block_until_ready(simulated(mosaic_write.write)(*given, args.kv_scale))
-    assert no_races(capsys)
-    expected = cache_write.write(*given, kv_scale=args.kv_scale, implementation="reference")
-    chex.assert_trees_all_equal(found, expected, strict=True)
+    run = simulated(mosaic_write.write)
+    for case in written(spec):
+        args = case.arguments(poison=False)
+        found = jax.block_until_ready(run(*args.write, args.kv_scale))
+        assert no_races(capsys)
+        options = dict(kv_scale=args.kv_scale, implementation="reference")
+        expected = cache_write.write(*args.write, **options)
+        chex.assert_trees_all_equal(found, expected, strict=True)
 
 
 # --- mistakes that the simulator has to see -------------------------------------------------------

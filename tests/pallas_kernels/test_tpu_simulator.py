@@ -21,7 +21,14 @@ from pallas_kernels.arg_specs import ArgSpec
 from pallas_kernels.cache_write import tpu as tpu_write
 from pallas_kernels.ragged_attention import tpu, tpu_blocks
 from pallas_kernels.ragged_attention.config import TPUConfig
-from tests.pallas_kernels.test_kernels import CASES, TOLERANCE, error, in_float32, tables
+from tests.pallas_kernels.test_kernels import (
+    CASES,
+    TOLERANCE,
+    error,
+    in_float32,
+    tables,
+    written,
+)
 
 SMALL = ArgSpec(
     name="small", rows=2, heads=2, head_dim=64, tokens=21, length=13, entries=5, dtype="float32"
@@ -77,7 +84,9 @@ def test_attend(shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_write(shape):
-    check_write(simulated(tpu_write.write), shape.arguments(poison=False))
+    run = simulated(tpu_write.write)
+    for spec in written(shape):
+        check_write(run, spec.arguments(poison=False))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -104,7 +113,9 @@ def test_two_cores(kv_dtype):
     spec = replace(SMALL, kv_dtype=kv_dtype)
     run = simulated(tpu.attend, cores=2, return_lse=True, config=SMALL_TILES)
     check_attend(run, spec.arguments(), TOLERANCE["float32"], spec.length)
-    check_write(simulated(tpu_write.write, cores=2), spec.arguments(poison=False))
+    run = simulated(tpu_write.write, cores=2)
+    for spec in written(spec):
+        check_write(run, spec.arguments(poison=False))
 
 
 # --- mistakes that the simulator has to see -------------------------------------------------------
@@ -135,4 +146,18 @@ def test_a_missing_wait_for_stored_blocks_is_seen(monkeypatch):
     given = (args.kv_pool, args.k, args.v, args.writes)
     found, _ = simulated(tpu_write.write)(*given, args.kv_scale)
     expected, _ = cache_write.write(*given, implementation="reference")
+    assert has_races() or not np.array_equal(found, expected)
+
+
+def test_two_cores_may_not_divide_heads_that_share_blocks(monkeypatch):
+    """Blocks are read, changed and written back, so that one would undo what the other stored."""
+    params = tpu_write.pltpu.CompilerParams
+
+    def parallel(**options):
+        return params(**options | dict(dimension_semantics=("parallel", "parallel")))
+
+    monkeypatch.setattr(tpu_write.pltpu, "CompilerParams", parallel)
+    args = replace(SMALL, rows=1, table="shared").arguments(poison=False)
+    found, _ = simulated(tpu_write.write, cores=2)(*args.write, args.kv_scale)
+    expected, _ = cache_write.write(*args.write, implementation="reference")
     assert has_races() or not np.array_equal(found, expected)

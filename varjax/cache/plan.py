@@ -121,13 +121,25 @@ class CachePlan:
         return self.allocation.ragged or bool((self.capacity[scale + 1] < grown).any())
 
     def moves(self, scale: int) -> bool:
-        """Whether tokens stored earlier may have to change their slot after scale `scale`."""
-        if not self.selects(scale):
+        """Whether what scale `scale` leaves has to be put into its slots one by one: tokens stored
+        earlier may change theirs, or a region has two runs in one block, which the kernels that
+        write blocks do not take (`BlockWrites`)."""
+        if not isinstance(self.allocation, RegionAllocation) or not self.stores(scale):
             return False
+        if self._two_runs_in_a_block(scale + 1):
+            return True
         # A region is a prefix of its slots. Stored tokens keep theirs unless the prefix gets
         # shorter, a row holds less than the prefix (ragged), or a head changes its region.
         shrinks = (self.capacity[scale + 1] < self.capacity[scale]).any()
-        return bool(self.allocation.ragged or shrinks or scale == self.allocation.regroup_scale)
+        may_move = self.allocation.ragged or shrinks or scale == self.allocation.regroup_scale
+        return bool(may_move and self.selects(scale))
+
+    def _two_runs_in_a_block(self, scale: int) -> bool:
+        """Whether a table of a scale lists some block twice."""
+        used = self.stop[scale] > self.start[scale]
+        # empty entries as numbers that occur once
+        ids = np.where(used, self.ids[scale], -1 - np.arange(used.shape[-1]))
+        return bool((np.diff(np.sort(ids, axis=-1), axis=-1) == 0).any())
 
     # --- identity ---------------------------------------------------------------------------------
 

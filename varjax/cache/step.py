@@ -60,10 +60,11 @@ def cache_step(plan: CachePlan, segment: Segment, attention: str | None) -> Cach
         return StaticStep(any(map(plan.stores, segment.scales)), attention)
     policy, allocation = plan.policy, plan.allocation
     regroups = allocation.regroup_scale in segment.scales
-    changes = (plan.stores, plan.selects, plan.moves)  # moving implies selecting, selecting storing
+    changes = enumerate((plan.stores, plan.selects, plan.moves), 1)
+    most = (update for update, needed in changes if any(map(needed, segment.scales)))
     return DecidingStep(
         policy=policy,
-        update=Update(max(sum(does(s) for does in changes) for s in segment.scales)),
+        update=Update(max(most, default=0)),
         ragged=allocation.ragged,
         regroup_scale=allocation.regroup_scale if regroups else None,
         stateful=policy.init_state(plan.geometry, 1) is not None,
