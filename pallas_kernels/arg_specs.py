@@ -23,9 +23,9 @@ class ArgSpec:
     rows: batch rows (two per image). tokens: T, padded length of the scale; length: its real
     tokens. entries: M, table entries of every head. owned: share of the table's slots that a head
     owns on average. table: how entries are filled: "random" runs with an empty and a full head
-    among them, all "empty", all "full", "repeated" (blocks listed twice with disjoint ranges) or "shared"
-    (every head lists the same blocks, with ranges that are disjoint).
-    per_row: whether every row has a table of its own. kv_dtype: of the pool.
+    among them, all "empty", all "full", "repeated" (blocks listed twice with disjoint ranges) or
+    "shared" (every head lists the same blocks, with ranges that are disjoint). per_row: whether
+    every row has a table of its own. kv_dtype: of the pool.
     """
 
     name: str

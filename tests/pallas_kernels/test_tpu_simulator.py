@@ -114,8 +114,8 @@ def test_two_cores(kv_dtype):
     run = simulated(tpu.attend, cores=2, return_lse=True, config=SMALL_TILES)
     check_attend(run, spec.arguments(), TOLERANCE["float32"], spec.length)
     run = simulated(tpu_write.write, cores=2)
-    for spec in written(spec):
-        check_write(run, spec.arguments(poison=False))
+    for case in written(spec):
+        check_write(run, case.arguments(poison=False))
 
 
 # --- mistakes that the simulator has to see -------------------------------------------------------
@@ -158,6 +158,5 @@ def test_two_cores_may_not_divide_heads_that_share_blocks(monkeypatch):
 
     monkeypatch.setattr(tpu_write.pltpu, "CompilerParams", parallel)
     args = replace(SMALL, rows=1, table="shared").arguments(poison=False)
-    found, _ = simulated(tpu_write.write, cores=2)(*args.write, args.kv_scale)
-    expected, _ = cache_write.write(*args.write, implementation="reference")
-    assert has_races() or not np.array_equal(found, expected)
+    jax.block_until_ready(simulated(tpu_write.write, cores=2)(*args.write, args.kv_scale)[0])
+    assert has_races()

@@ -54,8 +54,10 @@ class Layout:
         self.geometry, self.allocation, self.block_size = geometry, allocation, block_size
         self.num_blocks = blocks_needed(geometry, allocation, block_size)
         most = allocation.capacity(geometry).max(0)
-        fits = most.sum(dtype=np.int64) <= self.num_blocks * block_size
-        self.pool = OwnRanges(most, block_size) if fits else CommonSlots(self.num_blocks, block_size)
+        if most.sum(dtype=np.int64) <= self.num_blocks * block_size:
+            self.pool = OwnRanges(most, block_size)
+        else:
+            self.pool = CommonSlots(self.num_blocks, block_size)
         scales, layers = geometry.schedule.num_scales, geometry.num_layers
         self.blocks_in_use = np.zeros((scales, layers), np.int64)
         self.write_slots = None

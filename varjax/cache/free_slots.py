@@ -1,9 +1,9 @@
 """Which slots of the pool are free, and which of them a head gets, so that it needs few blocks.
 
-    OwnRanges     all heads have room beside each other for the most that they ever hold: each has a
-                  range of its own, which crosses one block more than it has to at most
-    CommonSlots   sizes rise here and fall there: a head fills blocks that nobody uses; when there
-                  are none left, it gets what others have left over in theirs
+If all heads have room beside each other for the most that they ever hold, each has a range of its
+own, which crosses one block more than it has to at most (`OwnRanges`). If sizes rise here and fall
+there, a head fills blocks that nobody uses; when there are none left, it gets what others have left
+over in theirs (`CommonSlots`).
 """
 
 import bisect

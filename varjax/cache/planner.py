@@ -1,6 +1,8 @@
 """From policy and budget to a CachePlan: choose the block size and charge rounding to the
 budget."""
 
+from typing import Any
+
 from varjax.cache import allocator
 from varjax.cache.allocation import Allocation, Geometry
 from varjax.cache.allocator import peak_tokens
@@ -26,6 +28,20 @@ def plan_cache(geometry: Geometry, policy, calibration=None) -> CachePlan:
       UserError: the budget is infeasible (the message names the smallest feasible one), or the
         block size is.
     """
+    policy, allocation, block_size = choose(geometry, policy, calibration)
+    return build_plan(
+        geometry,
+        allocation,
+        block_size=block_size,
+        budget=policy.budget,
+        accounting=policy.accounting,
+        policy=policy,
+    )
+
+
+def choose(geometry: Geometry, policy, calibration=None) -> tuple[Any, Allocation, int]:
+    """What `plan_cache` lays out: the policy as it was prepared, what may be kept, in blocks of how
+    many slots. `UserError` as there."""
     policy = policy.prepare(geometry, calibration)
     policy.check(geometry)
 
@@ -40,14 +56,7 @@ def plan_cache(geometry: Geometry, policy, calibration=None) -> CachePlan:
         block_size = policy.block_size or _usual_size(geometry, tokens)
     else:
         allocation, block_size = _charge_rounding(geometry, policy, allocate)
-    return build_plan(
-        geometry,
-        allocation,
-        block_size=check_block_size(block_size),
-        budget=policy.budget,
-        accounting=policy.accounting,
-        policy=policy,
-    )
+    return policy, allocation, check_block_size(block_size)
 
 
 def _sizes(geometry: Geometry, tokens: int) -> tuple[int, ...]:
