@@ -71,31 +71,36 @@ class Layout:
     def _static(self) -> Iterator[Runs]:
         """Tables of every scale, contents placed by their last use."""
         g, last_use = self.geometry, self.allocation.last_use
-        shape = (g.num_layers, g.num_heads, g.schedule.total_tokens)
+        starts, shape = g.schedule.starts, (g.num_layers, g.num_heads, g.schedule.total_tokens)
         self.write_slots = slots = np.full(shape, -1, np.int32)
         newest = np.full(shape[:2], -1)  # slot that each head took last
-        yield self._seen(0)
+        owner = np.full(self.num_blocks * self.block_size, -1, np.int32)  # head of each slot
+        yield self._live(owner)
         for s in range(g.schedule.num_scales - 1):
-            mine = slice(g.schedule.starts[s], g.schedule.ends[s])
+            mine, before = slice(starts[s], starts[s] + g.schedule.tokens[s]), slice(starts[s])
             for layer in range(g.num_layers):
                 # the attention of the layer has read what is freed here, and the store comes after
-                gone = (last_use[layer] == s) & (slots[layer] >= 0)
-                self.pool.give(slots[layer][gone])
+                gone = slots[layer, :, before][last_use[layer, :, before] == s]
+                gone = gone[gone >= 0]
+                self.pool.give(gone)
+                owner[gone] = -1
                 head, token = _stored(last_use[layer, :, mine], s)
                 counts = np.bincount(head, minlength=g.num_heads)
                 found = self.pool.take(layer, counts, newest[layer])
                 slots[layer, :, mine][head, token] = found
+                owner[found] = layer * g.num_heads + head
                 newest[layer, counts > 0] = found[np.cumsum(counts)[counts > 0] - 1]
                 self.blocks_in_use[s, layer] = self.pool.blocks_in_use
-            yield self._seen(s + 1)
+            yield self._live(owner)
 
-    def _seen(self, scale: int) -> Runs:
-        """What a scale reads, each head's in the order of their slots."""
-        stored = (self.allocation.last_use >= scale) & (self.write_slots >= 0)
-        head, token = np.nonzero(stored.reshape(-1, stored.shape[-1]))
-        slot = self.write_slots.reshape(-1, stored.shape[-1])[head, token]
-        order = np.lexsort((slot, head))
-        return self._runs(head[order], slot[order])
+    def _live(self, owner: np.ndarray) -> Runs:
+        """All slots in use, head after head, each head's in their order."""
+        slot = np.flatnonzero(owner >= 0)
+        head = owner[slot]
+        if (head[1:] < head[:-1]).any():  # not where heads have ranges of their own
+            order = np.argsort(head, kind="stable")
+            head, slot = head[order], slot[order]
+        return self._runs(head, slot)
 
     # --- contents that the device decides ---
 

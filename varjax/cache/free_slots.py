@@ -21,6 +21,8 @@ class OwnRanges:
         self._block_size = block_size
         self._used = np.zeros(self._edges[-1], bool)
         self._count = np.zeros(-(-self._used.size // block_size), np.int64)  # used slots per block
+        self._next = self._edges[:-1].reshape(most.shape).copy()  # behind what was ever used
+        self._free_before = False  # whether anything was ever freed
 
     @property
     def blocks_in_use(self) -> int:
@@ -28,17 +30,29 @@ class OwnRanges:
 
     def take(self, layer: int, counts: np.ndarray, last: np.ndarray) -> np.ndarray:
         """The first free slots of each head's range, head after head. See `CommonSlots.take`."""
-        edges = self._edges[layer * counts.size :][: counts.size + 1]
-        free = edges[0] + np.flatnonzero(~self._used[edges[0] : edges[-1]])
-        head = np.searchsorted(edges, free, side="right") - 1
-        turn = np.arange(free.size) - np.searchsorted(free, edges)[head]
-        taken = free[turn < counts[head]]
+        taken = (
+            self._first_free(layer, counts) if self._free_before else self._behind(layer, counts)
+        )
         self._used[taken] = True
         np.add.at(self._count, taken // self._block_size, 1)
         return taken
 
+    def _behind(self, layer: int, counts: np.ndarray) -> np.ndarray:
+        ends = np.cumsum(counts)
+        first = np.repeat(self._next[layer] - (ends - counts), counts)
+        self._next[layer] += counts
+        return first + np.arange(first.size)
+
+    def _first_free(self, layer: int, counts: np.ndarray) -> np.ndarray:
+        edges = self._edges[layer * counts.size :][: counts.size + 1]
+        free = edges[0] + np.flatnonzero(~self._used[edges[0] : edges[-1]])
+        head = np.searchsorted(edges, free, side="right") - 1
+        turn = np.arange(free.size) - np.searchsorted(free, edges)[head]
+        return free[turn < counts[head]]
+
     def give(self, slots: np.ndarray) -> None:
         """Free slots."""
+        self._free_before |= slots.size > 0
         self._used[slots] = False
         np.subtract.at(self._count, slots // self._block_size, 1)
 
