@@ -204,7 +204,7 @@ def _write_slots(spec: ArgSpec, rng, ids: np.ndarray, mine: np.ndarray) -> np.nd
         fits = min(places.size, spec.length)
         tokens = np.arange(fits)
         if head[-1]:
-            count = rng.integers(0, fits + 1)
+            count = fits if spec.table == "shared" else rng.integers(0, fits + 1)
             tokens = rng.permutation(spec.length)[:count]
             places = rng.permutation(places)
         slots[(*head, tokens)] = places[: len(tokens)]

@@ -89,6 +89,12 @@ def written(spec: ArgSpec):
     return [replace(spec, table=table) for table in ("random", "shared")]
 
 
+def heads_that_store(writes) -> np.ndarray:
+    """How many heads store something in each block; of the first row."""
+    ids, stored = (a[0] if writes.ids.ndim == 3 else a for a in (writes.ids, writes.source >= 0))
+    return np.bincount(np.asarray(ids)[np.asarray(stored).any(-1)])
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("shape", CASES)
 def test_attend(kernel, shape):
@@ -136,7 +142,7 @@ def test_attention_moments(kernel, shape):
 def test_write(kernel, shape):
     for spec in written(shape):
         args = spec.arguments(poison=False)
-        assert (args.writes.source >= 0).any()
+        assert heads_that_store(args.writes).max() > 1 or spec.table != "shared"
         found, expected = (
             write(*args.write, kv_scale=args.kv_scale, implementation=name)
             for name in (kernel, "reference")
