@@ -64,12 +64,12 @@ class BlockTable:
         n]`."""
         return jax.tree.map(lambda a: a[regions], self.sliced())
 
-    def filled_to(self, count: Int[Array, "*rows N"], block_size: int) -> "BlockTable":
-        """The same blocks, valid for the first `count` slots in table order (without `layer`)."""
-        entry = jax.lax.broadcasted_iota(self.ids.dtype, self.ids.shape, self.ids.ndim - 1)
-        # negative behind the last block in use, where nothing is valid: clipped to an empty entry
-        stop = jnp.clip(count[..., None] - entry * block_size, 0, block_size)
-        return BlockTable(self.ids, jnp.zeros_like(self.start), stop.astype(self.stop.dtype))
+    def filled_to(self, count: Int[Array, "*rows N"]) -> "BlockTable":
+        """The same runs, valid for their first `count` slots in table order (without `layer`)."""
+        length = self.stop - self.start
+        before = jnp.cumsum(length, axis=-1) - length
+        left = jnp.clip(count[..., None] - before, 0, length)  # none behind the last run in use
+        return BlockTable(self.ids, self.start, (self.start + left).astype(self.stop.dtype))
 
 
 @jax.tree_util.register_dataclass
@@ -78,10 +78,10 @@ class BlockWrites:
     """Blocks that receive tokens: slot i of entry j of head n takes token `source[n, j, i]` of the
     scale; -1 leaves the slot as it is.
 
-    Arrays are int32, for all rows alike, per row or of all layers as in `BlockTable`. No block is
-    listed twice in a row, neither by one head nor by two: kernels read a block while another one is
-    written. An entry whose sources are all -1 is empty: its id may be anything valid, and its block
-    is not touched.
+    Arrays are int32, for all rows alike, per row or of all layers as in `BlockTable`. No head lists
+    a block twice: kernels read a block while another one is written. Several heads may list one,
+    for different slots of it. An entry whose sources are all -1 is empty: its id may be anything
+    valid, and its block is not touched.
     """
 
     ids: Int[AnyArray, "*rows N J"]

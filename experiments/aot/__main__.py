@@ -114,7 +114,7 @@ def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
     )
     workloads = {name: workload(attention=chosen) for name, chosen in attention.items()}
     # a worker says which kernels cannot take the plan's blocks
-    return workloads, plan_remarks(plan, calibration, "reference")
+    return workloads, plan_remarks(plan, calibration)
 
 
 def title(workload: Workload) -> str:

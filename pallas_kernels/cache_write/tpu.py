@@ -42,8 +42,8 @@ CHUNK = 128  # tokens that are converted at once
 def write(kv_pool, projection, writes, kv_scale, *, interpret: bool):
     """See `api.write`.
 
-    No block may be listed by two entries that store something: the next block is read before the
-    last one is written.
+    No head may list a block twice for something to store: the next block is read before the last
+    one is written. Heads of a row follow each other, so they may share blocks.
     """
     k, v, writes = projection.keys(), projection.values(), writes.sliced()
     if not interpret:
@@ -69,9 +69,9 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret: bool):
         # Operands behind two tables and the tokens. Blocks that are not written keep their contents
         # only because a result is its operand.
         input_output_aliases={2 + len(given) + i: i for i in range(len(pools))},
-        # blocks belong to one head, so that two cores may share the heads
+        # two cores may share the rows, but not the heads, which may share blocks
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel"),
+            dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=_vmem_limit(layout, padded, k.dtype),
         ),
         cost_estimate=_cost(given, pools, writes),

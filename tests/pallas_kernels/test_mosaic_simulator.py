@@ -15,7 +15,13 @@ from pallas_kernels.arg_specs import SPECS, TABLES
 from pallas_kernels.cache_write import mosaic_gpu as mosaic_write
 from pallas_kernels.ragged_attention import mosaic_gpu
 from pallas_kernels.ragged_attention.config import MosaicConfig
-from tests.pallas_kernels.test_kernels import TOLERANCE, assert_stored, error, in_float32
+from tests.pallas_kernels.test_kernels import (
+    TOLERANCE,
+    assert_stored,
+    error,
+    in_float32,
+    written,
+)
 
 pytestmark = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"), reason="JAX simulates these kernels from 0.11 on"
@@ -88,11 +94,14 @@ def test_attention_moments(spec, capsys):
 
 @pytest.mark.parametrize("spec", SHAPES)
 def test_write(spec, capsys):
-    args = spec.arguments(poison=False)
-    found = jax.block_until_ready(simulated(mosaic_write.write)(*args.write, args.kv_scale))
-    assert no_races(capsys)
-    expected = cache_write.write(*args.write, kv_scale=args.kv_scale, implementation="reference")
-    assert_stored(found, expected)
+    run = simulated(mosaic_write.write)
+    for case in written(spec):
+        args = case.arguments(poison=False)
+        found = jax.block_until_ready(run(*args.write, args.kv_scale))
+        assert no_races(capsys)
+        options = dict(kv_scale=args.kv_scale, implementation="reference")
+        expected = cache_write.write(*args.write, **options)
+        assert_stored(found, expected)
 
 
 # --- mistakes that the simulator has to see -------------------------------------------------------

@@ -27,6 +27,7 @@ from tests.pallas_kernels.test_kernels import (
     error,
     in_float32,
     tables,
+    written,
 )
 
 SMALL = ArgSpec(
@@ -83,7 +84,9 @@ def test_attend(shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_write(shape):
-    check_write(simulated(tpu_write.write), shape.arguments(poison=False))
+    run = simulated(tpu_write.write)
+    for spec in written(shape):
+        check_write(run, spec.arguments(poison=False))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -110,7 +113,9 @@ def test_two_cores(kv_dtype):
     spec = replace(SMALL, kv_dtype=kv_dtype)
     run = simulated(tpu.attend, cores=2, return_lse=True, config=SMALL_TILES)
     check_attend(run, spec.arguments(), TOLERANCE["float32"], spec.length)
-    check_write(simulated(tpu_write.write, cores=2), spec.arguments(poison=False))
+    run = simulated(tpu_write.write, cores=2)
+    for case in written(spec):
+        check_write(run, case.arguments(poison=False))
 
 
 # --- mistakes that the simulator has to see -------------------------------------------------------
@@ -141,3 +146,16 @@ def test_a_missing_wait_for_stored_blocks_is_seen(monkeypatch):
     found, _ = simulated(tpu_write.write)(*args.write, args.kv_scale)
     expected, _ = cache_write.write(*args.write, implementation="reference")
     assert has_races() or not np.array_equal(found, expected)
+
+
+def test_two_cores_may_not_divide_heads_that_share_blocks(monkeypatch):
+    """Blocks are read, changed and written back, so that one would undo what the other stored."""
+    params = tpu_write.pltpu.CompilerParams
+
+    def parallel(**options):
+        return params(**options | dict(dimension_semantics=("parallel", "parallel")))
+
+    monkeypatch.setattr(tpu_write.pltpu, "CompilerParams", parallel)
+    args = replace(SMALL, rows=1, table="shared").arguments(poison=False)
+    jax.block_until_ready(simulated(tpu_write.write, cores=2)(*args.write, args.kv_scale)[0])
+    assert has_races()

@@ -169,7 +169,10 @@ def order_after(slots: Int[Array, "..."], read: Float[Array, "..."]) -> Int[Arra
 
 
 def arrange(
-    keep: Bool[Array, "R N K"], stored: int, stays: Bool[Array, "R N"], places: int
+    keep: Bool[Array, "R N K"],
+    stored: int,
+    stays: Bool[Array, "R N"],
+    places: Bool[Array, "#R N P"],
 ) -> tuple[Int[Array, "R N P"], Bool[Array, "R N P"]]:
     """Which candidate sits in each place of a head's region, so that the kept ones are the first
     and the fewest are moved.
@@ -178,7 +181,7 @@ def arrange(
       keep: candidates to keep; the first `stored` of them are in the pool already, candidate c in
         place c of the region that the head had; the rest are new.
       stays: whether the head keeps its region.
-      places: P, of a region.
+      places: which of a table's slots are the region's.
 
     Returns:
       The candidate in every place (-1: none), and whether it has to be written there.
@@ -186,12 +189,13 @@ def arrange(
     # Kept tokens that sit within the first `count` places stay where they are; those beyond move
     # into the holes before them, new tokens take what is left. Order within a region does not
     # matter to attention, so the fewest writes win.
-    count = keep.sum(-1, keepdims=True)
-    column, place = jnp.arange(keep.shape[-1]), jnp.arange(places)
-    in_place = keep & (column < min(stored, places)) & (column < count) & stays[..., None]
-    taken = in_place[..., :places]
-    taken = jnp.pad(taken, ((0, 0), (0, 0), (0, places - taken.shape[-1])))
-    fresh = (place < count) & ~taken
+    count, place = keep.sum(-1, keepdims=True), jnp.arange(places.shape[-1])
+    filled = places & (jnp.cumsum(places, axis=-1) <= count)
+    common = min(stored, places.shape[-1])
+    in_place = keep[..., :common] & filled[..., :common] & stays[..., None]
+    taken = jnp.pad(in_place, ((0, 0), (0, 0), (0, places.shape[-1] - common)))
+    in_place = jnp.pad(in_place, ((0, 0), (0, 0), (0, keep.shape[-1] - common)))
+    fresh = filled & ~taken
     # in the order of candidates (stable): results do not depend on how the sort breaks ties
     waiting = jnp.argsort(~(keep & ~in_place), axis=-1, stable=True)
     turn = jnp.clip(jnp.cumsum(fresh, axis=-1) - 1, 0, keep.shape[-1] - 1)
