@@ -15,6 +15,8 @@ from pathlib import Path
 
 import jax
 
+from pallas_kernels.target import device_kind
+
 TUNED = Path(__file__).parent / "tuned"
 FORMAT = 1
 OPERATIONS = ("attend", "attention_moments")
@@ -192,13 +194,6 @@ def tpu_vector_memory(call: Call, tiles: TPUConfig) -> int:
 
 
 # --- tuned values ---
-
-
-def device_kind() -> str:
-    """The kind of device that is traced for: of the mesh in use, which may be abstract, or else of
-    the default device."""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return (device or jax.devices()[0]).device_kind
 
 
 def folder_name(kind: str) -> str:

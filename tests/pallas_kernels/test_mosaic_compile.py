@@ -1,4 +1,4 @@
-"""Mosaic GPU kernels compiled for Hopper GPUs that are not here.
+"""Mosaic GPU kernels compiled for Hopper and Blackwell GPUs that are not here.
 
 Machine code is made when a program is loaded on the chip: what is seen here is that the kernels
 lower, that their shared memory fits, and that the pool is changed in place.
@@ -9,8 +9,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import chips
 from pallas_kernels.arg_specs import SPECS
@@ -30,11 +31,14 @@ SHAPES = {
 SHAPES |= {f"{name}-int8": replace(spec, kv_dtype="int8") for name, spec in SHAPES.items()}
 
 
-@pytest.fixture(params=["h100", "h200"])
+@pytest.fixture(params=["h100", "h200", "b200"])
 def sharding(request):
+    """Of a chip, which is traced for as well."""
     if why := chips.why_unavailable(request.param):
         pytest.skip(why)
-    return SingleDeviceSharding(chips.compile_only_devices(request.param)[0])
+    mesh = Mesh(np.array(chips.compile_only_devices(request.param)), ("devices",))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        yield NamedSharding(mesh, PartitionSpec())
 
 
 def kernels(compiled) -> int:

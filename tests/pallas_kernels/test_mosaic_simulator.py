@@ -1,5 +1,6 @@
 """Mosaic GPU kernels in their simulator: shared memory, barriers and asynchronous copies as on the
-chip, fresh memory full of NaN, races looked for. JAX has it from 0.11 on."""
+chip, fresh memory full of NaN, races looked for. JAX has it from 0.11 on. Blackwell's tensor memory
+and products are simulated too, as asynchronous as they are."""
 
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import cache_write, ragged_attention
+from pallas_kernels import cache_write, mosaic_products, ragged_attention
 from pallas_kernels.arg_specs import SPECS, TABLES
 from pallas_kernels.cache_write import mosaic_gpu as mosaic_write
 from pallas_kernels.ragged_attention import mosaic_gpu
@@ -31,6 +32,16 @@ SPECIAL = {
 }
 SHAPES = [pytest.param(spec, id=name) for name, spec in OFTEN.items()]
 SHAPES += [pytest.param(s, id=name, marks=pytest.mark.slow) for name, s in SPECIAL.items()]
+
+
+CAPABILITIES = mosaic_products.PRODUCTS  # Hopper's and Blackwell's
+
+
+@pytest.fixture(params=CAPABILITIES)
+def chip(request, monkeypatch):
+    """The compute capability of the chip that is traced for."""
+    monkeypatch.setattr(mosaic_products.target, "capability", lambda: request.param)
+    return request.param
 
 
 def simulated(operation, **options):
@@ -57,7 +68,7 @@ def check_attend(spec, run, capsys):
 
 
 @pytest.mark.parametrize("spec", SHAPES)
-def test_attend(spec, capsys):
+def test_attend(chip, spec, capsys):
     run = simulated(mosaic_gpu.attend, return_lse=True)
     for table in TABLES:
         check_attend(replace(spec, table=table), run, capsys)
@@ -65,13 +76,13 @@ def test_attend(spec, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("groups, block_k, buffers", [(1, 64, 3), (2, 128, 2), (3, 64, 2)])
-def test_other_tiles(groups, block_k, buffers, capsys):
+def test_other_tiles(chip, groups, block_k, buffers, capsys):
     config = MosaicConfig(warpgroups=groups, block_k=block_k, buffers=buffers)
     check_attend(SMALL, simulated(mosaic_gpu.attend, return_lse=True, config=config), capsys)
 
 
 @pytest.mark.parametrize("spec", SHAPES)
-def test_attention_moments(spec, capsys):
+def test_attention_moments(chip, spec, capsys):
     run = simulated(mosaic_gpu.attention_moments, squares=True)
     args = spec.arguments()
     exact = in_float32(args)
