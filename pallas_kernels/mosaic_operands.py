@@ -21,7 +21,9 @@ HEAD_DIMS = (64, 128)
 BLOCK_SIZES = (8, 16, 32, 64)  # a piece of shared memory has 8 rows, a step of keys 64
 POOL_DTYPES = ("bfloat16", "float16", "int8")
 SIMULATED = hasattr(plgpu, "InterpretGPUParams")  # by JAX from 0.11 on
-MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # of a thread: what fetching leaves, computing takes
+# of a thread, kept by a warpgroup that fetches and by one that computes: together no more than the
+# 168 that each of three warpgroups is launched with, or a program waits for the rest for ever
+MEMORY_REGISTERS, COMPUTE_REGISTERS = 24, 240
 
 
 def check(q, kv_pool, kv_scale, interpret) -> None:

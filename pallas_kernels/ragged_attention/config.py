@@ -64,10 +64,10 @@ class TPUConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MosaicConfig:
-    """Tiles of the kernels for Hopper.
+    """Tiles of the kernels for Hopper and Blackwell.
 
-    warpgroups: that compute, with 64 queries each. block_k: keys of a step, 64 or 128 and no fewer
-    than a block has. buffers: steps whose keys are under way or in use.
+    warpgroups: that compute, with 64 queries each, one or two. block_k: keys of a step, 64 or 128
+    and no fewer than a block has. buffers: steps whose keys are under way or in use.
     """
 
     warpgroups: int
