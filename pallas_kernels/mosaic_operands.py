@@ -1,8 +1,8 @@
 """What the kernels for NVIDIA GPUs from Hopper on (Pallas' Mosaic GPU backend) have in common:
-launching, shared memory, and the limits of what they take.
+launching, shared memory, and the limits of what they take. Products: `mosaic_products`.
 
 One warpgroup (128 threads) of a program fetches, the others compute. Tiles lie in shared memory as
-the tensor cores read them: swizzled, in pieces of 8 rows by 128 bytes.
+the tensor cores read them: swizzled, in pieces of 8 rows by 64 or 128 bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,13 +17,13 @@ from jaxtyping import Array
 
 from pallas_kernels.implementations import check_attention
 
-ROWS = 64  # of the first factor of a product: what one warpgroup multiplies at once
-SWIZZLE = 128  # bytes
 HEAD_DIMS = (64, 128)
 BLOCK_SIZES = (8, 16, 32, 64)  # a piece of shared memory has 8 rows, a step of keys 64
 POOL_DTYPES = ("bfloat16", "float16", "int8")
 SIMULATED = hasattr(plgpu, "InterpretGPUParams")  # by JAX from 0.11 on
-MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # of a thread: what fetching leaves, computing takes
+# of a thread, kept by a warpgroup that fetches and by one that computes: together no more than the
+# 168 that each of three warpgroups is launched with, or a program waits for the rest for ever
+MEMORY_REGISTERS, COMPUTE_REGISTERS = 24, 240
 
 
 def check(q, kv_pool, kv_scale, interpret) -> None:
@@ -38,10 +38,10 @@ def check(q, kv_pool, kv_scale, interpret) -> None:
         )
 
 
-def tile(shape: Sequence[int], dtype) -> Any:
-    """A matrix, or several, in shared memory as tensor cores take it."""
+def tile(shape: Sequence[int], dtype, swizzle: int) -> Any:
+    """A matrix, or several, in shared memory as tensor cores take it. swizzle: bytes."""
     width = jnp.dtype(dtype).itemsize
-    swizzle = min(SWIZZLE, shape[-1] * width)
+    swizzle = min(swizzle, shape[-1] * width)
     transforms = (plgpu.TilingTransform((8, swizzle // width)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import jax
 
+from pallas_kernels.target import device_kind
+
 TUNED = Path(__file__).parent / "tuned"
 FORMAT = 1
 OPERATIONS = ("attend", "attention_moments")
@@ -62,10 +64,10 @@ class TPUConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MosaicConfig:
-    """Tiles of the kernels for Hopper.
+    """Tiles of the kernels for Hopper and Blackwell.
 
-    warpgroups: that compute, with 64 queries each. block_k: keys of a step, 64 or 128 and no fewer
-    than a block has. buffers: steps whose keys are under way or in use.
+    warpgroups: that compute, with 64 queries each, one or two. block_k: keys of a step, 64 or 128
+    and no fewer than a block has. buffers: steps whose keys are under way or in use.
     """
 
     warpgroups: int
@@ -193,13 +195,6 @@ def tpu_vector_memory(call: Call, tiles: TPUConfig) -> int:
 
 
 # --- tuned values ---
-
-
-def device_kind() -> str:
-    """The kind of device that is traced for: of the mesh in use, which may be abstract, or else of
-    the default device."""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return (device or jax.devices()[0]).device_kind
 
 
 def folder_name(kind: str) -> str:

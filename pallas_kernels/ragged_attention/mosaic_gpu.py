@@ -1,4 +1,6 @@
-"""Ragged attention on Hopper GPUs with Pallas' Mosaic GPU backend. See `api` for what it computes.
+"""Ragged attention on Hopper and Blackwell GPUs with Pallas' Mosaic GPU backend.
+
+See `api` for what it computes.
 
 Tiling of the attention. A program serves 64 queries per computing warpgroup of one head of one row.
 Keys and values come in steps of `block_k`: own tokens first, then the blocks of the head's table,
@@ -31,12 +33,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_operands as mosaic
-from pallas_kernels.mosaic_operands import ROWS
+from pallas_kernels.mosaic_products import LAYOUT, ROWS, Multiply, Products, products
 from pallas_kernels.ragged_attention import config as tiles
 from pallas_kernels.tables import BlockTable
 
 LOG2_E = math.log2(math.e)
-LAYOUT = plgpu.Layout.WGMMA  # how a warpgroup holds a product
 PER_ROW, PER_COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
 
 
@@ -46,6 +47,8 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
     table = table.sliced()
     mosaic.check(q, kv_pool, kv_scale, interpret)
     config = config or tiles.choose(tiles.Call.of("attend", projection, kv_pool, table), "mosaic")
+    chip = products()
+    tile = partial(mosaic.tile, swizzle=chip.swizzle)
     (rows, heads, tokens, head_dim), dtype = q.shape, k_new.dtype
     groups, size, buffers = config.warpgroups, config.block_k, config.buffers
     given = [mosaic.padded(a, 2, 8, max(ROWS, size)) for a in (q.astype(dtype), k_new, v_new)]
@@ -55,20 +58,21 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
     full = partial(plgpu.Barrier, num_arrivals=stored.copies, num_barriers=buffers)
     free = partial(plgpu.Barrier, num_arrivals=groups, num_barriers=buffers)
     out, lse = mosaic.launch(
-        partial(_attend_tile, stored, config),
+        partial(_attend_tile, stored, config, chip),
         [jnp.asarray(new_length, jnp.int32).reshape(1), *given, *stored.arrays],
         [
             jax.ShapeDtypeStruct(given[0].shape, v_new.dtype),
             jax.ShapeDtypeStruct((rows, heads, lines), jnp.float32),
         ],
         [
-            mosaic.tile((groups, ROWS, head_dim), dtype),  # queries, in the end the result
-            mosaic.tile((groups, ROWS, size), dtype),  # weights
+            tile((groups, ROWS, head_dim), dtype),  # queries, in the end the result
+            tile((groups, ROWS, size), dtype),  # weights
             plgpu.SMEM((groups, ROWS), jnp.float32),  # statistics
             plgpu.Barrier(num_barriers=groups),  # queries are there
             plgpu.Barrier(num_arrivals=groups),  # invalid values are cleared
-            *[mosaic.tile((buffers, size, head_dim), dtype), full(), free()] * 2,
+            *[tile((buffers, size, head_dim), dtype), full(), free()] * 2,
             *stored.scratch(buffers, head_dim) * 2,
+            chip.scratch(groups, size, head_dim),
         ],
         grid={"tile": count, "head": heads, "row": rows},
         computing=groups,
@@ -131,7 +135,7 @@ class Stored:
         """Shared memory for what an int8 pool holds, and for its scales."""
         if not self.scaled:
             return []
-        raw = mosaic.tile((buffers, self.size, head_dim), jnp.int8)
+        raw = mosaic.tile((buffers, self.size, head_dim), jnp.int8, head_dim)
         return [raw, plgpu.SMEM((buffers, self.size), jnp.float32)]
 
 
@@ -279,13 +283,13 @@ def _fetch_all(keys: Keys, parts, buffers: int) -> None:
 # --- attention ------------------------------------------------------------------------------------
 
 
-def _attend_tile(stored: Stored, config, length_ref, q_ref, k_ref, v_ref, *refs):
+def _attend_tile(stored: Stored, config, chip: Products, length_ref, q_ref, k_ref, v_ref, *refs):
     given = len(stored.arrays)
     table, (out_ref, lse_ref, q_tile, p_tile, lse_tile, ready, changed) = (
         refs[:given],
         refs[given : given + 7],
     )
-    places, raw = refs[given + 7 : given + 13], refs[given + 13 :]
+    places, (*raw, sums) = refs[given + 7 : given + 13], refs[given + 13 :]
     row, head, group = (jax.lax.axis_index(n) for n in ("row", "head", "warpgroup"))
     keys = Keys(stored, length_ref[0], tuple(table), row, head)
     parts = (
@@ -304,7 +308,8 @@ def _attend_tile(stored: Stored, config, length_ref, q_ref, k_ref, v_ref, *refs)
         plgpu.set_max_registers(mosaic.COMPUTE_REGISTERS, action="increase")
         plgpu.copy_gmem_to_smem(q_ref.at[row, head, here], q_tile.at[group], ready.at[group])
         plgpu.barrier_wait(ready.at[group])
-        tile = _Tile(q_tile.at[group], p_tile.at[group], changed, group, config)
+        multiply = chip.multiply(sums, group)
+        tile = _Tile(q_tile.at[group], p_tile.at[group], multiply, changed, group, config)
         out, lse = tile.see(keys, parts)
         q_tile[group] = out.astype(q_tile.dtype)  # the queries are not needed any more
         lse_tile[group] = lse
@@ -320,6 +325,7 @@ class _Tile:
 
     queries: Any
     weights: Any
+    multiply: Multiply
     changed: Any  # a barrier: the first warpgroup has changed keys or values
     group: Any
     config: Any
@@ -344,7 +350,8 @@ class _Tile:
         partly = keys.is_partial(ranges)
         plgpu.barrier_wait(k.full.at[place])
         self._convert(keys, i, k, place)
-        scores = _product(self.queries, _turned(k.places.at[place]), (ROWS, keys.stored.size))
+        shape = (ROWS, keys.stored.size)
+        scores = self.multiply(self.queries, _turned(k.places.at[place]), shape)
         if k.raw is not None:  # one scale per key, so it may leave the sum over H
             scores *= _down(keys.scales(k, i, place, ranges, PER_COLUMN), scores.shape)
         _release(k, place)
@@ -368,7 +375,7 @@ class _Tile:
         # what an int8 pool holds is finite, whatever it is
         unclean = partly if v.raw is None else partly & (i < keys.own_steps)
         pl.when(unclean)(lambda: self._clear(keys, ranges, v.places.at[place]))
-        new = _product(self.weights, v.places.at[place], out.shape)
+        new = self.multiply(self.weights, v.places.at[place], out.shape)
         _release(v, place)
         return highest, total, out * _across(rescale, out.shape) + new
 
@@ -412,16 +419,6 @@ def _release(part: Part, place) -> None:
     plgpu.barrier_arrive(part.free.at[place])
 
 
-def _product(a, b, shape):
-    """a @ b in float32; both lie in shared memory."""
-
-    def multiply(total):
-        plgpu.wgmma(total, a, b)
-        return total[...]
-
-    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
-
-
 def _turned(ref):
     """A view [columns, rows] of a tile."""
     return ref.transpose((1, 0))
@@ -453,6 +450,8 @@ def attention_moments(
     mosaic.check(q, kv_pool, kv_scale, interpret)
     call = tiles.Call.of("attention_moments", projection, kv_pool, table)
     buffers = (config or tiles.choose(call, "mosaic")).buffers
+    chip = products()
+    tile = partial(mosaic.tile, swizzle=chip.swizzle)
     (rows, heads, queries, head_dim), dtype = q.shape, k_new.dtype
     # 64 keys are the rows of a product, and each program sums its columns over all queries by
     # itself: no two programs add to one number
@@ -462,7 +461,7 @@ def attention_moments(
     old = pl.cdiv(call.slots, ROWS)
     count = old + pl.cdiv(own, ROWS)
     found = mosaic.launch(
-        partial(_sum_columns, stored, buffers, old),
+        partial(_sum_columns, stored, buffers, chip, old),
         [
             jnp.stack([jnp.asarray(new_length, jnp.int32), last]),
             mosaic.padded(q.astype(dtype), 2, ROWS),
@@ -474,10 +473,11 @@ def attention_moments(
         [jax.ShapeDtypeStruct((rows, heads, count * ROWS), jnp.float32)] * (1 + squares),
         [
             plgpu.SMEM((1 + squares, ROWS), jnp.float32),  # sums
-            mosaic.tile((1, ROWS, head_dim), dtype),  # keys
+            tile((1, ROWS, head_dim), dtype),  # keys
             plgpu.Barrier(num_arrivals=stored.copies, num_barriers=1),
             *stored.scratch(1, head_dim),
-            mosaic.tile((buffers, ROWS, head_dim), dtype),  # queries
+            chip.scratch(1, ROWS),
+            tile((buffers, ROWS, head_dim), dtype),  # queries
             plgpu.SMEM((buffers, 2, ROWS), jnp.float32),  # their weights and log-sum-exp
             plgpu.Barrier(num_arrivals=3, num_barriers=buffers),
             plgpu.Barrier(num_barriers=buffers),
@@ -493,13 +493,13 @@ def attention_moments(
     return sums[0], sums[1] if squares else None
 
 
-def _sum_columns(stored: Stored, buffers: int, old: int, numbers_ref, *refs):
+def _sum_columns(stored: Stored, buffers: int, chip: Products, old: int, numbers_ref, *refs):
     """One step of keys; steps of own keys come after the `old` ones of the table."""
     *given, k_ref = refs[:4]
     inputs = 4 + len(stored.arrays)
     table, queries = refs[4:inputs], refs[-4:]
-    powers = len(refs) - inputs - 7 - 2 * stored.scaled
-    results, (sums, k_tile, arrived, *raw) = (
+    powers = len(refs) - inputs - 8 - 2 * stored.scaled
+    results, (sums, k_tile, arrived, *raw, product_sums) = (
         refs[inputs : inputs + powers],
         refs[inputs + powers : -4],
     )
@@ -532,7 +532,8 @@ def _sum_columns(stored: Stored, buffers: int, old: int, numbers_ref, *refs):
                 plgpu.commit_smem()
 
         inside = keys.valid(ranges, (ROWS, ROWS), 0)
-        for i, total in enumerate(seen.sums(k_tile.at[0], factor, inside, powers)):
+        multiply = chip.multiply(product_sums, 0)
+        for i, total in enumerate(seen.sums(multiply, k_tile.at[0], factor, inside, powers)):
             sums[i] = total
         plgpu.commit_smem()
         for i, result in enumerate(results):
@@ -577,7 +578,7 @@ class Queries:
         jax.lax.fori_loop(0, self.count, step, 0)
         jax.lax.fori_loop(jnp.maximum(self.count - self.buffers, 0), self.count, last, 0)
 
-    def sums(self, keys, factor, inside, powers: int) -> tuple:
+    def sums(self, multiply: Multiply, keys, factor, inside, powers: int) -> tuple:
         """Weights of the keys [64, H] summed over all queries, and their squares if powers is 2;
         zero where a key is not `inside`. factor: [64], of the scores, or None."""
 
@@ -587,7 +588,7 @@ class Queries:
         def step(i, carry):
             place = jax.lax.rem(i, self.buffers)
             plgpu.barrier_wait(self.full.at[place])
-            scores = _product(keys, _turned(self.tile.at[place]), (ROWS, ROWS))
+            scores = multiply(keys, _turned(self.tile.at[place]), (ROWS, ROWS))
             if factor is not None:
                 scores *= _across(factor, scores.shape)
             weight, lse = (_down(line(place, which), scores.shape) for which in (0, 1))
