@@ -19,6 +19,7 @@ from pallas_kernels.implementations import check_attention
 
 HEAD_DIMS = (64, 128)
 BLOCK_SIZES = (8, 16, 32, 64)  # a piece of shared memory has 8 rows, a step of keys 64
+PIECE = 8  # rows of shared memory that lie together
 POOL_DTYPES = ("bfloat16", "float16", "int8")
 SIMULATED = hasattr(plgpu, "InterpretGPUParams")  # by JAX from 0.11 on
 # of a thread, kept by a warpgroup that fetches and by one that computes: together no more than the
@@ -46,10 +47,24 @@ def tile(shape: Sequence[int], dtype, swizzle: int) -> Any:
     return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
 
 
-def load(ref, layout) -> Array:
-    """The contents of a reference as registers in a layout."""
+def landing(tokens: int, shape: Sequence[int], dtype, swizzle: int) -> Any:
+    """Shared memory for copies from and to an array with so many tokens: a `tile`, or row by row,
+    where the array is not made of whole pieces."""
+    whole = tokens % PIECE == 0 or tokens < PIECE
+    return tile(shape, dtype, swizzle) if whole else plgpu.SMEM(tuple(shape), dtype)
+
+
+def load(ref, layout, plain: bool = False) -> Array:
+    """The contents of a reference as registers in a layout. plain: they lie row by row, where some
+    reads have to wait for others, or in global memory."""
+    options = {"layout": layout, "optimized": not plain}
     # since 0.11 the place is not given apart
-    return plgpu.load(ref, layout=layout) if SIMULATED else plgpu.load(ref, (), layout=layout)
+    return plgpu.load(ref, **options) if SIMULATED else plgpu.load(ref, (), **options)
+
+
+def number(value) -> Array:
+    """A scalar as an operand; None is 0."""
+    return jnp.asarray(0 if value is None else value, jnp.int32).reshape(1)
 
 
 def padded(array: Array, axis: int, multiple: int, least: int = 0) -> Array:

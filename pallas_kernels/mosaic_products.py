@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -23,7 +24,23 @@ from pallas_kernels import target
 
 ROWS = 64  # of the first factor
 LAYOUT = plgpu.Layout.WGMMA  # how a warpgroup holds a product
+PER_ROW, PER_COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)  # numbers for rows or columns of it
 Multiply = Callable[[Any, Any, tuple[int, int]], Array]  # (a, b, shape): a @ b in float32
+
+
+def across(rows, shape):
+    """A number per row for every column."""
+    return jax.lax.broadcast_in_dim(rows, shape, [0])
+
+
+def down(columns, shape):
+    """A number per column for every row."""
+    return jax.lax.broadcast_in_dim(columns, shape, [1])
+
+
+def turned(ref):
+    """A view [columns, rows] of a tile."""
+    return ref.transpose((1, 0))
 
 
 @dataclass(frozen=True)

@@ -111,14 +111,14 @@ def test_write(spec, capsys):
 
 def test_a_place_that_is_filled_too_early_is_seen(monkeypatch, capsys):
     """Without waiting until a place is free, keys are overwritten while they are used."""
-    every = mosaic_gpu._fetch_all
+    every = mosaic_gpu.fetch_all
 
-    def without_waits(keys, parts, buffers):
+    def without_waits(*given):
         with monkeypatch.context() as patch:
             patch.setattr(mosaic_gpu.plgpu, "barrier_wait", lambda barrier: None)
-            every(keys, parts, buffers)
+            every(*given)
 
-    monkeypatch.setattr(mosaic_gpu, "_fetch_all", without_waits)
+    monkeypatch.setattr(mosaic_gpu, "fetch_all", without_waits)
     spec = replace(SMALL, table="full", entries=24)
     args = spec.arguments()
     with pytest.raises(Exception, match="no threads observed phase|^race"):
