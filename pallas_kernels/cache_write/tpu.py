@@ -34,12 +34,10 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import tpu_operands
 from pallas_kernels.cache_write.reference import LARGEST_INT8, inverse_scale
-from pallas_kernels.tables import BlockWrites
+from pallas_kernels.tables import CONSECUTIVE, EMPTY, FULL, KIND_BITS, PARTIAL, BlockWrites
 from pallas_kernels.tpu_operands import LANES, block_of, block_shape, in_parts, rounded
 from pallas_kernels.tpu_projection import Heads, Own, operands
 
-EMPTY, PARTIAL, FULL, CONSECUTIVE = range(4)  # kinds of entries, in the low bits beside the id
-KIND_BITS = 2
 CHUNK = 128  # tokens that are converted at once
 
 
@@ -51,7 +49,7 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret: bool):
     chunk = min(CHUNK, rounded(tokens, 32))  # whole tiles: 8 rows of float32, 16 of bfloat16
     padded = rounded(tokens, chunk)
     heads = Heads.of(projection)
-    tables = _pack(writes, heads, padded)
+    table = tpu_operands.packed(writes, heads)
     whole = (padded, lambda *_: 0)
     given = operands(projection, heads, {"k": whole, "v": whole})
     pools = tpu_operands.pools(kv_pool, kv_scale, interpret)
@@ -64,7 +62,7 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret: bool):
             num_scalar_prefetch=1,
             grid=(len(kv_pool), heads.steps),
             in_specs=[
-                *(tpu_operands.table_spec(writes, table, heads.step) for table in tables),
+                tpu_operands.table_spec(writes, table, heads),
                 *in_specs,
                 *tpu_operands.pool_specs(pools),
             ],
@@ -72,9 +70,9 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret: bool):
             scratch_shapes=_scratch_shapes(layout, heads, pools, padded),
         ),
         out_shape=[jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pools],
-        # Operands behind the layer, two tables and the tokens. Blocks that are not written keep
+        # Operands behind the layer, the table and the tokens. Blocks that are not written keep
         # their contents only because a result is its operand.
-        input_output_aliases={3 + len(given) + i: i for i in range(len(pools))},
+        input_output_aliases={2 + len(given) + i: i for i in range(len(pools))},
         # heads may share blocks, rows do not
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
@@ -83,7 +81,7 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret: bool):
         cost_estimate=_cost(projection, pools, writes),
         interpret=interpret,
         name="cache_write",
-    )(tpu_operands.layer_of(writes), *tables, *arrays, *pools)
+    )(tpu_operands.layer_of(writes), table, *arrays, *pools)
     # the compiler refuses an aliased result in HBM that is a donated argument and a result at once
     found = jax.lax.optimization_barrier(found)
     return found[0], None if kv_scale is None else found[1]
@@ -105,31 +103,6 @@ def _check(projection, kv_pool) -> None:
             f"{kv_pool.dtype}, not {block_size}: plan with one of them (policy argument "
             f"block_size) or {way_out}"
         )
-
-
-# --- tables: a row of each in scalar memory per head ---
-
-
-def _pack(writes: BlockWrites, heads: Heads, padded: int) -> tuple[Array, Array]:
-    """(int [*, N, 1, J + 2]: id and kind of every entry, an empty one, how many are in use; int [*,
-    N, 1, J * block_size]: the row of the tokens in vector memory that each slot takes).
-
-    Of all layers, so that the loop over layers finds it done."""
-    ids = jnp.reshape(writes.ids, (-1, *writes.ids.shape[-2:]))
-    source = jnp.reshape(writes.source, (-1, *writes.source.shape[-3:]))
-    stored, slot = source >= 0, jnp.arange(source.shape[-1], dtype=jnp.int32)
-    # A full block needs no read of what it held; a run of tokens is one load, not one per slot.
-    consecutive = (source == source[..., :1] + slot).all(-1)
-    kind = jnp.where(stored.any(-1), PARTIAL, EMPTY)
-    kind = jnp.where(stored.all(-1), jnp.where(consecutive, CONSECUTIVE, FULL), kind)
-    entry = jnp.arange(ids.shape[-1], dtype=jnp.int32)
-    used = jnp.where(kind > EMPTY, entry + 1, 0).max(-1, keepdims=True, initial=0)
-    # the empty entry is there for heads that have no other
-    entries = jnp.concatenate([ids << KIND_BITS | kind, jnp.zeros_like(used), used], axis=-1)
-    # Old contents lie behind the (padded) tokens, so that keeping a slot is picking one more row.
-    source = jnp.where(stored, source, padded + slot)
-    source = source.reshape(*ids.shape[:2], -1)
-    return tuple(heads.padded(a.astype(jnp.int32), 1)[:, :, None] for a in (entries, source))
 
 
 # --- vector memory ---
@@ -203,12 +176,12 @@ def _cost(projection, pools: list[Array], writes: BlockWrites) -> pl.CostEstimat
 # --- the kernel ---
 
 
-def _kernel(_, entries, source, *refs, layout, heads: Heads, chunk: int, given, pools: int, dtype):
+def _kernel(_, table, *refs, layout, heads: Heads, chunk: int, given, pools: int, dtype):
     parts = len(layout.parts)
     # the pools as operands are left out: they are the same memory as the results
     own, _, *state = in_parts(refs, len(given), pools, pools, parts, parts, pools, pools, 2)
     own = Own.of(heads, 1.0, dict(zip(given, own, strict=True)))
-    stores = _Stores(layout, pl.program_id(0), entries, source, *state[:-1], *state[-1])
+    stores = _Stores(layout, pl.program_id(0), table, *state[:-1], *state[-1])
     stores.start()  # the first block is on its way while the tokens are converted
 
     def group(i):
@@ -270,18 +243,18 @@ def _is_first_half(shape):
 
 @dataclass(frozen=True)
 class _Stores:
-    """Some heads of one row, whose entries are stored in order: their tables (SMEM), all pools, and
-    what is in vector memory: tokens with the old block behind them and the block that is put
-    together, by part; the old and the new block as the pools hold them, two of each.
+    """Some heads of one row, whose entries are stored in order.
 
+    table: their rows (SMEM, `BlockWrites.packed`). pools: whole, in HBM. In vector memory: tokens,
+    with the old block behind them, and the block that is put together, by part; the old and the new
+    block as the pools hold them, two of each.
     state: (SMEM) entries so far, and for each of the two new blocks where it is being stored: the
     block's number + 1, or 0.
     """
 
     layout: _Layout
     row: Any
-    entries: Any
-    source: Any
+    table: Any
     pools: list
     tokens: list
     block: list
@@ -290,15 +263,25 @@ class _Stores:
     semaphores: Any
     state: Any
 
+    @property
+    def entries(self) -> int:
+        """J."""
+        return (self.table.shape[-1] - 2) // (1 + self.layout.block_size)
+
     def used(self, head) -> Int[Array, ""]:
         """Entries up to the last one that stores something."""
-        return self.entries[0, head, 0, self.entries.shape[-1] - 1]
+        return self.table[0, head, 0, self.entries + 1]
+
+    def source(self, place, slot: int):
+        """The token for a slot of an entry, or -1."""
+        (head, j), size = place, self.layout.block_size
+        return self.table[0, head, 0, self.entries + 2 + j * size + slot]
 
     def start(self) -> None:
         """Start reading the first block."""
         for i in range(3):
             self.state[i] = 0
-        entry = self.entries[0, 0, 0, 0]
+        entry = self.table[0, 0, 0, 0]
         pl.when(_kind(entry) == PARTIAL)(lambda: self._read(entry, 0))
 
     def store(self, head, which: int) -> None:
@@ -318,12 +301,12 @@ class _Stores:
         """The entry after this one, or an empty one."""
         same = j + 1 < self.used(head)
         head, j = jnp.where(same, head, head + 1), jnp.where(same, j + 1, 0)
-        last = self.entries.shape[1] - 1
-        return jnp.where(head <= last, self.entries[0, jnp.minimum(head, last), 0, j], EMPTY)
+        last = self.table.shape[1] - 1
+        return jnp.where(head <= last, self.table[0, jnp.minimum(head, last), 0, j], EMPTY)
 
     def _step(self, which: int, place, new) -> None:
         """Put the block of an entry together and start storing it. new: which of two buffers."""
-        entry, following = self.entries[0, place[0], 0, place[1]], self._following(*place)
+        entry, following = self.table[0, place[0], 0, place[1]], self._following(*place)
         self.wait_stored(new)  # before its memory takes the new block
         # The next block is read while this one is put together, unless it is this one, or the last
         # one, which is still being stored: heads share blocks.
@@ -378,15 +361,16 @@ class _Stores:
             self.tokens[-1][which, behind] = scales
 
     def _pick_run(self, which: int, place) -> None:
-        (head, j), size = place, self.layout.block_size
-        first = self.source[0, head, 0, j * size]
+        first = self.source(place, 0)
         for block, tokens in zip(self.block, self.tokens, strict=True):
-            block[...] = tokens[which, pl.ds(first, size)]
+            block[...] = tokens[which, pl.ds(first, self.layout.block_size)]
 
     def _pick_rows(self, which: int, place) -> None:
-        (head, j), size = place, self.layout.block_size
+        size = self.layout.block_size
+        behind = self.tokens[0].shape[1] - size
         for i in range(size):
-            row = self.source[0, head, 0, j * size + i]
+            source = self.source(place, i)
+            row = jnp.where(source < 0, behind + i, source)
             for block, tokens in zip(self.block, self.tokens, strict=True):
                 block[pl.ds(i, 1)] = tokens[which, pl.ds(row, 1)]
 

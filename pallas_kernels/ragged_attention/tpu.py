@@ -221,7 +221,7 @@ def attention_moments(
     weights = jnp.pad(weights.astype(jnp.float32), (0, tail))[None]
     lse = jnp.pad(heads.padded(lse, 1), ((0, 0), (0, 0), (0, tail)))[:, :, None]
     # whole groups and pieces; the columns behind M blocks and T tokens are cut off below
-    widths = [grouping.padded * call.block_size, all_own] * (2 if squares else 1)
+    widths = [grouping.slots, all_own] * (2 if squares else 1)
     pairs = rows * count * tokens * (call.slots + tokens)
     moved = 2 * projection.qkv.size // 3 * projection.dtype.itemsize
     moved += 4 * rows * count * (call.slots + tokens)

@@ -1,18 +1,13 @@
 """Stored keys and values on TPU: blocks are copied through the table while the kernel computes on
 those copied before.
 
-The table of a head is one row of int32 in scalar memory, that of other heads in the next grid step,
-so that tables of any number of rows or layers cost no more scalar memory than one:
+The table of a head is one row of int32 in scalar memory (`BlockTable.packed`), that of other heads
+in the next grid step, so that tables of any number of rows or layers cost no more scalar memory
+than one. Tables of all layers are one operand, of which a call finds its layer's rows by number.
 
-    [ids of M' entries | start + 2**16 stop of M' entries | entries in use]
-
-M' is M rounded up to whole groups of entries. A group's blocks are copied behind one another into
-one of `BUFFERS` buffers. Only entries in use are copied (trailing empty ones cost nothing). Rows
-outside the valid range are zeroed as they are loaded, whatever the buffer holds there: also what
-nothing was copied to.
-
-Tables of all layers are packed together, outside the loop over layers, which does not change them;
-a call finds its layer's by the layer's number.
+A group's blocks are copied behind one another into one of `BUFFERS` buffers. Only entries in use
+are copied (trailing empty ones cost nothing). Rows outside the valid range are zeroed as they are
+loaded, whatever the buffer holds there: also what nothing was copied to.
 """
 
 from dataclasses import dataclass
@@ -22,14 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from pallas_kernels import tpu_operands
 from pallas_kernels.implementations import check_attention
 from pallas_kernels.ragged_attention import config as tiles_of
-from pallas_kernels.tables import BlockTable
+from pallas_kernels.tables import RANGE_BITS
 from pallas_kernels.tpu_operands import LANES, block_of, block_shape, in_parts
-from pallas_kernels.tpu_projection import Heads
 
 # Groups in flight or in use. More than two, because a group of 128 keys is only 32 KiB, and what is
 # computed on it may take less time than HBM takes to answer.
@@ -37,7 +31,6 @@ BUFFERS = 4
 # Blocks per group: the loads of a group are unrolled. 16 of the smallest blocks (8 slots) are still
 # the 128 keys that the sums over queries need.
 MAX_GROUP = 16
-RANGE_BITS = 16  # start below, stop above; both are at most 128, so the sign stays clear
 
 
 def prepare(operation: str, projection, kv_pool, table, kv_scale, config, interpret: bool):
@@ -74,30 +67,9 @@ class Grouping:
         return max(1, -(-self.entries // self.blocks))
 
     @property
-    def padded(self) -> int:
-        """M'."""
-        return self.groups * self.blocks
-
-    @property
-    def keys(self) -> int:
-        """Slots per group."""
-        return self.blocks * self.block_size
-
-
-def pack(table: BlockTable, heads: Heads, grouping: Grouping) -> Int[Array, "lead N 1 packed"]:
-    """The table as the kernels read it; lead: layers, rows, or 1 for a table without either."""
-    ids, start, stop = (
-        heads.padded(jnp.reshape(a, (-1, *a.shape[-2:])), 1)
-        for a in (table.ids, table.start, table.stop)
-    )
-    # an entry in use has stop > 0, so its range is never 0, and 0 means an empty one
-    ranges = jnp.where(stop > start, start | stop << RANGE_BITS, 0)
-    entry = jax.lax.broadcasted_iota(jnp.int32, ranges.shape, 2)
-    used = jnp.where(ranges > 0, entry + 1, 0).max(-1, keepdims=True, initial=0)
-    # the range 0 marks padding as empty; ids there are not read, because `used` ends before them
-    tail = ((0, 0), (0, 0), (0, grouping.padded - grouping.entries))
-    packed = jnp.concatenate([jnp.pad(ids, tail), jnp.pad(ranges, tail), used], axis=-1)
-    return packed.astype(jnp.int32)[:, :, None]
+    def slots(self) -> int:
+        """Slots of all groups; the last one may reach behind the table."""
+        return self.groups * self.blocks * self.block_size
 
 
 def attention_call(
@@ -128,7 +100,7 @@ def attention_call(
     """
     new_length, kv_pool, table, kv_scale = stored
     pools = tpu_operands.pools(kv_pool, kv_scale, interpret)
-    length, packed = jnp.reshape(new_length, 1).astype(jnp.int32), pack(table, heads, grouping)
+    length, packed = jnp.reshape(new_length, 1).astype(jnp.int32), tpu_operands.packed(table, heads)
     counts = (len(given), len(pools), len(results), len(scratch), len(pools), 2)
 
     def body(length_ref, _, table, *refs):
@@ -146,7 +118,7 @@ def attention_call(
             num_scalar_prefetch=2,
             grid=(rows, heads.steps, tiles),
             in_specs=[
-                tpu_operands.table_spec(table, packed, heads.step),
+                tpu_operands.table_spec(table, packed, heads),
                 *in_specs,
                 *tpu_operands.pool_specs(pools),
             ],
@@ -195,7 +167,7 @@ class Blocks:
 
     def used(self, head):
         """Entries up to the last one that is not empty."""
-        return self.table[0, head, 0, 2 * self.grouping.padded]
+        return self.table[0, head, 0, 2 * self.grouping.entries]
 
     def start(self) -> None:
         """Start the first copies; before anything that can be computed meanwhile."""
@@ -260,9 +232,12 @@ class Blocks:
         that has arrived."""
         size, count = self.grouping.block_size, self.grouping.blocks
         slot = jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0)
-        rows, valid = [], []
+        rows, valid, entries = [], [], self.grouping.entries
         for i in range(count):
-            packed = self.table[0, head, 0, self.grouping.padded + group * count + i]
+            # what lies behind the table is not in use
+            entry = jnp.minimum(group * count + i, entries - 1)
+            packed = self.table[0, head, 0, entries + entry]
+            packed = jnp.where(group * count + i < entries, packed, 0)
             start, stop = packed & (2**RANGE_BITS - 1), packed >> RANGE_BITS
             inside = (slot >= start) & (slot < stop)
             # Chosen, not multiplied: rows outside (stale, never copied to, unowned) may be NaN.
