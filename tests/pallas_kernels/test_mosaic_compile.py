@@ -38,6 +38,16 @@ def test_kernels_compile(target, shapes):
             assert program["temporaries"] < program["pool"] / 2, program
 
 
+@pytest.mark.parametrize("shape", FEW)
+@pytest.mark.parametrize(("capability", "product"), [("9.0", "wgmma"), ("10.0", "tcgen05")])
+def test_kernels_lower(capability, product, shape, monkeypatch):
+    """In every version of JAX, without the chip's compiler."""
+    monkeypatch.setattr(mosaic_products.target, "capability", lambda: capability)
+    for operation, (run, given) in compile_mosaic.programs(compile_mosaic.SHAPES[shape]).items():
+        lowered = run.trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+        assert "mosaic_gpu" in lowered and (product in lowered) == (operation != "write")
+
+
 @pytest.mark.parametrize(
     ("head_dim", "kv_dtype", "kib", "columns"),
     [
