@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.implementations import check_attention
+from pallas_kernels.mosaic_products import products
 
 HEAD_DIMS = (64, 128)
 BLOCK_SIZES = (8, 16, 32, 64)  # a piece of shared memory has 8 rows, a step of keys 64
@@ -34,6 +35,7 @@ def check(q, kv_pool, kv_scale, interpret) -> None:
     multiply it as TF32, and only keys and values that are stored the other way round."""
     sizes = {"head_dims": HEAD_DIMS, "block_sizes": BLOCK_SIZES}
     check_attention("Mosaic", q, kv_pool, kv_scale, **sizes, dtypes=POOL_DTYPES)
+    products()  # or why there are none
     if interpret and not SIMULATED:
         raise NotImplementedError(
             f"Mosaic kernels are simulated by JAX from 0.11 on, not {jax.__version__}: use "

@@ -482,7 +482,11 @@ def attention_moments(
 
 
 def _sum_columns(stored: Stored, buffers: int, chip: Products, old: int, numbers_ref, *refs):
-    """One step of keys; steps of own keys come after the `old` ones of the table."""
+    """One step of keys; steps of own keys come after the `old` ones of the table.
+
+    No number of registers is asked for: as many as are needed leave room for three programs on a
+    multiprocessor.
+    """
     *given, k_ref = refs[:4]
     inputs = 4 + len(stored.arrays)
     table, queries = refs[4:inputs], refs[-4:]
@@ -501,13 +505,11 @@ def _sum_columns(stored: Stored, buffers: int, chip: Products, old: int, numbers
 
     @pl.when((jax.lax.axis_index("warpgroup") == 1) & (seen.count > 0))
     def _():
-        plgpu.set_max_registers(mosaic.MEMORY_REGISTERS, action="decrease")
         keys.fetch(step, 0, part)
         seen.fetch_all(row, head)
 
     @pl.when(jax.lax.axis_index("warpgroup") == 0)
     def _():
-        plgpu.set_max_registers(mosaic.COMPUTE_REGISTERS, action="increase")
         pl.when(seen.count > 0)(lambda: plgpu.barrier_wait(arrived.at[0]))
         ranges = keys.ranges(step)
         factor = None

@@ -1,6 +1,7 @@
 """Which implementation a machine takes, and why others cannot run there."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -143,3 +144,12 @@ def test_shapes_that_mosaic_does_not_take_run_in_triton(machine, changed):
     machine("gpu", "9.0")
     with pytest.warns(UserWarning, match="the kernel triton runs instead: Mosaic attention takes"):
         jax.eval_shape(attend, *args.attend, kv_scale=args.kv_scale)
+
+
+@pytest.mark.parametrize("capability", ["8.0", "12.0"])
+def test_mosaic_refuses_other_chips(machine, capability):
+    """As a program that is traced for them finds out."""
+    args = SPECS["var-d30-t256"].reduced(heads=2).abstract()
+    machine("gpu", capability)
+    with pytest.raises(NotImplementedError, match=f"9.0 and 10.0, not {capability}"):
+        jax.eval_shape(partial(attend, implementation="mosaic"), *args.attend)
