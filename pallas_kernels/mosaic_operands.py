@@ -16,11 +16,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.implementations import check_attention
+from pallas_kernels.mosaic_products import products
 
 HEAD_DIMS = (64, 128)
 BLOCK_SIZES = (8, 16, 32, 64)  # a piece of shared memory has 8 rows, a step of keys 64
 PIECE = 8  # rows of shared memory that lie together
 POOL_DTYPES = ("bfloat16", "float16", "int8")
+# how operations on a warpgroup are lowered; the other way, usual from JAX 0.11 on, does not
+# broadcast scalars
+LANES = plgpu.LoweringSemantics.Lane
 SIMULATED = hasattr(plgpu, "InterpretGPUParams")  # by JAX from 0.11 on
 # of a thread, kept by a warpgroup that fetches and by one that computes: together no more than the
 # 168 that each of three warpgroups is launched with, or a program waits for the rest for ever
@@ -32,6 +36,7 @@ def check(q, kv_pool, kv_scale, interpret) -> None:
     multiply it as TF32, and only keys and values that are stored the other way round."""
     sizes = {"head_dims": HEAD_DIMS, "block_sizes": BLOCK_SIZES}
     check_attention("Mosaic", q, kv_pool, kv_scale, **sizes, dtypes=POOL_DTYPES)
+    products()  # or why there are none
     if interpret and not SIMULATED:
         raise NotImplementedError(
             f"Mosaic kernels are simulated by JAX from 0.11 on, not {jax.__version__}: use "
@@ -107,7 +112,7 @@ def update(
         kernel,
         out_type=(),
         mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid)),
-        compiler_params=plgpu.CompilerParams(),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=LANES),
         **({"interpret": simulator(interpret)} if interpret else {}),
     )(*operands, changed)
     return jax.freeze(changed)
@@ -139,6 +144,6 @@ def launch(
         grid_names=tuple(grid),
         num_threads=computing + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=LANES),
         **options,
     )(*operands)

@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels import target
+from pallas_kernels.implementations import MOSAIC
 
 ROWS = 64  # of the first factor
 LAYOUT = plgpu.Layout.WGMMA  # how a warpgroup holds a product
@@ -102,7 +103,7 @@ class Tcgen05:
         return product
 
 
-PRODUCTS = {"9.0": Wgmma(), "10.0": Tcgen05()}  # by compute capability
+PRODUCTS = dict(zip(MOSAIC, (Wgmma(), Tcgen05()), strict=True))  # by compute capability
 Products = Wgmma | Tcgen05
 
 

@@ -1,7 +1,6 @@
 """Which KV-cache policy a command plans with: --policy, --budget, --policy_args, --calibration,
 --policy_module."""
 
-import jax
 import numpy as np
 
 from experiments.flags.program import SMALLEST_TPU_BLOCK, blocks_too_small
@@ -128,7 +127,7 @@ def plan_remarks(
     if calibration is not None and calibration.orders is not None:
         if calibration.beta is None and calibration.schedule is None:
             lines.append(UNKNOWN_SCHEDULE)
-    if blocks_too_small(plan, attention or implementations.preferred(jax.default_backend())):
+    if blocks_too_small(plan, attention or implementations.preferred()):
         argument = f"block_size={SMALLEST_TPU_BLOCK}"
         if plan.peak_live_fraction == 1:  # nothing may be dropped for larger blocks, which cost
             argument = "accounting=tokens"

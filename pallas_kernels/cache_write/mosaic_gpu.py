@@ -1,5 +1,6 @@
-"""Storing tokens in the pool on Hopper and Blackwell GPUs with Pallas' Mosaic GPU backend. See
-`api.write`.
+"""Storing tokens in the pool on Hopper and Blackwell GPUs with Pallas' Mosaic GPU backend.
+
+See `api.write`.
 
 Tiling. A program serves one entry of one head of one row: it copies the entry's tokens, finished
 (`mosaic_projection.finished`), into shared memory, key and value of a slot side by side, and from

@@ -99,7 +99,11 @@ def attention_moments(
 
 
 def _sum_columns(heads: int, buffers: int, chip: Products, old: int, numbers, own, stored, *refs):
-    """One step of keys; steps of own keys come after the `old` ones of the table."""
+    """One step of keys; steps of own keys come after the `old` ones of the table.
+
+    No number of registers is asked for: as many as are needed leave room for three programs on a
+    multiprocessor.
+    """
     *given, results, sums, k_tile, arrived, raw, product_sums, queries = refs
     part = Part(0, k_tile, arrived, None, *raw)
     row, head, tile = (jax.lax.axis_index(name) for name in ("row", "head", "tile"))
@@ -111,13 +115,11 @@ def _sum_columns(heads: int, buffers: int, chip: Products, old: int, numbers, ow
 
     @pl.when((jax.lax.axis_index("warpgroup") == 1) & (seen.count > 0))
     def _():
-        plgpu.set_max_registers(mosaic.MEMORY_REGISTERS, action="decrease")
         keys.fetch(step, 0, part)
         seen.fetch_all(row, head)
 
     @pl.when(jax.lax.axis_index("warpgroup") == 0)
     def _():
-        plgpu.set_max_registers(mosaic.COMPUTE_REGISTERS, action="increase")
         pl.when(seen.count > 0)(lambda: plgpu.barrier_wait(arrived.at[0]))
         ranges = keys.ranges(step)
         factor = None

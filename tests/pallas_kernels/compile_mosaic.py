@@ -41,7 +41,7 @@ SHAPES = {
 SHAPES |= {f"{name}-int8": replace(spec, kv_dtype="int8") for name, spec in SHAPES.items()}
 
 
-def programs(spec, sharding):
+def programs(spec, sharding=None):
     """{operation: (function, arguments without data)}."""
 
     def line(*shape):

@@ -33,9 +33,21 @@ def test_kernels_compile(target, shapes):
     for program in found:
         assert program["kernels"] == len(program["registers"]) == 1, program
         assert not program["spills"], program
+        if program["operation"] == "attention_moments":
+            assert 3 * 256 * program["registers"][0] <= 65536, program  # three programs of threads
         if program["operation"] == "write":
             # no second pool; tokens of other than a multiple of 8 are copied
             assert program["temporaries"] < program["pool"] / 2, program
+
+
+@pytest.mark.parametrize("shape", FEW)
+@pytest.mark.parametrize(("capability", "product"), [("9.0", "wgmma"), ("10.0", "tcgen05")])
+def test_kernels_lower(capability, product, shape, monkeypatch):
+    """In every version of JAX, without the chip's compiler."""
+    monkeypatch.setattr(mosaic_products.target, "capability", lambda: capability)
+    for operation, (run, given) in compile_mosaic.programs(compile_mosaic.SHAPES[shape]).items():
+        lowered = run.trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+        assert "mosaic_gpu" in lowered and (product in lowered) == (operation != "write")
 
 
 @pytest.mark.parametrize(
