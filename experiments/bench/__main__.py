@@ -113,9 +113,8 @@ def budgets() -> list[float]:
 
 def kernel() -> str:
     """The implementation to time or check, which can run here."""
-    platform = jax.default_backend()
     if IMPLEMENTATION.value == "auto":
-        return implementations.preferred(platform)
+        return implementations.preferred()
     if why := implementations.why_not_here(IMPLEMENTATION.value):
         raise UserError(f"--implementation={IMPLEMENTATION.value}: {why}: choose auto or reference")
     return IMPLEMENTATION.value
@@ -202,7 +201,7 @@ def show_check(name: str) -> int:
     if name == "reference":
         raise UserError(
             f"--check compares a kernel with the reference, and {jax.default_backend()} has none: "
-            f"choose --implementation=triton-interpret or tpu-interpret"
+            f"choose --implementation=triton-interpret, tpu-interpret or mosaic-interpret"
         )
     failures, rows = 0, []
     for spec in shapes():

@@ -1,5 +1,6 @@
 """Mosaic GPU kernels in their simulator: shared memory, barriers and asynchronous copies as on the
-chip, fresh memory full of NaN, races looked for. JAX has it from 0.11 on."""
+chip, fresh memory full of NaN, races looked for. JAX has it from 0.11 on. Blackwell's tensor memory
+and products are simulated too, as asynchronous as they are."""
 
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import cache_write, ragged_attention
+from pallas_kernels import cache_write, mosaic_products, ragged_attention
 from pallas_kernels.arg_specs import SPECS, TABLES
 from pallas_kernels.cache_write import mosaic_gpu as mosaic_write
 from pallas_kernels.ragged_attention import mosaic_gpu
@@ -39,6 +40,16 @@ SHAPES = [pytest.param(spec, id=name) for name, spec in OFTEN.items()]
 SHAPES += [pytest.param(s, id=name, marks=pytest.mark.slow) for name, s in SPECIAL.items()]
 
 
+CAPABILITIES = mosaic_products.PRODUCTS  # Hopper's and Blackwell's
+
+
+@pytest.fixture(params=CAPABILITIES)
+def chip(request, monkeypatch):
+    """The compute capability of the chip that is traced for."""
+    monkeypatch.setattr(mosaic_products.target, "capability", lambda: request.param)
+    return request.param
+
+
 def simulated(operation, **options):
     """`operation` of a Mosaic module in the simulator, as one program for all numbers."""
     params = plgpu.InterpretGPUParams(detect_races=True, out_of_bounds_reads="uninitialized")
@@ -52,7 +63,7 @@ def no_races(captured) -> bool:
 def check_attend(spec, run, capsys):
     args = spec.arguments()
     out, lse = jax.block_until_ready(run(*args.attend, args.kv_scale))
-    assert no_races(capsys)
+    assert no_races(capsys), "race"
     chex.assert_tree_all_finite(out)
     exact = in_float32(args)
     options = dict(kv_scale=args.kv_scale, implementation="reference")
@@ -63,21 +74,21 @@ def check_attend(spec, run, capsys):
 
 
 @pytest.mark.parametrize("spec", SHAPES)
-def test_attend(spec, capsys):
+def test_attend(chip, spec, capsys):
     run = simulated(mosaic_gpu.attend, return_lse=True)
     for table in TABLES:
         check_attend(replace(spec, table=table), run, capsys)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("groups, block_k, buffers", [(1, 64, 3), (2, 128, 2), (3, 64, 2)])
-def test_other_tiles(groups, block_k, buffers, capsys):
+@pytest.mark.parametrize("groups, block_k, buffers", [(1, 64, 3), (2, 128, 2), (2, 64, 3)])
+def test_other_tiles(chip, groups, block_k, buffers, capsys):
     config = MosaicConfig(warpgroups=groups, block_k=block_k, buffers=buffers)
     check_attend(SMALL, simulated(mosaic_gpu.attend, return_lse=True, config=config), capsys)
 
 
 @pytest.mark.parametrize("spec", SHAPES)
-def test_attention_moments(spec, capsys):
+def test_attention_moments(chip, spec, capsys):
     run = simulated(mosaic_gpu.attention_moments, squares=True)
     args = spec.arguments()
     exact = in_float32(args)
@@ -109,18 +120,42 @@ def test_write(spec, capsys):
 
 def test_a_place_that_is_filled_too_early_is_seen(monkeypatch, capsys):
     """Without waiting until a place is free, keys are overwritten while they are used."""
-    every = mosaic_gpu._fetch_all
+    every = mosaic_gpu.fetch_all
 
-    def without_waits(keys, parts, buffers):
+    def without_waits(*given):
         with monkeypatch.context() as patch:
             patch.setattr(mosaic_gpu.plgpu, "barrier_wait", lambda barrier: None)
-            every(keys, parts, buffers)
+            every(*given)
 
-    monkeypatch.setattr(mosaic_gpu, "_fetch_all", without_waits)
+    monkeypatch.setattr(mosaic_gpu, "fetch_all", without_waits)
     spec = replace(SMALL, table="full", entries=24)
     args = spec.arguments()
-    with pytest.raises(Exception, match="barrier|race|phase"):
+    with pytest.raises(Exception, match="no threads observed phase|^race"):
         jax.block_until_ready(
             simulated(mosaic_gpu.attend, return_lse=True)(*args.attend, args.kv_scale)
         )
         assert no_races(capsys), "race"
+
+
+@pytest.mark.parametrize(
+    ("wait", "message"),
+    [("barrier_wait", "no threads observed phase"), ("wait_load_tmem", "^race")],
+)
+def test_a_product_that_is_not_waited_for_is_seen(wait, message, monkeypatch, capsys):
+    """Blackwell: sums that are read before they are there, or overwritten while they are read."""
+    monkeypatch.setattr(mosaic_products.target, "capability", lambda: "10.0")
+    multiply = mosaic_products.Tcgen05.multiply
+
+    def without_wait(self, refs, group):
+        product = multiply(self, refs, group)
+
+        def hasty(*factors):
+            with monkeypatch.context() as patch:
+                patch.setattr(mosaic_products.plgpu, wait, lambda *barrier: None)
+                return product(*factors)
+
+        return hasty
+
+    monkeypatch.setattr(mosaic_products.Tcgen05, "multiply", without_wait)
+    with pytest.raises(Exception, match=message):
+        check_attend(SMALL, simulated(mosaic_gpu.attend, return_lse=True), capsys)

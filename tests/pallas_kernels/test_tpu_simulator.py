@@ -125,23 +125,22 @@ def test_a_missing_wait_for_stored_keys_is_seen(monkeypatch):
     """Without it a group is read before it has arrived."""
     every = tpu_blocks.Blocks._for_copies
 
-    # the first call of a step waits, `_start` starts: keep starts alone
-    monkeypatch.setattr(tpu_blocks.Blocks, "_start", lambda self, group: every(self, group, _start))
-    monkeypatch.setattr(tpu_blocks.Blocks, "_for_copies", lambda self, group, do: None)
+    def start(self, *which):
+        every(self, *which, lambda copy: copy.start())
+
+    # a step waits by the same function: keep starts alone
+    monkeypatch.setattr(tpu_blocks.Blocks, "_start", start)
+    monkeypatch.setattr(tpu_blocks.Blocks, "_for_copies", lambda *_: None)
     args = replace(SMALL, table="full").arguments()
     run = simulated(tpu.attend, return_lse=True, config=SMALL_TILES)
     out, _ = run(*args.attend, args.kv_scale)
     assert has_races() or not np.isfinite(out).all()
 
 
-def _start(copy):
-    copy.start()
-
-
 def test_a_missing_wait_for_stored_blocks_is_seen(monkeypatch):
     """Without it a block is put together where the last one is still being copied from, and the
     grid step ends with copies under way."""
-    monkeypatch.setattr(tpu_write._Head, "wait_stored", lambda self, j: None)
+    monkeypatch.setattr(tpu_write._Stores, "wait_stored", lambda self, buffer: None)
     args = SMALL.arguments(poison=False)
     found, _ = simulated(tpu_write.write)(*args.write, args.kv_scale)
     expected, _ = cache_write.write(*args.write, implementation="reference")

@@ -74,8 +74,9 @@ def write(a):
 
 
 def scans(cache, tokens, tables):
-    """As the engine uses the kernels: the cache in the carry of both scans, the length and tables of
-    all layers (or per row, of each) as scan inputs, attention, what a policy asks for, storing."""
+    """As the engine uses the kernels: the cache in the carry of both scans, the length and tables
+    of all layers (or per row, of each) as scan inputs, attention, what a policy asks for,
+    storing."""
     per_row = tokens.table.layer is None
 
     def layer(length, tables, carry, index):

@@ -130,6 +130,8 @@ def _scale(networks, context, keys, given, cache: CacheStep, spec: ProgramSpec, 
         x = transformer.embed(context, step.shrink(code_map), step)
         shared = transformer.scale_context(context, step, spec.sampling)
 
+    tables = inputs.layers.packed()
+
     def layer(carry, scanned):
         x, state = carry
         block, layer_context, index = scanned
@@ -141,7 +143,7 @@ def _scale(networks, context, keys, given, cache: CacheStep, spec: ProgramSpec, 
                 step=step,
                 layer=index,
                 state=state,
-                inputs=inputs.layers.of_layer(index),
+                inputs=tables.of_layer(index),
             )
         with jax.named_scope("post_attention"):
             x = transformer.post_attention(block, layer_context, shared, x, attended)
