@@ -3,9 +3,10 @@
     python tests/pallas_kernels/compile_mosaic.py TARGET SHAPE...
 
 TARGET: a GPU of pallas_kernels/chips.py. SHAPE: of `SHAPES`. Prints one JSON object per kernel:
-registers and spilled bytes per thread, as ptxas says, temporaries of the program and bytes of the
-pool. A program of its own, because JAX (0.10.2) compiles these kernels for one architecture per
-process, whatever is asked for later.
+registers and spilled bytes per thread, as ptxas says, shared memory in bytes up to the last address
+that is named, columns of tensor memory, temporaries of the program and bytes of the pool. A program
+of its own, because JAX (0.10.2) compiles these kernels for one architecture per process, whatever
+is asked for later.
 """
 
 import json
@@ -64,13 +65,20 @@ def programs(spec, sharding=None):
 
 
 def inspect(folder: Path) -> dict:
-    """What Mosaic left in `folder` about the kernels of one program. Empties the folder."""
-    said = "".join(file.read_text() for file in folder.glob("*.ptxas"))
+    """What Mosaic left in `folder` about the kernel of a program. Empties the folder."""
+    said, text = ("".join(f.read_text() for f in folder.glob(end)) for end in ("*.ptxas", "*.ptx"))
     for file in folder.iterdir():
         file.unlink()
-    registers = [int(n) for n in re.findall(r"Used (\d+) registers", said)]
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
-    return {"registers": registers, "spills": sum(int(n) for pair in spills for n in pair)}
+    columns, asked = None, re.search(r"tcgen05\.alloc[^;]*, (%r\d+);", text)
+    if asked:
+        columns = int(re.search(rf"mov\.b32\s+{asked[1]}, (\d+);", text)[1])
+    return {
+        "registers": [int(n) for n in re.findall(r"Used (\d+) registers", said)],
+        "spills": sum(int(n) for pair in spills for n in pair),
+        "shared_memory": max(map(int, re.findall(r"__dynamic_shmem__0\+(\d+)", text)), default=0),
+        "tensor_memory": columns,
+    }
 
 
 def main(target: str, *shapes: str) -> None:

@@ -33,11 +33,22 @@ def test_kernels_compile(target, shapes):
     for program in found:
         assert program["kernels"] == len(program["registers"]) == 1, program
         assert not program["spills"], program
+        assert 0 < program["shared_memory"] < chips.get_chip(target).gpu.shared_memory[1], program
+        tensor_memory = target == "b200" and program["operation"] != "write"
+        assert (program["tensor_memory"] or 0) == tensor_memory * tensor_columns(program), program
         if program["operation"] == "attention_moments":
             assert 3 * 256 * program["registers"][0] <= 65536, program  # three programs of threads
         if program["operation"] == "write":
             # no second pool; tokens of other than a multiple of 8 are copied
             assert program["temporaries"] < program["pool"] / 2, program
+
+
+def tensor_columns(program) -> int:
+    """Of a call with two warpgroups, or with one for a single query or one tile of keys."""
+    spec, products = compile_mosaic.SHAPES[program["shape"]], mosaic_products.Tcgen05()
+    if program["operation"] == "attention_moments":
+        return products.tensor_memory(1, 64)
+    return products.tensor_memory(1 if spec.tokens <= 64 else 2, 64, spec.head_dim)
 
 
 @pytest.mark.parametrize("shape", FEW)
