@@ -3,9 +3,9 @@
 
 import numpy as np
 
-from varjax.cache import planner
 from varjax.cache.allocation import Geometry
 from varjax.cache.plan import CachePlan
+from varjax.cache.planner import choose, plan_cache
 from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
 from varjax.cli.flags import CommandFlags
@@ -85,7 +85,7 @@ class PolicyFlags:
         if found is None and is_model and model.directory is None:
             found = stand_in(policy, geometry)
         try:
-            return planner.plan_cache(geometry, policy, found), found
+            return plan_cache(geometry, policy, found), found
         except UserError as error:
             if found is None and policy.uses_calibration:
                 raise UserError(f"{error}; --calibration=FILE names it") from None
@@ -95,7 +95,7 @@ class PolicyFlags:
 def stand_in(policy: Policy, geometry: Geometry) -> Calibration | None:
     """Measurements that treat all heads alike, for a policy that cannot plan without any."""
     try:
-        planner.choose(geometry, policy, None)
+        choose(geometry, policy, None)
         return None
     except UserError:  # it needs one; if something else is wrong, planning will say so
         pass
