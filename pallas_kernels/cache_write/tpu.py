@@ -308,10 +308,7 @@ class _Stores:
         """Put the block of an entry together and start storing it. new: which of two buffers."""
         entry, following = self.table[0, place[0], 0, place[1]], self._following(*place)
         self.wait_stored(new)  # before its memory takes the new block
-        # The next block is read while this one is put together, unless it is this one, or the last
-        # one, which is still being stored: heads share blocks.
-        block, reads = following >> KIND_BITS, _kind(following) == PARTIAL
-        free = (block != entry >> KIND_BITS) & (block + 1 != self.state[2 - new])
+        reads, free = _kind(following) == PARTIAL, self._is_stored(following, entry, new)
         pl.when(reads & free)(lambda: self._read(following, 1 - new))
         kind = _kind(entry)
         pl.when(kind == PARTIAL)(lambda: self._unpack_old(entry, new, which))
@@ -324,6 +321,12 @@ class _Stores:
             for buffer in range(2):
                 self.wait_stored(buffer)
             self._read(following, 1 - new)
+
+    def _is_stored(self, following, entry, new):
+        """Whether the next block can be read while this one is put together: heads share blocks,
+        and it may be this one, or the last one, which is still on its way out."""
+        block = following >> KIND_BITS
+        return (block != entry >> KIND_BITS) & (block + 1 != self.state[2 - new])
 
     def _read(self, entry, buffer) -> None:
         for copy in self._copies(entry >> KIND_BITS, buffer, reads=True):
