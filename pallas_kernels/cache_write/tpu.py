@@ -48,8 +48,9 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret: bool):
     tokens, head_dim = projection.shape[2:]
     chunk = min(CHUNK, rounded(tokens, 32))  # whole tiles: 8 rows of float32, 16 of bfloat16
     padded = rounded(tokens, chunk)
-    heads = Heads.of(projection)
-    table = tpu_operands.packed(writes, heads)
+    writes = writes.with_packed()
+    heads = Heads.of(projection, writes)
+    table = tpu_operands.table_rows(writes, heads)
     whole = (padded, lambda *_: 0)
     given = operands(projection, heads, {"k": whole, "v": whole})
     pools = tpu_operands.pools(kv_pool, kv_scale, interpret)
@@ -157,7 +158,7 @@ def _vmem_limit(layout: _Layout, heads: Heads, padded: int, projection) -> int |
     """Bytes of vector memory that the kernel asks for; None where the default of 16 MiB will do."""
     lanes = heads.together * sum(rounded(width, LANES) for width in layout.parts)
     given = 4 * heads.groups * rounded(heads.width, LANES) * projection.dtype.itemsize
-    rotation = 0 if projection.rotation is None else 8 * rounded(heads.width, LANES)
+    rotation = 0 if projection.rotation is None else 4 * rounded(heads.width, LANES)
     # 1 MiB leaves room for the blocks. An estimate: hence 14 of 16 MiB, and a quarter on top.
     needed = padded * (4 * lanes + given + rotation) + 2**20
     return None if needed <= 14 * 2**20 else needed * 5 // 4

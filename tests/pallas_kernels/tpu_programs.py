@@ -150,12 +150,14 @@ def copies(text: str, spec: ArgSpec) -> list[str]:
 
 
 def turned(text: str, spec: ArgSpec) -> list[str]:
-    """Lines that transpose or copy numbers, as many as the queries of all heads, and no pool."""
-    least, found = spec.rows * spec.tokens * spec.heads * spec.head_dim, []
+    """Lines that transpose or copy numbers, as many as the queries of all heads: neither pool nor
+    weights."""
+    width, found = spec.heads * spec.head_dim, []
     pattern = re.compile(r"= b?f\d+\[([\d,]+)\]\S* (copy|transpose)\(")
     for line in text.splitlines():
         size = [int(n) for m in [pattern.search(line)] if m for n in m[1].split(",")]
-        if size and least <= math.prod(size) and spec.pool_blocks not in size:
+        others = spec.pool_blocks in size or size[:1] == [width]
+        if size and not others and math.prod(size) >= spec.rows * spec.tokens * width:
             found.append(line.strip()[:200])
     return found
 
