@@ -52,8 +52,9 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret: bool):
     tokens, head_dim = projection.shape[2:]
     chunk = min(CHUNK, rounded(tokens, 32))  # whole tiles: 8 rows of float32, 16 of bfloat16
     padded = rounded(tokens, chunk)
-    heads = Heads.of(projection)
-    table = tpu_operands.packed(writes, heads)
+    writes = writes.with_packed()
+    heads = Heads.of(projection, writes)
+    table = tpu_operands.table_rows(writes, heads)
     whole = (padded, lambda *_: 0)
     given = operands(projection, heads, {"k": whole, "v": whole})
     pools = tpu_operands.pools(kv_pool, kv_scale, interpret)
@@ -161,7 +162,7 @@ def _vmem_limit(layout: _Layout, heads: Heads, padded: int, projection) -> int |
     """Bytes of vector memory that the kernel asks for; None where the default of 16 MiB will do."""
     lanes = heads.together * sum(rounded(width, LANES) for width in layout.parts)
     given = 4 * heads.groups * rounded(heads.width, LANES) * projection.dtype.itemsize
-    rotation = 0 if projection.rotation is None else 8 * rounded(heads.width, LANES)
+    rotation = 0 if projection.rotation is None else 4 * rounded(heads.width, LANES)
     # 1 MiB leaves room for the blocks. An estimate: hence 14 of 16 MiB, and a quarter on top.
     needed = padded * (4 * lanes + given + rotation) + 2**20
     return None if needed <= 14 * 2**20 else needed * 5 // 4
@@ -312,10 +313,7 @@ class _Stores:
         """Put the block of an entry together and start storing it. new: which of two buffers."""
         entry, following = self.table[0, place[0], 0, place[1]], self._following(*place)
         self.wait_stored(new)  # before its memory takes the new block
-        # The next block is read while this one is put together, unless it is this one, or the last
-        # one, which is still being stored: heads share blocks.
-        block, reads = following >> KIND_BITS, _kind(following) == PARTIAL
-        free = (block != entry >> KIND_BITS) & (block + 1 != self.state[2 - new])
+        reads, free = _kind(following) == PARTIAL, self._is_stored(following, entry, new)
         pl.when(reads & free)(lambda: self._read(following, 1 - new))
         kind = _kind(entry)
         pl.when(kind == PARTIAL)(lambda: self._unpack_old(entry, new, which))
@@ -328,6 +326,12 @@ class _Stores:
             for buffer in range(2):
                 self.wait_stored(buffer)
             self._read(following, 1 - new)
+
+    def _is_stored(self, following, entry, new):
+        """Whether the next block can be read while this one is put together: heads share blocks,
+        and it may be this one, or the last one, which is still on its way out."""
+        block = following >> KIND_BITS
+        return (block != entry >> KIND_BITS) & (block + 1 != self.state[2 - new])
 
     def _read(self, entry, buffer) -> None:
         for copy in self._copies(entry >> KIND_BITS, buffer, reads=True):

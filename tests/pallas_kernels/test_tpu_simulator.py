@@ -15,7 +15,7 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import cache_write, ragged_attention
+from pallas_kernels import cache_write, ragged_attention, tpu_projection
 from pallas_kernels.arg_specs import ArgSpec
 from pallas_kernels.cache_write import tpu as tpu_write
 from pallas_kernels.ragged_attention import tpu, tpu_blocks
@@ -29,6 +29,7 @@ from tests.pallas_kernels.test_kernels import (
     tables,
     written,
 )
+from tests.pallas_kernels.test_tpu_edges import sharing
 
 SMALL = ArgSpec(
     name="small", rows=2, heads=2, head_dim=64, tokens=21, length=13, entries=5, dtype="float32"
@@ -118,6 +119,19 @@ def test_two_cores(kv_dtype):
         check_write(run, case.arguments(poison=False))
 
 
+# Tokens of four heads in one block of 8, or in two: the one at work is read next, or the one
+# before.
+SHARING = [replace(SMALL, heads=4, block_size=8, tokens=n, length=n) for n in (2, 4)]
+
+
+@pytest.mark.parametrize("at_once, spec", [(1024, SHARING[0]), (1024, SHARING[1]), (1, SHARING[0])])
+def test_heads_share_blocks(monkeypatch, at_once, spec):
+    """A block is read again when what another head stored in it has arrived; in one grid step and
+    in several."""
+    monkeypatch.setattr(tpu_projection, "TOKENS_AT_ONCE", at_once)
+    check_write(simulated(tpu_write.write, cores=2), sharing(spec))
+
+
 # --- mistakes that the simulator has to see -------------------------------------------------------
 
 
@@ -158,3 +172,13 @@ def test_two_cores_may_not_divide_heads_that_share_blocks(monkeypatch):
     args = replace(SMALL, rows=1, table="shared").arguments(poison=False)
     jax.block_until_ready(simulated(tpu_write.write, cores=2)(*args.write, args.kv_scale)[0])
     assert has_races()
+
+
+@pytest.mark.parametrize("spec", SHARING)
+def test_reading_a_shared_block_too_early_is_seen(monkeypatch, spec):
+    """The next head's block, while this one's tokens are on their way into it."""
+    monkeypatch.setattr(tpu_write._Stores, "_is_stored", lambda self, *entries: True)
+    args = sharing(spec)
+    found, _ = simulated(tpu_write.write)(*args.write, args.kv_scale)
+    expected, _ = cache_write.write(*args.write, implementation="reference")
+    assert has_races() or not np.array_equal(found, expected)
