@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from pallas_kernels.implementations import check_attention
 from pallas_kernels.mosaic_products import products
+from pallas_kernels.tables import BlockTable, BlockWrites
 
 HEAD_DIMS = (64, 128)
 BLOCK_SIZES = (8, 16, 32, 64)  # a piece of shared memory has 8 rows, a step of keys 64
@@ -80,6 +81,13 @@ def padded(array: Array, axis: int, multiple: int, least: int = 0) -> Array:
     widths = [(0, 0)] * array.ndim
     widths[axis] = (0, wanted - size)
     return jnp.pad(array, widths) if wanted > size else array
+
+
+def packed(table: BlockTable | BlockWrites) -> tuple[Array, bool]:
+    """`packed` with an axis of layers or rows in front, of one if there is none; whether it is of
+    rows."""
+    found, shared = table.with_packed().packed, table.ids.ndim == 2
+    return found[None] if shared else found, table.layer is None and not shared
 
 
 def simulator(interpret):

@@ -118,6 +118,7 @@ def operands(projection: Projection, heads: Heads, tokens: dict[str, Any]) -> Op
     tokens: for "q", "k", "v" how many tokens a block has, and its place along them as a function
       of the grid's indices.
     """
+    projection = projection.sliced()
     rows, _, length, _ = projection.shape
     qkv = heads.padded(projection.qkv, 3).reshape(rows, length, -1)
     width = heads.groups * heads.width

@@ -23,9 +23,7 @@ from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.cache_write import reference
 from pallas_kernels.mosaic_projection import finished
 from pallas_kernels.projection import K, V
-
-# kinds of entries: no token, any tokens, a whole block of consecutive ones
-EMPTY, SOME, RUN = range(3)
+from pallas_kernels.tables import CONSECUTIVE, FULL, KIND_BITS, PARTIAL
 
 
 def write(kv_pool, projection, writes, kv_scale, *, interpret):
@@ -39,38 +37,34 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret):
         return reference.write(kv_pool, projection, writes, kv_scale)
     (rows, heads, _, head_dim), size = projection.shape, kv_pool.shape[2]
     tokens = finished(projection, (K, V), interpret).astype(kv_pool.dtype)
-    shared = writes.ids.ndim == 2
-    ids, source = (jnp.asarray(a[None] if shared else a) for a in (writes.ids, writes.source))
+    table, per_row = mosaic.packed(writes)
     pool = mosaic.update(
-        partial(_store, writes.layer is None and not shared, head_dim),
+        partial(_store, per_row, writes.ids.shape[-1], head_dim),
         kv_pool,
-        [mosaic.number(writes.layer), ids, _kinds(source), source, tokens],
+        [mosaic.number(writes.layer), table, tokens],
         [
             plgpu.SMEM((2, size, head_dim), kv_pool.dtype),
             plgpu.Barrier(num_arrivals=2),
             plgpu.Barrier(num_arrivals=2 * size),
         ],
-        grid={"entry": ids.shape[-1], "head": heads, "row": rows},
+        grid={"entry": writes.ids.shape[-1], "head": heads, "row": rows},
         interpret=interpret,
         name="cache_write",
     )
     return pool, kv_scale
 
 
-def _kinds(source):
-    """Of the entries of all layers: nothing that a layer changes, so compilers do it once."""
-    steps = jnp.arange(source.shape[-1], dtype=source.dtype)
-    run = (source == source[..., :1] + steps).all(-1) & (source[..., 0] >= 0)
-    some = (source >= 0).any(-1)
-    return jnp.where(run, RUN, jnp.where(some, SOME, EMPTY)).astype(jnp.int32)
-
-
-def _store(per_row: bool, head_dim: int, pool, layer, ids, kinds, source, given, tokens, *barriers):
+def _store(
+    per_row: bool, entries: int, head_dim: int, pool, layer, table, given, tokens, *barriers
+):
     row, head, entry = (jax.lax.axis_index(name) for name in ("row", "head", "entry"))
-    where = (row if per_row else layer[0], head, entry)
-    block, kind, size, heads = ids[where], kinds[where], tokens.shape[1], ids.shape[1]
-    whole, single = barriers
-    halves = range(2)
+    lead, size, heads = row if per_row else layer[0], tokens.shape[1], table.shape[1]
+    packed = table[lead, head, 0, entry]
+    block, kind = packed >> KIND_BITS, packed & (1 << KIND_BITS) - 1
+    (whole, single), halves = barriers, range(2)
+
+    def source(slot: int):
+        return table[lead, head, 0, entries + 2 + entry * size + slot]
 
     def of_head(half: int):
         return pl.ds((half * heads + head) * head_dim, head_dim)
@@ -78,9 +72,9 @@ def _store(per_row: bool, head_dim: int, pool, layer, ids, kinds, source, given,
     def columns(half: int):
         return pl.ds(half * head_dim, head_dim)
 
-    @pl.when(kind == RUN)
+    @pl.when(kind == CONSECUTIVE)
     def _():
-        first = source[(*where, 0)]
+        first = source(0)
         for half in halves:
             run = given.at[row, pl.ds(first, size), of_head(half)]
             plgpu.copy_gmem_to_smem(run, tokens.at[half], whole)
@@ -88,18 +82,18 @@ def _store(per_row: bool, head_dim: int, pool, layer, ids, kinds, source, given,
         for half in halves:
             plgpu.copy_smem_to_gmem(tokens.at[half], pool.at[row, block, :, columns(half)])
 
-    @pl.when(kind == SOME)
+    @pl.when((kind == PARTIAL) | (kind == FULL))
     def _():
         for i in range(size):
             # slots without a token take any: a barrier counts as many copies every time
-            token = jnp.maximum(source[(*where, i)], 0)
+            token = jnp.maximum(source(i), 0)
             for half in halves:
                 one = given.at[row, token, of_head(half)]
                 plgpu.copy_gmem_to_smem(one, tokens.at[half, i], single)
         plgpu.barrier_wait(single)
         for i in range(size):
 
-            @pl.when(source[(*where, i)] >= 0)
+            @pl.when(source(i) >= 0)
             def _(i=i):
                 for half in halves:
                     target = pool.at[row, block, i, columns(half)]

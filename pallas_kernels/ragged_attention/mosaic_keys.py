@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.mosaic_products import LAYOUT
-from pallas_kernels.tables import BlockTable
+from pallas_kernels.tables import RANGE_BITS, BlockTable
 
 SCALES_COPIED = (
     32  # slots of a block from which on a copy of its scales is as long as copies must be
@@ -26,39 +26,30 @@ SCALES_COPIED = (
 class Stored:
     """The pool and the table of a call as operands of a kernel, and in it as references.
 
-    ids, start, stop: [L, N, M], or [R, N, M] if per_row. used: [L or R, N], entries up to the last
-    one in use. layer: int32 [1], place in the first axis unless per_row. scales: of an int8 pool,
-    as they are, or those of the table's slots side by side [R, N, 2, P]. size: keys of a step.
+    table: `BlockTable.packed` with one more axis in front, of layers or rows. layer: int32 [1],
+    place in that axis unless per_row. scales: of an int8 pool, as they are, or those of the table's
+    slots side by side [R, N, 2, P]. size: keys of a step. entries: M.
     """
 
-    ids: Any
-    start: Any
-    stop: Any
-    used: Any
+    table: Any
     layer: Any
     pool: Any
     scales: Any
     size: int = field(metadata=dict(static=True))
+    entries: int = field(metadata=dict(static=True))
     per_row: bool = field(metadata=dict(static=True))
 
     @classmethod
     def of(cls, kv_pool, kv_scale, table: BlockTable, size: int) -> "Stored":
-        shared = table.ids.ndim == 2
-        arrays = (table.ids, table.start, table.stop)
-        ids, start, stop = (jnp.asarray(a[None] if shared else a) for a in arrays)
-        entry = jnp.arange(ids.shape[-1], dtype=jnp.int32)
-        # of all layers: nothing that a layer changes, so compilers do it once for all of them
-        used = jnp.where(stop > start, entry + 1, 0).max(-1, initial=0)
         if not kv_pool.shape[1]:  # a kernel has no arrays without elements
-            kv_pool, kv_scale = jax.tree.map(partial(_at_least_one, axis=1), (kv_pool, kv_scale))
+            kv_pool = mosaic.padded(kv_pool, 1, 1, 1)
+            kv_scale = None if kv_scale is None else mosaic.padded(kv_scale, 1, 1, 1)
         scales = kv_scale
         if kv_scale is not None and kv_pool.shape[2] < SCALES_COPIED:
             scales = _scale_lines(kv_scale, table, size)
-        if not ids.shape[-1]:
-            ids, start, stop = (_at_least_one(a, -1) for a in (ids, start, stop))
-        per_row = table.layer is None and not shared
-        lead = mosaic.number(table.layer)
-        return cls(ids, start, stop, used, lead, kv_pool, scales, size=size, per_row=per_row)
+        packed, per_row = mosaic.packed(table)
+        arrays = (packed, mosaic.number(table.layer), kv_pool, scales)
+        return cls(*arrays, size=size, entries=table.ids.shape[-1], per_row=per_row)
 
     @property
     def block_size(self) -> int:
@@ -89,11 +80,6 @@ class Stored:
             return []
         raw = mosaic.tile((buffers, self.size, head_dim), jnp.int8, head_dim)
         return [raw, plgpu.SMEM((buffers, self.size), jnp.float32)]
-
-
-def _at_least_one(array, axis: int):
-    """With zeros in place of no elements."""
-    return mosaic.padded(array, axis % array.ndim, 1, 1)
 
 
 def _scale_lines(kv_scale, table: BlockTable, size: int):
@@ -141,10 +127,10 @@ class Keys:
     head: Any
     heads: int
 
-    @property
-    def where(self):
-        """Of the table."""
-        return (self.row if self.stored.per_row else self.stored.layer[0], self.head)
+    def _packed(self, place):
+        """A number of the head's row of the table."""
+        lead = self.row if self.stored.per_row else self.stored.layer[0]
+        return self.stored.table[lead, self.head, 0, place]
 
     @property
     def own_steps(self):
@@ -153,7 +139,7 @@ class Keys:
     @property
     def used(self):
         """Entries up to the last one that is not empty."""
-        return self.stored.used[self.where]
+        return self._packed(2 * self.stored.entries)
 
     @property
     def steps(self):
@@ -163,7 +149,7 @@ class Keys:
         """Of the table, and where to look it up: own keys have none, nor has the end of the last
         step, and any stands in."""
         entry = (step - self.own_steps) * self.stored.pieces + piece
-        return entry, (*self.where, jnp.clip(entry, 0, self.stored.ids.shape[-1] - 1))
+        return entry, jnp.clip(entry, 0, max(self.stored.entries - 1, 0))
 
     def fetch(self, step, place, part: Part) -> None:
         """Start copying a step of keys or values to its place."""
@@ -172,7 +158,7 @@ class Keys:
         copy = partial(_copy, part.full.at[place])
         for i in range(stored.pieces):
             rows = pl.ds(i * size, size)
-            block = stored.ids[self._entry(step, i)[1]]
+            block = self._packed(self._entry(step, i)[1])
 
             @pl.when(step < self.own_steps)
             def _(i=i, rows=rows):
@@ -199,9 +185,9 @@ class Keys:
         """(first, last + 1) valid key of every piece of a step, counted within the piece."""
         own, size, found = step < self.own_steps, self.stored.block_size, []
         for i in range(self.stored.pieces):
-            entry, where = self._entry(step, i)
-            start, stop = self.stored.start[where], self.stored.stop[where]
-            stop = jnp.where(entry < self.used, stop, start)
+            entry, place = self._entry(step, i)
+            packed = jnp.where(entry < self.used, self._packed(self.stored.entries + place), 0)
+            start, stop = packed & (1 << RANGE_BITS) - 1, packed >> RANGE_BITS
             left = jnp.clip(self.length - step * self.stored.size - i * size, 0, size)
             found.append((jnp.where(own, 0, start), jnp.where(own, left, stop)))
         return found

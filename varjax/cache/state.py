@@ -158,14 +158,18 @@ def store_entries(state: KVState, slots: Int[Array, "R N P"], entries: Entries) 
 
 
 def order_after(slots: Int[Array, "..."], read: Float[Array, "..."]) -> Int[Array, "..."]:
-    """`slots` unchanged, but computed only once `read` is.
+    """`slots` unchanged, but on a CPU computed only once `read` is.
 
     The new tokens go into slots that the attention has just read. XLA's CPU compiler copies the
     whole pool in every layer unless the data itself says that the read comes first; a comparison
-    that is never true does.
+    that is never true does. Other compilers order the two by themselves.
     """
-    never = jax.lax.stop_gradient(read.reshape(-1)[0]) > jnp.inf
-    return slots + never.astype(slots.dtype)
+
+    def ordered(slots, read):
+        never = jax.lax.stop_gradient(read.reshape(-1)[0]) > jnp.inf
+        return slots + never.astype(slots.dtype)
+
+    return jax.lax.platform_dependent(slots, read, cpu=ordered, default=lambda slots, read: slots)
 
 
 def arrange(
