@@ -51,17 +51,16 @@ class Projection:
         return self.qkv.dtype
 
     def queries(self) -> Float[Array, "R N T H"]:
-        """Finished queries, which carry the attention scale."""
-        q = self._plain(Q, self.q_bias)
-        if self.rotation is not None:
-            # a rotation keeps lengths, so the norm may come after it, where all is float32
-            factor = self.scale
-            if self.multiplier is not None:
-                factor = self.multiplier[:, None, None] / length(q)
-            return (rotate(q, *self.rotation) * factor).astype(q.dtype)
-        if self.multiplier is None:
-            return q if self.scale == 1 else q * self.scale
-        return l2_normalize(q) * self.multiplier[:, None, None].astype(q.dtype)
+        """Finished queries, which carry the attention scale. Rounded once: all is float32."""
+        q = self._plain(Q, None).astype(jnp.float32)
+        if self.q_bias is not None:
+            q += self.q_bias[:, None].astype(jnp.float32)
+        factor = self.scale
+        if self.multiplier is not None:
+            factor = self.multiplier[:, None, None] / length(q)
+        if self.rotation is not None:  # which keeps lengths
+            q = rotate(q, *self.rotation)
+        return (q * factor).astype(self.dtype)
 
     def keys(self) -> Float[Array, "R N T H"]:
         """Finished keys, as they are stored."""
