@@ -71,8 +71,8 @@ class ArgSpec:
         """Shapes and types only."""
         ids = np.zeros(self.table_shape, np.int32)
         source = np.zeros((*ids.shape, self.block_size), np.int32)
-        tables = _with_layers(self, BlockTable(ids, ids, ids), BlockWrites(ids, source))
-        found = jax.eval_shape(lambda: self._arrays(jnp.zeros, *tables))
+        tables = BlockTable(ids, ids, ids), BlockWrites(ids, source)
+        found = jax.eval_shape(lambda: self._arrays(jnp.zeros, *_with_layers(self, *tables)))
         return jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), found
         )

@@ -62,18 +62,18 @@ class Projection:
         return replace(self, layer=None, **jax.tree.map(lambda a: a[self.layer], found))
 
     def queries(self) -> Float[Array, "R N T H"]:
-        """Finished queries, which carry the attention scale."""
+        """Finished queries, which carry the attention scale. Rounded once: all is float32."""
         here = self.sliced()
-        q, multiplier = here._plain(Q, here.q_bias), here.multiplier
-        if self.rotation is not None:
-            # a rotation keeps lengths, so the norm may come after it, where all is float32
-            factor = self.scale
-            if multiplier is not None:
-                factor = multiplier[:, None, None] / length(q)
-            return (rotate(q, *self.rotation) * factor).astype(q.dtype)
-        if multiplier is None:
-            return q if self.scale == 1 else q * self.scale
-        return l2_normalize(q) * multiplier[:, None, None].astype(q.dtype)
+        q = here._plain(Q, None).astype(jnp.float32)
+        if here.q_bias is not None:
+            q += here.q_bias[:, None].astype(jnp.float32)
+        norm = None if here.multiplier is None else length(q)
+        multiplier = None if norm is None else here.multiplier[:, None, None]
+        if self.rotation is None:
+            q = q * self.scale if norm is None else q / norm * multiplier
+        else:  # which keeps lengths
+            q = rotate(q, *self.rotation) * (self.scale if norm is None else multiplier / norm)
+        return q.astype(self.dtype)
 
     def keys(self) -> Float[Array, "R N T H"]:
         """Finished keys, as they are stored."""

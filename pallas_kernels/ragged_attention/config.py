@@ -152,7 +152,8 @@ def _triton_heuristic(call: Call) -> TritonConfig:
     wide, queries = call.head_dim > 64, max(16, power_of_two(call.queries))
     if call.dtype == "float32":  # products without tensor cores, where full precision is asked for
         # such products keep their factors in registers: smaller tiles, twice the threads
-        block_q = min(32 if call.kv_dtype == "float32" else 16, queries)
+        small = call.kv_dtype != "float32" or (wide and call.operation == "attend")
+        block_q = min(16 if small else 32, queries)
         return TritonConfig(block_q=block_q, block_k=16 if wide else 32, num_warps=8, num_stages=2)
     converted = call.kv_dtype not in ("bfloat16", "float16")  # on the way through registers
     # `attend` holds a step of K and of V converted. The moments hold K alone, and keys are the rows
