@@ -3,8 +3,7 @@
 import pytest
 
 from experiments.flags.policy import stand_in
-from pallas_kernels import mosaic_operands
-from pallas_kernels.ragged_attention import triton_pool
+from pallas_kernels import mosaic_operands, triton_operands
 from varjax.cache import planner
 from varjax.model import describe
 from varjax.models import registry
@@ -23,7 +22,7 @@ MODELS = [
     for name in registry.PRESETS
 ]
 TPU_BLOCKS = (8, 16, 32, 64)  # int8 takes no larger ones
-BLOCKS = {*mosaic_operands.BLOCK_SIZES, *triton_pool.BLOCK_SIZES} & {*TPU_BLOCKS} - {8}
+BLOCKS = {*mosaic_operands.BLOCK_SIZES, *triton_operands.BLOCK_SIZES} & {*TPU_BLOCKS} - {8}
 
 
 @pytest.mark.parametrize("model", MODELS)
