@@ -27,8 +27,9 @@ class ArgSpec:
     owns on average. table: how entries are filled: "random" runs with an empty and a full head
     among them, all "empty", all "full", "repeated" (blocks listed twice with disjoint ranges) or
     "shared" (every head lists the same blocks, with ranges that are disjoint). per_row: whether
-    every row has a table of its own; else the call is that of the last of two layers. kv_dtype: of
-    the pool. normalised, rotated: what has to be done to queries and keys.
+    every row has a table of its own; else tables, biases and multipliers are those of two layers,
+    and the call is that of the last. kv_dtype: of the pool. normalised, rotated: what has to be
+    done to queries and keys.
     """
 
     name: str
@@ -103,7 +104,7 @@ class ArgSpec:
         qkv = jnp.asarray(
             normal((self.rows, self.tokens, 3, self.heads, self.head_dim)), self.dtype
         )
-        biases = (jnp.asarray(normal(qkv.shape[3:]), self.dtype) for _ in range(2))
+        biases = [jnp.asarray(normal(qkv.shape[3:]), self.dtype) for _ in range(2)]
         rotation = multiplier = None
         if self.rotated:
             angle = jnp.repeat(jnp.asarray(normal((self.tokens, self.head_dim // 2))), 2, axis=-1)
@@ -111,7 +112,13 @@ class ArgSpec:
         if self.normalised:
             multiplier = 1.5 + jnp.abs(jnp.asarray(normal((self.heads,)), jnp.float32)) / 2
         scale = 1.0 if self.normalised else 2 / math.sqrt(self.head_dim)
-        return Projection(qkv, *biases, rotation, multiplier, scale)
+        layer = None
+        if not self.per_row:  # vectors of two layers; those of the first are never read
+            layer, vectors = jnp.int32(1), (biases, multiplier)
+            biases, multiplier = jax.tree.map(
+                lambda a: jnp.stack([jnp.full_like(a, jnp.nan), a]), vectors
+            )
+        return Projection(qkv, *biases, rotation, multiplier, scale, layer)
 
 
 @jax.tree_util.register_dataclass

@@ -2,7 +2,8 @@
 
 A tile of 64 tokens of one part of one head is copied out of the product where it lies, a column of
 a matrix [T, 3 N H], finished in registers in float32, and left in shared memory as the tensor cores
-take it. The last tile ends with the array: copies leave out what is beyond its end.
+take it. The last tile ends with the array: copies leave out what is beyond its end. Where rows have
+one token each, tiles are made of rows.
 
 Queries are finished by the kernel that multiplies them, once per tile, and never written. Keys and
 values meet every tile of queries and the cache: `finished` writes them once, in 4 R T N H elements
@@ -14,7 +15,7 @@ zeros and ones, exact, 64 columns at a time.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -72,7 +73,7 @@ class Unfinished:
             vectors, multiplier = jax.tree.map(lambda a: a[None], (tuple(vectors), multiplier))
         rotated = cos = sin = None
         if projection.rotation is not None:
-            cos, sin = (mosaic.padded(a, 0, multiple) for a in projection.rotation)
+            cos, sin = (_tall(a, multiple) for a in projection.rotation)
             rotated = jnp.asarray(quarter_turn_matrix(TURNED), projection.dtype)
         return cls(
             projection.qkv.reshape(rows, tokens, -1),
@@ -102,7 +103,7 @@ class Unfinished:
         plgpu.copy_gmem_to_smem(source, work.raw, work.arrived)
 
     def finish(self, part: int, head, first, work: "Work") -> None:
-        """Wait for a tile that was started, and leave it finished in `work.tile`."""
+        """Wait for a tile that was started, and leave it finished in `work.result`."""
         plgpu.barrier_wait(work.arrived)
         layer, x = self.layer[0], mosaic.load(work.raw, LAYOUT, plain=True).astype(jnp.float32)
         bias = {Q: self.q_bias, K: None, V: self.v_bias}[part]
@@ -114,7 +115,7 @@ class Unfinished:
             self._rotate(x, factor, first, work)
         else:
             x = x if factor is None else x * across(factor, x.shape)
-            work.tile[...] = x.astype(work.tile.dtype)
+            work.result[...] = x.astype(work.result.dtype)
             plgpu.commit_smem()
 
     def _factor(self, part: int, x, layer, head):
@@ -134,59 +135,69 @@ class Unfinished:
         for start in range(0, x.shape[1], TURNED):
             columns = pl.ds(start, TURNED)
             piece = work.tile.at[:, columns]
+            # one after another: registers hold few such pieces at once
+            rotated = mosaic.load(piece, LAYOUT).astype(jnp.float32)
+            rotated *= mosaic.load(self.cos.at[rows, columns], LAYOUT, plain=True)
             turned = work.multiply(piece, work.turn[0], (ROWS, TURNED))
-            cos, sin = (
-                mosaic.load(a.at[rows, columns], LAYOUT, plain=True) for a in (self.cos, self.sin)
-            )
-            rotated = mosaic.load(piece, LAYOUT).astype(jnp.float32) * cos + turned * sin
+            rotated += turned * mosaic.load(self.sin.at[rows, columns], LAYOUT, plain=True)
             if factor is not None:
                 rotated *= across(factor, rotated.shape)
-            work.tile[:, columns] = rotated.astype(work.tile.dtype)
+            work.result[:, columns] = rotated.astype(work.result.dtype)
             plgpu.commit_smem()
 
 
 @dataclass(frozen=True)
 class Work:
-    """Shared memory of a tile: as it was copied, and finished; a barrier that says that it is
-    there. turn, multiply: for the rotation."""
+    """Shared memory of a tile: as it was copied; as tensor cores take it; one of the two, where it
+    is left; a barrier that says that it is there. turn, multiply: for the rotation."""
 
     raw: Any
     tile: Any
+    result: Any
     arrived: Any
     turn: Sequence
     multiply: Multiply
 
 
 def finished(projection: Projection, parts: Sequence[int], interpret) -> Array:
-    """Parts of a projection as kernels copy them: [R, T', parts N H], with T rounded up to whole
-    pieces of shared memory. Tokens from T on hold anything."""
+    """Parts of a projection as kernels copy them: [R, T', parts N H]. T' is T, rounded up where
+    whole pieces of shared memory are copied; tokens from T on hold anything."""
     rows, heads, tokens, head_dim = projection.shape
+    if single := tokens == 1:  # a tile of rows, which are all alike
+        qkv = jnp.swapaxes(projection.qkv, 0, 1)
+        projection, tokens = replace(projection, qkv=qkv), rows
+    lines, places = pl.cdiv(tokens, ROWS), 1 if single else rows
+    whole = tokens if single or tokens < mosaic.PIECE else -(-tokens // mosaic.PIECE) * mosaic.PIECE
     chip, count, dtype = products(), len(parts), projection.dtype
-    tile = partial(mosaic.tile, dtype=dtype, swizzle=chip.swizzle)
-    whole = -(-tokens // mosaic.PIECE) * mosaic.PIECE
     (found,) = mosaic.launch(
-        partial(_finish, tuple(parts), chip),
-        [Unfinished.of(projection, parts)],
-        [jax.ShapeDtypeStruct((rows, whole, count * heads * head_dim), dtype)],
+        partial(_finish, tuple(parts), single, chip),
+        [Unfinished.of(projection, parts, lines * ROWS)],
+        [jax.ShapeDtypeStruct((places, whole, count * heads * head_dim), dtype)],
         [
             mosaic.landing(tokens, (count, ROWS, head_dim), dtype, chip.swizzle),
-            tile((count, ROWS, head_dim)),
+            mosaic.tile((count, ROWS, head_dim), dtype, chip.swizzle),
             plgpu.Barrier(num_barriers=count),
             turn_scratch(projection, chip),
             chip.scratch(1, TURNED),
         ],
-        grid={"tile": pl.cdiv(tokens, ROWS), "head": heads, "row": rows},
+        grid={"tile": lines, "head": heads, "row": places},
         computing=0,
         interpret=interpret,
         name="finish",
     )
-    return found
+    return found.reshape(rows, -1, count * heads * head_dim)
 
 
-def _finish(parts, chip: Products, given: Unfinished, out_ref, raw, tile, arrived, turn, sums):
+def _finish(parts, single: bool, chip: Products, given: Unfinished, out_ref, *scratch):
+    """single: the result ends within a piece of shared memory."""
+    raw, tile, arrived, turn, sums = scratch
     row, head, number = (jax.lax.axis_index(name) for name in ("row", "head", "tile"))
     first, head_dim, multiply = number * ROWS, tile.shape[-1], chip.multiply(sums, 0)
-    works = [Work(raw.at[i], tile.at[i], arrived.at[i], turn, multiply) for i in range(len(parts))]
+    results = raw if single else tile
+    works = [
+        Work(raw.at[i], tile.at[i], results.at[i], arrived.at[i], turn, multiply)
+        for i in range(len(parts))
+    ]
     given.start_turn(turn)
     for part, work in zip(parts, works, strict=True):
         given.start(part, row, head, first, work)
@@ -194,8 +205,15 @@ def _finish(parts, chip: Products, given: Unfinished, out_ref, raw, tile, arrive
     for i, (part, work) in enumerate(zip(parts, works, strict=True)):
         given.finish(part, head, first, work)
         columns = pl.ds((i * given.heads + head) * head_dim, head_dim)
-        plgpu.copy_smem_to_gmem(work.tile, out_ref.at[row, pl.ds(first, ROWS), columns])
+        plgpu.copy_smem_to_gmem(work.result, out_ref.at[row, pl.ds(first, ROWS), columns])
     plgpu.wait_smem_to_gmem(0)
+
+
+def _tall(angles, multiple: int):
+    """Cosines or sines for whole tiles; of one token, for all rows."""
+    if len(angles) == 1:
+        return jnp.broadcast_to(angles, (multiple, angles.shape[1]))
+    return mosaic.padded(angles, 0, multiple)
 
 
 def turn_scratch(projection: Projection, chip: Products) -> list:

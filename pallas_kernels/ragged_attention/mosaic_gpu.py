@@ -152,7 +152,8 @@ def _attend_tile(config, chip: Products, several: int, length, given, own, store
     def _():
         plgpu.set_max_registers(mosaic.COMPUTE_REGISTERS, action="increase")
         multiply = chip.multiply(sums, group)
-        work = Work(raw.at[group], queries.at[group], arrived.at[group], turn, multiply)
+        places = raw.at[group], queries.at[group], queries.at[group], arrived.at[group]
+        work = Work(*places, turn, multiply)
         tile = _Tile(work.tile, weights.at[group], multiply, changed, group, config)
         result, line = (results or [raw])[0].at[group], statistics.at[group]
 
@@ -209,19 +210,18 @@ class _Tile:
         """Online softmax; the maximum is in units of log2."""
         maximum, total, out = carry
         place = jax.lax.rem(before + i, self.config.buffers)
-        ranges = keys.ranges(i)
-        partly = keys.is_partial(ranges)
+        partly = keys.is_partial(i)
         plgpu.barrier_wait(k.full.at[place])
         self._convert(keys, i, k, place)
         shape = (ROWS, keys.stored.size)
         scores = self.multiply(self.queries, turned(k.places.at[place]), shape)
         if k.raw is not None:  # one scale per key, so it may leave the sum over H
-            scores *= down(keys.scales(k, i, place, ranges, PER_COLUMN), scores.shape)
+            scores *= down(keys.scales(k, i, place, PER_COLUMN), scores.shape)
         k.release(place)
         # after the product, so that keys that are not valid may hold anything
         scores = jax.lax.cond(
             partly,
-            lambda s: jnp.where(keys.valid(ranges, s.shape, 1), s, -jnp.inf),
+            lambda s: jnp.where(keys.valid(i, s.shape, 1), s, -jnp.inf),
             lambda s: s,
             scores,
         )
@@ -231,13 +231,14 @@ class _Tile:
         total = total * rescale + weights.sum(axis=1)
         plgpu.barrier_wait(v.full.at[place])
         if v.raw is not None:  # after the total, which sums the weights alone
-            weights *= down(keys.scales(v, i, place, ranges, PER_COLUMN), weights.shape)
+            scales = down(keys.scales(v, i, place, PER_COLUMN), weights.shape)
+            weights = jnp.where(weights > 0, weights * scales, 0.0)
         self.weights[...] = weights.astype(self.weights.dtype)
         plgpu.commit_smem()
         self._convert(keys, i, v, place)
         # what an int8 pool holds is finite, whatever it is
         unclean = partly if v.raw is None else partly & (i < keys.own_steps)
-        pl.when(unclean)(lambda: self._clear(keys, ranges, v.places.at[place]))
+        pl.when(unclean)(lambda: self._clear(keys, i, v.places.at[place]))
         new = self.multiply(self.weights, v.places.at[place], out.shape)
         v.release(place)
         return highest, total, out * across(rescale, out.shape) + new
@@ -257,13 +258,13 @@ class _Tile:
 
             self._wait_for_change()
 
-    def _clear(self, keys: Keys, ranges, values) -> None:
+    def _clear(self, keys: Keys, i, values) -> None:
         """Zeros in place of values that are not valid."""
 
         @pl.when(self.group == 0)
         def _():
             found = values[...]
-            inside = keys.valid(ranges, found.shape, 0)
+            inside = keys.valid(i, found.shape, 0)
             values[...] = jnp.where(inside, found, jnp.zeros_like(found))
             plgpu.commit_smem()
 

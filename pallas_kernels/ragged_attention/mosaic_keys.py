@@ -181,7 +181,7 @@ class Keys:
             columns = pl.ds(jnp.maximum(step - self.own_steps, 0) * stored.size, stored.size)
             copy(stored.scales.at[self.row, self.head, part.half, columns], part.scales.at[place])
 
-    def ranges(self, step) -> list[tuple]:
+    def _ranges(self, step) -> list[tuple]:
         """(first, last + 1) valid key of every piece of a step, counted within the piece."""
         own, size, found = step < self.own_steps, self.stored.block_size, []
         for i in range(self.stored.pieces):
@@ -192,27 +192,27 @@ class Keys:
             found.append((jnp.where(own, 0, start), jnp.where(own, left, stop)))
         return found
 
-    def is_partial(self, ranges):
+    def is_partial(self, step):
         """Whether any key of a step is invalid."""
-        size = self.stored.block_size
+        size, ranges = self.stored.block_size, self._ranges(step)
         return sum(jnp.where(stop - start < size, 1, 0) for start, stop in ranges) > 0
 
-    def valid(self, ranges, shape: tuple[int, ...], axis: int, layout=LAYOUT):
+    def valid(self, step, shape: tuple[int, ...], axis: int, layout=LAYOUT):
         """Mask of an array whose `axis` runs over the keys of a step."""
+        # read again where it is needed, which few steps do: registers are full in between
         key = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
         inside = None
-        for i, (start, stop) in enumerate(ranges):
+        for i, (start, stop) in enumerate(self._ranges(step)):
             first = i * self.stored.block_size
             here = (key >= first + start) & (key < first + stop)
             inside = here if inside is None else inside | here
         return inside
 
-    def scales(self, part: Part, step, place, ranges, layout):
-        """What the scores or weights of a step's keys are multiplied by; zero where a key is not
-        valid, whose scale may be NaN."""
+    def scales(self, part: Part, step, place, layout):
+        """What the scores or weights of a step's keys are multiplied by; where a key is not valid,
+        anything, NaN included."""
         found = mosaic.load(part.scales.at[place], layout)
-        found = jnp.where(step < self.own_steps, jnp.ones_like(found), found)
-        return jnp.where(self.valid(ranges, found.shape, 0, layout), found, jnp.zeros_like(found))
+        return jnp.where(step < self.own_steps, jnp.ones_like(found), found)
 
 
 def _copy(barrier, source, target) -> None:

@@ -121,17 +121,16 @@ def _sum_columns(heads: int, buffers: int, chip: Products, old: int, numbers, ow
     @pl.when(jax.lax.axis_index("warpgroup") == 0)
     def _():
         pl.when(seen.count > 0)(lambda: plgpu.barrier_wait(arrived.at[0]))
-        ranges = keys.ranges(step)
         factor = None
         if stored.scaled:
-            factor = keys.scales(part, step, 0, ranges, PER_ROW)
+            factor = keys.scales(part, step, 0, PER_ROW)
 
             @pl.when((seen.count > 0) & (step >= keys.own_steps))
             def _():
                 part.places[0] = mosaic.load(part.raw.at[0], LAYOUT).astype(part.places.dtype)
                 plgpu.commit_smem()
 
-        inside = keys.valid(ranges, (ROWS, ROWS), 0)
+        inside = keys.valid(step, (ROWS, ROWS), 0)
         multiply = chip.multiply(product_sums, 0)
         totals = seen.sums(multiply, k_tile.at[0], factor, inside, len(results))
         for i, total in enumerate(totals):

@@ -2,11 +2,11 @@
 
     python tests/pallas_kernels/compile_mosaic.py TARGET SHAPE...
 
-TARGET: a GPU of pallas_kernels/chips.py. SHAPE: of `SHAPES`. Prints one JSON object per kernel:
-registers and spilled bytes per thread, as ptxas says, shared memory in bytes up to the last address
-that is named, columns of tensor memory, temporaries of the program and bytes of the pool. A program
-of its own, because JAX (0.10.2) compiles these kernels for one architecture per process, whatever
-is asked for later.
+TARGET: a GPU of pallas_kernels/chips.py. SHAPE: of `SHAPES`. Prints one JSON object per program:
+registers and spilled bytes per thread of its kernels, as ptxas says, shared memory in bytes up to
+the last address that is named, columns of tensor memory, temporaries of the program, bytes of the
+pool and of the scale's keys and values. A program of its own, because JAX (0.10.2) compiles these
+kernels for one architecture per process, whatever is asked for later.
 """
 
 import json
@@ -32,7 +32,9 @@ from pallas_kernels.ragged_attention import mosaic_gpu
 
 BASE = replace(SPECS["var-d30-t256"], tokens=176, length=169)
 SHAPES = {
-    "decode": SPECS["var-d30-t1"],
+    "first": SPECS["var-d30-t1"],
+    "decode": replace(SPECS["llamagen-xl-t1"], rows=256),
+    "decode-wide": replace(SPECS["janus-pro-7b-t1"], rows=2),
     "odd": replace(BASE, tokens=169, length=100),
     "rows": replace(BASE, per_row=True),
     "block8": replace(BASE, block_size=8),
@@ -61,20 +63,39 @@ def programs(spec, sharding=None):
     }
     if spec.kv_dtype is None:  # XLA stores numbers with scales
         found["write"] = (jax.jit(store, donate_argnums=0), args.write)
+        layer = partial(_layer)  # traced anew for every chip
+        found["layer"] = (jax.jit(layer, donate_argnums=0), (args.kv_pool, args))
     return found
 
 
+def _layer(pool, args):
+    """Attention, then the store: keys and values are finished for both."""
+    args = replace(args, kv_pool=pool)
+    out = mosaic_gpu.attend(*args.attend, None, return_lse=False, interpret=False)
+    return out, mosaic_write.write(*args.write, None, interpret=False)[0]
+
+
+def finished_bytes(spec) -> int:
+    """Of a scale's keys and values, which attention and store copy."""
+    rows, heads, tokens, head_dim = spec.abstract().projection.shape
+    return 2 * 2 * rows * heads * -(-tokens // 8) * 8 * head_dim
+
+
 def inspect(folder: Path) -> dict:
-    """What Mosaic left in `folder` about the kernel of a program. Empties the folder."""
+    """What Mosaic left in `folder` about the kernels of one program that no program before had.
+    Empties the folder."""
     said, text = ("".join(f.read_text() for f in folder.glob(end)) for end in ("*.ptxas", "*.ptx"))
     for file in folder.iterdir():
         file.unlink()
+    kernels = re.findall(
+        r"entry function '(\w+)_mosaic_gpu_kernel'.*?Used (\d+) registers", said, re.S
+    )
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
     columns, asked = None, re.search(r"tcgen05\.alloc[^;]*, (%r\d+);", text)
     if asked:
         columns = int(re.search(rf"mov\.b32\s+{asked[1]}, (\d+);", text)[1])
     return {
-        "registers": [int(n) for n in re.findall(r"Used (\d+) registers", said)],
+        "registers": {name: int(count) for name, count in kernels},
         "spills": sum(int(n) for pair in spills for n in pair),
         "shared_memory": max(map(int, re.findall(r"__dynamic_shmem__0\+(\d+)", text)), default=0),
         "tensor_memory": columns,
@@ -98,6 +119,7 @@ def main(target: str, *shapes: str) -> None:
                 about["kernels"] = compiled.as_text().count('custom_call_target="mosaic_gpu')
                 about["temporaries"] = compiled.memory_analysis().temp_size_in_bytes
                 about["pool"] = pool.size * pool.dtype.itemsize
+                about["finished"] = finished_bytes(SHAPES[name])
                 print(json.dumps(about | inspect(folder)), flush=True)
     finally:
         shutil.rmtree(folder)
