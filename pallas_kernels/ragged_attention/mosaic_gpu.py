@@ -18,7 +18,7 @@ which only steps with a partly valid block need.
 Traffic, with b bytes per element, t real tokens and P' slots of the blocks in use: the tiles of a
 head run side by side, so that its keys come from the L2 cache after the first: from memory
 R N H b (T + 2 t + 2 P') in and R N H b T out, and what `finished` moves. Shared memory:
-`shared_memory`. A single query takes a tile of 64: 64 products per byte of bfloat16 keys, a third
+`shared_memory`. A single query takes a tile of 64: 64 operations per byte of bfloat16 keys, a third
 of what tensor cores do while memory delivers it, so that the padding costs no time.
 """
 
