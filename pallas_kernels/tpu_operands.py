@@ -35,20 +35,20 @@ def layer_of(table) -> Array:
     return jnp.reshape(0 if table.layer is None else table.layer, 1).astype(jnp.int32)
 
 
-def packed(table, heads) -> Array:
-    """A table [L, R or 1; N, 1, W]; heads: `tpu_projection.Heads`."""
-    found = table.with_packed().packed
+def table_rows(table, heads) -> Array:
+    """A packed table as [L, R or 1; N, 1, W]; heads: `tpu_projection.Heads`."""
+    found = table.packed
     return heads.padded(found if found.ndim == 4 else found[None], 1)
 
 
-def table_spec(table, packed: Array, heads) -> pl.BlockSpec:
+def table_spec(table, rows: Array, heads) -> pl.BlockSpec:
     """Rows of the heads of grid step (r, n, ...); the last scalar given beforehand is the layer."""
-    per_row = table.layer is None and packed.shape[0] > 1
+    per_row = table.layer is None and rows.shape[0] > 1
     # A row per head: scalar memory is 1 MiB in all, too little for all tables prefetched at once.
     # The axis of 1 is there because the last two axes of a block are multiples of (8, 128) or
     # whole.
     return pl.BlockSpec(
-        (1, heads.step, 1, packed.shape[-1]),
+        (1, heads.step, 1, rows.shape[-1]),
         lambda r, n, *rest: (r if per_row else rest[-1][0], n, 0, 0),
         memory_space=pltpu.SMEM,
     )

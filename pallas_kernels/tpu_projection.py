@@ -15,9 +15,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.projection import K, Projection, Q, V
+from pallas_kernels.tables import BlockTable, BlockWrites
 from pallas_kernels.tpu_operands import LANES
 
 TOKENS_AT_ONCE = 1024  # of all heads of a grid step: small scales share steps, which cost by number
+TABLE_BYTES = 2**19  # of scalar memory, which is 1 MiB
 PARTS = {"q": Q, "k": K, "v": V}
 Operands = dict[str, tuple[Array, pl.BlockSpec]]  # by name: an array and the part of it in a step
 
@@ -36,11 +38,14 @@ class Heads:
     groups: int
 
     @classmethod
-    def of(cls, projection: Projection) -> "Heads":
+    def of(cls, projection: Projection, table: BlockTable | BlockWrites) -> "Heads":
+        """As many as share a step for tokens and table (packed) of this size."""
         _, heads, tokens, size = projection.shape
         together = 2 if size < LANES else 1
         groups = -(-heads // together)
-        most = max(1, TOKENS_AT_ONCE // max(16, tokens))
+        # the next step's rows of the table are fetched meanwhile
+        rows = 2 * 4 * together * table.packed.shape[-1]
+        most = max(1, min(TOKENS_AT_ONCE // max(16, tokens), TABLE_BYTES // rows))
         at_once = max(n for n in range(1, groups + 1) if groups % n == 0 and n <= most)
         return cls(groups * together, size, together, at_once)
 
@@ -135,15 +140,16 @@ def operands(projection: Projection, heads: Heads, tokens: dict[str, Any]) -> Op
         multiplier = heads.padded(projection.multiplier.astype(jnp.float32), 0)
         found["multiplier"] = multiplier, pl.BlockSpec(memory_space=pltpu.SMEM)
     if projection.rotation is not None and tokens.keys() != {"v"}:
-        # whole, because keys of all tokens meet every tile of queries; once, not for the next
-        # step as well, because it is the same for all
+        # All tokens', because all keys meet every tile of queries; once, not for the next step as
+        # well, because it is the same for all. Both numbers of a pair have the same angle: its
+        # cosine stands at the first, its sine at the second, which is half the memory.
         size = max(-(-length // n) * n for part, (n, _) in tokens.items() if part != "v")
-        for name, array in zip(("cos", "sin"), projection.rotation, strict=True):
-            array = jnp.tile(array, (1, heads.together))
-            once = pl.BlockSpec(
-                (size, heads.width), lambda *_: (0, 0), pipeline_mode=pl.Buffered(1)
-            )
-            found[name] = array, once
+        cos, sin = projection.rotation
+        both = jnp.where(jnp.arange(cos.shape[1]) % 2 == 0, cos, sin)
+        found["rotation"] = (
+            jnp.tile(both, (1, heads.together)),
+            pl.BlockSpec((size, heads.width), lambda *_: (0, 0), pipeline_mode=pl.Buffered(1)),
+        )
     return found
 
 
@@ -205,9 +211,12 @@ class Own:
         return jnp.maximum(jnp.sqrt(squares.sum(axis=1, keepdims=True)), 1e-12)
 
     def _rotated(self, x, place) -> Float[Array, "T W"]:
-        if "cos" not in self.refs:
+        if "rotation" not in self.refs:
             return x
-        # (a, b) as (-b, a): the roll brings each number its neighbour
-        width, lane = x.shape[1], jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
-        turned = jnp.where(lane % 2 == 0, -pltpu.roll(x, width - 1, 1), pltpu.roll(x, 1, 1))
-        return x * self.refs["cos"][place] + turned * self.refs["sin"][place]
+        angle = self.refs["rotation"][place]
+        even = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) % 2 == 0
+        # rolls bring each number of a pair (a, b) the other one
+        cos = jnp.where(even, angle, pltpu.roll(angle, 1, 1))
+        sin = jnp.where(even, pltpu.roll(angle, x.shape[1] - 1, 1), angle)
+        turned = jnp.where(even, -pltpu.roll(x, x.shape[1] - 1, 1), pltpu.roll(x, 1, 1))
+        return x * cos + turned * sin

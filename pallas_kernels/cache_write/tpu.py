@@ -22,20 +22,19 @@ of a step in their own type twice.
 """
 
 import math
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels import tpu_operands
 from pallas_kernels.cache_write.reference import LARGEST_INT8, inverse_scale
-from pallas_kernels.tables import CONSECUTIVE, EMPTY, FULL, KIND_BITS, PARTIAL, BlockWrites
-from pallas_kernels.tpu_operands import LANES, block_of, block_shape, in_parts, rounded
+from pallas_kernels.cache_write.tpu_stores import Layout, Stores
+from pallas_kernels.tables import BlockWrites
+from pallas_kernels.tpu_operands import LANES, block_shape, in_parts, rounded
 from pallas_kernels.tpu_projection import Heads, Own, operands
 
 CHUNK = 128  # tokens that are converted at once
@@ -48,12 +47,13 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret: bool):
     tokens, head_dim = projection.shape[2:]
     chunk = min(CHUNK, rounded(tokens, 32))  # whole tiles: 8 rows of float32, 16 of bfloat16
     padded = rounded(tokens, chunk)
-    heads = Heads.of(projection)
-    table = tpu_operands.packed(writes, heads)
+    writes = writes.with_packed()
+    heads = Heads.of(projection, writes)
+    table = tpu_operands.table_rows(writes, heads)
     whole = (padded, lambda *_: 0)
     given = operands(projection, heads, {"k": whole, "v": whole})
     pools = tpu_operands.pools(kv_pool, kv_scale, interpret)
-    layout = _Layout.of(head_dim, kv_pool.shape[2], kv_scale is not None)
+    layout = Layout.of(head_dim, kv_pool.shape[2], kv_scale is not None)
     arrays, in_specs = zip(*given.values(), strict=True)
     kernel = partial(_kernel, layout=layout, heads=heads, chunk=chunk, given=tuple(given))
     found = pl.pallas_call(
@@ -95,7 +95,7 @@ def _check(projection, kv_pool) -> None:
         raise NotImplementedError(
             f"storing on TPU takes heads of 64, 128, ..., not {head_dim}: {way_out}"
         )
-    # a block's scales, two per slot, are one row of a part of at most 128 lanes (see `_Layout`)
+    # a block's scales, two per slot, are one row of a part of at most 128 lanes (see `Layout`)
     largest = LANES // 2 if kv_pool.dtype == jnp.int8 else LANES
     if block_size not in (8, 16, 32, 64, 128) or block_size > largest:
         raise NotImplementedError(
@@ -108,35 +108,7 @@ def _check(projection, kv_pool) -> None:
 # --- vector memory ---
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Lanes of a token in vector memory, cut into parts of at most 128: only in such an array can
-    rows be read from any place on. parts: widths; the last one holds scales if `scaled`: those of
-    the key in the first half of the lanes, those of the value in the second."""
-
-    block_size: int
-    parts: tuple[int, ...]
-    scaled: bool
-
-    @classmethod
-    def of(cls, head_dim: int, block_size: int, scaled: bool) -> "_Layout":
-        width = 2 * head_dim
-        whole = width % LANES == 0
-        parts = (LANES,) * (width // LANES) if whole else (width,)
-        return cls(block_size, parts + (2 * block_size,) * scaled, scaled)
-
-    @property
-    def values(self) -> int:
-        """Parts that hold keys and values."""
-        return len(self.parts) - self.scaled
-
-    def cut(self, values: Array) -> list[Array]:
-        """The lanes of tokens [rows, 2 H] as parts."""
-        firsts = [sum(self.parts[:i]) for i in range(self.values)]
-        return [values[:, a : a + self.parts[i]] for i, a in enumerate(firsts)]
-
-
-def _scratch_shapes(layout: _Layout, heads: Heads, pools: list[Array], padded: int) -> list:
+def _scratch_shapes(layout: Layout, heads: Heads, pools: list[Array], padded: int) -> list:
     """Tokens of the heads at work by part, a block by part; the old and the new block, two of each
     (pool and scales); semaphores [old or new, which of the two]; counters."""
     # two of each: one is on its way while the other is used
@@ -153,11 +125,11 @@ def _scratch_shapes(layout: _Layout, heads: Heads, pools: list[Array], padded: i
     ]
 
 
-def _vmem_limit(layout: _Layout, heads: Heads, padded: int, projection) -> int | None:
+def _vmem_limit(layout: Layout, heads: Heads, padded: int, projection) -> int | None:
     """Bytes of vector memory that the kernel asks for; None where the default of 16 MiB will do."""
     lanes = heads.together * sum(rounded(width, LANES) for width in layout.parts)
     given = 4 * heads.groups * rounded(heads.width, LANES) * projection.dtype.itemsize
-    rotation = 0 if projection.rotation is None else 8 * rounded(heads.width, LANES)
+    rotation = 0 if projection.rotation is None else 4 * rounded(heads.width, LANES)
     # 1 MiB leaves room for the blocks. An estimate: hence 14 of 16 MiB, and a quarter on top.
     needed = padded * (4 * lanes + given + rotation) + 2**20
     return None if needed <= 14 * 2**20 else needed * 5 // 4
@@ -181,7 +153,7 @@ def _kernel(_, table, *refs, layout, heads: Heads, chunk: int, given, pools: int
     # the pools as operands are left out: they are the same memory as the results
     own, _, *state = in_parts(refs, len(given), pools, pools, parts, parts, pools, pools, 2)
     own = Own.of(heads, 1.0, dict(zip(given, own, strict=True)))
-    stores = _Stores(layout, pl.program_id(0), table, *state[:-1], *state[-1])
+    stores = Stores(layout, pl.program_id(0), table, *state[:-1], *state[-1])
     stores.start()  # the first block is on its way while the tokens are converted
 
     def group(i):
@@ -201,7 +173,7 @@ def _kernel(_, table, *refs, layout, heads: Heads, chunk: int, given, pools: int
         stores.wait_stored(which)
 
 
-def _convert(own: Own, group, tokens, layout: _Layout, chunk: int, dtype) -> None:
+def _convert(own: Own, group, tokens, layout: Layout, chunk: int, dtype) -> None:
     """Put the tokens of a group of heads into vector memory, finished, as rows of float32; for an
     int8 pool whole numbers and their scales."""
 
@@ -239,159 +211,3 @@ def _quantized(
 
 def _is_first_half(shape):
     return jax.lax.broadcasted_iota(jnp.int32, shape, 1) < shape[1] // 2
-
-
-@dataclass(frozen=True)
-class _Stores:
-    """Some heads of one row, whose entries are stored in order.
-
-    table: their rows (SMEM, `BlockWrites.packed`). pools: whole, in HBM. In vector memory: tokens,
-    with the old block behind them, and the block that is put together, by part; the old and the new
-    block as the pools hold them, two of each.
-    state: (SMEM) entries so far, and for each of the two new blocks where it is being stored: the
-    block's number + 1, or 0.
-    """
-
-    layout: _Layout
-    row: Any
-    table: Any
-    pools: list
-    tokens: list
-    block: list
-    old: list
-    new: list
-    semaphores: Any
-    state: Any
-
-    @property
-    def entries(self) -> int:
-        """J."""
-        return (self.table.shape[-1] - 2) // (1 + self.layout.block_size)
-
-    def used(self, head) -> Int[Array, ""]:
-        """Entries up to the last one that stores something."""
-        return self.table[0, head, 0, self.entries + 1]
-
-    def source(self, place, slot: int):
-        """The token for a slot of an entry, or -1."""
-        (head, j), size = place, self.layout.block_size
-        return self.table[0, head, 0, self.entries + 2 + j * size + slot]
-
-    def start(self) -> None:
-        """Start reading the first block."""
-        for i in range(3):
-            self.state[i] = 0
-        entry = self.table[0, 0, 0, 0]
-        pl.when(_kind(entry) == PARTIAL)(lambda: self._read(entry, 0))
-
-    def store(self, head, which: int) -> None:
-        """Store what the next head stores; `which`: its place among the tokens. Its last blocks may
-        still be on their way."""
-
-        def step(j, _):
-            count = self.state[0]
-            self.state[0] = count + 1
-            self._step(which, (head, j), jax.lax.rem(count, 2))
-            return 0
-
-        # one step for an empty head, too, which reads the next one's first block
-        jax.lax.fori_loop(0, jnp.maximum(self.used(head), 1), step, 0)
-
-    def _following(self, head, j):
-        """The entry after this one, or an empty one."""
-        same = j + 1 < self.used(head)
-        head, j = jnp.where(same, head, head + 1), jnp.where(same, j + 1, 0)
-        last = self.table.shape[1] - 1
-        return jnp.where(head <= last, self.table[0, jnp.minimum(head, last), 0, j], EMPTY)
-
-    def _step(self, which: int, place, new) -> None:
-        """Put the block of an entry together and start storing it. new: which of two buffers."""
-        entry, following = self.table[0, place[0], 0, place[1]], self._following(*place)
-        self.wait_stored(new)  # before its memory takes the new block
-        # The next block is read while this one is put together, unless it is this one, or the last
-        # one, which is still being stored: heads share blocks.
-        block, reads = following >> KIND_BITS, _kind(following) == PARTIAL
-        free = (block != entry >> KIND_BITS) & (block + 1 != self.state[2 - new])
-        pl.when(reads & free)(lambda: self._read(following, 1 - new))
-        kind = _kind(entry)
-        pl.when(kind == PARTIAL)(lambda: self._unpack_old(entry, new, which))
-        pl.when(kind == CONSECUTIVE)(lambda: self._pick_run(which, place))
-        pl.when((kind == PARTIAL) | (kind == FULL))(lambda: self._pick_rows(which, place))
-        pl.when(kind > EMPTY)(lambda: self._store(entry, new))
-
-        @pl.when(reads & ~free)
-        def _():
-            for buffer in range(2):
-                self.wait_stored(buffer)
-            self._read(following, 1 - new)
-
-    def _read(self, entry, buffer) -> None:
-        for copy in self._copies(entry >> KIND_BITS, buffer, reads=True):
-            copy.start()
-
-    def wait_stored(self, buffer) -> None:
-        """Until what a new block held is in the pool, if it is being stored."""
-        block = self.state[1 + buffer] - 1
-
-        # a wait for a store that was not started would never end
-        @pl.when(block >= 0)
-        def _():
-            for copy in self._copies(block, buffer, reads=False):
-                copy.wait()
-            self.state[1 + buffer] = 0
-
-    def _copies(self, block, buffer, reads: bool):
-        # A wait has to name the same copies as their start: both come from here.
-        semaphore = self.semaphores.at[0 if reads else 1, buffer]
-        for pool, here in zip(self.pools, self.old if reads else self.new, strict=True):
-            ends = (block_of(pool, self.row, block), here.at[buffer])
-            yield pltpu.make_async_copy(*(ends if reads else ends[::-1]), semaphore)
-
-    def _unpack_old(self, entry, buffer, which: int) -> None:
-        for copy in self._copies(entry >> KIND_BITS, buffer, reads=True):
-            copy.wait()
-        size = self.layout.block_size
-        # one place for all old blocks: the rows that the step before kept are picked already
-        behind = pl.ds(self.tokens[0].shape[1] - size, size)
-        values = self.layout.cut(self.old[0][buffer].astype(jnp.float32))
-        for part, new in zip(self.tokens, values, strict=False):
-            part[which, behind] = new
-        if self.layout.scaled:
-            scales = jnp.broadcast_to(self.old[1][buffer], (size, 2 * size))
-            self.tokens[-1][which, behind] = scales
-
-    def _pick_run(self, which: int, place) -> None:
-        first = self.source(place, 0)
-        for block, tokens in zip(self.block, self.tokens, strict=True):
-            block[...] = tokens[which, pl.ds(first, self.layout.block_size)]
-
-    def _pick_rows(self, which: int, place) -> None:
-        size = self.layout.block_size
-        behind = self.tokens[0].shape[1] - size
-        for i in range(size):
-            source = self.source(place, i)
-            row = jnp.where(source < 0, behind + i, source)
-            for block, tokens in zip(self.block, self.tokens, strict=True):
-                block[pl.ds(i, 1)] = tokens[which, pl.ds(row, 1)]
-
-    def _store(self, entry, buffer) -> None:
-        size = self.layout.block_size
-        # float32 holds old contents exactly (int8: whole numbers), so storing them again changes
-        # nothing; only new tokens of a wider type than the pool's are rounded.
-        values = [part[...] for part in self.block[: self.layout.values]]
-        self.new[0][buffer] = jnp.concatenate(values, axis=-1).astype(self.new[0].dtype)
-        if self.layout.scaled:
-            # slot i's scales are lanes i and block_size + i of row i; an old row holds all of them
-            scales = self.block[-1][...]
-            lane = jax.lax.broadcasted_iota(jnp.int32, scales.shape, 1)
-            slot = jax.lax.broadcasted_iota(jnp.int32, scales.shape, 0)
-            own = (lane == slot) | (lane == slot + size)
-            self.new[1][buffer] = jnp.where(own, scales, 0.0).sum(axis=0, keepdims=True)
-        block = entry >> KIND_BITS
-        for copy in self._copies(block, buffer, reads=False):
-            copy.start()
-        self.state[1 + buffer] = block + 1
-
-
-def _kind(entry):
-    return entry & (2**KIND_BITS - 1)

@@ -199,7 +199,7 @@ def tpu_vector_memory(
         arrays, finished = 4 * queries * one * each * groups, queries
         arrays += 16 * (call.slots + queries) * groups * together
     arrays += together * finished * one * each  # queries as they are multiplied
-    arrays += 8 * queries * one if rotated else 0  # cosines and sines, once
+    arrays += 4 * queries * one if rotated else 0  # cosines and sines, once
     step = 3 * max(tiles.own_keys, tiles.copy_keys) * block_q * 4
     copies = tiles.copy_keys * both * (4 * stored + 4)  # four buffers, one group in float32
     # the running output; maximum and sum, rows that take 8 sublanes each

@@ -52,7 +52,8 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
         "attend", projection, kv_pool, table, kv_scale, config, interpret
     )
     rows, count, tokens, head_dim = projection.shape
-    heads = Heads.of(projection)
+    table = table.with_packed()
+    heads = Heads.of(projection, table)
     keys = min(config.copy_keys, max(call.block_size, call.slots))  # no group larger than the table
     block_q = balanced(tokens, config.block_q, LANES)  # queries are lanes
     own_keys = balanced(tokens, config.own_keys, 16)  # keys are rows: 16 in a tile of bfloat16
@@ -208,7 +209,8 @@ def attention_moments(
         "attention_moments", projection, kv_pool, table, kv_scale, config, interpret
     )
     rows, count, tokens, head_dim = projection.shape
-    heads = Heads.of(projection)
+    table = table.with_packed()
+    heads = Heads.of(projection, table)
     # Groups and pieces of own keys are multiples of 128, because a key is a lane of the result, and
     # rows of results are stored at places that are multiples of their size.
     grouping = Grouping.of(call, rounded(config.copy_keys, LANES))

@@ -100,7 +100,8 @@ def attention_call(
     """
     new_length, kv_pool, table, kv_scale = stored
     pools = tpu_operands.pools(kv_pool, kv_scale, interpret)
-    length, packed = jnp.reshape(new_length, 1).astype(jnp.int32), tpu_operands.packed(table, heads)
+    length = jnp.reshape(new_length, 1).astype(jnp.int32)
+    entries = tpu_operands.table_rows(table, heads)
     counts = (len(given), len(pools), len(results), len(scratch), len(pools), 2)
 
     def body(length_ref, _, table, *refs):
@@ -118,7 +119,7 @@ def attention_call(
             num_scalar_prefetch=2,
             grid=(rows, heads.steps, tiles),
             in_specs=[
-                tpu_operands.table_spec(table, packed, heads),
+                tpu_operands.table_spec(table, entries, heads),
                 *in_specs,
                 *tpu_operands.pool_specs(pools),
             ],
@@ -137,7 +138,7 @@ def attention_call(
             # No grid step needs what another one left, so the two cores of a v5p may share them.
             dimension_semantics=("parallel",) * 3,
             vmem_limit_bytes=tiles_of.tpu_vmem_limit(
-                call, config, heads=heads.step, rotated="cos" in given
+                call, config, heads=heads.step, rotated="rotation" in given
             ),
         ),
         cost_estimate=pl.CostEstimate(
@@ -145,7 +146,7 @@ def attention_call(
         ),
         interpret=interpret,
         name=name,
-    )(length, tpu_operands.layer_of(table), packed, *arrays, *pools)
+    )(length, tpu_operands.layer_of(table), entries, *arrays, *pools)
 
 
 @dataclass(frozen=True)

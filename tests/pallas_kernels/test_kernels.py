@@ -120,10 +120,11 @@ def test_attention_moments(kernel, shape):
             )
             for a, implementation in ((args, kernel), (exact, "reference"))
         )
-        for found, expected in zip(*both, strict=True):
+        for power, (found, expected) in enumerate(zip(*both, strict=True), 1):
             chex.assert_equal_shape([found, expected])
             chex.assert_type(found, jnp.float32)
-            assert error(found, expected) < TOLERANCE[spec.dtype], spec.name
+            # a square is off by twice as much, relatively
+            assert error(found, expected) < power * TOLERANCE[spec.dtype], spec.name
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -149,7 +150,8 @@ def assert_stored(found, expected, exactly: bool = False):
     near = {jnp.float32: 2e-6}.get(pool.dtype.type, 2**-7)
     pool, wanted = (np.asarray(a, np.float32) for a in (pool, wanted))
     np.testing.assert_allclose(pool, wanted, rtol=near, atol=one or near * 1e-3)
-    assert np.mean(pool != wanted) < 0.02 or near < 1e-3
+    # compilers may leave out a rounding to bfloat16 on the way to int8: 1 in 40 numbers
+    assert np.mean(pool != wanted) < 0.04 or near < 1e-3
     if scale is not None:
         np.testing.assert_allclose(scale, wanted_scale, rtol=2**-7)
 
