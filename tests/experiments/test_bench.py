@@ -92,6 +92,7 @@ def test_timings_may_lack_another_way(call, monkeypatch):
         (["--tune"], "run it on the GPU or TPU"),
         (["--tune", "--implementation=triton-interpret"], "run it on the GPU or TPU"),
         (["--implementation=triton"], "triton needs a GPU, this machine offers cpu"),
+        (["--implementation=mosaic", "--check"], "mosaic needs a GPU, this machine offers cpu"),
         (["--implementation=triton-interpret"], "only --check takes it"),
         (["--tune", "--check"], "exclude each other"),
         (["--model=var-d31"], "unknown model 'var-d31'"),
@@ -108,6 +109,18 @@ def test_timings_may_lack_another_way(call, monkeypatch):
 def test_wrong_flags(call, flags, message):
     status, out, err = call("bench", *flags)
     assert status == 2 and message in err and not out
+
+
+def test_check_names_shapes_that_a_kernel_refuses(call, monkeypatch):
+    def refuse(*_):
+        raise NotImplementedError("it takes heads of 64, 128")
+
+    monkeypatch.setattr(bench, "errors", refuse)
+    flags = ("--check", "--implementation=triton-interpret", "--op=write")
+    status, out, err = call("bench", *SMALL, *flags)
+    assert status == 1 and not err
+    assert "REFUSED  write  var-d30-t1" in out and "it takes heads of 64, 128" in out
+    assert "0 of 1 right" in out
 
 
 def test_work_counts_what_is_moved():
