@@ -179,7 +179,7 @@ def finished(projection: Projection, parts: Sequence[int], interpret) -> Array:
             mosaic.tile((count, ROWS, head_dim), dtype, chip.swizzle),
             plgpu.Barrier(num_barriers=count),
             turn_scratch(projection, chip),
-            chip.scratch(1, TURNED),
+            chip.scratch(1, *turn_widths(projection)),
         ],
         grid={"tile": lines, "head": heads, "row": places},
         computing=0,
@@ -208,6 +208,11 @@ def _finish(parts, single: bool, chip: Products, given: Unfinished, out_ref, *sc
         columns = pl.ds((i * given.heads + head) * head_dim, head_dim)
         plgpu.copy_smem_to_gmem(work.result, out_ref.at[row, pl.ds(first, ROWS), columns])
     plgpu.wait_smem_to_gmem(0)
+
+
+def turn_widths(projection: Projection) -> tuple[int, ...]:
+    """Columns of the products that finishing takes."""
+    return () if projection.rotation is None else (TURNED,)
 
 
 def turn_scratch(projection: Projection, chip: Products) -> list:

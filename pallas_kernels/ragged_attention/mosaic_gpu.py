@@ -45,7 +45,14 @@ from pallas_kernels.mosaic_products import (
     products,
     turned,
 )
-from pallas_kernels.mosaic_projection import TURNED, Unfinished, Work, finished, turn_scratch
+from pallas_kernels.mosaic_projection import (
+    TURNED,
+    Unfinished,
+    Work,
+    finished,
+    turn_scratch,
+    turn_widths,
+)
 from pallas_kernels.projection import K, Q, V
 from pallas_kernels.ragged_attention import config as tiles
 from pallas_kernels.ragged_attention.mosaic_keys import Keys, Part, Stored, fetch_all
@@ -71,7 +78,6 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
     landing = mosaic.landing(tokens, (groups, ROWS, head_dim), dtype, chip.swizzle)
     full = partial(plgpu.Barrier, num_arrivals=stored.copies, num_barriers=buffers)
     free = partial(plgpu.Barrier, num_arrivals=groups, num_barriers=buffers)
-    widths = (size, head_dim, *([TURNED] if projection.rotation is not None else []))
     out, lse = mosaic.launch(
         partial(_attend_tile, config, chip, several),
         [
@@ -95,7 +101,7 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
             plgpu.Barrier(num_arrivals=groups),  # invalid values are cleared
             [[tile((buffers, size, head_dim)), full(), free(), *stored.scratch(buffers, head_dim)]]
             * 2,
-            chip.scratch(groups, *widths),
+            chip.scratch(groups, size, head_dim, *turn_widths(projection)),
         ],
         grid={"tile": count, "head": heads // several, "row": rows},
         computing=groups,

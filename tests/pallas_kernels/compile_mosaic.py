@@ -2,8 +2,8 @@
 
     python tests/pallas_kernels/compile_mosaic.py TARGET SHAPE...
 
-TARGET: a GPU of pallas_kernels/chips.py. SHAPE: of `SHAPES`. Prints one JSON object per program: its
-temporaries, bytes of the pool and of the scale's keys and values, and of every kernel that no
+TARGET: a GPU of pallas_kernels/chips.py. SHAPE: of `SHAPES`. Prints one JSON object per program:
+its temporaries, bytes of the pool and of the scale's keys and values, and of every kernel that no
 program before had: registers and spilled bytes per thread, as ptxas says, shared memory in bytes up
 to the last address that is named, columns of tensor memory. A program of its own, because JAX
 (0.10.2) compiles these kernels for one architecture per process, whatever is asked for later.

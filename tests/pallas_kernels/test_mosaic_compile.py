@@ -53,7 +53,8 @@ def tensor_columns(kernel: str, shape: str) -> int:
     spec, products = compile_mosaic.SHAPES[shape], mosaic_products.Tcgen05()
     if kernel == "ragged_attention":
         return products.tensor_memory(1 if spec.tokens <= 64 else 2, 64, spec.head_dim)
-    return products.tensor_memory(1, 64) if kernel in ("attention_moments", "finish") else 0
+    multiplies = kernel == "attention_moments" or kernel == "finish" and spec.rotated
+    return products.tensor_memory(1, 64) if multiplies else 0
 
 
 @pytest.mark.parametrize("shape", FEW)
