@@ -73,7 +73,7 @@ class Unfinished:
             vectors, multiplier = jax.tree.map(lambda a: a[None], (tuple(vectors), multiplier))
         rotated = cos = sin = None
         if projection.rotation is not None:
-            cos, sin = (_tall(a, multiple) for a in projection.rotation)
+            cos, sin = (mosaic.padded(a, 0, multiple) for a in projection.rotation)
             rotated = jnp.asarray(quarter_turn_matrix(TURNED), projection.dtype)
         return cls(
             projection.qkv.reshape(rows, tokens, -1),
@@ -164,8 +164,9 @@ def finished(projection: Projection, parts: Sequence[int], interpret) -> Array:
     whole pieces of shared memory are copied; tokens from T on hold anything."""
     rows, heads, tokens, head_dim = projection.shape
     if single := tokens == 1:  # a tile of rows, which are all alike
-        qkv = jnp.swapaxes(projection.qkv, 0, 1)
-        projection, tokens = replace(projection, qkv=qkv), rows
+        qkv, angles = jnp.swapaxes(projection.qkv, 0, 1), projection.rotation
+        angles = jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, head_dim)), angles)
+        projection, tokens = replace(projection, qkv=qkv, rotation=angles), rows
     lines, places = pl.cdiv(tokens, ROWS), 1 if single else rows
     whole = tokens if single or tokens < mosaic.PIECE else -(-tokens // mosaic.PIECE) * mosaic.PIECE
     chip, count, dtype = products(), len(parts), projection.dtype
@@ -178,7 +179,7 @@ def finished(projection: Projection, parts: Sequence[int], interpret) -> Array:
             mosaic.tile((count, ROWS, head_dim), dtype, chip.swizzle),
             plgpu.Barrier(num_barriers=count),
             turn_scratch(projection, chip),
-            chip.scratch(1, TURNED),
+            chip.scratch(1, *turn_widths(projection)),
         ],
         grid={"tile": lines, "head": heads, "row": places},
         computing=0,
@@ -209,11 +210,9 @@ def _finish(parts, single: bool, chip: Products, given: Unfinished, out_ref, *sc
     plgpu.wait_smem_to_gmem(0)
 
 
-def _tall(angles, multiple: int):
-    """Cosines or sines for whole tiles; of one token, for all rows."""
-    if len(angles) == 1:
-        return jnp.broadcast_to(angles, (multiple, angles.shape[1]))
-    return mosaic.padded(angles, 0, multiple)
+def turn_widths(projection: Projection) -> tuple[int, ...]:
+    """Columns of the products that finishing takes."""
+    return () if projection.rotation is None else (TURNED,)
 
 
 def turn_scratch(projection: Projection, chip: Products) -> list:

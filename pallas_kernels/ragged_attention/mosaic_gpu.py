@@ -18,7 +18,7 @@ which only steps with a partly valid block need.
 Traffic, with b bytes per element, t real tokens and P' slots of the blocks in use: the tiles of a
 head run side by side, so that its keys come from the L2 cache after the first: from memory
 R N H b (T + 2 t + 2 P') in and R N H b T out, and what `finished` moves. Shared memory:
-`shared_memory`. A single query takes a tile of 64: 64 products per byte of bfloat16 keys, a third
+`shared_memory`. A single query takes a tile of 64: 64 operations per byte of bfloat16 keys, a third
 of what tensor cores do while memory delivers it, so that the padding costs no time.
 """
 
@@ -45,7 +45,14 @@ from pallas_kernels.mosaic_products import (
     products,
     turned,
 )
-from pallas_kernels.mosaic_projection import TURNED, Unfinished, Work, finished, turn_scratch
+from pallas_kernels.mosaic_projection import (
+    TURNED,
+    Unfinished,
+    Work,
+    finished,
+    turn_scratch,
+    turn_widths,
+)
 from pallas_kernels.projection import K, Q, V
 from pallas_kernels.ragged_attention import config as tiles
 from pallas_kernels.ragged_attention.mosaic_keys import Keys, Part, Stored, fetch_all
@@ -71,7 +78,6 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
     landing = mosaic.landing(tokens, (groups, ROWS, head_dim), dtype, chip.swizzle)
     full = partial(plgpu.Barrier, num_arrivals=stored.copies, num_barriers=buffers)
     free = partial(plgpu.Barrier, num_arrivals=groups, num_barriers=buffers)
-    widths = (size, head_dim, *([TURNED] if projection.rotation is not None else []))
     out, lse = mosaic.launch(
         partial(_attend_tile, config, chip, several),
         [
@@ -95,7 +101,7 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
             plgpu.Barrier(num_arrivals=groups),  # invalid values are cleared
             [[tile((buffers, size, head_dim)), full(), free(), *stored.scratch(buffers, head_dim)]]
             * 2,
-            chip.scratch(groups, *widths),
+            chip.scratch(groups, size, head_dim, *turn_widths(projection)),
         ],
         grid={"tile": count, "head": heads // several, "row": rows},
         computing=groups,

@@ -3,10 +3,10 @@
     python tests/pallas_kernels/compile_mosaic.py TARGET SHAPE...
 
 TARGET: a GPU of pallas_kernels/chips.py. SHAPE: of `SHAPES`. Prints one JSON object per program:
-registers and spilled bytes per thread of its kernels, as ptxas says, shared memory in bytes up to
-the last address that is named, columns of tensor memory, temporaries of the program, bytes of the
-pool and of the scale's keys and values. A program of its own, because JAX (0.10.2) compiles these
-kernels for one architecture per process, whatever is asked for later.
+its temporaries, bytes of the pool and of the scale's keys and values, and of every kernel that no
+program before had: registers and spilled bytes per thread, as ptxas says, shared memory in bytes up
+to the last address that is named, columns of tensor memory. A program of its own, because JAX
+(0.10.2) compiles these kernels for one architecture per process, whatever is asked for later.
 """
 
 import json
@@ -82,21 +82,24 @@ def finished_bytes(spec) -> int:
 
 
 def inspect(folder: Path) -> dict:
-    """What Mosaic left in `folder` about the kernels of one program that no program before had.
-    Empties the folder."""
-    said, text = ("".join(f.read_text() for f in folder.glob(end)) for end in ("*.ptxas", "*.ptx"))
+    """{kernel: what Mosaic left about it in `folder`}. Empties the folder."""
+    found = {}
+    for file in folder.glob("*.ptxas"):
+        name = re.fullmatch(r"(\w+)_\d+", file.stem)[1]
+        found[name] = _inspect(file.read_text(), file.with_suffix(".ptx").read_text())
     for file in folder.iterdir():
         file.unlink()
-    kernels = re.findall(
-        r"entry function '(\w+)_mosaic_gpu_kernel'.*?Used (\d+) registers", said, re.S
-    )
-    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
-    columns, asked = None, re.search(r"tcgen05\.alloc[^;]*, (%r\d+);", text)
+    return found
+
+
+def _inspect(said: str, text: str) -> dict:
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    columns, asked = 0, re.search(r"tcgen05\.alloc[^;]*, (%r\d+);", text)
     if asked:
         columns = int(re.search(rf"mov\.b32\s+{asked[1]}, (\d+);", text)[1])
     return {
-        "registers": {name: int(count) for name, count in kernels},
-        "spills": sum(int(n) for pair in spills for n in pair),
+        "registers": int(re.search(r"Used (\d+) registers", said)[1]),
+        "spills": sum(map(int, spills.groups())),
         "shared_memory": max(map(int, re.findall(r"__dynamic_shmem__0\+(\d+)", text)), default=0),
         "tensor_memory": columns,
     }
@@ -120,7 +123,7 @@ def main(target: str, *shapes: str) -> None:
                 about["temporaries"] = compiled.memory_analysis().temp_size_in_bytes
                 about["pool"] = pool.size * pool.dtype.itemsize
                 about["finished"] = finished_bytes(SHAPES[name])
-                print(json.dumps(about | inspect(folder)), flush=True)
+                print(json.dumps(about | {"new": inspect(folder)}), flush=True)
     finally:
         shutil.rmtree(folder)
 
