@@ -67,7 +67,7 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
     rows, heads, tokens, head_dim = projection.shape
     keys, programs = Tokens.keys(projection), pl.cdiv(tokens, config.block_q)
     together = max(16, tiles.power_of_two(tokens))  # tensor cores multiply at least 16 rows
-    if together * head_dim > ONE_STEP:
+    if together > config.block_k or together * head_dim > ONE_STEP:
         keys = keys.with_rows(projection.keys())
     step = config.block_k if keys.done else together
     given = [Tokens.queries(projection), keys, Tokens.values(projection)]
