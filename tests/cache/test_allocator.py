@@ -117,6 +117,22 @@ def test_heads_need_few_blocks(make):
     assert (entries <= -(-most // 4) + 1).all() and plan.pool_blocks == -(-most[-1].sum() // 4)
 
 
+def test_regions_with_two_runs_in_a_block_are_not_written_by_block():
+    """Kernels read a block while another one is on its way out, so none may be listed twice."""
+    found = 0
+    for seed in range(8):
+        plan = build_plan(
+            GEOMETRY, random_regions(seed), block_size=8, budget=1.0, accounting="tokens"
+        )
+        for s, layer, head in np.ndindex(plan.ids.shape[:3]):
+            used = plan.stop[s, layer, head] > plan.start[s, layer, head]
+            blocks = plan.ids[s, layer, head][used]
+            if np.unique(blocks).size < blocks.size:
+                found += 1
+                assert plan.moves(s - 1)
+    assert found
+
+
 def test_region_tables_grow_and_shrink_at_their_end():
     """The slots of a region after a scale start with those before it: stored tokens need not
     move."""
