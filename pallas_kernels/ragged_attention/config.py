@@ -158,7 +158,7 @@ def _triton_heuristic(call: Call) -> TritonConfig:
     converted = call.kv_dtype not in ("bfloat16", "float16")  # on the way through registers
     # `attend` holds a step of K and of V converted. The moments hold K alone, and keys are the rows
     # of their product, of which Hopper's wgmma takes 64.
-    block_k = 32 if wide and converted and call.operation == "attend" else 64
+    block_k = 32 if converted and call.operation == "attend" else 64
     return TritonConfig(block_q=min(64, queries), block_k=block_k, num_warps=4, num_stages=3)
 
 
