@@ -126,7 +126,7 @@ def test_regions_with_two_runs_in_a_block_are_not_written_by_block():
     )
     allocation = RegionAllocation(np.array(held, np.int32)[:, None])
     plan = build_plan(geometry, allocation, block_size=4, budget=1.0, accounting="tokens")
-    assert plan.pool_blocks == 1 and read_slots(plan, 3, 0, 3) == [3, 0, 2]
+    assert plan.pool_blocks == 1 and read_slots(plan, 3, 0, 3) == [3, 2, 0]
     assert [plan.moves(s) for s in range(4)] == [False, True, True, False]
 
 
