@@ -44,6 +44,7 @@ class Tokens:
 
     @classmethod
     def queries(cls, given: Projection) -> "Tokens":
+        given = given.sliced()
         left = {"rotation": given.rotation, "multiplier": given.multiplier, "scale": given.scale}
         return cls(given.qkv, given.q_bias, **left, part=Q, unit=given.multiplier is not None)
 
@@ -54,7 +55,7 @@ class Tokens:
 
     @classmethod
     def values(cls, given: Projection) -> "Tokens":
-        return cls(given.qkv, given.v_bias, part=V)
+        return cls(given.qkv, given.sliced().v_bias, part=V)
 
     def with_rows(self, finished: Float[Array, "R N T H"]) -> "Tokens":
         """The same tokens, to which XLA has done everything; themselves if nothing was left."""

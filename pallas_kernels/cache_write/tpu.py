@@ -48,6 +48,8 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret: bool):
     """
     if not interpret:
         _check(projection, kv_pool)
+    if not kv_pool.size or not writes.source.size:
+        return kv_pool, kv_scale  # there is no slot to fill
     tokens, head_dim = projection.shape[2:]
     chunk = min(CHUNK, rounded(tokens, 32))  # whole tiles: 8 rows of float32, 16 of bfloat16
     padded = rounded(tokens, chunk)

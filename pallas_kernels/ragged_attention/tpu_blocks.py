@@ -99,6 +99,9 @@ def attention_call(
         every slot of the table were live.
     """
     new_length, kv_pool, table, kv_scale = stored
+    if not kv_pool.shape[1]:  # a kernel has no arrays without elements
+        kv_pool = jnp.zeros((len(kv_pool), 1, *kv_pool.shape[2:]), kv_pool.dtype)
+        kv_scale = None if kv_scale is None else jnp.zeros((len(kv_pool), 1, kv_scale.shape[2]))
     pools = tpu_operands.pools(kv_pool, kv_scale, interpret)
     length = jnp.reshape(new_length, 1).astype(jnp.int32)
     entries = tpu_operands.table_rows(table, heads)

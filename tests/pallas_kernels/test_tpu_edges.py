@@ -74,6 +74,15 @@ def test_several_tiles_of_every_kind(length, kv_dtype):
         check_attend(args, small_tiles(*args.padded_with(bad).attend, args.kv_scale))
 
 
+def test_a_pool_without_blocks():
+    """Before anything is stored, or when nothing ever is."""
+    args = SMALL.arguments(poison=False)
+    table = jax.tree.map(lambda a: a[..., :0], args.table.sliced())
+    args = replace(args, table=table, kv_pool=args.kv_pool[:, :0])
+    check_attend(args, kernel_attend(args))
+    both_writes(args)
+
+
 def test_no_table_and_a_length_that_is_a_number():
     with_entries = SMALL.arguments()
     table = jax.tree.map(lambda a: a[..., :0], with_entries.table.sliced())

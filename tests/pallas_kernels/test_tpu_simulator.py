@@ -170,7 +170,8 @@ def test_two_cores_may_not_divide_heads_that_share_blocks(monkeypatch):
         return params(**options | dict(dimension_semantics=("parallel", "parallel")))
 
     monkeypatch.setattr(tpu_write.pltpu, "CompilerParams", parallel)
-    args = replace(SMALL, rows=1, table="shared").arguments(poison=False)
+    monkeypatch.setattr(tpu_projection, "TOKENS_AT_ONCE", 1)  # a grid step for every pair
+    args = sharing(replace(SHARING[0], rows=1))
     jax.block_until_ready(simulated(tpu_write.write, cores=2)(*args.write, args.kv_scale)[0])
     assert has_races()
 

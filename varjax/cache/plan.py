@@ -126,13 +126,13 @@ class CachePlan:
         write blocks do not take (`BlockWrites`)."""
         if not isinstance(self.allocation, RegionAllocation) or not self.stores(scale):
             return False
-        if self._two_runs_in_a_block(scale + 1):
+        # A region is a prefix of its slots. Stored tokens keep theirs unless a head changes its
+        # region, whether or not there is room for all, the prefix gets shorter, or a row holds less
+        # than the prefix (ragged).
+        if scale == self.allocation.regroup_scale or self._two_runs_in_a_block(scale + 1):
             return True
-        # A region is a prefix of its slots. Stored tokens keep theirs unless the prefix gets
-        # shorter, a row holds less than the prefix (ragged), or a head changes its region.
         shrinks = (self.capacity[scale + 1] < self.capacity[scale]).any()
-        may_move = self.allocation.ragged or shrinks or scale == self.allocation.regroup_scale
-        return bool(may_move and self.selects(scale))
+        return bool((self.allocation.ragged or shrinks) and self.selects(scale))
 
     def _two_runs_in_a_block(self, scale: int) -> bool:
         """Whether a table of a scale lists some block twice."""
