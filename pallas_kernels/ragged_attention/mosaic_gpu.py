@@ -152,11 +152,14 @@ def _attend_tile(config, chip: Products, several: int, length, given, own, store
 
     @pl.when(group == config.warpgroups)
     def _():
+        if config.warpgroups > 1:  # one that computes has all that it can use
+            plgpu.set_max_registers(mosaic.MEMORY_REGISTERS, action="decrease")
         fetch_all(keys_of, several, parts, config.buffers)
 
     @pl.when(group < config.warpgroups)
     def _():
-        plgpu.set_max_registers(mosaic.COMPUTE_REGISTERS, action="increase")
+        if config.warpgroups > 1:
+            plgpu.set_max_registers(mosaic.COMPUTE_REGISTERS, action="increase")
         multiply = chip.multiply(sums, group)
         places = raw.at[group], queries.at[group], queries.at[group], arrived.at[group]
         work = Work(*places, turn, multiply)

@@ -222,7 +222,6 @@ def _copy(barrier, source, target) -> None:
 def fetch_all(keys_of, heads: int, parts: Sequence[Part], buffers: int) -> None:
     """What the fetching warpgroup does for `heads` heads, one after another: steps go to places in
     turn, as soon as they are free. keys_of: `Keys` of the program's i-th head."""
-    plgpu.set_max_registers(mosaic.MEMORY_REGISTERS, action="decrease")
 
     def wait(number) -> None:
         for part in parts:

@@ -4,9 +4,9 @@
 
 TARGET: a GPU of pallas_kernels/chips.py. SHAPE: of `SHAPES`. Prints one JSON object per program:
 its temporaries, bytes of the pool and of the scale's keys and values, and of every kernel that no
-program before had: registers and spilled bytes per thread, as ptxas says, shared memory in bytes up
-to the last address that is named, columns of tensor memory. A program of its own, because JAX
-(0.10.2) compiles these kernels for one architecture per process, whatever is asked for later.
+program before had: registers and spilled bytes per thread, as ptxas says, bytes of shared memory,
+columns of tensor memory. A program of its own, because JAX (0.10.2) compiles these kernels for one
+architecture per process, whatever is asked for later.
 """
 
 import json
@@ -86,13 +86,16 @@ def inspect(folder: Path) -> dict:
     found = {}
     for file in folder.glob("*.ptxas"):
         name = re.fullmatch(r"(\w+)_\d+", file.stem)[1]
-        found[name] = _inspect(file.read_text(), file.with_suffix(".ptx").read_text())
+        texts = (
+            file.with_suffix(end).read_text() for end in (".ptxas", ".ptx", ".mlir-passes.log")
+        )
+        found[name] = _inspect(*texts)
     for file in folder.iterdir():
         file.unlink()
     return found
 
 
-def _inspect(said: str, text: str) -> dict:
+def _inspect(said: str, text: str, passes: str) -> dict:
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
     columns, asked = 0, re.search(r"tcgen05\.alloc[^;]*, (%r\d+);", text)
     if asked:
@@ -100,7 +103,7 @@ def _inspect(said: str, text: str) -> dict:
     return {
         "registers": int(re.search(r"Used (\d+) registers", said)[1]),
         "spills": sum(map(int, spills.groups())),
-        "shared_memory": max(map(int, re.findall(r"__dynamic_shmem__0\+(\d+)", text)), default=0),
+        "shared_memory": int(re.search(r"dynamic_shared_memory_size %c(\d+)_i32", passes)[1]),
         "tensor_memory": columns,
     }
 
