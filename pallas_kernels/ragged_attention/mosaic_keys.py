@@ -16,9 +16,8 @@ from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.mosaic_products import LAYOUT
 from pallas_kernels.tables import RANGE_BITS, BlockTable
 
-SCALES_COPIED = (
-    32  # slots of a block from which on a copy of its scales is as long as copies must be
-)
+# slots of a block from which on a copy of its scales is as long as copies must be
+SCALES_COPIED = 32
 
 
 @jax.tree_util.register_dataclass
