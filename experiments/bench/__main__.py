@@ -216,7 +216,7 @@ def show_check(name: str) -> int:
     failures, rows = 0, []
     for spec in shapes():
         for operation in operations():
-            for table in arg_specs.TABLES if operation != "write" else ["random"]:
+            for table in arg_specs.TABLES if operation != "write" else ["random", "shared"]:
                 case = replace(spec, rows=2, heads=min(3, spec.heads), table=table)
                 verdict, found, said = checked(operation, case, name)
                 failures += verdict != "ok"

@@ -41,14 +41,14 @@ def test_check(call):
     flags = ("--check", "--shape=var-d30-t1", "--op=attend,write")
     status, out, err = call("bench", *flags, "--implementation=triton-interpret")
     assert status == 0, err
-    assert out.splitlines()[-1] == "triton-interpret on cpu: 5 of 5 right"
+    assert out.splitlines()[-1] == "triton-interpret on cpu: 7 of 7 right"
 
 
 def test_check_finds_a_wrong_kernel(call, monkeypatch):
     monkeypatch.setattr(bench, "errors", lambda *_: {"out": 0.0, "lse": float("nan")})
     flags = ("--check", "--shape=var-d30-t1", "--op=attend")
     status, out, _ = call("bench", *flags, "--implementation=triton-interpret")
-    assert status == 1 and "WRONG" in out and "0 of 4 right" in out
+    assert status == 1 and "WRONG" in out and "0 of 5 right" in out
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_check_names_shapes_that_a_kernel_refuses(call, monkeypatch):
     status, out, err = call("bench", *SMALL, *flags)
     assert status == 1 and not err
     assert "REFUSED  write  var-d30-t1" in out and "it takes heads of 64, 128" in out
-    assert "0 of 1 right" in out
+    assert "0 of 2 right" in out
 
 
 def test_work_counts_what_is_moved():
