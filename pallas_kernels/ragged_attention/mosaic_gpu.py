@@ -72,7 +72,7 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
     groups, size, buffers, chip = config.warpgroups, config.block_k, config.buffers, products()
     stored = Stored.of(kv_pool, kv_scale, table, size)
     count = pl.cdiv(tokens, groups * ROWS)
-    several = heads_of_a_program(rows, heads) if tokens <= ROWS else 1
+    several = heads_of_a_program(rows, heads) if groups == 1 and tokens <= ROWS else 1
     lines = count * groups * ROWS  # whole tiles of the statistics: their rows have no padding
     tile = partial(mosaic.tile, dtype=dtype, swizzle=chip.swizzle)
     landing = mosaic.landing(tokens, (groups, ROWS, head_dim), dtype, chip.swizzle)
