@@ -180,7 +180,7 @@ def main(argv) -> None:
     sizes = (BATCH_SIZE.value, DTYPE.value, KV_DTYPE.value or DTYPE.value)
     steady = plan.policy.steady_tokens(geometry, calibration)
     remarks = [
-        *plan_remarks(plan, calibration, "tpu"),
+        *plan_remarks(plan, calibration),
         *paper_lines(plan, BATCH_SIZE.value, sizes[-1], steady),
     ]
     print(text(name, plan, *sizes, remarks))

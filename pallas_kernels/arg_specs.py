@@ -15,7 +15,7 @@ from pallas_kernels.cache_write.reference import quantize
 from pallas_kernels.projection import Projection
 from pallas_kernels.tables import BlockTable, BlockWrites, block_writes
 
-TABLES = ("random", "empty", "full", "repeated")
+TABLES = ("random", "empty", "full", "repeated", "shared")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +25,11 @@ class ArgSpec:
     rows: batch rows (two per image). tokens: T, padded length of the scale; length: its real
     tokens. entries: M, table entries of every head. owned: share of the table's slots that a head
     owns on average. table: how entries are filled: "random" runs with an empty and a full head
-    among them, all "empty", all "full", or "repeated" (blocks listed twice with disjoint ranges).
-    per_row: whether every row has a table of its own; else the call is that of the last of two
-    layers. kv_dtype: of the pool. normalised, rotated: what has to be done to queries and keys.
+    among them, all "empty", all "full", "repeated" (blocks listed twice with disjoint ranges) or
+    "shared" (every head lists the same blocks, with ranges that are disjoint). per_row: whether
+    every row has a table of its own; else tables, biases and multipliers are those of two layers,
+    and the call is that of the last. kv_dtype: of the pool. normalised, rotated: what has to be
+    done to queries and keys.
     """
 
     name: str
@@ -70,8 +72,8 @@ class ArgSpec:
         """Shapes and types only."""
         ids = np.zeros(self.table_shape, np.int32)
         source = np.zeros((*ids.shape, self.block_size), np.int32)
-        tables = _with_layers(self, BlockTable(ids, ids, ids), BlockWrites(ids, source))
-        found = jax.eval_shape(lambda: self._arrays(jnp.zeros, *tables))
+        tables = BlockTable(ids, ids, ids), BlockWrites(ids, source)
+        found = jax.eval_shape(lambda: self._arrays(jnp.zeros, *_with_layers(self, *tables)))
         return jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), found
         )
@@ -102,7 +104,7 @@ class ArgSpec:
         qkv = jnp.asarray(
             normal((self.rows, self.tokens, 3, self.heads, self.head_dim)), self.dtype
         )
-        biases = (jnp.asarray(normal(qkv.shape[3:]), self.dtype) for _ in range(2))
+        biases = [jnp.asarray(normal(qkv.shape[3:]), self.dtype) for _ in range(2)]
         rotation = multiplier = None
         if self.rotated:
             angle = jnp.repeat(jnp.asarray(normal((self.tokens, self.head_dim // 2))), 2, axis=-1)
@@ -110,7 +112,13 @@ class ArgSpec:
         if self.normalised:
             multiplier = 1.5 + jnp.abs(jnp.asarray(normal((self.heads,)), jnp.float32)) / 2
         scale = 1.0 if self.normalised else 2 / math.sqrt(self.head_dim)
-        return Projection(qkv, *biases, rotation, multiplier, scale)
+        layer = None
+        if not self.per_row:  # vectors of two layers; those of the first are never read
+            layer, vectors = jnp.int32(1), (biases, multiplier)
+            biases, multiplier = jax.tree.map(
+                lambda a: jnp.stack([jnp.full_like(a, jnp.nan), a]), vectors
+            )
+        return Projection(qkv, *biases, rotation, multiplier, scale, layer)
 
 
 @jax.tree_util.register_dataclass
@@ -181,7 +189,10 @@ def _random_tables(spec: ArgSpec, rng: np.random.Generator) -> tuple[BlockTable,
     ids = np.broadcast_to(ids, shape).astype(np.int32)
     if spec.per_row:
         ids = rng.permuted(ids.reshape(shape[0], -1), axis=-1).reshape(shape)
-    start, stop = _ranges(spec, rng, shape)
+    shared = spec.table == "shared"
+    if shared:
+        ids = np.broadcast_to(ids[..., :1, :], shape)
+    start, stop = _shares(spec, rng, shape) if shared else _ranges(spec, rng, shape)
     read = ids.copy()  # writing keeps `ids`, where no block is listed twice
     if spec.table == "repeated" and spec.entries > 1:
         pairs = spec.entries // 2
@@ -190,7 +201,9 @@ def _random_tables(spec: ArgSpec, rng: np.random.Generator) -> tuple[BlockTable,
         middle = rng.integers(0, size + 1, shape)[..., :pairs]
         start[..., first], stop[..., first] = 0, middle
         start[..., second], stop[..., second] = middle, size
-    writes = block_writes(_write_slots(spec, rng, ids), size, spec.entries)
+    offset = np.arange(size)
+    mine = (offset >= start[..., None]) & (offset < stop[..., None]) | (not shared)
+    writes = block_writes(_write_slots(spec, rng, ids, mine), size, spec.entries)
     return jax.tree.map(jnp.asarray, (BlockTable(read, start, stop), writes))
 
 
@@ -211,17 +224,28 @@ def _ranges(spec: ArgSpec, rng, shape) -> tuple[np.ndarray, np.ndarray]:
     return start, stop
 
 
-def _write_slots(spec: ArgSpec, rng, ids: np.ndarray) -> np.ndarray:
-    """int [*rows, N, T]: some tokens of each head, in slots of its own blocks; head 0 keeps all
-    that fit, in order."""
+def _shares(spec: ArgSpec, rng, shape) -> tuple[np.ndarray, np.ndarray]:
+    """First and last slot of every entry where all heads list the same blocks: each block is cut at
+    random, and a third of the slots belongs to nobody."""
+    cuts = rng.integers(0, spec.block_size + 1, (*shape[:-2], shape[-2] - 1, shape[-1]))
+    ends = np.full((*shape[:-2], 1, shape[-1]), spec.block_size)
+    cuts = np.concatenate([0 * ends, np.sort(cuts, axis=-2), ends], axis=-2).astype(np.int32)
+    start, stop = cuts[..., :-1, :], cuts[..., 1:, :]
+    return start, stop - np.where(rng.random(shape) < 0.5, (stop - start) * 2 // 3, 0)
+
+
+def _write_slots(spec: ArgSpec, rng, ids: np.ndarray, mine: np.ndarray) -> np.ndarray:
+    """int [*rows, N, T]: some tokens of each head, in slots of its blocks that are `mine`; head 0
+    keeps all that fit, in order."""
     size, lead = spec.block_size, ids.shape[:-1]
-    room = (ids[..., None] * size + np.arange(size)).reshape(*lead, -1)
+    room = ids[..., None] * size + np.arange(size)
     slots = np.full((*lead, spec.tokens), -1, np.int64)
     for head in np.ndindex(*lead):
-        fits = min(room.shape[-1], spec.length)
-        tokens, places = np.arange(fits), room[head]
+        places = room[head][mine[head]]
+        fits = min(places.size, spec.length)
+        tokens = np.arange(fits)
         if head[-1]:
-            count = rng.integers(0, fits + 1)
+            count = fits if spec.table == "shared" else rng.integers(0, fits + 1)
             tokens = rng.permutation(spec.length)[:count]
             places = rng.permutation(places)
         slots[(*head, tokens)] = places[: len(tokens)]

@@ -67,6 +67,11 @@ class Chip:
     clock: float | None = None
 
     @property
+    def capability(self) -> str | None:
+        """Compute capability of a GPU, as JAX writes it."""
+        return "{}.{}".format(*self.gpu.capability) if self.gpu else None
+
+    @property
     def most_devices(self) -> int:
         """Devices of the largest topology that is offered."""
         return self.topologies[-1][0] if self.topologies else 32 * GPUS_PER_HOST

@@ -1,11 +1,11 @@
 """Which implementation of an operation runs: names, platforms, dispatch.
 
 Every operation has a plain JAX `reference`, which defines what is correct and runs everywhere, and
-Pallas kernels for GPU (`triton`; `mosaic` for Hopper) and TPU (`tpu`): modules that hold functions
-of one name, listed by the operation in a dictionary. It holds functions that import the modules
-when first called, because JAX may be installed without the other platform's backend. A kernel runs
-on its own platform only; the names that end in `-interpret` run it step by step with JAX operations
-anywhere, slowly, to check it.
+Pallas kernels for GPU (`mosaic` from Hopper on, `triton`) and TPU (`tpu`): modules that hold
+functions of one name, listed by the operation in a dictionary. It holds functions that import the
+modules when first called, because JAX may be installed without the other platform's backend. A
+kernel runs on its own platform only; the names that end in `-interpret` run it step by step with
+JAX operations anywhere, slowly, to check it.
 """
 
 import importlib.util
@@ -16,9 +16,13 @@ from types import ModuleType
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import target
+
 PLATFORMS = {"mosaic": "gpu", "triton": "gpu", "tpu": "tpu"}
 TRITON = "jax.experimental.pallas.triton"  # deprecated: some later JAX has none
-HOPPER = "9.0"  # compute capability
+# compute capabilities with tensor cores that the Mosaic kernels know: Hopper, Blackwell's B200;
+# consumer Blackwell (12.0) has neither
+MOSAIC = ("9.0", "10.0")
 SUFFIX = "-interpret"
 NAMES = ("reference", *PLATFORMS, *(name + SUFFIX for name in PLATFORMS))
 Modules = Mapping[str, Callable[[], ModuleType]]
@@ -27,21 +31,15 @@ Modules = Mapping[str, Callable[[], ModuleType]]
 def run(name: str | None, modules: Modules, function: str, *arguments, **options):
     """Call the implementation `name` of an operation's function.
 
-    None takes the kernel of the default platform, and the reference where there is none or, with a
-    warning, where it cannot take these arguments. A kernel's platform is not checked, because
-    programs are also compiled for accelerators that are not there; see `why_not_here`.
+    None takes the first of the `choices` for the device that is traced for that can take these
+    arguments, with a warning if that is not the first of all. A kernel's platform is not checked,
+    because programs are also compiled for accelerators that are not there; see `why_not`.
 
     Raises:
       NotImplementedError: the implementation named does not exist or cannot take the arguments.
     """
     if name is None:
-        try:
-            name = preferred(jax.default_backend())
-            return run(name, modules, function, *arguments, **options)
-        except NotImplementedError as error:
-            # level 3 is the caller of the operation's API function
-            warnings.warn(f"the plain JAX reference runs instead: {error}", stacklevel=3)
-            return run("reference", modules, function, *arguments, **options)
+        return _run_first(modules, function, arguments, options)
     if name not in NAMES:
         raise NotImplementedError(
             f"attention implementation {name!r} does not exist; available: {', '.join(NAMES)}"
@@ -52,30 +50,64 @@ def run(name: str | None, modules: Modules, function: str, *arguments, **options
     return getattr(modules[kernel](), function)(*arguments, **options)
 
 
-def preferred(platform: str) -> str:
-    """The implementation for "cpu", "gpu" or "tpu"."""
-    if platform != "gpu":
-        return {"tpu": "tpu"}.get(platform, "reference")
-    if importlib.util.find_spec(TRITON):
-        return "triton"
-    return "mosaic" if _capability() == HOPPER else "reference"
+def _run_first(modules: Modules, function: str, arguments, options):
+    *kernels, last = choices(target.platform(), target.capability())
+    reasons = []
+
+    def warn(instead: str) -> None:
+        if reasons:  # level 5 is the caller of the operation's API function
+            warnings.warn(f"{instead} runs instead: {'; '.join(reasons)}", stacklevel=5)
+
+    for name in kernels:
+        try:
+            found = run(name, modules, function, *arguments, **options)
+        except NotImplementedError as error:
+            reasons.append(str(error))
+        else:
+            warn(f"the kernel {name}")
+            return found
+    warn("the plain JAX reference")
+    return run(last, modules, function, *arguments, **options)
 
 
-def _capability() -> str | None:
-    """Compute capability of this machine's GPU."""
-    return getattr(jax.devices()[0], "compute_capability", None)
+def choices(platform: str, capability: str | None) -> tuple[str, ...]:
+    """The implementations for "cpu", "gpu" or "tpu", the best one first. capability: of a GPU, its
+    compute capability, "9.0" for example."""
+    kernels = [k for k in PLATFORMS if why_not(k, platform, capability) is None]
+    return (*kernels, "reference")
+
+
+def preferred() -> str:
+    """The implementation for this machine, or for the chip that is traced for."""
+    return choices(target.platform(), target.capability())[0]
+
+
+def why_not(
+    name: str, platform: str, capability: str | None, machine: str = "this machine"
+) -> str | None:
+    """Why an implementation cannot run on a machine with such a platform, or None."""
+    wanted, kernel = PLATFORMS.get(name), name.removesuffix(SUFFIX)
+    if wanted not in (None, platform):
+        return f"{name} needs a {wanted.upper()}, {machine} offers {platform}"
+    if name == "mosaic" and capability not in MOSAIC:
+        needed = f"a GPU of compute capability {' or '.join(MOSAIC)}"
+        return f"{name} needs {needed}, that of {machine} is {capability}"
+    if name == "mosaic" + SUFFIX and jax.__version_info__ < (0, 11):
+        return f"{name} needs JAX's simulator of GPUs, from 0.11 on, not {jax.__version__}"
+    if kernel == "triton" and not importlib.util.find_spec(TRITON):
+        return f"{name} needs Pallas-Triton, which this JAX ({jax.__version__}) does not have"
+    return None
 
 
 def why_not_here(name: str) -> str | None:
-    """Why an implementation cannot run on this machine's default platform, or None."""
-    wanted, found = PLATFORMS.get(name), jax.default_backend()
-    if wanted not in (None, found):
-        return f"{name} needs a {wanted.upper()}, this machine offers {found}"
-    if name == "mosaic" and _capability() != HOPPER:
-        return f"mosaic needs a GPU of compute capability {HOPPER}, this one has {_capability()}"
-    if name == "triton" and not importlib.util.find_spec(TRITON):
-        return f"this JAX ({jax.__version__}) has no Pallas-Triton"
-    return None
+    """`why_not` on this machine's default platform."""
+    return why_not(name, target.platform(), target.capability())
+
+
+def step_by_step(name: str) -> str | None:
+    """The name by which the kernel `name` runs step by step on this machine, or None."""
+    stepwise = name.removesuffix(SUFFIX) + SUFFIX
+    return stepwise if stepwise in NAMES and why_not_here(stepwise) is None else None
 
 
 def check_attention(

@@ -1,8 +1,8 @@
 """What the kernels for NVIDIA GPUs from Hopper on (Pallas' Mosaic GPU backend) have in common:
-launching, shared memory, and the limits of what they take.
+launching, shared memory, and the limits of what they take. Products: `mosaic_products`.
 
 One warpgroup (128 threads) of a program fetches, the others compute. Tiles lie in shared memory as
-the tensor cores read them: swizzled, in pieces of 8 rows by 128 bytes.
+the tensor cores read them: swizzled, in pieces of 8 rows by 64 or 128 bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,14 +16,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.implementations import check_attention
+from pallas_kernels.mosaic_products import products
+from pallas_kernels.tables import BlockTable, BlockWrites
 
-ROWS = 64  # of the first factor of a product: what one warpgroup multiplies at once
-SWIZZLE = 128  # bytes
 HEAD_DIMS = (64, 128)
 BLOCK_SIZES = (8, 16, 32, 64)  # a piece of shared memory has 8 rows, a step of keys 64
+PIECE = 8  # rows of shared memory that lie together
 POOL_DTYPES = ("bfloat16", "float16", "int8")
+# how operations on a warpgroup are lowered; the other way, usual from JAX 0.11 on, does not
+# broadcast scalars
+LANES = plgpu.LoweringSemantics.Lane
 SIMULATED = hasattr(plgpu, "InterpretGPUParams")  # by JAX from 0.11 on
-MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # of a thread: what fetching leaves, computing takes
+# of a thread, kept by a warpgroup that fetches and by one that computes: together no more than the
+# 168 that each of three warpgroups is launched with, or a program waits for the rest for ever
+MEMORY_REGISTERS, COMPUTE_REGISTERS = 24, 240
 
 
 def check(q, kv_pool, kv_scale, interpret) -> None:
@@ -31,6 +37,7 @@ def check(q, kv_pool, kv_scale, interpret) -> None:
     multiply it as TF32, and only keys and values that are stored the other way round."""
     sizes = {"head_dims": HEAD_DIMS, "block_sizes": BLOCK_SIZES}
     check_attention("Mosaic", q, kv_pool, kv_scale, **sizes, dtypes=POOL_DTYPES)
+    products()  # or why there are none
     if interpret and not SIMULATED:
         raise NotImplementedError(
             f"Mosaic kernels are simulated by JAX from 0.11 on, not {jax.__version__}: use "
@@ -38,18 +45,32 @@ def check(q, kv_pool, kv_scale, interpret) -> None:
         )
 
 
-def tile(shape: Sequence[int], dtype) -> Any:
-    """A matrix, or several, in shared memory as tensor cores take it."""
+def tile(shape: Sequence[int], dtype, swizzle: int) -> Any:
+    """A matrix, or several, in shared memory as tensor cores take it. swizzle: bytes."""
     width = jnp.dtype(dtype).itemsize
-    swizzle = min(SWIZZLE, shape[-1] * width)
+    swizzle = min(swizzle, shape[-1] * width)
     transforms = (plgpu.TilingTransform((8, swizzle // width)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
 
 
-def load(ref, layout) -> Array:
-    """The contents of a reference as registers in a layout."""
+def landing(tokens: int, shape: Sequence[int], dtype, swizzle: int) -> Any:
+    """Shared memory for copies from and to an array with so many tokens: a `tile`, or row by row,
+    where the array is not made of whole pieces."""
+    whole = tokens % PIECE == 0 or tokens < PIECE
+    return tile(shape, dtype, swizzle) if whole else plgpu.SMEM(tuple(shape), dtype)
+
+
+def load(ref, layout, plain: bool = False) -> Array:
+    """The contents of a reference as registers in a layout. plain: they lie row by row, where some
+    reads have to wait for others, or in global memory."""
+    options = {"layout": layout, "optimized": not plain}
     # since 0.11 the place is not given apart
-    return plgpu.load(ref, layout=layout) if SIMULATED else plgpu.load(ref, (), layout=layout)
+    return plgpu.load(ref, **options) if SIMULATED else plgpu.load(ref, (), **options)
+
+
+def number(value) -> Array:
+    """A scalar as an operand; None is 0."""
+    return jnp.asarray(0 if value is None else value, jnp.int32).reshape(1)
 
 
 def padded(array: Array, axis: int, multiple: int, least: int = 0) -> Array:
@@ -60,6 +81,13 @@ def padded(array: Array, axis: int, multiple: int, least: int = 0) -> Array:
     widths = [(0, 0)] * array.ndim
     widths[axis] = (0, wanted - size)
     return jnp.pad(array, widths) if wanted > size else array
+
+
+def packed(table: BlockTable | BlockWrites) -> tuple[Array, bool]:
+    """`packed` with an axis of layers or rows in front, of one if there is none; whether it is of
+    rows."""
+    found, shared = table.with_packed().packed, table.ids.ndim == 2
+    return found[None] if shared else found, table.layer is None and not shared
 
 
 def simulator(interpret):
@@ -92,7 +120,7 @@ def update(
         kernel,
         out_type=(),
         mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid)),
-        compiler_params=plgpu.CompilerParams(),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=LANES),
         **({"interpret": simulator(interpret)} if interpret else {}),
     )(*operands, changed)
     return jax.freeze(changed)
@@ -124,6 +152,6 @@ def launch(
         grid_names=tuple(grid),
         num_threads=computing + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=LANES),
         **options,
     )(*operands)

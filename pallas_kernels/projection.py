@@ -5,12 +5,12 @@ Kernels read the product where it lies and do the rest on the way, so that neith
 normalised copies of queries are ever in memory. The methods here define what is correct.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 Q, K, V = range(3)  # places in the third axis of the product
 
@@ -26,14 +26,17 @@ class Projection:
     multiplier: float32. If given, queries and keys are scaled to unit length, and queries
       multiplied by it.
     scale: static, what queries are multiplied by where there is no multiplier.
+    layer: if given, biases and multiplier are those of all layers, of which this is the one's:
+      [L, N, H] and [L, N]. Kernels read them where they lie.
     """
 
     qkv: Float[Array, "R T 3 N H"]
-    q_bias: Float[Array, "N H"] | None = None
-    v_bias: Float[Array, "N H"] | None = None
+    q_bias: Float[Array, "*layers N H"] | None = None
+    v_bias: Float[Array, "*layers N H"] | None = None
     rotation: tuple[Float[Array, "T H"], Float[Array, "T H"]] | None = None
-    multiplier: Float[Array, " N"] | None = None
+    multiplier: Float[Array, "*layers N"] | None = None
     scale: float = field(default=1.0, metadata=dict(static=True))
+    layer: Int[Array, ""] | None = None
 
     @classmethod
     def of(cls, q, k, v) -> "Projection":
@@ -50,18 +53,27 @@ class Projection:
     def dtype(self):
         return self.qkv.dtype
 
+    def sliced(self) -> "Projection":
+        """The same without the vectors of other layers."""
+        if self.layer is None:
+            return self
+        names = "q_bias", "v_bias", "multiplier"
+        found = {n: getattr(self, n) for n in names}
+        return replace(self, layer=None, **jax.tree.map(lambda a: a[self.layer], found))
+
     def queries(self) -> Float[Array, "R N T H"]:
-        """Finished queries, which carry the attention scale."""
-        q = self._plain(Q, self.q_bias)
-        if self.rotation is not None:
-            # a rotation keeps lengths, so the norm may come after it, where all is float32
-            factor = self.scale
-            if self.multiplier is not None:
-                factor = self.multiplier[:, None, None] / length(q)
-            return (rotate(q, *self.rotation) * factor).astype(q.dtype)
-        if self.multiplier is None:
-            return q if self.scale == 1 else q * self.scale
-        return l2_normalize(q) * self.multiplier[:, None, None].astype(q.dtype)
+        """Finished queries, which carry the attention scale. Rounded once: all is float32."""
+        here = self.sliced()
+        q = here._plain(Q, None).astype(jnp.float32)
+        if here.q_bias is not None:
+            q += here.q_bias[:, None].astype(jnp.float32)
+        norm = None if here.multiplier is None else length(q)
+        multiplier = None if norm is None else here.multiplier[:, None, None]
+        if self.rotation is None:
+            q = q * self.scale if norm is None else q / norm * multiplier
+        else:  # which keeps lengths
+            q = rotate(q, *self.rotation) * (self.scale if norm is None else multiplier / norm)
+        return q.astype(self.dtype)
 
     def keys(self) -> Float[Array, "R N T H"]:
         """Finished keys, as they are stored."""
@@ -73,7 +85,7 @@ class Projection:
 
     def values(self) -> Float[Array, "R N T H"]:
         """Finished values, as they are stored."""
-        return self._plain(V, self.v_bias)
+        return self._plain(V, self.sliced().v_bias)
 
     def raw_queries(self) -> Float[Array, "R N T H"]:
         """Queries without bias, norm, multiplier, scale or rotation."""

@@ -8,6 +8,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 AnyArray = Array | np.ndarray  # the planner's tables are made on the host
+EMPTY, PARTIAL, FULL, CONSECUTIVE = range(4)  # kinds of entries of a write, in the low bits
+KIND_BITS = 2  # beside the id
+RANGE_BITS = 16  # start below, stop above; both are at most 256, so the sign stays clear
 
 
 @jax.tree_util.register_dataclass
@@ -19,6 +22,10 @@ class BlockTable:
     Arrays are int32 [N, M] (all rows alike), [R, N, M] (per row) or, with `layer`, [L, N, M]: those
     of all layers, of which kernels read one, for all rows. Ids are global in the row's pool and
     always valid, also in empty entries. A block may be listed twice with disjoint ranges.
+
+    packed: the same, a row per head, as the TPU kernels read it: the ids, start + 2**16 stop of
+    every entry (0: empty), how many entries are in use. They pack what is not packed; a table that
+    a loop does not change is packed before it, once for all layers.
     """
 
     # Valid also where empty: the reference gathers every entry, and the TPU kernels copy the blocks
@@ -27,6 +34,7 @@ class BlockTable:
     start: Int[AnyArray, "*rows N M"]
     stop: Int[AnyArray, "*rows N M"]
     layer: Int[AnyArray, ""] | None = None
+    packed: Int[AnyArray, "*rows N 1 packed"] | None = None
 
     def of_layer(self, layer: Int[AnyArray, ""]) -> "BlockTable":
         """One layer's of a table of all layers; nothing is copied."""
@@ -35,6 +43,15 @@ class BlockTable:
     def sliced(self) -> "BlockTable":
         """The same without the other layers."""
         return _sliced(self)
+
+    def with_packed(self) -> "BlockTable":
+        """The same with `packed`."""
+        if self.packed is not None:
+            return self
+        # an entry in use has stop > 0, so its range is never 0, and 0 means an empty one
+        ranges = jnp.where(self.stop > self.start, self.start | self.stop << RANGE_BITS, 0)
+        packed = jnp.concatenate([self.ids, ranges, _in_use(ranges > 0)], axis=-1)
+        return replace(self, packed=packed.astype(jnp.int32)[..., None, :])
 
     def _offsets(self, block_size: int) -> Int[Array, "*rows N M block_size"]:
         """Place within the block of every slot of every entry."""
@@ -64,12 +81,12 @@ class BlockTable:
         n]`."""
         return jax.tree.map(lambda a: a[regions], self.sliced())
 
-    def filled_to(self, count: Int[Array, "*rows N"], block_size: int) -> "BlockTable":
-        """The same blocks, valid for the first `count` slots in table order (without `layer`)."""
-        entry = jax.lax.broadcasted_iota(self.ids.dtype, self.ids.shape, self.ids.ndim - 1)
-        # negative behind the last block in use, where nothing is valid: clipped to an empty entry
-        stop = jnp.clip(count[..., None] - entry * block_size, 0, block_size)
-        return BlockTable(self.ids, jnp.zeros_like(self.start), stop.astype(self.stop.dtype))
+    def filled_to(self, count: Int[Array, "*rows N"]) -> "BlockTable":
+        """The same runs, valid for their first `count` slots in table order (without `layer`)."""
+        length = self.stop - self.start
+        before = jnp.cumsum(length, axis=-1) - length
+        left = jnp.clip(count[..., None] - before, 0, length)  # none behind the last run in use
+        return BlockTable(self.ids, self.start, (self.start + left).astype(self.stop.dtype))
 
 
 @jax.tree_util.register_dataclass
@@ -78,15 +95,19 @@ class BlockWrites:
     """Blocks that receive tokens: slot i of entry j of head n takes token `source[n, j, i]` of the
     scale; -1 leaves the slot as it is.
 
-    Arrays are int32, for all rows alike, per row or of all layers as in `BlockTable`. No block is
-    listed twice in a row, neither by one head nor by two: kernels read a block while another one is
-    written. An entry whose sources are all -1 is empty: its id may be anything valid, and its block
-    is not touched.
+    Arrays are int32, for all rows alike, per row or of all layers as in `BlockTable`. No head lists
+    a block twice: kernels read a block while another one is written. Several heads may list one,
+    for different slots of it. An entry whose sources are all -1 is empty: its id may be anything
+    valid, and its block is not touched.
+
+    packed: the same, a row per head, as in `BlockTable`: id and kind of every entry, an empty
+    entry, how many are in use, the sources of all entries.
     """
 
     ids: Int[AnyArray, "*rows N J"]
     source: Int[AnyArray, "*rows N J block_size"]
     layer: Int[AnyArray, ""] | None = None
+    packed: Int[AnyArray, "*rows N 1 packed"] | None = None
 
     def of_layer(self, layer: Int[AnyArray, ""]) -> "BlockWrites":
         """One layer's of a table of all layers; nothing is copied."""
@@ -96,12 +117,35 @@ class BlockWrites:
         """The same without the other layers."""
         return _sliced(self)
 
+    def with_packed(self) -> "BlockWrites":
+        """The same with `packed`."""
+        if self.packed is not None:
+            return self
+        source, ids = jnp.asarray(self.source), jnp.asarray(self.ids)
+        stored, slot = source >= 0, jnp.arange(source.shape[-1], dtype=jnp.int32)
+        # A full block needs no read of what it held; a run of tokens is one load, not one per slot.
+        run = (source == source[..., :1] + slot).all(-1)
+        kind = jnp.where(stored.any(-1), PARTIAL, EMPTY)
+        kind = jnp.where(stored.all(-1), jnp.where(run, CONSECUTIVE, FULL), kind)
+        used = _in_use(kind > EMPTY)
+        # the empty entry is there for heads that have no other
+        parts = [ids << KIND_BITS | kind, jnp.zeros_like(used), used]
+        flat = source.reshape(*ids.shape[:-1], ids.shape[-1] * source.shape[-1])
+        packed = jnp.concatenate([*parts, flat], axis=-1)
+        return replace(self, packed=packed.astype(jnp.int32)[..., None, :])
+
     @property
     def slots(self) -> Int[Array, "*rows N JS"]:
         """Slot numbers of all listed blocks, in table order."""
         here, size = self.sliced(), self.source.shape[-1]
         slots = here.ids[..., None] * size + jnp.arange(size, dtype=here.ids.dtype)
         return slots.reshape(*here.ids.shape[:-1], -1)
+
+
+def _in_use(entries: Bool[Array, "*rows N M"]) -> Int[Array, "*rows N 1"]:
+    """Entries up to the last one that is not empty."""
+    entry = jax.lax.broadcasted_iota(jnp.int32, entries.shape, entries.ndim - 1)
+    return jnp.where(entries, entry + 1, 0).max(-1, keepdims=True, initial=0)
 
 
 def _sliced(table):

@@ -1,5 +1,4 @@
-"""Operands of the TPU kernels: tables in scalar memory, pools that stay in HBM, a scale's own
-tokens in vector memory."""
+"""Operands of the TPU kernels: tables in scalar memory, pools that stay in HBM."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -31,15 +30,26 @@ def in_parts(refs: Sequence, *counts: int) -> list[list]:
     return found
 
 
-def table_spec(table: Array) -> pl.BlockSpec:
-    """One row of tables [1 or R, N, 1, W] for grid step (r, n, ...)."""
-    shared = table.shape[0] == 1
-    # One row per grid step: scalar memory is 1 MiB in all, too little for all tables prefetched at
-    # once. The axis of 1 is there because the last two axes of a block are multiples of (8, 128) or
+def layer_of(table) -> Array:
+    """The layer of tables of all layers, as scalars that are known before a grid step are given."""
+    return jnp.reshape(0 if table.layer is None else table.layer, 1).astype(jnp.int32)
+
+
+def table_rows(table, heads) -> Array:
+    """A packed table as [L, R or 1; N, 1, W]; heads: `tpu_projection.Heads`."""
+    found = table.packed
+    return heads.padded(found if found.ndim == 4 else found[None], 1)
+
+
+def table_spec(table, rows: Array, heads) -> pl.BlockSpec:
+    """Rows of the heads of grid step (r, n, ...); the last scalar given beforehand is the layer."""
+    per_row = table.layer is None and rows.shape[0] > 1
+    # A row per head: scalar memory is 1 MiB in all, too little for all tables prefetched at once.
+    # The axis of 1 is there because the last two axes of a block are multiples of (8, 128) or
     # whole.
     return pl.BlockSpec(
-        (1, 1, 1, table.shape[-1]),
-        lambda r, n, *_: (0 if shared else r, n, 0, 0),
+        (1, heads.step, 1, rows.shape[-1]),
+        lambda r, n, *rest: (r if per_row else rest[-1][0], n, 0, 0),
         memory_space=pltpu.SMEM,
     )
 
@@ -71,15 +81,3 @@ def block_of(pool, row, block):
 def pool_specs(pools: list[Array]) -> list[pl.BlockSpec]:
     # left where they are, without Pallas' pipeline: the kernel copies the blocks that it needs
     return [pl.BlockSpec(memory_space=pl.ANY) for _ in pools]
-
-
-def packed_tokens(k: Array, v: Array) -> list[Array]:
-    """K and V of the scale as kernels take them: together where one alone would be padded to 128
-    lanes. XLA joins them in the operation that computes them."""
-    return [k, v] if k.shape[-1] % LANES == 0 else [jnp.concatenate([k, v], axis=-1)]
-
-
-def whole_head(array: Array, tokens: int) -> pl.BlockSpec:
-    """All tokens of a head, with room for `tokens`; what lies past the array's is undefined."""
-    # the index does not name the tile of queries, so that a head is fetched once for all its tiles
-    return pl.BlockSpec((1, 1, tokens, array.shape[-1]), lambda r, n, *_: (r, n, 0, 0))

@@ -122,9 +122,9 @@ class Generator:
         if attention is not None:
             choose("attention", attention, implementations.NAMES)
             if reason := implementations.why_not_here(attention):
-                raise UserError(
-                    f"attention={reason}: choose reference, {attention}-interpret or None"
-                )
+                stepwise = implementations.step_by_step(attention)
+                ways = ", ".join(filter(None, ("reference", stepwise)))
+                raise UserError(f"attention={reason}: choose {ways} or None")
         options = dict(keep_logits=keep_logits, unroll=unroll)
         options = {name: arguments.flag(name, value) for name, value in options.items()}
         self.precision = choose("matmul_precision", matmul_precision, MATMUL_PRECISIONS)

@@ -81,13 +81,9 @@ def targets() -> list[Chip]:
 def attention_for(chip: Chip, asked: str | None) -> str:
     """The implementation of --attention on a chip."""
     if asked is None:
-        return implementations.preferred(chip.platform)
-    wanted = implementations.PLATFORMS.get(asked, chip.platform)
-    if wanted != chip.platform:
-        raise UserError(
-            f"--attention={asked} runs on a {wanted.upper()}, {chip.name} is a "
-            f"{chip.platform.upper()}: choose auto or reference, or other targets"
-        )
+        return implementations.choices(chip.platform, chip.capability)[0]
+    if why := implementations.why_not(asked, chip.platform, chip.capability, chip.name):
+        raise UserError(f"--attention={why}: choose auto or reference, or other targets")
     return asked
 
 
@@ -114,7 +110,7 @@ def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
     )
     workloads = {name: workload(attention=chosen) for name, chosen in attention.items()}
     # a worker says which kernels cannot take the plan's blocks
-    return workloads, plan_remarks(plan, calibration, "reference")
+    return workloads, plan_remarks(plan, calibration)
 
 
 def title(workload: Workload) -> str:

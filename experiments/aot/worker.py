@@ -21,7 +21,7 @@ import jax
 
 from experiments.aot import report
 from experiments.aot.program import Compilation, DoesNotFit, Workload, first_line
-from pallas_kernels import chips
+from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
 from varjax.engine import memory
 from varjax.engine.memory import show_bytes
@@ -168,8 +168,8 @@ class _Job:
         print(f"{self.chip.name}: {line}", file=sys.stderr, flush=True)
 
     def begin(self, batch: int) -> Compilation:
-        """The compilation for a batch, codes done. Takes the reference where the kernel cannot take
-        the shapes, as `Generator` does unless an implementation is named."""
+        """The compilation for a batch, codes done. Takes the next implementation where a kernel
+        cannot take the shapes, as `Generator` does unless one is named."""
         if batch in self.begun:
             return self.begun[batch]
         self.say(f"compiling batch {batch}, attention {self.workload.attention}")
@@ -177,13 +177,19 @@ class _Job:
         try:
             case.compile_codes()
         except NotImplementedError as error:
-            if self.workload.program.attention or self.workload.attention == "reference":
+            if not (instead := self._next_implementation()):
                 raise
-            self.say(f"{first_line(str(error))}: taking the reference")
-            self.workload = replace(self.workload, attention="reference")
+            self.say(f"{first_line(str(error))}: taking {instead}")
+            self.workload = replace(self.workload, attention=instead)
             return self.begin(batch)
         self.begun[batch] = case
         return case
+
+    def _next_implementation(self) -> str | None:
+        if self.workload.program.attention:
+            return None
+        every = implementations.choices(self.chip.platform, self.chip.capability)
+        return next(iter(every[every.index(self.workload.attention) + 1 :]), None)
 
     def describe(self, batch: int) -> dict:
         """The result of both programs for a batch."""

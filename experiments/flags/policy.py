@@ -1,14 +1,11 @@
 """Which KV-cache policy a command plans with: --policy, --budget, --policy_args, --calibration,
 --policy_module."""
 
-import jax
 import numpy as np
 
-from experiments.flags.program import SMALLEST_TPU_BLOCK, blocks_too_small
-from pallas_kernels import implementations
 from varjax.cache.allocation import Geometry
 from varjax.cache.plan import CachePlan
-from varjax.cache.planner import plan_cache
+from varjax.cache.planner import choose, plan_cache
 from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
 from varjax.cli.flags import CommandFlags
@@ -98,7 +95,7 @@ class PolicyFlags:
 def stand_in(policy: Policy, geometry: Geometry) -> Calibration | None:
     """Measurements that treat all heads alike, for a policy that cannot plan without any."""
     try:
-        plan_cache(geometry, policy, None)
+        choose(geometry, policy, None)
         return None
     except UserError:  # it needs one; if something else is wrong, planning will say so
         pass
@@ -117,23 +114,12 @@ def stand_in(policy: Policy, geometry: Geometry) -> Calibration | None:
     )
 
 
-def plan_remarks(
-    plan: CachePlan, calibration: Calibration | None, attention: str | None = None
-) -> list[str]:
-    """Lines to print with a plan. attention: implementation that will run; None: as this machine
-    prefers."""
+def plan_remarks(plan: CachePlan, calibration: Calibration | None) -> list[str]:
+    """Lines to print with a plan."""
     lines = list(plan.policy.plan_lines(plan.geometry, calibration))
     if calibration is not None and calibration.digest is None:  # a `stand_in`
         lines.append(UNMEASURED)
     if calibration is not None and calibration.orders is not None:
         if calibration.beta is None and calibration.schedule is None:
             lines.append(UNKNOWN_SCHEDULE)
-    if blocks_too_small(plan, attention or implementations.preferred(jax.default_backend())):
-        argument = f"block_size={SMALLEST_TPU_BLOCK}"
-        if plan.peak_live_fraction == 1:  # nothing may be dropped for larger blocks, which cost
-            argument = "accounting=tokens"
-        lines.append(
-            f"blocks    of {plan.block_size} slots are too small for the TPU kernels, so that the "
-            f"reference runs there: --policy_args={argument} keeps the kernel"
-        )
     return lines

@@ -60,7 +60,7 @@ class ProgramOptions:
         self, model: Model, plan: CachePlan, batch_size: int, condition: Condition
     ) -> memory.Prediction:
         """Likewise on this machine, for images of a condition."""
-        name = self.attention or implementations.preferred(jax.default_backend())
+        name = self.attention or implementations.preferred()
         takes_plan = self.attention is not None or not blocks_too_small(plan, name)
         kernels = name in implementations.PLATFORMS and takes_plan  # which need less memory
         return self.predict(model, plan, batch_size, text_tokens(condition), kernels)
@@ -142,9 +142,8 @@ class ProgramFlags:
             "attention",
             AUTO,
             [AUTO, *names],
-            f"Attention and cache writing: auto takes triton on GPU, tpu on TPU, else reference; "
-            f"mosaic is for Hopper"
-            f"{stepwise}.",
+            f"Attention and cache writing: auto takes mosaic on GPUs from Hopper on, triton on "
+            f"others, tpu on TPU, else reference{stepwise}.",
         )
 
     def resolve(self, model: Model) -> ProgramOptions:
@@ -166,10 +165,12 @@ class ProgramFlags:
     def _here(self, attention: str) -> str:
         reason = None if self._elsewhere else implementations.why_not_here(attention)
         if reason:
-            raise UserError(
-                f"--attention={reason}: choose auto, reference or {attention}-interpret (the "
-                f"kernel step by step, slow, for checking)"
-            )
+            ways = "auto or reference"
+            if stepwise := implementations.step_by_step(attention):
+                ways = (
+                    f"auto, reference or {stepwise} (the kernel step by step, slow, for checking)"
+                )
+            raise UserError(f"--attention={reason}: choose {ways}")
         return attention
 
     def _mesh_here(self, model: Model) -> MeshSpec:

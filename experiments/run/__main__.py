@@ -81,7 +81,7 @@ def resolve() -> Run:
         given_tokens=given_tokens,
         given_scales=given_scales,
         calibration=None if calibration is None else calibration.digest,
-        remarks=tuple(plan_remarks(plan, calibration, program.attention)),
+        remarks=tuple(plan_remarks(plan, calibration)),
     )
 
 

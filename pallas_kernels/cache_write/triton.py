@@ -2,13 +2,16 @@
 
 Tiling. One program serves `SLOTS` consecutive slots of one head's list of one row, joined from as
 many blocks as that takes: it reads which token goes into each slot, gathers the tokens' keys and
-values, quantises them for an int8 pool, and stores them where they belong. Loads and stores are
-masked with "a token goes here", so slots that stay as they are, and empty entries, cost only the
-reading of their 4 bytes of source. The pool and its scales are aliased: nothing else is written.
+values from the projection, finishes them (norm, rotation, bias; float32, rounded to the type that
+attention sees), quantises them for an int8 pool, and stores them where they belong. Loads and
+stores are masked with "a token goes here", so slots that stay as they are, and empty entries, cost
+only the reading of their 4 bytes of source. The pool and its scales are aliased: nothing else is
+written.
 
 Traffic: every stored token once in its own type and once in the pool's; for T tokens of H elements
-that are stored in R rows and N heads 2 R N T H (b + b_pool) bytes, int8: + 8 R N T of scales, and
-tables of 4 (J block_size + J) bytes per head and row.
+that are stored in R rows and N heads 2 R N T H (b + b_pool) bytes, int8: + 8 R N T of scales;
+angles 8 T H bytes, from the cache for all heads but one; tables of 4 (J block_size + J) bytes per
+head and row.
 """
 
 from functools import partial
@@ -20,67 +23,69 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.cache_write.reference import LARGEST_INT8, inverse_scale
-from pallas_kernels.ragged_attention.triton_pool import check, head_spec, row_spec, rows_at
+from pallas_kernels.triton_operands import HeadTables, Tokens, check, row_spec
 
 SLOTS = 64  # per program: 128 threads hold 64 bytes each of a bfloat16 tile of heads of 64
 WARPS = 4
+IDS, SOURCE = range(2)  # of a head's tables
 
 
 def write(kv_pool, projection, writes, kv_scale, *, interpret: bool):
     """See `api.write`."""
-    k, v, writes = projection.keys(), projection.values(), writes.sliced()
-    check(k, kv_pool, kv_scale, interpret)
+    check(projection, kv_pool, kv_scale, interpret)
     if not kv_pool.size or not writes.source.size:
         return kv_pool, kv_scale  # there is no slot to fill
-    rows, heads, tokens, head_dim = k.shape
-    block_size, entries = kv_pool.shape[2], writes.ids.shape[-1]
-    places = entries * block_size
+    rows, heads, _, head_dim = projection.shape
+    block_size, places = kv_pool.shape[2], writes.ids.shape[-1] * kv_pool.shape[2]
+    # merging adjacent axes moves no data
     source = writes.source.reshape(*writes.ids.shape[:-1], places)
-    table = [a if a.ndim == 3 else a[None] for a in (writes.ids, source)]
+    tables = HeadTables.of(writes.layer, writes.ids, source)
     stores = [kv_pool.reshape(rows, -1, 2 * head_dim)]
     if kv_scale is not None:
         stores.append(kv_scale.reshape(rows, -1))
-    tables = [head_spec(a.shape[2], per_row=len(a) > 1) for a in table]
-    token = head_spec(tokens, head_dim)
+    given = tables, Tokens.keys(projection), Tokens.values(projection)
     row_specs = [*map(row_spec, stores)]  # stores name the slots, which no two programs share
+    before = len(jax.tree.leaves(given))
     found = pl.pallas_call(
-        partial(_kernel, block_size, head_dim),
+        partial(_kernel, block_size, places),
         grid=(pl.cdiv(places, SLOTS), heads, rows),
-        in_specs=[*tables, token, token, *row_specs],
+        in_specs=[tuple(a.specs for a in given), *row_specs],
         out_specs=row_specs,
         out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in stores],
-        # Operands behind two tables, K and V. Without aliases the results would be new arrays, in
-        # which nothing fills the slots that receive no token.
-        input_output_aliases={4 + i: i for i in range(len(stores))},
+        # Without aliases the results would be new arrays, in which nothing fills the slots that
+        # receive no token.
+        input_output_aliases={before + i: i for i in range(len(stores))},
         # one stage: without a loop there is nothing to load ahead
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
-        cost_estimate=_cost(k, stores, places),
+        cost_estimate=_cost(projection, stores, places),
         interpret=interpret,
         name="cache_write",
-    )(*table, k, v, *stores)
+    )(given, *stores)
     scales = found[1].reshape(kv_scale.shape) if kv_scale is not None else None
     return found[0].reshape(kv_pool.shape), scales
 
 
-def _kernel(block_size: int, head_dim: int, ids_ref, source_ref, k_ref, v_ref, *refs):
+def _kernel(block_size: int, places: int, given, *refs):
+    tables, *tokens = given
     pool_ref, *scale_ref = refs[len(refs) // 2 :]  # results; the same memory as the operands
     place = pl.program_id(0) * SLOTS + jnp.arange(SLOTS, dtype=jnp.int32)
-    inside = place < source_ref.shape[0]
-    token = plgpu.load(source_ref.at[place], mask=inside, other=-1)
-    block = plgpu.load(ids_ref.at[place // block_size], mask=inside, other=0)
+    inside = place < places
+    token = tables.load(SOURCE, place, inside, other=-1)
+    block = tables.load(IDS, place // block_size, inside)
     stored = token >= 0
     # Entries without tokens may name any block. A masked lane stores nothing on a GPU; in interpret
     # mode it puts the old value back, and only a slot that does not exist keeps it from undoing the
     # store of another lane.
     block = jnp.where(stored, block, pool_ref.shape[0] // block_size)
     slot = block * block_size + place % block_size
-    for half, ref in enumerate((k_ref, v_ref)):
-        x = rows_at(ref, token, stored, head_dim)
+    for half, some in enumerate(tokens):
+        # rounded to the type that attention sees, whatever the pool's
+        x = some.finished(token, stored).astype(some.dtype)
         if scale_ref:  # scales of a block: those of all its keys, then those of its values
             x, scale = _quantize(x)
             line = block * (2 * block_size) + half * block_size + place % block_size
             plgpu.store(scale_ref[0].at[line], scale, mask=stored)
-        column = half * head_dim + jnp.arange(head_dim, dtype=jnp.int32)
+        column = half * some.head_dim + jnp.arange(some.head_dim, dtype=jnp.int32)
         where = tuple(jnp.broadcast_to(a, x.shape) for a in (slot[:, None], column))
         plgpu.store(pool_ref.at[where], x.astype(pool_ref.dtype), mask=stored[:, None])
 
@@ -97,10 +102,10 @@ def _quantize(x):
     return jnp.where(up, below + 1, below).astype(jnp.int8), scale
 
 
-def _cost(k, stores, places: int) -> pl.CostEstimate:
+def _cost(projection, stores, places: int) -> pl.CostEstimate:
     """Upper bound: every slot receives a token."""
-    rows, heads, _, head_dim = k.shape
-    element = k.dtype.itemsize + stores[0].dtype.itemsize
+    rows, heads, _, head_dim = projection.shape
+    element = projection.dtype.itemsize + stores[0].dtype.itemsize
     per_slot = 2 * head_dim * element + (8 if len(stores) == 2 else 0) + 8
     slots = rows * heads * places
     flops = slots * 2 * head_dim * 8 if len(stores) == 2 else 0

@@ -117,7 +117,9 @@ def _depending_on(args: Arguments, carry) -> Arguments:
     # always 0 (also for NaN), but a result of the carry
     never = (carry.reshape(-1)[0] > jnp.inf).astype(jnp.int32)
     table = replace(args.table, ids=args.table.ids + never)
-    return replace(args, table=table, length=args.length + never)
+    # K and V are finished in every run: adding to them would be a pass of its own
+    projection, _ = jax.lax.optimization_barrier((args.projection, never))
+    return replace(args, projection=projection, table=table, length=args.length + never)
 
 
 def _attend_step(run, out, args):

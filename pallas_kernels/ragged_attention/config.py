@@ -15,6 +15,8 @@ from pathlib import Path
 
 import jax
 
+from pallas_kernels.target import device_kind
+
 TUNED = Path(__file__).parent / "tuned"
 FORMAT = 1
 OPERATIONS = ("attend", "attention_moments")
@@ -62,10 +64,10 @@ class TPUConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MosaicConfig:
-    """Tiles of the kernels for Hopper.
+    """Tiles of the kernels for Hopper and Blackwell.
 
-    warpgroups: that compute, with 64 queries each. block_k: keys of a step, 64 or 128 and no fewer
-    than a block has. buffers: steps whose keys are under way or in use.
+    warpgroups: that compute, with 64 queries each, one or two. block_k: keys of a step, 64 or 128
+    and no fewer than a block has. buffers: steps whose keys are under way or in use.
     """
 
     warpgroups: int
@@ -150,12 +152,13 @@ def _triton_heuristic(call: Call) -> TritonConfig:
     wide, queries = call.head_dim > 64, max(16, power_of_two(call.queries))
     if call.dtype == "float32":  # products without tensor cores, where full precision is asked for
         # such products keep their factors in registers: smaller tiles, twice the threads
-        block_q = min(32 if call.kv_dtype == "float32" else 16, queries)
+        small = call.kv_dtype != "float32" or (wide and call.operation == "attend")
+        block_q = min(16 if small else 32, queries)
         return TritonConfig(block_q=block_q, block_k=16 if wide else 32, num_warps=8, num_stages=2)
     converted = call.kv_dtype not in ("bfloat16", "float16")  # on the way through registers
     # `attend` holds a step of K and of V converted. The moments hold K alone, and keys are the rows
     # of their product, of which Hopper's wgmma takes 64.
-    block_k = 32 if wide and converted and call.operation == "attend" else 64
+    block_k = 32 if converted and call.operation == "attend" else 64
     return TritonConfig(block_q=min(64, queries), block_k=block_k, num_warps=4, num_stages=3)
 
 
@@ -165,41 +168,46 @@ def _tpu_heuristic(call: Call) -> TPUConfig:
     return TPUConfig(block_q=512, copy_keys=128 if call.slots <= 1024 else 256, own_keys=256)
 
 
-def tpu_vmem_limit(call: Call, tiles: TPUConfig) -> int | None:
+def tpu_vmem_limit(call: Call, tiles: TPUConfig, **step) -> int | None:
     """Bytes of vector memory that a call may use; None where the compilers' default of 16 MiB will
-    do (all that a v4 has), as it does up to 4096 tokens with the heuristic's tiles."""
+    do (all that a v4 has), as it does up to 4096 tokens with the heuristic's tiles. step: see
+    `tpu_vector_memory`."""
     # An estimate: 2 MiB of the 16 stay free, and a limit that has to be named is a quarter larger.
-    needed = tpu_vector_memory(call, tiles)
+    needed = tpu_vector_memory(call, tiles, **step)
     return tiles.vmem_limit or (None if needed <= 14 * 2**20 else needed * 5 // 4)
 
 
-def tpu_vector_memory(call: Call, tiles: TPUConfig) -> int:
-    """About how many bytes of vector memory a call takes: arrays of the head at work and of the
-    next one, stored blocks on their way (four groups), scores of a step and what comes of them."""
+def tpu_vector_memory(
+    call: Call, tiles: TPUConfig, *, heads: int = 1, rotated: bool = False
+) -> int:
+    """About how many bytes of vector memory a call takes: arrays of the heads at work and of the
+    next ones, stored blocks on their way (four groups), scores of a step and what comes of them.
+
+    heads: of a grid step. rotated: whether queries and keys are.
+    """
     size = {"float32": 4, "bfloat16": 2, "int8": 1}
     each, stored = size[call.dtype], size[call.kv_dtype]
-    # rows of H (q, out, k) and of 2 H (K beside V), padded to 128 lanes
+    together = 1 if call.head_dim > 64 else 2  # heads that share 128 lanes, one after the other
+    groups = -(-heads // together)
+    # rows of q, k, v, out (of such heads) and of K beside V
     one, both = (-(-width // 128) * 128 for width in (call.head_dim, 2 * call.head_dim))
     block_q = min(tiles.block_q, -(-call.queries // 128) * 128)
+    queries = -(-call.queries // block_q) * block_q
     # What Pallas fetches or writes back is there twice, for this grid step and for the next.
     if call.operation == "attend":  # own K and V; tiles of q and of the output
-        arrays = 2 * call.queries * both * each + 4 * block_q * one * each
+        arrays, finished = 4 * (queries + block_q) * one * each * groups, block_q
     else:  # queries and own keys; two results of 4 bytes per key
-        arrays = 4 * call.queries * one * each + 16 * (call.slots + call.queries)
+        arrays, finished = 4 * queries * one * each * groups, queries
+        arrays += 16 * (call.slots + queries) * groups * together
+    arrays += together * finished * one * each  # queries as they are multiplied
+    arrays += 4 * queries * one if rotated else 0  # cosines and sines, once
     step = 3 * max(tiles.own_keys, tiles.copy_keys) * block_q * 4
     copies = tiles.copy_keys * both * (4 * stored + 4)  # four buffers, one group in float32
     # the running output; maximum and sum, rows that take 8 sublanes each
-    return arrays + block_q * (one + 16) * 4 + step + copies
+    return arrays + block_q * (one + 16 * together) * 4 + step + copies
 
 
 # --- tuned values ---
-
-
-def device_kind() -> str:
-    """The kind of device that is traced for: of the mesh in use, which may be abstract, or else of
-    the default device."""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return (device or jax.devices()[0]).device_kind
 
 
 def folder_name(kind: str) -> str:

@@ -1,33 +1,36 @@
 """Ragged attention on TPU (Mosaic).
 
-Attention. One grid step is a tile of queries of one head of one row. It reads the scale's own keys
-first (at least one is valid, so that the running maximum is finite from then on) while the first
-stored blocks are copied, then the stored ones (`tpu_blocks`).
+Attention. One grid step is a tile of queries of some heads of one row: as many heads as lie in 128
+lanes of the projection, and more where the scale is small (`tpu_projection`). For every head it
+reads the scale's own keys first (at least one is valid, so that the running maximum is finite from
+then on) while stored blocks are copied, then the stored ones (`tpu_blocks`).
 
 Keys are rows and queries are lanes: scores are [keys, queries]. So the softmax statistics are
 single rows, whose maximum and sum need no work across lanes, what masks keys is a column shared by
 all queries, and the log-sum-exp leaves as the row it is stored as. The output is accumulated
-transposed, [H, queries], and turned once at the end.
+transposed, [H, queries], that of a pair of heads one above the other, and turned once at the end.
 
-HBM traffic in bytes, e and b bytes per element of tokens and pool, P_n slots of the blocks that
+Two heads of 64 share 128 lanes, which a TPU multiplies in any case: queries of a head stand in the
+first lanes with zeros behind them, as keys do in the pool, where values meet the zeros; own keys
+are turned so that those of the head come first.
+
+HBM traffic in bytes, e and b bytes per element of projection and pool, P_n slots of the blocks that
 head n has in use, tiles = ceil(T / block_q):
 
-    R N (2 T H e (q, out) + 2 T H e (k, v)) + R tiles sum_n 2 P_n H b
+    4 R N T H e (q, k, v, out) + R tiles sum_n 2 P_n H b
 
-with H rounded up to 128 for q and out; int8: + the scales, 8 bytes per slot but at least 512 per
-block. Vector memory: own K and V twice (the next head's are fetched meanwhile), tiles of q and out
-twice, scores of one step: 6 MiB at T = 4096, H = 128, bfloat16 (compiled for a v5e). A tile of 512
-queries does 512 operations per byte of bfloat16 keys; the peaks of a v5e are 240 apart, those of a
-v6e 560.
+int8: + the scales, 8 bytes per slot but at least 512 per block. Vector memory: own K and V twice
+(the next heads' are fetched meanwhile), tiles of q and out twice, cosines and sines of all tokens
+where keys are rotated, scores of one step. A tile of 512 queries does 512 operations per byte of
+bfloat16 keys; the peaks of a v5e are 240 apart, those of a v6e 560.
 
-Moments. One grid step is one head of one row, whose queries and own keys lie in vector memory. For
-every group of keys a loop over the queries recomputes exp(score - lse), keys in rows and queries in
-lanes as above, and adds the weighted columns into 128 lanes, which are summed across once per
-group. No [queries, keys] array exists.
+Moments. One grid step is some heads of one row, whose queries and own keys lie in vector memory.
+For every group of keys a loop over the queries recomputes exp(score - lse), keys in rows and
+queries in lanes as above, and adds the weighted columns into 128 lanes, which are summed across
+once per group. No [queries, keys] array exists.
 
-HBM traffic of the moments: R N (Q + T) H e with H rounded up to 128, R sum_n (2 P_n H b) for whole
-blocks, though their values are not used, and results of 4 R N (P + T), twice with `squares`. Vector
-memory: queries and own keys twice, 4 MiB at Q = T = 4096, H = 128, bfloat16.
+HBM traffic of the moments: 2 R N T H e, R sum_n (2 P_n H b) for whole blocks, though their values
+are not used, and results of 4 R N (P + T), twice with `squares`.
 """
 
 from functools import partial
@@ -38,51 +41,60 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.ragged_attention import tpu_blocks
-from pallas_kernels.ragged_attention.tpu_blocks import Blocks, Grouping, dot, load_own, split
-from pallas_kernels.tpu_operands import LANES, balanced, packed_tokens, rounded, whole_head
+from pallas_kernels.ragged_attention.tpu_blocks import Blocks, Grouping, dot, split
+from pallas_kernels.tpu_operands import LANES, balanced, rounded
+from pallas_kernels.tpu_projection import Heads, Own, operands
 
 
 def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, interpret, config=None):
     """See `api.attend`. config: tiles; None takes those of `config.choose`."""
-    q, k_new, v_new = projection.queries(), projection.keys(), projection.values()
-    table = table.sliced()
-    arrays = (projection, kv_pool, table, kv_scale)
-    call, config = tpu_blocks.prepare("attend", *arrays, config, interpret)
-    rows, heads, tokens, head_dim = q.shape
+    call, config = tpu_blocks.prepare(
+        "attend", projection, kv_pool, table, kv_scale, config, interpret
+    )
+    rows, count, tokens, head_dim = projection.shape
+    table = table.with_packed()
+    heads = Heads.of(projection, table)
     keys = min(config.copy_keys, max(call.block_size, call.slots))  # no group larger than the table
     block_q = balanced(tokens, config.block_q, LANES)  # queries are lanes
     own_keys = balanced(tokens, config.own_keys, 16)  # keys are rows: 16 in a tile of bfloat16
-    tile = pl.BlockSpec((1, 1, block_q, head_dim), lambda r, n, t: (r, n, t, 0))
-    # Steps are whole, so the last one may read beyond T, where K and V are undefined: `load_own`
-    # masks them.
-    own_tokens = rounded(tokens, own_keys)
-    own = [(array, whole_head(array, own_tokens)) for array in packed_tokens(k_new, v_new)]
+    # Steps are whole, so the last one may read beyond T, where all is undefined: `own_step` masks
+    # keys and values.
+    whole = (rounded(tokens, own_keys), lambda *_: 0)
+    given = operands(projection, heads, {"q": (block_q, lambda t, *_: t), "k": whole, "v": whole})
     # [R, N, 1, T]: the last two axes of a block have to be multiples of 8 and 128 or whole, and one
     # head of [R, N, T] is neither
-    row = pl.BlockSpec((1, 1, 1, block_q), lambda r, n, t: (r, n, 0, t))
-    lse = (jax.ShapeDtypeStruct((rows, heads, 1, tokens), jnp.float32), row)
-    pairs = rows * heads * tokens * (call.slots + tokens)
+    row = pl.BlockSpec((1, heads.step, 1, block_q), lambda r, n, t, *_: (r, n, 0, t))
+    lse = (jax.ShapeDtypeStruct((rows, heads.count, 1, tokens), jnp.float32), row)
+    width = heads.count * head_dim
+    out = jax.ShapeDtypeStruct((rows, tokens, width), projection.dtype)
+    tile = pl.BlockSpec((1, block_q, width // heads.steps), lambda r, n, t, *_: (r, t, n))
+    pairs = rows * count * tokens * (call.slots + tokens)
     found = tpu_blocks.attention_call(
-        partial(_attend_tile, own_keys=own_keys),
-        *(call, config, Grouping.of(call, keys), (new_length, kv_pool, table, kv_scale)),
-        [(q, tile), *own],
-        [(jax.ShapeDtypeStruct(q.shape, v_new.dtype), tile)] + [lse] * return_lse,
+        partial(_attend_tile, heads=heads, scale=projection.scale, own_keys=own_keys),
+        *(call, config, heads, Grouping.of(call, keys), (new_length, kv_pool, table, kv_scale)),
+        given,
+        [(out, tile)] + [lse] * return_lse,
         scratch=[
-            *[pltpu.VMEM((1, block_q), jnp.float32)] * 2,  # running maximum and sum
-            pltpu.VMEM((head_dim, block_q), jnp.float32),  # output, transposed
+            pltpu.VMEM((heads.together, block_q, heads.width), projection.dtype),  # queries
+            # running maximum and sum
+            *[pltpu.VMEM((heads.together, 1, block_q), jnp.float32)] * 2,
+            pltpu.VMEM((heads.width, block_q), jnp.float32),  # output, transposed
         ],
-        grid=(rows, heads, pl.cdiv(tokens, block_q)),
-        cost=(4 * pairs * head_dim, pairs, 4 * q.size * k_new.dtype.itemsize),
+        tiles=pl.cdiv(tokens, block_q),
+        cost=(4 * pairs * head_dim, pairs, 4 * out.size * out.dtype.itemsize),
         interpret=interpret,
         name="ragged_attention",
     )
-    out = found[0].transpose(0, 2, 1, 3)
-    return (out, found[1].reshape(rows, heads, tokens)) if return_lse else out
+    out = found[0].reshape(rows, tokens, heads.count, head_dim)[:, :, :count]
+    return (out, found[1].reshape(rows, -1, tokens)[:, :count]) if return_lse else out
 
 
-def _attend_tile(blocks: Blocks, length_ref, given, results, sums, *, own_keys: int):
-    q_ref, *own = given
-    length, first = length_ref[0], pl.program_id(2) * q_ref.shape[2]
+def _attend_tile(
+    blocks: Blocks, length_ref, given, results, scratch, *, heads: Heads, scale, own_keys: int
+):
+    block_q = scratch[0].shape[1]
+    length, first = length_ref[0], pl.program_id(2) * block_q
+    own = Own.of(heads, scale, given)
 
     # Copies start only in tiles that wait for all of them, so that none is left under way for the
     # next grid step, which uses the same buffers and semaphores.
@@ -94,17 +106,24 @@ def _attend_tile(blocks: Blocks, length_ref, given, results, sums, *, own_keys: 
     @pl.when(first < length)
     def _():
         blocks.start()  # on their way while the own keys are at work
-        _see_all_keys(q_ref, own, blocks, sums, own_keys, length)
-        _finish(results, sums)
+
+        def group(i):
+            _see_all_keys(own, i, first, blocks, scratch, own_keys, length)
+            _finish(heads, i, results, scratch)
+
+        heads.for_each_group(group)
 
 
-def _see_all_keys(q_ref, own, blocks: Blocks, sums, own_keys: int, length) -> None:
-    """All keys that a tile of queries sees, own ones first."""
-    dtype = own[0].dtype
+def _see_all_keys(own: Own, group, first, blocks: Blocks, scratch, own_keys: int, length) -> None:
+    """All keys that a tile of queries of a group of heads sees, own ones first."""
+    heads, dtype = own.heads, own.dtype
+    queries, maximum, total, out = scratch
+    place = pl.ds(pl.multiple_of(first, LANES), queries.shape[1])
     # Padded queries and what lies beyond T (undefined) need no mask: every query is a lane, no
     # operation below joins lanes, and lanes beyond T are not written back.
-    q = q_ref[0, 0].astype(dtype)
-    maximum, total, out = sums
+    q = own.queries(group, slice(None), place)
+    for which in range(heads.together):
+        queries[which] = heads.alone(q, which).astype(dtype)
     # Scratch keeps what the last grid step left. -inf never meets -inf (which would be NaN): the
     # first own step holds token 0, which is always real.
     maximum[...] = jnp.full_like(maximum, -jnp.inf)
@@ -112,41 +131,61 @@ def _see_all_keys(q_ref, own, blocks: Blocks, sums, own_keys: int, length) -> No
     out[...] = jnp.zeros_like(out)
 
     def own_step(i, _):
-        parts, valid = load_own(own, i * own_keys, own_keys, length)
-        k, v = split(parts[0]) if len(parts) == 1 else (parts[0], parts[1].T)
-        _accumulate(q, k.astype(dtype), v.astype(dtype), valid, sums)
+        here, valid = own_tokens(i, own_keys, length)
+        # V has to be zeroed, too, because a weight of 0 times NaN is NaN
+        k = jnp.where(valid, own.keys(group, here), 0.0)
+        v = jnp.where(valid, own.values(group, here), 0.0).T.astype(dtype)
+        for which in range(heads.together):
+            mine = v[which * heads.size : (which + 1) * heads.size]
+            _accumulate(scratch, which, heads.first(k, which).astype(dtype), mine, valid)
         return 0
 
-    def stored_step(group):
-        kv, valid = blocks.load(group)
-        k, v = split(kv)
-        _accumulate(q, k.astype(dtype), v.astype(dtype), valid, sums)
-
     jax.lax.fori_loop(0, pl.cdiv(length, own_keys), own_step, 0)
-    blocks.for_each_group(stored_step)
+    for which in range(heads.together):
+        head = group * heads.together + which
+
+        def stored_step(i, buffer, head=head, which=which):
+            kv, valid = blocks.load(head, i, buffer)
+            k, v = split(kv, heads.size)
+            _accumulate(scratch, which, k.astype(dtype), v.astype(dtype), valid)
+
+        blocks.for_each_group(head, stored_step)
 
 
-def _accumulate(q, k, v, valid, sums) -> None:
-    """Online softmax: q [queries, H], k [keys, H], v [H, keys], valid [keys, 1] into the running
+def own_tokens(step, size: int, length):
+    """Where the own tokens of a step are, and which of them are real, bool [size, 1]."""
+    first = pl.multiple_of(step * size, size)
+    valid = jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0) + first < length
+    return pl.ds(first, size), valid
+
+
+def _accumulate(scratch, which: int, k, v, valid) -> None:
+    """Online softmax of one head: k [keys, W], v [H, keys], valid [keys, 1] into the running
     maximum and sum [1, queries] and the output [H, queries], which are relative to the maximum."""
-    maximum_ref, total_ref, out_ref = sums
+    queries, maximum_ref, total_ref, out_ref = scratch
+    mine = pl.ds(which * len(v), len(v))
     # invalid keys are rows of zeros, whose score of 0 would count; -inf has the weight 0 exactly
-    scores = jnp.where(valid, dot(k, q, (1, 1)), -jnp.inf)
-    maximum = jnp.maximum(maximum_ref[...], scores.max(axis=0, keepdims=True))
-    rescale = jnp.exp(maximum_ref[...] - maximum)  # of the old maximum: read before it is replaced
+    scores = jnp.where(valid, dot(k, queries[which], (1, 1)), -jnp.inf)
+    maximum = jnp.maximum(maximum_ref[which], scores.max(axis=0, keepdims=True))
+    rescale = jnp.exp(maximum_ref[which] - maximum)  # of the old one: read before it is replaced
     weights = jnp.exp(scores - maximum)
-    maximum_ref[...] = maximum
-    total_ref[...] = total_ref[...] * rescale + weights.sum(axis=0, keepdims=True)
-    out_ref[...] = out_ref[...] * rescale + dot(v, weights.astype(v.dtype), (1, 0))
+    maximum_ref[which] = maximum
+    total_ref[which] = total_ref[which] * rescale + weights.sum(axis=0, keepdims=True)
+    out_ref[mine] = out_ref[mine] * rescale + dot(v, weights.astype(v.dtype), (1, 0))
 
 
-def _finish(results, sums) -> None:
+def _finish(heads: Heads, group, results, scratch) -> None:
     """Write the output and, if it is asked for, the log-sum-exp."""
-    maximum, total, out = sums
-    # total is never 0: the largest score has added exp(0) to it
-    results[0][0, 0] = (out[...] / total[...]).T.astype(results[0].dtype)
-    if len(results) > 1:
-        results[1][0, 0] = maximum[...] + jnp.log(total[...])
+    _, maximum, total, out = scratch
+    finished = []
+    for which in range(heads.together):
+        # total is never 0: the largest score has added exp(0) to it
+        finished.append(out[pl.ds(which * heads.size, heads.size)] / total[which])
+        if len(results) > 1:
+            head = group * heads.together + which
+            results[1][0, head] = maximum[which] + jnp.log(total[which])
+    found = jnp.concatenate(finished, axis=0).T.astype(results[0].dtype)
+    results[0][0, :, heads.lanes(group)] = found
 
 
 # --- sums over queries ---
@@ -166,95 +205,132 @@ def attention_moments(
     config=None,
 ):
     """See `api.attention_moments`. config: tiles; None takes those of `config.choose`."""
-    q, k_new, table = projection.queries(), projection.keys(), table.sliced()
-    arrays = (projection, kv_pool, table, kv_scale)
-    call, config = tpu_blocks.prepare("attention_moments", *arrays, config, interpret)
-    rows, heads, queries, head_dim = q.shape
-    tokens = k_new.shape[2]
+    call, config = tpu_blocks.prepare(
+        "attention_moments", projection, kv_pool, table, kv_scale, config, interpret
+    )
+    rows, count, tokens, head_dim = projection.shape
+    table = table.with_packed()
+    heads = Heads.of(projection, table)
     # Groups and pieces of own keys are multiples of 128, because a key is a lane of the result, and
     # rows of results are stored at places that are multiples of their size.
     grouping = Grouping.of(call, rounded(config.copy_keys, LANES))
     own_keys = min(rounded(config.own_keys, LANES), rounded(tokens, LANES))
-    block_q = balanced(queries, config.block_q, LANES)
-    all_queries, all_own = rounded(queries, block_q), rounded(tokens, own_keys)
-    tail = all_queries - queries
+    block_q = balanced(tokens, config.block_q, LANES)
+    all_queries, all_own = rounded(tokens, block_q), rounded(tokens, own_keys)
+    tail = all_queries - tokens
     # padded with the weight 0, which `_over_queries` takes for "no query"; what q holds there is
     # undefined
     weights = jnp.pad(weights.astype(jnp.float32), (0, tail))[None]
-    lse = jnp.pad(lse, ((0, 0), (0, 0), (0, tail)))[:, :, None]
+    lse = jnp.pad(heads.padded(lse, 1), ((0, 0), (0, 0), (0, tail)))[:, :, None]
     # whole groups and pieces; the columns behind M blocks and T tokens are cut off below
-    widths = [grouping.padded * call.block_size, all_own] * (2 if squares else 1)
-    pairs = rows * heads * queries * (call.slots + tokens)
-    moved = q.size * q.dtype.itemsize + k_new.size * k_new.dtype.itemsize
-    moved += 4 * rows * heads * (call.slots + tokens)
+    widths = [grouping.slots, all_own] * (2 if squares else 1)
+    pairs = rows * count * tokens * (call.slots + tokens)
+    moved = 2 * projection.qkv.size // 3 * projection.dtype.itemsize
+    moved += 4 * rows * count * (call.slots + tokens)
+    parts = {"q": (all_queries, lambda *_: 0), "k": (all_own, lambda *_: 0)}
     found = tpu_blocks.attention_call(
-        partial(_sum_columns, own_keys=own_keys, block_q=block_q),
-        *(call, config, grouping, (new_length, kv_pool, table, kv_scale)),
+        partial(
+            *(_sum_columns,),
+            **dict(heads=heads, scale=projection.scale, own_keys=own_keys, block_q=block_q),
+        ),
+        *(call, config, heads, grouping, (new_length, kv_pool, table, kv_scale)),
+        {
+            "weights": (weights, pl.BlockSpec(weights.shape, lambda *_: (0, 0))),
+            "lse": (lse, _row_spec(heads, all_queries)),
+            **operands(projection, heads, parts),
+        },
         [
-            (weights, pl.BlockSpec(weights.shape, lambda r, n: (0, 0))),
-            (lse, _row_spec(all_queries)),
-            (q, whole_head(q, all_queries)),
-            (k_new, whole_head(k_new, all_own)),
+            (jax.ShapeDtypeStruct((rows, heads.count, 1, w), jnp.float32), _row_spec(heads, w))
+            for w in widths
         ],
-        [(jax.ShapeDtypeStruct((rows, heads, 1, w), jnp.float32), _row_spec(w)) for w in widths],
-        scratch=[],
-        grid=(rows, heads),
+        scratch=[pltpu.VMEM((heads.together, all_queries, heads.width), projection.dtype)],
+        tiles=1,
         cost=(2 * pairs * head_dim + 4 * pairs, pairs, moved),
         interpret=interpret,
         name="attention_moments",
     )
     sums = [
-        jnp.concatenate([old[:, :, 0, : call.slots], own[:, :, 0, :tokens]], axis=-1)
+        jnp.concatenate([old[:, :count, 0, : call.slots], own[:, :count, 0, :tokens]], axis=-1)
         for old, own in zip(found[::2], found[1::2], strict=True)
     ]
     return sums[0], sums[1] if squares else None
 
 
-def _row_spec(width: int) -> pl.BlockSpec:
-    """One row of an array [R, N, 1, width]."""
-    return pl.BlockSpec((1, 1, 1, width), lambda r, n: (r, n, 0, 0))
+def _row_spec(heads: Heads, width: int) -> pl.BlockSpec:
+    """Rows of an array [R, N, 1, width]."""
+    return pl.BlockSpec((1, heads.step, 1, width), lambda r, n, *_: (r, n, 0, 0))
 
 
 def _sum_columns(
-    blocks: Blocks, length_ref, given, results, scratch, *, own_keys: int, block_q: int
+    blocks: Blocks, length_ref, given, results, scratch, *, heads: Heads, scale, own_keys, block_q
 ):
     """Results: over stored slots and over own tokens; both once more for the squares."""
-    weights, lse, q_ref, k_ref = given
+    weights, lse, (queries,) = given.pop("weights"), given.pop("lse"), scratch
+    own, length = Own.of(heads, scale, given), length_ref[0]
+    over_queries = partial(_over_queries, queries, weights, lse, block_q, len(results) // 2)
     blocks.start()  # on their way while the own keys are at work
-    length, head_dim, dtype = length_ref[0], q_ref.shape[3], k_ref.dtype
-    over_queries = partial(_over_queries, q_ref, weights, lse, block_q, len(results) // 2)
     # Fresh memory may hold NaN. Pieces behind `length` and groups not in use are never visited, and
     # columns without a key have to be 0.
     for result in results:
         result[...] = jnp.zeros_like(result)
 
-    def own_step(i, _):
-        (k,), valid = load_own([k_ref], i * own_keys, own_keys, length)
-        _put(results[1::2], i, over_queries(k.astype(dtype), valid))
+    def group(i):
+        _finish_queries(own, i, queries, block_q)
+
+        def own_step(step, _):
+            here, valid = own_tokens(step, own_keys, length)
+            k = own.keys(i, here)
+            for which in range(heads.together):
+                # lanes of the other head meet zeros, so what is undefined has to go
+                mine = jnp.where(valid, heads.first(k, which), 0.0)
+                head = i * heads.together + which
+                _put(results[1::2], head, step, over_queries(which, head, mine, valid))
+            return 0
+
+        jax.lax.fori_loop(0, pl.cdiv(length, own_keys), own_step, 0)
+        for which in range(heads.together):
+            head = i * heads.together + which
+
+            def stored_step(step, buffer, head=head, which=which):
+                kv, valid = blocks.load(head, step, buffer)
+                sums = over_queries(which, head, kv[:, : heads.width], valid)
+                _put(results[::2], head, step, sums)
+
+            blocks.for_each_group(head, stored_step)
+
+    heads.for_each_group(group)
+
+
+def _finish_queries(own: Own, group, queries, block_q: int) -> None:
+    """Put the finished queries of a group of heads into `queries`."""
+
+    def step(i, _):
+        here = pl.ds(pl.multiple_of(i * block_q, block_q), block_q)
+        q = own.queries(group, here)
+        for which in range(own.heads.together):
+            queries[which, here] = own.heads.alone(q, which).astype(queries.dtype)
         return 0
 
-    def stored_step(group):
-        kv, valid = blocks.load(group)
-        _put(results[::2], group, over_queries(kv[:, :head_dim].astype(dtype), valid))
-
-    jax.lax.fori_loop(0, pl.cdiv(length, own_keys), own_step, 0)
-    blocks.for_each_group(stored_step)
+    jax.lax.fori_loop(0, queries.shape[1] // block_q, step, 0)
 
 
-def _over_queries(q_ref, weights, lse, block_q: int, powers: int, k, valid) -> list:
-    """Rows [1, keys]: weights of k [keys, H] summed over the queries and, if powers is 2, their
+def _over_queries(
+    queries, weights, lse, block_q: int, powers: int, which: int, head, k, valid
+) -> list:
+    """Rows [1, keys]: weights of k [keys, W] summed over the queries and, if powers is 2, their
     squares."""
+    k = k.astype(queries.dtype)
 
     def step(i, sums):
         here = pl.ds(pl.multiple_of(i * block_q, block_q), block_q)
         weight = weights[:, here]
-        p = jnp.exp(dot(k, q_ref[0, 0, here].astype(k.dtype), (1, 1)) - lse[0, 0, :, here])
+        p = jnp.exp(dot(k, queries[which, here], (1, 1)) - lse[0, head, :, here])
         p = jnp.where(weight != 0, p, 0.0)  # padded queries may be NaN, and 0 * NaN is NaN
         terms = [p * weight, p * p * weight][:powers]
         return tuple(s + _in_lanes(t) for s, t in zip(sums, terms, strict=True))
 
     zeros = (jnp.zeros((len(k), LANES), jnp.float32),) * powers
-    sums = jax.lax.fori_loop(0, q_ref.shape[2] // block_q, step, zeros)
+    sums = jax.lax.fori_loop(0, queries.shape[1] // block_q, step, zeros)
     # Invalid keys are rows of zeros, whose weights are not 0. Turned, the sum runs over rows, not
     # across lanes, and is the row that the result holds.
     return [jnp.where(valid, s, 0.0).T.sum(axis=0, keepdims=True) for s in sums]
@@ -265,7 +341,7 @@ def _in_lanes(x):
     return sum(x[:, i : i + LANES] for i in range(0, x.shape[1], LANES))
 
 
-def _put(results, step, rows) -> None:
+def _put(results, head, step, rows) -> None:
     for result, row in zip(results, rows, strict=True):
         size = row.shape[1]
-        result[0, 0, :, pl.ds(pl.multiple_of(step * size, size), size)] = row
+        result[0, head, :, pl.ds(pl.multiple_of(step * size, size), size)] = row

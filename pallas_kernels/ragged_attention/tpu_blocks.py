@@ -1,18 +1,15 @@
-"""Keys and values of a head on TPU: stored slots, whose blocks are copied through the table while
-the kernel computes on those copied before, and the scale's own tokens.
+"""Stored keys and values on TPU: blocks are copied through the table while the kernel computes on
+those copied before.
 
-The table of a head is one row of int32 in scalar memory, a new one per grid step, so that per-row
-tables of any number of rows cost no more scalar memory than shared ones:
+The table of a head is one row of int32 in scalar memory (`BlockTable.packed`), that of other heads
+in the next grid step, so that tables of any number of rows or layers cost no more scalar memory
+than one. Tables of all layers are one operand, of which a call finds its layer's rows by number.
 
-    [ids of M' entries | start + 2**16 stop of M' entries | entries in use]
-
-M' is M rounded up to whole groups of entries. A group's blocks are copied behind one another into
-one of `BUFFERS` buffers. Only entries in use are copied (trailing empty ones cost nothing). Rows
-outside the valid range are zeroed as they are loaded, whatever the buffer holds there: also what
-nothing was copied to.
+A group's blocks are copied behind one another into one of `BUFFERS` buffers. Only entries in use
+are copied (trailing empty ones cost nothing). Rows outside the valid range are zeroed as they are
+loaded, whatever the buffer holds there: also what nothing was copied to.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from pallas_kernels import tpu_operands
 from pallas_kernels.implementations import check_attention
-from pallas_kernels.ragged_attention import config as tiles
-from pallas_kernels.tables import BlockTable
+from pallas_kernels.ragged_attention import config as tiles_of
+from pallas_kernels.tables import RANGE_BITS
 from pallas_kernels.tpu_operands import LANES, block_of, block_shape, in_parts
 
 # Groups in flight or in use. More than two, because a group of 128 keys is only 32 KiB, and what is
@@ -34,7 +31,6 @@ BUFFERS = 4
 # Blocks per group: the loads of a group are unrolled. 16 of the smallest blocks (8 slots) are still
 # the 128 keys that the sums over queries need.
 MAX_GROUP = 16
-RANGE_BITS = 16  # start below, stop above; both are at most 128, so the sign stays clear
 
 
 def prepare(operation: str, projection, kv_pool, table, kv_scale, config, interpret: bool):
@@ -47,8 +43,8 @@ def prepare(operation: str, projection, kv_pool, table, kv_scale, config, interp
         sizes = {"head_dims": (64, 128, 256), "block_sizes": (8, 16, 32, 64, 128)}
         dtypes = ("bfloat16", "float32", "int8")
         check_attention("TPU", projection, kv_pool, kv_scale, **sizes, dtypes=dtypes)
-    call = tiles.Call.of(operation, projection, kv_pool, table)
-    return call, config or tiles.choose(call, "tpu")
+    call = tiles_of.Call.of(operation, projection, kv_pool, table)
+    return call, config or tiles_of.choose(call, "tpu")
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,7 @@ class Grouping:
     block_size: int
 
     @classmethod
-    def of(cls, call: tiles.Call, keys: int) -> "Grouping":
+    def of(cls, call: tiles_of.Call, keys: int) -> "Grouping":
         """Groups of about `keys` slots."""
         size = call.block_size
         return cls(call.slots // size, min(MAX_GROUP, max(1, keys // size)), size)
@@ -71,90 +67,98 @@ class Grouping:
         return max(1, -(-self.entries // self.blocks))
 
     @property
-    def padded(self) -> int:
-        """M'."""
-        return self.groups * self.blocks
-
-    @property
-    def keys(self) -> int:
-        """Slots per group."""
-        return self.blocks * self.block_size
-
-
-def pack(table: BlockTable, grouping: Grouping) -> Int[Array, "rows N 1 packed"]:
-    """The table as the kernels read it; rows is 1 for a shared one."""
-    ids, start, stop = table.with_rows()
-    # an entry in use has stop > 0, so its range is never 0, and 0 means an empty one
-    ranges = jnp.where(stop > start, start | stop << RANGE_BITS, 0)
-    entry = jax.lax.broadcasted_iota(jnp.int32, ranges.shape, 2)
-    used = jnp.where(ranges > 0, entry + 1, 0).max(-1, keepdims=True, initial=0)
-    # the range 0 marks padding as empty; ids there are not read, because `used` ends before them
-    tail = ((0, 0), (0, 0), (0, grouping.padded - grouping.entries))
-    packed = jnp.concatenate([jnp.pad(ids, tail), jnp.pad(ranges, tail), used], axis=-1)
-    return packed.astype(jnp.int32)[:, :, None]
+    def slots(self) -> int:
+        """Slots of all groups; the last one may reach behind the table."""
+        return self.groups * self.blocks * self.block_size
 
 
 def attention_call(
-    kernel, call, config, grouping, stored, given, results, *, scratch, grid, cost, interpret, name
+    kernel,
+    call,
+    config,
+    heads,
+    grouping,
+    stored,
+    given,
+    results,
+    *,
+    scratch,
+    tiles,
+    cost,
+    interpret,
+    name,
 ) -> list[Array]:
-    """Run `kernel(blocks, length_ref, given, results, scratch)`, the last three lists of refs.
+    """Run `kernel(blocks, length_ref, given, results, scratch)`: refs of `given` by name, lists of
+    the others.
 
     Args:
       stored: (new_length, kv_pool, table, kv_scale) of the call.
-      given, results: (array or its shape and type, BlockSpec) each. scratch: shapes.
-      grid: (rows, heads, ...); a step reads the stored slots of its head.
+      given: by name; results: (array or its shape and type, BlockSpec) each. scratch: shapes.
+      tiles: grid steps for the same heads of a row.
       cost: floating-point operations, exponentials, and bytes besides those of stored slots, as if
         every slot of the table were live.
     """
     new_length, kv_pool, table, kv_scale = stored
+    if not kv_pool.shape[1]:  # a kernel has no arrays without elements
+        kv_pool = jnp.zeros((len(kv_pool), 1, *kv_pool.shape[2:]), kv_pool.dtype)
+        kv_scale = None if kv_scale is None else jnp.zeros((len(kv_pool), 1, kv_scale.shape[2]))
     pools = tpu_operands.pools(kv_pool, kv_scale, interpret)
-    length, packed = jnp.reshape(new_length, 1).astype(jnp.int32), pack(table, grouping)
-    counts = (len(given), len(pools), len(results), len(scratch), len(pools), 1)
+    length = jnp.reshape(new_length, 1).astype(jnp.int32)
+    entries = tpu_operands.table_rows(table, heads)
+    counts = (len(given), len(pools), len(results), len(scratch), len(pools), 2)
 
-    def body(length_ref, table, *refs):
-        given, stored, results, scratch, buffers, (semaphores,) = in_parts(refs, *counts)
-        blocks = Blocks(grouping, pl.program_id(0), table, stored, buffers, semaphores)
-        kernel(blocks, length_ref, given, results, scratch)
+    def body(length_ref, _, table, *refs):
+        own, stored, results, scratch, buffers, state = in_parts(refs, *counts)
+        blocks = Blocks(grouping, pl.program_id(0), table, stored, buffers, *state)
+        kernel(blocks, length_ref, dict(zip(given, own, strict=True)), results, scratch)
 
-    arrays, in_specs = zip(*given, strict=True)
+    arrays, in_specs = zip(*given.values(), strict=True)
     out_shape, out_specs = zip(*results, strict=True)
-    copied = math.prod(grid) * call.slots * 2 * call.head_dim * kv_pool.dtype.itemsize
+    rows = len(kv_pool)
+    copied = rows * heads.count * tiles * call.slots * 2 * call.head_dim * kv_pool.dtype.itemsize
     return pl.pallas_call(
         body,
-        grid=grid,
-        in_specs=[
-            pl.BlockSpec(memory_space=pltpu.SMEM),
-            tpu_operands.table_spec(packed),
-            *in_specs,
-            *tpu_operands.pool_specs(pools),
-        ],
-        out_specs=out_specs,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(rows, heads.steps, tiles),
+            in_specs=[
+                tpu_operands.table_spec(table, entries, heads),
+                *in_specs,
+                *tpu_operands.pool_specs(pools),
+            ],
+            out_specs=out_specs,
+            scratch_shapes=[
+                *scratch,
+                *(pltpu.VMEM((BUFFERS, grouping.blocks, *block_shape(p)), p.dtype) for p in pools),
+                # One semaphore per buffer is enough: every copy is waited for, and a buffer takes
+                # one group at a time.
+                pltpu.SemaphoreType.DMA((BUFFERS,)),
+                pltpu.SMEM((4,), jnp.int32),
+            ],
+        ),
         out_shape=out_shape,
-        scratch_shapes=[
-            *scratch,
-            *(pltpu.VMEM((BUFFERS, grouping.blocks, *block_shape(p)), p.dtype) for p in pools),
-            # One semaphore per buffer is enough: every copy is waited for, and a buffer takes one
-            # group at a time.
-            pltpu.SemaphoreType.DMA((BUFFERS,)),
-        ],
         compiler_params=pltpu.CompilerParams(
             # No grid step needs what another one left, so the two cores of a v5p may share them.
-            dimension_semantics=("parallel",) * len(grid),
-            vmem_limit_bytes=tiles.tpu_vmem_limit(call, config),
+            dimension_semantics=("parallel",) * 3,
+            vmem_limit_bytes=tiles_of.tpu_vmem_limit(
+                call, config, heads=heads.step, rotated="rotation" in given
+            ),
         ),
         cost_estimate=pl.CostEstimate(
             flops=cost[0], transcendentals=cost[1], bytes_accessed=cost[2] + copied
         ),
         interpret=interpret,
         name=name,
-    )(length, packed, *arrays, *pools)
+    )(length, tpu_operands.layer_of(table), entries, *arrays, *pools)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The stored slots of one head of one row, inside a kernel.
+    """The stored slots of some heads of one row, inside a kernel, which takes them in order: all
+    groups of the first head, then those of the next.
 
-    table: its packed row (SMEM). pools: whole, in HBM. buffers: of blocks (and scales).
+    table: packed rows of the heads (SMEM). pools: whole, in HBM. buffers: of blocks (and scales).
+    cursor: (SMEM) head and group that are copied next, how many groups were started, and taken.
     """
 
     grouping: Grouping
@@ -163,69 +167,90 @@ class Blocks:
     pools: list
     buffers: list
     semaphores: Any
+    cursor: Any
 
-    @property
-    def used(self):
+    def used(self, head):
         """Entries up to the last one that is not empty."""
-        return self.table[0, 0, 0, 2 * self.grouping.padded]
-
-    def for_each_group(self, do) -> None:
-        """Call `do(group)` for every group in use, when it has arrived."""
-
-        def step(group, _):
-            self._for_copies(group, lambda copy: copy.wait())
-            # This copy goes to the buffer of group - 1, which `do` has left one step ago. Every
-            # group that is started is waited for here: after the loop no copy is under way.
-            self._start(group + BUFFERS - 1)
-            do(group)
-            return 0
-
-        jax.lax.fori_loop(0, pl.cdiv(self.used, self.grouping.blocks), step, 0)
+        return self.table[0, head, 0, 2 * self.grouping.entries]
 
     def start(self) -> None:
         """Start the first copies; before anything that can be computed meanwhile."""
+        for i in range(4):
+            self.cursor[i] = 0
         # one buffer stays free for the group that `for_each_group` starts in its first step
-        for group in range(BUFFERS - 1):
-            self._start(group)
+        for _ in range(BUFFERS - 1):
+            self._start_next()
 
-    def _start(self, group) -> None:
-        """Start copying a group; one that is not in use has nothing to copy."""
-        self._for_copies(group, lambda copy: copy.start())
+    def for_each_group(self, head, do) -> None:
+        """Call `do(group, buffer)` for every group of the next head, when it has arrived."""
 
-    def _for_copies(self, group, do) -> None:
+        def step(group, _):
+            taken = self.cursor[3]
+            buffer = jax.lax.rem(taken, BUFFERS)
+            self._for_copies(head, group, buffer, lambda copy: copy.wait())
+            self.cursor[3] = taken + 1
+            # This copy goes to the buffer of the group before, which `do` has left one step ago.
+            # Every group that is started is waited for here: after the last head no copy is under
+            # way.
+            self._start_next()
+            pl.when(group * self.grouping.blocks < self.used(head))(lambda: do(group, buffer))
+            return 0
+
+        jax.lax.fori_loop(0, self._groups(head), step, 0)
+
+    def _groups(self, head):
+        """At least one, so that finding the next head takes no search."""
+        return jnp.maximum(pl.cdiv(self.used(head), self.grouping.blocks), 1)
+
+    def _start_next(self) -> None:
+        """Start copying the next group, if there is one; an empty head's has no blocks."""
+        head, group, started = (self.cursor[i] for i in range(3))
+
+        @pl.when(head < self.table.shape[1])
+        def _():
+            self._start(head, group, jax.lax.rem(started, BUFFERS))
+            last = group + 1 == self._groups(head)
+            self.cursor[0] = jnp.where(last, head + 1, head)
+            self.cursor[1] = jnp.where(last, 0, group + 1)
+            self.cursor[2] = started + 1
+
+    def _start(self, head, group, buffer) -> None:
+        self._for_copies(head, group, buffer, lambda copy: copy.start())
+
+    def _for_copies(self, head, group, buffer, do) -> None:
         size = self.grouping.blocks
-        buffer = jax.lax.rem(group, BUFFERS)
 
         def step(i, _):
             # Empty entries among those in use are copied, too: their ids have to be valid.
-            block = self.table[0, 0, 0, group * size + i]
+            block = self.table[0, head, 0, group * size + i]
             for pool, target in zip(self.pools, self.buffers, strict=True):
                 source, target = block_of(pool, self.row, block), target.at[buffer, i]
                 do(pltpu.make_async_copy(source, target, self.semaphores.at[buffer]))
             return 0
 
-        # Starts and waits of a group count alike, or else a wait would never end. Groups behind the
-        # last one have a negative count: no step.
-        jax.lax.fori_loop(0, jnp.minimum(size, self.used - group * size), step, 0)
+        # Starts and waits of a group count alike, or else a wait would never end.
+        jax.lax.fori_loop(0, jnp.minimum(size, self.used(head) - group * size), step, 0)
 
-    def load(self, group):
+    def load(self, head, group, buffer):
         """(K and V float32 [keys, 2 H] with invalid rows zeroed, valid bool [keys, 1]) of a group
         that has arrived."""
         size, count = self.grouping.block_size, self.grouping.blocks
         slot = jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0)
-        rows, valid = [], []
+        rows, valid, entries = [], [], self.grouping.entries
         for i in range(count):
-            packed = self.table[0, 0, 0, self.grouping.padded + group * count + i]
+            # what lies behind the table is not in use
+            entry = jnp.minimum(group * count + i, entries - 1)
+            packed = self.table[0, head, 0, entries + entry]
+            packed = jnp.where(group * count + i < entries, packed, 0)
             start, stop = packed & (2**RANGE_BITS - 1), packed >> RANGE_BITS
             inside = (slot >= start) & (slot < stop)
             # Chosen, not multiplied: rows outside (stale, never copied to, unowned) may be NaN.
-            rows.append(jnp.where(inside, self._block(group, i), 0.0))
+            rows.append(jnp.where(inside, self._block(buffer, i), 0.0))
             valid.append(inside.astype(jnp.int32))
         return jnp.concatenate(rows, axis=0), jnp.concatenate(valid, axis=0) > 0
 
-    def _block(self, group, i: int):
-        """Block i of a group as float32 [block_size, 2 H]."""
-        buffer = jax.lax.rem(group, BUFFERS)
+    def _block(self, buffer, i: int):
+        """Block i of a buffer as float32 [block_size, 2 H]."""
         block = self.buffers[0][buffer, i].astype(jnp.float32)
         if len(self.buffers) == 1:
             return block
@@ -245,24 +270,12 @@ def _column(row, first: int, size: int):
     return jnp.where(chosen, row, 0.0).sum(axis=1, keepdims=True)
 
 
-# --- the scale's own tokens ---
-
-
-def load_own(refs, first, size: int, length):
-    """([float32 [size, H or 2 H] per ref], valid bool [size, 1]): own tokens first, first + 1, ...,
-    zeroed from `length` on."""
-    here = pl.ds(pl.multiple_of(first, size), size)
-    # beyond T the refs are undefined; V has to be zeroed, because a weight of 0 times NaN is NaN
-    valid = jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0) + first < length
-    return [jnp.where(valid, ref[0, 0, here].astype(jnp.float32), 0.0) for ref in refs], valid
-
-
-def split(kv):
-    """K [keys, H] and the transpose of V [H, keys] of packed rows [keys, 2 H]."""
-    head_dim = kv.shape[1] // 2
+def split(kv, head_dim: int):
+    """Rows whose first lanes are K (padded ones: then V, which has to meet zeros), and the
+    transpose of V [H, keys], of rows [keys, 2 H]."""
     if head_dim % LANES == 0:
         return kv[:, :head_dim], kv[:, head_dim:].T
-    return kv[:, :head_dim], kv.T[head_dim:]  # rows are cut where lanes would have to be moved
+    return kv, kv.T[head_dim:]  # rows are cut where lanes would have to be moved
 
 
 # --- products ---

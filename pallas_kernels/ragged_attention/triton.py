@@ -9,25 +9,38 @@ without a mask, and a last one with it, cost more shared memory than they save.)
 Stored keys are numbered through the table, so a step joins as many blocks as it needs, for any
 block size, and a program stops after the last entry that its head uses. Loads are masked with the
 entry's range: invalid slots cost no traffic, and what they hold (NaN) never meets arithmetic. Tiles
-of padded queries only write zeros.
+of padded queries only write zeros. Tables hold all layers: a number says which one is read.
+
+Operands lie as the product left them, [R, T, 3, N, H], the result is [R, T, N, H]: rows of a head
+are H numbers each, 3 N H or N H apart. A program finishes its queries (bias, norm, rotation;
+float32, rounded once); the bias of values is added to their weighted sum. Own keys XLA finishes
+once, 2 H numbers moved per key. In the kernel each of the ceil(T / block_q) programs would do it
+again: a norm 2 H operations per key beside the 10 or so per query and key of the softmax (on an
+A100 8 H, because all four warps hold a step's keys), a rotation 8 H bytes of angles beside the 4 H
+of the bfloat16 key and value, and with heads of 128 more registers than there are. Only where one
+small step holds all own keys (tokens of a decoding step, small scales) is it done in place, which
+saves that kernel.
 
 Its traffic, with b bytes per element, t real tokens and P' valid slots of a head: the tiles of a
-head run side by side, so that its keys come from the L2 cache after the first. From memory then
-R N H b (3 t + 2 P') in and R N H b T out; from the cache R N H b 2 (t + P') ceil(t / block_q).
-Tables: 8 M bytes per program, and 12 per key of a step, from the cache.
+head run side by side, so that its keys come from the L2 cache after the first. From memory then R N
+H b (3 t + 2 P') in and R N H b T out, and keys that XLA finishes: R N H b T in and out; from the
+cache R N H b 2 (t + P') ceil(t / block_q). Tables: 8 M bytes per program, and 12 per key of a step,
+from the cache.
 
-Arithmetic. Scores are products in the type of `k_new` with float32 sums; exponentials are powers of
-two of scores times log2(e), float32; weights are rounded to the type of `v_new` before the second
+Arithmetic. Scores are products in the type of the projection with float32 sums; exponentials are
+powers of two of scores times log2(e), float32; weights are rounded to that type before the second
 product. int8 keys and values are exact in bfloat16; their scales multiply scores and weights.
 
 Tiling of the moments. One program serves `block_k` columns (keys) of one head of one row: it loads
-their keys once, walks over the queries in steps of `block_q`, computes weights again from scores
-and log-sum-exp, and adds them up per key in float32. No matrix of queries by keys leaves the
-registers, and programs whose columns hold no key only write zeros. The walk ends with the last
-query of non-zero weight; what queries of weight zero hold (padding) never meets arithmetic.
+and finishes their keys once, walks over the queries in steps of `block_q`, computes weights again
+from scores and log-sum-exp, and adds them up per key in float32. No matrix of queries by keys
+leaves the registers, and programs whose columns hold no key only write zeros. The walk ends with
+the last query of non-zero weight; what queries of weight zero hold (padding) never meets
+arithmetic. Queries are walked over (P + T) / block_k times, 11 times in the last scale of VAR-d30,
+164 times in that of Infinity-2B, and XLA finishes them once.
 
-Traffic of the moments: from memory R N H b (Q + T + P') in and R N (P + T) 4 bytes out per moment;
-queries come from the L2 cache, R N H b Q once per program, so (P + T) / block_k times.
+Traffic of the moments: from memory R N H b (2 Q + T + P') in, R N H b Q and R N (P + T) 4 bytes per
+moment out; queries come from the L2 cache, R N H b Q once per program, so (P + T) / block_k times.
 """
 
 from functools import partial
@@ -39,75 +52,91 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.ragged_attention import config as tiles
 from pallas_kernels.ragged_attention import triton_pool
-from pallas_kernels.ragged_attention.triton_pool import LOG2_E, Stored, dot, head_spec, rows_at
+from pallas_kernels.ragged_attention.triton_pool import LOG2_E, Stored, dot
+from pallas_kernels.triton_operands import Tokens, check, head_spec, line_spec, load
+
+# Numbers of own keys that a program finishes by itself: 32 for each thread of four warps.
+ONE_STEP = 4096
 
 
 def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, interpret, config=None):
     """See `api.attend`. config: tiles; None takes those of `config.choose`."""
-    q, k_new, v_new = projection.queries(), projection.keys(), projection.values()
-    table = table.sliced()
-    triton_pool.check(q, kv_pool, kv_scale, interpret)
+    check(projection, kv_pool, kv_scale, interpret)
     config = config or tiles.choose(tiles.Call.of("attend", projection, kv_pool, table), "triton")
     stored = Stored.of(kv_pool, table, kv_scale)
-    rows, heads, tokens, head_dim = q.shape
-    tile = pl.BlockSpec((None, None, config.block_q, head_dim), lambda i, n, r: (r, n, i, 0))
+    rows, heads, tokens, head_dim = projection.shape
+    keys, programs = Tokens.keys(projection), pl.cdiv(tokens, config.block_q)
+    together = max(16, tiles.power_of_two(tokens))  # tensor cores multiply at least 16 rows
+    if together > config.block_k or together * head_dim > ONE_STEP:
+        keys = keys.with_rows(projection.keys())
+    step = config.block_k if keys.done else together
+    given = [Tokens.queries(projection), keys, Tokens.values(projection)]
+    shape = jax.ShapeDtypeStruct((rows, tokens, heads, head_dim), projection.dtype)
+    tile = pl.BlockSpec((None, config.block_q, None, head_dim), lambda i, n, r: (r, i, n, 0))
+    lse = jax.ShapeDtypeStruct((rows, heads, tokens), jnp.float32)
     line = pl.BlockSpec((None, None, config.block_q), lambda i, n, r: (r, n, i))
-    own, pairs = head_spec(tokens, head_dim), rows * heads * tokens * (tokens + stored.keys)
-    lse = (jax.ShapeDtypeStruct(q.shape[:3], jnp.float32), line)
+    pairs = rows * heads * tokens * (tokens + stored.keys)
     found = triton_pool.attention_call(
-        partial(_attend_tile, stored, config, tokens),
+        partial(_attend_tile, config, step, tokens),
+        [(a, a.specs) for a in given],
         *(stored, config, new_length),
-        [(q, tile), (k_new, own), (v_new, own)],
-        [(jax.ShapeDtypeStruct(q.shape, v_new.dtype), tile)] + [lse] * return_lse,
-        tiles=pl.cdiv(tokens, config.block_q),
-        cost=(4 * pairs * head_dim, pairs, 2 * q.size * (q.dtype.itemsize + v_new.dtype.itemsize)),
+        [(shape, tile)] + [(lse, line)] * return_lse,
+        grid=(programs, heads, rows),
+        cost=(4 * pairs * head_dim, pairs, 4 * shape.size * shape.dtype.itemsize),
         interpret=interpret,
         name="ragged_attention",
     )
-    out = found[0].transpose(0, 2, 1, 3)
-    return (out, found[1]) if return_lse else out
+    return (found[0], found[1]) if return_lse else found[0]
 
 
-def _attend_tile(stored: Stored, config, tokens: int, length_ref, given, refs, out_refs):
-    q_ref, k_ref, v_ref = given
+def _attend_tile(config, own_step: int, tokens: int, length_ref, given, stored: Stored, out_refs):
+    queries, keys, values = given
     length, first = length_ref[0], pl.program_id(0) * config.block_q
     query = first + jnp.arange(config.block_q, dtype=jnp.int32)
 
     def write(out, *lse):
-        # the last tile may reach beyond T, where the next head's rows (or no memory) lie
+        # the last tile may reach beyond T, where the next row's tokens (or no memory) lie
         plgpu.store(out_refs[0], out.astype(out_refs[0].dtype), mask=(query < tokens)[:, None])
         for ref, value in zip(out_refs[1:], lse, strict=False):  # without return_lse none is left
             plgpu.store(ref, value, mask=query < tokens)
 
     @pl.when(first < length)
     def _():
-        # zeros instead of padded queries (which may be NaN) keep the padding of the result finite
-        q = plgpu.load(q_ref, mask=(query < length)[:, None], other=0).astype(k_ref.dtype)
-        maximum, total, sums = _walk(stored, config, q, length, k_ref, v_ref, refs)
+        # Zeros instead of padded queries (which may be NaN) keep the padding of the result finite.
+        # Always one turn, which the compiler does not know: without the loop, registers of this and
+        # of what follows were mixed, and an A100 spilled some with rotated heads of 128.
+        q = jax.lax.fori_loop(
+            0,
+            jnp.minimum(length, 1),
+            lambda *_: queries.finished(query, query < length).astype(queries.dtype),
+            jnp.zeros((config.block_q, queries.head_dim), queries.dtype),
+        )
+        maximum, total, sums = _walk(config, own_step, q, length, keys, values, stored)
         # total is never 0: the largest score has added exp2(0) to it
         write(sums / total[:, None], maximum / LOG2_E + jnp.log(total))
 
     # Written all the same: fresh memory may hold NaN, and the result has to be finite everywhere.
     @pl.when(first >= length)
     def _():
-        write(jnp.zeros(q_ref.shape, jnp.float32), jnp.zeros(query.shape, jnp.float32))
+        write(jnp.zeros(out_refs[0].shape, jnp.float32), jnp.zeros(query.shape, jnp.float32))
 
 
-def _walk(stored: Stored, config, q, length, k_ref, v_ref, refs):
+def _walk(config, own_step: int, q, length, keys: Tokens, values: Tokens, stored: Stored):
     """(maximum, sum of weights, weighted sum of values) of a query tile over all its keys."""
     size, head_dim = config.block_k, stored.head_dim
-    within = jnp.arange(size, dtype=jnp.int32)
 
     def own(i, carry):
-        key = i * size + within
+        key = i * own_step + jnp.arange(own_step, dtype=jnp.int32)
+        real = key < length
+        k = keys.raw(key, real) if keys.done else keys.finished(key, real).astype(keys.dtype)
         # the mask is needed for V, too: padding may be NaN, and a weight of 0 times NaN is NaN
-        k, v = (rows_at(ref, key, key < length, head_dim) for ref in (k_ref, v_ref))
-        return _step(q, (k, None), (v, None), key < length, carry)
+        return _step(q, (k, None), (values.raw(key, real), None), real, carry)
 
     def old(i, carry):
         # int8 keys and values are converted without their scales, which stay float32: both products
         # keep the type of the own keys and nothing is rounded twice
-        (k, v), owned = stored.read(refs, i * size + within, (k_ref.dtype, v_ref.dtype))
+        key = i * size + jnp.arange(size, dtype=jnp.int32)
+        (k, v), owned = stored.read(key, keys.dtype)
         return _step(q, k, v, owned, carry)
 
     queries = q.shape[0]
@@ -118,9 +147,14 @@ def _walk(stored: Stored, config, q, length, k_ref, v_ref, refs):
         jnp.zeros((queries,), jnp.float32),
         jnp.zeros((queries, head_dim), jnp.float32),
     )
-    carry = jax.lax.fori_loop(0, pl.cdiv(length, size), own, carry)
+    steps = pl.cdiv(length, own_step) if keys.done else 1
+    maximum, total, sums = jax.lax.fori_loop(0, steps, own, carry)
+    if values.bias is not None:
+        # so far weights are those of own tokens alone, each of which brings the bias
+        sums += total[:, None] * values.bias_row()[None]
     # the trip count is data: a head that owns nothing makes no step at all
-    return jax.lax.fori_loop(0, pl.cdiv(stored.used(refs), size), old, carry)
+    carry = maximum, total, sums
+    return jax.lax.fori_loop(0, pl.cdiv(stored.used(), size), old, carry)
 
 
 def _step(q, k, v, mask, carry):
@@ -159,58 +193,57 @@ def attention_moments(
     config=None,
 ):
     """See `api.attention_moments`. config: tiles; None takes those of `config.choose`."""
-    q, k_new, table = projection.queries(), projection.keys(), table.sliced()
-    triton_pool.check(q, kv_pool, kv_scale, interpret)
+    check(projection, kv_pool, kv_scale, interpret)
     call = tiles.Call.of("attention_moments", projection, kv_pool, table)
     config = config or tiles.choose(call, "triton")
-    rows, heads, queries, head_dim = q.shape
-    stored, own, old = Stored.of(kv_pool, table, kv_scale), k_new.shape[2], call.slots
+    rows, heads, own, head_dim = projection.shape
+    stored, old = Stored.of(kv_pool, table, kv_scale), call.slots
+    # Every program walks over all queries: finished once, they are read (P + T) / block_k times.
+    queries = Tokens.queries(projection)
+    queries, keys = queries.with_rows(projection.queries()), Tokens.keys(projection)
     # whole lines: the tiles of own keys start at column `old`, which is no multiple of block_k
     sums = (jax.ShapeDtypeStruct((rows, heads, old + own), jnp.float32), head_spec(old + own))
     moments, columns = 2 if squares else 1, rows * heads * (own + stored.keys)
-    moved = sum(a.size * a.dtype.itemsize for a in (q, k_new)) + 4 * rows * heads * queries
+    moved = rows * heads * own * (2 * head_dim * projection.dtype.itemsize + 4)
     moved += 4 * columns * moments
     # Programs own columns, not queries: each sums its columns over all queries by itself, so no two
     # programs add to one number (no atomics, the same result in every run).
     found = triton_pool.attention_call(
-        partial(_sum_columns, stored, config, old),
-        *(stored, config, new_length),
+        partial(_sum_columns, config, old),
         [
-            (q, head_spec(queries, head_dim)),
-            (k_new, head_spec(own, head_dim)),
-            (weights.astype(jnp.float32), triton_pool.line_spec(queries)),
-            (lse, head_spec(queries)),
+            *((a, a.specs) for a in (queries, keys)),
+            (weights.astype(jnp.float32), line_spec(own)),
+            (lse, head_spec(own)),
         ],
+        *(stored, config, new_length),
         [sums] * moments,
-        tiles=pl.cdiv(old, config.block_k) + pl.cdiv(own, config.block_k),
-        cost=(columns * queries * (2 * head_dim + 2 * moments), columns * queries, moved),
+        grid=(pl.cdiv(old, config.block_k) + pl.cdiv(own, config.block_k), heads, rows),
+        cost=(columns * own * 2 * (head_dim + moments), columns * own, moved),
         interpret=interpret,
         name="attention_moments",
     )
     return found[0], found[1] if squares else None
 
 
-def _sum_columns(stored: Stored, config, old: int, length_ref, given, refs, out_refs):
+def _sum_columns(config, old: int, length_ref, given, stored: Stored, out_refs):
     """One tile of columns; tiles of own keys come after those of the `old` slots of the table."""
-    q_ref, k_ref, weight_ref, lse_ref = given
-    size, queries, own = config.block_k, q_ref.shape[0], k_ref.shape[0]
+    queries, keys, weight_ref, lse_ref = given
+    size, own = config.block_k, weight_ref.shape[0]
     key = pl.program_id(0) * size + jnp.arange(size, dtype=jnp.int32)
     token = key - pl.cdiv(old, size) * size  # negative in tiles of the table
     new = (token >= 0) & (token < length_ref[0])
     # In tiles of own keys `key` lies behind the last entry, so nothing is read from the pool; in
     # tiles of the table no own token is. One of the two loads is all zeros, the sum is the other.
-    [(k, scale)], owned = stored.read(refs, key, (k_ref.dtype,))
-    k += rows_at(k_ref, token, new, stored.head_dim)
+    [(k, scale)], owned = stored.read(key, keys.dtype, halves=1)
+    k += keys.finished(token, new).astype(keys.dtype)
     # Scores and log-sum-exp become powers of two; int8: the scale of a key, own keys have none.
     factor = LOG2_E if scale is None else (jnp.where(new, 1, scale) * LOG2_E)[:, None]
-    last = triton_pool.last_true(
-        lambda i, inside: triton_pool.load(weight_ref, i, inside) != 0, queries
-    )
+    last = triton_pool.last_true(lambda i, inside: load(weight_ref, i, inside) != 0, own)
     # columns without any key make no step, but are written: the result is 0 there, not unspecified
-    keys = jnp.max((owned | new).astype(jnp.int32))
-    steps = jnp.where(keys > 0, pl.cdiv(last, config.block_q), 0)
+    found = jnp.max((owned | new).astype(jnp.int32))
+    steps = jnp.where(found > 0, pl.cdiv(last, config.block_q), 0)
     sums = tuple(jnp.zeros((size,), jnp.float32) for _ in out_refs)
-    walk = partial(_add, config.block_q, k, factor, q_ref, weight_ref, lse_ref)
+    walk = partial(_add, config.block_q, k, factor, queries, weight_ref, lse_ref)
     sums = jax.lax.fori_loop(0, steps, walk, sums)
     # a tile may reach beyond its part of the columns, into the other one or out of the array
     column = jnp.where(token >= 0, old + token, key)
@@ -220,14 +253,13 @@ def _sum_columns(stored: Stored, config, old: int, length_ref, given, refs, out_
         plgpu.store(ref.at[column], jnp.where(owned | new, total, 0), mask=inside)
 
 
-def _add(size: int, k, factor, q_ref, weight_ref, lse_ref, i, sums):
+def _add(size: int, k, factor, queries: Tokens, weight_ref, lse_ref, i, sums):
     """Sums over queries with those of step i."""
     query = i * size + jnp.arange(size, dtype=jnp.int32)
-    inside = query < q_ref.shape[0]
-    weight, lse = (triton_pool.load(ref, query, inside) for ref in (weight_ref, lse_ref))
+    inside = query < weight_ref.shape[0]
+    weight, lse = (load(ref, query, inside) for ref in (weight_ref, lse_ref))
     # keys are rows here, so that the sum over queries runs within a row
-    q = rows_at(q_ref, query, inside, q_ref.shape[1]).astype(k.dtype)
-    scores = dot(k, q, transposed=True) * factor
+    scores = dot(k, queries.raw(query, inside), transposed=True) * factor
     p = jnp.exp2(scores - (lse * LOG2_E)[None])
     p = jnp.where((weight != 0)[None], p, 0)  # padded queries may be NaN, and 0 * NaN is NaN
     found = [p * weight[None]]

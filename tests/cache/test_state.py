@@ -15,21 +15,25 @@ from varjax.cache.state import Entries, KVState, arrange, order_after, store, st
 
 @pytest.mark.parametrize("seed", range(6))
 def test_arrange_fills_a_prefix_with_the_fewest_moves(seed):
+    """Also where slots of the table belong to other heads."""
     rng = np.random.default_rng(seed)
-    rows, heads, stored, new, room = 2, 3, 6, 5, int(rng.integers(4, 12))
+    rows, heads, stored, new, columns = 2, 3, 6, 5, int(rng.integers(4, 12))
+    places = rng.random((rows, heads, columns)) < (0.7 if seed % 2 else 1.0)
     keep = rng.random((rows, heads, stored + new)) < 0.5
-    keep &= np.cumsum(keep, -1) <= room
+    keep[..., : min(stored, columns)] &= places[..., :stored]  # nothing is stored elsewhere
+    keep &= np.cumsum(keep, -1) <= places.sum(-1, keepdims=True)
     stays = rng.random((rows, heads)) < 0.7
-    found = arrange(jnp.asarray(keep), stored, jnp.asarray(stays), room)
+    found = arrange(jnp.asarray(keep), stored, jnp.asarray(stays), jnp.asarray(places))
     contents, fresh = map(np.asarray, found)
-    assert contents.shape == fresh.shape == (rows, heads, room)
+    assert contents.shape == fresh.shape == (rows, heads, columns)
     for r, n in np.ndindex(rows, heads):
-        count = keep[r, n].sum()
-        kept = np.flatnonzero(keep[r, n])
-        assert sorted(contents[r, n, :count]) == list(kept)  # a prefix, every candidate once
-        assert (contents[r, n, count:] == -1).all() and not fresh[r, n, count:].any()
-        still = {c for c in kept if stays[r, n] and c < min(stored, count)}
-        assert {c for p, c in enumerate(contents[r, n, :count]) if not fresh[r, n, p]} == still
+        kept, mine = np.flatnonzero(keep[r, n]), np.flatnonzero(places[r, n])
+        filled = mine[: kept.size]
+        assert sorted(contents[r, n, filled]) == list(kept)  # a prefix, every candidate once
+        rest = np.setdiff1d(np.arange(columns), filled)
+        assert (contents[r, n, rest] == -1).all() and not fresh[r, n, rest].any()
+        still = {c for c in kept if stays[r, n] and c < stored and c in filled}
+        assert {contents[r, n, p] for p in filled if not fresh[r, n, p]} == still
         assert all(contents[r, n, c] == c for c in still)
 
 

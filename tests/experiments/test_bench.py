@@ -41,14 +41,14 @@ def test_check(call):
     flags = ("--check", "--shape=var-d30-t1", "--op=attend,write")
     status, out, err = call("bench", *flags, "--implementation=triton-interpret")
     assert status == 0, err
-    assert out.splitlines()[-1] == "triton-interpret on cpu: 5 of 5 right"
+    assert out.splitlines()[-1] == "triton-interpret on cpu: 7 of 7 right"
 
 
 def test_check_finds_a_wrong_kernel(call, monkeypatch):
     monkeypatch.setattr(bench, "errors", lambda *_: {"out": 0.0, "lse": float("nan")})
     flags = ("--check", "--shape=var-d30-t1", "--op=attend")
     status, out, _ = call("bench", *flags, "--implementation=triton-interpret")
-    assert status == 1 and "WRONG" in out and "0 of 4 right" in out
+    assert status == 1 and "WRONG" in out and "0 of 5 right" in out
 
 
 @pytest.mark.parametrize(
@@ -92,6 +92,7 @@ def test_timings_may_lack_another_way(call, monkeypatch):
         (["--tune"], "run it on the GPU or TPU"),
         (["--tune", "--implementation=triton-interpret"], "run it on the GPU or TPU"),
         (["--implementation=triton"], "triton needs a GPU, this machine offers cpu"),
+        (["--implementation=mosaic", "--check"], "mosaic needs a GPU, this machine offers cpu"),
         (["--implementation=triton-interpret"], "only --check takes it"),
         (["--tune", "--check"], "exclude each other"),
         (["--model=var-d31"], "unknown model 'var-d31'"),
@@ -110,6 +111,18 @@ def test_wrong_flags(call, flags, message):
     assert status == 2 and message in err and not out
 
 
+def test_check_names_shapes_that_a_kernel_refuses(call, monkeypatch):
+    def refuse(*_):
+        raise NotImplementedError("it takes heads of 64, 128")
+
+    monkeypatch.setattr(bench, "errors", refuse)
+    flags = ("--check", "--implementation=triton-interpret", "--op=write")
+    status, out, err = call("bench", *SMALL, *flags)
+    assert status == 1 and not err
+    assert "REFUSED  write  var-d30-t1" in out and "it takes heads of 64, 128" in out
+    assert "0 of 2 right" in out
+
+
 def test_work_counts_what_is_moved():
     spec = arg_specs.SPECS["var-d30-t36"]  # 16 rows, 30 heads of 64, 36 of 64 tokens
     found = bench.work("attend", spec, keys=64)
@@ -122,7 +135,7 @@ def test_work_counts_what_is_moved():
 def test_a_share_of_the_cache_is_owned():
     spec = arg_specs.SPECS["var-d30-t256"]
     assert bench.compressed(spec, 0.1).entries == 3
-    table = bench.compressed(spec.reduced(), 0.01).arguments(poison=False).table
+    table = bench.compressed(spec.reduced(), 0.01).arguments(poison=False).table.sliced()
     assert table.ids.shape[-1] == 1 and np.asarray(table.stop == spec.block_size).all()
 
 
@@ -257,7 +270,7 @@ def test_tuning_of_an_operation_without_tiles_is_refused(tuning):
     assert status == 2 and "write has no tiles: choose --op from attend" in err and not files
 
 
-def test_measured_loops_run_the_operation_every_time():
+def test_measured_loops_run_the_operation_every_time(optimized):
     """A loop whose body does not depend on what goes before would be computed once."""
     spec = arg_specs.SPECS["var-d30-t36"].reduced(rows=1, heads=1)
     candidate = bench.prepare("attend", spec, 1.0, "reference")
@@ -269,3 +282,5 @@ def test_measured_loops_run_the_operation_every_time():
     body = text.split("while(")[0]
     entry = text[text.index("ENTRY") :]
     assert "gather" in body and "gather" not in entry
+    # the lengths of queries and keys, although these do not change
+    assert " sqrt(" in body and " sqrt(" not in entry

@@ -139,6 +139,7 @@ BAD = [
     (("--segments=7",), "1 to 6"),
     (("--segments=many",), "1 to 6"),
     (("--attention=triton",), "needs a GPU"),
+    (("--attention=mosaic",), "needs a GPU"),
     (("--mesh=data=3",), "takes 3 devices, this machine has at most"),
     (("--mesh=pipe=3",), "unknown axis 'pipe'"),
     (("--compilation_cache=/proc/1",), "cannot write there"),

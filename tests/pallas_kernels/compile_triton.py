@@ -34,14 +34,18 @@ def specs(which: str):
     """(shape, full precision) of the calls that are compiled."""
     from pallas_kernels.arg_specs import ArgSpec
 
+    # VAR, Infinity, and a token of LlamaGen
     base = ArgSpec(name="", heads=16, head_dim=64, tokens=256, length=256, entries=27)
-    wide = replace(base, head_dim=128)
+    base = replace(base, normalised=True)
+    wide = replace(base, head_dim=128, rotated=True)
+    token = replace(base, normalised=False, rotated=True, tokens=1, length=1)
     if which == "few":
-        found = [replace(b, dtype=d, kv_dtype=p) for b in (base, wide) for d, p in FEW_TYPES]
+        found = [replace(b, dtype=d, kv_dtype=p) for b in (base, wide, token) for d, p in FEW_TYPES]
         return [(spec, False) for spec in found]
-    found = [base, wide, *(replace(base, head_dim=size) for size in (16, 32))]
+    found = [base, wide, token, replace(token, head_dim=128)]
+    found += [replace(base, head_dim=size) for size in (16, 32)]
     found += [replace(b, block_size=size) for b in (base, wide) for size in (8, 32, 64, 128)]
-    found += [replace(b, tokens=t, length=t) for b in (base, wide) for t in (1, 20, 169, 4096)]
+    found += [replace(b, tokens=t, length=t) for b in (base, wide) for t in (1, 20, 64, 4096)]
     found += [replace(b, per_row=True, block_size=size) for b in (base, wide) for size in (16, 64)]
     found = [replace(b, dtype=d, kv_dtype=p) for b in found for d, p in ALL_TYPES]
     exact = [spec for spec in found if spec.dtype == "float32"]
@@ -127,7 +131,8 @@ def main(target: str, which: str) -> None:
                 about = {"target": target, "operation": operation, "exact": exact}
                 about |= {n: getattr(spec, n) for n in ("dtype", "head_dim", "block_size")}
                 about |= {"kv_dtype": spec.pool_dtype.name, "tokens": spec.tokens}
-                about |= {"per_row": spec.per_row} | inspect(folder, NAMES[operation])
+                about |= {n: getattr(spec, n) for n in ("per_row", "normalised", "rotated")}
+                about |= inspect(folder, NAMES[operation])
                 print(json.dumps(about), flush=True)
     finally:
         shutil.rmtree(folder)

@@ -1,10 +1,15 @@
 """Which implementation a machine takes, and why others cannot run there."""
 
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
+import jax
 import pytest
 
-from pallas_kernels import implementations
+from pallas_kernels import implementations, target
+from pallas_kernels.arg_specs import SPECS
+from pallas_kernels.ragged_attention import attend
 
 HERE = implementations.importlib.util.find_spec
 
@@ -15,7 +20,7 @@ def machine(monkeypatch):
 
     def pretend(platform, capability=None, triton=True):
         jax, spec = implementations.jax, implementations.importlib.util
-        device = SimpleNamespace(compute_capability=capability)
+        device = SimpleNamespace(compute_capability=capability, device_kind="here")
         monkeypatch.setattr(jax, "default_backend", lambda: platform)
         monkeypatch.setattr(jax, "devices", lambda: [device])
         there = triton or None
@@ -29,17 +34,21 @@ def machine(monkeypatch):
 @pytest.mark.parametrize(
     ("platform", "capability", "triton", "expected"),
     [
-        ("cpu", None, True, "reference"),
-        ("tpu", None, False, "tpu"),
-        ("gpu", "8.0", True, "triton"),
-        ("gpu", "9.0", True, "triton"),
-        ("gpu", "9.0", False, "mosaic"),
-        ("gpu", "8.0", False, "reference"),
+        ("cpu", None, True, ()),
+        ("tpu", None, False, ("tpu",)),
+        ("gpu", "8.0", True, ("triton",)),
+        ("gpu", "8.9", False, ()),
+        ("gpu", "9.0", True, ("mosaic", "triton")),
+        ("gpu", "9.0", False, ("mosaic",)),
+        ("gpu", "10.0", True, ("mosaic", "triton")),
+        ("gpu", "12.0", True, ("triton",)),  # consumer Blackwell
     ],
 )
-def test_preferred(machine, platform, capability, triton, expected):
+def test_choices(machine, platform, capability, triton, expected):
     machine(platform, capability, triton)
-    assert implementations.preferred(platform) == expected
+    expected = (*expected, "reference")
+    assert implementations.choices(platform, capability) == expected
+    assert implementations.preferred() == expected[0]
 
 
 @pytest.mark.parametrize(
@@ -49,13 +58,98 @@ def test_preferred(machine, platform, capability, triton, expected):
         ("triton", ("cpu",), "triton needs a GPU, this machine offers cpu"),
         ("tpu", ("gpu", "9.0"), "tpu needs a TPU, this machine offers gpu"),
         ("mosaic", ("gpu", "9.0"), None),
-        ("mosaic", ("gpu", "8.0"), "compute capability 9.0, this one has 8.0"),
+        ("mosaic", ("gpu", "10.0"), None),
+        ("mosaic", ("gpu", "8.0"), "capability 9.0 or 10.0, that of this machine is 8.0"),
+        ("mosaic", ("gpu", "12.0"), "that of this machine is 12.0"),
         ("triton", ("gpu", "8.0"), None),
-        ("triton", ("gpu", "8.0", False), "has no Pallas-Triton"),
+        ("triton", ("gpu", "8.0", False), "needs Pallas-Triton, which this JAX"),
         ("triton-interpret", ("cpu",), None),
+        ("triton-interpret", ("cpu", None, False), "needs Pallas-Triton"),
     ],
 )
 def test_why_not_here(machine, name, here, reason):
     machine(*here)
     found = implementations.why_not_here(name)
     assert found == reason if reason is None else reason in found
+
+
+@pytest.mark.parametrize("version", [(0, 10, 2), (0, 11, 2)])
+def test_simulator(machine, monkeypatch, version):
+    machine("cpu")
+    monkeypatch.setattr(implementations.jax, "__version_info__", version)
+    found = implementations.why_not_here("mosaic-interpret")
+    assert (found is None) == (version >= (0, 11))
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability"),
+    [("NVIDIA B200", "10.0"), ("NVIDIA H200", "9.0"), ("NVIDIA A100", "8.0"), ("NVIDIA X", None)],
+)
+def test_programs_for_absent_chips_follow_the_chip(machine, monkeypatch, kind, capability):
+    machine("cpu")
+    chip = SimpleNamespace(platform="gpu", device_kind=kind)
+    monkeypatch.setattr(target, "_abstract", lambda: chip)
+    assert (target.platform(), target.capability()) == ("gpu", capability)
+    expected = "mosaic" if capability in implementations.MOSAIC else "triton"
+    assert implementations.preferred() == expected
+
+
+def operation(*refusing: str):
+    """An operation whose implementations return their names, or refuse."""
+
+    def module(name):
+        def call(**options):
+            if name in refusing:
+                raise NotImplementedError(f"{name} takes other shapes")
+            return name
+
+        return lambda: SimpleNamespace(call=call)
+
+    return {name: module(name) for name in ("reference", *implementations.PLATFORMS)}
+
+
+@pytest.mark.parametrize(
+    ("refusing", "triton", "expected", "warning"),
+    [
+        (("mosaic",), True, "triton", "the kernel triton runs instead: mosaic takes other"),
+        (
+            ("mosaic", "triton"),
+            True,
+            "reference",
+            "JAX reference .*: mosaic takes .*; triton",
+        ),
+        (("mosaic",), False, "reference", "JAX reference runs instead: mosaic takes"),
+    ],
+)
+def test_the_next_one_takes_what_a_kernel_cannot(machine, refusing, triton, expected, warning):
+    machine("gpu", "9.0", triton)
+    modules = operation(*refusing)
+    with pytest.warns(UserWarning, match=warning):
+        assert implementations.run(None, modules, "call") == expected
+    with pytest.raises(NotImplementedError, match="other shapes"):
+        implementations.run("mosaic", modules, "call")
+
+
+def test_the_best_one_runs_without_a_warning(machine, recwarn):
+    machine("gpu", "10.0")
+    assert implementations.run(None, operation(), "call") == "mosaic" and not recwarn
+
+
+@pytest.mark.parametrize(
+    "changed", [{"head_dim": 32}, {"block_size": 4}, {"dtype": "float32", "kv_dtype": None}]
+)
+def test_shapes_that_mosaic_does_not_take_run_in_triton(machine, changed):
+    """As the real kernels refuse them."""
+    args = replace(SPECS["var-d30-t256"].reduced(heads=2), **changed).abstract()
+    machine("gpu", "9.0")
+    with pytest.warns(UserWarning, match="the kernel triton runs instead: Mosaic attention takes"):
+        jax.eval_shape(attend, *args.attend, kv_scale=args.kv_scale)
+
+
+@pytest.mark.parametrize("capability", ["8.0", "12.0"])
+def test_mosaic_refuses_other_chips(machine, capability):
+    """As a program that is traced for them finds out."""
+    args = SPECS["var-d30-t256"].reduced(heads=2).abstract()
+    machine("gpu", capability)
+    with pytest.raises(NotImplementedError, match=f"9.0 and 10.0, not {capability}"):
+        jax.eval_shape(partial(attend, implementation="mosaic"), *args.attend)

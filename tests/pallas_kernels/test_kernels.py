@@ -84,6 +84,19 @@ def tables(spec: ArgSpec):
     return [replace(spec, table=table, name=f"{spec.name}-{table}") for table in TABLES]
 
 
+def written(spec: ArgSpec):
+    """One shape with the kinds of tables that matter to storing: heads have blocks of their own, or
+    share them."""
+    return [replace(spec, table=table) for table in ("random", "shared")]
+
+
+def heads_that_store(writes) -> np.ndarray:
+    """How many heads store something in each block; of the first row."""
+    writes = writes.sliced()
+    ids, stored = (a[0] if writes.ids.ndim == 3 else a for a in (writes.ids, writes.source >= 0))
+    return np.bincount(np.asarray(ids)[np.asarray(stored).any(-1)])
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("shape", CASES)
 def test_attend(kernel, shape):
@@ -120,22 +133,24 @@ def test_attention_moments(kernel, shape):
             )
             for a, implementation in ((args, kernel), (exact, "reference"))
         )
-        for found, expected in zip(*both, strict=True):
+        for power, (found, expected) in enumerate(zip(*both, strict=True), 1):
             chex.assert_equal_shape([found, expected])
             chex.assert_type(found, jnp.float32)
-            assert error(found, expected) < TOLERANCE[spec.dtype], spec.name
+            # a square is off by twice as much, relatively
+            assert error(found, expected) < power * TOLERANCE[spec.dtype], spec.name
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("shape", CASES)
 def test_write(kernel, shape):
-    args = shape.arguments(poison=False)
-    assert (args.writes.sliced().source >= 0).any()
-    found, expected = (
-        write(*args.write, kv_scale=args.kv_scale, implementation=name)
-        for name in (kernel, "reference")
-    )
-    assert_stored(found, expected, exactly=not shape.normalised and not shape.rotated)
+    for spec in written(shape):
+        args = spec.arguments(poison=False)
+        assert heads_that_store(args.writes).max() > 1 or spec.table != "shared"
+        found, expected = (
+            write(*args.write, kv_scale=args.kv_scale, implementation=name)
+            for name in (kernel, "reference")
+        )
+        assert_stored(found, expected, exactly=not shape.normalised and not shape.rotated)
 
 
 def assert_stored(found, expected, exactly: bool = False):
@@ -149,7 +164,8 @@ def assert_stored(found, expected, exactly: bool = False):
     near = {jnp.float32: 2e-6}.get(pool.dtype.type, 2**-7)
     pool, wanted = (np.asarray(a, np.float32) for a in (pool, wanted))
     np.testing.assert_allclose(pool, wanted, rtol=near, atol=one or near * 1e-3)
-    assert np.mean(pool != wanted) < 0.02 or near < 1e-3
+    # compilers may leave out a rounding to bfloat16 on the way to int8: 1 in 40 numbers
+    assert np.mean(pool != wanted) < 0.04 or near < 1e-3
     if scale is not None:
         np.testing.assert_allclose(scale, wanted_scale, rtol=2**-7)
 

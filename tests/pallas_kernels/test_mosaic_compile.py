@@ -1,89 +1,99 @@
-"""Mosaic GPU kernels compiled for Hopper GPUs that are not here.
+"""Mosaic GPU kernels compiled for Hopper and Blackwell GPUs that are not here: they lower, are
+assembled without spills, their memory on the chip fits, and the pool is changed in place.
 
-Machine code is made when a program is loaded on the chip: what is seen here is that the kernels
-lower, that their shared memory fits, and that the pool is changed in place.
-"""
+By default the shapes that matter most, with --slow all."""
 
-from dataclasses import replace
-from functools import partial
+import json
+import subprocess
+import sys
 
-import jax
-import jax.numpy as jnp
 import pytest
-from jax.sharding import SingleDeviceSharding
 
-from pallas_kernels import chips
-from pallas_kernels.arg_specs import SPECS
-from pallas_kernels.cache_write import mosaic_gpu as mosaic_write
-from pallas_kernels.ragged_attention import config, mosaic_gpu
+from pallas_kernels import chips, mosaic_operands, mosaic_products
+from pallas_kernels.ragged_attention import config, mosaic_gpu, tune
+from tests.pallas_kernels import compile_mosaic
 
-pytestmark = pytest.mark.aot
-BASE = replace(SPECS["var-d30-t256"], tokens=176, length=169)
-SHAPES = {
-    "decode": SPECS["var-d30-t1"],
-    "odd": replace(BASE, tokens=169, length=100),
-    "rows": replace(BASE, per_row=True),
-    "block8": replace(BASE, block_size=8),
-    "block64": replace(BASE, block_size=64),
-    "wide": SPECS["infinity-2b-t4096"],
-}
-SHAPES |= {f"{name}-int8": replace(spec, kv_dtype="int8") for name, spec in SHAPES.items()}
+# finished keys and values are one; moments take finished queries, too
+KERNELS = {"attend": 2, "attention_moments": 3, "write": 2, "layer": 3}
+FEW = ("odd", "odd-int8", "wide", "wide-int8", "decode")
+TARGETS = [(target, FEW) for target in ("h200", "b200")]
+REST = [name for name in compile_mosaic.SHAPES if name not in FEW]
+TARGETS += [pytest.param(t, REST, marks=pytest.mark.slow) for t in ("h200", "b200")]
+TARGETS += [pytest.param("h100", compile_mosaic.SHAPES, marks=pytest.mark.slow)]
 
 
-@pytest.fixture(params=["h100", "h200"])
-def sharding(request):
-    if why := chips.why_unavailable(request.param):
+@pytest.mark.aot
+@pytest.mark.parametrize(("target", "shapes"), TARGETS)
+def test_kernels_compile(target, shapes):
+    if why := chips.why_unavailable(target):
         pytest.skip(why)
-    return SingleDeviceSharding(chips.compile_only_devices(request.param)[0])
+    command = [sys.executable, compile_mosaic.__file__, target, *shapes]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == sum(2 if "int8" in name else 4 for name in shapes)
+    memory = chips.get_chip(target).gpu.shared_memory[1]
+    for program in found:
+        operation, new = program["operation"], program["new"]
+        assert program["kernels"] == KERNELS[operation], program
+        assert new or operation == "layer", program  # whose kernels others have as well
+        for name, kernel in new.items():
+            assert not kernel["spills"], program
+            assert 0 < kernel["shared_memory"] < memory, program
+            columns = tensor_columns(name, program["shape"]) if target == "b200" else 0
+            assert kernel["tensor_memory"] == columns, program
+        if "attention_moments" in new:  # three programs of 256 threads on a multiprocessor
+            assert 3 * 256 * new["attention_moments"]["registers"] <= 65536, program
+        if operation in ("write", "layer"):  # no second pool
+            assert program["temporaries"] <= program["finished"] * 1.1 + 2**20, program
 
 
-def kernels(compiled) -> int:
-    return compiled.as_text().count('custom_call_target="mosaic_gpu')
+def tensor_columns(kernel: str, shape: str) -> int:
+    """Of attention with two warpgroups, or with one for a single query; of one tile else."""
+    spec, products = compile_mosaic.SHAPES[shape], mosaic_products.Tcgen05()
+    if kernel == "ragged_attention":
+        return products.tensor_memory(1 if spec.tokens <= 64 else 2, 64, spec.head_dim)
+    multiplies = kernel == "attention_moments" or kernel == "finish" and spec.rotated
+    return products.tensor_memory(1, 64) if multiplies else 0
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_attention(sharding, name):
-    spec = SHAPES[name]
-    args = spec.abstract(sharding)
-    attend = jax.jit(partial(mosaic_gpu.attend, return_lse=True, interpret=False))
-    assert kernels(attend.lower(*args.attend, args.kv_scale).compile()) == 1
-
-    def line(*shape):
-        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-
-    given = args.moments(line(spec.tokens), line(*args.projection.shape[:3]))
-    moments = jax.jit(partial(mosaic_gpu.attention_moments, squares=True, interpret=False))
-    assert kernels(moments.lower(*given, args.kv_scale).compile()) == 1
+@pytest.mark.parametrize("shape", FEW)
+@pytest.mark.parametrize(("capability", "product"), [("9.0", "wgmma"), ("10.0", "tcgen05")])
+def test_kernels_lower(capability, product, shape, monkeypatch):
+    """In every version of JAX, without the chip's compiler."""
+    monkeypatch.setattr(mosaic_products.target, "capability", lambda: capability)
+    spec = compile_mosaic.SHAPES[shape]
+    for operation, (run, given) in compile_mosaic.programs(spec).items():
+        lowered = run.trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+        # the rotation of keys is a product
+        multiplies = spec.rotated or operation != "write"
+        assert "mosaic_gpu" in lowered and (product in lowered) == multiplies
 
 
-@pytest.mark.parametrize("name", [name for name in SHAPES if "int8" not in name])
-def test_storing_is_in_place(sharding, name):
-    args = SHAPES[name].abstract(sharding)
+@pytest.mark.parametrize(
+    ("head_dim", "kv_dtype", "kib", "columns"),
+    [
+        (64, "bfloat16", 120.5, 64),
+        (64, "int8", 105.5, 64),
+        (128, "bfloat16", 216.5, 256),
+        (128, "int8", 185.5, 256),
+    ],
+)
+def test_memory_on_the_chip(head_dim, kv_dtype, kib, columns):
+    """As docs/kernels.md says: shared memory in KiB (a multiprocessor has 227), and columns of
+    Blackwell's tensor memory (512)."""
+    sizes = dict(queries=4096, slots=6400, head_dim=head_dim, block_size=64)
+    call = config.Call(operation="attend", **sizes, dtype="bfloat16", kv_dtype=kv_dtype)
+    tiles = config.heuristic(call, "mosaic")
+    assert mosaic_gpu.shared_memory(tiles, head_dim, kv_dtype == "int8") == kib * 1024
+    widths = tiles.block_k, head_dim
+    assert mosaic_products.Tcgen05().tensor_memory(tiles.warpgroups, *widths) == columns
 
-    def store(pool, *given):
-        return mosaic_write.write(pool, *given, None, interpret=False)[0]
 
-    compiled = jax.jit(store, donate_argnums=0).lower(*args.write).compile()
-    assert kernels(compiled) == 1
-    pool = args.kv_pool.size * args.kv_pool.dtype.itemsize
-    # no second pool; tokens of other than a multiple of 8 are copied
-    assert compiled.memory_analysis().temp_size_in_bytes < pool / 2
-
-
-def test_shared_memory():
-    """As docs/kernels.md says, and within the 227 KiB of a Hopper multiprocessor."""
-    found = {}
-    for head_dim in (64, 128):
-        for kv_dtype in ("bfloat16", "int8"):
-            sizes = dict(queries=4096, slots=6400, head_dim=head_dim, block_size=64)
-            types = dict(dtype="bfloat16", kv_dtype=kv_dtype)
-            call = config.Call(operation="attend", **sizes, **types)
-            tiles = config.heuristic(call, "mosaic")
-            used = mosaic_gpu.shared_memory(tiles, head_dim, kv_dtype == "int8")
-            found[head_dim, kv_dtype] = used / 1024
-    assert found == {
-        (64, "bfloat16"): 96.5,
-        (64, "int8"): 81.5,
-        (128, "bfloat16"): 176.5,
-        (128, "int8"): 145.5,
-    }
+def test_registers():
+    """What warpgroups ask for is what a program was launched with: a multiple of 8 per thread. One
+    that computes alone asks for none."""
+    for groups in (n for n in tune.CHOICES["mosaic"]["warpgroups"] if n > 1):
+        launched = min(255, 65536 // (128 * (groups + 1))) // 8 * 8 * (groups + 1)
+        asked = groups * mosaic_operands.COMPUTE_REGISTERS + mosaic_operands.MEMORY_REGISTERS
+        assert asked <= launched

@@ -162,4 +162,4 @@ def test_unknown_implementation_names_the_known_ones():
 
 def test_filled_to():
     table = BlockTable(jnp.array([[4, 2, 0]]), jnp.zeros((1, 3), int), jnp.full((1, 3), 4))
-    chex.assert_trees_all_equal(table.filled_to(jnp.array([6]), 4).stop, np.array([[4, 2, 0]]))
+    chex.assert_trees_all_equal(table.filled_to(jnp.array([6])).stop, np.array([[4, 2, 0]]))

@@ -1,5 +1,5 @@
-"""The TPU kernels go through the compiler of every TPU (none is needed), and leave the cache in
-place.
+"""The TPU kernels go through the compiler of every TPU (none is needed), leave the cache in place
+and read queries, keys and values where the product left them.
 
 By default the shapes of VAR and Infinity on v5e; with --slow all chips, types, head and block
 sizes.
@@ -46,6 +46,7 @@ def check(chip: str, cases: list[str]) -> None:
     assert {r["case"]: r["error"] for r in found if "error" in r} == {}
     for scan in (r for r in found if r["case"].startswith("scan")):
         assert scan["copies"] == [], scan["case"]
+        assert scan["turned"] == [], scan["case"]
         assert scan["temp"] < scan["pool"], scan["case"]
 
 
@@ -55,9 +56,12 @@ def test_one_chip():
         [
             "attend-bfloat16-h64-b16-t169",
             "attend-int8-h128-b32-t4096",
+            "attend-bfloat16-h64-b16-t1-n20-rows",
+            "attend-bfloat16-h64-b16-t36-n15",
             "moments-bfloat16-h128-b16-t400",
             "write-bfloat16-h64-b16-t169",
             "write-int8-h128-b64-t1",
+            "write-bfloat16-h64-b16-t36-n15",
             "scan-bfloat16-h64-b16-t169",
             "scan-int8-h128-b16-t64-rows",
         ],
@@ -79,10 +83,12 @@ def test_every_chip(chip, operation):
 
 
 def cases_of(operation: str) -> list[str]:
-    """All types, head and block sizes; one long scale."""
+    """All types, head and block sizes; one long scale, one of a token, an odd number of heads."""
     sizes = [(16, 169), (64, 169)] if operation == "scan" else [(16, 169), (32, 169), (64, 169)]
     sizes += [] if operation == "scan" else [(8, 36), (16, 4096)]
-    return [f"{operation}-{t}-h{h}-b{b}-t{n}" for t, h, (b, n) in product(TYPES, [64, 128], sizes)]
+    sizes = [f"b{block}-t{tokens}" for block, tokens in sizes]
+    sizes += [] if operation == "scan" else ["b16-t1-n20-rows", "b16-t36-n15"]
+    return [f"{operation}-{t}-h{h}-{size}" for t, h, size in product(TYPES, [64, 128], sizes)]
 
 
 def test_a_failure_is_told():

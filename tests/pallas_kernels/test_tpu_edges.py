@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import cache_write, ragged_attention
-from pallas_kernels.arg_specs import ArgSpec
+from pallas_kernels import cache_write, ragged_attention, tpu_projection
+from pallas_kernels.arg_specs import SPECS, ArgSpec
 from pallas_kernels.cache_write import BlockWrites
 from pallas_kernels.ragged_attention import tpu
 from pallas_kernels.ragged_attention.config import TPUConfig
 from pallas_kernels.ragged_attention.tpu_blocks import BUFFERS, MAX_GROUP
+from pallas_kernels.tpu_projection import Heads
 
 SMALL = ArgSpec(
     name="small", rows=2, heads=2, head_dim=16, tokens=21, length=13, entries=3, dtype="float32"
@@ -73,6 +74,15 @@ def test_several_tiles_of_every_kind(length, kv_dtype):
         check_attend(args, small_tiles(*args.padded_with(bad).attend, args.kv_scale))
 
 
+def test_a_pool_without_blocks():
+    """Before anything is stored, or when nothing ever is."""
+    args = SMALL.arguments(poison=False)
+    table = jax.tree.map(lambda a: a[..., :0], args.table.sliced())
+    args = replace(args, table=table, kv_pool=args.kv_pool[:, :0])
+    check_attend(args, kernel_attend(args))
+    both_writes(args)
+
+
 def test_no_table_and_a_length_that_is_a_number():
     with_entries = SMALL.arguments()
     table = jax.tree.map(lambda a: a[..., :0], with_entries.table.sliced())
@@ -129,6 +139,43 @@ def test_nothing_and_everything_is_stored(tokens):
     both_writes(args)
     empty = replace(args.writes, source=jnp.full_like(args.writes.source, -1))
     both_writes(replace(args, writes=empty))
+
+
+def sharing(spec: ArgSpec):
+    """Arguments where all heads store tokens into the same blocks, each into slots of its own, some
+    of which stay as they are."""
+    args = spec.arguments(poison=False)
+    head, token = np.ogrid[: spec.heads, : spec.tokens]
+    slots = np.where((token + head) % 3, token * spec.heads + head, -1)
+    writes = jax.tree.map(jnp.asarray, cache_write.block_writes(slots, spec.block_size))
+    assert spec.tokens <= spec.entries * spec.block_size
+    return replace(args, writes=writes)
+
+
+@pytest.mark.parametrize("at_once", [1, 1024])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_heads_share_blocks(monkeypatch, kv_dtype, at_once):
+    """In one grid step and in several."""
+    monkeypatch.setattr(tpu_projection, "TOKENS_AT_ONCE", at_once)
+    both_writes(sharing(replace(SMALL, heads=5, block_size=8, kv_dtype=kv_dtype)))
+
+
+@pytest.mark.parametrize("rows", [2, pytest.param(256, marks=SLOW)])
+@pytest.mark.parametrize("name", ["llamagen-xl-t1", "janus-pro-7b-t1"])
+def test_all_heads_of_a_token_in_one_step(name, rows):
+    spec = replace(SPECS[name], rows=rows, entries=5, per_row=True, dtype="float32")
+    args = spec.arguments()
+    assert Heads.of(args.projection, args.table.with_packed()).steps == 1
+    check_attend(args, kernel_attend(args))
+    _, lse = attend(*args.attend, implementation="reference")
+    sums = (
+        moments(*args.moments(jnp.ones(1), lse), implementation=name)
+        for name in ("tpu-interpret", "reference")
+    )
+    for found, expected in zip(*sums, strict=True):
+        close(found, expected)
+    stored = (write(*args.write, implementation=name)[0] for name in ("tpu-interpret", "reference"))
+    np.testing.assert_allclose(*stored, rtol=1e-6, atol=1e-7)
 
 
 def test_what_does_not_compile_is_refused():

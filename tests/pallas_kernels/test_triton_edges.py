@@ -62,6 +62,11 @@ def compare(args, length: int):
         {"tokens": 129, "length": 1, "table": "empty"},  # query tiles of nothing but padding
         {"rows": 1, "per_row": True, "kv_dtype": "int8"},
         {"kv_dtype": "bfloat16"},
+        {"normalised": True, "per_row": True},
+        {"normalised": True, "rotated": True, "kv_dtype": "int8"},
+        # more own keys than one step holds: they are finished before the kernel
+        {"normalised": True, "rotated": True, "tokens": 257, "length": 200},
+        {"rotated": True, "tokens": 1, "length": 1, "rows": 5},  # decoding
     ],
     ids=lambda c: "-".join(f"{k}{v}" for k, v in c.items()),
 )
@@ -79,9 +84,20 @@ def test_nothing_stored(blocks):
     compare(replace(args, table=BlockTable(none, none, none), kv_pool=pool), SPEC.length)
 
 
-def test_padding_may_hold_anything():
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"normalised": True, "rotated": True},
+        pytest.param(
+            {"normalised": True, "rotated": True, "head_dim": 128}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["plain", "finished-inside", "finished-before"],
+)
+def test_padding_may_hold_anything(changes):
     """Real queries do not see what lies behind the last token."""
-    args = SPEC.arguments()
+    args = replace(SPEC, **changes).arguments()
     padded = jnp.arange(SPEC.tokens) >= SPEC.length
     clean = attend(*args.attend, implementation="triton-interpret")
     for anything in (jnp.nan, jnp.inf):

@@ -2,16 +2,18 @@
 
     python tests/pallas_kernels/tpu_programs.py CHIP CASE ...
 
-prints one JSON object per case: {"case", "error"} or {"case", "temp", "pool", "copies"}. Runs in a
-process of its own, because some errors of the compiler end the process. Cases are
+prints one JSON object per case: {"case", "error"} or {"case", "temp", "pool", "copies", "turned"}.
+Runs in a process of its own, because some errors of the compiler end the process. Cases are
 
-    OPERATION-POOLTYPE-hHEADDIM-bBLOCKSIZE-tTOKENS (OPERATION: attend, moments, write), and
-    scan-POOLTYPE-hHEADDIM-bBLOCKSIZE-tTOKENS[-rows]: two scans, over scales and over layers,
+    OPERATION-POOLTYPE-hHEADDIM-bBLOCKSIZE-tTOKENS[-nHEADS][-rows]
 
-with bfloat16 activations unless the pool is float32.
+OPERATION: attend, moments, write, or scan: two scans, over scales and over layers. -rows: tables
+per row. Activations are bfloat16 unless the pool is float32; queries and keys are normalised, and
+rotated where heads are of 128 or there is one token.
 """
 
 import json
+import math
 import os
 import re
 import sys
@@ -37,11 +39,11 @@ SCALES, LAYERS = 2, 3
 def spec_of(case: str) -> ArgSpec:
     """A pool far larger than everything else of the program, in blocks of no round number."""
     _, kv_dtype, *sizes = case.removesuffix("-rows").split("-")
-    head_dim, block_size, tokens = (int(size[1:]) for size in sizes)
+    head_dim, block_size, tokens, *heads = (int(size[1:]) for size in sizes)
     return ArgSpec(
         name=case,
         rows=4,
-        heads=3,
+        heads=heads[0] if heads else 4,
         head_dim=head_dim,
         tokens=tokens,
         length=tokens,
@@ -50,6 +52,8 @@ def spec_of(case: str) -> ArgSpec:
         per_row=case.endswith("-rows"),
         dtype="float32" if kv_dtype == "float32" else "bfloat16",
         kv_dtype=kv_dtype,
+        normalised=True,
+        rotated=head_dim == 128 or tokens == 1,
     )
 
 
@@ -73,14 +77,15 @@ def write(a):
     return cache_write.write(*a.write, kv_scale=a.kv_scale, implementation="tpu")
 
 
-def scans(cache, tokens, tables):
-    """As the engine uses the kernels: the cache in the carry of both scans, the length and tables of
-    all layers (or per row, of each) as scan inputs, attention, what a policy asks for, storing."""
-    per_row = tokens.table.layer is None
+def scans(cache, tokens, tables, weights):
+    """As the engine uses the kernels: the cache in the carry of both scans, the length and tables
+    of all layers (or per row, of each) as scan inputs, attention, what a policy asks for, storing.
+    Own tokens come out of a product and attention goes into one, as in a layer."""
+    per_row, shape = tokens.table.layer is None, tokens.projection.qkv.shape
 
     def layer(length, tables, carry, index):
         (pool, scale), x, total = carry
-        projection = replace(tokens.projection, qkv=x)
+        projection = replace(tokens.projection, qkv=(x @ weights[0]).reshape(shape))
         table, writes = (_of_layer(t, index, per_row) for t in tables)
         a = replace(tokens, projection=projection, length=length, kv_pool=pool, kv_scale=scale)
         a = replace(a, table=table, writes=writes)
@@ -88,13 +93,17 @@ def scans(cache, tokens, tables):
         sums, _ = moments(a, lse)
         after = index + (out.reshape(-1)[0] > jnp.inf).astype(jnp.int32)
         a = replace(a, writes=_of_layer(tables[1], after, per_row))
-        return (write(a), (x + out[:, :, None]).astype(x.dtype), total + sums.sum()), None
+        x = x + out.reshape(x.shape).astype(x.dtype) @ weights[1]
+        return (write(a), x, total + sums.sum()), None
 
     def one_scale(carry, inputs):
         tables, length = inputs
+        tables = tables if per_row else tuple(t.with_packed() for t in tables)
         return jax.lax.scan(partial(layer, length, tables), carry, jnp.arange(LAYERS))
 
-    carry, _ = jax.lax.scan(one_scale, (cache, tokens.projection.qkv, jnp.zeros(())), tables)
+    rows, length, _, *width = shape
+    x = jnp.zeros((rows, length, math.prod(width)), tokens.projection.dtype)
+    carry, _ = jax.lax.scan(one_scale, (cache, x, jnp.zeros(())), tables)
     return carry
 
 
@@ -110,7 +119,10 @@ def scan_arguments(spec: ArgSpec):
         return jax.ShapeDtypeStruct((SCALES, LAYERS, *each), array.dtype)
 
     tables = jax.tree.map(stacked, tuple(replace(t, layer=None) for t in (a.table, a.writes)))
-    return (a.kv_pool, a.kv_scale), a, (tables, jax.ShapeDtypeStruct((SCALES,), jnp.int32))
+    width = spec.heads * spec.head_dim
+    weights = [jax.ShapeDtypeStruct((width, n * width), a.projection.dtype) for n in (3, 1)]
+    tables = tables, jax.ShapeDtypeStruct((SCALES,), jnp.int32)
+    return (a.kv_pool, a.kv_scale), a, tables, weights
 
 
 def compiled(case: str, chip: str):
@@ -137,6 +149,19 @@ def copies(text: str, spec: ArgSpec) -> list[str]:
     return [line.strip()[:200] for line in text.splitlines() if pattern.search(line)]
 
 
+def turned(text: str, spec: ArgSpec) -> list[str]:
+    """Lines that transpose or copy numbers, as many as the queries of all heads: neither pool nor
+    weights."""
+    width, found = spec.heads * spec.head_dim, []
+    pattern = re.compile(r"= b?f\d+\[([\d,]+)\]\S* (copy|transpose)\(")
+    for line in text.splitlines():
+        size = [int(n) for m in [pattern.search(line)] if m for n in m[1].split(",")]
+        others = spec.pool_blocks in size or size[:1] == [width]
+        if size and not others and math.prod(size) >= spec.rows * spec.tokens * width:
+            found.append(line.strip()[:200])
+    return found
+
+
 def result(case: str, chip: str) -> dict:
     try:
         program = compiled(case, chip)
@@ -149,6 +174,7 @@ def result(case: str, chip: str) -> dict:
         "temp": program.memory_analysis().temp_size_in_bytes,
         "pool": pool * spec.pool_dtype.itemsize,
         "copies": copies(program.as_text(), spec),
+        "turned": turned(program.as_text(), spec),
     }
 
 

@@ -161,3 +161,18 @@ def test_regions_and_contents_on_a_real_model():
             1, plan.allocation.recent + 1
         )
         assert set(newest) <= set(held)
+
+
+def test_heads_take_their_tokens_along_where_there_is_room_for_all():
+    """Nothing has to be chosen when heads change their regions, but everything stored moves."""
+    model = models.fixture_model("b_k6_sharedaln")
+    results = []
+    for policy in ("full", policies.HeadKV(budget=1.0, group_after=10)):
+        generator = models.greedy_generator(model, policy)
+        found, _ = generator.run_batch(np.array([3, 7], np.int32), np.arange(2))
+        results.append((generator.plan, found))
+    (_, expected), (plan, found) = results
+    scale = plan.allocation.regroup_scale
+    assert scale is not None and plan.moves(scale) and not plan.selects(scale)
+    np.testing.assert_array_equal(found["tokens"], expected["tokens"])
+    np.testing.assert_allclose(found["logits"], expected["logits"], atol=1e-3)

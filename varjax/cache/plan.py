@@ -121,13 +121,25 @@ class CachePlan:
         return self.allocation.ragged or bool((self.capacity[scale + 1] < grown).any())
 
     def moves(self, scale: int) -> bool:
-        """Whether tokens stored earlier may have to change their slot after scale `scale`."""
-        if not self.selects(scale):
+        """Whether what scale `scale` leaves has to be put into its slots one by one: tokens stored
+        earlier may change theirs, or a region has two runs in one block, which the kernels that
+        write blocks do not take (`BlockWrites`)."""
+        if not isinstance(self.allocation, RegionAllocation) or not self.stores(scale):
             return False
-        # A region is a prefix of its slots. Stored tokens keep theirs unless the prefix gets
-        # shorter, a row holds less than the prefix (ragged), or a head changes its region.
+        # A region is a prefix of its slots. Stored tokens keep theirs unless a head changes its
+        # region, whether or not there is room for all, the prefix gets shorter, or a row holds less
+        # than the prefix (ragged).
+        if scale == self.allocation.regroup_scale or self._two_runs_in_a_block(scale + 1):
+            return True
         shrinks = (self.capacity[scale + 1] < self.capacity[scale]).any()
-        return bool(self.allocation.ragged or shrinks or scale == self.allocation.regroup_scale)
+        return bool((self.allocation.ragged or shrinks) and self.selects(scale))
+
+    def _two_runs_in_a_block(self, scale: int) -> bool:
+        """Whether a table of a scale lists some block twice."""
+        used = self.stop[scale] > self.start[scale]
+        # empty entries as numbers that occur once
+        ids = np.where(used, self.ids[scale], -1 - np.arange(used.shape[-1]))
+        return bool((np.diff(np.sort(ids, axis=-1), axis=-1) == 0).any())
 
     # --- identity ---------------------------------------------------------------------------------
 
@@ -164,49 +176,22 @@ def build_plan(
     policy=None,
 ) -> CachePlan:
     """Lay out an allocation in blocks of `block_size` slots and number them."""
-    num_scales = geometry.schedule.num_scales
-    grid = allocator.layouts(allocation, geometry, block_size)
-    real, pool_blocks = allocator.place(grid, num_scales)
-    ids, start, stop = _tables(grid, real, num_scales)
-    static = isinstance(allocation, StaticAllocation)
+    layout = allocator.Layout(geometry, allocation, block_size)
     return CachePlan(
         geometry=geometry,
         allocation=allocation,
         block_size=block_size,
-        pool_blocks=pool_blocks,
+        pool_blocks=layout.num_blocks,
         capacity=allocation.capacity(geometry),
-        ids=ids,
-        start=start,
-        stop=stop,
-        write_slots=_write_slots(grid, real, block_size) if static else None,
-        blocks_after_store=allocator.live_blocks(grid, num_scales),
+        ids=layout.ids,
+        start=layout.start,
+        stop=layout.stop,
+        write_slots=layout.write_slots,
+        blocks_after_store=layout.blocks_in_use,
         budget=budget,
         accounting=accounting,
         policy=policy,
     )
-
-
-def _tables(grid, real, num_scales):
-    entries = max((len(r) for layer in grid for h in layer for r in h.runs), default=0)
-    shape = (num_scales, len(grid), len(grid[0]), entries)
-    ids, start, stop = (np.zeros(shape, kind) for kind in (np.int32, np.uint8, np.uint8))
-    for layer, heads in enumerate(grid):
-        for n, head in enumerate(heads):
-            for s, runs in enumerate(head.runs):
-                m = len(runs)
-                ids[s, layer, n, :m] = real[layer][n][runs[:, 0]]
-                start[s, layer, n, :m], stop[s, layer, n, :m] = runs[:, 1], runs[:, 2]
-    return ids, start, stop
-
-
-def _write_slots(grid, real, block_size):
-    slots = np.full((len(grid), len(grid[0]), len(grid[0][0].token_slot)), -1, np.int32)
-    for heads, numbers, of_layer in zip(grid, real, slots, strict=True):
-        for head, mine, slot in zip(heads, numbers, of_layer, strict=True):
-            block, offset = head.token_slot.T
-            stored = block >= 0
-            slot[stored] = mine[block[stored]] * block_size + offset[stored]
-    return slots
 
 
 def check_block_size(block_size: int) -> int:

@@ -1,18 +1,22 @@
 """From policy and budget to a CachePlan: choose the block size and charge rounding to the
 budget."""
 
-import numpy as np
+from typing import Any
 
 from varjax.cache import allocator
 from varjax.cache.allocation import Allocation, Geometry
+from varjax.cache.allocator import peak_tokens
 from varjax.cache.plan import CachePlan, build_plan, check_block_size
 from varjax.errors import UserError
 
 BLOCK_SIZES = (64, 32, 16, 8, 4, 2, 1)
-LARGEST_BLOCK_SHORT = 32  # schedules with fewer persistent tokens than LONG_SCHEDULE
-LONG_SCHEDULE = 1024
-# A block size is taken if rounding costs at most 5 % of the tokens; none if nothing is dropped.
-KEPT_AT_LEAST = 0.95
+# Kernels fetch whole blocks, and what a head holds need not begin where a block does. Of a block
+# size S, heads of C tokens fetch about 1 + (S - 1) / C slots per token: at most 6 % too many in
+# blocks of which they fill 16. Blocks smaller than 16 cost copies and table entries, and are only
+# taken where rounding, less than one block in all, costs more than 1 % of the tokens.
+BLOCKS_PER_HEAD = 16
+USUAL_BLOCK = 16
+LOST_AT_MOST = 0.01
 SEARCH_STEPS = 14
 
 
@@ -24,6 +28,20 @@ def plan_cache(geometry: Geometry, policy, calibration=None) -> CachePlan:
       UserError: the budget is infeasible (the message names the smallest feasible one), or the
         block size is.
     """
+    policy, allocation, block_size = choose(geometry, policy, calibration)
+    return build_plan(
+        geometry,
+        allocation,
+        block_size=block_size,
+        budget=policy.budget,
+        accounting=policy.accounting,
+        policy=policy,
+    )
+
+
+def choose(geometry: Geometry, policy, calibration=None) -> tuple[Any, Allocation, int]:
+    """What `plan_cache` lays out: the policy as it was prepared, what may be kept, in blocks of how
+    many slots. `UserError` as there."""
     policy = policy.prepare(geometry, calibration)
     policy.check(geometry)
 
@@ -34,72 +52,58 @@ def plan_cache(geometry: Geometry, policy, calibration=None) -> CachePlan:
     # that the bytes of the pool, not a count of tokens, keep the promise.
     if policy.accounting == "tokens":
         allocation = allocate(policy.budget)
-        sizes = _candidates(geometry)
-        block_size = policy.block_size or _least_rounding(geometry, allocation, sizes)
+        tokens = peak_tokens(geometry, allocation)
+        block_size = policy.block_size or _usual_size(geometry, tokens)
     else:
         allocation, block_size = _charge_rounding(geometry, policy, allocate)
-    return build_plan(
-        geometry,
-        allocation,
-        block_size=check_block_size(block_size),
-        budget=policy.budget,
-        accounting=policy.accounting,
-        policy=policy,
-    )
+    return policy, allocation, check_block_size(block_size)
 
 
-def _candidates(geometry: Geometry) -> tuple[int, ...]:
-    long = geometry.schedule.persistent_tokens >= LONG_SCHEDULE
-    return tuple(b for b in BLOCK_SIZES if long or b <= LARGEST_BLOCK_SHORT)
+def _sizes(geometry: Geometry, tokens: int) -> tuple[int, ...]:
+    """Block sizes for so many tokens at the peak, the best first."""
+    most = tokens / (geometry.num_layers * geometry.num_heads) / BLOCKS_PER_HEAD
+    return tuple(b for b in BLOCK_SIZES if b <= max(most, USUAL_BLOCK))
+
+
+def _usual_size(geometry: Geometry, tokens: int) -> int:
+    """The best block size whose pool exceeds the tokens by at most 1 %: blocks of one slot round
+    nothing up, so there is one."""
+    fits = (b for b in _sizes(geometry, tokens) if -tokens % b <= LOST_AT_MOST * tokens)
+    return next(fits)
 
 
 def pool_slots(geometry: Geometry, allocation: Allocation, block_size: int) -> int:
     """Slots of the pool that an allocation needs, without building its tables."""
-    return allocator.peak_blocks(allocation, geometry, block_size) * block_size
-
-
-def peak_tokens(geometry: Geometry, allocation: Allocation) -> int:
-    """Most tokens that are live at any time (one row)."""
-    held = allocation.capacity(geometry).sum(-1, dtype=np.int64)
-    return int(allocator.after_each_store(held).max(initial=0))
+    return allocator.blocks_needed(geometry, allocation, block_size) * block_size
 
 
 def cost(geometry: Geometry, allocation: Allocation, block_size: int = 0) -> float:
     """What given contents cost, as a budget: the fraction of the full cache that their pool takes
-    in blocks of at most `LARGEST_BLOCK_SHORT` slots (or as asked) that round up by at most 5 %."""
-    usual = tuple(b for b in BLOCK_SIZES if b <= LARGEST_BLOCK_SHORT)
+    in blocks of the usual size, or as asked."""
     if block_size not in (128, *BLOCK_SIZES):
-        block_size = _least_rounding(geometry, allocation, usual)
+        block_size = _usual_size(geometry, peak_tokens(geometry, allocation))
     slots = pool_slots(geometry, allocation, block_size)
     return min(1.0, max(1, slots) / max(1, geometry.dense_tokens))
 
 
-def _least_rounding(geometry: Geometry, allocation: Allocation, sizes: tuple[int, ...]) -> int:
-    """The largest block size whose pool exceeds the live tokens by at most 5 %: blocks of one slot
-    round nothing up, so there is one."""
-    tokens = peak_tokens(geometry, allocation)
-    pools = ((b, pool_slots(geometry, allocation, b)) for b in sizes)
-    return next(b for b, slots in pools if slots * KEPT_AT_LEAST <= tokens)
-
-
 def _charge_rounding(geometry: Geometry, policy, allocate) -> tuple[Allocation, int]:
-    """The largest block size that keeps 95 % of the tokens when the rounded pool must fit the
-    budget."""
+    """What may be kept, and in blocks of what size, when the rounded pool must fit the budget: the
+    best block size that loses at most 1 % of the tokens."""
     limit = int(policy.budget * geometry.dense_tokens + 1e-6)  # 0.29 * 100 is 29, not 28
-    exact = allocate(policy.budget)
-    wanted = peak_tokens(geometry, exact)
-    share = 1.0 if wanted == geometry.dense_tokens else KEPT_AT_LEAST
+    wanted = peak_tokens(geometry, allocate(policy.budget))
+    # a budget of 1 must keep everything
+    share = 1.0 if wanted == geometry.dense_tokens else 1 - LOST_AT_MOST
     lowest = policy.minimum_budget(geometry)
     asked = check_block_size(policy.block_size) if policy.block_size else 0
-    # Larger blocks first: kernels fetch a block per copy, and tables have fewer entries.
-    for block_size in (asked,) if asked else _candidates(geometry):
+    for block_size in (asked,) if asked else _sizes(geometry, wanted):
         allocation = _largest_that_fits(geometry, policy, allocate, lowest, limit, block_size)
         if allocation is None:
             continue
         kept = peak_tokens(geometry, allocation)
-        loose = pool_slots(geometry, allocation, block_size) * KEPT_AT_LEAST > kept
-        whole = share == 1.0 and kept < wanted  # a budget of 1 must keep everything
-        if (asked and not whole) or (kept >= share * wanted and (policy.shrinks or not loose)):
+        enough = kept >= share * wanted
+        # what was given is not kept in part: here it is the pool that may be too large
+        loose = not policy.shrinks and -kept % block_size > LOST_AT_MOST * kept
+        if (asked and share < 1) or (enough and (asked or not loose)):
             return allocation, block_size
     raise UserError(_too_large(geometry, policy, allocate, lowest, limit, asked))
 

@@ -158,18 +158,25 @@ def store_entries(state: KVState, slots: Int[Array, "R N P"], entries: Entries) 
 
 
 def order_after(slots: Int[Array, "..."], read: Float[Array, "..."]) -> Int[Array, "..."]:
-    """`slots` unchanged, but computed only once `read` is.
+    """`slots` unchanged, but on a CPU computed only once `read` is.
 
     The new tokens go into slots that the attention has just read. XLA's CPU compiler copies the
     whole pool in every layer unless the data itself says that the read comes first; a comparison
-    that is never true does.
+    that is never true does. Other compilers order the two by themselves.
     """
-    never = jax.lax.stop_gradient(read.reshape(-1)[0]) > jnp.inf
-    return slots + never.astype(slots.dtype)
+
+    def ordered(slots, read):
+        never = jax.lax.stop_gradient(read.reshape(-1)[0]) > jnp.inf
+        return slots + never.astype(slots.dtype)
+
+    return jax.lax.platform_dependent(slots, read, cpu=ordered, default=lambda slots, read: slots)
 
 
 def arrange(
-    keep: Bool[Array, "R N K"], stored: int, stays: Bool[Array, "R N"], places: int
+    keep: Bool[Array, "R N K"],
+    stored: int,
+    stays: Bool[Array, "R N"],
+    places: Bool[Array, "#R N P"],
 ) -> tuple[Int[Array, "R N P"], Bool[Array, "R N P"]]:
     """Which candidate sits in each place of a head's region, so that the kept ones are the first
     and the fewest are moved.
@@ -178,7 +185,7 @@ def arrange(
       keep: candidates to keep; the first `stored` of them are in the pool already, candidate c in
         place c of the region that the head had; the rest are new.
       stays: whether the head keeps its region.
-      places: P, of a region.
+      places: which of a table's slots are the region's.
 
     Returns:
       The candidate in every place (-1: none), and whether it has to be written there.
@@ -186,12 +193,13 @@ def arrange(
     # Kept tokens that sit within the first `count` places stay where they are; those beyond move
     # into the holes before them, new tokens take what is left. Order within a region does not
     # matter to attention, so the fewest writes win.
-    count = keep.sum(-1, keepdims=True)
-    column, place = jnp.arange(keep.shape[-1]), jnp.arange(places)
-    in_place = keep & (column < min(stored, places)) & (column < count) & stays[..., None]
-    taken = in_place[..., :places]
-    taken = jnp.pad(taken, ((0, 0), (0, 0), (0, places - taken.shape[-1])))
-    fresh = (place < count) & ~taken
+    count, place = keep.sum(-1, keepdims=True), jnp.arange(places.shape[-1])
+    filled = places & (jnp.cumsum(places, axis=-1) <= count)
+    common = min(stored, places.shape[-1])
+    in_place = keep[..., :common] & filled[..., :common] & stays[..., None]
+    taken = jnp.pad(in_place, ((0, 0), (0, 0), (0, places.shape[-1] - common)))
+    in_place = jnp.pad(in_place, ((0, 0), (0, 0), (0, keep.shape[-1] - common)))
+    fresh = filled & ~taken
     # in the order of candidates (stable): results do not depend on how the sort breaks ties
     waiting = jnp.argsort(~(keep & ~in_place), axis=-1, stable=True)
     turn = jnp.clip(jnp.cumsum(fresh, axis=-1) - 1, 0, keep.shape[-1] - 1)

@@ -54,10 +54,11 @@ def cache_step(plan: CachePlan, segment: Segment, attention: str | None) -> Cach
         return StaticStep(any(map(plan.stores, segment.scales)), attention)
     policy, allocation = plan.policy, plan.allocation
     regroups = allocation.regroup_scale in segment.scales
-    changes = (plan.stores, plan.selects, plan.moves)  # moving implies selecting, selecting storing
+    changes = enumerate((plan.stores, plan.selects, plan.moves), 1)
+    most = (update for update, needed in changes if any(map(needed, segment.scales)))
     return DecidingStep(
         policy=policy,
-        update=Update(max(sum(does(s) for does in changes) for s in segment.scales)),
+        update=Update(max(most, default=0)),
         ragged=allocation.ragged,
         regroup_scale=allocation.regroup_scale if regroups else None,
         stateful=policy.init_state(plan.geometry, 1) is not None,
@@ -179,7 +180,8 @@ class DecidingStep:
         count, following = stored.slots.shape[-1], inputs.following.for_rows(obs.regions)
         slots = following.slots(state.block_size)
         stays = obs.regions == stored.regions
-        contents, fresh = arrange(keep, count, stays, slots.shape[-1])
+        places = following.slot_mask(state.block_size)
+        contents, fresh = arrange(keep, count, stays, places)
         contents = order_after(contents, out)
         state = _update_positions(state, stored, obs, slots, contents)
         if self.update == Update.MOVE:
@@ -227,7 +229,7 @@ class StoredTokens:
         live = table.slot_mask(state.block_size) & (position >= 0)
         mass = None if state.total_mass is None else state.total_mass[row, slots]
         if ragged:
-            table = table.filled_to(live.sum(-1), state.block_size)
+            table = table.filled_to(live.sum(-1))
         return cls(table, slots, live, position, regions, mass)
 
 

@@ -19,6 +19,7 @@ from varjax.cache.step import CacheStep, DecidingStep
 from varjax.engine.segments import Segment
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "shard_map")
+_KERNELS = ("pallas_call", "mpmd_map")  # Mosaic GPU kernels are maps over a mesh of programs
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def _equation_cost(equation) -> Cost:
         return Cost(_dot_flops(equation))
     if name == "conv_general_dilated":
         return Cost(_convolution_flops(equation))
-    if name == "pallas_call":
+    if name in _KERNELS:
         return Cost(kernels=Counter({PallasWork.of(params): 1}))
     if name == "scan":
         once = program_cost(params["jaxpr"]) + Cost(scanned_bytes=_slice_bytes(equation))
@@ -162,6 +163,8 @@ def device_bytes(leaf) -> int:
 
 
 def _kernel_name(params) -> str:
+    if "jaxprs" in params:
+        return params["jaxprs"][0].debug_info.func_name
     info = params.get("name_and_src_info")
     return str(getattr(info, "name", None) or params.get("name") or "pallas_call")
 

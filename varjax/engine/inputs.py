@@ -7,7 +7,7 @@ the segment. Padding of the grid meets zero columns of the matrices, padding of 
 repeats the scale's last token; neither reaches a result.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -152,6 +152,10 @@ class StaticInputs:
     read: BlockTable
     write: BlockWrites
 
+    def packed(self) -> "StaticInputs":
+        """With tables as kernels read them: for all layers, before a loop over them."""
+        return StaticInputs(self.read.with_packed(), self.write.with_packed())
+
     def of_layer(self, layer: Int[Array, ""]) -> "StaticInputs":
         """Those of one layer, from the inputs of all layers of a scale."""
         return StaticInputs(self.read.of_layer(layer), self.write.of_layer(layer))
@@ -171,6 +175,10 @@ class RegionInputs:
     following: BlockTable
     capacity: Int[AnyArray, "... N"]
     policy: Any = None
+
+    def packed(self) -> "RegionInputs":
+        """As in `StaticInputs`."""
+        return replace(self, read=self.read.with_packed())
 
     def of_layer(self, layer: Int[Array, ""]) -> "RegionInputs":
         """Those of one layer, from the inputs of all layers of a scale."""

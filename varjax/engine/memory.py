@@ -66,7 +66,7 @@ def predict(
     decode_batch: images decoded at once; None: as `program.decode` chooses.
     """
     if kernels is None:
-        kernels = implementations.preferred(jax.default_backend()) != "reference"
+        kernels = implementations.preferred() != "reference"
     config, rows = model.config, batch_size * plan.geometry.rows_per_image
     tokens = max(plan.geometry.schedule.tokens)
     layer = rows * tokens * (6 * config.embed_dim + 2 * config.hidden_dim) * item_size(dtype)

@@ -6,7 +6,7 @@ are computed and thrown away, masked as keys and never stored.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -102,6 +102,7 @@ def generate_codes(
     # once per image, outside both scans: text and modulation are the same for every scale
     with jax.named_scope("encode_condition"):
         context = transformer.encode_condition(condition, guided=spec.rows_per_image == 2)
+        context = context | {"attention": transformer.attention_vectors()}
     code_map = jnp.zeros((keys.shape[0], *transformer.config.code_map), jnp.float32)
     # The cache travels in the carry of both scans, never as scan input or output: those are
     # buffers of their own, and a second pool would exist beside the first. In the carry XLA
@@ -130,28 +131,33 @@ def _scale(networks, context, keys, given, cache: CacheStep, spec: ProgramSpec, 
         x = transformer.embed(context, step.shrink(code_map), step)
         shared = transformer.scale_context(context, step, spec.sampling)
 
+    tables = inputs.layers.packed()
+
     def layer(carry, scanned):
-        x, state = carry
-        block, layer_context, index = scanned
+        x, state, index = carry
+        block, layer_context = scanned
         with jax.named_scope("project"):
             projection = transformer.project(block, layer_context, shared, x)
+            # kernels read what they need of these small arrays where it lies, too
+            projection = replace(projection, layer=index, **context["attention"])
         with jax.named_scope("attend"):
             attended, state = cache.attend_and_store(
                 projection,
                 step=step,
                 layer=index,
                 state=state,
-                inputs=inputs.layers.of_layer(index),
+                inputs=tables.of_layer(index),
             )
         with jax.named_scope("post_attention"):
             x = transformer.post_attention(block, layer_context, shared, x, attended)
-        return (x, state), None
+        return (x, state, index + 1), None
 
     # The layer's number is data: pool and tables hold all layers, so one body serves them all, and
-    # kernels find their part of the tables themselves.
-    layers = jnp.arange(transformer.config.depth)
-    scanned = (transformer.blocks, context["layers"], layers)
-    (x, state), _ = jax.lax.scan(layer, (x, state), scanned, unroll=spec.unroll)
+    # kernels find their part of the tables themselves. It is counted in the carry: taken from an
+    # array of numbers it would be a kernel of its own in every layer.
+    scanned = (transformer.blocks, context["layers"])
+    carry = (x, state, jnp.int32(0))
+    (x, state, _), _ = jax.lax.scan(layer, carry, scanned, unroll=spec.unroll)
     drawn = _sample(networks, context["head"], x, keys, step, given, spec)
     with jax.named_scope("accumulate"):
         code_map = codec.accumulate(code_map, step.enlarge(drawn.pop("codes")), step.scale)

@@ -51,7 +51,7 @@ def fused_qkv(block, h: Float[Array, "R T D"], head_dim: int, **unfinished) -> P
     return Projection(qkv, *biases, **unfinished)
 
 
-def attention_multiplier(log_scale: Float[Array, " N"]) -> Float[Array, " N"]:
+def attention_multiplier(log_scale: Float[Array, "*layers N"]) -> Float[Array, "*layers N"]:
     """The learned multiplier of normalised queries, float32, at most 100."""
     clamped = jnp.minimum(log_scale.astype(jnp.float32), MAX_LOG_SCALE)
     return jnp.exp(clamped)

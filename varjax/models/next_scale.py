@@ -114,6 +114,16 @@ class NextScaleTransformer(nnx.Module):
             **{"fc1.kernel": Split(2), "fc1.bias": Split(1), "fc2.kernel": Split(1)},
         }
 
+    def attention_vectors(self) -> dict[str, Array]:
+        """Biases and multipliers of all layers, fields of a `Projection`."""
+        found, head_dim = {}, self.config.head_dim
+        for name in ("q_bias", "v_bias"):
+            bias = getattr(self.blocks, name)[...]
+            found[name] = bias.reshape(len(bias), -1, head_dim)
+        if hasattr(self.blocks, "log_scale"):
+            found["multiplier"] = layers.attention_multiplier(self.blocks.log_scale[...])
+        return found
+
     def attention_input(self, layer_context: Any, x: Float[Array, "R T D"]):
         """Normalised and modulated tokens, which queries, keys and values are projections of."""
         raise NotImplementedError

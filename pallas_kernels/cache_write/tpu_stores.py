@@ -1,0 +1,201 @@
+"""Blocks that receive tokens on TPU, inside the kernel: read, put together and written back, the
+next one and the last one on their way while one is at work."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Int
+
+from pallas_kernels.tables import CONSECUTIVE, EMPTY, FULL, KIND_BITS, PARTIAL
+from pallas_kernels.tpu_operands import LANES, block_of
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Lanes of a token in vector memory, cut into parts of at most 128: only in such an array can
+    rows be read from any place on. parts: widths; the last one holds scales if `scaled`: those of
+    the key in the first half of the lanes, those of the value in the second."""
+
+    block_size: int
+    parts: tuple[int, ...]
+    scaled: bool
+
+    @classmethod
+    def of(cls, head_dim: int, block_size: int, scaled: bool) -> "Layout":
+        width = 2 * head_dim
+        whole = width % LANES == 0
+        parts = (LANES,) * (width // LANES) if whole else (width,)
+        return cls(block_size, parts + (2 * block_size,) * scaled, scaled)
+
+    @property
+    def values(self) -> int:
+        """Parts that hold keys and values."""
+        return len(self.parts) - self.scaled
+
+    def cut(self, values: Array) -> list[Array]:
+        """The lanes of tokens [rows, 2 H] as parts."""
+        firsts = [sum(self.parts[:i]) for i in range(self.values)]
+        return [values[:, a : a + self.parts[i]] for i, a in enumerate(firsts)]
+
+
+@dataclass(frozen=True)
+class Stores:
+    """Some heads of one row, whose entries are stored in order.
+
+    table: their rows (SMEM, `BlockWrites.packed`). pools: whole, in HBM. In vector memory: tokens,
+    with the old block behind them, and the block that is put together, by part; the old and the new
+    block as the pools hold them, two of each.
+    state: (SMEM) entries so far, and for each of the two new blocks where it is being stored: the
+    block's number + 1, or 0.
+    """
+
+    layout: Layout
+    row: Any
+    table: Any
+    pools: list
+    tokens: list
+    block: list
+    old: list
+    new: list
+    semaphores: Any
+    state: Any
+
+    @property
+    def entries(self) -> int:
+        """J."""
+        return (self.table.shape[-1] - 2) // (1 + self.layout.block_size)
+
+    def used(self, head) -> Int[Array, ""]:
+        """Entries up to the last one that stores something."""
+        return self.table[0, head, 0, self.entries + 1]
+
+    def source(self, place, slot: int):
+        """The token for a slot of an entry, or -1."""
+        (head, j), size = place, self.layout.block_size
+        return self.table[0, head, 0, self.entries + 2 + j * size + slot]
+
+    def start(self) -> None:
+        """Start reading the first block."""
+        for i in range(3):
+            self.state[i] = 0
+        entry = self.table[0, 0, 0, 0]
+        pl.when(_kind(entry) == PARTIAL)(lambda: self._read(entry, 0))
+
+    def store(self, head, which: int) -> None:
+        """Store what the next head stores; `which`: its place among the tokens. Its last blocks may
+        still be on their way."""
+
+        def step(j, _):
+            count = self.state[0]
+            self.state[0] = count + 1
+            self._step(which, (head, j), jax.lax.rem(count, 2))
+            return 0
+
+        # one step for an empty head, too, which reads the next one's first block
+        jax.lax.fori_loop(0, jnp.maximum(self.used(head), 1), step, 0)
+
+    def _following(self, head, j):
+        """The entry after this one, or an empty one."""
+        same = j + 1 < self.used(head)
+        head, j = jnp.where(same, head, head + 1), jnp.where(same, j + 1, 0)
+        last = self.table.shape[1] - 1
+        return jnp.where(head <= last, self.table[0, jnp.minimum(head, last), 0, j], EMPTY)
+
+    def _step(self, which: int, place, new) -> None:
+        """Put the block of an entry together and start storing it. new: which of two buffers."""
+        entry, following = self.table[0, place[0], 0, place[1]], self._following(*place)
+        self.wait_stored(new)  # before its memory takes the new block
+        reads, free = _kind(following) == PARTIAL, self._is_stored(following, entry, new)
+        pl.when(reads & free)(lambda: self._read(following, 1 - new))
+        kind = _kind(entry)
+        pl.when(kind == PARTIAL)(lambda: self._unpack_old(entry, new, which))
+        pl.when(kind == CONSECUTIVE)(lambda: self._pick_run(which, place))
+        pl.when((kind == PARTIAL) | (kind == FULL))(lambda: self._pick_rows(which, place))
+        pl.when(kind > EMPTY)(lambda: self._store(entry, new))
+
+        @pl.when(reads & ~free)
+        def _():
+            for buffer in range(2):
+                self.wait_stored(buffer)
+            self._read(following, 1 - new)
+
+    def _is_stored(self, following, entry, new):
+        """Whether the next block can be read while this one is put together: heads share blocks,
+        and it may be this one, or the last one, which is still on its way out."""
+        block = following >> KIND_BITS
+        return (block != entry >> KIND_BITS) & (block + 1 != self.state[2 - new])
+
+    def _read(self, entry, buffer) -> None:
+        for copy in self._copies(entry >> KIND_BITS, buffer, reads=True):
+            copy.start()
+
+    def wait_stored(self, buffer) -> None:
+        """Until what a new block held is in the pool, if it is being stored."""
+        block = self.state[1 + buffer] - 1
+
+        # a wait for a store that was not started would never end
+        @pl.when(block >= 0)
+        def _():
+            for copy in self._copies(block, buffer, reads=False):
+                copy.wait()
+            self.state[1 + buffer] = 0
+
+    def _copies(self, block, buffer, reads: bool):
+        # A wait has to name the same copies as their start: both come from here.
+        semaphore = self.semaphores.at[0 if reads else 1, buffer]
+        for pool, here in zip(self.pools, self.old if reads else self.new, strict=True):
+            ends = (block_of(pool, self.row, block), here.at[buffer])
+            yield pltpu.make_async_copy(*(ends if reads else ends[::-1]), semaphore)
+
+    def _unpack_old(self, entry, buffer, which: int) -> None:
+        for copy in self._copies(entry >> KIND_BITS, buffer, reads=True):
+            copy.wait()
+        size = self.layout.block_size
+        # one place for all old blocks: the rows that the step before kept are picked already
+        behind = pl.ds(self.tokens[0].shape[1] - size, size)
+        values = self.layout.cut(self.old[0][buffer].astype(jnp.float32))
+        for part, new in zip(self.tokens, values, strict=False):
+            part[which, behind] = new
+        if self.layout.scaled:
+            scales = jnp.broadcast_to(self.old[1][buffer], (size, 2 * size))
+            self.tokens[-1][which, behind] = scales
+
+    def _pick_run(self, which: int, place) -> None:
+        first = self.source(place, 0)
+        for block, tokens in zip(self.block, self.tokens, strict=True):
+            block[...] = tokens[which, pl.ds(first, self.layout.block_size)]
+
+    def _pick_rows(self, which: int, place) -> None:
+        size = self.layout.block_size
+        behind = self.tokens[0].shape[1] - size
+        for i in range(size):
+            source = self.source(place, i)
+            row = jnp.where(source < 0, behind + i, source)
+            for block, tokens in zip(self.block, self.tokens, strict=True):
+                block[pl.ds(i, 1)] = tokens[which, pl.ds(row, 1)]
+
+    def _store(self, entry, buffer) -> None:
+        size = self.layout.block_size
+        # float32 holds old contents exactly (int8: whole numbers), so storing them again changes
+        # nothing; only new tokens of a wider type than the pool's are rounded.
+        values = [part[...] for part in self.block[: self.layout.values]]
+        self.new[0][buffer] = jnp.concatenate(values, axis=-1).astype(self.new[0].dtype)
+        if self.layout.scaled:
+            # slot i's scales are lanes i and block_size + i of row i; an old row holds all of them
+            scales = self.block[-1][...]
+            lane = jax.lax.broadcasted_iota(jnp.int32, scales.shape, 1)
+            slot = jax.lax.broadcasted_iota(jnp.int32, scales.shape, 0)
+            own = (lane == slot) | (lane == slot + size)
+            self.new[1][buffer] = jnp.where(own, scales, 0.0).sum(axis=0, keepdims=True)
+        block = entry >> KIND_BITS
+        for copy in self._copies(block, buffer, reads=False):
+            copy.start()
+        self.state[1 + buffer] = block + 1
+
+
+def _kind(entry):
+    return entry & (2**KIND_BITS - 1)

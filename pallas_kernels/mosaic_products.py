@@ -1,0 +1,124 @@
+"""Matrix products of the Mosaic GPU kernels, by the generation of the tensor cores.
+
+A warpgroup multiplies 64 rows in shared memory, 16 bits each, by what lies there too; the product
+arrives in its registers in the layout `LAYOUT`. Masks, softmax and conversions see nothing else of
+the chip, so that one kernel serves all.
+
+Hopper (`wgmma`) sums in registers. Blackwell (`tcgen05`) sums in tensor memory, 512 columns of 128
+rows by 4 bytes on a multiprocessor: one thread starts the product, a barrier tells when it is done,
+and the sums are then loaded. 64 rows by N columns are kept as 128 rows by N / 2, one half of the
+columns below the other; such products run at half of the tensor cores' rate.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from pallas_kernels import target
+from pallas_kernels.implementations import MOSAIC
+
+ROWS = 64  # of the first factor
+LAYOUT = plgpu.Layout.WGMMA  # how a warpgroup holds a product
+PER_ROW, PER_COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)  # numbers for rows or columns of it
+Multiply = Callable[[Any, Any, tuple[int, int]], Array]  # (a, b, shape): a @ b in float32
+
+
+def across(rows, shape):
+    """A number per row for every column."""
+    return jax.lax.broadcast_in_dim(rows, shape, [0])
+
+
+def down(columns, shape):
+    """A number per column for every row."""
+    return jax.lax.broadcast_in_dim(columns, shape, [1])
+
+
+def turned(ref):
+    """A view [columns, rows] of a tile."""
+    return ref.transpose((1, 0))
+
+
+@dataclass(frozen=True)
+class Wgmma:
+    """Hopper's products."""
+
+    swizzle: int = 128  # bytes, of both factors in shared memory
+
+    def scratch(self, groups: int, *widths: int) -> list:
+        """What a program needs for products with so many columns, by `groups` warpgroups."""
+        return []
+
+    def tensor_memory(self, groups: int, *widths: int) -> int:
+        """Columns of it."""
+        return 0
+
+    def multiply(self, refs: Sequence, group) -> Multiply:
+        """The products of a warpgroup. refs: of `scratch`."""
+
+        def product(a, b, shape):
+            def run(total):
+                plgpu.wgmma(total, a, b)
+                return total[...]
+
+            return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+
+        return product
+
+
+@dataclass(frozen=True)
+class Tcgen05:
+    """Blackwell's products."""
+
+    # each half of the columns is a product of its own, and no narrower than a swizzled line
+    swizzle: int = 64
+
+    def scratch(self, groups: int, *widths: int) -> list:
+        """As above."""
+        sums = [plgpu.TMEM((groups, ROWS, n), jnp.float32) for n in sorted(set(widths))]
+        return [plgpu.Barrier(num_barriers=groups, orders_tensor_core=True), *sums]
+
+    def tensor_memory(self, groups: int, *widths: int) -> int:
+        """As above; programs take powers of two, at least 32."""
+        used = groups * sum(n // 2 for n in set(widths))
+        return max(32, 1 << (used - 1).bit_length())
+
+    def multiply(self, refs: Sequence, group) -> Multiply:
+        """As above; one product at a time, and all of one width in the same place."""
+        done, *sums = refs
+
+        def product(a, b, shape):
+            (total,) = (ref.at[group] for ref in sums if ref.shape[-1] == shape[1])
+            plgpu.tcgen05_mma(total, a, b, done.at[group], accumulate=False)
+            plgpu.barrier_wait(done.at[group])
+            found = plgpu.async_load_tmem(total, layout=LAYOUT)
+            plgpu.wait_load_tmem()  # the next product may overwrite it
+            return found
+
+        return product
+
+
+PRODUCTS = dict(zip(MOSAIC, (Wgmma(), Tcgen05()), strict=True))  # by compute capability
+Products = Wgmma | Tcgen05
+
+
+def products() -> Products:
+    """Those of the chip that is traced for; of Hopper where there is no GPU, as in the simulator.
+
+    Raises:
+      NotImplementedError: a GPU without them.
+    """
+    found = target.capability()
+    if found is None:
+        return PRODUCTS["9.0"]
+    if found not in PRODUCTS:
+        raise NotImplementedError(
+            f"Mosaic kernels are for GPUs of compute capability {' and '.join(PRODUCTS)}, not "
+            f"{found}: use implementation='reference' (--attention=reference)"
+        )
+    return PRODUCTS[found]

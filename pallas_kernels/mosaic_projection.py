@@ -1,0 +1,222 @@
+"""Bias, L2 norm, multiplier and rotation in the Mosaic GPU kernels. See `projection`.
+
+A tile of 64 tokens of one part of one head is copied out of the product where it lies, a column of
+a matrix [T, 3 N H], finished in registers in float32, and left in shared memory as the tensor cores
+take it. The last tile ends with the array: copies leave out what is beyond its end. Where rows have
+one token each, tiles are made of rows.
+
+Queries are finished by the kernel that multiplies them, once per tile, and never written. Keys and
+values meet every tile of queries and the cache: `finished` writes them once, in 4 R T N H elements
+read and written, where each tile of queries would repeat the work. Attention and store ask for it
+with the same operands, and XLA keeps one of two equal calls.
+
+The rotation takes each number's neighbour, which lies in the same row: a product with a matrix of
+zeros and ones, exact, 64 columns at a time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from pallas_kernels import mosaic_operands as mosaic
+from pallas_kernels.mosaic_products import (
+    LAYOUT,
+    PER_COLUMN,
+    PER_ROW,
+    ROWS,
+    Multiply,
+    Products,
+    across,
+    down,
+    products,
+)
+from pallas_kernels.projection import K, Projection, Q, V, quarter_turn_matrix
+
+TURNED = 64  # columns that are turned at once
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Unfinished:
+    """A `Projection` as operands of a kernel, and in it as references.
+
+    product: [R, T, 3 N H]. layer: int32 [1], place in the first axis of biases [L, N, H] and
+    multiplier [L, N]. cos, sin: rows for whole tiles. turn: `quarter_turn_matrix`.
+    """
+
+    product: Any
+    layer: Any
+    q_bias: Any
+    v_bias: Any
+    multiplier: Any
+    cos: Any
+    sin: Any
+    turn: Any
+    heads: int = field(metadata=dict(static=True))
+    scale: float = field(metadata=dict(static=True))
+
+    @classmethod
+    def of(cls, projection: Projection, parts: Sequence[int], multiple: int = ROWS) -> "Unfinished":
+        """parts: that will be finished. multiple: of tokens that tiles make up."""
+        rows, heads, tokens, head_dim = projection.shape
+        biases = projection.q_bias, projection.v_bias
+        vectors = (b if p in parts else None for p, b in zip((Q, V), biases, strict=True))
+        multiplier = projection.multiplier
+        if projection.layer is None:  # an axis of one layer
+            vectors, multiplier = jax.tree.map(lambda a: a[None], (tuple(vectors), multiplier))
+        rotated = cos = sin = None
+        if projection.rotation is not None:
+            cos, sin = (mosaic.padded(a, 0, multiple) for a in projection.rotation)
+            rotated = jnp.asarray(quarter_turn_matrix(TURNED), projection.dtype)
+        return cls(
+            projection.qkv.reshape(rows, tokens, -1),
+            mosaic.number(projection.layer),
+            *vectors,
+            multiplier,
+            *(cos, sin, rotated),
+            heads=heads,
+            scale=projection.scale,
+        )
+
+    def start_turn(self, turn: Sequence) -> None:
+        """Start copying the matrix of the rotation, once in a program. turn: `turn_scratch`."""
+        if self.turn is not None:
+            plgpu.copy_gmem_to_smem(self.turn, *turn)
+
+    def wait_for_turn(self, turn: Sequence) -> None:
+        """Before a warpgroup's first tile."""
+        if self.turn is not None:
+            plgpu.barrier_wait(turn[1])
+
+    def start(self, part: int, row, head, first, work: "Work") -> None:
+        """Start copying a tile."""
+        head_dim = work.tile.shape[-1]
+        columns = pl.ds((part * self.heads + head) * head_dim, head_dim)
+        source = self.product.at[row, pl.ds(first, ROWS), columns]
+        plgpu.copy_gmem_to_smem(source, work.raw, work.arrived)
+
+    def finish(self, part: int, head, first, work: "Work") -> None:
+        """Wait for a tile that was started, and leave it finished in `work.result`."""
+        plgpu.barrier_wait(work.arrived)
+        layer, x = self.layer[0], mosaic.load(work.raw, LAYOUT, plain=True).astype(jnp.float32)
+        bias = {Q: self.q_bias, K: None, V: self.v_bias}[part]
+        if bias is not None:
+            columns = mosaic.load(bias.at[layer, head], PER_COLUMN, plain=True)
+            x += down(columns.astype(jnp.float32), x.shape)
+        factor = self._factor(part, x, layer, head)
+        if self.turn is not None and part != V:
+            self._rotate(x, factor, first, work)
+        else:
+            x = x if factor is None else x * across(factor, x.shape)
+            work.result[...] = x.astype(work.result.dtype)
+            plgpu.commit_smem()
+
+    def _factor(self, part: int, x, layer, head):
+        """What the rows of a tile are multiplied by, [64], or None. A rotation keeps lengths."""
+        if part == V or (self.multiplier is None and (part == K or self.scale == 1)):
+            return None
+        if self.multiplier is None:
+            return plgpu.layout_cast(jnp.full((ROWS,), self.scale, jnp.float32), PER_ROW)
+        # lengths below 1e-12 are treated as 1e-12
+        inverse = jax.lax.rsqrt(jnp.maximum((x * x).sum(axis=1), 1e-24))
+        return inverse * self.multiplier[layer, head] if part == Q else inverse
+
+    def _rotate(self, x, factor, first, work: "Work") -> None:
+        work.tile[...] = x.astype(work.tile.dtype)
+        plgpu.commit_smem()
+        rows = pl.ds(first, ROWS)
+        for start in range(0, x.shape[1], TURNED):
+            columns = pl.ds(start, TURNED)
+            piece = work.tile.at[:, columns]
+            # one after another: registers hold few such pieces at once
+            rotated = mosaic.load(piece, LAYOUT).astype(jnp.float32)
+            rotated *= mosaic.load(self.cos.at[rows, columns], LAYOUT, plain=True)
+            turned = work.multiply(piece, work.turn[0], (ROWS, TURNED))
+            rotated += turned * mosaic.load(self.sin.at[rows, columns], LAYOUT, plain=True)
+            if factor is not None:
+                rotated *= across(factor, rotated.shape)
+            work.result[:, columns] = rotated.astype(work.result.dtype)
+            plgpu.commit_smem()
+
+
+@dataclass(frozen=True)
+class Work:
+    """Shared memory of a tile: as it was copied; as tensor cores take it; one of the two, where it
+    is left; a barrier that says that it is there. turn, multiply: for the rotation."""
+
+    raw: Any
+    tile: Any
+    result: Any
+    arrived: Any
+    turn: Sequence
+    multiply: Multiply
+
+
+def finished(projection: Projection, parts: Sequence[int], interpret) -> Array:
+    """Parts of a projection as kernels copy them: [R, T', parts N H]. T' is T, rounded up where
+    whole pieces of shared memory are copied; tokens from T on hold anything."""
+    rows, heads, tokens, head_dim = projection.shape
+    if single := tokens == 1:  # a tile of rows, which are all alike
+        qkv, angles = jnp.swapaxes(projection.qkv, 0, 1), projection.rotation
+        angles = jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, head_dim)), angles)
+        projection, tokens = replace(projection, qkv=qkv, rotation=angles), rows
+    lines, places = pl.cdiv(tokens, ROWS), 1 if single else rows
+    whole = tokens if single or tokens < mosaic.PIECE else -(-tokens // mosaic.PIECE) * mosaic.PIECE
+    chip, count, dtype = products(), len(parts), projection.dtype
+    (found,) = mosaic.launch(
+        partial(_finish, tuple(parts), single, chip),
+        [Unfinished.of(projection, parts, lines * ROWS)],
+        [jax.ShapeDtypeStruct((places, whole, count * heads * head_dim), dtype)],
+        [
+            mosaic.landing(tokens, (count, ROWS, head_dim), dtype, chip.swizzle),
+            mosaic.tile((count, ROWS, head_dim), dtype, chip.swizzle),
+            plgpu.Barrier(num_barriers=count),
+            turn_scratch(projection, chip),
+            chip.scratch(1, *turn_widths(projection)),
+        ],
+        grid={"tile": lines, "head": heads, "row": places},
+        computing=0,
+        interpret=interpret,
+        name="finish",
+    )
+    return found.reshape(rows, -1, count * heads * head_dim)
+
+
+def _finish(parts, single: bool, chip: Products, given: Unfinished, out_ref, *scratch):
+    """single: the result ends within a piece of shared memory."""
+    raw, tile, arrived, turn, sums = scratch
+    row, head, number = (jax.lax.axis_index(name) for name in ("row", "head", "tile"))
+    first, head_dim, multiply = number * ROWS, tile.shape[-1], chip.multiply(sums, 0)
+    results = raw if single else tile
+    works = [
+        Work(raw.at[i], tile.at[i], results.at[i], arrived.at[i], turn, multiply)
+        for i in range(len(parts))
+    ]
+    given.start_turn(turn)
+    for part, work in zip(parts, works, strict=True):
+        given.start(part, row, head, first, work)
+    given.wait_for_turn(turn)
+    for i, (part, work) in enumerate(zip(parts, works, strict=True)):
+        given.finish(part, head, first, work)
+        columns = pl.ds((i * given.heads + head) * head_dim, head_dim)
+        plgpu.copy_smem_to_gmem(work.result, out_ref.at[row, pl.ds(first, ROWS), columns])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def turn_widths(projection: Projection) -> tuple[int, ...]:
+    """Columns of the products that finishing takes."""
+    return () if projection.rotation is None else (TURNED,)
+
+
+def turn_scratch(projection: Projection, chip: Products) -> list:
+    """The matrix of the rotation in shared memory, and a barrier that says that it is there."""
+    if projection.rotation is None:
+        return []
+    return [mosaic.tile((TURNED, TURNED), projection.dtype, chip.swizzle), plgpu.Barrier()]

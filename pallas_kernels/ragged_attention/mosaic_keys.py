@@ -1,0 +1,248 @@
+"""Keys and values in the Mosaic GPU attention kernels: which ones a head sees, step by step, and
+how they come into shared memory. One warpgroup fetches, others compute on what has arrived.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mosaic_operands as mosaic
+from pallas_kernels.mosaic_products import LAYOUT
+from pallas_kernels.tables import RANGE_BITS, BlockTable
+
+# slots of a block from which on a copy of its scales is as long as copies must be
+SCALES_COPIED = 32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Stored:
+    """The pool and the table of a call as operands of a kernel, and in it as references.
+
+    table: `BlockTable.packed` with one more axis in front, of layers or rows. layer: int32 [1],
+    place in that axis unless per_row. scales: of an int8 pool, as they are, or those of the table's
+    slots side by side [R, N, 2, P]. size: keys of a step. entries: M.
+    """
+
+    table: Any
+    layer: Any
+    pool: Any
+    scales: Any
+    size: int = field(metadata=dict(static=True))
+    entries: int = field(metadata=dict(static=True))
+    per_row: bool = field(metadata=dict(static=True))
+
+    @classmethod
+    def of(cls, kv_pool, kv_scale, table: BlockTable, size: int) -> "Stored":
+        if not kv_pool.shape[1]:  # a kernel has no arrays without elements
+            kv_pool = mosaic.padded(kv_pool, 1, 1, 1)
+            kv_scale = None if kv_scale is None else mosaic.padded(kv_scale, 1, 1, 1)
+        scales = kv_scale
+        if kv_scale is not None and kv_pool.shape[2] < SCALES_COPIED:
+            scales = _scale_lines(kv_scale, table, size)
+        packed, per_row = mosaic.packed(table)
+        arrays = (packed, mosaic.number(table.layer), kv_pool, scales)
+        return cls(*arrays, size=size, entries=table.ids.shape[-1], per_row=per_row)
+
+    @property
+    def block_size(self) -> int:
+        return self.pool.shape[2]
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the pool holds int8."""
+        return self.scales is not None
+
+    @property
+    def scales_by_block(self) -> bool:
+        return self.scaled and len(self.scales.shape) == 3
+
+    @property
+    def pieces(self) -> int:
+        """Blocks that make a step."""
+        return self.size // self.block_size
+
+    @property
+    def copies(self) -> int:
+        """That fill a place; own keys, which have no scales, take as many."""
+        return self.pieces + self.scaled * (self.pieces if self.scales_by_block else 1)
+
+    def scratch(self, buffers: int, head_dim: int) -> list:
+        """Shared memory for what an int8 pool holds, and for its scales."""
+        if not self.scaled:
+            return []
+        raw = mosaic.tile((buffers, self.size, head_dim), jnp.int8, head_dim)
+        return [raw, plgpu.SMEM((buffers, self.size), jnp.float32)]
+
+
+def _scale_lines(kv_scale, table: BlockTable, size: int):
+    """float32 [R, N, 2, P]: scales of keys and of values in table order, whole steps."""
+    ids, rows = table.with_rows()[0], jnp.arange(len(kv_scale))[:, None, None]
+    both = kv_scale[rows, ids].reshape(len(kv_scale), *ids.shape[1:], 2, -1)
+    lines = jnp.moveaxis(both, 3, 2).reshape(len(kv_scale), ids.shape[1], 2, -1)
+    return mosaic.padded(lines, 3, size, size)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Keys or values.
+
+    half: which of a token they are. places: where steps lie in shared memory; full, free: barriers
+    that say which of these are. raw, scales: where steps of an int8 pool lie before they are
+    converted, and what they are multiplied by.
+    """
+
+    half: int
+    places: Any
+    full: Any
+    free: Any
+    raw: Any = None
+    scales: Any = None
+
+    def release(self, place) -> None:
+        """The place may be filled again."""
+        if self.raw is not None:
+            plgpu.commit_smem()  # ordinary loads and the copies that follow take different ways
+        plgpu.barrier_arrive(self.free.at[place])
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What one head of one row sees, step by step: its own keys, then the stored ones.
+
+    own: [R, T', 2 N H], finished. heads: N.
+    """
+
+    stored: Stored
+    own: Any
+    length: Any
+    row: Any
+    head: Any
+    heads: int
+
+    def _packed(self, place):
+        """A number of the head's row of the table."""
+        lead = self.row if self.stored.per_row else self.stored.layer[0]
+        return self.stored.table[lead, self.head, 0, place]
+
+    @property
+    def own_steps(self):
+        return pl.cdiv(self.length, self.stored.size)
+
+    @property
+    def used(self):
+        """Entries up to the last one that is not empty."""
+        return self._packed(2 * self.stored.entries)
+
+    @property
+    def steps(self):
+        return self.own_steps + pl.cdiv(self.used, self.stored.pieces)
+
+    def _entry(self, step, piece: int):
+        """Of the table, and where to look it up: own keys have none, nor has the end of the last
+        step, and any stands in."""
+        entry = (step - self.own_steps) * self.stored.pieces + piece
+        return entry, jnp.clip(entry, 0, max(self.stored.entries - 1, 0))
+
+    def fetch(self, step, place, part: Part) -> None:
+        """Start copying a step of keys or values to its place."""
+        stored, size, head_dim = self.stored, self.stored.block_size, part.places.shape[-1]
+        first = (part.half * self.heads + self.head) * head_dim
+        copy = partial(_copy, part.full.at[place])
+        for i in range(stored.pieces):
+            rows = pl.ds(i * size, size)
+            block = self._packed(self._entry(step, i)[1])
+
+            @pl.when(step < self.own_steps)
+            def _(i=i, rows=rows):
+                here = pl.ds(step * stored.size + i * size, size)
+                copy(
+                    self.own.at[self.row, here, pl.ds(first, head_dim)], part.places.at[place, rows]
+                )
+
+            @pl.when(step >= self.own_steps)
+            def _(rows=rows, block=block):
+                source = stored.pool.at[self.row, block, :, pl.ds(part.half * head_dim, head_dim)]
+                copy(source, (part.raw if stored.scaled else part.places).at[place, rows])
+
+            # any for own keys: a place takes the same number of copies
+            if stored.scales_by_block:
+                line = stored.scales.at[self.row, block, pl.ds(part.half * size, size)]
+                copy(line, part.scales.at[place, rows])
+
+        if stored.scaled and not stored.scales_by_block:
+            columns = pl.ds(jnp.maximum(step - self.own_steps, 0) * stored.size, stored.size)
+            copy(stored.scales.at[self.row, self.head, part.half, columns], part.scales.at[place])
+
+    def _ranges(self, step) -> list[tuple]:
+        """(first, last + 1) valid key of every piece of a step, counted within the piece."""
+        own, size, found = step < self.own_steps, self.stored.block_size, []
+        for i in range(self.stored.pieces):
+            entry, place = self._entry(step, i)
+            packed = jnp.where(entry < self.used, self._packed(self.stored.entries + place), 0)
+            start, stop = packed & (1 << RANGE_BITS) - 1, packed >> RANGE_BITS
+            left = jnp.clip(self.length - step * self.stored.size - i * size, 0, size)
+            found.append((jnp.where(own, 0, start), jnp.where(own, left, stop)))
+        return found
+
+    def is_partial(self, step):
+        """Whether any key of a step is invalid."""
+        size, ranges = self.stored.block_size, self._ranges(step)
+        return sum(jnp.where(stop - start < size, 1, 0) for start, stop in ranges) > 0
+
+    def valid(self, step, shape: tuple[int, ...], axis: int, layout=LAYOUT):
+        """Mask of an array whose `axis` runs over the keys of a step."""
+        # read again where it is needed, which few steps do: registers are full in between
+        key = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
+        inside = None
+        for i, (start, stop) in enumerate(self._ranges(step)):
+            first = i * self.stored.block_size
+            here = (key >= first + start) & (key < first + stop)
+            inside = here if inside is None else inside | here
+        return inside
+
+    def scales(self, part: Part, step, place, layout):
+        """What the scores or weights of a step's keys are multiplied by; where a key is not valid,
+        anything, NaN included."""
+        found = mosaic.load(part.scales.at[place], layout)
+        return jnp.where(step < self.own_steps, jnp.ones_like(found), found)
+
+
+def _copy(barrier, source, target) -> None:
+    plgpu.copy_gmem_to_smem(source, target, barrier)
+
+
+def fetch_all(keys_of, heads: int, parts: Sequence[Part], buffers: int) -> None:
+    """What the fetching warpgroup does for `heads` heads, one after another: steps go to places in
+    turn, as soon as they are free. keys_of: `Keys` of the program's i-th head."""
+
+    def wait(number) -> None:
+        for part in parts:
+            plgpu.barrier_wait(part.free.at[jax.lax.rem(number, buffers)])
+
+    def head(i, before):
+        keys = keys_of(i)
+
+        def step(j, _):
+            number = before + j
+            pl.when(number >= buffers)(lambda: wait(number))
+            for part in parts:
+                keys.fetch(j, jax.lax.rem(number, buffers), part)
+            return 0
+
+        jax.lax.fori_loop(0, keys.steps, step, 0)
+        return before + keys.steps
+
+    def last(number, _):
+        # no barrier may be left with an arrival that nobody has seen
+        wait(number)
+        return 0
+
+    steps = jax.lax.fori_loop(0, heads, head, 0)
+    jax.lax.fori_loop(jnp.maximum(steps - buffers, 0), steps, last, 0)

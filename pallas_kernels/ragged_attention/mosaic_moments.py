@@ -1,0 +1,208 @@
+"""Sums of attention weights over queries on Hopper and Blackwell GPUs with Pallas' Mosaic GPU
+backend. See `api.attention_moments` for what it computes.
+
+Tiling. A program serves 64 columns (keys) of one head of one row: the keys are fetched once,
+queries in steps of 64; weights are computed again from scores and log-sum-exp and summed per key in
+float32. Queries meet every tile of keys: they are finished beforehand, as keys are.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mosaic_operands as mosaic
+from pallas_kernels.mosaic_products import (
+    LAYOUT,
+    PER_COLUMN,
+    PER_ROW,
+    ROWS,
+    Multiply,
+    Products,
+    across,
+    down,
+    products,
+    turned,
+)
+from pallas_kernels.mosaic_projection import finished
+from pallas_kernels.projection import K, Q, V
+from pallas_kernels.ragged_attention import config as tiles
+from pallas_kernels.ragged_attention.mosaic_keys import Keys, Part, Stored
+
+LOG2_E = math.log2(math.e)
+
+
+def attention_moments(
+    projection,
+    new_length,
+    kv_pool,
+    table,
+    weights,
+    lse,
+    kv_scale,
+    *,
+    squares,
+    interpret,
+    config=None,
+):
+    """See `api.attention_moments`. config: tiles; None takes those of `config.choose`."""
+    mosaic.check(projection.qkv, kv_pool, kv_scale, interpret)
+    call = tiles.Call.of("attention_moments", projection, kv_pool, table)
+    buffers, chip = (config or tiles.choose(call, "mosaic")).buffers, products()
+    (rows, heads, queries, head_dim), dtype = projection.shape, projection.dtype
+    tile = partial(mosaic.tile, dtype=dtype, swizzle=chip.swizzle)
+    # 64 keys are the rows of a product, and each program sums its columns over all queries by
+    # itself: no two programs add to one number
+    stored, weights = Stored.of(kv_pool, kv_scale, table, ROWS), weights.astype(jnp.float32)
+    last = jnp.where(weights != 0, jnp.arange(queries, dtype=jnp.int32) + 1, 0).max(initial=0)
+    old = pl.cdiv(call.slots, ROWS)
+    count = old + pl.cdiv(queries, ROWS)
+    found = mosaic.launch(
+        partial(_sum_columns, heads, buffers, chip, old),
+        [
+            jnp.stack([jnp.asarray(new_length, jnp.int32), last]),
+            # keys and values as attention has them: two equal calls are one
+            finished(projection, (K, V), interpret),
+            stored,
+            finished(projection, (Q,), interpret),
+            mosaic.padded(weights, 0, ROWS),
+            mosaic.padded(lse, 2, ROWS),
+        ],
+        [[jax.ShapeDtypeStruct((rows, heads, count * ROWS), jnp.float32)] * (1 + squares)],
+        [
+            plgpu.SMEM((1 + squares, ROWS), jnp.float32),  # sums
+            tile((1, ROWS, head_dim)),  # keys
+            plgpu.Barrier(num_arrivals=stored.copies, num_barriers=1),
+            stored.scratch(1, head_dim),
+            chip.scratch(1, ROWS),
+            [
+                tile((buffers, ROWS, head_dim)),  # queries
+                plgpu.SMEM((buffers, 2, ROWS), jnp.float32),  # their weights and log-sum-exp
+                plgpu.Barrier(num_arrivals=3, num_barriers=buffers),
+                plgpu.Barrier(num_barriers=buffers),
+            ],
+        ],
+        grid={"tile": count, "head": heads, "row": rows},
+        computing=1,
+        interpret=interpret,
+        name="attention_moments",
+    )
+    # whole tiles of both kinds of columns: cut to the slots of the table and the own tokens
+    columns = [slice(0, call.slots), slice(old * ROWS, old * ROWS + queries)]
+    sums = [jnp.concatenate([a[:, :, part] for part in columns], axis=-1) for a in found[0]]
+    return sums[0], sums[1] if squares else None
+
+
+def _sum_columns(heads: int, buffers: int, chip: Products, old: int, numbers, own, stored, *refs):
+    """One step of keys; steps of own keys come after the `old` ones of the table.
+
+    No number of registers is asked for: as many as are needed leave room for three programs on a
+    multiprocessor.
+    """
+    *given, results, sums, k_tile, arrived, raw, product_sums, queries = refs
+    part = Part(0, k_tile, arrived, None, *raw)
+    row, head, tile = (jax.lax.axis_index(name) for name in ("row", "head", "tile"))
+    keys = Keys(stored, own, numbers[0], row, head, heads)
+    step = jnp.where(tile < old, keys.own_steps + tile, tile - old)
+    # no key is in a step behind the last one of its kind: nothing is fetched, the sums are 0
+    there = jnp.where(tile < old, step < keys.steps, step < keys.own_steps)
+    seen = Queries(*given, *queries, jnp.where(there, pl.cdiv(numbers[1], ROWS), 0), buffers)
+
+    @pl.when((jax.lax.axis_index("warpgroup") == 1) & (seen.count > 0))
+    def _():
+        keys.fetch(step, 0, part)
+        seen.fetch_all(row, head)
+
+    @pl.when(jax.lax.axis_index("warpgroup") == 0)
+    def _():
+        pl.when(seen.count > 0)(lambda: plgpu.barrier_wait(arrived.at[0]))
+        factor = None
+        if stored.scaled:
+            factor = keys.scales(part, step, 0, PER_ROW)
+
+            @pl.when((seen.count > 0) & (step >= keys.own_steps))
+            def _():
+                part.places[0] = mosaic.load(part.raw.at[0], LAYOUT).astype(part.places.dtype)
+                plgpu.commit_smem()
+
+        inside = keys.valid(step, (ROWS, ROWS), 0)
+        multiply = chip.multiply(product_sums, 0)
+        totals = seen.sums(multiply, k_tile.at[0], factor, inside, len(results))
+        for i, total in enumerate(totals):
+            sums[i] = total
+        plgpu.commit_smem()
+        for i, result in enumerate(results):
+            columns = pl.ds(tile * ROWS, ROWS)
+            plgpu.copy_smem_to_gmem(sums.at[i], result.at[row, head, columns])
+        plgpu.wait_smem_to_gmem(0)
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Queries of a head [Q, H], their weights [Q] and log-sum-exp [Q], fetched 64 at a time.
+
+    q_ref: of all heads, [R, Q, N H]. tile, lines: places in shared memory. count: steps up to the
+    last query that has a weight.
+    """
+
+    q_ref: Any
+    weight_ref: Any
+    lse_ref: Any
+    tile: Any
+    lines: Any
+    full: Any
+    free: Any
+    count: Any
+    buffers: int
+
+    def fetch_all(self, row, head) -> None:
+        head_dim = self.tile.shape[-1]
+        columns = pl.ds(head * head_dim, head_dim)
+
+        def step(i, _):
+            place, here = jax.lax.rem(i, self.buffers), pl.ds(i * ROWS, ROWS)
+            pl.when(i >= self.buffers)(lambda: plgpu.barrier_wait(self.free.at[place]))
+            for source, target in (
+                (self.q_ref.at[row, here, columns], self.tile.at[place]),
+                (self.weight_ref.at[here], self.lines.at[place, 0]),
+                (self.lse_ref.at[row, head, here], self.lines.at[place, 1]),
+            ):
+                plgpu.copy_gmem_to_smem(source, target, self.full.at[place])
+            return 0
+
+        def last(i, _):
+            plgpu.barrier_wait(self.free.at[jax.lax.rem(i, self.buffers)])
+            return 0
+
+        jax.lax.fori_loop(0, self.count, step, 0)
+        jax.lax.fori_loop(jnp.maximum(self.count - self.buffers, 0), self.count, last, 0)
+
+    def sums(self, multiply: Multiply, keys, factor, inside, powers: int) -> tuple:
+        """Weights of the keys [64, H] summed over all queries, and their squares if powers is 2;
+        zero where a key is not `inside`. factor: [64], of the scores, or None."""
+
+        def line(place, which: int):
+            return mosaic.load(self.lines.at[place, which], PER_COLUMN)
+
+        def step(i, carry):
+            place = jax.lax.rem(i, self.buffers)
+            plgpu.barrier_wait(self.full.at[place])
+            scores = multiply(keys, turned(self.tile.at[place]), (ROWS, ROWS))
+            if factor is not None:
+                scores *= across(factor, scores.shape)
+            weight, lse = (down(line(place, which), scores.shape) for which in (0, 1))
+            plgpu.commit_smem()  # ordinary loads and the copies that follow take different ways
+            plgpu.barrier_arrive(self.free.at[place])
+            p = jnp.exp2((scores - lse) * LOG2_E)
+            # queries without a weight (padding) and keys without a place may be NaN
+            p = jnp.where(inside & (weight != 0), p, 0.0)
+            terms = (p * weight, p * p * weight)[:powers]
+            return tuple(a + b.sum(axis=1) for a, b in zip(carry, terms, strict=True))
+
+        zeros = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), PER_ROW)
+        return jax.lax.fori_loop(0, self.count, step, (zeros,) * powers)

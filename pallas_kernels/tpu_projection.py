@@ -1,0 +1,222 @@
+"""The fused projection inside TPU kernels: blocks of it are read where they lie and finished there.
+
+The product is seen as [R, T, 3 N H], a reshape of neighbouring axes. Its blocks are 128 lanes wide
+or more: a head of 128 or 256, or a pair of smaller ones side by side. What is done to one head of a
+pair alone happens with its numbers in the first lanes (`Heads.first`), as they lie in the pool.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.projection import K, Projection, Q, V
+from pallas_kernels.tables import BlockTable, BlockWrites
+from pallas_kernels.tpu_operands import LANES
+
+TOKENS_AT_ONCE = 1024  # of all heads of a grid step: small scales share steps, which cost by number
+TABLE_BYTES = 2**19  # of scalar memory, which is 1 MiB
+PARTS = {"q": Q, "k": K, "v": V}
+Operands = dict[str, tuple[Array, pl.BlockSpec]]  # by name: an array and the part of it in a step
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Which heads a grid step serves.
+
+    count: N, with the padding of an odd one. size: H. together: heads side by side in 128 lanes.
+    groups: of so many heads in a step, which serves them one after the other.
+    """
+
+    count: int
+    size: int
+    together: int
+    groups: int
+
+    @classmethod
+    def of(cls, projection: Projection, table: BlockTable | BlockWrites) -> "Heads":
+        """As many as share a step for tokens and table (packed) of this size."""
+        _, heads, tokens, size = projection.shape
+        together = 2 if size < LANES else 1
+        groups = -(-heads // together)
+        # the next step's rows of the table are fetched meanwhile
+        rows = 2 * 4 * together * table.packed.shape[-1]
+        most = max(1, min(TOKENS_AT_ONCE // max(16, tokens), TABLE_BYTES // rows))
+        at_once = max(n for n in range(1, groups + 1) if groups % n == 0 and n <= most)
+        return cls(groups * together, size, together, at_once)
+
+    @property
+    def width(self) -> int:
+        """Lanes of a group."""
+        return self.together * self.size
+
+    @property
+    def step(self) -> int:
+        """Heads of a grid step."""
+        return self.groups * self.together
+
+    @property
+    def steps(self) -> int:
+        """Grid steps that serve all heads."""
+        return self.count // self.step
+
+    def padded(self, array: Array, axis: int) -> Array:
+        """Zeros for the head that an odd number lacks; no copy otherwise."""
+        lacking = self.count - array.shape[axis]
+        if not lacking:
+            return array
+        return jnp.pad(array, [(0, lacking * (i == axis % array.ndim)) for i in range(array.ndim)])
+
+    def lanes(self, group):
+        """A group's lanes in a block of all of them."""
+        if self.groups == 1:
+            return slice(None)
+        return pl.ds(pl.multiple_of(group * self.width, self.width), self.width)
+
+    def first(self, x: Float[Array, "T W"], which: int) -> Float[Array, "T W"]:
+        """Lanes turned so that a head's numbers come first, others behind them."""
+        return pltpu.roll(x, self.width - which * self.size, 1) if which else x
+
+    def alone(self, x: Float[Array, "T W"], which: int) -> Float[Array, "T W"]:
+        """A head's numbers in the first lanes, zeros behind them."""
+        if self.together == 1:
+            return x
+        lane = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+        return jnp.where(lane < self.size, self.first(x, which), 0.0)
+
+    def side_by_side(self, k, v, which: int) -> Float[Array, "T KV"]:
+        """Key and value of a head, as the pool holds them."""
+        if self.together == 1:
+            return jnp.concatenate([k, v], axis=-1)
+        lane, last = jax.lax.broadcasted_iota(jnp.int32, k.shape, 1), self.together - 1
+        v = pltpu.roll(v, (last - which) * self.size, 1) if which < last else v
+        return jnp.where(lane < self.size, self.first(k, which), v)
+
+    def each(self, do, shape) -> Array:
+        """`do(which)` [T, 1] of every head of a group, in its lanes of a [T, W]."""
+        found = do(0)
+        lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+        for which in range(1, self.together):
+            found = jnp.where(lane < which * self.size, found, do(which))
+        return found
+
+    def for_each_group(self, do) -> None:
+        """Call `do(group)`, one after the other."""
+        if self.groups == 1:
+            do(0)
+        else:
+            jax.lax.fori_loop(0, self.groups, lambda i, _: (do(i), 0)[1], 0)
+
+
+def operands(projection: Projection, heads: Heads, tokens: dict[str, Any]) -> Operands:
+    """What a kernel needs to finish some parts of a projection; `Own` reads it.
+
+    tokens: for "q", "k", "v" how many tokens a block has, and its place along them as a function
+      of the grid's indices.
+    """
+    projection = projection.sliced()
+    rows, _, length, _ = projection.shape
+    qkv = heads.padded(projection.qkv, 3).reshape(rows, length, -1)
+    width = heads.groups * heads.width
+    found = {}
+    for part, (size, place) in tokens.items():
+        first = PARTS[part] * heads.steps
+        found[part] = (
+            qkv,
+            pl.BlockSpec(
+                (1, size, width),
+                lambda r, n, *i, first=first, place=place: (r, place(*i), first + n),
+            ),
+        )
+    for part, bias in (("q", projection.q_bias), ("v", projection.v_bias)):
+        if bias is not None and part in tokens:
+            row = heads.padded(bias, 0).reshape(1, -1)
+            found[part + "_bias"] = row, pl.BlockSpec((1, width), lambda r, n, *_: (0, n))
+    if projection.multiplier is not None:
+        multiplier = heads.padded(projection.multiplier.astype(jnp.float32), 0)
+        found["multiplier"] = multiplier, pl.BlockSpec(memory_space=pltpu.SMEM)
+    if projection.rotation is not None and tokens.keys() != {"v"}:
+        # All tokens', because all keys meet every tile of queries; once, not for the next step as
+        # well, because it is the same for all. Both numbers of a pair have the same angle: its
+        # cosine stands at the first, its sine at the second, which is half the memory.
+        size = max(-(-length // n) * n for part, (n, _) in tokens.items() if part != "v")
+        cos, sin = projection.rotation
+        both = jnp.where(jnp.arange(cos.shape[1]) % 2 == 0, cos, sin)
+        found["rotation"] = (
+            jnp.tile(both, (1, heads.together)),
+            pl.BlockSpec((size, heads.width), lambda *_: (0, 0), pipeline_mode=pl.Buffered(1)),
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Own:
+    """A projection inside a kernel: float32 [tokens, W] of a group of heads, finished.
+
+    refs: of `operands`, by name. first: head of the step. What lies beyond T is undefined, and no
+    token mixes with another.
+    """
+
+    heads: Heads
+    scale: float
+    refs: dict[str, Any]
+    first: Any
+
+    @classmethod
+    def of(cls, heads: Heads, scale: float, refs: dict[str, Any]) -> "Own":
+        """In the second axis of a grid."""
+        return cls(heads, scale, refs, pl.program_id(1) * heads.step)
+
+    @property
+    def dtype(self):
+        return next(self.refs[part].dtype for part in PARTS if part in self.refs)
+
+    def queries(self, group, here, place=None) -> Float[Array, "T W"]:
+        """Tokens `here` of the block; `place`: where they lie among all, if that is elsewhere."""
+        x = self._plain("q", group, here)
+        if "multiplier" not in self.refs:
+            return self._rotated(x, here if place is None else place) * self.scale
+        first = self.first + group * self.heads.together
+        factor = self.heads.each(
+            lambda which: self.refs["multiplier"][first + which] / self._length(x, which), x.shape
+        )
+        return self._rotated(x, here if place is None else place) * factor
+
+    def keys(self, group, here) -> Float[Array, "T W"]:
+        x = self._plain("k", group, here)
+        found = self._rotated(x, here)
+        if "multiplier" not in self.refs:
+            return found
+        return found * self.heads.each(lambda which: 1 / self._length(x, which), x.shape)
+
+    def values(self, group, here) -> Float[Array, "T W"]:
+        return self._plain("v", group, here)
+
+    def _plain(self, part: str, group, here) -> Float[Array, "T W"]:
+        lanes = self.heads.lanes(group)
+        found = self.refs[part][0, here, lanes].astype(jnp.float32)
+        bias = self.refs.get(part + "_bias")
+        return found if bias is None else found + bias[:, lanes].astype(jnp.float32)
+
+    def _length(self, x, which: int) -> Float[Array, "T 1"]:
+        """Of a head's numbers; see `projection.length`."""
+        squares = x * x
+        if self.heads.together > 1:
+            lane = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+            squares = jnp.where(lane // self.heads.size == which, squares, 0.0)
+        return jnp.maximum(jnp.sqrt(squares.sum(axis=1, keepdims=True)), 1e-12)
+
+    def _rotated(self, x, place) -> Float[Array, "T W"]:
+        if "rotation" not in self.refs:
+            return x
+        angle = self.refs["rotation"][place]
+        even = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) % 2 == 0
+        # rolls bring each number of a pair (a, b) the other one
+        cos = jnp.where(even, angle, pltpu.roll(angle, 1, 1))
+        sin = jnp.where(even, pltpu.roll(angle, x.shape[1] - 1, 1), angle)
+        turned = jnp.where(even, -pltpu.roll(x, x.shape[1] - 1, 1), pltpu.roll(x, 1, 1))
+        return x * cos + turned * sin

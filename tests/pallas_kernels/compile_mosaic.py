@@ -1,0 +1,135 @@
+"""Compile the Mosaic GPU kernels for a GPU that is not here and tell what became of them.
+
+    python tests/pallas_kernels/compile_mosaic.py TARGET SHAPE...
+
+TARGET: a GPU of pallas_kernels/chips.py. SHAPE: of `SHAPES`. Prints one JSON object per program:
+its temporaries, bytes of the pool and of the scale's keys and values, and of every kernel that no
+program before had: registers and spilled bytes per thread, as ptxas says, bytes of shared memory,
+columns of tensor memory. A program of its own, because JAX (0.10.2) compiles these kernels for one
+architecture per process, whatever is asked for later.
+"""
+
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from pallas_kernels import chips
+from pallas_kernels.arg_specs import SPECS
+from pallas_kernels.cache_write import mosaic_gpu as mosaic_write
+from pallas_kernels.ragged_attention import mosaic_gpu
+
+BASE = replace(SPECS["var-d30-t256"], tokens=176, length=169)
+SHAPES = {
+    "first": SPECS["var-d30-t1"],
+    "decode": replace(SPECS["llamagen-xl-t1"], rows=256),
+    "decode-wide": replace(SPECS["janus-pro-7b-t1"], rows=2),
+    "odd": replace(BASE, tokens=169, length=100),
+    "rows": replace(BASE, per_row=True),
+    "block8": replace(BASE, block_size=8),
+    "block64": replace(BASE, block_size=64),
+    "wide": SPECS["infinity-2b-t4096"],
+}
+SHAPES |= {f"{name}-int8": replace(spec, kv_dtype="int8") for name, spec in SHAPES.items()}
+
+
+def programs(spec, sharding=None):
+    """{operation: (function, arguments without data)}."""
+
+    def line(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+    def store(pool, *given):
+        return mosaic_write.write(pool, *given, None, interpret=False)[0]
+
+    args = spec.abstract(sharding)
+    attend = partial(mosaic_gpu.attend, return_lse=True, interpret=False)
+    moments = partial(mosaic_gpu.attention_moments, squares=True, interpret=False)
+    given = args.moments(line(spec.tokens), line(*args.projection.shape[:3]))
+    found = {
+        "attend": (jax.jit(attend), (*args.attend, args.kv_scale)),
+        "attention_moments": (jax.jit(moments), (*given, args.kv_scale)),
+    }
+    if spec.kv_dtype is None:  # XLA stores numbers with scales
+        found["write"] = (jax.jit(store, donate_argnums=0), args.write)
+        layer = partial(_layer)  # traced anew for every chip
+        found["layer"] = (jax.jit(layer, donate_argnums=0), (args.kv_pool, args))
+    return found
+
+
+def _layer(pool, args):
+    """Attention, then the store: keys and values are finished for both."""
+    args = replace(args, kv_pool=pool)
+    out = mosaic_gpu.attend(*args.attend, None, return_lse=False, interpret=False)
+    return out, mosaic_write.write(*args.write, None, interpret=False)[0]
+
+
+def finished_bytes(spec) -> int:
+    """Of a scale's keys and values, which attention and store copy."""
+    rows, heads, tokens, head_dim = spec.abstract().projection.shape
+    return 2 * 2 * rows * heads * -(-tokens // 8) * 8 * head_dim
+
+
+def inspect(folder: Path) -> dict:
+    """{kernel: what Mosaic left about it in `folder`}. Empties the folder."""
+    found = {}
+    for file in folder.glob("*.ptxas"):
+        name = re.fullmatch(r"(\w+)_\d+", file.stem)[1]
+        texts = (
+            file.with_suffix(end).read_text() for end in (".ptxas", ".ptx", ".mlir-passes.log")
+        )
+        found[name] = _inspect(*texts)
+    for file in folder.iterdir():
+        file.unlink()
+    return found
+
+
+def _inspect(said: str, text: str, passes: str) -> dict:
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    columns, asked = 0, re.search(r"tcgen05\.alloc[^;]*, (%r\d+);", text)
+    if asked:
+        columns = int(re.search(rf"mov\.b32\s+{asked[1]}, (\d+);", text)[1])
+    return {
+        "registers": int(re.search(r"Used (\d+) registers", said)[1]),
+        "spills": sum(map(int, spills.groups())),
+        "shared_memory": int(re.search(r"dynamic_shared_memory_size %c(\d+)_i32", passes)[1]),
+        "tensor_memory": columns,
+    }
+
+
+def main(target: str, *shapes: str) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="kernels-"))
+    os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)
+    mesh = jax.sharding.Mesh(np.array(chips.compile_only_devices(target)), ("devices",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    try:
+        for name in shapes:
+            for operation, (run, given) in programs(SHAPES[name], sharding).items():
+                with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                    compiled = run.lower(*given).compile()
+                pool = SHAPES[name].abstract().kv_pool
+                about = {"target": target, "shape": name, "operation": operation}
+                about["kernels"] = compiled.as_text().count('custom_call_target="mosaic_gpu')
+                about["temporaries"] = compiled.memory_analysis().temp_size_in_bytes
+                about["pool"] = pool.size * pool.dtype.itemsize
+                about["finished"] = finished_bytes(SHAPES[name])
+                print(json.dumps(about | {"new": inspect(folder)}), flush=True)
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,199 @@
+"""What queries, keys and values become, against a float64 oracle that turns pair by pair; tables of
+all layers against slices by hand."""
+
+import itertools
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.projection import Projection, length, quarter_turn, quarter_turn_by_product
+from pallas_kernels.tables import BlockTable, BlockWrites
+
+ROWS, TOKENS, HEADS, SIZE = 2, 5, 3, 8
+SCALE = 0.3
+# multiplier and scale exclude each other: with the former the latter is not looked at
+CHOICES = itertools.product((False, True), (False, True), (None, "multiplier", "scale"))
+COMBINATIONS = {
+    "-".join(filter(None, ("bias" * bias, "rotation" * rotation, norm))) or "plain": (
+        bias,
+        rotation,
+        norm,
+    )
+    for bias, rotation, norm in CHOICES
+}
+
+
+def projection(bias: bool, rotation: bool, norm: str | None, dtype=jnp.float32) -> Projection:
+    rng = np.random.default_rng(3)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    qkv, biases, angles = normal(ROWS, TOKENS, 3, HEADS, SIZE), {}, None
+    if bias:
+        biases = {name: normal(HEADS, SIZE) for name in ("q_bias", "v_bias")}
+    if rotation:
+        pairs = np.repeat(rng.uniform(0, 2 * math.pi, (TOKENS, SIZE // 2)), 2, axis=-1)
+        angles = tuple(jnp.asarray(f(pairs), jnp.float32) for f in (np.cos, np.sin))
+    multiplier = jnp.asarray(rng.uniform(1, 4, HEADS), jnp.float32)
+    return Projection(
+        qkv,
+        **biases,
+        rotation=angles,
+        multiplier=multiplier if norm == "multiplier" else None,
+        scale=SCALE if norm == "scale" else 1.0,
+    )
+
+
+def oracle(given: Projection) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Queries, keys and values [R, N, T, H], one token of one head after the other, in float64."""
+    qkv, *rest = jax.tree.map(
+        lambda a: np.asarray(a, np.float64),
+        (given.qkv, given.q_bias, given.v_bias, given.rotation, given.multiplier),
+    )
+    q_bias, v_bias, rotation, multiplier = rest
+    found = np.zeros((3, ROWS, HEADS, TOKENS, SIZE))
+    for r, n, t in np.ndindex(ROWS, HEADS, TOKENS):
+        q, k, v = (qkv[r, t, part, n].copy() for part in range(3))
+        if q_bias is not None:
+            q, v = q + q_bias[n], v + v_bias[n]
+        if rotation is not None:
+            cos, sin = (table[t] for table in rotation)
+            q, k = turned(q, cos, sin), turned(k, cos, sin)
+        if multiplier is not None:
+            q, k = multiplier[n] * q / math.sqrt(sum(q**2)), k / math.sqrt(sum(k**2))
+        else:
+            q = q * given.scale
+        found[:, r, n, t] = q, k, v
+    return tuple(found)
+
+
+def turned(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """Pairs (x[2 j], x[2 j + 1]) as points of a plane, turned around its origin."""
+    result = np.zeros(SIZE)
+    for j in range(0, SIZE, 2):
+        point = complex(x[j], x[j + 1]) * complex(cos[j], sin[j])
+        result[j], result[j + 1] = point.real, point.imag
+    return result
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS.values(), ids=COMBINATIONS.keys())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_finished(combination, dtype):
+    given = projection(*combination, dtype=dtype)
+    found = given.queries(), given.keys(), given.values()
+    # bfloat16: the queries are rounded once, the sum of a value and its bias as well
+    near = {"float32": {"rtol": 1e-5, "atol": 1e-6}, "bfloat16": {"rtol": 2**-7, "atol": 1e-3}}
+    for mine, expected in zip(found, oracle(given), strict=True):
+        assert mine.dtype == jnp.dtype(dtype)
+        np.testing.assert_allclose(np.asarray(mine, np.float64), expected, **near[dtype])
+
+
+def test_queries_are_rounded_once():
+    """Every bfloat16 number is the one nearest to the float32 result."""
+    given = projection(True, True, "multiplier", dtype=jnp.bfloat16)
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), given).queries()
+    chex.assert_trees_all_equal(given.queries(), wide.astype(jnp.bfloat16))
+
+
+def test_unit_length():
+    given = projection(True, True, "multiplier")
+    chex.assert_trees_all_close(length(given.keys()), jnp.ones((ROWS, HEADS, TOKENS, 1)), rtol=1e-6)
+    wanted = jnp.broadcast_to(given.multiplier[:, None], (ROWS, HEADS, TOKENS))
+    chex.assert_trees_all_close(length(given.queries())[..., 0], wanted, rtol=1e-6)
+
+
+def test_a_key_of_zeros_stays_finite():
+    given = projection(False, True, "multiplier")
+    given = jax.tree.map(jnp.zeros_like, given)
+    chex.assert_trees_all_equal(given.keys(), jnp.zeros((ROWS, HEADS, TOKENS, SIZE)))
+    chex.assert_tree_all_finite(given.queries())
+
+
+def test_scores_depend_on_the_difference_of_positions():
+    """What a rotation is for: tokens 1 and 3 meet like tokens 2 and 4."""
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal(SIZE) for _ in range(2))
+    qkv = np.broadcast_to(np.stack([q, k, k])[:, None], (1, TOKENS, 3, 1, SIZE))
+    angle = np.repeat(np.arange(TOKENS)[:, None] / 10.0 ** np.arange(SIZE // 2), 2, axis=-1)
+    tables = tuple(jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
+    given = Projection(jnp.asarray(qkv, jnp.float32), rotation=tables)
+    scores = given.queries()[0, 0] @ given.keys()[0, 0].T
+    chex.assert_trees_all_close(scores[1, 3], scores[2, 4], rtol=1e-5)
+    assert abs(scores[1, 3] - scores[3, 1]) > 1e-3
+
+
+def test_of_finished_arrays():
+    rng = np.random.default_rng(1)
+    arrays = [jnp.asarray(rng.standard_normal((ROWS, HEADS, TOKENS, SIZE))) for _ in range(3)]
+    given = Projection.of(*arrays)
+    assert given.shape == (ROWS, HEADS, TOKENS, SIZE) and given.dtype == arrays[0].dtype
+    chex.assert_trees_all_equal([given.queries(), given.keys(), given.values()], arrays)
+
+
+def test_raw_queries_lack_everything():
+    given = projection(True, True, "multiplier")
+    expected = np.asarray(given.qkv)[:, :, 0].transpose(0, 2, 1, 3)
+    chex.assert_trees_all_equal(np.asarray(given.raw_queries()), expected)
+
+
+def test_quarter_turns_agree():
+    """The one for TPUs is a product with zeros and ones: exact."""
+    x = jax.random.normal(jax.random.key(0), (3, SIZE))
+    expected = np.stack([-x[:, 1::2], x[:, 0::2]], axis=-1).reshape(3, SIZE)
+    chex.assert_trees_all_equal(np.asarray(quarter_turn(x)), expected)
+    chex.assert_trees_all_equal(np.asarray(quarter_turn_by_product(x)), expected)
+
+
+# --- tables of all layers ---
+
+LAYERS, ENTRIES, BLOCK = 3, 4, 2
+
+
+def layers_of_tables(kind) -> tuple[tuple[np.ndarray, ...], object]:
+    """(arrays of all layers, the table that holds them)."""
+    rng = np.random.default_rng(2)
+    shape = (LAYERS, HEADS, ENTRIES)
+    arrays = tuple(rng.integers(0, 9, shape).astype(np.int32) for _ in range(3))
+    if kind is BlockWrites:
+        arrays = arrays[0], rng.integers(-1, 9, (*shape, BLOCK)).astype(np.int32)
+    return arrays, kind(*arrays)
+
+
+@pytest.mark.parametrize("kind", [BlockTable, BlockWrites])
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_one_layer_is_a_slice(kind, layer):
+    """Of NumPy's arrays, too, which a traced number cannot index."""
+    arrays, table = layers_of_tables(kind)
+    found = jax.jit(lambda number: table.of_layer(number).sliced())(layer)
+    chex.assert_trees_all_equal(found, kind(*(a[layer] for a in arrays)))
+    assert found.layer is None and found.sliced() is found
+    assert table.of_layer(jnp.int32(layer)).ids is table.ids  # nothing is copied
+
+
+def test_what_is_read_of_a_layer_is_read_of_its_slice():
+    arrays, table = layers_of_tables(BlockTable)
+    one, by_hand = table.of_layer(jnp.int32(1)), BlockTable(*(a[1] for a in arrays))
+    regions = jnp.asarray([[2, 0, 1], [1, 1, 0]])
+    for found, expected in [
+        (one.slots(BLOCK), by_hand.slots(BLOCK)),
+        (one.slot_mask(BLOCK), by_hand.slot_mask(BLOCK)),
+        (one.with_rows(), tuple(a[1][None] for a in arrays)),
+        (one.for_rows(regions), BlockTable(*(a[1][regions] for a in arrays))),
+    ]:
+        chex.assert_trees_all_equal(found, expected)
+    _, writes = layers_of_tables(BlockWrites)
+    chex.assert_trees_all_equal(
+        writes.of_layer(jnp.int32(2)).slots,
+        (writes.ids[2][..., None] * BLOCK + np.arange(BLOCK)).reshape(HEADS, -1),
+    )
+
+
+def test_tables_without_layers_are_as_they_are():
+    arrays, table = layers_of_tables(BlockTable)  # the first axis as rows
+    assert table.sliced() is table
+    chex.assert_trees_all_equal(table.with_rows(), arrays)

@@ -1,0 +1,134 @@
+"""Which slots of the pool are free, and which of them a head gets, so that it needs few blocks.
+
+If all heads have room beside each other for the most that they ever hold, each has a range of its
+own, which crosses one block more than it has to at most (`OwnRanges`). If sizes rise here and fall
+there, a head fills blocks that nobody uses; when there are none left, it gets what others have left
+over in theirs (`CommonSlots`).
+"""
+
+import bisect
+import heapq
+
+import numpy as np
+
+
+class OwnRanges:
+    """most: int [L, N], the most that each head ever holds."""
+
+    def __init__(self, most: np.ndarray, block_size: int):
+        # head n of layer l has slots edges[l * N + n] to the next edge
+        self._edges = np.concatenate([[0], np.cumsum(most, dtype=np.int64)])
+        self._block_size = block_size
+        self._used = np.zeros(self._edges[-1], bool)
+        self._count = np.zeros(-(-self._used.size // block_size), np.int64)  # used slots per block
+        self._next = self._edges[:-1].reshape(most.shape).copy()  # behind what was ever used
+        self._free_before = False  # whether anything was ever freed
+
+    @property
+    def blocks_in_use(self) -> int:
+        return int(np.count_nonzero(self._count))
+
+    def take(self, layer: int, counts: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """The first free slots of each head's range, head after head. See `CommonSlots.take`."""
+        taken = (
+            self._first_free(layer, counts) if self._free_before else self._behind(layer, counts)
+        )
+        self._used[taken] = True
+        np.add.at(self._count, taken // self._block_size, 1)
+        return taken
+
+    def _behind(self, layer: int, counts: np.ndarray) -> np.ndarray:
+        ends = np.cumsum(counts)
+        first = np.repeat(self._next[layer] - (ends - counts), counts)
+        self._next[layer] += counts
+        return first + np.arange(first.size)
+
+    def _first_free(self, layer: int, counts: np.ndarray) -> np.ndarray:
+        edges = self._edges[layer * counts.size :][: counts.size + 1]
+        free = edges[0] + np.flatnonzero(~self._used[edges[0] : edges[-1]])
+        head = np.searchsorted(edges, free, side="right") - 1
+        turn = np.arange(free.size) - np.searchsorted(free, edges)[head]
+        return free[turn < counts[head]]
+
+    def give(self, slots: np.ndarray) -> None:
+        """Free slots."""
+        self._free_before |= slots.size > 0
+        self._used[slots] = False
+        np.subtract.at(self._count, slots // self._block_size, 1)
+
+
+class CommonSlots:
+    """So many blocks. There must be enough of them for what is taken."""
+
+    def __init__(self, blocks: int, block_size: int):
+        self._size = block_size
+        self._used = np.zeros((blocks, block_size), bool)
+        self._whole = list(range(blocks))  # a heap: the lowest number first
+        self._runs: dict[int, list[tuple[int, int]]] = {}  # free runs of blocks that are in use
+        self._by_length: list[tuple[int, int, int]] = []  # (length, block, first) of the same
+
+    @property
+    def blocks_in_use(self) -> int:
+        return len(self._used) - len(self._whole)
+
+    def take(self, layer: int, counts: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """Slots for the heads of a layer, head after head: as many as `counts` says, if possible
+        right behind slot `last` (-1: there is none)."""
+        each = zip(counts.tolist(), last.tolist(), strict=True)
+        found = [slots for count, behind in each for slots in self._take(count, behind)]
+        return np.concatenate([np.zeros(0, np.int64), *found])
+
+    def _take(self, count: int, last: int) -> list[np.ndarray]:
+        """Behind `last` as far as there is room, in blocks that nobody uses, in the shortest free
+        run that the rest fits, in the longest ones."""
+        found: list[np.ndarray] = []
+        while count:
+            if last >= 0 and (room := self._room_behind(last)):
+                block, first = divmod(last + 1, self._size)
+            elif self._whole:
+                block, first, room = heapq.heappop(self._whole), 0, self._size
+                self._list(block, [(0, room)])
+            elif (i := bisect.bisect_left(self._by_length, (count, -1, -1))) < len(self._by_length):
+                room, block, first = self._by_length[i]
+            else:
+                room, block, first = self._by_length[-1]
+            found.append(self._cut(block, first, min(room, count)))
+            count, last = count - found[-1].size, -1
+        return found
+
+    def _room_behind(self, slot: int) -> int:
+        """Free slots right behind one, in its block."""
+        block, offset = divmod(slot, self._size)
+        return next((b - a for a, b in self._runs.get(block, ()) if a == offset + 1), 0)
+
+    def _cut(self, block: int, first: int, count: int) -> np.ndarray:
+        """Take the first `count` slots of a free run."""
+        self._used[block, first : first + count] = True
+        left = [(a + count if a == first else a, b) for a, b in self._runs[block]]
+        self._list(block, [(a, b) for a, b in left if a < b])
+        return block * self._size + np.arange(first, first + count)
+
+    def give(self, slots: np.ndarray) -> None:
+        """Free slots."""
+        self._used.reshape(-1)[slots] = False
+        for block in np.unique(slots // self._size).tolist():
+            free = ~self._used[block]
+            self._list(block, [] if free.all() else _runs_of(free))
+            if free.all():
+                heapq.heappush(self._whole, block)
+
+    def _list(self, block: int, runs: list[tuple[int, int]]) -> None:
+        """These are the free runs of a block from now on."""
+        for a, b in self._runs.pop(block, ()):
+            del self._by_length[bisect.bisect_left(self._by_length, (b - a, block, a))]
+        for a, b in runs:
+            bisect.insort(self._by_length, (b - a, block, a))
+        if runs:
+            self._runs[block] = runs
+
+
+def _runs_of(mask: np.ndarray) -> list[tuple[int, int]]:
+    """(first, last + 1) of the runs of true values."""
+    edges = np.diff(np.pad(mask, 1).astype(np.int8))
+    first, last = (np.flatnonzero(edges == step).tolist() for step in (1, -1))
+    return list(zip(first, last, strict=True))
