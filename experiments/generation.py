@@ -53,6 +53,7 @@ class Generation:
             "kv_dtype": program.kv_dtype,
             "matmul_precision": program.matmul_precision,
             "segments": program.segments,
+            "layers": program.layers,
             "attention": program.attention or "auto",
             "mesh": str(program.mesh),
         }
@@ -78,6 +79,7 @@ class Generation:
             sampling=self.sampling,
             batch_size=self.batch_size,
             segments=program.segments,
+            layers=program.layers,
             attention=program.attention,
             kv_dtype=kv_dtype,
             matmul_precision=program.matmul_precision,

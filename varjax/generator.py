@@ -86,6 +86,8 @@ class Generator:
       mesh: devices to split over.
       matmul_precision: "default" or "highest", of float32 products.
       keep_logits: also return guided logits.
+      layers: "scan" or "unroll"; "auto" takes what is faster here (`program.arrange_layers`). The
+        weights of `model` are arranged accordingly: it can go on to be used.
       unroll: debug option; unrolls the scans over scales and layers.
       decode_batch: images decoded at once; None: as many as 2 GiB of activations allow.
 
@@ -109,6 +111,7 @@ class Generator:
         mesh: MeshSpec | None = None,
         matmul_precision: str = "default",
         keep_logits: bool = False,
+        layers: str = "auto",
         unroll: bool = False,
         decode_batch: int | None = None,
     ):
@@ -136,13 +139,17 @@ class Generator:
         self.plan = arguments.instance("plan", plan, CachePlan, "a plan, as varjax.plan makes it")
         _check_plan(plan, model.geometry_for(sampling))
         self.policy = self.plan.policy
-        self.segments = plan_segments(self.plan.geometry.schedule, segments)
+        rows = self.plan.geometry.rows_per_image * self.batch_size // max(1, mesh.data)
+        free = program.free_tokens(model.networks, max(1, rows), jax.default_backend())
+        self.segments = plan_segments(self.plan.geometry.schedule, segments, free)
         self.spec = scales.ProgramSpec.of(
             *(self.plan, self.segments, sampling, model.config), attention=attention, **options
         )
         self.timing = Timing()
         self.layout = ShardedPlan(self.plan, self._check_mesh(mesh))
         self._networks = model.networks
+        choose("layers", layers, program.LAYERS)
+        program.arrange_layers(self._networks, layers, jax.default_backend())
         # the programs that draw codes and decode pixels (`jax.stages.Compiled`)
         self.compiled = self.compiled_decoder = None
         self._formats = self._sharded = None

@@ -33,7 +33,6 @@ from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
-from varjax.engine.segments import plan_segments
 from varjax.errors import UserError
 from varjax.io.json_text import json_text
 from varjax.storage.atomic import new_file
@@ -105,7 +104,6 @@ def resolve(wanted: Sequence[Chip]) -> tuple[dict[str, Workload], list[str]]:
         plan=plan,
         sampling=sampling,
         program=program,
-        segments=plan_segments(model.config.schedule, program.segments),
         text_tokens=check_text_tokens(TEXT_TOKENS.value, model),
     )
     workloads = {name: workload(attention=chosen) for name, chosen in attention.items()}
@@ -120,7 +118,7 @@ def title(workload: Workload) -> str:
     mesh = f", mesh {program.mesh}, bytes per device" if program.mesh.num_devices > 1 else ""
     return (
         f"{workload.model.name}, policy {plan.policy.name}, budget {plan.budget:g} (pool "
-        f"{plan.fraction:.2%} of full), {program.dtype}{cache}, {len(workload.segments)} segments"
+        f"{plan.fraction:.2%} of full), {program.dtype}{cache}"
         f"{mesh}"
     )
 

@@ -29,9 +29,9 @@ from varjax.cache.plan import CachePlan
 from varjax.cache.state import KVState
 from varjax.engine import memory, scales
 from varjax.engine import program as programs
-from varjax.engine.cost import Cost, device_bytes, program_cost, used_inputs
+from varjax.engine.cost import Cost, device_bytes, program_cost, times_read
 from varjax.engine.memory import peak_bytes, show_bytes
-from varjax.engine.segments import Segment
+from varjax.engine.segments import plan_segments
 from varjax.model import Model
 from varjax.parallel import sharding
 from varjax.parallel.sharding import ShardedPlan, ShardedProgram
@@ -57,8 +57,8 @@ class Program:
     """One compiled program; bytes are those of one device.
 
     memory: the compiler's analysis. formats: of the arguments.
-    reads: which weights are arguments of this program; `unread`: bytes of the others, which are on
-      the device all the same.
+    times_read: how often each weight is read (0: it is no argument of this program); `unread`:
+      bytes of those that are not, which are on the device all the same.
     resident: bytes on the device while it runs: arguments, results, temporaries, code, `unread`.
     modelled: what running it costs, read from its text.
     live: temporaries at the moment when they take most (empty: the compiler did not say).
@@ -68,7 +68,7 @@ class Program:
 
     memory: Any
     formats: Any
-    reads: list[bool]
+    times_read: list[int]
     unread: int
     resident: int
     cost: Cost
@@ -104,13 +104,13 @@ def compile_program(
         text = compiled.as_text()
         found = buffers.read_dump(Path(folder), text)
     stats, weights = compiled.memory_analysis(), jax.tree.leaves(networks)
-    reads = used_inputs(traced.jaxpr)[: len(weights)]
+    reads = times_read(traced.jaxpr)[: len(weights)]
     cost = program_cost(traced.jaxpr)
     unread = sum(device_bytes(a) for a, used in zip(weights, reads, strict=True) if not used)
     return Program(
         memory=stats,
         formats=compiled.input_formats,
-        reads=reads,
+        times_read=reads,
         unread=unread,
         resident=peak_bytes(compiled) + stats.generated_code_size_in_bytes + unread,
         cost=cost,
@@ -156,7 +156,6 @@ class Workload:
     plan: CachePlan
     sampling: Sampling
     program: ProgramOptions
-    segments: tuple[Segment, ...]
     attention: str
     text_tokens: int | None
 
@@ -185,18 +184,22 @@ class Compilation:
         mesh, devices = options.mesh, chips.compile_only_devices
         self.mesh = sharding.make_mesh(mesh, devices(chip.name, mesh.num_devices))
         self.automatic = chip.platform in programs.AUTO_LAYOUT_PLATFORMS
+        layout, networks = ShardedPlan(plan, mesh), _networks(model, options.dtype)
+        programs.arrange_layers(networks, options.layers, chip.platform)
+        rows = plan.geometry.rows_per_image * batch_size // mesh.data
+        free = programs.free_tokens(networks, rows, chip.platform)
+        segments = plan_segments(model.config.schedule, options.segments, free)
         self.spec = scales.ProgramSpec.of(
             plan,
-            workload.segments,
+            segments,
             workload.sampling,
             model.config,
             attention=workload.attention,
         )
-        layout, networks = ShardedPlan(plan, mesh), _networks(model, options.dtype)
         types = map(jnp.dtype, (options.kv_dtype, options.dtype))
         state = jax.eval_shape(partial(layout.empty_state, batch_size, *types))
         numbers = np.zeros(batch_size, np.int32)
-        inputs = layout.inputs(workload.segments, numbers, model.transformer.resampling)
+        inputs = layout.inputs(segments, numbers, model.transformer.resampling)
         condition = model.transformer.condition_shapes(batch_size, workload.text_tokens)
         keys = jax.eval_shape(partial(sampling.image_keys, 0), numbers)
         arguments = (condition, keys, _on(inputs, None), None)

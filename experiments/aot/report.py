@@ -19,6 +19,7 @@ from varjax.cache.step import DecidingStep, cache_step
 from varjax.engine.cost import device_bytes
 from varjax.engine.memory import show_bytes
 from varjax.engine.segments import Segment
+from varjax.models import stacked
 from varjax.parallel.sharding import ShardedPlan
 
 TERA = 10**12
@@ -131,9 +132,9 @@ def roofline(case: Compilation) -> dict:
     plan, devices = workload.plan, workload.program.mesh.num_devices
     kernels = 0.0
     if codes.cost.kernels:
-        kernels = attention_flops(plan, workload.segments) * batch / devices
+        kernels = attention_flops(plan, case.spec.segments) * batch / devices
     flops = codes.cost.flops + case.pixels.cost.flops + kernels
-    moved = codes.cost.scanned_bytes + _weights_outside_layers(case)
+    moved = codes.cost.scanned_bytes + _unrolled_weights(case) + _weights_outside_layers(case)
     moved += pool_traffic(plan, batch, workload.program.kv_dtype) / devices
     computing, moving = flops / case.chip.bf16_flops, moved / case.chip.bandwidth
     seconds = max(computing, moving)
@@ -176,11 +177,19 @@ def pool_traffic(plan: CachePlan, batch_size: int, kv_dtype: str) -> float:
     return (read + written) * per_token
 
 
+def _unrolled_weights(case: Compilation) -> float:
+    """Bytes of weights that are arrays of their own in each layer, as often as they are read."""
+    separate = jax.tree.leaves(case.networks["transformer"].blocks, is_leaf=stacked.is_one)
+    parts = {id(a) for leaf in separate if stacked.is_one(leaf) for a in leaf.parts}
+    read = zip(jax.tree.leaves(case.networks), case.codes.times_read, strict=True)
+    return float(sum(n * device_bytes(a) for a, n in read if id(a) in parts))
+
+
 def _weights_outside_layers(case: Compilation) -> float:
     """Bytes of the weights that a program reads, the stacked layers apart."""
     layers = {id(leaf) for leaf in jax.tree.leaves(case.networks["transformer"].blocks)}
     leaves = jax.tree.leaves(case.networks)
-    read = zip(leaves, case.codes.reads, case.pixels.reads, strict=True)
+    read = zip(leaves, case.codes.times_read, case.pixels.times_read, strict=True)
     return float(sum(device_bytes(a) for a, *by in read if any(by) and id(a) not in layers))
 
 

@@ -11,7 +11,7 @@ from varjax.api import USUAL_BATCH
 from varjax.cache.plan import KV_DTYPES, CachePlan
 from varjax.cli.flags import CommandFlags, about
 from varjax.conditions import Condition
-from varjax.engine import memory
+from varjax.engine import memory, program
 from varjax.engine.segments import plan_segments
 from varjax.errors import UserError
 from varjax.model import DTYPES, Model, default_dtype
@@ -36,6 +36,7 @@ class ProgramOptions:
     dense_dtype: str
     matmul_precision: str
     segments: str
+    layers: str
     attention: str | None
     mesh: MeshSpec
     decode_batch: int | None
@@ -96,7 +97,7 @@ def kv_dtype_flag(flags: CommandFlags):
 
 
 class ProgramFlags:
-    """--dtype, --kv_dtype, --matmul_precision, --segments, --attention, --decode_batch,
+    """--dtype, --kv_dtype, --matmul_precision, --segments, --layers, --attention, --decode_batch,
     --batch_size and, on request, --mesh.
 
     elsewhere: programs are compiled for chips that are not here: types are those that chips
@@ -136,6 +137,13 @@ class ProgramFlags:
             "How many segments the scale loop is cut into: auto or a number. Results do not "
             "change.",
         )
+        self._layers = flags.enum(
+            "layers",
+            "auto",
+            list(program.LAYERS),
+            "scan: one compiled body for all layers; unroll: a body per layer, which copies no "
+            "weights on GPU and CPU but takes longer to compile; auto: unroll where it is faster.",
+        )
         names = ("reference", *implementations.PLATFORMS) if elsewhere else implementations.NAMES
         stepwise = "" if elsewhere else "; -interpret runs a kernel step by step anywhere, slowly"
         self._attention = flags.enum(
@@ -157,6 +165,7 @@ class ProgramFlags:
             dense_dtype=dense,
             matmul_precision=self._precision.value,
             segments=self._segments.value,
+            layers=self._layers.value,
             attention=None if self._attention.value == AUTO else self._here(self._attention.value),
             mesh=self._mesh_here(model),
             decode_batch=self._decode_batch.value,

@@ -91,6 +91,20 @@ def used_inputs(jaxpr: Any) -> list[bool]:
     return [id(v) in read for v in inner.invars]
 
 
+def times_read(jaxpr: Any) -> list[int]:
+    """How often a program reads each of its inputs: once for every equation that takes it, a scan
+    as often as it runs."""
+    inner, times = _open(jaxpr), Counter()
+    for equation in inner.eqns:
+        called = list(_inner(equation.params.values()))
+        each = [equation.params.get("length", 1)] * len(equation.invars)
+        if equation.primitive.name in _CALLS and len(called) == 1:
+            each = times_read(called[0])
+        for variable, count in zip(equation.invars, each, strict=True):
+            times[id(variable)] += count
+    return [times[id(v)] for v in inner.invars]
+
+
 def _inputs_read(equation) -> list:
     """Inputs of an equation, without those that a called function (`jit`, `shard_map`) ignores."""
     called = list(_inner(equation.params.values()))

@@ -18,10 +18,18 @@ from jaxtyping import Array, Float
 from varjax.cache.state import KVState
 from varjax.engine import scales
 from varjax.engine.segments import map_in_chunks
+from varjax.models import stacked
 from varjax.parallel.sharding import ShardedProgram
 
 # Where the compiler chooses how the weights lie, because it would copy stacked ones otherwise.
 AUTO_LAYOUT_PLATFORMS = ("tpu",)
+LAYERS = ("auto", "scan", "unroll")
+# Weights of the layers that "auto" scans over at most: copying them is soon done, and unrolled
+# layers take longer to compile.
+SCANNED_BYTES = 64 * 2**20
+# Rows of a product that take as long as one: FLOPs per second over bytes per second, in bfloat16 on
+# accelerators (H200 183, A100 and TPUs 150 to 250), in float32 on a CPU.
+FREE_ROWS = {"cpu": 16, "gpu": 192, "tpu": 192}
 DECODER_BYTES = 2 * 2**30  # activations that decoding may take at once
 
 
@@ -107,6 +115,34 @@ def decoder_bytes(codec: Any, code_map: tuple[int, int]) -> int:
     """Estimate of what decoding one image takes: six activations of the widest resolution."""
     height, width = (side * codec.config.downsample for side in code_map)
     return 6 * height * width * codec.config.decoder.widths[0] * 4
+
+
+def arrange_layers(networks: Mapping[str, nnx.Module], how: str, platform: str) -> None:
+    """Stack the weights of the transformer's layers, or take them apart (`varjax.models.stacked`).
+    The modules are changed.
+
+    how: "scan": stacked, one compiled body for all layers, which copies the weights of a layer
+      before it uses them, but on a TPU. "unroll": separate, a body per layer, nothing is copied,
+      longer to compile. "auto": what is faster, but small models are scanned over.
+    platform: "cpu", "gpu" or "tpu".
+    """
+    blocks = networks["transformer"].blocks
+    copies = platform not in AUTO_LAYOUT_PLATFORMS and stacked.large_bytes(blocks) > SCANNED_BYTES
+    if how == "unroll" or how == "auto" and copies:
+        stacked.separate(blocks)
+    else:
+        stacked.restack(blocks)
+
+
+def free_tokens(networks: Mapping[str, nnx.Module], rows: int, platform: str) -> float | None:
+    """Tokens of a scale up to which padding costs no time, because reading a layer's weights takes
+    longer than multiplying with them; None for small models. For `segments.plan_segments`.
+
+    rows: of one device, each with the scale's tokens.
+    """
+    if stacked.large_bytes(networks["transformer"].blocks) <= SCANNED_BYTES:
+        return None
+    return FREE_ROWS[platform] / rows
 
 
 def place(networks: Mapping[str, nnx.Module], formats: Any) -> None:

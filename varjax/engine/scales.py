@@ -20,6 +20,7 @@ from varjax.cache.step import CacheStep, cache_step
 from varjax.engine.inputs import SegmentInputs, StepInputs
 from varjax.engine.segments import Segment, images_at_once, map_in_chunks
 from varjax.errors import UserError
+from varjax.models import stacked
 from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 
@@ -150,14 +151,14 @@ def _scale(networks, context, keys, given, cache: CacheStep, spec: ProgramSpec, 
             )
         with jax.named_scope("post_attention"):
             x = transformer.post_attention(block, layer_context, shared, x, attended)
-        return (x, state, index + 1), None
+        return x, state, index + 1
 
     # The layer's number is data: pool and tables hold all layers, so one body serves them all, and
     # kernels find their part of the tables themselves. It is counted in the carry: taken from an
     # array of numbers it would be a kernel of its own in every layer.
     scanned = (transformer.blocks, context["layers"])
     carry = (x, state, jnp.int32(0))
-    (x, state, _), _ = jax.lax.scan(layer, carry, scanned, unroll=spec.unroll)
+    x, state, _ = stacked.scan(layer, carry, scanned, unroll=spec.unroll)
     drawn = _sample(networks, context["head"], x, keys, step, given, spec)
     with jax.named_scope("accumulate"):
         code_map = codec.accumulate(code_map, step.enlarge(drawn.pop("codes")), step.scale)

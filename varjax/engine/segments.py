@@ -25,8 +25,9 @@ from varjax.errors import UserError, show
 from varjax.schedule import Schedule
 
 AUTO = "auto"
-# "auto" accepts up to 5/4 of the exact token count; integers, so 1.25x exactly is still in
-AUTO_OVERHEAD = (5, 4)
+# "auto" accepts this much of the exact count, of a small and of a large program; integers, so that
+# 1.25x exactly is still in
+SMALL_OVERHEAD, LARGE_OVERHEAD = (5, 4), (21, 20)
 LOGITS_BYTES = 2**30  # logits, and what sampling from them takes, that may exist at once
 ARRAYS_PER_LOGIT = 6  # both rows of guidance, guided, filtered, ordered or probabilities, noise
 
@@ -48,13 +49,19 @@ class Segment:
         return range(self.start, self.stop)
 
 
-def plan_segments(schedule: Schedule, segments: int | str = AUTO) -> tuple[Segment, ...]:
+def plan_segments(
+    schedule: Schedule, segments: int | str = AUTO, free_tokens: float | None = None
+) -> tuple[Segment, ...]:
     """Cut the scales into contiguous segments with the fewest padded tokens.
 
     Args:
       schedule: the K token maps.
       segments: how many (an int or its text), or "auto": the fewest whose padded tokens are at
-        most 1.25x the exact count.
+        most 1.25x the exact count, or as `free_tokens` says.
+      free_tokens: of a program whose products take most of its time (`program.free_tokens`): a
+        scale of fewer tokens takes as long as one of so many. "auto" then takes the fewest segments
+        that cost at most 1.05x what no padding would. None: a small program, where another
+        compiled body costs more than padding.
 
     Returns:
       The segments in order; together they cover scales 0..K-1. Among equal cuts the last segment
@@ -66,14 +73,17 @@ def plan_segments(schedule: Schedule, segments: int | str = AUTO) -> tuple[Segme
     tokens, count = tuple(schedule.tokens), _parse_count(segments, schedule.num_scales)
     if count is not None:
         return _best_cut(tokens, count)
-    more, than = AUTO_OVERHEAD
-    cuts = (_best_cut(tokens, n) for n in range(1, schedule.num_scales + 1))
-    return next(c for c in cuts if padded_tokens(c) * than <= schedule.total_tokens * more)
+    more, than = SMALL_OVERHEAD if free_tokens is None else LARGE_OVERHEAD
+    least = free_tokens or 0
+    exact = sum(max(n, least) for n in tokens)
+    cuts = (_best_cut(tokens, n, least) for n in range(1, schedule.num_scales + 1))
+    return next(c for c in cuts if padded_tokens(c, least) * than <= exact * more)
 
 
-def padded_tokens(segments: Sequence[Segment]) -> int:
-    """Tokens that all scales of all segments take, padding included."""
-    return sum(segment.num_scales * segment.length for segment in segments)
+def padded_tokens(segments: Sequence[Segment], least: float = 0) -> float:
+    """Tokens that all scales of all segments take, padding included. least: what a scale counts at
+    least."""
+    return sum(segment.num_scales * max(segment.length, least) for segment in segments)
 
 
 def lengths(schedule: Schedule, segment: Segment) -> np.ndarray:
@@ -107,19 +117,18 @@ def _parse_count(segments: int | str, num_scales: int) -> int | None:
 
 
 @functools.cache
-def _best_cut(tokens: tuple[int, ...], count: int) -> tuple[Segment, ...]:
-    """`count` segments with the fewest padded tokens, of scales with so many tokens."""
+def _best_cut(tokens: tuple[int, ...], count: int, least: float = 0) -> tuple[Segment, ...]:
+    """`count` segments with the fewest padded tokens, of scales with so many tokens; scales count
+    at least `least`."""
     stop = len(tokens)
     if count == 1:
         return (Segment(0, stop, max(tokens)),)
     starts = range(stop - 1, count - 2, -1)  # of the last segment; `min` takes the first of equals
-    return min(
-        (
-            (*_best_cut(tokens[:start], count - 1), Segment(start, stop, max(tokens[start:])))
-            for start in starts
-        ),
-        key=padded_tokens,
+    cuts = (
+        (*_best_cut(tokens[:start], count - 1, least), Segment(start, stop, max(tokens[start:])))
+        for start in starts
     )
+    return min(cuts, key=lambda cut: (padded_tokens(cut, least), padded_tokens(cut)))
 
 
 # --- chunks ---

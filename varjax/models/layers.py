@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.projection import Projection
@@ -90,11 +89,3 @@ def attend_text(
         return jnp.einsum("rntm,rnmh->rnth", weights, v[index])
 
     return map_in_chunks(some, q.shape[0], SCORE_BYTES // per_row)
-
-
-def stack_layers(make, num_layers: int, rngs: nnx.Rngs):
-    """Build `num_layers` modules with one vmapped initialisation: every parameter gains a leading
-    layer axis."""
-    return nnx.vmap(make, in_axes=0, out_axes=0)(
-        rngs.split(num_layers) if hasattr(rngs, "split") else rngs.fork(split=num_layers)
-    )

@@ -18,7 +18,6 @@ without it there are none (R = B). Codes, and what becomes of them, belong to th
 
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -26,7 +25,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.projection import Projection
 from varjax.engine.inputs import Resampling, StepInputs
-from varjax.models import layers
+from varjax.models import layers, stacked
 from varjax.parallel.split import Split
 from varjax.sampling import Sampling
 
@@ -157,9 +156,9 @@ class NextScaleTransformer(nnx.Module):
             projection = self.project(block, layer_context, shared, x)
             q, k, v = projection.queries(), projection.keys(), projection.values()
             attended = layers.dense_attention(q, k, v, mask)
-            return self.post_attention(block, layer_context, shared, x, attended), None
+            return self.post_attention(block, layer_context, shared, x, attended)
 
-        x, _ = jax.lax.scan(layer, x, (self.blocks, context["layers"]))
+        x = stacked.scan(layer, x, (self.blocks, context["layers"]))
         return self.plain_logits(context["head"], x)
 
     # --- tokens in files --------------------------------------------------------------------------

@@ -130,8 +130,12 @@ def map_weights(function, networks: Any) -> Any:
     splits = {f"transformer.blocks.{name}": split for name, split in splits.items()}
 
     def of(path, leaf):
-        name = ".".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
-        return function(leaf, splits.get(name.removesuffix(".value")))
+        keys = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
+        *names, value = ".".join(keys).split(".value")
+        split = splits.get(".".join(names))
+        if split and value:  # the weights of one layer, which lack the axis of the layers
+            split = dataclasses.replace(split, axis=split.axis - 1)
+        return function(leaf, split)
 
     return jax.tree_util.tree_map_with_path(of, networks)
 

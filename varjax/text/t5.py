@@ -27,7 +27,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from varjax.errors import UserError, require
-from varjax.models import layers, published
+from varjax.models import layers, published, stacked
 
 FEED_FORWARD = "gated-gelu"
 SPIECE_FILE = "spiece.model"
@@ -159,9 +159,7 @@ class T5Encoder(nnx.Module):
         self.position_bias = nnx.Param(
             jax.random.normal(rngs.params(), (buckets, config.num_heads)) * width**-0.5
         )
-        self.blocks = layers.stack_layers(
-            lambda r: T5Block(config, rngs=r), config.num_layers, rngs
-        )
+        self.blocks = stacked.stack(lambda r: T5Block(config, rngs=r), config.num_layers, rngs)
         self.final_norm = nnx.Param(jnp.ones((width,)))
 
     @property
@@ -174,7 +172,7 @@ class T5Encoder(nnx.Module):
         are defined but mean nothing, and no text sees them."""
         bias = self.score_bias(lengths, ids.shape[1])
         x = self.embedding[...][ids].astype(jnp.float32)
-        x, _ = jax.lax.scan(lambda x, block: (self.layer(block, x, bias), None), x, self.blocks)
+        x = stacked.scan(lambda x, block: self.layer(block, x, bias), x, self.blocks)
         return self._norm(x, self.final_norm[...])
 
     def score_bias(self, lengths: Int[Array, " B"], size: int) -> Float[Array, "B N T K"]:

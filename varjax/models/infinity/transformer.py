@@ -22,7 +22,7 @@ from pallas_kernels.projection import Projection
 from varjax import sampling as sampling_lib
 from varjax.codecs.bsq.model import tokens_from_bits, tokens_to_bits
 from varjax.engine.inputs import Resampling, StepInputs
-from varjax.models import layers
+from varjax.models import layers, stacked
 from varjax.models.infinity.config import LEVELS, PRESETS, InfinityConfig
 from varjax.models.infinity.schedules import rope_positions
 from varjax.models.next_scale import NextScaleTransformer
@@ -105,7 +105,7 @@ class Infinity(NextScaleTransformer):
         self.level_embedding = table(LEVELS, width)
         self.word_embedding = _linear(config.bits, width, rngs, std)
         self.shared_modulation = _linear(width, 6 * width, rngs, std)
-        self.blocks = layers.stack_layers(lambda r: Block(config, rngs=r), config.depth, rngs)
+        self.blocks = stacked.stack(lambda r: Block(config, rngs=r), config.depth, rngs)
         self.head_modulation = _linear(width, 2 * width, rngs, 0.5 * std)
         self.head = _linear(width, 2 * config.bits, rngs, 0.02 * std)
 
@@ -180,13 +180,13 @@ class Infinity(NextScaleTransformer):
         condition, source = self.encode_text(text, visible)
         active = jax.nn.silu(condition)
         shared = self.shared_modulation(active).reshape(-1, 6, config.embed_dim)
-        kernels, bias = self.blocks.cross_kv.kernel[...], self.blocks.cross_v_bias[...]
+        kernels, bias = self.blocks.cross_kv.kernel.get_value(), self.blocks.cross_v_bias[...]
 
         def keys_and_values(layer):
             k, v = jnp.split(source @ layer[0], 2, axis=-1)
             return tuple(layers.split_heads(a, config.head_dim) for a in (k, v + layer[1]))
 
-        keys, values = jax.lax.map(keys_and_values, (kernels, bias))
+        keys, values = stacked.map_layers(keys_and_values, (kernels, bias))
         return {
             "start": condition[:, None] + self.start_embedding[...],
             "head": self.head_modulation(active).reshape(-1, 2, config.embed_dim),

@@ -21,7 +21,7 @@ from pallas_kernels.projection import Projection
 from varjax import sampling as sampling_lib
 from varjax.engine.inputs import StepInputs
 from varjax.errors import UserError
-from varjax.models import layers
+from varjax.models import layers, stacked
 from varjax.models.next_scale import NextScaleTransformer
 from varjax.models.var.config import PRESETS, VARConfig
 from varjax.parallel import split
@@ -90,7 +90,7 @@ class VAR(NextScaleTransformer):
         self.word_embedding = _linear(config.z_channels, width, std, rngs)
         if config.shared_aln:
             self.shared_modulation = _linear(width, 6 * width, std, rngs)
-        self.blocks = layers.stack_layers(lambda r: Block(config, rngs=r), config.depth, rngs)
+        self.blocks = stacked.stack(lambda r: Block(config, rngs=r), config.depth, rngs)
         self.head_modulation = _linear(width, 2 * width, 0.5 * std, rngs)
         self.head = _linear(width, config.vocab_size, 0.02 * std, rngs)
 
@@ -121,9 +121,12 @@ class VAR(NextScaleTransformer):
             shared = self.shared_modulation(active).reshape(-1, 6, config.embed_dim)
             per_layer = self.blocks.modulation_offset[:, None] + shared[None]
         else:
-            kernel, bias = self.blocks.modulation.kernel[...], self.blocks.modulation.bias[...]
+            modulation = self.blocks.modulation
+            kernel, bias = modulation.kernel.get_value(), modulation.bias[...]
             # layer by layer: one product over all would first copy all these weights, transposed
-            per_layer = jax.lax.map(lambda layer: active @ layer[0] + layer[1], (kernel, bias))
+            per_layer = stacked.map_layers(
+                lambda layer: active @ layer[0] + layer[1], (kernel, bias)
+            )
             per_layer = split.whole(per_layer).reshape(config.depth, -1, 6, config.embed_dim)
         return {
             "start": condition[:, None] + self.start_embedding[...],
