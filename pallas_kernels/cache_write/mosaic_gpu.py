@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import estimates
 from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.cache_write import reference
 from pallas_kernels.mosaic_projection import finished
@@ -48,6 +49,7 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret):
             plgpu.Barrier(num_arrivals=2 * size),
         ],
         grid={"entry": writes.ids.shape[-1], "head": heads, "row": rows},
+        cost=estimates.write(projection, kv_pool, writes),
         interpret=interpret,
         name="cache_write",
     )

@@ -21,7 +21,6 @@ Vector memory: 4 (T + S) 2 H for the tokens of each head of 128 lanes, and the t
 of a step in their own type twice.
 """
 
-import math
 from functools import partial
 
 import jax
@@ -30,10 +29,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from pallas_kernels import tpu_operands
+from pallas_kernels import estimates, tpu_operands
 from pallas_kernels.cache_write.reference import LARGEST_INT8, inverse_scale
 from pallas_kernels.cache_write.tpu_stores import Layout, Stores
-from pallas_kernels.tables import BlockWrites
 from pallas_kernels.tpu_operands import LANES, block_shape, in_parts, rounded
 from pallas_kernels.tpu_projection import Heads, Own, operands
 
@@ -84,7 +82,9 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret: bool):
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=_vmem_limit(layout, heads, padded, projection),
         ),
-        cost_estimate=_cost(projection, pools, writes),
+        cost_estimate=estimates.write(
+            projection, kv_pool, writes, blocks=True, scales_at_once=LANES
+        ),
         interpret=interpret,
         name="cache_write",
     )(tpu_operands.layer_of(writes), table, *arrays, *pools)
@@ -139,16 +139,6 @@ def _vmem_limit(layout: Layout, heads: Heads, padded: int, projection) -> int | 
     # 1 MiB leaves room for the blocks. An estimate: hence 14 of 16 MiB, and a quarter on top.
     needed = padded * (4 * lanes + given + rotation) + 2**20
     return None if needed <= 14 * 2**20 else needed * 5 // 4
-
-
-def _cost(projection, pools: list[Array], writes: BlockWrites) -> pl.CostEstimate:
-    """As if every entry were partly overwritten."""
-    rows, heads = projection.shape[:2]
-    blocks = rows * heads * writes.ids.shape[-1]
-    moved = projection.qkv.size // 3 * 2 * projection.dtype.itemsize
-    block_bytes = (p.dtype.itemsize * math.prod(block_shape(p)) for p in pools)
-    moved += sum(2 * blocks * size for size in block_bytes)
-    return pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved)
 
 
 # --- the kernel ---

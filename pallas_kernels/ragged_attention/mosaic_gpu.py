@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import estimates
 from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.mosaic_products import (
     LAYOUT,
@@ -105,6 +106,7 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
         ],
         grid={"tile": count, "head": heads // several, "row": rows},
         computing=groups,
+        cost=estimates.attend(projection, kv_pool, table, lse=True),
         interpret=interpret,
         name="ragged_attention",
     )

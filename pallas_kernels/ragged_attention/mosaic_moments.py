@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import estimates
 from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.mosaic_products import (
     LAYOUT,
@@ -89,6 +90,7 @@ def attention_moments(
         ],
         grid={"tile": count, "head": heads, "row": rows},
         computing=1,
+        cost=estimates.attention_moments(projection, kv_pool, table, squares=squares),
         interpret=interpret,
         name="attention_moments",
     )

@@ -40,6 +40,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import estimates
 from pallas_kernels.ragged_attention import tpu_blocks
 from pallas_kernels.ragged_attention.tpu_blocks import Blocks, Grouping, dot, split
 from pallas_kernels.tpu_operands import LANES, balanced, rounded
@@ -68,7 +69,7 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
     width = heads.count * head_dim
     out = jax.ShapeDtypeStruct((rows, tokens, width), projection.dtype)
     tile = pl.BlockSpec((1, block_q, width // heads.steps), lambda r, n, t, *_: (r, t, n))
-    pairs = rows * count * tokens * (call.slots + tokens)
+    tiles, moved = pl.cdiv(tokens, block_q), {"lse": return_lse, "scales_at_once": LANES}
     found = tpu_blocks.attention_call(
         partial(_attend_tile, heads=heads, scale=projection.scale, own_keys=own_keys),
         *(call, config, heads, Grouping.of(call, keys), (new_length, kv_pool, table, kv_scale)),
@@ -80,8 +81,8 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
             *[pltpu.VMEM((heads.together, 1, block_q), jnp.float32)] * 2,
             pltpu.VMEM((heads.width, block_q), jnp.float32),  # output, transposed
         ],
-        tiles=pl.cdiv(tokens, block_q),
-        cost=(4 * pairs * head_dim, pairs, 4 * out.size * out.dtype.itemsize),
+        tiles=tiles,
+        cost=estimates.attend(projection, kv_pool, table, tiles=tiles, **moved),
         interpret=interpret,
         name="ragged_attention",
     )
@@ -208,7 +209,7 @@ def attention_moments(
     call, config = tpu_blocks.prepare(
         "attention_moments", projection, kv_pool, table, kv_scale, config, interpret
     )
-    rows, count, tokens, head_dim = projection.shape
+    rows, count, tokens, _ = projection.shape
     table = table.with_packed()
     heads = Heads.of(projection, table)
     # Groups and pieces of own keys are multiples of 128, because a key is a lane of the result, and
@@ -224,9 +225,7 @@ def attention_moments(
     lse = jnp.pad(heads.padded(lse, 1), ((0, 0), (0, 0), (0, tail)))[:, :, None]
     # whole groups and pieces; the columns behind M blocks and T tokens are cut off below
     widths = [grouping.slots, all_own] * (2 if squares else 1)
-    pairs = rows * count * tokens * (call.slots + tokens)
-    moved = 2 * projection.qkv.size // 3 * projection.dtype.itemsize
-    moved += 4 * rows * count * (call.slots + tokens)
+    moved = {"squares": squares, "halves": 2, "scales_at_once": LANES}
     parts = {"q": (all_queries, lambda *_: 0), "k": (all_own, lambda *_: 0)}
     found = tpu_blocks.attention_call(
         partial(
@@ -245,7 +244,7 @@ def attention_moments(
         ],
         scratch=[pltpu.VMEM((heads.together, all_queries, heads.width), projection.dtype)],
         tiles=1,
-        cost=(2 * pairs * head_dim + 4 * pairs, pairs, moved),
+        cost=estimates.attention_moments(projection, kv_pool, table, **moved),
         interpret=interpret,
         name="attention_moments",
     )

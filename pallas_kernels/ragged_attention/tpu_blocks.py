@@ -95,8 +95,7 @@ def attention_call(
       stored: (new_length, kv_pool, table, kv_scale) of the call.
       given: by name; results: (array or its shape and type, BlockSpec) each. scratch: shapes.
       tiles: grid steps for the same heads of a row.
-      cost: floating-point operations, exponentials, and bytes besides those of stored slots, as if
-        every slot of the table were live.
+      cost: what it computes and moves.
     """
     new_length, kv_pool, table, kv_scale = stored
     if not kv_pool.shape[1]:  # a kernel has no arrays without elements
@@ -114,13 +113,11 @@ def attention_call(
 
     arrays, in_specs = zip(*given.values(), strict=True)
     out_shape, out_specs = zip(*results, strict=True)
-    rows = len(kv_pool)
-    copied = rows * heads.count * tiles * call.slots * 2 * call.head_dim * kv_pool.dtype.itemsize
     return pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(rows, heads.steps, tiles),
+            grid=(len(kv_pool), heads.steps, tiles),
             in_specs=[
                 tpu_operands.table_spec(table, entries, heads),
                 *in_specs,
@@ -144,9 +141,7 @@ def attention_call(
                 call, config, heads=heads.step, rotated="rotation" in given
             ),
         ),
-        cost_estimate=pl.CostEstimate(
-            flops=cost[0], transcendentals=cost[1], bytes_accessed=cost[2] + copied
-        ),
+        cost_estimate=cost,
         interpret=interpret,
         name=name,
     )(length, tpu_operands.layer_of(table), entries, *arrays, *pools)
