@@ -104,6 +104,7 @@ def update(
     scratch: Sequence[Any],
     *,
     grid: dict[str, int],
+    cost: pl.CostEstimate,
     interpret,
     name: str,
 ) -> Array:
@@ -114,13 +115,13 @@ def update(
     def kernel(*refs):
         pl.run_scoped(partial(body, refs[-1], *refs[:-1]), *scratch)
 
-    kernel.__name__ = name
-    # `plgpu.kernel` would do, but before JAX 0.11 it takes no references within a scan
     pl.kernel(
         kernel,
         out_type=(),
         mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid)),
         compiler_params=plgpu.CompilerParams(lowering_semantics=LANES),
+        cost_estimate=cost,
+        name=name,
         **({"interpret": simulator(interpret)} if interpret else {}),
     )(*operands, changed)
     return jax.freeze(changed)
@@ -134,6 +135,7 @@ def launch(
     *,
     grid: dict[str, int],
     computing: int,
+    cost: pl.CostEstimate,
     interpret,
     name: str,
 ) -> Sequence[Array]:
@@ -142,16 +144,18 @@ def launch(
 
     interpret: run in the simulator; `plgpu.InterpretGPUParams` say how.
     """
-    options = {"interpret": simulator(interpret)} if interpret else {}
-    body.__name__ = name  # what profiles call it
-    return plgpu.kernel(
-        body,
+    threads = {"num_threads": computing + 1, "thread_name": "warpgroup"}
+
+    def kernel(*refs):
+        pl.run_scoped(partial(body, *refs), *scratch, collective_axes="warpgroup")
+
+    # not `plgpu.kernel`, which takes no estimate
+    return pl.kernel(
+        kernel,
         out_type=tuple(results),
-        scratch_types=list(scratch),
-        grid=tuple(grid.values()),
-        grid_names=tuple(grid),
-        num_threads=computing + 1,
-        thread_name="warpgroup",
+        mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid), **threads),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=LANES),
-        **options,
+        cost_estimate=cost,
+        name=name,
+        **({"interpret": simulator(interpret)} if interpret else {}),
     )(*operands)

@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from pallas_kernels import estimates
 from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.mosaic_products import (
     LAYOUT,
@@ -170,6 +171,7 @@ def finished(projection: Projection, parts: Sequence[int], interpret) -> Array:
     lines, places = pl.cdiv(tokens, ROWS), 1 if single else rows
     whole = tokens if single or tokens < mosaic.PIECE else -(-tokens // mosaic.PIECE) * mosaic.PIECE
     chip, count, dtype = products(), len(parts), projection.dtype
+    turned = sum(turn_widths(projection)) * len([part for part in parts if part != V])
     (found,) = mosaic.launch(
         partial(_finish, tuple(parts), single, chip),
         [Unfinished.of(projection, parts, lines * ROWS)],
@@ -183,6 +185,7 @@ def finished(projection: Projection, parts: Sequence[int], interpret) -> Array:
         ],
         grid={"tile": lines, "head": heads, "row": places},
         computing=0,
+        cost=estimates.finish(projection, count, turned),
         interpret=interpret,
         name="finish",
     )

@@ -122,16 +122,7 @@ def operands(projection: Projection, heads: Heads, tokens: dict[str, Any]) -> Op
     rows, _, length, _ = projection.shape
     qkv = heads.padded(projection.qkv, 3).reshape(rows, length, -1)
     width = heads.groups * heads.width
-    found = {}
-    for part, (size, place) in tokens.items():
-        first = PARTS[part] * heads.steps
-        found[part] = (
-            qkv,
-            pl.BlockSpec(
-                (1, size, width),
-                lambda r, n, *i, first=first, place=place: (r, place(*i), first + n),
-            ),
-        )
+    found = {part: (qkv, _part_spec(part, heads, *tokens[part])) for part in tokens}
     for part, bias in (("q", projection.q_bias), ("v", projection.v_bias)):
         if bias is not None and part in tokens:
             row = heads.padded(bias, 0).reshape(1, -1)
@@ -140,17 +131,27 @@ def operands(projection: Projection, heads: Heads, tokens: dict[str, Any]) -> Op
         multiplier = heads.padded(projection.multiplier.astype(jnp.float32), 0)
         found["multiplier"] = multiplier, pl.BlockSpec(memory_space=pltpu.SMEM)
     if projection.rotation is not None and tokens.keys() != {"v"}:
-        # All tokens', because all keys meet every tile of queries; once, not for the next step as
-        # well, because it is the same for all. Both numbers of a pair have the same angle: its
-        # cosine stands at the first, its sine at the second, which is half the memory.
         size = max(-(-length // n) * n for part, (n, _) in tokens.items() if part != "v")
-        cos, sin = projection.rotation
-        both = jnp.where(jnp.arange(cos.shape[1]) % 2 == 0, cos, sin)
-        found["rotation"] = (
-            jnp.tile(both, (1, heads.together)),
-            pl.BlockSpec((size, heads.width), lambda *_: (0, 0), pipeline_mode=pl.Buffered(1)),
-        )
+        found["rotation"] = _angles(projection.rotation, heads, size)
     return found
+
+
+def _part_spec(part: str, heads: Heads, size: int, place) -> pl.BlockSpec:
+    """Heads of a grid step in a part of the product."""
+    first = PARTS[part] * heads.steps
+    shape = (1, size, heads.groups * heads.width)
+    return pl.BlockSpec(shape, lambda r, n, *i: (r, place(*i), first + n))
+
+
+def _angles(rotation, heads: Heads, size: int) -> tuple[Array, pl.BlockSpec]:
+    """Cosines and sines of all tokens, because all keys meet every tile of queries; once, not for
+    the next step as well, because they are the same for all. size: tokens, with padding."""
+    # Both numbers of a pair have the same angle: its cosine stands at the first, its sine at the
+    # second, which is half the memory.
+    cos, sin = rotation
+    both = jnp.where(jnp.arange(cos.shape[1]) % 2 == 0, cos, sin)
+    spec = pl.BlockSpec((size, heads.width), lambda *_: (0, 0), pipeline_mode=pl.Buffered(1))
+    return jnp.tile(both, (1, heads.together)), spec
 
 
 @dataclass(frozen=True)

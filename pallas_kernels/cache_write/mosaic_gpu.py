@@ -12,18 +12,24 @@ Traffic: every stored token once in and once out, 4 R N T H b bytes for T stored
 elements of b bytes; tables of 4 (block_size + 2) bytes per entry.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import estimates
 from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.cache_write import reference
 from pallas_kernels.mosaic_projection import finished
 from pallas_kernels.projection import K, V
 from pallas_kernels.tables import CONSECUTIVE, FULL, KIND_BITS, PARTIAL
+
+HALVES = range(2)  # key and value
 
 
 def write(kv_pool, projection, writes, kv_scale, *, interpret):
@@ -48,6 +54,7 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret):
             plgpu.Barrier(num_arrivals=2 * size),
         ],
         grid={"entry": writes.ids.shape[-1], "head": heads, "row": rows},
+        cost=estimates.write(projection, kv_pool, writes),
         interpret=interpret,
         name="cache_write",
     )
@@ -61,7 +68,6 @@ def _store(
     lead, size, heads = row if per_row else layer[0], tokens.shape[1], table.shape[1]
     packed = table[lead, head, 0, entry]
     block, kind = packed >> KIND_BITS, packed & (1 << KIND_BITS) - 1
-    (whole, single), halves = barriers, range(2)
 
     def source(slot: int):
         return table[lead, head, 0, entries + 2 + entry * size + slot]
@@ -69,34 +75,56 @@ def _store(
     def of_head(half: int):
         return pl.ds((half * heads + head) * head_dim, head_dim)
 
-    def columns(half: int):
-        return pl.ds(half * head_dim, head_dim)
-
-    @pl.when(kind == CONSECUTIVE)
-    def _():
-        first = source(0)
-        for half in halves:
-            run = given.at[row, pl.ds(first, size), of_head(half)]
-            plgpu.copy_gmem_to_smem(run, tokens.at[half], whole)
-        plgpu.barrier_wait(whole)
-        for half in halves:
-            plgpu.copy_smem_to_gmem(tokens.at[half], pool.at[row, block, :, columns(half)])
-
-    @pl.when((kind == PARTIAL) | (kind == FULL))
-    def _():
-        for i in range(size):
-            # slots without a token take any: a barrier counts as many copies every time
-            token = jnp.maximum(source(i), 0)
-            for half in halves:
-                one = given.at[row, token, of_head(half)]
-                plgpu.copy_gmem_to_smem(one, tokens.at[half, i], single)
-        plgpu.barrier_wait(single)
-        for i in range(size):
-
-            @pl.when(source(i) >= 0)
-            def _(i=i):
-                for half in halves:
-                    target = pool.at[row, block, i, columns(half)]
-                    plgpu.copy_smem_to_gmem(tokens.at[half, i], target)
-
+    this = _Entry(given, tokens, pool, row, block, source, of_head)
+    pl.when(kind == CONSECUTIVE)(lambda: this.store_run(barriers[0]))
+    pl.when((kind == PARTIAL) | (kind == FULL))(lambda: this.store_slots(barriers[1]))
     plgpu.wait_smem_to_gmem(0)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One entry of a head's table.
+
+    given: finished tokens, [R, T, 2 N H]. tokens: shared memory [2, block_size, H]. row, block: of
+    the pool. source: which token a slot takes, or -1. of_head: columns of `given`.
+    """
+
+    given: Any
+    tokens: Any
+    pool: Any
+    row: Any
+    block: Any
+    source: Callable[[int], Any]
+    of_head: Callable[[int], Any]
+
+    def store_run(self, barrier) -> None:
+        """Tokens that follow one another."""
+        first = self.source(0)
+        for half in HALVES:
+            run = self.given.at[self.row, pl.ds(first, self.tokens.shape[1]), self.of_head(half)]
+            plgpu.copy_gmem_to_smem(run, self.tokens.at[half], barrier)
+        plgpu.barrier_wait(barrier)
+        for half in HALVES:
+            plgpu.copy_smem_to_gmem(self.tokens.at[half], self._target(slice(None), half))
+
+    def store_slots(self, barrier) -> None:
+        """One token after another."""
+        slots = range(self.tokens.shape[1])
+        for i in slots:
+            # slots without a token take any: a barrier counts as many copies every time
+            token = jnp.maximum(self.source(i), 0)
+            for half in HALVES:
+                one = self.given.at[self.row, token, self.of_head(half)]
+                plgpu.copy_gmem_to_smem(one, self.tokens.at[half, i], barrier)
+        plgpu.barrier_wait(barrier)
+        for i in slots:
+            pl.when(self.source(i) >= 0)(partial(self._store_slot, i))
+
+    def _store_slot(self, i: int) -> None:
+        for half in HALVES:
+            plgpu.copy_smem_to_gmem(self.tokens.at[half, i], self._target(i, half))
+
+    def _target(self, slots, half: int):
+        """Keys or values of slots of the block."""
+        head_dim = self.tokens.shape[2]
+        return self.pool.at[self.row, self.block, slots, pl.ds(half * head_dim, head_dim)]

@@ -21,7 +21,6 @@ Vector memory: 4 (T + S) 2 H for the tokens of each head of 128 lanes, and the t
 of a step in their own type twice.
 """
 
-import math
 from functools import partial
 
 import jax
@@ -30,10 +29,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from pallas_kernels import tpu_operands
+from pallas_kernels import estimates, tpu_operands
 from pallas_kernels.cache_write.reference import LARGEST_INT8, inverse_scale
 from pallas_kernels.cache_write.tpu_stores import Layout, Stores
-from pallas_kernels.tables import BlockWrites
 from pallas_kernels.tpu_operands import LANES, block_shape, in_parts, rounded
 from pallas_kernels.tpu_projection import Heads, Own, operands
 
@@ -52,45 +50,51 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret: bool):
         return kv_pool, kv_scale  # there is no slot to fill
     tokens, head_dim = projection.shape[2:]
     chunk = min(CHUNK, rounded(tokens, 32))  # whole tiles: 8 rows of float32, 16 of bfloat16
-    padded = rounded(tokens, chunk)
     writes = writes.with_packed()
     heads = Heads.of(projection, writes)
     table = tpu_operands.table_rows(writes, heads)
-    whole = (padded, lambda *_: 0)
+    whole = (rounded(tokens, chunk), lambda *_: 0)
     given = operands(projection, heads, {"k": whole, "v": whole})
     pools = tpu_operands.pools(kv_pool, kv_scale, interpret)
     layout = Layout.of(head_dim, kv_pool.shape[2], kv_scale is not None)
-    arrays, in_specs = zip(*given.values(), strict=True)
-    kernel = partial(_kernel, layout=layout, heads=heads, chunk=chunk, given=tuple(given))
+    sizes = {"layout": layout, "heads": heads, "chunk": chunk, "pools": len(pools)}
     found = pl.pallas_call(
-        partial(kernel, pools=len(pools), dtype=projection.dtype),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(len(kv_pool), heads.steps),
-            in_specs=[
-                tpu_operands.table_spec(writes, table, heads),
-                *in_specs,
-                *tpu_operands.pool_specs(pools),
-            ],
-            out_specs=tpu_operands.pool_specs(pools),
-            scratch_shapes=_scratch_shapes(layout, heads, pools, padded),
+        partial(_kernel, **sizes, given=tuple(given), dtype=projection.dtype),
+        **_placed(projection, layout, heads, given, pools, (writes, table)),
+        cost_estimate=estimates.write(
+            projection, kv_pool, writes, blocks=True, scales_at_once=LANES
         ),
-        out_shape=[jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pools],
-        # Operands behind the layer, the table and the tokens. Blocks that are not written keep
-        # their contents only because a result is its operand.
-        input_output_aliases={2 + len(given) + i: i for i in range(len(pools))},
-        # heads may share blocks, rows do not
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"),
-            vmem_limit_bytes=_vmem_limit(layout, heads, padded, projection),
-        ),
-        cost_estimate=_cost(projection, pools, writes),
         interpret=interpret,
         name="cache_write",
-    )(tpu_operands.layer_of(writes), table, *arrays, *pools)
+    )(tpu_operands.layer_of(writes), table, *(array for array, _ in given.values()), *pools)
     # the compiler refuses an aliased result in HBM that is a donated argument and a result at once
     found = jax.lax.optimization_barrier(found)
     return found[0], None if kv_scale is None else found[1]
+
+
+def _placed(projection, layout: Layout, heads: Heads, given, pools: list[Array], tables) -> dict:
+    """What `pl.pallas_call` is told about where operands and results lie. tables: writes and their
+    packed rows."""
+    padded = given["k"][1].block_shape[1]
+    specs, pool_specs = [spec for _, spec in given.values()], tpu_operands.pool_specs(pools)
+    return {
+        "grid_spec": pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(len(pools[0]), heads.steps),
+            in_specs=[tpu_operands.table_spec(*tables, heads), *specs, *pool_specs],
+            out_specs=pool_specs,
+            scratch_shapes=_scratch_shapes(layout, heads, pools, padded),
+        ),
+        "out_shape": [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pools],
+        # Operands behind the layer, the table and the tokens. Blocks that are not written keep
+        # their contents only because a result is its operand.
+        "input_output_aliases": {2 + len(given) + i: i for i in range(len(pools))},
+        # heads may share blocks, rows do not
+        "compiler_params": pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=_vmem_limit(layout, heads, padded, projection),
+        ),
+    }
 
 
 def _check(projection, kv_pool) -> None:
@@ -139,16 +143,6 @@ def _vmem_limit(layout: Layout, heads: Heads, padded: int, projection) -> int | 
     # 1 MiB leaves room for the blocks. An estimate: hence 14 of 16 MiB, and a quarter on top.
     needed = padded * (4 * lanes + given + rotation) + 2**20
     return None if needed <= 14 * 2**20 else needed * 5 // 4
-
-
-def _cost(projection, pools: list[Array], writes: BlockWrites) -> pl.CostEstimate:
-    """As if every entry were partly overwritten."""
-    rows, heads = projection.shape[:2]
-    blocks = rows * heads * writes.ids.shape[-1]
-    moved = projection.qkv.size // 3 * 2 * projection.dtype.itemsize
-    block_bytes = (p.dtype.itemsize * math.prod(block_shape(p)) for p in pools)
-    moved += sum(2 * blocks * size for size in block_bytes)
-    return pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved)
 
 
 # --- the kernel ---

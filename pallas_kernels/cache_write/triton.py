@@ -22,6 +22,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import estimates
 from pallas_kernels.cache_write.reference import LARGEST_INT8, inverse_scale
 from pallas_kernels.triton_operands import HeadTables, Tokens, check, row_spec
 
@@ -57,7 +58,7 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret: bool):
         input_output_aliases={before + i: i for i in range(len(stores))},
         # one stage: without a loop there is nothing to load ahead
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
-        cost_estimate=_cost(projection, stores, places),
+        cost_estimate=estimates.write(projection, kv_pool, writes),
         interpret=interpret,
         name="cache_write",
     )(given, *stores)
@@ -100,13 +101,3 @@ def _quantize(x):
     rest, odd = x - below, below - 2 * jnp.floor(below * 0.5)
     up = (rest > 0.5) | ((rest == 0.5) & (odd == 1))  # to nearest, ties to even
     return jnp.where(up, below + 1, below).astype(jnp.int8), scale
-
-
-def _cost(projection, stores, places: int) -> pl.CostEstimate:
-    """Upper bound: every slot receives a token."""
-    rows, heads, _, head_dim = projection.shape
-    element = projection.dtype.itemsize + stores[0].dtype.itemsize
-    per_slot = 2 * head_dim * element + (8 if len(stores) == 2 else 0) + 8
-    slots = rows * heads * places
-    flops = slots * 2 * head_dim * 8 if len(stores) == 2 else 0
-    return pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=slots * per_slot)

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import estimates
 from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.mosaic_products import (
     LAYOUT,
@@ -68,16 +69,11 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
     """See `api.attend`. config: tiles; None takes those of `config.choose`."""
     mosaic.check(projection.qkv, kv_pool, kv_scale, interpret)
     config = config or tiles.choose(tiles.Call.of("attend", projection, kv_pool, table), "mosaic")
-    (rows, heads, tokens, head_dim), dtype = projection.shape, projection.dtype
-    groups, size, buffers, chip = config.warpgroups, config.block_k, config.buffers, products()
-    stored = Stored.of(kv_pool, kv_scale, table, size)
+    (rows, heads, tokens, head_dim), groups, chip = projection.shape, config.warpgroups, products()
+    stored = Stored.of(kv_pool, kv_scale, table, config.block_k)
     count = pl.cdiv(tokens, groups * ROWS)
     several = heads_of_a_program(rows, heads) if groups == 1 and tokens <= ROWS else 1
     lines = count * groups * ROWS  # whole tiles of the statistics: their rows have no padding
-    tile = partial(mosaic.tile, dtype=dtype, swizzle=chip.swizzle)
-    landing = mosaic.landing(tokens, (groups, ROWS, head_dim), dtype, chip.swizzle)
-    full = partial(plgpu.Barrier, num_arrivals=stored.copies, num_barriers=buffers)
-    free = partial(plgpu.Barrier, num_arrivals=groups, num_barriers=buffers)
     out, lse = mosaic.launch(
         partial(_attend_tile, config, chip, several),
         [
@@ -87,29 +83,40 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
             stored,
         ],
         [
-            jax.ShapeDtypeStruct((rows, tokens, heads * head_dim), dtype),
+            jax.ShapeDtypeStruct((rows, tokens, heads * head_dim), projection.dtype),
             jax.ShapeDtypeStruct((rows, heads, lines), jnp.float32),
         ],
-        [
-            # queries as they come and finished; a barrier: they are there; what turns them
-            [landing, tile((groups, ROWS, head_dim)), plgpu.Barrier(num_barriers=groups)],
-            turn_scratch(projection, chip),
-            # the result, in the place of the queries where no others follow; statistics
-            [landing] if several > 1 else [],
-            plgpu.SMEM((groups, ROWS), jnp.float32),
-            tile((groups, ROWS, size)),  # weights
-            plgpu.Barrier(num_arrivals=groups),  # invalid values are cleared
-            [[tile((buffers, size, head_dim)), full(), free(), *stored.scratch(buffers, head_dim)]]
-            * 2,
-            chip.scratch(groups, size, head_dim, *turn_widths(projection)),
-        ],
+        _scratch(projection, config, chip, several, stored),
         grid={"tile": count, "head": heads // several, "row": rows},
         computing=groups,
+        cost=estimates.attend(projection, kv_pool, table, lse=True),
         interpret=interpret,
         name="ragged_attention",
     )
     out = out.reshape(rows, tokens, heads, head_dim)
     return (out, lse[:, :, :tokens]) if return_lse else out
+
+
+def _scratch(projection, config, chip: Products, several: int, stored: Stored) -> list:
+    """Shared and tensor memory of a program, in the order of `_attend_tile`."""
+    (_, _, tokens, head_dim), dtype = projection.shape, projection.dtype
+    groups, size, buffers = config.warpgroups, config.block_k, config.buffers
+    tile = partial(mosaic.tile, dtype=dtype, swizzle=chip.swizzle)
+    landing = mosaic.landing(tokens, (groups, ROWS, head_dim), dtype, chip.swizzle)
+    full = plgpu.Barrier(num_arrivals=stored.copies, num_barriers=buffers)
+    free = plgpu.Barrier(num_arrivals=groups, num_barriers=buffers)
+    return [
+        # queries as they come and finished; a barrier: they are there; what turns them
+        [landing, tile((groups, ROWS, head_dim)), plgpu.Barrier(num_barriers=groups)],
+        turn_scratch(projection, chip),
+        # the result, in the place of the queries where no others follow; statistics
+        [landing] if several > 1 else [],
+        plgpu.SMEM((groups, ROWS), jnp.float32),
+        tile((groups, ROWS, size)),  # weights
+        plgpu.Barrier(num_arrivals=groups),  # invalid values are cleared
+        [[tile((buffers, size, head_dim)), full, free, *stored.scratch(buffers, head_dim)]] * 2,
+        chip.scratch(groups, size, head_dim, *turn_widths(projection)),
+    ]
 
 
 def heads_of_a_program(rows: int, heads: int) -> int:
@@ -129,19 +136,10 @@ def shared_memory(config: tiles.MosaicConfig, head_dim: int, scaled: bool) -> in
     return 2 * numbers + groups * ROWS * 4 + scaled * steps * (head_dim + 4)
 
 
-def _attend_tile(config, chip: Products, several: int, length, given, own, stored, *refs):
-    (
-        out_ref,
-        lse_ref,
-        (raw, queries, arrived),
-        turn,
-        results,
-        statistics,
-        weights,
-        changed,
-        parts,
-        sums,
-    ) = refs
+def _attend_tile(
+    config, chip: Products, several: int, length, given, own, stored, out_ref, lse_ref, *scratch
+):
+    (raw, queries, arrived), turn, results, statistics, weights, changed, parts, sums = scratch
     row, group = jax.lax.axis_index("row"), jax.lax.axis_index("warpgroup")
     begin = jax.lax.axis_index("head") * several
     first = (jax.lax.axis_index("tile") * config.warpgroups + group) * ROWS
@@ -165,29 +163,53 @@ def _attend_tile(config, chip: Products, several: int, length, given, own, store
         work = Work(*places, turn, multiply)
         tile = _Tile(work.tile, weights.at[group], multiply, changed, group, config)
         result, line = (results or [raw])[0].at[group], statistics.at[group]
-
-        def head(i, before):
-            keys = keys_of(i)
-            given.finish(Q, keys.head, first, work)
-            if several > 1:
-                follows = i + 1 < several
-                pl.when(follows)(lambda: given.start(Q, row, keys.head + 1, first, work))
-            out, lse = tile.see(keys, parts, before)
-            plgpu.wait_smem_to_gmem(0)  # of the head before
-            result[...] = out.astype(result.dtype)
-            line[...] = lse
-            plgpu.commit_smem()
-            here, head_dim = pl.ds(first, ROWS), out.shape[1]
-            columns = pl.ds(keys.head * head_dim, head_dim)
-            plgpu.copy_smem_to_gmem(result, out_ref.at[row, here, columns])
-            plgpu.copy_smem_to_gmem(line, lse_ref.at[row, keys.head, here])
-            return before + keys.steps
-
         pl.when(group == 0)(lambda: given.start_turn(turn))
         given.start(Q, row, begin, first, work)
         given.wait_for_turn(turn)
-        jax.lax.fori_loop(0, several, head, 0)
-        plgpu.wait_smem_to_gmem(0)
+        into = _Results(result, line, out_ref, lse_ref, row, first)
+        _see_heads(several, given, keys_of, parts, work, tile, into)
+
+
+def _see_heads(several: int, given: Unfinished, keys_of, parts, work: Work, tile, results) -> None:
+    """What a computing warpgroup does for its heads, one after another; the queries of the first
+    one are on their way. keys_of: `Keys` of the program's i-th head."""
+    row, first = results.row, results.first
+
+    def head(i, before):
+        keys = keys_of(i)
+        given.finish(Q, keys.head, first, work)
+        if several > 1:
+            follows = i + 1 < several
+            pl.when(follows)(lambda: given.start(Q, row, keys.head + 1, first, work))
+        results.put(keys.head, *tile.see(keys, parts, before))
+        return before + keys.steps
+
+    jax.lax.fori_loop(0, several, head, 0)
+    plgpu.wait_smem_to_gmem(0)
+
+
+@dataclass(frozen=True)
+class _Results:
+    """Of 64 queries of a warpgroup, from number `first` on: where they lie in shared memory, and
+    the arrays that they are copied to."""
+
+    out: Any
+    line: Any
+    out_ref: Any
+    lse_ref: Any
+    row: Any
+    first: Any
+
+    def put(self, head, out, lse) -> None:
+        """Start copying a head's mean of the values [64, H] and log-sum-exp [64]."""
+        plgpu.wait_smem_to_gmem(0)  # of the head before
+        self.out[...] = out.astype(self.out.dtype)
+        self.line[...] = lse
+        plgpu.commit_smem()
+        here, head_dim = pl.ds(self.first, ROWS), out.shape[1]
+        columns = pl.ds(head * head_dim, head_dim)
+        plgpu.copy_smem_to_gmem(self.out, self.out_ref.at[self.row, here, columns])
+        plgpu.copy_smem_to_gmem(self.line, self.lse_ref.at[self.row, head, here])
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import estimates
 from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.mosaic_products import (
     LAYOUT,
@@ -54,8 +55,7 @@ def attention_moments(
     mosaic.check(projection.qkv, kv_pool, kv_scale, interpret)
     call = tiles.Call.of("attention_moments", projection, kv_pool, table)
     buffers, chip = (config or tiles.choose(call, "mosaic")).buffers, products()
-    (rows, heads, queries, head_dim), dtype = projection.shape, projection.dtype
-    tile = partial(mosaic.tile, dtype=dtype, swizzle=chip.swizzle)
+    rows, heads, queries, _ = projection.shape
     # 64 keys are the rows of a product, and each program sums its columns over all queries by
     # itself: no two programs add to one number
     stored, weights = Stored.of(kv_pool, kv_scale, table, ROWS), weights.astype(jnp.float32)
@@ -74,21 +74,10 @@ def attention_moments(
             mosaic.padded(lse, 2, ROWS),
         ],
         [[jax.ShapeDtypeStruct((rows, heads, count * ROWS), jnp.float32)] * (1 + squares)],
-        [
-            plgpu.SMEM((1 + squares, ROWS), jnp.float32),  # sums
-            tile((1, ROWS, head_dim)),  # keys
-            plgpu.Barrier(num_arrivals=stored.copies, num_barriers=1),
-            stored.scratch(1, head_dim),
-            chip.scratch(1, ROWS),
-            [
-                tile((buffers, ROWS, head_dim)),  # queries
-                plgpu.SMEM((buffers, 2, ROWS), jnp.float32),  # their weights and log-sum-exp
-                plgpu.Barrier(num_arrivals=3, num_barriers=buffers),
-                plgpu.Barrier(num_barriers=buffers),
-            ],
-        ],
+        _scratch(projection, chip, stored, buffers, 1 + squares),
         grid={"tile": count, "head": heads, "row": rows},
         computing=1,
+        cost=estimates.attention_moments(projection, kv_pool, table, squares=squares),
         interpret=interpret,
         name="attention_moments",
     )
@@ -96,6 +85,25 @@ def attention_moments(
     columns = [slice(0, call.slots), slice(old * ROWS, old * ROWS + queries)]
     sums = [jnp.concatenate([a[:, :, part] for part in columns], axis=-1) for a in found[0]]
     return sums[0], sums[1] if squares else None
+
+
+def _scratch(projection, chip: Products, stored: Stored, buffers: int, powers: int) -> list:
+    """Shared and tensor memory of a program, in the order of `_sum_columns`."""
+    head_dim = projection.shape[-1]
+    tile = partial(mosaic.tile, dtype=projection.dtype, swizzle=chip.swizzle)
+    return [
+        plgpu.SMEM((powers, ROWS), jnp.float32),  # sums
+        tile((1, ROWS, head_dim)),  # keys
+        plgpu.Barrier(num_arrivals=stored.copies, num_barriers=1),
+        stored.scratch(1, head_dim),
+        chip.scratch(1, ROWS),
+        [
+            tile((buffers, ROWS, head_dim)),  # queries
+            plgpu.SMEM((buffers, 2, ROWS), jnp.float32),  # their weights and log-sum-exp
+            plgpu.Barrier(num_arrivals=3, num_barriers=buffers),
+            plgpu.Barrier(num_barriers=buffers),
+        ],
+    ]
 
 
 def _sum_columns(heads: int, buffers: int, chip: Products, old: int, numbers, own, stored, *refs):
@@ -133,13 +141,19 @@ def _sum_columns(heads: int, buffers: int, chip: Products, old: int, numbers, ow
         inside = keys.valid(step, (ROWS, ROWS), 0)
         multiply = chip.multiply(product_sums, 0)
         totals = seen.sums(multiply, k_tile.at[0], factor, inside, len(results))
-        for i, total in enumerate(totals):
-            sums[i] = total
-        plgpu.commit_smem()
-        for i, result in enumerate(results):
-            columns = pl.ds(tile * ROWS, ROWS)
-            plgpu.copy_smem_to_gmem(sums.at[i], result.at[row, head, columns])
-        plgpu.wait_smem_to_gmem(0)
+        _store(totals, sums, results, (row, head, tile))
+
+
+def _store(totals, sums, results, place) -> None:
+    """Sums of a program's columns, through shared memory. place: row, head, tile."""
+    for i, total in enumerate(totals):
+        sums[i] = total
+    plgpu.commit_smem()
+    row, head, tile = place
+    for i, result in enumerate(results):
+        columns = pl.ds(tile * ROWS, ROWS)
+        plgpu.copy_smem_to_gmem(sums.at[i], result.at[row, head, columns])
+    plgpu.wait_smem_to_gmem(0)
 
 
 @dataclass(frozen=True)

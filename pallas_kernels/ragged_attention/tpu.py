@@ -40,8 +40,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import estimates
 from pallas_kernels.ragged_attention import tpu_blocks
-from pallas_kernels.ragged_attention.tpu_blocks import Blocks, Grouping, dot, split
+from pallas_kernels.ragged_attention.config import tpu_vmem_limit
+from pallas_kernels.ragged_attention.tpu_blocks import Blocks, Grouping, Stored, dot, split
 from pallas_kernels.tpu_operands import LANES, balanced, rounded
 from pallas_kernels.tpu_projection import Heads, Own, operands
 
@@ -61,32 +63,46 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
     # keys and values.
     whole = (rounded(tokens, own_keys), lambda *_: 0)
     given = operands(projection, heads, {"q": (block_q, lambda t, *_: t), "k": whole, "v": whole})
-    # [R, N, 1, T]: the last two axes of a block have to be multiples of 8 and 128 or whole, and one
-    # head of [R, N, T] is neither
-    row = pl.BlockSpec((1, heads.step, 1, block_q), lambda r, n, t, *_: (r, n, 0, t))
-    lse = (jax.ShapeDtypeStruct((rows, heads.count, 1, tokens), jnp.float32), row)
-    width = heads.count * head_dim
-    out = jax.ShapeDtypeStruct((rows, tokens, width), projection.dtype)
-    tile = pl.BlockSpec((1, block_q, width // heads.steps), lambda r, n, t, *_: (r, t, n))
-    pairs = rows * count * tokens * (call.slots + tokens)
+    tiles, moved = pl.cdiv(tokens, block_q), {"lse": return_lse, "scales_at_once": LANES}
+    rotated = projection.rotation is not None
+    stored = new_length, kv_pool, table, kv_scale, heads, Grouping.of(call, keys), interpret
     found = tpu_blocks.attention_call(
         partial(_attend_tile, heads=heads, scale=projection.scale, own_keys=own_keys),
-        *(call, config, heads, Grouping.of(call, keys), (new_length, kv_pool, table, kv_scale)),
         given,
-        [(out, tile)] + [lse] * return_lse,
-        scratch=[
-            pltpu.VMEM((heads.together, block_q, heads.width), projection.dtype),  # queries
-            # running maximum and sum
-            *[pltpu.VMEM((heads.together, 1, block_q), jnp.float32)] * 2,
-            pltpu.VMEM((heads.width, block_q), jnp.float32),  # output, transposed
-        ],
-        tiles=pl.cdiv(tokens, block_q),
-        cost=(4 * pairs * head_dim, pairs, 4 * out.size * out.dtype.itemsize),
+        Stored.of(*stored),
+        _results(projection, heads, block_q)[: 1 + return_lse],
+        scratch=_scratch(projection, heads, block_q),
+        tiles=tiles,
+        vmem_limit=tpu_vmem_limit(call, config, heads=heads.step, rotated=rotated),
+        cost=estimates.attend(projection, kv_pool, table, tiles=tiles, **moved),
         interpret=interpret,
         name="ragged_attention",
     )
     out = found[0].reshape(rows, tokens, heads.count, head_dim)[:, :, :count]
     return (out, found[1].reshape(rows, -1, tokens)[:, :count]) if return_lse else out
+
+
+def _results(projection, heads: Heads, block_q: int) -> list[tuple]:
+    """The output and the log-sum-exp, and their part in a grid step."""
+    (rows, _, tokens, head_dim), dtype = projection.shape, projection.dtype
+    width = heads.count * head_dim
+    out = jax.ShapeDtypeStruct((rows, tokens, width), dtype)
+    tile = pl.BlockSpec((1, block_q, width // heads.steps), lambda r, n, t, *_: (r, t, n))
+    # [R, N, 1, T]: the last two axes of a block have to be multiples of 8 and 128 or whole, and one
+    # head of [R, N, T] is neither
+    lse = jax.ShapeDtypeStruct((rows, heads.count, 1, tokens), jnp.float32)
+    row = pl.BlockSpec((1, heads.step, 1, block_q), lambda r, n, t, *_: (r, n, 0, t))
+    return [(out, tile), (lse, row)]
+
+
+def _scratch(projection, heads: Heads, block_q: int) -> list:
+    """Queries, their running maximum and sum, the output transposed."""
+    statistics = pltpu.VMEM((heads.together, 1, block_q), jnp.float32)
+    return [
+        pltpu.VMEM((heads.together, block_q, heads.width), projection.dtype),
+        *(statistics, statistics),
+        pltpu.VMEM((heads.width, block_q), jnp.float32),
+    ]
 
 
 def _attend_tile(
@@ -208,8 +224,7 @@ def attention_moments(
     call, config = tpu_blocks.prepare(
         "attention_moments", projection, kv_pool, table, kv_scale, config, interpret
     )
-    rows, count, tokens, head_dim = projection.shape
-    table = table.with_packed()
+    tokens, table = projection.shape[2], table.with_packed()
     heads = Heads.of(projection, table)
     # Groups and pieces of own keys are multiples of 128, because a key is a lane of the result, and
     # rows of results are stored at places that are multiples of their size.
@@ -217,43 +232,53 @@ def attention_moments(
     own_keys = min(rounded(config.own_keys, LANES), rounded(tokens, LANES))
     block_q = balanced(tokens, config.block_q, LANES)
     all_queries, all_own = rounded(tokens, block_q), rounded(tokens, own_keys)
-    tail = all_queries - tokens
+    given = _lines(heads, weights, lse, all_queries)
+    parts = {"q": (all_queries, lambda *_: 0), "k": (all_own, lambda *_: 0)}
+    given |= operands(projection, heads, parts)
+    moved = {"squares": squares, "halves": 2, "scales_at_once": LANES}
+    rotated = projection.rotation is not None
+    sizes = {"scale": projection.scale, "own_keys": own_keys, "block_q": block_q}
+    found = tpu_blocks.attention_call(
+        partial(_sum_columns, heads=heads, **sizes),
+        given,
+        Stored.of(new_length, kv_pool, table, kv_scale, heads, grouping, interpret),
+        _sums(len(kv_pool), heads, [grouping.slots, all_own] * (1 + squares)),
+        scratch=[pltpu.VMEM((heads.together, all_queries, heads.width), projection.dtype)],
+        tiles=1,
+        vmem_limit=tpu_vmem_limit(call, config, heads=heads.step, rotated=rotated),
+        cost=estimates.attention_moments(projection, kv_pool, table, **moved),
+        interpret=interpret,
+        name="attention_moments",
+    )
+    sums = _columns(found, projection.shape[1], call.slots, tokens)
+    return sums[0], sums[1] if squares else None
+
+
+def _lines(heads: Heads, weights, lse, all_queries: int) -> dict:
+    """Operands: weights and log-sum-exp of all queries, with padding."""
+    tail = all_queries - lse.shape[2]
     # padded with the weight 0, which `_over_queries` takes for "no query"; what q holds there is
     # undefined
     weights = jnp.pad(weights.astype(jnp.float32), (0, tail))[None]
     lse = jnp.pad(heads.padded(lse, 1), ((0, 0), (0, 0), (0, tail)))[:, :, None]
-    # whole groups and pieces; the columns behind M blocks and T tokens are cut off below
-    widths = [grouping.slots, all_own] * (2 if squares else 1)
-    pairs = rows * count * tokens * (call.slots + tokens)
-    moved = 2 * projection.qkv.size // 3 * projection.dtype.itemsize
-    moved += 4 * rows * count * (call.slots + tokens)
-    parts = {"q": (all_queries, lambda *_: 0), "k": (all_own, lambda *_: 0)}
-    found = tpu_blocks.attention_call(
-        partial(
-            *(_sum_columns,),
-            **dict(heads=heads, scale=projection.scale, own_keys=own_keys, block_q=block_q),
-        ),
-        *(call, config, heads, grouping, (new_length, kv_pool, table, kv_scale)),
-        {
-            "weights": (weights, pl.BlockSpec(weights.shape, lambda *_: (0, 0))),
-            "lse": (lse, _row_spec(heads, all_queries)),
-            **operands(projection, heads, parts),
-        },
-        [
-            (jax.ShapeDtypeStruct((rows, heads.count, 1, w), jnp.float32), _row_spec(heads, w))
-            for w in widths
-        ],
-        scratch=[pltpu.VMEM((heads.together, all_queries, heads.width), projection.dtype)],
-        tiles=1,
-        cost=(2 * pairs * head_dim + 4 * pairs, pairs, moved),
-        interpret=interpret,
-        name="attention_moments",
-    )
-    sums = [
-        jnp.concatenate([old[:, :count, 0, : call.slots], own[:, :count, 0, :tokens]], axis=-1)
+    return {
+        "weights": (weights, pl.BlockSpec(weights.shape, lambda *_: (0, 0))),
+        "lse": (lse, _row_spec(heads, all_queries)),
+    }
+
+
+def _sums(rows: int, heads: Heads, widths: list[int]) -> list[tuple]:
+    """Results: whole groups and pieces."""
+    shapes = (jax.ShapeDtypeStruct((rows, heads.count, 1, width), jnp.float32) for width in widths)
+    return [(shape, _row_spec(heads, shape.shape[-1])) for shape in shapes]
+
+
+def _columns(found: list, count: int, slots: int, tokens: int) -> list:
+    """Results cut to the columns of M blocks and T tokens, beside each other."""
+    return [
+        jnp.concatenate([old[:, :count, 0, :slots], own[:, :count, 0, :tokens]], axis=-1)
         for old, own in zip(found[::2], found[1::2], strict=True)
     ]
-    return sums[0], sums[1] if squares else None
 
 
 def _row_spec(heads: Heads, width: int) -> pl.BlockSpec:

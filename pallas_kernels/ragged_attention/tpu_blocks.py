@@ -24,6 +24,7 @@ from pallas_kernels.implementations import check_attention
 from pallas_kernels.ragged_attention import config as tiles_of
 from pallas_kernels.tables import RANGE_BITS
 from pallas_kernels.tpu_operands import LANES, block_of, block_shape, in_parts
+from pallas_kernels.tpu_projection import Heads
 
 # Groups in flight or in use. More than two, because a group of 128 keys is only 32 KiB, and what is
 # computed on it may take less time than HBM takes to answer.
@@ -72,84 +73,85 @@ class Grouping:
         return self.groups * self.blocks * self.block_size
 
 
+@dataclass(frozen=True)
+class Stored:
+    """The pool and the table of a call as operands of a kernel.
+
+    numbers: int32 [1] each, known before a grid step is: the scale's length and the table's layer.
+    entries: rows of the table. spec: of those in a grid step.
+    """
+
+    numbers: tuple[Array, Array]
+    entries: Array
+    spec: pl.BlockSpec
+    pools: list[Array]
+    heads: Heads
+    grouping: Grouping
+
+    @classmethod
+    def of(cls, new_length, kv_pool, table, kv_scale, heads, grouping, interpret) -> "Stored":
+        """table: packed."""
+        if not kv_pool.shape[1]:  # a kernel has no arrays without elements
+            kv_pool = jnp.zeros((len(kv_pool), 1, *kv_pool.shape[2:]), kv_pool.dtype)
+            kv_scale = None if kv_scale is None else jnp.zeros((len(kv_pool), 1, kv_scale.shape[2]))
+        pools = tpu_operands.pools(kv_pool, kv_scale, interpret)
+        length = jnp.reshape(new_length, 1).astype(jnp.int32)
+        entries = tpu_operands.table_rows(table, heads)
+        spec = tpu_operands.table_spec(table, entries, heads)
+        return cls((length, tpu_operands.layer_of(table)), entries, spec, pools, heads, grouping)
+
+    @property
+    def scratch(self) -> list:
+        """Buffers for groups of blocks (and scales), and the state of `Blocks`."""
+        shape, pools = (BUFFERS, self.grouping.blocks), self.pools
+        return [
+            *(pltpu.VMEM((*shape, *block_shape(pool)), pool.dtype) for pool in pools),
+            # One semaphore per buffer is enough: every copy is waited for, and a buffer takes one
+            # group at a time.
+            pltpu.SemaphoreType.DMA((BUFFERS,)),
+            pltpu.SMEM((4,), jnp.int32),
+        ]
+
+
 def attention_call(
-    kernel,
-    call,
-    config,
-    heads,
-    grouping,
-    stored,
-    given,
-    results,
-    *,
-    scratch,
-    tiles,
-    cost,
-    interpret,
-    name,
+    kernel, given, stored: Stored, results, *, scratch, tiles, vmem_limit, cost, interpret, name
 ) -> list[Array]:
     """Run `kernel(blocks, length_ref, given, results, scratch)`: refs of `given` by name, lists of
     the others.
 
     Args:
-      stored: (new_length, kv_pool, table, kv_scale) of the call.
       given: by name; results: (array or its shape and type, BlockSpec) each. scratch: shapes.
       tiles: grid steps for the same heads of a row.
-      cost: floating-point operations, exponentials, and bytes besides those of stored slots, as if
-        every slot of the table were live.
+      vmem_limit: bytes of vector memory. cost: what it computes and moves.
     """
-    new_length, kv_pool, table, kv_scale = stored
-    if not kv_pool.shape[1]:  # a kernel has no arrays without elements
-        kv_pool = jnp.zeros((len(kv_pool), 1, *kv_pool.shape[2:]), kv_pool.dtype)
-        kv_scale = None if kv_scale is None else jnp.zeros((len(kv_pool), 1, kv_scale.shape[2]))
-    pools = tpu_operands.pools(kv_pool, kv_scale, interpret)
-    length = jnp.reshape(new_length, 1).astype(jnp.int32)
-    entries = tpu_operands.table_rows(table, heads)
-    counts = (len(given), len(pools), len(results), len(scratch), len(pools), 2)
-
-    def body(length_ref, _, table, *refs):
-        own, stored, results, scratch, buffers, state = in_parts(refs, *counts)
-        blocks = Blocks(grouping, pl.program_id(0), table, stored, buffers, *state)
-        kernel(blocks, length_ref, dict(zip(given, own, strict=True)), results, scratch)
-
     arrays, in_specs = zip(*given.values(), strict=True)
     out_shape, out_specs = zip(*results, strict=True)
-    rows = len(kv_pool)
-    copied = rows * heads.count * tiles * call.slots * 2 * call.head_dim * kv_pool.dtype.itemsize
+    pools = len(stored.pools)
+    counts = (len(given), pools, len(results), len(scratch), pools, 2)
+
+    def body(length_ref, _, table, *refs):
+        own, whole, results, scratch, buffers, state = in_parts(refs, *counts)
+        blocks = Blocks(stored.grouping, pl.program_id(0), table, whole, buffers, *state)
+        kernel(blocks, length_ref, dict(zip(given, own, strict=True)), results, scratch)
+
     return pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(rows, heads.steps, tiles),
-            in_specs=[
-                tpu_operands.table_spec(table, entries, heads),
-                *in_specs,
-                *tpu_operands.pool_specs(pools),
-            ],
+            num_scalar_prefetch=len(stored.numbers),
+            grid=(len(stored.pools[0]), stored.heads.steps, tiles),
+            in_specs=[stored.spec, *in_specs, *tpu_operands.pool_specs(stored.pools)],
             out_specs=out_specs,
-            scratch_shapes=[
-                *scratch,
-                *(pltpu.VMEM((BUFFERS, grouping.blocks, *block_shape(p)), p.dtype) for p in pools),
-                # One semaphore per buffer is enough: every copy is waited for, and a buffer takes
-                # one group at a time.
-                pltpu.SemaphoreType.DMA((BUFFERS,)),
-                pltpu.SMEM((4,), jnp.int32),
-            ],
+            scratch_shapes=[*scratch, *stored.scratch],
         ),
         out_shape=out_shape,
+        # No grid step needs what another one left, so the two cores of a v5p may share them.
         compiler_params=pltpu.CompilerParams(
-            # No grid step needs what another one left, so the two cores of a v5p may share them.
-            dimension_semantics=("parallel",) * 3,
-            vmem_limit_bytes=tiles_of.tpu_vmem_limit(
-                call, config, heads=heads.step, rotated="rotation" in given
-            ),
+            dimension_semantics=("parallel",) * 3, vmem_limit_bytes=vmem_limit
         ),
-        cost_estimate=pl.CostEstimate(
-            flops=cost[0], transcendentals=cost[1], bytes_accessed=cost[2] + copied
-        ),
+        cost_estimate=cost,
         interpret=interpret,
         name=name,
-    )(length, tpu_operands.layer_of(table), entries, *arrays, *pools)
+    )(*stored.numbers, stored.entries, *arrays, *stored.pools)
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import estimates
 from pallas_kernels.ragged_attention import config as tiles
 from pallas_kernels.ragged_attention import triton_pool
 from pallas_kernels.ragged_attention.triton_pool import LOG2_E, Stored, dot
@@ -75,14 +76,13 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
     tile = pl.BlockSpec((None, config.block_q, None, head_dim), lambda i, n, r: (r, i, n, 0))
     lse = jax.ShapeDtypeStruct((rows, heads, tokens), jnp.float32)
     line = pl.BlockSpec((None, None, config.block_q), lambda i, n, r: (r, n, i))
-    pairs = rows * heads * tokens * (tokens + stored.keys)
     found = triton_pool.attention_call(
         partial(_attend_tile, config, step, tokens),
         [(a, a.specs) for a in given],
         *(stored, config, new_length),
         [(shape, tile)] + [(lse, line)] * return_lse,
         grid=(programs, heads, rows),
-        cost=(4 * pairs * head_dim, pairs, 4 * shape.size * shape.dtype.itemsize),
+        cost=estimates.attend(projection, kv_pool, table, lse=return_lse),
         interpret=interpret,
         name="ragged_attention",
     )
@@ -196,16 +196,13 @@ def attention_moments(
     check(projection, kv_pool, kv_scale, interpret)
     call = tiles.Call.of("attention_moments", projection, kv_pool, table)
     config = config or tiles.choose(call, "triton")
-    rows, heads, own, head_dim = projection.shape
+    rows, heads, own, _ = projection.shape
     stored, old = Stored.of(kv_pool, table, kv_scale), call.slots
     # Every program walks over all queries: finished once, they are read (P + T) / block_k times.
     queries = Tokens.queries(projection)
     queries, keys = queries.with_rows(projection.queries()), Tokens.keys(projection)
     # whole lines: the tiles of own keys start at column `old`, which is no multiple of block_k
     sums = (jax.ShapeDtypeStruct((rows, heads, old + own), jnp.float32), head_spec(old + own))
-    moments, columns = 2 if squares else 1, rows * heads * (own + stored.keys)
-    moved = rows * heads * own * (2 * head_dim * projection.dtype.itemsize + 4)
-    moved += 4 * columns * moments
     # Programs own columns, not queries: each sums its columns over all queries by itself, so no two
     # programs add to one number (no atomics, the same result in every run).
     found = triton_pool.attention_call(
@@ -216,9 +213,9 @@ def attention_moments(
             (lse, head_spec(own)),
         ],
         *(stored, config, new_length),
-        [sums] * moments,
+        [sums] * (1 + squares),
         grid=(pl.cdiv(old, config.block_k) + pl.cdiv(own, config.block_k), heads, rows),
-        cost=(columns * own * 2 * (head_dim + moments), columns * own, moved),
+        cost=estimates.attention_moments(projection, kv_pool, table, squares=squares),
         interpret=interpret,
         name="attention_moments",
     )

@@ -79,12 +79,6 @@ class Stored:
     def head_dim(self) -> int:
         return self.kv_pool.shape[-1] // 2
 
-    def bytes(self, rows: int, heads: int) -> int:
-        """At most what is read of pool and table when every head owns all its slots."""
-        per_slot = self.kv_pool.dtype.itemsize * 2 * self.head_dim
-        per_slot += 8 if self.kv_scale is not None else 0
-        return rows * heads * (self.keys * per_slot + self.tables.length * 12)
-
     # --- inside a kernel ---
 
     def used(self) -> Int[Array, ""]:
@@ -164,8 +158,7 @@ def attention_call(
       given: operands with their BlockSpecs, a pair each.
       results: pairs, too: shape and type, BlockSpec.
       grid: programs per head, heads, rows.
-      cost: floating-point operations, exponentials, and bytes besides those of `stored`. Upper
-        bounds: every token real, every slot owned, queries and keys read once.
+      cost: what it computes and moves.
     """
     operands, in_specs = zip(*given, strict=True)
     out_shape, out_specs = zip(*results, strict=True)
@@ -184,11 +177,7 @@ def attention_call(
         compiler_params=plgpu.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
         ),
-        cost_estimate=pl.CostEstimate(
-            flops=cost[0],
-            transcendentals=cost[1],
-            bytes_accessed=cost[2] + stored.bytes(grid[2], grid[1]),
-        ),
+        cost_estimate=cost,
         interpret=interpret,
         name=name,
     )(one_number(new_length), operands, stored)

@@ -108,8 +108,9 @@ def test_mosaic_kernels_are_named_and_not_looked_into():
     found = cost(attend, *args.attend, args.kv_scale)
     write = partial(mosaic_write.write, kv_scale=None, interpret=False)
     found += cost(write, args.kv_pool, *args.write[1:])
-    assert found.kernel_calls["ragged_attention"] == 1
-    assert found.kernel_calls["finish"] == 2 and found.kernels.total() == 4  # keys, for each
+    # keys are finished for each
+    assert found.kernel_calls == {"ragged_attention": 1, "finish": 2, "cache_write": 1}
+    assert all(work.known for work in found.kernels)
     assert found.flops == found.loops == 0
 
 

@@ -177,8 +177,6 @@ def device_bytes(leaf) -> int:
 
 
 def _kernel_name(params) -> str:
-    if "jaxprs" in params:
-        return params["jaxprs"][0].debug_info.func_name
     info = params.get("name_and_src_info")
     return str(getattr(info, "name", None) or params.get("name") or "pallas_call")
 

@@ -1,0 +1,128 @@
+"""Estimates of what kernels compute and move: formulas against numbers counted by hand, and that
+every kernel has one."""
+
+import ast
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_kernels
+from pallas_kernels import cache_write, estimates, implementations, ragged_attention
+from pallas_kernels.arg_specs import SPECS, ArgSpec
+from varjax.engine.cost import program_cost
+
+# 2 rows x 3 heads = 6 lists of 2 blocks of 16 slots; 30 queries, each with 5 + 32 keys
+SPEC = ArgSpec(name="small", rows=2, heads=3, head_dim=64, tokens=5, length=5, entries=2)
+INT8 = replace(SPEC, kv_dtype="int8")
+
+
+def counted(estimate) -> tuple[int, int, int]:
+    return estimate.flops, estimate.transcendentals, estimate.bytes_accessed
+
+
+def test_attend():
+    a = SPEC.abstract()
+    given = a.projection, a.kv_pool, a.table
+    own = 4 * 30 * 64 * 2  # q, k, v and the result, bfloat16
+    stored = 6 * 32 * (64 + 64) * 2
+    work = 4 * 30 * 37 * 64, 30 * 37
+    assert counted(estimates.attend(*given, lse=False)) == (*work, own + stored)
+    tiles = estimates.attend(*given, lse=True, tiles=3)
+    assert counted(tiles) == (*work, own + 3 * stored + 30 * 4)
+
+
+def test_attend_int8():
+    """A scale for the key and one for the value of every slot; on a TPU 128 of them at once."""
+    a = INT8.abstract()
+    run = partial(estimates.attend, a.projection, a.kv_pool, a.table, lse=False)
+    own = 4 * 30 * 64 * 2
+    assert run().bytes_accessed == own + 6 * 32 * (128 + 2 * 4)
+    assert run(scales_at_once=128).bytes_accessed == own + 6 * 2 * (16 * 128 + 128 * 4)
+
+
+@pytest.mark.parametrize(("squares", "results"), [(False, 6 * 37 * 4), (True, 2 * 6 * 37 * 4)])
+def test_attention_moments(squares, results):
+    a, wide = SPEC.abstract(), INT8.abstract()
+    run = partial(estimates.attention_moments, squares=squares)
+    own = 2 * 30 * 64 * 2 + 30 * 4  # q and k, log-sum-exp
+    found = run(a.projection, a.kv_pool, a.table)
+    moved = own + 6 * 32 * 64 * 2 + results
+    assert counted(found) == (2 * 30 * 37 * 64, 30 * 37, moved)
+    found = run(a.projection, a.kv_pool, a.table, halves=2)  # values beside the keys
+    assert found.bytes_accessed == moved + 6 * 32 * 64 * 2
+    found = run(wide.projection, wide.kv_pool, wide.table)
+    assert found.bytes_accessed == own + 6 * 32 * (64 + 4) + results
+
+
+def test_write():
+    a, wide = SPEC.abstract(), INT8.abstract()
+    tokens = 30 * 2 * 64 * 2  # of 5 tokens each, room is for 32
+    assert counted(estimates.write(a.projection, a.kv_pool, a.writes)) == (0, 0, 2 * tokens)
+    whole = estimates.write(a.projection, a.kv_pool, a.writes, blocks=True)  # read and written
+    assert whole.bytes_accessed == tokens + 2 * 6 * 2 * 16 * 128 * 2
+    found = estimates.write(wide.projection, wide.kv_pool, wide.writes)
+    assert found.bytes_accessed == tokens + 30 * (128 + 8)
+    few = replace(SPEC, tokens=40, length=40).abstract()  # room for 32 of 40
+    found = estimates.write(few.projection, few.kv_pool, few.writes)
+    assert found.bytes_accessed == 2 * 6 * 32 * 2 * 64 * 2
+
+
+def test_finish():
+    projection = SPEC.abstract().projection
+    moved = 2 * (2 * 30 * 64 * 2)  # keys and values, read and written
+    assert counted(estimates.finish(projection, 2)) == (0, 0, moved)
+    rotated = estimates.finish(projection, 2, 64)  # keys by a matrix [64, 64]
+    assert counted(rotated) == (2 * 30 * 64 * 64, 0, moved)
+
+
+def kernels(operation, *arguments) -> dict:
+    """{name: how its estimate is known}, of the kernels of a traced program."""
+    found = program_cost(jax.make_jaxpr(operation)(*arguments)).kernels
+    return {work.name: work for work in found}
+
+
+@pytest.mark.parametrize("kernel", implementations.PLATFORMS)
+@pytest.mark.parametrize("name", ["var-d30-t256", "infinity-2b-t64", "llamagen-xl-t1"])
+def test_every_kernel_has_an_estimate(kernel, name):
+    """As it is traced, by the same names on every platform; those who share the arithmetic agree on
+    the FLOPs."""
+    a = SPECS[name].abstract()
+    lse = jax.ShapeDtypeStruct(a.projection.shape[:3], jnp.float32)
+    weights = jax.ShapeDtypeStruct(a.projection.shape[2:3], jnp.float32)
+    attend = partial(ragged_attention.attend, implementation=kernel)
+    moments = partial(ragged_attention.attention_moments, implementation=kernel)
+    write = partial(cache_write.write, implementation=kernel)
+    found = kernels(attend, *a.attend)
+    found |= kernels(moments, *a.moments(weights, lse)) | kernels(write, *a.write)
+    own = {"finish"} if kernel == "mosaic" else set()
+    assert found.keys() == {"ragged_attention", "attention_moments", "cache_write"} | own
+    assert all(work.known and work.bytes > 0 for work in found.values()), found
+    expected = estimates.attend(a.projection, a.kv_pool, a.table, lse=False)
+    assert found["ragged_attention"].flops == expected.flops
+    assert found["ragged_attention"].bytes >= expected.bytes_accessed
+    assert found["attention_moments"].flops == expected.flops / 2
+
+
+def calls_of_pallas() -> list:
+    """(file, call) of everything in the package that starts a kernel."""
+    found = []
+    for path in sorted(Path(pallas_kernels.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                owner = getattr(node.func.value, "id", None)
+                if owner in ("pl", "plgpu", "pltpu") and node.func.attr in (
+                    "pallas_call",
+                    "kernel",
+                ):
+                    found.append(pytest.param(node, id=f"{path.stem}-{node.lineno}"))
+    return found
+
+
+@pytest.mark.parametrize("call", calls_of_pallas())
+def test_every_call_of_pallas_is_named_and_estimated(call):
+    """Also of kernels that the test above does not trace."""
+    assert {"name", "cost_estimate"} <= {keyword.arg for keyword in call.keywords}
