@@ -40,6 +40,7 @@ def write(
     writes: BlockWrites,
     *,
     kv_scale: Float[Array, "R blocks two_block_size"] | None = None,
+    after: Float[Array, "..."] | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array | None]:
     """Put tokens of a scale into the slots that `writes` names.
@@ -52,6 +53,8 @@ def write(
         divided by its scale = largest magnitude / 127, rounded to nearest even.
       projection: keys and values of the scale; they are stored finished.
       writes: which token goes into which slot.
+      after: what is computed from the pool's old contents. Compilers for GPU and CPU copy the pool,
+        unless the data itself says that this comes first.
       implementation: one of `implementations.NAMES`; None takes the best one for this platform.
 
     Returns:
@@ -61,5 +64,5 @@ def write(
       NotImplementedError: the implementation named cannot run, with the reason.
     """
     return implementations.run(
-        implementation, MODULES, "write", kv_pool, projection, writes, kv_scale
+        implementation, MODULES, "write", kv_pool, projection, writes, kv_scale, after=after
     )

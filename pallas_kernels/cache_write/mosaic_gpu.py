@@ -32,7 +32,7 @@ from pallas_kernels.tables import CONSECUTIVE, FULL, KIND_BITS, PARTIAL
 HALVES = range(2)  # key and value
 
 
-def write(kv_pool, projection, writes, kv_scale, *, interpret):
+def write(kv_pool, projection, writes, kv_scale, *, interpret, after=None):
     """See `api.write`."""
     mosaic.check(projection.qkv, kv_pool, kv_scale, interpret)
     if not kv_pool.size or not writes.source.size:
@@ -40,14 +40,14 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret):
     if kv_scale is not None:
         # XLA's scatter, in place as well: scales are numbers of 4 bytes at places of their own, and
         # a copy moves 16 at least
-        return reference.write(kv_pool, projection, writes, kv_scale)
+        return reference.write(kv_pool, projection, writes, kv_scale, after=after)
     (rows, heads, _, head_dim), size = projection.shape, kv_pool.shape[2]
     tokens = finished(projection, (K, V), interpret).astype(kv_pool.dtype)
     table, per_row = mosaic.packed(writes)
     pool = mosaic.update(
         partial(_store, per_row, writes.ids.shape[-1], head_dim),
         kv_pool,
-        [mosaic.number(writes.layer), table, tokens],
+        [mosaic.number(writes.layer), table, tokens, tokens if after is None else after],
         [
             plgpu.SMEM((2, size, head_dim), kv_pool.dtype),
             plgpu.Barrier(num_arrivals=2),
@@ -62,7 +62,7 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret):
 
 
 def _store(
-    per_row: bool, entries: int, head_dim: int, pool, layer, table, given, tokens, *barriers
+    per_row: bool, entries: int, head_dim: int, pool, layer, table, given, _, tokens, *barriers
 ):
     row, head, entry = (jax.lax.axis_index(name) for name in ("row", "head", "entry"))
     lead, size, heads = row if per_row else layer[0], tokens.shape[1], table.shape[1]

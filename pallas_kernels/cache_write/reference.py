@@ -4,6 +4,7 @@ Rows are indexed explicitly (`pool.at[rows[:, None], slots]`): `[:, slots]` or v
 relayout the whole pool.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -62,12 +63,29 @@ def scatter(
     return pool, flat.reshape(kv_scale.shape)
 
 
-def write(kv_pool, projection, writes, kv_scale):
+def order_after(numbers: Int[Array, "..."], read: Float[Array, "..."]) -> Int[Array, "..."]:
+    """`numbers` unchanged, but computed only once `read` is.
+
+    New tokens go into slots that the attention has just read. XLA's compilers for CPU and GPU copy
+    the whole pool in every layer unless the data itself says that the read comes first; a
+    comparison that is never true does. That for TPUs orders the two by itself.
+    """
+
+    def ordered(numbers, read):
+        never = jax.lax.stop_gradient(read.reshape(-1)[0]) > jnp.inf
+        return numbers + never.astype(numbers.dtype)
+
+    return jax.lax.platform_dependent(numbers, read, tpu=lambda n, _: n, default=ordered)
+
+
+def write(kv_pool, projection, writes, kv_scale, *, after=None):
     """See `api.write`."""
     k, v, writes = projection.keys(), projection.values(), writes.sliced()
     rows, heads = k.shape[:2]
     none = kv_pool.shape[1] * kv_pool.shape[2]  # the first slot behind the pool, which is dropped
     source = writes.source.reshape(*writes.ids.shape[:-1], -1)
+    if after is not None:
+        source = order_after(source, after)
     slots = jnp.where(source >= 0, writes.slots, none)
     slots, source = (a if a.ndim == 3 else a[None] for a in (slots, source))
     # before the gather: every token is quantised once

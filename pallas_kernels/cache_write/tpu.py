@@ -38,8 +38,8 @@ from pallas_kernels.tpu_projection import Heads, Own, operands
 CHUNK = 128  # tokens that are converted at once
 
 
-def write(kv_pool, projection, writes, kv_scale, *, interpret: bool):
-    """See `api.write`.
+def write(kv_pool, projection, writes, kv_scale, *, interpret: bool, after=None):
+    """See `api.write`. XLA's TPU compiler needs no `after`.
 
     No head may list a block twice for something to store: the next block is read before the last
     one is written. Heads of a row follow each other, so they may share blocks.

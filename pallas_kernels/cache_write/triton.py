@@ -31,7 +31,7 @@ WARPS = 4
 IDS, SOURCE = range(2)  # of a head's tables
 
 
-def write(kv_pool, projection, writes, kv_scale, *, interpret: bool):
+def write(kv_pool, projection, writes, kv_scale, *, interpret: bool, after=None):
     """See `api.write`."""
     check(projection, kv_pool, kv_scale, interpret)
     if not kv_pool.size or not writes.source.size:
@@ -46,11 +46,12 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret: bool):
         stores.append(kv_scale.reshape(rows, -1))
     given = tables, Tokens.keys(projection), Tokens.values(projection)
     row_specs = [*map(row_spec, stores)]  # stores name the slots, which no two programs share
-    before = len(jax.tree.leaves(given))
+    unread = [] if after is None else [after]
+    before = len(jax.tree.leaves(given)) + len(unread)
     found = pl.pallas_call(
-        partial(_kernel, block_size, places),
+        partial(_kernel, block_size, places, len(unread)),
         grid=(pl.cdiv(places, SLOTS), heads, rows),
-        in_specs=[tuple(a.specs for a in given), *row_specs],
+        in_specs=[tuple(a.specs for a in given), *[pl.BlockSpec()] * len(unread), *row_specs],
         out_specs=row_specs,
         out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in stores],
         # Without aliases the results would be new arrays, in which nothing fills the slots that
@@ -61,13 +62,14 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret: bool):
         cost_estimate=estimates.write(projection, kv_pool, writes),
         interpret=interpret,
         name="cache_write",
-    )(given, *stores)
+    )(given, *unread, *stores)
     scales = found[1].reshape(kv_scale.shape) if kv_scale is not None else None
     return found[0].reshape(kv_pool.shape), scales
 
 
-def _kernel(block_size: int, places: int, given, *refs):
+def _kernel(block_size: int, places: int, unread: int, given, *refs):
     tables, *tokens = given
+    refs = refs[unread:]
     pool_ref, *scale_ref = refs[len(refs) // 2 :]  # results; the same memory as the operands
     place = pl.program_id(0) * SLOTS + jnp.arange(SLOTS, dtype=jnp.int32)
     inside = place < places

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.cache_write import block_writes
+from pallas_kernels.cache_write.reference import order_after
 from pallas_kernels.projection import Projection
-from varjax.cache.state import Entries, KVState, arrange, order_after, store, store_entries
+from varjax.cache.state import Entries, KVState, arrange, store, store_entries
 
 
 @pytest.mark.parametrize("seed", range(6))

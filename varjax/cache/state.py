@@ -140,11 +140,11 @@ def store(
     projection: Projection,
     writes: BlockWrites,
     implementation: str | None = None,
+    after: Array | None = None,
 ) -> KVState:
-    """Write tokens of the scale into their slots."""
-    pool, scale = cache_write.write(
-        state.kv_pool, projection, writes, kv_scale=state.kv_scale, implementation=implementation
-    )
+    """Write tokens of the scale into their slots. after: what has been read from them before."""
+    options = {"kv_scale": state.kv_scale, "after": after, "implementation": implementation}
+    pool, scale = cache_write.write(state.kv_pool, projection, writes, **options)
     return replace(state, kv_pool=pool, kv_scale=scale)
 
 
@@ -155,21 +155,6 @@ def store_entries(state: KVState, slots: Int[Array, "R N P"], entries: Entries) 
         state.kv_pool, state.kv_scale, slots.reshape(len(slots), -1), flat.values, flat.scales
     )
     return replace(state, kv_pool=pool, kv_scale=scale)
-
-
-def order_after(slots: Int[Array, "..."], read: Float[Array, "..."]) -> Int[Array, "..."]:
-    """`slots` unchanged, but on a CPU computed only once `read` is.
-
-    The new tokens go into slots that the attention has just read. XLA's CPU compiler copies the
-    whole pool in every layer unless the data itself says that the read comes first; a comparison
-    that is never true does. Other compilers order the two by themselves.
-    """
-
-    def ordered(slots, read):
-        never = jax.lax.stop_gradient(read.reshape(-1)[0]) > jnp.inf
-        return slots + never.astype(slots.dtype)
-
-    return jax.lax.platform_dependent(slots, read, cpu=ordered, default=lambda slots, read: slots)
 
 
 def arrange(

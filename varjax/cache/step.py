@@ -18,11 +18,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.cache_write import BlockWrites
+from pallas_kernels.cache_write.reference import order_after
 from pallas_kernels.projection import Projection
 from pallas_kernels.ragged_attention import BlockTable, attend
 from varjax.cache.observe import AttentionView, observe
 from varjax.cache.plan import CachePlan
-from varjax.cache.state import Entries, KVState, arrange, order_after, store, store_entries
+from varjax.cache.state import Entries, KVState, arrange, store, store_entries
 from varjax.engine.inputs import RegionInputs, StaticInputs
 from varjax.engine.segments import Segment
 from varjax.policies.base import Observation, Policy
@@ -82,8 +83,7 @@ class StaticStep:
         )
         if self.stores:
             # a slot that this scale frees is taken by one of its tokens: write after the read
-            writes = inputs.write.of_layer(order_after(layer, out))
-            state = store(state, projection, writes, self.attention)
+            state = store(state, projection, inputs.write, self.attention, after=out)
         return out, state
 
 
@@ -194,7 +194,7 @@ class DecidingStep:
         else:
             source = jnp.where(fresh, contents - count, -1)
             writes = BlockWrites(following.ids, source.reshape(*following.ids.shape, -1))
-            state = store(state, projection, writes, self.attention)
+            state = store(state, projection, writes, self.attention, after=out)
         if state.regions is not None and self.regroup_scale is not None:
             state = replace(state, regions=state.regions.at[layer].set(obs.regions))
         return state

@@ -126,12 +126,12 @@ def arrange_layers(networks: Mapping[str, nnx.Module], how: str, platform: str) 
       longer to compile. "auto": what is faster, but small models are scanned over.
     platform: "cpu", "gpu" or "tpu".
     """
-    blocks = networks["transformer"].blocks
-    copies = platform not in AUTO_LAYOUT_PLATFORMS and stacked.large_bytes(blocks) > SCANNED_BYTES
+    transformer = networks["transformer"]
+    copies = platform not in AUTO_LAYOUT_PLATFORMS and _is_large(transformer)
     if how == "unroll" or how == "auto" and copies:
-        stacked.separate(blocks)
+        stacked.separate(transformer.blocks, transformer.once)
     else:
-        stacked.restack(blocks)
+        stacked.restack(transformer.blocks)
 
 
 def free_tokens(networks: Mapping[str, nnx.Module], rows: int, platform: str) -> float | None:
@@ -140,9 +140,12 @@ def free_tokens(networks: Mapping[str, nnx.Module], rows: int, platform: str) ->
 
     rows: of one device, each with the scale's tokens.
     """
-    if stacked.large_bytes(networks["transformer"].blocks) <= SCANNED_BYTES:
-        return None
-    return FREE_ROWS[platform] / rows
+    return FREE_ROWS[platform] / rows if _is_large(networks["transformer"]) else None
+
+
+def _is_large(transformer: nnx.Module) -> bool:
+    """Whether products with its weights take most of the time."""
+    return stacked.large_bytes(transformer.blocks, transformer.once) > SCANNED_BYTES
 
 
 def place(networks: Mapping[str, nnx.Module], formats: Any) -> None:

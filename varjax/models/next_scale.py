@@ -35,6 +35,7 @@ class NextScaleTransformer(nnx.Module):
     logits_per_token, `check_sampling` and `is_guided`; `blocks` are the stacked layers."""
 
     token_name: ClassVar[str] = "tokens"  # what a token is called in files
+    once: ClassVar[tuple[str, ...]] = ()  # parts of the blocks that `encode_condition` uses
 
     @property
     def dtype(self):

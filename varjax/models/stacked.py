@@ -54,9 +54,10 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rng
     )
 
 
-def large_bytes(blocks: nnx.Module) -> int:
+def large_bytes(blocks: nnx.Module, once: tuple[str, ...] = ()) -> int:
     """Bytes of the weights that `separate` takes apart, stacked or not."""
-    return sum(_bytes(part) for v in _variables(blocks) for part in _large_parts(v.get_value()))
+    values = (v.get_value() for v in _variables(blocks, once))
+    return sum(_bytes(part) for value in values for part in _large_parts(value))
 
 
 def is_separate(tree: Any) -> bool:
@@ -68,10 +69,13 @@ def is_one(leaf: Any) -> bool:
     return isinstance(leaf, Separate)
 
 
-def separate(blocks: nnx.Module) -> None:
+def separate(blocks: nnx.Module, once: tuple[str, ...] = ()) -> None:
     """Replace large stacked weights by an array per layer: one parameter after the other, so that
-    only one exists twice. Shapes stay shapes, arrays of the host views."""
-    for variable in _variables(blocks):
+    only one exists twice. Shapes stay shapes, arrays of the host views.
+
+    once: parts of the blocks that stay: all layers use them together, once per image.
+    """
+    for variable in _variables(blocks, once):
         if parts := _large_parts(variable.get_value()):
             variable.set_value(Separate(parts))
 
@@ -99,22 +103,18 @@ def scan(body: Callable, carry: Any, layers: Any, *, unroll: bool = False) -> An
     return carry
 
 
-def map_layers(function: Callable, layers: Any) -> Any:
-    """Results of `function(layer)` of all layers, stacked."""
-    if not is_separate(layers):
-        return jax.lax.map(function, layers)
-    results = [function(layer(layers, index)) for index in range(_count(layers))]
-    return jax.tree.map(lambda *parts: jnp.stack(parts), *results)
-
-
 def _count(layers: Any) -> int:
     leaves = jax.tree.leaves(layers, is_leaf=is_one)
     return next(len(leaf) for leaf in leaves if is_one(leaf))
 
 
-def _variables(module: nnx.Module) -> list[nnx.Variable]:
-    leaves = jax.tree.leaves(module, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    return [leaf for leaf in leaves if isinstance(leaf, nnx.Variable)]
+def _variables(module: nnx.Module, without: tuple[str, ...] = ()) -> list[nnx.Variable]:
+    def within(tree):
+        leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        return [leaf for leaf in leaves if isinstance(leaf, nnx.Variable)]
+
+    left = {id(v) for name in without for v in within(getattr(module, name, None))}
+    return [v for v in within(module) if id(v) not in left]
 
 
 def _large_parts(value: Any) -> tuple:

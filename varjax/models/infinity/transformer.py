@@ -88,6 +88,7 @@ class Infinity(NextScaleTransformer):
     """
 
     token_name = "bits"
+    once = ("cross_kv",)
 
     def __init__(self, config: InfinityConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -180,13 +181,7 @@ class Infinity(NextScaleTransformer):
         condition, source = self.encode_text(text, visible)
         active = jax.nn.silu(condition)
         shared = self.shared_modulation(active).reshape(-1, 6, config.embed_dim)
-        kernels, bias = self.blocks.cross_kv.kernel.get_value(), self.blocks.cross_v_bias[...]
-
-        def keys_and_values(layer):
-            k, v = jnp.split(source @ layer[0], 2, axis=-1)
-            return tuple(layers.split_heads(a, config.head_dim) for a in (k, v + layer[1]))
-
-        keys, values = stacked.map_layers(keys_and_values, (kernels, bias))
+        keys, values = self._text_keys_and_values(source)
         return {
             "start": condition[:, None] + self.start_embedding[...],
             "head": self.head_modulation(active).reshape(-1, 2, config.embed_dim),
@@ -198,6 +193,15 @@ class Infinity(NextScaleTransformer):
                 "number": jnp.arange(config.depth),
             },
         }
+
+    def _text_keys_and_values(self, source: Float[Array, "R M D"]):
+        """Of all layers, each [L, R, N, M, H]."""
+        depth, kernels = self.config.depth, self.blocks.cross_kv.kernel[...]
+        sources = jnp.broadcast_to(source, (depth, *source.shape))
+        found = jnp.einsum("lrmd,lde->lrme", sources, kernels)
+        k, v = jnp.split(found.reshape(*found.shape[:3], -1, self.config.head_dim), 2, axis=3)
+        bias = self.blocks.cross_v_bias[...].reshape(depth, 1, 1, *v.shape[3:])
+        return k.swapaxes(2, 3), (v + bias).swapaxes(2, 3)
 
     # --- once per scale ---------------------------------------------------------------------------
 

@@ -75,6 +75,8 @@ class VAR(NextScaleTransformer):
     """Parameters of the transformer and the steps of generation. Class-conditional: the condition
     is int32 labels [B]."""
 
+    once = ("modulation",)
+
     def __init__(self, config: VARConfig, *, rngs: nnx.Rngs):
         self.config = config
         width, std = config.embed_dim, (1 / config.embed_dim / 3) ** 0.5
@@ -122,11 +124,10 @@ class VAR(NextScaleTransformer):
             per_layer = self.blocks.modulation_offset[:, None] + shared[None]
         else:
             modulation = self.blocks.modulation
-            kernel, bias = modulation.kernel.get_value(), modulation.bias[...]
-            # layer by layer: one product over all would first copy all these weights, transposed
-            per_layer = stacked.map_layers(
-                lambda layer: active @ layer[0] + layer[1], (kernel, bias)
-            )
+            # a product per layer: one over all would first copy all these weights, transposed
+            rows = jnp.broadcast_to(active, (config.depth, *active.shape))
+            per_layer = jnp.einsum("lrd,lde->lre", rows, modulation.kernel[...])
+            per_layer = per_layer + modulation.bias[...][:, None]
             per_layer = split.whole(per_layer).reshape(config.depth, -1, 6, config.embed_dim)
         return {
             "start": condition[:, None] + self.start_embedding[...],
