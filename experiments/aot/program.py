@@ -7,7 +7,7 @@ shapes and types, so no weights are needed and nothing is allocated.
 import re
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -83,19 +83,20 @@ def compile_program(
     networks: Any,
     chip: Chip,
     carried: Sequence[buffers.Carried] = (),
+    options: Mapping[str, bool] | None = None,
 ) -> Program:
     """Compile and measure a program; `DoesNotFit` where the compiler says so.
 
     trace: makes the traced program. networks: the shapes of its first argument, the weights.
-    carried: arrays that should be updated in place.
+    carried: arrays that should be updated in place. options: of the compiler.
     """
     start = time.perf_counter()
     traced = trace()
     lowered = traced.lower()
     with tempfile.TemporaryDirectory() as folder:
-        options = {"xla_dump_hlo_as_text": True, "xla_dump_to": folder}
+        dump = {"xla_dump_hlo_as_text": True, "xla_dump_to": folder}
         try:
-            compiled = lowered.compile(compiler_options=options)
+            compiled = lowered.compile(compiler_options=dump | dict(options or {}))
         except jax.errors.JaxRuntimeError as error:
             if needed := memory_asked(str(error)):
                 raise DoesNotFit(first_line(str(error)), needed) from None
@@ -224,7 +225,8 @@ class Compilation:
         """The program that draws codes."""
         arguments = (self.networks, self.state, tuple(self.arguments), self.spec)
         trace = partial(programs.trace_codes, *arguments, auto_layout=self.automatic)
-        self.codes = self._compiled(trace, carried_arrays(self.state))
+        options = programs.compiler_options(self.chip.platform)
+        self.codes = self._compiled(trace, carried_arrays(self.state), options)
         taken = show_bytes(self.codes.resident)
         self.say(f"codes in {self.codes.compile_s:.0f} s, {taken} on the device")
 
@@ -238,12 +240,12 @@ class Compilation:
             f"pixels in {self.pixels.compile_s:.0f} s, {taken} on the device without the cache"
         )
 
-    def _compiled(self, trace: Callable, carried: Sequence[Carried] = ()) -> Program:
+    def _compiled(self, trace: Callable, carried: Sequence[Carried] = (), options=None) -> Program:
         precision = self.workload.program.matmul_precision
         trace = partial(trace, precision=precision, sharded=self.sharded)
         # kernels ask the mesh for the kind of device
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-            return compile_program(trace, self.networks, self.chip, carried)
+            return compile_program(trace, self.networks, self.chip, carried, options)
 
 
 def carried_arrays(state: KVState) -> list[Carried]:

@@ -6,6 +6,7 @@ not; so both compile the same thing. Arguments may be arrays or `jax.ShapeDtypeS
 """
 
 import contextlib
+import os
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -65,6 +66,17 @@ def trace_codes(
         where["in_shardings"] = (formats, *(None,) * (1 + len(arguments)))
     with _matmul_precision(precision):
         return jax.jit(program, donate_argnums=(1,), **where).trace(networks, state, *arguments)
+
+
+def compiler_options(platform: str) -> dict[str, bool]:
+    """How the program that draws codes is compiled, where `XLA_FLAGS` do not say otherwise.
+
+    GPU: products by the libraries, which add biases and apply GELU on the way; XLA's own products
+    by Triton are sums of parts in most layers, which another kernel adds up and finishes.
+    """
+    name = "xla_gpu_enable_triton_gemm"
+    chosen = platform != "gpu" or name in os.environ.get("XLA_FLAGS", "")
+    return {} if chosen else {name: False}
 
 
 def trace_pixels(
@@ -145,7 +157,7 @@ def free_tokens(networks: Mapping[str, nnx.Module], rows: int, platform: str) ->
 
 def _is_large(transformer: nnx.Module) -> bool:
     """Whether products with its weights take most of the time."""
-    return stacked.large_bytes(transformer.blocks, transformer.once) > SCANNED_BYTES
+    return stacked.product_bytes(transformer.blocks, transformer.once) > SCANNED_BYTES
 
 
 def place(networks: Mapping[str, nnx.Module], formats: Any) -> None:

@@ -1,11 +1,12 @@
 """Layers of a transformer: stacked along a leading axis of every parameter, as checkpoints have
-them, or their large weights as separate arrays.
+them, or their weights as separate arrays.
 
 A scan over stacked weights is one compiled body, but GPU and CPU programs copy each layer's weights
 out of the stack before they multiply with them, every time the body runs. Products read separate
 arrays where they lie; every layer is then a body of its own, which takes longer to compile.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-
-LARGE = 2**20  # bytes of a layer's part: smaller ones are cut out within the kernels that read them
 
 
 @jax.tree_util.register_dataclass
@@ -54,10 +53,10 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rng
     )
 
 
-def large_bytes(blocks: nnx.Module, once: tuple[str, ...] = ()) -> int:
-    """Bytes of the weights that `separate` takes apart, stacked or not."""
-    values = (v.get_value() for v in _variables(blocks, once))
-    return sum(_bytes(part) for value in values for part in _large_parts(value))
+def product_bytes(blocks: nnx.Module, once: tuple[str, ...] = ()) -> int:
+    """Bytes of the parameters that `separate` takes apart, stacked or not."""
+    values = (v.get_value() for v in _parameters(blocks, once))
+    return sum(math.prod(value.shape) * value.dtype.itemsize for value in values)
 
 
 def is_separate(tree: Any) -> bool:
@@ -70,19 +69,23 @@ def is_one(leaf: Any) -> bool:
 
 
 def separate(blocks: nnx.Module, once: tuple[str, ...] = ()) -> None:
-    """Replace large stacked weights by an array per layer: one parameter after the other, so that
-    only one exists twice. Shapes stay shapes, arrays of the host views.
+    """Replace stacked parameters of linear layers by an array per layer: one after the other, so
+    that only one exists twice. Shapes stay shapes, arrays of the host views.
 
-    once: parts of the blocks that stay: all layers use them together, once per image.
+    once: linear layers that stay: those of all layers are used together, once per image.
     """
-    for variable in _variables(blocks, once):
-        if parts := _large_parts(variable.get_value()):
-            variable.set_value(Separate(parts))
+    for variable in _parameters(blocks, once):
+        value = variable.get_value()
+        if isinstance(value, jax.ShapeDtypeStruct):
+            part = jax.ShapeDtypeStruct(value.shape[1:], value.dtype)
+            variable.set_value(Separate((part,) * value.shape[0]))
+        elif not is_one(value):
+            variable.set_value(Separate(tuple(value[i] for i in range(len(value)))))
 
 
 def restack(blocks: nnx.Module) -> None:
     """The inverse of `separate`."""
-    for variable in _variables(blocks):
+    for variable in _parameters(blocks):
         if is_one(value := variable.get_value()):
             variable.set_value(value.stacked())
 
@@ -108,26 +111,7 @@ def _count(layers: Any) -> int:
     return next(len(leaf) for leaf in leaves if is_one(leaf))
 
 
-def _variables(module: nnx.Module, without: tuple[str, ...] = ()) -> list[nnx.Variable]:
-    def within(tree):
-        leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
-        return [leaf for leaf in leaves if isinstance(leaf, nnx.Variable)]
-
-    left = {id(v) for name in without for v in within(getattr(module, name, None))}
-    return [v for v in within(module) if id(v) not in left]
-
-
-def _large_parts(value: Any) -> tuple:
-    """Of a parameter's value, an array or shape per layer; nothing where these are small."""
-    if is_one(value):
-        return value.parts
-    if isinstance(value, jax.ShapeDtypeStruct):
-        part = jax.ShapeDtypeStruct(value.shape[1:], value.dtype)
-        return (part,) * value.shape[0] if _bytes(part) >= LARGE else ()
-    if value.nbytes < LARGE * value.shape[0]:
-        return ()
-    return tuple(value[i] for i in range(value.shape[0]))
-
-
-def _bytes(part: Any) -> int:
-    return part.size * part.dtype.itemsize
+def _parameters(blocks: nnx.Module, without: tuple[str, ...] = ()) -> list[nnx.Variable]:
+    """Those of the linear layers. Vectors that kernels read for all layers stay stacked."""
+    linear = (p for n, p in vars(blocks).items() if isinstance(p, nnx.Linear) and n not in without)
+    return [v for p in linear for v in (p.kernel, p.bias) if isinstance(v, nnx.Variable)]
