@@ -116,8 +116,7 @@ def _attend_tile(
     # next grid step, which uses the same buffers and semaphores.
     @pl.when(first >= length)  # padding only: any finite result will do
     def _():
-        for result in results:
-            result[...] = jnp.zeros_like(result)
+        _fill_with_zeros(results)
 
     @pl.when(first < length)
     def _():
@@ -130,21 +129,16 @@ def _attend_tile(
         heads.for_each_group(group)
 
 
+def _fill_with_zeros(refs) -> None:
+    """Fresh memory may hold NaN."""
+    for ref in refs:
+        ref[...] = jnp.zeros_like(ref)
+
+
 def _see_all_keys(own: Own, group, first, blocks: Blocks, scratch, own_keys: int, length) -> None:
     """All keys that a tile of queries of a group of heads sees, own ones first."""
     heads, dtype = own.heads, own.dtype
-    queries, maximum, total, out = scratch
-    place = pl.ds(pl.multiple_of(first, LANES), queries.shape[1])
-    # Padded queries and what lies beyond T (undefined) need no mask: every query is a lane, no
-    # operation below joins lanes, and lanes beyond T are not written back.
-    q = own.queries(group, slice(None), place)
-    for which in range(heads.together):
-        queries[which] = heads.alone(q, which).astype(dtype)
-    # Scratch keeps what the last grid step left. -inf never meets -inf (which would be NaN): the
-    # first own step holds token 0, which is always real.
-    maximum[...] = jnp.full_like(maximum, -jnp.inf)
-    total[...] = jnp.zeros_like(total)
-    out[...] = jnp.zeros_like(out)
+    _see_none(own, group, first, scratch)
 
     def own_step(i, _):
         here, valid = own_tokens(i, own_keys, length)
@@ -166,6 +160,22 @@ def _see_all_keys(own: Own, group, first, blocks: Blocks, scratch, own_keys: int
             _accumulate(scratch, which, k.astype(dtype), v.astype(dtype), valid)
 
         blocks.for_each_group(head, stored_step)
+
+
+def _see_none(own: Own, group, first, scratch) -> None:
+    """Finished queries of a tile, which have seen no key yet."""
+    queries, maximum, total, out = scratch
+    place = pl.ds(pl.multiple_of(first, LANES), queries.shape[1])
+    # Padded queries and what lies beyond T (undefined) need no mask: every query is a lane, no
+    # operation on them joins lanes, and lanes beyond T are not written back.
+    q = own.queries(group, slice(None), place)
+    for which in range(own.heads.together):
+        queries[which] = own.heads.alone(q, which).astype(own.dtype)
+    # Scratch keeps what the last grid step left. -inf never meets -inf (which would be NaN): the
+    # first own step holds token 0, which is always real.
+    maximum[...] = jnp.full_like(maximum, -jnp.inf)
+    total[...] = jnp.zeros_like(total)
+    out[...] = jnp.zeros_like(out)
 
 
 def own_tokens(step, size: int, length):
@@ -294,10 +304,9 @@ def _sum_columns(
     own, length = Own.of(heads, scale, given), length_ref[0]
     over_queries = partial(_over_queries, queries, weights, lse, block_q, len(results) // 2)
     blocks.start()  # on their way while the own keys are at work
-    # Fresh memory may hold NaN. Pieces behind `length` and groups not in use are never visited, and
-    # columns without a key have to be 0.
-    for result in results:
-        result[...] = jnp.zeros_like(result)
+    # Pieces behind `length` and groups not in use are never visited, and columns without a key have
+    # to be 0.
+    _fill_with_zeros(results)
 
     def group(i):
         _finish_queries(own, i, queries, block_q)
