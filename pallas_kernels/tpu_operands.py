@@ -81,3 +81,9 @@ def block_of(pool, row, block):
 def pool_specs(pools: list[Array]) -> list[pl.BlockSpec]:
     # left where they are, without Pallas' pipeline: the kernel copies the blocks that it needs
     return [pl.BlockSpec(memory_space=pl.ANY) for _ in pools]
+
+
+def fill_with_zeros(refs) -> None:
+    """Fresh memory may hold NaN."""
+    for ref in refs:
+        ref[...] = jnp.zeros_like(ref)
