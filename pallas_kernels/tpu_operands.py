@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+BLOCK_SIZES = (8, 16, 32, 64, 128)  # slots of a block that the kernels take
 LANES = 128  # of a vector register; the last axis of an array in vector memory is padded to them
 
 
