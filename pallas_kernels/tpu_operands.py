@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+BLOCK_SIZES = (8, 16, 32, 64, 128)  # slots of a block that the kernels take
 LANES = 128  # of a vector register; the last axis of an array in vector memory is padded to them
 
 
@@ -81,3 +82,9 @@ def block_of(pool, row, block):
 def pool_specs(pools: list[Array]) -> list[pl.BlockSpec]:
     # left where they are, without Pallas' pipeline: the kernel copies the blocks that it needs
     return [pl.BlockSpec(memory_space=pl.ANY) for _ in pools]
+
+
+def fill_with_zeros(refs) -> None:
+    """Fresh memory may hold NaN."""
+    for ref in refs:
+        ref[...] = jnp.zeros_like(ref)

@@ -221,3 +221,10 @@ class Own:
         sin = jnp.where(even, pltpu.roll(angle, x.shape[1] - 1, 1), angle)
         turned = jnp.where(even, -pltpu.roll(x, x.shape[1] - 1, 1), pltpu.roll(x, 1, 1))
         return x * cos + turned * sin
+
+
+def own_tokens(step, size: int, length):
+    """Where the own tokens of a step are, and which of them are real, bool [size, 1]."""
+    first = pl.multiple_of(step * size, size)
+    valid = jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0) + first < length
+    return pl.ds(first, size), valid

@@ -19,7 +19,6 @@ from varjax.parallel import sharding
 from varjax.parallel.split import MeshSpec
 
 AUTO = "auto"
-SMALLEST_TPU_BLOCK = 8  # slots; the TPU kernels take no smaller blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +68,11 @@ class ProgramOptions:
 
 def blocks_too_small(plan: CachePlan, attention: str) -> bool:
     """Whether an implementation does not take this plan's blocks."""
-    return attention == "tpu" and plan.block_size < SMALLEST_TPU_BLOCK
+    if attention != "tpu":
+        return False
+    from pallas_kernels.tpu_operands import BLOCK_SIZES  # of a backend that JAX may lack
+
+    return plan.block_size < min(BLOCK_SIZES)
 
 
 def batch_size_flag(flags: CommandFlags, default: int, help: str = "Images per program call."):

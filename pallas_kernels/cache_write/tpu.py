@@ -32,7 +32,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import estimates, tpu_operands
 from pallas_kernels.cache_write.reference import LARGEST_INT8, inverse_scale
 from pallas_kernels.cache_write.tpu_stores import Layout, Stores
-from pallas_kernels.tpu_operands import LANES, block_shape, in_parts, rounded
+from pallas_kernels.tpu_operands import BLOCK_SIZES, LANES, block_shape, in_parts, rounded
 from pallas_kernels.tpu_projection import Heads, Own, operands
 
 CHUNK = 128  # tokens that are converted at once
@@ -107,7 +107,7 @@ def _check(projection, kv_pool) -> None:
         )
     # a block's scales, two per slot, are one row of a part of at most 128 lanes (see `Layout`)
     largest = LANES // 2 if kv_pool.dtype == jnp.int8 else LANES
-    if block_size not in (8, 16, 32, 64, 128) or block_size > largest:
+    if block_size not in BLOCK_SIZES or block_size > largest:
         raise NotImplementedError(
             f"storing on TPU takes blocks of 8, 16, ... {largest} slots in a pool of "
             f"{kv_pool.dtype}, not {block_size}: plan with one of them (policy argument "

@@ -81,10 +81,14 @@ def attention_moments(
         interpret=interpret,
         name="attention_moments",
     )
-    # whole tiles of both kinds of columns: cut to the slots of the table and the own tokens
-    columns = [slice(0, call.slots), slice(old * ROWS, old * ROWS + queries)]
-    sums = [jnp.concatenate([a[:, :, part] for part in columns], axis=-1) for a in found[0]]
+    sums = [_columns(a, call.slots, queries) for a in found[0]]
     return sums[0], sums[1] if squares else None
+
+
+def _columns(sums, slots: int, queries: int):
+    """Whole tiles of both kinds of columns cut to the slots of the table and the own tokens."""
+    own = pl.cdiv(slots, ROWS) * ROWS
+    return jnp.concatenate([sums[:, :, :slots], sums[:, :, own : own + queries]], axis=-1)
 
 
 def _scratch(projection, chip: Products, stored: Stored, buffers: int, powers: int) -> list:

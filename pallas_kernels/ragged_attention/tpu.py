@@ -1,9 +1,9 @@
-"""Ragged attention on TPU (Mosaic).
+"""Ragged attention on TPU (Mosaic). Sums of weights: `tpu_moments`.
 
-Attention. One grid step is a tile of queries of some heads of one row: as many heads as lie in 128
-lanes of the projection, and more where the scale is small (`tpu_projection`). For every head it
-reads the scale's own keys first (at least one is valid, so that the running maximum is finite from
-then on) while stored blocks are copied, then the stored ones (`tpu_blocks`).
+One grid step is a tile of queries of some heads of one row: as many heads as lie in 128 lanes of
+the projection, and more where the scale is small (`tpu_projection`). For every head it reads the
+scale's own keys first (at least one is valid, so that the running maximum is finite from then on)
+while stored blocks are copied, then the stored ones (`tpu_blocks`).
 
 Keys are rows and queries are lanes: scores are [keys, queries]. So the softmax statistics are
 single rows, whose maximum and sum need no work across lanes, what masks keys is a column shared by
@@ -23,14 +23,6 @@ int8: + the scales, 8 bytes per slot but at least 512 per block. Vector memory: 
 (the next heads' are fetched meanwhile), tiles of q and out twice, cosines and sines of all tokens
 where keys are rotated, scores of one step. A tile of 512 queries does 512 operations per byte of
 bfloat16 keys; the peaks of a v5e are 240 apart, those of a v6e 560.
-
-Moments. One grid step is some heads of one row, whose queries and own keys lie in vector memory.
-For every group of keys a loop over the queries recomputes exp(score - lse), keys in rows and
-queries in lanes as above, and adds the weighted columns into 128 lanes, which are summed across
-once per group. No [queries, keys] array exists.
-
-HBM traffic of the moments: 2 R N T H e, R sum_n (2 P_n H b) for whole blocks, though their values
-are not used, and results of 4 R N (P + T), twice with `squares`.
 """
 
 from functools import partial
@@ -44,8 +36,11 @@ from pallas_kernels import estimates
 from pallas_kernels.ragged_attention import tpu_blocks
 from pallas_kernels.ragged_attention.config import tpu_vmem_limit
 from pallas_kernels.ragged_attention.tpu_blocks import Blocks, Grouping, Stored, dot, split
-from pallas_kernels.tpu_operands import LANES, balanced, rounded
-from pallas_kernels.tpu_projection import Heads, Own, operands
+from pallas_kernels.ragged_attention.tpu_moments import attention_moments
+from pallas_kernels.tpu_operands import LANES, balanced, fill_with_zeros, rounded
+from pallas_kernels.tpu_projection import Heads, Own, operands, own_tokens
+
+__all__ = ["attend", "attention_moments"]
 
 
 def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, interpret, config=None):
@@ -116,8 +111,7 @@ def _attend_tile(
     # next grid step, which uses the same buffers and semaphores.
     @pl.when(first >= length)  # padding only: any finite result will do
     def _():
-        for result in results:
-            result[...] = jnp.zeros_like(result)
+        fill_with_zeros(results)
 
     @pl.when(first < length)
     def _():
@@ -133,18 +127,7 @@ def _attend_tile(
 def _see_all_keys(own: Own, group, first, blocks: Blocks, scratch, own_keys: int, length) -> None:
     """All keys that a tile of queries of a group of heads sees, own ones first."""
     heads, dtype = own.heads, own.dtype
-    queries, maximum, total, out = scratch
-    place = pl.ds(pl.multiple_of(first, LANES), queries.shape[1])
-    # Padded queries and what lies beyond T (undefined) need no mask: every query is a lane, no
-    # operation below joins lanes, and lanes beyond T are not written back.
-    q = own.queries(group, slice(None), place)
-    for which in range(heads.together):
-        queries[which] = heads.alone(q, which).astype(dtype)
-    # Scratch keeps what the last grid step left. -inf never meets -inf (which would be NaN): the
-    # first own step holds token 0, which is always real.
-    maximum[...] = jnp.full_like(maximum, -jnp.inf)
-    total[...] = jnp.zeros_like(total)
-    out[...] = jnp.zeros_like(out)
+    _see_none(own, group, first, scratch)
 
     def own_step(i, _):
         here, valid = own_tokens(i, own_keys, length)
@@ -168,11 +151,20 @@ def _see_all_keys(own: Own, group, first, blocks: Blocks, scratch, own_keys: int
         blocks.for_each_group(head, stored_step)
 
 
-def own_tokens(step, size: int, length):
-    """Where the own tokens of a step are, and which of them are real, bool [size, 1]."""
-    first = pl.multiple_of(step * size, size)
-    valid = jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0) + first < length
-    return pl.ds(first, size), valid
+def _see_none(own: Own, group, first, scratch) -> None:
+    """Finished queries of a tile, which have seen no key yet."""
+    queries, maximum, total, out = scratch
+    place = pl.ds(pl.multiple_of(first, LANES), queries.shape[1])
+    # Padded queries and what lies beyond T (undefined) need no mask: every query is a lane, no
+    # operation on them joins lanes, and lanes beyond T are not written back.
+    q = own.queries(group, slice(None), place)
+    for which in range(own.heads.together):
+        queries[which] = own.heads.alone(q, which).astype(own.dtype)
+    # Scratch keeps what the last grid step left. -inf never meets -inf (which would be NaN): the
+    # first own step holds token 0, which is always real.
+    maximum[...] = jnp.full_like(maximum, -jnp.inf)
+    total[...] = jnp.zeros_like(total)
+    out[...] = jnp.zeros_like(out)
 
 
 def _accumulate(scratch, which: int, k, v, valid) -> None:
@@ -202,171 +194,3 @@ def _finish(heads: Heads, group, results, scratch) -> None:
             results[1][0, head] = maximum[which] + jnp.log(total[which])
     found = jnp.concatenate(finished, axis=0).T.astype(results[0].dtype)
     results[0][0, :, heads.lanes(group)] = found
-
-
-# --- sums over queries ---
-
-
-def attention_moments(
-    projection,
-    new_length,
-    kv_pool,
-    table,
-    weights,
-    lse,
-    kv_scale,
-    *,
-    squares,
-    interpret,
-    config=None,
-):
-    """See `api.attention_moments`. config: tiles; None takes those of `config.choose`."""
-    call, config = tpu_blocks.prepare(
-        "attention_moments", projection, kv_pool, table, kv_scale, config, interpret
-    )
-    tokens, table = projection.shape[2], table.with_packed()
-    heads = Heads.of(projection, table)
-    # Groups and pieces of own keys are multiples of 128, because a key is a lane of the result, and
-    # rows of results are stored at places that are multiples of their size.
-    grouping = Grouping.of(call, rounded(config.copy_keys, LANES))
-    own_keys = min(rounded(config.own_keys, LANES), rounded(tokens, LANES))
-    block_q = balanced(tokens, config.block_q, LANES)
-    all_queries, all_own = rounded(tokens, block_q), rounded(tokens, own_keys)
-    given = _lines(heads, weights, lse, all_queries)
-    parts = {"q": (all_queries, lambda *_: 0), "k": (all_own, lambda *_: 0)}
-    given |= operands(projection, heads, parts)
-    moved = {"squares": squares, "halves": 2, "scales_at_once": LANES}
-    rotated = projection.rotation is not None
-    sizes = {"scale": projection.scale, "own_keys": own_keys, "block_q": block_q}
-    found = tpu_blocks.attention_call(
-        partial(_sum_columns, heads=heads, **sizes),
-        given,
-        Stored.of(new_length, kv_pool, table, kv_scale, heads, grouping, interpret),
-        _sums(len(kv_pool), heads, [grouping.slots, all_own] * (1 + squares)),
-        scratch=[pltpu.VMEM((heads.together, all_queries, heads.width), projection.dtype)],
-        tiles=1,
-        vmem_limit=tpu_vmem_limit(call, config, heads=heads.step, rotated=rotated),
-        cost=estimates.attention_moments(projection, kv_pool, table, **moved),
-        interpret=interpret,
-        name="attention_moments",
-    )
-    sums = _columns(found, projection.shape[1], call.slots, tokens)
-    return sums[0], sums[1] if squares else None
-
-
-def _lines(heads: Heads, weights, lse, all_queries: int) -> dict:
-    """Operands: weights and log-sum-exp of all queries, with padding."""
-    tail = all_queries - lse.shape[2]
-    # padded with the weight 0, which `_over_queries` takes for "no query"; what q holds there is
-    # undefined
-    weights = jnp.pad(weights.astype(jnp.float32), (0, tail))[None]
-    lse = jnp.pad(heads.padded(lse, 1), ((0, 0), (0, 0), (0, tail)))[:, :, None]
-    return {
-        "weights": (weights, pl.BlockSpec(weights.shape, lambda *_: (0, 0))),
-        "lse": (lse, _row_spec(heads, all_queries)),
-    }
-
-
-def _sums(rows: int, heads: Heads, widths: list[int]) -> list[tuple]:
-    """Results: whole groups and pieces."""
-    shapes = (jax.ShapeDtypeStruct((rows, heads.count, 1, width), jnp.float32) for width in widths)
-    return [(shape, _row_spec(heads, shape.shape[-1])) for shape in shapes]
-
-
-def _columns(found: list, count: int, slots: int, tokens: int) -> list:
-    """Results cut to the columns of M blocks and T tokens, beside each other."""
-    return [
-        jnp.concatenate([old[:, :count, 0, :slots], own[:, :count, 0, :tokens]], axis=-1)
-        for old, own in zip(found[::2], found[1::2], strict=True)
-    ]
-
-
-def _row_spec(heads: Heads, width: int) -> pl.BlockSpec:
-    """Rows of an array [R, N, 1, width]."""
-    return pl.BlockSpec((1, heads.step, 1, width), lambda r, n, *_: (r, n, 0, 0))
-
-
-def _sum_columns(
-    blocks: Blocks, length_ref, given, results, scratch, *, heads: Heads, scale, own_keys, block_q
-):
-    """Results: over stored slots and over own tokens; both once more for the squares."""
-    weights, lse, (queries,) = given.pop("weights"), given.pop("lse"), scratch
-    own, length = Own.of(heads, scale, given), length_ref[0]
-    over_queries = partial(_over_queries, queries, weights, lse, block_q, len(results) // 2)
-    blocks.start()  # on their way while the own keys are at work
-    # Fresh memory may hold NaN. Pieces behind `length` and groups not in use are never visited, and
-    # columns without a key have to be 0.
-    for result in results:
-        result[...] = jnp.zeros_like(result)
-
-    def group(i):
-        _finish_queries(own, i, queries, block_q)
-
-        def own_step(step, _):
-            here, valid = own_tokens(step, own_keys, length)
-            k = own.keys(i, here)
-            for which in range(heads.together):
-                # lanes of the other head meet zeros, so what is undefined has to go
-                mine = jnp.where(valid, heads.first(k, which), 0.0)
-                head = i * heads.together + which
-                _put(results[1::2], head, step, over_queries(which, head, mine, valid))
-            return 0
-
-        jax.lax.fori_loop(0, pl.cdiv(length, own_keys), own_step, 0)
-        for which in range(heads.together):
-            head = i * heads.together + which
-
-            def stored_step(step, buffer, head=head, which=which):
-                kv, valid = blocks.load(head, step, buffer)
-                sums = over_queries(which, head, kv[:, : heads.width], valid)
-                _put(results[::2], head, step, sums)
-
-            blocks.for_each_group(head, stored_step)
-
-    heads.for_each_group(group)
-
-
-def _finish_queries(own: Own, group, queries, block_q: int) -> None:
-    """Put the finished queries of a group of heads into `queries`."""
-
-    def step(i, _):
-        here = pl.ds(pl.multiple_of(i * block_q, block_q), block_q)
-        q = own.queries(group, here)
-        for which in range(own.heads.together):
-            queries[which, here] = own.heads.alone(q, which).astype(queries.dtype)
-        return 0
-
-    jax.lax.fori_loop(0, queries.shape[1] // block_q, step, 0)
-
-
-def _over_queries(
-    queries, weights, lse, block_q: int, powers: int, which: int, head, k, valid
-) -> list:
-    """Rows [1, keys]: weights of k [keys, W] summed over the queries and, if powers is 2, their
-    squares."""
-    k = k.astype(queries.dtype)
-
-    def step(i, sums):
-        here = pl.ds(pl.multiple_of(i * block_q, block_q), block_q)
-        weight = weights[:, here]
-        p = jnp.exp(dot(k, queries[which, here], (1, 1)) - lse[0, head, :, here])
-        p = jnp.where(weight != 0, p, 0.0)  # padded queries may be NaN, and 0 * NaN is NaN
-        terms = [p * weight, p * p * weight][:powers]
-        return tuple(s + _in_lanes(t) for s, t in zip(sums, terms, strict=True))
-
-    zeros = (jnp.zeros((len(k), LANES), jnp.float32),) * powers
-    sums = jax.lax.fori_loop(0, queries.shape[1] // block_q, step, zeros)
-    # Invalid keys are rows of zeros, whose weights are not 0. Turned, the sum runs over rows, not
-    # across lanes, and is the row that the result holds.
-    return [jnp.where(valid, s, 0.0).T.sum(axis=0, keepdims=True) for s in sums]
-
-
-def _in_lanes(x):
-    """Sum over pieces of 128 lanes."""
-    return sum(x[:, i : i + LANES] for i in range(0, x.shape[1], LANES))
-
-
-def _put(results, head, step, rows) -> None:
-    for result, row in zip(results, rows, strict=True):
-        size = row.shape[1]
-        result[0, head, :, pl.ds(pl.multiple_of(step * size, size), size)] = row

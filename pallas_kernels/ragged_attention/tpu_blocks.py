@@ -41,7 +41,7 @@ def prepare(operation: str, projection, kv_pool, table, kv_scale, config, interp
       NotImplementedError: the arrays do not compile or were never compiled.
     """
     if not interpret:
-        sizes = {"head_dims": (64, 128, 256), "block_sizes": (8, 16, 32, 64, 128)}
+        sizes = {"head_dims": (64, 128, 256), "block_sizes": tpu_operands.BLOCK_SIZES}
         dtypes = ("bfloat16", "float32", "int8")
         check_attention("TPU", projection, kv_pool, kv_scale, **sizes, dtypes=dtypes)
     call = tiles_of.Call.of(operation, projection, kv_pool, table)

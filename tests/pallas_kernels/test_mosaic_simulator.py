@@ -17,6 +17,7 @@ from pallas_kernels.cache_write import mosaic_gpu as mosaic_write
 from pallas_kernels.ragged_attention import mosaic_gpu
 from pallas_kernels.ragged_attention.config import MosaicConfig
 from tests.pallas_kernels.test_kernels import (
+    PLAIN,
     TOLERANCE,
     assert_stored,
     error,
@@ -36,12 +37,13 @@ SPECIAL = {
     "block8-int8": replace(SMALL, block_size=8, kv_dtype="int8"),
     "block32-int8": replace(SMALL, block_size=32, kv_dtype="int8"),
     "wide": SPECS["infinity-2b-t64"].reduced(heads=2),
+    "few-tokens": replace(SMALL, tokens=4, length=4),
+    "few-tokens-int8": replace(SMALL, tokens=4, length=4, kv_dtype="int8"),
     **{name: spec.reduced(heads=2) for name, spec in SPECS.items()},
 }
 SHAPES = [pytest.param(spec, id=name) for name, spec in OFTEN.items()]
 SHAPES += [pytest.param(s, id=name, marks=pytest.mark.slow) for name, s in SPECIAL.items()]
-
-
+AS_IT_IS = PLAIN.reduced(heads=2, tokens=24, length=20, entries=3)
 CAPABILITIES = mosaic_products.PRODUCTS  # Hopper's and Blackwell's
 
 
@@ -113,7 +115,7 @@ def test_attention_moments(chip, spec, capsys):
         assert error(a, b) < TOLERANCE[spec.dtype]
 
 
-@pytest.mark.parametrize("spec", SHAPES)
+@pytest.mark.parametrize("spec", [*SHAPES, pytest.param(AS_IT_IS, id="as-it-is")])
 def test_write(spec, capsys):
     run = simulated(mosaic_write.write)
     for case in written(spec):
@@ -122,7 +124,7 @@ def test_write(spec, capsys):
         assert no_races(capsys)
         options = dict(kv_scale=args.kv_scale, implementation="reference")
         expected = cache_write.write(*args.write, **options)
-        assert_stored(found, expected)
+        assert_stored(found, expected, args.projection)
 
 
 # --- mistakes that the simulator has to see -------------------------------------------------------

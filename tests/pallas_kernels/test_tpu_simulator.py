@@ -74,7 +74,7 @@ def check_write(run, args):
     jax.block_until_ready(found[0])
     assert not has_races()
     expected = cache_write.write(*args.write, kv_scale=args.kv_scale, implementation="reference")
-    assert_stored(found, expected)
+    assert_stored(found, expected, args.projection)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
