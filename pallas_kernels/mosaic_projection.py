@@ -163,6 +163,13 @@ class Work:
 def finished(projection: Projection, parts: Sequence[int], interpret) -> Array:
     """Parts of a projection as kernels copy them: [R, T', parts N H]. T' is T, rounded up where
     whole pieces of shared memory are copied; tokens from T on hold anything."""
+    return _finished(projection, tuple(parts), products(), interpret)
+
+
+# One trace for attention and store: two would differ in their places in the source, and the
+# compiler would not see that one result does for both.
+@partial(jax.jit, static_argnames=("parts", "chip", "interpret"))
+def _finished(projection: Projection, parts: tuple[int, ...], chip: Products, interpret) -> Array:
     rows, heads, tokens, head_dim = projection.shape
     if single := tokens == 1:  # a tile of rows, which are all alike
         qkv, angles = jnp.swapaxes(projection.qkv, 0, 1), projection.rotation
@@ -170,10 +177,10 @@ def finished(projection: Projection, parts: Sequence[int], interpret) -> Array:
         projection, tokens = replace(projection, qkv=qkv, rotation=angles), rows
     lines, places = pl.cdiv(tokens, ROWS), 1 if single else rows
     whole = tokens if single or tokens < mosaic.PIECE else -(-tokens // mosaic.PIECE) * mosaic.PIECE
-    chip, count, dtype = products(), len(parts), projection.dtype
+    count, dtype = len(parts), projection.dtype
     turned = sum(turn_widths(projection)) * len([part for part in parts if part != V])
     (found,) = mosaic.launch(
-        partial(_finish, tuple(parts), single, chip),
+        partial(_finish, parts, single, chip),
         [Unfinished.of(projection, parts, lines * ROWS)],
         [jax.ShapeDtypeStruct((places, whole, count * heads * head_dim), dtype)],
         [

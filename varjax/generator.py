@@ -21,7 +21,6 @@ from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
 from varjax.conditions import Condition
 from varjax.engine import compilation_cache, cost, program, scales
-from varjax.engine.segments import plan_segments
 from varjax.errors import UserError, choose
 from varjax.model import Model
 from varjax.parallel import sharding
@@ -138,18 +137,19 @@ class Generator:
             plan = _plan(model, policy, budget, sampling, calibration)
         self.plan = arguments.instance("plan", plan, CachePlan, "a plan, as varjax.plan makes it")
         _check_plan(plan, model.geometry_for(sampling))
-        self.policy = self.plan.policy
-        rows = self.plan.geometry.rows_per_image * self.batch_size // max(1, mesh.data)
-        free = program.free_tokens(model.networks, max(1, rows), jax.default_backend())
-        self.segments = plan_segments(self.plan.geometry.schedule, segments, free)
+        self.policy, platform = self.plan.policy, jax.default_backend()
+        choose("layers", layers, program.LAYERS)
+        self.segments = program.plan_segments(
+            *(model.networks, self.plan.geometry.schedule, segments),
+            *(self.plan.geometry.rows_per_image * self.batch_size // mesh.data or 1, platform),
+        )
         self.spec = scales.ProgramSpec.of(
             *(self.plan, self.segments, sampling, model.config), attention=attention, **options
         )
         self.timing = Timing()
         self.layout = ShardedPlan(self.plan, self._check_mesh(mesh))
         self._networks = model.networks
-        choose("layers", layers, program.LAYERS)
-        program.arrange_layers(self._networks, layers, jax.default_backend())
+        program.arrange_layers(self._networks, layers, platform)
         # the programs that draw codes and decode pixels (`jax.stages.Compiled`)
         self.compiled = self.compiled_decoder = None
         self._formats = self._sharded = None

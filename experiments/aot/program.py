@@ -31,7 +31,6 @@ from varjax.engine import memory, scales
 from varjax.engine import program as programs
 from varjax.engine.cost import Cost, device_bytes, program_cost, times_read
 from varjax.engine.memory import peak_bytes, show_bytes
-from varjax.engine.segments import plan_segments
 from varjax.model import Model
 from varjax.parallel import sharding
 from varjax.parallel.sharding import ShardedPlan, ShardedProgram
@@ -188,8 +187,9 @@ class Compilation:
         layout, networks = ShardedPlan(plan, mesh), _networks(model, options.dtype)
         programs.arrange_layers(networks, options.layers, chip.platform)
         rows = plan.geometry.rows_per_image * batch_size // mesh.data
-        free = programs.free_tokens(networks, rows, chip.platform)
-        segments = plan_segments(model.config.schedule, options.segments, free)
+        segments = programs.plan_segments(
+            networks, model.config.schedule, options.segments, rows, chip.platform
+        )
         self.spec = scales.ProgramSpec.of(
             plan,
             segments,

@@ -17,10 +17,11 @@ from jax.experimental.layout import Format, Layout
 from jaxtyping import Array, Float
 
 from varjax.cache.state import KVState
-from varjax.engine import scales
-from varjax.engine.segments import map_in_chunks
+from varjax.engine import scales, segments
+from varjax.engine.segments import Segment, map_in_chunks
 from varjax.models import stacked
 from varjax.parallel.sharding import ShardedProgram
+from varjax.schedule import Schedule
 
 # Where the compiler chooses how the weights lie, because it would copy stacked ones otherwise.
 AUTO_LAYOUT_PLATFORMS = ("tpu",)
@@ -146,13 +147,17 @@ def arrange_layers(networks: Mapping[str, nnx.Module], how: str, platform: str) 
         stacked.restack(transformer.blocks)
 
 
-def free_tokens(networks: Mapping[str, nnx.Module], rows: int, platform: str) -> float | None:
-    """Tokens of a scale up to which padding costs no time, because reading a layer's weights takes
-    longer than multiplying with them; None for small models. For `segments.plan_segments`.
-
-    rows: of one device, each with the scale's tokens.
-    """
-    return FREE_ROWS[platform] / rows if _is_large(networks["transformer"]) else None
+def plan_segments(
+    networks: Mapping[str, nnx.Module],
+    schedule: Schedule,
+    wanted: int | str,
+    rows: int,
+    platform: str,
+) -> tuple[Segment, ...]:
+    """`segments.plan_segments` for this model on this platform. rows: of one device."""
+    if not _is_large(networks["transformer"]):
+        return segments.plan_segments(schedule, wanted)
+    return segments.plan_segments(schedule, wanted, rows, FREE_ROWS[platform])
 
 
 def _is_large(transformer: nnx.Module) -> bool:

@@ -12,8 +12,9 @@ Chunks are a few images at a time, where all at once would take too much memory.
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -28,13 +29,15 @@ AUTO = "auto"
 # "auto" accepts this much of the exact count, of a small and of a large program; integers, so that
 # 1.25x exactly is still in
 SMALL_OVERHEAD, LARGE_OVERHEAD = (5, 4), (21, 20)
+TILE = 8  # rows that libraries multiply with at once; they copy others into such
 LOGITS_BYTES = 2**30  # logits, and what sampling from them takes, that may exist at once
 ARRAYS_PER_LOGIT = 6  # both rows of guidance, guided, filtered, ordered or probabilities, noise
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Scales `start` <= k < `stop`, each padded to `length` tokens (the longest among them)."""
+    """Scales `start` <= k < `stop`, each padded to `length` tokens (the longest among them, or a
+    few more)."""
 
     start: int
     stop: int
@@ -50,18 +53,21 @@ class Segment:
 
 
 def plan_segments(
-    schedule: Schedule, segments: int | str = AUTO, free_tokens: float | None = None
+    schedule: Schedule,
+    segments: int | str = AUTO,
+    rows: int | None = None,
+    free_rows: int = 0,
 ) -> tuple[Segment, ...]:
     """Cut the scales into contiguous segments with the fewest padded tokens.
 
     Args:
       schedule: the K token maps.
-      segments: how many (an int or its text), or "auto": the fewest whose padded tokens are at
-        most 1.25x the exact count, or as `free_tokens` says.
-      free_tokens: of a program whose products take most of its time (`program.free_tokens`): a
-        scale of fewer tokens takes as long as one of so many. "auto" then takes the fewest segments
-        that cost at most 1.05x what no padding would. None: a small program, where another
-        compiled body costs more than padding.
+      segments: how many (an int or its text), or "auto". Of a small program the fewest whose padded
+        tokens are at most 1.25x the exact count: another compiled body costs more than padding. Of
+        a large one the fewest that cost at most 1.05x what no padding would.
+      rows: of a large program, whose products take most of its time: rows that each token has on
+        one device. Lengths are then rounded up to whole tiles of `TILE` rows.
+      free_rows: rows of a product that take as long as one.
 
     Returns:
       The segments in order; together they cover scales 0..K-1. Among equal cuts the last segment
@@ -71,13 +77,18 @@ def plan_segments(
       UserError: not "auto" and not a whole number from 1 to K.
     """
     tokens, count = tuple(schedule.tokens), _parse_count(segments, schedule.num_scales)
-    if count is not None:
-        return _best_cut(tokens, count)
-    more, than = SMALL_OVERHEAD if free_tokens is None else LARGE_OVERHEAD
-    least = free_tokens or 0
+    least = free_rows / rows if rows else 0
+    more, than = LARGE_OVERHEAD if rows else SMALL_OVERHEAD
     exact = sum(max(n, least) for n in tokens)
-    cuts = (_best_cut(tokens, n, least) for n in range(1, schedule.num_scales + 1))
-    return next(c for c in cuts if padded_tokens(c, least) * than <= exact * more)
+    counts = range(1, schedule.num_scales + 1) if count is None else (count,)
+    cuts = (_best_cut(tokens, n, least) for n in counts)
+    best = next(c for c in cuts if count or padded_tokens(c, least) * than <= exact * more)
+    return tuple(_in_tiles(segment, rows) for segment in best) if rows else best
+
+
+def _in_tiles(segment: Segment, rows: int) -> Segment:
+    multiple = TILE // math.gcd(TILE, rows)
+    return replace(segment, length=-(-segment.length // multiple) * multiple)
 
 
 def padded_tokens(segments: Sequence[Segment], least: float = 0) -> float:
