@@ -21,12 +21,19 @@ def guided(
 ) -> Float[Array, "B ..."]:
     """Logits with temperature and guidance, each where it is given; with guidance the first half
     are conditional rows."""
-    return combined(jnp.split(logits, 1 if strength is None else 2), tau, strength)
+    # divided before it is split: a compiler that fuses both rounds as it always did
+    rows = jnp.split(tempered(logits, tau), 1 if strength is None else 2)
+    return combined(rows, strength)
 
 
-def combined(rows: Sequence[Float[Array, "..."]], tau, strength) -> Float[Array, "..."]:
-    """The same of conditional and unconditional rows, or of the only ones."""
-    rows = rows if tau is None else [row / tau for row in rows]
+def tempered(logits: Float[Array, "..."], tau: Float[Array, ""] | None) -> Float[Array, "..."]:
+    return logits if tau is None else logits / tau
+
+
+def combined(
+    rows: Sequence[Float[Array, "..."]], strength: Float[Array, ""] | None
+) -> Float[Array, "..."]:
+    """Conditional and unconditional rows; of one, that without guidance, itself."""
     if strength is None:
         return rows[0]
     cond, uncond = rows
@@ -42,8 +49,9 @@ def filter_logits(logits: Float[Array, "... V"], top_k: int, top_p: float) -> Fl
     arrays of the size of the logits, and TPU compilers long for every shape.
     """
     if 0 < top_k < logits.shape[-1]:
-        order = _ordered(logits)
-        threshold = _largest(lambda t: (order >= t).sum(-1, keepdims=True) >= top_k, order)
+        order = ordered(logits)
+        shape = (*order.shape[:-1], 1)
+        threshold = largest(lambda t: (order >= t).sum(-1, keepdims=True) >= top_k, shape)
         logits = jnp.where(order < threshold, -jnp.inf, logits)
     if 0 < top_p < 1:
         p = jax.nn.softmax(logits, axis=-1)
@@ -64,27 +72,26 @@ def _unlikely(logits: Float[Array, "... V"], p: Float[Array, "... V"], most: flo
     below = logits < logits.max(-1, keepdims=True)
     if logits.shape[-1] == 2:  # a bit: the smaller one goes or stays, and nothing is added up
         return below & (p <= most)
-    order = _ordered(logits)
+    order = ordered(logits)
 
     def may_go(t):
         return jnp.where(order <= t, p, 0).sum(-1, keepdims=True) <= most
 
-    return below & (order <= _largest(may_go, order))
+    return below & (order <= largest(may_go, (*order.shape[:-1], 1)))
 
 
-def _ordered(x: Float[Array, "..."]) -> Int[Array, "..."]:
+def ordered(x: Float[Array, "..."]) -> Int[Array, "..."]:
     """int32 that compare as the float32 numbers do; zeros of both signs are equal."""
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 
-def _largest(holds, like: Int[Array, "... V"]) -> Int[Array, "... 1"]:
-    """The largest int32 for which `holds` is true; `holds` is true up to some number and false
-    beyond it."""
-    lowest = jnp.full((*like.shape[:-1], 1), jnp.iinfo(jnp.int32).min)
+def largest(holds, shape: tuple[int, ...]) -> Int[Array, "..."]:
+    """The largest int32 of each row for which `holds` is true; `holds` is true up to some number
+    and false beyond it."""
 
     def step(i, found):
         raised = found + (jnp.int32(1) << (31 - i))  # the first one wraps from the lowest to 0
         return jnp.where(holds(raised), raised, found)
 
-    return jax.lax.fori_loop(0, 32, step, lowest)
+    return jax.lax.fori_loop(0, 32, step, jnp.full(shape, jnp.iinfo(jnp.int32).min))

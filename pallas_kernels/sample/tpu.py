@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.sample.cost import estimate
-from pallas_kernels.sample.reference import combined, filter_logits, first_largest
+from pallas_kernels.sample.reference import combined, filter_logits, first_largest, tempered
 from pallas_kernels.tpu_operands import LANES, rounded
 
 ROWS = 8  # of a vector register
@@ -64,6 +64,6 @@ def _kernel(given, top_k: int, top_p: float, *refs):
     *numbers, logits, noise, found = refs
     numbers = iter(numbers)
     tau, strength = (next(numbers)[0] if there else None for there in given)
-    rows = [logits[i] for i in range(logits.shape[0])]
-    filtered = filter_logits(combined(rows, tau, strength), top_k, top_p)
+    rows = [tempered(logits[i], tau) for i in range(logits.shape[0])]
+    filtered = filter_logits(combined(rows, strength), top_k, top_p)
     found[...] = first_largest(filtered + noise[...])

@@ -1,9 +1,11 @@
 """Choosing tokens on NVIDIA GPUs with Pallas-Triton. See `api.sample`.
 
-Tiling. A program holds a token's row in registers, padded with -inf to a power of two, which no
-filter keeps, and runs the reference's filter on it there.
+Tiling. A program serves a token and holds its row in registers (`row`), up to `MOST` numbers. Of
+longer ones it reads a part whenever it needs it, which its multiprocessor's cache or the chip's
+holds: guidance, which would double that, is XLA's then.
 
-Traffic: every logit and every number of noise once, 4 (R + B) T V bytes.
+Traffic: every logit and every number of noise once, 4 (R + B) T V bytes; of rows that are not held
+8 B T V more, and from the caches 64 times 4 B T V.
 """
 
 from functools import partial
@@ -13,21 +15,26 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.sample import reference, row
 from pallas_kernels.sample.cost import estimate
-from pallas_kernels.sample.reference import combined, filter_logits, first_largest
+from pallas_kernels.sample.row import Parts
 
-PER_WARP = 1024  # numbers of a row that a warp holds: 32 per thread, of each of two arrays
+MOST = 16384
+PER_WARP = 1024  # numbers: 32 per thread, of each of two arrays
 
 
 def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret: bool):
     """See `api.sample`."""
     images, tokens, vocabulary = noise.shape
+    parts = Parts.of(vocabulary, MOST)
+    if not parts.held:
+        logits, tau, strength = reference.guided(logits, tau, strength), None, None
     numbers = [jnp.reshape(a, 1).astype(jnp.float32) for a in (tau, strength) if a is not None]
     given = [a is not None for a in (tau, strength)]
     pairs = logits.reshape(-1, *noise.shape)  # conditional and unconditional rows, or one
-    width = pl.next_power_of_2(vocabulary)
+    warps = max(1, pl.cdiv(min(MOST, parts.count * parts.size), PER_WARP))
     return pl.pallas_call(
-        partial(_kernel, given, top_k, top_p, width),
+        partial(_kernel, parts, given, top_k, top_p),
         grid=(tokens, images),
         in_specs=[
             *(pl.BlockSpec((1,), lambda t, b: (0,)) for _ in numbers),
@@ -36,24 +43,26 @@ def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret:
         ],
         out_specs=pl.BlockSpec((None, 1), lambda t, b: (b, t)),
         out_shape=jax.ShapeDtypeStruct((images, tokens), jnp.int32),
-        compiler_params=plgpu.CompilerParams(num_warps=max(1, width // PER_WARP), num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=pl.next_power_of_2(warps), num_stages=1),
         cost_estimate=estimate(logits, noise, top_k, top_p),
         interpret=interpret,
         name="sample",
     )(*numbers, pairs, noise)
 
 
-def _kernel(given, top_k: int, top_p: float, width: int, *refs):
+def _kernel(parts: Parts, given, top_k: int, top_p: float, *refs):
     *numbers, logits, noise, found = refs
     numbers = iter(numbers)
     tau, strength = (next(numbers)[0] if there else None for there in given)
-    lane = jnp.arange(width, dtype=jnp.int32)
-    inside = lane < noise.shape[0]
 
-    def row(ref, *index: int):
-        return plgpu.load(ref.at[*index, lane], mask=inside, other=0)
+    def number(start):
+        return start + jnp.arange(parts.size, dtype=jnp.int32)
 
-    rows = [row(logits, i) for i in range(logits.shape[0])]
-    padded = jnp.where(inside, combined(rows, tau, strength), -jnp.inf)
-    filtered = filter_logits(padded, top_k, top_p)
-    found[...] = first_largest(filtered + row(noise))
+    def load(i: int, start):
+        return logits[i, pl.ds(start, parts.size)]
+
+    def load_noise(start):
+        return noise[pl.ds(start, parts.size)]
+
+    found_row = row.guided(parts, load, logits.shape[0], number, tau, strength)
+    found[0] = row.choose(found_row, load_noise, number, top_k, top_p)
