@@ -62,5 +62,6 @@ def sample(
     Raises:
       NotImplementedError: the implementation named cannot run, with the reason.
     """
-    options = {"tau": tau, "strength": strength, "top_k": top_k, "top_p": top_p}
+    # numpy's numbers are no numbers for estimates
+    options = {"tau": tau, "strength": strength, "top_k": int(top_k), "top_p": float(top_p)}
     return implementations.run(implementation, MODULES, "sample", logits, noise, **options)

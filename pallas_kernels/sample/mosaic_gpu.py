@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.sample import reference, row
+from pallas_kernels.sample.operands import estimate, numbers, scalars
 from pallas_kernels.sample.row import Parts
 
 MOST = 4096  # 32 numbers per thread, of each of two arrays
@@ -33,25 +34,19 @@ def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret)
     mosaic.check_simulator(interpret)
     if not parts.held:
         logits, tau, strength = reference.guided(logits, tau, strength), None, None
-    given = [a is not None for a in (tau, strength)]
-    numbers = [jnp.reshape(a, 1).astype(jnp.float32) for a in (tau, strength) if a is not None]
-    options = {"interpret": mosaic.simulator(interpret)} if interpret else {}
-    kernel = partial(_kernel, parts, given, top_k, top_p)
-    found = plgpu.kernel(
-        kernel,
+    # not `plgpu.kernel`, which takes no estimate
+    return pl.kernel(
+        partial(_kernel, parts, top_k, top_p),
         out_type=jax.ShapeDtypeStruct((images, tokens), jnp.int32),
-        grid=(tokens, images),
-        grid_names=("token", "image"),
+        mesh=plgpu.Mesh(grid=(tokens, images), grid_names=("token", "image")),
         compiler_params=plgpu.CompilerParams(lowering_semantics=mosaic.LANES),
-        **options,
-    )(*numbers, logits.reshape(-1, *noise.shape), noise)
-    return found
+        cost_estimate=estimate(logits, noise, top_k, top_p),
+        name="sample",
+        **({"interpret": mosaic.simulator(interpret)} if interpret else {}),
+    )(numbers(tau, strength), logits.reshape(-1, *noise.shape), noise)
 
 
-def _kernel(parts: Parts, given, top_k: int, top_p: float, *refs):
-    *numbers, logits, noise, found = refs
-    numbers = iter(numbers)
-    tau, strength = (next(numbers)[0] if there else None for there in given)
+def _kernel(parts: Parts, top_k: int, top_p: float, given, logits, noise, found):
     token, image = jax.lax.axis_index("token"), jax.lax.axis_index("image")
     width = 4 if parts.length % 4 == 0 and parts.size % (4 * THREADS) == 0 else 1
     layout = plgpu.Layout.WG_STRIDED((parts.size,), vec_size=width)
@@ -65,5 +60,5 @@ def _kernel(parts: Parts, given, top_k: int, top_p: float, *refs):
     def load_noise(start):
         return mosaic.load(noise.at[image, token, pl.ds(start, parts.size)], layout, plain=True)
 
-    logits_row = row.guided(parts, load, logits.shape[0], number, tau, strength)
-    found[image, token] = row.choose(logits_row, load_noise, number, top_k, top_p)
+    guided = row.guided(parts, load, logits.shape[0], number, *scalars(given))
+    found[image, token] = row.choose(guided, load_noise, number, top_k, top_p)

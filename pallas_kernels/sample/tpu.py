@@ -16,29 +16,34 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.sample.cost import estimate
+from pallas_kernels.sample.operands import estimate, numbers, scalars
 from pallas_kernels.sample.reference import combined, filter_logits, first_largest, tempered
 from pallas_kernels.tpu_operands import LANES, rounded
 
 ROWS = 8  # of a vector register
 ELEMENTS = 2**17  # per program and array: 128 registers
+LARGEST = 2**16  # vocabulary: 8 rows of it take 12 of the 16 MiB of vector memory
 
 
 def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret: bool):
     """See `api.sample`."""
     images, tokens, vocabulary = noise.shape
-    numbers = [jnp.reshape(a, 1).astype(jnp.float32) for a in (tau, strength) if a is not None]
-    given = [a is not None for a in (tau, strength)]
+    if vocabulary > LARGEST:
+        raise NotImplementedError(
+            f"choosing on TPU takes vocabularies of up to {LARGEST} tokens, not {vocabulary}: use "
+            f"implementation='reference' (--attention=reference)"
+        )
+    given = numbers(tau, strength)
     pairs = logits.reshape(-1, *noise.shape)  # conditional and unconditional rows, or one
     block = _block(images, tokens, vocabulary)
     shape = (*block, vocabulary)
     # rows that are too large to be fetched while others are at work: 16 MiB are all there is
     ahead = pl.Buffered(1) if ROWS * vocabulary > ELEMENTS else None
     found = pl.pallas_call(
-        partial(_kernel, given, top_k, top_p),
+        partial(_kernel, top_k, top_p),
         grid=tuple(map(pl.cdiv, (images, tokens), block)),
         in_specs=[
-            *(pl.BlockSpec(memory_space=pltpu.SMEM) for _ in numbers),
+            jax.tree.map(lambda _: pl.BlockSpec(memory_space=pltpu.SMEM), given),
             pl.BlockSpec((len(pairs), *shape), lambda b, t: (0, b, t, 0), pipeline_mode=ahead),
             pl.BlockSpec(shape, lambda b, t: (b, t, 0), pipeline_mode=ahead),
         ],
@@ -48,7 +53,7 @@ def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret:
         cost_estimate=estimate(pairs, noise, top_k, top_p),
         interpret=interpret,
         name="sample",
-    )(*numbers, pairs, noise)
+    )(given, pairs, noise)
     return found[..., 0]
 
 
@@ -60,10 +65,8 @@ def _block(images: int, tokens: int, vocabulary: int) -> tuple[int, int]:
     return min(images, rows // rounded(tokens, ROWS)), tokens
 
 
-def _kernel(given, top_k: int, top_p: float, *refs):
-    *numbers, logits, noise, found = refs
-    numbers = iter(numbers)
-    tau, strength = (next(numbers)[0] if there else None for there in given)
+def _kernel(top_k: int, top_p: float, given, logits, noise, found):
+    tau, strength = scalars(given)
     rows = [tempered(logits[i], tau) for i in range(logits.shape[0])]
     filtered = filter_logits(combined(rows, strength), top_k, top_p)
     found[...] = first_largest(filtered + noise[...])

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.sample import reference, row
-from pallas_kernels.sample.cost import estimate
+from pallas_kernels.sample.operands import estimate, numbers, scalars
 from pallas_kernels.sample.row import Parts
 
 MOST = 16384
@@ -29,15 +29,14 @@ def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret:
     parts = Parts.of(vocabulary, MOST)
     if not parts.held:
         logits, tau, strength = reference.guided(logits, tau, strength), None, None
-    numbers = [jnp.reshape(a, 1).astype(jnp.float32) for a in (tau, strength) if a is not None]
-    given = [a is not None for a in (tau, strength)]
+    given = numbers(tau, strength)
     pairs = logits.reshape(-1, *noise.shape)  # conditional and unconditional rows, or one
     warps = max(1, pl.cdiv(min(MOST, parts.count * parts.size), PER_WARP))
     return pl.pallas_call(
-        partial(_kernel, parts, given, top_k, top_p),
+        partial(_kernel, parts, top_k, top_p),
         grid=(tokens, images),
         in_specs=[
-            *(pl.BlockSpec((1,), lambda t, b: (0,)) for _ in numbers),
+            jax.tree.map(lambda _: pl.BlockSpec((1,), lambda t, b: (0,)), given),
             pl.BlockSpec((len(pairs), None, None, vocabulary), lambda t, b: (0, b, t, 0)),
             pl.BlockSpec((None, None, vocabulary), lambda t, b: (b, t, 0)),
         ],
@@ -47,14 +46,10 @@ def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret:
         cost_estimate=estimate(logits, noise, top_k, top_p),
         interpret=interpret,
         name="sample",
-    )(*numbers, pairs, noise)
+    )(given, pairs, noise)
 
 
-def _kernel(parts: Parts, given, top_k: int, top_p: float, *refs):
-    *numbers, logits, noise, found = refs
-    numbers = iter(numbers)
-    tau, strength = (next(numbers)[0] if there else None for there in given)
-
+def _kernel(parts: Parts, top_k: int, top_p: float, given, logits, noise, found):
     def number(start):
         return start + jnp.arange(parts.size, dtype=jnp.int32)
 
@@ -64,5 +59,5 @@ def _kernel(parts: Parts, given, top_k: int, top_p: float, *refs):
     def load_noise(start):
         return noise[pl.ds(start, parts.size)]
 
-    found_row = row.guided(parts, load, logits.shape[0], number, tau, strength)
-    found[0] = row.choose(found_row, load_noise, number, top_k, top_p)
+    guided = row.guided(parts, load, logits.shape[0], number, *scalars(given))
+    found[0] = row.choose(guided, load_noise, number, top_k, top_p)
