@@ -3,10 +3,10 @@
     python tests/pallas_kernels/compile_mosaic.py TARGET SHAPE...
 
 TARGET: a GPU of pallas_kernels/chips.py. SHAPE: of `SHAPES` or `ROWS`. Prints one JSON object per
-program: its temporaries, bytes of the pool and of the scale's keys and values (where there are
-any), and of every kernel that no program before had: registers and spilled bytes per thread, as ptxas says, bytes of shared memory,
-columns of tensor memory. A program of its own, because JAX (0.10.2) compiles these kernels for one
-architecture per process, whatever is asked for later.
+program: its temporaries, bytes of the pool and of the scale's keys and values where there are any,
+and of every kernel that no program before had: registers and spilled bytes per thread, as ptxas
+says, bytes of shared memory, columns of tensor memory. A program of its own, because JAX (0.10.2)
+compiles these kernels for one architecture per process, whatever is asked for later.
 """
 
 import json
