@@ -38,6 +38,11 @@ def check(q, kv_pool, kv_scale, interpret) -> None:
     sizes = {"head_dims": HEAD_DIMS, "block_sizes": BLOCK_SIZES}
     check_attention("Mosaic", q, kv_pool, kv_scale, **sizes, dtypes=POOL_DTYPES)
     products()  # or why there are none
+    check_simulator(interpret)
+
+
+def check_simulator(interpret) -> None:
+    """Raise `NotImplementedError` where kernels are to be simulated and cannot be."""
     if interpret and not SIMULATED:
         raise NotImplementedError(
             f"Mosaic kernels are simulated by JAX from 0.11 on, not {jax.__version__}: use "

@@ -10,7 +10,7 @@ import pytest
 
 from tests.models_under_test import fixture
 from varjax.errors import UserError
-from varjax.sampling import Sampling, filter_logits, guide, gumbel, image_keys, sample
+from varjax.sampling import Sampling, Scores, filter_logits, guided, gumbel, image_keys, sample
 
 
 def test_filters_keep_what_the_original_keeps():
@@ -30,7 +30,9 @@ def test_filters_keep_what_the_original_keeps():
 
 def test_guidance():
     logits = jnp.array([[[1.0, 2.0]], [[0.5, 3.0]]])
-    chex.assert_trees_all_close(guide(logits, jnp.float32(1.5)), np.array([[[1.75, 0.5]]]))
+    chex.assert_trees_all_close(
+        guided(logits, strength=jnp.float32(1.5)), np.array([[[1.75, 0.5]]])
+    )
 
 
 def test_noise_does_not_depend_on_padding():
@@ -40,10 +42,8 @@ def test_noise_does_not_depend_on_padding():
 
 def test_draws_follow_the_distribution():
     logits = jnp.log(jnp.array([0.1, 0.2, 0.7]))
-    keys = image_keys(0, jnp.arange(4000))
-    tokens, _ = jax.jit(lambda k: sample(jnp.broadcast_to(logits, (4000, 1, 3)), k, Sampling()))(
-        keys
-    )
+    scores = Scores(jnp.broadcast_to(logits, (4000, 1, 3)))
+    tokens, _ = jax.jit(lambda k: sample(scores, k, Sampling()))(image_keys(0, jnp.arange(4000)))
     counts = np.bincount(np.asarray(tokens)[:, 0], minlength=3) / 4000
     chex.assert_trees_all_close(
         counts, np.array([0.1, 0.2, 0.7]), atol=0.03

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.sample import sample as choose
+from pallas_kernels.sample.reference import filter_logits, guided
 from varjax import arguments
 from varjax.errors import UserError, nearest, show
 
@@ -148,51 +150,17 @@ def check_seed(seed: int, runs: int = 1, *, name: str = "seed") -> int:
     return arguments.integer(name, seed, 0, 2**31 - runs)
 
 
-def guide(logits: Float[Array, "R T V"], strength: Float[Array, ""]) -> Float[Array, "B T V"]:
-    """Combine conditional (first half) and unconditional rows."""
-    cond, uncond = jnp.split(logits, 2)
-    return (1 + strength) * cond - strength * uncond
+@dataclass(frozen=True)
+class Scores:
+    """Logits of all rows as a head gives them, and what they have still to meet: temperature and
+    guidance (see `guided`), each where it is given."""
 
+    plain: Float[Array, "R T ..."]
+    tau: Float[Array, ""] | None = None
+    strength: Float[Array, ""] | None = None
 
-def filter_logits(logits: Float[Array, "... V"], top_k: int, top_p: float) -> Float[Array, "... V"]:
-    """Set what top-k, then top-p, rejects to -inf. The largest always survives, and of equal
-    logits all or none. Static `top_k`, `top_p`; 0 is off.
-
-    Top-k keeps the k largest. Top-p rejects the smallest logits whose probabilities add up to at
-    most 1 - p. Both look for a threshold, bit by bit, instead of sorting: sorting takes several
-    arrays of the size of the logits, and TPU compilers long for every shape.
-    """
-    if 0 < top_k < logits.shape[-1]:
-        order = _ordered(logits)
-        threshold = _largest(lambda t: (order >= t).sum(-1, keepdims=True) >= top_k, order)
-        logits = jnp.where(order < threshold, -jnp.inf, logits)
-    if 0 < top_p < 1:
-        order, p = _ordered(logits), jax.nn.softmax(logits, axis=-1)
-
-        def may_go(t):
-            return jnp.where(order <= t, p, 0).sum(-1, keepdims=True) <= 1 - top_p
-
-        rejected = (order <= _largest(may_go, order)) & (logits < logits.max(-1, keepdims=True))
-        logits = jnp.where(rejected, -jnp.inf, logits)
-    return logits
-
-
-def _ordered(x: Float[Array, "..."]) -> Int[Array, "..."]:
-    """int32 that compare as the float32 numbers do; zeros of both signs are equal."""
-    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
-    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
-
-
-def _largest(holds, like: Int[Array, "... V"]) -> Int[Array, "... 1"]:
-    """The largest int32 for which `holds` is true; `holds` is true up to some number and false
-    beyond it."""
-    lowest = jnp.full((*like.shape[:-1], 1), jnp.iinfo(jnp.int32).min)
-
-    def step(i, found):
-        raised = found + (jnp.int32(1) << (31 - i))  # the first one wraps from the lowest to 0
-        return jnp.where(holds(raised), raised, found)
-
-    return jax.lax.fori_loop(0, 32, step, lowest)
+    def guided(self) -> Float[Array, "B T ..."]:
+        return guided(self.plain, self.tau, self.strength)
 
 
 def gumbel(keys: Array, length: int, vocabulary: int) -> Float[Array, "B T V"]:
@@ -202,14 +170,21 @@ def gumbel(keys: Array, length: int, vocabulary: int) -> Float[Array, "B T V"]:
 
 
 def sample(
-    logits: Float[Array, "B T V"], keys: Array, sampling: Sampling
-) -> tuple[Int[Array, "B T"], Float[Array, "B T V"]]:
-    """Tokens drawn from guided logits with one key per image, and the filtered logits."""
+    scores: Scores, keys: Array, sampling: Sampling, implementation: str | None = None
+) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
+    """Tokens drawn with one key per image, and the logits that they are drawn from, which exist
+    only if `greedy` or `more_smooth`. implementation: of the kernel; None takes what the platform
+    has."""
     if sampling.greedy:
+        logits = scores.guided()
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), logits
-    logits = filter_logits(logits, sampling.top_k, sampling.top_p)
-    noise = gumbel(keys, *logits.shape[1:])
-    return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32), logits
+    noise = gumbel(keys, *scores.plain.shape[1:])
+    if sampling.more_smooth:
+        logits = filter_logits(scores.guided(), sampling.top_k, sampling.top_p)
+        return choose(logits, noise, implementation="reference"), logits
+    options = {"tau": scores.tau, "strength": scores.strength, "implementation": implementation}
+    options |= {"top_k": sampling.top_k, "top_p": sampling.top_p}
+    return choose(scores.plain, noise, **options), None
 
 
 def smooth_codes(

@@ -8,6 +8,8 @@ import pytest
 
 from tests.models_under_test import arrays_of, fixture_model, greedy_generator
 from varjax import policies
+from varjax.generator import Generator
+from varjax.sampling import Sampling
 
 KERNELS = ["triton-interpret", "tpu-interpret"]
 # Blocks of 8 slots, the smallest that every kernel takes.
@@ -45,3 +47,19 @@ def test_greedy_tokens_are_those_of_the_reference(model, case, kernel):
     expected, found = (generate(model, case, name) for name in ("reference", kernel))
     np.testing.assert_array_equal(found["tokens"], expected["tokens"])
     np.testing.assert_allclose(found["logits"], expected["logits"], atol=2e-3)
+
+
+@functools.lru_cache(maxsize=2)
+def draw(attention: str):
+    """Tokens drawn with every filter."""
+    model = fixture_model(SMALL)
+    sampling = Sampling(cfg=1.5, tau=0.9, top_k=20, top_p=0.9)
+    policy = CASES["full"][0]
+    generator = Generator(model, policy, sampling=sampling, batch_size=2, attention=attention)
+    results, _ = generator.run_batch(arrays_of(model, [1, 2]), np.arange(2, dtype=np.int32))
+    return np.asarray(results["tokens"])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_drawn_tokens_are_those_of_the_reference(kernel):
+    np.testing.assert_array_equal(draw(kernel), draw("reference"))

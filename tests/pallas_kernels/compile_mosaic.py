@@ -2,11 +2,11 @@
 
     python tests/pallas_kernels/compile_mosaic.py TARGET SHAPE...
 
-TARGET: a GPU of pallas_kernels/chips.py. SHAPE: of `SHAPES`. Prints one JSON object per program:
-its temporaries, bytes of the pool and of the scale's keys and values, and of every kernel that no
-program before had: registers and spilled bytes per thread, as ptxas says, bytes of shared memory,
-columns of tensor memory. A program of its own, because JAX (0.10.2) compiles these kernels for one
-architecture per process, whatever is asked for later.
+TARGET: a GPU of pallas_kernels/chips.py. SHAPE: of `SHAPES` or `ROWS`. Prints one JSON object per
+program: its temporaries, bytes of the pool and of the scale's keys and values where there are any,
+and of every kernel that no program before had: registers and spilled bytes per thread, as ptxas
+says, bytes of shared memory, columns of tensor memory. A program of its own, because JAX (0.10.2)
+compiles these kernels for one architecture per process, whatever is asked for later.
 """
 
 import json
@@ -29,6 +29,8 @@ from pallas_kernels import chips
 from pallas_kernels.arg_specs import SPECS
 from pallas_kernels.cache_write import mosaic_gpu as mosaic_write
 from pallas_kernels.ragged_attention import mosaic_gpu
+from pallas_kernels.sample import sample
+from tests.pallas_kernels.test_sample import abstract
 
 BASE = replace(SPECS["var-d30-t256"], tokens=176, length=169)
 SHAPES = {
@@ -42,6 +44,21 @@ SHAPES = {
     "wide": SPECS["infinity-2b-t4096"],
 }
 SHAPES |= {f"{name}-int8": replace(spec, kv_dtype="int8") for name, spec in SHAPES.items()}
+# (images, tokens, vocabulary) of rows that tokens are chosen from: held by a program, or not
+ROWS = {
+    "rows-4096": (8, 256, 4096),
+    "rows-1000": (8, 9, 1000),
+    "rows-65536": (1, 256, 65536),
+    "rows-16384": (256, 1, 16384),
+    "rows-512": (2, 36, 512),
+    "rows-131": (2, 3, 131),
+}
+
+
+def choice(shape, sharding=None):
+    """(function, arguments without data)."""
+    run = partial(sample, top_k=900, top_p=0.96, implementation="mosaic")
+    return jax.jit(lambda given: run(**given)), [abstract(shape, sharding)]
 
 
 def programs(spec, sharding=None):
@@ -117,15 +134,17 @@ def main(target: str, *shapes: str) -> None:
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     try:
         for name in shapes:
-            for operation, (run, given) in programs(SHAPES[name], sharding).items():
+            found = ROWS.get(name) and {"sample": choice(ROWS[name], sharding)}
+            for operation, (run, given) in (found or programs(SHAPES[name], sharding)).items():
                 with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                     compiled = run.lower(*given).compile()
-                pool = SHAPES[name].abstract().kv_pool
                 about = {"target": target, "shape": name, "operation": operation}
                 about["kernels"] = compiled.as_text().count('custom_call_target="mosaic_gpu')
                 about["temporaries"] = compiled.memory_analysis().temp_size_in_bytes
-                about["pool"] = pool.size * pool.dtype.itemsize
-                about["finished"] = finished_bytes(SHAPES[name])
+                if name in SHAPES:
+                    pool = SHAPES[name].abstract().kv_pool
+                    about["pool"] = pool.size * pool.dtype.itemsize
+                    about["finished"] = finished_bytes(SHAPES[name])
                 print(json.dumps(about | {"new": inspect(folder)}), flush=True)
     finally:
         shutil.rmtree(folder)

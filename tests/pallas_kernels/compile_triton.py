@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -26,6 +27,9 @@ from pallas_kernels import chips
 OPERATIONS = ("attend", "attention_moments", "write")
 NAMES = dict(zip(OPERATIONS, ("ragged_attention", "attention_moments", "cache_write"), strict=True))
 TENSOR_CORES = ("tcgen05.mma", "wgmma", "mma.sync")  # instructions, the newest first
+# (images, tokens, vocabulary) of the rows that tokens are chosen from
+FEW_ROWS = [(8, 256, 4096), (1, 256, 65536)]
+ALL_ROWS = [*FEW_ROWS, (256, 1, 16384), (8, 9, 1000), (2, 36, 512), (1, 4, 50000), (8, 256, 8192)]
 FEW_TYPES = [("bfloat16", None), ("bfloat16", "int8")]
 ALL_TYPES = [*FEW_TYPES, ("float32", None), ("float32", "int8")]
 
@@ -73,6 +77,18 @@ def program(operation: str, spec, sharding):
     return lambda *a: ragged_attention.attention_moments(
         *a[:-1], kv_scale=a[-1], squares=True, implementation="triton"
     ), (*args.moments(weights, lse), args.kv_scale)
+
+
+def choice(shape, sharding):
+    """Likewise, for tokens chosen from rows."""
+    import jax
+
+    from pallas_kernels.sample import sample
+    from tests.pallas_kernels.test_sample import abstract
+
+    given = abstract(shape, sharding)
+    run = partial(sample, top_k=900, top_p=0.96, implementation="triton")
+    return jax.jit(run, out_shardings=sharding), given
 
 
 def ptxas() -> str | None:
@@ -134,6 +150,11 @@ def main(target: str, which: str) -> None:
                 about |= {n: getattr(spec, n) for n in ("per_row", "normalised", "rotated")}
                 about |= inspect(folder, NAMES[operation])
                 print(json.dumps(about), flush=True)
+        for shape in FEW_ROWS if which == "few" else ALL_ROWS:
+            run, given = choice(shape, sharding)
+            run.lower(**given).compile()
+            about = {"target": target, "operation": "sample", "rows": shape}
+            print(json.dumps(about | inspect(folder, "sample")), flush=True)
     finally:
         shutil.rmtree(folder)
 

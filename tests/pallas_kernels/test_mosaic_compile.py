@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels import chips, mosaic_operands, mosaic_products
 from pallas_kernels.ragged_attention import config, mosaic_gpu, tune
+from pallas_kernels.sample import mosaic_gpu as sample_kernel
 from tests.pallas_kernels import compile_mosaic
 
 # finished keys and values are one; moments take finished queries, too
@@ -22,15 +23,20 @@ TARGETS += [pytest.param(t, REST, marks=pytest.mark.slow) for t in ("h200", "b20
 TARGETS += [pytest.param("h100", compile_mosaic.SHAPES, marks=pytest.mark.slow)]
 
 
-@pytest.mark.aot
-@pytest.mark.parametrize(("target", "shapes"), TARGETS)
-def test_kernels_compile(target, shapes):
+def compiled(target, shapes) -> list[dict]:
+    """What `compile_mosaic` finds, in a process of its own."""
     if why := chips.why_unavailable(target):
         pytest.skip(why)
     command = [sys.executable, compile_mosaic.__file__, target, *shapes]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("target", "shapes"), TARGETS)
+def test_kernels_compile(target, shapes):
+    found = compiled(target, shapes)
     assert len(found) == sum(2 if "int8" in name else 4 for name in shapes)
     memory = chips.get_chip(target).gpu.shared_memory[1]
     for program in found:
@@ -46,6 +52,27 @@ def test_kernels_compile(target, shapes):
             assert 3 * 256 * new["attention_moments"]["registers"] <= 65536, program
         if operation in ("write", "layer"):  # no second pool
             assert program["temporaries"] <= program["finished"] * 1.1 + 2**20, program
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("target", "shapes"),
+    [("h200", ["rows-4096", "rows-65536"])]
+    + [pytest.param(t, compile_mosaic.ROWS, marks=pytest.mark.slow) for t in ("h100", "b200")],
+)
+def test_choosing_compiles(target, shapes):
+    """One kernel; of rows that it does not hold, guided logits lie in memory beside the noise."""
+    found = compiled(target, shapes)
+    assert len(found) == len(shapes)
+    for program in found:
+        images, tokens, vocabulary = compile_mosaic.ROWS[program["shape"]]
+        held = vocabulary <= sample_kernel.MOST
+        logits = 0 if held else 4 * images * tokens * vocabulary
+        assert program["kernels"] == 1, program
+        assert logits <= program["temporaries"] <= logits + 2**20, program
+        assert not program["new"]["sample"]["spills"], program
+        # of 65536 registers: four programs of 128 threads on a multiprocessor
+        assert program["new"]["sample"]["registers"] <= 128, program
 
 
 def tensor_columns(kernel: str, shape: str) -> int:

@@ -16,6 +16,9 @@ from pallas_kernels.arg_specs import SPECS, TABLES
 from pallas_kernels.cache_write import mosaic_gpu as mosaic_write
 from pallas_kernels.ragged_attention import mosaic_gpu
 from pallas_kernels.ragged_attention.config import MosaicConfig
+from pallas_kernels.sample import mosaic_gpu as mosaic_sample
+from pallas_kernels.sample import sample
+from tests.pallas_kernels import test_sample as choices
 from tests.pallas_kernels.test_kernels import (
     PLAIN,
     TOLERANCE,
@@ -125,6 +128,34 @@ def test_write(spec, capsys):
         options = dict(kv_scale=args.kv_scale, implementation="reference")
         expected = cache_write.write(*args.write, **options)
         assert_stored(found, expected, args.projection)
+
+
+# (images, tokens, vocabulary): held by a program, in one part and in two, which overlap; not held;
+# rows that begin at no multiple of 16 bytes
+VOCABULARIES = [(1, 2, 512), (2, 2, 1000)]
+BIG = [(1, 2, 4096), (1, 1, 4100), (1, 1, 16384), (2, 2, 131), (1, 2, 515)]
+VOCABULARIES += [pytest.param(shape, marks=pytest.mark.slow) for shape in BIG]
+
+
+def simulated_sample(logits, noise, *, tau=None, strength=None, **filters):
+    run = simulated(mosaic_sample.sample, **filters)
+    return jax.block_until_ready(run(logits, noise, tau=tau, strength=strength))
+
+
+@pytest.mark.parametrize("shape", VOCABULARIES)
+def test_sample(shape, capsys):
+    logits, noise, options = choices.numbers(shape)
+    filters = {"top_k": 90, "top_p": 0.96}
+    found = simulated_sample(logits, noise, **options, **filters)
+    assert no_races(capsys)
+    expected = sample(logits, noise, **options, **filters, implementation="reference")
+    chex.assert_trees_all_equal(found, expected)
+
+
+@pytest.mark.slow
+def test_sample_keeps_what_the_reference_keeps():
+    choices.check_kept(simulated_sample)
+    choices.check_edges_of_top_p(simulated_sample)
 
 
 # --- mistakes that the simulator has to see -------------------------------------------------------

@@ -44,6 +44,9 @@ def results(chip: str, cases: list[str], precision: str | None = None) -> list[d
 def check(chip: str, cases: list[str]) -> None:
     found = results(chip, cases)
     assert {r["case"]: r["error"] for r in found if "error" in r} == {}
+    assert [r["moved"] for r in found if r["case"].startswith("sample")] == [[]] * sum(
+        case.startswith("sample") for case in cases
+    )
     for scan in (r for r in found if r["case"].startswith("scan")):
         assert scan["copies"] == [], scan["case"]
         assert scan["turned"] == [], scan["case"]
@@ -64,6 +67,8 @@ def test_one_chip():
             "write-bfloat16-h64-b16-t36-n15",
             "scan-bfloat16-h64-b16-t169",
             "scan-int8-h128-b16-t64-rows",
+            "sample-8-256-4096",
+            "sample-1-16-65536",
         ],
     )
 
@@ -73,6 +78,13 @@ def test_highest_precision():
     cases = ["attend-bfloat16-h64-b16-t64", "attend-float32-h128-b16-t64"]
     cases.append("moments-int8-h64-b16-t64")
     assert [r.get("error") for r in results("tpu-v5e", cases, precision="highest")] == [None] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", TPUS)
+def test_choosing_compiles_for_every_chip(chip):
+    sizes = ["8-256-4096", "1-16-65536", "8-1-4096", "3-9-1000", "2-169-16384", "2-36-512"]
+    check(chip, [f"sample-{size}" for size in sizes])
 
 
 @pytest.mark.slow

@@ -21,6 +21,8 @@ from pallas_kernels.cache_write import tpu as tpu_write
 from pallas_kernels.cache_write.tpu_stores import Stores
 from pallas_kernels.ragged_attention import tpu, tpu_blocks
 from pallas_kernels.ragged_attention.config import TPUConfig
+from pallas_kernels.sample import sample
+from pallas_kernels.sample import tpu as tpu_sample
 from tests.pallas_kernels.test_kernels import (
     CASES,
     TOLERANCE,
@@ -30,6 +32,7 @@ from tests.pallas_kernels.test_kernels import (
     tables,
     written,
 )
+from tests.pallas_kernels.test_sample import numbers
 from tests.pallas_kernels.test_tpu_edges import sharing
 
 SMALL = ArgSpec(
@@ -131,6 +134,17 @@ def test_heads_share_blocks(monkeypatch, at_once, spec):
     in several."""
     monkeypatch.setattr(tpu_projection, "TOKENS_AT_ONCE", at_once)
     check_write(simulated(tpu_write.write, cores=2), sharing(spec))
+
+
+@pytest.mark.parametrize("shape", [(3, 3, 1000), (1, 40, 4096)])
+def test_sample(shape):
+    """Programs on two cores; the last one has rows that are not there."""
+    logits, noise, options = numbers(shape)
+    filters = {"top_k": 900, "top_p": 0.96}
+    found = simulated(tpu_sample.sample, cores=2, **filters)(logits, noise, **options)
+    assert not has_races()
+    expected = sample(logits, noise, **options, **filters, implementation="reference")
+    np.testing.assert_array_equal(found, expected)
 
 
 # --- mistakes that the simulator has to see -------------------------------------------------------

@@ -7,6 +7,8 @@ Runs in a process of its own, because some errors of the compiler end the proces
 
     OPERATION-POOLTYPE-hHEADDIM-bBLOCKSIZE-tTOKENS[-nHEADS][-rows]
 
+and sample-IMAGES-TOKENS-VOCABULARY, with {"case", "temp", "moved"}.
+
 OPERATION: attend, moments, write, or scan: two scans, over scales and over layers. -rows: tables
 per row. Activations are bfloat16 unless the pool is float32; queries and keys are normalised, and
 rotated where heads are of 128 or there is one token.
@@ -32,8 +34,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 from pallas_kernels import cache_write, ragged_attention  # noqa: E402
 from pallas_kernels.arg_specs import ArgSpec  # noqa: E402
+from pallas_kernels.sample import sample  # noqa: E402
+from tests.pallas_kernels.test_sample import abstract  # noqa: E402
 
 SCALES, LAYERS = 2, 3
+MOVED_ROWS = re.compile(r"= f32\[\d+,\d+,\d+\S* (copy|transpose|fusion)\(")  # logits or noise
 
 
 def spec_of(case: str) -> ArgSpec:
@@ -125,16 +130,26 @@ def scan_arguments(spec: ArgSpec):
     return (a.kv_pool, a.kv_scale), a, tables, weights
 
 
+def program(case: str):
+    """(function, arguments without data, which of them is donated)."""
+    operation, *sizes = case.split("-")
+    if operation == "sample":
+        run = partial(sample, top_k=900, top_p=0.96, implementation="tpu")
+        return lambda given: run(**given), [abstract(tuple(map(int, sizes)))], ()
+    if operation == "scan":
+        return scans, scan_arguments(spec_of(case)), 0
+    return globals()[operation], (spec_of(case).abstract(),), 0
+
+
 def compiled(case: str, chip: str):
     mesh = Mesh(np.array(chips.compile_only_devices(chip)), ("device",))
     sharding = NamedSharding(mesh, PartitionSpec())
-    operation, spec = case.split("-")[0], spec_of(case)
-    arguments = scan_arguments(spec) if operation == "scan" else (spec.abstract(),)
-    function = scans if operation == "scan" else globals()[operation]
+    function, arguments, donated = program(case)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         # as generation does: the compiler chooses layouts, so that nothing is copied on the way in
         where = Format(Layout.AUTO, sharding)
-        jitted = jax.jit(function, donate_argnums=0, in_shardings=where, out_shardings=where)
+        options = {"in_shardings": where, "out_shardings": where}
+        jitted = jax.jit(function, donate_argnums=donated, **options)
         return jitted.lower(*arguments).compile()
 
 
@@ -164,17 +179,20 @@ def turned(text: str, spec: ArgSpec) -> list[str]:
 
 def result(case: str, chip: str) -> dict:
     try:
-        program = compiled(case, chip)
+        found = compiled(case, chip)
     except Exception as error:  # whatever the compiler finds is the result
         return {"case": case, "error": f"{type(error).__name__}: {error}"[:2000]}
+    if case.startswith("sample"):
+        moved = [line for line in found.as_text().splitlines() if MOVED_ROWS.search(line)]
+        return {"case": case, "temp": found.memory_analysis().temp_size_in_bytes, "moved": moved}
     spec = spec_of(case)
     pool = spec.rows * spec.pool_blocks * spec.block_size * 2 * spec.head_dim
     return {
         "case": case,
-        "temp": program.memory_analysis().temp_size_in_bytes,
+        "temp": found.memory_analysis().temp_size_in_bytes,
         "pool": pool * spec.pool_dtype.itemsize,
-        "copies": copies(program.as_text(), spec),
-        "turned": turned(program.as_text(), spec),
+        "copies": copies(found.as_text(), spec),
+        "turned": turned(found.as_text(), spec),
     }
 
 

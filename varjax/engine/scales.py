@@ -30,7 +30,9 @@ class ProgramSpec:
     """The static side of a generation program.
 
     cache: how each segment's layers use the cache. rows_per_image: 2 with guidance, else 1.
-    unroll: debug option; unrolls both scans. keep_logits: also return guided logits.
+    attention: implementation of the kernels, those that choose tokens among them; None takes what
+      the platform has. unroll: debug option; unrolls both scans. keep_logits: also return guided
+      logits.
     """
 
     schedule: Schedule
@@ -38,6 +40,7 @@ class ProgramSpec:
     cache: tuple[CacheStep, ...]
     sampling: Sampling
     rows_per_image: int
+    attention: str | None = None
     keep_logits: bool = False
     unroll: bool = False
 
@@ -60,7 +63,7 @@ class ProgramSpec:
                 f"(`Model.geometry_for`)"
             )
         cache = tuple(cache_step(plan, s, attention) for s in segments)
-        return cls(geometry.schedule, segments, cache, sampling, rows, **options)
+        return cls(geometry.schedule, segments, cache, sampling, rows, attention, **options)
 
 
 @jax.tree_util.register_dataclass
@@ -177,9 +180,9 @@ def _sample(networks, head, x, keys, step: StepInputs, given, spec: ProgramSpec)
 
     def some(index):
         rows = (a[:, index].reshape(-1, *a.shape[2:]) for a in (head, x))
-        logits = transformer.logits(*rows, step, sampling)
+        scores = transformer.logits(*rows, step, sampling)
         with jax.named_scope("sample"):
-            tokens, filtered = transformer.sample(logits, keys[index], sampling)
+            tokens, filtered = transformer.sample(scores, keys[index], sampling, spec.attention)
         # the draw is computed and replaced: how many scales are given is data, so that one program
         # serves free and forced runs
         if given is not None:
@@ -188,7 +191,7 @@ def _sample(networks, head, x, keys, step: StepInputs, given, spec: ProgramSpec)
         codes = codec.codes(tokens)
         if sampling.more_smooth:
             codes = codec.smooth_codes(filtered, keys[index], step.ratio)
-        kept = {"logits": logits} if spec.keep_logits else {}
+        kept = {"logits": scores.guided()} if spec.keep_logits else {}
         return {"tokens": tokens, "codes": codes, **kept}
 
     at_once = images_at_once(x.shape[2], transformer.config.logits_per_token)

@@ -27,7 +27,7 @@ from pallas_kernels.projection import Projection
 from varjax.engine.inputs import Resampling, StepInputs
 from varjax.models import layers, stacked
 from varjax.parallel.split import Split
-from varjax.sampling import Sampling
+from varjax.sampling import Sampling, Scores
 
 
 class NextScaleTransformer(nnx.Module):
@@ -92,14 +92,14 @@ class NextScaleTransformer(nnx.Module):
         x: Float[Array, "R T D"],
         step: StepInputs,
         sampling: Sampling,
-    ) -> Float[Array, "B T ..."]:
-        """Guided logits, float32, before filters."""
+    ) -> Scores:
+        """Float32 logits before filters."""
         raise NotImplementedError
 
     def sample(
-        self, logits: Float[Array, "B T ..."], keys: Array, sampling: Sampling
-    ) -> tuple[Array, Array]:
-        """(tokens [B, T, ...] drawn with one key per image, filtered logits)."""
+        self, scores: Scores, keys: Array, sampling: Sampling, implementation: str | None = None
+    ) -> tuple[Array, Array | None]:
+        """Tokens [B, T, ...] and the logits that they are drawn from; see `sampling.sample`."""
         raise NotImplementedError
 
     # --- what families share ----------------------------------------------------------------------

@@ -28,7 +28,7 @@ from varjax.models.infinity.schedules import rope_positions
 from varjax.models.next_scale import NextScaleTransformer
 from varjax.parallel import split
 from varjax.parallel.split import Split
-from varjax.sampling import Sampling
+from varjax.sampling import Sampling, Scores
 
 __all__ = ["PRESETS", "Block", "Infinity", "InfinityConfig"]
 
@@ -282,7 +282,7 @@ class Infinity(NextScaleTransformer):
         if "mix" not in shared:
             return x
         strength = shared["mix"][layer_context["number"]]
-        mixed = sampling_lib.guide(x.astype(jnp.float32), strength).astype(x.dtype)
+        mixed = sampling_lib.guided(x.astype(jnp.float32), strength=strength).astype(x.dtype)
         return jnp.where(strength == 0, x, jnp.tile(mixed, (2, 1, 1)))
 
     def cross_attention(self, block: Block, layer_context, visible, x: Float[Array, "R T D"]):
@@ -303,9 +303,9 @@ class Infinity(NextScaleTransformer):
         x: Float[Array, "R T D"],
         step: StepInputs,
         sampling: Sampling,
-    ) -> Float[Array, "B T C 2"]:
-        """Those of bit c are [..., c, 0] (the bit is 0) and [..., c, 1], after temperature and
-        guidance; of the conditional rows only where guidance is not on the logits."""
+    ) -> Scores:
+        """[B, T, C, 2], with temperature and guidance; of the conditional rows only where guidance
+        is not on the logits. Those of bit c are [..., c, 0] (the bit is 0) and [..., c, 1]."""
         guided, on_logits = self.config.is_guided(sampling), 0 in sampling.cfg_insertion_layer
         if guided and not on_logits:
             head, x = (a[: len(a) // 2] for a in (head, x))
@@ -313,16 +313,16 @@ class Infinity(NextScaleTransformer):
             logits = self.plain_logits(head, x)
         logits = logits / sampling.at("tau", step.scale, self.config.schedule.num_scales)
         if guided and on_logits:
-            logits = sampling_lib.guide(logits, self._strength(step, sampling))
-        return logits.reshape(*logits.shape[:2], -1, 2)
+            logits = sampling_lib.guided(logits, strength=self._strength(step, sampling))
+        return Scores(logits.reshape(*logits.shape[:2], -1, 2))
 
     def sample(
-        self, logits: Float[Array, "B T C 2"], keys: Array, sampling: Sampling
-    ) -> tuple[UInt8[Array, "B T C"], Float[Array, "B T*C 2"]]:
-        """Every bit is a draw of its own."""
-        images, tokens, num_bits = logits.shape[:3]
-        flat = logits.reshape(images, tokens * num_bits, 2)
-        drawn, filtered = sampling_lib.sample(flat, keys, sampling)
+        self, scores: Scores, keys: Array, sampling: Sampling, implementation: str | None = None
+    ) -> tuple[UInt8[Array, "B T C"], Float[Array, "B T*C 2"] | None]:
+        """Every bit is a draw of its own; of two logits, which no kernel is needed for."""
+        images, tokens, num_bits = scores.plain.shape[:3]
+        flat = Scores(scores.plain.reshape(images, tokens * num_bits, 2))
+        drawn, filtered = sampling_lib.sample(flat, keys, sampling, "reference")
         return drawn.reshape(images, tokens, -1).astype(jnp.uint8), filtered
 
     def no_tokens(self, images: int) -> np.ndarray:

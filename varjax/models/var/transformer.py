@@ -26,7 +26,7 @@ from varjax.models.next_scale import NextScaleTransformer
 from varjax.models.var.config import PRESETS, VARConfig
 from varjax.parallel import split
 from varjax.parallel.split import Split
-from varjax.sampling import Sampling
+from varjax.sampling import Sampling, Scores
 
 __all__ = ["PRESETS", "VAR", "Block", "VARConfig"]
 
@@ -194,21 +194,22 @@ class VAR(NextScaleTransformer):
         x: Float[Array, "R T D"],
         step: StepInputs,
         sampling: Sampling,
-    ) -> Float[Array, "B T V"]:
+    ) -> Scores:
         """Guidance grows with the scale: t = cfg * k / (K - 1) in (1 + t) cond - t uncond."""
-        num_scales = self.config.schedule.num_scales
+        config, tau, strength = self.config, None, None
+        num_scales = config.schedule.num_scales
         with jax.named_scope("head"):
             logits = self.plain_logits(head, x)
         if sampling.tau != 1:
-            logits = logits / sampling.at("tau", step.scale, num_scales)
-        if not self.config.is_guided(sampling):
-            return logits
-        return sampling_lib.guide(logits, sampling.at("cfg", step.scale, num_scales) * step.ratio)
+            tau = sampling.at("tau", step.scale, num_scales)
+        if config.is_guided(sampling):
+            strength = sampling.at("cfg", step.scale, num_scales) * step.ratio
+        return Scores(logits, tau, strength)
 
     def sample(
-        self, logits: Float[Array, "B T V"], keys: Array, sampling: Sampling
-    ) -> tuple[Int[Array, "B T"], Float[Array, "B T V"]]:
-        return sampling_lib.sample(logits, keys, sampling)
+        self, scores: Scores, keys: Array, sampling: Sampling, implementation: str | None = None
+    ) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
+        return sampling_lib.sample(scores, keys, sampling, implementation)
 
     def tokens_from_file(self, array: np.ndarray, num_images: int, scales: int) -> np.ndarray:
         """int32 [N, L]."""

@@ -1,0 +1,5 @@
+"""Choosing tokens from logits."""
+
+from pallas_kernels.sample.api import sample
+
+__all__ = ["sample"]

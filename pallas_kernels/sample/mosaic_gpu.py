@@ -1,0 +1,64 @@
+"""Choosing tokens on Hopper and Blackwell GPUs with Pallas' Mosaic GPU backend. See `api.sample`.
+
+Tiling. As the Triton kernel (`triton`), with one warpgroup per token, which holds rows of up to
+`MOST` numbers in its registers. Numbers come straight from global memory: every one is read by one
+thread, 16 bytes at a time where rows begin at multiples of that, so shared memory would only be a
+detour.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mosaic_operands as mosaic
+from pallas_kernels.sample import reference, row
+from pallas_kernels.sample.operands import estimate, numbers, scalars
+from pallas_kernels.sample.row import Parts
+
+MOST = 4096  # 32 numbers per thread, of each of two arrays
+THREADS = 128
+
+
+def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret):
+    """See `api.sample`."""
+    images, tokens, vocabulary = noise.shape
+    parts = Parts.of(vocabulary, MOST)
+    if parts.size < THREADS:
+        raise NotImplementedError(
+            f"Mosaic chooses from {THREADS} tokens on, not from {vocabulary}: use "
+            f"implementation='reference' (--attention=reference)"
+        )
+    mosaic.check_simulator(interpret)
+    if not parts.held:
+        logits, tau, strength = reference.guided(logits, tau, strength), None, None
+    # not `plgpu.kernel`, which takes no estimate
+    return pl.kernel(
+        partial(_kernel, parts, top_k, top_p),
+        out_type=jax.ShapeDtypeStruct((images, tokens), jnp.int32),
+        mesh=plgpu.Mesh(grid=(tokens, images), grid_names=("token", "image")),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=mosaic.LANES),
+        cost_estimate=estimate(logits, noise, top_k, top_p),
+        name="sample",
+        **({"interpret": mosaic.simulator(interpret)} if interpret else {}),
+    )(numbers(tau, strength), logits.reshape(-1, *noise.shape), noise)
+
+
+def _kernel(parts: Parts, top_k: int, top_p: float, given, logits, noise, found):
+    token, image = jax.lax.axis_index("token"), jax.lax.axis_index("image")
+    width = 4 if parts.length % 4 == 0 and parts.size % (4 * THREADS) == 0 else 1
+    layout = plgpu.Layout.WG_STRIDED((parts.size,), vec_size=width)
+
+    def number(start):
+        return start + plgpu.broadcasted_iota(jnp.int32, (parts.size,), 0, layout=layout)
+
+    def load(i: int, start):
+        return mosaic.load(logits.at[i, image, token, pl.ds(start, parts.size)], layout, plain=True)
+
+    def load_noise(start):
+        return mosaic.load(noise.at[image, token, pl.ds(start, parts.size)], layout, plain=True)
+
+    guided = row.guided(parts, load, logits.shape[0], number, *scalars(given))
+    found[image, token] = row.choose(guided, load_noise, number, top_k, top_p)

@@ -1,0 +1,97 @@
+"""Plain JAX choice of tokens: the definition of correct. `filter_logits` is also what the kernels
+run on the rows that they hold."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def sample(logits, noise, *, tau, strength, top_k: int, top_p: float):
+    """See `api.sample`."""
+    logits = filter_logits(guided(logits, tau, strength), top_k, top_p)
+    return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
+
+
+def guided(
+    logits: Float[Array, "R ..."],
+    tau: Float[Array, ""] | None = None,
+    strength: Float[Array, ""] | None = None,
+) -> Float[Array, "B ..."]:
+    """Logits with temperature and guidance, each where it is given; with guidance the first half
+    are conditional rows."""
+    # divided before it is split: a compiler that fuses both rounds as it always did
+    rows = jnp.split(tempered(logits, tau), 1 if strength is None else 2)
+    return combined(rows, strength)
+
+
+def tempered(logits: Float[Array, "..."], tau: Float[Array, ""] | None) -> Float[Array, "..."]:
+    return logits if tau is None else logits / tau
+
+
+def combined(
+    rows: Sequence[Float[Array, "..."]], strength: Float[Array, ""] | None
+) -> Float[Array, "..."]:
+    """Conditional and unconditional rows; of one, that without guidance, itself."""
+    if strength is None:
+        return rows[0]
+    cond, uncond = rows
+    return (1 + strength) * cond - strength * uncond
+
+
+def filter_logits(logits: Float[Array, "... V"], top_k: int, top_p: float) -> Float[Array, "... V"]:
+    """Set what top-k, then top-p, rejects to -inf. The largest always survives, and of equal
+    logits all or none. Static `top_k`, `top_p`; 0 is off.
+
+    Top-k keeps the k largest. Top-p rejects the smallest logits whose probabilities add up to at
+    most 1 - p. Both look for a threshold, bit by bit, instead of sorting: sorting takes several
+    arrays of the size of the logits, and TPU compilers long for every shape.
+    """
+    if 0 < top_k < logits.shape[-1]:
+        order = ordered(logits)
+        shape = (*order.shape[:-1], 1)
+        threshold = largest(lambda t: (order >= t).sum(-1, keepdims=True) >= top_k, shape)
+        logits = jnp.where(order < threshold, -jnp.inf, logits)
+    if 0 < top_p < 1:
+        p = jax.nn.softmax(logits, axis=-1)
+        logits = jnp.where(_unlikely(logits, p, 1 - top_p), -jnp.inf, logits)
+    return logits
+
+
+def first_largest(x: Float[Array, "... V"]) -> Int[Array, "... 1"]:
+    """The first of the largest numbers, as `argmax` finds it, in operations that say so on every
+    chip; always one of them, whatever a number that is none compares to."""
+    number = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    smaller = x < x.max(-1, keepdims=True)
+    return jnp.where(smaller, x.shape[-1] - 1, number).min(-1, keepdims=True)
+
+
+def _unlikely(logits: Float[Array, "... V"], p: Float[Array, "... V"], most: float) -> Array:
+    """Whether top-p rejects a logit: the smallest ones, of probabilities that add up to `most`."""
+    below = logits < logits.max(-1, keepdims=True)
+    if logits.shape[-1] == 2:  # a bit: the smaller one goes or stays, and nothing is added up
+        return below & (p <= most)
+    order = ordered(logits)
+
+    def may_go(t):
+        return jnp.where(order <= t, p, 0).sum(-1, keepdims=True) <= most
+
+    return below & (order <= largest(may_go, (*order.shape[:-1], 1)))
+
+
+def ordered(x: Float[Array, "..."]) -> Int[Array, "..."]:
+    """int32 that compare as the float32 numbers do; zeros of both signs are equal."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
+    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+
+
+def largest(holds, shape: tuple[int, ...]) -> Int[Array, "..."]:
+    """The largest int32 of each row for which `holds` is true; `holds` is true up to some number
+    and false beyond it."""
+
+    def step(i, found):
+        raised = found + (jnp.int32(1) << (31 - i))  # the first one wraps from the lowest to 0
+        return jnp.where(holds(raised), raised, found)
+
+    return jax.lax.fori_loop(0, 32, step, jnp.full(shape, jnp.iinfo(jnp.int32).min))

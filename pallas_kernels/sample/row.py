@@ -1,0 +1,116 @@
+"""A row of logits in a program of a GPU: in parts of one size, and the reference's filter on it.
+
+Parts have a power of two of numbers, and the last one ends with the row: it overlaps the one before
+where they do not fill it evenly, and numbers that it has again are -inf there, which changes
+nothing. So every part is whole, and nothing is read beyond the end of a row.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Int
+
+from pallas_kernels.sample.reference import combined, largest, ordered, tempered
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How a row of `length` numbers is cut. held: a program keeps what it has computed of all
+    parts in its registers; else it reads and computes a part whenever it needs it."""
+
+    length: int
+    size: int
+    held: bool
+
+    @classmethod
+    def of(cls, length: int, most: int) -> "Parts":
+        """most: numbers that a program can hold."""
+        size = min(most, pl.next_power_of_2(length + 1) // 2)
+        held = pl.cdiv(length, size) * size <= most
+        # not held: half of the registers, for what is computed of a part every time
+        return cls(length, size if held else min(size, most // 2), held)
+
+    @property
+    def count(self) -> int:
+        return pl.cdiv(self.length, self.size)
+
+    def start(self, i):
+        """Of part i."""
+        last = self.length - self.size
+        return min(i * self.size, last) if isinstance(i, int) else jnp.minimum(i * self.size, last)
+
+
+@dataclass(frozen=True)
+class Row:
+    """part: gives part i, an array or several."""
+
+    parts: Parts
+    part: Callable[[Any], Any]
+
+    def map(self, of: Callable) -> "Row":
+        """`of` every part; computed now if they are held."""
+        if not self.parts.held:
+            return Row(self.parts, lambda i: of(self.part(i)))
+        return Row(self.parts, [of(self.part(i)) for i in range(self.parts.count)].__getitem__)
+
+    def reduced(self, of: Callable, join: Callable) -> Array:
+        """`of` every part, a scalar, joined."""
+        if self.parts.held:
+            return reduce(join, (of(self.part(i)) for i in range(self.parts.count)))
+
+        def step(i, found):
+            return join(found, of(self.part(i)))
+
+        return jax.lax.fori_loop(1, self.parts.count, step, of(self.part(0)))
+
+    def sum(self, of: Callable) -> Array:
+        return self.reduced(lambda x: of(x).sum(), jnp.add)
+
+    def max(self) -> Array:
+        return self.reduced(jnp.max, jnp.maximum)
+
+
+def guided(parts: Parts, load: Callable, rows: int, number: Callable, tau, strength) -> Row:
+    """Logits with temperature and guidance. load: (row, start of a part) to its numbers. number:
+    start of a part to the places of its numbers in the row."""
+
+    def part(i):
+        start = parts.start(i)
+        found = combined([tempered(load(row, start), tau) for row in range(rows)], strength)
+        if parts.length % parts.size == 0:
+            return found
+        return jnp.where(number(start) < i * parts.size, -jnp.inf, found)
+
+    return Row(parts, part).map(lambda x: x)
+
+
+def choose(
+    logits: Row, noise: Callable, number: Callable, top_k: int, top_p: float
+) -> Int[Array, ""]:
+    """What `reference.sample` finds in a row of guided logits, in the same steps. noise, number:
+    start of a part to its noise, and to the places of its numbers in the row."""
+    parts = logits.parts
+    if 0 < top_k < parts.length:
+        order = logits.map(ordered)
+        kth = largest(lambda t: order.sum(lambda o: jnp.where(o >= t, 1, 0)) >= top_k, ())
+        logits = logits.map(lambda x: jnp.where(ordered(x) < kth, -jnp.inf, x))
+    if 0 < top_p < 1:
+        top = logits.max()
+        whole = logits.sum(lambda x: jnp.exp(x - top))
+        likely = logits.map(lambda x: (ordered(x), jnp.exp(x - top) / whole))
+        most = 1 - top_p
+        last = largest(lambda t: likely.sum(lambda a: jnp.where(a[0] <= t, a[1], 0.0)) <= most, ())
+        logits = logits.map(lambda x: jnp.where((x < top) & (ordered(x) <= last), -jnp.inf, x))
+    starts = Row(parts, lambda i: (logits.part(i), parts.start(i)))
+    noisy = starts.map(lambda a: (a[0] + noise(a[1]), number(a[1])))
+    top = noisy.reduced(lambda a: a[0].max(), jnp.maximum)
+
+    def first(a):
+        return jnp.where(a[0] < top, parts.length - 1, a[1]).min()
+
+    return noisy.reduced(first, jnp.minimum)

@@ -1,0 +1,72 @@
+"""Choosing tokens on TPU (Mosaic). See `api.sample`.
+
+Tiling. A program holds the rows of some tokens in vector memory, as many as are about `ELEMENTS`
+numbers together, and runs the reference's filter on them there: the two searches pass over them 64
+times. Sizes of arrays stay as they are: a vocabulary that does not fill its last lanes and tokens
+that do not fill the last program are masked by the compiler or dropped.
+
+HBM traffic: every logit and every number of noise once, 4 (R + B) T V bytes; a token is stored in
+128 lanes.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.sample.operands import estimate, numbers, scalars
+from pallas_kernels.sample.reference import combined, filter_logits, first_largest, tempered
+from pallas_kernels.tpu_operands import LANES, rounded
+
+ROWS = 8  # of a vector register
+ELEMENTS = 2**17  # per program and array: 128 registers
+LARGEST = 2**16  # vocabulary: 8 rows of it take 12 of the 16 MiB of vector memory
+
+
+def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret: bool):
+    """See `api.sample`."""
+    images, tokens, vocabulary = noise.shape
+    if vocabulary > LARGEST:
+        raise NotImplementedError(
+            f"choosing on TPU takes vocabularies of up to {LARGEST} tokens, not {vocabulary}: use "
+            f"implementation='reference' (--attention=reference)"
+        )
+    given = numbers(tau, strength)
+    pairs = logits.reshape(-1, *noise.shape)  # conditional and unconditional rows, or one
+    block = _block(images, tokens, vocabulary)
+    shape = (*block, vocabulary)
+    # rows that are too large to be fetched while others are at work: 16 MiB are all there is
+    ahead = pl.Buffered(1) if ROWS * vocabulary > ELEMENTS else None
+    found = pl.pallas_call(
+        partial(_kernel, top_k, top_p),
+        grid=tuple(map(pl.cdiv, (images, tokens), block)),
+        in_specs=[
+            jax.tree.map(lambda _: pl.BlockSpec(memory_space=pltpu.SMEM), given),
+            pl.BlockSpec((len(pairs), *shape), lambda b, t: (0, b, t, 0), pipeline_mode=ahead),
+            pl.BlockSpec(shape, lambda b, t: (b, t, 0), pipeline_mode=ahead),
+        ],
+        out_specs=pl.BlockSpec((*block, 1), lambda b, t: (b, t, 0)),
+        out_shape=jax.ShapeDtypeStruct((images, tokens, 1), jnp.int32),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        cost_estimate=estimate(pairs, noise, top_k, top_p),
+        interpret=interpret,
+        name="sample",
+    )(given, pairs, noise)
+    return found[..., 0]
+
+
+def _block(images: int, tokens: int, vocabulary: int) -> tuple[int, int]:
+    """(images, tokens) of a program: tokens of one image, or some images with all of theirs."""
+    rows = max(ROWS, ELEMENTS // rounded(vocabulary, LANES) // ROWS * ROWS)
+    if tokens >= rows:
+        return 1, rows
+    return min(images, rows // rounded(tokens, ROWS)), tokens
+
+
+def _kernel(top_k: int, top_p: float, given, logits, noise, found):
+    tau, strength = scalars(given)
+    rows = [tempered(logits[i], tau) for i in range(logits.shape[0])]
+    filtered = filter_logits(combined(rows, strength), top_k, top_p)
+    found[...] = first_largest(filtered + noise[...])
