@@ -12,7 +12,14 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.arg_specs import SPECS
 from pallas_kernels.cache_write import mosaic_gpu as mosaic_write
 from pallas_kernels.ragged_attention import mosaic_gpu
-from varjax.engine.cost import PallasWork, device_bytes, num_bytes, program_cost, used_inputs
+from varjax.engine.cost import (
+    PallasWork,
+    device_bytes,
+    num_bytes,
+    program_cost,
+    times_read,
+    used_inputs,
+)
 
 A = jax.ShapeDtypeStruct((4, 8), jnp.float32)
 B = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16)
@@ -139,3 +146,18 @@ def test_inside_shard_map_the_share_of_one_device_counts():
 def test_bytes_of_keys():
     assert num_bytes(B) == 2 * 8 * 16
     assert num_bytes(jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 3))) == 24
+
+
+def test_how_often_inputs_are_read():
+    """Once by every equation, within loops as often as they run; what is sliced likewise."""
+
+    def program(a, b, c, d):
+        once = jax.jit(lambda x: x @ x.T)(a)
+
+        def step(carry, _):
+            return carry + b.sum().astype(jnp.float32) + once.sum(), None
+
+        return jax.lax.scan(step, c, None, length=5)[0]
+
+    jaxpr = jax.make_jaxpr(program)(A, B, 1.0, 2.0)
+    assert times_read(jaxpr) == [2, 5, 5, 0]

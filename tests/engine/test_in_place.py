@@ -15,7 +15,7 @@ from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
 from varjax.codecs.vqvae.model import VQVAE, VQVAEConfig
-from varjax.engine import scales
+from varjax.engine import program, scales
 from varjax.engine.inputs import program_inputs
 from varjax.engine.segments import plan_segments
 from varjax.models import parameters
@@ -32,10 +32,13 @@ POLICIES = {
 }
 
 
-def abstract_networks() -> dict[str, nnx.Module]:
+LAYERS = {"scan": 128, "unroll": 24}  # how many; unrolled ones take long to compile
+
+
+def abstract_networks(depth: int) -> dict[str, nnx.Module]:
     """Many thin layers and few codes, so that the pool is the largest thing in the program."""
     transformer = VARConfig(
-        depth=128, embed_dim=64, num_heads=2, vocab_size=16, z_channels=4, schedule=SCHEDULE
+        depth=depth, embed_dim=64, num_heads=2, vocab_size=16, z_channels=4, schedule=SCHEDULE
     )
     codec = VQVAEConfig(ch=32, ch_mult=(1,), vocab_size=16, z_channels=4, schedule=SCHEDULE)
     return {
@@ -44,25 +47,31 @@ def abstract_networks() -> dict[str, nnx.Module]:
     }
 
 
-DEFAULT = [("headkv", "float32"), ("h2o", "int8")]  # the others with --slow
+DEFAULT = [  # the others with --slow
+    ("headkv", "float32", "scan"),
+    ("h2o", "int8", "scan"),
+    ("full", "float32", "unroll"),
+]
 CASES = [
     pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.slow)
-    for case in itertools.product(POLICIES, ["float32", "int8"])
+    for case in itertools.product(POLICIES, ["float32", "int8"], ["scan", "unroll"])
 ]
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize(("policy", "dtype"), CASES)
-def test_pool_is_never_copied(policy, dtype):
+@pytest.mark.parametrize(("policy", "dtype", "layers"), CASES)
+def test_pool_is_never_copied(policy, dtype, layers):
     policy = POLICIES[policy]
-    networks, batch = abstract_networks(), 4
+    depth = LAYERS[layers]
+    networks, batch = abstract_networks(depth), 4
+    program.arrange_layers(networks, layers, "cpu")
     transformer = networks["transformer"]
-    geometry = Geometry(schedule=SCHEDULE, num_layers=128, num_heads=2, head_dim=32)
+    geometry = Geometry(schedule=SCHEDULE, num_layers=depth, num_heads=2, head_dim=32)
     plan = plan_cache(geometry, policy)
     segments = plan_segments(SCHEDULE)
     spec = scales.ProgramSpec.of(plan, segments, Sampling(greedy=True), transformer.config)
     state = jax.eval_shape(lambda: KVState.empty(plan, batch, dtype))
-    program = (
+    compiled = (
         jax.jit(partial(scales.generate_codes, spec=spec), donate_argnums=1)
         .lower(
             networks,
@@ -78,9 +87,9 @@ def test_pool_is_never_copied(policy, dtype):
     rows, blocks, size, width = pool.shape
     copies = re.findall(
         rf"= (?:f32|s8)\[{rows},(?:{blocks},{size}|{blocks * size}),{width}\]\S* copy\(",
-        program.as_text(),
+        compiled.as_text(),
     )
     assert not copies
-    analysis = program.memory_analysis()
+    analysis = compiled.memory_analysis()
     assert analysis.temp_size_in_bytes < pool.size * 4
     assert analysis.alias_size_in_bytes >= pool.size * pool.dtype.itemsize

@@ -75,6 +75,38 @@ def test_var_256_takes_four_segments():
     assert padded_tokens(segments) == 841  # 1.24 x 680
 
 
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        # 192 rows take as long as one: of one image up to 96 tokens, of eight 12, of 64 one and a
+        # half
+        (2, [(0, 8, 100), (8, 9, 172), (9, 10, 256)]),
+        (16, [(0, 4, 16), (4, 6, 36), (6, 7, 64), (7, 8, 100), (8, 9, 169), (9, 10, 256)]),
+    ],
+)
+def test_segments_of_large_models_follow_what_padding_costs(rows, expected):
+    schedule = SCHEDULES["var-256"]
+    segments = plan_segments(schedule, "auto", rows, 192)
+    assert segments == tuple(Segment(*numbers) for numbers in expected)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("rows", [1, 2, 6, 16, 1024])
+def test_large_models_pad_a_twentieth(name, rows):
+    schedule = SCHEDULES[name]
+    segments = plan_segments(schedule, "auto", rows, 192)
+    whole = tuple(  # without what fills tiles
+        Segment(s.start, s.stop, max(schedule.tokens[s.start : s.stop])) for s in segments
+    )
+    check_cover(schedule, whole)
+    for segment, exact in zip(segments, whole, strict=True):
+        assert segment.length * rows % 8 == 0
+        assert exact.length <= segment.length < exact.length + 8
+    least = 192 / rows
+    assert padded_tokens(whole, least) <= 1.05 * sum(max(n, least) for n in schedule.tokens)
+    assert plan_segments(schedule, len(segments), rows, 192) == segments
+
+
 def test_auto_accepts_a_quarter_exactly():
     schedule = Schedule.parse("1x3;1x5")  # one segment of 2 x 5 tokens is 1.25 x 8
     assert plan_segments(schedule) == (Segment(0, 2, 5),)

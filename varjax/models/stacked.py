@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 
@@ -42,7 +43,8 @@ class Separate:
         """One array, or its shape."""
         if isinstance(self.parts[0], jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(self.shape, self.dtype)
-        return jnp.stack(self.parts)
+        on_host = isinstance(self.parts[0], np.ndarray)
+        return np.stack(self.parts) if on_host else jnp.stack(self.parts)
 
 
 def stack(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> nnx.Module:
@@ -65,6 +67,7 @@ def is_separate(tree: Any) -> bool:
 
 
 def is_one(leaf: Any) -> bool:
+    """Whether this is the value of a parameter in separate arrays."""
     return isinstance(leaf, Separate)
 
 

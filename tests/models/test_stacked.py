@@ -1,0 +1,112 @@
+"""Layers stacked and separate: the same numbers, nothing lost on the way there and back."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.models_under_test import arrays_of, fixture_model, greedy_generator
+from varjax.engine import program
+from varjax.errors import UserError
+from varjax.models import parameters, stacked
+
+DEPTH, WIDTH = 3, 4
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.second = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
+        self.early = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.scale = nnx.Param(jax.random.normal(rngs.params(), (WIDTH,)))
+
+
+def layers() -> nnx.Module:
+    return stacked.stack(lambda rngs: Layer(rngs), DEPTH, nnx.Rngs(0))
+
+
+def body(x, inputs):
+    block, offset = inputs
+    return x + block.second(jnp.tanh(block.first(x))) * block.scale[...] + offset
+
+
+def test_there_and_back():
+    blocks, expected = layers(), parameters.named(layers())
+    stacked.separate(blocks, ("early",))
+    assert stacked.is_separate(blocks)
+    found = parameters.named(blocks)
+    apart = {name for name, leaf in found.items() if stacked.is_one(leaf)}
+    assert apart == {"first/kernel", "first/bias", "second/kernel"}
+    for name, leaf in found.items():  # as if they were stacked
+        assert (leaf.shape, leaf.dtype) == (expected[name].shape, expected[name].dtype)
+    stacked.separate(blocks, ("early",))  # again: nothing happens
+    stacked.restack(blocks)
+    assert not stacked.is_separate(blocks)
+    chex.assert_trees_all_equal(parameters.named(blocks), expected)
+
+
+def test_shapes_stay_shapes_and_host_arrays_on_the_host():
+    abstract = nnx.eval_shape(layers)
+    stacked.separate(abstract)
+    kernel = abstract.first.kernel.get_value()
+    assert kernel[1] == jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+    stacked.restack(abstract)
+    kernel = abstract.first.kernel.get_value()
+    assert kernel == jax.ShapeDtypeStruct((DEPTH, WIDTH, WIDTH), jnp.float32)
+    host = jax.tree.map(np.asarray, layers())
+    stacked.separate(host)
+    assert isinstance(host.first.kernel.get_value()[0], np.ndarray)
+    stacked.restack(host)
+    assert isinstance(host.first.kernel.get_value(), np.ndarray)
+
+
+def test_scans_are_equal():
+    blocks, x = layers(), jnp.ones((2, WIDTH))
+    inputs = (blocks, jnp.arange(DEPTH))
+    expected = stacked.scan(body, x, inputs)
+    stacked.separate(blocks)
+    found = jax.jit(lambda blocks: stacked.scan(body, x, (blocks, jnp.arange(DEPTH))))(blocks)
+    chex.assert_trees_all_close(found, expected, rtol=1e-6)
+    one_after_another = x
+    for i in range(DEPTH):
+        one_after_another = body(one_after_another, stacked.layer((blocks, jnp.arange(DEPTH)), i))
+    chex.assert_trees_all_close(found, one_after_another, rtol=1e-6)
+
+
+def test_bytes_are_those_of_products():
+    square, line = 4 * DEPTH * WIDTH * WIDTH, 4 * DEPTH * WIDTH
+    assert stacked.product_bytes(layers()) == 3 * square + 2 * line
+    blocks = layers()
+    stacked.separate(blocks)
+    assert stacked.product_bytes(blocks, ("early",)) == 2 * square + line
+
+
+@pytest.mark.parametrize("name", ["b_k6_sharedaln", "c_k5_nol2norm", "infinity_a_small"])
+def test_unrolled_layers_draw_the_same_tokens(name):
+    model = fixture_model(name)
+    found = {}
+    for how in ("scan", "unroll", "auto"):  # one after another: each arranges the weights
+        generator = greedy_generator(model, layers=how)
+        assert stacked.is_separate(model.transformer) == (how == "unroll")
+        numbers = np.arange(2, dtype=np.int32)
+        found[how], _ = generator.run_batch(arrays_of(model, [1, 2]), numbers)
+    np.testing.assert_array_equal(found["unroll"]["tokens"], found["scan"]["tokens"])
+    np.testing.assert_allclose(found["unroll"]["logits"], found["scan"]["logits"], atol=1e-4)
+    np.testing.assert_array_equal(found["auto"]["logits"], found["scan"]["logits"])
+
+
+def test_large_models_are_unrolled_where_scans_copy(monkeypatch):
+    model = fixture_model("c_k5_nol2norm")
+    monkeypatch.setattr(program, "SCANNED_BYTES", 0)
+    for platform, apart in {"tpu": False, "gpu": True, "cpu": True}.items():
+        program.arrange_layers(model.networks, "auto", platform)
+        assert stacked.is_separate(model.transformer) == apart
+    program.arrange_layers(model.networks, "scan", "gpu")
+    assert not stacked.is_separate(model.transformer)
+
+
+def test_other_names_are_refused():
+    with pytest.raises(UserError, match="layers.*auto, scan, unroll"):
+        greedy_generator(fixture_model("c_k5_nol2norm"), layers="both")
