@@ -32,6 +32,7 @@ from varjax.engine import program as programs
 from varjax.engine.cost import Cost, device_bytes, program_cost, times_read
 from varjax.engine.memory import peak_bytes, show_bytes
 from varjax.model import Model
+from varjax.models import stacked
 from varjax.parallel import sharding
 from varjax.parallel.sharding import ShardedPlan, ShardedProgram
 from varjax.sampling import Sampling
@@ -186,6 +187,8 @@ class Compilation:
         self.automatic = chip.platform in programs.AUTO_LAYOUT_PLATFORMS
         layout, networks = ShardedPlan(plan, mesh), _networks(model, options.dtype)
         programs.arrange_layers(networks, options.layers, chip.platform)
+        apart = stacked.is_separate(networks["transformer"])
+        self.layers = programs.UNROLL if apart else programs.SCAN
         rows = plan.geometry.rows_per_image * batch_size // mesh.data
         segments = programs.plan_segments(
             networks, model.config.schedule, options.segments, rows, chip.platform

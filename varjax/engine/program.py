@@ -25,7 +25,7 @@ from varjax.schedule import Schedule
 
 # Where the compiler chooses how the weights lie, because it would copy stacked ones otherwise.
 AUTO_LAYOUT_PLATFORMS = ("tpu",)
-LAYERS = ("auto", "scan", "unroll")
+AUTO, SCAN, UNROLL = LAYERS = ("auto", "scan", "unroll")
 # Weights of the layers that "auto" scans over at most: copying them is soon done, and unrolled
 # layers take longer to compile.
 SCANNED_BYTES = 64 * 2**20
@@ -141,7 +141,7 @@ def arrange_layers(networks: Mapping[str, nnx.Module], how: str, platform: str) 
     """
     transformer = networks["transformer"]
     copies = platform not in AUTO_LAYOUT_PLATFORMS and _is_large(transformer)
-    if how == "unroll" or how == "auto" and copies:
+    if how == UNROLL or how == AUTO and copies:
         stacked.separate(transformer.blocks, transformer.once)
     else:
         stacked.restack(transformer.blocks)
