@@ -145,7 +145,7 @@ class ProgramFlags:
             "auto",
             list(program.LAYERS),
             "scan: one compiled body for all layers; unroll: a body per layer, which copies no "
-            "weights on GPU and CPU but takes longer to compile; auto: unroll where it is faster.",
+            "weights but takes longer to compile; auto: unroll large models on GPUs.",
         )
         names = ("reference", *implementations.PLATFORMS) if elsewhere else implementations.NAMES
         stepwise = "" if elsewhere else "; -interpret runs a kernel step by step anywhere, slowly"

@@ -26,8 +26,8 @@ from varjax.schedule import Schedule
 # Where the compiler chooses how the weights lie, because it would copy stacked ones otherwise.
 AUTO_LAYOUT_PLATFORMS = ("tpu",)
 AUTO, SCAN, UNROLL = LAYERS = ("auto", "scan", "unroll")
-# Weights of the layers that "auto" scans over at most: copying them is soon done, and unrolled
-# layers take longer to compile.
+# Weights of the layers of small models at most: copying them is soon done, and unrolled layers and
+# more segments take longer to compile.
 SCANNED_BYTES = 64 * 2**20
 # Rows of a product that take as long as one: FLOPs per second over bytes per second, in bfloat16 on
 # accelerators (H200 183, A100 and TPUs 150 to 250), in float32 on a CPU.
@@ -135,13 +135,13 @@ def arrange_layers(networks: Mapping[str, nnx.Module], how: str, platform: str) 
     The modules are changed.
 
     how: "scan": stacked, one compiled body for all layers, which copies the weights of a layer
-      before it uses them, but on a TPU. "unroll": separate, a body per layer, nothing is copied,
-      longer to compile. "auto": what is faster, but small models are scanned over.
+      before it uses them, but on a TPU. "unroll": separate, a body per layer, nothing is copied.
+      "auto": "unroll" for large models on GPUs; a CPU's compiler takes seconds for each layer of
+      each segment.
     platform: "cpu", "gpu" or "tpu".
     """
     transformer = networks["transformer"]
-    copies = platform not in AUTO_LAYOUT_PLATFORMS and _is_large(transformer)
-    if how == UNROLL or how == AUTO and copies:
+    if how == UNROLL or how == AUTO and platform == "gpu" and _is_large(transformer):
         stacked.separate(transformer.blocks, transformer.once)
     else:
         stacked.restack(transformer.blocks)
