@@ -212,6 +212,7 @@ class _Reader:
         kind = "product" if product else "other"
         if cycles is None:  # copies that run beside other work have no cycles of their own
             moved = i.opcode.startswith(("copy", "slice", "async", "send", "recv"))
+            moved |= '"ConcatBitcast"' in i.attributes  # slices that lie side by side already
             kind = kind if moved or not self._moves_much(i) else "unknown"
         seconds = float(cycles or 0) / self.chip.clock
         return replace(found, kind=kind, cycles=float(cycles or 0), seconds=seconds)
