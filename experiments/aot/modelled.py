@@ -81,7 +81,7 @@ class Modelled:
         """Read a compiled program. pallas: {PallasWork: calls} of the traced one."""
         reader = _Reader(Module.parse(text), chip)
         reader.read(reader.module.entry, "", 1.0)
-        return cls(chip, reader.kernels, pallas, reader.unknown_loops)
+        return cls(chip, reader.kernels, _kept(pallas, reader.kernels), reader.unknown_loops)
 
     def total(self, name: str, *kinds: str) -> float:
         """Sum of a field of `Kernel` over all runs, of these kinds only (none: of all)."""
@@ -132,6 +132,20 @@ class Modelled:
     @property
     def unknown(self) -> list[str]:
         return sorted({f"{k.source or k.name}" for k in self.kernels if k.kind == "unknown"})
+
+
+def _kept(pallas: Counter, kernels: list[Kernel]) -> Counter:
+    """Calls of the traced program without those that the compiler found to be equal to others; all
+    where the text does not name them."""
+    traced, found = Counter(), Counter()
+    for work, calls in pallas.items():
+        traced[work.name] += calls
+        named = (
+            k.times for k in kernels if k.kind == "pallas" and work.name in k.source.split("/")
+        )
+        found[work.name] = sum(named)
+    shares = {n: min(1.0, found[n] / traced[n]) if found[n] else 1.0 for n in traced}
+    return Counter({work: calls * shares[work.name] for work, calls in pallas.items()})
 
 
 def _times(k: Kernel) -> Kernel:
@@ -189,7 +203,9 @@ class _Reader:
         found = Kernel(i.name, source, "other", loop, times)
         opcode = i.opcode.removesuffix("-start")
         if _PALLAS.search(i.attributes):
-            return replace(found, kind="pallas", seconds=0.0 if self.chip.clock else START)
+            path = i.attribute(r'op_name="([^"]*)"') or ""
+            start = 0.0 if self.chip.clock else START
+            return replace(found, kind="pallas", source=path, seconds=start)
         if self.chip.clock:
             return self._on_tpu(found, i)
         if opcode in _COLLECTIVES:
@@ -313,6 +329,9 @@ class _Reader:
         """Whether a fusion does nothing but cut large slices and perhaps turn them."""
         if any(i.opcode not in _MOVES | _INDICES for i in body):
             return False
+        large = [i.opcode for i in body if i.bytes >= LARGE]
+        if any(opcode not in _MOVES and opcode != "parameter" for opcode in large):
+            return False  # numbers are added, not only indices
         return any(i.opcode in _SLICES and i.bytes >= LARGE for i in body)
 
     def _products(self, i: Instruction) -> float:

@@ -23,6 +23,8 @@ COMPILED = {
     "status": "compiled",
     "batch_size": 8,
     "attention": "triton",
+    "segments": [[0, 6, 16]],
+    "layers": "scan",
     "devices": 1,
     "parameter_bytes": 3 << 30,
     "kv_pool_bytes": 1 << 30,
@@ -233,7 +235,7 @@ def test_compiles(call, target, attention, tmp_path):
     )
     assert status == 0, err
     (found,) = json.loads(written.read_text())["results"]
-    assert found["attention"] == ("triton" if attention == "auto" else "reference")
+    assert found["attention"] == ("mosaic" if attention == "auto" else "reference")
     assert bool(found["kernel_calls"]) == bool(found["kernel_flops"]) == (attention == "auto")
     assert found["fits"] and found["pool_aliased"]
     assert target == "tpu-v5e" or found["copies"] == {}

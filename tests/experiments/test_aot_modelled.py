@@ -72,6 +72,10 @@ def test_kernels_of_ours_count_by_their_estimate():
     each = 1e12 / H200.bf16_flops / PALLAS_REACHED
     assert found.seconds - without.seconds == pytest.approx(30 * each)
     assert without.calls("pallas") == 30  # started, all the same
+    equal = modelled(GPU, pallas={work: 60})  # half of them were found to be equal to the others
+    assert equal.pallas_seconds == pytest.approx(found.pallas_seconds)
+    unnamed = PallasWork("elsewhere", work.flops, work.bytes, True)
+    assert modelled(GPU, pallas={unnamed: 60}).pallas_seconds == 2 * found.pallas_seconds
     assert without.total("seconds", "pallas") == pytest.approx(30 * START)
 
 
