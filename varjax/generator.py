@@ -148,11 +148,16 @@ class Generator:
         )
         self.timing = Timing()
         self.layout = ShardedPlan(self.plan, self._check_mesh(mesh))
-        self._networks = model.networks
-        program.arrange_layers(self._networks, layers, platform)
+        self._networks, self._layers = model.networks, layers
+        self._arrange()
         # the programs that draw codes and decode pixels (`jax.stages.Compiled`)
         self.compiled = self.compiled_decoder = None
         self._formats = self._sharded = None
+
+    def _arrange(self) -> None:
+        """Arrange the weights as the program takes them. Another program of the same model may have
+        changed that meanwhile."""
+        program.arrange_layers(self._networks, self._layers, jax.default_backend())
 
     def _check_mesh(self, mesh: MeshSpec) -> MeshSpec:
         if mesh.num_devices > 1:
@@ -312,6 +317,7 @@ class Generator:
         num_scales = self.plan.geometry.schedule.num_scales
         given_scales = num_scales if given_scales is None else given_scales
         arguments = self._arguments(condition, image_index, seed, given, given_scales)
+        self._arrange()
         if self._formats is not None:
             program.place(self._networks, self._formats)
         if self._sharded is not None:

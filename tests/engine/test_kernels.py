@@ -3,13 +3,20 @@ those of the reference. With --slow on every fixture."""
 
 import functools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from tests.models_under_test import arrays_of, fixture_model, greedy_generator
 from varjax import policies
+from varjax.codecs.vqvae.model import VQVAE, VQVAEConfig
 from varjax.generator import Generator
+from varjax.model import Model
+from varjax.models.var.transformer import VAR, VARConfig
 from varjax.sampling import Sampling
+from varjax.schedule import Schedule
 
 KERNELS = ["triton-interpret", "tpu-interpret"]
 # Blocks of 8 slots, the smallest that every kernel takes.
@@ -63,3 +70,38 @@ def draw(attention: str):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_drawn_tokens_are_those_of_the_reference(kernel):
     np.testing.assert_array_equal(draw(kernel), draw("reference"))
+
+
+@functools.lru_cache(maxsize=1)
+def wide_model() -> Model:
+    """Random weights in bfloat16, heads of 64: Mosaic GPU's kernels take no smaller ones, which the
+    fixtures have, and no float32."""
+    schedule = Schedule.square((1, 2, 3, 5))
+    sizes = dict(vocab_size=32, z_channels=4, schedule=schedule)
+    config = VARConfig(depth=2, embed_dim=128, num_heads=2, num_classes=4, **sizes)
+    codec = VQVAEConfig(ch=32, ch_mult=(1,), **sizes)
+    transformer = VAR(config, rngs=nnx.Rngs(0))
+    transformer.head.kernel.set_value(20 * transformer.head.kernel[...])  # tokens far from ties
+    half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), transformer)
+    parts = {"transformer": half, "codec": VQVAE(codec, rngs=nnx.Rngs(1))}
+    return Model("wide", parts, {"family": "var"})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    implementations.why_not_here("mosaic-interpret") is not None,
+    reason="simulated from JAX 0.11 on",
+)
+@pytest.mark.parametrize("case", ["full", "full-int8", "streaming", "h2o"])
+def test_greedy_tokens_through_the_simulator_of_gpus(case):
+    policy, kv_dtype = CASES[case]
+    found = {}
+    for attention in ("reference", "mosaic-interpret"):
+        generator = greedy_generator(
+            wide_model(), policy, attention=attention, kv_dtype=kv_dtype or "bfloat16"
+        )
+        found[attention], _ = generator.run_batch(np.array([1, 2]), np.arange(2, dtype=np.int32))
+    expected, simulated = (found[name] for name in ("reference", "mosaic-interpret"))
+    assert len(np.unique(expected["tokens"])) > 8
+    np.testing.assert_array_equal(simulated["tokens"], expected["tokens"])
+    np.testing.assert_allclose(simulated["logits"], expected["logits"], atol=0.1)
