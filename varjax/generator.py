@@ -202,8 +202,8 @@ class Generator:
             *(self._networks, state, arguments, self.spec), auto_layout=automatic, **options
         )
         with compilation_cache.Watch() as watch:  # not the helpers, which are too quick to be kept
-            options = program.compiler_options(jax.default_backend())
-            self.compiled = codes.lower().compile(compiler_options=options)
+            chosen = program.compiler_options(jax.default_backend())
+            self.compiled = codes.lower().compile(compiler_options=chosen)
         self.timing.cache = watch.verdict
         self._formats = self.compiled.input_formats[0][0] if automatic else None
         code_map = jax.ShapeDtypeStruct((images, *transformer.config.code_map), jnp.float32)
