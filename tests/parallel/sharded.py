@@ -71,6 +71,8 @@ def main(cases) -> None:
                 plan=plan,
                 kv_dtype=kv_dtype,
                 mesh=MeshSpec.parse(mesh),
+                # separate weights are divided as stacked ones are
+                layers="unroll" if (name, policy) == (TEXT, "streaming") and mesh else "scan",
             )
             return generator, generator.run_batch(models.arrays_of(model, index), index)[0]
 
