@@ -61,7 +61,7 @@ def main(cases) -> None:
     for name, policy, arguments, kv_dtype, meshes in cases:
         plan = varjax.plan(load(name), policy, **arguments)
 
-        def run(mesh: str, name=name, plan=plan, kv_dtype=kv_dtype):
+        def run(mesh: str, name=name, policy=policy, plan=plan, kv_dtype=kv_dtype):
             model = load(name)
             generator = Generator(
                 model,
