@@ -23,6 +23,7 @@ from varjax.conditions import Condition
 from varjax.engine import compilation_cache, cost, program, scales
 from varjax.errors import UserError, choose
 from varjax.model import Model
+from varjax.models import stacked
 from varjax.parallel import sharding
 from varjax.parallel.sharding import ShardedPlan, ShardedProgram
 from varjax.parallel.split import MeshSpec
@@ -186,6 +187,7 @@ class Generator:
         self.timing.compile_s = time.perf_counter() - start
 
     def _compile(self, condition: Any, given: np.ndarray | None) -> None:
+        self._arrange()
         images, transformer = self.batch_size, self._networks["transformer"]
         if condition is None:
             shapes = transformer.condition_shapes(images)
@@ -236,6 +238,12 @@ class Generator:
         return condition, keys, inputs, given
 
     # --- what was compiled ------------------------------------------------------------------------
+
+    @property
+    def layers(self) -> str:
+        """Whether the program scans over layers ("scan") or has a body for each ("unroll")."""
+        apart = stacked.is_separate(self._networks["transformer"])
+        return program.UNROLL if apart else program.SCAN
 
     @property
     def allocated_bytes(self) -> int:

@@ -96,15 +96,19 @@ class Modelled:
         return sum(n * self.seconds_of(work) for work, n in self.pallas.items())
 
     @property
-    def seconds(self) -> float:
+    def seconds(self) -> float | None:
+        """None of a TPU whose clock is not published: its compiler speaks of cycles only."""
+        if self.chip.platform == "tpu" and not self.chip.clock:
+            return None
         return self.total("seconds") + self.pallas_seconds
 
     @property
     def cycles(self) -> float | None:
-        """Of a TPU: the compiler's, and those of Pallas kernels; None on a GPU."""
-        if not self.chip.clock:
+        """Of a TPU: the compiler's, and those of Pallas kernels if the clock is known; None on a
+        GPU."""
+        if self.chip.platform != "tpu":
             return None
-        return self.total("cycles") + self.pallas_seconds * self.chip.clock
+        return self.total("cycles") + self.pallas_seconds * (self.chip.clock or 0.0)
 
     def seconds_of(self, work: PallasWork) -> float:
         """Of one call."""
@@ -162,7 +166,7 @@ class _Reader:
     """Walks through a program as it runs."""
 
     def __init__(self, module: Module, chip: Chip):
-        self.module, self.chip = module, chip
+        self.module, self.chip, self.on_tpu = module, chip, chip.platform == "tpu"
         self.kernels: list[Kernel] = []
         self.unknown_loops = 0
 
@@ -204,9 +208,9 @@ class _Reader:
         opcode = i.opcode.removesuffix("-start")
         if _PALLAS.search(i.attributes):
             path = i.attribute(r'op_name="([^"]*)"') or ""
-            start = 0.0 if self.chip.clock else START
+            start = 0.0 if self.on_tpu else START
             return replace(found, kind="pallas", source=path, seconds=start)
-        if self.chip.clock:
+        if self.on_tpu and opcode not in _COLLECTIVES:
             return self._on_tpu(found, i)
         if opcode in _COLLECTIVES:
             found = replace(found, kind="collective", bytes=2 * i.bytes)
@@ -218,20 +222,21 @@ class _Reader:
             found = replace(found, kind="unknown")
         moving = found.bytes / (REACHED["bandwidth"] * self.chip.bandwidth)
         computing = found.flops / (REACHED["flops"] * self.chip.bf16_flops)
-        return replace(found, seconds=max(moving, computing) + START)
+        seconds = max(moving, computing) + (0.0 if self.on_tpu else START)
+        return replace(found, seconds=seconds, cycles=seconds * (self.chip.clock or 0.0))
 
     def _on_tpu(self, found: Kernel, i: Instruction) -> Kernel:
-        cycles = i.attribute(r'"?estimated_cycles"?:\s*"?(\d+)')
+        said, clock = i.attribute(r'"?estimated_cycles"?:\s*"?(\d+)'), self.chip.clock or 0.0
         # products are convolutions here, whose windows may stand for a batch: their FLOPs are in
         # the traced program, not in this text
         product = i.opcode == "fusion" and self._products(i) > 0
-        kind = "product" if product else "other"
-        if cycles is None:  # copies that run beside other work have no cycles of their own
-            moved = i.opcode.startswith(("copy", "slice", "async", "send", "recv"))
-            moved |= '"ConcatBitcast"' in i.attributes  # slices that lie side by side already
-            kind = kind if moved or not self._moves_much(i) else "unknown"
-        seconds = float(cycles or 0) / self.chip.clock
-        return replace(found, kind=kind, cycles=float(cycles or 0), seconds=seconds)
+        kind, cycles = "product" if product else "other", float(said or 0)
+        # copies that run beside other work have no cycles of their own
+        moved = i.opcode.startswith(("copy", "slice", "async", "send", "recv"))
+        moved |= '"ConcatBitcast"' in i.attributes  # slices that lie side by side already
+        if said is None and not moved and self._moves_much(i):
+            kind, cycles = "unknown", 2 * i.bytes / self.chip.bandwidth * clock
+        return replace(found, kind=kind, cycles=cycles, seconds=cycles / clock if clock else 0.0)
 
     @staticmethod
     def _moves_much(i: Instruction) -> bool:

@@ -7,6 +7,7 @@ shapes and types, so no weights are needed and nothing is allocated.
 import re
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -60,7 +61,7 @@ class Program:
     times_read: how often each weight is read (0: it is no argument of this program); `unread`:
       bytes of those that are not, which are on the device all the same.
     resident: bytes on the device while it runs: arguments, results, temporaries, code, `unread`.
-    modelled: what running it costs, read from its text.
+    modelled: what running it costs, read from its text; None where that cannot be read.
     live: temporaries at the moment when they take most (empty: the compiler did not say).
     copies: {array of the state: where it exists a second time}; nothing for those updated in place.
     compile_s: seconds, tracing included.
@@ -72,7 +73,7 @@ class Program:
     unread: int
     resident: int
     cost: Cost
-    modelled: Modelled
+    modelled: Modelled | None
     compile_s: float
     live: list[buffers.Buffer]
     copies: dict[str, list[str]]
@@ -115,11 +116,19 @@ def compile_program(
         unread=unread,
         resident=peak_bytes(compiled) + stats.generated_code_size_in_bytes + unread,
         cost=cost,
-        modelled=Modelled.of(text, chip, cost.kernels),
+        modelled=modelled(text, chip, cost.kernels),
         compile_s=elapsed,
         live=buffers.fullest_moment(found),
         copies=buffers.second_copies(text, found, carried),
     )
+
+
+def modelled(text: str, chip: Chip, kernels: Counter) -> Modelled | None:
+    """None where the text is written otherwise than the model knows: everything else stays."""
+    try:
+        return Modelled.of(text, chip, kernels)
+    except (ValueError, KeyError, IndexError):
+        return None
 
 
 # --- compilers that refuse ---

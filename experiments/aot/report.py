@@ -188,8 +188,12 @@ def _unrolled_weights(case: Compilation) -> float:
 
 
 def _weights_outside_layers(case: Compilation) -> float:
-    """Bytes of the weights that a program reads, the stacked layers apart."""
-    layers = {id(leaf) for leaf in jax.tree.leaves(case.networks["transformer"].blocks)}
+    """Bytes of the weights that a program reads once, those of all layers together among them; the
+    others of the layers apart."""
+    transformer = case.networks["transformer"]
+    once = (getattr(transformer.blocks, name, None) for name in transformer.once)
+    kept = {id(leaf) for part in once for leaf in jax.tree.leaves(part)}
+    layers = {id(leaf) for leaf in jax.tree.leaves(transformer.blocks)} - kept
     leaves = jax.tree.leaves(case.networks)
     read = zip(leaves, case.codes.times_read, case.pixels.times_read, strict=True)
     return float(sum(device_bytes(a) for a, *by in read if any(by) and id(a) not in layers))

@@ -2,7 +2,7 @@
 lists below it."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from experiments.aot.modelled import Kernel, Modelled
 from varjax.engine.memory import show_bytes
@@ -12,16 +12,17 @@ LEGEND = """\
 by the model every kernel alone: max(bytes / 90 % of the bandwidth, FLOPs / 80 % of the peak) and
              2.5 us to start; TPU: the compiler's cycles. Kernels of ours: their estimates at 85 %
              of the peaks. It ranks programs and shows waste; it is no measurement.
-weights copied: large slices that are cut out of stacked arrays and written beside them."""
+weights copied: slices of 1 MiB and more that are cut out of stacked arrays and written beside them;
+             an activation may be among them."""
 
 
-def describe(found: Modelled) -> dict:
+def describe(found: Modelled | None) -> dict | None:
     """JSON-able content. Bytes and FLOPs without those of Pallas kernels, which are listed."""
-    return {
+    return found and {
         "modelled_s": found.seconds,
         "kernels": found.calls(),
         "moved_bytes": found.total("bytes"),
-        "copied_weight_bytes": found.total("bytes", "weights"),
+        "copied_weight_bytes": found.total("bytes", "weights") / 2,  # each is read and written
         "product_flops": found.total("flops"),
         "product_s": found.total("seconds", "product"),
         "cycles": found.cycles,
@@ -71,30 +72,55 @@ def _cycles(r: Mapping) -> str:
     return f"{cycles / 1e6:.4g} million" if cycles else ""
 
 
-def _seconds(r: Mapping) -> float:
-    return sum(p["modelled"]["modelled_s"] for p in r["programs"].values())
+def _seconds(r: Mapping) -> float | None:
+    """Of both programs; None where the model says none."""
+    each = [p["modelled"]["modelled_s"] for p in r["programs"].values()]
+    return None if None in each else sum(each)
 
 
-ROWS = (
-    ("by the model, seconds", lambda r: f"{_seconds(r):.3g}"),
-    ("  / roofline", lambda r: f"{_seconds(r) / r['roofline_s']:.3g}"),
-    ("  codes alone", lambda r: f"{_codes(r)['modelled_s']:.3g}"),
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _over_roofline(r: Mapping) -> str:
+    seconds = _seconds(r)
+    return _shown(seconds and seconds / r["roofline_s"])
+
+
+def _read(row: Callable[[Mapping], str]) -> Callable[[Mapping], str]:
+    """A row of the table, which says where a text could not be read."""
+
+    def found(r: Mapping) -> str:
+        read = all(program["modelled"] for program in r["programs"].values())
+        return row(r) if read else "not read"
+
+    return found
+
+
+_ROWS = (
+    ("by the model, seconds", lambda r: _shown(_seconds(r))),
+    ("  / roofline", _over_roofline),
+    ("  codes alone", lambda r: _shown(_codes(r)["modelled_s"])),
     ("  products of these", lambda r: f"{_codes(r)['product_s']:.3g}"),
     ("  kernels started", lambda r: f"{_codes(r)['kernels']:.0f}"),
     ("  cycles", _cycles),
     ("  moved", _moved),
     ("  weights copied", _copied),
 )
+ROWS = tuple((name, _read(row)) for name, row in _ROWS)
 
 
-def notes(target: str, name: str, found: Mapping) -> list[str]:
+def notes(target: str, name: str, found: Mapping | None) -> list[str]:
     """Lines below the table: loops, the costliest operations, our kernels, what is not known."""
-    lines = ["", f"{target}, {name}: {found['modelled_s']:.3g} s by the model"]
+    if found is None:
+        return []
+    seconds = _shown(found["modelled_s"]) or "cycles only, no"
+    lines = ["", f"{target}, {name}: {seconds} s by the model"]
     lines += [_line(loop["loop"], loop) for loop in found["loops"]]
     lines += _titled("costliest operations", [_line(_named(k), k) for k in found["costliest"]])
     ours = [_line(kernel, {**k, "kernels": k["calls"]}) for kernel, k in found["pallas"].items()]
     lines += _titled("kernels of ours, estimated", ours)
-    return lines + _titled("not known, counted by their operands", found["unknown"])
+    return lines + _titled("not known, counted by what they move", found["unknown"])
 
 
 def _titled(title: str, lines: Sequence[str]) -> list[str]:

@@ -159,6 +159,7 @@ def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
             "runs": timing.runs,
         },
         "segments_used": [[s.start, s.stop, s.length] for s in generator.segments],
+        "layers_used": generator.layers,
     }
     if run.compare:
         pairs = zip(store.batches("main"), store.batches("full"), strict=True)

@@ -50,12 +50,14 @@ def test_weights_are_placed_where_a_program_wants_them():
         np.testing.assert_array_equal(array, old)
 
 
-def test_generation_with_layouts_chosen_by_the_compiler(monkeypatch):
+@pytest.mark.parametrize("layers", program.LAYERS[1:])
+def test_generation_with_layouts_chosen_by_the_compiler(layers, monkeypatch):
     """What runs on TPU, forced on this platform: same tokens."""
     labels, index = np.zeros(2, np.int32), np.arange(2, dtype=np.int32)
 
     def tokens():
-        generator = Generator(small_model(), sampling=Sampling(greedy=True), batch_size=2)
+        options = dict(sampling=Sampling(greedy=True), batch_size=2, layers=layers)
+        generator = Generator(small_model(), **options)
         return generator.run_batch(labels, index)[0]["tokens"]
 
     expected = tokens()

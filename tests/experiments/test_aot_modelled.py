@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.aot import program
 from experiments.aot.hlo import Array, Module, arrays, shape_bytes, type_bytes
 from experiments.aot.modelled import PALLAS_REACHED, REACHED, START, Modelled
 from pallas_kernels.chips import CHIPS
@@ -136,3 +137,12 @@ def test_cycles_of_a_tpu():
 def test_not_a_program():
     with pytest.raises(ValueError, match="ENTRY"):
         Module.parse("nonsense")
+
+
+def test_a_tpu_whose_clock_is_not_published_has_cycles_only():
+    found, same = modelled(TPU, CHIPS["tpu7x"]), modelled(TPU, V5E)
+    assert found.seconds is None and found.cycles == same.cycles > 0
+
+
+def test_a_text_of_another_kind_takes_nothing_else_down():
+    assert program.modelled("HloModule of some later version", H200, Counter()) is None

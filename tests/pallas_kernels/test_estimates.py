@@ -13,6 +13,7 @@ import pytest
 import pallas_kernels
 from pallas_kernels import cache_write, estimates, implementations, ragged_attention
 from pallas_kernels.arg_specs import SPECS, ArgSpec
+from pallas_kernels.sample import operands
 from varjax.engine.cost import program_cost
 
 # 2 rows x 3 heads = 6 lists of 2 blocks of 16 slots; 30 queries, each with 5 + 32 keys
@@ -126,3 +127,13 @@ def calls_of_pallas() -> list:
 def test_every_call_of_pallas_is_named_and_estimated(call):
     """Also of kernels that the test above does not trace."""
     assert {"name", "cost_estimate"} <= {keyword.arg for keyword in call.keywords}
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "passes"), [(0, 0.0, 0), (5, 0.0, 32), (5, 0.9, 64)])
+def test_choosing_counts_vector_operations(top_k, top_p, passes):
+    """Two rows of each of three tokens of 128: 3 operations a pass and 8 once, each as long as 30
+    of a matrix product; logits, noise and tokens are moved."""
+    logits, noise = (jax.ShapeDtypeStruct((rows, 3, 128), jnp.float32) for rows in (2, 1))
+    found = operands.estimate(logits, noise, top_k, top_p)
+    assert found.flops == 3 * 128 * (3 * passes + 8) * 30
+    assert found.bytes_accessed == 4 * (2 * 3 * 128 + 3 * 128 + 3)

@@ -170,10 +170,16 @@ def place(networks: Mapping[str, nnx.Module], formats: Any) -> None:
     (`Compiled.input_formats[0][0]`). The modules are changed, one array at a time, so that the
     weights never exist twice; arrays that fit already stay."""
     held = jax.tree.leaves(networks, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    for variable, wanted in zip(held, jax.tree.leaves(formats), strict=True):
-        array = variable.get_value()
-        if array.format != wanted:
-            variable.set_value(jax.device_put(array, wanted))
+    wanted = iter(jax.tree.leaves(formats))
+    for variable in held:
+        arrays, tree = jax.tree.flatten(variable.get_value())  # several where layers are separate
+        placed = [_placed(array, next(wanted)) for array in arrays]
+        if any(new is not old for new, old in zip(placed, arrays, strict=True)):
+            variable.set_value(tree.unflatten(placed))
+
+
+def _placed(array: Array, wanted: Format) -> Array:
+    return array if array.format == wanted else jax.device_put(array, wanted)
 
 
 def _somewhere(leaf) -> jax.ShapeDtypeStruct:

@@ -58,7 +58,8 @@ def plan_segments(
     rows: int | None = None,
     free_rows: int = 0,
 ) -> tuple[Segment, ...]:
-    """Cut the scales into contiguous segments with the fewest padded tokens.
+    """Cut the scales into contiguous segments with the fewest padded tokens, of a large program
+    those that cost least.
 
     Args:
       schedule: the K token maps.

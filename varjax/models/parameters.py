@@ -13,6 +13,8 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from varjax.models import stacked
+
 
 class _OneKey(nnx.Rngs):
     """Gives out one key, where no number is drawn: the counters of `nnx.Rngs`, traced, would take
@@ -34,8 +36,9 @@ def _abstract(network, config):
 
 
 def named(module: nnx.Module) -> dict:
-    """{name: leaf} of a module, concrete or abstract."""
-    return {_name(path): leaf for path, leaf in _by_path(module).items()}
+    """{name: leaf} of a module, concrete or abstract; separate layers stacked."""
+    found = {_name(path): leaf for path, leaf in _by_path(module).items()}
+    return {n: leaf.stacked() if stacked.is_one(leaf) else leaf for n, leaf in found.items()}
 
 
 def fill(module: nnx.Module, arrays: Mapping) -> nnx.Module:

@@ -131,9 +131,9 @@ def map_weights(function, networks: Any) -> Any:
 
     def of(path, leaf):
         keys = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
-        *names, value = ".".join(keys).split(".value")
-        split = splits.get(".".join(names))
-        if split and value:  # the weights of one layer, which lack the axis of the layers
+        end = keys.index("value") if "value" in keys else len(keys)
+        split = splits.get(".".join(keys[:end]))
+        if split and keys[end + 1 :]:  # the weights of one layer, which lack the axis of the layers
             split = dataclasses.replace(split, axis=split.axis - 1)
         return function(leaf, split)
 
