@@ -265,7 +265,8 @@ def _update_positions(
     chosen = jnp.maximum(contents, 0)
     vacated = jnp.where(stored.live, stored.slots, none)
     position = state.position.at[rows, vacated].set(-1, mode="drop")
-    moved = jnp.take_along_axis(obs.position, chosen, axis=-1)
+    # read before anything is changed: XLA would fuse the read into the second change, and copy
+    moved = jnp.take_along_axis(jax.lax.optimization_barrier(obs.position), chosen, axis=-1)
     state = replace(state, position=position.at[rows, here].set(moved, mode="drop"))
     if state.total_mass is None:
         return state
