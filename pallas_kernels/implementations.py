@@ -11,6 +11,7 @@ JAX operations anywhere, slowly, to check it.
 import importlib.util
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import ModuleType
 
 import jax
@@ -26,6 +27,12 @@ MOSAIC = ("9.0", "10.0")
 SUFFIX = "-interpret"
 NAMES = ("reference", *PLATFORMS, *(name + SUFFIX for name in PLATFORMS))
 Modules = Mapping[str, Callable[[], ModuleType]]
+
+
+def modules_of(package: str) -> Modules:
+    """Those of an operation's package: one per implementation, imported when first used."""
+    files = {"reference": "reference", "mosaic": "mosaic_gpu", "triton": "triton", "tpu": "tpu"}
+    return {n: partial(importlib.import_module, f"{package}.{f}") for n, f in files.items()}
 
 
 def run(name: str | None, modules: Modules, function: str, *arguments, **options):

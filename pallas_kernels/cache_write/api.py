@@ -3,35 +3,10 @@
 from jaxtyping import Array, Float, Num
 
 from pallas_kernels import implementations
-from pallas_kernels.cache_write import reference
 from pallas_kernels.projection import Projection
 from pallas_kernels.tables import BlockWrites
 
-
-def _mosaic():
-    from pallas_kernels.cache_write import mosaic_gpu
-
-    return mosaic_gpu
-
-
-def _triton():
-    from pallas_kernels.cache_write import triton
-
-    return triton
-
-
-def _tpu():
-    from pallas_kernels.cache_write import tpu
-
-    return tpu
-
-
-MODULES = {
-    "reference": lambda: reference,
-    "mosaic": _mosaic,
-    "triton": _triton,
-    "tpu": _tpu,
-}
+MODULES = implementations.modules_of(__package__)
 
 
 def write(

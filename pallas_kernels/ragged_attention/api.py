@@ -12,31 +12,7 @@ from pallas_kernels.projection import Projection
 from pallas_kernels.ragged_attention import reference
 from pallas_kernels.tables import BlockTable
 
-
-def _mosaic():
-    from pallas_kernels.ragged_attention import mosaic_gpu
-
-    return mosaic_gpu
-
-
-def _triton():
-    from pallas_kernels.ragged_attention import triton
-
-    return triton
-
-
-def _tpu():
-    from pallas_kernels.ragged_attention import tpu
-
-    return tpu
-
-
-MODULES = {
-    "reference": lambda: reference,
-    "mosaic": _mosaic,
-    "triton": _triton,
-    "tpu": _tpu,
-}
+MODULES = implementations.modules_of(__package__)
 
 
 def attend(

@@ -3,33 +3,8 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import implementations
-from pallas_kernels.sample import reference
 
-
-def _mosaic():
-    from pallas_kernels.sample import mosaic_gpu
-
-    return mosaic_gpu
-
-
-def _triton():
-    from pallas_kernels.sample import triton
-
-    return triton
-
-
-def _tpu():
-    from pallas_kernels.sample import tpu
-
-    return tpu
-
-
-MODULES = {
-    "reference": lambda: reference,
-    "mosaic": _mosaic,
-    "triton": _triton,
-    "tpu": _tpu,
-}
+MODULES = implementations.modules_of(__package__)
 
 
 def sample(

@@ -1,5 +1,5 @@
 """The generation program: one function of arrays, `lax.scan` over scales inside segments,
-`lax.scan` over layers inside scales.
+`lax.scan` over layers inside scales, or one layer after the other where weights are separate.
 
 The state (latent map, KV cache) has one shape for all scales. Padding never leaks: padded tokens
 are computed and thrown away, masked as keys and never stored.
