@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -225,10 +225,15 @@ class Generator:
         placed = sharding.place_weights(self._networks, spec, self._sharded.shardings[0])
         self.model, self._networks = self.model.abstract(), placed
 
+    @cached_property
+    def _shared_inputs(self):
+        """On the device once, for all batches."""
+        resampling = self._networks["transformer"].resampling
+        return jax.tree.map(jnp.asarray, self.layout.shared_inputs(self.segments, resampling))
+
     def _arguments(self, condition, image_index, seed, given, given_scales):
         """Condition, keys, inputs and given tokens of a batch, as arrays."""
-        resampling = self._networks["transformer"].resampling
-        inputs = self.layout.inputs(self.segments, image_index, resampling)
+        inputs = self.layout.for_images(self._shared_inputs, self.segments, image_index)
         if given is not None:
             given = scales.GivenTokens(jnp.asarray(given), jnp.asarray(given_scales, jnp.int32))
         keys = sampling_lib.image_keys(seed, jnp.asarray(image_index))

@@ -204,18 +204,43 @@ def program_inputs(
     plan: CachePlan, segments: tuple[Segment, ...], image_index: np.ndarray, resampling: Resampling
 ) -> tuple[SegmentInputs, ...]:
     """Host arrays of all segments for a batch of images. resampling: the model's."""
-    policy_inputs = plan.policy.inputs(plan.geometry, plan.allocation, image_index)
+    return for_images(shared_inputs(plan, segments, resampling), plan, segments, image_index)
+
+
+def shared_inputs(
+    plan: CachePlan, segments: tuple[Segment, ...], resampling: Resampling
+) -> tuple[SegmentInputs, ...]:
+    """Host arrays of all segments that are the same for every batch: all but `Policy.inputs`. Large
+    models take a quarter of a second for them, longer than drawing an image on a GPU."""
     schedule = plan.geometry.schedule
     return tuple(
         SegmentInputs(
             StepInputs.of(schedule, s, resampling, **observed_inputs(plan, s)),
-            layer_inputs(plan, s, policy_inputs),
+            layer_inputs(plan, s),
         )
         for s in segments
     )
 
 
-def layer_inputs(plan: CachePlan, segment: Segment, policy_inputs: Any) -> LayerInputs:
+def for_images(
+    shared: tuple[SegmentInputs, ...],
+    plan: CachePlan,
+    segments: tuple[Segment, ...],
+    image_index: np.ndarray,
+) -> tuple[SegmentInputs, ...]:
+    """`shared_inputs` with what the policy wants to know about these images."""
+    if plan.static_content:
+        return shared
+    inputs = plan.policy.inputs(plan.geometry, plan.allocation, image_index)
+
+    def filled(given: SegmentInputs, segment: Segment) -> SegmentInputs:
+        mine = jax.tree.map(lambda a: np.asarray(a)[np.asarray(segment.scales)], inputs)
+        return replace(given, layers=replace(given.layers, policy=mine))
+
+    return tuple(map(filled, shared, segments))
+
+
+def layer_inputs(plan: CachePlan, segment: Segment) -> LayerInputs:
     """Host arrays for one segment. Entries are cut to what the segment's scales need."""
     scales = np.arange(segment.start, segment.stop)
     read = _entries(plan, scales)
@@ -225,8 +250,7 @@ def layer_inputs(plan: CachePlan, segment: Segment, policy_inputs: Any) -> Layer
     following = np.minimum(scales + 1, last_scale)
     # the last scale has no scale after it: it reads tables of its own again, and keeps nothing
     capacity = np.where((scales == last_scale)[:, None, None], 0, plan.capacity[following])
-    policy = jax.tree.map(lambda a: np.asarray(a)[scales], policy_inputs)
-    return RegionInputs(read, _entries(plan, following), capacity, policy)
+    return RegionInputs(read, _entries(plan, following), capacity)
 
 
 def observed_inputs(plan: CachePlan, segment: Segment) -> dict[str, np.ndarray]:

@@ -19,7 +19,7 @@ from varjax.cache.allocation import StaticAllocation
 from varjax.cache.plan import CachePlan, build_plan
 from varjax.cache.state import KVState
 from varjax.engine import scales
-from varjax.engine.inputs import LayerInputs, Resampling, SegmentInputs, program_inputs
+from varjax.engine.inputs import LayerInputs, Resampling, SegmentInputs, for_images, shared_inputs
 from varjax.engine.segments import Segment
 from varjax.errors import UserError
 from varjax.parallel.split import AXES, MeshSpec, Split, over
@@ -96,11 +96,27 @@ class ShardedPlan:
     ) -> tuple[SegmentInputs, ...]:
         """Scan inputs with the heads of all groups side by side; block numbers are those of each
         group's own pool."""
-        groups = [program_inputs(p, segments, image_index, resampling) for p in self.groups]
+        return self.for_images(self.shared_inputs(segments, resampling), segments, image_index)
+
+    def shared_inputs(
+        self, segments: tuple[Segment, ...], resampling: Resampling
+    ) -> tuple[SegmentInputs, ...]:
+        """Those that are the same for every batch."""
+        groups = [shared_inputs(p, segments, resampling) for p in self.groups]
         return tuple(
             dataclasses.replace(parts[0], layers=_beside([p.layers for p in parts]))
             for parts in zip(*groups, strict=True)
         )
+
+    def for_images(
+        self,
+        shared: tuple[SegmentInputs, ...],
+        segments: tuple[Segment, ...],
+        image_index: np.ndarray,
+    ) -> tuple[SegmentInputs, ...]:
+        """`shared_inputs` for a batch of images. (Groups of heads have static contents, which know
+        no images.)"""
+        return for_images(shared, self.plan, segments, image_index)
 
 
 def _beside(parts: list[LayerInputs]) -> LayerInputs:
