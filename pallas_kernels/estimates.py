@@ -1,15 +1,32 @@
 """What one call of an operation computes and moves, whichever kernel runs it: for compilers, which
 cannot look into kernels, and for the model of compiled programs.
 
-Upper bounds: all T tokens are real and every slot of a table is owned. FLOPs are those of matrix
-products, a multiply-add is two; transcendentals are exponentials. Bytes are those that memory
-delivers or takes, not a cache; tables, angles and vectors are left out, less than 1 %.
+Upper bounds: all T tokens are real and every slot of a table is owned, unless `owning` says how
+many are: heads that hold little have tables as long as those that hold much. FLOPs are those of
+matrix products, a multiply-add is two; transcendentals are exponentials. Bytes are those that
+memory delivers or takes, not a cache; tables, angles and vectors are left out, less than 1 %.
 """
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 SCALE = 4  # bytes of a scale of an int8 pool
+_owned: ContextVar[Mapping[tuple[int, int], float] | None] = ContextVar("owned", default=None)
+
+
+@contextlib.contextmanager
+def owning(shares: Mapping[tuple[int, int], float]) -> Iterator[None]:
+    """Calls that are traced meanwhile are estimated with the share of their tables' slots that
+    heads own on average: {(queries, entries of a head's table): share}, 1 for all others."""
+    token = _owned.set(shares)
+    try:
+        yield
+    finally:
+        _owned.reset(token)
 
 
 def attend(
@@ -25,12 +42,13 @@ def attend(
     """
     rows, heads, tokens, head_dim = projection.shape
     queries, pairs = rows * heads * tokens, _pairs(projection, kv_pool, table)
-    moved = 4 * queries * head_dim * projection.dtype.itemsize + 4 * queries * lse
-    stored = table.ids.shape[-1] * _block_bytes(kv_pool, 2, scales_at_once)
+    parts = projection.qkv.shape[2] + 1  # the result
+    moved = parts * queries * head_dim * projection.dtype.itemsize + 4 * queries * lse
+    stored = _blocks(projection, table) * _block_bytes(kv_pool, 2, scales_at_once)
     return pl.CostEstimate(
-        flops=4 * pairs * head_dim,
-        transcendentals=pairs,
-        bytes_accessed=moved + rows * heads * tiles * stored,
+        flops=round(4 * pairs * head_dim),
+        transcendentals=round(pairs),
+        bytes_accessed=round(moved + rows * heads * tiles * stored),
     )
 
 
@@ -45,11 +63,11 @@ def attention_moments(
     queries, pairs = rows * heads * tokens, _pairs(projection, kv_pool, table)
     moved = 2 * queries * head_dim * projection.dtype.itemsize + 4 * queries  # q, k, log-sum-exp
     columns = rows * heads * (_slots(kv_pool, table) + tokens)
-    stored = table.ids.shape[-1] * _block_bytes(kv_pool, halves, scales_at_once)
+    stored = _blocks(projection, table) * _block_bytes(kv_pool, halves, scales_at_once)
     return pl.CostEstimate(
-        flops=2 * pairs * head_dim,
-        transcendentals=pairs,
-        bytes_accessed=moved + rows * heads * stored + 4 * columns * (1 + squares),
+        flops=round(2 * pairs * head_dim),
+        transcendentals=round(pairs),
+        bytes_accessed=round(moved + rows * heads * stored + 4 * columns * (1 + squares)),
     )
 
 
@@ -88,10 +106,17 @@ def _slots(kv_pool, table) -> int:
     return table.ids.shape[-1] * kv_pool.shape[2]
 
 
-def _pairs(projection, kv_pool, table) -> int:
+def _pairs(projection, kv_pool, table) -> float:
     """Of queries and keys."""
     rows, heads, tokens, _ = projection.shape
-    return rows * heads * tokens * (tokens + _slots(kv_pool, table))
+    own = tokens if projection.qkv.shape[2] > 1 else 0
+    return rows * heads * tokens * (own + _blocks(projection, table) * kv_pool.shape[2])
+
+
+def _blocks(projection, table) -> float:
+    """That a head reads on average."""
+    entries = table.ids.shape[-1]
+    return entries * (_owned.get() or {}).get((projection.shape[2], entries), 1)
 
 
 def _block_bytes(kv_pool, halves: int, scales_at_once: int) -> int:

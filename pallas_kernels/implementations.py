@@ -29,10 +29,19 @@ NAMES = ("reference", *PLATFORMS, *(name + SUFFIX for name in PLATFORMS))
 Modules = Mapping[str, Callable[[], ModuleType]]
 
 
-def modules_of(package: str) -> Modules:
-    """Those of an operation's package: one per implementation, imported when first used."""
+def modules_of(package: str, *kernels: str) -> Modules:
+    """Those of an operation's package: one per implementation, imported when first used. kernels:
+    that it has; all without any."""
     files = {"reference": "reference", "mosaic": "mosaic_gpu", "triton": "triton", "tpu": "tpu"}
-    return {n: partial(importlib.import_module, f"{package}.{f}") for n, f in files.items()}
+    names = ("reference", *(kernels or PLATFORMS))
+    return {n: partial(importlib.import_module, f"{package}.{files[n]}") for n in names}
+
+
+def first_choice(name: str | None, modules: Modules) -> str:
+    """What `run` tries first."""
+    if name is None:
+        return _choices(modules)[0]
+    return name if name.removesuffix(SUFFIX) in modules else "reference"
 
 
 def run(name: str | None, modules: Modules, function: str, *arguments, **options):
@@ -40,7 +49,8 @@ def run(name: str | None, modules: Modules, function: str, *arguments, **options
 
     None takes the first of the `choices` for the device that is traced for that can take these
     arguments, with a warning if that is not the first of all. A kernel's platform is not checked,
-    because programs are also compiled for accelerators that are not there; see `why_not`.
+    because programs are also compiled for accelerators that are not there; see `why_not`. An
+    operation without a kernel of that name runs its reference.
 
     Raises:
       NotImplementedError: the implementation named does not exist or cannot take the arguments.
@@ -51,14 +61,14 @@ def run(name: str | None, modules: Modules, function: str, *arguments, **options
         raise NotImplementedError(
             f"attention implementation {name!r} does not exist; available: {', '.join(NAMES)}"
         )
-    kernel = name.removesuffix(SUFFIX)
+    kernel = first_choice(name, modules).removesuffix(SUFFIX)
     if kernel != "reference":
         options["interpret"] = name.endswith(SUFFIX)
     return getattr(modules[kernel](), function)(*arguments, **options)
 
 
 def _run_first(modules: Modules, function: str, arguments, options):
-    *kernels, last = choices(target.platform(), target.capability())
+    *kernels, last = _choices(modules)
     reasons = []
 
     def warn(instead: str) -> None:
@@ -75,6 +85,11 @@ def _run_first(modules: Modules, function: str, arguments, options):
             return found
     warn("the plain JAX reference")
     return run(last, modules, function, *arguments, **options)
+
+
+def _choices(modules: Modules) -> list[str]:
+    """Those of an operation for the device that is traced for."""
+    return [n for n in choices(target.platform(), target.capability()) if n in modules]
 
 
 def choices(platform: str, capability: str | None) -> tuple[str, ...]:

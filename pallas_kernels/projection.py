@@ -18,7 +18,8 @@ Q, K, V = range(3)  # places in the third axis of the product
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Projection:
-    """qkv: the product, heads side by side as it leaves them.
+    """qkv: the product, heads side by side as it leaves them; queries alone where they see stored
+    keys only.
 
     q_bias, v_bias: what is added first; keys have none.
     rotation: cosines and sines of every token, float32; numbers 2 j and 2 j + 1 of queries and keys
@@ -30,7 +31,7 @@ class Projection:
       [L, N, H] and [L, N]. Kernels read them where they lie.
     """
 
-    qkv: Float[Array, "R T 3 N H"]
+    qkv: Float[Array, "R T parts N H"]
     q_bias: Float[Array, "*layers N H"] | None = None
     v_bias: Float[Array, "*layers N H"] | None = None
     rotation: tuple[Float[Array, "T H"], Float[Array, "T H"]] | None = None

@@ -23,7 +23,7 @@ from experiments.aot import buffers
 from experiments.aot.buffers import Carried
 from experiments.aot.modelled import Modelled
 from experiments.flags.program import ProgramOptions
-from pallas_kernels import chips
+from pallas_kernels import chips, estimates
 from pallas_kernels.chips import Chip
 from varjax import sampling
 from varjax.cache.plan import CachePlan
@@ -32,6 +32,7 @@ from varjax.engine import memory, scales
 from varjax.engine import program as programs
 from varjax.engine.cost import Cost, device_bytes, program_cost, times_read
 from varjax.engine.memory import peak_bytes, show_bytes
+from varjax.engine.segments import Segment
 from varjax.model import Model
 from varjax.models import stacked
 from varjax.parallel import sharding
@@ -238,7 +239,8 @@ class Compilation:
         arguments = (self.networks, self.state, tuple(self.arguments), self.spec)
         trace = partial(programs.trace_codes, *arguments, auto_layout=self.automatic)
         options = programs.compiler_options(self.chip.platform)
-        self.codes = self._compiled(trace, carried_arrays(self.state), options)
+        with estimates.owning(owned_shares(self.workload.plan, self.spec.segments)):
+            self.codes = self._compiled(trace, carried_arrays(self.state), options)
         taken = show_bytes(self.codes.resident)
         self.say(f"codes in {self.codes.compile_s:.0f} s, {taken} on the device")
 
@@ -258,6 +260,18 @@ class Compilation:
         # kernels ask the mesh for the kind of device
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             return compile_program(trace, self.networks, self.chip, carried, options)
+
+
+def owned_shares(plan: CachePlan, segments: Sequence[Segment]) -> dict[tuple[int, int], float]:
+    """What `estimates.owning` takes: of each segment the mean over scales, layers and heads."""
+    found = {}
+    for segment in segments:
+        entries = max(map(plan.entries, segment.scales))
+        here = slice(segment.start, segment.stop)
+        held = (plan.stop - plan.start)[here, ..., :entries]
+        if held.size:
+            found[segment.length, entries] = float(held.mean()) / plan.block_size
+    return found
 
 
 def carried_arrays(state: KVState) -> list[Carried]:

@@ -66,7 +66,8 @@ PROGRAMS = 512  # at least, before one serves several heads: about four for ever
 
 
 def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, interpret, config=None):
-    """See `api.attend`. config: tiles; None takes those of `config.choose`."""
+    """See `api.attend`. config: tiles; None takes those of `config.choose`. Queries alone, with
+    the length 0, see stored slots only, of which every row then needs one."""
     mosaic.check(projection.qkv, kv_pool, kv_scale, interpret)
     config = config or tiles.choose(tiles.Call.of("attend", projection, kv_pool, table), "mosaic")
     (rows, heads, tokens, head_dim), groups, chip = projection.shape, config.warpgroups, products()
@@ -79,7 +80,7 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
         [
             mosaic.number(new_length),
             Unfinished.of(projection, (Q,), lines),
-            finished(projection, (K, V), interpret),
+            _own_keys(projection, kv_pool, interpret),
             stored,
         ],
         [
@@ -95,6 +96,13 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
     )
     out = out.reshape(rows, tokens, heads, head_dim)
     return (out, lse[:, :, :tokens]) if return_lse else out
+
+
+def _own_keys(projection, kv_pool, interpret):
+    """Finished keys and values of the scale; where there are none, an array that nobody reads."""
+    if projection.qkv.shape[2] == 1:
+        return kv_pool.reshape(len(kv_pool), -1, kv_pool.shape[-1])
+    return finished(projection, (K, V), interpret)
 
 
 def _scratch(projection, config, chip: Products, several: int, stored: Stored) -> list:

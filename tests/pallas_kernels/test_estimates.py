@@ -45,6 +45,26 @@ def test_attend_int8():
     assert run(scales_at_once=128).bytes_accessed == own + 6 * 2 * (16 * 128 + 128 * 4)
 
 
+def test_shares_that_heads_own():
+    """Half of the slots of a table of 2 entries, for 5 queries; other tables are full."""
+    a, other = SPEC.abstract(), replace(SPEC, entries=3).abstract()
+    full = estimates.attend(other.projection, other.kv_pool, other.table, lse=False)
+    with estimates.owning({(5, 2): 0.5}):
+        found = estimates.attend(a.projection, a.kv_pool, a.table, lse=False)
+        again = estimates.attend(other.projection, other.kv_pool, other.table, lse=False)
+    own, stored = 4 * 30 * 64 * 2, 6 * 16 * (64 + 64) * 2
+    assert counted(found) == (4 * 30 * (5 + 16) * 64, 30 * 21, own + stored)
+    assert counted(again) == counted(full)
+
+
+def test_queries_alone_have_no_keys_of_their_own():
+    a = SPEC.abstract()
+    queries = jax.eval_shape(lambda p: replace(p, qkv=p.qkv[:, :, :1]), a.projection)
+    found = estimates.attend(queries, a.kv_pool, a.table, lse=False)
+    stored = 6 * 32 * (64 + 64) * 2
+    assert counted(found) == (4 * 30 * 32 * 64, 30 * 32, 2 * 30 * 64 * 2 + stored)
+
+
 @pytest.mark.parametrize(("squares", "results"), [(False, 6 * 37 * 4), (True, 2 * 6 * 37 * 4)])
 def test_attention_moments(squares, results):
     a, wide = SPEC.abstract(), INT8.abstract()

@@ -105,7 +105,8 @@ def generate_codes(
     transformer = networks["transformer"]
     # once per image, outside both scans: text and modulation are the same for every scale
     with jax.named_scope("encode_condition"):
-        context = transformer.encode_condition(condition, guided=spec.rows_per_image == 2)
+        guided, kernel = spec.rows_per_image == 2, spec.attention
+        context = transformer.encode_condition(condition, guided=guided, implementation=kernel)
         context = context | {"attention": transformer.attention_vectors()}
     code_map = jnp.zeros((keys.shape[0], *transformer.config.code_map), jnp.float32)
     # The cache travels in the carry of both scans, never as scan input or output: those are

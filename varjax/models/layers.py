@@ -1,20 +1,17 @@
 """Small parts of transformer decoders: normalisation, dense projection, head split, attention
-with a dense mask and over text.
+with a dense mask.
 
-Letters: R rows, T tokens, M text tokens (padded), N heads, H head size, D width.
+Letters: R rows, T tokens, N heads, H head size, D width.
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.projection import Projection
-from varjax.engine.segments import map_in_chunks
 
-SCORE_BYTES = 2**28  # scores of cross attention that may exist at once
 MAX_LOG_SCALE = math.log(100.0)  # of the learned attention multiplier
 
 
@@ -67,25 +64,3 @@ def dense_attention(
     scores = jnp.einsum("rnth,rnkh->rntk", q, k, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
     return jnp.einsum("rntk,rnkh->rnth", weights.astype(v.dtype), v).transpose(0, 2, 1, 3)
-
-
-def attend_text(
-    q: Float[Array, "R N T H"],
-    k: Float[Array, "R N M H"],
-    v: Float[Array, "R N M H"],
-    visible: Bool[Array, "R M"],
-) -> Float[Array, "R N T H"]:
-    """Attention over text of every row's own length, a few rows at a time where scores are large;
-    softmax in float32."""
-    per_row = 2 * 4 * q.shape[1] * q.shape[2] * k.shape[2]
-
-    def some(index) -> Any:
-        scores = jnp.einsum(
-            "rnth,rnmh->rntm", q[index], k[index], preferred_element_type=jnp.float32
-        )
-        scores = scores * q.shape[-1] ** -0.5
-        scores = jnp.where(visible[index][:, None, None], scores, -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        return jnp.einsum("rntm,rnmh->rnth", weights, v[index])
-
-    return map_in_chunks(some, q.shape[0], SCORE_BYTES // per_row)

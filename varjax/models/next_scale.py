@@ -54,9 +54,12 @@ class NextScaleTransformer(nnx.Module):
 
     # --- traced steps -----------------------------------------------------------------------------
 
-    def encode_condition(self, condition: Any, *, guided: bool) -> dict[str, Any]:
+    def encode_condition(
+        self, condition: Any, *, guided: bool, implementation: str | None = None
+    ) -> dict[str, Any]:
         """Everything that depends on the condition only, for all rows: `head` [R, 2, D] and
-        `layers` (leading axis layers, scanned with the stacked blocks) are expected in it."""
+        `layers` (leading axis layers, scanned with the stacked blocks) are expected in it.
+        implementation: of attention over a text, where there is one."""
         raise NotImplementedError
 
     def scale_context(self, context: dict, step: StepInputs, sampling: Sampling) -> Any:

@@ -11,6 +11,7 @@ heads, H head size, D width, C bits per token. Names of the original implementat
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
+from pallas_kernels.cross_attention import TextKeys, attend_text, attend_visible
 from pallas_kernels.projection import Projection
 from varjax import sampling as sampling_lib
 from varjax.codecs.bsq.model import tokens_from_bits, tokens_to_bits
@@ -135,7 +137,7 @@ class Infinity(NextScaleTransformer):
         k, v = jnp.split(pool.kv(normal), 2, axis=-1)
         k, v = (layers.split_heads(a, a.shape[-1] // heads) for a in (k, v + pool.v_bias[...]))
         q = jnp.broadcast_to(pool.query[...][:, None], (k.shape[0], heads, 1, k.shape[-1]))
-        return pool.proj(layers.merge_heads(layers.attend_text(q, k, v, visible)))[:, 0]
+        return pool.proj(layers.merge_heads(attend_visible(q, k, v, visible)))[:, 0]
 
     @property
     def resampling(self) -> Resampling:
@@ -151,7 +153,9 @@ class Infinity(NextScaleTransformer):
             "unconditional": jax.ShapeDtypeStruct((images,), jnp.bool_),
         }
 
-    def encode_condition(self, condition: dict[str, Array], *, guided: bool) -> dict:
+    def encode_condition(
+        self, condition: dict[str, Array], *, guided: bool, implementation: str | None = None
+    ) -> dict:
         """The second rows see the negative prompt, or else the unconditional text, cut to the
         length of the prompt. An image without a prompt sees the unconditional text in its first."""
         text, length = condition["kv"], condition["length"]
@@ -159,7 +163,7 @@ class Infinity(NextScaleTransformer):
         empty = jnp.broadcast_to(empty, text.shape).astype(text.dtype)
         text = jnp.where(condition["unconditional"][:, None, None], empty, text)
         if not guided:
-            return self.encode_rows(text, length)
+            return self.encode_rows(text, length, implementation)
         other, other_length = empty, length
         if "negative_kv" in condition:
             other, other_length = condition["negative_kv"], condition["negative_length"]
@@ -168,14 +172,17 @@ class Infinity(NextScaleTransformer):
             jnp.pad(a, ((0, 0), (0, longest - a.shape[1]), (0, 0))) for a in (text, other)
         )
         lengths = jnp.concatenate([length, other_length])
-        return self.encode_rows(jnp.concatenate([text, other]), lengths)
+        return self.encode_rows(jnp.concatenate([text, other]), lengths, implementation)
 
     def encode_rows(
-        self, text: Float[Array, "R M E"], length: Int[Array, " R"]
-    ) -> dict[str, dict[str, Array] | Array]:
+        self,
+        text: Float[Array, "R M E"],
+        length: Int[Array, " R"],
+        implementation: str | None = "reference",
+    ) -> dict[str, Any]:
         """Condition of every row from raw text features: `start` [R, 1, D], `head` [R, 2, D],
-        `visible` [R, M] and `layers`: modulation [L, R, 6, D], keys and values of the text
-        [L, R, N, M, H], and the number of the layer [L]."""
+        `text` (`cross_attention.TextKeys`) and `layers`: modulation [L, R, 6, D] and the number
+        of the layer [L]. implementation: of the attention over the text."""
         config = self.config
         visible = jnp.arange(text.shape[1]) < length[:, None]
         condition, source = self.encode_text(text, visible)
@@ -185,11 +192,9 @@ class Infinity(NextScaleTransformer):
         return {
             "start": condition[:, None] + self.start_embedding[...],
             "head": self.head_modulation(active).reshape(-1, 2, config.embed_dim),
-            "visible": visible,
+            "text": TextKeys.of(keys, values, length, implementation),
             "layers": {
                 "modulation": self.blocks.modulation_offset[:, None] + shared[None],
-                "text_keys": keys,
-                "text_values": values,
                 "number": jnp.arange(config.depth),
             },
         }
@@ -206,10 +211,10 @@ class Infinity(NextScaleTransformer):
     # --- once per scale ---------------------------------------------------------------------------
 
     def scale_context(self, context: dict, step: StepInputs, sampling: Sampling) -> dict:
-        """Rotation and visible text; `mix` [L], the guidance strength after every layer, if rows
+        """Rotation and text; `mix` [L], the guidance strength after every layer, if rows
         are mixed inside the network. 0 leaves both rows as they are."""
         config = self.config
-        shared = {"rotation": self.rotation(step.token_index), "visible": context["visible"]}
+        shared = {"rotation": self.rotation(step.token_index), "text": context["text"]}
         inside = [config.depth + place for place in sampling.cfg_insertion_layer if place < 0]
         if inside and config.is_guided(sampling):
             mixed = jnp.zeros(config.depth, bool).at[jnp.asarray(inside)].set(True)
@@ -275,7 +280,7 @@ class Infinity(NextScaleTransformer):
         modulation = layer_context["modulation"]
         attended = attended.reshape(*x.shape[:2], -1)
         x = x + split.contract(block.proj, attended) * modulation[:, None, 0]
-        x = x + self.cross_attention(block, layer_context, shared["visible"], x)
+        x = x + self.cross_attention(block, shared["text"], layer_context["number"], x)
         h = self._modulated(x, modulation[:, 3], modulation[:, 5])
         wide = jax.nn.gelu(block.fc1(h), approximate=True)
         x = x + split.contract(block.fc2, wide) * modulation[:, None, 1]
@@ -285,15 +290,14 @@ class Infinity(NextScaleTransformer):
         mixed = sampling_lib.guided(x.astype(jnp.float32), strength=strength).astype(x.dtype)
         return jnp.where(strength == 0, x, jnp.tile(mixed, (2, 1, 1)))
 
-    def cross_attention(self, block: Block, layer_context, visible, x: Float[Array, "R T D"]):
+    def cross_attention(self, block: Block, text: TextKeys, layer, x: Float[Array, "R T D"]):
         """What the tokens take from the text, [R, T, D]."""
         h = layers.layer_norm(x.astype(jnp.float32), self.config.norm_eps)
         h = h * block.cross_norm.scale[...] + block.cross_norm.bias[...]
         h = h.astype(self.dtype)
-        q = layers.split_heads(block.cross_q(h), self.config.head_dim)
-        k, v = layer_context["text_keys"], layer_context["text_values"]
-        out = layers.attend_text(q, k, v, visible)
-        return split.contract(block.cross_proj, layers.merge_heads(out))
+        q = block.cross_q(h).reshape(*h.shape[:2], -1, self.config.head_dim)
+        out = attend_text(q, text, layer).reshape(*h.shape[:2], -1)
+        return split.contract(block.cross_proj, out)
 
     # --- tokens -----------------------------------------------------------------------------------
 
@@ -353,6 +357,4 @@ class Infinity(NextScaleTransformer):
         x = jnp.concatenate([context["start"], self.words(len(codes), codes)], axis=1)
         x = (x + self.level_embedding[scale]).astype(jnp.float32)
         rotation = self.rotation(jnp.arange(len(scale)))
-        return self.teacher_forced(
-            context, {"rotation": rotation, "visible": context["visible"]}, x
-        )
+        return self.teacher_forced(context, {"rotation": rotation, "text": context["text"]}, x)

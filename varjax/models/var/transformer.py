@@ -106,7 +106,9 @@ class VAR(NextScaleTransformer):
     def condition_shapes(self, images: int, text_tokens: int | None = None):
         return jax.ShapeDtypeStruct((images,), jnp.int32)
 
-    def encode_condition(self, condition: Int[Array, " B"], *, guided: bool) -> dict[str, Array]:
+    def encode_condition(
+        self, condition: Int[Array, " B"], *, guided: bool, implementation: str | None = None
+    ) -> dict[str, Array]:
         """Labels of the conditional rows; the others have the null class."""
         if not guided:
             return self.encode_rows(condition)

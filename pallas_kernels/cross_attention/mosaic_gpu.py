@@ -1,0 +1,27 @@
+"""Attention over a text on Hopper and Blackwell: that of the cache, where every query sees stored
+slots only (`ragged_attention.mosaic_gpu`)."""
+
+import jax.numpy as jnp
+
+from pallas_kernels.projection import Projection
+from pallas_kernels.ragged_attention import mosaic_gpu
+from pallas_kernels.tables import BlockTable
+
+
+def attend_text(q, text, layer, *, interpret):
+    """See `api.attend_text`."""
+    heads, size = q.shape[2:]
+    projection = Projection(q[:, :, None], scale=size**-0.5)
+    table, options = text_table(text, layer, heads), dict(return_lse=False, interpret=interpret)
+    return mosaic_gpu.attend(projection, 0, text.kv_pool, table, None, **options)
+
+
+def text_table(text, layer, heads: int) -> BlockTable:
+    """A layer's blocks of every head, filled as far as each row's text goes: [R, N, M]."""
+    rows, blocks, block, _ = text.kv_pool.shape
+    each = blocks // (text.layers * heads)
+    first = jnp.arange(each, dtype=jnp.int32)
+    ids = first + each * (jnp.arange(heads, dtype=jnp.int32)[:, None] + layer * heads)
+    stop = jnp.clip(text.length[:, None, None] - block * first, 0, block).astype(jnp.int32)
+    ids, stop = (jnp.broadcast_to(a, (rows, heads, each)) for a in (ids, stop))
+    return BlockTable(ids, jnp.zeros_like(ids), stop)
