@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from pallas_kernels import chips
 from pallas_kernels.arg_specs import SPECS
 from pallas_kernels.cache_write import mosaic_gpu as mosaic_write
+from pallas_kernels.cross_attention import TextKeys, attend_text
 from pallas_kernels.ragged_attention import mosaic_gpu
 from pallas_kernels.sample import sample
 from tests.pallas_kernels.test_sample import abstract
@@ -80,9 +81,22 @@ def programs(spec, sharding=None):
     }
     if spec.kv_dtype is None:  # XLA stores numbers with scales
         found["write"] = (jax.jit(store, donate_argnums=0), args.write)
-        layer = partial(_layer)  # traced anew for every chip
+        layer = partial(_layer)  # traced anew for every chip, as `_text` is
         found["layer"] = (jax.jit(layer, donate_argnums=0), (args.kv_pool, args))
+        found["text"] = (jax.jit(partial(_text)), _text_arguments(args, sharding))
     return found
+
+
+def _text_arguments(args, sharding):
+    """Queries, keys and values of 500 text tokens in 3 layers, lengths."""
+    rows, heads, tokens, size = args.projection.shape
+    shapes = (rows, tokens, heads, size), (3, rows, heads, 500, size)
+    q, k = (jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=sharding) for s in shapes)
+    return q, k, k, jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=sharding)
+
+
+def _text(q, k, v, length):
+    return attend_text(q, TextKeys.of(k, v, length, "mosaic"), 1)
 
 
 def _layer(pool, args):
