@@ -28,6 +28,9 @@ if os.environ["JAX_PLATFORMS"] == "cpu":  # nearly all of the time is compilatio
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
     if metadata.version("jaxlib").startswith("0.10."):  # later ones do not know this flag
         os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")  # half the time
+# The simulators of GPUs and TPUs hold a thread of XLA's for each thread of a kernel, while it waits
+# for another one that needs a thread, too: as many as there are cores may be too few.
+os.environ.setdefault("PJRT_NPROC", str(max(8, os.cpu_count() or 1)))
 QUICK_COMPILATION = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "true"
 
 import jax  # noqa: E402
