@@ -118,7 +118,7 @@ def condition(model: Model, numbers) -> Labels | TextFeatures:
     """What some images of a model are made of: their numbers stand for labels, or for texts cut out
     of a fixture's, with an even number of a shorter one."""
     numbers = np.asarray(numbers, np.int32)
-    if model.family.condition == "labels":
+    if model.condition == "labels":
         return Labels.of(numbers % model.num_classes, model.num_classes)
     width = model.config.text_channels
     rows = np.random.default_rng(0).normal(size=(64, width)).astype(np.float32)
