@@ -7,8 +7,8 @@ from varjax.sampling import Sampling, check_seed
 
 
 class SamplingFlags:
-    """--cfg, --tau, --cfg_insertion_layer, --cfg_interval, --top_k, --top_p, --greedy, --more_smooth and --seed of
-    a command."""
+    """--cfg, --tau, --cfg_insertion_layer, --cfg_interval, --top_k, --top_p, --greedy,
+    --more_smooth and --seed of a command."""
 
     def __init__(self, flags: CommandFlags):
         self._cfg = flags.string(

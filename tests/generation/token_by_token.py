@@ -18,8 +18,8 @@ from varjax.sampling import Sampling
 
 @dataclass
 class Drawn:
-    """tokens [B, L]; plain logits [R, L, V] and guided ones [B, L, V] before temperature; keys and
-    values [layers, R, N, slots, H] of all that was stored: the condition, then tokens 0 to L - 2."""
+    """tokens [B, L]; plain logits [R, L, V] and guided ones [B, L, V] before temperature; keys,
+    values [layers, R, N, slots, H] of all that was stored: the condition, tokens 0 to L - 2."""
 
     tokens: np.ndarray
     plain: np.ndarray
