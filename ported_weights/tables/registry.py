@@ -29,8 +29,14 @@ class RuleTable:
     ignored: str = ""
 
 
-# By the name of the `registry.Part`.
+# By the name of the `registry.Part`; of two that a file looks like, the first is named.
 TABLES = {
+    "VQ": RuleTable(
+        "VQ tokenizer",
+        "--tokenizer_source",
+        ("encoder.conv_blocks.0.res.0.conv1.weight", "decoder.conv_blocks.0.res.0.conv1.weight"),
+        llamagen.tokenizer_rules,
+    ),
     "VAR": RuleTable(
         "VAR transformer", "--source", ("pos_1LC", "class_emb.weight"), transformers.var_rules
     ),
@@ -60,12 +66,6 @@ TABLES = {
         "--source",
         ("tok_embeddings.weight", "cls_embedding.embedding_table.weight"),
         llamagen.transformer_rules,
-    ),
-    "VQ": RuleTable(
-        "VQ tokenizer",
-        "--tokenizer_source",
-        ("encoder.conv_blocks.0.res.0.conv1.weight", "decoder.conv_blocks.0.res.0.conv1.weight"),
-        llamagen.tokenizer_rules,
     ),
     "T5": RuleTable(
         "text encoder",
