@@ -11,12 +11,14 @@ from flax import nnx
 
 from tests import models_under_test as models
 from tests.generation.token_by_token import attend
+from varjax import conditions
 from varjax.errors import UserError
 from varjax.generator import Generator
 from varjax.models import parameters, registry, stacked
 from varjax.models.llamagen.config import LlamaGenConfig
 from varjax.models.llamagen.transformer import LlamaGen, rotation_table
 from varjax.sampling import Sampling
+from varjax.text.features import TextFeatures
 
 SMALL = {"dim": 64, "n_layer": 2, "n_head": 4, "vocab_size": 256, "block_size": 36}
 TEXT = SMALL | {"model_type": "t2i", "caption_dim": 32, "cls_token_num": 120}
@@ -134,6 +136,29 @@ def test_one_slot_is_exact():
     bias = jnp.concatenate([score[:, None], jnp.zeros((6, 5))], axis=1)[:, None, None]
     joined = (jnp.concatenate(pair, axis=2) for pair in ((key, k), (value, v)))
     chex.assert_trees_all_close(attend(q, *joined, bias), expected, rtol=0, atol=1e-6)
+
+
+def test_what_images_are_made_of():
+    """Labels or features as the user gives them, checked before anything runs."""
+    labels, texts = map(models.fixture_model, ("llamagen_c2i", "llamagen_t2i"))
+    assert (labels.condition, labels.num_classes, texts.condition) == ("labels", 20, "text")
+    features = TextFeatures(kv=np.ones((9, 32)), lens=np.array([4, 5]))
+    found = conditions.resolve(texts, text_features=features)
+    assert found.text_maxlen == 120 and found.take([0, 1])["kv"].shape == (2, 16, 32)
+    arrays = jax.tree.map(jnp.asarray, found.take([0, 1]))
+    context = texts.transformer.encode_condition(arrays, guided=True)
+    assert context["visible"].sum(1).tolist() == [4, 5, 4, 5]
+    wide = TextFeatures(kv=np.ones((4, 64)), lens=np.array([4]))
+    long = TextFeatures(kv=np.ones((121, 32)), lens=np.array([121]))
+    for model, given, match in (
+        (labels, {"labels": [3, 20]}, "labels 20 are outside the model's 20 classes"),
+        (labels, {"text_features": features}, "draws from labels: give exactly that"),
+        (texts, {"labels": [3]}, "draws from prompts or text_features"),
+        (texts, {"text_features": wide}, "features are 64 wide, the model takes 32"),
+        (texts, {"text_features": long}, "a text has 121 tokens, the model takes 120"),
+    ):
+        with pytest.raises(UserError, match=match):
+            conditions.resolve(model, **given)
 
 
 # --- guidance, types, layers ----------------------------------------------------------------------

@@ -161,6 +161,10 @@ class LlamaGenConfig(published.TransformerConfig):
         """The most tokens of a text."""
         return self.cls_token_num
 
+    def condition_bytes(self, rows: int, item_size: int, text_tokens: int | None = None) -> int:
+        """Bytes that layers hold of the condition beside the cache, in which it lies: none."""
+        return 0
+
     @property
     def null_label(self) -> int:
         """Index of the class embedding that stands for "no class"."""
