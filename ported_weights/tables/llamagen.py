@@ -18,10 +18,9 @@ _N = r"layers\.(\d+)\."
 _LINEAR = {  # of a layer: published name, ours
     r"attention\.wqkv": "qkv",
     r"attention\.wo": "proj",
-    r"feed_forward\.w1": "gate",
-    r"feed_forward\.w3": "up",
     r"feed_forward\.w2": "down",
 }
+_GATE_UP = r"feed_forward\.w1", r"feed_forward\.w3"  # of a layer, side by side in one product
 _NORMS = {"attention_norm": "attention_norm", "ffn_norm": "feed_forward_norm"}
 _TEXT, _LABELS = r"cls_embedding\.(cap_proj\..*|uncond_embedding)", r"cls_embedding\.embedding_.*"
 _USED = 65536  # length of the tokenizer's record of the codes that it used last
@@ -35,6 +34,7 @@ def transformer_rules(
         *_condition(config),
         Rule(r"tok_embeddings\.weight", "token_embedding"),
         *(_linear(_N + name, f"blocks/{target}", 1) for name, target in _LINEAR.items()),
+        *(_linear(_N + n, "blocks/gate_up", 1, section=(i, 2)) for i, n in enumerate(_GATE_UP)),
         *(Rule(rf"{_N}{n}\.weight", f"blocks/{t}", stack=1) for n, t in _NORMS.items()),
         Rule(r"norm\.weight", "norm"),
         _linear("output", "head"),
@@ -57,9 +57,9 @@ def _condition(config: LlamaGenConfig) -> list[Rule | Refuse]:
     ]
 
 
-def _linear(pattern: str, target: str, stack: int | None = None) -> Rule:
+def _linear(pattern: str, target: str, stack: int | None = None, section=None) -> Rule:
     """A linear layer without bias."""
-    return Rule(rf"{pattern}\.weight", f"{target}/kernel", "linear", stack)
+    return Rule(rf"{pattern}\.weight", f"{target}/kernel", "linear", stack, section=section)
 
 
 # --- the image tokenizer --------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def _level(source: str, target: str) -> list[Rule]:
     resampling = layer(rf"{source}\.(downsample|upsample)\.conv", rf"{target}/\1", "kernel", "conv")
     return [
         *_residual(rf"{source}\.res\.(\d+)", rf"{target}/block/\1", number=2),
-        *_attention(rf"{source}\.attn\.(\d+)", rf"{target}/attn/\1", number=2),
+        *_attention(rf"{source}\.attn\.(\d+)", rf"{target}/attn/\1"),
         *resampling,
     ]
 
@@ -110,16 +110,19 @@ def _residual(source: str, target: str, number: int = 1) -> list[Rule]:
     ]
 
 
-def _attention(source: str, target: str, number: int = 1) -> list[Rule]:
+def _attention(source: str, target: str) -> list[Rule]:
+    """Queries, keys and values are one product here."""
+    parts = enumerate("qkv")
     return [
-        *_product(rf"{source}\.(q|k|v|proj_out)", rf"{target}/\{number}"),
+        *(r for i, n in parts for r in _product(rf"{source}\.{n}", f"{target}/qkv", (i, 3))),
+        *_product(rf"{source}\.proj_out", f"{target}/proj_out"),
         *layer(rf"{source}\.norm", f"{target}/norm", "scale", None),
     ]
 
 
-def _product(source: str, target: str) -> list[Rule]:
+def _product(source: str, target: str, section=None) -> list[Rule]:
     """A 1x1 convolution."""
-    return layer(source, target, "kernel", "conv1x1_to_linear")
+    return layer(source, target, "kernel", "conv1x1_to_linear", section=section)
 
 
 def _check_used(used: np.ndarray) -> str | None:

@@ -41,7 +41,6 @@ class Layout:
     epsilon: float = 1e-6  # of the normalisation
     attend_coarsest: bool = False  # attention after every block of the coarsest level
     attend_middle: bool = False  # attention between the two middle blocks
-    fused_qkv: bool = True  # one product for queries, keys and values of attention, or three
 
     def groups(self, channels: int) -> int:
         """Normalisation groups of a width; configurations make sure that there is a choice."""
@@ -106,24 +105,16 @@ class AttentionBlock(nnx.Module):
 
     def __init__(self, channels: int, layout: Layout, *, rngs: nnx.Rngs):
         self.norm = GroupNorm(channels, layout)
-        if layout.fused_qkv:
-            self.qkv = dense(channels, 3 * channels, rngs)
-        else:
-            self.q, self.k, self.v = (dense(channels, channels, rngs) for _ in range(3))
+        self.qkv = dense(channels, 3 * channels, rngs)
         self.proj_out = dense(channels, channels, rngs)
 
     def __call__(self, x: Float[Array, "B h w C"]) -> Float[Array, "B h w C"]:
         batch, height, width, channels = x.shape
-        h = self.norm(x).reshape(batch, height * width, channels)
-        q, k, v = self._projections(h)
+        qkv = self.qkv(self.norm(x)).reshape(batch, height * width, 3 * channels)
+        q, k, v = jnp.split(qkv, 3, axis=-1)
         scores = jnp.einsum("btc,bkc->btk", q, k, preferred_element_type=jnp.float32)
         weights = jax.nn.softmax(scores * channels**-0.5, axis=-1).astype(v.dtype)
         return x + self.proj_out(jnp.einsum("btk,bkc->btc", weights, v).reshape(x.shape))
-
-    def _projections(self, h: Float[Array, "B T C"]) -> tuple[Float[Array, "B T C"], ...]:
-        if hasattr(self, "qkv"):
-            return tuple(jnp.split(self.qkv(h), 3, axis=-1))
-        return self.q(h), self.k(h), self.v(h)
 
 
 class Middle(nnx.Module):

@@ -94,5 +94,4 @@ class VQConfig(published.Configuration):
             group_choices=(GROUPS,),
             attend_coarsest=True,
             attend_middle=True,
-            fused_qkv=False,
         )

@@ -50,8 +50,7 @@ class Block(nnx.Module):
         self.qkv = _linear(width, 3 * width, rngs)
         self.proj = _linear(width, width, rngs)
         self.feed_forward_norm = _ones(width)
-        self.gate = _linear(width, hidden, rngs)
-        self.up = _linear(width, hidden, rngs)
+        self.gate_up = _linear(width, 2 * hidden, rngs)
         self.down = _linear(hidden, width, rngs)
 
 
@@ -88,7 +87,7 @@ class LlamaGen(NextTokenTransformer):
     def splits() -> dict[str, Split]:
         return {
             **{"qkv.kernel": Split(2, parts=3), "proj.kernel": Split(1)},
-            **{"gate.kernel": Split(2), "up.kernel": Split(2), "down.kernel": Split(1)},
+            **{"gate_up.kernel": Split(2, parts=2), "down.kernel": Split(1)},
         }
 
     # --- once per image ---------------------------------------------------------------------------
@@ -184,8 +183,8 @@ class LlamaGen(NextTokenTransformer):
         attended = attended.reshape(*x.shape[:2], -1).astype(self.dtype)
         x = x + split.contract(block.proj, attended).astype(jnp.float32)
         h = layers.rms_norm(x, block.feed_forward_norm[...], self.config.norm_eps, self.dtype)
-        wide = jax.nn.silu(block.gate(h)) * block.up(h)
-        return x + split.contract(block.down, wide).astype(jnp.float32)
+        gate, up = jnp.split(block.gate_up(h), 2, axis=-1)
+        return x + split.contract(block.down, jax.nn.silu(gate) * up).astype(jnp.float32)
 
     # --- tokens -----------------------------------------------------------------------------------
 
