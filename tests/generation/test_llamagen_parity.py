@@ -83,22 +83,12 @@ def test_generation_is_identical(file):
             close(stored, arrays[name][:, :, :64], CACHE)
 
 
-@pytest.mark.parametrize(
-    ("name", "case", "cfg", "interval"),
-    [
-        ("llamagen_c2i", "c2i", 1.0, -1),
-        ("llamagen_t2i", "t2i", 1.0, -1),
-        ("llamagen_t2i", "t2i_interval0", 3.0, 0),
-    ],
-)
-def test_without_guidance_and_with_the_shortest(name, case, cfg, interval):
+def test_generation_without_guidance():
     arrays = models.llamagen_fixture(MORE)
-    given = arrays if case == "c2i" else models.llamagen_fixture("gpt_t2i_gen")
-    condition = arrays["c2i_class_ids"] if case == "c2i" else condition_of(given)
-    found = drawn(name, condition, cfg, interval)
-    np.testing.assert_array_equal(found.tokens, arrays[f"{case}_tokens"])
-    close(found.plain[:, ::4], arrays[f"{case}_logits"], LOGITS)
-    assert len(found.plain) == len(found.tokens) * (2 if cfg > 1 else 1)
+    found = drawn("llamagen_c2i", arrays["c2i_class_ids"], 1.0)
+    np.testing.assert_array_equal(found.tokens, arrays["c2i_tokens"])
+    close(found.plain[:, ::4], arrays["c2i_logits"], LOGITS)
+    assert len(found.plain) == len(found.tokens)
 
 
 def test_one_slot_for_the_condition():
@@ -111,31 +101,47 @@ def test_one_slot_for_the_condition():
     close(one.guided, mixed(arrays), LOGITS)
 
 
-@pytest.mark.parametrize("file", ["gpt_c2i_gen", "gpt_t2i_gen"])
-def test_all_tokens_at_once(file):
-    """Teacher forcing of the original's tokens gives its logits of every step."""
-    arrays = models.llamagen_fixture(file)
-    transformer = models.fixture_model(CASES[file]).transformer
+def forced(name: str, condition, tokens: np.ndarray, guided: bool) -> np.ndarray:
+    """Plain logits of all steps at once, of the original's tokens."""
 
     @jax.jit
-    def forced(transformer, condition, tokens):
-        context = transformer.encode_condition(condition, guided=True)
+    def run(transformer, condition, tokens):
+        context = transformer.encode_condition(condition, guided=guided)
         return transformer.teacher_forced(context, tokens)
 
-    found = forced(transformer, condition_of(arrays), jnp.asarray(arrays["tokens"][:, :-1]))
-    expected = np.concatenate([arrays["logits_cond"], arrays["logits_uncond"]])
-    close(found, expected, LOGITS)
+    transformer = models.fixture_model(name).transformer
+    return np.array(run(transformer, condition, jnp.asarray(tokens[:, :-1])))
 
 
-def test_a_batch_equals_its_rows_alone():
+def test_all_tokens_at_once():
+    """Teacher forcing gives the logits of every step."""
+    arrays = models.llamagen_fixture("gpt_c2i_gen")
+    found = forced("llamagen_c2i", arrays["class_ids"], arrays["tokens"], True)
+    close(found, np.concatenate([arrays["logits_cond"], arrays["logits_uncond"]]), LOGITS)
+
+
+@pytest.mark.parametrize(("case", "cfg", "last"), [("t2i", 1, 0), ("t2i_interval0", 3, 1)])
+def test_texts_without_guidance_and_with_the_shortest(case, cfg, last):
+    """Of the original's tokens every one is the largest of the logits that it was drawn from."""
+    arrays, given = models.llamagen_fixture(MORE), models.llamagen_fixture("gpt_t2i_gen")
+    tokens = arrays[f"{case}_tokens"]
+    found = forced("llamagen_t2i", condition_of(given), tokens, cfg > 1)
+    close(found[:, ::4], arrays[f"{case}_logits"], LOGITS)
+    rows = np.split(found, 2) if cfg > 1 else [found, found]
+    rows[1][:, last + 1 :] = rows[0][:, last + 1 :]
+    guided = rows[1] + cfg * (rows[0] - rows[1])
+    np.testing.assert_array_equal(guided.argmax(-1), tokens)
+
+
+def test_images_do_not_depend_on_the_others_of_a_batch():
     """With keys of their own, drawn and not greedy."""
     transformer = models.fixture_model("llamagen_c2i").transformer
     sampling = Sampling(cfg=2.0, tau=0.9, top_k=50, top_p=0.9)
     keys = jax.vmap(jax.random.key)(jnp.arange(3))
-    labels = np.array([1, 19, 7], np.int32)
+    labels, others = np.array([1, 19, 7], np.int32), np.array([2, 0, 2])
     together = draw(transformer, labels, sampling, keys=keys).tokens
-    alone = draw(transformer, labels[2:], sampling, keys=keys[2:]).tokens
-    np.testing.assert_array_equal(together[2:], alone)
+    again = draw(transformer, labels[others], sampling, keys=keys[others]).tokens
+    np.testing.assert_array_equal(again, together[others])
     assert len(np.unique(together)) > 20
 
 
@@ -164,8 +170,7 @@ def random_weights(config) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize(("case", "cfg"), [("h100", 2.5), ("h100_plain", 0.5)])
-def test_heads_of_100(case, cfg):
+def test_heads_of_100():
     """As the 3B model has them; another width, base and epsilon than the released ones."""
     part = registry.family("llamagen").parts["transformer"]
     config, arrays = part.read(WIDE_HEADS), models.llamagen_fixture(MORE)
@@ -175,6 +180,6 @@ def test_heads_of_100(case, cfg):
     table = TABLES[part.name].rules(config, tensors)
     transformer = jax.device_put(rules.apply(table, tensors, part.abstract(config))[0])
     labels = np.array([4, 0], np.int32)
-    found = draw(transformer, labels, Sampling(cfg=cfg, greedy=True))
-    np.testing.assert_array_equal(found.tokens, arrays[f"{case}_tokens"])
-    close(found.plain, arrays[f"{case}_logits"], LOGITS)
+    found = draw(transformer, labels, Sampling(cfg=2.5, greedy=True))
+    np.testing.assert_array_equal(found.tokens, arrays["h100_tokens"])
+    close(found.plain, arrays["h100_logits"], LOGITS)

@@ -2,6 +2,7 @@
 a model what the engine asks, in the same order, and keeps everything; so it is also what the engine
 is compared with."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -56,6 +57,7 @@ def draw(
     return Drawn(np.concatenate(tokens, axis=1), plain, mixed, *stored)
 
 
+@functools.lru_cache(maxsize=1)
 def _programs(graph, sampling: Sampling, guided: bool, one_slot: bool) -> tuple[Callable, Callable]:
     def prefill(weights, condition, keys):
         model = nnx.merge(graph, weights)
