@@ -213,7 +213,7 @@ def _open_text_encoder(folder: str) -> PublishedPart:
 
 def _text_encoder_of(family: registry.Family, transformer, folder: str) -> PublishedPart:
     """The text encoder, if it is one for the transformer of this configuration."""
-    if ENCODER not in family.parts:
+    if transformer.condition != "text":
         raise UserError(
             f"--text_encoder_source: {family.parts['transformer'].name} draws classes, not texts:"
             " drop it"

@@ -1,7 +1,7 @@
 """The rule engine: tables that say where every tensor of a checkpoint goes.
 
 A table is a list of `Rule`, `Ignore` and `Refuse`. Each source name matches exactly one entry;
-each target parameter, and each slot of a stacked one, is filled exactly once. Everything that is
+each target parameter, and each slot and section of it, is filled exactly once. Everything that is
 wrong is collected and reported in one error, first by names and shapes alone, then by values.
 """
 
@@ -42,6 +42,8 @@ class Rule:
         and a size, (outer, inner, size), for the index outer * size + inner; or None.
       row_limit: name of the setting that says how many rows are taken: the source may have more,
         which are reported as ignored. None: shapes must be equal.
+      section: (i, n): the source is the i-th of n equal sections, side by side along the last axis
+        of the target; None: it is all of it.
     """
 
     pattern: str
@@ -49,6 +51,7 @@ class Rule:
     transform: str | tuple[str, ...] | None = None
     stack: Stack | None = None
     row_limit: str | None = None
+    section: tuple[int, int] | None = None
 
     def apply(self, array: np.ndarray) -> np.ndarray:
         """The array as the target has it. `ValueError` if its shape is unsuitable."""
@@ -56,6 +59,12 @@ class Rule:
         for name in (names,) if isinstance(names, str) else names:
             array = TRANSFORMS[name](array)
         return array
+
+    def part_of(self, array):
+        """Where the source goes in an array as the target has it: a view of its section."""
+        number, count = self.section or (0, 1)
+        width = array.shape[-1] // count
+        return array[..., number * width : (number + 1) * width] if count > 1 else array
 
     def slot(self, match: re.Match) -> int | None:
         """Index on the stacked axis, None for a target without one; -1, which is no index, where
@@ -78,11 +87,13 @@ def linear(pattern: str, target: str, stack: Stack | None = None) -> list[Rule]:
     return layer(pattern, target, "kernel", "linear", stack)
 
 
-def layer(pattern: str, target: str, weight: str, transform, stack=None) -> list[Rule]:
+def layer(
+    pattern: str, target: str, weight: str, transform, stack=None, section=None
+) -> list[Rule]:
     """Weight and bias of a layer; `weight` is the name of the first here."""
     return [
-        Rule(rf"{pattern}\.weight", f"{target}/{weight}", transform, stack),
-        Rule(rf"{pattern}\.bias", f"{target}/bias", None, stack),
+        Rule(rf"{pattern}\.weight", f"{target}/{weight}", transform, stack, section=section),
+        Rule(rf"{pattern}\.bias", f"{target}/bias", None, stack, section=section),
     ]
 
 
@@ -149,7 +160,7 @@ def apply(
     for done, (name, rule, target, slot) in enumerate(placement.moves, 1):
         if target not in arrays:
             arrays[target] = np.empty(targets[target].shape, types[target])
-        into = arrays[target] if slot is None else arrays[target][slot]
+        into = rule.part_of(arrays[target] if slot is None else arrays[target][slot])
         array = rule.apply(tensors[name].read())
         into[...] = array[: len(into)] if rule.row_limit else array
         if bad := np.count_nonzero(~np.isfinite(into)):
@@ -222,7 +233,8 @@ def _place(
         )
         return
     placement.moves.append((name, rule, target, slot))
-    wanted = tuple(leaf.shape if slot is None else leaf.shape[1:])
+    whole = tuple(leaf.shape if slot is None else leaf.shape[1:])
+    wanted = rule.part_of(np.broadcast_to(np.int8(0), whole)).shape
     shape = _shape(rule, tensor)
     may_differ = rule.row_limit and shape and shape[1:] == wanted[1:]
     if may_differ and shape[0] > wanted[0]:
@@ -250,11 +262,11 @@ def _shape(rule: Rule, tensor) -> tuple[int, ...] | None:
 
 
 def _check_coverage(placement: Placement, rules: Sequence, targets: Mapping) -> None:
-    """Every target, and every slot of a stacked one, once."""
-    sources: dict[tuple[str, int | None], list[str]] = {}
-    for name, _, target, slot in placement.moves:
-        sources.setdefault((target, slot), []).append(name)
-    for (target, _), names in sources.items():
+    """Every target, and every slot and section of it, once."""
+    sources: dict[tuple, list[str]] = {}
+    for name, rule, target, slot in placement.moves:
+        sources.setdefault((target, slot, rule.section), []).append(name)
+    for (target, *_), names in sources.items():
         if len(names) > 1:
             placement.problems.append(f"given twice: {target} by {' and '.join(sorted(names))}")
     for target, leaf in targets.items():
@@ -262,9 +274,11 @@ def _check_coverage(placement: Placement, rules: Sequence, targets: Mapping) -> 
         if not makers:
             placement.problems.append(f"missing: {target} (no rule leads to it)")
             continue
-        for slot in (None,) if makers[0].stack is None else range(leaf.shape[0]):
-            if (target, slot) not in sources:
-                placement.problems.append(f"missing: {_source_name(makers[0], target, slot)}")
+        slots = (None,) if makers[0].stack is None else range(leaf.shape[0])
+        first = {rule.section: rule for rule in reversed(makers)}
+        for slot, (section, rule) in itertools.product(slots, first.items()):
+            if (target, slot, section) not in sources:
+                placement.problems.append(f"missing: {_source_name(rule, target, slot)}")
 
 
 def _source_name(rule: Rule, target: str, slot: int | None = None) -> str | None:

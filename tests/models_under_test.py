@@ -33,6 +33,8 @@ INFINITY = {  # weights, tokenizer, its name in configs.json; the transformer's 
     "infinity_a": ("infinity_A.safetensors", "bsqvae_p16_d16.pth", "infinity_A"),
     "infinity_b": ("infinity_B_sharded", "bsqvae_p8_d8.safetensors", "infinity_B_sharded"),
 }
+LLAMAGEN_FIXTURES = FIXTURES.parent / "llamagen"
+LLAMAGEN = {"llamagen_c2i": "gpt_c2i.pt", "llamagen_t2i": "gpt_t2i.safetensors"}
 SMALL = {  # weights of the left under a smaller schedule, which they do not depend on
     "infinity_a_small": ("infinity_a", "1x1;2x2;3x2;6x4;8x5;9x6"),
     "infinity_b_small": ("infinity_b", "1x1;2x2;3x4;4x6"),
@@ -58,6 +60,9 @@ def checkpoint_folder(name: str) -> pathlib.Path:
 def _converted(name: str, out: pathlib.Path) -> pathlib.Path:
     if name in INFINITY:
         return _infinity_folder(name, out)
+    if name in LLAMAGEN:
+        convert(**llamagen_request(LLAMAGEN[name], out))
+        return out
     tokenizer = FIXTURES / TOKENIZER[name]
     convert(
         model="var-custom",
@@ -90,6 +95,19 @@ def _infinity_folder(name: str, out: pathlib.Path) -> pathlib.Path:
     return out
 
 
+def llamagen_request(weights: str, out: pathlib.Path, **changes) -> dict:
+    """Arguments of `convert` for weights among the fixtures."""
+    configs = str(LLAMAGEN_FIXTURES / "configs.json")
+    files = {"source": weights, "tokenizer_source": "vq.safetensors"}
+    return {
+        "model": "llamagen-custom",
+        **{flag: str(LLAMAGEN_FIXTURES / name) for flag, name in files.items()},
+        **{"config": configs, "tokenizer_config": configs, "out": str(out)},
+        "say": lambda line: None,
+        **changes,
+    }
+
+
 @functools.cache
 def fixture_model(name: str) -> Model:
     if name not in SMALL:
@@ -109,6 +127,10 @@ def infinity_fixture(file: str) -> dict[str, np.ndarray]:
     return _arrays(INFINITY_FIXTURES / f"{file}.npz")
 
 
+def llamagen_fixture(file: str) -> dict[str, np.ndarray]:
+    return _arrays(LLAMAGEN_FIXTURES / f"{file}.npz")
+
+
 def _arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
     with np.load(path) as archive:
         return {key: archive[key] for key in archive.files}
@@ -118,7 +140,7 @@ def condition(model: Model, numbers) -> Labels | TextFeatures:
     """What some images of a model are made of: their numbers stand for labels, or for texts cut out
     of a fixture's, with an even number of a shorter one."""
     numbers = np.asarray(numbers, np.int32)
-    if model.family.condition == "labels":
+    if model.condition == "labels":
         return Labels.of(numbers % model.num_classes, model.num_classes)
     width = model.config.text_channels
     rows = np.random.default_rng(0).normal(size=(64, width)).astype(np.float32)

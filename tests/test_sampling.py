@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.models_under_test import fixture
+from tests.models_under_test import fixture, llamagen_fixture
 from varjax.errors import UserError
 from varjax.sampling import Sampling, Scores, filter_logits, guided, gumbel, image_keys, sample
 
@@ -26,6 +26,22 @@ def test_filters_keep_what_the_original_keeps():
             jnp.asarray(logits), int(arrays[f"top_k_{i}"]), float(arrays[f"top_p_{i}"])
         )
         chex.assert_trees_all_equal(np.isfinite(found), kept, custom_message=f"case {i}")
+
+
+def test_filters_give_the_probabilities_of_llamagen():
+    """Temperature, top-k with equal logits kept, top-p with the first one beyond it kept; 0 and 1
+    switch filters off."""
+    arrays = llamagen_fixture("sampler_vectors")
+    logits = jnp.asarray(arrays["logits"])
+    cases = [name for name in arrays if name.startswith("probs_")]
+    assert len(cases) == 4
+    for case in cases:
+        top_k, top_p, tau = (float(part[1:]) for part in case.split("_")[1:])
+        for off in (top_p, 0.0) if top_p == 1 else (top_p,):
+            scores = Scores(logits[:, None], jnp.float32(tau)).guided()
+            found = jax.nn.softmax(filter_logits(scores, int(top_k), off))[:, 0]
+            chex.assert_trees_all_close(found, arrays[case], rtol=0, atol=1e-5)
+            chex.assert_trees_all_equal(found > 0, arrays[case] > 0, custom_message=case)
 
 
 def test_guidance():

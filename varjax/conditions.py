@@ -77,7 +77,7 @@ class Labels:
 
 # --- what the Python API takes --------------------------------------------------------------------
 
-KINDS = {"labels": ("labels",), "text": ("prompts", "text_features")}  # by `Family.condition`
+KINDS = {"labels": ("labels",), "text": ("prompts", "text_features")}  # by `Model.condition`
 
 
 def check(model: Model, labels=None, prompts=None, text_features=None) -> int:
@@ -85,7 +85,7 @@ def check(model: Model, labels=None, prompts=None, text_features=None) -> int:
     is given."""
     given = {"labels": labels, "prompts": prompts, "text_features": text_features}
     named = [name for name, value in given.items() if value is not None]
-    wanted = KINDS[model.family.condition]
+    wanted = KINDS[model.condition]
     if len(named) != 1 or named[0] not in wanted:
         raise UserError(
             f"{', '.join(named) or 'nothing'} given: {model.name} ({model.family.name}) draws from "

@@ -69,6 +69,11 @@ class Model:
         return self.transformer.dtype
 
     @property
+    def condition(self) -> str:
+        """What images are made of, "labels" or "text"."""
+        return self.config.condition
+
+    @property
     def num_classes(self) -> int:
         """Classes of a class-conditional model."""
         return self.config.num_classes
@@ -102,7 +107,13 @@ class Model:
         return self.geometry_for(self.sampling())
 
     def geometry_for(self, sampling: Sampling) -> Geometry:
-        """Likewise under other sampling: without guidance there are no unconditional rows."""
+        """Likewise under other sampling: without guidance there are no unconditional rows.
+        `UserError` for models that draw token by token, which the engine does not do yet."""
+        if self.family.draws != "scales":
+            raise UserError(
+                f"{self.name} ({self.family.name}) draws token by token: its weights can be"
+                " converted and loaded, but there is no cache and no generation for it yet"
+            )
         config = self.config
         return Geometry(
             schedule=config.schedule,

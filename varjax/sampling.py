@@ -17,7 +17,13 @@ from varjax.errors import UserError, nearest, show
 LARGEST_CFG = 1e6  # far beyond use; guided logits must stay float32 numbers
 SMALLEST_TAU = 1e-4
 LISTS = ("cfg", "tau", "cfg_insertion_layer")  # one number or several
-RECOMMENDABLE = (*LISTS, "top_k", "top_p", "more_smooth")  # what a checkpoint may recommend
+RECOMMENDABLE = (
+    *LISTS,
+    "cfg_interval",
+    "top_k",
+    "top_p",
+    "more_smooth",
+)  # what a checkpoint may recommend
 SMOOTH_KEY = 1  # folded into a scale's key for the noise of `more_smooth`
 
 
@@ -27,10 +33,12 @@ class Sampling:
 
     cfg: guidance strength, one number or one per scale; what it multiplies is the model's own
       convention (VAR: scale k of K uses t = cfg * k / (K - 1) in (1 + t) * cond - t * uncond;
-      Infinity: cfg * cond + (1 - cfg) * uncond).
+      Infinity and LlamaGen: cfg * cond + (1 - cfg) * uncond; LlamaGen has none from 1 down).
     tau: temperature, one number or one per scale; logits are divided by it before guidance.
     cfg_insertion_layer: where the conditional and unconditional rows are mixed: 0 on the logits, -k
       after layer depth - k (Infinity).
+    cfg_interval: n >= 0 ends guidance after image token n + 1, counted from 0; -1 guides all of
+      them (LlamaGen).
     top_k: keep the k largest logits (ties at the k-th survive); 0 is off.
     top_p: nucleus; drop the smallest probabilities while their sum is at most 1 - p; 0 is off.
     greedy: take the largest guided logit; filters and keys do not matter.
@@ -41,6 +49,7 @@ class Sampling:
     cfg: float | tuple[float, ...] = 1.5
     tau: float | tuple[float, ...] = 1.0
     cfg_insertion_layer: tuple[int, ...] = (0,)
+    cfg_interval: int = -1
     top_k: int = 0
     top_p: float = 0.0
     greedy: bool = False
@@ -64,6 +73,10 @@ class Sampling:
             raise UserError(f"top_k={self.top_k}: choose 0 (off) to {most}{what}")
         if not 0 <= self.top_p <= 1:
             raise UserError(f"top_p={self.top_p:g} is outside [0, 1]; 0 switches it off")
+        if not -1 <= self.cfg_interval < 2**31 - 1:
+            raise UserError(
+                f"cfg_interval={show(self.cfg_interval)}: choose a number of tokens, or -1 for all"
+            )
         return self
 
     def _check_types(self) -> None:
@@ -99,6 +112,15 @@ class Sampling:
                 f"0 (on the logits) or 0,-5"
             )
 
+    def check_no_interval(self, model: str) -> None:
+        """Raise `UserError` if guidance ends before the last token, which only models that draw
+        token by token know."""
+        if self.cfg_interval != -1:
+            raise UserError(
+                f"cfg_interval={show(self.cfg_interval)}: {model} draws whole scales, whose cfg may"
+                " be listed one by one; leave it out"
+            )
+
     def per_scale(self, name: str, num_scales: int) -> tuple[float, ...]:
         """`cfg` or `tau` of every scale."""
         value = getattr(self, name)
@@ -114,10 +136,11 @@ class Sampling:
         else a text with the strength of every scale and the places."""
         strengths = self.cfg if isinstance(self.cfg, tuple) else (self.cfg,)
         on_logits = self.cfg_insertion_layer == (0,)
-        if on_logits and len(set(strengths)) == 1:
+        if on_logits and len(set(strengths)) == 1 and self.cfg_interval < 0:
             return float(strengths[0])
         places = "" if on_logits else f" at {','.join(map(str, self.cfg_insertion_layer))}"
-        return ",".join(f"{strength:g}" for strength in strengths) + places
+        until = "" if self.cfg_interval < 0 else f" to token {self.cfg_interval + 1}"
+        return ",".join(f"{strength:g}" for strength in strengths) + places + until
 
     @classmethod
     def recommended(cls, settings: Mapping, **overrides) -> "Sampling":
@@ -139,6 +162,7 @@ class Sampling:
 
 _KINDS = {
     **{"cfg": arguments.real, "tau": arguments.real, "cfg_insertion_layer": arguments.integer},
+    "cfg_interval": arguments.integer,
     **{"top_k": arguments.integer, "top_p": arguments.real},
     **{"greedy": arguments.flag, "more_smooth": arguments.flag},
 }
@@ -161,6 +185,10 @@ class Scores:
 
     def guided(self) -> Float[Array, "B T ..."]:
         return guided(self.plain, self.tau, self.strength)
+
+    def untempered(self) -> "Scores":
+        """The same before temperature, which may be applied before or after guidance."""
+        return replace(self, tau=None)
 
 
 def gumbel(keys: Array, length: int, vocabulary: int) -> Float[Array, "B T V"]:

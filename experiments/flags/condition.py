@@ -1,6 +1,6 @@
 """What the images of a command are made of: classes or prompts, as the model's family takes them.
 
-One class of flags per kind of condition (`registry.Family.condition`). Flags of another kind are
+One class of flags per kind of condition (`Model.condition`). Flags of another kind are
 refused with a hint at the right ones.
 """
 
@@ -46,9 +46,9 @@ class ConditionFlags:
     def resolve(self, model: Model, *, weights: bool = True) -> Condition:
         """A condition (`varjax.conditions`), checked; prompts are not encoded yet (`Text`).
         weights: the model will run; without, it need not have a text encoder."""
-        mine = self._kinds[model.family.condition]
+        mine = self._kinds[model.condition]
         for kind, other in self._kinds.items():
-            if kind != model.family.condition and (given := other.given()):
+            if kind != model.condition and (given := other.given()):
                 raise UserError(f"--{given[0]}: {model.name} {mine.words}")
         return mine.resolve(model, weights)
 

@@ -7,8 +7,8 @@ from varjax.sampling import Sampling, check_seed
 
 
 class SamplingFlags:
-    """--cfg, --tau, --cfg_insertion_layer, --top_k, --top_p, --greedy, --more_smooth and --seed of
-    a command."""
+    """--cfg, --tau, --cfg_insertion_layer, --cfg_interval, --top_k, --top_p, --greedy,
+    --more_smooth and --seed of a command."""
 
     def __init__(self, flags: CommandFlags):
         self._cfg = flags.string(
@@ -24,6 +24,11 @@ class SamplingFlags:
             "cfg_insertion_layer",
             None,
             "Where guidance acts, a list: 0 on the logits, -k after layer depth - k (Infinity).",
+        )
+        self._interval = flags.integer(
+            "cfg_interval",
+            None,
+            "Guide image tokens 0 to this number + 1 only; -1 guides all (LlamaGen).",
         )
         self._top_k = flags.integer("top_k", None, "Keep the k largest logits; 0 is off.")
         self._top_p = flags.floating("top_p", None, "Nucleus sampling with this mass; 0 is off.")
@@ -41,6 +46,7 @@ class SamplingFlags:
             cfg=_numbers(self._cfg, float),
             tau=_numbers(self._tau, float),
             cfg_insertion_layer=_numbers(self._insertion, int),
+            cfg_interval=self._interval.value,
             top_k=self._top_k.value,
             top_p=self._top_p.value,
             greedy=self._greedy.value,

@@ -28,6 +28,8 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _NOTES = frozenset(("PROTO", "FRAME"))  # version and size of what follows
 _STORE = frozenset(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"))
 _RECALL = frozenset(("GET", "BINGET", "LONG_BINGET"))
+# Notes of training scripts beside the weights: an empty dictionary stands for such an object.
+NOTES = frozenset(("argparse.Namespace",))
 _INSTANCES = frozenset(("INST", "OBJ", "NEWOBJ", "NEWOBJ_EX"))
 
 
@@ -98,6 +100,8 @@ class PickleProgram:
             self.memo[len(self.memo) if name == "MEMOIZE" else argument] = self.stack[-1]
         elif name in _RECALL:
             self.stack.append(self.memo[argument])
+        elif name == "NEWOBJ" and self.stack[-1] == () and self._is_note(self.stack[-2]):
+            self.stack[-2:] = [Dictionary()]
         elif name in _INSTANCES:  # say of which class, where it is known
             symbols = [s.name for s in self.stack if isinstance(s, Symbol)][-1:]
             target = argument.replace(" ", ".") if isinstance(argument, str) else "".join(symbols)
@@ -114,11 +118,15 @@ class PickleProgram:
     def _refused(self, reason: str) -> UserError:
         return UserError(f"{self.what}: refused, {reason}")
 
+    @staticmethod
+    def _is_note(item) -> bool:
+        return isinstance(item, Symbol) and item.name in NOTES
+
     # --- names and calls --------------------------------------------------------------------------
 
     def _symbol(self, module: str, attribute: str) -> Symbol:
         name = f"{module}.{attribute}"
-        if name not in self.functions and not self.constants(name):
+        if name not in self.functions and name not in NOTES and not self.constants(name):
             raise self._refused(
                 f"it refers to {name:.80}, which a state_dict has no need of: do not open it with"
                 " other tools unless you trust its source"
@@ -144,7 +152,8 @@ class PickleProgram:
         self.stack.append(self.functions[function.name](*arguments))
 
     def _do_build(self, _) -> None:
-        """State of an object: torch keeps notes on a state dict, which mean nothing here."""
+        """State of an object: torch keeps notes on a state dict, and training scripts arguments,
+        which mean nothing here."""
         self.stack.pop()
         if not isinstance(self.stack[-1], Dictionary):
             raise self._refused("it sets attributes of something")

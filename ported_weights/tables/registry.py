@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ported_weights.tables import codecs, transformers
+from ported_weights.tables import codecs, llamagen, transformers
 from varjax.models import registry
 
 
@@ -29,8 +29,14 @@ class RuleTable:
     ignored: str = ""
 
 
-# By the name of the `registry.Part`.
+# By the name of the `registry.Part`; of two that a file looks like, the first is named.
 TABLES = {
+    "VQ": RuleTable(
+        "VQ tokenizer",
+        "--tokenizer_source",
+        ("encoder.conv_blocks.0.res.0.conv1.weight", "decoder.conv_blocks.0.res.0.conv1.weight"),
+        llamagen.tokenizer_rules,
+    ),
     "VAR": RuleTable(
         "VAR transformer", "--source", ("pos_1LC", "class_emb.weight"), transformers.var_rules
     ),
@@ -54,6 +60,12 @@ TABLES = {
             *("encoder.conv_in.conv.weight", "decoder.conv_in.conv.weight"),
         ),
         codecs.bsq_rules,
+    ),
+    "LlamaGen": RuleTable(
+        "LlamaGen transformer",
+        "--source",
+        ("tok_embeddings.weight", "cls_embedding.embedding_table.weight"),
+        llamagen.transformer_rules,
     ),
     "T5": RuleTable(
         "text encoder",
@@ -109,5 +121,14 @@ CUSTOM = {
         sampling=lambda config: (
             registry.INFINITY_8B if config.apply_spatial_patchify else registry.INFINITY_SAMPLING
         ),
+    ),
+    "llamagen": Custom(
+        example=(
+            '{"model_type": "c2i", "num_classes": 1000, "n_layer": 36, "dim": 1280, "n_head": 20,'
+            ' "block_size": 576}'
+        ),
+        tokenizer_files="vq_ds16_c2i.pt or vq_ds16_t2i.pt",
+        tokenizer=lambda given: ({}, "16384 codes of 8 channels, 16 pixels per token"),
+        sampling=registry.llamagen_sampling,
     ),
 }

@@ -22,17 +22,30 @@ PUBLISHED = {
     "infinity-2b": 2.2e9,
     "infinity-8b": 8.4e9,
 }
+TOKEN_MODELS = {  # as LlamaGen's paper and its table of checkpoints have them
+    **{f"llamagen-b-{pixels}": 111e6 for pixels in (256, 384)},
+    **{f"llamagen-l-{pixels}": 343e6 for pixels in (256, 384)},
+    **{f"llamagen-xl-{pixels}": 775e6 for pixels in (256, 384)},
+    **{f"llamagen-xxl-{pixels}": 1.4e9 for pixels in (256, 384)},
+    **{f"llamagen-3b-{pixels}": 3.1e9 for pixels in (256, 384)},
+    **{f"llamagen-t2i-xl-{pixels}": 775e6 for pixels in (256, 512)},
+}
 OFTEN = ("var-d16", "var-d30", "infinity-layer12")  # planned by default; infinity-8b takes 1.1 GiB
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_published_size_is_here():
+    assert set(registry.PRESETS) - set(PUBLISHED) - set(TOKEN_MODELS) == {"infinity-layer48"}
+
+
+@pytest.mark.parametrize("name", PUBLISHED | TOKEN_MODELS)
 def test_parameter_counts(name):
     preset = registry.preset(name)
     family = registry.family(preset.family)
     part, config = family.parts["transformer"], preset.configs["transformer"]
     module = parameters.abstract(part.module, config)
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(module))
-    assert parameters.count(module) == pytest.approx(PUBLISHED[name], rel=0.04)
+    published = (PUBLISHED | TOKEN_MODELS)[name]
+    assert parameters.count(module) == pytest.approx(published, rel=0.04)
 
 
 @pytest.mark.parametrize(

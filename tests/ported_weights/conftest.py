@@ -32,6 +32,14 @@ class Call:
 
 
 @dataclass
+class Instance:
+    """An object of a class, made without arguments, with its attributes (NEWOBJ, BUILD)."""
+
+    kind: Name
+    attributes: dict
+
+
+@dataclass
 class Storage:
     """A persistent id."""
 
@@ -47,6 +55,8 @@ def assemble(value) -> bytes:
     if isinstance(value, Call):
         state = b"" if value.state is None else assemble(value.state) + b"b"
         return assemble(value.function) + assemble(value.arguments) + b"R" + state
+    if isinstance(value, Instance):
+        return assemble(value.kind) + b")\x81" + assemble(value.attributes) + b"b"
     if isinstance(value, Storage):
         name = Name("torch", value.kind)
         return assemble(("storage", name, value.key, "cpu", value.count)) + b"Q"
@@ -112,7 +122,7 @@ def save(path: Path, content) -> Path:
 class TorchZip:
     """The functions above, for tests."""
 
-    Name, Call, Storage = Name, Call, Storage
+    Name, Call, Storage, Instance = Name, Call, Storage, Instance
     assemble, view, save = map(staticmethod, (assemble, view, save))
     write = staticmethod(write_zip)
 

@@ -185,3 +185,37 @@ def test_released_names_and_shapes(name, part, parameters_expected, fixtures):
     module = kind.abstract(config)
     released_shapes.check(TABLES[kind.name].rules(config, tensors), tensors, module)
     assert parameters.count(module) == parameters_expected
+
+
+# --- sections of a parameter ---
+
+
+SECTIONS = [
+    Rule(r"blocks\.(\d+)\.a", "layers/kernel", "linear", stack=1, section=(0, 2)),
+    Rule(r"blocks\.(\d+)\.b", "layers/kernel", "linear", stack=1, section=(1, 2)),
+    *TABLE[1:],
+]
+
+
+def _in_sections(**changes):
+    rng, given = np.random.default_rng(1), {"blocks__0__w": None, "blocks__1__w": None}
+    for layer in (0, 1):
+        for half in "ab":
+            given[f"blocks__{layer}__{half}"] = rng.standard_normal((2, 3)).astype("f4")
+    return _tensors(**{**given, **changes})
+
+
+def test_tensors_side_by_side_in_one_parameter():
+    tensors = _in_sections()
+    found = parameters.named(_apply(tensors, SECTIONS)[0])["layers/kernel"]
+    for layer in (0, 1):
+        halves = [tensors[f"blocks.{layer}.{half}"].array.T for half in "ab"]
+        chex.assert_trees_all_equal(found[layer], np.concatenate(halves, axis=1))
+
+
+def test_problems_name_the_section():
+    tensors = _in_sections(blocks__1__b=None, blocks__0__a=np.ones((4, 3), "f4"))
+    assert _problems(tensors, SECTIONS) == [
+        "missing: blocks.1.b",
+        "wrong shape: blocks.0.a is [4, 3], which becomes [3, 4] instead of [3, 2]",
+    ]

@@ -24,6 +24,16 @@ def layer_norm(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
     return ((wide - mean) * jax.lax.rsqrt(variance + eps)).astype(x.dtype)
 
 
+def rms_norm(
+    x: Float[Array, "... D"], scale: Float[Array, " D"], eps: float, dtype
+) -> Float[Array, "... D"]:
+    """Root mean square normalisation with a learned scale; all in float32, the result in
+    `dtype`."""
+    wide = x.astype(jnp.float32)
+    normal = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
+    return (normal * scale.astype(jnp.float32)).astype(dtype)
+
+
 def modulate(x, scale, shift):
     """AdaLN: x * (1 + scale) + shift with per-row vectors [R, D] over x [R, T, D]."""
     return x * (1 + scale[:, None]) + shift[:, None]
@@ -57,10 +67,10 @@ def dense_attention(
     q: Float[Array, "R N T H"],
     k: Float[Array, "R N K H"],
     v: Float[Array, "R N K H"],
-    mask: Bool[Array, "T K"],
+    mask: Bool[Array, "*#of_heads T K"],
 ) -> Float[Array, "R T N H"]:
-    """Softmax attention with an explicit mask, scale already in `q`. Used by teacher forcing, not
-    by generation."""
+    """Softmax attention with an explicit mask, which heads and rows may share, scale already in
+    `q`. Used by teacher forcing, not by generation."""
     scores = jnp.einsum("rnth,rnkh->rntk", q, k, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
     return jnp.einsum("rntk,rnkh->rnth", weights.astype(v.dtype), v).transpose(0, 2, 1, 3)

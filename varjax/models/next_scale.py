@@ -16,41 +16,27 @@ without it there are none (R = B). Codes, and what becomes of them, belong to th
 `accumulate`, `decode`). A new family writes one subclass.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float
 
 from pallas_kernels.projection import Projection
 from varjax.engine.inputs import Resampling, StepInputs
 from varjax.models import layers, stacked
+from varjax.models.transformer import Transformer
 from varjax.parallel.split import Split
 from varjax.sampling import Sampling, Scores
 
 
-class NextScaleTransformer(nnx.Module):
-    """Base of all families. `config` has schedule, depth, num_heads, head_dim, code_map,
-    logits_per_token, `check_sampling` and `is_guided`; `blocks` are the stacked layers."""
-
-    token_name: ClassVar[str] = "tokens"  # what a token is called in files
-    once: ClassVar[tuple[str, ...]] = ()  # parts of the blocks that `encode_condition` uses
-
-    @property
-    def dtype(self):
-        """The type of the weights, which is the type that matrix products run in."""
-        return self.head.kernel.get_value().dtype  # an array, or a shape of an abstract model
+class NextScaleTransformer(Transformer):
+    """Base of all families that draw scales. `config` has schedule, depth, num_heads, head_dim,
+    code_map, logits_per_token, `check_sampling` and `is_guided`."""
 
     @property
     def resampling(self) -> Resampling:
         """How the code map changes size on the way to a scale and back."""
         return Resampling()
-
-    def condition_shapes(self, images: int, text_tokens: int | None = None) -> Any:
-        """Shapes and types of what `encode_condition` takes for so many images. text_tokens: padded
-        length of texts; None: the most that the model takes."""
-        raise NotImplementedError
 
     # --- traced steps -----------------------------------------------------------------------------
 
@@ -164,20 +150,3 @@ class NextScaleTransformer(nnx.Module):
 
         x = stacked.scan(layer, x, (self.blocks, context["layers"]))
         return self.plain_logits(context["head"], x)
-
-    # --- tokens in files --------------------------------------------------------------------------
-
-    def no_tokens(self, images: int) -> np.ndarray:
-        """Tokens as they are drawn, all 0, for programs that take forced ones and get none."""
-        return np.zeros((images, self.config.schedule.total_tokens), np.int32)
-
-    def tokens_to_file(self, tokens: np.ndarray) -> np.ndarray:
-        """Drawn tokens of N images as `arrays.npz` has them."""
-        return np.asarray(tokens, np.int32)
-
-    def tokens_from_file(self, array: np.ndarray, num_images: int, scales: int) -> np.ndarray:
-        """The inverse, for tokens that are forced; `UserError` if the array does not fit.
-
-        scales: how many scales take them; it may end there.
-        """
-        raise NotImplementedError

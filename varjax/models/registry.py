@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from flax import nnx
 
 from varjax.codecs.bsq import model as bsq
+from varjax.codecs.vq.model import VQ, VQConfig
 from varjax.codecs.vqvae.config import VQVAEConfig
 from varjax.codecs.vqvae.model import VQVAE
 from varjax.errors import UserError, choose
 from varjax.models import parameters
 from varjax.models.infinity import transformer as infinity
+from varjax.models.llamagen import transformer as llamagen
 from varjax.models.var import transformer as var
 from varjax.text.t5 import T5Config, T5Encoder
 
@@ -54,13 +56,13 @@ class Family:
 
     parts: by name; "transformer" and "codec", which turns tokens into pictures, are always there.
     agreed: names that the configurations of both have and must agree in.
-    condition: what images are made of, "labels" or "text".
+    draws: "scales" (a `NextScaleTransformer`) or "tokens" (a `NextTokenTransformer`).
     """
 
     name: str
     parts: Mapping[str, Part]
     agreed: tuple[str, ...]
-    condition: str
+    draws: str = "scales"
 
     @property
     def tree(self) -> dict[str, Part]:
@@ -99,7 +101,6 @@ FAMILIES = {
             "codec": Part("VQVAE", VQVAEConfig, VQVAE),
         },
         agreed=("vocab_size", "z_channels", "schedule"),
-        condition="labels",
     ),
     "infinity": Family(
         "infinity",
@@ -109,7 +110,16 @@ FAMILIES = {
             "text_encoder": OWN_FOLDER["text_encoder"],
         },
         agreed=("codebook_dim",),
-        condition="text",
+    ),
+    "llamagen": Family(
+        "llamagen",
+        {
+            "transformer": Part("LlamaGen", llamagen.LlamaGenConfig, llamagen.LlamaGen),
+            "codec": Part("VQ", VQConfig, VQ),
+            "text_encoder": OWN_FOLDER["text_encoder"],
+        },
+        agreed=("vocab_size",),
+        draws="tokens",
     ),
 }
 
@@ -119,6 +129,11 @@ VAR_SAMPLING = {"cfg": 1.5, "top_k": 900, "top_p": 0.96, "more_smooth": False}
 # Settings of the published inference scripts of Infinity; top-k never binds on two values.
 INFINITY_SAMPLING = {"cfg": 3.0, "tau": 0.5, "top_k": 900, "top_p": 0.97}
 INFINITY_8B = {**INFINITY_SAMPLING, "tau": 1.0}
+
+# Settings of LlamaGen's published FID evaluation, and of its text-to-image script.
+LLAMAGEN_SAMPLING = {"cfg": 1.75, "tau": 1.0, "cfg_interval": -1, "top_k": 0, "top_p": 0.0}
+LLAMAGEN_CFG = {768: 2.0, 1024: 2.0, 3200: 1.65}  # by width; 1.75 in the others
+LLAMAGEN_TEXT = {**LLAMAGEN_SAMPLING, "cfg": 7.5, "top_k": 1000}
 
 
 def _var_preset(config: var.VARConfig) -> Preset:
@@ -134,9 +149,23 @@ def _infinity_preset(config: infinity.InfinityConfig) -> Preset:
     return Preset("infinity", {"transformer": config, "codec": codec}, sampling)
 
 
+def llamagen_sampling(config: llamagen.LlamaGenConfig) -> dict:
+    """Recommended for a transformer of this configuration."""
+    if config.condition == "text":
+        return {**LLAMAGEN_TEXT, "top_k": min(LLAMAGEN_TEXT["top_k"], config.vocab_size)}
+    cfg = LLAMAGEN_CFG.get(config.dim, LLAMAGEN_SAMPLING["cfg"])
+    return {**LLAMAGEN_SAMPLING, "cfg": cfg if config.has_unconditional else 1.0}
+
+
+def _llamagen_preset(config: llamagen.LlamaGenConfig) -> Preset:
+    parts = {"transformer": config, "codec": VQConfig()}
+    return Preset("llamagen", parts, llamagen_sampling(config))
+
+
 PRESETS = {
     **{name: _var_preset(config) for name, config in var.PRESETS.items()},
     **{name: _infinity_preset(config) for name, config in infinity.PRESETS.items()},
+    **{name: _llamagen_preset(config) for name, config in llamagen.PRESETS.items()},
 }
 
 

@@ -123,7 +123,8 @@ def contract(linear: nnx.Linear, x: Float[Array, "... D_in"]) -> Float[Array, ".
     if axis is None:
         return linear(x)
     # every device has a part of the contraction; the bias is whole on all of them: after the sum
-    return jax.lax.psum(x @ linear.kernel[...].astype(x.dtype), axis) + linear.bias[...]
+    product = jax.lax.psum(x @ linear.kernel[...].astype(x.dtype), axis)
+    return product if linear.bias is None else product + linear.bias[...]
 
 
 def whole(x: Float[Array, "... D"]) -> Float[Array, "... D"]:

@@ -36,7 +36,7 @@ def compose(family: str, configs: Mapping, arrays: Mapping[str, np.ndarray]) -> 
         "schedule": [list(pair) for pair in transformer.schedule.maps],
         **_totals(arrays),
     }
-    if hasattr(transformer, "num_classes"):
+    if transformer.condition == "labels":
         content["num_classes"] = transformer.num_classes
     return content
 

@@ -22,8 +22,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.projection import l2_normalize
 from varjax.codecs.autoencoder import Decoder, Encoder, ImageCodec, conv
+from varjax.codecs.codes import nearest
 from varjax.codecs.maps import flatten_maps, resize_area, resize_bicubic
 from varjax.codecs.vqvae.config import VQVAEConfig
 from varjax.errors import UserError
@@ -102,14 +102,7 @@ class Quantizer(nnx.Module):
 
     def nearest(self, z: Float[Array, "... C"]) -> Int[Array, "..."]:
         """Index of the nearest code: smallest distance, or largest cosine with `using_znorm`."""
-        z, codes = z.astype(jnp.float32), self.codebook()
-        if self.config.using_znorm:
-            units = l2_normalize(z), l2_normalize(codes)
-            similarity = jnp.einsum("...c,vc->...v", *units, precision=HIGHEST)
-            return jnp.argmax(similarity, axis=-1).astype(jnp.int32)
-        products = jnp.einsum("...c,vc->...v", z, codes, precision=HIGHEST)
-        # |z|^2 is the same for every code and left out
-        return jnp.argmin(jnp.square(codes).sum(-1) - 2 * products, axis=-1).astype(jnp.int32)
+        return nearest(z, self.codebook(), by_angle=self.config.using_znorm)
 
     # --- images to tokens ---
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from varjax.errors import UserError
 from varjax.models import published
@@ -45,6 +46,7 @@ class InfinityConfig(published.TransformerConfig):
     """
 
     what = "Infinity"
+    condition: ClassVar[str] = "text"  # what images are made of
 
     depth: int = 32
     embed_dim: int = 2048
@@ -163,7 +165,7 @@ class InfinityConfig(published.TransformerConfig):
 
     def check_sampling(self, sampling: Sampling) -> Sampling:
         """Return it, or raise `UserError` if this model cannot draw that way."""
-        sampling.check(self.schedule.num_scales)
+        sampling.check(self.schedule.num_scales).check_no_interval(self.what)
         if sampling.more_smooth:
             raise UserError("more_smooth mixes codes of a codebook; Infinity draws bits: drop it")
         for place in sampling.cfg_insertion_layer:

@@ -2,6 +2,7 @@
 sizes."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from varjax.errors import UserError, show
 from varjax.models import published
@@ -23,6 +24,7 @@ class VARConfig(published.TransformerConfig):
     `patch_nums`."""
 
     what = "VAR"
+    condition: ClassVar[str] = "labels"  # what images are made of
 
     num_classes: int = 1000
     depth: int = 16
@@ -85,7 +87,7 @@ class VARConfig(published.TransformerConfig):
 
     def check_sampling(self, sampling: Sampling) -> Sampling:
         """Return it, or raise `UserError` if this model cannot draw that way."""
-        sampling.check(self.schedule.num_scales, self.vocab_size)
+        sampling.check(self.schedule.num_scales, self.vocab_size).check_no_interval(self.what)
         if sampling.cfg_insertion_layer != (0,):
             raise UserError(
                 f"cfg_insertion_layer={show(sampling.cfg_insertion_layer)}: VAR mixes its rows on "

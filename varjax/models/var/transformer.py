@@ -13,14 +13,12 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.projection import Projection
 from varjax import sampling as sampling_lib
 from varjax.engine.inputs import StepInputs
-from varjax.errors import UserError
 from varjax.models import layers, stacked
 from varjax.models.next_scale import NextScaleTransformer
 from varjax.models.var.config import PRESETS, VARConfig
@@ -212,19 +210,6 @@ class VAR(NextScaleTransformer):
         self, scores: Scores, keys: Array, sampling: Sampling, implementation: str | None = None
     ) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
         return sampling_lib.sample(scores, keys, sampling, implementation)
-
-    def tokens_from_file(self, array: np.ndarray, num_images: int, scales: int) -> np.ndarray:
-        """int32 [N, L]."""
-        config = self.config
-        wanted = (num_images, config.schedule.total_tokens)
-        if array.shape != wanted or not np.issubdtype(array.dtype, np.integer):
-            raise UserError(f"tokens are {array.dtype} {array.shape}, needed are integers {wanted}")
-        if array.min() < 0 or array.max() >= config.vocab_size:
-            raise UserError(
-                f"tokens reach from {array.min()} to {array.max()}, allowed is 0 to "
-                f"{config.vocab_size - 1}"
-            )
-        return array.astype(np.int32)
 
     # --- all scales at once (training) ------------------------------------------------------------
 

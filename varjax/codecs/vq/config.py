@@ -1,0 +1,97 @@
+"""Configuration of LlamaGen's image tokenizer, readable and writable in published argument
+names."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from varjax.codecs.autoencoder import LARGEST_BLOCKS, LARGEST_LEVELS, Layout
+from varjax.models import published
+
+GROUPS = 32  # of the normalisation
+# Published arguments and notes that do not change the function computed.
+IGNORED_NAMES = ("note", "dropout_p", "codebook_show_usage", "commit_loss_beta")
+IGNORED_NAMES += ("entropy_loss_ratio",)
+ALIASES = {
+    "codebook_l2_norm": "l2_norm",
+    "encoder_ch_mult": "ch_mult",
+    "decoder_ch_mult": "ch_mult",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class VQConfig(published.Configuration):
+    """Shape of the image codec; `UserError` when a size is impossible. The map of a picture has any
+    height and width: they are given with every call.
+
+    l2_norm: codes and features have unit length.
+    """
+
+    what = "VQ"
+
+    codebook_size: int = 16384
+    codebook_embed_dim: int = 8
+    l2_norm: bool = True
+    ch: int = 128
+    ch_mult: tuple[int, ...] = (1, 1, 2, 2, 4)
+    num_res_blocks: int = 2  # per level of the encoder; the decoder has one more
+    z_channels: int = 256  # between the encoder and the codes
+
+    def __post_init__(self):
+        self.check_sizes("codebook_size", "codebook_embed_dim", "ch", "z_channels")
+        self.check_sizes("num_res_blocks", most=LARGEST_BLOCKS)
+        if not 1 <= len(self.ch_mult) <= LARGEST_LEVELS or min(self.ch_mult) < 1:
+            raise self.wrong(
+                f"ch_mult is {list(self.ch_mult)[:12]}: it needs 1 to {LARGEST_LEVELS} levels, each"
+                " at least 1"
+            )
+        self.check_size("ch * ch_mult", self.ch * max(self.ch_mult))
+        if self.ch % GROUPS:
+            raise self.wrong(
+                f"ch is {self.ch}, which {GROUPS} normalisation groups do not divide: choose a"
+                f" multiple of {GROUPS}"
+            )
+
+    @classmethod
+    def from_published(cls, values: Mapping) -> "VQConfig":
+        """Read published names: those of the constructor, or shorter ones (`ALIASES`). `UserError`
+        for unknown ones and for an encoder and decoder of different widths."""
+        types = {"codebook_l2_norm": bool, "encoder_ch_mult": published.INTEGERS}
+        types |= {"decoder_ch_mult": published.INTEGERS}
+        found = cls.arguments(values, IGNORED_NAMES, **types)
+        for alias, name in ALIASES.items():
+            if alias in found and found.setdefault(name, found[alias]) != found.pop(alias):
+                raise cls.wrong(
+                    f"{alias} is {values[alias]!r:.60}, another name says {found[name]}"
+                )
+        return cls(**found)
+
+    @property
+    def vocab_size(self) -> int:
+        """As transformers call the number of codes."""
+        return self.codebook_size
+
+    @property
+    def downsample(self) -> int:
+        """Pixels per latent position along each axis."""
+        return 2 ** (len(self.ch_mult) - 1)
+
+    @property
+    def encoder(self) -> Layout:
+        return self._layout(self.num_res_blocks)
+
+    @property
+    def decoder(self) -> Layout:
+        return self._layout(self.num_res_blocks + 1)
+
+    def _layout(self, num_blocks: int) -> Layout:
+        return Layout(
+            image_channels=3,
+            latent_channels=self.z_channels,
+            base=self.ch,
+            widths=tuple(self.ch * m for m in self.ch_mult),
+            num_blocks=num_blocks,
+            num_resamplings=len(self.ch_mult) - 1,
+            group_choices=(GROUPS,),
+            attend_coarsest=True,
+            attend_middle=True,
+        )

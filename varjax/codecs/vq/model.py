@@ -1,0 +1,74 @@
+"""LlamaGen's image tokenizer: one map of codes per picture (Sun et al. 2024, arXiv 2406.06525,
+section 2.1; the network is VQGAN's, Esser et al. 2021).
+
+    encode      images in [-1, 1] -> latent map, before quantisation
+    nearest     latent map -> tokens
+    code_map    tokens -> the map of their codes
+    decode      map of codes -> images in [-1, 1]
+
+VQ-16 has 16 pixels per token and axis, VQ-8 half as many. All of it runs in float32 with
+full-precision products.
+
+Letters: B images of H x W pixels, T tokens, h x w their map, C channels of a code, V codes.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.projection import l2_normalize
+from varjax.codecs.autoencoder import Decoder, Encoder, ImageCodec, dense
+from varjax.codecs.codes import nearest
+from varjax.codecs.vq.config import VQConfig
+
+__all__ = ["VQ", "VQConfig"]
+
+
+class VQ(ImageCodec):
+    """Encoder, codes `embedding` [V, C], decoder."""
+
+    def __init__(self, config: VQConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        shape = config.codebook_size, config.codebook_embed_dim
+        self.encoder = Encoder(config.encoder, rngs=rngs)
+        self.quant_conv = dense(config.z_channels, shape[1], rngs)
+        self.embedding = nnx.Param(jax.random.normal(rngs.params(), shape))
+        self.post_quant_conv = dense(shape[1], config.z_channels, rngs)
+        self.decoder = Decoder(config.decoder, rngs=rngs)
+
+    def encoding(self) -> tuple[nnx.Module, ...]:
+        return self.encoder, self.quant_conv
+
+    def decoding(self) -> tuple[nnx.Module, ...]:
+        return self.post_quant_conv, self.decoder
+
+    def codebook(self) -> Float[Array, "V C"]:
+        """All code vectors as they are decoded, float32."""
+        codes = self.embedding[...].astype(jnp.float32)
+        return l2_normalize(codes) if self.config.l2_norm else codes
+
+    def nearest(self, z: Float[Array, "... C"]) -> Int[Array, "..."]:
+        """Index of the nearest code: smallest distance, of unit vectors with `l2_norm`."""
+        return nearest(z, self.embedding[...], by_angle=self.config.l2_norm)
+
+    # --- what generation asks of a codec ---
+
+    def codes(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T C"]:
+        """Code vectors of drawn tokens, float32."""
+        return self.codebook()[tokens]
+
+    def code_map(self, tokens: Int[Array, "B T"], grid: tuple[int, int]) -> Float[Array, "B h w C"]:
+        """The latent map of all tokens of a picture, drawn row by row; grid: its (h, w)."""
+        return self.codes(tokens).reshape(len(tokens), *grid, -1)
+
+    # --- both together ---
+
+    def images_to_tokens(self, images: Float[Array, "B H W 3"]) -> Int[Array, "B T"]:
+        """Tokens of pictures, row by row."""
+        return self.nearest(self.encode(images)).reshape(len(images), -1)
+
+    def tokens_to_images(
+        self, tokens: Int[Array, "B T"], grid: tuple[int, int]
+    ) -> Float[Array, "B H W 3"]:
+        return self.decode(self.code_map(tokens, grid))

@@ -1,0 +1,219 @@
+"""Configuration of LlamaGen's transformer, in the published constructor's names, and its sizes."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from varjax.errors import UserError, show
+from varjax.models import published
+from varjax.sampling import Sampling
+from varjax.schedule import Schedule
+
+TEXT_TOKENS = 120  # of the released text-conditional models
+MOST_TOKENS = 2**16  # of an image: a grid of 256 x 256
+CONDITIONS = {"c2i": "labels", "t2i": "text"}  # what `model_type` says images are made of
+# Published arguments and notes that do not change the function computed.
+IGNORED_NAMES = (
+    *("note", "initializer_range", "drop_path_rate", "max_batch_size", "max_seq_len"),
+    *("token_dropout_p", "attn_dropout_p", "resid_dropout_p", "ffn_dropout_p"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaGenConfig(published.TransformerConfig):
+    """Shape of a LlamaGen transformer; field names are the published ones.
+
+    model_type: "c2i", images of classes, or "t2i", images of texts.
+    num_classes, caption_dim: classes of the first kind, width of the features of the second; 0 of
+      the other.
+    cls_token_num, block_size: tokens of the condition, and of the image, which is square.
+    multiple_of, ffn_dim_multiplier: the feed-forward's width is 8/3 of `dim`, times the second
+      where it is given, rounded up to a multiple of the first.
+    class_dropout_prob: training: how often the condition is left out. If it is 0, there is no class
+      that stands for none, and no guidance.
+    """
+
+    what = "LlamaGen"
+
+    model_type: object = "c2i"
+    dim: int = 4096
+    n_layer: int = 32
+    n_head: int = 32
+    multiple_of: int = 256
+    ffn_dim_multiplier: object = None
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-5
+    vocab_size: int = 16384
+    num_classes: int = 1000
+    caption_dim: int = 0
+    class_dropout_prob: float = 0.1
+    cls_token_num: int = 1
+    block_size: int = 256
+
+    def __post_init__(self):
+        if self.model_type not in CONDITIONS:
+            raise self.wrong(f"model_type is {self.model_type!r:.40}, it must be c2i or t2i")
+        self.check_sizes("n_layer", most=published.LARGEST_DEPTH)
+        self.check_sizes("dim", "n_head", "multiple_of", "vocab_size")
+        self.check_sizes("block_size", most=MOST_TOKENS)
+        self._check_feed_forward()
+        self._check_condition()
+        self.check_real("norm_eps")
+        self.check_real("rope_base", positive=True)
+        if self.dim % self.n_head:
+            raise self.wrong(f"dim {self.dim} is not a multiple of n_head {self.n_head}")
+        if self.head_dim % 4:  # half of the rotated pairs for rows, half for columns
+            raise self.wrong(f"head size {self.head_dim} (dim / n_head) is not a multiple of 4")
+        if math.isqrt(self.block_size) ** 2 != self.block_size:
+            raise self.wrong(f"block_size {self.block_size} is no square: images are n x n tokens")
+
+    def _check_feed_forward(self) -> None:
+        factor = self.ffn_dim_multiplier
+        if factor is not None and (type(factor) not in (int, float) or not 0 < factor < 1e6):
+            raise self.wrong(
+                f"ffn_dim_multiplier is {factor!r:.40}, it must be a number greater than 0, or null"
+            )
+        self.check_size("the feed-forward's width", self.hidden_dim)
+
+    def _check_condition(self) -> None:
+        is_text = self.condition == "text"
+        self.check_sizes("num_classes", least=0 if is_text else 1, most=0 if is_text else 10**7)
+        self.check_sizes("caption_dim", least=1 if is_text else 0, most=10**7 if is_text else 0)
+        self.check_sizes("cls_token_num", most=4096 if is_text else 1)
+        if not 0 <= self.class_dropout_prob < 1:
+            raise self.wrong(f"class_dropout_prob {self.class_dropout_prob} is outside [0, 1)")
+
+    # --- published names --------------------------------------------------------------------------
+
+    @classmethod
+    def from_published(cls, arguments: Mapping) -> "LlamaGenConfig":
+        """Read the published constructor's names; what is left out has the published default.
+        `UserError` for an unknown name, a value of the wrong type, or grouped queries, which no
+        released model has."""
+        found = cls.arguments(arguments, IGNORED_NAMES, n_kv_head=object)
+        kv_heads = found.pop("n_kv_head", None)
+        if kv_heads not in (None, found.get("n_head", cls.n_head)):
+            raise cls.wrong(
+                f"n_kv_head={show(kv_heads)} is not supported: released models have as many key "
+                "heads as query heads (n_kv_head null)"
+            )
+        is_text = found.get("model_type") == "t2i"
+        found |= {"num_classes": 0} if is_text else {"caption_dim": 0}
+        return cls(**({"caption_dim": 2048} | found if is_text else found))
+
+    # --- what follows, by the names that all models have ------------------------------------------
+
+    @property
+    def depth(self) -> int:
+        return self.n_layer
+
+    @property
+    def embed_dim(self) -> int:
+        return self.dim
+
+    @property
+    def num_heads(self) -> int:
+        return self.n_head
+
+    @property
+    def hidden_dim(self) -> int:
+        width = int(2 * 4 * self.dim / 3)
+        if self.ffn_dim_multiplier is not None:
+            width = int(self.ffn_dim_multiplier * width)
+        return -(-width // self.multiple_of) * self.multiple_of
+
+    @property
+    def logits_per_token(self) -> int:
+        return self.vocab_size
+
+    @property
+    def condition(self) -> str:
+        """What images are made of, "labels" or "text"."""
+        return CONDITIONS[self.model_type]
+
+    @property
+    def condition_tokens(self) -> int:
+        """M: tokens of the condition, padding included."""
+        return self.cls_token_num
+
+    @property
+    def image_tokens(self) -> int:
+        return self.block_size
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Height and width of the map of image tokens."""
+        side = math.isqrt(self.block_size)
+        return side, side
+
+    @property
+    def schedule(self) -> Schedule:
+        """The one map of tokens; they are drawn one after the other, row by row."""
+        return Schedule((self.grid,))
+
+    @property
+    def text_channels(self) -> int:
+        """Width of the text features."""
+        return self.caption_dim
+
+    @property
+    def text_maxlen(self) -> int:
+        """The most tokens of a text."""
+        return self.cls_token_num
+
+    def condition_bytes(self, rows: int, item_size: int, text_tokens: int | None = None) -> int:
+        """Bytes that layers hold of the condition beside the cache, in which it lies: none."""
+        return 0
+
+    @property
+    def null_label(self) -> int:
+        """Index of the class embedding that stands for "no class"."""
+        return self.num_classes
+
+    @property
+    def has_unconditional(self) -> bool:
+        """Whether there is a condition that stands for none; texts always have one."""
+        return self.condition == "text" or self.class_dropout_prob > 0
+
+    # --- sampling ---------------------------------------------------------------------------------
+
+    def check_sampling(self, sampling: Sampling) -> Sampling:
+        """Return it, or raise `UserError` if this model cannot draw that way."""
+        sampling.check(1, self.vocab_size)
+        if sampling.cfg_insertion_layer != (0,):
+            raise UserError(
+                f"cfg_insertion_layer={show(sampling.cfg_insertion_layer)}: LlamaGen mixes its rows"
+                " on the logits only, which is 0"
+            )
+        if sampling.more_smooth:
+            raise UserError("more_smooth mixes codes of scales; LlamaGen draws tokens: drop it")
+        if self.is_guided(sampling) and not self.has_unconditional:
+            raise UserError(
+                f"cfg={sampling.cfg}: this model was trained without a class for none"
+                " (class_dropout_prob 0), so there is no guidance: choose cfg=1"
+            )
+        return sampling
+
+    def is_guided(self, sampling: Sampling) -> bool:
+        """Whether there are unconditional rows: the published code has them where cfg is above
+        1."""
+        return sampling.per_scale("cfg", 1)[0] > 1
+
+
+def _preset(layers: int, width: int, heads: int, pixels: int) -> LlamaGenConfig:
+    size = {"n_layer": layers, "dim": width, "n_head": heads}
+    return LlamaGenConfig(**size, block_size=(pixels // 16) ** 2)
+
+
+def _text_preset(pixels: int) -> LlamaGenConfig:
+    text = {"model_type": "t2i", "num_classes": 0, "caption_dim": 2048}
+    size = {"n_layer": 36, "dim": 1280, "n_head": 20, "block_size": (pixels // 16) ** 2}
+    return LlamaGenConfig(**text, **size, cls_token_num=TEXT_TOKENS)
+
+
+_SIZES = {"b": (12, 768, 12), "l": (24, 1024, 16), "xl": (36, 1280, 20), "xxl": (48, 1536, 24)}
+_SIZES |= {"3b": (24, 3200, 32)}
+PRESETS = {
+    **{f"llamagen-{n}-{p}": _preset(*size, p) for n, size in _SIZES.items() for p in (256, 384)},
+    **{f"llamagen-t2i-xl-{pixels}": _text_preset(pixels) for pixels in (256, 512)},
+}

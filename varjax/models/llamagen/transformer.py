@@ -1,0 +1,222 @@
+"""LlamaGen: a Llama that draws image tokens in raster order (Sun et al. 2024, arXiv 2406.06525).
+
+Parameters live in Flax NNX modules whose layers are stacked. The steps that generation calls
+(`varjax.models.next_token`) are methods, and teacher forcing runs the same ones.
+
+The residual stream is float32 whatever the type of the weights; the published code rounds it to
+that type after every sum.
+
+Letters: R rows, M tokens of the condition, T tokens, E text channels, N heads, H head size, D
+width, F hidden width, V vocabulary. Names of the original implementation are in
+`ported_weights/tables/llamagen.py`.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.projection import Projection
+from varjax.models import layers, stacked
+from varjax.models.llamagen.config import PRESETS, LlamaGenConfig
+from varjax.models.next_token import NextTokenTransformer
+from varjax.parallel import split
+from varjax.parallel.split import Split
+from varjax.sampling import Sampling, Scores
+
+__all__ = ["PRESETS", "Block", "LlamaGen", "LlamaGenConfig"]
+
+_normal = jax.nn.initializers.normal(0.02)
+
+
+def _linear(d_in: int, d_out: int, rngs: nnx.Rngs, init=_normal) -> nnx.Linear:
+    return nnx.Linear(d_in, d_out, use_bias=False, kernel_init=init, rngs=rngs)
+
+
+def _ones(width: int) -> nnx.Param:
+    return nnx.Param(jnp.ones((width,)))
+
+
+class Block(nnx.Module):
+    """One transformer layer (parameters only). Stacked over layers by `LlamaGen`."""
+
+    def __init__(self, config: LlamaGenConfig, *, rngs: nnx.Rngs):
+        width, hidden = config.dim, config.hidden_dim
+        self.attention_norm = _ones(width)
+        self.qkv = _linear(width, 3 * width, rngs)
+        self.proj = _linear(width, width, rngs)
+        self.feed_forward_norm = _ones(width)
+        self.gate_up = _linear(width, 2 * hidden, rngs)
+        self.down = _linear(hidden, width, rngs)
+
+
+class LlamaGen(NextTokenTransformer):
+    """Parameters of the transformer and the steps of generation.
+
+    The condition is int32 labels [B], or what `varjax.text.features.TextFeatures.take` gives.
+    Queries and keys of its tokens are zero (their cosines and sines are), so that they look at each
+    other evenly, and image tokens give every visible one the score 0.
+    """
+
+    condition_is_one_slot = True
+
+    def __init__(self, config: LlamaGenConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        width, text = config.dim, config.caption_dim
+
+        def table(rows, columns=width, init=_normal):
+            return nnx.Param(init(rngs.params(), (rows, columns)))
+
+        if config.condition == "labels":
+            self.class_embedding = table(config.num_classes + config.has_unconditional)
+        else:
+            spread = jax.nn.initializers.normal(text**-0.5)
+            self.unconditional_text = table(config.cls_token_num, text, spread)
+            self.text_proj1 = _linear(text, width, rngs)
+            self.text_proj2 = _linear(width, width, rngs)
+        self.token_embedding = table(config.vocab_size)
+        self.blocks = stacked.stack(lambda r: Block(config, rngs=r), config.n_layer, rngs)
+        self.norm = _ones(width)
+        self.head = _linear(width, config.vocab_size, rngs, jax.nn.initializers.zeros)
+
+    @staticmethod
+    def splits() -> dict[str, Split]:
+        return {
+            **{"qkv.kernel": Split(2, parts=3), "proj.kernel": Split(1)},
+            **{"gate_up.kernel": Split(2, parts=2), "down.kernel": Split(1)},
+        }
+
+    # --- once per image ---------------------------------------------------------------------------
+
+    def condition_shapes(self, images: int, text_tokens: int | None = None):
+        """Texts without negative ones, which change nothing later."""
+        config = self.config
+        if config.condition == "labels":
+            return jax.ShapeDtypeStruct((images,), jnp.int32)
+        length = config.text_maxlen if text_tokens is None else text_tokens
+        return {
+            "kv": jax.ShapeDtypeStruct((images, length, config.text_channels), jnp.float32),
+            "length": jax.ShapeDtypeStruct((images,), jnp.int32),
+            "unconditional": jax.ShapeDtypeStruct((images,), bool),
+        }
+
+    def encode_condition(self, condition, *, guided: bool) -> dict[str, Array]:
+        """The other rows have the null class, or the learned unconditional text with as many
+        visible tokens as the image's own, or the negative text where there is one."""
+        if self.config.condition == "text":
+            return self._encode_texts(condition, guided)
+        labels = condition
+        if guided:
+            null = jnp.full_like(labels, self.config.null_label)
+            labels = jnp.concatenate([labels, null])
+        embedded = self.class_embedding[labels].astype(jnp.float32)
+        return {"condition": embedded[:, None], "visible": jnp.ones((len(labels), 1), bool)}
+
+    def _encode_texts(self, condition: dict, guided: bool) -> dict[str, Array]:
+        texts, visible = self._left_padded(condition["kv"], condition["length"])
+        learned = self.unconditional_text[...].astype(jnp.float32)
+        texts = jnp.where(condition["unconditional"][:, None, None], learned, texts)
+        if guided and "negative_kv" in condition:
+            negative = self._left_padded(condition["negative_kv"], condition["negative_length"])
+            texts, visible = map(jnp.concatenate, zip((texts, visible), negative, strict=True))
+        elif guided:
+            texts = jnp.concatenate([texts, jnp.broadcast_to(learned, texts.shape)])
+            visible = jnp.tile(visible, (2, 1))
+        return {"condition": self.encode_text(texts), "visible": visible}
+
+    def _left_padded(
+        self, text: Float[Array, "B T E"], length: Int[Array, " B"]
+    ) -> tuple[Float[Array, "B M E"], Bool[Array, "B M"]]:
+        """Texts moved to the end of the condition, zeros before them, and where they are."""
+        index = (
+            jnp.arange(self.config.cls_token_num) - (self.config.cls_token_num - length)[:, None]
+        )
+        visible = index >= 0
+        moved = jnp.take_along_axis(text, index.clip(0, text.shape[1] - 1)[..., None], axis=1)
+        return jnp.where(visible[..., None], moved, 0), visible
+
+    def encode_text(self, text: Float[Array, "R M E"]) -> Float[Array, "R M D"]:
+        """Embedded features, float32."""
+        hidden = jax.nn.gelu(self.text_proj1(text.astype(self.dtype)), approximate=True)
+        return self.text_proj2(hidden).astype(jnp.float32)
+
+    def condition_slot(
+        self, values: Float[Array, "R N M H"], visible: Bool[Array, "R M"]
+    ) -> tuple[Float[Array, "R N 1 H"], Float[Array, "R N 1 H"], Float[Array, " R"]]:
+        """All keys of the condition are zero: n visible tokens together weigh as one of score
+        log(n) that has the mean of their values."""
+        weights, count = visible.astype(jnp.float32), visible.sum(1).astype(jnp.float32)
+        total = jnp.einsum("rnmh,rm->rnh", values.astype(jnp.float32), weights)
+        mean = (total / count[:, None, None]).astype(values.dtype)[:, :, None]
+        return jnp.zeros_like(mean), mean, jnp.log(count)
+
+    # --- once per token ---------------------------------------------------------------------------
+
+    def embed(self, context: dict, tokens: Int[Array, "B T"]) -> Float[Array, "R T D"]:
+        """Float32."""
+        embedded = self.token_embedding[tokens].astype(jnp.float32)
+        return jnp.tile(embedded, (len(context["condition"]) // len(tokens), 1, 1))
+
+    def rotation(
+        self, context: dict, index: Int[Array, " T"]
+    ) -> tuple[Float[Array, "T H"], Float[Array, "T H"]]:
+        """Rows of the table; the same for all rows of the batch."""
+        table = rotation_table(self.config)
+        cos, sin = (jnp.asarray(part)[index + self.config.cls_token_num] for part in table)
+        return cos, sin
+
+    # --- one layer --------------------------------------------------------------------------------
+
+    def project(self, block: Block, rotation: tuple, x: Float[Array, "R T D"]) -> Projection:
+        h = layers.rms_norm(x, block.attention_norm[...], self.config.norm_eps, self.dtype)
+        size = self.config.head_dim
+        qkv = block.qkv(h).reshape(*h.shape[:2], 3, -1, size)
+        return Projection(qkv, rotation=rotation, scale=1 / math.sqrt(size))
+
+    def post_attention(
+        self, block: Block, x: Float[Array, "R T D"], attended: Float[Array, "R T N H"]
+    ) -> Float[Array, "R T D"]:
+        attended = attended.reshape(*x.shape[:2], -1).astype(self.dtype)
+        x = x + split.contract(block.proj, attended).astype(jnp.float32)
+        h = layers.rms_norm(x, block.feed_forward_norm[...], self.config.norm_eps, self.dtype)
+        gate, up = jnp.split(block.gate_up(h), 2, axis=-1)
+        return x + split.contract(block.down, jax.nn.silu(gate) * up).astype(jnp.float32)
+
+    # --- tokens -----------------------------------------------------------------------------------
+
+    def plain_logits(self, x: Float[Array, "R T D"]) -> Float[Array, "R T V"]:
+        h = layers.rms_norm(x, self.norm[...], self.config.norm_eps, self.dtype)
+        return jnp.dot(h, self.head.kernel[...], preferred_element_type=jnp.float32)
+
+    def logits(self, x: Float[Array, "R 1 D"], index: Int[Array, ""], sampling: Sampling) -> Scores:
+        """Guidance: uncond + cfg * (cond - uncond). With `cfg_interval` n >= 0 it ends with image
+        token n + 1, the (n + 1)-th that is drawn after the condition's."""
+        tau, strength = None, None
+        with jax.named_scope("head"):
+            logits = self.plain_logits(x)
+        if sampling.tau != 1:
+            tau = jnp.float32(sampling.per_scale("tau", 1)[0])
+        if self.config.is_guided(sampling):
+            strength = jnp.float32(sampling.per_scale("cfg", 1)[0] - 1)
+            if sampling.cfg_interval >= 0:
+                strength = jnp.where(index <= sampling.cfg_interval + 1, strength, 0)
+        return Scores(logits, tau, strength)
+
+
+@functools.lru_cache(maxsize=32)
+def rotation_table(config: LlamaGenConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines, float32 [M + L, H]: zeros for the condition, then the image's rows. Pairs
+    of neighbouring numbers share an angle; the first half of them follows the row of a token, the
+    second the column, each with H / 4 frequencies."""
+    (height, width), half = config.grid, config.head_dim // 2
+    exponents = np.arange(0, half, 2, dtype=np.float32) / np.float32(half)
+    frequencies = 1 / np.float32(config.rope_base) ** exponents
+    row, column = np.divmod(np.arange(height * width), width)
+    angles = [np.float32(p)[:, None] * frequencies for p in (row, column)]
+    angles = np.repeat(np.concatenate(angles, axis=1), 2, axis=1)
+    condition = np.zeros((config.cls_token_num, config.head_dim), np.float32)
+    return tuple(np.concatenate([condition, wave(angles)]) for wave in (np.cos, np.sin))

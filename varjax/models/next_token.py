@@ -1,0 +1,130 @@
+"""What the engine asks of a transformer that draws images token by token, in raster order.
+
+The engine knows stages, layers and the cache; everything else is a step that the transformer
+brings, in the order in which it is called:
+
+    encode_condition    once per image: embedded condition, which of its tokens are visible
+    rotation            once per token: what turns queries and keys
+    project             a layer's queries, keys and values, finished: rotated, queries scaled
+    post_attention      the rest of the layer, given the attention output
+    logits              the head, with guidance
+    sample              tokens
+    embed               the tokens drawn, as inputs of the next step
+
+The condition is what the cache holds first: M tokens, causal (`condition_mask`); its last one gives
+the first image token. Image tokens are counted from 0 and the condition's from -M to -1, so that a
+token's `index` says where it is, whatever the condition's length. Every step works for any number
+of tokens at once: the condition, one token, or all of an image.
+
+Rows: conditional images first; with guidance the same images unconditional follow (R = 2 B),
+without it there are none (R = B). Codes, and what becomes of them, belong to the codec (`codes`,
+`code_map`, `decode`). A new family writes one subclass.
+
+Letters: B images, R rows, M tokens of the condition, T tokens, L image tokens, N heads, H head
+size, D width, V vocabulary.
+"""
+
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.projection import Projection
+from varjax import sampling as sampling_lib
+from varjax.models import layers, stacked
+from varjax.models.transformer import Transformer
+from varjax.sampling import Sampling, Scores
+
+
+class NextTokenTransformer(Transformer):
+    """Base of all families that draw tokens. `config` has grid (height, width), image_tokens,
+    condition_tokens (M), depth, num_heads, head_dim, vocab_size, `check_sampling` and `is_guided`.
+
+    condition_is_one_slot: every image token gives all visible tokens of the condition the same
+      score, whatever the query, so that one slot may stand for them (`condition_slot`).
+    """
+
+    condition_is_one_slot: ClassVar[bool] = False
+
+    # --- traced steps -----------------------------------------------------------------------------
+
+    def encode_condition(self, condition: Any, *, guided: bool) -> dict[str, Any]:
+        """What depends on the condition only, for all rows: `condition` float32 [R, M, D], its
+        embedded tokens, `visible` bool [R, M], those that are no padding, and what else `rotation`
+        needs of it."""
+        raise NotImplementedError
+
+    def embed(self, context: dict, tokens: Int[Array, "B T"]) -> Float[Array, "R T D"]:
+        """Image tokens as inputs; both rows of an image have the same."""
+        raise NotImplementedError
+
+    def rotation(
+        self, context: dict, index: Int[Array, " T"]
+    ) -> tuple[Float[Array, "*rows T H"], Float[Array, "*rows T H"]]:
+        """Cosines and sines of tokens, float32, in the layout of `Projection`; of every row, where
+        rows differ."""
+        raise NotImplementedError
+
+    def project(self, block, rotation: tuple, x: Float[Array, "R T D"]) -> Projection:
+        """Queries, keys and values of one layer."""
+        raise NotImplementedError
+
+    def post_attention(
+        self, block, x: Float[Array, "R T D"], attended: Float[Array, "R T N H"]
+    ) -> Float[Array, "R T D"]:
+        """Output projection, feed-forward and residuals of one layer."""
+        raise NotImplementedError
+
+    def plain_logits(self, x: Float[Array, "R T D"]) -> Float[Array, "R T V"]:
+        """Float32 logits of every row, before temperature and guidance."""
+        raise NotImplementedError
+
+    def logits(self, x: Float[Array, "R 1 D"], index: Int[Array, ""], sampling: Sampling) -> Scores:
+        """Those of image token `index`: what the token before it leads to, with temperature and
+        guidance."""
+        raise NotImplementedError
+
+    def condition_slot(
+        self, values: Float[Array, "R N M H"], visible: Bool[Array, "R M"]
+    ) -> tuple[Float[Array, "R N 1 H"], Float[Array, "R N 1 H"], Float[Array, " R"]]:
+        """Where `condition_is_one_slot`: the key and the value of one slot in place of a layer's M,
+        and what is added to its score, float32."""
+        raise NotImplementedError
+
+    # --- what families share ----------------------------------------------------------------------
+
+    def sample(
+        self, scores: Scores, keys: Array, sampling: Sampling, implementation: str | None = None
+    ) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
+        """Tokens and the logits that they are drawn from; see `sampling.sample`."""
+        return sampling_lib.sample(scores, keys, sampling, implementation)
+
+    @staticmethod
+    def condition_mask(
+        visible: Bool[Array, "R M"], image_tokens: int = 0
+    ) -> Bool[Array, "R 1 T T"]:
+        """Who sees whom, among the condition and the image tokens behind it (T together): what is
+        before and no padding, and every token itself, padding too."""
+        rows, length = visible.shape
+        total = length + image_tokens
+        keys = jnp.concatenate([visible, jnp.ones((rows, image_tokens), bool)], axis=1)
+        before = jnp.tri(total, dtype=bool)
+        return ((before & keys[:, None]) | jnp.eye(total, dtype=bool))[:, None]
+
+    def teacher_forced(
+        self, context: dict, tokens: Int[Array, "B T"]
+    ) -> Float[Array, "R image_tokens V"]:
+        """Plain logits of image tokens 0 to T, all at once (training, parity), of given tokens 0 to
+        T - 1."""
+        condition, visible = context["condition"], context["visible"]
+        count, length = tokens.shape[1], visible.shape[1]
+        mask = self.condition_mask(visible, count)
+        rotation = self.rotation(context, jnp.arange(-length, count))
+
+        def layer(x, block):
+            projection = self.project(block, rotation, x)
+            q, k, v = projection.queries(), projection.keys(), projection.values()
+            return self.post_attention(block, x, layers.dense_attention(q, k, v, mask))
+
+        x = jnp.concatenate([condition, self.embed(context, tokens)], axis=1)
+        return self.plain_logits(stacked.scan(layer, x, self.blocks)[:, length - 1 :])
