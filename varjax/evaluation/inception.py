@@ -254,6 +254,8 @@ def mean_pool(x: Float[Array, "B h w C"]) -> Float[Array, "B h w C"]:
     """Mean of 3x3 with stride 1 over the pixels that there are."""
     zeros = jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 3, 3, 1), (1, 1, 1, 1), "SAME")
     # counts in closed form: the compiler would take seconds to fold them
-    inside = [np.minimum(np.arange(n) + 2, n) - np.maximum(np.arange(n) - 1, 0) for n in x.shape[1:3]]
+    inside = [
+        np.minimum(np.arange(n) + 2, n) - np.maximum(np.arange(n) - 1, 0) for n in x.shape[1:3]
+    ]
     counts = np.outer(*inside)[:, :, None]
     return zeros * (1 / counts).astype(np.float32)

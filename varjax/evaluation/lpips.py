@@ -147,7 +147,9 @@ class LPIPS(nnx.Module):
             found.append((squares * head).sum(-1).mean((1, 2)))
         return jnp.stack(found, axis=1)
 
-    def __call__(self, a: Float[Array, "B H W 3"], b: Float[Array, "B H W 3"]) -> Float[Array, " B"]:
+    def __call__(
+        self, a: Float[Array, "B H W 3"], b: Float[Array, "B H W 3"]
+    ) -> Float[Array, " B"]:
         return self.layers(a, b).sum(1)
 
 

@@ -224,7 +224,10 @@ def precision_recall(
     centre = np.asarray(reference[: min(len(reference), ROWS)], np.float64).mean(0)
     ours, theirs = Points(samples, centre), Points(reference, centre)
     passes = _counting(report)
-    their_radii, our_radii = squared_radii(theirs, k, next(passes)), squared_radii(ours, k, next(passes))
+    their_radii, our_radii = (
+        squared_radii(theirs, k, next(passes)),
+        squared_radii(ours, k, next(passes)),
+    )
     precision = covered(ours, theirs, their_radii, next(passes)).mean()
     recall = covered(theirs, ours, our_radii, next(passes)).mean()
     return PrecisionRecall(float(precision), float(recall))
