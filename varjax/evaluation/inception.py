@@ -12,10 +12,10 @@ from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from varjax.evaluation.pooling import max_pool, max_pool_same, mean_pool_same
 from varjax.models import published
 
 SIDE = 299  # pixels of what the network sees
@@ -91,6 +91,8 @@ BLOCKS = {
     "Mixed_7b": (_E, "mean"),
     "Mixed_7c": (_E, "max"),
 }
+
+_POOLING = {"mean": mean_pool_same, "max": max_pool_same, "shrink": lambda x: max_pool(x, 3)}
 
 
 def _flat(branch: tuple) -> tuple[Layer, ...]:
@@ -184,7 +186,7 @@ class Block(nnx.Module):
                 width = config.width(f"{name}.{layers[-1].name}")
 
     def __call__(self, x: Float[Array, "B h w C"]) -> Float[Array, "B p q D"]:
-        pooled = {"mean": mean_pool, "max": _max_same, "shrink": max_pool}[self.pooling](x)
+        pooled = _POOLING[self.pooling](x)
         joined: list = []
         for branch in self.branches:
             y = pooled if branch is _POOLED else x
@@ -223,7 +225,7 @@ class Inception(nnx.Module):
         with jax.default_matmul_precision("highest"):
             for layer in _STEM:
                 is_pool = isinstance(layer, str)
-                x = max_pool(x) if is_pool else getattr(self, layer.name)(x)
+                x = max_pool(x, 3) if is_pool else getattr(self, layer.name)(x)
                 found[layer if is_pool else layer.name] = x
             for name in BLOCKS:
                 found[name] = x = getattr(self, name)(x)
@@ -239,23 +241,3 @@ class Inception(nnx.Module):
             spatial = self.Mixed_6d.branch1x1(found["Mixed_6c"])[..., :SPATIAL_CHANNELS]
             logits = pool @ self.fc.kernel[...]
         return {"pool": pool, "spatial": spatial.reshape(len(x), -1), "logits": logits}
-
-
-def max_pool(x: Float[Array, "B h w C"]) -> Float[Array, "B p q C"]:
-    """Maximum of 3x3 with stride 2, whole windows only."""
-    return nnx.max_pool(x, (3, 3), (2, 2))
-
-
-def _max_same(x: Float[Array, "B h w C"]) -> Float[Array, "B h w C"]:
-    return nnx.max_pool(x, (3, 3), (1, 1), "SAME")
-
-
-def mean_pool(x: Float[Array, "B h w C"]) -> Float[Array, "B h w C"]:
-    """Mean of 3x3 with stride 1 over the pixels that there are."""
-    zeros = jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 3, 3, 1), (1, 1, 1, 1), "SAME")
-    # counts in closed form: the compiler would take seconds to fold them
-    inside = [
-        np.minimum(np.arange(n) + 2, n) - np.maximum(np.arange(n) - 1, 0) for n in x.shape[1:3]
-    ]
-    counts = np.outer(*inside)[:, :, None]
-    return zeros * (1 / counts).astype(np.float32)

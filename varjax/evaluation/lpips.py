@@ -18,6 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from varjax.errors import UserError, choose
+from varjax.evaluation.pooling import max_pool
 from varjax.models import published
 
 SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)  # of the channels of -1..1
@@ -129,7 +130,7 @@ class LPIPS(nnx.Module):
         with jax.default_matmul_precision("highest"):
             for group in NETS[self.config.net]:
                 if group.pool:
-                    x = nnx.max_pool(x, (group.pool,) * 2, (2, 2))
+                    x = max_pool(x, group.pool)
                 for layer in group.layers:
                     x = getattr(self, f"features_{layer.number}")(x)
                 taps.append(x)
