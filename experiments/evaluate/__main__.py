@@ -18,9 +18,11 @@ Writes metrics.json, which says how everything was computed, and for --full also
 flags continues where it stopped.
 """
 
+import functools
 import pathlib
 import sys
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 
@@ -35,6 +37,7 @@ from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
 from varjax.errors import UserError, choose
 from varjax.evaluation import extractors, protocols
+from varjax.evaluation.extractors import Network, Program
 from varjax.evaluation.protocols import PROTOCOLS
 from varjax.io.json_text import json_safe
 from varjax.parallel.split import MeshSpec
@@ -101,6 +104,9 @@ class Evaluation:
         if self.pairs:
             found["pairs"] = self.pairs.series(size)
         return found
+
+    def program(self, network: Network, size: tuple[int, int]) -> Program:
+        return Program(network, size, self.batch_size, self.mesh)
 
     def describe(self) -> dict:
         """What decides the results; where files lie does not."""
@@ -211,12 +217,12 @@ def compute(job: Evaluation, store: BatchStore) -> dict:
     found: dict = {}
     per_image = None
     if sides := job.comparison:
+        program = functools.cache(partial(job.program, sides.network))
         for name, side in sides.sides.items():
             if wanted := sides.wanted[name]:
-                what = (side.pictures, sides.network, wanted, job.batch_size, job.mesh)
-                features.extract(store, name, *what)
+                features.extract(store, name, side.pictures, wanted, program)
     if job.pairs:
-        pairs.compute(job.pairs, store, job.batch_size, job.mesh)
+        pairs.compute(job.pairs, store, partial(job.program, job.pairs.network), job.batch_size)
         values, per_image = pairs.measure(job.pairs, store)
         found |= values
     if sides:

@@ -2,8 +2,7 @@
 finished parts are kept."""
 
 import math
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -15,7 +14,6 @@ from varjax.evaluation.extractors import Network, Program
 from varjax.evaluation.pictures import Pictures
 from varjax.evaluation.references import KEYS
 from varjax.evaluation.statistics import NEIGHBOURS, Gaussian, Moments
-from varjax.parallel.split import MeshSpec
 from varjax.progress import Progress
 
 LEAST_CHUNK = 256  # pictures of a file of finished features
@@ -63,47 +61,47 @@ def extract(
     store: BatchStore,
     name: str,
     pictures: Pictures,
-    network: Network,
     wanted: tuple[str, ...],
-    batch_size: int,
-    mesh: MeshSpec,
+    program: Callable[[tuple[int, int]], Program],
 ) -> None:
-    """Compute what is missing of a set's features and keep every part as it is finished."""
-    missing, made = store.missing(name), store.series[name]
-    progress = Progress(f"{name}: picture", made.count, first=store.finished(name), every=2.0)
+    """Compute what is missing of a set's features and keep every part as it is finished. program:
+    of pictures of a size."""
+    missing, made, done = store.missing(name), store.series[name], store.finished(name)
     if not missing:
         return
-    if store.finished(name):
-        progress.note(f"{name}: {store.finished(name)} of {made.count} pictures are done already")
-    program = Program(network, pictures.size, wanted, batch_size, mesh)
-    print(f"{name}: batches of {program.batch_size}, compiling", file=sys.stderr, flush=True)
+    progress = Progress(f"{name}: picture", made.count, first=done, every=2.0)
+    if done:
+        progress.note(f"{name}: {done} of {made.count} pictures are done already")
+    runs = program(pictures.size)
+    progress.note(f"{name}: batches of {runs.batch_size}")
+    ends = {start: int(made.index(start)[-1]) + 1 for start in missing}
     spans = [
-        (start, first, min(first + program.batch_size, last + 1))
-        for start in missing
-        for last in (int(made.index(start)[-1]),)
-        for first in range(start, last + 1, program.batch_size)
+        (start, first, min(first + runs.batch_size, end))
+        for start, end in ends.items()
+        for first in range(start, end, runs.batch_size)
     ]
     parts: list[dict] = []
-    found = program.over((pictures.read(first, end),) for _, first, end in spans)
-    for (start, _, end), arrays in zip(spans, found, strict=True):
-        _check(pictures, arrays)
-        parts.append(arrays)
-        if end == made.index(start)[-1] + 1:
+    found = runs.over((pictures.read(first, last),) for _, first, last in spans)
+    for (start, _, last), arrays in zip(spans, found, strict=True):
+        parts.append(_checked(pictures, {key: arrays[key] for key in wanted}))
+        done += len(parts[-1][wanted[0]])
+        if last == ends[start]:
             store.add(name, made.index(start), joined(parts))
             parts = []
-        progress.update(store.finished(name) + sum(len(next(iter(p.values()))) for p in parts))
+        progress.update(done)
 
 
 def joined(parts: list[dict]) -> dict[str, np.ndarray]:
     return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
 
 
-def _check(pictures: Pictures, arrays: Mapping[str, np.ndarray]) -> None:
+def _checked(pictures: Pictures, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     if not all(np.isfinite(array).all() for array in arrays.values()):
         raise UserError(
             f"features of {pictures.where} are not finite: the network's weights are"
             " damaged, or not those of this network"
         )
+    return arrays
 
 
 def gaussian(store: BatchStore, name: str, feature: str) -> Gaussian:

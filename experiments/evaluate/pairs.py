@@ -2,7 +2,7 @@
 the full cache."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,6 @@ from varjax.errors import UserError
 from varjax.evaluation import pixels
 from varjax.evaluation.extractors import Network, Program
 from varjax.evaluation.pictures import paired
-from varjax.parallel.split import MeshSpec
 from varjax.progress import Progress
 from varjax.storage import npz
 
@@ -71,13 +70,14 @@ def _tokens(samples: Set, full: Set) -> str | None:
     return next((name for name in TOKENS if all(name in names for names in held)), None)
 
 
-def compute(job: Pairs, store: BatchStore, batch_size: int, mesh: MeshSpec) -> None:
-    """Compute what is missing of the per-image numbers and keep every part."""
+def compute(job: Pairs, store: BatchStore, program_of: Callable, batch_size: int) -> None:
+    """Compute what is missing of the per-image numbers and keep every part. program_of: LPIPS for
+    pictures of a size."""
     made, missing = store.series["pairs"], store.missing("pairs")
     progress = Progress("pairs: picture", made.count, first=store.finished("pairs"), every=2.0)
     program = None
     if job.network is not None and missing:
-        program = Program(job.network, job.samples.pictures.size, ("layers",), batch_size, mesh)
+        program = program_of(job.samples.pictures.size)
     for start in missing:
         index = made.index(start)
         step = program.batch_size if program else batch_size

@@ -28,6 +28,7 @@ from varjax.metrics import METRICS
 from varjax.models import parameters
 from varjax.storage.atomic import new_folder, write_text
 
+SHUFFLED_FROM, SHUFFLE_SEED = 1000, 2020  # pictures; of the order in samples.npz
 GRID_PIXELS = 2**26  # of the images in grid.png, which shows no more of them
 
 
@@ -97,7 +98,8 @@ def _pixels(store: BatchStore) -> Iterator[np.ndarray]:
 
 def _write_pictures(out: pathlib.Path, run: Run, pixels: np.ndarray) -> None:
     condition = run.condition
-    images.save_samples_npz(out / "samples.npz", pixels, condition.numbers)
+    order = _order(len(pixels)) if not isinstance(condition, Text) else None
+    images.save_samples_npz(out / "samples.npz", pixels, condition.numbers, order)
     shown = max(1, GRID_PIXELS // (pixels.shape[1] * pixels.shape[2]))
     captions = condition.captions and condition.captions[:shown]
     try:
@@ -106,6 +108,15 @@ def _write_pictures(out: pathlib.Path, run: Run, pixels: np.ndarray) -> None:
             write_images(out, condition.prompts, pixels, condition.each, seed=run.seed)
     except MissingExtra as error:
         print(f"no picture files are written: {error}", file=sys.stderr, flush=True)
+
+
+def _order(count: int) -> np.ndarray | None:
+    """The order of the pictures of classes in samples.npz: as they were drawn or, of large sets,
+    shuffled, since ADM's Inception score takes consecutive blocks and is too low where the classes
+    of a block are few."""
+    if count < SHUFFLED_FROM:
+        return None
+    return np.random.RandomState(SHUFFLE_SEED).permutation(count)
 
 
 def _write_arrays(out: pathlib.Path, run: Run, arrays: dict[str, np.ndarray]) -> None:

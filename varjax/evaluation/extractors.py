@@ -132,14 +132,13 @@ class Program:
     """A network compiled for batches of pictures of one size, over the devices of a mesh.
 
     size: (height, width). batch_size: pictures of all devices together; lowered to what memory
-    allows. wanted: features to compute.
+    allows.
     """
 
     def __init__(
         self,
         network: Network,
         size: tuple[int, int],
-        wanted: tuple[str, ...],
         batch_size: int = USUAL_BATCH,
         mesh: MeshSpec | None = None,
     ):
@@ -150,14 +149,10 @@ class Program:
         self._weights = jax.device_put(network.module, NamedSharding(self._mesh, P()))
         self._place = NamedSharding(self._mesh, P(DATA))
 
-        def run(module, *arrays):
-            found = network.apply(module, *arrays)
-            return {name: found[name] for name in wanted}
-
         def program(module, *arrays):  # every device runs the program of one on its pictures
             specs = (P(), *(P(DATA) for _ in arrays))
             options = {"in_specs": specs, "out_specs": P(DATA), "check_vma": False}
-            return jax.shard_map(run, mesh=self._mesh, **options)(module, *arrays)
+            return jax.shard_map(network.apply, mesh=self._mesh, **options)(module, *arrays)
 
         self._run = jax.jit(program)
 
