@@ -161,7 +161,7 @@ class Points:
             yield part, np.asarray(self.features[part], np.float64) - self.centre
 
 
-def squared_distances(a: Features, b: Features) -> Float[np.ndarray, "n m"]:
+def squared_distances(a: Features, b: Float[np.ndarray, "m D"]) -> Float[np.ndarray, "n m"]:
     """Between all rows of a and of b, in float64; 0 exactly for equal rows."""
     norms = (a * a).sum(1)[:, None] + (b * b).sum(1)
     found = norms - 2 * (a @ b.T)
@@ -213,7 +213,10 @@ class PrecisionRecall:
 
 
 def precision_recall(
-    reference: Features, samples: Features, k: int = NEIGHBOURS, report=lambda done: None
+    reference: Features,
+    samples: Float[np.ndarray, "m D"],
+    k: int = NEIGHBOURS,
+    report=lambda done: None,
 ) -> PrecisionRecall:
     """Improved precision and recall (Kynkaanniemi et al. 2019), in float64 and block by block: the
     matrix of distances is never there as a whole. report: gets the rows done, of four passes.
