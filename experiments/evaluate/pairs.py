@@ -12,9 +12,10 @@ from experiments.evaluate import features
 from experiments.evaluate.inputs import TOKENS, Set
 from experiments.output import BatchStore
 from varjax import metrics
-from varjax.errors import UserError
+from varjax.errors import UserError, about
 from varjax.evaluation import pixels
 from varjax.evaluation.extractors import Network, Program
+from varjax.evaluation.lpips import check_size
 from varjax.evaluation.pictures import paired
 from varjax.progress import Progress
 from varjax.storage import npz
@@ -60,6 +61,9 @@ def pair(samples: Set, full: Set, wanted: tuple[str, ...], network: Network | No
             f"{samples.where}: pictures of {samples.pictures.size} pixels are smaller"
             " than the window of SSIM: choose other --metrics"
         )
+    if network is not None:
+        with about(samples.where):
+            check_size(network.module.config, *samples.pictures.size)
     return Pairs(samples, full, places, wanted, network, _tokens(samples, full))
 
 

@@ -84,7 +84,7 @@ def compare(
         remarks += _side_remarks(name, side, network, notes, kept)
     _check_dimensions(samples, reference)
     if "is" in kept:
-        remarks += _order_remarks(samples, split_size)
+        remarks += order_remarks(samples, split_size)
     ordered = {name: tuple(sorted(found)) for name, found in wanted.items()}
     return Comparison(
         samples, reference, network, tuple(kept), ordered, split_size, notes, tuple(remarks)
@@ -118,7 +118,7 @@ def _check_dimensions(samples: Set, reference: Set) -> None:
             )
 
 
-def _order_remarks(samples: Set, split_size: int) -> list[str]:
+def order_remarks(samples: Set, split_size: int) -> list[str]:
     """What to know of the order of samples, on which the Inception score of blocks depends."""
     labels, count = samples.labels, samples.pictures.count
     if labels is None or split_size >= count or len(np.unique(labels)) < 2:

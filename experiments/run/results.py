@@ -21,6 +21,7 @@ from experiments.work_folder import PIXELS
 from varjax import metrics
 from varjax.engine import memory, program
 from varjax.errors import MissingExtra
+from varjax.evaluation.extractors import Program
 from varjax.generator import Generator
 from varjax.io import images
 from varjax.io.json_text import json_text
@@ -176,7 +177,23 @@ def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
         pairs = zip(store.batches("main"), store.batches("full"), strict=True)
         found = metrics.joined(metrics.per_image(full, mine) for (_, mine), (_, full) in pairs)
         report["fidelity"] = closeness(found)
+        if run.lpips is not None:
+            report["fidelity"] |= perceptual(run, store)
     return report
+
+
+def perceptual(run: Run, store: BatchStore) -> dict:
+    """LPIPS of the pictures as they are written, against those of the full cache: mean, standard
+    deviation, and which network it is."""
+    program, values = None, []
+    for (_, mine), (_, full) in zip(store.batches("main"), store.batches("full"), strict=True):
+        pairs = [images.to_uint8(batch["images"]) for batch in (full, mine)]
+        program = program or Program(run.lpips, pairs[0].shape[1:3], run.batch_size)
+        starts = range(0, len(pairs[0]), program.batch_size)
+        parts = (tuple(x[i : i + program.batch_size] for x in pairs) for i in starts)
+        values += [arrays["layers"].astype(np.float64).sum(1) for arrays in program.over(parts)]
+    found = np.concatenate(values)
+    return {"lpips": found.mean(), "lpips_std": found.std(), "lpips_network": run.lpips.identity}
 
 
 def decoded_at_once(run: Run) -> int:
@@ -265,6 +282,7 @@ def table(report: dict, out: pathlib.Path) -> str:
     ]
     close = report.get("fidelity", {})
     rows += [(m.label, m.show(close[key])) for key, m in METRICS.items() if key in close]
+    rows += [("LPIPS to full cache", f"{close['lpips']:.4f}")] if "lpips" in close else []
     return _columns([*rows, ("written to", str(out))])
 
 

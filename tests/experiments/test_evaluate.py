@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from experiments.evaluate import features
+from experiments.evaluate import features, inputs, sets
+from tests import models_under_test as models
 from tests.evaluation import recipe
 from varjax.evaluation.extractors import Program
 
@@ -44,10 +45,9 @@ def save_folder(folder, images):
 
 @pytest.fixture
 def flags(networks, pictures):
-    return (
-        f"--reference={pictures / 'reference.npz'}",
-        f"--inception={networks / 'inception-fid'}",
-    )
+    """Reference and network; one size of batches, so that programs are compiled once."""
+    network = f"--inception={networks / 'inception-fid'}"
+    return (f"--reference={pictures / 'reference.npz'}", network, "--batch_size=8")
 
 
 def content(folder):
@@ -84,7 +84,10 @@ def test_adms_figures(call, flags, pictures, tmp_path):
     assert "FID              5.57" in text and not (tmp_path / "out.partial").exists()
 
 
-@pytest.mark.parametrize("protocol, key", [("pytorch-fid", "pytorch_fid"), ("clean-fid", "clean")])
+@pytest.mark.parametrize(
+    "protocol, key",
+    [("clean-fid", "clean"), pytest.param("pytorch-fid", "pytorch_fid", marks=pytest.mark.slow)],
+)
 def test_other_protocols(call, flags, pictures, tmp_path, protocol, key):
     """Their own resizing; statistics that they leave serve as a reference for them alone."""
     samples, saved = f"--samples={pictures / 'samples.npz'}", tmp_path / "saved.npz"
@@ -93,37 +96,44 @@ def test_other_protocols(call, flags, pictures, tmp_path, protocol, key):
     assert status == 0, err
     found = content(tmp_path / "out")
     assert close(found["fid"], EXACT[f"fid_{key}_path"]) and "sfid" not in found
-    again = (f"--reference={saved}", flags[1], f"--out={tmp_path / 'more'}")
+    assert found["recipe"]["protocol"]["name"] == protocol
+    again = (f"--reference={saved}", *flags[1:], f"--out={tmp_path / 'more'}")
     status, _, err = call("evaluate", samples, *again, "--protocol=adm")
     assert status == 2 and "made with another protocol" in err and not (tmp_path / "more").exists()
 
 
-def test_two_runs_give_the_same_digits(call, flags, pictures, tmp_path, monkeypatch):
+def test_two_runs_give_the_same_digits(call, flags, tmp_path, monkeypatch):
     """Also one that was interrupted: it repeats nothing that was finished."""
-    monkeypatch.setattr(features, "LEAST_CHUNK", 16)
-    samples = f"--samples={pictures / 'samples.npz'}"
-    given = (samples, *flags, "--batch_size=16", "--metrics=fid,is")
+    monkeypatch.setattr(features, "LEAST_CHUNK", 8)
+    for name in ("samples", "reference"):
+        np.savez(tmp_path / f"{name}.npz", arr_0=IMAGES[name][:12])
+    files = [f"--{name}={tmp_path / name}.npz" for name in ("samples", "reference")]
+    given = (*files, *flags[1:], "--metrics=fid,is")
     assert call("evaluate", *given, f"--out={tmp_path / 'whole'}")[0] == 0
     begin, ran = Program.start, []
 
-    def dies(self, *arrays):
-        if len(ran) == 4:
-            raise KeyboardInterrupt
+    def counts(self, *arrays):
         ran.append(len(arrays[0]))
         return begin(self, *arrays)
 
+    def dies(self, *arrays):
+        if len(ran) == 3:
+            raise KeyboardInterrupt
+        return counts(self, *arrays)
+
     monkeypatch.setattr(Program, "start", dies)
     out = f"--out={tmp_path / 'out'}"
-    assert call("evaluate", *given, out)[0] == 130 and ran == [16, 16, 8, 16]
-    assert call("evaluate", samples, *flags, "--batch_size=8", "--metrics=fid,is", out)[0] == 2
-    monkeypatch.setattr(Program, "start", lambda *of: ran.append(len(of[1])) or begin(*of))
+    assert call("evaluate", *given, out)[0] == 130 and ran == [8, 4, 8]
+    monkeypatch.setattr(Program, "start", counts)
+    status, _, err = call("evaluate", *given, "--split_size=4", out)
+    assert status == 2 and "an unfinished run with other settings" in err and len(ran) == 3
     status, _, err = call("evaluate", *given, out)
-    assert status == 0 and ran == [16, 16, 8, 16, 16, 16, 16], (err, ran)
-    first, second = (content(tmp_path / name) for name in ("whole", "out"))
-    assert first == second
+    assert status == 0 and ran == [8, 4, 8, 8, 4] and "12 of 12" not in err, (err, ran)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
     assert call("evaluate", *given, out)[0] == 2
-    assert call("evaluate", *given, out, "--overwrite")[0] == 0
-    assert content(tmp_path / "out") == first
+    files[0] = f"--samples={tmp_path / 'whole'}"
+    status, _, err = call("evaluate", *given[1:], files[0], out, "--overwrite")
+    assert status == 2 and "holds no pictures" in err and content(tmp_path / "out")
 
 
 def test_statistics_need_no_network(call, tmp_path):
@@ -140,16 +150,14 @@ def test_statistics_need_no_network(call, tmp_path):
     assert status == 2 and "recall: --inception=DIR is needed: download pt_inception" in err
 
 
-def test_samples_in_the_order_of_their_classes(call, flags, pictures, tmp_path):
+def test_samples_in_the_order_of_their_classes(tmp_path):
     """ADM's Inception score of such files is far too low: it is said, with the way out."""
     for name, labels in (("sorted", np.arange(40) // 10), ("mixed", np.arange(40) % 4)):
         np.savez(tmp_path / f"{name}.npz", arr_0=IMAGES["samples"], arr_1=labels)
-    given = (*flags, "--metrics=is")
     for name, size, warns in (("sorted", 16, True), ("sorted", 40, False), ("mixed", 16, False)):
-        out = tmp_path / f"{name}{size}"
-        samples = (f"--samples={tmp_path / f'{name}.npz'}", f"--split_size={size}")
-        assert call("evaluate", *samples, *given, f"--out={out}")[0] == 0
-        assert any("order of their classes" in r for r in content(out)["remarks"]) == warns
+        samples = inputs.open_set("--samples", str(tmp_path / f"{name}.npz"))
+        remarks = sets.order_remarks(samples, size)
+        assert any("order of their classes" in remark for remark in remarks) == warns
 
 
 # --- pairs ----------------------------------------------------------------------------------------
@@ -205,6 +213,25 @@ def test_shuffled_samples_are_paired_by_number(call, runs, tmp_path):
         np.testing.assert_allclose(arrays["token_agreement"], 0.9)
 
 
+def test_runs_report_lpips(call, networks, tmp_path):
+    """`run --compare --lpips`: what `evaluate` finds of the same pictures."""
+    recipe.convert("lpips-vgg", tmp_path)
+    run = (f"--checkpoint={models.checkpoint_folder('b_k6_sharedaln')}", "--labels=3,7", "--seed=1")
+    policy = ("--policy=streaming", "--budget=0.3", "--compare")
+    vgg, alex = f"--lpips={tmp_path / 'lpips-vgg'}", f"--lpips={networks / 'lpips-alex'}"
+    for problem, *given in (("add --compare", vgg), ("needs at least 31", alex, "--compare")):
+        status, _, err = call("run", *run, *given, f"--out={tmp_path / 'out'}")
+        assert status == 2 and problem in err and not (tmp_path / "out").exists()
+    status, text, err = call("run", *run, *policy, vgg, f"--out={tmp_path / 'out'}")
+    assert status == 0 and "LPIPS to full cache" in text, err
+    report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    assert report["fidelity"]["lpips_network"]["name"] == "lpips vgg, version 0.1"
+    assert call("run", *run, "--policy=full", f"--out={tmp_path / 'full'}")[0] == 0
+    pair = (f"--samples={tmp_path / 'out'}", f"--full={tmp_path / 'full'}", "--metrics=lpips", vgg)
+    assert call("evaluate", *pair, f"--out={tmp_path / 'pair'}")[0] == 0
+    assert close(content(tmp_path / "pair")["lpips"], report["fidelity"]["lpips"], 1e-5)
+
+
 # --- wrong input ----------------------------------------------------------------------------------
 
 
@@ -251,7 +278,7 @@ def test_wrong_flags(call, flags, networks, pictures, tmp_path):
 
 
 def test_wrong_references(call, flags, pictures, tmp_path):
-    given = (f"--samples={pictures / 'samples.npz'}", flags[1])
+    given = (f"--samples={pictures / 'samples.npz'}", *flags[1:])
     reference = f"--reference={tmp_path / 'r.npz'}"
     sound = {"mu": np.zeros(256), "sigma": np.eye(256)}
     for problem, arrays in (

@@ -120,12 +120,7 @@ class LPIPS(nnx.Module):
         Raises:
           UserError: pictures that are too small for the network.
         """
-        least = SMALLEST[self.config.net]
-        if min(images.shape[1:3]) < least:
-            raise UserError(
-                f"pictures of {images.shape[1]}x{images.shape[2]} pixels: LPIPS on"
-                f" {self.config.net} needs at least {least} on each side"
-            )
+        check_size(self.config, *images.shape[1:3])
         x, taps = (2 * images - 1 - np.float32(SHIFT)) / np.float32(SCALE), []
         with jax.default_matmul_precision("highest"):
             for group in NETS[self.config.net]:
@@ -157,6 +152,16 @@ class LPIPS(nnx.Module):
 def unit(x: Float[Array, "B h w C"]) -> Float[Array, "B h w C"]:
     """Every position scaled to length one over the channels; zeros stay zeros."""
     return x / (jnp.sqrt(jnp.square(x).sum(-1, keepdims=True)) + UNIT_EPSILON)
+
+
+def check_size(config: LPIPSConfig, height: int, width: int) -> None:
+    """`UserError` for pictures that are too small for the network."""
+    least = SMALLEST[config.net]
+    if min(height, width) < least:
+        raise UserError(
+            f"pictures of {height}x{width} pixels: LPIPS on {config.net} needs at least {least} on"
+            " each side"
+        )
 
 
 def batch_size(config: LPIPSConfig, height: int, width: int) -> int:
