@@ -213,6 +213,7 @@ def test_shuffled_samples_are_paired_by_number(call, runs, tmp_path):
         np.testing.assert_allclose(arrays["token_agreement"], 0.9)
 
 
+@pytest.mark.slow
 def test_runs_report_lpips(call, networks, tmp_path):
     """`run --compare --lpips`: what `evaluate` finds of the same pictures."""
     recipe.convert("lpips-vgg", tmp_path)
