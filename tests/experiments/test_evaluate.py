@@ -285,8 +285,8 @@ def test_wrong_references(call, flags, pictures, tmp_path):
     for problem, arrays in (
         ("r.npz holds features: pictures (`arr_0`", {"features": np.zeros((4, 256))}),
         (
-            "`mu` has 2048 numbers, the extractor gives 256",
-            {"mu": np.zeros(2048), "sigma": np.eye(2048)},
+            "`mu` has 512 numbers, the extractor gives 256",
+            {"mu": np.zeros(512), "sigma": np.eye(512)},
         ),
         ("`mu` holds values that are NaN", sound | {"mu": np.full(256, np.nan)}),
         ("made with another extractor", sound | {"extractor": np.array("0" * 64)}),

@@ -6,6 +6,7 @@ features, V classes, S splits.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from jaxtyping import Bool, Float, Integer
@@ -38,7 +39,7 @@ class Gaussian:
     covariance: Float[np.ndarray, "D D"]
     count: int | None = None
 
-    @property
+    @cached_property
     def factor(self) -> Float[np.ndarray, "D r"]:
         """A matrix whose product with its transpose is the covariance, of its numerical rank."""
         if self.count is not None:  # positive up to rounding: a tenth of the time
