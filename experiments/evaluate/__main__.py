@@ -68,8 +68,9 @@ FEATURES = FLAGS.enum(
 )
 BATCH_SIZE = FLAGS.integer(
     "batch_size",
-    extractors.USUAL_BATCH,
-    "Pictures per program call; fewer where large pictures take much memory.",
+    None,
+    f"Pictures per program call; default: {extractors.CPU_BATCH} on CPU, else"
+    f" {extractors.USUAL_BATCH} per device; fewer where large pictures take much memory.",
     lower_bound=1,
     upper_bound=arguments.LARGEST_BATCH,
 )
@@ -150,7 +151,8 @@ def resolve() -> Evaluation:
     comparison = _comparison(samples, asked) if REFERENCE.value else None
     paired = _pairs(samples, asked) if FULL.value else None
     remarks = comparison.remarks if comparison else ()
-    return Evaluation(samples, comparison, paired, BATCH_SIZE.value, mesh, remarks)
+    batch_size = BATCH_SIZE.value or extractors.usual_batch(mesh.data)
+    return Evaluation(samples, comparison, paired, batch_size, mesh, remarks)
 
 
 def _asked() -> tuple[str, ...]:
@@ -176,7 +178,7 @@ def _mesh() -> MeshSpec:
             raise UserError("networks of evaluation are not divided: use data alone")
         available = len(jax.devices())
         return mesh.check(
-            batch_size=BATCH_SIZE.value,
+            batch_size=BATCH_SIZE.value or mesh.data,
             num_heads=1,
             available=available,
             where="this machine",
