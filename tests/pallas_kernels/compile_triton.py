@@ -131,7 +131,9 @@ def assemble(ptx: Path, text: str) -> tuple[int | None, int | None]:
 
 def main(target: str, which: str) -> None:
     folder = Path(tempfile.mkdtemp(prefix="kernels-"))
-    os.environ |= chips.quiet_environment() | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    # as users compile, not as the tests do, whose kernels would be others
+    usual = {"JAX_ENABLE_COMPILATION_CACHE": "false", "JAX_DISABLE_MOST_OPTIMIZATIONS": "false"}
+    os.environ |= chips.quiet_environment() | usual
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder}"
     import jax
     import numpy as np
