@@ -7,6 +7,7 @@ from varjax.cache import allocator
 from varjax.cache.allocation import Allocation, Geometry
 from varjax.cache.allocator import peak_tokens
 from varjax.cache.plan import CachePlan, build_plan, check_block_size
+from varjax.cache.stages import plan_stages
 from varjax.errors import UserError
 
 BLOCK_SIZES = (64, 32, 16, 8, 4, 2, 1)
@@ -28,6 +29,9 @@ def plan_cache(geometry: Geometry, policy, calibration=None) -> CachePlan:
       UserError: the budget is infeasible (the message names the smallest feasible one), or the
         block size is.
     """
+    policy.check_kind(geometry)
+    if geometry.kind == "tokens":
+        return plan_stages(geometry, policy)
     policy, allocation, block_size = choose(geometry, policy, calibration)
     return build_plan(
         geometry,

@@ -72,6 +72,7 @@ class Compose(Policy):
     parts: tuple[tuple[str, str], ...] = ()  # all arguments but the shared ones, as text
     _prepared: tuple[Policy, ...] = field(default=(), repr=False)
 
+    unsuited = "all of them give all heads the same there, so there is nothing to compose"
     summary = "capacities of one policy, selection of another"
     examples = (
         {},
