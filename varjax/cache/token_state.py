@@ -77,9 +77,8 @@ def _layer(plan: TokenPlan, rows: int, slots: int, dtype, compute_dtype) -> Laye
     if pool.dtype == jnp.int8:
         found["scale"] = jnp.zeros((*heads, slots, 2), jnp.float32)
     if plan.static_content:
-        return LayerCache(
-            pool, jnp.full((rows, 1, plan.sequence.condition), -1, jnp.int32), **found
-        )
+        condition = jnp.full((rows, 1, plan.sequence.condition), -1, jnp.int32)
+        return LayerCache(pool, condition, **found)
     needs = plan.policy.stage_needs
     if needs.total_mass or needs.scale_mass or needs.window_mass:
         found["mass"] = jnp.zeros((*heads, slots), jnp.float32)

@@ -1,5 +1,5 @@
-"""One layer's cache step in a model that draws token by token: attend for a token, and after a stage
-decide what stays.
+"""One layer's cache step in a model that draws token by token: attend for a token, and after a
+stage decide what stays.
 
 Two strategies behind one interface, chosen by `token_step`:
 
@@ -287,7 +287,5 @@ class StageStep:
             new = jax.lax.optimization_barrier(array[:, :, self._buffer :])
             return array.at[row, head, slot].set(new, mode="drop", unique_indices=True)
 
-        pool = scatter(cache.pool)
-        return replace(
-            cache, pool=pool, scale=None if cache.scale is None else scatter(cache.scale)
-        )
+        scale = None if cache.scale is None else scatter(cache.scale)
+        return replace(cache, pool=scatter(cache.pool), scale=scale)

@@ -1,5 +1,5 @@
-"""The generation program of models that draw token by token: `lax.scan` over stages, `lax.scan` over
-their tokens inside, one layer after the other.
+"""The generation program of models that draw token by token: `lax.scan` over stages, `lax.scan`
+over their tokens inside, one layer after the other.
 
     condition     causal, all its tokens at once; fills the first slots, gives the first image token
     stages        of P tokens each, after which every layer decides what stays

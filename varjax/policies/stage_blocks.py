@@ -6,7 +6,7 @@ TPUs, and heads have few slots.
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num, Shaped
 
 from varjax.policies.building_blocks import max_pool
 
@@ -83,8 +83,8 @@ def tokens_needed(
 
 
 def by_age(
-    position: Position, among: Mask, *values: Num[Array, "R N *rest"]
-) -> tuple[Num[Array, "R N *rest"], ...]:
+    position: Position, among: Mask, *values: Shaped[Array, "R N K ..."]
+) -> tuple[Shaped[Array, "R N K ..."], ...]:
     """[R, N, K, ...] arrays with the tokens of `among` first, oldest first."""
     place = _places(position, among)
     order = _inverse(place)
