@@ -125,3 +125,16 @@ def run(model: StandIn, plan, **options):
 
 def plan_for(policy, **shape):
     return plan_cache(geometry(**shape), policy)
+
+
+class Endless(StandIn):
+    """The same numbers for every token: for programs of which only the size matters."""
+
+    def __init__(self, geometry: Geometry, rows: int):
+        g = geometry
+        shape = (g.num_layers, rows, g.num_heads, 1, g.head_dim)
+        visible = np.ones((rows, g.schedule.condition), bool)
+        super().__init__(*(np.ones(shape, np.float32) for _ in range(3)), visible)
+
+    def rotation(self, context, index):
+        return (jnp.zeros_like(index),)
