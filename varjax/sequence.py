@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from varjax.arguments import integer
 
+SCALES, TOKENS = "scales", "tokens"  # what models draw at a time
 LARGEST_IMAGE = 2**17  # tokens
 LARGEST_CONDITION = 2**14
 
@@ -29,7 +30,7 @@ class TokenSequence:
     condition: int = 1
     line: int = 0
 
-    kind: ClassVar[str] = "tokens"
+    kind: ClassVar[str] = TOKENS
 
     def __post_init__(self):
         for name, low, high in (

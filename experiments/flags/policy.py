@@ -14,6 +14,7 @@ from varjax.key_values import parse_pairs
 from varjax.model import Model
 from varjax.policies import POLICIES, Policy, get_policy, load_module
 from varjax.sampling import Sampling
+from varjax.sequence import TOKENS
 
 UNMEASURED = (
     "ranking   without --calibration layers and heads count as alike: what each of them keeps is "
@@ -93,7 +94,10 @@ class PolicyFlags:
 
 
 def stand_in(policy: Policy, geometry: Geometry) -> Calibration | None:
-    """Measurements that treat all heads alike, for a policy that cannot plan without any."""
+    """Measurements that treat all heads alike, for a policy that cannot plan without any; no policy
+    of models that draw token by token needs some."""
+    if geometry.kind == TOKENS:
+        return None
     try:
         choose(geometry, policy, None)
         return None

@@ -18,13 +18,13 @@ from varjax import arguments
 from varjax.cache.allocation import Allocation, Geometry, RegionAllocation
 from varjax.errors import UserError, about, nearest, show
 from varjax.policies import capacities
+from varjax.sequence import SCALES, TOKENS
 
 BUDGET = {  # its range, and what a message about it says
     **{"low": 0, "high": 1, "above": True},
     "note": ": it is the fraction of the full cache's bytes that may be kept",
 }
 LARGEST_INTEGER = 2**31 - 1  # of a field that says no range
-SCALES, TOKENS = "scales", "tokens"  # what models draw at a time (`Geometry.kind`)
 CALIBRATE = "a calibration (`python -m experiments.calibrate` writes one)"
 
 

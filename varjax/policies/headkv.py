@@ -12,10 +12,11 @@ from varjax.cache.stages import StageAllocation
 from varjax.errors import choose
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities, stage_blocks
-from varjax.policies.base import SCALES, TOKENS, Needs, Observation, per_layer, within
+from varjax.policies.base import Needs, Observation, per_layer, within
 from varjax.policies.registry import register
 from varjax.policies.staged import SCORES, WindowedTokenPolicy
 from varjax.policies.windows import SinkPolicy
+from varjax.sequence import SCALES, TOKENS
 
 QUERIES = 16  # of a scale, by default
 GROUPINGS = ("budget", "paper")

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 
 from varjax.cache.allocation import Geometry
 from varjax.policies import stage_blocks as blocks
-from varjax.policies.base import TOKENS, Needs, Observation, within
+from varjax.policies.base import Needs, Observation, within
 from varjax.policies.building_blocks import max_pool
 from varjax.policies.registry import register
 from varjax.policies.snapkv import check_kernel
 from varjax.policies.staged import TokenPolicy
+from varjax.sequence import TOKENS
 
 MOST_OBSERVED = 8
 SIMILAR = 0.5  # cosine

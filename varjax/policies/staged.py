@@ -11,7 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 from varjax.cache.allocation import Geometry
 from varjax.cache.stages import StageAllocation, image_slots
 from varjax.errors import UserError, show
-from varjax.policies.base import SCALES, TOKENS, Needs, Observation, Policy
+from varjax.policies.base import Needs, Observation, Policy
+from varjax.sequence import SCALES, TOKENS
 
 LARGE = 128  # image slots of a head from which on a stage has 16 tokens, else 8
 SHORT_STAGE, LONG_STAGE = 8, 16
