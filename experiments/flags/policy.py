@@ -82,6 +82,7 @@ class PolicyFlags:
         geometry, guidance = model.geometry if is_model else model, None
         if sampling is not None:
             geometry, guidance = model.geometry_for(sampling), sampling.guidance
+        policy.check_kind(geometry)
         found = calibration_lib.find(policy, model, given, guidance)
         if found is None and is_model and model.directory is None:
             found = stand_in(policy, geometry)

@@ -4,6 +4,7 @@ bytes, what is never dropped, what is never read."""
 import dataclasses
 import functools
 import math
+import re
 import tracemalloc
 
 import jax
@@ -227,3 +228,16 @@ def test_arguments_of_tokens_on_scales():
 def test_geometries_that_are_refused(text, message):
     with pytest.raises(UserError, match=message):
         Geometry.parse(text)
+
+
+@pytest.mark.parametrize("name", ["full", "headkv"])
+def test_pools_are_updated_in_place(name, optimized):
+    """No copy of a layer's pool anywhere in the compiled program."""
+    budget = 1.0 if name == "full" else 0.25
+    shape = dict(condition=1, tokens=64, line=8, layers=2, size=64)
+    plan = stand_in.plan_for(get_policy(name, budget), **shape)
+    program, arguments = stand_in.traced(stand_in.Endless(plan.geometry, 2), plan)
+    text = program.lower(*arguments).compile().as_text()
+    pool = re.escape(f"f32[2,3,{plan.layer_slots[0]},128]")
+    assert re.search(pool + r"\S* fusion\(", text), "the pattern finds nothing"
+    assert not re.search(pool + r"\S* copy\(", text)

@@ -2,7 +2,7 @@
 token by token, and adapted to next-scale prediction."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -250,6 +250,15 @@ class HeadKV(WindowedTokenPolicy, SinkPolicy):
     def _drawn_until_grouping(self, condition: int) -> int:
         more = max(0, self.group_after - condition) + 1
         return -(-more // self.period) * self.period
+
+    def plan_lines(self, geometry: Geometry, calibration: Any = None) -> list[str]:
+        lines = super().plan_lines(geometry, calibration)
+        if geometry.kind != TOKENS:
+            return lines
+        slots = min(self.wanted_slots(geometry), geometry.schedule.steps)
+        group = self.allocate_stages(geometry, slots).group_stage
+        when = "never" if group is None else f"after {(group + 1) * self.period} image tokens"
+        return [*lines, f"grouping  {when}; local heads see the newest {self.window}"]
 
     def allocate_stages(self, geometry: Geometry, slots: int) -> StageAllocation:
         kept, drawn = slots - self.period, self._drawn_until_grouping(geometry.schedule.condition)

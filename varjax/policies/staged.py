@@ -3,7 +3,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
@@ -114,6 +114,12 @@ class TokenPolicy(Policy):
     def allocate_stages(self, geometry: Geometry, slots: int) -> StageAllocation:
         """Who may hold how much, in so many image slots per head."""
         return StageAllocation.uniform(geometry, slots, self.period)
+
+    def plan_lines(self, geometry: Geometry, calibration: Any = None) -> list[str]:
+        if geometry.kind != TOKENS or not self.decides:
+            return super().plan_lines(geometry, calibration)
+        kept = f", the newest {self.window} always stay" if getattr(self, "window", None) else ""
+        return [f"stages    a decision after every {self.period} tokens{kept}"]
 
     # --- device -----------------------------------------------------------------------------------
 
