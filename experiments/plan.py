@@ -18,8 +18,8 @@ needs no --calibration here: layers and heads then count as alike.
 `keep_count`, of how many of its tokens.
 Models that draw token by token are given as --geometry='layers=36,heads=20,head_dim=64,tokens=576,
 condition=1,line=24': image tokens, slots of the condition (1), tokens of an image line (by default
-the image is a square). Stages take the place of scales, stage 0 is the condition; equal stages are
-printed once, and held are the tokens of a head. --save writes `stages`, the first image token of each.
+the image is a square). Stages take the place of scales, stage 0 is the condition; one is printed
+where what heads hold begins to grow, drops or stays. --save writes `stages`, their first tokens.
 Geometries have at most 64 scales and 4096 heads over all layers, 2**20 heads times the square of
 the scales and 2**25 heads times tokens: then any plan takes seconds and about a GiB at most.
 """

