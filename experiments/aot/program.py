@@ -217,7 +217,7 @@ class Compilation:
         condition = model.transformer.condition_shapes(batch_size, workload.text_tokens)
         keys = jax.eval_shape(partial(sampling.image_keys, 0), numbers)
         arguments = (condition, keys, _on(inputs, None), None)
-        code_map = jax.ShapeDtypeStruct((batch_size, *model.config.code_map), jnp.float32)
+        code_map = jax.ShapeDtypeStruct((batch_size, *model.code_map), jnp.float32)
         self.sharded = None
         if mesh.num_devices > 1:
             self.sharded = ShardedProgram.of(

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from varjax.cache.plan import CachePlan
+from varjax.cache.stages import TokenPlan
 from varjax.cache.step import CacheStep, DecidingStep
 from varjax.engine.segments import Segment
 
@@ -213,6 +214,22 @@ def attention_flops(
             observation += product * _observed_queries(step, segment.length)
     share = observation / attention if attention else 0.0
     return {"attention": attention, "observation": observation, "share": share}
+
+
+def token_attention_flops(plan: TokenPlan) -> dict[str, float]:
+    """Likewise of a model that draws token by token: the condition's tokens with each other, every
+    image token that is read with all slots of its head, and what policies look at after stages."""
+    g, sequence, slots = plan.geometry, plan.sequence, sum(plan.layer_slots)
+    of_pair = 2.0 * g.rows_per_image * g.num_heads * g.head_dim  # one query with one key
+    attention = 2 * of_pair * (sequence.steps * slots + g.num_layers * sequence.condition**2)
+    observation = 0.0
+    if plan.allocation.decides:
+        needs, (stages, _) = plan.policy.stage_needs, sequence.stages(plan.allocation.period)
+        queries = needs.window_logits + needs.window * needs.window_scores
+        observation = of_pair * slots * stages * queries
+        if needs.newest_mass and plan.allocation.group_stage is not None:
+            observation += 2 * of_pair * slots
+    return {"attention": attention, "observation": observation, "share": observation / attention}
 
 
 def _observed_queries(step: CacheStep, length: int) -> int:

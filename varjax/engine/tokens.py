@@ -137,6 +137,19 @@ def generate_tokens(
     return results, carry[1]
 
 
+def generate_codes(
+    networks: Mapping[str, Any], state, condition, keys, inputs: tuple, given, *, spec: TokenSpec
+) -> tuple[dict[str, Array], tuple[LayerCache, ...]]:
+    """`generate_tokens` with the arguments and results of `scales.generate_codes`: the codec's map
+    of the codes, too. inputs: none."""
+    assert not inputs
+    results, state = generate_tokens(networks, state, condition, keys, given, spec=spec)
+    with jax.named_scope("codes"):
+        grid = networks["transformer"].config.grid
+        code_map = networks["codec"].code_map(results["tokens"], grid)
+    return {**results, "code_map": code_map}, state
+
+
 class _Run:
     """The parts of a program, with what all of them share."""
 
@@ -222,7 +235,7 @@ class _Run:
         if self.given is not None:
             forced = jax.lax.dynamic_slice_in_dim(self.given.tokens, index, 1, axis=1)
             tokens = jnp.where(index < self.given.count, forced.astype(tokens.dtype), tokens)
-        kept = {"logits": scores.guided()} if spec.keep_logits else {}
+        kept = {"logits": scores.untempered().guided()} if spec.keep_logits else {}
         return {"tokens": tokens, **kept}
 
 
