@@ -10,10 +10,12 @@ A stage is a run of P tokens between two decisions of a policy. It takes the pla
 """
 
 import math
+import re
 from dataclasses import dataclass
 from typing import ClassVar
 
 from varjax.arguments import integer
+from varjax.schedule import Schedule
 
 SCALES, TOKENS = "scales", "tokens"  # what models draw at a time
 LARGEST_IMAGE = 2**17  # tokens
@@ -65,3 +67,10 @@ class TokenSequence:
         which has none after it."""
         decided = -(-self.steps // period) - 1
         return decided, self.steps - decided * period
+
+
+def parse(text: str) -> Schedule | TokenSequence:
+    """What `str` of either gives, `"1x1;2x2"` or `"1+256"` (lines of a square image)."""
+    if found := re.fullmatch(r"([0-9]{1,9})\+([0-9]{1,9})", text):
+        return TokenSequence(int(found[2]), int(found[1]))
+    return Schedule.parse(text)

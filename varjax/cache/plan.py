@@ -74,6 +74,11 @@ class CachePlan:
         raise NotImplementedError
 
     @property
+    def used_slots(self) -> np.ndarray:
+        """int64 [K, L]: likewise slots in use, whole blocks."""
+        raise NotImplementedError
+
+    @property
     def peak_live_fraction(self) -> float:
         """Largest number of live tokens at any time, as a fraction of the full cache."""
         return float(self.live_tokens.max() / max(1, self.geometry.dense_tokens))
@@ -130,6 +135,10 @@ class ScalePlan(CachePlan):
         """int64 [K, L]: tokens in the whole cache (one row) right after layer l of scale s has
         stored."""
         return allocator.after_each_store(self.capacity.sum(-1, dtype=np.int64))
+
+    @property
+    def used_slots(self) -> np.ndarray:
+        return self.blocks_after_store * self.block_size
 
     # --- what the program needs to know statically ------------------------------------------------
 

@@ -109,6 +109,11 @@ class TokenPlan(CachePlan):
         most = np.minimum(held + new[:, None], self.allocation.slots) + self.sequence.condition
         return np.repeat(most.sum(-1, keepdims=True) * g.num_heads, g.num_layers, axis=1)
 
+    @property
+    def used_slots(self) -> np.ndarray:
+        """All of them: every head has its slots from the start."""
+        return np.full_like(self.live_tokens, self.pool_tokens)
+
     def _decided(self) -> tuple[np.ndarray | None, ...]:
         a = self.allocation
         last = -1 if a.group_stage is None else a.group_stage
