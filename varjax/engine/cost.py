@@ -94,16 +94,33 @@ def used_inputs(jaxpr: Any) -> list[bool]:
 
 def times_read(jaxpr: Any) -> list[int]:
     """How often a program reads each of its inputs: once for every equation that takes it, a scan
-    as often as it runs."""
+    as often as it runs, and as its own scans do."""
     inner, times = _open(jaxpr), Counter()
     for equation in inner.eqns:
         called = list(_inner(equation.params.values()))
         each = [equation.params.get("length", 1)] * len(equation.invars)
+        if equation.primitive.name == "scan":
+            inside = _scans_that_read(called[0])
+            each = [n * times for n, times in zip(each, inside, strict=True)]
         if equation.primitive.name in _CALLS and len(called) == 1:
             each = times_read(called[0])
         for variable, count in zip(equation.invars, each, strict=True):
             times[id(variable)] += count
     return [times[id(v)] for v in inner.invars]
+
+
+def _scans_that_read(jaxpr: Any) -> list[int]:
+    """For each input of a scan's body the length of a scan within that takes it whole, 1 if there
+    is none."""
+    inner, times = _open(jaxpr), Counter()
+    for equation in inner.eqns:
+        if equation.primitive.name == "scan":
+            body = equation.params["jaxpr"]
+            inside = zip(equation.invars, _open(body).invars, _scans_that_read(body), strict=True)
+            for variable, within, below in inside:
+                whole = variable.aval.shape == within.aval.shape
+                times[id(variable)] += whole * equation.params["length"] * below
+    return [max(1, times[id(v)]) for v in inner.invars]
 
 
 def _inputs_read(equation) -> list:
