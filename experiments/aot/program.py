@@ -41,6 +41,7 @@ from varjax.sampling import Sampling
 from varjax.sequence import TOKENS
 
 CONDITION = 2  # the place of the condition among the program's arguments, divided like images
+PER_SLOT = ("pool", "scale", "position", "mass")  # arrays of a layer's slots (`LayerCache`)
 SHARE_THAT_MATTERS = 0.01  # of the pool's bytes: smaller arrays of the state may be copied
 
 
@@ -237,9 +238,8 @@ class Compilation:
         trace = partial(programs.trace_codes, *arguments, auto_layout=self.automatic)
         options = programs.compiler_options(self.chip.platform)
         with estimates.owning(owned_shares(self.workload.plan, self.drawing.segments)):
-            self.codes = self._compiled(
-                trace, carried_arrays(self.state, self.drawing.stored(self.state)), options
-            )
+            carried = carried_arrays(self.state, self.drawing.stored(self.state))
+            self.codes = self._compiled(trace, carried, options)
         taken = show_bytes(self.codes.resident)
         self.say(f"codes in {self.codes.compile_s:.0f} s, {taken} on the device")
 
@@ -291,16 +291,16 @@ def carried_arrays(state: Any, stored: Any) -> list[Carried]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         name = jax.tree_util.keystr(path).lstrip(".")
         shape = leaf.sharding.shard_shape(leaf.shape)
-        if isinstance(state, tuple):
+        if isinstance(state, tuple):  # of layers, whose queries look like many temporaries
             name = name.rpartition(".")[2]
-            if (name, shape) in shapes:
+            if (name, shape) in shapes or name not in PER_SLOT:
                 continue
             shapes.add((name, shape))
         if name in ("kv_pool", "pool"):
             found.append(Carried(name, shape))
         elif device_bytes(leaf) >= least:
-            per_slot = name in ("position", "total_mass", "mass")
-            found.append(Carried(name, shape, str(leaf.dtype), flat=per_slot))
+            flat = name in ("position", "total_mass", "mass")
+            found.append(Carried(name, shape, str(leaf.dtype), flat=flat))
     return found
 
 
