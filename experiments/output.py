@@ -3,8 +3,8 @@
 While a run goes on its batches lie in `DIR.partial` (`experiments.work_folder`). An interrupted run
 started again with the same flags draws what is missing or damaged; with other flags it is refused
 unless --overwrite discards it. On completion results are written and `DIR.partial` is removed; a
-run that fails before its first batch leaves nothing. --overwrite replaces folders that `run` or
-`sweep` wrote, and no others.
+run that fails before its first batch leaves nothing. --overwrite replaces folders that `run`,
+`sweep` or `evaluate` wrote, and no others.
 """
 
 import contextlib
@@ -29,13 +29,15 @@ RESULTS = pathlib.Path("results")
 REPORTS = {
     "report.json": {"policy", "kv", "versions"},
     "sweep.json": {"settings", "cells", "versions"},
+    "metrics.json": {"recipe", "remarks"},
 }
-WRITTEN = {  # all that `run` and `sweep` put there, but images; reports list under `files` what was
+WRITTEN = {  # all that they put there, but images; reports list under `files` what was
     "report.json": {"report.json", "grid.png", "samples.npz", "arrays.npz", MANIFEST},
     "sweep.json": {
         *("sweep.json", "sweep.csv", "sweep.md", "samples.npz", "fidelity.png"),
         "calibration.json",
     },
+    "metrics.json": {"metrics.json", "per_image.npz"},
 }
 
 

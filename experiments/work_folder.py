@@ -22,7 +22,8 @@ from varjax.storage.manifest import LARGEST_JSON, parse_json
 SETTINGS = "settings.json"
 PIXELS = "pixels.npy"  # all pictures, while results are written
 _FINISHED = (
-    r"(?:(?:main|full)-\d{8,}|cell-[0-9a-f]{16})\.npz"  # series and first image, or a sweep's cell
+    # series (of pictures, or of their features and numbers) and first image, or a sweep's cell
+    r"(?:(?:main|full|samples|reference|pairs)-\d{8,}|cell-[0-9a-f]{16})\.npz"
 )
 _OURS = rf"(?:{_FINISHED}|{re.escape(SETTINGS)}|{re.escape(PIXELS)})"
 OURS = re.compile(rf"{_OURS}|\.{_OURS}\.\d+|{lock.NAME}")  # .NAME.123: not complete

@@ -15,6 +15,13 @@ A text encoder alone, for experiments.encode_text, or to copy into a checkpoint 
 
     python -m ported_weights --model=flan-t5 --source=flan-t5-xl --out=checkpoints/flan-t5-xl
 
+The networks of experiments.evaluate (docs/evaluation.md says where their files are):
+
+    python -m ported_weights --model=inception-fid \\
+        --source=pt_inception-2015-12-05-6726825d.pth --out=checkpoints/inception
+    python -m ported_weights --model=lpips-alex --source=alexnet-owt-7be5be79.pth \\
+        --heads_source=alex.pth --out=checkpoints/lpips-alex
+
 Models of other sizes: --model=var-custom or infinity-custom with --config and --tokenizer_config,
 JSON files that use the argument names of the published constructors.
 """
@@ -34,8 +41,8 @@ GIVEN = [  # called as the arguments of `convert`
     FLAGS.enum(
         "model",
         None,
-        (*convert.MODELS, ENCODER_ALONE),
-        "Which published model, *-custom, or a text encoder alone.",
+        (*convert.MODELS, ENCODER_ALONE, *convert.NETWORKS),
+        "Which published model, *-custom, a text encoder alone, or a network of evaluation.",
     ),
     FLAGS.string(
         "source", None, "Transformer weights: a file, or a folder of shards; flan-t5: its folder."
@@ -50,6 +57,7 @@ GIVEN = [  # called as the arguments of `convert`
     FLAGS.string("sampling", None, f"JSON file: recommended {', '.join(RECOMMENDABLE)}."),
     FLAGS.string("source_key", None, "Which state dict of --source, for example ema."),
     FLAGS.string("tokenizer_source_key", None, "Likewise for --tokenizer_source."),
+    FLAGS.string("heads_source", None, "lpips-*: weights of the heads, such as alex.pth."),
     FLAGS.boolean("overwrite", False, "Replace --out if it exists."),
 ]
 for _name in ("model", "source", "out"):
@@ -61,20 +69,26 @@ def main(argv) -> None:
     del argv
     given = {flag.name: flag.value for flag in GIVEN}
     if given["model"] == ENCODER_ALONE:
-        _convert_encoder(given)
+        taken = _taken(given, "source", "out", "dtype", "overwrite")
+        convert.convert_text_encoder(**taken)
+        place = shlex.quote(given["out"])
+        print(f"written; next: python -m experiments.encode_text --checkpoint={place} ...")
+    elif given["model"] in convert.NETWORKS:
+        taken = _taken(given, "model", "source", "heads_source", "out", "overwrite")
+        convert.convert_network(**taken)
+        flag = f"--{convert.NETWORKS[given['model']]}={shlex.quote(given['out'])}"
+        print(f"written; next: python -m experiments.evaluate {flag} ...")
     else:
-        convert.convert(**given)
+        convert.convert(**_taken(given, *(name for name in given if name != "heads_source")))
 
 
-def _convert_encoder(given: dict) -> None:
-    taken = ("source", "out", "dtype", "overwrite")
-    surplus = [f"--{name}" for name in given if given[name] and name not in ("model", *taken)]
+def _taken(given: dict, *names: str) -> dict:
+    """The flags that a kind of model takes; `UserError` if others are given."""
+    surplus = [f"--{name}" for name in given if given[name] and name not in ("model", *names)]
     if surplus:
         them = "it" if len(surplus) == 1 else "them"
-        raise UserError(f"--model={ENCODER_ALONE} takes no {', '.join(surplus)}: drop {them}")
-    convert.convert_text_encoder(**{name: given[name] for name in taken})
-    place = shlex.quote(given["out"])
-    print(f"written; next: python -m experiments.encode_text --checkpoint={place} ...")
+        raise UserError(f"--model={given['model']} takes no {', '.join(surplus)}: drop {them}")
+    return {name: given[name] for name in names}
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from ported_weights.configurations import (
     sampling_of,
 )
 from ported_weights.readers import sources
+from ported_weights.tables import evaluation
 from ported_weights.tables.registry import CUSTOM, TABLES, RuleTable
 from varjax.errors import UserError, about, choose, some
 from varjax.models import parameters, registry
@@ -30,6 +31,8 @@ from varjax.text.t5 import SPIECE_FILE
 CONVERTER_VERSION = 1
 DTYPES = ("float32", "bfloat16")
 ENCODER = "text_encoder"
+# {model: part that it is}: networks of evaluation, which are no part of a model
+NETWORKS = {"inception-fid": "inception", "lpips-alex": "lpips", "lpips-vgg": "lpips"}
 
 
 def convert(
@@ -109,6 +112,28 @@ def convert_text_encoder(
     modules, described = _read({ENCODER: _open_text_encoder(source)}, dtype, say)
     files, metadata = {ENCODER: {SPIECE_FILE: Path(source) / SPIECE_FILE}}, {"sources": described}
     what = {"family": None, "parts": modules, "metadata": metadata, "files": files}
+    checkpoint.save(out, **what, overwrite=overwrite)
+
+
+def convert_network(
+    model: str,
+    source: str,
+    out: str,
+    *,
+    heads_source: str | None = None,
+    overwrite: bool = False,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Read a network of evaluation, one of `NETWORKS`, and write its folder; as `convert`. Types
+    are float32: features of other ones are others.
+
+    heads_source: weights of LPIPS's five heads, which are published apart from its backbone.
+    """
+    part_name = NETWORKS[choose("model", model, NETWORKS)]
+    _check_output(out, None, overwrite)
+    opened = _open_network(registry.OWN_FOLDER[part_name], model, source, heads_source)
+    modules, described = _read({part_name: opened}, None, say)
+    what = {"family": None, "parts": modules, "metadata": {"sources": described}}
     checkpoint.save(out, **what, overwrite=overwrite)
 
 
@@ -203,6 +228,34 @@ def _open(part: registry.Part, config, path: str, key: str | None) -> PublishedP
             f" it belongs to {similar[0].flag}"
         )
     return PublishedPart(part, config, source, f"the {table.what} configuration")
+
+
+def _open_network(
+    part: registry.Part, model: str, path: str, heads_path: str | None
+) -> PublishedPart:
+    """The weights of a network of evaluation. LPIPS's come from two files, which are one source."""
+    source = sources.open_source(path, TABLES[part.name].signature)
+    if part.name == "LPIPS":
+        if not heads_path:
+            raise UserError(
+                f"--heads_source is required: the file {model.removeprefix('lpips-')}.pth with the"
+                " weights of LPIPS's heads (weights/v0.1 of the package lpips)"
+            )
+        heads = sources.open_source(heads_path, evaluation.HEADS)
+        if twice := sorted(source.tensors.keys() & heads.tensors.keys()):
+            raise UserError(
+                f"{path} and {heads_path} both hold {some(twice, 4)}: give the backbone"
+                " as --source and the heads as --heads_source"
+            )
+        source = sources.joined(source, heads)
+    elif heads_path:
+        raise UserError(f"--heads_source: {model} has no heads: drop it")
+    with about(f"{path} does not fit {model}"):
+        if part.name == "LPIPS":
+            config = evaluation.lpips_config(model.removeprefix("lpips-"), source.tensors)
+        else:
+            config = evaluation.inception_config(source.tensors)
+    return PublishedPart(part, config, source, f"the {TABLES[part.name].what}")
 
 
 def _open_text_encoder(folder: str) -> PublishedPart:

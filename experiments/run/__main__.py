@@ -27,6 +27,9 @@ from varjax import api
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
 from varjax.errors import UserError, some
+from varjax.evaluation import extractors
+from varjax.evaluation.extractors import Network
+from varjax.evaluation.lpips import check_size
 from varjax.generator import Generator
 from varjax.model import Model
 from varjax.progress import Progress
@@ -40,6 +43,9 @@ SAMPLING = SamplingFlags(FLAGS)
 PROGRAM = ProgramFlags(FLAGS, mesh=True)
 FLAGS.compilation_cache()
 COMPARE = FLAGS.boolean("compare", False, "Also run the full cache and report fidelity to it.")
+LPIPS = FLAGS.string(
+    "lpips", None, "With --compare: folder of a converted LPIPS network (docs/evaluation.md)."
+)
 SAVE_ARRAYS = FLAGS.boolean(
     "save_arrays", False, "Also write arrays.npz: tokens, code map, images, logits."
 )
@@ -85,7 +91,21 @@ def resolve() -> Run:
         given_scales=given_scales,
         calibration=None if calibration is None else calibration.digest,
         remarks=tuple(plan_remarks(plan, calibration)),
+        lpips=_lpips(model),
     )
+
+
+def _lpips(model: Model) -> Network | None:
+    """The network of --lpips, which has to take the model's pictures."""
+    if not LPIPS.value:
+        return None
+    with about(LPIPS):
+        if not COMPARE.value:
+            raise UserError("it compares with the full cache: add --compare, or leave it out")
+        network, (height, width, _) = extractors.open_lpips(LPIPS.value), model.config.code_map
+        scale = model.codec.config.downsample
+        check_size(network.module.config, height * scale, width * scale)
+        return network
 
 
 def read_given(model: Model, num_images: int) -> tuple[np.ndarray | None, int | None]:

@@ -21,6 +21,7 @@ from experiments.work_folder import PIXELS
 from varjax import metrics
 from varjax.engine import memory, program
 from varjax.errors import MissingExtra
+from varjax.evaluation.extractors import Program
 from varjax.generator import Generator
 from varjax.io import images
 from varjax.io.json_text import json_text
@@ -28,6 +29,7 @@ from varjax.metrics import METRICS
 from varjax.models import parameters
 from varjax.storage.atomic import new_folder, write_text
 
+SHUFFLED_FROM, SHUFFLE_SEED = 1000, 2020  # pictures; of the order in samples.npz
 GRID_PIXELS = 2**26  # of the images in grid.png, which shows no more of them
 
 
@@ -97,7 +99,8 @@ def _pixels(store: BatchStore) -> Iterator[np.ndarray]:
 
 def _write_pictures(out: pathlib.Path, run: Run, pixels: np.ndarray) -> None:
     condition = run.condition
-    images.save_samples_npz(out / "samples.npz", pixels, condition.numbers)
+    order = _order(len(pixels)) if not isinstance(condition, Text) else None
+    images.save_samples_npz(out / "samples.npz", pixels, condition.numbers, order)
     shown = max(1, GRID_PIXELS // (pixels.shape[1] * pixels.shape[2]))
     captions = condition.captions and condition.captions[:shown]
     try:
@@ -106,6 +109,15 @@ def _write_pictures(out: pathlib.Path, run: Run, pixels: np.ndarray) -> None:
             write_images(out, condition.prompts, pixels, condition.each, seed=run.seed)
     except MissingExtra as error:
         print(f"no picture files are written: {error}", file=sys.stderr, flush=True)
+
+
+def _order(count: int) -> np.ndarray | None:
+    """The order of the pictures of classes in samples.npz: as they were drawn or, of large sets,
+    shuffled, since ADM's Inception score takes consecutive blocks and is too low where the classes
+    of a block are few."""
+    if count < SHUFFLED_FROM:
+        return None
+    return np.random.RandomState(SHUFFLE_SEED).permutation(count)
 
 
 def _write_arrays(out: pathlib.Path, run: Run, arrays: dict[str, np.ndarray]) -> None:
@@ -165,7 +177,23 @@ def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
         pairs = zip(store.batches("main"), store.batches("full"), strict=True)
         found = metrics.joined(metrics.per_image(full, mine) for (_, mine), (_, full) in pairs)
         report["fidelity"] = closeness(found)
+        if run.lpips is not None:
+            report["fidelity"] |= perceptual(run, store)
     return report
+
+
+def perceptual(run: Run, store: BatchStore) -> dict:
+    """LPIPS of the pictures as they are written, against those of the full cache: mean, standard
+    deviation, and which network it is."""
+    program, values = None, []
+    for (_, mine), (_, full) in zip(store.batches("main"), store.batches("full"), strict=True):
+        pairs = [images.to_uint8(batch["images"]) for batch in (full, mine)]
+        program = program or Program(run.lpips, pairs[0].shape[1:3], run.batch_size)
+        starts = range(0, len(pairs[0]), program.batch_size)
+        parts = (tuple(x[i : i + program.batch_size] for x in pairs) for i in starts)
+        values += [arrays["layers"].astype(np.float64).sum(1) for arrays in program.over(parts)]
+    found = np.concatenate(values)
+    return {"lpips": found.mean(), "lpips_std": found.std(), "lpips_network": run.lpips.identity}
 
 
 def decoded_at_once(run: Run) -> int:
@@ -254,6 +282,7 @@ def table(report: dict, out: pathlib.Path) -> str:
     ]
     close = report.get("fidelity", {})
     rows += [(m.label, m.show(close[key])) for key, m in METRICS.items() if key in close]
+    rows += [("LPIPS to full cache", f"{close['lpips']:.4f}")] if "lpips" in close else []
     return _columns([*rows, ("written to", str(out))])
 
 

@@ -2,7 +2,7 @@
 
 A file of torch.save holds a pickle (`data.pkl`) that describes tensors as views into storages, and
 one member `data/KEY` per storage. The pickle is interpreted by `PickleProgram`, which runs no code.
-Of both kinds of files tensors are read when asked for.
+Of both kinds of files tensors are read when asked for. `readers.legacy` has torch's old format.
 """
 
 import math
@@ -56,7 +56,8 @@ MAX_UNUSED, MAX_UNUSED_RATIO = 64 * 2**20, 16
 
 @dataclass(frozen=True)
 class Storage:
-    """A flat buffer of the file: `count` elements in zip member `member`."""
+    """A flat buffer of the file: `count` elements in `member`, by its name in the zip, or its key
+    in a file of the old format."""
 
     member: str
     dtype: np.dtype
@@ -109,7 +110,12 @@ class TorchFile:
         if self._archive.size(order) is not None:
             if self._archive.read(order, most=16).strip() != b"little":
                 raise UserError(f"{path} is stored big-endian: save it on a little-endian machine")
-        program = PickleProgram(
+        pickled = self._archive.read(f"{self._root}data.pkl", most=MAX_PICKLE)
+        self.content = self._program().run(pickled)
+
+    def _program(self) -> PickleProgram:
+        """What interprets a pickle of the file."""
+        return PickleProgram(
             functions={
                 "collections.OrderedDict": _ordered_dict,
                 "torch._utils._rebuild_tensor_v2": self._tensor,
@@ -119,9 +125,8 @@ class TorchFile:
             },
             constants=lambda name: name in STORAGES or name in INERT,
             storage=self._storage,
-            what=str(path),
+            what=str(self.path),
         )
-        self.content = program.run(self._archive.read(f"{self._root}data.pkl", most=MAX_PICKLE))
 
     def values(self, storage: Storage, first: int, end: int) -> np.ndarray:
         """Elements `first` to `end` - 1 of a storage."""
@@ -152,20 +157,27 @@ class TorchFile:
 
     def _storage(self, identity) -> Storage:
         """From the persistent id ("storage", class, key, device, number of elements)."""
-        if not (isinstance(identity, tuple) and len(identity) == 5 and identity[0] == "storage"):
-            raise UserError(f"{self.path}: refused, an unknown kind of storage")
-        _, kind, key, _, count = identity
-        if not (isinstance(kind, Symbol) and kind.name in STORAGES and isinstance(key, str)):
-            name = kind.name if isinstance(kind, Symbol) else type(kind).__name__
-            raise UserError(f"{self.path}: refused, storage class {name}")
-        member, dtype = f"{self._root}data/{key}", STORAGES[kind.name]
-        if not _is_count(count):
-            raise UserError(f"{self.path}: the size of storage {key:.80} is not a number")
+        key, dtype, count = self._identity(identity, 5)
+        member = f"{self._root}data/{key}"
         needed, present = count * dtype.itemsize, self._archive.size(member)
         if present is None or not needed <= present < needed + dtype.itemsize:
             has = f"{present or 0} are there"
             raise self._archive.damaged(f"storage {key:.80} needs {needed} bytes, {has}")
         return Storage(member, dtype, count)
+
+    def _identity(self, identity, length: int) -> tuple[str, np.dtype, int]:
+        """Key, element type and number of elements of a persistent id; its device does not matter,
+        since values are read on the host."""
+        is_id = isinstance(identity, tuple) and len(identity) == length
+        if not (is_id and identity[0] == "storage"):
+            raise UserError(f"{self.path}: refused, an unknown kind of storage")
+        _, kind, key, _, count = identity[:5]
+        if not (isinstance(kind, Symbol) and kind.name in STORAGES and isinstance(key, str)):
+            name = kind.name if isinstance(kind, Symbol) else type(kind).__name__
+            raise UserError(f"{self.path}: refused, storage class {name}")
+        if not _is_count(count):
+            raise UserError(f"{self.path}: the size of storage {key:.80} is not a number")
+        return key, STORAGES[kind.name], count
 
     def _tensor(self, storage, offset, shape, stride, *_unused) -> TorchTensor:
         """`_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks, metadata)`."""

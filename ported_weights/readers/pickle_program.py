@@ -69,14 +69,16 @@ class PickleProgram:
         self.what = what
         self.stack: list = []
         self.memo: dict = {}
+        self.length = 0  # bytes of the pickle that was run
 
     def run(self, data: bytes):
         """The object that the pickle describes. `UserError` for a name that is not allowed, an
         operation that weights never need, more of them than weights have, or damage."""
         try:
             operations = pickletools.genops(io.BytesIO(data))
-            for operation, argument, _ in itertools.islice(operations, MAX_OPERATIONS):
+            for operation, argument, place in itertools.islice(operations, MAX_OPERATIONS):
                 if operation.name == "STOP":
+                    self.length = place + 1
                     return self.stack.pop()
                 self._step(operation.name, argument)
             if next(operations, None):

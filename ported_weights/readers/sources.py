@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from ported_weights.readers.files import MAX_HEADER, TorchFile, read_safetensors, tensors
+from ported_weights.readers.legacy import MAGIC, LegacyTorchFile
 from varjax.errors import UserError, about, some
 from varjax.storage.manifest import is_text, read_json
 from varjax.text.t5 import SPIECE_FILE, T5Config, Tokenizer
@@ -66,6 +67,12 @@ class Source:
         return found
 
 
+def joined(first: Source, second: Source) -> Source:
+    """Weights that are published in two files, as one source; no name is in both."""
+    tensors, files = {**first.tensors, **second.tensors}, (*first.files, *second.files)
+    return Source(first.path, tensors, files, " ".join(filter(None, (first.taken, second.taken))))
+
+
 def open_source(path, signature: Sequence[str] = (), key: str | None = None) -> Source:
     """Open a file or a folder of shards.
 
@@ -96,6 +103,8 @@ def _open_file(path: Path) -> Mapping[str, Tensor] | TorchFile:
         head = file.read(512)
     if head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
         return TorchFile(path)
+    if head.startswith(MAGIC):
+        return LegacyTorchFile(path)
     # eight bytes of header length, then a JSON object
     if len(head) > 8 and head[8:9] == b"{":
         if (size := struct.unpack("<Q", head[:8])[0]) <= MAX_HEADER:
@@ -110,7 +119,7 @@ def _explain(head: bytes) -> str:
         return "it is empty"
     if head[:1] == b"\x80" or head[257:262] == b"ustar":
         return (
-            "it is a bare pickle, the format of PyTorch before 1.6, which cannot be read safely;"
+            "it is a bare pickle or a tar, as only PyTorch before 0.4 reads, which is not safe;"
             " where you trust it, save it again with PyTorch:"
             " torch.save(torch.load(file, weights_only=True), new_file)"
         )

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ported_weights.tables import codecs, llamagen, transformers
+from ported_weights.tables import codecs, evaluation, llamagen, transformers
 from varjax.models import registry
 
 
@@ -74,6 +74,22 @@ TABLES = {
         lambda config, names: transformers.t5_rules(names),
         transformers.t5_storage_dtype,
         "of the decoder and repeated ones",
+    ),
+    "Inception": RuleTable(
+        "Inception network of FID",
+        "--source of --model=inception-fid",
+        ("Mixed_7c.branch_pool.conv.weight", "Conv2d_1a_3x3.conv.weight"),
+        evaluation.inception_rules,
+        lambda tensors: "float32",
+        "counters of training steps",
+    ),
+    "LPIPS": RuleTable(
+        "LPIPS network",
+        "--source of --model=lpips-alex or lpips-vgg",
+        ("features.0.weight",),
+        evaluation.lpips_rules,
+        lambda tensors: "float32",
+        "of the classifier",
     ),
 }
 

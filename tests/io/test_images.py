@@ -117,6 +117,19 @@ def test_samples_have_the_layout_of_the_evaluator(tmp_path):
         assert sorted(data) == ["arr_0"]
 
 
+def test_samples_in_another_order_keep_their_numbers(tmp_path):
+    images = some_images()
+    save_samples_npz(tmp_path / "a.npz", images, [3, 7, 7, 0, 1], order=[4, 0, 3, 1, 2])
+    with np.load(tmp_path / "a.npz", allow_pickle=False) as data:
+        assert sorted(data) == ["arr_0", "arr_1", "numbers"]
+        assert data["numbers"].tolist() == [4, 0, 3, 1, 2]
+        assert (data["arr_0"] == images[[4, 0, 3, 1, 2]]).all()
+        assert data["arr_1"].tolist() == [1, 3, 0, 7, 7]
+    for wrong in ([0, 1, 2, 3, 3], [0, 1], [1, 2, 3, 4, 5]):
+        with pytest.raises(UserError, match="no permutation|each of the 5 images"):
+            save_samples_npz(tmp_path / "b.npz", images, order=wrong)
+
+
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     "images",

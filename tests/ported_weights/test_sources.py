@@ -42,7 +42,8 @@ def test_fingerprints(tmp_path):
 
 NOT_WEIGHTS = {
     "empty": (b"", "it is empty"),
-    "legacy": (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", "before 1.6.*torch.save"),
+    "legacy": (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", "the pickle inside is damaged"),
+    "pickle": (b"\x80\x02}q\0.", "bare pickle.*torch.save"),
     "lfs_pointer": (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
     "web_page": (b"\n<!DOCTYPE html><html>", "web page"),
     "noise": (b"\x01\x02\x03\x04" * 9, "expected .safetensors"),

@@ -6,6 +6,7 @@ Letters: N images, H and W pixels. Colours are RGB, last axis 3.
 import bisect
 import math
 import os
+import zipfile
 from collections.abc import Sequence
 
 import numpy as np
@@ -79,23 +80,46 @@ def save_samples_npz(
     path: str | os.PathLike,
     images: UInt8[np.ndarray, "N H W 3"],
     labels: Sequence[int] | np.ndarray | None = None,
+    order: Sequence[int] | np.ndarray | None = None,
 ) -> None:
     """Write `arr_0` (images) and `arr_1` (int64 [N] class labels; left out if None) as `.npz`.
 
-    This is the layout that the ADM evaluation code reads.
+    This is the layout that the ADM evaluation code reads. Its Inception score depends on the order
+    of the images: with `order`, a permutation, image `order[i]` is the i-th, and `numbers` (int64
+    [N]) holds it. Images are read one by one then.
     """
     _check(images)
-    arrays = [images]
+    arrays = {}
     if labels is not None:
-        labels = np.asarray(labels)
-        if labels.shape != (len(images),) or labels.dtype.kind not in "iu":
-            raise UserError(
-                f"labels have shape {labels.shape} and type {labels.dtype}: "
-                f"give one whole number for each of the {len(images)} images"
-            )
-        arrays.append(labels.astype(np.int64))
-    with new_file(path) as file:
-        np.savez(file, *arrays)
+        arrays["arr_1"] = _per_image("labels", labels, images)
+    if order is None:
+        with new_file(path) as file:
+            np.savez(file, arr_0=images, **arrays)
+        return
+    order = _per_image("order", order, images)
+    if not np.array_equal(np.sort(order), np.arange(len(images))):
+        raise UserError(f"order is no permutation of the {len(images)} images")
+    arrays = {**{name: array[order] for name, array in arrays.items()}, "numbers": order}
+    with new_file(path) as file, zipfile.ZipFile(file, "w") as archive:
+        with archive.open("arr_0.npy", "w", force_zip64=True) as member:
+            header = {"descr": "|u1", "fortran_order": False, "shape": images.shape}
+            np.lib.format.write_array_header_1_0(member, header)
+            for number in order:
+                member.write(np.ascontiguousarray(images[number]).data)
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w") as member:
+                np.lib.format.write_array(member, array)
+
+
+def _per_image(name: str, values, images: np.ndarray) -> np.ndarray:
+    """int64 [N]; `UserError` unless there is a whole number for each image."""
+    values = np.asarray(values)
+    if values.shape != (len(images),) or values.dtype.kind not in "iu":
+        raise UserError(
+            f"{name} have shape {values.shape} and type {values.dtype}: "
+            f"give one whole number for each of the {len(images)} images"
+        )
+    return values.astype(np.int64)
 
 
 def _check(images: np.ndarray) -> None:

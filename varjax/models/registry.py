@@ -10,6 +10,8 @@ from varjax.codecs.vq.model import VQ, VQConfig
 from varjax.codecs.vqvae.config import VQVAEConfig
 from varjax.codecs.vqvae.model import VQVAE
 from varjax.errors import UserError, choose
+from varjax.evaluation.inception import Inception, InceptionConfig
+from varjax.evaluation.lpips import LPIPS, LPIPSConfig
 from varjax.models import parameters
 from varjax.models.infinity import transformer as infinity
 from varjax.models.llamagen import transformer as llamagen
@@ -91,7 +93,12 @@ class Preset:
 
 
 # Parts with a folder of their own, which is called as they are here.
-OWN_FOLDER = {"text_encoder": Part("T5", T5Config, T5Encoder, own_folder=True)}
+OWN_FOLDER = {
+    "text_encoder": Part("T5", T5Config, T5Encoder, own_folder=True),
+    # of evaluation, which belong to no family
+    "inception": Part("Inception", InceptionConfig, Inception, own_folder=True),
+    "lpips": Part("LPIPS", LPIPSConfig, LPIPS, own_folder=True),
+}
 
 FAMILIES = {
     "var": Family(

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 
 import numpy as np
 
-from varjax.errors import UserError
+from varjax.errors import UserError, some
 from varjax.storage import ordinary
 
 FORMAT = np.lib.format
@@ -44,24 +44,75 @@ def load(
         return {name: _read(archive, member) for name, member in chosen.items()}
 
 
+class Rows:
+    """An array of a file, read a few rows at a time: however large it is, it never lies in memory.
+    shape, dtype: of all of it.
+
+    Raises:
+      UserError: no ordinary file, damaged, no such array, or one that has no rows.
+    """
+
+    def __init__(self, path: str | os.PathLike, name: str):
+        self.path, self._stack = path, contextlib.ExitStack()
+        held = names(path)
+        if name not in held:
+            listed = some([f"{one:.60}" for one in held], 8) or "nothing"
+            raise UserError(f"{path} has no array `{name}`: it holds {listed}")
+        with _readable(path):
+            archive, members = self._stack.enter_context(_opened(path))
+            self._file = self._stack.enter_context(archive.open(members[name]))
+            self.shape, self.dtype, order = _header(name, self._file)
+            self._start, self._row = self._file.tell(), math.prod(self.shape[1:])
+            size = self._start + math.prod(self.shape) * self.dtype.itemsize
+            if size != members[name].file_size or not self.shape:
+                raise ValueError(f"array {name!r:.60} has another size than its shape says")
+            if order and len(self.shape) > 1:
+                raise ValueError(f"array {name!r:.60} is stored columns first")
+
+    def read(self, first: int, end: int) -> np.ndarray:
+        """Rows `first` to `end` - 1; going back reads what is packed again from its start."""
+        size = self._row * self.dtype.itemsize
+        with _readable(self.path):
+            self._file.seek(self._start + first * size)
+            data = self._file.read((end - first) * size)
+            if len(data) != (end - first) * size:
+                raise ValueError("it ends too early")
+        return np.frombuffer(data, self.dtype).reshape(end - first, *self.shape[1:])
+
+    def close(self) -> None:
+        self._stack.close()
+
+
 @contextlib.contextmanager
 def _members(path) -> Iterator[tuple[zipfile.ZipFile, dict[str, zipfile.ZipInfo]]]:
     """The file and, by name, what it says of its arrays; all that goes wrong is a `UserError`."""
+    with _readable(path), _opened(path) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def _readable(path) -> Iterator[None]:
+    """Whatever zipfile and NumPy raise over damaged files becomes a `UserError`."""
     try:
-        with ordinary.opened(path) as file, zipfile.ZipFile(file) as archive:
-            arrays = [m for m in archive.infolist() if m.filename.endswith(".npy")]
-            members = {m.filename.removesuffix(".npy"): m for m in arrays}
-            if len(members) < len(arrays):
-                raise ValueError("two of its arrays have the same name")
-            if any(m.compress_size > os.fstat(file.fileno()).st_size for m in arrays):
-                raise ValueError("it says to hold more bytes than it has")
-            yield archive, members
-    except Exception as error:  # zipfile and NumPy raise many kinds over damaged files
+        yield
+    except Exception as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         reason = " ".join(reason.split())
         raise UserError(
             f"cannot read {path} as an npz file of plain arrays: {reason:.200}"
         ) from None
+
+
+@contextlib.contextmanager
+def _opened(path) -> Iterator[tuple[zipfile.ZipFile, dict[str, zipfile.ZipInfo]]]:
+    with ordinary.opened(path) as file, zipfile.ZipFile(file) as archive:
+        arrays = [m for m in archive.infolist() if m.filename.endswith(".npy")]
+        members = {m.filename.removesuffix(".npy"): m for m in arrays}
+        if len(members) < len(arrays):
+            raise ValueError("two of its arrays have the same name")
+        if any(m.compress_size > os.fstat(file.fileno()).st_size for m in arrays):
+            raise ValueError("it says to hold more bytes than it has")
+        yield archive, members
 
 
 def _check(archive: zipfile.ZipFile, name: str, member: zipfile.ZipInfo, largest: int) -> None:
@@ -75,20 +126,21 @@ def _check(archive: zipfile.ZipFile, name: str, member: zipfile.ZipInfo, largest
         raise ValueError(f"array {name!r:.60} is packed in a way that NumPy does not use")
     with archive.open(member) as packed:
         file = io.BytesIO(packed.read(LARGEST_HEADER))
-        shape, dtype = _header(name, file)
+        shape, dtype, _ = _header(name, file)
         if file.tell() + math.prod(shape) * dtype.itemsize != size:
             raise ValueError(f"array {name!r:.60} has another size than its shape says")
 
 
-def _header(name: str, file) -> tuple[tuple[int, ...], np.dtype]:
+def _header(name: str, file) -> tuple[tuple[int, ...], np.dtype, bool]:
+    """Shape, type, whether columns come first."""
     version = FORMAT.read_magic(file)
     read = {(1, 0): FORMAT.read_array_header_1_0, (2, 0): FORMAT.read_array_header_2_0}
     if version not in read:
         raise ValueError(f"array {name!r:.60} has format version {version}")
-    shape, _, dtype = read[version](file)
+    shape, columns_first, dtype = read[version](file)
     if dtype.hasobject or not dtype.itemsize:  # of nothing a file can hold any number
         raise ValueError(f"array {name!r:.60} has type {str(dtype):.60}")
-    return shape, dtype
+    return shape, dtype, columns_first
 
 
 def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:

@@ -1,0 +1,251 @@
+"""Measure the quality of pictures: FID, sFID, Inception score, precision and recall against a
+reference set; PSNR, SSIM, LPIPS and equal tokens against the pictures of the full cache.
+
+    python -m experiments.evaluate --samples=results/run --inception=DIR \\
+        --reference=VIRTUAL_imagenet256_labeled.npz --protocol=adm --out=DIR
+    python -m experiments.evaluate --samples=results/headkv --full=results/full --lpips=DIR
+    python -m experiments.evaluate --samples=PICTURES --reference=PHOTOS --protocol=clean-fid \\
+        --inception=DIR
+
+--samples, --reference and --full are folders of experiments.run, folders of pictures, or npz files
+with pictures (`arr_0`); a reference may also be a file of statistics (`mu`, `sigma`, for sFID
+`mu_s`, `sigma_s`), as ADM and pytorch-fid publish them. The networks are the published ones,
+converted once by `python -m ported_weights` (docs/evaluation.md). --protocol chooses how pictures
+are resized and what is computed by default; numbers of different protocols are not comparable.
+
+Writes metrics.json, which says how everything was computed, and for --full also per_image.npz, into
+--out (default: a new folder under results/). An interrupted evaluation started again with the same
+flags continues where it stopped.
+"""
+
+import functools
+import pathlib
+import sys
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+
+from experiments.batch_files import Series
+from experiments.evaluate import features, inputs, pairs, results, sets
+from experiments.evaluate.inputs import Set
+from experiments.evaluate.pairs import Pairs
+from experiments.evaluate.sets import Comparison
+from experiments.output import BatchStore, FolderFlags
+from varjax import arguments
+from varjax.cli import command_line
+from varjax.cli.flags import CommandFlags, about
+from varjax.errors import UserError, choose
+from varjax.evaluation import extractors, protocols
+from varjax.evaluation.extractors import Network, Program
+from varjax.evaluation.protocols import PROTOCOLS
+from varjax.io.json_text import json_safe
+from varjax.parallel.split import MeshSpec
+from varjax.storage.atomic import check_new_file
+
+PAIRED = ("psnr", "ssim", "lpips")
+
+FLAGS = CommandFlags()
+SAMPLES = FLAGS.string("samples", None, "Pictures to judge: a folder or an npz file.")
+REFERENCE = FLAGS.string("reference", None, "Pictures or statistics that they should be like.")
+FULL = FLAGS.string("full", None, "The same pictures of the full cache, compared one by one.")
+PROTOCOL = FLAGS.enum("protocol", "adm", list(PROTOCOLS), "How pictures are resized.")
+SPLIT_SIZE = FLAGS.integer(
+    "split_size",
+    protocols.SPLIT_SIZE,
+    "Pictures of a block of the Inception score.",
+    lower_bound=1,
+)
+INCEPTION = FLAGS.string("inception", None, "Folder of the converted network of FID.")
+LPIPS = FLAGS.string("lpips", None, "Folder of a converted LPIPS network.")
+METRICS = FLAGS.list(
+    "metrics",
+    None,
+    f"Some of {', '.join(protocols.METRICS)}; default: what the protocol and the files allow.",
+)
+FEATURES = FLAGS.enum(
+    "features", "inception", list(extractors.EXTRACTORS), "Whose features are compared."
+)
+BATCH_SIZE = FLAGS.integer(
+    "batch_size",
+    None,
+    f"Pictures per program call; default: {extractors.CPU_BATCH} on CPU, else"
+    f" {extractors.USUAL_BATCH} per device; fewer where large pictures take much memory.",
+    lower_bound=1,
+    upper_bound=arguments.LARGEST_BATCH,
+)
+MESH = FLAGS.string("mesh", None, "Devices to split pictures over: data=4.")
+STATISTICS = FLAGS.string(
+    "save_statistics", None, "npz file for the samples' statistics, a reference for later."
+)
+FLAGS.compilation_cache()
+OUT = FolderFlags(FLAGS)
+FLAGS.require("samples")
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """A resolved evaluation: what is compared as sets, what picture by picture."""
+
+    samples: Set
+    comparison: Comparison | None
+    pairs: Pairs | None
+    batch_size: int
+    mesh: MeshSpec
+    remarks: tuple[str, ...]
+
+    def series(self) -> dict[str, Series]:
+        """The files of what is computed, by name."""
+        size, found = features.chunk(self.batch_size), {}
+        if job := self.comparison:
+            for name, side in job.sides.items():
+                if job.wanted[name]:
+                    wanted = job.wanted[name]
+                    found[name] = features.series(side.pictures, job.network, wanted, size)
+        if self.pairs:
+            found["pairs"] = self.pairs.series(size)
+        return found
+
+    def program(self, network: Network, size: tuple[int, int]) -> Program:
+        return Program(network, size, self.batch_size, self.mesh)
+
+    def describe(self) -> dict:
+        """What decides the results; where files lie does not."""
+        recipe = json_safe({"command": "evaluate", **self.recipe()})
+        for side in ("samples", "reference", "full"):
+            recipe.get(side, {}).pop("given", None)
+        return recipe
+
+    def recipe(self) -> dict:
+        """How everything was computed."""
+        protocol, job = PROTOCOLS[PROTOCOL.value], self.comparison
+        described = {"name": PROTOCOL.value, **protocol.describe(SPLIT_SIZE.value)}
+        found = {"protocol": described, "samples": self.samples.describe()}
+        if job:
+            found["reference"] = job.reference.describe()
+            found["extractor"] = job.network and job.network.identity
+            found["metrics"] = list(job.metrics)
+        if self.pairs:
+            found |= {
+                "full": self.pairs.full.describe(),
+                "paired_metrics": list(self.pairs.metrics),
+            }
+            found["ssim"] = "torchmetrics: Gaussian window of 11, sigma 1.5, mirrored edges, 0..1"
+            found["psnr"] = "mean over pictures that are not identical, 0..1"
+            if self.pairs.network:
+                found["lpips"] = self.pairs.network.identity
+        return found | {"batch_size": self.batch_size, "mesh": str(self.mesh)}
+
+
+def resolve() -> Evaluation:
+    """Check every flag and every file. Nothing is compiled or written."""
+    asked, mesh = _asked(), _mesh()
+    if not (REFERENCE.value or FULL.value):
+        raise UserError(
+            "there is nothing to compare with: give --reference=DIR_OR_NPZ (FID and others) or"
+            " --full=DIR (PSNR and others)"
+        )
+    if STATISTICS.value:
+        check_new_file(STATISTICS.value, overwrite=False, flag="--save_statistics")
+    samples = inputs.open_set("--samples", SAMPLES.value)
+    comparison = _comparison(samples, asked) if REFERENCE.value else None
+    paired = _pairs(samples, asked) if FULL.value else None
+    remarks = comparison.remarks if comparison else ()
+    batch_size = BATCH_SIZE.value or extractors.usual_batch(mesh.data)
+    return Evaluation(samples, comparison, paired, batch_size, mesh, remarks)
+
+
+def _asked() -> tuple[str, ...]:
+    """--metrics, in our order; none if it is not given."""
+    names = METRICS.value or []
+    with about(METRICS):
+        for name in names:
+            choose("metric", name, protocols.METRICS)
+    for name in names:
+        if name in PAIRED and not FULL.value:
+            raise UserError(f"{name} compares pictures one by one: give --full=DIR")
+        if name not in PAIRED and not REFERENCE.value:
+            raise UserError(f"{name} compares with a reference set: give --reference=DIR_OR_NPZ")
+    if "lpips" in names and not LPIPS.value:
+        raise UserError(f"lpips needs --lpips=DIR: {extractors.WHERE_LPIPS}")
+    return tuple(name for name in protocols.METRICS if name in names)
+
+
+def _mesh() -> MeshSpec:
+    with about(MESH):
+        mesh = MeshSpec.parse(MESH.value)
+        if mesh.model > 1:
+            raise UserError("networks of evaluation are not divided: use data alone")
+        available = len(jax.devices())
+        return mesh.check(
+            batch_size=BATCH_SIZE.value or mesh.data,
+            num_heads=1,
+            available=available,
+            where="this machine",
+        )
+
+
+def _comparison(samples: Set, asked: tuple[str, ...]) -> Comparison | None:
+    wanted = tuple(name for name in asked if name not in PAIRED)
+    if asked and not wanted:
+        raise UserError(f"--reference is given, but none of --metrics={','.join(asked)} uses it")
+    reference = inputs.open_set("--reference", REFERENCE.value)
+    protocol = PROTOCOLS[PROTOCOL.value]
+    network, name = None, FEATURES.value
+    if INCEPTION.value or name != "inception":  # files of statistics are compared without one
+        network = extractors.EXTRACTORS[name](INCEPTION.value, protocol.path)
+    return sets.compare(
+        samples,
+        reference,
+        network,
+        wanted or protocol.metrics,
+        asked=bool(wanted),
+        split_size=SPLIT_SIZE.value,
+        protocol=PROTOCOL.value,
+    )
+
+
+def _pairs(samples: Set, asked: tuple[str, ...]) -> Pairs:
+    wanted = tuple(name for name in asked if name in PAIRED)
+    if asked and not wanted:
+        raise UserError(f"--full is given, but none of --metrics={','.join(asked)} uses it")
+    wanted = wanted or PAIRED[: 3 if LPIPS.value else 2]
+    network = extractors.open_lpips(LPIPS.value) if "lpips" in wanted else None
+    return pairs.pair(samples, inputs.open_set("--full", FULL.value), wanted, network)
+
+
+def compute(job: Evaluation, store: BatchStore) -> dict:
+    """Everything that is missing; the content of metrics.json, and what `write` takes besides."""
+    found: dict = {}
+    per_image = None
+    if sides := job.comparison:
+        program = functools.cache(partial(job.program, sides.network))
+        for name, side in sides.sides.items():
+            if wanted := sides.wanted[name]:
+                features.extract(store, name, side.pictures, wanted, program)
+    if job.pairs:
+        pairs.compute(job.pairs, store, partial(job.program, job.pairs.network), job.batch_size)
+        values, per_image = pairs.measure(job.pairs, store)
+        found |= values
+    if sides:
+        found |= sets.measure(sides, store)
+        if STATISTICS.value:
+            sets.save_statistics(pathlib.Path(STATISTICS.value), sides, store)
+    recipe = job.recipe() | {"versions": results.versions(), "device": results.device()}
+    content = {**found, "remarks": list(job.remarks), "recipe": recipe}
+    results.write(store, content, per_image)
+    return content
+
+
+def main(argv) -> None:
+    job = resolve()
+    print(*job.remarks, sep="\n", file=sys.stderr)
+    stem = f"evaluate-{PROTOCOL.value}"
+    store = OUT.open(stem, job.describe(), job.series())
+    with store.working():
+        content = compute(job, store)
+    print(results.table(content, store.out))
+
+
+if __name__ == "__main__":
+    command_line.run(main)

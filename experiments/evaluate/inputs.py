@@ -1,0 +1,124 @@
+"""What --samples, --reference and --full name: a run's folder, a folder of pictures, or an npz
+file."""
+
+import pathlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from varjax.errors import UserError, some
+from varjax.evaluation import references
+from varjax.evaluation.pictures import ARRAY, PictureArray, PictureFolder, Pictures, file_digest
+from varjax.evaluation.references import Statistics
+from varjax.progress import Progress
+from varjax.storage import npz
+from varjax.storage.manifest import read_json
+
+SAMPLES, REPORT, ARRAYS = "samples.npz", "report.json", "arrays.npz"
+TOKENS = ("tokens", "bits")  # what a model calls its tokens in ARRAYS
+# What a run's report says of how its pictures were made; lists of single pictures are left out.
+RECIPE = (
+    *("model", "model_sources", "schedule", "policy", "policy_args", "budget", "plan"),
+    *("calibration", "sampling", "seed", "batch_size", "dtype", "kv_dtype", "matmul_precision"),
+    *("segments", "layers", "attention", "mesh", "given", "recipe", "num_images", "device"),
+    "versions",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Set:
+    """pictures, statistics: at least one is there. report: of the run that made the pictures.
+    tokens: the file with the run's tokens. kind: in words."""
+
+    where: str
+    kind: str
+    sha256: str
+    pictures: Pictures | None
+    statistics: Statistics | None = None
+    report: Mapping | None = None
+    tokens: pathlib.Path | None = None
+
+    @property
+    def labels(self) -> np.ndarray | None:
+        """The class of every picture, in the order of the pictures."""
+        return getattr(self.pictures, "labels", None)
+
+    def describe(self) -> dict:
+        """For metrics.json."""
+        found: dict = {"given": self.where, "kind": self.kind, "sha256": self.sha256}
+        if self.pictures is not None:
+            height, width = self.pictures.size
+            found |= {"count": self.pictures.count, "height": height, "width": width}
+        if self.labels is not None:
+            _, counts = np.unique(self.labels, return_counts=True)
+            each = {"fewest": counts.min(), "most": counts.max()}
+            found["labels"] = {"classes": len(counts), "pictures_of_a_class": each}
+        if self.statistics is not None:
+            found["statistics"] = {
+                name: len(g.mean) for name, g in self.statistics.gaussians.items()
+            }
+        if self.report is not None:
+            found["recipe"] = {k: self.report[k] for k in RECIPE if k in self.report}
+        return found
+
+
+def open_set(flag: str, given: str) -> Set:
+    """Open and check what a flag names.
+
+    Raises:
+      UserError: nothing there that could be compared; names the file at fault.
+    """
+    path = pathlib.Path(given)
+    if not path.exists():
+        raise UserError(f"{flag}: there is no file or folder {given}")
+    if path.is_dir() and (path / SAMPLES).is_file():
+        return _of_run(path)
+    if path.is_dir():
+        return _of_folder(flag, path)
+    if path.name == SAMPLES and (path.parent / REPORT).is_file():
+        return _of_run(path.parent)
+    return _of_file(flag, path)
+
+
+def _of_run(folder: pathlib.Path) -> Set:
+    pictures = PictureArray(folder / SAMPLES)
+    report = read_json(folder / REPORT) if (folder / REPORT).is_file() else None
+    if report is not None and not isinstance(report, dict):
+        raise UserError(f"{folder / REPORT} is no report of a run: move it away")
+    tokens = folder / ARRAYS if (folder / ARRAYS).is_file() else None
+    kind = "folder of experiments.run"
+    return Set(str(folder), kind, pictures.sha256, pictures, report=report, tokens=tokens)
+
+
+def _of_folder(flag: str, folder: pathlib.Path) -> Set:
+    if (folder / REPORT).is_file():
+        raise UserError(
+            f"{flag}: {folder} is the folder of a run, but {SAMPLES} is missing: name the folder of"
+            " its pictures, or run it again"
+        )
+    progress = Progress(f"{folder}: checked picture", 0, every=5.0)
+
+    def report(done: int, total: int) -> None:
+        progress.total = total
+        if total > 1000:
+            progress.update(done)
+
+    pictures = PictureFolder(folder, report)
+    return Set(str(folder), "folder of pictures", pictures.sha256, pictures)
+
+
+def _of_file(flag: str, path: pathlib.Path) -> Set:
+    held = npz.names(path)
+    statistics = references.read(path)
+    pictures = PictureArray(path) if ARRAY in held else None
+    if pictures is None and statistics is None:
+        raise UserError(
+            f"{flag}: {path} holds {some(held, 8) or 'nothing'}: pictures (`{ARRAY}`, uint8"
+            " [N, H, W, 3]) or statistics (`mu`, `sigma`, for sFID also `mu_s`, `sigma_s`) are"
+            " needed"
+        )
+    words = [pictures and "pictures", statistics and "statistics"]
+    digest = pictures.sha256 if pictures else file_digest(path)
+    kind = f"npz file of {' and '.join(filter(None, words))}"
+    return Set(str(path), kind, digest, pictures, statistics)

@@ -1,0 +1,98 @@
+"""Reader of torch's format before 1.6, which is no zip: five pickles, then the storages one after
+another, each its number of elements and its bytes.
+
+LPIPS publishes its weights so. The pickles are interpreted as those of newer files are, with the
+same refusals. There are no checksums; lengths have to fit to the byte.
+"""
+
+import struct
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from ported_weights.readers.files import MAX_PICKLE, Storage, TorchFile
+from varjax.errors import UserError
+
+MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the first pickle: a number
+VERSION = 1001
+COUNT = struct.Struct("<q")
+
+
+class LegacyTorchFile(TorchFile):
+    """As `TorchFile`, of a file that begins with `MAGIC`."""
+
+    def __init__(self, path: Path):
+        self.path, self._used = path, Counter()
+        self._mentioned: dict[str, Storage] = {}
+        self._archive = Storages(path)
+        with path.open("rb") as file:
+            data = file.read(MAX_PICKLE)
+        version, at = self._next(data, len(MAGIC))
+        system, at = self._next(data, at)
+        if version != VERSION or not isinstance(system, dict):
+            raise self._archive.damaged("its head is not that of torch.save")
+        if system.get("little_endian") is not True:
+            raise UserError(f"{path} is stored big-endian: save it on a little-endian machine")
+        self.content, at = self._next(data, at)
+        keys, at = self._next(data, at)
+        self._archive.find(keys, at, self._mentioned)
+
+    def _next(self, data: bytes, at: int):
+        """The object of the pickle that begins at this byte, and where the next one does."""
+        program = self._program()
+        found = program.run(data[at:])
+        return found, at + program.length
+
+    def _storage(self, identity) -> Storage:
+        """From the persistent id, which may say at its end that it is a view into another one."""
+        key, dtype, count = self._identity(identity, 6)
+        if identity[5] is not None:
+            raise UserError(
+                f"{self.path}: storage {key:.80} is a view of another one, as only PyTorch before"
+                " 0.4 has them: save it again with a newer PyTorch"
+            )
+        found = Storage(key, dtype, count)
+        if self._mentioned.setdefault(key, found) != found:
+            raise UserError(f"{self.path}: storage {key:.80} has two types or sizes")
+        return found
+
+
+class Storages:
+    """Where the storages of a file are, as `archive.Archive` for those of a zip."""
+
+    def __init__(self, path: Path):
+        self.path, self._start = path, {}
+
+    def find(self, keys, at: int, mentioned: dict[str, Storage]) -> None:
+        """Note where every storage begins. keys: in the order of the file, the first at byte `at`.
+
+        Raises:
+          UserError: other storages than the pickle mentioned, or of other lengths.
+        """
+        texts = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
+        if not texts or sorted(keys) != sorted(mentioned):
+            raise self.damaged("its list of storages is not that of its tensors")
+        with self.path.open("rb") as file:
+            end = file.seek(0, 2)
+            for key in keys:
+                file.seek(at)
+                storage, head = mentioned[key], file.read(COUNT.size)
+                if len(head) < COUNT.size or COUNT.unpack(head)[0] != storage.count:
+                    raise self.damaged(f"storage {key:.80} has not {storage.count} elements")
+                self._start[key] = at + COUNT.size
+                at = self._start[key] + storage.count * storage.dtype.itemsize
+        if at != end:
+            raise self.damaged(f"its storages end at byte {at}, the file at {end}")
+
+    def values(self, key: str, dtype: np.dtype, first: int, end: int) -> np.ndarray:
+        """Elements `first` to `end` - 1 of a storage."""
+        with self.path.open("rb") as file:
+            file.seek(self._start[key] + first * dtype.itemsize)
+            data = file.read((end - first) * dtype.itemsize)
+        if len(data) != (end - first) * dtype.itemsize:
+            raise self.damaged("it ends too early")
+        return np.frombuffer(data, dtype)
+
+    def damaged(self, reason) -> UserError:
+        return UserError(f"{self.path} is damaged or incomplete ({reason}): download it again")

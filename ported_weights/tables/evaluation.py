@@ -1,0 +1,65 @@
+"""Where the tensors of the networks of evaluation go: `varjax.evaluation.inception.Inception` and
+`varjax.evaluation.lpips.LPIPS`. Their widths are read off the tensors' shapes.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+
+from ported_weights.rules import Ignore, Rule, linear
+from varjax.errors import UserError, some
+from varjax.evaluation.inception import CONVOLUTIONS, InceptionConfig
+from varjax.evaluation.lpips import LPIPSConfig, layers_of
+
+HEADS = ("lin0.model.1.weight", "lin1.model.1.weight")  # of LPIPS, in a file of their own
+_STATISTICS = {
+    "weight": "scale",
+    "bias": "bias",
+    "running_mean": "mean",
+    "running_var": "variance",
+}
+
+
+def inception_config(tensors: Mapping) -> InceptionConfig:
+    """From {name: tensor}. `UserError` with all convolutions that are not there."""
+    widths = _widths(tensors, [f"{name}.conv.weight" for name in CONVOLUTIONS])
+    (classes,) = _widths(tensors, ["fc.weight"], axes=2)
+    return InceptionConfig(widths=widths, num_classes=classes)
+
+
+def lpips_config(net: str, tensors: Mapping) -> LPIPSConfig:
+    """Likewise, of a backbone as torchvision names it."""
+    names = [f"features.{layer.number}.weight" for layer in layers_of(net)]
+    return LPIPSConfig(net=net, widths=_widths(tensors, names))
+
+
+def _widths(tensors: Mapping, names: Iterable[str], axes: int = 4) -> tuple[int, ...]:
+    names = list(names)
+    if missing := [name for name in names if name not in tensors]:
+        raise UserError(f"{len(missing)} of its tensors are missing: {some(missing, 8)}")
+    for name in names:
+        if len(tensors[name].shape) != axes:
+            raise UserError(f"{name} is {list(tensors[name].shape)}, {axes} axes are needed")
+    return tuple(tensors[name].shape[0] for name in names)
+
+
+def inception_rules(config: InceptionConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
+    """Rules for the network of this configuration: convolutions before and in the blocks."""
+    rules: list[Rule | Ignore] = []
+    for pattern, target in ((r"(Conv2d_\w+)", r"\1"), (r"(Mixed_\w+)\.(\w+)", r"\1/\2")):
+        rules.append(Rule(rf"{pattern}\.conv\.weight", f"{target}/kernel", "conv"))
+        for theirs, ours in _STATISTICS.items():
+            rules.append(Rule(rf"{pattern}\.bn\.{theirs}", f"{target}/{ours}"))
+    return [
+        *rules,
+        *linear("fc", "fc"),
+        Ignore(r".*\.bn\.num_batches_tracked", "a counter of training steps"),
+    ]
+
+
+def lpips_rules(config: LPIPSConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
+    """Rules for backbone and heads together."""
+    return [
+        Rule(r"features\.(\d+)\.weight", r"features_\1/kernel", "conv"),
+        Rule(r"features\.(\d+)\.bias", r"features_\1/bias"),
+        Rule(r"lin(\d)\.model\.1\.weight", r"head_\1", "flatten"),
+        Ignore(r"classifier\..*", "the classifier, of which LPIPS has no need"),
+    ]

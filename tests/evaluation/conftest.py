@@ -1,0 +1,15 @@
+import pytest
+
+from tests.evaluation import recipe
+from varjax.evaluation.extractors import open_inception
+
+
+@pytest.fixture(scope="session")
+def inception_folder(tmp_path_factory):
+    """The network of 1/8 width, converted."""
+    return recipe.convert("inception-fid", tmp_path_factory.mktemp("inception"))
+
+
+@pytest.fixture(scope="session")
+def inception(inception_folder):
+    return open_inception(str(inception_folder), "tf1")

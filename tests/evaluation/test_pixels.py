@@ -1,0 +1,35 @@
+"""PSNR and SSIM against torchmetrics and scikit-image."""
+
+import math
+
+import numpy as np
+import pytest
+
+from tests.evaluation import recipe
+from varjax import metrics
+from varjax.errors import UserError
+from varjax.evaluation import pixels
+
+KNOWN = recipe.expected()["psnr_ssim"]["per_pair"]
+
+
+@pytest.mark.parametrize("pair", range(8))
+def test_psnr_and_ssim(pair):
+    a, b = (recipe.arrays("lpips")[f"{x}_{pair}"] for x in "ab")
+    assert math.isclose(pixels.psnr(a, b), float(KNOWN["tm_psnr"][pair]), abs_tol=1e-4)
+    found = pixels.ssim(a, b)
+    assert math.isclose(found.torchmetrics, KNOWN["tm_ssim"][pair], abs_tol=1e-4)
+    assert math.isclose(found.skimage_gauss, KNOWN["skimage_ssim_gauss_u8"][pair], abs_tol=1e-6)
+    assert math.isclose(found.skimage_7x7, KNOWN["skimage_ssim_7x7_u8"][pair], abs_tol=1e-6)
+
+
+def test_reports_of_runs_have_scikit_images_definition():
+    a, b = (recipe.arrays("lpips")[f"{x}_0"] for x in "ab")
+    (theirs,) = metrics.ssim(*(x[None].astype(np.float32) / 255 for x in (a, b)))
+    assert math.isclose(pixels.ssim(a, b).skimage_gauss, theirs, abs_tol=1e-5)
+
+
+def test_small_pictures_are_refused():
+    a = np.zeros((10, 64, 3), np.uint8)
+    with pytest.raises(UserError, match="10x64 pixels: SSIM needs more than 10"):
+        pixels.ssim(a, a)

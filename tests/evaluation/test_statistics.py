@@ -1,0 +1,129 @@
+"""Statistics of features against exact values in float64."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tests.evaluation import recipe
+from varjax.errors import UserError
+from varjax.evaluation import statistics
+from varjax.evaluation.statistics import (
+    Gaussian,
+    InceptionScore,
+    Moments,
+    Points,
+    blocks_of,
+    frechet,
+    precision_recall,
+    shuffled_splits,
+    squared_radii,
+)
+
+FID = recipe.expected()["fid"]
+SCORES = recipe.expected()["inception_score"]
+NEIGHBOURS = recipe.expected()["precision_recall"]
+
+
+def gaussian(features: np.ndarray, rows: int = 37) -> Gaussian:
+    moments = Moments(features.shape[1])
+    for start in range(0, len(features), rows):
+        moments.add(features[start : start + rows])
+    return moments.gaussian()
+
+
+@pytest.mark.parametrize("case", FID)
+def test_frechet_distance(case):
+    """Singular covariances, few samples, dead channels, large offsets; also of statistics whose
+    origin is not known, as those of files."""
+    rows = 37
+    if "recipe" in FID[case]:
+        features, rows = recipe.features_of(FID[case]), 1000
+    else:
+        features = [recipe.arrays("fid")[f"{case}.{i}"] for i in (1, 2)]
+    exact = FID[case]["exact"]
+    tolerance = 1e-9 * (exact["trace_1"] + exact["trace_2"])
+    first, second = (gaussian(array, rows) for array in features)
+    assert abs(frechet(first, second) - exact["fid"]) < tolerance
+    if len(first.mean) < 100:
+        first, second = (dataclasses.replace(g, count=None) for g in (first, second))
+        assert abs(frechet(first, second) - exact["fid"]) < tolerance
+
+
+def test_moments_are_those_of_all_rows():
+    x = np.random.default_rng(0).normal(1e4, 1, (100, 5)).astype(np.float32)
+    found, exact = gaussian(x, 7), x.astype(np.float64)
+    np.testing.assert_allclose(found.mean, exact.mean(0), rtol=1e-14)
+    np.testing.assert_allclose(found.covariance, np.cov(exact.T), rtol=1e-10, atol=1e-12)
+    with pytest.raises(UserError, match="1 picture has no covariance"):
+        gaussian(x[:1])
+
+
+def test_nothing_varies():
+    """Covariances of rank 0."""
+    same = np.ones((4, 3), np.float32)
+    assert frechet(gaussian(same), gaussian(3 * same)) == 12
+
+
+def logits_of(case: str) -> np.ndarray:
+    if "recipe" not in SCORES[case]:
+        return recipe.arrays("is")[case]
+    said, salt = SCORES[case]["recipe"], recipe.expected()["salt"]
+    return (recipe.uniform(said["name"], SCORES[case]["shape"], salt) * said["scale"]).astype("f4")
+
+
+def scores(logits: np.ndarray, splits: np.ndarray) -> np.ndarray:
+    score = InceptionScore(splits)
+    for start in range(0, len(logits), 23):
+        score.add(logits[start : start + 23])
+    return score.scores()
+
+
+@pytest.mark.parametrize("case", SCORES)
+def test_inception_score(case):
+    """ADM's blocks and torch-fidelity's splits, shuffled or not."""
+    logits = logits_of(case)
+    for size, exact in SCORES[case]["adm_by_split_size"].items():
+        found = scores(logits, blocks_of(len(logits), int(size)))
+        np.testing.assert_allclose(found, exact["exact"]["scores"], rtol=1e-9)
+    for name, (mean, std) in SCORES[case]["torch_fidelity_mean_std"].items():
+        splits, order = name.removeprefix("splits").split("_")
+        seed = 2020 if order == "shuffle" else None
+        found = scores(logits, shuffled_splits(len(logits), int(splits), seed))
+        np.testing.assert_allclose([found.mean(), found.std()], [mean, std], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", NEIGHBOURS)
+def test_precision_and_recall(case, monkeypatch):
+    """Also where blocks are smaller than the sets."""
+    known = recipe.arrays("prc")
+    cases = NEIGHBOURS[case]["exact"]
+    if "recipe" in NEIGHBOURS[case]:
+        reference, samples = recipe.features_of(NEIGHBOURS[case])
+        cases = {"3": cases["3"]}
+    else:
+        reference, samples = known[f"{case}.ref"], known[f"{case}.sample"]
+        monkeypatch.setattr(statistics, "ROWS", 64)
+        monkeypatch.setattr(statistics, "COLUMNS", 100)
+    for k, exact in cases.items():
+        found = precision_recall(reference, samples, int(k))
+        assert (found.precision, found.recall) == (exact["precision"], exact["recall"])
+    centre = np.zeros(reference.shape[1])
+    radii = squared_radii(Points(reference, centre))
+    np.testing.assert_allclose(radii, known[f"{case}.k3.radius2_ref"], rtol=1e-6, atol=1e-20)
+
+
+def test_equal_pictures_have_distance_zero():
+    """The same picture four times: its ball has radius 0, and it lies in it."""
+    x = 1e3 * np.random.default_rng(0).normal(size=(3, 9)).astype(np.float32)
+    many = np.repeat(x, 4, axis=0)
+    assert squared_radii(Points(many, np.zeros(9))).max() == 0
+    assert precision_recall(many, x.repeat(5, 0)) == statistics.PrecisionRecall(1, 1)
+    with pytest.raises(UserError, match="3 pictures: precision and recall need at least 4"):
+        precision_recall(x, many)
+
+
+def test_progress_counts_all_passes():
+    x, seen = np.random.default_rng(0).normal(size=(10, 2)).astype(np.float32), []
+    precision_recall(x, x[:6], report=seen.append)
+    assert seen == [10, 16, 22, 32]

@@ -1,0 +1,184 @@
+"""Networks whose features are compared, by name, and the programs that run them over pictures."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import UInt8
+
+from varjax.errors import UserError
+from varjax.evaluation import inception, lpips, resizing
+from varjax.models import parameters
+from varjax.parallel.sharding import make_mesh
+from varjax.parallel.split import AXES, MeshSpec
+from varjax.storage import checkpoint
+
+USUAL_BATCH, CPU_BATCH = 64, 16  # the network of FID takes about 1 GiB for 16 pictures on CPU
+DATA = AXES[0]
+PUBLISHED = "6726825d"  # how the SHA-256 of the published network of FID begins
+INCEPTION_FILE = "pt_inception-2015-12-05-6726825d.pth"
+WHERE_INCEPTION = (
+    f"download {INCEPTION_FILE} (release fid_weights of github.com/mseitzer/pytorch-fid), convert"
+    f" it with `python -m ported_weights --model=inception-fid --source={INCEPTION_FILE} --out=DIR`"
+    " and name DIR"
+)
+WHERE_LPIPS = (
+    "download torchvision's alexnet-owt-7be5be79.pth and alex.pth (lpips/weights/v0.1 of"
+    " github.com/richzhang/PerceptualSimilarity), convert them with `python -m ported_weights"
+    " --model=lpips-alex --source=alexnet-owt-7be5be79.pth --heads_source=alex.pth --out=DIR` and"
+    " name DIR"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """A network with its weights.
+
+    name: of the extractor. identity: for reports; `sha256` is of its parameters. apply: (module,
+    arrays [B, ...]) -> {feature: [B, n]}, traced. widths: n of every feature. largest_batch:
+    (height, width) -> pictures at a time that memory allows.
+    """
+
+    name: str
+    module: nnx.Module
+    identity: Mapping
+    apply: Callable
+    widths: Mapping[str, int]
+    largest_batch: Callable[[int, int], int]
+
+
+def _load(folder: str, part: str) -> tuple[nnx.Module, dict]:
+    """A network of `registry.OWN_FOLDER` and what identifies it."""
+    parts, content = checkpoint.load(Path(folder), {part: "float32"})
+    module = parts[part]
+    digest = hashlib.sha256()
+    for name, array in sorted(parameters.named(module).items()):
+        digest.update(f"{name} {array.shape}\n".encode() + np.asarray(array).tobytes())
+    sources = content.get("sources")
+    return module, {"sha256": digest.hexdigest(), "sources": sources if sources else []}
+
+
+def open_inception(folder: str | None, path: str) -> Network:
+    """The network of FID on pictures resized by `path`.
+
+    Raises:
+      UserError: there is no such checkpoint; with the place to get it.
+    """
+    if not folder:
+        raise UserError(f"features need the network of FID: {WHERE_INCEPTION}")
+    if not Path(folder).exists():
+        raise UserError(f"there is no folder {folder}: {WHERE_INCEPTION}")
+    module, identity = _load(folder, "inception")
+    files = [str(source.get("sha256", "")) for source in identity["sources"]]
+    published = any(digest.startswith(PUBLISHED) for digest in files)
+    config = module.config
+    widths = {
+        "pool": config.features,
+        "spatial": inception.SPATIAL_CHANNELS * inception.SPATIAL_SIDE**2,
+        "logits": config.num_classes,
+    }
+    return Network(
+        "inception",
+        module,
+        {"name": "inception", **identity, "published_weights": published},
+        lambda network, images: network(resizing.prepare(images, path)),
+        widths,
+        resizing.batch_size,
+    )
+
+
+def open_demo(folder: str | None, path: str) -> Network:
+    raise UserError(
+        "features=demo: this version has no classifier of the demo's classes yet: use"
+        " features=inception"
+    )
+
+
+# {name: (folder of its weights, path of resizing) -> network}
+EXTRACTORS: Mapping[str, Callable[[str | None, str], Network]] = {
+    "inception": open_inception,
+    "demo": open_demo,
+}
+
+
+def open_lpips(folder: str) -> Network:
+    """LPIPS of pairs. `UserError`: there is no such checkpoint."""
+    if not Path(folder).exists():
+        raise UserError(f"there is no folder {folder}: {WHERE_LPIPS}")
+    module, identity = _load(folder, "lpips")
+    net = module.config.net
+    return Network(
+        "lpips",
+        module,
+        {"name": f"lpips {net}, version 0.1", **identity},
+        lambda network, a, b: {"layers": network.layers(_unit(a), _unit(b))},
+        {"layers": len(lpips.NETS[net])},
+        partial(lpips.batch_size, module.config),
+    )
+
+
+def _unit(images):
+    return images.astype(np.float32) / 255
+
+
+def usual_batch(devices: int = 1) -> int:
+    """Pictures per program call where nobody asks for others."""
+    return devices * (CPU_BATCH if jax.default_backend() == "cpu" else USUAL_BATCH)
+
+
+class Program:
+    """A network compiled for batches of pictures of one size, over the devices of a mesh.
+
+    size: (height, width). batch_size: pictures of all devices together; lowered to what memory
+    allows.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        size: tuple[int, int],
+        batch_size: int,
+        mesh: MeshSpec | None = None,
+    ):
+        mesh = mesh or MeshSpec()
+        each = min(batch_size // mesh.data, network.largest_batch(*size))
+        self.batch_size = each * mesh.data
+        self._mesh = make_mesh(mesh, jax.devices())
+        self._weights = jax.device_put(network.module, NamedSharding(self._mesh, P()))
+        self._place = NamedSharding(self._mesh, P(DATA))
+
+        def program(module, *arrays):  # every device runs the program of one on its pictures
+            specs = (P(), *(P(DATA) for _ in arrays))
+            options = {"in_specs": specs, "out_specs": P(DATA), "check_vma": False}
+            return jax.shard_map(network.apply, mesh=self._mesh, **options)(module, *arrays)
+
+        self._run = jax.jit(program)
+
+    def start(self, *arrays: UInt8[np.ndarray, "n H W 3"]) -> dict[str, jax.Array]:
+        """Features of up to `batch_size` pictures, which may still be on their way: the last batch
+        is filled up, so that there is one program; `finish` takes the filling away."""
+        missing = self.batch_size - len(arrays[0])
+        padded = [np.pad(a, ((0, missing), *((0, 0),) * (a.ndim - 1))) for a in arrays]
+        return self._run(self._weights, *(jax.device_put(a, self._place) for a in padded))
+
+    def over(self, batches: Iterator[tuple[np.ndarray, ...]]) -> Iterator[dict[str, np.ndarray]]:
+        """Features of every batch. While a device computes one, the next one is read."""
+        ahead: tuple[dict, int] | None = None
+        for arrays in batches:
+            begun = self.start(*arrays), len(arrays[0])
+            if ahead is not None:
+                yield _finished(*ahead)
+            ahead = begun
+        if ahead is not None:
+            yield _finished(*ahead)
+
+
+def _finished(arrays: dict[str, jax.Array], count: int) -> dict[str, np.ndarray]:
+    return {name: np.asarray(array)[:count] for name, array in arrays.items()}

@@ -1,0 +1,171 @@
+"""LPIPS: the perceptual distance of pairs of pictures (Zhang et al. 2018), version 0.1, on AlexNet
+or VGG16.
+
+The activations of five layers are scaled to unit length over the channels; squared differences are
+weighted per channel, averaged over positions and summed. Pictures keep their size. float32 with
+full-precision products.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from varjax.errors import UserError, choose
+from varjax.evaluation.pooling import max_pool
+from varjax.models import published
+
+SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)  # of the channels of -1..1
+UNIT_EPSILON = 1e-10  # added to a length; torchmetrics adds 1e-8 under the root, equal to 7e-11
+BYTES_PER_CALL = 2**30  # of the activations of the largest layer
+
+
+class Layer(NamedTuple):
+    """A convolution: its number in torchvision's `features`, side of the kernel, stride."""
+
+    number: int
+    side: int = 3
+    stride: int = 1
+    padding: int = 1
+
+
+class Group(NamedTuple):
+    """Layers up to the next tap. pool: side of the maximum of stride 2 before them, or 0."""
+
+    pool: int
+    layers: tuple[Layer, ...]
+
+
+def _vgg(*numbers: int) -> Group:
+    return Group(2 if numbers[0] else 0, tuple(map(Layer, numbers)))
+
+
+NETS = {
+    "alex": (
+        Group(0, (Layer(0, 11, 4, 2),)),
+        Group(3, (Layer(3, 5, 1, 2),)),
+        Group(3, (Layer(6),)),
+        Group(0, (Layer(8),)),
+        Group(0, (Layer(10),)),
+    ),
+    "vgg": (_vgg(0, 2), _vgg(5, 7), _vgg(10, 12, 14), _vgg(17, 19, 21), _vgg(24, 26, 28)),
+}
+SMALLEST = {"alex": 31, "vgg": 16}  # pixels of the shorter side that leave something to pool
+
+
+def layers_of(net: str) -> tuple[Layer, ...]:
+    return tuple(layer for group in NETS[net] for layer in group.layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LPIPSConfig(published.Configuration):
+    """net: `alex` or `vgg`. widths: output channels of every convolution, first to last."""
+
+    what = "LPIPS"
+
+    net: object
+    widths: tuple[int, ...]
+
+    def __post_init__(self):
+        choose("LPIPS network", self.net, NETS)
+        if len(self.widths) != len(layers_of(self.net)):
+            count = len(layers_of(self.net))
+            raise self.wrong(f"{len(self.widths)} widths for {count} convolutions")
+        for width in self.widths:
+            self.check_size("width", width)
+
+    @classmethod
+    def from_published(cls, given: Mapping) -> Self:
+        return cls(**cls.arguments(given, ()))
+
+
+class Convolution(nnx.Module):
+    """Convolution with bias, ReLU."""
+
+    def __init__(self, c_in: int, c_out: int, layer: Layer):
+        self.stride, self.padding = layer.stride, layer.padding
+        self.kernel = nnx.Param(jnp.zeros((layer.side, layer.side, c_in, c_out)))
+        self.bias = nnx.Param(jnp.zeros((c_out,)))
+
+    def __call__(self, x: Float[Array, "B h w C"]) -> Float[Array, "B p q D"]:
+        strides, padding = (self.stride,) * 2, ((self.padding,) * 2,) * 2
+        layout = ("NHWC", "HWIO", "NHWC")
+        x = jax.lax.conv_general_dilated(
+            x, self.kernel[...], strides, padding, dimension_numbers=layout
+        )
+        return jax.nn.relu(x + self.bias[...])
+
+
+class LPIPS(nnx.Module):
+    """Pairs of pictures in 0..1 to distances."""
+
+    def __init__(self, config: LPIPSConfig, *, rngs: nnx.Rngs | None = None):
+        self.config, width = config, 3
+        for layer, c_out in zip(layers_of(config.net), config.widths, strict=True):
+            setattr(self, f"features_{layer.number}", Convolution(width, c_out, layer))
+            width = c_out
+        widths = dict(zip(layers_of(config.net), config.widths, strict=True))
+        for number, group in enumerate(NETS[config.net]):
+            setattr(self, f"head_{number}", nnx.Param(jnp.zeros((widths[group.layers[-1]],))))
+
+    def activations(self, images: Float[Array, "B H W 3"]) -> list[Float[Array, "B h w C"]]:
+        """What the five taps see of pictures in 0..1.
+
+        Raises:
+          UserError: pictures that are too small for the network.
+        """
+        check_size(self.config, *images.shape[1:3])
+        x, taps = (2 * images - 1 - np.float32(SHIFT)) / np.float32(SCALE), []
+        with jax.default_matmul_precision("highest"):
+            for group in NETS[self.config.net]:
+                if group.pool:
+                    x = max_pool(x, group.pool)
+                for layer in group.layers:
+                    x = getattr(self, f"features_{layer.number}")(x)
+                taps.append(x)
+        return taps
+
+    def layers(
+        self, a: Float[Array, "B H W 3"], b: Float[Array, "B H W 3"]
+    ) -> Float[Array, "B taps"]:
+        """The distance of every pair at every tap; LPIPS is their sum."""
+        found = []
+        taps = zip(self.activations(a), self.activations(b), strict=True)
+        for number, (x, y) in enumerate(taps):
+            squares = jnp.square(unit(x) - unit(y))
+            head = getattr(self, f"head_{number}")[...]
+            found.append((squares * head).sum(-1).mean((1, 2)))
+        return jnp.stack(found, axis=1)
+
+    def __call__(
+        self, a: Float[Array, "B H W 3"], b: Float[Array, "B H W 3"]
+    ) -> Float[Array, " B"]:
+        return self.layers(a, b).sum(1)
+
+
+def unit(x: Float[Array, "B h w C"]) -> Float[Array, "B h w C"]:
+    """Every position scaled to length one over the channels; zeros stay zeros."""
+    return x / (jnp.sqrt(jnp.square(x).sum(-1, keepdims=True)) + UNIT_EPSILON)
+
+
+def check_size(config: LPIPSConfig, height: int, width: int) -> None:
+    """`UserError` for pictures that are too small for the network."""
+    least = SMALLEST[config.net]
+    if min(height, width) < least:
+        raise UserError(
+            f"pictures of {height}x{width} pixels: LPIPS on {config.net} needs at least {least} on"
+            " each side"
+        )
+
+
+def batch_size(config: LPIPSConfig, height: int, width: int) -> int:
+    """Pairs at a time: the first layers of large pictures take much memory."""
+    layer, channels = layers_of(config.net)[0], config.widths[0]
+    one = 2 * 3 * 4 * channels * height * width / layer.stride**2  # a pair, and what is in flight
+    return max(1, math.floor(BYTES_PER_CALL / one))

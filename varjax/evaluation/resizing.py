@@ -1,0 +1,126 @@
+"""Pictures as the network sees them: the three published ways to 299x299 pixels.
+
+Each way is a matrix per axis, made on the host, and two matrix products on the device; they differ
+in where they sample and in what they do when they shrink, by far more than rounding.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, UInt8
+
+from varjax.evaluation.inception import SIDE
+
+CUBIC = -0.5  # Pillow's a
+CUBIC_SUPPORT = 2.0
+BYTES_PER_CALL = 2**28  # of pictures in float32 that are resized at a time
+
+
+@dataclass(frozen=True)
+class Path:
+    """A way from bytes to the network.
+
+    matrix: (sides in, sides out) -> float32 [out, in]. definition: in words, for reports.
+    normalise: values 0..255, resized, to what the network takes.
+    """
+
+    definition: str
+    matrix: Callable[[int, int], np.ndarray]
+    normalise: Callable[[Array], Array]
+
+
+def _bilinear(source: np.ndarray, size: int) -> Float[np.ndarray, "out in"]:
+    """Rows that mix the two neighbours of a place, both clamped to the picture."""
+    low = np.floor(source).astype(int)
+    part = (source - low).astype(np.float32)
+    rows, matrix = np.arange(len(source)), np.zeros((len(source), size), np.float32)
+    matrix[rows, np.minimum(low, size - 1)] += 1 - part
+    matrix[rows, np.minimum(low + 1, size - 1)] += part
+    return matrix
+
+
+def half_pixel(size: int, out: int) -> Float[np.ndarray, "out in"]:
+    """torch: centres of pixels lie at halves, no antialiasing, clamped at the edges. In float32 as
+    the original."""
+    scale = np.float32(size) / np.float32(out)
+    places = (np.arange(out, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5)
+    return _bilinear(np.maximum(places, np.float32(0)), size)
+
+
+def corner(size: int, out: int) -> Float[np.ndarray, "out in"]:
+    """TensorFlow 1: corners of pixels are their places, no antialiasing. In float32 likewise."""
+    scale = np.float32(size) / np.float32(out)
+    return _bilinear(np.arange(out, dtype=np.float32) * scale, size)
+
+
+def _cubic(x: np.ndarray) -> np.ndarray:
+    x = np.abs(x)
+    near = ((CUBIC + 2) * x - (CUBIC + 3)) * x * x + 1
+    far = (((x - 5) * x + 8) * x - 4) * CUBIC
+    return np.where(x < 1, near, np.where(x < 2, far, 0.0))
+
+
+def pillow_bicubic(size: int, out: int) -> Float[np.ndarray, "out in"]:
+    """Pillow: bicubic, its support widened where it shrinks (antialiasing), weights summing to
+    one."""
+    scale = size / out
+    wide = max(scale, 1.0)
+    matrix = np.zeros((out, size))
+    for i in range(out):
+        centre = (i + 0.5) * scale
+        first = max(int(centre - CUBIC_SUPPORT * wide + 0.5), 0)
+        last = min(int(centre + CUBIC_SUPPORT * wide + 0.5), size)
+        weights = _cubic((np.arange(first, last) - centre + 0.5) / wide)
+        matrix[i, first:last] = weights / weights.sum()
+    return matrix.astype(np.float32)
+
+
+def _around_128(x: Array) -> Array:
+    return (x - 128) / 128
+
+
+PATHS = {
+    "pfid": Path(
+        "bilinear, half-pixel centres, no antialiasing; x / 127.5 - 1",
+        half_pixel,
+        lambda x: 2 * (x / 255) - 1,
+    ),
+    "tf1": Path(
+        "bilinear from corners (TensorFlow 1), no antialiasing; (x - 128) / 128",
+        corner,
+        _around_128,
+    ),
+    "clean": Path(
+        "Pillow's bicubic in float32, antialiased, clipped to 0..255, not rounded; (x - 128) / 128",
+        pillow_bicubic,
+        lambda x: _around_128(jnp.clip(x, 0, 255)),
+    ),
+}
+matrix = functools.lru_cache(maxsize=32)(lambda path, size: PATHS[path].matrix(size, SIDE))
+
+
+def resize(images: UInt8[Array, "B H W 3"], path: str) -> Float[Array, "B 299 299 3"]:
+    """Pictures at 299x299 pixels, values 0..255, width first as Pillow does; sides that are right
+    stay as they are. Not clipped."""
+    x = images.astype(jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        for axis, product in ((2, "bhwc,pw->bhpc"), (1, "bhwc,ph->bpwc")):
+            if x.shape[axis] != SIDE:
+                x = jnp.einsum(product, x, matrix(path, x.shape[axis]))
+    return x
+
+
+def prepare(images: UInt8[Array, "B H W 3"], path: str) -> Float[Array, "B 299 299 3"]:
+    """What the network takes, of one of `PATHS`."""
+    return PATHS[path].normalise(resize(images, path))
+
+
+def batch_size(height: int, width: int) -> int:
+    """Pictures that may be resized at a time: large ones take more memory than the network."""
+    one = 4 * 3 * (height * width + height * SIDE + SIDE * SIDE)
+    return max(1, math.floor(BYTES_PER_CALL / one))

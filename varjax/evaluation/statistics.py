@@ -1,0 +1,253 @@
+"""Statistics of features: Frechet distance, Inception score, improved precision and recall.
+
+Everything is summed in float64 on the host, a block of features at a time. Letters: N pictures, D
+features, V classes, S splits.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from jaxtyping import Bool, Float, Integer
+from scipy.linalg.lapack import dpstrf
+from scipy.special import log_softmax
+
+from varjax.errors import UserError
+
+NEIGHBOURS = 3  # k of precision and recall
+ROWS, COLUMNS = 1024, 4096  # of a block of distances
+# Squared distances below this part of the squared norms are computed again, by differences: what
+# is left of them after cancellation is rounding.
+CANCELLED = 1e-9
+PAIRS = 2**14  # computed again at a time
+
+Features = Float[np.ndarray, "n D"]
+
+
+# --- Frechet distance -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """Mean and covariance (N - 1) of features, all that the Frechet distance sees of them.
+
+    count: pictures they were computed of; None for those of a file, whose digits may be fewer.
+    """
+
+    mean: Float[np.ndarray, " D"]
+    covariance: Float[np.ndarray, "D D"]
+    count: int | None = None
+
+    @cached_property
+    def factor(self) -> Float[np.ndarray, "D r"]:
+        """A matrix whose product with its transpose is the covariance, of its numerical rank."""
+        if self.count is not None:  # positive up to rounding: a tenth of the time
+            triangle, pivots, rank, _ = dpstrf(self.covariance, lower=1)
+            found = np.empty((len(triangle), rank))
+            found[pivots - 1] = np.tril(triangle)[:, :rank]
+            return found
+        values, vectors = np.linalg.eigh(self.covariance)
+        kept = values > len(values) * np.finfo(np.float64).eps * max(values[-1], 0)
+        return vectors[:, kept] * np.sqrt(values[kept])
+
+
+class Moments:
+    """Mean and covariance of features that come block by block.
+
+    Blocks are joined by the pairwise rule (Chan et al. 1979): sums of squares around the running
+    mean, so that an offset of the features costs no digits.
+    """
+
+    def __init__(self, dimension: int):
+        self.count, self.mean = 0, np.zeros(dimension)
+        self.scatter = np.zeros((dimension, dimension))
+
+    def add(self, block: Features) -> None:
+        block = np.asarray(block, np.float64)
+        mean = block.mean(0)
+        centred, shift = block - mean, mean - self.mean
+        total = self.count + len(block)
+        self.scatter += centred.T @ centred
+        self.scatter += np.outer(shift, shift * (self.count * len(block) / total))
+        self.mean = self.mean + shift * (len(block) / total)
+        self.count = total
+
+    def gaussian(self) -> Gaussian:
+        """`UserError` for fewer than two pictures, which have no covariance."""
+        if self.count < 2:
+            raise UserError(f"{self.count} picture has no covariance: give at least 2")
+        return Gaussian(self.mean, self.scatter / (self.count - 1), self.count)
+
+
+def frechet(first: Gaussian, second: Gaussian) -> float:
+    """Squared Frechet distance of two normal distributions (Dowson and Landau 1982; FID: Heusel et
+    al. 2017): |m1 - m2|^2 + tr S1 + tr S2 - 2 tr sqrt(S1 S2).
+
+    With S = F F^T the last trace is the sum of the singular values of F1^T F2. No square root of a
+    product of matrices is taken, which loses half of the digits where covariances are singular, as
+    they are for fewer pictures than features; nothing is added to their diagonals.
+    """
+    shift = first.mean - second.mean
+    product = first.factor.T @ second.factor
+    root = np.linalg.svd(product, compute_uv=False).sum() if product.size else 0.0
+    traces = np.trace(first.covariance) + np.trace(second.covariance)
+    return float(shift @ shift + traces - 2 * root)
+
+
+# --- Inception score ------------------------------------------------------------------------------
+
+
+def blocks_of(count: int, size: int) -> Integer[np.ndarray, " N"]:
+    """The split of every picture in ADM's evaluator: consecutive blocks, the last one shorter."""
+    return np.arange(count) // size
+
+
+def shuffled_splits(count: int, splits: int, seed: int | None = 2020) -> Integer[np.ndarray, " N"]:
+    """Likewise in torch-fidelity: `splits` parts of equal size of the shuffled pictures; seed:
+    None leaves them in order."""
+    order = np.arange(count)
+    if seed is not None:
+        order = np.random.RandomState(seed).permutation(count)
+    found = np.empty(count, int)
+    for split in range(splits):
+        found[order[split * count // splits : (split + 1) * count // splits]] = split
+    return found
+
+
+class InceptionScore:
+    """exp of the mean KL(p(y|x) || p(y)) of every split (Salimans et al. 2016), of logits that come
+    block by block in the order of the pictures. split_of: the split of every picture."""
+
+    def __init__(self, split_of: Integer[np.ndarray, " N"]):
+        self.split_of, self.done = split_of, 0
+        splits = int(split_of.max()) + 1
+        self.negative_entropy, self.probability = np.zeros(splits), None
+
+    def add(self, logits: Float[np.ndarray, "n V"]) -> None:
+        splits = self.split_of[self.done : self.done + len(logits)]
+        logs = log_softmax(np.asarray(logits, np.float64), axis=1)  # finite where softmax is 0
+        p = np.exp(logs)
+        if self.probability is None:
+            self.probability = np.zeros((len(self.negative_entropy), logits.shape[1]))
+        np.add.at(self.negative_entropy, splits, (p * logs).sum(1))
+        np.add.at(self.probability, splits, p)
+        self.done += len(logits)
+
+    def scores(self) -> Float[np.ndarray, " S"]:
+        counts = np.bincount(self.split_of)[:, None]
+        mean = self.probability / counts
+        logs = np.log(np.maximum(mean, np.finfo(np.float64).tiny))
+        return np.exp(self.negative_entropy / counts[:, 0] - (mean * logs).sum(1))
+
+
+# --- precision and recall -------------------------------------------------------------------------
+
+
+class Points:
+    """Features that are read by block, such as those of a memory-mapped file.
+
+    centre [D]: is taken from all of them, which changes no distance and saves digits.
+    """
+
+    def __init__(self, features: Features, centre: Float[np.ndarray, " D"]):
+        self.features, self.centre = features, centre
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def blocks(self, rows: int) -> Iterator[tuple[slice, Float[np.ndarray, "n D"]]]:
+        for start in range(0, len(self), rows):
+            part = slice(start, min(start + rows, len(self)))
+            yield part, np.asarray(self.features[part], np.float64) - self.centre
+
+
+def squared_distances(a: Features, b: Float[np.ndarray, "m D"]) -> Float[np.ndarray, "n m"]:
+    """Between all rows of a and of b, in float64; 0 exactly for equal rows."""
+    norms = (a * a).sum(1)[:, None] + (b * b).sum(1)
+    found = norms - 2 * (a @ b.T)
+    rows, columns = np.nonzero(found < CANCELLED * norms)
+    for start in range(0, len(rows), PAIRS):
+        i, j = rows[start : start + PAIRS], columns[start : start + PAIRS]
+        found[i, j] = ((a[i] - b[j]) ** 2).sum(1)
+    found[norms == 0] = 0
+    return found
+
+
+def squared_radii(points: Points, k: int = NEIGHBOURS, report=lambda done: None) -> np.ndarray:
+    """float64 [N]: squared distance of every point to its k-th neighbour, itself not counted.
+
+    Raises:
+      UserError: there are not so many neighbours.
+    """
+    if len(points) <= k:
+        raise UserError(f"{len(points)} pictures: precision and recall need at least {k + 1}")
+    radii = np.empty(len(points))
+    for part, rows in points.blocks(ROWS):
+        nearest = np.empty((len(rows), 0))
+        for _, columns in points.blocks(COLUMNS):
+            found = np.concatenate([nearest, squared_distances(rows, columns)], axis=1)
+            nearest = np.partition(found, k, axis=1)[:, : k + 1] if found.shape[1] > k else found
+        radii[part] = nearest.max(1)  # the point itself is one of these, at distance 0
+        report(part.stop)
+    return radii
+
+
+def covered(
+    points: Points, centres: Points, radii: np.ndarray, report=lambda done: None
+) -> Bool[np.ndarray, " N"]:
+    """Whether every point lies in the ball (squared radius) of some of the centres."""
+    found = np.zeros(len(points), bool)
+    for part, rows in points.blocks(ROWS):
+        for columns, block in centres.blocks(COLUMNS):
+            found[part] |= (squared_distances(rows, block) <= radii[columns]).any(1)
+        report(part.stop)
+    return found
+
+
+@dataclass(frozen=True)
+class PrecisionRecall:
+    """precision: part of the samples that lie among the reference; recall: the other way round."""
+
+    precision: float
+    recall: float
+
+
+def precision_recall(
+    reference: Features,
+    samples: Float[np.ndarray, "m D"],
+    k: int = NEIGHBOURS,
+    report=lambda done: None,
+) -> PrecisionRecall:
+    """Improved precision and recall (Kynkaanniemi et al. 2019), in float64 and block by block: the
+    matrix of distances is never there as a whole. report: gets the rows done, of four passes.
+
+    Raises:
+      UserError: fewer pictures than neighbours are needed.
+    """
+    centre = np.asarray(reference[: min(len(reference), ROWS)], np.float64).mean(0)
+    ours, theirs = Points(samples, centre), Points(reference, centre)
+    passes = _counting(report)
+    their_radii, our_radii = (
+        squared_radii(theirs, k, next(passes)),
+        squared_radii(ours, k, next(passes)),
+    )
+    precision = covered(ours, theirs, their_radii, next(passes)).mean()
+    recall = covered(theirs, ours, our_radii, next(passes)).mean()
+    return PrecisionRecall(float(precision), float(recall))
+
+
+def _counting(report) -> Iterable:
+    """Reports of passes that follow each other, as one count."""
+    total = 0
+
+    def of(before: int):
+        def add(done: int) -> None:
+            nonlocal total
+            total = before + done
+            report(total)
+
+        return add
+
+    while True:
+        yield of(total)
