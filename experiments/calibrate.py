@@ -71,6 +71,7 @@ def text(found: Calibration) -> str:
 def main(argv) -> None:
     target = SAVE.check()
     model = MODEL.resolve()
+    measure.check_scales(model)
     condition = CONDITION.resolve(model)
     sampling, seed = SAMPLING.sampling(model), SAMPLING.seeds(STABILITY.value)
     dtype = DTYPE.value or default_dtype()

@@ -16,6 +16,10 @@ needs no --calibration here: layers and heads then count as alike.
 `pool_tokens`, `num_bytes`, `dense_bytes`; for policies whose contents are known beforehand
 `keep_scale` bool (K, layers, heads, K), whether a scale sees anything of an earlier one, and
 `keep_count`, of how many of its tokens.
+Models that draw token by token are given as --geometry='layers=36,heads=20,head_dim=64,tokens=576,
+condition=1,line=24': image tokens, slots of the condition (1), tokens of an image line (by default
+the image is a square). Stages take the place of scales, stage 0 is the condition; one is printed
+where what heads hold begins to grow, drops or stays. --save writes `stages`, their first tokens.
 Geometries have at most 64 scales and 4096 heads over all layers, 2**20 heads times the square of
 the scales and 2**25 heads times tokens: then any plan takes seconds and about a GiB at most.
 """
@@ -31,10 +35,12 @@ from experiments.flags.program import batch_size_flag, dtype_flag, kv_dtype_flag
 from experiments.output import FileFlags
 from varjax.cache.allocation import Geometry
 from varjax.cache.plan import CachePlan
+from varjax.cache.stages import TokenPlan
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
 from varjax.engine.memory import show_bytes
 from varjax.errors import UserError
+from varjax.sequence import TOKENS
 from varjax.storage.atomic import new_file
 
 BYTES_PER_PAIR = 6  # an element of K in float32 and one of V in 16 bits
@@ -47,7 +53,10 @@ HEATKV_ROWS = {0.2: 1300, 0.1: 650, 0.04: 265}
 FLAGS = CommandFlags()
 MODEL = ModelFlags(FLAGS, published="Published name")
 GEOMETRY = FLAGS.string(
-    "geometry", None, "layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4 (height x width)."
+    "geometry",
+    None,
+    "layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4 (height x width), or in place of the "
+    "schedule tokens=576,condition=1,line=24.",
 )
 POLICY = PolicyFlags(FLAGS)
 BATCH_SIZE = batch_size_flag(FLAGS, 1, "Images per batch (two cache rows each with guidance).")
@@ -58,7 +67,7 @@ SAVE = FileFlags(FLAGS, "save", "Write the plan's arrays to this npz file.")
 
 def arrays(plan: CachePlan, batch_size: int, dtype: str, kv_dtype: str) -> dict[str, np.ndarray]:
     """What --save writes."""
-    schedule = plan.geometry.schedule
+    schedule, by_token = plan.geometry.schedule, plan.geometry.kind == TOKENS
     found = {
         "capacity": plan.capacity,
         "live_tokens": plan.live_tokens,
@@ -66,8 +75,11 @@ def arrays(plan: CachePlan, batch_size: int, dtype: str, kv_dtype: str) -> dict[
         "num_bytes": np.int64(plan.num_bytes(batch_size, kv_dtype)),
         "dense_bytes": np.int64(plan.dense_bytes(batch_size, dtype)),
         "block_size": np.int64(plan.block_size),
-        "schedule": np.array(schedule.maps, np.int32),
     }
+    if by_token:
+        stage = np.arange(len(plan.capacity))
+        return found | {"stages": np.maximum(stage - 1, 0) * plan.allocation.period}
+    found["schedule"] = np.array(schedule.maps, np.int32)
     if plan.static_content:
         starts, scales = schedule.starts, range(schedule.num_scales)
         visible = (plan.allocation.visible(plan.geometry, s) for s in scales)
@@ -85,8 +97,7 @@ def text(
     excess = plan.fraction - plan.budget
     held, full = plan.num_bytes(batch_size, kv_dtype), plan.dense_bytes(batch_size, dtype)
     lines = [
-        f"{name}: {g.num_layers} layers, {g.num_heads} heads of {g.head_dim}, "
-        f"{g.schedule.num_scales} scales, "
+        f"{name}: {g.num_layers} layers, {g.num_heads} heads of {g.head_dim}, {_drawn(g)}"
         f"{g.schedule.total_tokens} tokens ({g.schedule.persistent_tokens} per head in a full "
         f"cache)",
         f"policy {plan.policy.name}, budget {plan.budget:g}, accounting {plan.accounting}",
@@ -102,6 +113,8 @@ def text(
             f"rounding  the pool exceeds the budget by {excess:.2%} of full (accounting=bytes "
             f"would charge this to the budget)"
         )
+    if g.kind == TOKENS:
+        return "\n".join([*lines, *remarks, "", *_stages(plan)])
     lines += [
         *remarks,
         "",
@@ -114,6 +127,26 @@ def text(
             f"{s:5d}  {f'{h}x{w}':7s}  {h * w:6d}  {spread:28s}  {live[0]:.2%}, {live[-1]:.2%}"
         )
     return "\n".join(lines)
+
+
+def _drawn(geometry: Geometry) -> str:
+    if geometry.kind == TOKENS:
+        return f"token by token, condition of {geometry.schedule.condition}, "
+    return f"{geometry.schedule.num_scales} scales, "
+
+
+def _stages(plan: TokenPlan) -> list[str]:
+    """A line for the stages at which what heads hold begins to grow, drops, or stays from then on,
+    and for the last one."""
+    held, period = plan.capacity.max((1, 2)).astype(int), plan.allocation.period
+    live = plan.live_tokens[:, -1] / max(1, plan.geometry.dense_tokens)
+    change = np.diff(held)
+    turns = 1 + np.flatnonzero(np.diff(change)) if len(held) > 2 else []
+    found = ["stage  drawn before  held per head  live at its end"]
+    for s in sorted({0, *(int(s) for s in turns), len(held) - 1}):
+        drawn = max(0, s - 1) * period
+        found.append(f"{s:5d}  {drawn:12d}  {held[s]:13d}  {live[s]:.2%}")
+    return found
 
 
 def paper_lines(
@@ -179,10 +212,9 @@ def main(argv) -> None:
     plan, calibration = POLICY.plan(POLICY.resolve(), model)
     sizes = (BATCH_SIZE.value, DTYPE.value, KV_DTYPE.value or DTYPE.value)
     steady = plan.policy.steady_tokens(geometry, calibration)
-    remarks = [
-        *plan_remarks(plan, calibration),
-        *paper_lines(plan, BATCH_SIZE.value, sizes[-1], steady),
-    ]
+    remarks = plan_remarks(plan, calibration)
+    if geometry.kind != TOKENS:
+        remarks += paper_lines(plan, BATCH_SIZE.value, sizes[-1], steady)
     print(text(name, plan, *sizes, remarks))
     if target:
         with new_file(target) as file:

@@ -13,14 +13,16 @@ import numpy as np
 from pallas_kernels import implementations
 from varjax import arguments, conditions
 from varjax import sampling as sampling_lib
-from varjax.cache.allocation import Geometry
 from varjax.cache.plan import KV_DTYPES, CachePlan
 from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
+from varjax.cache.token_state import LayerCache
 from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
 from varjax.conditions import Condition
-from varjax.engine import compilation_cache, cost, program, scales
+from varjax.engine import compilation_cache, cost, program
+from varjax.engine.drawing import drawing
+from varjax.engine.segments import Segment
 from varjax.errors import UserError, choose
 from varjax.model import Model
 from varjax.models import stacked
@@ -137,19 +139,15 @@ class Generator:
         if plan is None:
             plan = _plan(model, policy, budget, sampling, calibration)
         self.plan = arguments.instance("plan", plan, CachePlan, "a plan, as varjax.plan makes it")
-        _check_plan(plan, model.geometry_for(sampling))
-        self.policy, platform = self.plan.policy, jax.default_backend()
-        choose("layers", layers, program.LAYERS)
-        self.segments = program.plan_segments(
-            *(model.networks, self.plan.geometry.schedule, segments),
-            *(self.plan.geometry.rows_per_image * self.batch_size // mesh.data or 1, platform),
+        _check_plan(plan, model, sampling)
+        self.policy, self._layers = self.plan.policy, choose("layers", layers, program.LAYERS)
+        options |= {"segments": segments, "layers": layers, "attention": attention, "mesh": mesh}
+        self.drawing = drawing(
+            *(model.networks, self.plan, sampling),
+            **{"batch_size": self.batch_size, "platform": jax.default_backend(), **options},
         )
-        self.spec = scales.ProgramSpec.of(
-            *(self.plan, self.segments, sampling, model.config), attention=attention, **options
-        )
-        self.timing = Timing()
-        self.layout = ShardedPlan(self.plan, self._check_mesh(mesh))
-        self._networks, self._layers = model.networks, layers
+        self.spec, self.mesh, self.timing = self.drawing.spec, self._check_mesh(mesh), Timing()
+        self._networks = model.networks
         self._arrange()
         # the programs that draw codes and decode pixels (`jax.stages.Compiled`)
         self.compiled = self.compiled_decoder = None
@@ -158,7 +156,7 @@ class Generator:
     def _arrange(self) -> None:
         """Arrange the weights as the program takes them. Another program of the same model may have
         changed that meanwhile."""
-        program.arrange_layers(self._networks, self._layers, jax.default_backend())
+        self.drawing.arrange(self._networks, self._layers, jax.default_backend())
 
     def _check_mesh(self, mesh: MeshSpec) -> MeshSpec:
         if mesh.num_devices > 1:
@@ -194,7 +192,7 @@ class Generator:
             condition = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
         arguments = self._arguments(condition, np.zeros(images, np.int32), 0, given, 0)
         state = jax.eval_shape(self.empty_state)
-        if self.layout.spec.num_devices > 1:
+        if self.mesh.num_devices > 1:
             self._split(state, arguments)
             place = self._sharded.place_shapes
             state, arguments = place(1, state), place(slice(2, None), arguments)
@@ -208,7 +206,7 @@ class Generator:
             self.compiled = codes.lower().compile(compiler_options=chosen)
         self.timing.cache = watch.verdict
         self._formats = self.compiled.input_formats[0][0] if automatic else None
-        code_map = jax.ShapeDtypeStruct((images, *transformer.config.code_map), jnp.float32)
+        code_map = jax.ShapeDtypeStruct((images, *self.model.code_map), jnp.float32)
         pixels = program.trace_pixels(
             *(self._networks, code_map), formats=self._formats, at_once=self.decode_batch, **options
         )
@@ -217,25 +215,25 @@ class Generator:
     def _split(self, state, arguments) -> None:
         """Divide the program and the weights over the mesh. Only shapes are kept of the model, so
         that its arrays go once nobody else holds them."""
-        spec, (_, _, inputs, given) = self.layout.spec, arguments
+        _, _, inputs, given = arguments
         self._sharded = ShardedProgram.of(
-            sharding.make_mesh(spec, jax.devices()),
+            sharding.make_mesh(self.mesh, jax.devices()),
             *(self.spec, self.layout, self._networks, state, inputs, given),
         )
-        placed = sharding.place_weights(self._networks, spec, self._sharded.shardings[0])
+        placed = sharding.place_weights(self._networks, self.mesh, self._sharded.shardings[0])
         self.model, self._networks = self.model.abstract(), placed
 
     @cached_property
     def _shared_inputs(self):
         """On the device once, for all batches."""
-        resampling = self._networks["transformer"].resampling
-        return jax.tree.map(jnp.asarray, self.layout.shared_inputs(self.segments, resampling))
+        shared = self.drawing.shared_inputs(self._networks["transformer"])
+        return jax.tree.map(jnp.asarray, shared)
 
     def _arguments(self, condition, image_index, seed, given, given_scales):
         """Condition, keys, inputs and given tokens of a batch, as arrays."""
-        inputs = self.layout.for_images(self._shared_inputs, self.segments, image_index)
+        inputs = self.drawing.for_images(self._shared_inputs, image_index)
         if given is not None:
-            given = scales.GivenTokens(jnp.asarray(given), jnp.asarray(given_scales, jnp.int32))
+            given = self.drawing.given(given, given_scales)
         keys = sampling_lib.image_keys(seed, jnp.asarray(image_index))
         if isinstance(condition, (list, tuple)):  # labels as Python numbers
             condition = np.asarray(condition, np.int32)
@@ -243,6 +241,16 @@ class Generator:
         return condition, keys, inputs, given
 
     # --- what was compiled ------------------------------------------------------------------------
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """How the scale loop is cut; nothing of models that draw token by token."""
+        return self.drawing.segments
+
+    @property
+    def layout(self) -> ShardedPlan:
+        """The plan divided over the devices, of models that draw scale by scale."""
+        return self.drawing.layout
 
     @property
     def layers(self) -> str:
@@ -253,8 +261,7 @@ class Generator:
     @property
     def allocated_bytes(self) -> int:
         """Bytes of the arrays that hold K and V among the compiled program's arguments."""
-        state = self.compiled.in_avals[0][1]
-        return cost.tree_bytes((state.kv_pool, state.kv_scale))
+        return cost.tree_bytes(self.drawing.stored(self.compiled.in_avals[0][1]))
 
     @property
     def bookkeeping_bytes(self) -> int:
@@ -263,7 +270,7 @@ class Generator:
 
     def attention_flops(self) -> dict[str, float]:
         """FLOPs per image of the attention, and of observing it for the policy."""
-        return cost.attention_flops(self.plan, self.segments, self.spec.cache)
+        return self.drawing.attention_flops()
 
     # --- running ----------------------------------------------------------------------------------
 
@@ -304,7 +311,7 @@ class Generator:
 
     def run_images(
         self, condition: Condition, index: np.ndarray, *, given=None, **options
-    ) -> tuple[dict, KVState | None]:
+    ) -> tuple[dict, Any]:
         """Results of at most a batch of images, by their numbers, and the cache of the whole batch:
         it is padded by repeating the last image. given: tokens of all images."""
         padded = np.pad(index, (0, self.batch_size - len(index)), mode="edge").astype(np.int32)
@@ -314,21 +321,19 @@ class Generator:
 
     def run_batch(
         self, condition, image_index, *, seed=0, given=None, given_scales=None, keep_cache=True
-    ) -> tuple[dict, KVState | None]:
+    ) -> tuple[dict, Any]:
         """One full batch: {"images" float32 [B, H, W, 3] in [0, 1], "tokens", "code_map",
         "logits"?} and the final cache.
 
         condition: arrays with a leading image axis (`Condition.take`); for VAR labels [B].
-        given: tokens of the images that replace the draw in the first `given_scales` scales (None:
-          all).
+        given: tokens of the images that replace the draw in the first `given_scales` scales or, of
+          models that draw token by token, of so many tokens (None: all).
         keep_cache: without it None is returned, and the cache is gone before pixels are decoded.
           Over several devices its rows are those of the first device, then of the next.
         """
         seed = sampling_lib.check_seed(seed)
         if self.compiled is None:
             self.compile(condition, given)
-        num_scales = self.plan.geometry.schedule.num_scales
-        given_scales = num_scales if given_scales is None else given_scales
         arguments = self._arguments(condition, image_index, seed, given, given_scales)
         self._arrange()
         if self._formats is not None:
@@ -346,9 +351,9 @@ class Generator:
         self.timing.runs.append(time.perf_counter() - start)
         return results, state
 
-    def empty_state(self) -> KVState:
+    def empty_state(self) -> KVState | tuple[LayerCache, ...]:
         """An empty cache; over several devices each makes its own share."""
-        make = partial(self.layout.empty_state, self.batch_size, self.kv_dtype, self.model.dtype)
+        make = partial(self.drawing.empty_state, self.batch_size, self.kv_dtype, self.model.dtype)
         if self._sharded is None:
             return make()
         return jax.jit(make, out_shardings=self._sharded.shardings[1])()
@@ -371,8 +376,11 @@ def check_model(model: Model) -> Model:
     return arguments.instance("model", model, Model, "a model, as varjax.load gives it")
 
 
-def _check_plan(plan: CachePlan, geometry: Geometry) -> None:
+def _check_plan(plan: CachePlan, model: Model, sampling: Sampling) -> None:
     """Refuse a plan of another model. For another number of rows, `ProgramSpec` says what to do."""
+    geometry, whole = (model.geometry_for(sampling, one_slot=flag) for flag in (True, False))
+    if plan.geometry.schedule == whole.schedule:  # every token of the condition in its own slot
+        geometry = whole
     for name in ("schedule", "num_layers", "num_heads", "head_dim"):
         given, wanted = getattr(plan.geometry, name), getattr(geometry, name)
         if given != wanted:

@@ -17,6 +17,7 @@ from varjax.errors import UserError
 from varjax.models import registry
 from varjax.models.registry import Family
 from varjax.sampling import Sampling
+from varjax.sequence import TOKENS, TokenSequence
 from varjax.storage import checkpoint
 
 DTYPES = ("float32", "bfloat16")
@@ -69,6 +70,18 @@ class Model:
         return self.transformer.dtype
 
     @property
+    def draws_tokens(self) -> bool:
+        """Whether images are drawn token by token, not scale by scale."""
+        return self.family.draws == TOKENS
+
+    @property
+    def code_map(self) -> tuple[int, int, int]:
+        """Height, width and channels of the latent map that the codec decodes."""
+        if self.draws_tokens:
+            return (*self.config.grid, self.codec.config.codebook_embed_dim)
+        return self.config.code_map
+
+    @property
     def condition(self) -> str:
         """What images are made of, "labels" or "text"."""
         return self.config.condition
@@ -106,22 +119,27 @@ class Model:
         """What a cache must know of the model under its recommended sampling."""
         return self.geometry_for(self.sampling())
 
-    def geometry_for(self, sampling: Sampling) -> Geometry:
+    def geometry_for(self, sampling: Sampling, *, one_slot: bool = True) -> Geometry:
         """Likewise under other sampling: without guidance there are no unconditional rows.
-        `UserError` for models that draw token by token, which the engine does not do yet."""
-        if self.family.draws != "scales":
-            raise UserError(
-                f"{self.name} ({self.family.name}) draws token by token: its weights can be"
-                " converted and loaded, but there is no cache and no generation for it yet"
-            )
+
+        one_slot: of models that draw token by token, whether one slot stands for the whole
+          condition where the model allows it (`NextTokenTransformer.condition_is_one_slot`). A plan
+          for the other geometry runs, too, and draws the same.
+        """
         config = self.config
         return Geometry(
-            schedule=config.schedule,
+            schedule=self._sequence(one_slot) if self.draws_tokens else config.schedule,
             num_layers=config.depth,
             num_heads=config.num_heads,
             head_dim=config.head_dim,
             rows_per_image=2 if config.is_guided(sampling) else 1,
         )
+
+    def _sequence(self, one_slot: bool) -> TokenSequence:
+        config = self.config
+        one = one_slot and self.transformer.condition_is_one_slot
+        slots = 1 if one else config.condition_tokens
+        return TokenSequence(config.image_tokens, slots, config.grid[1])
 
     def with_config(self, config) -> "Model":
         """The same weights, shared and not copied, under another configuration of the

@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 
@@ -26,6 +27,8 @@ class Schedule:
     malformed."""
 
     maps: tuple[tuple[int, int], ...]
+
+    kind: ClassVar[str] = "scales"
 
     def __post_init__(self):
         if not isinstance(self.maps, (tuple, list)):

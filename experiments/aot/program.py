@@ -23,23 +23,25 @@ from experiments.aot import buffers
 from experiments.aot.buffers import Carried
 from experiments.aot.modelled import Modelled
 from experiments.flags.program import ProgramOptions
-from pallas_kernels import chips, estimates
+from pallas_kernels import chips, estimates, implementations
 from pallas_kernels.chips import Chip
 from varjax import sampling
 from varjax.cache.plan import CachePlan
-from varjax.cache.state import KVState
-from varjax.engine import memory, scales
+from varjax.engine import memory
 from varjax.engine import program as programs
 from varjax.engine.cost import Cost, device_bytes, program_cost, times_read
+from varjax.engine.drawing import drawing
 from varjax.engine.memory import peak_bytes, show_bytes
 from varjax.engine.segments import Segment
 from varjax.model import Model
 from varjax.models import stacked
 from varjax.parallel import sharding
-from varjax.parallel.sharding import ShardedPlan, ShardedProgram
+from varjax.parallel.sharding import ShardedProgram
 from varjax.sampling import Sampling
+from varjax.sequence import TOKENS
 
 CONDITION = 2  # the place of the condition among the program's arguments, divided like images
+PER_SLOT = ("pool", "scale", "position", "mass")  # arrays of a layer's slots (`LayerCache`)
 SHARE_THAT_MATTERS = 0.01  # of the pool's bytes: smaller arrays of the state may be copied
 
 
@@ -195,33 +197,29 @@ class Compilation:
         mesh, devices = options.mesh, chips.compile_only_devices
         self.mesh = sharding.make_mesh(mesh, devices(chip.name, mesh.num_devices))
         self.automatic = chip.platform in programs.AUTO_LAYOUT_PLATFORMS
-        layout, networks = ShardedPlan(plan, mesh), _networks(model, options.dtype)
-        programs.arrange_layers(networks, options.layers, chip.platform)
+        networks = _networks(model, options.dtype)
+        self.drawing = drawing(
+            *(networks, plan, workload.sampling),
+            **{"batch_size": batch_size, "mesh": mesh, "platform": chip.platform},
+            **{"segments": options.segments, "layers": options.layers},
+            attention=_attention(workload, chip),
+        )
+        self.spec = self.drawing.spec
+        self.drawing.arrange(networks, options.layers, chip.platform)
         apart = stacked.is_separate(networks["transformer"])
         self.layers = programs.UNROLL if apart else programs.SCAN
-        rows = plan.geometry.rows_per_image * batch_size // mesh.data
-        segments = programs.plan_segments(
-            networks, model.config.schedule, options.segments, rows, chip.platform
-        )
-        self.spec = scales.ProgramSpec.of(
-            plan,
-            segments,
-            workload.sampling,
-            model.config,
-            attention=workload.attention,
-        )
         types = map(jnp.dtype, (options.kv_dtype, options.dtype))
-        state = jax.eval_shape(partial(layout.empty_state, batch_size, *types))
+        state = jax.eval_shape(partial(self.drawing.empty_state, batch_size, *types))
         numbers = np.zeros(batch_size, np.int32)
-        inputs = layout.inputs(segments, numbers, model.transformer.resampling)
+        inputs = self.drawing.for_images(self.drawing.shared_inputs(model.transformer), numbers)
         condition = model.transformer.condition_shapes(batch_size, workload.text_tokens)
         keys = jax.eval_shape(partial(sampling.image_keys, 0), numbers)
         arguments = (condition, keys, _on(inputs, None), None)
-        code_map = jax.ShapeDtypeStruct((batch_size, *model.config.code_map), jnp.float32)
+        code_map = jax.ShapeDtypeStruct((batch_size, *model.code_map), jnp.float32)
         self.sharded = None
         if mesh.num_devices > 1:
             self.sharded = ShardedProgram.of(
-                self.mesh, self.spec, layout, networks, state, inputs, None
+                self.mesh, self.spec, self.drawing.layout, networks, state, inputs, None
             )
         self.networks, self.state, *self.arguments = self._placed(
             (networks, state, *arguments), slice(None)
@@ -239,8 +237,9 @@ class Compilation:
         arguments = (self.networks, self.state, tuple(self.arguments), self.spec)
         trace = partial(programs.trace_codes, *arguments, auto_layout=self.automatic)
         options = programs.compiler_options(self.chip.platform)
-        with estimates.owning(owned_shares(self.workload.plan, self.spec.segments)):
-            self.codes = self._compiled(trace, carried_arrays(self.state), options)
+        with estimates.owning(owned_shares(self.workload.plan, self.drawing.segments)):
+            carried = carried_arrays(self.state, self.drawing.stored(self.state))
+            self.codes = self._compiled(trace, carried, options)
         taken = show_bytes(self.codes.resident)
         self.say(f"codes in {self.codes.compile_s:.0f} s, {taken} on the device")
 
@@ -274,19 +273,34 @@ def owned_shares(plan: CachePlan, segments: Sequence[Segment]) -> dict[tuple[int
     return found
 
 
-def carried_arrays(state: KVState) -> list[Carried]:
+def _attention(workload: Workload, chip: Chip) -> str | None:
+    """The implementation of a program's kernels. Those of a token have different ones: unless one
+    is asked for or has been refused, each takes its best."""
+    best = implementations.choices(chip.platform, chip.capability)[0]
+    by_token = workload.plan.geometry.kind == TOKENS
+    free = by_token and not workload.program.attention and workload.attention == best
+    return None if free else workload.attention
+
+
+def carried_arrays(state: Any, stored: Any) -> list[Carried]:
     """What a program should update in place: the pool, in any type, and the other arrays that take
-    at least `SHARE_THAT_MATTERS` of its bytes, in their own."""
-    least = SHARE_THAT_MATTERS * device_bytes(state.kv_pool)
-    found = []
+    at least `SHARE_THAT_MATTERS` of its bytes, in their own. stored: arrays of the state that hold
+    K and V. Of layers' own arrays that are alike one stands for all."""
+    least = SHARE_THAT_MATTERS * max(map(device_bytes, jax.tree.leaves(stored)))
+    found, shapes = [], set()
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         name = jax.tree_util.keystr(path).lstrip(".")
         shape = leaf.sharding.shard_shape(leaf.shape)
-        if name == "kv_pool":
+        if isinstance(state, tuple):  # of layers, whose queries look like many temporaries
+            name = name.rpartition(".")[2]
+            if (name, shape) in shapes or name not in PER_SLOT:
+                continue
+            shapes.add((name, shape))
+        if name in ("kv_pool", "pool"):
             found.append(Carried(name, shape))
         elif device_bytes(leaf) >= least:
-            per_slot = name in ("position", "total_mass")
-            found.append(Carried(name, shape, str(leaf.dtype), flat=per_slot))
+            flat = name in ("position", "total_mass", "mass")
+            found.append(Carried(name, shape, str(leaf.dtype), flat=flat))
     return found
 
 

@@ -15,12 +15,13 @@ from experiments.aot import spent
 from experiments.aot.buffers import total_bytes
 from experiments.aot.program import Compilation, Program
 from varjax.cache.plan import CachePlan
+from varjax.cache.stages import TokenPlan
 from varjax.cache.step import DecidingStep, cache_step
 from varjax.engine.cost import device_bytes
 from varjax.engine.memory import show_bytes
 from varjax.engine.segments import Segment
 from varjax.models import stacked
-from varjax.parallel.sharding import ShardedPlan
+from varjax.sequence import TOKENS
 
 TERA = 10**12
 
@@ -49,20 +50,20 @@ def describe(case: Compilation, temporaries: int) -> dict:
     }
     decides = max(peaks, key=peaks.get)
     peak, state = peaks[decides], case.state
-    pool = _num_bytes((state.kv_pool, state.kv_scale))
+    pool = _num_bytes(case.drawing.stored(state))
     held, parameters = _num_bytes(state), _num_bytes(case.networks)
     # activations, logits and what layers hold of the text on one device
     mesh = workload.program.mesh
-    need = workload.predict(
-        ShardedPlan(workload.plan, mesh).groups[0], case.batch_size // mesh.data
-    )
+    plan, mine = workload.plan, case.batch_size // mesh.data
+    by_token = plan.geometry.kind == TOKENS
+    need = workload.predict(plan if by_token else case.drawing.layout.groups[0], mine)
     activations = need.activations + need.condition
     promised = parameters + held + activations
     return {
         "status": "compiled",
         "batch_size": case.batch_size,
-        "attention": workload.attention,
-        "segments": [[s.start, s.stop, s.length] for s in case.spec.segments],
+        "attention": case.spec.attention or "auto",
+        "segments": [[s.start, s.stop, s.length] for s in case.drawing.segments],
         "layers": case.layers,
         "devices": mesh.num_devices,
         "parameter_bytes": parameters,
@@ -134,7 +135,7 @@ def roofline(case: Compilation) -> dict:
     plan, devices = workload.plan, workload.program.mesh.num_devices
     kernels = 0.0
     if codes.cost.kernels:
-        kernels = attention_flops(plan, case.spec.segments) * batch / devices
+        kernels = attention_flops(plan, case.drawing.segments) * batch / devices
     flops = codes.cost.flops + case.pixels.cost.flops + kernels
     moved = codes.cost.scanned_bytes + _unrolled_weights(case) + _weights_outside_layers(case)
     moved += pool_traffic(plan, batch, workload.program.kv_dtype) / devices
@@ -171,12 +172,26 @@ def pool_traffic(plan: CachePlan, batch_size: int, kv_dtype: str) -> float:
     if not plan.pool_tokens:
         return 0.0
     per_token = plan.num_bytes(batch_size, kv_dtype) / plan.pool_tokens
+    if plan.geometry.kind == TOKENS:
+        return _token_traffic(plan) * per_token
     read = float(plan.capacity.sum(dtype=np.float64))
     if plan.write_slots is not None:
         written = float((plan.write_slots >= 0).sum())
     else:
         written = float(np.maximum(np.diff(plan.capacity.astype(np.int64), axis=0), 0).sum())
     return (read + written) * per_token
+
+
+def _token_traffic(plan: TokenPlan) -> float:
+    """Tokens of one row that are read and written: every image token reads what is held when it is
+    drawn, itself included. The buffer of a stage grows token by token."""
+    sequence, period, slots = plan.sequence, plan.allocation.period, plan.allocation.slots
+    held = plan.allocation.held(plan.geometry)[1:]
+    number = np.arange(sequence.steps)
+    before = held[number // period] + (number % period + 1)[:, None]
+    read = np.minimum(before, slots) + sequence.condition
+    written = (sequence.condition + sequence.steps) * len(slots)
+    return float((read.sum(dtype=np.float64) + written) * plan.geometry.num_heads)
 
 
 def _unrolled_weights(case: Compilation) -> float:

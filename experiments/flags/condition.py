@@ -215,7 +215,7 @@ def _encoder(model: Model) -> pathlib.Path:
 
 def _check_layout(prompts: PromptSet, each: int, model: Model) -> None:
     """Refuse what the set's scorer cannot read. Without pillow no image files are written."""
-    rows, columns, _ = model.config.code_map
+    rows, columns, _ = model.code_map
     pixels = model.codec.config.downsample
     with contextlib.suppress(MissingExtra):
         check_layout(prompts, each, rows * pixels, columns * pixels)

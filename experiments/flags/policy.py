@@ -14,6 +14,7 @@ from varjax.key_values import parse_pairs
 from varjax.model import Model
 from varjax.policies import POLICIES, Policy, get_policy, load_module
 from varjax.sampling import Sampling
+from varjax.sequence import TOKENS
 
 UNMEASURED = (
     "ranking   without --calibration layers and heads count as alike: what each of them keeps is "
@@ -81,6 +82,7 @@ class PolicyFlags:
         geometry, guidance = model.geometry if is_model else model, None
         if sampling is not None:
             geometry, guidance = model.geometry_for(sampling), sampling.guidance
+        policy.check_kind(geometry)
         found = calibration_lib.find(policy, model, given, guidance)
         if found is None and is_model and model.directory is None:
             found = stand_in(policy, geometry)
@@ -93,7 +95,10 @@ class PolicyFlags:
 
 
 def stand_in(policy: Policy, geometry: Geometry) -> Calibration | None:
-    """Measurements that treat all heads alike, for a policy that cannot plan without any."""
+    """Measurements that treat all heads alike, for a policy that cannot plan without any; no policy
+    of models that draw token by token needs some."""
+    if geometry.kind == TOKENS:
+        return None
     try:
         choose(geometry, policy, None)
         return None

@@ -12,6 +12,7 @@ from varjax.cache.plan import KV_DTYPES, CachePlan
 from varjax.cli.flags import CommandFlags, about
 from varjax.conditions import Condition
 from varjax.engine import memory, program
+from varjax.engine.drawing import check_cut
 from varjax.engine.segments import plan_segments
 from varjax.errors import UserError
 from varjax.model import DTYPES, Model, default_dtype
@@ -159,7 +160,10 @@ class ProgramFlags:
 
     def resolve(self, model: Model) -> ProgramOptions:
         """Checked, but for what depends on the plan."""
-        plan_segments(model.config.schedule, self._segments.value)
+        if model.draws_tokens:
+            check_cut(self._segments.value, self._layers.value)
+        else:
+            plan_segments(model.config.schedule, self._segments.value)
         dtype = self._dtype.value or default_dtype()
         dense = dtype if self._elsewhere else str(generator.storage_dtype(dtype))
         return ProgramOptions(

@@ -12,6 +12,7 @@ import altair as alt
 import numpy as np
 
 from experiments.sweep import tables
+from varjax import sequence
 from varjax.schedule import Schedule
 
 MEBI = 2.0**20
@@ -103,9 +104,11 @@ NOTHING |= {"text": ["not run at this budget: see the table"]}
 
 def live_bytes(report: dict) -> dict[str, Any] | None:
     """{"policies", "budgets": what there is to choose, "chart": bytes in use after every layer of
-    every scale, of the cell that its parameters `policy` and `budget` name}, if any cell ran."""
+    every scale, of the cell that its parameters `policy` and `budget` name}, if any cell ran. None
+    of models that draw token by token, whose slots are all in use from the start."""
     done = [c for c in report["cells"] if c["status"] == "done" and c["budget"] is not None]
-    if not done:
+    schedule = sequence.parse(report["geometry"]["schedule"])
+    if not done or schedule.kind == sequence.TOKENS:
         return None
     policies = list(dict.fromkeys(cell["label"] for cell in done))
     budgets = [f"{share:g}" for share in sorted({cell["budget"] for cell in done})]
@@ -115,7 +118,7 @@ def live_bytes(report: dict) -> dict[str, Any] | None:
         for policy, budget in product(policies, budgets)
     ]
     layers = report["geometry"]["num_layers"]
-    names = scale_names(Schedule.parse(report["geometry"]["schedule"]))
+    names = scale_names(schedule)
     places = [(s + 0.5) * layers for s in range(len(names))]
     axis = named_axis("scales by their token maps, in each its layers", names, places)
     chosen = rows(data).transform_filter("datum.policy === policy && datum.budget === budget")

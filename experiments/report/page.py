@@ -17,6 +17,7 @@ from PIL import Image
 
 from experiments.report import calibration_charts, charts
 from experiments.sweep import tables
+from varjax import sequence
 from varjax.cache.allocation import Geometry
 from varjax.calibration.data import Calibration
 from varjax.engine.memory import show_bytes
@@ -100,13 +101,21 @@ def facts(report: dict, calibration: Calibration | None) -> dict[str, str]:
     return {
         "images": f"{len(s['labels'])}, seed {s['seed']}, batches of {s['batch_size']}",
         "model": f"{g['num_layers']} layers, {g['num_heads']} heads of {g['head_dim']}, "
-        f"token maps {g['schedule'].replace(';', ' ')}",
+        + _order(g["schedule"]),
         "full cache": f"{show_bytes(report['reference']['kv']['dense_bytes'])} for a batch",
         "sampling": ", ".join(f"{key} {value}" for key, value in s["sampling"].items()),
         "computed on": f"{report['device']}, {s['dtype']}, cache in {s['kv_dtype']}, "
         + ", ".join(f"{name} {version}" for name, version in versions.items()),
         "calibration": _describe(calibration, s["calibration"]),
     }
+
+
+def _order(schedule: str) -> str:
+    """What is drawn one after the other."""
+    found = sequence.parse(schedule)
+    if found.kind == sequence.TOKENS:
+        return f"{found.image_tokens} tokens one by one, condition of {found.condition}"
+    return f"token maps {schedule.replace(';', ' ')}"
 
 
 def _describe(calibration: Calibration | None, used: str | None) -> str:

@@ -11,9 +11,9 @@ import numpy as np
 
 from experiments.report.kinds import Damaged, check
 from experiments.sweep import tables
+from varjax import sequence
 from varjax.cache.allocation import Geometry
 from varjax.errors import UserError
-from varjax.schedule import Schedule
 
 REPORT, SAMPLES = "sweep.json", "samples.npz"
 LARGEST_REPORT = 2**26  # bytes of sweep.json
@@ -134,7 +134,7 @@ def check_report(report: dict) -> Geometry:
     check(report, REPORT_SPEC)
     fields = {key: report["geometry"][key] for key in REPORT_SPEC["geometry"]}
     try:
-        geometry = Geometry(schedule=Schedule.parse(fields.pop("schedule")), **fields)
+        geometry = Geometry(schedule=sequence.parse(fields.pop("schedule")), **fields)
     except UserError as error:
         raise Damaged(f"geometry: {error}") from None
     check(report["reference"], NAMES | MEASURED, "reference")
@@ -162,7 +162,9 @@ def check_cell(row: dict, geometry: Geometry, place: str) -> None:
 def check_sizes(row: dict, geometry: Geometry, place: str) -> None:
     """Likewise without fidelity, which the full cache itself has not."""
     check(row, MEASURED | IN_USE, place)
-    scales, layers = geometry.schedule.num_scales, geometry.num_layers
+    layers, by_token = geometry.num_layers, geometry.kind == sequence.TOKENS
+    # the stages of a model that draws token by token are the policy's own
+    scales = len(row["live_tokens"]) if by_token else geometry.schedule.num_scales
     for name in IN_USE:
         if [len(counts) for counts in row[name]] != [layers] * scales:
             raise Damaged(f"{place}.{name} is not {scales} lists of {layers} numbers")

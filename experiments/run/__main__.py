@@ -56,7 +56,10 @@ GIVEN = {  # by what a model calls its tokens
     for kind, s in SHAPES.items()
 }
 GIVEN_SCALES = FLAGS.integer(
-    "given_scales", None, "The first so many scales take what is given; default: all."
+    "given_scales",
+    None,
+    "The first so many scales, or tokens of a model that draws token by token, take what is given; "
+    "default: all.",
 )
 OUT = FolderFlags(FLAGS)
 
@@ -106,21 +109,23 @@ def _lpips(model: Model) -> Network | None:
 
 
 def read_given(model: Model, num_images: int) -> tuple[np.ndarray | None, int | None]:
-    """(tokens as the model draws them, of all images, or None; how many scales take them, None for
-    all), checked against the model."""
-    mine, schedule = model.transformer.token_name, model.config.schedule
+    """(tokens as the model draws them, of all images, or None; how many scales or tokens take
+    them, None for all), checked against the model."""
+    mine, config = model.transformer.token_name, model.config
+    steps, what = config.schedule.num_scales, "scales"
+    if model.draws_tokens:
+        steps, what = config.image_tokens, "tokens"
     for kind, holder in GIVEN.items():
         if holder.value and kind != mine:
             raise UserError(f"--given_{kind}: {model.name} draws {mine}: use --given_{mine}")
     path, scales = GIVEN[mine].value, GIVEN_SCALES.value
-    if scales is not None and (not path or not 0 <= scales <= schedule.num_scales):
+    if scales is not None and (not path or not 0 <= scales <= steps):
         raise UserError(
-            f"--given_scales={scales}: 0 to {schedule.num_scales} scales, together with "
-            f"--given_{mine}=FILE"
+            f"--given_scales={scales}: 0 to {steps} {what}, together with --given_{mine}=FILE"
         )
     if not path:
         return None, None
-    count = schedule.num_scales if scales is None else scales
+    count = steps if scales is None else scales
     with about(GIVEN[mine]):
         found = npz.load(path, [mine])
         if mine not in found:
@@ -144,7 +149,8 @@ def generate_series(run: Run, model: Model, store: BatchStore, series: str) -> G
     name, total = plan.policy.name, len(run.condition)
     missing, done = store.missing(series), store.finished(series)
     segments = len(generator.segments)
-    say(f"{name}: compiling {segments} segments for batches of {run.batch_size}")
+    what = f"{segments} segments" if segments else "the step of a token"
+    say(f"{name}: compiling {what} for batches of {run.batch_size}")
     given, first = run.given_tokens, np.zeros(run.batch_size, np.int32)  # any images: for shapes
     generator.compile(run.condition.take(first), None if given is None else given[first])
     say(

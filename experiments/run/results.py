@@ -49,14 +49,14 @@ def series_of(run: Run) -> dict[str, Series]:
     arrays are those of `kept`."""
     config, floats = run.model.config, np.dtype(np.float32)
     tokens = run.model.transformer.no_tokens(1)[0]
-    height, width, _ = config.code_map
+    height, width, _ = run.model.code_map
     pixels = (*(side * run.model.codec.config.downsample for side in (height, width)), 3)
     exact = run.compare or run.save_arrays
     arrays = {"images": (floats if exact else np.dtype(np.uint8), pixels)}
     arrays["tokens"] = tokens.dtype, tokens.shape
     own = {}
     if run.save_arrays:
-        arrays["code_map"] = floats, tuple(config.code_map)
+        arrays["code_map"] = floats, run.model.code_map
         draws = config.logits_per_token // math.prod(tokens.shape[1:])
         own["logits"] = floats, (*tokens.shape, draws)
     found = {"main": arrays | own} | ({"full": arrays} if run.compare else {})
@@ -200,7 +200,7 @@ def decoded_at_once(run: Run) -> int:
     """Images that a device decodes to pixels at a time; chunks are of equal size
     (`segments.map_in_chunks`)."""
     count = run.batch_size // run.program.mesh.data
-    code_map = run.model.config.code_map[:2]
+    code_map = run.model.code_map[:2]
     most = run.program.decode_batch or program.decoder_batch(run.model.codec, code_map, count)
     return -(-count // -(-count // most))
 

@@ -201,5 +201,5 @@ def describe_cell(sweep: Sweep, cell: Cell, generator: Generator) -> dict:
         },
         "time": {**time_report(generator), "timed_runs": len(generator.timing.runs) - 1},
         "live_tokens": plan.live_tokens,
-        "used_slots": plan.blocks_after_store * plan.block_size,
+        "used_slots": plan.used_slots,
     }

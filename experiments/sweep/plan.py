@@ -166,12 +166,15 @@ def plan_cells(
     calibration: Calibration | None,
     num_images: int,
 ) -> list[Cell]:
-    """All cells, row by row. What cannot work becomes a cell with its reason; `UserError` if
-    nothing of a policy that was asked for by name can work."""
+    """All cells, row by row; `all` stands for the policies that serve the model. What cannot work
+    becomes a cell with its reason; `UserError` if nothing of a policy that was asked for by name
+    can work."""
     cells: list[Cell] = []
     for entry in entries:
         if entry.name == "full":
             continue  # the reference is always there
+        if not entry.named and geometry.kind not in POLICIES[entry.name].serves:
+            continue
         row = _plan_row(entry, budgets, geometry, calibration, num_images)
         if entry.named and not any(cell.plan for cell in row):
             raise UserError(f"{entry.label}: {row[0].reason}")

@@ -14,9 +14,8 @@ def program_of(sweep: Sweep, cell: Cell) -> Hashable:
     """Equal for cells that run the same program, of which the compilation cache then has the
     second: all that is static, and the shapes of what depends on the plan."""
     generator = sweep.cell_generator(sweep.model, cell)
-    resampling = sweep.model.transformer.resampling
-    numbers = np.zeros(sweep.batch_size, np.int32)
-    inputs = generator.layout.inputs(generator.segments, numbers, resampling)
+    drawing, numbers = generator.drawing, np.zeros(sweep.batch_size, np.int32)
+    inputs = drawing.for_images(drawing.shared_inputs(sweep.model.transformer), numbers)
     leaves, structure = jax.tree.flatten((jax.eval_shape(generator.empty_state), inputs))
     shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
     return generator.spec, structure, shapes

@@ -205,7 +205,8 @@ def test_arrays_to_look_at(unchecked):
         regions=leaf((2, 2, 4), "int32"),
         policy_state={"keys": leaf((3, 2, 4, 16), "bfloat16"), "count": leaf((3,), "int32")},
     )
-    found = {a.name: (a.dtype, a.flat) for a in aot_program.carried_arrays(state)}
+    carried = aot_program.carried_arrays(state, (state.kv_pool, state.kv_scale))
+    found = {a.name: (a.dtype, a.flat) for a in carried}
     assert found == {
         "kv_pool": (None, False),
         "kv_scale": ("float32", False),

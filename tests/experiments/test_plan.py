@@ -14,6 +14,7 @@ from varjax.model import describe
 
 HEATKV = pathlib.Path(__file__).parents[1] / "fixtures/policies/heatkv"
 GEOMETRY = "--geometry=layers=3,heads=4,head_dim=16,schedule=1x1;2x3;4x4;5x6"
+BY_TOKEN = "--geometry=layers=3,heads=4,head_dim=16,tokens=256"
 HUGE = "--geometry=layers=10,heads=100,head_dim=1000000,schedule=1x1;64x64;64x64"
 
 
@@ -43,6 +44,24 @@ def test_saved_arrays(call, tmp_path):
     np.testing.assert_array_equal(plan["keep_scale"], plan["keep_count"] > 0)
 
 
+def test_token_by_token(call, tmp_path):
+    """Stages in place of scales: a line wherever what heads hold begins to grow, drops or stays."""
+    path = tmp_path / "plan.npz"
+    geometry = "--geometry=layers=3,heads=4,head_dim=16,tokens=256,condition=2,line=16"
+    flags = ("--policy=headkv", "--budget=0.25", "--policy_args=group_after=20", f"--save={path}")
+    status, out, err = call("plan", geometry, *flags)
+    assert status == 0, err
+    assert "token by token, condition of 2, 258 tokens (257 per head in a full cache)" in out
+    assert "a decision after every 8 tokens, the newest 32 always stay" in out
+    assert "grouping  after 24 image tokens; local heads see the newest 32" in out
+    with np.load(path) as archive:
+        plan = {name: archive[name] for name in archive.files}
+    assert plan["capacity"].shape == (33, 3, 4) and plan["live_tokens"].shape == (33, 3)
+    np.testing.assert_array_equal(plan["capacity"][[0, 1, 2, 7, -1], 0, 0], [0, 2, 10, 50, 56])
+    assert plan["pool_tokens"] == 64 * 12 and plan["num_bytes"] <= 0.25 * plan["dense_bytes"]
+    assert plan["live_tokens"].max() == 64 * 12 and plan["stages"][-1] == 31 * 8
+
+
 def test_token_accounting(call):
     arguments = "--policy_args=accounting=tokens,block_size=16"
     status, out, _ = call("plan", GEOMETRY, "--policy=streaming", "--budget=0.5", arguments)
@@ -69,6 +88,10 @@ def test_dynamic_policy_has_no_keep_scale(call, tmp_path):
         (("--model=infinity-2b", "--size=9M"), "choose one of 0.06M"),
         ((GEOMETRY, "--policy=streaming", "--budget=0.01"), "smallest feasible"),
         ((GEOMETRY, "--calibration=file.json"), "no calibration"),
+        ((GEOMETRY, "--policy=linear"), "does not serve models that draw scale by scale"),
+        ((BY_TOKEN, "--policy=heatkv"), "which heads give up which scales"),
+        ((BY_TOKEN, "--policy=headkv", "--policy_args=window=0"), "window=0 must be 1 to 254"),
+        ((BY_TOKEN, "--policy=headkv", "--budget=0.01"), "smallest feasible"),
         ((GEOMETRY, "--batch_size=0"), "batch_size"),
         ((GEOMETRY, "--batch_size=99999999999999999999", "--save=x.npz"), "[1, 1000000]"),
         ((HUGE, "--batch_size=1000000", "--save=x.npz"), "lower --batch_size"),

@@ -13,7 +13,6 @@ from tests import models_under_test as models
 from tests.generation.token_by_token import attend
 from varjax import conditions
 from varjax.errors import UserError
-from varjax.generator import Generator
 from varjax.models import parameters, registry, stacked
 from varjax.models.llamagen.config import LlamaGenConfig
 from varjax.models.llamagen.transformer import LlamaGen, rotation_table
@@ -301,9 +300,3 @@ def test_models_of_scales_have_no_interval(name):
     whole = registry.preset(name).configs["transformer"]
     with pytest.raises(UserError, match="cfg_interval=3: .* draws whole scales"):
         whole.check_sampling(Sampling(cfg_interval=3))
-
-
-def test_there_is_no_generation_yet():
-    """Until the engine draws tokens: said before anything is compiled."""
-    with pytest.raises(UserError, match="draws token by token.*no generation for it yet"):
-        Generator(models.fixture_model("llamagen_c2i"), "full", batch_size=1)

@@ -26,7 +26,7 @@ BUDGETS = (0.04, 0.1, 0.2, 0.5)
 EVERY = {
     ",".join([name, *(f"{k}={v}" for k, v in arguments.items())]): (name, arguments)
     for name, cls in POLICIES.items()
-    if cls.budgeted is not False
+    if cls.budgeted is not False and "scales" in cls.serves
     for arguments in cls.examples
 }
 CASES = [case for case in EVERY if case != "full"]

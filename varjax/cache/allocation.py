@@ -14,6 +14,7 @@ import numpy as np
 from varjax import arguments
 from varjax.errors import UserError, show
 from varjax.schedule import Schedule
+from varjax.sequence import TokenSequence
 
 LARGEST = 10**6  # size of a head
 # What planning takes grows with these; of each, the largest published model has a fifth to a third.
@@ -24,17 +25,18 @@ LARGEST_TOKENS = 2**25  # heads of all layers times the tokens of all scales
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """L layers, N key/value heads of size H, a schedule, and how many cache rows an image needs
-    (two with guidance)."""
+    """L layers, N key/value heads of size H, what is drawn in which order (a schedule of scales, or
+    a sequence of tokens), and how many cache rows an image needs (two with guidance)."""
 
-    schedule: Schedule
+    schedule: Schedule | TokenSequence
     num_layers: int
     num_heads: int
     head_dim: int
     rows_per_image: int = 2
 
     def __post_init__(self):
-        arguments.instance("schedule", self.schedule, Schedule, "a Schedule")
+        kinds = (Schedule, TokenSequence)
+        arguments.instance("schedule", self.schedule, kinds, "a Schedule or a TokenSequence")
         for name in ("num_layers", "num_heads", "head_dim", "rows_per_image"):
             value = arguments.integer(f"geometry: {name}", getattr(self, name), 1, LARGEST)
             object.__setattr__(self, name, value)  # its text identifies plans
@@ -42,12 +44,16 @@ class Geometry:
 
     def _check_size(self) -> None:
         heads, schedule = self.num_layers * self.num_heads, self.schedule
-        scales, tokens = schedule.num_scales, schedule.total_tokens
-        for size, most, words in (
-            (heads, LARGEST_HEADS, "heads in all"),
-            (heads * scales**2, LARGEST_PAIRS, f"heads times the square of {scales} scales"),
-            (heads * tokens, LARGEST_TOKENS, f"heads times the {tokens} tokens of all scales"),
-        ):
+        tokens, sizes = schedule.total_tokens, [(heads, LARGEST_HEADS, "heads in all")]
+        if isinstance(schedule, Schedule):
+            scales = schedule.num_scales
+            words = f"heads times the square of {scales} scales"
+            sizes.append((heads * scales**2, LARGEST_PAIRS, words))
+            words = f"heads times the {tokens} tokens of all scales"
+            sizes.append((heads * tokens, LARGEST_TOKENS, words))
+        else:
+            sizes.append((heads * tokens, LARGEST_TOKENS, f"heads times the {tokens} tokens"))
+        for size, most, words in sizes:
             if size > most:
                 raise UserError(
                     f"geometry: {self.num_layers} layers of {self.num_heads} heads are {size} "
@@ -56,33 +62,60 @@ class Geometry:
 
     @classmethod
     def parse(cls, text: str) -> "Geometry":
-        """Read `"layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4"`."""
+        """Read `"layers=32,heads=16,head_dim=128,schedule=1x1;2x2;3x4"`, or for a model that draws
+        token by token `"layers=36,heads=20,head_dim=64,tokens=576,condition=1,line=24"`."""
         arguments.text("geometry", text)
-        names, given = ("num_layers", "num_heads", "head_dim", "schedule"), {}
-        known = {name.removeprefix("num_"): name for name in names}
-        for part in text.split(","):
-            name, _, value = (piece.strip() for piece in part.partition("="))
-            if name not in known or not value:
-                raise UserError(
-                    f"cannot read {show(part)} of geometry {show(text)}: give "
-                    f"{', '.join(k + '=...' for k in known)}"
-                )
-            if known[name] in given:
-                raise UserError(f"geometry {text!r:.200} gives {name} twice: keep one of them")
-            if name != "schedule" and not re.fullmatch(r"[0-9]{1,18}", value):
-                raise UserError(
-                    f"geometry: {name}={value:.40} is not a positive whole number up to {LARGEST}"
-                )
-            given[known[name]] = Schedule.parse(value) if name == "schedule" else int(value)
-        missing = [k for k, field in known.items() if field not in given]
+        names = [name for name, _, _ in (part.partition("=") for part in text.split(","))]
+        by_token = "tokens" in map(str.strip, names)
+        order = ("tokens", "condition", "line") if by_token else ("schedule",)
+        given = _parse_parts(text, ("layers", "heads", "head_dim", *order))
+        optional = ("condition", "line")
+        missing = [
+            k for k in ("layers", "heads", "head_dim", *order) if k not in (*given, *optional)
+        ]
         if missing:
             raise UserError(f"geometry {show(text)} lacks {', '.join(missing)}")
-        return cls(**given)
+        if by_token:
+            more = {name: given[name] for name in optional if name in given}
+            schedule = TokenSequence(given["tokens"], **more)
+        else:
+            schedule = given["schedule"]
+        return cls(
+            schedule=schedule,
+            num_layers=given["layers"],
+            num_heads=given["heads"],
+            head_dim=given["head_dim"],
+        )
+
+    @property
+    def kind(self) -> str:
+        """What the model draws at a time: "scales" or "tokens"."""
+        return self.schedule.kind
 
     @property
     def dense_tokens(self) -> int:
         """Tokens of a full cache over all layers and heads of one row: F * L * N."""
         return self.schedule.persistent_tokens * self.num_layers * self.num_heads
+
+
+def _parse_parts(text: str, known: tuple[str, ...]) -> dict:
+    """Values by name, of a text of name=value; names are those of `known`."""
+    given = {}
+    for part in text.split(","):
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        if name not in known or not value:
+            raise UserError(
+                f"cannot read {show(part)} of geometry {show(text)}: give "
+                f"{', '.join(k + '=...' for k in known)}"
+            )
+        if name in given:
+            raise UserError(f"geometry {text!r:.200} gives {name} twice: keep one of them")
+        if name != "schedule" and not re.fullmatch(r"[0-9]{1,18}", value):
+            raise UserError(
+                f"geometry: {name}={value:.40} is not a positive whole number up to {LARGEST}"
+            )
+        given[name] = Schedule.parse(value) if name == "schedule" else int(value)
+    return given
 
 
 def distinct(of_heads: np.ndarray) -> np.ndarray:

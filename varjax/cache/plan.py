@@ -22,29 +22,21 @@ from varjax.errors import UserError
 KV_DTYPES = ("bfloat16", "float32", "int8")  # of stored keys and values
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class CachePlan:
-    """Capacities, block tables and pool size. Immutable; equal and hashed by content.
+    """What plans of both kinds of models have: the pool and its bytes. Immutable; equal and hashed
+    by content. Models that draw scale by scale have a `ScalePlan`, those that draw token by token a
+    `varjax.cache.stages.TokenPlan`.
 
-    Letters: K scales, L layers, N heads (regions), M table entries, P slots.
-    capacity: int32 [K, L, N], tokens held when scale s starts.
-    ids int32, start and stop uint8 [K, L, N, M]: the slots that scale s reads (`BlockTable`
-      entries; blocks have at most 128 slots).
-    write_slots: int32 [L, N, tokens], where a token is stored (-1: never); None where the device
-      decides.
+    capacity: int32 [K, L, N], tokens held when scale (or stage) s starts.
     policy: the policy that was planned for, with what its calibration decides filled in.
     """
 
     geometry: Geometry
-    allocation: Allocation
+    allocation: Any
     block_size: int
     pool_blocks: int
     capacity: np.ndarray
-    ids: np.ndarray
-    start: np.ndarray
-    stop: np.ndarray
-    write_slots: np.ndarray | None
-    blocks_after_store: np.ndarray
     budget: float
     accounting: str
     policy: Any = None
@@ -75,11 +67,16 @@ class CachePlan:
         per_row = 2 * g.head_dim * item_size(dtype) + scales
         return batch_size * g.rows_per_image * per_row
 
-    @cached_property
+    @property
     def live_tokens(self) -> np.ndarray:
-        """int64 [K, L]: tokens in the whole cache (one row) right after layer l of scale s has
-        stored."""
-        return allocator.after_each_store(self.capacity.sum(-1, dtype=np.int64))
+        """int64 [K, L]: tokens in the whole cache (one row) right after layer l of scale or stage s
+        has stored."""
+        raise NotImplementedError
+
+    @property
+    def used_slots(self) -> np.ndarray:
+        """int64 [K, L]: likewise slots in use, whole blocks."""
+        raise NotImplementedError
 
     @property
     def peak_live_fraction(self) -> float:
@@ -90,6 +87,58 @@ class CachePlan:
     def fraction(self) -> float:
         """Slots of the pool as a fraction of the full cache."""
         return self.pool_tokens / max(1, self.geometry.dense_tokens)
+
+    # --- identity ---------------------------------------------------------------------------------
+
+    def _decided(self) -> tuple[np.ndarray | None, ...]:
+        """Arrays that the compiled program reads or depends on."""
+        raise NotImplementedError
+
+    @cached_property
+    def digest(self) -> str:
+        # What the compiled program reads, not how it came about: runs and cells of a sweep may go
+        # on with a plan that was made another way but is the same.
+        h = hashlib.sha256(
+            repr((self.geometry, self.block_size, self.pool_blocks, self.accounting)).encode()
+        )
+        for array in self._decided():
+            h.update(b"-" if array is None else np.ascontiguousarray(array, np.int32))
+        return h.hexdigest()
+
+    def __hash__(self):
+        return hash(self.digest)
+
+    def __eq__(self, other):
+        return isinstance(other, CachePlan) and self.digest == other.digest
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ScalePlan(CachePlan):
+    """Capacities, block tables and pool size for a model that draws scale by scale.
+
+    Letters: K scales, L layers, N heads (regions), M table entries, P slots.
+    ids int32, start and stop uint8 [K, L, N, M]: the slots that scale s reads (`BlockTable`
+      entries; blocks have at most 128 slots).
+    write_slots: int32 [L, N, tokens], where a token is stored (-1: never); None where the device
+      decides.
+    """
+
+    allocation: Allocation
+    ids: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    write_slots: np.ndarray | None
+    blocks_after_store: np.ndarray
+
+    @cached_property
+    def live_tokens(self) -> np.ndarray:
+        """int64 [K, L]: tokens in the whole cache (one row) right after layer l of scale s has
+        stored."""
+        return allocator.after_each_store(self.capacity.sum(-1, dtype=np.int64))
+
+    @property
+    def used_slots(self) -> np.ndarray:
+        return self.blocks_after_store * self.block_size
 
     # --- what the program needs to know statically ------------------------------------------------
 
@@ -141,24 +190,8 @@ class CachePlan:
         ids = np.where(used, self.ids[scale], -1 - np.arange(used.shape[-1]))
         return bool((np.diff(np.sort(ids, axis=-1), axis=-1) == 0).any())
 
-    # --- identity ---------------------------------------------------------------------------------
-
-    @cached_property
-    def digest(self) -> str:
-        # What the compiled program reads, not how it came about: runs and cells of a sweep may go
-        # on with a plan that was made another way but is the same.
-        h = hashlib.sha256(
-            repr((self.geometry, self.block_size, self.pool_blocks, self.accounting)).encode()
-        )
-        for array in (self.capacity, self.ids, self.start, self.stop, self.write_slots):
-            h.update(b"-" if array is None else np.ascontiguousarray(array, np.int32))
-        return h.hexdigest()
-
-    def __hash__(self):
-        return hash(self.digest)
-
-    def __eq__(self, other):
-        return isinstance(other, CachePlan) and self.digest == other.digest
+    def _decided(self) -> tuple[np.ndarray | None, ...]:
+        return self.capacity, self.ids, self.start, self.stop, self.write_slots
 
 
 def item_size(dtype) -> int:
@@ -174,10 +207,10 @@ def build_plan(
     budget: float,
     accounting: str,
     policy=None,
-) -> CachePlan:
+) -> ScalePlan:
     """Lay out an allocation in blocks of `block_size` slots and number them."""
     layout = allocator.Layout(geometry, allocation, block_size)
-    return CachePlan(
+    return ScalePlan(
         geometry=geometry,
         allocation=allocation,
         block_size=block_size,

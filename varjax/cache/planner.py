@@ -7,7 +7,9 @@ from varjax.cache import allocator
 from varjax.cache.allocation import Allocation, Geometry
 from varjax.cache.allocator import peak_tokens
 from varjax.cache.plan import CachePlan, build_plan, check_block_size
+from varjax.cache.stages import plan_stages
 from varjax.errors import UserError
+from varjax.sequence import TOKENS
 
 BLOCK_SIZES = (64, 32, 16, 8, 4, 2, 1)
 # Kernels fetch whole blocks, and what a head holds need not begin where a block does. Of a block
@@ -28,6 +30,9 @@ def plan_cache(geometry: Geometry, policy, calibration=None) -> CachePlan:
       UserError: the budget is infeasible (the message names the smallest feasible one), or the
         block size is.
     """
+    if geometry.kind == TOKENS:
+        policy.check_kind(geometry)
+        return plan_stages(geometry, policy)
     policy, allocation, block_size = choose(geometry, policy, calibration)
     return build_plan(
         geometry,
@@ -40,8 +45,9 @@ def plan_cache(geometry: Geometry, policy, calibration=None) -> CachePlan:
 
 
 def choose(geometry: Geometry, policy, calibration=None) -> tuple[Any, Allocation, int]:
-    """What `plan_cache` lays out: the policy as it was prepared, what may be kept, in blocks of how
-    many slots. `UserError` as there."""
+    """What `plan_cache` lays out for a model that draws scale by scale: the policy as it was
+    prepared, what may be kept, in blocks of how many slots. `UserError` as there."""
+    policy.check_kind(geometry)
     policy = policy.prepare(geometry, calibration)
     policy.check(geometry)
 

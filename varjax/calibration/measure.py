@@ -13,6 +13,7 @@ from varjax.cache.allocation import Geometry, RegionAllocation
 from varjax.calibration.data import Calibration, orders_from_scores, scas
 from varjax.calibration.files import model_digest
 from varjax.conditions import Condition
+from varjax.errors import UserError
 from varjax.generator import Generator, check_model
 from varjax.model import Model
 from varjax.policies import building_blocks as blocks
@@ -43,7 +44,7 @@ def measure(
     Raises:
       UserError: an argument that cannot work, or a model that gives no finite numbers.
     """
-    check_model(model)
+    check_scales(check_model(model))
     runs = integer("runs", runs, 1, 10**6)
     seed = check_seed(seed, runs)
     sampling = model.resolve_sampling(sampling)
@@ -64,6 +65,15 @@ def measure(
     found = _summarise(model, sampling, probe, means, patterns, runs * len(condition))
     found.check(model.geometry_for(sampling))  # broken weights give NaN
     return found
+
+
+def check_scales(model: Model) -> None:
+    """Raise `UserError` for models that draw token by token."""
+    if model.draws_tokens:
+        raise UserError(
+            f"{model.name} draws token by token: no policy for such models uses a "
+            "calibration, they decide from what they see while drawing: run them without"
+        )
 
 
 def _probe_state(

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from varjax.cache.plan import CachePlan
+from varjax.cache.stages import TokenPlan
 from varjax.cache.step import CacheStep, DecidingStep
 from varjax.engine.segments import Segment
 
@@ -93,16 +94,33 @@ def used_inputs(jaxpr: Any) -> list[bool]:
 
 def times_read(jaxpr: Any) -> list[int]:
     """How often a program reads each of its inputs: once for every equation that takes it, a scan
-    as often as it runs."""
+    as often as it runs, and as its own scans do."""
     inner, times = _open(jaxpr), Counter()
     for equation in inner.eqns:
         called = list(_inner(equation.params.values()))
         each = [equation.params.get("length", 1)] * len(equation.invars)
+        if equation.primitive.name == "scan":
+            inside = _scans_that_read(called[0])
+            each = [n * times for n, times in zip(each, inside, strict=True)]
         if equation.primitive.name in _CALLS and len(called) == 1:
             each = times_read(called[0])
         for variable, count in zip(equation.invars, each, strict=True):
             times[id(variable)] += count
     return [times[id(v)] for v in inner.invars]
+
+
+def _scans_that_read(jaxpr: Any) -> list[int]:
+    """For each input of a scan's body the length of a scan within that takes it whole, 1 if there
+    is none."""
+    inner, times = _open(jaxpr), Counter()
+    for equation in inner.eqns:
+        if equation.primitive.name == "scan":
+            body = equation.params["jaxpr"]
+            inside = zip(equation.invars, _open(body).invars, _scans_that_read(body), strict=True)
+            for variable, within, below in inside:
+                whole = variable.aval.shape == within.aval.shape
+                times[id(variable)] += whole * equation.params["length"] * below
+    return [max(1, times[id(v)]) for v in inner.invars]
 
 
 def _inputs_read(equation) -> list:
@@ -213,6 +231,22 @@ def attention_flops(
             observation += product * _observed_queries(step, segment.length)
     share = observation / attention if attention else 0.0
     return {"attention": attention, "observation": observation, "share": share}
+
+
+def token_attention_flops(plan: TokenPlan) -> dict[str, float]:
+    """Likewise of a model that draws token by token: the condition's tokens with each other, every
+    image token that is read with all slots of its head, and what policies look at after stages."""
+    g, sequence, slots = plan.geometry, plan.sequence, sum(plan.layer_slots)
+    of_pair = 2.0 * g.rows_per_image * g.num_heads * g.head_dim  # one query with one key
+    attention = 2 * of_pair * (sequence.steps * slots + g.num_layers * sequence.condition**2)
+    observation = 0.0
+    if plan.allocation.decides:
+        needs, (stages, _) = plan.policy.stage_needs, sequence.stages(plan.allocation.period)
+        queries = needs.window_logits + needs.window * needs.window_scores
+        observation = of_pair * slots * stages * queries
+        if needs.newest_mass and plan.allocation.group_stage is not None:
+            observation += 2 * of_pair * slots
+    return {"attention": attention, "observation": observation, "share": observation / attention}
 
 
 def _observed_queries(step: CacheStep, length: int) -> int:

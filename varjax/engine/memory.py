@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import implementations
+from varjax.cache import token_state
 from varjax.cache.plan import CachePlan, item_size
 from varjax.cache.state import KVState
 from varjax.engine import program
@@ -16,6 +17,7 @@ from varjax.engine.segments import ARRAYS_PER_LOGIT, images_at_once
 from varjax.errors import UserError
 from varjax.model import Model
 from varjax.models import parameters
+from varjax.sequence import TOKENS
 
 SCORE_ARRAYS = 3  # of attention without a kernel, at one time
 SAFETY = 0.9  # share of the device's memory that predictions may fill
@@ -68,19 +70,26 @@ def predict(
     if kernels is None:
         kernels = implementations.preferred() != "reference"
     config, rows = model.config, batch_size * plan.geometry.rows_per_image
-    tokens = max(plan.geometry.schedule.tokens)
+    by_token = plan.geometry.kind == TOKENS
+    # token by token the condition is the widest step, all its tokens at once
+    tokens = config.condition_tokens if by_token else max(plan.geometry.schedule.tokens)
     layer = rows * tokens * (6 * config.embed_dim + 2 * config.hidden_dim) * item_size(dtype)
     layer += rows * tokens * config.embed_dim * (4 - item_size(dtype))  # a float32 residual stream
     keys = tokens + int(plan.capacity.max(initial=0))
-    scores = 0 if kernels else _reference_attention(plan, rows, tokens, keys, kv_dtype)
-    layer += max(scores, _window_scores(plan, rows, keys, kv_dtype))
-    chosen = min(batch_size, images_at_once(tokens, config.logits_per_token))
-    logits = ARRAYS_PER_LOGIT * chosen * tokens * config.logits_per_token * 4
-    logits += rows * tokens * config.embed_dim * item_size(dtype)
-    code_map = config.code_map[:2]
+    if by_token:
+        layer += _token_attention(plan, rows, tokens, kv_dtype)
+        logits = ARRAYS_PER_LOGIT * batch_size * config.logits_per_token * 4
+    else:
+        scores = 0 if kernels else _reference_attention(plan, rows, tokens, keys, kv_dtype)
+        layer += max(scores, _window_scores(plan, rows, keys, kv_dtype))
+        chosen = min(batch_size, images_at_once(tokens, config.logits_per_token))
+        logits = ARRAYS_PER_LOGIT * chosen * tokens * config.logits_per_token * 4
+        logits += rows * tokens * config.embed_dim * item_size(dtype)
+    code_map = model.code_map[:2]
     decoded = decode_batch or program.decoder_batch(model.codec, code_map, batch_size)
     pixels = min(batch_size, decoded) * program.decoder_bytes(model.codec, code_map)
-    cache = jax.eval_shape(lambda: KVState.empty(plan, batch_size, jnp.dtype(kv_dtype), dtype))
+    empty = token_state.empty if by_token else KVState.empty
+    cache = jax.eval_shape(lambda: empty(plan, batch_size, jnp.dtype(kv_dtype), dtype))
     weights = parameters.count(model.transformer) * item_size(dtype)
     return Prediction(
         weights=weights + parameters.count(model.codec) * 4,
@@ -96,6 +105,16 @@ def _reference_attention(plan: CachePlan, rows: int, tokens: int, keys: int, kv_
     heads = plan.geometry.num_heads
     gathered = 2 * rows * heads * keys * 2 * plan.geometry.head_dim * item_size(kv_dtype)
     return SCORE_ARRAYS * rows * heads * tokens * keys * 4 + gathered
+
+
+def _token_attention(plan: CachePlan, rows: int, condition: int, kv_dtype) -> int:
+    """Bytes of scores of the condition with itself, or of one query of every head and those of the
+    policy's window with the slots of a layer, whose keys the reference converts to float32."""
+    heads, slots = plan.geometry.num_heads, max(plan.layer_slots)
+    queries = 1 + plan.policy.stage_needs.window if plan.allocation.decides else 1
+    whole = 4 * 2 * plan.geometry.head_dim if item_size(kv_dtype) < 4 else 0
+    token = slots * (SCORE_ARRAYS * queries * 4 + whole)
+    return rows * heads * max(SCORE_ARRAYS * condition * condition * 4, token)
 
 
 def _window_scores(plan: CachePlan, rows: int, keys: int, kv_dtype) -> int:

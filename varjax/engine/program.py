@@ -17,7 +17,7 @@ from jax.experimental.layout import Format, Layout
 from jaxtyping import Array, Float
 
 from varjax.cache.state import KVState
-from varjax.engine import scales, segments
+from varjax.engine import scales, segments, tokens
 from varjax.engine.segments import Segment, map_in_chunks
 from varjax.models import stacked
 from varjax.parallel.sharding import ShardedProgram
@@ -39,13 +39,14 @@ def trace_codes(
     networks: Mapping[str, nnx.Module],
     state: KVState,
     arguments: tuple,
-    spec: scales.ProgramSpec,
+    spec: scales.ProgramSpec | tokens.TokenSpec,
     *,
     precision: str = "default",
     auto_layout: bool = False,
     sharded: ShardedProgram | None = None,
 ) -> jax.stages.Traced:
-    """The program `(networks, state, *arguments) -> (results, state)` of `scales.generate_codes`.
+    """The program `(networks, state, *arguments) -> (results, state)` of `scales.generate_codes`
+    or, as the spec says, `tokens.generate_codes`.
 
     The state is donated: the program updates the caller's buffers.
 
@@ -59,7 +60,9 @@ def trace_codes(
     """
     # The state is donated: the pool is the largest buffer, and without donation the program would
     # allocate a second one for its result.
-    program = sharded or partial(scales.generate_codes, spec=spec)
+    by_token = isinstance(spec, tokens.TokenSpec)
+    draw = tokens.generate_codes if by_token else scales.generate_codes
+    program = sharded or partial(draw, spec=spec)
     where = {}
     if auto_layout:
         networks = jax.tree.map(_somewhere, networks)

@@ -23,6 +23,7 @@ from varjax.engine.inputs import LayerInputs, Resampling, SegmentInputs, for_ima
 from varjax.engine.segments import Segment
 from varjax.errors import UserError
 from varjax.parallel.split import AXES, MeshSpec, Split, over
+from varjax.sequence import TOKENS
 
 DATA, MODEL = AXES
 
@@ -34,6 +35,11 @@ def make_mesh(spec: MeshSpec, devices) -> Mesh:
 
 def check_plan(plan: CachePlan, spec: MeshSpec) -> None:
     """Raise `UserError` if a plan cannot be carried out on such a mesh."""
+    if plan.geometry.kind == TOKENS:
+        raise UserError(
+            f"mesh {spec}: models that draw token by token run on one device only so far: leave it "
+            f"out"
+        )
     if spec.model > 1 and not plan.static_content:
         raise UserError(
             f"mesh {spec}: policy {plan.policy.name!r} decides on the device what to keep, which "

@@ -17,6 +17,8 @@ from varjax.policies.scalekv import ScaleKV  # isort: skip
 from varjax.policies.hack import HACK  # isort: skip
 from varjax.policies.amskv import AMSKV  # isort: skip
 from varjax.policies.compose import Compose  # isort: skip
+from varjax.policies.linear import LineAR  # isort: skip
+from varjax.policies.rkv import RKV  # isort: skip
 
 for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
     importlib.import_module(_module.name)
@@ -32,9 +34,11 @@ __all__ = [
     "HeadKV",
     "HeatKV",
     "HeatKVNaive",
+    "LineAR",
     "Needs",
     "Observation",
     "Policy",
+    "RKV",
     "ScaleKV",
     "SlidingWindow",
     "SnapKV",

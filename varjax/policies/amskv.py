@@ -88,6 +88,7 @@ class AMSKV(Policy):
     oversize: str = "auto"
 
     selection_arguments = ("condensed", "condensed_tokens")
+    unsuited = "it keeps the condensed and the newest scales"
     summary = "condensed and newest scales, more in layers whose keys change; needs a calibration"
     uses_calibration = True
     smallest_reason = "every layer needs room for its condensed scales and one more token"

@@ -6,6 +6,7 @@ manual. It never moves bytes.
 """
 
 import dataclasses
+import types
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NoReturn
 
@@ -17,6 +18,7 @@ from varjax import arguments
 from varjax.cache.allocation import Allocation, Geometry, RegionAllocation
 from varjax.errors import UserError, about, nearest, show
 from varjax.policies import capacities
+from varjax.sequence import SCALES, TOKENS
 
 BUDGET = {  # its range, and what a message about it says
     **{"low": 0, "high": 1, "above": True},
@@ -47,6 +49,8 @@ class Needs:
     raw_queries: `window_logits` use plain projections as queries.
     regroup_mass: `scale_mass`, but only for `regroup`.
     key_similarity: costs a copy of one scale's keys of all layers.
+    newest_mass: attention of the newest query, for `TokenPolicy.local_heads` only.
+    window_scores, keys: of models that draw token by token only.
     The others: the field of `Observation` with that name.
     """
 
@@ -60,6 +64,9 @@ class Needs:
     window_attention: bool = False
     query_variance: bool = False
     key_similarity: bool = False
+    newest_mass: bool = False
+    window_scores: bool = False
+    keys: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -88,6 +95,15 @@ class Observation:
     window_attention: attention of the W window queries.
     query_variance: sum over keys of the variance over queries of their attention.
     key_similarity: -mean over heads and tokens of ||k - resized previous k||_2; -inf at scale 0.
+
+    Models that draw token by token decide after each stage of P tokens. `scale` is then the stage
+    (from 0), the last axis lists a head's image slots (P of the newest stage last); the condition
+    always stays and is no candidate. `position` counts image tokens. Queries are the stage's: the
+    window is its newest W, `scale_mass` the mean over all. Sums are taken as the tokens are drawn,
+    so weights are normalised over what each query saw, the condition included.
+    local: heads that `TokenPolicy.local_heads` found to be local; None before and without it.
+    window_scores: attention scores of each window query before the softmax, in no order of queries.
+    keys: as they are stored, rotated.
     """
 
     scale: Int[Array, ""]
@@ -107,6 +123,9 @@ class Observation:
     window_attention: Float[Array, "R N W K"] | None = None
     query_variance: Float[Array, "R N"] | None = None
     key_similarity: Float[Array, " R"] | None = None
+    local: Bool[Array, "R N"] | None = None
+    window_scores: Float[Array, "R N W K"] | None = None
+    keys: Float[Array, "R N K H"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +145,10 @@ class Policy:
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     needs: ClassVar[Needs] = Needs()
+    # which models it serves, why no others, and arguments that only one kind has a use for
+    serves: ClassVar[tuple[str, ...]] = (SCALES,)
+    unsuited: ClassVar[str] = "it decides about whole scales, of which those have none"
+    only_for: ClassVar[dict[str, tuple[str, ...]]] = {}
     # Ask an instance for these three: where arguments decide, they are properties.
     # budgeted: False if the contents are given and the budget is what they cost
     # shrinks: False if `allocate` ignores the budget
@@ -206,6 +229,19 @@ class Policy:
         return np.asarray(getattr(calibration, name), np.float64)
 
     # --- host -------------------------------------------------------------------------------------
+
+    def check_kind(self, geometry: Geometry) -> None:
+        """Raise `UserError` if the policy, or an argument given to it, is for models of the other
+        kind."""
+        kind, draws = geometry.kind, {SCALES: "scale by scale", TOKENS: "token by token"}
+        if kind not in self.serves:
+            self.refuse(f"it does not serve models that draw {draws[kind]}: {self.unsuited}")
+        defaults = {f.name: f.default for f in fields(self)}
+        for other in draws.keys() - {kind}:
+            for name in self.only_for.get(other, ()):
+                given = getattr(self, name) != defaults[name]
+                rule = f" is for models that draw {draws[other]}, this one draws {draws[kind]}"
+                self.require(name, not given, f"{rule}: leave it out")
 
     def prepare(self, geometry: Geometry, calibration: Any) -> "Policy":
         """This policy with what the calibration decides filled in; called before `check`.
@@ -318,14 +354,23 @@ def parse_value(name: str, text: str, kind: Any) -> Any:
 
 
 def _name_of(kind: Any) -> str:
-    """`int` for the type and for its name, which annotations may be."""
+    """`int` for the type and for its name, which annotations may be; `int | None` likewise."""
+    if isinstance(kind, types.UnionType):
+        return str(kind)
     return getattr(kind, "__name__", kind) if isinstance(kind, (type, str)) else ""
 
 
+def _optional_integer(name: str, value: Any, **limits: Any) -> int | None:
+    return None if value is None else arguments.integer(name, value, **limits)
+
+
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
-_LIMITS = {"int": {"low": -LARGEST_INTEGER, "high": LARGEST_INTEGER}}
+_LIMITS = {
+    kind: {"low": -LARGEST_INTEGER, "high": LARGEST_INTEGER} for kind in ("int", "int | None")
+}
 _KINDS = {  # how to read it from a text, how to check it, and what it is in words
     "int": (int, arguments.integer, "a whole number"),
+    "int | None": (int, _optional_integer, "a whole number"),
     "float": (float, arguments.number, "a number"),
     "str": (str, arguments.text, "text"),
     "bool": (lambda text: _TRUTH[text.lower()], arguments.flag, "true or false"),

@@ -14,10 +14,12 @@ from varjax.policies import building_blocks as blocks
 from varjax.policies.base import Observation, Policy, per_layer
 from varjax.policies.registry import POLICIES, get_policy, register
 from varjax.policies.windows import SinkPolicy, SlidingWindow, Streaming
+from varjax.sequence import TOKENS
 
 ROLES = {"allocate": "heatkv", "select": "snapkv"}  # with what they are if not said
 DECIDES = {"allocate": "how much heads hold", "select": "which tokens heads keep"}
 SHARED = ("budget", "accounting", "block_size")  # arguments of the composition, not of its parts
+_BY_TOKEN = "it serves models that draw token by token, compositions those that draw by scale"
 _GIVEN = "its contents are not chosen by a score, they follow from its own "
 REFUSED = {
     ("allocate", "full"): "it keeps everything, so there is nothing to select",
@@ -26,6 +28,7 @@ REFUSED = {
     ("select", "full"): "it keeps everything; any other policy does that with budget 1",
     ("select", "table"): _GIVEN + "file",
     ("select", "compose"): "compositions do not nest",
+    **{(role, name): _BY_TOKEN for role in ROLES for name in ("linear", "rkv")},
 } | {
     ("select", name): _GIVEN + "schedule of scales"
     for name in ("heatkv", "binary_heatkv", "heatkv_naive")
@@ -72,6 +75,7 @@ class Compose(Policy):
     parts: tuple[tuple[str, str], ...] = ()  # all arguments but the shared ones, as text
     _prepared: tuple[Policy, ...] = field(default=(), repr=False)
 
+    unsuited = "all of them give all heads the same there, so there is nothing to compose"
     summary = "capacities of one policy, selection of another"
     examples = (
         {},
@@ -222,7 +226,8 @@ class Newest(SinkPolicy):
 def _own_arguments(cls: type[Policy], role: str = "") -> list[str]:
     """Arguments of a part, with a role those that matter to it."""
     used = {"allocate": cls.allocation_arguments, "select": cls.selection_arguments}.get(role)
-    names = [name for name in cls.argument_types() if name not in SHARED]
+    idle = (*SHARED, *cls.only_for.get(TOKENS, ()))
+    names = [name for name in cls.argument_types() if name not in idle]
     return names if used is None else [name for name in names if name in used]
 
 

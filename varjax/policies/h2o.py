@@ -3,14 +3,16 @@
 from dataclasses import dataclass
 
 from varjax.policies import building_blocks as blocks
-from varjax.policies.base import Needs, Observation, Policy, within
+from varjax.policies import stage_blocks
+from varjax.policies.base import Needs, Observation, within
 from varjax.policies.registry import register
+from varjax.policies.staged import TokenPolicy
 
 
 @register("h2o")
 @dataclass(frozen=True, kw_only=True)
-class H2O(Policy):
-    """H2O (Zhang et al. 2023, "Heavy-Hitter Oracle"), on next-scale models.
+class H2O(TokenPolicy):
+    """H2O (Zhang et al. 2023, "Heavy-Hitter Oracle").
 
     Idea: a few tokens collect most of the attention, at every step the same ones. So a head keeps
     those that have collected most so far, and beside them the newest, which had no time to collect
@@ -28,8 +30,15 @@ class H2O(Policy):
       budget: fraction of the full cache.
       recent_share: part of the capacity for the newest tokens; the paper uses halves. 0 keeps heavy
         hitters only, 1 is a sliding window.
+      period: tokens between two decisions, on models that draw token by token; see
+        `help(varjax.policies.staged.TokenPolicy)`.
 
-    Differs from the paper, because scales replace tokens:
+    On models that draw token by token this is the paper's rule, decided after every `period` tokens
+    and not after each: of the B - P image tokens that stay, floor(recent_share * (B - P)) are the
+    newest, the others have collected most since they were drawn, their own attention to themselves
+    included. Of equals the newer stays.
+
+    On next-scale models it differs from the paper, because scales replace tokens:
       - One decision per scale, about all of its tokens at once, instead of one eviction per token.
       - A scale's tokens see each other in both directions, so even the newest have collected
         something. Sums are not divided by the number of queries, as in the paper, so a large scale
@@ -49,3 +58,14 @@ class H2O(Policy):
         newest = blocks.recent(obs.position, obs.live, recent)
         heavy = obs.live & ~newest
         return newest | blocks.top(obs.total_mass, heavy, obs.capacity - newest.sum(-1))
+
+    @property
+    def stage_needs(self) -> Needs:
+        return Needs(total_mass=True)
+
+    def select_stage(self, obs: Observation):
+        recent = blocks.part_of(obs.capacity, self.recent_share)
+        newest = stage_blocks.newest(obs.position, obs.live, recent)
+        surplus = obs.live.sum(-1) - obs.capacity
+        heavy = obs.live & ~newest
+        return obs.live & ~stage_blocks.lowest(obs.total_mass, obs.position, heavy, surplus)

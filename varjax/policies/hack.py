@@ -62,6 +62,7 @@ class HACK(SinkPolicy):
     _types: tuple[tuple[bool, ...], ...] = field(default=(), repr=False)  # [L][N], True: contextual
 
     selection_arguments = ("sinks", "contextual")
+    unsuited = "its statistic compares the queries of a scale, and there is one query at a time"
     summary = "per head kind the most attended or the newest tokens; needs a calibration"
     needs = Needs(scale_mass=True)
     uses_calibration = True

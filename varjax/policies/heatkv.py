@@ -55,6 +55,7 @@ class HeatKV(SinkPolicy):
 
     budget: float = 0.1
 
+    unsuited = "its orders say which heads give up which scales"
     summary = "per head the scales that later scales look at; needs a calibration"
     whole_heads = literal = False  # see `prune_schedule`
     uses_calibration = True

@@ -15,6 +15,7 @@ from types import ModuleType
 from varjax.arguments import number, path, text
 from varjax.errors import UserError, choose, show
 from varjax.policies.base import BUDGET, Policy
+from varjax.sequence import SCALES
 
 _NAME = "[A-Za-z0-9_-]{1,64}"  # also in names of files
 POLICIES: dict[str, type[Policy]] = {}
@@ -146,12 +147,15 @@ def _what_is_wrong(error: BaseException, key: str) -> str:
 
 
 def markdown_table() -> str:
-    """The policy table of the README."""
-    rows = ["| policy | keeps | contents | default budget |", "| --- | --- | --- | --- |"]
+    """The policy table of the README. Models draw by scale or by token."""
+    rows = ["| policy | keeps | models | contents | default budget |"]
+    rows.append("| --- | --- | --- | --- | --- |")
     for name, cls in POLICIES.items():
         policy = cls()
-        contents = "decided per image" if cls.select is not Policy.select else "known beforehand"
+        known = cls.select is Policy.select and SCALES in cls.serves
+        contents = "known beforehand" if known else "decided per image"
+        models = "both" if len(cls.serves) > 1 else f"by {cls.serves[0].removesuffix('s')}"
         contents = policy.contents or (contents if policy.budgeted else "given")
         budget = f"{policy.budget:g}" if policy.budgeted else "what it keeps"
-        rows.append(f"| `{name}` | {policy.summary} | {contents} | {budget} |")
+        rows.append(f"| `{name}` | {policy.summary} | {models} | {contents} | {budget} |")
     return "\n".join(rows)

@@ -84,6 +84,7 @@ class ScaleKV(Policy):
     allocation_arguments = ("budgets", "drafters", "refiner_share")
     selection_arguments = ("grid", "kernel", "faithful")
     examples = ({}, {"faithful": "true"})
+    unsuited = "it tells layers apart by how they look at the scales before"
     summary = "everything in drafter layers, best logits in refiners; needs budgets or calibration"
 
     @property

@@ -5,25 +5,26 @@ from dataclasses import dataclass
 
 from varjax.cache.allocation import Geometry
 from varjax.policies import building_blocks as blocks
-from varjax.policies import capacities
+from varjax.policies import capacities, stage_blocks
 from varjax.policies.base import Needs, Observation, Policy
 from varjax.policies.registry import register
+from varjax.policies.staged import TokenPolicy
 
 WINDOW = 16
+KERNEL, STAGE_KERNEL = 7, 5  # of scales and of single tokens
 WINDOW_SHARE = 4  # an automatic window takes at most a quarter of a head's capacity
 
 
 def check_kernel(policy: Policy) -> None:
     """Refuse widths of the pooling that have no centre."""
-    fits = 1 <= policy.kernel <= 63 and policy.kernel % 2 == 1
+    fits = policy.kernel is None or (1 <= policy.kernel <= 63 and policy.kernel % 2 == 1)
     policy.require("kernel", fits, " must be odd and between 1 (no pooling) and 63")
 
 
 @register("snapkv")
 @dataclass(frozen=True, kw_only=True)
-class SnapKV(Policy):
-    """SnapKV (Li et al. 2024, "LLM Knows What You are Looking for Before Generation"), on
-    next-scale models.
+class SnapKV(TokenPolicy):
+    """SnapKV (Li et al. 2024, "LLM Knows What You are Looking for Before Generation").
 
     Idea: what the latest queries look at is what later queries will need. So a small observation
     window of queries votes, and the winners stay.
@@ -44,10 +45,19 @@ class SnapKV(Policy):
     Args:
       budget: fraction of the full cache.
       window: queries in the observation window. 0 (default) takes 16, or a quarter of a head's
-        capacity if that is less, so that small models keep some history.
-      kernel: width of the pooling, odd; 1 turns it off.
+        capacity if that is less, so that small models keep some history; on models that draw token
+        by token 16, or the period if that is less, and at most the period.
+      kernel: width of the pooling, odd; 1 turns it off. 7 by default, 5 on models that draw token
+        by token.
+      period: tokens between two decisions, on models that draw token by token; see
+        `help(varjax.policies.staged.TokenPolicy)`.
 
-    Differs from the paper, because scales replace tokens:
+    On models that draw token by token the window is the newest tokens, and the same is done after
+    every `period` tokens of a picture (the paper does it once, after the prompt). Votes are
+    normalised over all that a query saw, the window and the condition included, and pooled in order
+    of position; window tokens do not vote for their neighbours.
+
+    On next-scale models it differs from the paper, because scales replace tokens:
       - All tokens of a scale are equally recent, so the window is spread over it and not the end of
         the prompt. It votes anew after every scale; what was dropped stays dropped.
       - Tokens of the current scale outside the window compete with history on equal terms.
@@ -58,7 +68,7 @@ class SnapKV(Policy):
 
     budget: float = 0.25
     window: int = 0
-    kernel: int = 7
+    kernel: int | None = None
 
     allocation_arguments = ()
     summary = "what a window of recent queries attends to, and its neighbours"
@@ -68,6 +78,8 @@ class SnapKV(Policy):
         return Needs(window=self.window or WINDOW, window_mass=True)
 
     def prepare(self, geometry: Geometry, calibration=None) -> "SnapKV":
+        if self.kernel is None:
+            return dataclasses.replace(self, kernel=KERNEL).prepare(geometry, calibration)
         if self.window:
             return self
         quarter = capacities.uniform(geometry, self.budget) // WINDOW_SHARE
@@ -81,4 +93,35 @@ class SnapKV(Policy):
         super().check(geometry)
 
     def select(self, obs: Observation):
-        return blocks.window_and_peaks(obs, obs.window_mass, self.kernel)
+        return blocks.window_and_peaks(obs, obs.window_mass, self.kernel or KERNEL)
+
+    # --- models that draw token by token ---
+
+    @property
+    def stage_needs(self) -> Needs:
+        return Needs(window=self.window, window_mass=True)
+
+    def prepare_stages(self, geometry: Geometry) -> "SnapKV":
+        prepared = super().prepare_stages(geometry)
+        return dataclasses.replace(
+            prepared,
+            window=self.window or min(WINDOW, prepared.period),
+            kernel=STAGE_KERNEL if self.kernel is None else self.kernel,
+        )
+
+    def check_stage_arguments(self, geometry: Geometry) -> None:
+        super().check_stage_arguments(geometry)
+        rule = f" must be 1 to the period, {self.period}, or 0 to let the period decide"
+        self.require("window", 1 <= self.window <= self.period, rule)
+        check_kernel(self)
+
+    def stay_always(self, geometry: Geometry) -> int:
+        return self.window
+
+    def select_stage(self, obs: Observation):
+        others = obs.live & ~obs.window
+        pooled = stage_blocks.pooled(obs.window_mass, obs.position, obs.live, others, self.kernel)
+        # pooling makes plateaus: of equals the higher own vote stays
+        own = stage_blocks.rank(obs.window_mass, obs.position, others)
+        surplus = obs.live.sum(-1) - obs.capacity
+        return obs.live & ~stage_blocks.lowest(pooled, own, others, surplus)

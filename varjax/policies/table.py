@@ -38,6 +38,7 @@ class Table(Policy):
     """
 
     path: str = ""
+    unsuited = "its files list scales"
     summary = "what a file says, for ablations"
     budgeted = False
     shrinks = False

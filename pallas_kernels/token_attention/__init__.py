@@ -1,0 +1,6 @@
+"""Attention of one query per row over the slots of its heads: a step of models that draw token by
+token."""
+
+from pallas_kernels.token_attention.api import attend, scores
+
+__all__ = ["attend", "scores"]

@@ -1,0 +1,68 @@
+"""Token attention: signature, documentation and dispatch.
+
+The op serves one layer of one drawn token: every row has one query per head, which sees the slots
+of its head that hold something. The token's own key and value lie in a slot already. All heads of a
+layer have equally many slots, so a layer's pool is one array and needs no table; which slots are
+visible is in the positions of what they hold.
+"""
+
+from jaxtyping import Array, Float, Int, Num
+
+from pallas_kernels.token_attention import reference
+
+
+def attend(
+    q: Float[Array, "R N H"],
+    pool: Num[Array, "R N C KV"],
+    position: Int[Array, "#R #N C"],
+    *,
+    oldest: Int[Array, "R N"] | None = None,
+    protected: int = 0,
+    first_bias: Float[Array, " R"] | None = None,
+    pool_scale: Float[Array, "R N C 2"] | None = None,
+    mass: Float[Array, "R N C"] | None = None,
+    mass_weight: Float[Array, ""] | float = 1.0,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "R N H"], Float[Array, "R N C"] | None]:
+    """Attention of one query per row and head over its visible slots.
+
+    Traffic: a kernel reads the pool once; H is 64, 100 or 128, C up to some thousand (usually 50 to
+    600), R 2 to 256. Positions take 4 bytes per slot, masses 8 (read and written).
+
+    Args:
+      q: finished queries (rotated, with the attention scale).
+      pool: K in the first half of the last axis, V in the second (KV = 2 H).
+      position: of the token in every slot, -1: empty. Empty slots may hold anything, NaN included.
+        Every row has at least one visible slot in each head.
+      oldest: the smallest position that a head sees; None: all. protected: static, positions below
+        it are seen whatever `oldest` says.
+      first_bias: float32, added to the score of slot 0.
+      pool_scale: for an int8 pool, what keys and values of a slot are multiplied by.
+      mass: float32 sums of attention weights per slot. Given, it is returned with this query's
+        weights times `mass_weight` added.
+      implementation: "reference", or None for the best one there is.
+
+    Returns:
+      The output in the type of `q` (softmax statistics are float32), and the new `mass` or None.
+
+    Raises:
+      NotImplementedError: the implementation named does not exist.
+    """
+    if implementation not in (None, "reference"):
+        raise NotImplementedError(
+            f"token attention has no implementation {implementation!r}: use reference"
+        )
+    return reference.attend(
+        *(q, pool, position, oldest, protected, first_bias, pool_scale, mass, mass_weight)
+    )
+
+
+def scores(
+    q: Float[Array, "R N Q H"],
+    pool: Num[Array, "R N C KV"],
+    *,
+    pool_scale: Float[Array, "R N C 2"] | None = None,
+) -> Float[Array, "R N Q C"]:
+    """Scores of a few queries before the softmax, float32, of all slots: what empty ones hold
+    included. Computed by the reference on every platform: policies look at it once per stage."""
+    return reference.scores(q, pool, pool_scale)

@@ -1,0 +1,108 @@
+"""Token attention against a loop in float64: heads of every published size, empty slots, windows,
+int8 pools, sums of weights."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.cache_write.reference import encode
+from pallas_kernels.token_attention import attend, reference, scores
+
+ROWS, HEADS, SLOTS = 3, 2, 21
+
+
+def problem(size: int, seed: int = 0):
+    """q, k, v, and positions of which some are -1, others in no order."""
+    rng = np.random.default_rng(seed)
+    q = rng.normal(size=(ROWS, HEADS, size)).astype(np.float32) / size**0.5
+    k, v = (rng.normal(size=(ROWS, HEADS, SLOTS, size)).astype(np.float32) for _ in range(2))
+    position = np.stack([rng.permutation(SLOTS) for _ in range(ROWS * HEADS)])
+    position = np.where(rng.random(position.shape) < 0.3, -1, position)
+    position[:, 0] = 0
+    return q, k, v, position.reshape(ROWS, HEADS, SLOTS).astype(np.int32)
+
+
+def by_hand(q, k, v, visible, bias=0.0):
+    """Output and weights of one head."""
+    found = np.where(visible, k.astype(np.float64) @ q.astype(np.float64), -np.inf)
+    found[0] += bias
+    weights = np.exp(found - found.max())
+    weights /= weights.sum()
+    return np.where(visible[:, None], v, 0).T @ weights, weights
+
+
+@pytest.mark.parametrize("size", [64, 100, 128])
+@pytest.mark.parametrize("poisoned", [False, True])
+def test_attention(size, poisoned):
+    q, k, v, position = problem(size)
+    rng = np.random.default_rng(1)
+    oldest = rng.integers(0, SLOTS, (ROWS, HEADS)).astype(np.int32)
+    bias = rng.normal(size=ROWS).astype(np.float32)
+    mass = rng.random((ROWS, HEADS, SLOTS)).astype(np.float32)
+    pool = np.concatenate([k, v], -1)
+    if poisoned:
+        pool = np.where(position[..., None] >= 0, pool, np.nan)
+    arguments = {"oldest": oldest, "first_bias": bias, "mass": mass}
+    call = jax.jit(functools.partial(attend, protected=3, mass_weight=0.5))
+    out, total = call(q, pool, position, **arguments)
+    for r, n in np.ndindex(ROWS, HEADS):
+        place = position[r, n]
+        visible = (place >= 0) & ((place < 3) | (place >= oldest[r, n]))
+        expected, weights = by_hand(q[r, n], k[r, n], v[r, n], visible, bias[r])
+        np.testing.assert_allclose(out[r, n], expected, atol=2e-6)
+        np.testing.assert_allclose(total[r, n], mass[r, n] + 0.5 * weights, atol=1e-6)
+
+
+@pytest.mark.parametrize("heads_share", [False, True])
+def test_positions_that_heads_or_rows_share(heads_share):
+    q, k, v, position = problem(64)
+    shared = position[:, :1] if heads_share else position[:1, :1]
+    whole = np.broadcast_to(shared, position.shape)
+    pool, call = np.concatenate([k, v], -1), jax.jit(attend)
+    out, mass = call(q, pool, shared)
+    expected, _ = call(q, pool, whole)
+    np.testing.assert_array_equal(out, expected)
+    assert mass is None
+
+
+def test_platforms_agree():
+    """What CPUs do with the whole pool and what others do with its halves."""
+    q, k, v, position = problem(64)
+    pool, visible = np.concatenate([k, v], -1), position >= 0
+    ours, others = (
+        jax.jit(f)(q, pool) for f in (reference._products_of_the_whole, reference._products)
+    )
+    np.testing.assert_allclose(ours, others, atol=1e-5)
+    weights = jnp.where(visible, ours, 0)
+    np.testing.assert_allclose(
+        jax.jit(reference._sums_of_the_whole)(weights, pool, visible),
+        jax.jit(reference._sums)(weights, pool, visible),
+        atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("size", [100])
+def test_int8(size):
+    """Exactly what the rounded keys and values give."""
+    q, k, v, position = problem(size)
+    pool, scale = encode(jnp.asarray(k), jnp.asarray(v), jnp.int8)
+    number = np.asarray(pool, np.float32)
+    k, v = (
+        number[..., i * size : (i + 1) * size] * np.asarray(scale)[..., i : i + 1] for i in (0, 1)
+    )
+    out, _ = jax.jit(attend)(q, pool, position, pool_scale=scale)
+    found = jax.jit(scores)(q[:, :, None], pool, pool_scale=scale)
+    for r, n in np.ndindex(ROWS, HEADS):
+        expected, _ = by_hand(q[r, n], k[r, n], v[r, n], position[r, n] >= 0)
+        np.testing.assert_allclose(out[r, n], expected, atol=5e-6)
+        np.testing.assert_allclose(found[r, n, 0], k[r, n] @ q[r, n], atol=5e-6)
+
+
+def test_kernels_that_are_not_there():
+    q, k, v, position = problem(64)
+    with pytest.raises(NotImplementedError, match="no implementation 'tpu': use reference"):
+        pool = jnp.concatenate([k, v], -1)
+        attend(jnp.asarray(q), pool, jnp.asarray(position), implementation="tpu")

@@ -1,0 +1,140 @@
+"""A model that draws token by token made of random numbers: what every layer asks, holds and gives
+is drawn beforehand, so that an oracle can be given the same. Its logits are what its attention
+found, so that a program's results can be compared with it number by number."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.projection import Projection
+from varjax.cache import token_state
+from varjax.cache.allocation import Geometry
+from varjax.cache.planner import plan_cache
+from varjax.engine import tokens as engine
+from varjax.sampling import Sampling, Scores
+from varjax.sequence import TokenSequence
+
+GREEDY = Sampling(cfg=1.0, greedy=True)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StandIn:
+    """Queries, keys and values float32 [L, R, N, M + N_image, H] and which of the condition's
+    tokens count, bool [R, M]."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    visible: np.ndarray
+
+    config = SimpleNamespace(check_sampling=lambda s: s, is_guided=lambda s: False)
+
+    @classmethod
+    def random(cls, geometry: Geometry, rows: int, seed: int = 0, padding: bool = True):
+        """Queries resemble the keys of some earlier tokens, so that attention is not even."""
+        g, rng = geometry, np.random.default_rng(seed)
+        condition, total = g.schedule.condition, g.schedule.total_tokens
+        shape = (g.num_layers, rows, g.num_heads, total, g.head_dim)
+        q, k, v = (rng.normal(size=shape).astype(np.float32) for _ in range(3))
+        back = rng.integers(0, 1 + np.minimum(np.arange(total), 3 + np.arange(total) // 2))
+        q = (q + 1.5 * k[..., np.arange(total) - back, :]) / np.sqrt(g.head_dim)
+        padded = rng.integers(0, condition, rows) if padding else np.zeros(rows, int)
+        visible = np.arange(condition) >= padded[:, None]
+        return cls(q.astype(np.float32), k, v, visible)
+
+    def rows(self, index) -> "StandIn":
+        """Some of the rows alone."""
+        q, k, v = (a[:, index] for a in (self.q, self.k, self.v))
+        return StandIn(q, k, v, self.visible[index])
+
+    # --- what the engine calls ---
+
+    @property
+    def blocks(self):
+        return {"number": jnp.arange(len(self.q))}
+
+    def encode_condition(self, condition, *, guided):
+        del condition, guided
+        layers, rows, heads, _, size = self.q.shape
+        x = jnp.zeros((rows, self.visible.shape[1], layers * heads * size))
+        return {"condition": x, "visible": jnp.asarray(self.visible)}
+
+    def rotation(self, context, index):
+        return (index + self.visible.shape[1],)
+
+    def project(self, block, rotation, x):
+        (index,) = rotation
+        arrays = (jnp.asarray(a)[block["number"]][:, :, index] for a in (self.q, self.k, self.v))
+        return Projection.of(*arrays)
+
+    def post_attention(self, block, x, attended):
+        by_layer = x.reshape(*x.shape[:2], len(self.q), *attended.shape[2:])
+        return by_layer.at[:, :, block["number"]].set(attended).reshape(x.shape)
+
+    def embed(self, context, tokens):
+        return jnp.zeros_like(context["condition"][:, :1])
+
+    @staticmethod
+    def condition_mask(visible):
+        total = visible.shape[1]
+        seen = jnp.tri(total, dtype=bool) & visible[:, None]
+        return (seen | jnp.eye(total, dtype=bool))[:, None]
+
+    def logits(self, x, index, sampling):
+        return Scores(x)
+
+    def sample(self, scores, keys, sampling, implementation):
+        return jnp.argmax(scores.plain, -1).astype(jnp.int32), None
+
+
+def geometry(condition=3, tokens=49, line=7, layers=1, heads=3, size=8) -> Geometry:
+    return Geometry(
+        schedule=TokenSequence(tokens, condition, line),
+        num_layers=layers,
+        num_heads=heads,
+        head_dim=size,
+        rows_per_image=1,
+    )
+
+
+def traced(model: StandIn, plan, dtype="float32", decide=None):
+    """The jitted program of a plan, and its arguments. decide: wraps every layer's strategy."""
+    spec = engine.TokenSpec.of(plan, GREEDY, model.config, keep_logits=True)
+    if decide is not None:
+        spec = dataclasses.replace(spec, layers=tuple(map(decide, spec.layers)))
+    rows = model.q.shape[1]
+    state = token_state.empty(plan, rows, dtype)
+    keys = jax.random.split(jax.random.key(0), rows)
+
+    def program(state, keys):
+        return engine.generate_tokens({"transformer": model}, state, None, keys, None, spec=spec)
+
+    return jax.jit(program, donate_argnums=0), (state, keys)
+
+
+def run(model: StandIn, plan, **options):
+    """float32 [R, N, L, heads, H], what the attention of every step found, and the final caches."""
+    program, arguments = traced(model, plan, **options)
+    results, state = program(*arguments)
+    layers, rows, heads, _, size = model.q.shape
+    return np.asarray(results["logits"]).reshape(rows, -1, layers, heads, size), state
+
+
+def plan_for(policy, **shape):
+    return plan_cache(geometry(**shape), policy)
+
+
+class Endless(StandIn):
+    """The same numbers for every token: for programs of which only the size matters."""
+
+    def __init__(self, geometry: Geometry, rows: int):
+        g = geometry
+        shape = (g.num_layers, rows, g.num_heads, 1, g.head_dim)
+        visible = np.ones((rows, g.schedule.condition), bool)
+        super().__init__(*(np.ones(shape, np.float32) for _ in range(3)), visible)
+
+    def rotation(self, context, index):
+        return (jnp.zeros_like(index),)

@@ -1,0 +1,177 @@
+"""The plan of a model that draws token by token.
+
+A stage is a run of P tokens. Every head has slots for the condition and for B image tokens, the
+same in all heads of a layer, so a layer's pool is one array [rows, N, M + B, 2 H] and needs no
+tables. Where a policy decides, the last P slots are the buffer: a stage's tokens are written there,
+one slot for all rows and heads, and after the stage those that stay move into the slots of those
+that leave; nothing else moves. Contents that are known go straight to their slot: B - S of them are
+a ring behind S tokens that stay. Capacities are the same in all stages but the first, in which
+nothing has to leave, so nothing here grows with the number of tokens.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from varjax.cache.allocation import Geometry
+from varjax.cache.plan import CachePlan, check_block_size
+from varjax.errors import UserError
+from varjax.sequence import TokenSequence
+
+BLOCK_SIZES = (16, 8, 4, 2, 1)  # slots of a head are a multiple, if that loses at most 1 %
+LOST_AT_MOST = 0.01
+
+
+@dataclass(frozen=True, eq=False)
+class StageAllocation:
+    """How many image tokens every head of a layer may hold, and when.
+
+    slots: int64 [L]: image slots of a head (B), the buffer among them.
+    period: tokens of a stage (P); of known contents it only says after how many tokens reports
+      look.
+    decides: whether a policy decides after every stage; else contents are known.
+    kept: int64 [L]: tokens that stay after a stage, at most B - P. None: B - P.
+    protected: image tokens from the first on that a ring leaves alone (known contents).
+    group_stage: the stage after which heads are grouped; before it B - P tokens may stay, whatever
+      `kept` says.
+    """
+
+    slots: np.ndarray
+    period: int
+    decides: bool = True
+    kept: np.ndarray | None = None
+    protected: int = 0
+    group_stage: int | None = None
+
+    @classmethod
+    def uniform(cls, geometry: Geometry, slots: int, period: int, **more: Any) -> "StageAllocation":
+        """The same in all layers. With room for all tokens nothing has to be decided."""
+        steps = geometry.schedule.steps
+        if slots >= steps:
+            return cls.known(geometry, steps)
+        return cls(np.full(geometry.num_layers, slots), min(period, steps), **more)
+
+    @classmethod
+    def known(cls, geometry: Geometry, slots: int, protected: int = 0) -> "StageAllocation":
+        """A ring of slots behind the first `protected` tokens; the full cache if there is room."""
+        slots = np.full(geometry.num_layers, min(slots, geometry.schedule.steps))
+        period = min(geometry.schedule.line, geometry.schedule.steps)
+        return cls(slots, period, decides=False, protected=protected)
+
+    @property
+    def main(self) -> np.ndarray:
+        """int64 [L]: image slots outside the buffer."""
+        return self.slots - self.period
+
+    def held(self, geometry: Geometry) -> np.ndarray:
+        """int64 [K, L]: image tokens of a head when each stage starts."""
+        decided, _ = geometry.schedule.stages(self.period)
+        stage = np.arange(1, decided + 2)[:, None]
+        drawn = (stage - 1) * self.period
+        limit = self.slots[None]
+        if self.decides:
+            kept = self.main if self.kept is None else self.kept
+            first = 0 if self.group_stage is None else self.group_stage
+            limit = np.where(stage - 1 > first, kept, self.main)
+        held = np.minimum(drawn, limit)
+        return np.concatenate([np.zeros((1, held.shape[1]), np.int64), held])
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TokenPlan(CachePlan):
+    """Slots of every layer's heads, for a model that draws token by token. Stage 0 is the
+    condition; `pool_blocks` times `block_size` are the slots of all layers and heads."""
+
+    allocation: StageAllocation
+
+    @property
+    def sequence(self) -> TokenSequence:
+        return self.geometry.schedule
+
+    @property
+    def static_content(self) -> bool:
+        return not self.allocation.decides
+
+    @property
+    def layer_slots(self) -> tuple[int, ...]:
+        """Slots of a head in every layer, those of the condition included."""
+        return tuple(int(b) + self.sequence.condition for b in self.allocation.slots)
+
+    @cached_property
+    def live_tokens(self) -> np.ndarray:
+        """int64 [K, L]: most tokens in the whole cache (one row) during each stage: before its
+        policy has decided. All layers have then stored, so the last axis is constant."""
+        held, g = self.allocation.held(self.geometry), self.geometry
+        decided, last = self.sequence.stages(self.allocation.period)
+        new = np.array([0] + decided * [self.allocation.period] + [last])
+        most = np.minimum(held + new[:, None], self.allocation.slots) + self.sequence.condition
+        return np.repeat(most.sum(-1, keepdims=True) * g.num_heads, g.num_layers, axis=1)
+
+    @property
+    def used_slots(self) -> np.ndarray:
+        """All of them: every head has its slots from the start."""
+        return np.full_like(self.live_tokens, self.pool_tokens)
+
+    def _decided(self) -> tuple[np.ndarray | None, ...]:
+        a = self.allocation
+        last = -1 if a.group_stage is None else a.group_stage
+        return a.slots, np.array([a.period, a.decides, a.protected, last]), a.kept
+
+
+def image_slots(geometry: Geometry, budget: float, accounting: str) -> int:
+    """Image tokens of a head that a budget pays for. "bytes": all slots of the head, the buffer
+    included, less those of the condition. "tokens": what papers count, image tokens after an
+    update as a fraction of the image; condition and buffer come on top."""
+    sequence = geometry.schedule
+    if accounting == "tokens":
+        return int(budget * sequence.image_tokens + 1e-6)
+    return int(budget * sequence.persistent_tokens + 1e-6) - sequence.condition
+
+
+def plan_stages(geometry: Geometry, policy: Any) -> TokenPlan:
+    """Plan the cache of a policy for a model that draws token by token.
+
+    Raises:
+      UserError: the budget is infeasible (the message names the smallest feasible one), or an
+        argument of the policy is.
+    """
+    policy = policy.prepare_stages(geometry)
+    policy.check_stages(geometry)
+    slots, size = _rounded(geometry, policy, policy.wanted_slots(geometry))
+    allocation = policy.allocate_stages(geometry, slots)
+    condition, heads = geometry.schedule.condition, geometry.num_heads
+    of_heads = allocation.slots + condition
+    if (of_heads % size).any():  # sizes that the policy was given, not the planner
+        size = 1
+    held = allocation.held(geometry)
+    capacity = np.concatenate([held[:1], held[1:] + condition]).astype(np.int32)
+    return TokenPlan(
+        geometry=geometry,
+        allocation=allocation,
+        block_size=size,
+        pool_blocks=int(of_heads.sum()) * heads // size,
+        capacity=np.broadcast_to(capacity[..., None], (*capacity.shape, heads)),
+        budget=policy.budget,
+        accounting=policy.accounting,
+        policy=policy,
+    )
+
+
+def _rounded(geometry: Geometry, policy: Any, slots: int) -> tuple[int, int]:
+    """Image slots of a head, fewer than wanted if that makes all of its slots a multiple of some
+    size that kernels like, and that size. What papers count is not rounded, nor a full cache."""
+    sequence = geometry.schedule
+    slots = min(slots, sequence.steps)
+    total, asked = slots + sequence.condition, policy.block_size
+    exact = policy.accounting == "tokens" or slots == sequence.steps
+    for size in (check_block_size(asked),) if asked and not exact else BLOCK_SIZES:
+        lost = total % size
+        fits = slots - lost >= policy.minimum_slots(geometry)
+        if fits and lost <= (0 if exact else total if asked else LOST_AT_MOST * total):
+            return slots - lost, size
+    raise UserError(
+        f"policy {policy.name!r} at budget {policy.budget:g} has {total} slots per head, which are "
+        f"too few in blocks of {asked}: choose a smaller block_size, or accounting=tokens"
+    )

@@ -1,0 +1,251 @@
+"""The generation program of models that draw token by token: `lax.scan` over stages, `lax.scan`
+over their tokens inside, one layer after the other.
+
+    condition     causal, all its tokens at once; fills the first slots, gives the first image token
+    stages        of P tokens each, after which every layer decides what stays
+    last stage    of what is left: nothing has to be decided after it
+
+So a program holds the body of a token twice (once where contents are known beforehand: that is one
+stage), however many tokens there are. Layers have caches of their own and are not scanned: a scan
+would copy every layer's weights and cache for every token.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from varjax.cache.stages import TokenPlan
+from varjax.cache.token_state import LayerCache
+from varjax.cache.token_step import Heads, TokenStep, token_step
+from varjax.errors import UserError
+from varjax.models import stacked
+from varjax.sampling import Sampling
+from varjax.sequence import TokenSequence
+
+
+@dataclass(frozen=True)
+class TokenSpec:
+    """The static side of a generation program.
+
+    layers: how each layer uses its cache. period: tokens of a stage; None: there is one stage.
+    rows_per_image: 2 with guidance, else 1. one_slot: one slot stands for the condition.
+    attention: implementation of the kernels; None takes what the platform has. keep_logits: also
+      return guided logits.
+    """
+
+    sequence: TokenSequence
+    layers: tuple[TokenStep, ...]
+    period: int | None
+    sampling: Sampling
+    rows_per_image: int
+    one_slot: bool = False
+    attention: str | None = None
+    keep_logits: bool = False
+
+    @classmethod
+    def of(
+        cls, plan: TokenPlan, sampling: Sampling, config, attention=None, **options: bool
+    ) -> "TokenSpec":
+        """config: of the transformer. options: one_slot, keep_logits.
+
+        Raises:
+          UserError: sampling that the model cannot do, or a plan for another number of rows.
+        """
+        rows = 2 if config.is_guided(config.check_sampling(sampling)) else 1
+        if plan.geometry.rows_per_image != rows:
+            raise UserError(
+                f"the cache plan is for {plan.geometry.rows_per_image} rows per image, guidance "
+                f"{sampling.guidance} takes {rows}: plan with the geometry of this sampling "
+                f"(`Model.geometry_for`)"
+            )
+        layers = tuple(token_step(plan, i, attention) for i in range(plan.geometry.num_layers))
+        period = None if plan.static_content else plan.allocation.period
+        sequence = plan.sequence
+        return cls(sequence, layers, period, sampling, rows, attention=attention, **options)
+
+    @property
+    def stages(self) -> tuple[int, int]:
+        """How many stages end with a decision, and the tokens of the last one."""
+        return (
+            (0, self.sequence.steps) if self.period is None else self.sequence.stages(self.period)
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class GivenImageTokens:
+    """Tokens that replace the draw: the first `count` of them."""
+
+    tokens: Int[Array, "B L"]
+    count: Int[Array, ""]
+
+
+def generate_tokens(
+    networks: Mapping[str, Any],
+    state: tuple[LayerCache, ...],
+    condition: Any,
+    keys: Array,
+    given: GivenImageTokens | None,
+    *,
+    spec: TokenSpec,
+) -> tuple[dict[str, Array], tuple[LayerCache, ...]]:
+    """Draw all tokens of a batch of images.
+
+    Args:
+      networks: "transformer" has the traced steps of `varjax.models.next_token`.
+      state: empty caches (`token_state.empty`); donate them.
+      condition: what `encode_condition` takes, for B images.
+      keys: one typed random key per image [B].
+      given: tokens that replace the draw, or None.
+      spec: static.
+
+    Returns:
+      {"tokens": int32 [B, N], "logits": float32 [B, N, V] if asked for} and the caches as they are
+      after the last token that is read.
+    """
+    run = _Run(networks["transformer"], keys, given, spec)
+    with jax.named_scope("condition"):
+        x, state, bias = run.condition(condition, state)
+        first = run.draw(x, jnp.int32(0))
+    decided, last = spec.stages
+    # The caches travel in the carry of both scans, where XLA updates them in place.
+    carry, parts = (first["tokens"], state), [jax.tree.map(lambda a: a[None], first)]
+
+    def stage(carry, number):
+        def token(carry, place):
+            return run.step(carry, number * spec.period + place, place, bias)
+
+        (tokens, state), drawn = jax.lax.scan(token, carry, jnp.arange(spec.period))
+        with jax.named_scope("decide"):
+            state = run.decide(state, number, bias)
+        return (tokens, state), drawn
+
+    def last_token(carry, token):
+        return run.step(carry, token, None, bias)
+
+    if decided:
+        carry, drawn = jax.lax.scan(stage, carry, jnp.arange(decided))
+        parts.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), drawn))
+    rest = jnp.arange(spec.sequence.steps - last, spec.sequence.steps)
+    carry, drawn = jax.lax.scan(last_token, carry, rest)
+    parts.append(drawn)
+    results = jax.tree.map(lambda *a: jnp.concatenate(a).swapaxes(0, 1)[:, :, 0], *parts)
+    return results, carry[1]
+
+
+def generate_codes(
+    networks: Mapping[str, Any], state, condition, keys, inputs: tuple, given, *, spec: TokenSpec
+) -> tuple[dict[str, Array], tuple[LayerCache, ...]]:
+    """`generate_tokens` with the arguments and results of `scales.generate_codes`: the codec's map
+    of the codes, too. inputs: none."""
+    assert not inputs
+    results, state = generate_tokens(networks, state, condition, keys, given, spec=spec)
+    with jax.named_scope("codes"):
+        grid = networks["transformer"].config.grid
+        code_map = networks["codec"].code_map(results["tokens"], grid)
+    return {**results, "code_map": code_map}, state
+
+
+class _Run:
+    """The parts of a program, with what all of them share."""
+
+    def __init__(self, transformer, keys: Array, given: GivenImageTokens | None, spec: TokenSpec):
+        self.transformer, self.keys, self.given, self.spec = transformer, keys, given, spec
+        self.context: dict[str, Any] = {}
+        # one trace for layers that use their caches alike
+        self._attend = {step: jax.jit(self._layer(step)) for step in spec.layers}
+        self._observe = {step: jax.jit(self._layer(step, True)) for step in spec.layers}
+        self._decide = {step: jax.jit(step.decide) for step in spec.layers}
+
+    def _block(self, layer: int) -> Any:
+        return stacked.layer(self.transformer.blocks, layer)
+
+    def condition(
+        self, condition: Any, state: tuple[LayerCache, ...]
+    ) -> tuple[Float[Array, "R 1 D"], tuple[LayerCache, ...], Float[Array, " R"] | None]:
+        """The last token's hidden state, caches that hold the condition, and the bias of its first
+        slot."""
+        transformer, spec = self.transformer, self.spec
+        self.context = transformer.encode_condition(condition, guided=spec.rows_per_image == 2)
+        x, visible = self.context["condition"], self.context["visible"]
+        rotation = transformer.rotation(self.context, jnp.arange(-visible.shape[1], 0))
+        mask = transformer.condition_mask(visible)
+
+        def layer(block, x, cache: LayerCache):
+            p = transformer.project(block, rotation, x)
+            q, k, v, bias, seen = p.queries(), p.keys(), p.values(), None, visible
+            x = transformer.post_attention(block, x, _attend_condition(q, k, v, mask))
+            if spec.one_slot:
+                k, v, bias = transformer.condition_slot(v, visible)
+                seen = jnp.ones((len(v), 1), bool)
+            return x, cache.with_condition(k, v, seen), bias
+
+        layer, caches, bias = jax.jit(layer), [], None
+        for index, cache in enumerate(state):
+            x, cache, bias = layer(self._block(index), x, cache)
+            caches.append(cache)
+        return x[:, -1:], tuple(caches), bias
+
+    def step(self, carry, token, place, bias) -> tuple[Any, dict[str, Array]]:
+        """One image token through all layers, and the one after it."""
+        tokens, state = carry
+        transformer, observed = self.transformer, place is not None
+        with jax.named_scope("embed"):
+            x = transformer.embed(self.context, tokens)
+            rotation = transformer.rotation(self.context, token[None])
+        caches, bodies = [], self._observe if observed else self._attend
+        place = jnp.int32(0) if place is None else place  # not used
+        for index, (step, cache) in enumerate(zip(self.spec.layers, state, strict=True)):
+            arguments = (rotation, x, cache, token, place, bias)
+            x, cache = bodies[step](self._block(index), *arguments)
+            caches.append(cache)
+        drawn = self.draw(x, token + 1)
+        return (drawn["tokens"], tuple(caches)), drawn
+
+    def _layer(self, step: TokenStep, observed: bool = False) -> Callable:
+        transformer = self.transformer
+
+        def body(block, rotation, x, cache: LayerCache, token, place, bias):
+            with jax.named_scope("project"):
+                p = transformer.project(block, rotation, x)
+                heads = (a[:, :, 0] for a in (p.queries(), p.keys(), p.values()))
+            with jax.named_scope("attend"):
+                place = place if observed else None
+                out, cache = step.attend(cache, Heads(*heads, bias), token, place)
+            with jax.named_scope("post_attention"):
+                return transformer.post_attention(block, x, out[:, None]), cache
+
+        return body
+
+    def decide(self, state: tuple[LayerCache, ...], stage, bias) -> tuple[LayerCache, ...]:
+        layers = zip(self.spec.layers, state, strict=True)
+        return tuple(self._decide[step](cache, stage, bias) for step, cache in layers)
+
+    def draw(self, x: Float[Array, "R 1 D"], index: Int[Array, ""]) -> dict[str, Array]:
+        """Image token `index` [B, 1], and the guided logits that lead to it if they are kept."""
+        transformer, spec = self.transformer, self.spec
+        scores = transformer.logits(x, index, spec.sampling)
+        keys = jax.vmap(lambda key: jax.random.fold_in(key, index))(self.keys)
+        with jax.named_scope("sample"):
+            tokens, _ = transformer.sample(scores, keys, spec.sampling, spec.attention)
+        if self.given is not None:
+            forced = jax.lax.dynamic_slice_in_dim(self.given.tokens, index, 1, axis=1)
+            tokens = jnp.where(index < self.given.count, forced.astype(tokens.dtype), tokens)
+        kept = {"logits": scores.untempered().guided()} if spec.keep_logits else {}
+        return {"tokens": tokens, **kept}
+
+
+def _attend_condition(
+    q: Float[Array, "R N M H"],
+    k: Float[Array, "R N M H"],
+    v: Float[Array, "R N M H"],
+    mask: Bool[Array, "R 1 M M"],
+) -> Float[Array, "R M N H"]:
+    """Attention of the condition's tokens over those that they may see; the scale is in `q`."""
+    scores = jnp.einsum("rnth,rnkh->rntk", q, k, preferred_element_type=jnp.float32)
+    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
+    return jnp.einsum("rntk,rnkh->rnth", weights.astype(v.dtype), v).transpose(0, 2, 1, 3)

@@ -1,0 +1,70 @@
+"""LineAR: after every line of the image, the middle gives up what that line looked at least."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from varjax.cache.allocation import Geometry
+from varjax.errors import choose
+from varjax.policies import stage_blocks as blocks
+from varjax.policies.base import Needs, Observation
+from varjax.policies.registry import register
+from varjax.policies.staged import SCORES, WindowedTokenPolicy
+from varjax.sequence import TOKENS
+
+
+@register("linear")
+@dataclass(frozen=True, kw_only=True)
+class LineAR(WindowedTokenPolicy):
+    """LineAR (Qin et al. 2025, arXiv 2512.04857), for models that draw token by token.
+
+    Idea: neighbouring lines of an image look at the same places. So the image is made in stages of
+    a line, and after each the tokens that this line's queries looked at least are dropped.
+
+    Every head of every layer holds the same: the condition, the first `sinks` image tokens (the
+    paper's initial anchors), the newest `window` (its recent lines), and of the tokens between them
+    those with the highest scores S. S of a token is its attention, averaged over the queries of the
+    stage (softmax over everything that the query saw, summed up as the line is drawn).
+
+    Args:
+      budget: fraction of the full cache: condition, tokens that stay and buffer together.
+      period: tokens of a stage; by default a line, halved until it is at most a third of the image
+        tokens that a head has room for.
+      window: newest image tokens that always stay; by default two lines, halved until a sixth of
+        what stays is left for the middle.
+      sinks: image tokens that stay from the start on (0).
+      score: "attention", or "logit": the scores before the softmax instead, averaged likewise.
+
+    Our reading throughout: of the paper we have the abstract, its README and its tables, and there
+    is no code. Not known are the number of recent lines, what the anchors are (we take none beside
+    the condition), whether scores are taken after the softmax, and how the running line counts (it
+    is part of the budget here). On HeadKV's word this is HeadKV with one stratum and without local
+    heads. Heads that share keys are not supported.
+    """
+
+    budget: float = 0.25
+    score: str = "attention"
+
+    summary = "per line of the image what it attended to, and the newest lines"
+    serves = (TOKENS,)
+    unsuited = "its stages are lines of an image that is drawn token by token"
+    allocation_arguments: ClassVar[tuple[str, ...] | None] = ()
+
+    @property
+    def stage_needs(self) -> Needs:
+        if self.score == "logit":
+            return Needs(window=self.period, window_logits=True)
+        return Needs(scale_mass=True)
+
+    def stage_start(self, geometry: Geometry) -> int:
+        return geometry.schedule.line
+
+    def check_stage_arguments(self, geometry: Geometry) -> None:
+        super().check_stage_arguments(geometry)
+        choose("score", self.score, SCORES)
+
+    def select_stage(self, obs: Observation):
+        score = obs.window_logits if self.score == "logit" else obs.scale_mass
+        newest = blocks.newest(obs.position, obs.live, self.window)
+        middle = obs.live & ~newest & (obs.position >= self.sinks)
+        surplus = obs.live.sum(-1) - obs.capacity
+        return obs.live & ~blocks.lowest(score, obs.position, middle, surplus)

@@ -1,0 +1,118 @@
+"""R-KV: important and not redundant."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from varjax.cache.allocation import Geometry
+from varjax.policies import stage_blocks as blocks
+from varjax.policies.base import Needs, Observation, within
+from varjax.policies.building_blocks import max_pool
+from varjax.policies.registry import register
+from varjax.policies.snapkv import check_kernel
+from varjax.policies.staged import TokenPolicy
+from varjax.sequence import TOKENS
+
+MOST_OBSERVED = 8
+SIMILAR = 0.5  # cosine
+EPSILON = 1e-8  # added to the norm of a key
+
+
+@register("rkv")
+@dataclass(frozen=True, kw_only=True)
+class RKV(TokenPolicy):
+    """R-KV (Cai et al. 2025, "Redundancy-aware KV Cache Compression"), for models that draw token
+    by token; repaired.
+
+    Idea: what is attended to should stay, but not ten copies of it. So a token's score is its
+    importance less its redundancy.
+
+    After every stage, in each head that holds more than it may keep:
+    1. The newest `window` tokens (a) stay; their queries observe the others.
+    2. Importance I: the softmax of each of these queries' scores over the image tokens outside the
+       window, averaged over the queries, max-pooled over `kernel` neighbours in order of position.
+    3. Redundancy R: cosine similarity of all image tokens' keys with each other (none with itself);
+       for every token the newest one that it resembles (above 0.5) does not count; a token's mean
+       similarity with all, and the softmax of those means over all tokens.
+    4. Those with the highest mix * I - (1 - mix) * R stay.
+
+    Args:
+      budget: fraction of the full cache: condition, tokens that stay and buffer together.
+      window: observing queries and tokens that always stay, a; by default 8, or the period if that
+        is less.
+      mix: the paper's lambda, 0.1 (the published code's default is 0.07).
+      kernel: width of the pooling, odd; 1 turns it off.
+      period: see `help(varjax.policies.staged.TokenPolicy)`; the published code's 128 is more than
+        such budgets hold.
+
+    Differs from the published code, which it repairs:
+      - Similarities are those of every row. The code takes those of the first row for all.
+      - Tokens are in order of position. The code keeps them in order of score, so that "the newest
+        one" and neighbours of the pooling lose their meaning from the second update on.
+      - Where a token resembles none above 0.5 nothing is left out; the code leaves out the first.
+      - The condition always stays, and neither observes nor counts among the similar. The code
+        protects nothing.
+      - The period counts every image's own tokens. The code's counter runs on from image to image.
+      - Query heads that share keys are not supported (the code takes the maximum over them).
+    """
+
+    budget: float = 0.25
+    window: int | None = None
+    mix: float = within(0.1, 0, 1)
+    kernel: int = 7
+
+    summary = "attended to by the newest queries and not redundant"
+    serves = (TOKENS,)
+    unsuited = "it looks back from the newest few tokens, and a scale's tokens are equally new"
+    allocation_arguments: ClassVar[tuple[str, ...] | None] = ()
+
+    @property
+    def stage_needs(self) -> Needs:
+        return Needs(window=self.window, window_scores=True, keys=True)
+
+    def prepare_stages(self, geometry: Geometry) -> "RKV":
+        prepared = super().prepare_stages(geometry)
+        if prepared.window is None:
+            prepared = replace(prepared, window=min(MOST_OBSERVED, prepared.period))
+        return prepared
+
+    def check_stage_arguments(self, geometry: Geometry) -> None:
+        super().check_stage_arguments(geometry)
+        rule = f" must be 1 to the period, {self.period}"
+        self.require("window", 1 <= self.window <= self.period, rule)
+        check_kernel(self)
+
+    def stay_always(self, geometry: Geometry) -> int:
+        return self.window
+
+    def select_stage(self, obs: Observation):
+        newest = blocks.newest(obs.position, obs.live, self.window)
+        others = obs.live & ~newest
+        scores = jnp.where(others[:, :, None], obs.window_scores, -jnp.inf)
+        # a head that holds no others has nothing to drop; its scores do not matter
+        mass = jnp.where(others, jax.nn.softmax(scores, axis=-1).mean(2), 0)
+        live, order, importance, keys = blocks.by_age(
+            obs.position, obs.live, obs.live, others, mass, obs.keys
+        )
+        importance = max_pool(jnp.where(order, importance, -jnp.inf), self.kernel)
+        score = self.mix * importance - (1 - self.mix) * redundancy(keys, live)
+        score = blocks.from_age(obs.position, obs.live, score)
+        surplus = obs.live.sum(-1) - obs.capacity
+        return obs.live & ~blocks.lowest(score, obs.position, others, surplus)
+
+
+def redundancy(keys, live):
+    """float32 [R, N, K]: how much each key resembles the others, from keys [R, N, K, H] in order of
+    position of which the live ones come first."""
+    keys = jnp.where(live[..., None], keys.astype(jnp.float32), 0)
+    unit = keys / (jnp.sqrt(jnp.square(keys).sum(-1, keepdims=True)) + EPSILON)
+    similar = jnp.einsum("rnih,rnjh->rnij", unit, unit)
+    index = jnp.arange(keys.shape[2])
+    similar = jnp.where(index[:, None] == index, 0, similar)
+    last = jnp.where(similar > SIMILAR, index, -1).max(-1, keepdims=True)
+    similar = jnp.where(index == last, 0, similar)
+    total = jnp.where(live[..., None], similar, 0).sum(2)
+    mean = total / live.sum(-1, keepdims=True)
+    return jax.nn.softmax(jnp.where(live, mean, -jnp.inf), axis=-1)

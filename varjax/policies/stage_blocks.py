@@ -1,0 +1,132 @@
+"""Building blocks of selections after a stage. Masks and scores are [R, N, K] arrays over a head's
+slots, which hold tokens in no order; position says which. Ties: the older token is the lower.
+
+Ranks come from comparing everything with everything: a sort takes seconds to compile per shape on
+TPUs, and heads have few slots.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Num, Shaped
+
+from varjax.policies.building_blocks import max_pool
+
+Score = Num[Array, "R N K"]
+Mask = Bool[Array, "R N K"]
+Position = Int[Array, "R N K"]
+Count = Int[Array, "R N"]
+
+MOST_COMPARED = 1024  # slots; with more, comparisons cost more than two sorts
+
+
+def age_rank(position: Position, among: Mask) -> Position:
+    """How many tokens of `among` are older; for tokens outside as if they were in it."""
+    if position.shape[-1] > MOST_COMPARED:
+        return _rank_by_sorting(among, position)
+    return _count(among[..., None, :] & (position[..., None, :] < position[..., None]))
+
+
+def rank(score: Score, tie: Position, among: Mask) -> Position:
+    """How many of `among` have a lower score, or of equals a lower `tie` (their position)."""
+    if tie.shape[-1] > MOST_COMPARED:
+        return _rank_by_sorting(among, score, tie)
+    other, own = score[..., None, :], score[..., None]
+    below = (other < own) | ((other == own) & (tie[..., None, :] < tie[..., None]))
+    return _count(among[..., None, :] & below)
+
+
+def lowest(score: Score, tie: Position, among: Mask, count: Count) -> Mask:
+    """The `count` tokens of `among` with the lowest scores; see `rank`."""
+    return among & (rank(score, tie, among) < count[..., None])
+
+
+def newest(position: Position, among: Mask, count: Count | int) -> Mask:
+    """The `count` newest tokens of `among`."""
+    total = among.sum(-1, dtype=jnp.int32)[..., None]
+    count = jnp.broadcast_to(count, among.shape[:2])[..., None]
+    return among & (age_rank(position, among) >= total - count)
+
+
+def stratum_lowest(
+    score: Score, position: Position, among: Mask, count: Count, near_share: float
+) -> Mask:
+    """`count` tokens of `among`: the lowest half of them from its far part, the other half from its
+    near part.
+
+    The parts are by rank in the list, oldest first; the newer `near_share` is near (rounded up).
+    Near gives the larger half; what one part cannot give the other does.
+    """
+    total = among.sum(-1, dtype=jnp.int32)
+    far_size = jnp.floor((1 - near_share) * total + 1e-3).astype(jnp.int32)
+    far = among & (age_rank(position, among) < far_size[..., None])
+    from_far = jnp.minimum(count // 2, far_size)
+    from_near = jnp.minimum(count - from_far, total - far_size)
+    from_far = count - from_near
+    near = among & ~far
+    return lowest(score, position, far, from_far) | lowest(score, position, near, from_near)
+
+
+def tokens_needed(
+    mass: Float[Array, "R N C"], position: Int[Array, "R N C"], threshold: float
+) -> Int[Array, "R N"]:
+    """The smallest m for which the newest m tokens have at least `threshold` of the mass; more than
+    there are if they have less together."""
+    live = position >= 0
+    mass = jnp.where(live, mass, 0)
+    if position.shape[-1] > MOST_COMPARED:
+        order = jnp.argsort(jnp.where(live, -position, 1), axis=-1)
+        gathered = jnp.cumsum(jnp.take_along_axis(mass, order, axis=-1), axis=-1)
+        live = jnp.take_along_axis(live, order, axis=-1)
+    else:
+        as_new = position[..., None, :] >= position[..., None]
+        gathered = jnp.where(as_new, mass[..., None, :], 0).sum(-1)
+    return (live & (gathered < threshold)).sum(-1, dtype=jnp.int32) + 1
+
+
+def by_age(
+    position: Position, among: Mask, *values: Shaped[Array, "R N K ..."]
+) -> tuple[Shaped[Array, "R N K ..."], ...]:
+    """[R, N, K, ...] arrays with the tokens of `among` first, oldest first."""
+    place = _places(position, among)
+    order = _inverse(place)
+    return tuple(
+        jnp.take_along_axis(v, order.reshape(*order.shape, *(1,) * (v.ndim - 3)), axis=2)
+        for v in values
+    )
+
+
+def from_age(position: Position, among: Mask, value: Score) -> Score:
+    """The inverse of `by_age`, for one array [R, N, K]."""
+    return jnp.take_along_axis(value, _places(position, among), axis=2)
+
+
+def pooled(score: Score, position: Position, live: Mask, among: Mask, width: int) -> Score:
+    """Largest score of `among` within `width` neighbours along the cache, in order of age: tokens
+    that are live but not in `among` have a place there and count as -inf."""
+    (ordered,) = by_age(position, live, jnp.where(among, score, -jnp.inf))
+    return from_age(position, live, max_pool(ordered, width))
+
+
+def _count(mask: Bool[Array, "R N K J"]) -> Position:
+    return mask.sum(-1, dtype=jnp.int32)
+
+
+def _places(position: Position, among: Mask) -> Position:
+    """A place for every slot: the tokens of `among` by age, then the others as they lie."""
+    others = jnp.cumsum(~among, axis=-1, dtype=jnp.int32) - 1
+    total = among.sum(-1, dtype=jnp.int32, keepdims=True)
+    return jnp.where(among, age_rank(position, among), total + others)
+
+
+def _inverse(place: Position) -> Position:
+    """The slot in every place."""
+    slots = jnp.arange(place.shape[-1], dtype=jnp.int32)
+    if place.shape[-1] > MOST_COMPARED:
+        return jnp.argsort(place, axis=-1)
+    here = place[..., None, :] == slots[:, None]
+    return jnp.where(here, slots, 0).sum(-1, dtype=jnp.int32)
+
+
+def _rank_by_sorting(among: Mask, *keys: Num[Array, "R N K"]) -> Position:
+    """As the comparisons, by two sorts; the first key counts most."""
+    order = jnp.lexsort((*reversed(keys), ~among), axis=-1)
+    return jnp.argsort(order, axis=-1).astype(jnp.int32)

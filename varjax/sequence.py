@@ -1,0 +1,76 @@
+"""The token sequence: what a model that draws one token at a time goes through.
+
+It stands where the `Schedule` of a next-scale model stands and says for the cache what that says:
+how many tokens there are and how many of them are ever read again. M condition tokens come first,
+then N image tokens in raster order, lines of n. The last image token is drawn but never read, so
+the full cache holds F = M + N - 1 tokens per head (`persistent_tokens`).
+
+A stage is a run of P tokens between two decisions of a policy. It takes the place of a scale: stage
+0 is the condition, the others cut the N - 1 image tokens that are read.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+from varjax.arguments import integer
+from varjax.schedule import Schedule
+
+SCALES, TOKENS = "scales", "tokens"  # what models draw at a time
+LARGEST_IMAGE = 2**17  # tokens
+LARGEST_CONDITION = 2**14
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """image_tokens: N, drawn one after the other. condition: M, slots that the condition takes in
+    the cache. line: n, tokens of an image line; 0: the image is a square. Hashable; raises
+    `UserError` when malformed."""
+
+    image_tokens: int
+    condition: int = 1
+    line: int = 0
+
+    kind: ClassVar[str] = TOKENS
+
+    def __post_init__(self):
+        for name, low, high in (
+            ("image_tokens", 2, LARGEST_IMAGE),
+            ("condition", 1, LARGEST_CONDITION),
+            ("line", 0, LARGEST_IMAGE),
+        ):
+            value = integer(f"token sequence: {name}", getattr(self, name), low, high)
+            object.__setattr__(self, name, value)
+        line = self.line or max(1, math.isqrt(self.image_tokens))
+        object.__setattr__(self, "line", min(line, self.image_tokens))
+
+    def __str__(self) -> str:
+        return f"{self.condition}+{self.image_tokens}"
+
+    @property
+    def total_tokens(self) -> int:
+        return self.condition + self.image_tokens
+
+    @property
+    def steps(self) -> int:
+        """Image tokens that are read by later ones: one step of the model for each."""
+        return self.image_tokens - 1
+
+    @property
+    def persistent_tokens(self) -> int:
+        """F: tokens per head in a full cache."""
+        return self.condition + self.steps
+
+    def stages(self, period: int) -> tuple[int, int]:
+        """How many stages of `period` tokens end with a decision, and the tokens of the last one,
+        which has none after it."""
+        decided = -(-self.steps // period) - 1
+        return decided, self.steps - decided * period
+
+
+def parse(text: str) -> Schedule | TokenSequence:
+    """What `str` of either gives, `"1x1;2x2"` or `"1+256"` (lines of a square image)."""
+    if found := re.fullmatch(r"([0-9]{1,9})\+([0-9]{1,9})", text):
+        return TokenSequence(int(found[2]), int(found[1]))
+    return Schedule.parse(text)
