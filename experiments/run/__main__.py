@@ -102,7 +102,7 @@ def _lpips(model: Model) -> Network | None:
     with about(LPIPS):
         if not COMPARE.value:
             raise UserError("it compares with the full cache: add --compare, or leave it out")
-        network, (height, width, _) = extractors.open_lpips(LPIPS.value), model.config.code_map
+        network, (height, width, _) = extractors.open_lpips(LPIPS.value), model.code_map
         scale = model.codec.config.downsample
         check_size(network.module.config, height * scale, width * scale)
         return network

@@ -98,7 +98,7 @@ def test_a_policy_of_my_own(call, checkpoint, tmp_path):
         assert status == 0 and "my_streaming, budget 0.5" in out, err
         status, _, err = call("run", checkpoint, module, "--policy=my_streming")
         assert status == 2 and "did you mean 'my_streaming'?" in err
-        assert "compose, my_streaming" in call("plan", "--help", module)[1]
+        assert "rkv, my_streaming" in call("plan", "--help", module)[1]
         status, _, err = call("plan", "--policy_module=/nowhere.py")
         assert status == 2 and "/nowhere.py" in err
     finally:
@@ -235,7 +235,7 @@ def test_without_pillow_the_arrays_are_there(tmp_path, monkeypatch, capsys):
 def test_images_decoded_at_once(monkeypatch, asked, devices, expected):
     """Of six images, where four fit; rounds are even: 3 + 3, not 5 + 1."""
     monkeypatch.setattr(results.program, "decoder_batch", lambda codec, code_map, images: 4)
-    model = SimpleNamespace(codec=None, config=SimpleNamespace(code_map=(8, 8, 16)))
+    model = SimpleNamespace(codec=None, code_map=(8, 8, 16))
     program = SimpleNamespace(decode_batch=asked, mesh=SimpleNamespace(data=devices))
     run = SimpleNamespace(batch_size=6, model=model, program=program)
     assert results.decoded_at_once(run) == expected

@@ -26,7 +26,8 @@ def made_up_runner(folder):
     )
     codec = SimpleNamespace(config=SimpleNamespace(downsample=2))
     full = made_up_cell("full", "full", 1.0, get_policy("full", None))
-    model = SimpleNamespace(transformer=transformer, codec=codec)
+    side = GEOMETRY.schedule.final_map[0]
+    model = SimpleNamespace(transformer=transformer, codec=codec, code_map=(side, side, 16))
     cell = made_up_cell("a", "swa", 0.5, get_policy("swa", 0.5))
     sweep = SimpleNamespace(full=full, samples=2, condition=range(3), model=model, cells=[cell])
     return sweep_cells.Runner(
