@@ -33,7 +33,9 @@ def test_a_file_anywhere(tmp_path):
     assert load_module(path) == ("best_attended",) == load_module(tmp_path / "my_policies.py")
     policy = get_policy("best_attended", 0.2, {"block_size": "4"})
     assert policy.budget == 0.2 and policy.needs.scale_mass and hash(policy)
-    assert "`best_attended` | best attended tokens | by scale | decided" in registry.markdown_table()
+    assert (
+        "`best_attended` | best attended tokens | by scale | decided" in registry.markdown_table()
+    )
 
 
 def test_files_of_one_name_are_two_modules(tmp_path):
