@@ -44,6 +44,11 @@ class Gpu:
     shared_memory: tuple[int, int]
     threads: int
 
+    @property
+    def float32_flops(self) -> float:
+        """Peak operations per second of the float32 units: a product and a sum in a cycle."""
+        return 2 * self.cores * self.lanes * self.clock * 10**9
+
 
 @dataclass(frozen=True)
 class Chip:

@@ -5,7 +5,8 @@ GPU: every fusion, library call, copy or other operation outside fusions is a ke
 its loops run, and takes max(bytes / bandwidth, FLOPs / rate) + the time of its start. Bytes are
 those of its operands and results; of an operand that is only cut into slices the slices, of an
 array that is changed in place the change. Bandwidth and rate are shares of the chip's peaks that
-good kernels reach (`REACHED`). TPU: the cycles that the compiler estimates.
+good kernels reach (`REACHED`); the rate is that of the units that multiply numbers of that type.
+TPU: the cycles that the compiler estimates.
 
 Pallas kernels are opaque here: they are counted, and their work is what their authors estimate
 (`PallasWork`, from the traced program) at `PALLAS_REACHED` of the peaks. On a TPU too: the
@@ -221,9 +222,25 @@ class _Reader:
         if opcode not in _KERNELS | _COLLECTIVES:
             found = replace(found, kind="unknown")
         moving = found.bytes / (REACHED["bandwidth"] * self.chip.bandwidth)
-        computing = found.flops / (REACHED["flops"] * self.chip.bf16_flops)
+        computing = found.flops / (REACHED["flops"] * self._rate(i, within)) if found.flops else 0.0
         seconds = max(moving, computing) + (0.0 if self.on_tpu else START)
         return replace(found, seconds=seconds, cycles=seconds * (self.chip.clock or 0.0))
+
+    def _rate(self, i: Instruction, within: Computation) -> float:
+        """FLOPs per second of the units that compute a GPU's products: tensor cores, of float32
+        numbers in TF32 at half their rate, unless all bits were asked for."""
+        if i.opcode == "fusion":
+            bodies = [self.module[name] for name in i.called("calls")]
+            inside = [(x, body) for body in bodies for x in body]
+            rates = [self._rate(*x) for x in inside if self._is_product(*x)]
+            return min(rates, default=self.chip.bf16_flops)
+        if _first(within, i.operands[0]).kind != "f32":
+            return self.chip.bf16_flops
+        exact = re.search("highest", i.attributes, re.IGNORECASE)
+        return self.chip.gpu.float32_flops if exact else self.chip.bf16_flops / 2
+
+    def _is_product(self, i: Instruction, within: Computation) -> bool:
+        return bool(self._products(i) if i.opcode == "fusion" else self._product(i, within))
 
     def _on_tpu(self, found: Kernel, i: Instruction) -> Kernel:
         said, clock = i.attribute(r'"?estimated_cycles"?:\s*"?(\d+)'), self.chip.clock or 0.0

@@ -116,6 +116,21 @@ def test_library_calls():
     assert conv.flops == 2 * (2 * 16 * 16 * 32) * 3 * 3 * 8
 
 
+@pytest.mark.parametrize("precision", ["", ", operand_precision={highest,highest}"])
+def test_float32_products_run_at_the_rate_of_their_units(precision):
+    """In full float32 by the units for it, otherwise in TF32 by tensor cores."""
+    chip = replace(H200, bandwidth=1e18)
+    rate = 2 * 132 * 128 * 1.98e9 if precision else H200.bf16_flops / 2
+    inside = GPU.replace("bf16", "f32")
+    inside = inside.replace("rhs_contracting_dims={0}", f"rhs_contracting_dims={{0}}{precision}")
+    [product] = [k for k in modelled(inside, chip).kernels if k.kind == "product"]
+    assert product.seconds == pytest.approx(FLOPS / (REACHED["flops"] * rate) + START)
+    text = LIBRARY.replace("bf16", "f32").replace(", custom_call", f"{precision}, custom_call")
+    for kernel in modelled(text, chip).kernels:
+        expected = kernel.flops / (REACHED["flops"] * rate) + START
+        assert kernel.seconds == pytest.approx(expected)
+
+
 BRANCHES = text_of("branches")
 
 
