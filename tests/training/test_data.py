@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from varjax.errors import UserError
-from varjax.training import data
+from varjax.training import data, variants
 from varjax.training import stage as data_order
 
 
@@ -163,5 +163,5 @@ def test_batches():
     first, second = np.concatenate(steps).reshape(2, 10)
     assert sorted(first) == sorted(second) == list(range(10)) and first.tolist() != second.tolist()
     chex.assert_trees_all_equal(data_order.indices(10, 4, seed=3, step=3), steps[3])
-    mirrored = np.concatenate([data_order.flips(8, 0, n) for n in range(50)])
+    mirrored = np.concatenate([variants.flips(8, 0, n) for n in range(50)])
     assert 0.4 < mirrored.mean() < 0.6

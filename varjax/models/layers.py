@@ -63,6 +63,17 @@ def attention_multiplier(log_scale: Float[Array, "*layers N"]) -> Float[Array, "
     return jnp.exp(clamped)
 
 
+def dropout(
+    x: Float[Array, "*shape"], number: int, *, rate: float, key: Array
+) -> Float[Array, "*shape"]:
+    """`x` with zeros at random places, the rest larger by as much; with rate 0 as it is. number:
+    every use of a key has its own."""
+    if not rate:
+        return x
+    kept = jax.random.bernoulli(jax.random.fold_in(key, number), 1 - rate, x.shape)
+    return jnp.where(kept, x / (1 - rate), 0)
+
+
 def dense_attention(
     q: Float[Array, "R N T H"],
     k: Float[Array, "R N K H"],
