@@ -1,4 +1,4 @@
-"""A tiny LlamaGen is trained, stopped, continued, loaded and drawn with; variants of pictures."""
+"""A tiny LlamaGen is trained, stopped, continued, loaded and drawn with; where data lies."""
 
 import json
 import shutil
@@ -15,15 +15,22 @@ from varjax.errors import UserError
 from varjax.models import layers, parameters
 from varjax.models.llamagen.transformer import LlamaGen
 from varjax.storage import checkpoint
-from varjax.training import session, variants
+from varjax.training import data, session, stage
 from varjax.training.llamagen_trainer import LlamaGenStage
 from varjax.training.settings import TrainingSettings
+from varjax.training.vqvae_trainer import VQVAEStage
 
 TINY = {
     **{"image_size": 4, "ch": 32, "ch_mult": (1,), "vocab_size": 16, "z_channels": 4},
     **{"vqvae_steps": 24, "vqvae_batch_size": 8, "vqvae_lr": 3e-3, "autoencoder_steps": 8},
     **{"depth": 2, "width": 32, "heads": 2, "var_steps": 24, "var_batch_size": 8, "var_lr": 1e-2},
-    **{"reseed_every": 4, "shift": 1, "log_every": 4, "checkpoint_every": 12, "validate_every": 12},
+    **{
+        "reseed_every": 4,
+        "shifts": 1,
+        "log_every": 4,
+        "checkpoint_every": 12,
+        "validate_every": 12,
+    },
 }
 
 
@@ -46,15 +53,15 @@ def whole(shared_tiny, tmp_path_factory):
 
 def test_losses_fall_and_the_codebook_lives(whole):
     settings, out, _ = whole
-    for stage in ("vqvae", "var"):
-        history = _history(out, stage)
+    for name in ("vqvae", "var"):
+        history = _history(out, name)
         assert [entry["step"] for entry in history] == list(range(4, 25, 4))
         assert history[-1]["loss"] < 0.95 * history[0]["loss"]
-    codec, transformer = (_history(out, stage)[-1]["validation"] for stage in ("vqvae", "var"))
+    codec, transformer = (_history(out, name)[-1]["validation"] for name in ("vqvae", "var"))
     assert codec["codes_used"] > 4 and codec["psnr"] > 8
     assert len(transformer["per_quarter"]) == 4 and np.isfinite(transformer["loss"])
     tokens = np.load(out / "var" / "tokens.npz")["train"]
-    assert tokens.shape == (10, 61, 16) and len(np.unique(tokens)) > 4
+    assert tokens.shape == (2, 122, 16) and len(np.unique(tokens)) > 4
 
 
 def test_the_model_draws_pictures(whole):
@@ -69,7 +76,7 @@ def test_the_model_draws_pictures(whole):
 
 
 def test_a_killed_run_goes_on_exactly(whole, tmp_path, monkeypatch):
-    """Dropout and shifts of a step follow from its number, too."""
+    """Dropout of a step follows from its number, too."""
     settings, out, _ = whole
     again = tmp_path / "again"
     shutil.copytree(out / "vqvae", again / "vqvae")
@@ -102,20 +109,22 @@ def test_dropout(whole):
     assert not np.allclose(plain, noisy[0]) and not np.allclose(*noisy)
 
 
-def test_variants():
-    """Plain, mirrored, and both moved by two pixels; the border is repeated."""
-    images = np.arange(5 * 6 * 6 * 3, dtype=np.uint8).reshape(5, 6, 6, 3)
-    plain = images / np.float32(127.5) - 1
-    found = variants.pixels(images, np.array([0, 1, 2, 6, 9]), 2)
-    chex.assert_trees_all_close(found[0], plain[0])
-    chex.assert_trees_all_close(found[1], plain[1][:, ::-1])
-    down, right = np.clip(np.arange(6) - 2, 0, 5), np.clip(np.arange(6) + 2, 0, 5)
-    chex.assert_trees_all_close(found[2], plain[2][down])
-    chex.assert_trees_all_close(found[3], plain[3][:, down])
-    chex.assert_trees_all_close(found[4], plain[4][:, right][:, ::-1])
-    drawn = np.concatenate([variants.drawn(2, 64, 0, n) for n in range(20)])
-    assert np.bincount(drawn).min() > 80 and drawn.max() == 9
-    assert variants.drawn(0, 64, 0, 3).tolist() == variants.flips(64, 0, 3).astype(int).tolist()
+def test_large_data_stays_on_the_host(whole, monkeypatch):
+    """Pictures and tokens of a step are the same either way."""
+    settings, _, _ = whole
+    images = np.arange(6 * 4 * 4 * 3, dtype=np.uint8).reshape(6, 4, 4, 3)
+    pictures = data.Dataset(images, np.zeros(6, np.int32), images, np.zeros(6, np.int32), 1)
+    there = VQVAEStage(settings, settings.codec, pictures)._images(3)
+    monkeypatch.setattr(stage, "RESIDENT", 10)
+    here = VQVAEStage(settings, settings.codec, pictures)
+    assert isinstance(here._train_data, np.ndarray)
+    chex.assert_trees_all_equal(here._images(3), there)
+    chosen, mirrored = here.drawn(3)
+    expected = [
+        data.to_float(images[i][:, ::-1] if m else images[i])
+        for i, m in zip(chosen, mirrored, strict=True)
+    ]
+    chex.assert_trees_all_equal(there, np.stack(expected))
 
 
 WRONG = {
@@ -124,7 +133,7 @@ WRONG = {
     "size": ({"image_size": 7, "ch_mult": (1, 1)}, "image_size=7 given, .* choose a multiple of 2"),
     "width": ({"ch": 40}, "ch is 40, which 32 normalisation groups do not divide"),
     "dropout": ({"dropout": 1.0}, "dropout=1.0 given"),
-    "shift": ({"shift": 4}, "shift=4 given: choose 0 to 3 pixels"),
+    "shifts": ({"shifts": 25}, "shifts=25 given: choose 0 to 24"),
     "no levels": ({"ch_mult": ()}, "it needs 1 to 10 levels"),
     "heads": ({"heads": 3}, "dim 32 is not a multiple of n_head 3"),
 }

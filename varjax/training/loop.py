@@ -30,7 +30,7 @@ from varjax.training.stage import Stage
 
 SETTINGS, HISTORY, CHECKPOINTS = "settings.json", "history.jsonl", "checkpoints"
 RECORDS = "records.json"
-EARLIER = {"family": "var", "shift": 0}  # settings that came later: what runs without them did
+EARLIER = {"family": "var", "shifts": 0}  # settings that came later: what runs without them did
 
 
 def check_folder(out, settings: Mapping[str, Mapping]) -> None:

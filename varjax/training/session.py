@@ -12,7 +12,7 @@ from varjax.models import parameters, registry
 from varjax.models.transformer import Transformer
 from varjax.storage import checkpoint, lock, manifest
 from varjax.storage.atomic import check_new_folder
-from varjax.training import data, loop, variants
+from varjax.training import data, loop
 from varjax.training.llamagen_trainer import LlamaGenStage
 from varjax.training.settings import TrainingSettings
 from varjax.training.var_trainer import VARStage, read_tokens, write_tokens
@@ -63,6 +63,7 @@ def _train(settings: TrainingSettings, stage: str, needed, out, quiet: bool) -> 
         settings.data, settings.image_size, settings.val_fraction, settings.max_images
     )
     settings.check_pictures(len(pictures.train), needed if stage == "both" else (stage,))
+    pictures = data.with_shifts(pictures, settings.shifts, settings.seed)
     config = settings.transformer(pictures.num_classes)  # refused before the codec is trained
     codec_stage = VQVAEStage(settings, settings.codec, pictures)
     if stage == "var":
@@ -74,10 +75,9 @@ def _train(settings: TrainingSettings, stage: str, needed, out, quiet: bool) -> 
     codec = codec_stage.model(state["ema"])
     path, count = Path(out) / "var" / "tokens.npz", len(pictures.train)
     if not path.exists():
-        kinds = variants.count(settings.shift)
-        loop.say(f"var: tokenising {kinds} variants of {count} pictures", quiet)
+        loop.say(f"var: tokenising {count} pictures and their mirror images", quiet)
         write_tokens(path, codec, pictures, settings)
-    tokens = read_tokens(path, pictures, config, settings.shift)
+    tokens = read_tokens(path, pictures, config)
     quantizer = getattr(codec, "quantizer", None)
     var_stage = TRANSFORMERS[settings.family](settings, config, tokens, quantizer)
     state = loop.run(var_stage, out, quiet)
@@ -113,7 +113,8 @@ def _save_model(
         "training": {
             "vqvae_steps": settings.vqvae_steps,
             "var_steps": settings.var_steps,
-            "pictures": len(pictures.train),
+            "pictures": len(pictures.train) // (1 + settings.shifts),
+            "shifts": settings.shifts,
             "parameters": {name: parameters.count(part) for name, part in parts.items()},
         },
     }

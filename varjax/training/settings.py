@@ -16,6 +16,7 @@ from varjax.schedule import Schedule
 
 DTYPES = ("float32", "bfloat16")
 MOST_STEPS = 10**9  # the optimiser's count is an int32
+MOST_SHIFTS = 24  # there are no more
 BOTH, SECOND = ("vqvae", "var"), ("var",)
 
 # Families that can be trained, and their defaults where they differ from those of the fields.
@@ -23,7 +24,7 @@ FAMILIES = {
     "var": {},
     "llamagen": {
         **{"vocab_size": 1024, "z_channels": 8, "ch_mult": (1, 1, 1), "num_res_blocks": 1},
-        **{"depth": 5, "shift": 2, "var_lr": 1e-3},
+        **{"depth": 5, "shifts": 4, "var_lr": 1e-3},
     },
 }
 
@@ -60,8 +61,8 @@ class TrainingSettings:
     image_size: int = _flag(64, "side of the pictures in pixels")
     val_fraction: float = _flag(0.05, "part held out where the data has no validation set")
     max_images: int = _flag(0, "use only so many training pictures; 0 = all")
+    shifts: int = _flag(0, "copies of every training picture, moved by up to two pixels", least=0)
     max_validation: int = _flag(512, "use at most so many validation pictures")
-    shift: int = _flag(0, "pictures are also seen moved by so many pixels in four directions")
     patch_nums: tuple[int, ...] = _flag((1, 2, 3, 4, 6, 8), "sides of the token maps", of="var")
     seed: int = _flag(0, "seed of weights, order of pictures, dropped labels")
     dtype: str = _flag("float32", "type of the large products: float32 or bfloat16")
@@ -151,9 +152,8 @@ class TrainingSettings:
         part = 0 < self.val_fraction < 1
         yield f"val_fraction={self.val_fraction}", part, "it must be between 0 and 1"
         yield f"max_images={self.max_images}", self.max_images >= 0, "it must be at least 0"
-        moved = 0 <= self.shift < max(self.image_size, 1)
-        yield f"shift={self.shift}", moved, f"choose 0 to {self.image_size - 1} pixels"
         yield f"dropout={self.dropout}", 0 <= self.dropout < 1, "it must be in [0, 1)"
+        yield f"shifts={self.shifts}", 0 <= self.shifts <= MOST_SHIFTS, f"choose 0 to {MOST_SHIFTS}"
         yield f"seed={self.seed}", 0 <= self.seed < 2**31, f"choose 0 to {2**31 - 1}"
         yield f"vocab_size={self.vocab_size}", self.vocab_size >= 2, "at least 2 codes are needed"
         yield f"patch_nums={listed}", increasing, "sides must increase, from 1 or more"

@@ -16,7 +16,6 @@ import optax
 from flax import nnx
 
 from varjax.models import parameters, registry
-from varjax.training import variants
 from varjax.training.data import Dataset
 from varjax.training.settings import TrainingSettings
 
@@ -75,10 +74,10 @@ class Stage:
         return jax.random.fold_in(jax.random.key(self.settings.seed), n)
 
     def drawn(self, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """int [B] each: the pictures of step n, and which variants of them."""
+        """int [B] and bool [B]: pictures of step n, and which of them are mirrored."""
         size, seed = self.batch_size, self.settings.seed
         chosen = indices(len(self.data.train_labels), size, seed, n)
-        return chosen, variants.drawn(self.settings.shift, size, seed, n)
+        return chosen, flips(size, seed, n)
 
     def train_items(self, *index: np.ndarray):
         """Of the training data, which lies on the device unless it is large: steps then wait for
@@ -103,6 +102,11 @@ def indices(count: int, batch_size: int, seed: int, step: int) -> np.ndarray:
     """int64 [batch_size]: pictures of step `step`; every epoch is a new permutation."""
     positions = step * batch_size + np.arange(batch_size)
     return np.array([_order(count, seed, int(p // count))[p % count] for p in positions])
+
+
+def flips(batch_size: int, seed: int, step: int) -> np.ndarray:
+    """bool [batch_size]: which pictures of the step are mirrored, each with probability 1/2."""
+    return np.random.default_rng((seed, step, 1)).random(batch_size) < 0.5
 
 
 def _take(array, index: tuple):

@@ -1,6 +1,6 @@
 """Training of transformers, and VAR's: teacher forcing on the tokens of a finished codec.
 
-Tokens of all variants of the pictures are made once, in float32, and kept in a file.
+Tokens, plain and mirrored, are made once, in float32, and kept in a file.
 
 All tokens of a picture are predicted at once, VAR's under the block-causal mask; the loss is their
 mean cross entropy. Labels are dropped at random, which teaches the null class that
@@ -22,8 +22,7 @@ from varjax.codecs.vqvae.model import Quantizer
 from varjax.errors import UserError, some
 from varjax.storage import npz
 from varjax.storage.atomic import new_file
-from varjax.training import variants
-from varjax.training.data import Dataset
+from varjax.training.data import Dataset, to_float
 from varjax.training.settings import TrainingSettings
 from varjax.training.stage import Stage, adamw, descend, learning_rate, whole_batches
 
@@ -51,8 +50,8 @@ class TransformerStage(Stage):
         return adamw(rate, b2=0.95, clip=self.clip, weight_decay=settings.weight_decay)
 
     def step(self, state: dict, n: int) -> tuple[dict, dict]:
-        chosen, kinds = self.drawn(n)
-        tokens = self.train_items(kinds, chosen)
+        chosen, mirrored = self.drawn(n)
+        tokens = self.train_items(mirrored.astype(int), chosen)
         labels = self.data.train_labels[chosen]
         return self._train(state, self.quantizer, tokens, labels, self.key(n))
 
@@ -110,22 +109,21 @@ class VARStage(TransformerStage):
 
 
 def write_tokens(path: Path, codec, pictures: Dataset, settings: TrainingSettings) -> None:
-    """Tokenise all variants of the training pictures, and some validation pictures."""
-    encode, shift = jax.jit(type(codec).images_to_tokens), settings.shift
+    """Tokenise training pictures, plain and mirrored, and some validation pictures."""
+    encode = jax.jit(type(codec).images_to_tokens)
 
-    def tokens_of(images: np.ndarray, variant: int = 0) -> np.ndarray:
+    def tokens_of(images: np.ndarray) -> np.ndarray:
         size, found = min(settings.var_batch_size, len(images)), []
         for start in range(0, len(images), size):
             # the last picture fills up the last batch, so that one program serves all
             rows = np.minimum(np.arange(start, start + size), len(images) - 1)
-            kinds = np.full(size, variant)
-            found.append(np.asarray(encode(codec, variants.pixels(images[rows], kinds, shift))))
+            found.append(np.asarray(encode(codec, to_float(images[rows]))))
         return np.concatenate(found)[: len(images)]
 
     path.parent.mkdir(parents=True, exist_ok=True)
     most = settings.max_validation
     arrays = {
-        "train": np.stack([tokens_of(pictures.train, i) for i in range(variants.count(shift))]),
+        "train": np.stack([tokens_of(pictures.train), tokens_of(pictures.train[:, :, ::-1])]),
         "train_labels": pictures.train_labels,
         "val": tokens_of(pictures.val[:most]),
         "val_labels": pictures.val_labels[:most],
@@ -134,11 +132,10 @@ def write_tokens(path: Path, codec, pictures: Dataset, settings: TrainingSetting
         np.savez_compressed(file, **arrays)
 
 
-def read_tokens(path: Path, pictures: Dataset, config, shift: int = 0) -> Dataset:
-    """`pictures` as int32 tokens: `train` [A, N, L] of their variants; `val` [M, L]. `UserError`
+def read_tokens(path: Path, pictures: Dataset, config) -> Dataset:
+    """`pictures` as int32 tokens: `train` [2, N, L], plain and mirrored; `val` [M, L]. `UserError`
     unless they are tokens of such pictures for a model of this configuration."""
-    kinds = variants.count(shift)
-    most = 8 * kinds * len(pictures.train) * config.schedule.total_tokens  # bytes; may pack well
+    most = 8 * 2 * len(pictures.train) * config.schedule.total_tokens  # bytes; they may pack well
     try:
         arrays = npz.load(path, TOKENS, max(most, npz.LARGEST))
         missing = [name for name in TOKENS if name not in arrays]
@@ -146,14 +143,14 @@ def read_tokens(path: Path, pictures: Dataset, config, shift: int = 0) -> Datase
     except UserError as error:
         problem = str(error)
     found = pictures if problem else replace(pictures, **arrays)
-    if problem := problem or _problem(found, pictures, config, kinds):
+    if problem := problem or _problem(found, pictures, config):
         raise UserError(f"{path} is damaged ({problem}): delete it to make it again")
     return found
 
 
-def _problem(tokens: Dataset, pictures: Dataset, config, kinds: int) -> str | None:
+def _problem(tokens: Dataset, pictures: Dataset, config) -> str | None:
     length, count = config.schedule.total_tokens, np.size(tokens.val_labels)
-    shapes = {"train": (kinds, len(pictures.train), length), "val": (count, length)}
+    shapes = {"train": (2, len(pictures.train), length), "val": (count, length)}
     for name, shape in shapes.items():
         array = getattr(tokens, name)
         if array.shape != shape or not np.issubdtype(array.dtype, np.integer):

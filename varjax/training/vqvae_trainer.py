@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from varjax.codecs.autoencoder import ImageCodec
-from varjax.training import variants
 from varjax.training.data import to_float
 from varjax.training.stage import Stage, adamw, descend, learning_rate, whole_batches
 
@@ -81,8 +81,8 @@ class VQVAEStage(Stage):
 
     def _images(self, n: int) -> jax.Array:
         """[B, S, S, 3] pictures of step n in [-1, 1], half of them mirrored."""
-        chosen, kinds = self.drawn(n)
-        return variants.pixels(self.train_items(chosen), kinds, self.settings.shift)
+        chosen, mirrored = self.drawn(n)
+        return _pixels(self.train_items(chosen), mirrored)
 
     def _place_codes(self, state: dict, n: int) -> dict:
         """First codes: k-means of the vectors of some batches."""
@@ -141,6 +141,15 @@ class VQVAEStage(Stage):
         difference = (codec.tokens_to_images(tokens) - images) / 2
         errors = jnp.stack([jnp.square(difference), jnp.abs(difference)]).mean((2, 3, 4))
         return errors, self._usage(tokens)
+
+
+@jax.jit
+def _pixels(
+    images: UInt8[Array, "B S S 3"], mirrored: Bool[Array, " B"]
+) -> Float[Array, "B S S 3"]:
+    images = jnp.where(mirrored[:, None, None, None], images[:, :, ::-1], images)
+    # by table: every device has the numbers that the host would have
+    return jnp.asarray(to_float(np.arange(256)))[images]
 
 
 def _with_codes(state: Mapping, codes, moved) -> dict:
