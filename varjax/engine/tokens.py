@@ -90,6 +90,7 @@ def generate_tokens(
     condition: Any,
     keys: Array,
     given: GivenImageTokens | None,
+    inputs: tuple = (),
     *,
     spec: TokenSpec,
 ) -> tuple[dict[str, Array], tuple[LayerCache, ...]]:
@@ -101,13 +102,14 @@ def generate_tokens(
       condition: what `encode_condition` takes, for B images.
       keys: one typed random key per image [B].
       given: tokens that replace the draw, or None.
+      inputs: of every layer, what its policy wants to know (`TokenPolicy.stage_inputs`), or none.
       spec: static.
 
     Returns:
       {"tokens": int32 [B, N], "logits": float32 [B, N, V] if asked for} and the caches as they are
       after the last token that is read.
     """
-    run = _Run(networks["transformer"], keys, given, spec)
+    run = _Run(networks["transformer"], keys, given, spec, inputs)
     with jax.named_scope("condition"):
         x, state, bias = run.condition(condition, state)
         first = run.draw(x, jnp.int32(0))
@@ -141,9 +143,8 @@ def generate_codes(
     networks: Mapping[str, Any], state, condition, keys, inputs: tuple, given, *, spec: TokenSpec
 ) -> tuple[dict[str, Array], tuple[LayerCache, ...]]:
     """`generate_tokens` with the arguments and results of `scales.generate_codes`: the codec's map
-    of the codes, too. inputs: none."""
-    assert not inputs
-    results, state = generate_tokens(networks, state, condition, keys, given, spec=spec)
+    of the codes, too."""
+    results, state = generate_tokens(networks, state, condition, keys, given, inputs, spec=spec)
     with jax.named_scope("codes"):
         grid = networks["transformer"].config.grid
         code_map = networks["codec"].code_map(results["tokens"], grid)
@@ -153,8 +154,9 @@ def generate_codes(
 class _Run:
     """The parts of a program, with what all of them share."""
 
-    def __init__(self, transformer, keys: Array, given: GivenImageTokens | None, spec: TokenSpec):
+    def __init__(self, transformer, keys: Array, given, spec: TokenSpec, inputs: tuple):
         self.transformer, self.keys, self.given, self.spec = transformer, keys, given, spec
+        self.inputs = inputs or (None,) * len(spec.layers)
         self.context: dict[str, Any] = {}
         # one trace for layers that use their caches alike
         self._attend = {step: jax.jit(self._layer(step)) for step in spec.layers}
@@ -222,8 +224,8 @@ class _Run:
         return body
 
     def decide(self, state: tuple[LayerCache, ...], stage, bias) -> tuple[LayerCache, ...]:
-        layers = zip(self.spec.layers, state, strict=True)
-        return tuple(self._decide[step](cache, stage, bias) for step, cache in layers)
+        layers = zip(self.spec.layers, state, self.inputs, strict=True)
+        return tuple(self._decide[step](cache, stage, bias, known) for step, cache, known in layers)
 
     def draw(self, x: Float[Array, "R 1 D"], index: Int[Array, ""]) -> dict[str, Array]:
         """Image token `index` [B, 1], and the guided logits that lead to it if they are kept."""

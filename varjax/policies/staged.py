@@ -121,6 +121,11 @@ class TokenPolicy(Policy):
         kept = f", the newest {self.window} always stay" if getattr(self, "window", None) else ""
         return [f"stages    a decision after every {self.period} tokens{kept}"]
 
+    def stage_inputs(self, geometry: Geometry, image_index: np.ndarray) -> np.ndarray | None:
+        """[L, stages that end with a decision, ...]: what `select_stage` wants of each layer and
+        stage (`Observation.inputs`), for a batch of images; None if there is nothing."""
+        return None
+
     # --- device -----------------------------------------------------------------------------------
 
     def local_heads(
