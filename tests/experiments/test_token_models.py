@@ -58,7 +58,16 @@ def test_sweep_and_report(call, texts, tmp_path):
     assert status == 0, err
     report = json.loads((out / "sweep.json").read_text(encoding="utf-8"))
     cells = {cell["label"]: cell for cell in report["cells"]}
-    assert cells.keys() == {"swa", "streaming", "snapkv", "h2o", "headkv", "linear", "rkv", "compose"}
+    assert cells.keys() == {
+        "swa",
+        "streaming",
+        "snapkv",
+        "h2o",
+        "headkv",
+        "linear",
+        "rkv",
+        "compose",
+    }
     for name, cell in cells.items():
         assert cell["status"] == "done", name
         assert cell["kv"]["allocated_bytes"] <= 0.6 * cell["kv"]["dense_bytes"], name

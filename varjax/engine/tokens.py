@@ -16,13 +16,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from varjax.cache.stages import TokenPlan
 from varjax.cache.token_state import LayerCache
 from varjax.cache.token_step import Heads, TokenStep, token_step
-from varjax.errors import UserError
 from varjax.models import stacked
+from varjax.models.layers import dense_attention
 from varjax.sampling import Sampling
 from varjax.sequence import TokenSequence
 
@@ -55,13 +55,7 @@ class TokenSpec:
         Raises:
           UserError: sampling that the model cannot do, or a plan for another number of rows.
         """
-        rows = 2 if config.is_guided(config.check_sampling(sampling)) else 1
-        if plan.geometry.rows_per_image != rows:
-            raise UserError(
-                f"the cache plan is for {plan.geometry.rows_per_image} rows per image, guidance "
-                f"{sampling.guidance} takes {rows}: plan with the geometry of this sampling "
-                f"(`Model.geometry_for`)"
-            )
+        rows = plan.check_rows(config, sampling)
         layers = tuple(token_step(plan, i, attention) for i in range(plan.geometry.num_layers))
         period = None if plan.static_content else plan.allocation.period
         sequence = plan.sequence
@@ -180,7 +174,7 @@ class _Run:
         def layer(block, x, cache: LayerCache):
             p = transformer.project(block, rotation, x)
             q, k, v, bias, seen = p.queries(), p.keys(), p.values(), None, visible
-            x = transformer.post_attention(block, x, _attend_condition(q, k, v, mask))
+            x = transformer.post_attention(block, x, dense_attention(q, k, v, mask))
             if spec.one_slot:
                 k, v, bias = transformer.condition_slot(v, visible)
                 seen = jnp.ones((len(v), 1), bool)
@@ -239,15 +233,3 @@ class _Run:
             tokens = jnp.where(index < self.given.count, forced.astype(tokens.dtype), tokens)
         kept = {"logits": scores.untempered().guided()} if spec.keep_logits else {}
         return {"tokens": tokens, **kept}
-
-
-def _attend_condition(
-    q: Float[Array, "R N M H"],
-    k: Float[Array, "R N M H"],
-    v: Float[Array, "R N M H"],
-    mask: Bool[Array, "R 1 M M"],
-) -> Float[Array, "R M N H"]:
-    """Attention of the condition's tokens over those that they may see; the scale is in `q`."""
-    scores = jnp.einsum("rnth,rnkh->rntk", q, k, preferred_element_type=jnp.float32)
-    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
-    return jnp.einsum("rntk,rnkh->rnth", weights.astype(v.dtype), v).transpose(0, 2, 1, 3)

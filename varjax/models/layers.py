@@ -81,7 +81,7 @@ def dense_attention(
     mask: Bool[Array, "*#of_heads T K"],
 ) -> Float[Array, "R T N H"]:
     """Softmax attention with an explicit mask, which heads and rows may share, scale already in
-    `q`. Used by teacher forcing, not by generation."""
+    `q`. For teacher forcing, and the condition of models that draw token by token."""
     scores = jnp.einsum("rnth,rnkh->rntk", q, k, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
     return jnp.einsum("rntk,rnkh->rnth", weights.astype(v.dtype), v).transpose(0, 2, 1, 3)
