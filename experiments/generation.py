@@ -53,6 +53,7 @@ class Generation:
             "dtype": program.dtype,
             "kv_dtype": program.kv_dtype,
             "matmul_precision": program.matmul_precision,
+            "decode_dtype": program.decode_dtype,
             "segments": program.segments,
             "layers": program.layers,
             "attention": program.attention or "auto",
@@ -87,6 +88,7 @@ class Generation:
             keep_logits=keep_logits,
             mesh=program.mesh,
             decode_batch=program.decode_batch,
+            decode_dtype=program.decode_dtype,
         )
 
 

@@ -24,7 +24,7 @@ from varjax.engine import compilation_cache, cost, program
 from varjax.engine.drawing import drawing
 from varjax.engine.segments import Segment
 from varjax.errors import UserError, choose
-from varjax.model import Model
+from varjax.model import DTYPES, Model
 from varjax.models import stacked
 from varjax.parallel import sharding
 from varjax.parallel.sharding import ShardedPlan, ShardedProgram
@@ -92,6 +92,8 @@ class Generator:
         weights of `model` are arranged accordingly: it can go on to be used.
       unroll: debug option; unrolls the scans over scales and layers.
       decode_batch: images decoded at once; None: as many as 2 GiB of activations allow.
+      decode_dtype: "float32", or "bfloat16" for a decoder that is faster on accelerators and
+        rounds pixels.
 
     Raises:
       UserError: for anything that cannot work; nothing is compiled then.
@@ -116,6 +118,7 @@ class Generator:
         layers: str = "auto",
         unroll: bool = False,
         decode_batch: int | None = None,
+        decode_dtype: str = "float32",
     ):
         self.model = check_model(model)
         most = arguments.LARGEST_BATCH
@@ -123,6 +126,7 @@ class Generator:
         if decode_batch is not None:
             decode_batch = arguments.integer("decode_batch", decode_batch, 1, most)
         self.decode_batch = decode_batch
+        self.decode_dtype = arguments.dtype("decode_dtype", decode_dtype, DTYPES)
         sampling = model.resolve_sampling(sampling)
         if attention is not None:
             choose("attention", attention, implementations.NAMES)
@@ -208,7 +212,9 @@ class Generator:
         self._formats = self.compiled.input_formats[0][0] if automatic else None
         code_map = jax.ShapeDtypeStruct((images, *self.model.code_map), jnp.float32)
         pixels = program.trace_pixels(
-            *(self._networks, code_map), formats=self._formats, at_once=self.decode_batch, **options
+            *(self._networks, code_map),
+            **dict(formats=self._formats, at_once=self.decode_batch, dtype=self.decode_dtype),
+            **options,
         )
         self.compiled_decoder = pixels.lower().compile()
 

@@ -247,7 +247,9 @@ class Compilation:
         """The program that decodes pixels; it takes the weights as the other one has them."""
         formats = self.codes.formats[0][0] if self.automatic else None
         trace = partial(programs.trace_pixels, self.networks, self.code_map, formats=formats)
-        self.pixels = self._compiled(partial(trace, at_once=self.workload.program.decode_batch))
+        options = self.workload.program
+        trace = partial(trace, at_once=options.decode_batch, dtype=options.decode_dtype)
+        self.pixels = self._compiled(trace)
         taken = show_bytes(self.pixels.resident)
         self.say(
             f"pixels in {self.pixels.compile_s:.0f} s, {taken} on the device without the cache"

@@ -28,7 +28,7 @@ class ProgramOptions:
 
     dtype: of the computation. kv_dtype: of a compressed pool. dense_dtype: of a full cache.
     attention: of `pallas_kernels.implementations.NAMES`; None: what the platform has.
-    decode_batch: images decoded at once; None: as many as fit.
+    decode_batch: images decoded at once; None: as many as fit. decode_dtype: of the decoder.
     """
 
     dtype: str
@@ -40,6 +40,7 @@ class ProgramOptions:
     attention: str | None
     mesh: MeshSpec
     decode_batch: int | None
+    decode_dtype: str = "float32"
 
     def predict(
         self, model: Model, plan: CachePlan, batch_size: int, text: int | None, kernels: bool
@@ -102,7 +103,7 @@ def kv_dtype_flag(flags: CommandFlags):
 
 class ProgramFlags:
     """--dtype, --kv_dtype, --matmul_precision, --segments, --layers, --attention, --decode_batch,
-    --batch_size and, on request, --mesh.
+    --decode_dtype, --batch_size and, on request, --mesh.
 
     elsewhere: programs are compiled for chips that are not here: types are those that chips
     compute in, and what a chip can do is checked per chip.
@@ -126,6 +127,12 @@ class ProgramFlags:
             None,
             "Images decoded to pixels at a time, which lowers the peak; default: what takes 2 GiB.",
             lower_bound=1,
+        )
+        self._decode_dtype = flags.enum(
+            "decode_dtype",
+            "float32",
+            sorted(DTYPES),
+            "Type of the decoder of pixels: bfloat16 is faster on accelerators, and rounds them.",
         )
         self._dtype = dtype_flag(flags, "bfloat16" if elsewhere else None, "weights and cache")
         self._kv_dtype = kv_dtype_flag(flags)
@@ -176,6 +183,7 @@ class ProgramFlags:
             attention=None if self._attention.value == AUTO else self._here(self._attention.value),
             mesh=self._mesh_here(model),
             decode_batch=self._decode_batch.value,
+            decode_dtype=self._decode_dtype.value,
         )
 
     def _here(self, attention: str) -> str:

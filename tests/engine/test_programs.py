@@ -29,6 +29,20 @@ def test_decoding_in_chunks_gives_the_same_pixels(monkeypatch, images):
     np.testing.assert_allclose(program.decode(codec, code_map), expected, atol=1e-5)
 
 
+def test_a_decoder_in_bfloat16_rounds_pixels():
+    model = small_model()
+    code_map = jnp.zeros((2, *model.config.code_map)) + 0.1
+    code_map += jax.random.normal(jax.random.key(0), code_map.shape)
+    traced = program.trace_pixels(model.networks, code_map, dtype="bfloat16")
+    convolutions = [line for line in str(traced.jaxpr).splitlines() if "conv_general" in line]
+    assert convolutions and all("bf16[" in line for line in convolutions)
+    found = traced.lower().compile()(model.networks, code_map)
+    expected = program.decode(model.codec, code_map)
+    assert found.dtype == jnp.float32
+    error = np.sqrt(np.square(found - expected).mean())
+    assert 1e-5 < error < 0.01
+
+
 def test_decoder_takes_one_image_if_even_that_is_too_much(monkeypatch):
     monkeypatch.setattr(program, "DECODER_BYTES", 1)
     assert program.decoder_batch(small_model().codec, (16, 16), 8) == 1

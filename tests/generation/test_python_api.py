@@ -85,6 +85,7 @@ def test_nonsense_is_refused(demo, monkeypatch, arguments, message):
         ({"mesh": "data=2"}, "^mesh='data=2': give a MeshSpec"),
         ({"segments": 1.5}, "^segments=1.5 is not valid"),
         ({"decode_batch": 0}, "^decode_batch=0: choose 1"),
+        ({"decode_dtype": "int8"}, "unknown decode_dtype 'int8'"),
         ({"attention": "flash"}, "unknown attention 'flash'"),
         ({"attention": "tpu"}, "tpu needs a TPU"),
         ({"matmul_precision": 3}, "unknown matmul_precision 3"),

@@ -91,35 +91,44 @@ def trace_pixels(
     formats: Any = None,
     sharded: ShardedProgram | None = None,
     at_once: int | None = None,
+    dtype: str = "float32",
 ) -> jax.stages.Traced:
     """The program `(networks, code_map [B, P, Q, C]) -> images [B, H, W, 3]`.
 
-    at_once: see `decode`.
+    at_once, dtype: see `decode`.
     formats: where and how the arrays lie, if not as usual (`Compiled.input_formats`).
     """
     where = {} if formats is None else {"in_shardings": (formats, None)}
     with _matmul_precision(precision):
         if sharded is not None:
-            program = sharded.over_images(partial(_pixels, at_once=at_once))
+            program = sharded.over_images(partial(_pixels, at_once=at_once, dtype=dtype))
             return jax.jit(program, **where).trace(networks, code_map)
         # one function for all generators, not a closure each: JAX then traces it once per model
         at_once = at_once or decoder_batch(
             networks["codec"], code_map.shape[1:3], code_map.shape[0]
         )
-        return jax.jit(_pixels, static_argnums=2, **where).trace(networks, code_map, at_once)
+        program = jax.jit(_pixels, static_argnums=(2, 3), **where)
+        return program.trace(networks, code_map, at_once, dtype)
 
 
-def _pixels(networks, code_map, at_once):
-    return decode(networks["codec"], code_map, at_once=at_once)
+def _pixels(networks, code_map, at_once, dtype):
+    return decode(networks["codec"], code_map, at_once=at_once, dtype=dtype)
 
 
 def decode(
-    codec: Any, code_map: Float[Array, "B P Q C"], *, at_once: int | None = None
+    codec: Any,
+    code_map: Float[Array, "B P Q C"],
+    *,
+    at_once: int | None = None,
+    dtype: str = "float32",
 ) -> Float[Array, "B H W 3"]:
-    """Pixels in [0, 1], `at_once` images at a time; None: as many as `DECODER_BYTES` allow."""
+    """Pixels in [0, 1], float32, `at_once` images at a time; None: as many as `DECODER_BYTES`
+    allow. dtype: of the decoder's weights and feature maps; its norms are float32 in any case."""
     images = code_map.shape[0]
     at_once = at_once or decoder_batch(codec, code_map.shape[1:3], images)
-    return map_in_chunks(lambda index: (codec.decode(code_map[index]) + 1) / 2, images, at_once)
+    return map_in_chunks(
+        lambda index: (codec.decode(code_map[index], dtype=dtype) + 1) / 2, images, at_once
+    )
 
 
 def decoder_batch(codec: Any, code_map: tuple[int, int], images: int) -> int:
