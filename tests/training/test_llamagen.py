@@ -128,8 +128,8 @@ def test_large_data_stays_on_the_host(whole, monkeypatch):
 
 
 WRONG = {
-    "schedule": ({"patch_nums": (1, 2)}, "patch_nums is given, which is for family=var only"),
-    "groups": ({"norm_groups": 8}, "norm_groups is given"),
+    "schedule": ({"patch_nums": (1, 2)}, "patch_nums=1,2 is for family=var only: leave it out"),
+    "groups": ({"norm_groups": 8}, "norm_groups=8 is for family=var"),
     "size": ({"image_size": 7, "ch_mult": (1, 1)}, "image_size=7 given, .* choose a multiple of 2"),
     "width": ({"ch": 40}, "ch is 40, which 32 normalisation groups do not divide"),
     "dropout": ({"dropout": 1.0}, "dropout=1.0 given"),
@@ -146,7 +146,7 @@ def test_wrong_settings(changes, message):
 
 
 def test_settings_of_the_other_family():
-    with pytest.raises(UserError, match="dropout is given, which is for family=llamagen only"):
+    with pytest.raises(UserError, match="dropout=0.2 is for family=llamagen only"):
         TrainingSettings.of("var", data="x", dropout=0.2)
     with pytest.raises(UserError, match="unknown model family 'lama'"):
         TrainingSettings.of("lama", data="x")

@@ -122,11 +122,12 @@ class TrainingSettings:
     def _check_family(self) -> None:
         """Settings that this family has no use for must not be given."""
         for f in fields(self):
-            other = f.metadata["family"] not in (None, self.family)
-            if other and getattr(self, f.name) != f.default:
+            family, value = f.metadata["family"], getattr(self, f.name)
+            if family not in (None, self.family) and value != f.default:
+                shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
                 raise UserError(
-                    f"{f.name} is given, which is for family={f.metadata['family']} only: leave it"
-                    f" out with family={self.family}"
+                    f"{f.name}={shown} is for family={family} only: leave it out with"
+                    f" family={self.family}"
                 )
 
     def _check_image_size(self) -> None:
