@@ -20,6 +20,9 @@ Models that draw token by token are given as --geometry='layers=36,heads=20,head
 condition=1,line=24': image tokens, slots of the condition (1), tokens of an image line (by default
 the image is a square). Stages take the place of scales, stage 0 is the condition; one is printed
 where what heads hold begins to grow, drops or stays. --save writes `stages`, their first tokens.
+For LlamaGen-XL and XXL of 384 pixels "papers" are the rows of HeadKV's and LineAR's tables at the
+nearest budget: memory in all (GiB on a GPU: weights, keys and values, decoding), and how much less
+that is than their full cache's, which is what our bytes can be compared with.
 Geometries have at most 64 scales and 4096 heads over all layers, 2**20 heads times the square of
 the scales and 2**25 heads times tokens: then any plan takes seconds and about a GiB at most.
 """
@@ -33,6 +36,7 @@ from experiments.flags.model import ModelFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
 from experiments.flags.program import batch_size_flag, dtype_flag, kv_dtype_flag
 from experiments.output import FileFlags
+from experiments.published import scale_lines, token_lines
 from varjax.cache.allocation import Geometry
 from varjax.cache.plan import CachePlan
 from varjax.cache.stages import TokenPlan
@@ -42,13 +46,6 @@ from varjax.engine.memory import show_bytes
 from varjax.errors import UserError
 from varjax.sequence import TOKENS
 from varjax.storage.atomic import new_file
-
-BYTES_PER_PAIR = 6  # an element of K in float32 and one of V in 16 bits
-MIB = 2**20
-# HeatKV's table: tokens per head that its rows keep of 6425 (Infinity, 1M, square), which is not
-# exactly the share the rows are named after.
-HEATKV_FULL = 6425
-HEATKV_ROWS = {0.2: 1300, 0.1: 650, 0.04: 265}
 
 FLAGS = CommandFlags()
 MODEL = ModelFlags(FLAGS, published="Published name")
@@ -149,45 +146,6 @@ def _stages(plan: TokenPlan) -> list[str]:
     return found
 
 
-def paper_lines(
-    plan: CachePlan, batch_size: int, kv_dtype: str, steady_tokens: int | None
-) -> list[str]:
-    """The bytes as the papers count them. steady_tokens: tokens per head, summed over layers, that
-    AMS-KV counts; None for other policies."""
-    g = plan.geometry
-    per_token = g.head_dim * BYTES_PER_PAIR * g.rows_per_image * batch_size / MIB
-    kept = plan.capacity[-1].sum() if steady_tokens is None else steady_tokens * g.num_heads
-    with_last = g.schedule.total_tokens * g.num_layers * g.num_heads
-    full = g.dense_tokens * per_token
-    live = plan.live_tokens.max() * per_token
-    return [
-        f"papers    AMS-KV's count {_show(kept * per_token / 1000, 3)} GB of "
-        f"{_show(with_last * per_token / 1000, 3)} GB, {1 - kept / with_last:.2%} saved (float32 "
-        f"keys, 16-bit values, last scale in the full cache; GB = 1000 MiB)",
-        f"          HeatKV's count {_show(plan.budget * full, 0)} MB of {_show(full, 0)} MB by "
-        f"budget, {_show(live, 0)} MB live at most (last scale left out; MB = MiB)",
-        *_heatkv_row(plan, batch_size, kv_dtype, full),
-    ]
-
-
-def _heatkv_row(plan: CachePlan, batch_size: int, kv_dtype: str, full: float) -> list[str]:
-    """The row of HeatKV's table that is nearest to this plan, if it has this schedule."""
-    share = min(HEATKV_ROWS, key=lambda row: abs(row - plan.budget))
-    if plan.geometry.schedule.persistent_tokens != HEATKV_FULL or abs(share - plan.budget) > 0.01:
-        return []
-    tokens = HEATKV_ROWS[share]
-    published = full * tokens / HEATKV_FULL
-    return [
-        f"          HeatKV's table, {share:.0%}: {tokens} tokens per head = {_show(published, 0)} "
-        f"MB of {_show(full, 0)} MB; ours, {plan.fraction:.2%} in {kv_dtype}: "
-        f"{_show(plan.num_bytes(batch_size, kv_dtype) / MIB, 0)} MB"
-    ]
-
-
-def _show(value: float, decimals: int) -> str:
-    return f"{value:.{decimals}f}" if value >= 1 else f"{value:.3g}"
-
-
 def check_countable(geometry: Geometry, batch_size: int, dtype: str) -> None:
     """Raise `UserError` if 64 bits may not hold the bytes of a batch (blocks may be padded)."""
     row = geometry.dense_tokens * 2 * geometry.head_dim * jnp.dtype(dtype).itemsize
@@ -213,8 +171,10 @@ def main(argv) -> None:
     sizes = (BATCH_SIZE.value, DTYPE.value, KV_DTYPE.value or DTYPE.value)
     steady = plan.policy.steady_tokens(geometry, calibration)
     remarks = plan_remarks(plan, calibration)
-    if geometry.kind != TOKENS:
-        remarks += paper_lines(plan, BATCH_SIZE.value, sizes[-1], steady)
+    if geometry.kind == TOKENS:
+        remarks += token_lines(plan, sizes[-1])
+    else:
+        remarks += scale_lines(plan, BATCH_SIZE.value, sizes[-1], steady)
     print(text(name, plan, *sizes, remarks))
     if target:
         with new_file(target) as file:

@@ -1,8 +1,11 @@
-"""Train an image codec (VQVAE) and a class-conditional transformer (VAR) on a folder of pictures.
+"""Train an image codec and a class-conditional transformer on a folder of pictures.
 
     python -m experiments.train --stage=both --data=PICTURES --out=RUN
+    python -m experiments.train --family=llamagen --data=PICTURES --out=RUN
     python -m experiments.run --checkpoint=RUN/model
 
+`--family=var` trains a VQVAE and a VAR, `--family=llamagen` a VQ and a LlamaGen, which draws token
+by token; stage `vqvae` is the codec of either, `var` the transformer.
 `--data` is a folder with one sub-folder per class, an .npz file with `images` and `labels`, or a
 folder with train.npz and val.npz. A run that was stopped continues from its last checkpoint when
 the same command is given again. Progress goes to standard error, losses to RUN/STAGE/history.jsonl,
@@ -17,7 +20,7 @@ from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError
 from varjax.training import session
-from varjax.training.settings import TrainingSettings
+from varjax.training.settings import FAMILIES, TrainingSettings
 
 FLAGS = CommandFlags()
 FLAGS.compilation_cache()
@@ -42,10 +45,19 @@ def _define_flags() -> None:
         if isinstance(default, tuple):
             default = [str(item) for item in default]
         bound = {} if least is None else {"lower_bound": least}
-        text = field.metadata["help"]
+        text = field.metadata["help"] + _family_defaults(field)
         options = {"required": True} if field.name in REQUIRED else bound
         default = None if field.name in REQUIRED else default
         define[type(field.default)](field.name, default, f"{text[0].upper()}{text[1:]}.", **options)
+
+
+def _family_defaults(field: dataclasses.Field) -> str:
+    """What the help says where families differ."""
+    if field.metadata["family"]:
+        return f" (of --family={field.metadata['family']} only)"
+    own = {family: given[field.name] for family, given in FAMILIES.items() if field.name in given}
+    shown = {f: ",".join(map(str, v)) if isinstance(v, tuple) else v for f, v in own.items()}
+    return "".join(f" (with --family={family} {value})" for family, value in shown.items())
 
 
 def _integers(name: str, values) -> tuple[int, ...]:
@@ -58,11 +70,11 @@ def _integers(name: str, values) -> tuple[int, ...]:
 
 
 def read_settings() -> TrainingSettings:
-    """Settings from the parsed flags; `UserError` if they are impossible."""
+    """Settings from the flags that were given; `UserError` if they are impossible."""
     names = [field.name for field in dataclasses.fields(TrainingSettings)]
-    values = {name: FLAGS.values[name].value for name in names}
+    values = {name: FLAGS.values[name].value for name in names if FLAGS.values[name].present}
     lists = {name: _integers(name, v) for name, v in values.items() if isinstance(v, list)}
-    return TrainingSettings(**values | lists)
+    return TrainingSettings.of(**values | lists)
 
 
 @contextlib.contextmanager

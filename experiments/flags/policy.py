@@ -89,7 +89,7 @@ class PolicyFlags:
         try:
             return plan_cache(geometry, policy, found), found
         except UserError as error:
-            if found is None and policy.uses_calibration:
+            if found is None and policy.uses_calibration and geometry.kind != TOKENS:
                 raise UserError(f"{error}; --calibration=FILE names it") from None
             raise
 

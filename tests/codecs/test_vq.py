@@ -92,7 +92,7 @@ def test_published_names():
     [
         ({"codebook_sise": 5}, "unknown name 'codebook_sise'.*did you mean 'codebook_size'"),
         ({"ch": 48}, "ch is 48, which 32 normalisation groups do not divide"),
-        ({"ch_mult": []}, "ch_mult is \\[\\]: it needs 1 to 10 levels"),
+        ({"ch_mult": []}, "ch_mult is \\[\\], 0 levels: it needs 1 to 10 levels"),
         ({"ch_mult": [1, 0]}, "each at least 1"),
         ({"ch_mult": [1, 10**6]}, "ch . ch_mult is 128000000"),
         ({"encoder_ch_mult": [1, 2], "decoder_ch_mult": [1, 4]}, "another name says \\(1, 2\\)"),

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -237,6 +238,33 @@ def test_published_heatkv_memory(call, size, line):
     row = next(text for text in out.splitlines() if "HeatKV's table, 10%" in text)
     assert f"650 tokens per head = {line}; ours" in row
     assert int(row.split()[-2]) < 0.68 * int(line.split()[0])  # 16-bit keys: 4 bytes, not 6
+
+
+@pytest.mark.parametrize(
+    ("model", "budget", "rows"),
+    [
+        (
+            "xl-384",
+            "0.1667",
+            ["HeadKV 12.34 (21.57 less), LineAR 12.62 (21.29 less)", "20.97 (43.7"],
+        ),
+        ("xl-384", "0.25", ["HeadKV 14.63 (19.28 less), LineAR 14.88 (19.03 less)", "25.51 (39.2"]),
+        ("xl-384", "1", ["full cache 33.91; ours, keys and values: 25.31 of 25.31", "64.75; ours"]),
+        ("xxl-384", "0.1667", ["LineAR 15.87 (35.50 less); ours, keys and values: 6.75 of 40.50"]),
+        ("xl-384", "0.2", []),
+        ("xl-256", "0.25", []),
+    ],
+)
+def test_published_memory_of_token_models(call, model, budget, rows):
+    """What the papers save is, within 5 %, what our bytes say."""
+    flags = (f"--model=llamagen-{model}", "--policy=headkv", f"--budget={budget}")
+    status, out, err = call("plan", *flags)
+    assert status == 0, err
+    lines = [line for line in out.splitlines() if "GiB in all" in line]
+    assert len(lines) == len(rows) and all(map(str.__contains__, lines, rows)), lines
+    for line in lines if budget != "1" else ():
+        *printed, ours = (float(found) for found in re.findall(r"\(([\d.]+) less\)", line))
+        assert all(0.95 * theirs < ours < theirs for theirs in printed)
 
 
 def test_amskv_sizes_in_tokens(call, tmp_path):

@@ -41,6 +41,10 @@ def test_run(call, classes, tmp_path):
     assert report["segments_used"] == [] and report["layers_used"] == "unroll"
     assert report["kv"]["allocated_bytes"] == report["kv"]["dense_bytes"]
     assert report["attention_flops_per_image"]["observation"] == 0
+    status, text, err = call("evaluate", f"--samples={out}", f"--full={out}", f"--out={out}/same")
+    assert status == 0, err
+    found = json.loads((out / "same" / "metrics.json").read_text(encoding="utf-8"))
+    assert found["identical_images"] == 2 and found["token_agreement"] == 1
 
 
 def test_sweep_and_report(call, texts, tmp_path):
@@ -54,7 +58,16 @@ def test_sweep_and_report(call, texts, tmp_path):
     assert status == 0, err
     report = json.loads((out / "sweep.json").read_text(encoding="utf-8"))
     cells = {cell["label"]: cell for cell in report["cells"]}
-    assert cells.keys() == {"swa", "streaming", "snapkv", "h2o", "headkv", "linear", "rkv"}
+    assert cells.keys() == {
+        "swa",
+        "streaming",
+        "snapkv",
+        "h2o",
+        "headkv",
+        "linear",
+        "rkv",
+        "compose",
+    }
     for name, cell in cells.items():
         assert cell["status"] == "done", name
         assert cell["kv"]["allocated_bytes"] <= 0.6 * cell["kv"]["dense_bytes"], name
@@ -70,6 +83,9 @@ def test_sweep_and_report(call, texts, tmp_path):
     [
         ("run", ["--policy=heatkv", "--budget=0.5"], "heatkv"),
         ("run", ["--policy=headkv", "--budget=0.02"], "smallest feasible budget"),
+        ("run", ["--policy=compose", "--budget=0.02"], "smallest feasible budget is 0.0469\n"),
+        ("run", ["--policy=compose", "--policy_args=allocate=heatkv"], "heatkv"),
+        ("run", ["--policy=table"], "policy 'table' needs a file"),
         ("run", ["--policy=headkv", "--policy_args=period=0"], "period"),
         ("run", ["--policy=headkv", "--policy_args=window=0"], "window"),
         ("run", ["--policy=headkv", "--policy_args=window=64"], "window"),

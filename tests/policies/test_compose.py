@@ -19,8 +19,9 @@ from varjax.policies import POLICIES, Compose, get_policy
 from varjax.policies.compose import REFUSED, Newest
 from varjax.schedule import Schedule
 
-ALLOCATING = [name for name in POLICIES if ("allocate", name) not in REFUSED and name != "table"]
-SELECTING = [name for name in POLICIES if ("select", name) not in REFUSED]
+BY_SCALE = [name for name, cls in POLICIES.items() if "scales" in cls.serves]
+ALLOCATING = [name for name in BY_SCALE if ("allocate", name) not in REFUSED and name != "table"]
+SELECTING = [name for name in BY_SCALE if ("select", name) not in REFUSED]
 
 
 def calibration(geometry: Geometry) -> Calibration:
@@ -142,12 +143,20 @@ def test_senseless_pairs_are_refused_with_the_reason(role, name):
         get_policy("compose", None, parts)
 
 
+@pytest.mark.parametrize("role", ["allocate", "select"])
+def test_parts_must_serve_the_model(role):
+    """Not known before there is one."""
+    policy = get_policy("compose", 0.3, {"allocate": "snapkv", "select": "h2o", role: "rkv"})
+    with pytest.raises(UserError, match="'rkv': it does not serve models that draw scale by scale"):
+        plan_cache(DEMO, policy)
+
+
 @pytest.mark.parametrize(("role", "names"), [("allocate", ALLOCATING), ("select", SELECTING)])
 def test_unknown_policies_are_told_what_works(role, names):
     with pytest.raises(UserError, match=f"unknown policy for {role}") as error:
         get_policy("compose", None, {role: "zzz"})
     listed = str(error.value).rsplit("choose one of ", 1)[1].split(", ")
-    assert set(listed) - {"table"} == set(names) - {"table"}
+    assert set(listed) - {"table"} == {*names, "linear", "rkv"}
 
 
 IDLE = {

@@ -31,17 +31,20 @@ class Stage:
     period: int
     queries: list[np.ndarray]
     local: bool = False
+    number: int = 0
 
     @property
     def surplus(self) -> int:
         return len(self.tokens) - self.capacity
 
 
-def simulate(q, k, v, visible, *, slots, period, decide, window=None, group=None, kept=None):
+def simulate(
+    q, k, v, visible, *, slots, period, decide, window=None, group=None, kept=None, full=True
+):
     """Outputs [steps, H] of image tokens and the numbers held at the end.
 
     q, k, v: [M + N, H] of one head. group: (stage, function of weights newest first) -> local.
-    kept: capacity from the grouping on.
+    kept: capacity from the grouping on. full: heads hold as much as they may.
     """
     condition = len(visible)
     steps = len(q) - condition - 1
@@ -72,10 +75,10 @@ def simulate(q, k, v, visible, *, slots, period, decide, window=None, group=None
         capacity = slots - period
         if kept is not None and stage >= group[0]:
             capacity = kept
-        now = Stage(tokens, capacity, period, queries[-period:], local)
-        if now.surplus > 0:
+        now = Stage(tokens, capacity, period, queries[-period:], local, stage)
+        if now.surplus > 0 or not full:
             tokens = decide(now)
-            assert len(tokens) == capacity
+            assert len(tokens) == capacity or (not full and len(tokens) < capacity)
     return np.array(outputs), [x.number for x in tokens]
 
 
@@ -187,6 +190,15 @@ def rkv(window, mix=0.1, kernel=7):
             x.number: mix * importance[i] - (1 - mix) * redundancy[i] for i, x in enumerate(old)
         }
         return without_lowest(old, lambda x: score[x.number], stage.surplus) + newest
+
+    return decide
+
+
+def table(keep):
+    """keep: bool [K, tokens] of one head."""
+
+    def decide(stage):
+        return [x for x in stage.tokens if keep[stage.number + 2, x.number]]
 
     return decide
 

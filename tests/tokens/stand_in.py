@@ -109,8 +109,14 @@ def traced(model: StandIn, plan, dtype="float32", decide=None):
     state = token_state.empty(plan, rows, dtype)
     keys = jax.random.split(jax.random.key(0), rows)
 
+    inputs = None
+    if not plan.static_content:
+        inputs = plan.policy.stage_inputs(plan.geometry, np.arange(rows))
+    inputs = () if inputs is None else tuple(map(jnp.asarray, inputs))
+
     def program(state, keys):
-        return engine.generate_tokens({"transformer": model}, state, None, keys, None, spec=spec)
+        networks = {"transformer": model}
+        return engine.generate_tokens(networks, state, None, keys, None, inputs, spec=spec)
 
     return jax.jit(program, donate_argnums=0), (state, keys)
 

@@ -24,8 +24,9 @@ from varjax.policies import POLICIES, get_policy
 XL = Geometry.parse("layers=36,heads=20,head_dim=64,tokens=576,condition=1,line=24")
 LUMINA = Geometry.parse("layers=32,heads=32,head_dim=128,tokens=4160,condition=67,line=65")
 BUDGETS = (0.04, 0.125, 1 / 6, 0.25, 0.5, 0.97)
-SERVING = [name for name, cls in POLICIES.items() if "tokens" in cls.serves]
-REFUSING = [name for name in POLICIES if name not in SERVING]
+REFUSING = [name for name, cls in POLICIES.items() if "tokens" not in cls.serves]
+# a table needs a file
+SERVING = [name for name in POLICIES if name not in (*REFUSING, "table")]
 
 
 def plan_of(geometry, name, budget):
@@ -181,7 +182,8 @@ def test_policies_of_tokens_are_refused(name):
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("headkv", {"global_heads": "3"}, "global_heads=3 is for models that draw scale by scale"),
+        ("headkv", {"local_share": "0.3"}, "local_share=0.3 is for models that draw scale by"),
+        ("headkv", {"global_heads": "21"}, "global_heads=21, but a layer has 20 heads"),
         ("headkv", {"window": "0"}, "window=0 must be 1 to 574"),
         ("headkv", {"window": "600"}, "window=600 must be 1 to 574"),
         (

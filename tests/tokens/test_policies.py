@@ -1,11 +1,13 @@
 """Every policy on models that draw token by token, against its oracle (`oracles.py`) and against
 what all of them have to keep."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.tokens import oracles, stand_in
 from varjax import policies
+from varjax.errors import UserError
 from varjax.policies import get_policy
 
 ROWS = 2
@@ -136,6 +138,155 @@ def test_streaming(sinks):
 def test_known_contents(policy):
     slots = int(stand_in.plan_for(policy).allocation.slots[0])
     check(policy, **oracles.ring(slots))
+
+
+# --- tables and compositions ---
+
+
+def random_table(rows: int, period: int, seed: int = 0, tokens: int = 49, heads: int = 3):
+    """bool [K, 1, 2 * rows, heads, tokens]: every token goes at some stage, or never."""
+    stages = 1 + -(-(tokens - 1) // period)
+    rng, token = np.random.default_rng(seed), np.arange(tokens)
+    born = 1 + token // period
+    gone = born + rng.integers(0, 6, (1, 2 * rows, heads, tokens))
+    number = np.arange(stages).reshape(-1, 1, 1, 1, 1)
+    return (number > born) & (number <= gone) & (token < tokens - 1)
+
+
+@pytest.mark.parametrize("per_row", [True, False])
+@pytest.mark.parametrize("period", [4, 5])
+def test_table(tmp_path, period, per_row):
+    """A pattern of every row's own, and one for all rows."""
+    keep = random_table(ROWS, period)
+    if not per_row:
+        keep = np.broadcast_to(keep[:, :, :1], keep.shape)
+    path = tmp_path / "keep.npz"
+    np.savez(path, keep_token=keep if per_row else keep[:, :, 0])
+    policy = policies.Table(path=str(path))
+    plan = stand_in.plan_for(policy)
+    model = stand_in.StandIn.random(plan.geometry, ROWS)
+    out, state = stand_in.run(model, plan)
+    slots = int(plan.allocation.slots[0])
+    assert slots == keep.sum(-1)[:, :, : ROWS if per_row else None].max() + period
+    contents = held(state, 3)
+    for row, head in np.ndindex(ROWS, 3):
+        arrays = (a[0, row, head] for a in (model.q, model.k, model.v))
+        rule = oracles.table(keep[:, 0, row, head])
+        more = dict(slots=slots, period=period, decide=rule, full=False)
+        expected, numbers = oracles.simulate(*arrays, model.visible[row], **more)
+        np.testing.assert_allclose(out[row, 1:, 0, head], expected, atol=CLOSE)
+        assert contents[0, row, head] == set(numbers)
+
+
+def test_table_of_stages(tmp_path):
+    """The condition and the two newest stages: what the same says of tokens; budget by the file."""
+    stage = np.arange(13)
+    near = (stage[:, None] > stage) & (stage[:, None] - 3 < stage)
+    by_stage = np.broadcast_to(near[:, None, None], (13, 1, 3, 13))
+    np.savez(tmp_path / "stages.npz", keep_scale=by_stage)
+    tokens = by_stage[..., np.minimum(1 + np.arange(49) // 4, 12)] & (np.arange(49) < 48)
+    np.savez(tmp_path / "tokens.npz", keep_token=tokens)
+    plans = [
+        stand_in.plan_for(policies.Table(path=str(tmp_path / f"{name}.npz"), budget=15 / 51))
+        for name in ("stages", "tokens")
+    ]
+    assert plans[0] == plans[1] and plans[0].layer_slots == (3 + 8 + 4,)
+    with pytest.raises(UserError, match="keeps up to 0.2941 of the full cache, more than budget"):
+        stand_in.plan_for(policies.Table(path=str(tmp_path / "stages.npz"), budget=0.29))
+
+
+TABLES = {
+    "stages": (lambda k: k[:-1], r"needs \(11, 1, 4, 3, 49\) \(stages, layers, heads, tokens\)"),
+    "heads": (lambda k: k[:, :, :, :2], "has shape .* this model needs"),
+    "early": (lambda k: np.ones_like(k), "stage 0 is said to see image token 0 .* not exist"),
+    "returns": (lambda k: _returning(k), "is dropped before stage 3 and visible again at stage 4"),
+    "last": (lambda k: k | (np.arange(49) == 48), "said to see image token 48"),
+}
+
+
+def _returning(keep):
+    found = keep.copy()
+    found[2:, ..., 0], found[3, ..., 0] = True, False
+    return found
+
+
+@pytest.mark.parametrize(("change", "message"), TABLES.values(), ids=TABLES)
+def test_tables_that_cannot_be(tmp_path, change, message):
+    np.savez(tmp_path / "keep.npz", keep_token=change(random_table(ROWS, 4)))
+    with pytest.raises(UserError, match=message):
+        stand_in.plan_for(policies.Table(path=str(tmp_path / "keep.npz")))
+
+
+def test_table_with_another_period(tmp_path):
+    np.savez(tmp_path / "keep.npz", keep_token=random_table(ROWS, 4))
+    with pytest.raises(UserError, match="period=8: the 13 stages of .* are of 4 tokens each"):
+        stand_in.plan_for(policies.Table(path=str(tmp_path / "keep.npz"), period=8))
+
+
+def composed(budget=None, **arguments):
+    return get_policy("compose", budget, arguments)
+
+
+@pytest.mark.parametrize("allocate", ["streaming", "linear", None])
+def test_compositions_select(allocate):
+    """All heads alike: what the selecting policy does at that budget."""
+    parts = {} if allocate is None else {"allocate": allocate}
+    policy = composed(0.4, select="h2o", select_recent_share="0.2", period="4", **parts)
+    check(policy, **sizes(policy), decide=oracles.h2o(0.2))
+    policy = composed(0.4, select="streaming", select_sinks="4", period="1", **parts)
+    check(policy, **sizes(policy), decide=oracles.ring(0, 4)["decide"])
+
+
+def test_a_table_gives_layers_their_room(tmp_path):
+    """Capacities of the file, contents of the other."""
+    keep = np.concatenate([random_table(ROWS, 4), random_table(ROWS, 4, seed=1)], axis=1)
+    keep[:, 1] &= np.arange(49) % 2 == 0
+    np.savez(tmp_path / "keep.npz", keep_token=keep)
+    parts = {"allocate": "table", "allocate_path": str(tmp_path / "keep.npz"), "select": "snapkv"}
+    plan = stand_in.plan_for(composed(select_window="2", **parts), layers=2)
+    slots, most = plan.allocation.slots, keep.sum(-1).max((0, 2, 3))
+    assert slots.tolist() == (most + 4).tolist() and slots[0] > slots[1]
+    model = stand_in.StandIn.random(plan.geometry, ROWS)
+    out, _ = stand_in.run(model, plan)
+    for layer, row, head in np.ndindex(2, ROWS, 3):
+        arrays = (a[layer, row, head] for a in (model.q, model.k, model.v))
+        more = dict(slots=int(slots[layer]), period=4, decide=oracles.snapkv(2))
+        expected, _ = oracles.simulate(*arrays, model.visible[row], **more)
+        np.testing.assert_allclose(out[row, 1:, layer, head], expected, atol=CLOSE)
+    with pytest.raises(UserError, match="leaves a layer 6 image tokens .* snapkv needs 8"):
+        narrow = dict(parts, allocate_path=str(_narrow(tmp_path)))
+        stand_in.plan_for(composed(**narrow))
+
+
+def _narrow(folder):
+    np.savez(folder / "narrow.npz", keep_token=random_table(ROWS, 4) & (np.arange(49) < 2))
+    return folder / "narrow.npz"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"allocate": "heatkv"}, "'heatkv': it does not serve models that draw token by token"),
+        ({"select": "hack"}, "'hack': it does not serve models that draw token by token"),
+        ({"select": "rkv", "select_window": "9", "period": "8"}, "window=9 must be 1 to the"),
+    ],
+)
+def test_parts_that_do_not_serve_tokens(arguments, message):
+    with pytest.raises(UserError, match=message):
+        stand_in.plan_for(composed(0.4, **arguments))
+
+
+def test_a_quota_of_global_heads():
+    """The neediest of every row; of equals the lower number."""
+    mass = jnp.asarray([[[0.0, 0.1, 0.9], [0.9, 0.0, 0.1], [0.5, 0.2, 0.3], [0.5, 0.2, 0.3]]])
+    mass = jnp.concatenate([mass, mass[:, ::-1]])
+    position = jnp.broadcast_to(jnp.arange(3, dtype=jnp.int32), mass.shape)
+    for quota, expected in {1: [1, 0, 1, 1], 2: [1, 0, 0, 1], 3: [1, 0, 0, 0], 4: [0] * 4}.items():
+        policy = policies.HeadKV(global_heads=quota, window=2)
+        assert policy.local_heads(mass, position)[0].astype(int).tolist() == expected, quota
+    policy = policies.HeadKV(global_heads=2, window=2)
+    assert policy.local_heads(mass, position)[1].astype(int).tolist() == [0, 0, 1, 1]
+    assert policies.HeadKV(window=2).local_heads(mass, position)[0].tolist() == [True, *[False] * 3]
 
 
 # --- invariants ---

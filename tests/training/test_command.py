@@ -23,6 +23,8 @@ WRONG = {
     "batch": (["--max_images=8", "--image_size=64"], "--vqvae_batch_size=16 given, but there are"),
     "no out": (["--out="], "--out= is empty"),
     "no data": (["--data="], "--data= is empty"),
+    "family": (["--family=lama"], "unknown model family 'lama': choose one of var, llamagen"),
+    "other family": (["--dropout=0.2"], "--dropout=0.2 is for --family=llamagen only"),
     "depth": ([f"--depth={10**12}"], "depth is 1000000000000, it must be at most 1024"),
     "codec first": (["--stage=var"], "holds no trained codec"),
 }
@@ -58,3 +60,20 @@ def test_flags_become_settings(pictures, tmp_path, monkeypatch, capsys):
     assert (settings.shared_aln, settings.depth, stage, quiet) == (False, 4, "vqvae", False)
     assert out == f"{tmp_path}/x" and settings.log_every == 20
     assert "continue with --stage=var" in capsys.readouterr().out
+
+
+def test_defaults_of_a_family(pictures, tmp_path, monkeypatch, capsys):
+    """Where they are not given; the help says so."""
+    seen = []
+    monkeypatch.setattr(train.session, "train", lambda *given: seen.append(given[0]))
+    flags = [f"--data={pictures}", f"--out={tmp_path}/x", "--family=llamagen"]
+    assert _run(*flags) == 0 and _run(*flags, "--vocab_size=512", "--shifts=0") == 0
+    assert [(s.vocab_size, s.shifts, s.ch_mult) for s in seen] == [
+        (1024, 4, (1, 1, 1)),
+        (512, 0, (1, 1, 1)),
+    ]
+    assert seen[0].of_stage("var").keys() - seen[0].of_stage("vqvae").keys() >= {"dropout"}
+    capsys.readouterr()
+    assert _run("--help") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "(with --family=llamagen 1,1,1)" in said and "(of --family=var only)" in said

@@ -46,9 +46,14 @@ class TokenStep(Protocol):
         ...
 
     def decide(
-        self, cache: LayerCache, stage: Int[Array, ""], bias: Float[Array, " R"] | None
+        self,
+        cache: LayerCache,
+        stage: Int[Array, ""],
+        bias: Float[Array, " R"] | None,
+        inputs: Array | None,
     ) -> LayerCache:
-        """The cache after the decision of a stage; image stages are counted from 0."""
+        """The cache after the decision of a stage; image stages are counted from 0. inputs: what
+        the policy knows beforehand of all stages that end with one (`TokenPolicy.stage_inputs`)."""
         ...
 
 
@@ -104,7 +109,7 @@ class RingStep:
         found = jnp.where(slot < self.protected, first, found)
         return jnp.where(found >= 0, found + self.condition, -1)
 
-    def decide(self, cache, stage, bias):
+    def decide(self, cache, stage, bias, inputs):
         return cache
 
 
@@ -179,7 +184,7 @@ class StageStep:
 
     # --- a decision -------------------------------------------------------------------------------
 
-    def decide(self, cache, stage, bias):
+    def decide(self, cache, stage, bias, inputs):
         if self.group_stage is not None:
             # under the condition only a small mask is made: the pool stays where it is
             local = jax.lax.cond(
@@ -187,6 +192,9 @@ class StageStep:
             )
             cache = replace(cache, local=local)
         obs = self._observation(cache, stage)
+        if inputs is not None:
+            known = jax.lax.dynamic_index_in_dim(inputs, stage, keepdims=False)
+            obs = replace(obs, inputs=known)
         keep = obs.live & self.policy.select_stage(obs)
         return self._store(cache, keep)
 

@@ -154,7 +154,11 @@ class TokenDrawing:
         return ()
 
     def for_images(self, shared, image_index):
-        return ()
+        """Of every layer, what its policy wants to know for its decisions."""
+        if self.plan.static_content:
+            return ()
+        found = self.plan.policy.stage_inputs(self.plan.geometry, image_index)
+        return () if found is None else tuple(found)
 
     def given(self, array, count):
         count = self.plan.sequence.image_tokens if count is None else count

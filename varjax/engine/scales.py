@@ -19,7 +19,6 @@ from varjax.cache.state import KVState
 from varjax.cache.step import CacheStep, cache_step
 from varjax.engine.inputs import SegmentInputs, StepInputs
 from varjax.engine.segments import Segment, images_at_once, map_in_chunks
-from varjax.errors import UserError
 from varjax.models import stacked
 from varjax.sampling import Sampling
 from varjax.schedule import Schedule
@@ -54,16 +53,9 @@ class ProgramSpec:
         Raises:
           UserError: sampling that the model cannot do, or a plan for another number of rows.
         """
-        rows = 2 if config.is_guided(config.check_sampling(sampling)) else 1
-        geometry = plan.geometry
-        if geometry.rows_per_image != rows:
-            raise UserError(
-                f"the cache plan is for {geometry.rows_per_image} rows per image, guidance "
-                f"{sampling.guidance} takes {rows}: plan with the geometry of this sampling "
-                f"(`Model.geometry_for`)"
-            )
+        rows = plan.check_rows(config, sampling)
         cache = tuple(cache_step(plan, s, attention) for s in segments)
-        return cls(geometry.schedule, segments, cache, sampling, rows, attention, **options)
+        return cls(plan.geometry.schedule, segments, cache, sampling, rows, attention, **options)
 
 
 @jax.tree_util.register_dataclass

@@ -16,13 +16,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from varjax.cache.stages import TokenPlan
 from varjax.cache.token_state import LayerCache
 from varjax.cache.token_step import Heads, TokenStep, token_step
-from varjax.errors import UserError
 from varjax.models import stacked
+from varjax.models.layers import dense_attention
 from varjax.sampling import Sampling
 from varjax.sequence import TokenSequence
 
@@ -55,13 +55,7 @@ class TokenSpec:
         Raises:
           UserError: sampling that the model cannot do, or a plan for another number of rows.
         """
-        rows = 2 if config.is_guided(config.check_sampling(sampling)) else 1
-        if plan.geometry.rows_per_image != rows:
-            raise UserError(
-                f"the cache plan is for {plan.geometry.rows_per_image} rows per image, guidance "
-                f"{sampling.guidance} takes {rows}: plan with the geometry of this sampling "
-                f"(`Model.geometry_for`)"
-            )
+        rows = plan.check_rows(config, sampling)
         layers = tuple(token_step(plan, i, attention) for i in range(plan.geometry.num_layers))
         period = None if plan.static_content else plan.allocation.period
         sequence = plan.sequence
@@ -90,6 +84,7 @@ def generate_tokens(
     condition: Any,
     keys: Array,
     given: GivenImageTokens | None,
+    inputs: tuple = (),
     *,
     spec: TokenSpec,
 ) -> tuple[dict[str, Array], tuple[LayerCache, ...]]:
@@ -101,13 +96,14 @@ def generate_tokens(
       condition: what `encode_condition` takes, for B images.
       keys: one typed random key per image [B].
       given: tokens that replace the draw, or None.
+      inputs: of every layer, what its policy wants to know (`TokenPolicy.stage_inputs`), or none.
       spec: static.
 
     Returns:
       {"tokens": int32 [B, N], "logits": float32 [B, N, V] if asked for} and the caches as they are
       after the last token that is read.
     """
-    run = _Run(networks["transformer"], keys, given, spec)
+    run = _Run(networks["transformer"], keys, given, spec, inputs)
     with jax.named_scope("condition"):
         x, state, bias = run.condition(condition, state)
         first = run.draw(x, jnp.int32(0))
@@ -141,9 +137,8 @@ def generate_codes(
     networks: Mapping[str, Any], state, condition, keys, inputs: tuple, given, *, spec: TokenSpec
 ) -> tuple[dict[str, Array], tuple[LayerCache, ...]]:
     """`generate_tokens` with the arguments and results of `scales.generate_codes`: the codec's map
-    of the codes, too. inputs: none."""
-    assert not inputs
-    results, state = generate_tokens(networks, state, condition, keys, given, spec=spec)
+    of the codes, too."""
+    results, state = generate_tokens(networks, state, condition, keys, given, inputs, spec=spec)
     with jax.named_scope("codes"):
         grid = networks["transformer"].config.grid
         code_map = networks["codec"].code_map(results["tokens"], grid)
@@ -153,8 +148,9 @@ def generate_codes(
 class _Run:
     """The parts of a program, with what all of them share."""
 
-    def __init__(self, transformer, keys: Array, given: GivenImageTokens | None, spec: TokenSpec):
+    def __init__(self, transformer, keys: Array, given, spec: TokenSpec, inputs: tuple):
         self.transformer, self.keys, self.given, self.spec = transformer, keys, given, spec
+        self.inputs = inputs or (None,) * len(spec.layers)
         self.context: dict[str, Any] = {}
         # one trace for layers that use their caches alike
         self._attend = {step: jax.jit(self._layer(step)) for step in spec.layers}
@@ -178,7 +174,7 @@ class _Run:
         def layer(block, x, cache: LayerCache):
             p = transformer.project(block, rotation, x)
             q, k, v, bias, seen = p.queries(), p.keys(), p.values(), None, visible
-            x = transformer.post_attention(block, x, _attend_condition(q, k, v, mask))
+            x = transformer.post_attention(block, x, dense_attention(q, k, v, mask))
             if spec.one_slot:
                 k, v, bias = transformer.condition_slot(v, visible)
                 seen = jnp.ones((len(v), 1), bool)
@@ -222,8 +218,8 @@ class _Run:
         return body
 
     def decide(self, state: tuple[LayerCache, ...], stage, bias) -> tuple[LayerCache, ...]:
-        layers = zip(self.spec.layers, state, strict=True)
-        return tuple(self._decide[step](cache, stage, bias) for step, cache in layers)
+        layers = zip(self.spec.layers, state, self.inputs, strict=True)
+        return tuple(self._decide[step](cache, stage, bias, known) for step, cache, known in layers)
 
     def draw(self, x: Float[Array, "R 1 D"], index: Int[Array, ""]) -> dict[str, Array]:
         """Image token `index` [B, 1], and the guided logits that lead to it if they are kept."""
@@ -237,15 +233,3 @@ class _Run:
             tokens = jnp.where(index < self.given.count, forced.astype(tokens.dtype), tokens)
         kept = {"logits": scores.untempered().guided()} if spec.keep_logits else {}
         return {"tokens": tokens, **kept}
-
-
-def _attend_condition(
-    q: Float[Array, "R N M H"],
-    k: Float[Array, "R N M H"],
-    v: Float[Array, "R N M H"],
-    mask: Bool[Array, "R 1 M M"],
-) -> Float[Array, "R M N H"]:
-    """Attention of the condition's tokens over those that they may see; the scale is in `q`."""
-    scores = jnp.einsum("rnth,rnkh->rntk", q, k, preferred_element_type=jnp.float32)
-    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
-    return jnp.einsum("rntk,rnkh->rnth", weights.astype(v.dtype), v).transpose(0, 2, 1, 3)

@@ -63,6 +63,17 @@ def attention_multiplier(log_scale: Float[Array, "*layers N"]) -> Float[Array, "
     return jnp.exp(clamped)
 
 
+def dropout(
+    x: Float[Array, "*shape"], number: int, *, rate: float, key: Array
+) -> Float[Array, "*shape"]:
+    """`x` with zeros at random places, the rest larger by as much; with rate 0 as it is. number:
+    every use of a key has its own."""
+    if not rate:
+        return x
+    kept = jax.random.bernoulli(jax.random.fold_in(key, number), 1 - rate, x.shape)
+    return jnp.where(kept, x / (1 - rate), 0)
+
+
 def dense_attention(
     q: Float[Array, "R N T H"],
     k: Float[Array, "R N K H"],
@@ -70,7 +81,7 @@ def dense_attention(
     mask: Bool[Array, "*#of_heads T K"],
 ) -> Float[Array, "R T N H"]:
     """Softmax attention with an explicit mask, which heads and rows may share, scale already in
-    `q`. Used by teacher forcing, not by generation."""
+    `q`. For teacher forcing, and the condition of models that draw token by token."""
     scores = jnp.einsum("rnth,rnkh->rntk", q, k, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
     return jnp.einsum("rntk,rnkh->rnth", weights.astype(v.dtype), v).transpose(0, 2, 1, 3)

@@ -24,8 +24,11 @@ Letters: B images, R rows, M tokens of the condition, T tokens, L image tokens, 
 size, D width, V vocabulary.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -34,6 +37,11 @@ from varjax import sampling as sampling_lib
 from varjax.models import layers, stacked
 from varjax.models.transformer import Transformer
 from varjax.sampling import Sampling, Scores
+
+
+def as_it_is(branch: Array, number: int) -> Array:
+    """What a branch adds, whole."""
+    return branch
 
 
 class NextTokenTransformer(Transformer):
@@ -70,9 +78,14 @@ class NextTokenTransformer(Transformer):
         raise NotImplementedError
 
     def post_attention(
-        self, block, x: Float[Array, "R T D"], attended: Float[Array, "R T N H"]
+        self,
+        block,
+        x: Float[Array, "R T D"],
+        attended: Float[Array, "R T N H"],
+        drop: Callable = as_it_is,
     ) -> Float[Array, "R T D"]:
-        """Output projection, feed-forward and residuals of one layer."""
+        """Output projection, feed-forward and residuals of one layer. drop(branch, number): what
+        training makes of what a branch adds."""
         raise NotImplementedError
 
     def plain_logits(self, x: Float[Array, "R T D"]) -> Float[Array, "R T V"]:
@@ -112,19 +125,29 @@ class NextTokenTransformer(Transformer):
         return ((before & keys[:, None]) | jnp.eye(total, dtype=bool))[:, None]
 
     def teacher_forced(
-        self, context: dict, tokens: Int[Array, "B T"]
+        self,
+        context: dict,
+        tokens: Int[Array, "B T"],
+        dropout: float = 0.0,
+        key: Array | None = None,
     ) -> Float[Array, "R image_tokens V"]:
         """Plain logits of image tokens 0 to T, all at once (training, parity), of given tokens 0 to
-        T - 1."""
+        T - 1. dropout: share of the inputs, and of what a branch adds, that is left out."""
         condition, visible = context["condition"], context["visible"]
         count, length = tokens.shape[1], visible.shape[1]
         mask = self.condition_mask(visible, count)
         rotation = self.rotation(context, jnp.arange(-length, count))
 
-        def layer(x, block):
+        def layer(x, inputs):
+            block, key = inputs
             projection = self.project(block, rotation, x)
             q, k, v = projection.queries(), projection.keys(), projection.values()
-            return self.post_attention(block, x, layers.dense_attention(q, k, v, mask))
+            attended = layers.dense_attention(q, k, v, mask)
+            drop = functools.partial(layers.dropout, rate=dropout, key=key)
+            return self.post_attention(block, x, attended, drop)
 
         x = jnp.concatenate([condition, self.embed(context, tokens)], axis=1)
-        return self.plain_logits(stacked.scan(layer, x, self.blocks)[:, length - 1 :])
+        keys = jax.random.split(jax.random.key(0) if key is None else key, 1 + self.config.depth)
+        x = layers.dropout(x, 0, rate=dropout, key=keys[0])
+        x = stacked.scan(layer, x, (self.blocks, keys[1:]))
+        return self.plain_logits(x[:, length - 1 :])

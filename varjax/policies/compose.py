@@ -9,17 +9,20 @@ import numpy as np
 
 from varjax.arguments import instance
 from varjax.cache.allocation import Allocation, Geometry, RegionAllocation
+from varjax.cache.stages import StageAllocation
 from varjax.errors import UserError, choose, nearest, show
 from varjax.policies import building_blocks as blocks
+from varjax.policies import stage_blocks
 from varjax.policies.base import Observation, Policy, per_layer
 from varjax.policies.registry import POLICIES, get_policy, register
+from varjax.policies.staged import TokenPolicy
 from varjax.policies.windows import SinkPolicy, SlidingWindow, Streaming
 from varjax.sequence import TOKENS
 
 ROLES = {"allocate": "heatkv", "select": "snapkv"}  # with what they are if not said
+TOKEN_ROLES = {**ROLES, "allocate": "streaming"}  # likewise on models that draw token by token
 DECIDES = {"allocate": "how much heads hold", "select": "which tokens heads keep"}
 SHARED = ("budget", "accounting", "block_size")  # arguments of the composition, not of its parts
-_BY_TOKEN = "it serves models that draw token by token, compositions those that draw by scale"
 _GIVEN = "its contents are not chosen by a score, they follow from its own "
 REFUSED = {
     ("allocate", "full"): "it keeps everything, so there is nothing to select",
@@ -28,7 +31,6 @@ REFUSED = {
     ("select", "full"): "it keeps everything; any other policy does that with budget 1",
     ("select", "table"): _GIVEN + "file",
     ("select", "compose"): "compositions do not nest",
-    **{(role, name): _BY_TOKEN for role in ROLES for name in ("linear", "rkv")},
 } | {
     ("select", name): _GIVEN + "schedule of scales"
     for name in ("heatkv", "binary_heatkv", "heatkv_naive")
@@ -42,7 +44,7 @@ def _answered_by(role: str, name: str) -> property:
 
 @register("compose")
 @dataclass(frozen=True, kw_only=True)
-class Compose(Policy):
+class Compose(TokenPolicy):
     """Capacities of one policy, contents of another: `allocate=heatkv,select=snapkv`.
 
     Idea: how much each head may hold and which tokens it holds are separate questions, and the
@@ -59,6 +61,7 @@ class Compose(Policy):
       select: the policy that chooses (snapkv): swa and streaming (the newest, without or with
         sinks), amskv (condensed and newest), or any that scores (snapkv, h2o, hack, scalekv,
         headkv).
+      period: see `help(varjax.policies.staged.TokenPolicy)`; that of a table where one allocates.
       allocate_NAME, select_NAME: argument NAME of either policy, for example allocate_sinks=3 or
         select_window=8. Only arguments that matter to the role: what hack's asymmetry says about
         capacities is refused as select_asymmetry.
@@ -69,13 +72,17 @@ class Compose(Policy):
     Differs from the parts: sinks of `select` that exceed a head's capacity stay as far as they fit,
       the oldest first; so no budget is too small for `select`. `headkv` as `select` keeps the
       recent tokens that it would give a local head of the same budget, and groups no heads.
+
+    On models that draw token by token all policies but `table` give all heads the same, so it is
+    `allocate=table` that makes a difference: layers hold what the file keeps at most, and `select`
+    chooses which. Not said, `allocate` is streaming there. Both parts must serve such models, and
+    what `select` never drops must fit.
     """
 
     budget: float = 0.1
     parts: tuple[tuple[str, str], ...] = ()  # all arguments but the shared ones, as text
     _prepared: tuple[Policy, ...] = field(default=(), repr=False)
 
-    unsuited = "all of them give all heads the same there, so there is nothing to compose"
     summary = "capacities of one policy, selection of another"
     examples = (
         {},
@@ -112,9 +119,9 @@ class Compose(Policy):
 
     @classmethod
     def from_arguments(cls, arguments: dict[str, str]) -> dict[str, Any]:
-        own = {k: v for k, v in arguments.items() if k in SHARED}
-        parts = ROLES | {k: v for k, v in arguments.items() if k not in SHARED}
-        known = [*SHARED[1:], *ROLES]
+        own = {k: v for k, v in arguments.items() if k in (*SHARED, "period")}
+        parts = ROLES | {k: v for k, v in arguments.items() if k not in own}
+        known = [*SHARED[1:], "period", *ROLES]
         for role in ROLES:
             chosen = _choose_part(role, parts[role])
             known += [f"{role}_{name}" for name in _own_arguments(chosen, role)]
@@ -130,14 +137,17 @@ class Compose(Policy):
         for name in parts.keys() - ROLES:  # 3 and 3.0 are the same policy
             role, _, own_name = name.partition("_")
             parts[name] = str(getattr(built[role], own_name))
-        return values | {"parts": tuple(sorted(parts.items())), "budget": built["allocate"].budget}
+        given = tuple(sorted((name, parts[name]) for name in arguments if name in parts))
+        return values | {"parts": given, "budget": built["allocate"].budget}
 
     @cached_property
     def _roles(self) -> tuple[Policy, Policy]:
         """(allocator, selector) with what the composition and the calibration decide filled in."""
-        if self._prepared:
-            return self._prepared
-        allocate, select = (_build(role, ROLES | dict(self.parts)) for role in ROLES)
+        return self._prepared or self._built(ROLES)
+
+    def _built(self, defaults: dict[str, str]) -> tuple[Policy, Policy]:
+        """Allocator and selector. defaults: what they are if not said."""
+        allocate, select = (_build(role, defaults | dict(self.parts)) for role in ROLES)
         if isinstance(select, SlidingWindow | Streaming):
             sinks, protects = getattr(select, "sinks", 0), isinstance(select, Streaming)
             select = Newest(sinks=sinks, protects=protects)
@@ -169,8 +179,12 @@ class Compose(Policy):
         return dataclasses.replace(self, budget=allocator.budget, _prepared=(allocator, selector))
 
     def plan_lines(self, geometry: Geometry, calibration: Any = None) -> list[str]:
-        parts = ", ".join(f"{name}={value}" for name, value in (ROLES | dict(self.parts)).items())
-        return [f"parts     {parts}", *self.allocator.plan_lines(geometry, calibration)]
+        by_token = geometry.kind == TOKENS
+        named = (TOKEN_ROLES if by_token else ROLES) | dict(self.parts)
+        lines = [f"parts     {', '.join(f'{name}={value}' for name, value in named.items())}"]
+        if by_token:
+            return lines + super().plan_lines(geometry, calibration)
+        return lines + self.allocator.plan_lines(geometry, calibration)
 
     def check(self, geometry: Geometry) -> None:
         self.allocator.check(geometry)
@@ -198,9 +212,52 @@ class Compose(Policy):
         kept = self.selector.select(obs)
         return blocks.top(-obs.position, kept, obs.capacity)
 
+    # --- models that draw token by token ----------------------------------------------------------
+
+    stage_needs, stay_always, select_stage = (
+        _answered_by("selector", name) for name in ("stage_needs", "stay_always", "select_stage")
+    )
+
+    def check_kind(self, geometry: Geometry) -> None:
+        super().check_kind(geometry)
+        for part in self._built(TOKEN_ROLES if geometry.kind == TOKENS else ROLES):
+            part.check_kind(geometry)
+
+    def prepare_stages(self, geometry: Geometry) -> "Compose":
+        allocator, selector = (
+            dataclasses.replace(part, period=self.period) for part in self._built(TOKEN_ROLES)
+        )
+        if allocator.name == "table":
+            allocator = allocator.prepare_stages(geometry)
+            selector = dataclasses.replace(selector, period=allocator.period)
+        selector = selector.prepare_stages(geometry)
+        parts = (allocator, selector)
+        return dataclasses.replace(self, period=selector.period, _prepared=parts)
+
+    def check_stage_arguments(self, geometry: Geometry) -> None:
+        super().check_stage_arguments(geometry)
+        self.selector.check_stage_arguments(geometry)
+        if self.allocator.name == "table":
+            self.allocator.check_stage_arguments(geometry)
+            room, least = self.allocator.needed(geometry).min(), self.minimum_slots(geometry)
+            if room < least:
+                self.refuse(
+                    f"the table leaves a layer {room} image tokens per head, its buffer of "
+                    f"{self.period} included, but {self.selector.name} needs {least}: keep more"
+                )
+
+    def wanted_slots(self, geometry: Geometry) -> int:
+        of = self.allocator if self.allocator.name == "table" else super()
+        return of.wanted_slots(geometry)
+
+    def allocate_stages(self, geometry: Geometry, slots: int) -> StageAllocation:
+        if self.allocator.name != "table":
+            return StageAllocation.uniform(geometry, slots, self.period)
+        return self.allocator.allocate_stages(geometry, slots)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Newest(SinkPolicy):
+class Newest(TokenPolicy, SinkPolicy):
     """The rule of `swa` and, with `protects`, of `streaming`, as a selection."""
 
     protects: bool = False
@@ -222,11 +279,19 @@ class Newest(SinkPolicy):
         kept = blocks.top(-obs.position, first, obs.capacity)
         return kept | blocks.recent(obs.position, obs.live & ~kept, obs.capacity - kept.sum(-1))
 
+    def stay_always(self, geometry: Geometry) -> int:
+        return 1 + (self.sinks if self.protects else 0)
+
+    def select_stage(self, obs: Observation):
+        first = obs.live & (obs.position < (self.sinks if self.protects else 0))
+        count = obs.capacity - first.sum(-1)
+        return first | stage_blocks.newest(obs.position, obs.live & ~first, count)
+
 
 def _own_arguments(cls: type[Policy], role: str = "") -> list[str]:
     """Arguments of a part, with a role those that matter to it."""
     used = {"allocate": cls.allocation_arguments, "select": cls.selection_arguments}.get(role)
-    idle = (*SHARED, *cls.only_for.get(TOKENS, ()))
+    idle = (*SHARED, "period")
     names = [name for name in cls.argument_types() if name not in idle]
     return names if used is None else [name for name in names if name in used]
 

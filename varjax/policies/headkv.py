@@ -63,7 +63,7 @@ class HeadKV(WindowedTokenPolicy, SinkPolicy):
         printed; Eq. 1 of the same text shows one, so `score=attention` averages attention instead.
       - Of an odd M the near part gives one more; what one part cannot give the other does.
       - Local heads have as much room as global ones and are masked: exact windows between updates,
-        for 3 to 8 % of the memory.
+        for 3 to 8 % of the memory. A quota (`global_heads`) gives the others no more room either.
       - Keys keep the rotation of their true place. Heads that share keys are not supported.
 
     On next-scale models:
@@ -85,7 +85,9 @@ class HeadKV(WindowedTokenPolicy, SinkPolicy):
         local_share * A (at least the sinks), the global heads of the layer share what is left.
       group_after: tokens per head before grouping (the paper's 100 for Janus-Pro and LlamaGen).
       threshold: attention mass that decides a head's type (0.9).
-      global_heads: global heads per layer; 0 takes half of them. Next-scale models only.
+      global_heads: global heads per layer; 0 takes half of them. Token by token: 0 is the paper's
+        rule, whoever needs w tokens or more; G is a quota, the G heads of a layer and row that need
+        most, of equals the lower head number.
       local_share: capacity of a local head relative to the mean. Next-scale models only.
       sinks: scales never dropped; 0 takes up to 3, as many as fit half of the mean capacity. Token
         by token: image tokens that stay from the first on (0).
@@ -124,10 +126,10 @@ class HeadKV(WindowedTokenPolicy, SinkPolicy):
     grouping: str = "budget"
 
     only_for: ClassVar[dict[str, tuple[str, ...]]] = {
-        SCALES: ("global_heads", "local_share"),
+        SCALES: ("local_share",),
         TOKENS: ("period", "score", "grouping"),
     }
-    selection_arguments = ("sinks", "local_share", "window", "ratio")
+    selection_arguments = ("sinks", "local_share", "window", "ratio", "score")
     summary = "local and global heads found per image, stratified eviction"
 
     @property
@@ -145,11 +147,14 @@ class HeadKV(WindowedTokenPolicy, SinkPolicy):
         return replace(self, window=self._queries)
 
     def check(self, geometry: Geometry) -> None:
-        most, heads = max(*geometry.schedule.tokens, 16), geometry.num_heads
+        most = max(*geometry.schedule.tokens, 16)
         self.require("window", 1 <= self._queries <= most, f" must be 1 to {most}")
-        fits = 0 <= self.global_heads <= heads
-        self.require("global_heads", fits, f", but a layer has {heads} heads")
+        self._check_quota(geometry)
         super().check(geometry)
+
+    def _check_quota(self, geometry: Geometry) -> None:
+        fits, heads = 0 <= self.global_heads <= geometry.num_heads, geometry.num_heads
+        self.require("global_heads", fits, f", but a layer has {heads} heads")
 
     def _num_global(self, geometry: Geometry) -> int:
         return self.global_heads or max(1, geometry.num_heads // 2)
@@ -229,6 +234,7 @@ class HeadKV(WindowedTokenPolicy, SinkPolicy):
 
     def check_stage_arguments(self, geometry: Geometry) -> None:
         super().check_stage_arguments(geometry)
+        self._check_quota(geometry)
         choose("score", self.score, SCORES)
         choose("grouping", self.grouping, GROUPINGS)
 
@@ -277,7 +283,17 @@ class HeadKV(WindowedTokenPolicy, SinkPolicy):
         return StageAllocation.uniform(geometry, max(slots, drawn), self.period, **more)
 
     def local_heads(self, mass, position):
-        return stage_blocks.tokens_needed(mass, position, self.threshold) < self.window
+        need = stage_blocks.tokens_needed(mass, position, self.threshold)
+        if not self.global_heads:
+            return need < self.window
+        number = jnp.broadcast_to(-jnp.arange(need.shape[1], dtype=jnp.int32), need.shape)
+        # needs and head numbers stand for scores and places of tokens
+        return stage_blocks.lowest(
+            need[:, None],
+            number[:, None],
+            jnp.ones_like(need, bool)[:, None],
+            jnp.full((len(need), 1), need.shape[1] - self.global_heads, jnp.int32),
+        )[:, 0]
 
     def select_stage(self, obs: Observation):
         score = obs.window_logits if self.score == "logit" else obs.scale_mass

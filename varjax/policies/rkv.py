@@ -1,28 +1,25 @@
 """R-KV: important and not redundant."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from varjax.cache.allocation import Geometry
 from varjax.policies import stage_blocks as blocks
 from varjax.policies.base import Needs, Observation, within
 from varjax.policies.building_blocks import max_pool
 from varjax.policies.registry import register
-from varjax.policies.snapkv import check_kernel
-from varjax.policies.staged import TokenPolicy
+from varjax.policies.staged import ObservedTokenPolicy
 from varjax.sequence import TOKENS
 
-MOST_OBSERVED = 8
 SIMILAR = 0.5  # cosine
 EPSILON = 1e-8  # added to the norm of a key
 
 
 @register("rkv")
 @dataclass(frozen=True, kw_only=True)
-class RKV(TokenPolicy):
+class RKV(ObservedTokenPolicy):
     """R-KV (Cai et al. 2025, "Redundancy-aware KV Cache Compression"), for models that draw token
     by token; repaired.
 
@@ -65,27 +62,13 @@ class RKV(TokenPolicy):
 
     summary = "attended to by the newest queries and not redundant"
     serves = (TOKENS,)
+    most_queries = 8
     unsuited = "it looks back from the newest few tokens, and a scale's tokens are equally new"
     allocation_arguments: ClassVar[tuple[str, ...] | None] = ()
 
     @property
     def stage_needs(self) -> Needs:
         return Needs(window=self.window, window_scores=True, keys=True)
-
-    def prepare_stages(self, geometry: Geometry) -> "RKV":
-        prepared = super().prepare_stages(geometry)
-        if prepared.window is None:
-            prepared = replace(prepared, window=min(MOST_OBSERVED, prepared.period))
-        return prepared
-
-    def check_stage_arguments(self, geometry: Geometry) -> None:
-        super().check_stage_arguments(geometry)
-        rule = f" must be 1 to the period, {self.period}"
-        self.require("window", 1 <= self.window <= self.period, rule)
-        check_kernel(self)
-
-    def stay_always(self, geometry: Geometry) -> int:
-        return self.window
 
     def select_stage(self, obs: Observation):
         newest = blocks.newest(obs.position, obs.live, self.window)

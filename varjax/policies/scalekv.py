@@ -15,7 +15,8 @@ from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities, scalekv_budgets
 from varjax.policies.base import CALIBRATE, Needs, NotGiven, Observation, Policy, within
 from varjax.policies.registry import register
-from varjax.policies.snapkv import WINDOW_SHARE, check_kernel
+from varjax.policies.snapkv import WINDOW_SHARE
+from varjax.policies.staged import check_kernel
 
 GRID = 4
 

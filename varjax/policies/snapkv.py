@@ -6,24 +6,18 @@ from dataclasses import dataclass
 from varjax.cache.allocation import Geometry
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities, stage_blocks
-from varjax.policies.base import Needs, Observation, Policy
+from varjax.policies.base import Needs, Observation
 from varjax.policies.registry import register
-from varjax.policies.staged import TokenPolicy
+from varjax.policies.staged import ObservedTokenPolicy, check_kernel
 
 WINDOW = 16
 KERNEL, STAGE_KERNEL = 7, 5  # of scales and of single tokens
 WINDOW_SHARE = 4  # an automatic window takes at most a quarter of a head's capacity
 
 
-def check_kernel(policy: Policy) -> None:
-    """Refuse widths of the pooling that have no centre."""
-    fits = policy.kernel is None or (1 <= policy.kernel <= 63 and policy.kernel % 2 == 1)
-    policy.require("kernel", fits, " must be odd and between 1 (no pooling) and 63")
-
-
 @register("snapkv")
 @dataclass(frozen=True, kw_only=True)
-class SnapKV(TokenPolicy):
+class SnapKV(ObservedTokenPolicy):
     """SnapKV (Li et al. 2024, "LLM Knows What You are Looking for Before Generation").
 
     Idea: what the latest queries look at is what later queries will need. So a small observation
@@ -70,6 +64,7 @@ class SnapKV(TokenPolicy):
     window: int = 0
     kernel: int | None = None
 
+    most_queries = WINDOW
     allocation_arguments = ()
     summary = "what a window of recent queries attends to, and its neighbours"
 
@@ -102,21 +97,8 @@ class SnapKV(TokenPolicy):
         return Needs(window=self.window, window_mass=True)
 
     def prepare_stages(self, geometry: Geometry) -> "SnapKV":
-        prepared = super().prepare_stages(geometry)
-        return dataclasses.replace(
-            prepared,
-            window=self.window or min(WINDOW, prepared.period),
-            kernel=STAGE_KERNEL if self.kernel is None else self.kernel,
-        )
-
-    def check_stage_arguments(self, geometry: Geometry) -> None:
-        super().check_stage_arguments(geometry)
-        rule = f" must be 1 to the period, {self.period}, or 0 to let the period decide"
-        self.require("window", 1 <= self.window <= self.period, rule)
-        check_kernel(self)
-
-    def stay_always(self, geometry: Geometry) -> int:
-        return self.window
+        kernel = STAGE_KERNEL if self.kernel is None else self.kernel
+        return dataclasses.replace(super().prepare_stages(geometry), kernel=kernel)
 
     def select_stage(self, obs: Observation):
         others = obs.live & ~obs.window

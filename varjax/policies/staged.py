@@ -121,6 +121,11 @@ class TokenPolicy(Policy):
         kept = f", the newest {self.window} always stay" if getattr(self, "window", None) else ""
         return [f"stages    a decision after every {self.period} tokens{kept}"]
 
+    def stage_inputs(self, geometry: Geometry, image_index: np.ndarray) -> np.ndarray | None:
+        """[L, stages that end with a decision, ...]: what `select_stage` wants of each layer and
+        stage (`Observation.inputs`), for a batch of images; None if there is nothing."""
+        return None
+
     # --- device -----------------------------------------------------------------------------------
 
     def local_heads(
@@ -138,6 +143,38 @@ class TokenPolicy(Policy):
     def select_stage(self, obs: Observation) -> Bool[Array, "R N K"]:
         """Which image tokens stay: at most `obs.capacity` per head. Traced and pure."""
         raise NotImplementedError
+
+
+def check_kernel(policy: Policy) -> None:
+    """Refuse widths of a pooling, the argument `kernel`, that have no centre."""
+    fits = policy.kernel is None or (1 <= policy.kernel <= 63 and policy.kernel % 2 == 1)
+    policy.require("kernel", fits, " must be odd and between 1 (no pooling) and 63")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservedTokenPolicy(TokenPolicy):
+    """Base of those that the stage's newest `window` queries tell what to keep, and whose tokens
+    stay; scores are pooled over `kernel` neighbours. A subclass has both fields; the window's
+    default stands for `most_queries`, or the period if that is less."""
+
+    most_queries: ClassVar[int]
+
+    def prepare_stages(self, geometry: Geometry) -> "ObservedTokenPolicy":
+        prepared = super().prepare_stages(geometry)
+        if self.window != type(self).window:
+            return prepared
+        window = min(self.most_queries, max(1, prepared.period))  # a wrong period is told later
+        return dataclasses.replace(prepared, window=window)
+
+    def check_stage_arguments(self, geometry: Geometry) -> None:
+        super().check_stage_arguments(geometry)
+        otherwise = "" if type(self).window is None else ", or 0 to let the period decide"
+        rule = f" must be 1 to the period, {self.period}{otherwise}"
+        self.require("window", 1 <= self.window <= self.period, rule)
+        check_kernel(self)
+
+    def stay_always(self, geometry: Geometry) -> int:
+        return self.window
 
 
 @dataclass(frozen=True, kw_only=True)

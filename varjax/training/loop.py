@@ -30,6 +30,7 @@ from varjax.training.stage import Stage
 
 SETTINGS, HISTORY, CHECKPOINTS = "settings.json", "history.jsonl", "checkpoints"
 RECORDS = "records.json"
+EARLIER = {"family": "var", "shifts": 0}  # settings that came later: what runs without them did
 
 
 def check_folder(out, settings: Mapping[str, Mapping]) -> None:
@@ -68,6 +69,7 @@ def _compare(path: Path, settings: Mapping) -> None:
             raise ValueError("it must hold a JSON object")
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error!s:.200}): choose another folder") from error
+    stored = {n: EARLIER[n] for n in EARLIER if n in settings} | stored
     names = [n for n in {**stored, **settings} if stored.get(n) != settings.get(n)]
     if names:
         changes = some(f"{n:.40} was {stored.get(n)!s:.60}, now {settings.get(n)}" for n in names)

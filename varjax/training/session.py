@@ -2,23 +2,29 @@
 
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from varjax.codecs.vqvae.model import VQVAE
+from varjax.codecs.autoencoder import ImageCodec, cast
 from varjax.errors import UserError, choose
-from varjax.models import parameters
-from varjax.models.var.transformer import VAR
+from varjax.models import parameters, registry
+from varjax.models.transformer import Transformer
 from varjax.storage import checkpoint, lock, manifest
 from varjax.storage.atomic import check_new_folder
 from varjax.training import data, loop
+from varjax.training.llamagen_trainer import LlamaGenStage
 from varjax.training.settings import TrainingSettings
 from varjax.training.var_trainer import VARStage, read_tokens, write_tokens
 from varjax.training.vqvae_trainer import VQVAEStage
 
 STAGES = ("vqvae", "var", "both")
 MODEL = "model"  # the folder of the finished checkpoint inside the run's folder
-SAMPLING = {"cfg": 3.0, "top_k": 100, "top_p": 0.95, "more_smooth": False}
+TRANSFORMERS = {"var": VARStage, "llamagen": LlamaGenStage}
+SAMPLING = {  # by family
+    "var": {"cfg": 3.0, "top_k": 100, "top_p": 0.95, "more_smooth": False},
+    "llamagen": {**registry.LLAMAGEN_SAMPLING, "cfg": 2.0, "top_k": 200},
+}
 
 
 def train(settings: TrainingSettings, stage: str, out, quiet: bool = False) -> Path | None:
@@ -71,7 +77,9 @@ def _train(settings: TrainingSettings, stage: str, needed, out, quiet: bool) -> 
     if not path.exists():
         loop.say(f"var: tokenising {count} pictures and their mirror images", quiet)
         write_tokens(path, codec, pictures, settings)
-    var_stage = VARStage(settings, config, read_tokens(path, pictures, config), codec.quantizer)
+    tokens = read_tokens(path, pictures, config)
+    quantizer = getattr(codec, "quantizer", None)
+    var_stage = TRANSFORMERS[settings.family](settings, config, tokens, quantizer)
     state = loop.run(var_stage, out, quiet)
     return _save_model(settings, pictures, var_stage.model(state["ema"]), codec, Path(out) / MODEL)
 
@@ -90,13 +98,18 @@ def _finished_state(stage: VQVAEStage, out) -> dict:
 
 
 def _save_model(
-    settings: TrainingSettings, pictures: data.Dataset, transformer: VAR, codec: VQVAE, model: Path
+    settings: TrainingSettings,
+    pictures: data.Dataset,
+    transformer: Transformer,
+    codec: ImageCodec,
+    model: Path,
 ) -> Path:
-    parts = {"transformer": transformer, "codec": codec}
+    dtype = jnp.dtype(settings.save_dtype)
+    parts = {"transformer": cast(transformer, dtype), "codec": cast(codec, dtype)}
     if _is_saved(model, parts):
         return model
     metadata = {
-        "sampling": {**SAMPLING, "top_k": min(SAMPLING["top_k"], settings.vocab_size)},
+        "sampling": _sampling(settings),
         "training": {
             "vqvae_steps": settings.vqvae_steps,
             "var_steps": settings.var_steps,
@@ -107,8 +120,17 @@ def _save_model(
     }
     if pictures.class_names:
         metadata["class_names"] = list(pictures.class_names)
-    checkpoint.save(model, family="var", parts=parts, metadata=metadata, overwrite=True)
+    checkpoint.save(model, family=settings.family, parts=parts, metadata=metadata, overwrite=True)
     return model
+
+
+def _sampling(settings: TrainingSettings) -> dict:
+    """Recommended for what was trained."""
+    found = dict(SAMPLING[settings.family])
+    found["top_k"] = min(found["top_k"], settings.vocab_size)
+    if settings.family == "llamagen" and not settings.label_drop:  # there is no class for none
+        found["cfg"] = 1.0
+    return found
 
 
 def _is_saved(model: Path, parts: dict) -> bool:

@@ -7,15 +7,26 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 
+from varjax.codecs.vq.config import VQConfig
 from varjax.codecs.vqvae.config import VQVAEConfig
 from varjax.errors import UserError, choose
+from varjax.models.llamagen.config import LlamaGenConfig
 from varjax.models.var.config import VARConfig
 from varjax.schedule import Schedule
 
 DTYPES = ("float32", "bfloat16")
 MOST_STEPS = 10**9  # the optimiser's count is an int32
 MOST_SHIFTS = 24  # there are no more
-BOTH, VAR = ("vqvae", "var"), ("var",)
+BOTH, SECOND = ("vqvae", "var"), ("var",)
+
+# Families that can be trained, and their defaults where they differ from those of the fields.
+FAMILIES = {
+    "var": {},
+    "llamagen": {
+        **{"vocab_size": 1024, "z_channels": 8, "ch_mult": (1, 1, 1), "num_res_blocks": 1},
+        **{"depth": 5, "shifts": 4, "var_lr": 1e-3},
+    },
+}
 
 AT_LEAST_ONE = (
     *("log_every", "checkpoint_every", "validate_every", "max_validation"),
@@ -23,9 +34,13 @@ AT_LEAST_ONE = (
 )
 
 
-def _flag(default, text: str, stages: tuple[str, ...] = BOTH, least: int | None = None):
-    """A field with its help text and smallest value; `stages`: those whose result it decides."""
-    return field(default=default, metadata={"help": text, "stages": stages, "least": least})
+def _flag(default, text: str, stages: tuple[str, ...] = BOTH, least: int | None = None, of=None):
+    """A field with its help text and smallest value.
+
+    stages: those whose result it decides. of: the family that alone has it; None: all do.
+    """
+    described = {"help": text, "stages": stages, "least": least, "family": of}
+    return field(default=default, metadata=described)
 
 
 def _interval(default: int, what: str):
@@ -41,40 +56,45 @@ class TrainingSettings:
     checkpoint_every: int = _interval(200, "checkpoint")
     validate_every: int = _interval(500, "validation")
 
+    family: str = _flag("var", "what is trained: var (VQVAE, VAR) or llamagen (VQ, LlamaGen)")
     data: str = _flag("", "folder or .npz file of pictures")
     image_size: int = _flag(64, "side of the pictures in pixels")
     val_fraction: float = _flag(0.05, "part held out where the data has no validation set")
     max_images: int = _flag(0, "use only so many training pictures; 0 = all")
     shifts: int = _flag(0, "copies of every training picture, moved by up to two pixels", least=0)
     max_validation: int = _flag(512, "use at most so many validation pictures")
-    patch_nums: tuple[int, ...] = _flag((1, 2, 3, 4, 6, 8), "sides of the token maps")
+    patch_nums: tuple[int, ...] = _flag((1, 2, 3, 4, 6, 8), "sides of the token maps", of="var")
     seed: int = _flag(0, "seed of weights, order of pictures, dropped labels")
     dtype: str = _flag("float32", "type of the large products: float32 or bfloat16")
+    save_dtype: str = _flag("float32", "type of the finished weights: float32 or bfloat16", ())
 
     vocab_size: int = _flag(512, "codes in the codebook")
     z_channels: int = _flag(16, "channels of a code")
     ch: int = _flag(64, "channels of the codec's first level, a multiple of norm_groups")
     ch_mult: tuple[int, ...] = _flag((1, 1, 2, 2), "channels of the codec's levels in units of ch")
     num_res_blocks: int = _flag(2, "residual blocks per level of the codec")
-    norm_groups: int = _flag(32, "groups of the codec's normalisation")
+    norm_groups: int = _flag(32, "groups of the codec's normalisation", of="var")
     vqvae_steps: int = _flag(3400, "training steps of the codec")
     vqvae_batch_size: int = _flag(16, "pictures per step of the codec")
     vqvae_lr: float = _flag(6e-4, "peak learning rate of the codec")
     autoencoder_steps: int = _flag(250, "first steps of the codec, without quantiser")
     reseed_every: int = _flag(100, "steps between moves of seldom used codes")
 
-    depth: int = _flag(4, "layers of the transformer", VAR)
-    width: int = _flag(256, "width of the transformer", VAR)
-    heads: int = _flag(4, "attention heads", VAR)
-    shared_aln: bool = _flag(True, "one modulation for all layers: smaller", VAR)
-    label_drop: float = _flag(0.1, "how often the label is dropped", VAR)
-    var_steps: int = _flag(2600, "training steps of the transformer", VAR)
-    var_batch_size: int = _flag(32, "pictures per step of the transformer", VAR)
-    var_lr: float = _flag(1.5e-3, "peak learning rate of the transformer", VAR)
-    weight_decay: float = _flag(0.05, "weight decay of the transformer", VAR)
+    depth: int = _flag(4, "layers of the transformer", SECOND)
+    width: int = _flag(256, "width of the transformer", SECOND)
+    heads: int = _flag(4, "attention heads", SECOND)
+    shared_aln: bool = _flag(True, "one modulation for all layers: smaller", SECOND, of="var")
+    dropout: float = _flag(0.1, "share of a branch's numbers left out", SECOND, of="llamagen")
+    label_drop: float = _flag(0.1, "how often the label is dropped", SECOND)
+    var_steps: int = _flag(2600, "training steps of the transformer", SECOND)
+    var_batch_size: int = _flag(32, "pictures per step of the transformer", SECOND)
+    var_lr: float = _flag(1.5e-3, "peak learning rate of the transformer", SECOND)
+    weight_decay: float = _flag(0.05, "weight decay of the transformer", SECOND)
 
     def __post_init__(self):
+        choose("model family", self.family, FAMILIES)
         choose("dtype", self.dtype, DTYPES)
+        choose("save_dtype", self.save_dtype, DTYPES)
         if not self.data:
             raise UserError("data is required: a folder or an .npz file of pictures")
         for given, fits, allowed in self._conditions():
@@ -85,18 +105,44 @@ class TrainingSettings:
                 raise UserError(
                     f"{name}={getattr(self, name)} must be a multiple of log_every={self.log_every}"
                 )
-        size, side = self.codec.image_size[0], self.patch_nums[-1]
-        if size != self.image_size:
-            raise UserError(
-                f"image_size={self.image_size} given, but patch_nums ends at {side} and ch_mult has"
-                f" {len(self.ch_mult)} levels, which makes {size} pixels (last side times"
-                f" {self.codec.downsample})"
-            )
+        self._check_family()
+        self._check_image_size()
         self.transformer(1)  # checks its own values
         if not 0 <= self.autoencoder_steps < self.vqvae_steps:
             raise UserError(
                 f"VQVAE training: {self.autoencoder_steps} autoencoder steps of"
                 f" {self.vqvae_steps} steps: the quantiser would never be trained"
+            )
+
+    @classmethod
+    def of(cls, family: str = "var", **given) -> "TrainingSettings":
+        """With the family's own defaults for what is not given."""
+        return cls(family=family, **FAMILIES[choose("model family", family, FAMILIES)] | given)
+
+    def _check_family(self) -> None:
+        """Settings that this family has no use for must not be given."""
+        for f in fields(self):
+            family, value = f.metadata["family"], getattr(self, f.name)
+            if family not in (None, self.family) and value != f.default:
+                shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
+                raise UserError(
+                    f"{f.name}={shown} is for family={family} only: leave it out with"
+                    f" family={self.family}"
+                )
+
+    def _check_image_size(self) -> None:
+        size, unit = self.image_size, self.codec.downsample
+        if self.family == "llamagen":
+            if size < 1 or size % unit:
+                raise UserError(
+                    f"image_size={size} given, but ch_mult has {len(self.ch_mult)} levels: choose a"
+                    f" multiple of {unit}"
+                )
+        elif size != self.codec.image_size[0]:
+            raise UserError(
+                f"image_size={size} given, but patch_nums ends at {self.patch_nums[-1]} and ch_mult"
+                f" has {len(self.ch_mult)} levels, which makes {self.codec.image_size[0]} pixels"
+                f" (last side times {unit})"
             )
 
     def _conditions(self) -> Iterator[tuple[str, bool, str]]:
@@ -107,6 +153,7 @@ class TrainingSettings:
         part = 0 < self.val_fraction < 1
         yield f"val_fraction={self.val_fraction}", part, "it must be between 0 and 1"
         yield f"max_images={self.max_images}", self.max_images >= 0, "it must be at least 0"
+        yield f"dropout={self.dropout}", 0 <= self.dropout < 1, "it must be in [0, 1)"
         yield f"shifts={self.shifts}", 0 <= self.shifts <= MOST_SHIFTS, f"choose 0 to {MOST_SHIFTS}"
         yield f"seed={self.seed}", 0 <= self.seed < 2**31, f"choose 0 to {2**31 - 1}"
         yield f"vocab_size={self.vocab_size}", self.vocab_size >= 2, "at least 2 codes are needed"
@@ -128,7 +175,16 @@ class TrainingSettings:
         return Schedule.square(self.patch_nums)
 
     @property
-    def codec(self) -> VQVAEConfig:
+    def codec(self) -> VQVAEConfig | VQConfig:
+        if self.family == "llamagen":
+            return VQConfig(
+                codebook_size=self.vocab_size,
+                codebook_embed_dim=self.z_channels,
+                ch=self.ch,
+                ch_mult=self.ch_mult,
+                num_res_blocks=self.num_res_blocks,
+                z_channels=self.ch * (self.ch_mult or (1,))[-1],
+            )
         return VQVAEConfig(
             vocab_size=self.vocab_size,
             z_channels=self.z_channels,
@@ -139,7 +195,18 @@ class TrainingSettings:
             schedule=self.schedule,
         )
 
-    def transformer(self, num_classes: int) -> VARConfig:
+    def transformer(self, num_classes: int) -> VARConfig | LlamaGenConfig:
+        if self.family == "llamagen":
+            return LlamaGenConfig(
+                num_classes=num_classes,
+                n_layer=self.depth,
+                dim=self.width,
+                n_head=self.heads,
+                multiple_of=64,
+                vocab_size=self.vocab_size,
+                block_size=(self.image_size // self.codec.downsample) ** 2,
+                class_dropout_prob=self.label_drop,
+            )
         return VARConfig(
             num_classes=num_classes,
             depth=self.depth,
@@ -164,7 +231,8 @@ class TrainingSettings:
 
     def of_stage(self, stage: str) -> dict:
         """{name: JSON value} of the settings that decide the result of `stage`."""
-        named = [f.name for f in fields(self) if stage in f.metadata["stages"]]
+        ours = [f for f in fields(self) if f.metadata["family"] in (None, self.family)]
+        named = [f.name for f in ours if stage in f.metadata["stages"]]
         values = {name: getattr(self, name) for name in named}
         values["data"] = str(Path(self.data).absolute())
         return json.loads(json.dumps(values))

@@ -1,12 +1,12 @@
 """What training the codec and training the transformer have in common: the order of the pictures,
-AdamW with clipping, learning rate schedules, and the moving average of the weights.
+where they lie, AdamW with clipping, learning rate schedules, and the moving average of the weights.
 
 Parameters are flat dictionaries {name: array} (`varjax.models.parameters.named`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import ClassVar
 
 import jax
@@ -15,9 +15,11 @@ import numpy as np
 import optax
 from flax import nnx
 
-from varjax.models import parameters
+from varjax.models import parameters, registry
 from varjax.training.data import Dataset
 from varjax.training.settings import TrainingSettings
+
+RESIDENT = 16 * 2**30  # bytes of pictures or tokens that are put on the device once
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,12 @@ class Stage:
     data: Dataset = field(compare=False, repr=False)
 
     name: ClassVar[str]
-    network: ClassVar[type[nnx.Module]]
+    part: ClassVar[str]  # of the model: "codec" or "transformer"
     ema: ClassVar[float]  # decay of the averaged weights
+
+    @property
+    def network(self) -> type[nnx.Module]:
+        return registry.family(self.settings.family).parts[self.part].module
 
     @property
     def steps(self) -> int:
@@ -67,11 +73,21 @@ class Stage:
     def key(self, n: int) -> jax.Array:
         return jax.random.fold_in(jax.random.key(self.settings.seed), n)
 
-    def drawn(self, n: int):
+    def drawn(self, n: int) -> tuple[np.ndarray, np.ndarray]:
         """int [B] and bool [B]: pictures of step n, and which of them are mirrored."""
         size, seed = self.batch_size, self.settings.seed
         chosen = indices(len(self.data.train_labels), size, seed, n)
         return chosen, flips(size, seed, n)
+
+    def train_items(self, *index: np.ndarray):
+        """Of the training data, which lies on the device unless it is large: steps then wait for
+        no transfer."""
+        return _take(self._train_data, index)
+
+    @cached_property
+    def _train_data(self):
+        data = self.data.train
+        return jnp.asarray(data) if data.nbytes <= RESIDENT else data
 
 
 # --- which pictures a step sees: a pure function of seed and step, so resuming needs no state -----
@@ -91,6 +107,15 @@ def indices(count: int, batch_size: int, seed: int, step: int) -> np.ndarray:
 def flips(batch_size: int, seed: int, step: int) -> np.ndarray:
     """bool [batch_size]: which pictures of the step are mirrored, each with probability 1/2."""
     return np.random.default_rng((seed, step, 1)).random(batch_size) < 0.5
+
+
+def _take(array, index: tuple):
+    return _take_on_device(array, index) if isinstance(array, jax.Array) else array[index]
+
+
+@jax.jit
+def _take_on_device(array, index: tuple):
+    return array[index]
 
 
 def whole_batches(count: int, batch_size: int) -> Iterator[slice]:

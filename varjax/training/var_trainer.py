@@ -1,15 +1,16 @@
-"""Training of the VAR transformer: teacher forcing on the tokens of a finished codec.
+"""Training of transformers, and VAR's: teacher forcing on the tokens of a finished codec.
 
 Tokens, plain and mirrored, are made once, in float32, and kept in a file.
 
-All scales of a picture are predicted at once under the block-causal mask; the loss is the mean
-cross entropy over all tokens. Labels are dropped at random, which teaches the null class that
+All tokens of a picture are predicted at once, VAR's under the block-causal mask; the loss is their
+mean cross entropy. Labels are dropped at random, which teaches the null class that
 guidance needs.
 """
 
 import functools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,8 @@ import numpy as np
 import optax
 
 from varjax.codecs.autoencoder import cast
-from varjax.codecs.vqvae.model import VQVAE, Quantizer
+from varjax.codecs.vqvae.model import Quantizer
 from varjax.errors import UserError, some
-from varjax.models.var.transformer import VAR, VARConfig
 from varjax.storage import npz
 from varjax.storage.atomic import new_file
 from varjax.training.data import Dataset, to_float
@@ -30,48 +30,52 @@ TOKENS = ("train", "train_labels", "val", "val_labels")  # what the file of toke
 
 
 @dataclass(frozen=True)
-class VARStage(Stage):
-    """`data` holds tokens (`read_tokens`)."""
+class TransformerStage(Stage):
+    """`data` holds tokens (`read_tokens`). Subclasses add
 
-    quantizer: Quantizer = field(compare=False, repr=False)
+        logits(model, quantizer, tokens, labels, key) -> [B, L, V]    key: None in validation
+        parts -> (name, [(first, last + 1)])    parts of a picture, whose losses validation reports
 
-    name, network, ema = "var", VAR, 0.998
+    quantizer: of the codec, where inputs are made of its codes.
+    """
+
+    quantizer: Quantizer | None = field(default=None, compare=False, repr=False)
+
+    name, part = "var", "transformer"
+    clip: ClassVar[float]  # norm of the gradients
 
     def optimizer(self) -> optax.GradientTransformation:
         settings, warm_up = self.settings, min(150, self.steps // 10)
         rate = learning_rate(settings.var_lr, self.steps, warm_up)
-        return adamw(rate, b2=0.95, clip=2.0, weight_decay=settings.weight_decay)
+        return adamw(rate, b2=0.95, clip=self.clip, weight_decay=settings.weight_decay)
 
     def step(self, state: dict, n: int) -> tuple[dict, dict]:
         chosen, mirrored = self.drawn(n)
-        tokens = self.data.train[mirrored.astype(int), chosen]
+        tokens = self.train_items(mirrored.astype(int), chosen)
         labels = self.data.train_labels[chosen]
         return self._train(state, self.quantizer, tokens, labels, self.key(n))
 
     def validate(self, state: dict) -> dict:
-        """Cross entropy in nats per token: mean, and per scale; share of tokens guessed right."""
+        """Cross entropy in nats per token: mean, and by part; share of tokens guessed right."""
         tokens, labels = self.data.val, self.data.val_labels
         parts = [
             self._evaluate(state["ema"], self.quantizer, tokens[rows], labels[rows])
             for rows in whole_batches(len(labels), self.batch_size)
         ]
         loss, right = np.mean(jax.device_get(parts), axis=0)  # [L] each
-        schedule = self.config.schedule
-        scales = [
-            round(float(loss[a:b].mean()), 4)
-            for a, b in zip(schedule.starts, schedule.ends, strict=True)
-        ]
-        return {"loss": float(loss.mean()), "accuracy": float(right.mean()), "per_scale": scales}
+        name, bounds = self.parts
+        by_part = [round(float(loss[a:b].mean()), 4) for a, b in bounds]
+        return {"loss": float(loss.mean()), "accuracy": float(right.mean()), name: by_part}
 
     # --- compiled ---
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
     def _train(self, state: dict, quantizer: Quantizer, tokens, labels, key):
-        drop = jax.random.bernoulli(key, self.config.cond_drop_rate, labels.shape)
+        drop = jax.random.bernoulli(key, self.settings.label_drop, labels.shape)
         labels = jnp.where(drop, self.config.null_label, labels)
 
         def loss_of(params):
-            loss, right = self._predict(params, quantizer, tokens, labels)
+            loss, right = self._predict(params, quantizer, tokens, labels, key)
             return loss.mean(), right.mean()
 
         state, (loss, right), norm = descend(state, loss_of, self.optimizer(), self.ema)
@@ -81,17 +85,32 @@ class VARStage(Stage):
     def _evaluate(self, params: dict, quantizer: Quantizer, tokens, labels):
         return jnp.stack([x.mean(0) for x in self._predict(params, quantizer, tokens, labels)])
 
-    def _predict(self, params: dict, quantizer: Quantizer, tokens, labels):
+    def _predict(self, params: dict, quantizer, tokens, labels, key=None):
         """Cross entropy [B, L] and whether the likeliest token is right [B, L]."""
         model = cast(self.model(params), jnp.dtype(self.settings.dtype))
-        logits = model(labels, quantizer.teacher_inputs(tokens))
+        logits = self.logits(model, quantizer, tokens, labels, key)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
         return loss, (logits.argmax(-1) == tokens).astype(jnp.float32)
 
 
-def write_tokens(path: Path, codec: VQVAE, pictures: Dataset, settings: TrainingSettings) -> None:
+@dataclass(frozen=True)
+class VARStage(TransformerStage):
+    """Scales of a picture are predicted from the codes of those before."""
+
+    ema, clip = 0.998, 2.0
+
+    def logits(self, model, quantizer, tokens, labels, key):
+        return model(labels, quantizer.teacher_inputs(tokens))
+
+    @property
+    def parts(self) -> tuple[str, list[tuple[int, int]]]:
+        schedule = self.config.schedule
+        return "per_scale", list(zip(schedule.starts, schedule.ends, strict=True))
+
+
+def write_tokens(path: Path, codec, pictures: Dataset, settings: TrainingSettings) -> None:
     """Tokenise training pictures, plain and mirrored, and some validation pictures."""
-    encode = jax.jit(VQVAE.images_to_tokens)
+    encode = jax.jit(type(codec).images_to_tokens)
 
     def tokens_of(images: np.ndarray) -> np.ndarray:
         size, found = min(settings.var_batch_size, len(images)), []
@@ -113,7 +132,7 @@ def write_tokens(path: Path, codec: VQVAE, pictures: Dataset, settings: Training
         np.savez_compressed(file, **arrays)
 
 
-def read_tokens(path: Path, pictures: Dataset, config: VARConfig) -> Dataset:
+def read_tokens(path: Path, pictures: Dataset, config) -> Dataset:
     """`pictures` as int32 tokens: `train` [2, N, L], plain and mirrored; `val` [M, L]. `UserError`
     unless they are tokens of such pictures for a model of this configuration."""
     most = 8 * 2 * len(pictures.train) * config.schedule.total_tokens  # bytes; they may pack well
@@ -129,7 +148,7 @@ def read_tokens(path: Path, pictures: Dataset, config: VARConfig) -> Dataset:
     return found
 
 
-def _problem(tokens: Dataset, pictures: Dataset, config: VARConfig) -> str | None:
+def _problem(tokens: Dataset, pictures: Dataset, config) -> str | None:
     length, count = config.schedule.total_tokens, np.size(tokens.val_labels)
     shapes = {"train": (2, len(pictures.train), length), "val": (count, length)}
     for name, shape in shapes.items():

@@ -1,9 +1,10 @@
-"""Training of the VQVAE: reconstruction (L1 + MSE) plus the quantiser's loss.
+"""Training of the image codec, VQVAE or VQ: reconstruction (L1 + MSE) plus the quantiser's loss.
 
 The recipe keeps the whole codebook alive (measured in `docs/training.md`):
   1. some steps as a plain autoencoder, without quantiser;
-  2. first codes by k-means of the residuals that the autoencoder leaves at each scale;
-  3. from then on the quantised model; codes seldom used since the last look are moved to residuals
+  2. first codes by k-means of the vectors that they have to stand for: the residuals that the
+     autoencoder leaves at each scale, or with one map the latents;
+  3. from then on the quantised model; codes seldom used since the last look are moved to vectors
      of the current pictures every `reseed_every` steps, up to `reseed_until` of the run.
 
 The quantiser runs in float32; encoder and decoder in `dtype`.
@@ -19,13 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
-from varjax.codecs.vqvae.model import VQVAE
+from varjax.codecs.autoencoder import ImageCodec
 from varjax.training.data import to_float
 from varjax.training.stage import Stage, adamw, descend, learning_rate, whole_batches
 
-CODES = "quantizer/embedding"
+CODES = "embedding"  # how the name of the codes ends
 VECTORS_PER_CODE, ROUNDS = 16, 12  # for k-means
 RARE = 0.05  # part of the mean usage
 RESEED_UNTIL = 0.75  # part of the run
@@ -36,7 +37,7 @@ JITTER = 1e-3  # relative noise, so that repeated vectors do not make identical 
 class VQVAEStage(Stage):
     """`data` holds pictures."""
 
-    name, network, ema = "vqvae", VQVAE, 0.995
+    name, part, ema = "vqvae", "codec", 0.995
 
     def optimizer(self) -> optax.GradientTransformation:
         rate = learning_rate(self.settings.vqvae_lr, self.steps, warm_up=20, flat_until=0.5)
@@ -81,15 +82,15 @@ class VQVAEStage(Stage):
     def _images(self, n: int) -> jax.Array:
         """[B, S, S, 3] pictures of step n in [-1, 1], half of them mirrored."""
         chosen, mirrored = self.drawn(n)
-        images = to_float(self.data.train[chosen])
-        return jnp.asarray(np.where(mirrored[:, None, None, None], images[:, :, ::-1], images))
+        return _pixels(self.train_items(chosen), mirrored)
 
     def _place_codes(self, state: dict, n: int) -> dict:
-        """First codes: k-means of the residuals of some batches."""
+        """First codes: k-means of the vectors of some batches."""
         count = self.config.vocab_size
         wanted = VECTORS_PER_CODE * count
-        rounds = -(-wanted // (self.batch_size * self.config.schedule.total_tokens))
-        vectors = [self._ideal_residuals(state, self._images(n + i)) for i in range(rounds)]
+        vectors = [self._first_vectors(state, self._images(n))]
+        for i in range(1, -(-wanted // len(vectors[0]))):
+            vectors.append(self._first_vectors(state, self._images(n + i)))
         codes = k_means(self.key(n), jnp.concatenate(vectors)[:wanted], count)
         return _with_codes(state, codes, moved=jnp.ones(count, bool))
 
@@ -105,8 +106,10 @@ class VQVAEStage(Stage):
         codec, dtype = self.model(params), jnp.dtype(self.settings.dtype)
         latents, extra, used = codec.encode(images, dtype), 0.0, 0
         if quantise:
-            latents, tokens, extra = codec.quantizer.quantize(latents)
+            latents, tokens, extra = codec.quantize(latents)
             used = self._usage(tokens)
+        else:
+            latents = codec.unquantized(latents)
         difference = codec.decode(latents, clip=False, dtype=dtype) - images
         l1, mse = jnp.abs(difference).mean(), jnp.square(difference).mean()
         loss = l1 + mse + extra
@@ -118,23 +121,21 @@ class VQVAEStage(Stage):
         return jnp.zeros(self.config.vocab_size).at[tokens.reshape(-1)].add(1)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def _ideal_residuals(self, state: dict, images):
+    def _first_vectors(self, state: dict, images):
         """[B * L, C] vectors that the first codes have to stand for."""
         codec = self.model(state["params"])
-        vectors = codec.quantizer.exact_residuals(codec.encode(images))
+        vectors = codec.first_vectors(codec.encode(images))
         return vectors.reshape(-1, vectors.shape[-1])
 
     @functools.partial(jax.jit, static_argnums=0)
     def _reseed(self, state: dict, images, key) -> dict:
         codec = self.model(state["params"])
-        vectors = codec.quantizer.pooled_residuals(codec.encode(images))
-        codes, moved = reseed(
-            key, state["params"][CODES], state["usage"], vectors.reshape(-1, vectors.shape[-1])
-        )
+        vectors, codes = codec.vectors(codec.encode(images)), state["params"][_codes_name(state)]
+        codes, moved = reseed(key, codes, state["usage"], vectors.reshape(-1, vectors.shape[-1]))
         return _with_codes(state, codes, moved)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def _reconstruction_error(self, codec: VQVAE, images):
+    def _reconstruction_error(self, codec: ImageCodec, images):
         """([2, B] mean squared and absolute error of pixels in [0, 1], [V] usage)."""
         tokens = codec.images_to_tokens(images)
         difference = (codec.tokens_to_images(tokens) - images) / 2
@@ -142,15 +143,29 @@ class VQVAEStage(Stage):
         return errors, self._usage(tokens)
 
 
+@jax.jit
+def _pixels(
+    images: UInt8[Array, "B S S 3"], mirrored: Bool[Array, " B"]
+) -> Float[Array, "B S S 3"]:
+    images = jnp.where(mirrored[:, None, None, None], images[:, :, ::-1], images)
+    # by table: every device has the numbers that the host would have
+    return jnp.asarray(to_float(np.arange(256)))[images]
+
+
 def _with_codes(state: Mapping, codes, moved) -> dict:
     """State with new codes where `moved`, in the averaged weights too, and usage counted afresh."""
-    average = jnp.where(moved[:, None], codes, state["ema"][CODES])
+    name = _codes_name(state)
+    average = jnp.where(moved[:, None], codes, state["ema"][name])
     return {
         **state,
-        "params": {**state["params"], CODES: codes},
-        "ema": {**state["ema"], CODES: average},
+        "params": {**state["params"], name: codes},
+        "ema": {**state["ema"], name: average},
         "usage": jnp.zeros_like(state["usage"]),
     }
+
+
+def _codes_name(state: Mapping) -> str:
+    return next(name for name in state["params"] if name.endswith(CODES))
 
 
 # --- a codebook that does not collapse: first codes from k-means, seldom used ones placed anew ----

@@ -4,7 +4,8 @@ names."""
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from varjax.codecs.autoencoder import LARGEST_BLOCKS, LARGEST_LEVELS, Layout
+from varjax.codecs.autoencoder import Layout
+from varjax.codecs.levels import Levels
 from varjax.models import published
 
 GROUPS = 32  # of the normalisation
@@ -19,7 +20,7 @@ ALIASES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class VQConfig(published.Configuration):
+class VQConfig(Levels):
     """Shape of the image codec; `UserError` when a size is impossible. The map of a picture has any
     height and width: they are given with every call.
 
@@ -38,18 +39,7 @@ class VQConfig(published.Configuration):
 
     def __post_init__(self):
         self.check_sizes("codebook_size", "codebook_embed_dim", "ch", "z_channels")
-        self.check_sizes("num_res_blocks", most=LARGEST_BLOCKS)
-        if not 1 <= len(self.ch_mult) <= LARGEST_LEVELS or min(self.ch_mult) < 1:
-            raise self.wrong(
-                f"ch_mult is {list(self.ch_mult)[:12]}: it needs 1 to {LARGEST_LEVELS} levels, each"
-                " at least 1"
-            )
-        self.check_size("ch * ch_mult", self.ch * max(self.ch_mult))
-        if self.ch % GROUPS:
-            raise self.wrong(
-                f"ch is {self.ch}, which {GROUPS} normalisation groups do not divide: choose a"
-                f" multiple of {GROUPS}"
-            )
+        self.check_levels(GROUPS)
 
     @classmethod
     def from_published(cls, values: Mapping) -> "VQConfig":
@@ -70,27 +60,11 @@ class VQConfig(published.Configuration):
         """As transformers call the number of codes."""
         return self.codebook_size
 
-    @property
-    def downsample(self) -> int:
-        """Pixels per latent position along each axis."""
-        return 2 ** (len(self.ch_mult) - 1)
-
-    @property
-    def encoder(self) -> Layout:
-        return self._layout(self.num_res_blocks)
-
-    @property
-    def decoder(self) -> Layout:
-        return self._layout(self.num_res_blocks + 1)
-
     def _layout(self, num_blocks: int) -> Layout:
-        return Layout(
+        return self.layout_of(
+            num_blocks,
             image_channels=3,
             latent_channels=self.z_channels,
-            base=self.ch,
-            widths=tuple(self.ch * m for m in self.ch_mult),
-            num_blocks=num_blocks,
-            num_resamplings=len(self.ch_mult) - 1,
             group_choices=(GROUPS,),
             attend_coarsest=True,
             attend_middle=True,

@@ -12,6 +12,8 @@ full-precision products.
 Letters: B images of H x W pixels, T tokens, h x w their map, C channels of a code, V codes.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -23,6 +25,8 @@ from varjax.codecs.codes import nearest
 from varjax.codecs.vq.config import VQConfig
 
 __all__ = ["VQ", "VQConfig"]
+
+COMMITMENT = 0.25  # weight of this loss in training, as published
 
 
 class VQ(ImageCodec):
@@ -62,6 +66,30 @@ class VQ(ImageCodec):
         """The latent map of all tokens of a picture, drawn row by row; grid: its (h, w)."""
         return self.codes(tokens).reshape(len(tokens), *grid, -1)
 
+    # --- what training asks of a codec ---
+
+    def unquantized(self, f: Float[Array, "B h w C"]) -> Float[Array, "B h w C"]:
+        """What is decoded as long as there is no quantiser."""
+        return l2_normalize(f) if self.config.l2_norm else f
+
+    def quantize(self, f: Float[Array, "B h w C"]):
+        """Quantised map, tokens [B, T] and loss of a training step: COMMITMENT |f - sg(codes)|^2 +
+        |sg(f) - codes|^2, mean over elements, of unit vectors with `l2_norm`.
+
+        The map passes gradients straight through to `f`.
+        """
+        f, tokens = self.unquantized(f), self.nearest(f)
+        codes, fixed = self.codebook()[tokens], jax.lax.stop_gradient(f)
+        still = jax.lax.stop_gradient(codes)
+        loss = COMMITMENT * jnp.square(f - still).mean() + jnp.square(fixed - codes).mean()
+        return f + (still - fixed), tokens.reshape(len(f), -1), loss
+
+    def vectors(self, f: Float[Array, "B h w C"]) -> Float[Array, "B T C"]:
+        """What codes have to stand for."""
+        return self.unquantized(f).reshape(len(f), -1, f.shape[-1])
+
+    first_vectors = vectors  # whether or not there are codes
+
     # --- both together ---
 
     def images_to_tokens(self, images: Float[Array, "B H W 3"]) -> Int[Array, "B T"]:
@@ -69,6 +97,8 @@ class VQ(ImageCodec):
         return self.nearest(self.encode(images)).reshape(len(images), -1)
 
     def tokens_to_images(
-        self, tokens: Int[Array, "B T"], grid: tuple[int, int]
+        self, tokens: Int[Array, "B T"], grid: tuple[int, int] | None = None
     ) -> Float[Array, "B H W 3"]:
+        """grid: height and width of the map; None: a square."""
+        grid = grid or (math.isqrt(tokens.shape[1]),) * 2
         return self.decode(self.code_map(tokens, grid))

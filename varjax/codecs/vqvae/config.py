@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from varjax.codecs.autoencoder import LARGEST_BLOCKS, LARGEST_LEVELS, Layout
-from varjax.models import published
+from varjax.codecs.autoencoder import Layout
+from varjax.codecs.levels import Levels
 from varjax.schedule import Schedule
 
 SIDES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
@@ -14,7 +14,7 @@ IGNORED_NAMES = ("L", "note", "dropout", "test_mode")
 
 
 @dataclass(frozen=True, kw_only=True)
-class VQVAEConfig(published.Configuration):
+class VQVAEConfig(Levels):
     """Shape of the image codec; `UserError` when a size is impossible. Field names are the
     published ones, `schedule` replaces `patch_nums`.
     """
@@ -41,56 +41,24 @@ class VQVAEConfig(published.Configuration):
 
     def __post_init__(self):
         self.check_sizes("vocab_size", "z_channels", "ch", "in_channels", "group_norm_groups")
-        self.check_sizes("num_res_blocks", most=LARGEST_BLOCKS)
         self.check_sizes("share_quant_resi", "default_qresi_counts", least=0, most=1024)
         self.check_sizes("quant_conv_ks", most=63)
         self.check_real("group_norm_eps")
         self.check_real("beta")
         if not math.isfinite(self.quant_resi):
             raise self.wrong(f"quant_resi is {self.quant_resi}, it must be a finite number")
-        self._check_levels()
+        self.check_levels(self.group_norm_groups)
         if self.quant_conv_ks % 2 == 0:
             raise self.wrong(f"quant_conv_ks is {self.quant_conv_ks}, it must be odd (1, 3, ...)")
         final = self.schedule.final_map
         if any(h > final[0] or w > final[1] for h, w in self.schedule.maps):
             raise self.wrong(f"schedule {self.schedule}: the last map must be the largest")
 
-    def _check_levels(self) -> None:
-        if not self.ch_mult or min(self.ch_mult) < 1:
-            raise self.wrong(f"ch_mult {self.ch_mult} needs at least one level, each at least 1")
-        if len(self.ch_mult) > LARGEST_LEVELS:
-            raise self.wrong(
-                f"ch_mult has {len(self.ch_mult)} levels, at most {LARGEST_LEVELS} work"
-            )
-        self.check_size("ch * ch_mult", self.ch * max(self.ch_mult))
-        for width in {self.ch, *(self.ch * m for m in self.ch_mult)}:
-            if width % self.group_norm_groups:
-                raise self.wrong(
-                    f"a level has {width} channels, which {self.group_norm_groups} normalisation"
-                    " groups do not divide: choose ch as a multiple of group_norm_groups"
-                )
-
-    @property
-    def downsample(self) -> int:
-        """Pixels per latent position along each axis."""
-        return 2 ** (len(self.ch_mult) - 1)
-
-    @property
-    def encoder(self) -> Layout:
-        return self._layout(self.num_res_blocks)
-
-    @property
-    def decoder(self) -> Layout:
-        return self._layout(self.num_res_blocks + 1)
-
     def _layout(self, num_blocks: int) -> Layout:
-        return Layout(
+        return self.layout_of(
+            num_blocks,
             image_channels=self.in_channels,
             latent_channels=self.z_channels,
-            base=self.ch,
-            widths=tuple(self.ch * m for m in self.ch_mult),
-            num_blocks=num_blocks,
-            num_resamplings=len(self.ch_mult) - 1,
             group_choices=(self.group_norm_groups,),
             epsilon=self.group_norm_eps,
             attend_coarsest=self.using_sa,

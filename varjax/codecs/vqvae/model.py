@@ -230,6 +230,24 @@ class VQVAE(ImageCodec):
         """The latent map with the codes of a scale, enlarged to it, added through phi."""
         return code_map + self.quantizer.phi(enlarged, scale)
 
+    # --- what training asks of a codec ---
+
+    def unquantized(self, f: Float[Array, "B P Q C"]) -> Float[Array, "B P Q C"]:
+        """What is decoded as long as there is no quantiser."""
+        return f
+
+    def quantize(self, f: Float[Array, "B P Q C"]):
+        """`Quantizer.quantize`."""
+        return self.quantizer.quantize(f)
+
+    def vectors(self, f: Float[Array, "B P Q C"]) -> Float[Array, "B L C"]:
+        """What codes have to stand for; they re-seed unused ones."""
+        return self.quantizer.pooled_residuals(f)
+
+    def first_vectors(self, f: Float[Array, "B P Q C"]) -> Float[Array, "B L C"]:
+        """Likewise before there are codes."""
+        return self.quantizer.exact_residuals(f)
+
     # --- both together ---
 
     def images_to_tokens(self, images: Float[Array, "B H W 3"]) -> Int[Array, "B L"]:

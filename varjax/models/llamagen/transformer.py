@@ -13,6 +13,7 @@ width, F hidden width, V vocabulary. Names of the original implementation are in
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.projection import Projection
 from varjax.models import layers, stacked
 from varjax.models.llamagen.config import PRESETS, LlamaGenConfig
-from varjax.models.next_token import NextTokenTransformer
+from varjax.models.next_token import NextTokenTransformer, as_it_is
 from varjax.parallel import split
 from varjax.parallel.split import Split
 from varjax.sampling import Sampling, Scores
@@ -178,13 +179,17 @@ class LlamaGen(NextTokenTransformer):
         return Projection(qkv, rotation=rotation, scale=1 / math.sqrt(size))
 
     def post_attention(
-        self, block: Block, x: Float[Array, "R T D"], attended: Float[Array, "R T N H"]
+        self,
+        block: Block,
+        x: Float[Array, "R T D"],
+        attended: Float[Array, "R T N H"],
+        drop: Callable = as_it_is,
     ) -> Float[Array, "R T D"]:
         attended = attended.reshape(*x.shape[:2], -1).astype(self.dtype)
-        x = x + split.contract(block.proj, attended).astype(jnp.float32)
+        x = x + drop(split.contract(block.proj, attended).astype(jnp.float32), 0)
         h = layers.rms_norm(x, block.feed_forward_norm[...], self.config.norm_eps, self.dtype)
         gate, up = jnp.split(block.gate_up(h), 2, axis=-1)
-        return x + split.contract(block.down, jax.nn.silu(gate) * up).astype(jnp.float32)
+        return x + drop(split.contract(block.down, jax.nn.silu(gate) * up).astype(jnp.float32), 1)
 
     # --- tokens -----------------------------------------------------------------------------------
 

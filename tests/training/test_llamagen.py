@@ -1,0 +1,160 @@
+"""A tiny LlamaGen is trained, stopped, continued, loaded and drawn with; where data lies."""
+
+import json
+import shutil
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import varjax
+from varjax.codecs.vq.model import VQ
+from varjax.errors import UserError
+from varjax.models import layers, parameters
+from varjax.models.llamagen.transformer import LlamaGen
+from varjax.storage import checkpoint
+from varjax.training import data, session, stage
+from varjax.training.llamagen_trainer import LlamaGenStage
+from varjax.training.settings import TrainingSettings
+from varjax.training.vqvae_trainer import VQVAEStage
+
+TINY = {
+    **{"image_size": 4, "ch": 32, "ch_mult": (1,), "vocab_size": 16, "z_channels": 4},
+    **{"vqvae_steps": 24, "vqvae_batch_size": 8, "vqvae_lr": 3e-3, "autoencoder_steps": 8},
+    **{"depth": 2, "width": 32, "heads": 2, "var_steps": 24, "var_batch_size": 8, "var_lr": 1e-2},
+    **{
+        "reseed_every": 4,
+        "shifts": 1,
+        "log_every": 4,
+        "checkpoint_every": 12,
+        "validate_every": 12,
+    },
+}
+
+
+def _settings(pictures, **changes) -> TrainingSettings:
+    return TrainingSettings.of("llamagen", data=str(pictures), **TINY | changes)
+
+
+def _history(out, stage: str) -> list[dict]:
+    lines = (out / stage / "history.jsonl").read_text().splitlines()
+    return [json.loads(line) | {"images_per_second": None} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def whole(shared_tiny, tmp_path_factory):
+    """(settings, folder, model) of a run."""
+    out = tmp_path_factory.mktemp("llamagen") / "run"
+    settings = _settings(shared_tiny().data, save_dtype="bfloat16")
+    return settings, out, session.train(settings, "both", out, quiet=True)
+
+
+def test_losses_fall_and_the_codebook_lives(whole):
+    settings, out, _ = whole
+    for name in ("vqvae", "var"):
+        history = _history(out, name)
+        assert [entry["step"] for entry in history] == list(range(4, 25, 4))
+        assert history[-1]["loss"] < 0.95 * history[0]["loss"]
+    codec, transformer = (_history(out, name)[-1]["validation"] for name in ("vqvae", "var"))
+    assert codec["codes_used"] > 4 and codec["psnr"] > 8
+    assert len(transformer["per_quarter"]) == 4 and np.isfinite(transformer["loss"])
+    tokens = np.load(out / "var" / "tokens.npz")["train"]
+    assert tokens.shape == (2, 122, 16) and len(np.unique(tokens)) > 4
+
+
+def test_the_model_draws_pictures(whole):
+    settings, _, folder = whole
+    model = varjax.load(folder)
+    assert model.family.name == "llamagen" and model.config == settings.transformer(4)
+    stored = checkpoint.load(folder)[0]["codec"].embedding[...]  # as save_dtype says
+    assert stored.dtype == jnp.bfloat16
+    images = varjax.generate(model, labels=[1, 2], policy="streaming", budget=0.5)
+    chex.assert_shape(images, (2, 4, 4, 3))
+    assert model.sampling().top_k == 16 and model.sampling().cfg == 2
+
+
+def test_a_killed_run_goes_on_exactly(whole, tmp_path, monkeypatch):
+    """Dropout of a step follows from its number, too."""
+    settings, out, _ = whole
+    again = tmp_path / "again"
+    shutil.copytree(out / "vqvae", again / "vqvae")
+    original = LlamaGenStage.step
+
+    def dying(self, state, n):
+        if n == 14:
+            raise KeyboardInterrupt
+        return original(self, state, n)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(LlamaGenStage, "step", dying)
+        session.train(settings, "var", again, quiet=True)
+    assert _history(again, "var")[-1]["step"] == 12
+    session.train(settings, "var", again, quiet=True)
+    assert _history(again, "var") == _history(out, "var")
+
+
+def test_dropout(whole):
+    """Its share of the numbers is 0, the mean stays, and validation has none."""
+    x = layers.dropout(jnp.ones((100, 100)), 0, rate=0.25, key=jax.random.key(0))
+    assert abs(float((x == 0).mean()) - 0.25) < 0.02 and abs(float(x.mean()) - 1) < 0.03
+    settings, _, folder = whole
+    model = varjax.load(folder).transformer
+    context = model.encode_condition(jnp.arange(2), guided=False)
+    tokens, keys = jnp.ones((2, 15), int), jax.random.split(jax.random.key(1), 2)
+    plain = model.teacher_forced(context, tokens)
+    noisy = [model.teacher_forced(context, tokens, dropout=0.1, key=key) for key in keys]
+    chex.assert_trees_all_equal(plain, model.teacher_forced(context, tokens, key=keys[0]))
+    assert not np.allclose(plain, noisy[0]) and not np.allclose(*noisy)
+
+
+def test_large_data_stays_on_the_host(whole, monkeypatch):
+    """Pictures and tokens of a step are the same either way."""
+    settings, _, _ = whole
+    images = np.arange(6 * 4 * 4 * 3, dtype=np.uint8).reshape(6, 4, 4, 3)
+    pictures = data.Dataset(images, np.zeros(6, np.int32), images, np.zeros(6, np.int32), 1)
+    there = VQVAEStage(settings, settings.codec, pictures)._images(3)
+    monkeypatch.setattr(stage, "RESIDENT", 10)
+    here = VQVAEStage(settings, settings.codec, pictures)
+    assert isinstance(here._train_data, np.ndarray)
+    chex.assert_trees_all_equal(here._images(3), there)
+    chosen, mirrored = here.drawn(3)
+    expected = [
+        data.to_float(images[i][:, ::-1] if m else images[i])
+        for i, m in zip(chosen, mirrored, strict=True)
+    ]
+    chex.assert_trees_all_equal(there, np.stack(expected))
+
+
+WRONG = {
+    "schedule": ({"patch_nums": (1, 2)}, "patch_nums=1,2 is for family=var only: leave it out"),
+    "groups": ({"norm_groups": 8}, "norm_groups=8 is for family=var"),
+    "size": ({"image_size": 7, "ch_mult": (1, 1)}, "image_size=7 given, .* choose a multiple of 2"),
+    "width": ({"ch": 40}, "ch is 40, which 32 normalisation groups do not divide"),
+    "dropout": ({"dropout": 1.0}, "dropout=1.0 given"),
+    "shifts": ({"shifts": 25}, "shifts=25 given: choose 0 to 24"),
+    "no levels": ({"ch_mult": ()}, "it needs 1 to 10 levels"),
+    "heads": ({"heads": 3}, "dim 32 is not a multiple of n_head 3"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_settings(changes, message):
+    with pytest.raises(UserError, match=message):
+        _settings("pictures", **changes)
+
+
+def test_settings_of_the_other_family():
+    with pytest.raises(UserError, match="dropout=0.2 is for family=llamagen only"):
+        TrainingSettings.of("var", data="x", dropout=0.2)
+    with pytest.raises(UserError, match="unknown model family 'lama'"):
+        TrainingSettings.of("lama", data="x")
+
+
+def test_the_default_size():
+    """At most 12 MB in bfloat16."""
+    settings = TrainingSettings.of("llamagen", data="x")
+    config = settings.transformer(44)
+    parts = parameters.abstract(VQ, settings.codec), parameters.abstract(LlamaGen, config)
+    assert config.image_tokens == 256 and 2 * sum(map(parameters.count, parts)) <= 12e6

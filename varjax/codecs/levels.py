@@ -1,0 +1,53 @@
+"""What configurations of codecs share whose levels halve the map, all but the coarsest."""
+
+from varjax.codecs.autoencoder import LARGEST_BLOCKS, LARGEST_LEVELS, Layout
+from varjax.models import published
+
+
+class Levels(published.Configuration):
+    """Fields: ch, width of the encoder's first convolution; ch_mult, widths of the levels in units
+    of it; num_res_blocks, per level of the encoder, the decoder has one more. Subclasses add
+    `_layout`."""
+
+    ch: int
+    ch_mult: tuple[int, ...]
+    num_res_blocks: int
+
+    def check_levels(self, groups: int) -> None:
+        """Raise `UserError` for impossible levels. groups: of the normalisation."""
+        self.check_sizes("num_res_blocks", most=LARGEST_BLOCKS)
+        if not 1 <= len(self.ch_mult) <= LARGEST_LEVELS or min(self.ch_mult) < 1:
+            raise self.wrong(
+                f"ch_mult is {list(self.ch_mult)[:12]}, {len(self.ch_mult)} levels: it needs 1 to"
+                f" {LARGEST_LEVELS} levels, each at least 1"
+            )
+        self.check_size("ch * ch_mult", self.ch * max(self.ch_mult))
+        if self.ch % groups:
+            raise self.wrong(
+                f"ch is {self.ch}, which {groups} normalisation groups do not divide: choose a"
+                f" multiple of {groups}"
+            )
+
+    @property
+    def downsample(self) -> int:
+        """Pixels per latent position along each axis."""
+        return 2 ** (len(self.ch_mult) - 1)
+
+    @property
+    def encoder(self) -> Layout:
+        return self._layout(self.num_res_blocks)
+
+    @property
+    def decoder(self) -> Layout:
+        return self._layout(self.num_res_blocks + 1)
+
+    def _layout(self, num_blocks: int) -> Layout:
+        raise NotImplementedError
+
+    def layout_of(self, num_blocks: int, **more) -> Layout:
+        """With the levels' widths. more: the other fields."""
+        widths = tuple(self.ch * m for m in self.ch_mult)
+        halvings = len(widths) - 1
+        return Layout(
+            base=self.ch, widths=widths, num_blocks=num_blocks, num_resamplings=halvings, **more
+        )
