@@ -29,7 +29,6 @@ from varjax.cli.flags import CommandFlags, about
 from varjax.errors import UserError, some
 from varjax.evaluation import extractors
 from varjax.evaluation.extractors import Network
-from varjax.evaluation.lpips import check_size
 from varjax.generator import Generator
 from varjax.model import Model
 from varjax.progress import Progress
@@ -104,7 +103,7 @@ def _lpips(model: Model) -> Network | None:
             raise UserError("it compares with the full cache: add --compare, or leave it out")
         network, (height, width, _) = extractors.open_lpips(LPIPS.value), model.code_map
         scale = model.codec.config.downsample
-        check_size(network.module.config, height * scale, width * scale)
+        network.check_size(height * scale, width * scale)
         return network
 
 
