@@ -15,20 +15,20 @@ import sys
 
 import numpy as np
 
+from experiments import judges
 from experiments.flags.condition import ConditionFlags
 from experiments.flags.model import ModelFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
 from experiments.flags.program import ProgramFlags
 from experiments.flags.sampling import SamplingFlags
 from experiments.generation import Run
+from experiments.judges import Judges
 from experiments.output import BatchStore, FolderFlags
 from experiments.run import results as run_results
 from varjax import api
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
 from varjax.errors import UserError, some
-from varjax.evaluation import extractors
-from varjax.evaluation.extractors import Network
 from varjax.generator import Generator
 from varjax.model import Model
 from varjax.progress import Progress
@@ -75,12 +75,13 @@ def resolve() -> Run:
     program = PROGRAM.resolve(model)
     PROGRAM.check_plan(plan, program.mesh)
     given_tokens, given_scales = read_given(model, len(condition))
+    batch_size = PROGRAM.batch_size(program, model, plan, condition, dry_run=dry_run)
     return Run(
         model=model,
         condition=condition,
         sampling=sampling,
         seed=SAMPLING.seed,
-        batch_size=PROGRAM.batch_size(program, model, plan, condition, dry_run=dry_run),
+        batch_size=batch_size,
         program=program,
         policy=policy,
         plan=plan,
@@ -90,21 +91,18 @@ def resolve() -> Run:
         given_scales=given_scales,
         calibration=None if calibration is None else calibration.digest,
         remarks=tuple(plan_remarks(plan, calibration)),
-        lpips=_lpips(model),
+        judges=_judges(model, batch_size) if not dry_run else Judges(),
     )
 
 
-def _lpips(model: Model) -> Network | None:
-    """The network of --lpips, which has to take the model's pictures."""
-    if not LPIPS.value:
-        return None
-    with about(LPIPS):
-        if not COMPARE.value:
+def _judges(model: Model, batch_size: int) -> Judges:
+    """The networks that compare pictures, if they are compared."""
+    if COMPARE.value:
+        return judges.of_model(model, LPIPS, batch_size)
+    if LPIPS.value:
+        with about(LPIPS):
             raise UserError("it compares with the full cache: add --compare, or leave it out")
-        network, (height, width, _) = extractors.open_lpips(LPIPS.value), model.code_map
-        scale = model.codec.config.downsample
-        network.check_size(height * scale, width * scale)
-        return network
+    return Judges()
 
 
 def read_given(model: Model, num_images: int) -> tuple[np.ndarray | None, int | None]:
