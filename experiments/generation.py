@@ -97,7 +97,8 @@ class Run(Generation):
     policy: as it was asked for; that of the plan has what a calibration decides filled in.
     given_tokens: replace the draw in the first `given_scales` scales (None: all).
     calibration: SHA-256 of the file. remarks: of the policy, on its plan. judges: networks whose
-      numbers are reported too.
+      numbers are reported too. resize: side of the pictures that are kept; None: as drawn. recipe:
+      what the report says of it.
     """
 
     policy: Policy
@@ -109,6 +110,8 @@ class Run(Generation):
     calibration: str | None
     remarks: tuple[str, ...]
     judges: Judges = Judges()
+    resize: int | None = None
+    recipe: Mapping | None = None
 
     def describe(self) -> dict:
         """JSON-able content: what decides the results."""
@@ -127,6 +130,7 @@ class Run(Generation):
             "compare": self.compare,
             "save_arrays": self.save_arrays,
             "given": given,
+            **({"resize": self.resize} if self.resize else {}),
         }
 
 

@@ -69,8 +69,9 @@ def _agrees(found: dict[str, np.ndarray], labels: np.ndarray) -> np.ndarray:
     return (found["logits"].argmax(1) == labels).astype(np.float64)
 
 
-def of_model(model: Model, lpips, batch_size: int) -> Judges:
-    """Those of a model's pictures. lpips: holder of the flag --lpips.
+def of_model(model: Model, lpips, batch_size: int, side: int | None = None) -> Judges:
+    """Those of a model's pictures. lpips: holder of the flag --lpips. side: of pictures that are
+    resized, which the classifier does not know.
 
     Raises:
       UserError: no such network, or one that does not take the model's pictures.
@@ -80,5 +81,7 @@ def of_model(model: Model, lpips, batch_size: int) -> Judges:
         with about(lpips):
             network = extractors.open_lpips(lpips.value)
             scale = model.codec.config.downsample
-            network.check_size(*(side * scale for side in model.code_map[:2]))
-    return Judges(network, extractors.classifier_of(model), batch_size)
+            size = (length * scale for length in model.code_map[:2])
+            network.check_size(*((side, side) if side else size))
+    known = None if side else extractors.classifier_of(model)
+    return Judges(network, known, batch_size)

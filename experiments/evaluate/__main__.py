@@ -8,6 +8,7 @@ reference set; PSNR, SSIM, LPIPS and equal tokens against the pictures of the fu
         --inception=DIR
     python -m experiments.evaluate --samples=results/demo --reference=fruits64/val.npz \\
         --features=demo
+    python -m experiments.evaluate --recipe=var-fid50k --samples=DIR --reference=NPZ --inception=DIR
 
 --samples, --reference and --full are folders of experiments.run, folders of pictures, or npz files
 with pictures (`arr_0`); a reference may also be a file of statistics (`mu`, `sigma`, for sFID
@@ -34,6 +35,7 @@ from experiments.evaluate.inputs import Set
 from experiments.evaluate.pairs import Pairs
 from experiments.evaluate.sets import Comparison
 from experiments.output import BatchStore, FolderFlags
+from experiments.recipes.recipe import RecipeFlag
 from varjax import arguments
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
@@ -49,6 +51,7 @@ PAIRED = ("psnr", "ssim", "lpips")
 DEMO = "demo"  # of --features
 
 FLAGS = CommandFlags()
+RECIPE = RecipeFlag(FLAGS, "evaluate")
 SAMPLES = FLAGS.string("samples", None, "Pictures to judge: a folder or an npz file.")
 REFERENCE = FLAGS.string("reference", None, "Pictures or statistics that they should be like.")
 FULL = FLAGS.string("full", None, "The same pictures of the full cache, compared one by one.")
@@ -136,6 +139,8 @@ class Evaluation:
             found["reference"] = job.reference.describe()
             found["extractor"] = job.network and job.network.identity
             found["metrics"] = list(job.metrics)
+        if recipe := RECIPE.describe():
+            found["recipe"] = recipe
         if self.pairs:
             found |= {
                 "full": self.pairs.full.describe(),
@@ -160,11 +165,21 @@ def resolve() -> Evaluation:
     if STATISTICS.value:
         check_new_file(STATISTICS.value, overwrite=False, flag="--save_statistics")
     samples = inputs.open_set("--samples", SAMPLES.value)
+    of_recipe = _recipe_remarks(samples)
     comparison = _comparison(samples, asked) if REFERENCE.value else None
     paired = _pairs(samples, asked) if FULL.value else None
-    remarks = comparison.remarks if comparison else ()
+    remarks = (*(comparison.remarks if comparison else ()), *of_recipe)
     batch_size = BATCH_SIZE.value or extractors.usual_batch(mesh.data)
     return Evaluation(samples, comparison, paired, batch_size, mesh, remarks)
+
+
+def _recipe_remarks(samples: Set) -> list[str]:
+    """What to know of the recipe, if there is one; `UserError` unless the samples are of it."""
+    if (recipe := RECIPE.recipe) is None:
+        return []
+    if samples.pictures is not None:
+        recipe.check_samples(samples.where, samples.pictures.count, samples.labels)
+    return RECIPE.remarks(recipe.report_remarks(samples.report))
 
 
 def _asked() -> tuple[str, ...]:

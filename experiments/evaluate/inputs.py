@@ -49,7 +49,9 @@ class Set:
 
     @property
     def labels(self) -> np.ndarray | None:
-        """The class of every picture, in the order of the pictures."""
+        """The class of every picture, in the order of the pictures; of texts there are none."""
+        if self.report is not None and "text" in self.report:
+            return None
         return getattr(self.pictures, "labels", None)
 
     def describe(self) -> dict:

@@ -19,6 +19,7 @@ from experiments.prompts.condition import Text, text_tokens
 from experiments.prompts.layouts import write_images
 from experiments.work_folder import PIXELS
 from varjax import metrics
+from varjax.codecs.maps import bicubic_matrix
 from varjax.engine import memory, program
 from varjax.errors import MissingExtra
 from varjax.generator import Generator
@@ -36,11 +37,20 @@ def kept(run: Run, results: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What is stored of a batch: images as bytes unless exact ones are asked for. `UserError` if
     they hold what no picture can, which must not be found out when all are drawn."""
     images.check_finite(results["images"])
+    if run.resize:
+        results = results | {"images": _resized(results["images"], run.resize)}
     if run.save_arrays:
         names = ("images", "tokens", "code_map", "logits")
         return {name: results[name] for name in names if name in results}
     exact = results["images"] if run.compare else images.to_uint8(results["images"])
     return {"images": exact, "tokens": results["tokens"]}
+
+
+def _resized(pictures: np.ndarray, side: int) -> np.ndarray:
+    """float32 [B, side, side, 3] in 0..1, as torch's bicubic interpolation without antialiasing."""
+    rows, columns = (bicubic_matrix(length, side) for length in pictures.shape[1:3])
+    found = np.einsum("bhwc,ih,jw->bijc", pictures, rows, columns, optimize=True)
+    return np.clip(found, 0, 1).astype(np.float32)
 
 
 def series_of(run: Run) -> dict[str, Series]:
@@ -50,6 +60,7 @@ def series_of(run: Run) -> dict[str, Series]:
     tokens = run.model.transformer.no_tokens(1)[0]
     height, width, _ = run.model.code_map
     pixels = (*(side * run.model.codec.config.downsample for side in (height, width)), 3)
+    pixels = (run.resize, run.resize, 3) if run.resize else pixels
     exact = run.compare or run.save_arrays
     arrays = {"images": (floats if exact else np.dtype(np.uint8), pixels)}
     arrays["tokens"] = tokens.dtype, tokens.shape
@@ -141,6 +152,7 @@ def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
         **run.describe(),
         "num_images": len(run.condition),
         "resumed": store.resumed,
+        "recipe": run.recipe,
         **environment(),
         "kv": {
             **cache_report(generator, run.program.dense_dtype),

@@ -115,4 +115,6 @@ def test_cells_of_earlier_versions_have_none(tmp_path):
     intervals.add(cells, {})
     assert [cell["fidelity"] for cell in cells] == before
     assert tables.differences_as_text(report_of(cells)) == []
-    tables.plot(tmp_path / "plot.png", tables.rows(report_of(cells)), tables.shown(report_of(cells)))
+    tables.plot(
+        tmp_path / "plot.png", tables.rows(report_of(cells)), tables.shown(report_of(cells))
+    )
