@@ -1,4 +1,4 @@
-"""`experiments.evaluate --features=demo`, and packed pictures, as `experiments.train` takes them."""
+"""`experiments.evaluate --features=demo`; packed pictures, as `experiments.train` takes them."""
 
 import io
 import json

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import UInt8
 
-from varjax.errors import UserError
+from varjax.errors import UserError, about
 from varjax.evaluation import classifier, inception, lpips, resizing
 from varjax.model import Model
 from varjax.models import parameters
@@ -134,15 +134,29 @@ def open_classifier(folder: str | Path | None = None, path: str | None = None) -
 
 def classifier_of(model: Model) -> Network | None:
     """The classifier that judges the pictures of a model: the folder `classifier` of its
-    checkpoint, else the embedded one if these are its classes and its size; None: there is none."""
-    if model.directory is not None and (model.directory / "classifier").is_dir():
-        return open_classifier(model.directory / "classifier")
-    with contextlib.suppress(UserError):  # it is not installed, or of another size
-        places = checkpoint.describe(checkpoint.embedded(*DEMO_CLASSIFIER))[0]
-        config, scale = places["classifier"].config, model.codec.config.downsample
-        classifier.check_size(config, *(side * scale for side in model.code_map[:2]))
-        if config.class_names == tuple(model.class_names or ()):
-            return open_classifier()
+    checkpoint, else the embedded one if these are its classes and its size; None: there is none.
+
+    Raises:
+      UserError: the checkpoint's own is of other pictures or classes.
+    """
+    if model.condition != "labels":
+        return None
+    size = tuple(side * model.codec.config.downsample for side in model.code_map[:2])
+    own = model.directory / "classifier" if model.directory else None
+    if own and own.is_dir():
+        found = open_classifier(own)
+        with about(own):
+            found.check_size(*size)
+            if found.widths["logits"] != model.num_classes:
+                known = f"it knows {found.widths['logits']} classes, {model.name} has"
+                raise UserError(f"{known} {model.num_classes}: train one on the model's classes")
+        return found
+    with contextlib.suppress(UserError):  # it is not installed
+        embedded = checkpoint.embedded(*DEMO_CLASSIFIER)
+        config = checkpoint.describe(embedded)[0]["classifier"].config
+        side, names = config.image_size, tuple(model.class_names or ())
+        if size == (side, side) and config.class_names == names:
+            return open_classifier(embedded)
     return None
 
 
