@@ -232,9 +232,11 @@ def errors(operation: str, spec: ArgSpec, name: str) -> dict[str, float]:
         found = _run("attend", args.attend, args, name, return_lse=True)
         real = ((a[:, : spec.length], b[..., : spec.length]) for a, b in (found, (out, lse)))
         return _relative(("out", "lse"), *real)
+    # each with its own log-sum-exp: with that of queries rounded otherwise, weights are no weights
+    _, own = _run("attend", args.attend, args, name, return_lse=True)
     found, expected = (
-        _run(operation, a.moments(_query_weights(a), lse), a, n, squares=True)
-        for a, n in ((args, name), (exact, "reference"))
+        _run(operation, a.moments(_query_weights(a), sums), a, n, squares=True)
+        for a, sums, n in ((args, own, name), (exact, lse, "reference"))
     )
     return _relative(("sums", "squares"), found, expected)
 

@@ -165,3 +165,20 @@ def test_batches():
     chex.assert_trees_all_equal(data_order.indices(10, 4, seed=3, step=3), steps[3])
     mirrored = np.concatenate([data_order.flips(8, 0, n) for n in range(50)])
     assert 0.4 < mirrored.mean() < 0.6
+
+
+def test_shifted_copies():
+    """Each copy is the picture moved by a distance of its own, its edges repeated."""
+    rng = np.random.default_rng(0)
+    images, labels = rng.integers(0, 255, (3, 9, 9, 3), np.uint8), np.arange(3, dtype=np.int32)
+    held = images[:1] // 2
+    pictures = data.Dataset(images, labels, held, labels[:1], 3)
+    found = data.with_shifts(pictures, 24, seed=1)
+    chex.assert_trees_all_equal(found.train[:3], images)
+    chex.assert_trees_all_equal(found.train_labels, np.tile(labels, 25))
+    chex.assert_trees_all_equal(found.val, held)
+    for i, image in enumerate(images):
+        edged = np.pad(image, ((2, 2), (2, 2), (0, 0)), mode="edge")
+        moved = {edged[y : y + 9, x : x + 9].tobytes() for y in range(5) for x in range(5)}
+        assert {copy.tobytes() for copy in found.train[i::3]} == moved
+    assert data.with_shifts(pictures, 0, seed=1) is pictures

@@ -22,7 +22,7 @@ another size are cropped to a centred square and resized.
 
 import io
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from varjax.storage.manifest import is_text, read_json
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 LAYOUTS = (("data", "offsets", "labels"), ("images", "labels"), ("arr_0", "arr_1"))  # of .npz
 LARGEST_LABEL = 10**6
+REACH = 2  # pixels that a copy of a picture is moved by at most
 SHUFFLE_SEED = 0  # which pictures of a folder are held out must not depend on the run
 
 
@@ -76,6 +77,27 @@ def load(path, image_size: int, val_fraction: float = 0.05, max_images: int = 0)
     if names and top > len(names):
         raise UserError(f"{path}: label {top - 1} has no name, classes.json names {len(names)}")
     return Dataset(train, train_labels, val, val_labels, len(names) or top, names)
+
+
+def with_shifts(pictures: Dataset, count: int, seed: int) -> Dataset:
+    """The same with `count` more copies of every training picture, each moved by up to `REACH`
+    pixels along both axes, by another distance than the picture itself and its other copies. Edges
+    are repeated where a picture was moved away."""
+    if not count:
+        return pictures
+    moves = [(y, x) for y in range(2 * REACH + 1) for x in range(2 * REACH + 1)]
+    moves.remove((REACH, REACH))
+    height, width = pictures.train.shape[1:3]
+    train = np.empty((1 + count, *pictures.train.shape), np.uint8)
+    rng = np.random.default_rng((seed, count))
+    for i, picture in enumerate(pictures.train):
+        edged = np.pad(picture, ((REACH, REACH), (REACH, REACH), (0, 0)), mode="edge")
+        train[0, i] = picture
+        for copy, move in enumerate(rng.choice(len(moves), count, replace=False), start=1):
+            y, x = moves[move]
+            train[copy, i] = edged[y : y + height, x : x + width]
+    labels = np.tile(pictures.train_labels, 1 + count)
+    return replace(pictures, train=train.reshape(-1, *train.shape[2:]), train_labels=labels)
 
 
 # --- .npz ---

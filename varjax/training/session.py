@@ -61,6 +61,7 @@ def _train(settings: TrainingSettings, stage: str, needed, out, quiet: bool) -> 
         settings.data, settings.image_size, settings.val_fraction, settings.max_images
     )
     settings.check_pictures(len(pictures.train), needed if stage == "both" else (stage,))
+    pictures = data.with_shifts(pictures, settings.shifts, settings.seed)
     config = settings.transformer(pictures.num_classes)  # refused before the codec is trained
     codec_stage = VQVAEStage(settings, settings.codec, pictures)
     if stage == "var":
@@ -103,7 +104,8 @@ def _save_model(
         "training": {
             "vqvae_steps": settings.vqvae_steps,
             "var_steps": settings.var_steps,
-            "pictures": len(pictures.train),
+            "pictures": len(pictures.train) // (1 + settings.shifts),
+            "shifts": settings.shifts,
             "parameters": {name: parameters.count(part) for name, part in parts.items()},
         },
     }

@@ -14,6 +14,7 @@ from varjax.schedule import Schedule
 
 DTYPES = ("float32", "bfloat16")
 MOST_STEPS = 10**9  # the optimiser's count is an int32
+MOST_SHIFTS = 24  # there are no more
 BOTH, VAR, CLASSIFIER = ("vqvae", "var"), ("var",), ("classifier",)
 ALL = BOTH + CLASSIFIER
 
@@ -45,6 +46,7 @@ class TrainingSettings:
     image_size: int = _flag(64, "side of the pictures in pixels", ALL)
     val_fraction: float = _flag(0.05, "part held out where the data has no validation set", ALL)
     max_images: int = _flag(0, "use only so many training pictures; 0 = all", ALL)
+    shifts: int = _flag(0, "copies of every training picture, moved by up to two pixels", least=0)
     max_validation: int = _flag(512, "use at most so many validation pictures", ALL)
     patch_nums: tuple[int, ...] = _flag((1, 2, 3, 4, 6, 8), "sides of the token maps")
     seed: int = _flag(0, "seed of weights, order of pictures, dropped labels", ALL)
@@ -110,6 +112,7 @@ class TrainingSettings:
         part = 0 < self.val_fraction < 1
         yield f"val_fraction={self.val_fraction}", part, "it must be between 0 and 1"
         yield f"max_images={self.max_images}", self.max_images >= 0, "it must be at least 0"
+        yield f"shifts={self.shifts}", 0 <= self.shifts <= MOST_SHIFTS, f"choose 0 to {MOST_SHIFTS}"
         yield f"seed={self.seed}", 0 <= self.seed < 2**31, f"choose 0 to {2**31 - 1}"
         yield f"vocab_size={self.vocab_size}", self.vocab_size >= 2, "at least 2 codes are needed"
         yield f"patch_nums={listed}", increasing, "sides must increase, from 1 or more"
