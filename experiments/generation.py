@@ -11,10 +11,10 @@ import numpy as np
 
 import varjax
 from experiments.flags.program import ProgramOptions
+from experiments.judges import Judges
 from experiments.prompts import condition as text_condition
 from varjax.cache.plan import CachePlan
 from varjax.conditions import Condition
-from varjax.evaluation.extractors import Network
 from varjax.generator import Generator
 from varjax.model import Model
 from varjax.policies import Policy
@@ -98,8 +98,9 @@ class Run(Generation):
 
     policy: as it was asked for; that of the plan has what a calibration decides filled in.
     given_tokens: replace the draw in the first `given_scales` scales (None: all).
-    calibration: SHA-256 of the file. remarks: of the policy, on its plan. lpips: the network whose
-      distance is reported too.
+    calibration: SHA-256 of the file. remarks: of the policy, on its plan. judges: networks whose
+      numbers are reported too. resize: side of the pictures that are kept; None: as drawn. recipe:
+      what the report says of it.
     """
 
     policy: Policy
@@ -110,7 +111,9 @@ class Run(Generation):
     given_scales: int | None
     calibration: str | None
     remarks: tuple[str, ...]
-    lpips: Network | None = None
+    judges: Judges = Judges()
+    resize: int | None = None
+    recipe: Mapping | None = None
 
     def describe(self) -> dict:
         """JSON-able content: what decides the results."""
@@ -129,6 +132,7 @@ class Run(Generation):
             "compare": self.compare,
             "save_arrays": self.save_arrays,
             "given": given,
+            **({"resize": self.resize} if self.resize else {}),
         }
 
 

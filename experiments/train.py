@@ -26,7 +26,13 @@ FLAGS = CommandFlags()
 FLAGS.compilation_cache()
 
 
-STAGE = FLAGS.enum("stage", "both", session.STAGES, "What to train: codec, transformer, or both.")
+STAGE = FLAGS.enum(
+    "stage",
+    "both",
+    session.STAGES,
+    "What to train: codec, transformer, or both; or, in a folder of its own, a classifier to judge "
+    "samples with.",
+)
 OUT = FLAGS.string("out", None, "Folder of the run, new or to be resumed.", required=True)
 QUIET = FLAGS.boolean("quiet", False, "Print no progress.")
 REQUIRED = ("data",)

@@ -122,6 +122,7 @@ class Metric:
       tokens.
     compare: (arrays of the full cache, arrays of the other) -> float [N], or one number of two
       whole sets if not `per_image`: `per_image`, which sees a batch at a time, leaves those out.
+      None: a network computes it (`is_judged`), and only where there is one.
     largest: values count as at most this, in means and in JSON.
     from_zero: whether the axis of a plot starts there.
     """
@@ -136,10 +137,14 @@ class Metric:
     shown: str
     definition: str
     needs: str
-    compare: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    compare: Callable[[np.ndarray, np.ndarray], np.ndarray] | None
     per_image: bool = True
     largest: float = float("inf")
     from_zero: bool = False
+
+    @property
+    def is_judged(self) -> bool:
+        return self.compare is None
 
     def show(self, value: float | str) -> str:
         """A value as tables have it; JSON holds infinite ones as text."""
@@ -213,14 +218,58 @@ _METRICS = (
         compare=image_kl,
         from_zero=True,
     ),
+    Metric(
+        key="lpips",
+        name="LPIPS",
+        label="LPIPS to full cache",
+        column="LPIPS",
+        title="LPIPS to the full cache",
+        unit="",
+        better="lower",
+        shown="{:.4f}",
+        definition="perceptual distance (Zhang et al. 2018, version 0.1) of the pictures as bytes "
+        "to those of the full cache, by the network that was given",
+        needs="images",
+        compare=None,
+        from_zero=True,
+    ),
+    Metric(
+        key="class_agreement",
+        name="class agreement",
+        label="class agreement",
+        column="class agreement",
+        title="class agreement",
+        unit="fraction",
+        better="higher",
+        shown="{:.1%}",
+        definition="part of the images that a small classifier of the model's classes takes for "
+        "the class they were asked for; comparable with nothing else",
+        needs="images",
+        compare=None,
+    ),
+    Metric(
+        key="feature_distance",
+        name="feature distance",
+        label="feature distance to full cache",
+        column="feature distance",
+        title="feature distance to the full cache",
+        unit="",
+        better="lower",
+        shown="{:.4f}",
+        definition="1 - cosine of that classifier's features of an image and of the full cache's; "
+        "mean over images (no FID)",
+        needs="images",
+        compare=None,
+        from_zero=True,
+    ),
 )
 METRICS = {metric.key: metric for metric in _METRICS}
 
 
-def definitions() -> dict[str, str]:
-    """{names of metrics: how they are defined}."""
+def definitions(metrics: Iterable[Metric] | None = None) -> dict[str, str]:
+    """{names of metrics: how they are defined}; None: of all."""
     names: dict[str, list[str]] = {}
-    for metric in METRICS.values():
+    for metric in METRICS.values() if metrics is None else metrics:
         names.setdefault(metric.definition, []).append(metric.name)
     return {", ".join(group): text for text, group in names.items()}
 
@@ -235,7 +284,8 @@ def per_image(
     return {
         key: np.asarray(metric.compare(full[metric.needs], other[metric.needs]))
         for key, metric in METRICS.items()
-        if metric.per_image and metric.needs in full and metric.needs in other
+        if metric.per_image and not metric.is_judged
+        if metric.needs in full and metric.needs in other
     }
 
 

@@ -6,6 +6,9 @@ reference set; PSNR, SSIM, LPIPS and equal tokens against the pictures of the fu
     python -m experiments.evaluate --samples=results/headkv --full=results/full --lpips=DIR
     python -m experiments.evaluate --samples=PICTURES --reference=PHOTOS --protocol=clean-fid \\
         --inception=DIR
+    python -m experiments.evaluate --samples=results/demo --reference=fruits64/val.npz \\
+        --features=demo
+    python -m experiments.evaluate --recipe=var-fid50k --samples=DIR --reference=NPZ --inception=DIR
 
 --samples, --reference and --full are folders of experiments.run, folders of pictures, or npz files
 with pictures (`arr_0`); a reference may also be a file of statistics (`mu`, `sigma`, for sFID
@@ -32,6 +35,7 @@ from experiments.evaluate.inputs import Set
 from experiments.evaluate.pairs import Pairs
 from experiments.evaluate.sets import Comparison
 from experiments.output import BatchStore, FolderFlags
+from experiments.recipes.recipe import RecipeFlag
 from varjax import arguments
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
@@ -44,8 +48,10 @@ from varjax.parallel.split import MeshSpec
 from varjax.storage.atomic import check_new_file
 
 PAIRED = ("psnr", "ssim", "lpips")
+DEMO = "demo"  # of --features
 
 FLAGS = CommandFlags()
+RECIPE = RecipeFlag(FLAGS, "evaluate")
 SAMPLES = FLAGS.string("samples", None, "Pictures to judge: a folder or an npz file.")
 REFERENCE = FLAGS.string("reference", None, "Pictures or statistics that they should be like.")
 FULL = FLAGS.string("full", None, "The same pictures of the full cache, compared one by one.")
@@ -64,7 +70,13 @@ METRICS = FLAGS.list(
     f"Some of {', '.join(protocols.METRICS)}; default: what the protocol and the files allow.",
 )
 FEATURES = FLAGS.enum(
-    "features", "inception", list(extractors.EXTRACTORS), "Whose features are compared."
+    "features",
+    "inception",
+    list(extractors.EXTRACTORS),
+    "Whose features are compared; demo: of a small classifier of fruit, 64x64 pixels (no FID).",
+)
+CLASSIFIER = FLAGS.string(
+    "classifier", None, "With --features=demo: folder of another classifier (docs/evaluation.md)."
 )
 BATCH_SIZE = FLAGS.integer(
     "batch_size",
@@ -120,11 +132,15 @@ class Evaluation:
         """How everything was computed."""
         protocol, job = PROTOCOLS[PROTOCOL.value], self.comparison
         described = {"name": PROTOCOL.value, **protocol.describe(SPLIT_SIZE.value)}
+        if FEATURES.value == DEMO:
+            described = protocols.DEMO
         found = {"protocol": described, "samples": self.samples.describe()}
         if job:
             found["reference"] = job.reference.describe()
             found["extractor"] = job.network and job.network.identity
             found["metrics"] = list(job.metrics)
+        if recipe := RECIPE.describe():
+            found["recipe"] = recipe
         if self.pairs:
             found |= {
                 "full": self.pairs.full.describe(),
@@ -139,6 +155,7 @@ class Evaluation:
 
 def resolve() -> Evaluation:
     """Check every flag and every file. Nothing is compiled or written."""
+    _check_features()
     asked, mesh = _asked(), _mesh()
     if not (REFERENCE.value or FULL.value):
         raise UserError(
@@ -148,11 +165,21 @@ def resolve() -> Evaluation:
     if STATISTICS.value:
         check_new_file(STATISTICS.value, overwrite=False, flag="--save_statistics")
     samples = inputs.open_set("--samples", SAMPLES.value)
+    of_recipe = _recipe_remarks(samples)
     comparison = _comparison(samples, asked) if REFERENCE.value else None
     paired = _pairs(samples, asked) if FULL.value else None
-    remarks = comparison.remarks if comparison else ()
+    remarks = (*(comparison.remarks if comparison else ()), *of_recipe)
     batch_size = BATCH_SIZE.value or extractors.usual_batch(mesh.data)
     return Evaluation(samples, comparison, paired, batch_size, mesh, remarks)
+
+
+def _recipe_remarks(samples: Set) -> list[str]:
+    """What to know of the recipe, if there is one; `UserError` unless the samples are of it."""
+    if (recipe := RECIPE.recipe) is None:
+        return []
+    if samples.pictures is not None:
+        recipe.check_samples(samples.where, samples.pictures.count, samples.labels)
+    return RECIPE.remarks(recipe.report_remarks(samples.report))
 
 
 def _asked() -> tuple[str, ...]:
@@ -161,7 +188,14 @@ def _asked() -> tuple[str, ...]:
     with about(METRICS):
         for name in names:
             choose("metric", name, protocols.METRICS)
+    mine = FEATURES.value
     for name in names:
+        other = [whose for whose, held in protocols.BY_FEATURES.items() if name in held]
+        if other and mine not in other:
+            raise UserError(
+                f"{name} is of --features={other[0]}: --features={mine} gives"
+                f" {', '.join(protocols.BY_FEATURES[mine])}"
+            )
         if name in PAIRED and not FULL.value:
             raise UserError(f"{name} compares pictures one by one: give --full=DIR")
         if name not in PAIRED and not REFERENCE.value:
@@ -191,18 +225,33 @@ def _comparison(samples: Set, asked: tuple[str, ...]) -> Comparison | None:
         raise UserError(f"--reference is given, but none of --metrics={','.join(asked)} uses it")
     reference = inputs.open_set("--reference", REFERENCE.value)
     protocol = PROTOCOLS[PROTOCOL.value]
-    network, name = None, FEATURES.value
-    if INCEPTION.value or name != "inception":  # files of statistics are compared without one
-        network = extractors.EXTRACTORS[name](INCEPTION.value, protocol.path)
+    network, name, folder = None, PROTOCOL.value, INCEPTION.value
+    metrics = protocol.metrics
+    if FEATURES.value == DEMO:
+        name, folder, metrics = DEMO, CLASSIFIER.value, protocols.BY_FEATURES[DEMO]
+    if folder or name == DEMO:  # files of statistics are compared without one
+        network = extractors.EXTRACTORS[FEATURES.value](folder, protocol.path)
     return sets.compare(
         samples,
         reference,
         network,
-        wanted or protocol.metrics,
+        wanted or metrics,
         asked=bool(wanted),
         split_size=SPLIT_SIZE.value,
-        protocol=PROTOCOL.value,
+        protocol=name,
     )
+
+
+def _check_features() -> None:
+    """Refuse flags of other features than those that are compared."""
+    theirs = (CLASSIFIER,) if FEATURES.value != DEMO else (PROTOCOL, SPLIT_SIZE, INCEPTION)
+    for holder in theirs:
+        if holder.present:
+            other = {True: "inception", False: DEMO}[FEATURES.value == DEMO]
+            raise UserError(
+                f"--{holder.name} belongs to --features={other}, --features={FEATURES.value} is"
+                " asked for: leave out one of them"
+            )
 
 
 def _pairs(samples: Set, asked: tuple[str, ...]) -> Pairs:
@@ -240,7 +289,7 @@ def compute(job: Evaluation, store: BatchStore) -> dict:
 def main(argv) -> None:
     job = resolve()
     print(*job.remarks, sep="\n", file=sys.stderr)
-    stem = f"evaluate-{PROTOCOL.value}"
+    stem = f"evaluate-{DEMO if FEATURES.value == DEMO else PROTOCOL.value}"
     store = OUT.open(stem, job.describe(), job.series())
     with store.working():
         content = compute(job, store)

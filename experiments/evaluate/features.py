@@ -17,7 +17,9 @@ from varjax.evaluation.statistics import NEIGHBOURS, Gaussian, Moments
 from varjax.progress import Progress
 
 LEAST_CHUNK = 256  # pictures of a file of finished features
-DISTANCES = {"fid": "pool", "sfid": "spatial"}  # by the features that they compare
+# of distances, the features that they compare
+DISTANCES = {"fid": "pool", "sfid": "spatial", "demo_frechet": "pool"}
+AGREEMENT = "class_agreement"
 NEIGHBOURHOODS = ("precision", "recall")
 BLOCK = 2048  # rows that moments take at a time
 
@@ -38,6 +40,10 @@ def needed(metric: str, is_sample: bool, of: Set) -> str | None:
         feature = "pool"
     if metric == "is":
         feature = "logits" if is_sample else None
+    if metric == AGREEMENT:
+        if is_sample and of.labels is None:
+            raise UserError(f"the classes asked for (`arr_1`) are needed, {of.where} has none")
+        return "logits" if of.labels is not None else None  # of a reference: for comparison
     if feature and of.pictures is None:
         raise UserError(f"pictures are needed, and {of.where} holds statistics alone")
     least = NEIGHBOURS + 1 if metric in NEIGHBOURHOODS else 2

@@ -9,7 +9,15 @@ import numpy as np
 
 from varjax.errors import UserError, some
 from varjax.evaluation import references
-from varjax.evaluation.pictures import ARRAY, PictureArray, PictureFolder, Pictures, file_digest
+from varjax.evaluation.pictures import (
+    ARRAY,
+    PACKED,
+    PackedPictures,
+    PictureArray,
+    PictureFolder,
+    Pictures,
+    file_digest,
+)
 from varjax.evaluation.references import Statistics
 from varjax.progress import Progress
 from varjax.storage import npz
@@ -41,7 +49,9 @@ class Set:
 
     @property
     def labels(self) -> np.ndarray | None:
-        """The class of every picture, in the order of the pictures."""
+        """The class of every picture, in the order of the pictures; of texts there are none."""
+        if self.report is not None and "text" in self.report:
+            return None
         return getattr(self.pictures, "labels", None)
 
     def describe(self) -> dict:
@@ -97,19 +107,27 @@ def _of_folder(flag: str, folder: pathlib.Path) -> Set:
             f"{flag}: {folder} is the folder of a run, but {SAMPLES} is missing: name the folder of"
             " its pictures, or run it again"
         )
-    progress = Progress(f"{folder}: checked picture", 0, every=5.0)
+    pictures = PictureFolder(folder, _reporter(folder))
+    return Set(str(folder), "folder of pictures", pictures.sha256, pictures)
+
+
+def _reporter(where: pathlib.Path):
+    """Reports how many pictures are checked, of large sets."""
+    progress = Progress(f"{where}: checked picture", 0, every=5.0)
 
     def report(done: int, total: int) -> None:
         progress.total = total
         if total > 1000:
             progress.update(done)
 
-    pictures = PictureFolder(folder, report)
-    return Set(str(folder), "folder of pictures", pictures.sha256, pictures)
+    return report
 
 
 def _of_file(flag: str, path: pathlib.Path) -> Set:
     held = npz.names(path)
+    if set(PACKED) <= set(held):
+        packed = PackedPictures(path, _reporter(path))
+        return Set(str(path), "npz file of packed pictures", packed.sha256, packed)
     statistics = references.read(path)
     pictures = PictureArray(path) if ARRAY in held else None
     if pictures is None and statistics is None:

@@ -15,7 +15,6 @@ from varjax import metrics
 from varjax.errors import UserError, about
 from varjax.evaluation import pixels
 from varjax.evaluation.extractors import Network, Program
-from varjax.evaluation.lpips import check_size
 from varjax.evaluation.pictures import paired
 from varjax.progress import Progress
 from varjax.storage import npz
@@ -63,7 +62,7 @@ def pair(samples: Set, full: Set, wanted: tuple[str, ...], network: Network | No
         )
     if network is not None:
         with about(samples.where):
-            check_size(network.module.config, *samples.pictures.size)
+            network.check_size(*samples.pictures.size)
     return Pairs(samples, full, places, wanted, network, _tokens(samples, full))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from experiments.evaluate import features
 from experiments.evaluate.inputs import Set
 from experiments.output import BatchStore
-from varjax.errors import UserError
+from varjax.errors import UserError, about
 from varjax.evaluation import references
 from varjax.evaluation.extractors import WHERE_INCEPTION, Network
 from varjax.evaluation.statistics import (
@@ -85,6 +85,8 @@ def compare(
     _check_dimensions(samples, reference)
     if "is" in kept:
         remarks += order_remarks(samples, split_size)
+    for side in sides.values() if network else ():
+        _check_pictures(side, network, kept)
     ordered = {name: tuple(sorted(found)) for name, found in wanted.items()}
     return Comparison(
         samples, reference, network, tuple(kept), ordered, split_size, notes, tuple(remarks)
@@ -96,13 +98,29 @@ def _side_remarks(name: str, side: Set, network: Network | None, notes, kept) ->
     if side.statistics is not None:
         side.statistics.check(side.where, network.widths if network else {}, notes)
         return side.statistics.remarks(side.where)
-    if "fid" in kept and side.pictures.count <= network.widths["pool"]:
+    pooled = [metric for metric in kept if features.DISTANCES.get(metric) == "pool"]
+    if pooled and side.pictures.count <= network.widths["pool"]:
+        distance = {"fid": "FID"}.get(pooled[0], "the distance")
         return [
             f"{name}: {side.pictures.count} pictures are not more than the"
-            f" {network.widths['pool']} features: the covariance is singular and FID has a"
-            " large bias; never compare FID at different counts"
+            f" {network.widths['pool']} features: the covariance is singular and {distance} has a"
+            f" large bias; never compare {distance} at different counts"
         ]
     return []
+
+
+def _check_pictures(of: Set, network: Network, kept) -> None:
+    """`UserError` for pictures that the network does not take, or classes that it does not know."""
+    if of.pictures is None:
+        return
+    with about(of.where):
+        network.check_size(*of.pictures.size)
+        if features.AGREEMENT in kept and of.labels is not None:
+            known, found = network.widths["logits"], (of.labels.min(), of.labels.max())
+            if found[0] < 0 or found[1] >= known:
+                raise UserError(
+                    f"labels {found[0]} to {found[1]}: the classifier knows 0 to {known - 1}"
+                )
 
 
 def _check_dimensions(samples: Set, reference: Set) -> None:
@@ -146,6 +164,10 @@ def measure(job: Comparison, store: BatchStore) -> dict:
         scores = score.scores()
         found[KEYS["is"]] = float(scores.mean())
         found[f"{KEYS['is']}_std"] = float(scores.std())
+    if features.AGREEMENT in job.metrics:
+        for name, side in job.sides.items():
+            if side.labels is not None:
+                found[_agreement_key(name)] = _agreement(store, name, side.labels)
     asked = [metric for metric in features.NEIGHBOURHOODS if metric in job.metrics]
     if asked:
         ours, theirs = (features.whole(store, name, "pool") for name in job.sides)
@@ -153,6 +175,18 @@ def measure(job: Comparison, store: BatchStore) -> dict:
         result = precision_recall(theirs, ours, report=progress.update)
         found |= {metric: getattr(result, metric) for metric in asked}
     return found
+
+
+def _agreement_key(side: str) -> str:
+    return features.AGREEMENT + ("" if side == "samples" else f"_{side}")
+
+
+def _agreement(store: BatchStore, name: str, labels: np.ndarray) -> float:
+    """Part of the pictures that the classifier takes for the class they were asked for."""
+    right = 0
+    for index, arrays in store.batches(name):
+        right += int((arrays["logits"].argmax(1) == labels[index]).sum())
+    return right / len(labels)
 
 
 def _gaussian(job: Comparison, store: BatchStore, name: str, feature: str) -> Gaussian:

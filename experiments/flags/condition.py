@@ -59,28 +59,33 @@ def _given(*holders) -> list[str]:
 
 
 class LabelFlags:
-    """--labels, and --num_images where a command has no --num_samples."""
+    """--labels, and --num_images and --images_per_class where a command has no --num_samples."""
 
     words = "is class-conditional; choose images with --labels or --num_images"
 
     def __init__(self, flags: CommandFlags, samples):
         self._samples = samples
         self._labels = flags.string("labels", None, "Class numbers, one image each: 3,7,7.")
-        self._num_images = None
+        self._num_images = self._each = None
         if samples is None:
             self._num_images = flags.integer(
                 "num_images", None, "Number of images, over all classes in turn."
             )
+            self._each = flags.integer(
+                "images_per_class", None, "So many images of every class, in turn.", lower_bound=1
+            )
 
     def given(self) -> list[str]:
-        return _given(self._labels, self._num_images)
+        return _given(self._labels, self._num_images, self._each)
 
     def resolve(self, model: Model, weights: bool) -> Labels:
         chosen = self._chosen(model.num_classes)
         return Labels.of(chosen, model.num_classes, model.class_names)
 
     def _chosen(self, num_classes: int):
-        counts = _given(self._num_images, self._samples)
+        counts = _given(self._num_images, self._each, self._samples)
+        if len(counts) > 1:
+            raise UserError(f"--{counts[0]} and --{counts[1]} exclude each other: keep one of them")
         if counts and self._labels.present:
             raise UserError(
                 f"--labels and --{counts[0]} exclude each other: labels already say how many "
@@ -96,7 +101,10 @@ class LabelFlags:
         if self._samples is not None:
             turn = np.arange(self._samples.value) / self._samples.value
             return np.floor(turn * num_classes).astype(np.int32)
-        return np.arange(_number(self._num_images.value, num_classes)) % num_classes
+        wanted = self._num_images.value
+        if wanted is None and self._each.value:
+            wanted = self._each.value * num_classes
+        return np.arange(_number(wanted, num_classes)) % num_classes
 
 
 def _number(asked: int | None, num_classes: int) -> int:

@@ -42,6 +42,12 @@ class ModelFlags:
         if shape and any(holder.value for holder in others):
             raise UserError(f"{shape[0]}: {given[0]} says the schedule already, leave it out")
 
+    def named(self) -> Model:
+        """What is named, whatever shape its pictures are to have."""
+        self.check_alone()
+        holders = (holder for holder in (self._model, self._checkpoint) if holder is not None)
+        return describe(next((holder.value for holder in holders if holder.value), None))
+
     def resolve(self, *, weights: bool = True, otherwise: str = "") -> Model:
         """The model, its weights not loaded yet; the embedded demo if none is named. weights:
         refuse published names, which have none here. otherwise: another way out."""

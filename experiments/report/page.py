@@ -34,7 +34,7 @@ def build(
     count: int,
 ) -> str:
     """The page as HTML. `count`: so many of the sweep's samples are shown."""
-    full = samples[tables.FULL]
+    full, columns = samples[tables.FULL], tables.shown(report)
     budgets = sorted({cell["budget"] for cell in report["cells"]} - {None}) or USUAL_BUDGETS
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
@@ -47,13 +47,14 @@ def build(
     return environment.get_template("page.html").render(
         report=report,
         facts=facts(report, calibration),
-        header=tables.HEADER[:-1],
-        rows=[(row["status"], tables.cells_as_text(row)) for row in tables.rows(report)],
-        differences_header=tables.DIFFERENCES_HEADER,
+        header=tables.header(report)[:-1],
+        rows=[(row["status"], tables.cells_as_text(row, columns)) for row in tables.rows(report)],
+        differences_header=tables.differences_header(report),
         differences=tables.differences_as_text(report),
         intervals=any(key.endswith("_low") for row in tables.rows(report) for key in row),
         budgets=[f"{share:g}" for share in budgets],
         fidelity=charts.fidelity(report),
+        judged=[metric.name for metric in columns if metric.is_judged],
         legend=charts.labels(report),
         names=report["sample_names"][:count],
         full=[data_uri(image) for image in full[:count]],
@@ -92,6 +93,9 @@ def _tiles(cell: dict, samples: dict[str, np.ndarray], count: int) -> Iterator[d
     for i, image in enumerate(samples[cell["samples"]][:count]):
         psnr = "identical" if close["psnr"][i] == math.inf else f"{close['psnr'][i]:.1f} dB"
         numbers = f"{psnr}, SSIM {close['ssim'][i]:.3f}, KL {close['kl'][i]:.3g}"
+        numbers += f", LPIPS {close['lpips'][i]:.3f}" if "lpips" in close else ""
+        if not close.get("class_agreement", [1.0] * count)[i]:
+            numbers += ", taken for another class"
         yield shared | {"image": i, "picture": data_uri(image), "numbers": numbers}
 
 

@@ -156,6 +156,7 @@ def check_cell(row: dict, geometry: Geometry, place: str) -> None:
     """Raise `Damaged` unless sizes, times, tokens and fidelity of a cell that has run are there."""
     check_sizes(row, geometry, place)
     check(row, COMPARED, place)
+    check_judged(row["samples_fidelity"], f"{place}.samples_fidelity")
     check_fidelity(row, place)
 
 
@@ -168,6 +169,12 @@ def check_sizes(row: dict, geometry: Geometry, place: str) -> None:
     for name in IN_USE:
         if [len(counts) for counts in row[name]] != [layers] * scales:
             raise Damaged(f"{place}.{name} is not {scales} lists of {layers} numbers")
+
+
+def check_judged(found: dict, place: str) -> None:
+    """Likewise of what networks judged, where there were any."""
+    known = [name for name in tables.JUDGED if name in found]
+    check(found, {name: ["a number or infinite"] for name in known}, place)
 
 
 def check_fidelity(row: dict, place: str) -> None:
@@ -188,7 +195,9 @@ def check_samples(report: dict, samples: dict[str, np.ndarray]) -> None:
         found = pictures(samples, cell["samples"])
         if found.shape != full.shape:
             raise Damaged(f"{cell['samples']} has shape {found.shape}, {full.shape} is expected")
-        if any(len(cell["samples_fidelity"][name]) != len(full) for name in SHOWN_PER_IMAGE):
+        numbers = cell["samples_fidelity"]
+        names = {*SHOWN_PER_IMAGE, *(name for name in tables.JUDGED if name in numbers)}
+        if any(len(numbers[name]) != len(full) for name in names):
             raise Damaged(f"{len(full)} images of {cell['label']}, other counts in {REPORT}")
 
 

@@ -4,6 +4,7 @@
     python -m experiments.run --policy=streaming --budget=0.1 --compare
     python -m experiments.run --model=infinity-8b --policy=headkv --batch_size=8 --dry_run
     python -m experiments.run --checkpoint=DIR --prompt="a red apple" --aspect=1.5 --size=0.25M
+    python -m experiments.run --checkpoint=DIR --recipe=var-fid50k --policy=headkv --out=DIR
 
 Writes grid.png, samples.npz (arr_0 uint8 images, arr_1 labels or prompt numbers), report.json and,
 with --save_arrays, arrays.npz into --out (default: a new folder under results/); from prompts also
@@ -15,28 +16,32 @@ import sys
 
 import numpy as np
 
+from experiments import judges
 from experiments.flags.condition import ConditionFlags
 from experiments.flags.model import ModelFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
 from experiments.flags.program import ProgramFlags
 from experiments.flags.sampling import SamplingFlags
 from experiments.generation import Run
+from experiments.judges import Judges
 from experiments.output import BatchStore, FolderFlags
+from experiments.recipes.recipe import RecipeFlag
 from experiments.run import results as run_results
 from varjax import api
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags, about
+from varjax.conditions import Condition
 from varjax.errors import UserError, some
-from varjax.evaluation import extractors
-from varjax.evaluation.extractors import Network
-from varjax.evaluation.lpips import check_size
 from varjax.generator import Generator
 from varjax.model import Model
 from varjax.progress import Progress
 from varjax.storage import npz
 
+LARGEST_SIDE = 2**13  # pixels of a picture that is resized
+
 FLAGS = CommandFlags()
 MODEL = ModelFlags(FLAGS, published="Published name, with --dry_run: plan without weights")
+RECIPE = RecipeFlag(FLAGS, "run")
 POLICY = PolicyFlags(FLAGS)
 CONDITION = ConditionFlags(FLAGS)
 SAMPLING = SamplingFlags(FLAGS)
@@ -48,6 +53,14 @@ LPIPS = FLAGS.string(
 )
 SAVE_ARRAYS = FLAGS.boolean(
     "save_arrays", False, "Also write arrays.npz: tokens, code map, images, logits."
+)
+RESIZE = FLAGS.integer(
+    "resize",
+    None,
+    "Side of the pictures that are written, by torch's bicubic interpolation without antialiasing "
+    "(LlamaGen's evaluation); default: as they are drawn.",
+    lower_bound=8,
+    upper_bound=LARGEST_SIDE,
 )
 DRY_RUN = FLAGS.boolean("dry_run", False, "Print the plan and predicted bytes; allocate nothing.")
 SHAPES = {"tokens": "int [N, L]", "bits": "uint8 [N, L of the image tokenizer, bits of a code]"}
@@ -67,6 +80,8 @@ OUT = FolderFlags(FLAGS)
 def resolve() -> Run:
     """Check every flag and plan the cache. Nothing is compiled, allocated or written."""
     dry_run = DRY_RUN.value
+    if recipe := RECIPE.recipe:
+        recipe.check_model(MODEL.named())
     model = MODEL.resolve(weights=not dry_run, otherwise="add --dry_run, or ")
     condition = CONDITION.resolve(model, weights=not dry_run)
     policy = POLICY.resolve()
@@ -76,12 +91,13 @@ def resolve() -> Run:
     program = PROGRAM.resolve(model)
     PROGRAM.check_plan(plan, program.mesh)
     given_tokens, given_scales = read_given(model, len(condition))
+    batch_size = PROGRAM.batch_size(program, model, plan, condition, dry_run=dry_run)
     return Run(
         model=model,
         condition=condition,
         sampling=sampling,
         seed=SAMPLING.seed,
-        batch_size=PROGRAM.batch_size(program, model, plan, condition, dry_run=dry_run),
+        batch_size=batch_size,
         program=program,
         policy=policy,
         plan=plan,
@@ -90,22 +106,32 @@ def resolve() -> Run:
         given_tokens=given_tokens,
         given_scales=given_scales,
         calibration=None if calibration is None else calibration.digest,
-        remarks=tuple(plan_remarks(plan, calibration)),
-        lpips=_lpips(model),
+        remarks=(*plan_remarks(plan, calibration), *_recipe_remarks(model, condition)),
+        judges=_judges(model, batch_size) if not dry_run else Judges(),
+        resize=RESIZE.value,
+        recipe=RECIPE.describe(),
     )
 
 
-def _lpips(model: Model) -> Network | None:
-    """The network of --lpips, which has to take the model's pictures."""
-    if not LPIPS.value:
-        return None
-    with about(LPIPS):
-        if not COMPARE.value:
+def _recipe_remarks(model: Model, condition: Condition) -> list[str]:
+    """What to know of the recipe, if there is one, and of this run beside it."""
+    if (recipe := RECIPE.recipe) is None:
+        return []
+    classes = model.num_classes if model.condition == "labels" else None
+    mine = recipe.model_remarks(model)
+    if classes or not DRY_RUN.value:  # which needs no prompts
+        mine += recipe.count_remarks(condition, classes)
+    return RECIPE.remarks(mine)
+
+
+def _judges(model: Model, batch_size: int) -> Judges:
+    """The networks that compare pictures, if they are compared."""
+    if COMPARE.value:
+        return judges.of_model(model, LPIPS, batch_size, RESIZE.value)
+    if LPIPS.value:
+        with about(LPIPS):
             raise UserError("it compares with the full cache: add --compare, or leave it out")
-        network, (height, width, _) = extractors.open_lpips(LPIPS.value), model.code_map
-        scale = model.codec.config.downsample
-        check_size(network.module.config, height * scale, width * scale)
-        return network
+    return Judges()
 
 
 def read_given(model: Model, num_images: int) -> tuple[np.ndarray | None, int | None]:

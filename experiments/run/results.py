@@ -19,9 +19,9 @@ from experiments.prompts.condition import Text, text_tokens
 from experiments.prompts.layouts import write_images
 from experiments.work_folder import PIXELS
 from varjax import metrics
+from varjax.codecs.maps import bicubic_matrix
 from varjax.engine import memory, program
 from varjax.errors import MissingExtra
-from varjax.evaluation.extractors import Program
 from varjax.generator import Generator
 from varjax.io import images
 from varjax.io.json_text import json_text
@@ -37,11 +37,20 @@ def kept(run: Run, results: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What is stored of a batch: images as bytes unless exact ones are asked for. `UserError` if
     they hold what no picture can, which must not be found out when all are drawn."""
     images.check_finite(results["images"])
+    if run.resize:
+        results = results | {"images": _resized(results["images"], run.resize)}
     if run.save_arrays:
         names = ("images", "tokens", "code_map", "logits")
         return {name: results[name] for name in names if name in results}
     exact = results["images"] if run.compare else images.to_uint8(results["images"])
     return {"images": exact, "tokens": results["tokens"]}
+
+
+def _resized(pictures: np.ndarray, side: int) -> np.ndarray:
+    """float32 [B, side, side, 3] in 0..1, as torch's bicubic interpolation without antialiasing."""
+    rows, columns = (bicubic_matrix(length, side) for length in pictures.shape[1:3])
+    found = np.einsum("bhwc,ih,jw->bijc", pictures, rows, columns, optimize=True)
+    return np.clip(found, 0, 1).astype(np.float32)
 
 
 def series_of(run: Run) -> dict[str, Series]:
@@ -51,6 +60,7 @@ def series_of(run: Run) -> dict[str, Series]:
     tokens = run.model.transformer.no_tokens(1)[0]
     height, width, _ = run.model.code_map
     pixels = (*(side * run.model.codec.config.downsample for side in (height, width)), 3)
+    pixels = (run.resize, run.resize, 3) if run.resize else pixels
     exact = run.compare or run.save_arrays
     arrays = {"images": (floats if exact else np.dtype(np.uint8), pixels)}
     arrays["tokens"] = tokens.dtype, tokens.shape
@@ -142,6 +152,7 @@ def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
         **run.describe(),
         "num_images": len(run.condition),
         "resumed": store.resumed,
+        "recipe": run.recipe,
         **environment(),
         "kv": {
             **cache_report(generator, run.program.dense_dtype),
@@ -174,26 +185,22 @@ def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
         "layers_used": generator.layers,
     }
     if run.compare:
-        pairs = zip(store.batches("main"), store.batches("full"), strict=True)
-        found = metrics.joined(metrics.per_image(full, mine) for (_, mine), (_, full) in pairs)
-        report["fidelity"] = closeness(found)
-        if run.lpips is not None:
-            report["fidelity"] |= perceptual(run, store)
+        report["fidelity"] = compared(run, store)
     return report
 
 
-def perceptual(run: Run, store: BatchStore) -> dict:
-    """LPIPS of the pictures as they are written, against those of the full cache: mean, standard
-    deviation, and which network it is."""
-    program, values = None, []
-    for (_, mine), (_, full) in zip(store.batches("main"), store.batches("full"), strict=True):
-        pairs = [images.to_uint8(batch["images"]) for batch in (full, mine)]
-        program = program or Program(run.lpips, pairs[0].shape[1:3], run.batch_size)
-        starts = range(0, len(pairs[0]), program.batch_size)
-        parts = (tuple(x[i : i + program.batch_size] for x in pairs) for i in starts)
-        values += [arrays["layers"].astype(np.float64).sum(1) for arrays in program.over(parts)]
-    found = np.concatenate(values)
-    return {"lpips": found.mean(), "lpips_std": found.std(), "lpips_network": run.lpips.identity}
+def compared(run: Run, store: BatchStore) -> dict:
+    """The report's `fidelity`: pictures and tokens against those of the full cache; networks judge
+    the pictures as they are written."""
+    found, of_full, labels = [], [], run.condition.numbers
+    for (index, mine), (_, full) in zip(store.batches("main"), store.batches("full"), strict=True):
+        close = metrics.per_image(full, mine)
+        pictures = [images.to_uint8(batch["images"]) for batch in (full, mine)]
+        found.append(close | run.judges.numbers(*pictures, labels[index]))
+        if (agrees := run.judges.agreement(pictures[0], labels[index])) is not None:
+            of_full.append(agrees)
+    whole = {"class_agreement_full": float(np.concatenate(of_full).mean())} if of_full else {}
+    return closeness(metrics.joined(found)) | whole | run.judges.describe()
 
 
 def decoded_at_once(run: Run) -> int:
@@ -281,9 +288,15 @@ def table(report: dict, out: pathlib.Path) -> str:
         ("time per image", "-" if steady is None else f"{steady:.3f} s"),
     ]
     close = report.get("fidelity", {})
-    rows += [(m.label, m.show(close[key])) for key, m in METRICS.items() if key in close]
-    rows += [("LPIPS to full cache", f"{close['lpips']:.4f}")] if "lpips" in close else []
+    rows += [(m.label, _shown(m, close)) for key, m in METRICS.items() if key in close]
     return _columns([*rows, ("written to", str(out))])
+
+
+def _shown(metric: metrics.Metric, close: dict) -> str:
+    """A number and, where it is no distance to the full cache, that of the full cache."""
+    full = close.get(f"{metric.key}_full")
+    of_full = "" if full is None else f" (full cache: {metric.show(full)})"
+    return metric.show(close[metric.key]) + of_full
 
 
 def _columns(rows: list[tuple[str, str]]) -> str:

@@ -5,6 +5,7 @@
         --budgets=0.1,0.25 --num_images=16 --out=DIR
     python -m experiments.sweep --checkpoint=DIR --policies=all --calibration=CAL.json --out=DIR
     python -m experiments.sweep --checkpoint=DIR --prompts=FILE.txt --size=0.25M --out=DIR
+    python -m experiments.sweep --checkpoint=DIR --lpips=DIR --out=DIR
 
 Every row is a policy, with arguments after a colon, joined by +, if it is to differ from its
 defaults: `streaming:sinks=3+block_size=8`. `all` stands for every policy with its defaults (but
@@ -14,8 +15,9 @@ long as it can at another.
 
 Measured against the full cache on the same seeds: PSNR, SSIM and equal tokens of images drawn
 freely, the KL divergence of the logits (nats per token) with the full cache's tokens forced, bytes
-of the cache, seconds per image. Means come with 95 % intervals, and with the difference to the best
-policy of the same budget, image by image.
+of the cache, seconds per image; with --lpips LPIPS; of the demo, and of models that have a
+classifier (docs/evaluation.md), class agreement and the distance of its features. Means come with
+95 % intervals, and with the difference to the best policy of the same budget, image by image.
 
 Writes sweep.md, sweep.csv, sweep.json, fidelity.png, what `experiments.report` shows besides
 (samples.npz, images; calibration.json, a copy of the calibration if one was used) into --out
@@ -26,6 +28,7 @@ again with the same settings; policies and budgets may change.
 import pathlib
 import sys
 
+from experiments import judges
 from experiments.flags.condition import ConditionFlags
 from experiments.flags.model import ModelFlags
 from experiments.flags.policy import calibration_flag, policy_module_flag
@@ -60,6 +63,7 @@ CONDITION = ConditionFlags(FLAGS)
 SAMPLES = FLAGS.integer(
     "samples", 8, "So many of the first images are kept for the report.", lower_bound=1
 )
+LPIPS = FLAGS.string("lpips", None, judges.LPIPS_HELP)
 SAMPLING = SamplingFlags(FLAGS)
 PROGRAM = ProgramFlags(FLAGS)
 FLAGS.compilation_cache()
@@ -81,18 +85,20 @@ def resolve() -> Sweep:
     if CALIBRATION.value and not used:
         raise UserError("none of the policies uses a calibration: leave out --calibration")
     full, program = api.plan(geometry), PROGRAM.resolve(model)
+    batch_size = PROGRAM.batch_size(program, model, full, condition)
     return Sweep(
         model=model,
         condition=condition,
         sampling=sampling,
         seed=SAMPLING.seed,
-        batch_size=PROGRAM.batch_size(program, model, full, condition),
+        batch_size=batch_size,
         program=program,
         cells=cells,
         full=Cell("full", "full", full.budget, full),
         samples=min(SAMPLES.value, len(condition)),
         calibration=path if used else None,
         calibration_digest=calibration.digest if used else None,
+        judges=judges.of_model(model, LPIPS, batch_size),
     )
 
 

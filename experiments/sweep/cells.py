@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 
-from experiments import batch_files
+from experiments import batch_files, judges
 from experiments.generation import cache_report, time_report
 from experiments.output import BatchStore
 from experiments.sweep import stored as stored_cells
@@ -139,6 +139,9 @@ class Runner:
         self.full.time()
         samples = images.to_uint8(pictures[: sweep.samples])
         row = describe_cell(sweep, sweep.full, self.full.generator)
+        agrees = sweep.judges.agreement(images.to_uint8(pictures), sweep.condition.numbers)
+        if agrees is not None:
+            row["fidelity"] = {judges.AGREEMENT: float(agrees.mean())}
         self.keep(sweep.full, row, tokens=tokens, pictures=pictures, samples=samples)
         return {"tokens": tokens, "pictures": pictures}
 
@@ -161,11 +164,14 @@ class Runner:
         kept: list[np.ndarray] = []
         for index, results in program.batches():
             close = metrics.per_image({n: a[index] for n, a in reference.items()}, results)
-            pictures = results.pop("images")[: max(0, sweep.samples - int(index[0]))]
-            kept += [images.to_uint8(pictures)] if len(pictures) else []
+            mine, full = (
+                images.to_uint8(a) for a in (results.pop("images"), reference["images"][index])
+            )
+            close |= sweep.judges.numbers(full, mine, sweep.condition.numbers[index])
+            kept += [mine[: max(0, sweep.samples - int(index[0]))]]
             results.clear()  # or its logits would stay beside the forced ones
-            mine = program.forced_logits(tokens, index)
-            forced = ({"forced_logits": a} for a in (self._full_logits(tokens, index), mine))
+            logits = self._full_logits(tokens, index), program.forced_logits(tokens, index)
+            forced = ({"forced_logits": a} for a in logits)
             found.append(close | metrics.per_image(*forced))
         program.time()
         arrays = metrics.joined(found)

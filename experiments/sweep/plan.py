@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from experiments.generation import Generation, policy_arguments
+from experiments.judges import Judges
 from varjax.cache.allocation import Geometry
 from varjax.cache.plan import CachePlan
 from varjax.cache.planner import plan_cache
@@ -69,7 +70,7 @@ class Sweep(Generation):
     """A resolved sweep.
 
     full: the reference. samples: so many images are kept for the report. calibration: the file;
-    calibration_digest: its SHA-256.
+    calibration_digest: its SHA-256. judges: networks whose numbers are in the table.
     """
 
     cells: list[Cell]
@@ -77,11 +78,12 @@ class Sweep(Generation):
     samples: int
     calibration: pathlib.Path | None
     calibration_digest: str | None
+    judges: Judges = Judges()
 
     def describe(self) -> dict:
         """JSON-able content: what decides the results of every cell."""
         own = {"samples": self.samples, "calibration": self.calibration_digest}
-        return super().describe() | own
+        return super().describe() | own | self.judges.describe()
 
     def cell_generator(self, model: Model, cell: Cell) -> Generator:
         """The program of a cell. The full cache is never compressed."""

@@ -15,7 +15,7 @@ from experiments.sweep.plan import Cell, Sweep
 from varjax import metrics
 from varjax.errors import MissingExtra, require
 from varjax.io.json_text import json_text
-from varjax.metrics import METRICS
+from varjax.metrics import METRICS, Metric
 from varjax.storage.atomic import write_text
 
 FORMAT_VERSION = 1
@@ -24,10 +24,10 @@ CALIBRATION_COPY = "calibration.json"
 # Okabe and Ito's colours, told apart by the colour-blind (yellow left out: too light for lines)
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
 LONGEST_LABEL = 100  # characters of a policy's label in the plot
+JUDGED = tuple(key for key, metric in METRICS.items() if metric.is_judged)
 DEFINITIONS = {
     "planned, allocated": "bytes of the buffer that holds keys and values of one batch, as planned "
     "and as read off the compiled program; the percentage is of the full cache",
-    **metrics.definitions(),
     "s/image": "median over at least two runs after the first, pixels included; the program also "
     "returns its logits",
 }
@@ -41,7 +41,11 @@ PARTS = {  # of a cell of sweep.json, and what tables take from them
     ],
     "time": ["steady_s_per_image", "compile_s"],
 }
-NEW = tuple(n for n in PARTS["fidelity"] if n.endswith(("_low", "_high", "_difference")))
+NEW = tuple(
+    name
+    for name in PARTS["fidelity"]
+    if name.endswith(("_low", "_high", "_difference")) or name.removesuffix("_std") in JUDGED
+)
 CSV_FIELDS = (
     *"label policy budget status".split(),
     *PARTS["kv"],
@@ -50,16 +54,6 @@ CSV_FIELDS = (
     "note",
     *NEW,  # at the end: the place of the others is the same in all versions
 )
-HEADER = (
-    "policy",
-    "budget",
-    "KV planned",
-    "KV allocated",
-    *(metric.column for metric in METRICS.values()),
-    "s/image",
-    "note",
-)
-DIFFERENCES_HEADER = ("budget", "policy", *(metric.column for metric in METRICS.values()))
 
 
 # --- content ---
@@ -80,10 +74,37 @@ def content(sweep: Sweep, results: dict[str, dict]) -> dict:
         },
         **environment(),
         "sample_names": shown[: sweep.samples],
-        "definitions": DEFINITIONS | _explained(cells),
+        "definitions": _definitions(cells) | _explained(cells),
         "reference": results[sweep.full.key]["row"] | {"status": "done", "samples": FULL},
         "cells": cells,
     }
+
+
+def _definitions(cells: Sequence[dict]) -> dict[str, str]:
+    """What the columns mean."""
+    (first, planned), *last = DEFINITIONS.items()
+    return {first: planned, **metrics.definitions(_known(cells)), **dict(last)}
+
+
+def _known(cells: Sequence[dict]) -> list[Metric]:
+    """The metrics of a sweep: what networks judge only where some cell has it."""
+    held = {key for cell in cells for key in cell.get("fidelity", {})}
+    return [metric for key, metric in METRICS.items() if not metric.is_judged or key in held]
+
+
+def shown(report: dict) -> list[Metric]:
+    """The metrics that have a column, in their order."""
+    return _known((report["reference"], *report["cells"]))
+
+
+def header(report: dict) -> list[str]:
+    """Of the table."""
+    columns = [metric.column for metric in shown(report)]
+    return ["policy", "budget", "KV planned", "KV allocated", *columns, "s/image", "note"]
+
+
+def differences_header(report: dict) -> list[str]:
+    return ["budget", "policy", *(metric.column for metric in shown(report))]
 
 
 def _explained(cells: Sequence[dict]) -> dict[str, str]:
@@ -148,8 +169,8 @@ def csv_text(report: dict) -> str:
     return out.getvalue()
 
 
-def cells_as_text(row: dict) -> list[str]:
-    """A row of the table in the words of `HEADER`; what is not known is empty."""
+def cells_as_text(row: dict, columns: Sequence[Metric]) -> list[str]:
+    """A row of the table with these metrics (`shown`); what is not known is empty."""
     budget = "" if row["budget"] is None else f"{row['budget']:g}"
     planned = allocated = seconds = ""
     note = f"{row['status']}: {row['note']}"
@@ -159,11 +180,11 @@ def cells_as_text(row: dict) -> list[str]:
         )
         allocated += f" ({row['fraction']:.1%})"
         seconds, note = f"{row['steady_s_per_image']:.3f}", row["note"]
-    close = [_with_interval(metric, row, key) for key, metric in METRICS.items()]
+    close = [_with_interval(metric, row, metric.key) for metric in columns]
     return [row["label"], budget, planned, allocated, *close, seconds, note]
 
 
-def _with_interval(metric: metrics.Metric, row: dict, name: str) -> str:
+def _with_interval(metric: Metric, row: dict, name: str) -> str:
     """A mean and, where it is known, its interval: `26.08 dB [25.49, 26.68]`."""
     if name not in row:
         return ""
@@ -172,9 +193,9 @@ def _with_interval(metric: metrics.Metric, row: dict, name: str) -> str:
 
 
 def differences_as_text(report: dict) -> list[list[str]]:
-    """Rows of `DIFFERENCES_HEADER`: of cells that share their budget, by ascending budget."""
+    """Rows under `differences_header`: of cells that share their budget, by ascending budget."""
     found = [row for row in rows(report) if row["status"] == "done" and row["budget"] is not None]
-    table = []
+    table, columns = [], [metric.key for metric in shown(report)]
     for budget in sorted({row["budget"] for row in found}):
         rivals = [row for row in found if row["budget"] == budget]
         compared = [key for key in METRICS if any(f"{key}_difference" in r for r in rivals)]
@@ -186,18 +207,18 @@ def differences_as_text(report: dict) -> list[list[str]]:
             }
             if any(texts.values()):
                 table.append(
-                    [f"{budget:g}", row["label"], *(texts.get(key, "") for key in METRICS)]
+                    [f"{budget:g}", row["label"], *(texts.get(key, "") for key in columns)]
                 )
     return table
 
 
 def markdown_rows(report: dict) -> str:
     """The table alone."""
-    lines = []
+    lines, columns = [], shown(report)
     for row in rows(report):
-        label, *rest, note = cells_as_text(row)
+        label, *rest, note = cells_as_text(row, columns)
         lines.append([f"`{label}`", *rest, note.replace("|", "\\|").replace("\n", " ")])
-    return _markdown_table(HEADER, lines)
+    return _markdown_table(header(report), lines)
 
 
 def _markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -218,7 +239,7 @@ def markdown(report: dict) -> str:
     apart = [[share, f"`{label}`", *rest] for share, label, *rest in differences_as_text(report)]
     if apart:
         notes = [*notes, "", "Differences to the best cell of the same budget, image by image:", ""]
-        notes.append(_markdown_table(DIFFERENCES_HEADER, apart))
+        notes.append(_markdown_table(differences_header(report), apart))
     return "\n".join(["# Sweep", "", head, "", markdown_rows(report), "", *notes]) + "\n"
 
 
@@ -239,7 +260,7 @@ def write(
     np.savez(out / "samples.npz", **images)
     missing = None
     try:
-        plot(out / "fidelity.png", rows(report))
+        plot(out / "fidelity.png", rows(report)[1:], shown(report))
     except MissingExtra as error:
         missing = str(error)
     files = sorted({path.name for path in out.iterdir()} | {"sweep.json"})
@@ -260,14 +281,14 @@ def curves(table: Sequence[dict], metric: str) -> dict[str, list[tuple[float, ..
     return {label: sorted(points) for label, points in found.items()}
 
 
-def plot(path: pathlib.Path, table: Sequence[dict]) -> None:
+def plot(path: pathlib.Path, table: Sequence[dict], panels: Sequence[Metric]) -> None:
     """Fidelity against bytes, a panel per metric. `MissingExtra` without matplotlib."""
     need = {"extra": "eval", "purpose": "plotting"}
     require("matplotlib", **need).use("Agg")
     pyplot = require("matplotlib.pyplot", **need)
-    rows = -(-len(METRICS) // 2)
+    rows = -(-len(panels) // 2)
     figure, axes = pyplot.subplots(rows, 2, figsize=(11, 4 * rows), layout="constrained")
-    for metric, axis in zip(METRICS.values(), axes.flat, strict=False):
+    for metric, axis in zip(panels, axes.flat, strict=False):
         for number, (label, points) in enumerate(curves(table, metric.key).items()):
             sizes, values, *ends = zip(*points, strict=True)
             sizes, colour = np.array(sizes) / 2**20, COLOURS[number % len(COLOURS)]
@@ -279,7 +300,7 @@ def plot(path: pathlib.Path, table: Sequence[dict]) -> None:
         axis.set_ylabel(metric.unit)
         axis.set_ylim(bottom=0 if metric.from_zero else None)
         axis.grid(alpha=0.3)
-    for axis in axes.flat[len(METRICS) :]:
+    for axis in axes.flat[len(panels) :]:
         axis.remove()
     names = axes[0, 0].get_legend_handles_labels()
     if names[0]:

@@ -248,6 +248,7 @@ def refused(call, tmp_path, problem, *given):
 def test_wrong_flags(call, flags, networks, pictures, tmp_path):
     samples = f"--samples={pictures / 'samples.npz'}"
     lpips = f"--lpips={networks / 'lpips-alex'}"
+    demo = ("--features=demo", flags[0])
     for problem, *given in (
         ("--samples is required", *flags),
         ("there is nothing to compare with", samples),
@@ -269,7 +270,13 @@ def test_wrong_flags(call, flags, networks, pictures, tmp_path):
         ),
         ("--inception=DIR is needed: download pt_inception", samples, flags[0]),
         ("is no inception", samples, flags[0], f"--inception={networks / 'lpips-alex'}"),
-        ("no classifier of the demo's classes", samples, *flags, "--features=demo"),
+        ("--inception belongs to --features=inception", samples, *flags, "--features=demo"),
+        ("--classifier belongs to --features=demo", samples, *flags, "--classifier=x"),
+        ("there is no folder nowhere: train one", *demo, samples, "--classifier=nowhere"),
+        ("fid is of --features=inception", *demo, samples, "--metrics=fid"),
+        ("class_agreement is of --features=demo", samples, *flags, "--metrics=class_agreement"),
+        ("samples.npz has none", *demo, samples, "--metrics=class_agreement"),
+        ("pictures of 32x32 pixels: the classifier was trained on", *demo, samples),
         ("use data alone", samples, *flags, "--mesh=model=2"),
         ("a mesh of data=64,model=1 takes 64 devices", samples, *flags, "--mesh=data=64"),
         ("has 40 pictures, ", samples, f"--full={pictures / 'reference.npz'}", lpips),

@@ -96,7 +96,7 @@ def test_tables_show_them(tmp_path):
     assert tables.curves(tables.rows(report), "psnr")["policy0"] == [
         (100, row["psnr"], row["psnr_low"], row["psnr_high"])
     ]
-    tables.plot(tmp_path / "plot.png", tables.rows(report))
+    tables.plot(tmp_path / "plot.png", tables.rows(report), tables.shown(report))
 
 
 def test_a_single_image_has_none_and_the_table_says_so():
@@ -115,4 +115,6 @@ def test_cells_of_earlier_versions_have_none(tmp_path):
     intervals.add(cells, {})
     assert [cell["fidelity"] for cell in cells] == before
     assert tables.differences_as_text(report_of(cells)) == []
-    tables.plot(tmp_path / "plot.png", tables.rows(report_of(cells)))
+    tables.plot(
+        tmp_path / "plot.png", tables.rows(report_of(cells)), tables.shown(report_of(cells))
+    )

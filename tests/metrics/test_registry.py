@@ -8,11 +8,16 @@ from varjax import metrics
 
 
 def test_every_metric_is_in_every_table():
-    header, fields = list(tables.HEADER), list(tables.CSV_FIELDS)
+    report = {"reference": {}, "cells": [{}]}
+    header, fields = tables.header(report), list(tables.CSV_FIELDS)
     assert header[4:8] == ["PSNR to full", "SSIM", "equal tokens", "KL (nats)"]
     assert fields[9:15] == "psnr psnr_std ssim ssim_std token_agreement token_agreement_std".split()
     assert fields[15:18] == ["kl", "kl_std", "identical_images"]
-    assert list(tables.DEFINITIONS)[1:3] == ["PSNR, SSIM, equal tokens", "KL"]
+    assert header[8:] == ["s/image", "note"]  # and what networks judge, where they did
+    report["cells"][0] = {"fidelity": {"class_agreement": 1.0, "lpips": 0.1}}
+    assert tables.header(report)[8:10] == ["LPIPS", "class agreement"]
+    assert fields.index("lpips") > fields.index("note")
+    assert list(metrics.definitions())[:3] == ["PSNR, SSIM, equal tokens", "KL", "LPIPS"]
 
 
 def test_what_a_result_holds_decides_what_is_compared():

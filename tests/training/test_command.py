@@ -21,6 +21,7 @@ WRONG = {
     "seed": (["--seed=-1"], "--seed=-1 given: choose 0 to 2147483647"),
     "large seed": ([f"--seed={2**31}"], "--seed=2147483648 given"),
     "batch": (["--max_images=8", "--image_size=64"], "--vqvae_batch_size=16 given, but there are"),
+    "classifier": (["--stage=classifier", "--image_size=64"], "--classifier_batch_size=64 given"),
     "no out": (["--out="], "--out= is empty"),
     "no data": (["--data="], "--data= is empty"),
     "family": (["--family=lama"], "unknown model family 'lama': choose one of var, llamagen"),

@@ -1,5 +1,6 @@
 """Networks whose features are compared, by name, and the programs that run them over pictures."""
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,8 +14,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import UInt8
 
-from varjax.errors import UserError
-from varjax.evaluation import inception, lpips, resizing
+from varjax.errors import UserError, about
+from varjax.evaluation import classifier, inception, lpips, resizing
+from varjax.model import Model
 from varjax.models import parameters
 from varjax.parallel.sharding import make_mesh
 from varjax.parallel.split import AXES, MeshSpec
@@ -36,6 +38,12 @@ WHERE_LPIPS = (
     " name DIR"
 )
 
+DEMO_CLASSIFIER = ("demo_classifier", "classifier.json")  # what comes with varjax
+WHERE_CLASSIFIER = (
+    "train one with `python -m experiments.train --stage=classifier --data=PICTURES --out=RUN` and"
+    " name RUN/model"
+)
+
 
 @dataclass(frozen=True, eq=False)
 class Network:
@@ -43,7 +51,8 @@ class Network:
 
     name: of the extractor. identity: for reports; `sha256` is of its parameters. apply: (module,
     arrays [B, ...]) -> {feature: [B, n]}, traced. widths: n of every feature. largest_batch:
-    (height, width) -> pictures at a time that memory allows.
+    (height, width) -> pictures at a time that memory allows. check_size: (height, width), raises
+    `UserError` for pictures that it cannot take.
     """
 
     name: str
@@ -52,9 +61,10 @@ class Network:
     apply: Callable
     widths: Mapping[str, int]
     largest_batch: Callable[[int, int], int]
+    check_size: Callable[[int, int], None] = lambda height, width: None
 
 
-def _load(folder: str, part: str) -> tuple[nnx.Module, dict]:
+def _load(folder: str | Path, part: str) -> tuple[nnx.Module, dict]:
     """A network of `registry.OWN_FOLDER` and what identifies it."""
     parts, content = checkpoint.load(Path(folder), {part: "float32"})
     module = parts[part]
@@ -94,17 +104,66 @@ def open_inception(folder: str | None, path: str) -> Network:
     )
 
 
-def open_demo(folder: str | None, path: str) -> Network:
-    raise UserError(
-        "features=demo: this version has no classifier of the demo's classes yet: use"
-        " features=inception"
+def open_classifier(folder: str | Path | None = None, path: str | None = None) -> Network:
+    """A classifier that `experiments.train` has trained; None: of the demo's classes. Pictures are
+    not resized.
+
+    Raises:
+      UserError: there is no such checkpoint.
+    """
+    if folder and not Path(folder).exists():
+        raise UserError(f"there is no folder {folder}: {WHERE_CLASSIFIER}")
+    folder = folder or checkpoint.embedded(*DEMO_CLASSIFIER)
+    module, identity = _load(folder, "classifier")
+    config = module.config
+
+    def apply(network, images):
+        features = network.features(_unit(images))
+        return {"pool": features, "logits": network.logits(features)}
+
+    return Network(
+        "classifier",
+        module,
+        {"name": f"classifier of {config.num_classes} classes", "sha256": identity["sha256"]},
+        apply,
+        {"pool": config.widths[-1], "logits": config.num_classes},
+        classifier.batch_size,
+        partial(classifier.check_size, config),
     )
+
+
+def classifier_of(model: Model) -> Network | None:
+    """The classifier that judges the pictures of a model: the folder `classifier` of its
+    checkpoint, else the embedded one if these are its classes and its size; None: there is none.
+
+    Raises:
+      UserError: the checkpoint's own is of other pictures or classes.
+    """
+    if model.condition != "labels":
+        return None
+    size = tuple(side * model.codec.config.downsample for side in model.code_map[:2])
+    own = model.directory / "classifier" if model.directory else None
+    if own and own.is_dir():
+        found = open_classifier(own)
+        with about(own):
+            found.check_size(*size)
+            if found.widths["logits"] != model.num_classes:
+                known = f"it knows {found.widths['logits']} classes, {model.name} has"
+                raise UserError(f"{known} {model.num_classes}: train one on the model's classes")
+        return found
+    with contextlib.suppress(UserError):  # it is not installed
+        embedded = checkpoint.embedded(*DEMO_CLASSIFIER)
+        config = checkpoint.describe(embedded)[0]["classifier"].config
+        side, names = config.image_size, tuple(model.class_names or ())
+        if size == (side, side) and config.class_names == names:
+            return open_classifier(embedded)
+    return None
 
 
 # {name: (folder of its weights, path of resizing) -> network}
 EXTRACTORS: Mapping[str, Callable[[str | None, str], Network]] = {
     "inception": open_inception,
-    "demo": open_demo,
+    "demo": open_classifier,
 }
 
 
@@ -121,6 +180,7 @@ def open_lpips(folder: str) -> Network:
         lambda network, a, b: {"layers": network.layers(_unit(a), _unit(b))},
         {"layers": len(lpips.NETS[net])},
         partial(lpips.batch_size, module.config),
+        partial(lpips.check_size, module.config),
     )
 
 

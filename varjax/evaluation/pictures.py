@@ -21,6 +21,7 @@ from varjax.errors import UserError, require, some
 from varjax.storage import npz, ordinary
 
 ARRAY = "arr_0"
+PACKED = ("data", "offsets", "labels")
 LABELS, NUMBERS = "arr_1", "numbers"  # class of every picture; its number, if they are shuffled
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm")
 LARGEST_FILE = 2**28  # bytes of a picture
@@ -143,6 +144,57 @@ class PictureFolder:
         return found
 
 
+class PackedPictures:
+    """`data` (picture files one after another), `offsets` [N + 1] and `labels` [N] of an npz file,
+    as `experiments.train` takes them.
+
+    Raises:
+      UserError: as `PictureFolder`, or the arrays do not fit each other.
+    """
+
+    def __init__(self, path: Path, report=lambda done, total: None):
+        require("PIL.Image", extra="eval", purpose="reading pictures")
+        self.where, self._rows = str(path), npz.Rows(path, PACKED[0])
+        found = npz.load(path, PACKED[1:])
+        self._offsets, self.labels = (self._integers(found.get(name), name) for name in PACKED[1:])
+        self.count = len(self.labels)
+        ends = self._offsets
+        rising = len(ends) == self.count + 1 > 1 and ends[0] >= 0 and (np.diff(ends) > 0).all()
+        if self._rows.dtype != np.uint8 or not rising or ends[-1] > self._rows.shape[0]:
+            raise UserError(
+                f"{path}: `offsets` {list(ends.shape)} do not cut `data` into {self.count} pictures"
+            )
+        self.size, self.sha256 = (0, 0), file_digest(path)
+        for number in range(self.count):
+            size = _checked(self._name(number), self._bytes(number))
+            if number and size != self.size:
+                raise UserError(f"{self._name(number)} has another size than picture 0")
+            self.size = size
+            report(number + 1, self.count)
+
+    def _integers(self, array: np.ndarray | None, name: str) -> np.ndarray:
+        if array is None or array.ndim != 1 or array.dtype.kind not in "iu":
+            raise UserError(f"{self.where}: array `{name}` is missing, or no list of whole numbers")
+        return array.astype(np.int64)
+
+    def _name(self, number: int) -> str:
+        return f"{self.where}, picture {number}"
+
+    def _bytes(self, number: int) -> bytes:
+        return self._rows.read(*self._offsets[number : number + 2].tolist()).tobytes()
+
+    @property
+    def keys(self) -> Sequence[int]:
+        return range(self.count)
+
+    def read(self, first: int, end: int) -> UInt8[np.ndarray, "n H W 3"]:
+        found = []
+        for number in range(first, end):
+            with _picture_errors(self._name(number)), _opened(self._bytes(number)) as picture:
+                found.append(np.asarray(picture))
+        return np.stack(found)
+
+
 def _files(folder: Path) -> Iterator[str]:
     """Paths of pictures below a folder, '/' between their parts; hidden ones are left out."""
     for place, folders, files in os.walk(folder):
@@ -159,7 +211,7 @@ def _bytes(path: Path) -> bytes:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _checked(path: Path, data: bytes) -> tuple[int, int]:
+def _checked(path: Path | str, data: bytes) -> tuple[int, int]:
     """(height, width) of a picture that is whole and RGB, without decoding it, if that can be."""
     with _picture_errors(path):
         with _opened(data) as picture:
@@ -185,7 +237,7 @@ def _opened(data: bytes):
 
 
 @contextlib.contextmanager
-def _picture_errors(path: Path) -> Iterator[None]:
+def _picture_errors(path: Path | str) -> Iterator[None]:
     try:
         yield
     except UserError:

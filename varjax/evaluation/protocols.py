@@ -6,7 +6,18 @@ from dataclasses import dataclass
 from varjax.evaluation.resizing import PATHS
 
 SPLIT_SIZE = 5000  # of ADM's Inception score
-METRICS = ("fid", "sfid", "is", "precision", "recall", "psnr", "ssim", "lpips")
+METRICS = (
+    *("fid", "sfid", "is", "precision", "recall", "psnr", "ssim", "lpips"),
+    *("demo_frechet", "class_agreement"),
+)
+BY_FEATURES = {"inception": METRICS[:5], "demo": METRICS[8:]}  # those of sets
+DEMO = {  # in place of a protocol
+    "name": "demo",
+    "source": "a classifier of the demo's classes: no FID, and comparable with nothing else",
+    "resize": "none",
+    "demo_frechet": "Frechet distance of the features before the classifier's last layer",
+    "class_agreement": "part of the pictures that it takes for the class they were asked for",
+}
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from varjax.codecs.vq.model import VQ, VQConfig
 from varjax.codecs.vqvae.config import VQVAEConfig
 from varjax.codecs.vqvae.model import VQVAE
 from varjax.errors import UserError, choose
+from varjax.evaluation.classifier import Classifier, ClassifierConfig
 from varjax.evaluation.inception import Inception, InceptionConfig
 from varjax.evaluation.lpips import LPIPS, LPIPSConfig
 from varjax.models import parameters
@@ -98,6 +99,7 @@ OWN_FOLDER = {
     # of evaluation, which belong to no family
     "inception": Part("Inception", InceptionConfig, Inception, own_folder=True),
     "lpips": Part("LPIPS", LPIPSConfig, LPIPS, own_folder=True),
+    "classifier": Part("Classifier", ClassifierConfig, Classifier, own_folder=True),
 }
 
 FAMILIES = {

@@ -33,13 +33,18 @@ COMPUTED = {"files", "own_folders"}  # entries of `model.json` about what lies b
 
 def demo_directory() -> Path:
     """Folder of the embedded demo checkpoint."""
+    return embedded("demo", manifest.NAME)
+
+
+def embedded(folder: str, file: str) -> Path:
+    """A folder of weights that come with varjax. file: in it. `UserError` without it."""
     spec = importlib.util.find_spec("ported_weights")
     for root in spec.submodule_search_locations or [] if spec else []:
-        if (Path(root) / "demo" / manifest.NAME).is_file():
-            return Path(root) / "demo"
+        if (Path(root) / folder / file).is_file():
+            return Path(root) / folder
     raise UserError(
-        "the embedded demo checkpoint is not installed: name a checkpoint folder, or install varjax"
-        " from a full source tree (folder ported_weights/demo)"
+        f"the embedded {folder.replace('_', ' ')} checkpoint is not installed: name a checkpoint"
+        f" folder, or install varjax from a full source tree (folder ported_weights/{folder})"
     )
 
 

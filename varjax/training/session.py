@@ -12,13 +12,14 @@ from varjax.models import parameters, registry
 from varjax.models.transformer import Transformer
 from varjax.storage import checkpoint, lock, manifest
 from varjax.storage.atomic import check_new_folder
-from varjax.training import data, loop
+from varjax.training import classifier_trainer, data, loop
 from varjax.training.llamagen_trainer import LlamaGenStage
 from varjax.training.settings import TrainingSettings
 from varjax.training.var_trainer import VARStage, read_tokens, write_tokens
 from varjax.training.vqvae_trainer import VQVAEStage
 
-STAGES = ("vqvae", "var", "both")
+STAGES = ("vqvae", "var", "both", "classifier")
+NEEDED = {"vqvae": ("vqvae",), "classifier": ("classifier",)}  # stages that it goes through
 MODEL = "model"  # the folder of the finished checkpoint inside the run's folder
 TRANSFORMERS = {"var": VARStage, "llamagen": LlamaGenStage}
 SAMPLING = {  # by family
@@ -36,13 +37,16 @@ def train(settings: TrainingSettings, stage: str, out, quiet: bool = False) -> P
       UserError: wrong settings or data, or an `out` that cannot be used. Nothing is written then.
     """
     choose("stage", stage, STAGES)
-    needed = ("vqvae",) if stage == "vqvae" else ("vqvae", "var")
+    needed = NEEDED.get(stage, ("vqvae", "var"))
     stored = {name: settings.of_stage(name) for name in needed}
     loop.check_folder(out, stored)
-    if stage != "vqvae" and not _is_complete(settings, Path(out)):  # the codec alone is no model
+    if "var" in needed and not _is_complete(settings, Path(out)):  # the codec alone is no model
         check_new_folder(Path(out) / MODEL, replaces=checkpoint.written, flag="out")
     with lock.held(out, f"another process trains in {out}: wait, or choose another folder"):
         loop.check_folder(out, stored)  # it may have ended just now
+        if stage == "classifier":
+            classifier_trainer.train(settings, Path(out), Path(out) / MODEL, quiet)
+            return Path(out) / MODEL
         return _train(settings, stage, needed, out, quiet)
 
 

@@ -17,7 +17,8 @@ from varjax.schedule import Schedule
 DTYPES = ("float32", "bfloat16")
 MOST_STEPS = 10**9  # the optimiser's count is an int32
 MOST_SHIFTS = 24  # there are no more
-BOTH, SECOND = ("vqvae", "var"), ("var",)
+BOTH, SECOND, CLASSIFIER = ("vqvae", "var"), ("var",), ("classifier",)
+ALL = BOTH + CLASSIFIER
 
 # Families that can be trained, and their defaults where they differ from those of the fields.
 FAMILIES = {
@@ -30,7 +31,7 @@ FAMILIES = {
 
 AT_LEAST_ONE = (
     *("log_every", "checkpoint_every", "validate_every", "max_validation"),
-    *("vqvae_batch_size", "var_batch_size", "reseed_every"),
+    *("vqvae_batch_size", "var_batch_size", "reseed_every", "classifier_batch_size"),
 )
 
 
@@ -57,14 +58,14 @@ class TrainingSettings:
     validate_every: int = _interval(500, "validation")
 
     family: str = _flag("var", "what is trained: var (VQVAE, VAR) or llamagen (VQ, LlamaGen)")
-    data: str = _flag("", "folder or .npz file of pictures")
-    image_size: int = _flag(64, "side of the pictures in pixels")
-    val_fraction: float = _flag(0.05, "part held out where the data has no validation set")
-    max_images: int = _flag(0, "use only so many training pictures; 0 = all")
+    data: str = _flag("", "folder or .npz file of pictures", ALL)
+    image_size: int = _flag(64, "side of the pictures in pixels", ALL)
+    val_fraction: float = _flag(0.05, "part held out where the data has no validation set", ALL)
+    max_images: int = _flag(0, "use only so many training pictures; 0 = all", ALL)
     shifts: int = _flag(0, "copies of every training picture, moved by up to two pixels", least=0)
-    max_validation: int = _flag(512, "use at most so many validation pictures")
+    max_validation: int = _flag(512, "use at most so many validation pictures", ALL)
     patch_nums: tuple[int, ...] = _flag((1, 2, 3, 4, 6, 8), "sides of the token maps", of="var")
-    seed: int = _flag(0, "seed of weights, order of pictures, dropped labels")
+    seed: int = _flag(0, "seed of weights, order of pictures, dropped labels", ALL)
     dtype: str = _flag("float32", "type of the large products: float32 or bfloat16")
     save_dtype: str = _flag("float32", "type of the finished weights: float32 or bfloat16", ())
 
@@ -90,6 +91,10 @@ class TrainingSettings:
     var_batch_size: int = _flag(32, "pictures per step of the transformer", SECOND)
     var_lr: float = _flag(1.5e-3, "peak learning rate of the transformer", SECOND)
     weight_decay: float = _flag(0.05, "weight decay of the transformer", SECOND)
+
+    classifier_steps: int = _flag(2000, "training steps of the classifier", CLASSIFIER)
+    classifier_batch_size: int = _flag(64, "pictures per step of the classifier", CLASSIFIER)
+    classifier_lr: float = _flag(3e-3, "peak learning rate of the classifier", CLASSIFIER)
 
     def __post_init__(self):
         choose("model family", self.family, FAMILIES)
@@ -161,10 +166,10 @@ class TrainingSettings:
         for name in AT_LEAST_ONE:
             value = getattr(self, name)
             yield f"{name}={value}", value >= 1, "it must be at least 1"
-        for steps in (self.vqvae_steps, self.var_steps):
+        for steps in (self.vqvae_steps, self.var_steps, self.classifier_steps):
             yield f"{steps} training steps", steps >= 1, "at least 1 is needed"
             yield f"{steps} training steps", steps <= MOST_STEPS, f"at most {MOST_STEPS} work"
-        for rate in (self.vqvae_lr, self.var_lr):
+        for rate in (self.vqvae_lr, self.var_lr, self.classifier_lr):
             fits = rate > 0 and math.isfinite(rate)
             yield f"learning rate {rate}", fits, "it must be positive and finite"
         fits = decay >= 0 and math.isfinite(decay)

@@ -1,0 +1,186 @@
+"""Recipes: the published settings of the papers' tables by name, as data files in this folder. The
+flag --recipe makes them the defaults of a command's other flags.
+
+    title, source     what it is, and where its settings are published
+    models            published names that the table is about, all of one family
+    run, evaluate     {flag: value} of the two commands; without `evaluate` there is a `scorer`
+    images            count; of classes: per_class, classes; of prompts: what
+    batch             as published; results do not depend on it
+    reference         what `evaluate` compares with
+    rows              {row of the table: flags of `run` that make it}
+    published         {row: what the paper prints}
+    unknown           what the source leaves open, and what differs here
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from varjax.cli.flags import CommandFlags
+from varjax.conditions import Condition
+from varjax.errors import UserError, choose
+from varjax.model import Model
+from varjax.models import registry
+
+FOLDER = Path(__file__).parent
+DOCS = "docs/reproduce.md"
+
+
+def names() -> list[str]:
+    """Of all recipes."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+@cache
+def load(name: str) -> "Recipe":
+    """`UserError` with the list of recipes if there is none of this name."""
+    path = FOLDER / f"{choose('recipe', name, names())}.json"
+    return Recipe(name, json.loads(path.read_text(encoding="utf-8")))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """content: of the data file."""
+
+    name: str
+    content: Mapping
+
+    def flags(self, command: str) -> Mapping[str, object]:
+        """{flag: value} of "run" or "evaluate".
+
+        Raises:
+          UserError: the table's figures are those of another program.
+        """
+        found = self.content[command]
+        if found is None:
+            raise UserError(
+                f"recipe {self.name} is scored by {self.content['scorer']}'s own program on the"
+                f" folder `images` of a run: see {DOCS}"
+            )
+        return found
+
+    @property
+    def family(self) -> str:
+        return registry.preset(self.content["models"][0]).family
+
+    def check_model(self, model: Model) -> None:
+        """`UserError` for a model of another family, whose flags are others."""
+        condition = "labels" if "per_class" in self.content["images"] else "text"
+        if (model.family.name, model.condition) != (self.family, condition):
+            raise UserError(
+                f"recipe {self.name} is of {', '.join(self.content['models'])}; {model.name} is a"
+                f" model of the family {model.family.name} that draws from {model.condition}: give"
+                " one of those, or another recipe"
+            )
+
+    def model_remarks(self, model: Model) -> list[str]:
+        """Whether the model is one of the table."""
+        known = [registry.preset(name).configs["transformer"] for name in self.content["models"]]
+        if any(model.config == config for config in known):
+            return []
+        listed = ", ".join(self.content["models"])
+        return [f"recipe {self.name} is of {listed}, which {model.name} is not"]
+
+    def count_remarks(self, condition: Condition, num_classes: int | None) -> list[str]:
+        """Whether a run draws as many pictures as the recipe says."""
+        images, count = self.content["images"], len(condition)
+        if "per_class" not in images:
+            wanted = images["count"]
+            said = f"{wanted} pictures ({images['what']})"
+        else:
+            wanted = images["per_class"] * num_classes
+            said = f"{images['per_class']} pictures of each class, {wanted} in all"
+        if count == wanted:
+            return []
+        return [f"recipe {self.name} takes {said}; this run draws {count}"]
+
+    def check_samples(self, where: str, count: int, labels: np.ndarray | None) -> None:
+        """`UserError` unless a set has exactly the pictures of the recipe."""
+        images = self.content["images"]
+        with_labels = ""
+        if labels is not None and "per_class" in images:
+            found, counts = np.unique(labels, return_counts=True)
+            if (counts != images["per_class"]).any() or len(found) != images["classes"]:
+                with_labels = f" ({len(found)} classes, {counts.min()} to {counts.max()} of each)"
+        if count == images["count"] and not with_labels:
+            return
+        each = f", {images['per_class']} of each class" if "per_class" in images else ""
+        raise UserError(
+            f"{where} has {count} pictures{with_labels}: recipe {self.name} takes"
+            f" {images['count']}{each}; evaluate others without --recipe"
+        )
+
+    def report_remarks(self, report: Mapping | None) -> list[str]:
+        """What a run's report.json says against the recipe."""
+        if report is None:
+            return ["how the samples were drawn is not known: no report.json lies beside them"]
+        made = report.get("recipe")
+        made = made if isinstance(made, Mapping) else {}
+        if made.get("name") != self.name:
+            return [f"the samples were not drawn with --recipe={self.name}"]
+        changed = made.get("changed") or {}
+        return [f"the samples were drawn with {flag}" for flag in _written(changed)]
+
+
+def _written(flags: Mapping) -> list[str]:
+    return [f"--{name}={value}" for name, value in flags.items()]
+
+
+class RecipeFlag:
+    """--recipe of a command, "run" or "evaluate"."""
+
+    def __init__(self, flags: CommandFlags, command: str):
+        self._values, self._command = flags.values, command
+        flags.first(
+            "recipe",
+            f"Published settings, as defaults of the other flags ({DOCS}): {', '.join(names())}.",
+            self._use,
+        )
+
+    def _use(self, name: str) -> None:
+        for flag, value in load(name).flags(self._command).items():
+            self._values.set_default(flag, value)
+
+    @property
+    def recipe(self) -> Recipe | None:
+        name = self._values["recipe"].value
+        return load(name) if name else None
+
+    def changed(self) -> dict[str, object]:
+        """{flag: value} of the recipe's flags that were given another value."""
+        settings = self.recipe.flags(self._command)
+        given = {name: self._values[name].value for name in settings if self._values[name].present}
+        return {name: value for name, value in given.items() if not _equal(value, settings[name])}
+
+    def describe(self) -> dict | None:
+        """For reports."""
+        if (recipe := self.recipe) is None:
+            return None
+        content = recipe.content
+        found = {name: content[name] for name in ("title", "source", "unknown")}
+        return {"name": recipe.name, **found, "changed": self.changed()}
+
+    def remarks(self, more: Sequence[str] = ()) -> list[str]:
+        """What a user has to know: what is not known, what was changed, and `more`."""
+        if (recipe := self.recipe) is None:
+            return []
+        unknown = [f"recipe {recipe.name}: {text}" for text in recipe.content["unknown"]]
+        changed = [f"recipe {recipe.name} is changed by {f}" for f in _written(self.changed())]
+        return [*unknown, *changed, *more]
+
+
+def _equal(value, setting) -> bool:
+    """Lists of flags are written with commas in recipes; numbers as texts may be written in other
+    ways."""
+    if isinstance(value, list):
+        return value == setting.split(",")
+    if isinstance(setting, str) and isinstance(value, str):
+        try:
+            return [float(x) for x in value.split(",")] == [float(x) for x in setting.split(",")]
+        except ValueError:
+            return value == setting
+    return value == setting

@@ -1,0 +1,145 @@
+"""Recipes: their data files, how they become defaults, and what commands say of deviations."""
+
+import json
+
+import numpy as np
+import pytest
+
+from experiments.evaluate import __main__ as evaluate
+from experiments.recipes import recipe as recipes
+from experiments.run import __main__ as run
+from tests import models_under_test as models
+from varjax.errors import UserError
+from varjax.evaluation import protocols
+from varjax.models import registry
+from varjax.policies import get_policy
+
+KEYS = {"title", "source", "models", "run", "evaluate", "images", "reference", "rows"}
+KEYS |= {"published", "unknown", "batch", "scorer"}
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_data_files(name):
+    """Flags and models are there, sources and what is unknown are named, counts fit."""
+    found = recipes.load(name).content
+    assert found.keys() <= KEYS and found["source"] and found["unknown"] and found["published"]
+    families = {registry.preset(model).family for model in found["models"]}
+    assert len(families) == 1
+    assert set(found["run"]) <= set(run.FLAGS.values)
+    if found["evaluate"] is None:
+        assert found["scorer"]
+    else:
+        assert found["reference"] and set(found["evaluate"]) <= set(evaluate.FLAGS.values)
+        assert set(found["evaluate"]["metrics"].split(",")) <= set(protocols.METRICS)
+    images = found["images"]
+    if "per_class" in images:
+        assert images["per_class"] * images["classes"] == images["count"] == 50_000
+        assert found["run"]["images_per_class"] == images["per_class"]
+    for flags in found["rows"].values():
+        given = dict(flag.removeprefix("--").split("=", 1) for flag in flags.split())
+        assert set(given) <= set(run.FLAGS.values)
+        if "budgets=" not in flags:  # a file of the user's
+            pairs = given.get("policy_args", "")
+            pairs = dict(pair.split("=") for pair in pairs.split(",")) if pairs else {}
+            get_policy(given["policy"], float(given.get("budget", 0)) or None, pairs)
+    for model in found["models"]:
+        config = registry.preset(model).configs["transformer"]
+        settings = {k: v for k, v in found["run"].items() if k in ("top_k", "top_p")}
+        assert 0 <= settings.get("top_k", 0) <= getattr(config, "vocab_size", 10**6)
+
+
+def test_every_recipe_is_in_the_docs(request):
+    text = (request.config.rootpath / recipes.DOCS).read_text(encoding="utf-8")
+    assert all(f"`{name}`" in text for name in recipes.names())
+
+
+def test_settings_of_a_run(call):
+    """Defaults are the recipe's; flags that are given win, and are told."""
+    given = ("--model=var-d16", "--recipe=var-fid50k", "--dry_run", "--top_k=50")
+    status, out, err = call("run", *given)
+    assert status == 0, err
+    assert "recipe var-fid50k is changed by --top_k=50" in out and "seed and batch" in out
+    assert "this run draws" not in out and "which var-d16 is not" not in out
+    status, out, _ = call("run", *given[:3], "--num_images=50000")
+    assert "is changed" not in out and "this run draws" not in out  # 50 of each class as well
+    status, out, _ = call("run", *given[:3], "--num_images=500")
+    assert "takes 50 pictures of each class, 50000 in all; this run draws 500" in out
+    status, out, _ = call("run", "--model=var-d16", "--recipe=amskv-table3", "--dry_run")
+    assert "recipe amskv-table3 is of var-d30, which var-d16 is not" in out
+    status, out, _ = call("run", "--model=infinity-2b", "--recipe=heatkv-coco", "--dry_run")
+    assert status == 0 and "64x64" in out and "is changed" not in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--recipe=var-fid50"], "unknown recipe 'var-fid50': choose one of amskv-geneval"),
+        (["--recipe="], "--recipe= is empty"),
+        (["--recipe=heatkv-coco"], "demo is a model of the family var that draws from labels"),
+        (["--recipe=var-fid50k", "--model=llamagen-t2i-xl-256"], "that draws from text"),
+        (["--images_per_class=0"], "must be"),
+        (["--images_per_class=2", "--num_images=9"], "--num_images and --images_per_class exclude"),
+        (["--images_per_class=2", "--labels=3"], "--labels and --images_per_class exclude"),
+        (["--resize=4"], "--resize=4 is not valid"),
+    ],
+)
+def test_wrong_flags_of_run(call, tmp_path, flags, problem):
+    status, out, err = call("run", "--dry_run", *flags, f"--out={tmp_path / 'out'}")
+    assert status == 2 and problem in err and not out and not list(tmp_path.iterdir())
+
+
+def test_a_run_by_recipe_and_its_evaluation(call, tmp_path, monkeypatch):
+    """Pictures of each class are exact, and resized; the report and the evaluation say how."""
+    content = recipes.load("var-fid50k").content
+    images = {"per_class": 2, "classes": 12, "count": 24}
+    settings = {"cfg": "1.5", "top_k": 5, "images_per_class": 2, "resize": 20}
+    tiny = content | {"run": settings, "images": images, "evaluate": {"metrics": "psnr"}}
+    model = f"--checkpoint={models.checkpoint_folder('b_k6_sharedaln')}"
+    classes = json.loads((models.checkpoint_folder("b_k6_sharedaln") / "model.json").read_text())
+    images["classes"], images["count"] = classes["num_classes"], 2 * classes["num_classes"]
+    monkeypatch.setattr(recipes, "names", lambda: ["tiny"])
+    (tmp_path / "tiny.json").write_text(json.dumps(tiny))
+    monkeypatch.setattr(recipes, "FOLDER", tmp_path)
+    out = tmp_path / "out"
+    given = (model, "--recipe=tiny", "--policy=streaming", "--budget=0.5", f"--out={out}")
+    status, _, err = call("run", *given, "--cfg=2")
+    assert status == 0 and "recipe tiny is changed by --cfg=2" in err, err
+    with np.load(out / "samples.npz") as found:
+        assert found["arr_0"].shape[1:] == (20, 20, 3)
+        assert (np.bincount(found["arr_1"]) == 2).all()
+    report = json.loads((out / "report.json").read_text())
+    assert report["recipe"]["name"] == "tiny" and report["recipe"]["changed"] == {"cfg": "2"}
+    assert report["sampling"]["top_k"] == 5 and report["resize"] == 20
+    given = ("--recipe=tiny", f"--samples={out}", f"--full={out}", f"--out={tmp_path / 'e'}")
+    status, _, err = call("evaluate", *given)
+    assert status == 0 and "the samples were drawn with --cfg=2" in err, err
+    said = json.loads((tmp_path / "e" / "metrics.json").read_text())
+    assert said["recipe"]["recipe"]["name"] == "tiny" and "ssim" not in said
+    np.savez(tmp_path / "few.npz", arr_0=np.zeros((5, 20, 20, 3), np.uint8))
+    given = ("--recipe=tiny", f"--samples={tmp_path / 'few.npz'}", *given[2:3])
+    status, _, err = call("evaluate", *given, f"--out={tmp_path / 'f'}")
+    assert status == 2 and "few.npz has 5 pictures: recipe tiny takes" in err
+    status, _, err = call("evaluate", *given, "--recipe=none")
+    assert status == 2 and "unknown recipe 'none'" in err
+    recipes.load.cache_clear()
+
+
+def test_a_recipe_of_another_program(call):
+    status, _, err = call("evaluate", "--recipe=heatkv-geneval", "--samples=x")
+    assert status == 2 and "is scored by GenEval's own program" in err
+
+
+def test_samples_of_a_recipe():
+    """Counts of classes are exact; other runs are told."""
+    recipe = recipes.load("var-fid50k")
+    labels = np.repeat(np.arange(1000), 50)
+    recipe.check_samples("x", 50_000, labels)
+    recipe.check_samples("x", 50_000, None)
+    labels[0] = 1
+    with pytest.raises(UserError, match=r"50000 pictures \(1000 classes, 49 to 51 of each\)"):
+        recipe.check_samples("x", 50_000, labels)
+    assert "no report.json" in recipe.report_remarks(None)[0]
+    assert "not drawn with --recipe" in recipe.report_remarks({"recipe": None})[0]
+    made = {"recipe": {"name": "var-fid50k", "changed": {"cfg": "4"}}}
+    assert recipe.report_remarks(made) == ["the samples were drawn with --cfg=4"]
+    assert "takes 5000 pictures" in recipes.load("heatkv-coco").count_remarks([0], None)[0]

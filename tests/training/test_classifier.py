@@ -1,0 +1,75 @@
+"""Training of the classifier: it learns, resumes exactly, and its folder is one that evaluation
+reads."""
+
+import numpy as np
+import pytest
+
+from varjax.errors import UserError
+from varjax.evaluation import extractors
+from varjax.evaluation.extractors import Program
+from varjax.training import classifier_trainer, data, session
+from varjax.training.classifier_trainer import ClassifierStage
+from varjax.training.settings import TrainingSettings
+
+EVERY = {"log_every": 5, "checkpoint_every": 10, "validate_every": 20, "image_size": 16}
+EVERY |= {"patch_nums": (1, 2, 8), "classifier_steps": 30, "classifier_batch_size": 16}
+
+
+@pytest.fixture(scope="module")
+def whole(shared_tiny, tmp_path_factory):
+    """(settings, folder of the network)."""
+    settings, out = shared_tiny(**EVERY), tmp_path_factory.mktemp("run") / "whole"
+    return settings, session.train(settings, "classifier", out, quiet=True)
+
+
+def test_it_learns_and_evaluation_reads_it(whole):
+    settings, folder = whole
+    network = extractors.open_classifier(folder)
+    pictures = data.load(settings.data, 16)
+    (found,) = Program(network, (16, 16), 64).over(iter([(pictures.train,)]))
+    assert (found["logits"].argmax(1) == pictures.train_labels).mean() > 0.8
+    assert found["pool"].shape == (len(pictures.train), 128)
+
+
+def test_a_killed_run_resumes_exactly(whole, tmp_path, monkeypatch):
+    settings, folder = whole
+    step = ClassifierStage.step
+
+    def dies(self, state, n):
+        if n == 25:
+            raise KeyboardInterrupt
+        return step(self, state, n)
+
+    monkeypatch.setattr(ClassifierStage, "step", dies)
+    with pytest.raises(KeyboardInterrupt):
+        session.train(settings, "classifier", tmp_path / "out", quiet=True)
+    monkeypatch.setattr(ClassifierStage, "step", step)
+    again = session.train(settings, "classifier", tmp_path / "out", quiet=True)
+    ours, theirs = (extractors.open_classifier(f).identity["sha256"] for f in (again, folder))
+    assert ours == theirs
+    assert session.train(settings, "classifier", tmp_path / "out", quiet=True) == again
+    with pytest.raises(UserError, match="holds no training run to resume"):
+        session.train(settings, "both", tmp_path / "out", quiet=True)
+    (again / "mine.txt").write_text("mine")
+    with pytest.raises(UserError, match="mine.txt"):
+        session.train(settings, "classifier", tmp_path / "out", quiet=True)
+
+
+def test_pictures_are_shifted_with_their_edges_repeated():
+    images = np.arange(16 * 16, dtype=np.uint8).reshape(1, 16, 16, 1).repeat(3, 3).repeat(9, 0)
+    found = classifier_trainer.shifted(images, np.random.default_rng(0))
+    assert found.shape == images.shape
+    wide = np.pad(images[0], ((1, 1), (1, 1), (0, 0)), mode="edge")
+    places = [wide[i : i + 16, j : j + 16] for i in range(3) for j in range(3)]
+    hits = {next(n for n, p in enumerate(places) if (p == image).all()) for image in found}
+    assert len(hits) > 3
+
+
+def test_names_of_classes_are_kept(tmp_path, discs):
+    images, labels = discs(40, side=16)
+    np.savez(tmp_path / "train.npz", images=images, labels=labels)
+    (tmp_path / "classes.json").write_text('{"classes": ["red", "green", "blue", "yellow"]}')
+    pictures = data.load(tmp_path, 16)
+    settings = TrainingSettings(data=str(tmp_path), image_size=16, patch_nums=(1, 2))
+    config = classifier_trainer.configuration(settings, pictures)
+    assert config.class_names == ("red", "green", "blue", "yellow") and config.num_classes == 4

@@ -1,0 +1,100 @@
+"""Training of the classifier that samples of a model are judged with (`varjax.evaluation`): cross
+entropy on pictures that are mirrored and shifted a little at random."""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import UInt8
+
+from varjax.evaluation.classifier import Classifier, ClassifierConfig
+from varjax.storage import checkpoint
+from varjax.storage.atomic import check_new_folder
+from varjax.training import data, loop
+from varjax.training.data import Dataset
+from varjax.training.settings import TrainingSettings
+from varjax.training.stage import Stage, adamw, descend, learning_rate, whole_batches
+
+SHIFT = 1 / 16  # of the side, at most, in every direction
+STORED = "bfloat16"  # type of the finished weights
+
+
+@dataclass(frozen=True)
+class ClassifierStage(Stage):
+    """`data` holds pictures."""
+
+    name, network, ema = "classifier", Classifier, 0.998
+
+    def optimizer(self) -> optax.GradientTransformation:
+        rate = learning_rate(self.settings.classifier_lr, self.steps, warm_up=50)
+        return adamw(rate, b2=0.99, clip=1.0, weight_decay=0.05)
+
+    def step(self, state: dict, n: int) -> tuple[dict, dict]:
+        chosen, mirrored = self.drawn(n)
+        images = self.data.train[chosen]
+        images = np.where(mirrored[:, None, None, None], images[:, :, ::-1], images)
+        images = shifted(images, np.random.default_rng((self.settings.seed, n, 2)))
+        return self._train(state, images, self.data.train_labels[chosen])
+
+    def validate(self, state: dict) -> dict:
+        """Cross entropy in nats, and the part of pictures whose class is found."""
+        most = self.settings.max_validation
+        pictures, labels = self.data.val[:most], self.data.val_labels[:most]
+        parts = [
+            self._evaluate(state["ema"], pictures[rows], labels[rows])
+            for rows in whole_batches(len(labels), self.batch_size)
+        ]
+        loss, right = np.mean(jax.device_get(parts), axis=0)
+        return {"loss": float(loss), "accuracy": float(right)}
+
+    # --- compiled ---
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+    def _train(self, state: dict, images, labels):
+        loss_of = functools.partial(self._loss, images=images, labels=labels)
+        state, (loss, right), norm = descend(state, loss_of, self.optimizer(), self.ema)
+        return state, {"loss": loss, "accuracy": right, "gradient_norm": norm}
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def _evaluate(self, params: dict, images, labels):
+        return jnp.stack(self._loss(params, images, labels))
+
+    def _loss(self, params: dict, images, labels):
+        logits = self.model(params)(images.astype(jnp.float32) / 255)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return loss.mean(), (logits.argmax(-1) == labels).astype(jnp.float32).mean()
+
+
+def shifted(
+    images: UInt8[np.ndarray, "B S S 3"], random: np.random.Generator
+) -> UInt8[np.ndarray, "B S S 3"]:
+    """Every picture moved by up to `SHIFT` of its side, edges repeated."""
+    side = images.shape[1]
+    most = round(SHIFT * side)
+    wide = np.pad(images, ((0, 0), (most, most), (most, most), (0, 0)), mode="edge")
+    places = random.integers(0, 2 * most + 1, (len(images), 2))
+    return np.stack([x[i : i + side, j : j + side] for x, (i, j) in zip(wide, places, strict=True)])
+
+
+def configuration(settings: TrainingSettings, pictures: Dataset) -> ClassifierConfig:
+    return ClassifierConfig(
+        num_classes=pictures.num_classes,
+        image_size=settings.image_size,
+        class_names=pictures.class_names,
+    )
+
+
+def train(settings: TrainingSettings, out: Path, model: Path, quiet: bool) -> None:
+    """Train it in the folder `out`, which this process holds, and write the folder `model`."""
+    check_new_folder(model, replaces=checkpoint.written, flag="out")
+    pictures = data.load(
+        settings.data, settings.image_size, settings.val_fraction, settings.max_images
+    )
+    settings.check_pictures(len(pictures.train), (ClassifierStage.name,))
+    stage = ClassifierStage(settings, configuration(settings, pictures), pictures)
+    parts = {ClassifierStage.name: stage.model(loop.run(stage, out, quiet)["ema"])}
+    checkpoint.save(model, family=None, parts=parts, dtype=STORED, overwrite=True)
