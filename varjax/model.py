@@ -185,7 +185,8 @@ def describe(
     aspect: float | str | None = None,
     size: str | None = None,
 ) -> Model:
-    """An abstract model: the embedded demo (None), a checkpoint folder, or a published name.
+    """An abstract model: the embedded demo (None), another embedded one ("demo-llamagen"), a
+    checkpoint folder, or a published name.
 
     aspect, size: as in `load`.
 
@@ -201,13 +202,20 @@ def describe(
         parts = {n: part.abstract(preset.configs[n]) for n, part in family.tree.items()}
         metadata = {"family": preset.family, "sampling": dict(preset.sampling)}
     else:
-        directory = Path(name_or_directory or checkpoint.demo_directory())
-        name = directory.resolve().name if name_or_directory else "demo"
+        name, directory = _place(name_or_directory)
         parts, metadata = checkpoint.describe(directory)
         if "transformer" not in parts:
             alone = " and a ".join(parts).replace("_", " ")
             raise UserError(f"{directory} is a {alone} alone: give the checkpoint of a whole model")
     return Model(name, parts, metadata, directory).with_template(aspect, size)
+
+
+def _place(given: str | Path | None) -> tuple[str, Path]:
+    """Name and folder of a checkpoint. A folder of that name comes before an embedded one."""
+    name = str(given or "demo")
+    if name in checkpoint.DEMOS and not (given and Path(name).exists()):
+        return name, checkpoint.demo_directory(name)
+    return Path(name).resolve().name, Path(name)
 
 
 def load(
@@ -221,7 +229,8 @@ def load(
     """Load a checkpoint folder; without a path the embedded demo (64-pixel fruit, 44 classes).
 
     Args:
-      path: folder written by `python -m ported_weights` or `experiments.train`.
+      path: folder written by `python -m ported_weights` or `experiments.train`, or the name of an
+        embedded checkpoint: "demo", or "demo-llamagen", the same fruit drawn token by token.
       dtype: "float32" or "bfloat16" for the transformer; None takes float32 on CPU, bfloat16
         elsewhere. The codec is float32.
       aspect, size: height / width and pixel count of the pictures, as 1.5 and "0.25M", for models

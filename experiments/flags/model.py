@@ -16,7 +16,10 @@ class ModelFlags:
 
     def __init__(self, flags: CommandFlags, *, published: str | None = None):
         self._checkpoint = flags.string(
-            "checkpoint", None, "Checkpoint folder; default: the embedded demo."
+            "checkpoint",
+            None,
+            "Checkpoint folder, or demo-llamagen, an embedded model that draws token by token; "
+            "default: the embedded demo.",
         )
         self._model = None
         if published is not None:

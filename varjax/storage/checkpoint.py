@@ -28,12 +28,13 @@ from varjax.storage import arrays, manifest
 from varjax.storage.atomic import new_folder
 
 PARAMS = "params"
+DEMOS = {"demo": "demo", "demo-llamagen": "demo_llamagen"}  # names users give, and folders
 COMPUTED = {"files", "own_folders"}  # entries of `model.json` about what lies beside it
 
 
-def demo_directory() -> Path:
-    """Folder of the embedded demo checkpoint."""
-    return embedded("demo", manifest.NAME)
+def demo_directory(name: str = "demo") -> Path:
+    """Folder of an embedded demo checkpoint, one of `DEMOS`."""
+    return embedded(DEMOS[name], manifest.NAME)
 
 
 def embedded(folder: str, file: str) -> Path:
