@@ -1,0 +1,213 @@
+"""Slots in the Mosaic GPU kernel of token attention: what it is given, how what a step needs comes
+into shared memory, and how a warpgroup holds it."""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mosaic_operands as mosaic
+
+CLASSES = 16  # of slots: 4 warps by 4 slots
+LANES = 8  # threads that share a slot
+WINDOW = 64  # columns: heads are seen through one or two of them
+LINE = 32  # numbers: places in shared memory begin at multiples of 128 bytes
+LONGEST = 128  # slots of a step, at most; copies take up to 256 numbers along an axis
+STEP_BYTES = 2**14  # of the pool, about
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How a head's slots are cut. slots: of a step, a multiple of 32. buffers: places in shared
+    memory. programs: on a multiprocessor, whose shared memory holds four with three places each."""
+
+    slots: int
+    buffers: int = 3
+    programs: int = 4
+
+    @classmethod
+    def of(cls, pool) -> "Steps":
+        fits = STEP_BYTES // (pool.shape[-1] * pool.dtype.itemsize) // LINE * LINE
+        return cls(max(LINE, min(fits, LONGEST)))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Given:
+    """What a call is given, as operands of a kernel and in it as references.
+
+    Flat, because copies may begin anywhere in an array of one axis only: q [R N W] in whole
+    windows, position [R N C] or fewer, scale [R N 2 C]. weight: of sums, float32 [1]. shared: positions by all rows, by all heads. size: of a head.
+    """
+
+    q: Any
+    pool: Any
+    position: Any
+    scale: Any
+    oldest: Any
+    bias: Any
+    weight: Any
+    shared: tuple[bool, bool] = field(metadata=dict(static=True))
+    protected: int = field(metadata=dict(static=True))
+    size: int = field(metadata=dict(static=True))
+
+    @classmethod
+    def of(cls, steps: Steps, q, pool, position, scale, **numbers) -> "Given":
+        size = q.shape[-1]
+
+        def line(array, each: int):
+            return mosaic.padded(array.reshape(-1), 0, 1, each)
+
+        return cls(
+            q=mosaic.padded(q, 2, WINDOW).reshape(-1),
+            pool=pool,
+            position=line(position, steps.slots),
+            scale=None if scale is None else line(scale, steps.slots),
+            shared=(position.shape[0] == 1, position.shape[1] == 1),
+            size=size,
+            **numbers,
+        )
+
+    @property
+    def width(self) -> int:
+        """Columns of the windows of a head."""
+        return pl.cdiv(self.size, WINDOW) * WINDOW
+
+    @property
+    def slots(self) -> int:
+        return self.pool.shape[2]
+
+    def steps(self, size: int) -> int:
+        """Of a head."""
+        return pl.cdiv(self.slots, size)
+
+    def place(self, number) -> tuple:
+        """Row and head of one of the R N heads."""
+        return number // self.pool.shape[1], jax.lax.rem(number, self.pool.shape[1])
+
+    def limits(self, number) -> tuple:
+        """(oldest visible position, bias of the first slot) of a head."""
+        row, head = self.place(number)
+        oldest = jnp.int32(0) if self.oldest is None else self.oldest[row, head]
+        return oldest, jnp.float32(0) if self.bias is None else self.bias[row]
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Places in shared memory that steps go through, those of one head after those of another.
+
+    pool: [buffers, slots, 2 H]. q: [buffers, W]. position: [buffers, slots]. scale: of an int8
+    pool, two of [buffers, slots], for keys and values; else empty. full: barriers. first: head of the program. count: its steps.
+    """
+
+    given: Given
+    steps: Steps
+    pool: Any
+    q: Any
+    position: Any
+    scale: Any
+    full: Any
+    first: Any
+    count: Any
+
+    @staticmethod
+    def scratch(given: Given, steps: Steps) -> list:
+        """Shared memory for it, in the order of its fields."""
+        size, buffers = steps.slots, steps.buffers
+        line = plgpu.SMEM((buffers, size), jnp.float32)
+        scale = [] if given.scale is None else [line, line]
+        return [
+            plgpu.SMEM((buffers, size, given.pool.shape[-1]), given.pool.dtype),
+            plgpu.SMEM((buffers, given.width), given.q.dtype),
+            plgpu.SMEM((buffers, size), jnp.int32),
+            scale,
+            plgpu.Barrier(num_arrivals=3 + len(scale), num_barriers=buffers),
+        ]
+
+    def fill(self) -> None:
+        """Start copying the first steps."""
+        for number in range(self.steps.buffers):
+            self._start(jnp.int32(number))
+
+    def wait(self, number) -> Any:
+        """Until a step is there; its place."""
+        place = jax.lax.rem(number, self.steps.buffers)
+        plgpu.barrier_wait(self.full.at[place])
+        return place
+
+    def release(self, number) -> None:
+        """A step's place takes the one that follows in it."""
+        plgpu.commit_smem()  # every warp has read what lies there
+        self._start(number + self.steps.buffers)
+
+    def _start(self, number) -> None:
+        pl.when(number < self.count)(partial(self._copy, number))
+
+    def _copy(self, number) -> None:
+        given, size = self.given, self.steps.slots
+        each, slots = given.steps(size), given.slots
+        i, start = self.first + number // each, jax.lax.rem(number, each) * size
+        row, head = given.place(i)
+        place = jax.lax.rem(number, self.steps.buffers)
+        source, target = given.pool.at[row, head], self.pool.at[place]
+        if size <= slots:  # what lies beyond the end of a head is not read
+            source = source.at[pl.ds(start, size)]
+        else:
+            target = target.at[pl.ds(0, slots)]
+        by_row, by_head = given.shared
+        line = 0 if by_row else row * (1 if by_head else given.pool.shape[1])
+        line += 0 if by_head else head
+        copies = [
+            (source, target),
+            (given.q.at[pl.ds(i * given.width, given.width)], self.q.at[place]),
+            (given.position.at[pl.ds(line * slots + start, size)], self.position.at[place]),
+        ]
+        for half, scale in enumerate(self.scale):
+            begin = (2 * i + half) * slots + start
+            copies.append((given.scale.at[pl.ds(begin, size)], scale.at[place]))
+        for source, target in copies:
+            plgpu.copy_gmem_to_smem(source, target, self.full.at[place])
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """How a warpgroup holds slots, one of each class. tile: [16, columns], 8 threads for a slot,
+    neighbours of which hold neighbouring columns, 16 bytes of them at most. joined: the same
+    numbers, columns by warp, so that sums over slots need no other warp."""
+
+    tile: Any
+    joined: Any
+
+    @classmethod
+    def of(cls, dtype) -> "Layouts":
+        vector, rows = 4 if jnp.dtype(dtype).itemsize == 4 else 8, CLASSES // 4
+        wide, layout, part = LANES * vector, plgpu.Layout.TILED, WINDOW // 4
+        tile = plgpu.Tiling(((CLASSES, wide), (rows, wide), (vector,)))
+        joined = plgpu.Tiling(((CLASSES, WINDOW), (CLASSES, part), (8, part), (4,)))
+        return cls(
+            layout(tile, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1),
+            layout(joined, warp_dims=(-6,), lane_dims=(-3, -2), vector_dim=-1),
+        )
+
+    @property
+    def slot(self) -> Any:
+        """A number per slot."""
+        return self.tile.reduce(1)
+
+    @property
+    def column(self) -> Any:
+        return self.tile.reduce(0)
+
+    def across(self, slots, width: int):
+        """A number per slot for every column."""
+        wide = jax.lax.broadcast_in_dim(slots, (CLASSES, width), [0])
+        return plgpu.layout_cast(wide, self.tile)
+
+    def down(self, columns):
+        """A number per column for every slot."""
+        wide = jax.lax.broadcast_in_dim(columns, (CLASSES, *columns.shape), [1])
+        return plgpu.layout_cast(wide, self.tile)
