@@ -22,7 +22,7 @@ def attend(
     oldest: Int[Array, "R N"] | None = None,
     protected: int = 0,
     first_bias: Float[Array, " R"] | None = None,
-    pool_scale: Float[Array, "R N 2 C"] | None = None,
+    pool_scale: Float[Array, "R 2 N C"] | None = None,
     mass: Float[Array, "R N C"] | None = None,
     mass_weight: Float[Array, ""] | float = 1.0,
     implementation: str | None = None,
@@ -60,7 +60,7 @@ def scores(
     q: Float[Array, "R N Q H"],
     pool: Num[Array, "R N C KV"],
     *,
-    pool_scale: Float[Array, "R N 2 C"] | None = None,
+    pool_scale: Float[Array, "R 2 N C"] | None = None,
 ) -> Float[Array, "R N Q C"]:
     """Scores of a few queries before the softmax, float32, of all slots: what empty ones hold
     included. Computed by the reference on every platform: policies look at it once per stage."""

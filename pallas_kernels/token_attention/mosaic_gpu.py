@@ -34,7 +34,6 @@ from pallas_kernels import estimates, target
 from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.token_attention.mosaic_slots import (
     CLASSES,
-    WINDOW,
     Given,
     Layouts,
     Ring,

@@ -41,7 +41,8 @@ class Given:
     """What a call is given, as operands of a kernel and in it as references.
 
     Flat, because copies may begin anywhere in an array of one axis only: q [R N W] in whole
-    windows, position [R N C] or fewer, scale [R N 2 C]. weight: of sums, float32 [1]. shared: positions by all rows, by all heads. size: of a head.
+    windows, position [R N C] or fewer, scale [R 2 N C]. weight: of sums, float32 [1]. shared:
+    positions by all rows, by all heads. size: of a head.
     """
 
     q: Any
@@ -101,7 +102,8 @@ class Ring:
     """Places in shared memory that steps go through, those of one head after those of another.
 
     pool: [buffers, slots, 2 H]. q: [buffers, W]. position: [buffers, slots]. scale: of an int8
-    pool, two of [buffers, slots], for keys and values; else empty. full: barriers. first: head of the program. count: its steps.
+    pool, two of [buffers, slots], for keys and values; else empty. full: barriers. first: head of
+    the program. count: its steps.
     """
 
     given: Given
@@ -149,7 +151,7 @@ class Ring:
 
     def _copy(self, number) -> None:
         given, size = self.given, self.steps.slots
-        each, slots = given.steps(size), given.slots
+        each, (_, heads, slots, _) = given.steps(size), given.pool.shape
         i, start = self.first + number // each, jax.lax.rem(number, each) * size
         row, head = given.place(i)
         place = jax.lax.rem(number, self.steps.buffers)
@@ -159,7 +161,7 @@ class Ring:
         else:
             target = target.at[pl.ds(0, slots)]
         by_row, by_head = given.shared
-        line = 0 if by_row else row * (1 if by_head else given.pool.shape[1])
+        line = 0 if by_row else row * (1 if by_head else heads)
         line += 0 if by_head else head
         copies = [
             (source, target),
@@ -167,7 +169,7 @@ class Ring:
             (given.position.at[pl.ds(line * slots + start, size)], self.position.at[place]),
         ]
         for half, scale in enumerate(self.scale):
-            begin = (2 * i + half) * slots + start
+            begin = ((2 * row + half) * heads + head) * slots + start
             copies.append((given.scale.at[pl.ds(begin, size)], scale.at[place]))
         for source, target in copies:
             plgpu.copy_gmem_to_smem(source, target, self.full.at[place])

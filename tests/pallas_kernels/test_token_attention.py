@@ -89,10 +89,10 @@ def test_int8(size):
     """Exactly what the rounded keys and values give."""
     q, k, v, position = problem(size)
     pool, scale = encode(jnp.asarray(k), jnp.asarray(v), jnp.int8)
-    scale = scale.swapaxes(-1, -2)
+    scale = jnp.moveaxis(scale, -1, 1)
     number = np.asarray(pool, np.float32)
     k, v = (
-        number[..., i * size : (i + 1) * size] * np.asarray(scale)[:, :, i, :, None] for i in (0, 1)
+        number[..., i * size : (i + 1) * size] * np.asarray(scale)[:, i, ..., None] for i in (0, 1)
     )
     out, _ = jax.jit(attend)(q, pool, position, pool_scale=scale)
     found = jax.jit(scores)(q[:, :, None], pool, pool_scale=scale)

@@ -224,7 +224,7 @@ class StageStep:
             seen["window_scores"] = jnp.where(live[:, :, None], found, -jnp.inf)
         if needs.keys:
             keys = pool[..., : width // 2]
-            seen["keys"] = keys if scale is None else keys * scale[:, :, 0, :, None]
+            seen["keys"] = keys if scale is None else keys * scale[:, 0, :, :, None]
         if needs.window:
             newest = (stage + 1) * self.period - needs.window
             seen["window"] = live & (position >= newest)
@@ -289,7 +289,7 @@ class StageStep:
 
         scale = cache.scale
         if scale is not None:
-            places = row[..., None], head[..., None], jnp.arange(2)[:, None], slot[:, :, None]
+            places = row[..., None], jnp.arange(2)[:, None, None], head, slot[:, None]
             scale = scatter(scale, scale[..., self._buffer :], *places)
         pool = scatter(cache.pool, cache.pool[:, :, self._buffer :], row, head, slot)
         return replace(cache, pool=pool, scale=scale)
