@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, Num
 from pallas_kernels import implementations
 from pallas_kernels.token_attention import reference
 
-MODULES = implementations.modules_of(__package__, "mosaic")
+MODULES = implementations.modules_of(__package__, "mosaic", "tpu")
 
 
 def attend(
