@@ -100,8 +100,8 @@ def _step(q, pool, most: int) -> tuple[int, int]:
     ):
         if not right:
             raise NotImplementedError(
-                f"TPU token attention takes {takes}, not {slots} slots of heads of {q.shape[-1]} in "
-                f"{pool.dtype.name}: use implementation='reference' (--attention=reference)"
+                f"TPU token attention takes {takes}, not {slots} slots of heads of {q.shape[-1]} "
+                f"in {pool.dtype.name}: use implementation='reference' (--attention=reference)"
             )
     if heads * head > most:
         return 1, max(n for n in range(1, heads + 1) if heads % n == 0 and n * head <= most)
