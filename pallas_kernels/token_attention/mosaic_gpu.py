@@ -44,6 +44,9 @@ LOG2_E = math.log2(math.e)
 HEAD_DIMS = (64, 100, 128)
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 MOST_SLOTS = 4096
+KIB = 2**10
+SHARED = 228 * KIB  # shared memory of a multiprocessor
+MEETING = 64  # bytes through which warps join a number
 CORES = {"9.0": 132, "10.0": 148}  # multiprocessors, by compute capability
 LOWEST = -1e30  # the maximum of nothing: finite, so that differences are
 
@@ -69,14 +72,14 @@ def attend(
     weight = None if mass is None else jnp.asarray(mass_weight, jnp.float32).reshape(1)
     numbers = {"oldest": oldest, "protected": protected, "bias": first_bias, "weight": weight}
     given = Given.of(steps, q, pool, position, pool_scale, **numbers)
-    programs = min(rows * heads, steps.programs * CORES.get(target.capability(), CORES["9.0"]))
+    programs = min(rows * heads, steps.programs or programs_at_once(given, steps))
     sums = None if mass is None else jax.new_ref(mass.reshape(-1))  # changed in place
     out = pl.kernel(
         partial(_kernel, steps, programs),
         out_type=jax.ShapeDtypeStruct((rows, heads, given.width), q.dtype),
         mesh=plgpu.Mesh(grid=(programs,), grid_names=("program",)),
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=mosaic.LANES, reduction_scratch_bytes=512
+            approx_math=True, lowering_semantics=mosaic.LANES, reduction_scratch_bytes=MEETING
         ),
         cost_estimate=estimates.attend_token(q, pool, position, pool_scale, mass),
         name="token_attention",
@@ -105,22 +108,44 @@ def check(q, pool, interpret) -> None:
     mosaic.check_simulator(interpret)
 
 
+def shared_memory(given: Given, steps: Steps) -> int:
+    """Bytes of it that a program takes, without barriers."""
+    numbers, buffers, lines = steps.slots, steps.buffers, 1 + 2 * (given.scale is not None)
+    scores = 4 * given.steps(numbers) * numbers if given.weight is not None else 0
+    arrays = (
+        buffers * numbers * given.pool.shape[-1] * given.pool.dtype.itemsize,
+        buffers * given.width * given.q.dtype.itemsize,
+        *[4 * buffers * numbers] * lines,
+        max(scores, 4 * CLASSES * given.width),
+        MEETING,
+    )
+    return sum(-(-size // KIB) * KIB for size in arrays)  # where an array may begin
+
+
+def programs_at_once(given: Given, steps: Steps) -> int:
+    """How many programs the chip runs at the same time."""
+    cores = CORES.get(target.capability(), CORES["9.0"])
+    # CUDA keeps 1 KiB of a program's for itself, barriers take part of another
+    return cores * max(1, SHARED // (shared_memory(given, steps) + 2 * KIB))
+
+
 def _kernel(steps: Steps, programs: int, given: Given, sums, out):
-    waiting = [plgpu.SMEM((given.steps(steps.slots) * steps.slots,), jnp.float32)]
+    joined = plgpu.SMEM((CLASSES, given.width), jnp.float32)
+    waiting = plgpu.SMEM((given.steps(steps.slots) * steps.slots,), jnp.float32)
     pl.run_scoped(
         partial(_attend_heads, steps, programs, given, sums, out),
         Ring.scratch(given, steps),
-        [] if sums is None else waiting,
-        plgpu.SMEM((CLASSES, given.width), jnp.float32),
+        # one after the other in the same place
+        [joined] if sums is None else plgpu.RefUnion(joined, waiting),
     )
 
 
-def _attend_heads(steps: Steps, programs: int, given: Given, sums, out, places, waiting, joined):
+def _attend_heads(steps: Steps, programs: int, given: Given, sums, out, places, late):
     """What a program does: it has as many heads as the others, or one more."""
     program = jax.lax.axis_index("program")
     total, each = given.pool.shape[0] * given.pool.shape[1], given.steps(steps.slots)
     first, last = program * total // programs, (program + 1) * total // programs
-    ring = Ring(given, steps, *places, first, (last - first) * each)
+    ring, (joined, *waiting) = Ring(given, steps, *places, first, (last - first) * each), late
     ring.fill()
     weight = None if sums is None else given.weight[0]
 
@@ -129,9 +154,11 @@ def _attend_heads(steps: Steps, programs: int, given: Given, sums, out, places, 
         # loaded here, long before they are needed
         following = given.limits(jnp.minimum(number + 1, last - 1))
         this = _Head(ring, *limits, waiting, Layouts.of(given.pool.dtype))
-        top, whole = this.put(this.see(i * each), joined, out.at[given.place(number)])
+        classes = this.see(i * each)
+        top, rescale, whole = this.statistics(classes)
         if sums is not None:
             this.add(sums, number * given.slots, top, weight / whole)
+        this.put(classes[2], rescale / whole, joined, out.at[given.place(number)])
         return following
 
     jax.lax.fori_loop(0, last - first, head, given.limits(first))
@@ -219,15 +246,17 @@ class _Head:
             visible &= (position < given.protected) | (position >= self.oldest)
         return jnp.where(visible, found, -jnp.inf)
 
-    def put(self, classes, joined, out) -> tuple:
-        """Store the mean of the values of all classes; the maximum and the total of all."""
-        maximum, total, sums = classes
+    def statistics(self, classes) -> tuple:
+        """Maximum of all classes, what each has to be multiplied by, total of all."""
+        maximum, total, _ = classes
         top = maximum.max(0)
         rescale = jnp.exp2(maximum - top)
-        whole = (total * rescale).sum(0)
-        joined[...] = sums * self.layouts.across(rescale / whole, sums.shape[1])
+        return top, rescale, (total * rescale).sum(0)
+
+    def put(self, sums, factor, joined, out) -> None:
+        """Store the mean of the values, sums of all classes [16, W] times their factors."""
+        joined[...] = sums * self.layouts.across(factor, sums.shape[1])
         out[...] = _load(joined, self.layouts.joined).sum(0).astype(out.dtype)
-        return top, whole
 
     def add(self, sums, first, top, factor) -> None:
         """Weights of all slots into `sums`, from place `first` on."""

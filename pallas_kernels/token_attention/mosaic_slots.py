@@ -23,11 +23,11 @@ STEP_BYTES = 2**14  # of the pool, about
 @dataclass(frozen=True)
 class Steps:
     """How a head's slots are cut. slots: of a step, a multiple of 32. buffers: places in shared
-    memory. programs: on a multiprocessor, whose shared memory holds four with three places each."""
+    memory. programs: that divide all heads; None: as many as run at the same time."""
 
     slots: int
     buffers: int = 3
-    programs: int = 4
+    programs: int | None = None
 
     @classmethod
     def of(cls, pool) -> "Steps":
