@@ -12,6 +12,8 @@ from pallas_kernels import implementations
 from pallas_kernels.token_attention import reference
 
 MODULES = implementations.modules_of(__package__, "mosaic", "tpu")
+# `mosaic` runs where it is named: no chip has confirmed it yet
+AUTOMATIC = {name: module for name, module in MODULES.items() if name != "mosaic"}
 
 
 def attend(
@@ -43,8 +45,8 @@ def attend(
       pool_scale: for an int8 pool, what keys of its slots are multiplied by, then values.
       mass: float32 sums of attention weights per slot. Given, it is returned with this query's
         weights times `mass_weight` added.
-      implementation: one of `implementations.NAMES`; None takes the best one for this platform.
-        There is no kernel of `triton`: its name runs the reference.
+      implementation: one of `implementations.NAMES`; None takes the best one for this platform,
+        on GPUs the reference. There is no kernel of `triton`: its name runs the reference.
 
     Returns:
       The output in the type of `q` (softmax statistics are float32), and the new `mass` or None.
@@ -53,7 +55,8 @@ def attend(
       NotImplementedError: the implementation named cannot run, with the reason.
     """
     arguments = (q, pool, position, oldest, protected, first_bias, pool_scale, mass, mass_weight)
-    return implementations.run(implementation, MODULES, "attend", *arguments)
+    modules = AUTOMATIC if implementation is None else MODULES
+    return implementations.run(implementation, modules, "attend", *arguments)
 
 
 def scores(

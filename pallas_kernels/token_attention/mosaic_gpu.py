@@ -34,6 +34,7 @@ from pallas_kernels import estimates, target
 from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.token_attention.mosaic_slots import (
     CLASSES,
+    LINE,
     Given,
     Layouts,
     Ring,
@@ -98,7 +99,7 @@ def check(q, pool, interpret) -> None:
         (q.shape[-1] in HEAD_DIMS, f"heads of {', '.join(map(str, HEAD_DIMS))}"),
         (pool.dtype.name in DTYPES, f"a pool of {names}"),
         (slot % 16 == 0, "slots of multiples of 16 bytes"),
-        (CLASSES <= slots <= MOST_SLOTS, f"{CLASSES} to {MOST_SLOTS} slots"),
+        (LINE <= slots <= MOST_SLOTS, f"{LINE} to {MOST_SLOTS} slots"),
     ):
         if not right:
             raise NotImplementedError(
@@ -115,7 +116,7 @@ def shared_memory(given: Given, steps: Steps) -> int:
     arrays = (
         buffers * numbers * given.pool.shape[-1] * given.pool.dtype.itemsize,
         buffers * given.width * given.q.dtype.itemsize,
-        *[4 * buffers * numbers] * lines,
+        *[4 * buffers * given.line(numbers)] * lines,
         max(scores, 4 * CLASSES * given.width),
         MEETING,
     )
@@ -153,12 +154,13 @@ def _attend_heads(steps: Steps, programs: int, given: Given, sums, out, places, 
         number = first + i
         # loaded here, long before they are needed
         following = given.limits(jnp.minimum(number + 1, last - 1))
-        this = _Head(ring, *limits, waiting, Layouts.of(given.pool.dtype))
+        place = given.place(number)
+        this = _Head(ring, place, *limits, waiting, Layouts.of(given.pool.dtype))
         classes = this.see(i * each)
         top, rescale, whole = this.statistics(classes)
         if sums is not None:
             this.add(sums, number * given.slots, top, weight / whole)
-        this.put(classes[2], rescale / whole, joined, out.at[given.place(number)])
+        this.put(classes[2], rescale / whole, joined, out.at[place])
         return following
 
     jax.lax.fori_loop(0, last - first, head, given.limits(first))
@@ -170,9 +172,11 @@ _load = partial(mosaic.load, plain=True)
 
 @dataclass(frozen=True)
 class _Head:
-    """What a program does for one head. waiting: shared memory for scores, in a list."""
+    """What a program does for one head. place: its row and number. waiting: shared memory for
+    scores, in a list."""
 
     ring: Ring
+    place: tuple
     oldest: Any
     bias: Any
     waiting: Any
@@ -227,7 +231,14 @@ class _Head:
 
     def _scale(self, place, rows, half: int):
         """Of an int8 pool's keys or values [16]."""
-        return _load(self.ring.scale[half].at[place, rows], self.layouts.slot)
+        return self._line(
+            self.ring.scale[half], place, rows, self.ring.given.scales(*self.place, half)
+        )
+
+    def _line(self, line, place, rows, begin):
+        """Numbers [16] of slots, of which those of the head begin at `begin` in global memory."""
+        here = pl.ds(rows.start + self.ring.given.shift(begin), CLASSES)
+        return _load(line.at[place, here], self.layouts.slot)
 
     def _scores(self, place, rows, start, query):
         """Of slots from number `start` on [16]; -inf where a slot is not visible."""
@@ -240,7 +251,7 @@ class _Head:
         slot = plgpu.broadcasted_iota(jnp.int32, (CLASSES,), 0, layout=layout) + start
         if given.bias is not None:
             found += jnp.where(slot == 0, self.bias * LOG2_E, 0.0)
-        position = _load(ring.position.at[place, rows], layout)
+        position = self._line(ring.position, place, rows, given.positions(*self.place))
         visible = (position >= 0) & (slot < given.slots)
         if given.oldest is not None:
             visible &= (position < given.protected) | (position >= self.oldest)
@@ -261,7 +272,7 @@ class _Head:
     def add(self, sums, first, top, factor) -> None:
         """Weights of all slots into `sums`, from place `first` on."""
         (waiting,), slots = self.waiting, self.ring.given.slots
-        size = max(n for n in (CLASSES, 2 * CLASSES, 4 * CLASSES) if n <= slots)
+        size = min(2, slots // LINE) * LINE
 
         def tile(i, _):
             # the last one ends with the head, and leaves alone what the one before has done

@@ -1,7 +1,13 @@
 """Slots in the Mosaic GPU kernel of token attention: what it is given, how what a step needs comes
-into shared memory, and how a warpgroup holds it."""
+into shared memory, and how a warpgroup holds it.
 
-from dataclasses import dataclass, field
+What the chip asks of a copy (`cp.async.bulk.tensor`), beyond what the compiler checks: it begins at
+a multiple of 16 bytes in global memory, also after the coordinates along the last axis are added
+(an H200 stops with CUDA_ERROR_ILLEGAL_INSTRUCTION otherwise), and at one of 128 bytes in shared
+memory.
+"""
+
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +22,7 @@ CLASSES = 16  # of slots: 4 warps by 4 slots
 LANES = 8  # threads that share a slot
 WINDOW = 64  # columns: heads are seen through one or two of them
 LINE = 32  # numbers: places in shared memory begin at multiples of 128 bytes
+ALIGNED = 4  # numbers of 4 bytes: where copies may begin
 LONGEST = 128  # slots of a step, at most; copies take up to 256 numbers along an axis
 STEP_BYTES = 2**14  # of the pool, about
 
@@ -31,8 +38,9 @@ class Steps:
 
     @classmethod
     def of(cls, pool) -> "Steps":
-        fits = STEP_BYTES // (pool.shape[-1] * pool.dtype.itemsize) // LINE * LINE
-        return cls(max(LINE, min(fits, LONGEST)))
+        fits = STEP_BYTES // (pool.shape[-1] * pool.dtype.itemsize)
+        # no step is larger than a head
+        return cls(max(LINE, min(fits, LONGEST, pool.shape[2]) // LINE * LINE))
 
 
 @jax.tree_util.register_dataclass
@@ -40,9 +48,9 @@ class Steps:
 class Given:
     """What a call is given, as operands of a kernel and in it as references.
 
-    Flat, because copies may begin anywhere in an array of one axis only: q [R N W] in whole
-    windows, position [R N C] or fewer, scale [R 2 N C]. weight: of sums, float32 [1]. shared:
-    positions by all rows, by all heads. size: of a head.
+    Flat, because the rows of other arrays would have to be multiples of 16 bytes: q [R N W] in
+    whole windows, position [R N C] or fewer, scale [R 2 N C]. weight: of sums, float32 [1].
+    shared: positions by all rows, by all heads. size: of a head.
     """
 
     q: Any
@@ -58,20 +66,18 @@ class Given:
 
     @classmethod
     def of(cls, steps: Steps, q, pool, position, scale, **numbers) -> "Given":
-        size = q.shape[-1]
-
-        def line(array, each: int):
-            return mosaic.padded(array.reshape(-1), 0, 1, each)
-
-        return cls(
+        flat = [None if a is None else a.reshape(-1) for a in (position, scale)]
+        given = cls(
             q=mosaic.padded(q, 2, WINDOW).reshape(-1),
             pool=pool,
-            position=line(position, steps.slots),
-            scale=None if scale is None else line(scale, steps.slots),
+            position=flat[0],
+            scale=flat[1],
             shared=(position.shape[0] == 1, position.shape[1] == 1),
-            size=size,
+            size=q.shape[-1],
             **numbers,
         )
+        # no array is smaller than a copy
+        return replace(given, position=mosaic.padded(flat[0], 0, 1, given.line(steps.slots)))
 
     @property
     def width(self) -> int:
@@ -85,6 +91,25 @@ class Given:
     def steps(self, size: int) -> int:
         """Of a head."""
         return pl.cdiv(self.slots, size)
+
+    def line(self, size: int) -> int:
+        """How many numbers are copied for so many slots: more where a head's may begin between two
+        places that copies may begin at."""
+        return size if self.slots % ALIGNED == 0 else size + LINE
+
+    def shift(self, begin):
+        """How many of the numbers copied from place `begin` on lie in front of it."""
+        return 0 if self.slots % ALIGNED == 0 else jax.lax.rem(begin, ALIGNED)
+
+    def positions(self, row, head):
+        """Where those of a head begin."""
+        by_row, by_head = self.shared
+        rows = 0 if by_row else row * (1 if by_head else self.pool.shape[1])
+        return (rows + (0 if by_head else head)) * self.slots
+
+    def scales(self, row, head, half: int):
+        """Where those of a head's keys or values begin."""
+        return ((2 * row + half) * self.pool.shape[1] + head) * self.slots
 
     def place(self, number) -> tuple:
         """Row and head of one of the R N heads."""
@@ -101,9 +126,9 @@ class Given:
 class Ring:
     """Places in shared memory that steps go through, those of one head after those of another.
 
-    pool: [buffers, slots, 2 H]. q: [buffers, W]. position: [buffers, slots]. scale: of an int8
-    pool, two of [buffers, slots], for keys and values; else empty. full: barriers. first: head of
-    the program. count: its steps.
+    pool: [buffers, slots, 2 H]. q: [buffers, W]. position: [buffers, `Given.line`]. scale: of an
+    int8 pool, two such arrays, for keys and values; else empty. full: barriers. first: head of the
+    program. count: its steps.
     """
 
     given: Given
@@ -120,12 +145,12 @@ class Ring:
     def scratch(given: Given, steps: Steps) -> list:
         """Shared memory for it, in the order of its fields."""
         size, buffers = steps.slots, steps.buffers
-        line = plgpu.SMEM((buffers, size), jnp.float32)
-        scale = [] if given.scale is None else [line, line]
+        line = buffers, given.line(size)
+        scale = [] if given.scale is None else [plgpu.SMEM(line, jnp.float32)] * 2
         return [
             plgpu.SMEM((buffers, size, given.pool.shape[-1]), given.pool.dtype),
             plgpu.SMEM((buffers, given.width), given.q.dtype),
-            plgpu.SMEM((buffers, size), jnp.int32),
+            plgpu.SMEM(line, jnp.int32),
             scale,
             plgpu.Barrier(num_arrivals=3 + len(scale), num_barriers=buffers),
         ]
@@ -151,28 +176,23 @@ class Ring:
 
     def _copy(self, number) -> None:
         given, size = self.given, self.steps.slots
-        each, (_, heads, slots, _) = given.steps(size), given.pool.shape
+        each = given.steps(size)
         i, start = self.first + number // each, jax.lax.rem(number, each) * size
         row, head = given.place(i)
-        place = jax.lax.rem(number, self.steps.buffers)
-        source, target = given.pool.at[row, head], self.pool.at[place]
-        if size <= slots:  # what lies beyond the end of a head is not read
-            source = source.at[pl.ds(start, size)]
-        else:
-            target = target.at[pl.ds(0, slots)]
-        by_row, by_head = given.shared
-        line = 0 if by_row else row * (1 if by_head else heads)
-        line += 0 if by_head else head
-        copies = [
-            (source, target),
-            (given.q.at[pl.ds(i * given.width, given.width)], self.q.at[place]),
-            (given.position.at[pl.ds(line * slots + start, size)], self.position.at[place]),
-        ]
+        lines = [(given.position, self.position, given.positions(row, head))]
         for half, scale in enumerate(self.scale):
-            begin = ((2 * row + half) * heads + head) * slots + start
-            copies.append((given.scale.at[pl.ds(begin, size)], scale.at[place]))
+            lines.append((given.scale, scale, given.scales(row, head, half)))
+        # what lies beyond the end of a head, or of an array, is not read
+        copies = [
+            (given.pool.at[row, head, pl.ds(start, size)], self.pool),
+            (given.q.at[pl.ds(i * given.width, given.width)], self.q),
+        ]
+        for source, target, begin in lines:
+            here = pl.ds(begin - given.shift(begin) + start, given.line(size))
+            copies.append((source.at[here], target))
+        place = jax.lax.rem(number, self.steps.buffers)
         for source, target in copies:
-            plgpu.copy_gmem_to_smem(source, target, self.full.at[place])
+            plgpu.copy_gmem_to_smem(source, target.at[place], self.full.at[place])
 
 
 @dataclass(frozen=True)

@@ -99,10 +99,10 @@ def test_token_attention_compiles(target, shapes):
         (kernel,) = program["new"].values()
         assert not kernel["spills"], program
         assert kernel["shared_memory"] < memory[1], program
-        # of 65536 registers: four programs of 128 threads on a multiprocessor
-        assert kernel["registers"] <= 128, program
-        if spec.head_dim == 64 and spec.dtype == "bfloat16":
-            assert 4 * (kernel["shared_memory"] + 1024) <= memory[0], program
+        # programs of 128 threads that a multiprocessor has shared memory for: registers, too
+        programs = memory[0] // (kernel["shared_memory"] + 1024)
+        assert 128 * programs * kernel["registers"] <= 65536, program
+        assert programs >= (3 if spec.dtype == "bfloat16" else 2), program
 
 
 @pytest.mark.parametrize("shape", FEW_TOKENS)

@@ -17,6 +17,7 @@ from pallas_kernels import implementations, token_attention
 from pallas_kernels.arg_specs import SPECS
 from pallas_kernels.token_attention import mosaic_gpu, mosaic_slots, reference, tpu
 from pallas_kernels.token_specs import TokenArguments
+from tests.pallas_kernels import copy_rules
 from tests.pallas_kernels.test_kernels import TOLERANCE, error
 
 SMALL = replace(SPECS["llamagen-xl-t1"], rows=2, heads=3)
@@ -25,7 +26,7 @@ CASES = {
     "bfloat16": (SMALL, {"slots": 105}),
     "float32-shared": (replace(SMALL, dtype="float32"), {"slots": 70, "shared": True}),
     "int8": (replace(SMALL, kv_dtype="int8"), {"slots": 105}),
-    "h100": (replace(SMALL, head_dim=100), {"slots": 21}),
+    "h100": (replace(SMALL, head_dim=100), {"slots": 41}),
     "h128-no-sums": (replace(SMALL, head_dim=128), {"slots": 105, "sums": False}),
 }
 MORE = {
@@ -33,7 +34,7 @@ MORE = {
     "h128-int8": (replace(SMALL, head_dim=128, kv_dtype="int8"), {"slots": 33, "shared": True}),
     "h128-float32": (replace(SMALL, head_dim=128, dtype="float32"), {"slots": 70}),
     "bfloat16-pool": (replace(SMALL, dtype="float32", kv_dtype="bfloat16"), {"slots": 64}),
-    "float32-pool": (replace(SMALL, kv_dtype="float32"), {"slots": 16}),
+    "float32-pool": (replace(SMALL, kv_dtype="float32"), {"slots": 32}),
     "long": (replace(SMALL, heads=1), {"slots": 600}),
 }
 MARKED = [pytest.param(*case, id=name) for name, case in CASES.items()]
@@ -110,30 +111,27 @@ def simulated(programs: int, steps=None, **options):
     return partial(mosaic_gpu.attend, interpret=params, steps=few, **options)
 
 
-@pytest.fixture
-def one_core(monkeypatch):
-    monkeypatch.setattr(mosaic_gpu, "CORES", {"9.0": 1})
-
-
 @simulates_gpus
 @pytest.mark.parametrize(("spec", "options"), MARKED)
-def test_mosaic_simulated(spec, options, one_core, capsys):
+def test_mosaic_simulated(spec, options, monkeypatch, capsys):
     """Two programs of three heads each, the first of which ends with another row's."""
+    broken = copy_rules.watch(monkeypatch)
     check(spec, options, simulated(2))
     assert "RACE DETECTED" not in capsys.readouterr().out
+    assert not broken, broken[:3]
 
 
 @simulates_gpus
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [(64, 3), (128, 2), (32, 4)])
-def test_mosaic_other_steps(steps, one_core, capsys):
+def test_mosaic_other_steps(steps, capsys):
     check(*CASES["bfloat16"], simulated(1, mosaic_slots.Steps(*steps)))
     assert "RACE DETECTED" not in capsys.readouterr().out
 
 
 @simulates_gpus
 @pytest.mark.parametrize("what", ["wait", "release"])
-def test_mosaic_mistakes_are_seen(what, one_core, monkeypatch, capsys):
+def test_mosaic_mistakes_are_seen(what, monkeypatch, capsys):
     """Without the wait for a step, or without the one for all that still read its place."""
     with pytest.raises(Exception, match="no threads observed phase|^race|assert"):
         with monkeypatch.context() as patch:
@@ -145,15 +143,30 @@ def test_mosaic_mistakes_are_seen(what, one_core, monkeypatch, capsys):
             assert "RACE DETECTED" not in capsys.readouterr().out, "race"
 
 
-def test_steps():
-    """About 16 KiB of the pool, as docs/kernels.md says."""
-    found = {}
-    for size, dtype in ((64, "bfloat16"), (100, "bfloat16"), (128, "bfloat16"), (128, "float32")):
-        pool = jax.ShapeDtypeStruct((2, 20, 105, 2 * size), dtype)
-        found[size, dtype] = mosaic_slots.Steps.of(pool).slots
-    assert list(found.values()) == [64, 32, 32, 32]
-    int8 = jax.ShapeDtypeStruct((2, 20, 105, 128), "int8")
-    assert mosaic_slots.Steps.of(int8).slots == 128
+@simulates_gpus
+def test_mosaic_copies_that_begin_anywhere_are_seen(monkeypatch):
+    """105 positions of 4 bytes: those of the second head begin at no multiple of 16 bytes."""
+    monkeypatch.setattr(mosaic_slots.Given, "shift", lambda given, begin: 0)
+    broken = copy_rules.watch(monkeypatch)
+    check(*CASES["bfloat16"], simulated(1))
+    assert "begins at no multiple of 16 bytes" in broken[0]
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "slots", "expected"),
+    [
+        (64, "bfloat16", 105, 64),
+        (64, "bfloat16", 63, 32),
+        (100, "bfloat16", 105, 32),
+        (128, "float32", 105, 32),
+        (64, "int8", 105, 96),
+        (64, "int8", 600, 128),
+    ],
+)
+def test_steps(size, dtype, slots, expected):
+    """About 16 KiB of the pool, and no more than a head has."""
+    pool = jax.ShapeDtypeStruct((2, 20, slots, 2 * size), dtype)
+    assert mosaic_slots.Steps.of(pool).slots == expected
 
 
 # --- dispatch -------------------------------------------------------------------------------------
@@ -176,7 +189,7 @@ def run(args, name):
     ("kernel", "changes", "slots", "reason"),
     [
         ("mosaic", {"head_dim": 96}, 40, "heads of 64, 100, 128, not 40 slots of heads of 96"),
-        ("mosaic", {}, 15, "takes 16 to 4096 slots, not 15"),
+        ("mosaic", {}, 31, "takes 32 to 4096 slots, not 31"),
         ("mosaic", {"head_dim": 100, "kv_dtype": "int8"}, 40, "multiples of 16 bytes"),
         ("tpu", {"head_dim": 96}, 40, "TPU token attention takes heads of 64, 100, 128"),
         ("tpu", {"dtype": "float16"}, 40, "a pool of float32, bfloat16, int8"),
@@ -190,17 +203,27 @@ def test_refused(kernel, changes, slots, reason):
     assert "--attention=reference" in str(refusal.value)
 
 
-@pytest.mark.parametrize(("platform", "capability"), [("gpu", "9.0"), ("tpu", None)])
-def test_auto_takes_the_kernel_or_says_why_not(platform, capability, monkeypatch, recwarn):
+def traced(name, platform, capability, monkeypatch, **changes) -> bool:
+    """Whether a kernel is in a program for such a chip."""
     monkeypatch.setattr(implementations.target, "platform", lambda: platform)
     monkeypatch.setattr(implementations.target, "capability", lambda: capability)
-    args = TokenArguments.abstract(SMALL, 40)
-    jaxpr = str(jax.make_jaxpr(lambda a: run(a, None))(args))
-    assert "token_attention" in jaxpr and not recwarn.list
-    args = TokenArguments.abstract(replace(SMALL, head_dim=96), 40)
+    args = TokenArguments.abstract(replace(SMALL, **changes), 40)
+    jaxpr = str(jax.make_jaxpr(lambda a: run(a, name))(args))
+    return any(word in jaxpr for word in ("pallas_call", "core_map", "mpmd_map"))
+
+
+def test_auto_takes_the_kernel_or_says_why_not(monkeypatch, recwarn):
+    assert traced(None, "tpu", None, monkeypatch)
+    assert not recwarn.list
     with pytest.warns(UserWarning, match="plain JAX reference runs instead: .* heads of 96"):
-        jaxpr = str(jax.make_jaxpr(lambda a: run(a, None))(args))
-    assert "pallas_call" not in jaxpr and "core_map" not in jaxpr
+        assert not traced(None, "tpu", None, monkeypatch, head_dim=96)
+
+
+def test_gpus_take_the_kernel_only_by_name(monkeypatch, recwarn):
+    """Until a chip has confirmed it."""
+    assert not traced(None, "gpu", "9.0", monkeypatch)
+    assert traced("mosaic", "gpu", "9.0", monkeypatch)
+    assert not recwarn.list
 
 
 def test_triton_has_none():
