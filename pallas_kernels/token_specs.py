@@ -90,9 +90,22 @@ class TokenArguments:
         return replace(self, q=exact, pool=self.pool.astype(jnp.float32))
 
     def given_to(self, attend, **options) -> tuple[jax.Array, jax.Array | None]:
-        """Call `attend`: of the API, or one of a module, with these arguments by position."""
+        """Call `attend` of a module, with these arguments by position."""
         given = (self.q, self.pool, self.position, self.oldest, PROTECTED, self.bias, self.scale)
         return attend(*given, self.mass, self.weight, **options)
+
+    def given_to_api(self, attend, **options) -> tuple[jax.Array, jax.Array | None]:
+        """Likewise by name."""
+        return attend(
+            *(self.q, self.pool, self.position),
+            oldest=self.oldest,
+            protected=PROTECTED,
+            first_bias=self.bias,
+            pool_scale=self.scale,
+            mass=self.mass,
+            mass_weight=self.weight,
+            **options,
+        )
 
     def _poisoned(self) -> "TokenArguments":
         empty = jnp.broadcast_to(self.position < 0, self.pool.shape[:3])

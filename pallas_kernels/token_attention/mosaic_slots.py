@@ -33,14 +33,15 @@ class Steps:
     memory. programs: that divide all heads; None: as many as run at the same time."""
 
     slots: int
-    buffers: int = 3
+    buffers: int = 3  # 2 of large steps, so that two programs fit
     programs: int | None = None
 
     @classmethod
     def of(cls, pool) -> "Steps":
-        fits = STEP_BYTES // (pool.shape[-1] * pool.dtype.itemsize)
+        slot = pool.shape[-1] * pool.dtype.itemsize
         # no step is larger than a head
-        return cls(max(LINE, min(fits, LONGEST, pool.shape[2]) // LINE * LINE))
+        slots = max(LINE, min(STEP_BYTES // slot, LONGEST, pool.shape[2]) // LINE * LINE)
+        return cls(slots, buffers=3 if slots * slot <= STEP_BYTES else 2)
 
 
 @jax.tree_util.register_dataclass

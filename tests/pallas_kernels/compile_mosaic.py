@@ -32,7 +32,7 @@ from pallas_kernels.cache_write import mosaic_gpu as mosaic_write
 from pallas_kernels.cross_attention import TextKeys, attend_text
 from pallas_kernels.ragged_attention import mosaic_gpu
 from pallas_kernels.sample import sample
-from pallas_kernels.token_attention import attend as attend_token
+from pallas_kernels.token_attention import attend as attend_one
 from pallas_kernels.token_specs import TokenArguments
 from tests.pallas_kernels.test_sample import abstract
 
@@ -77,23 +77,10 @@ def token(shape, sharding=None):
     """(function, arguments without data); sums are donated."""
 
     def run(mass, args):
-        return replace(args, mass=mass).given_to(_attend_token)
+        return replace(args, mass=mass).given_to_api(attend_one, implementation="mosaic")
 
     args = TokenArguments.abstract(*shape, sharding=sharding)
     return jax.jit(run, donate_argnums=0), (args.mass, replace(args, mass=None))
-
-
-def _attend_token(q, pool, position, oldest, protected, first_bias, pool_scale, mass, weight):
-    return attend_token(
-        *(q, pool, position),
-        oldest=oldest,
-        protected=protected,
-        first_bias=first_bias,
-        pool_scale=pool_scale,
-        mass=mass,
-        mass_weight=weight,
-        implementation="mosaic",
-    )
 
 
 def choice(shape, sharding=None):

@@ -155,18 +155,19 @@ def test_mosaic_copies_that_begin_anywhere_are_seen(monkeypatch):
 @pytest.mark.parametrize(
     ("size", "dtype", "slots", "expected"),
     [
-        (64, "bfloat16", 105, 64),
-        (64, "bfloat16", 63, 32),
-        (100, "bfloat16", 105, 32),
-        (128, "float32", 105, 32),
-        (64, "int8", 105, 96),
-        (64, "int8", 600, 128),
+        (64, "bfloat16", 105, (64, 3)),
+        (64, "bfloat16", 63, (32, 3)),
+        (100, "bfloat16", 105, (32, 3)),
+        (128, "float32", 105, (32, 2)),
+        (64, "int8", 105, (96, 3)),
+        (64, "int8", 600, (128, 3)),
     ],
 )
 def test_steps(size, dtype, slots, expected):
     """About 16 KiB of the pool, and no more than a head has."""
     pool = jax.ShapeDtypeStruct((2, 20, slots, 2 * size), dtype)
-    assert mosaic_slots.Steps.of(pool).slots == expected
+    steps = mosaic_slots.Steps.of(pool)
+    assert (steps.slots, steps.buffers) == expected
 
 
 # --- dispatch -------------------------------------------------------------------------------------
@@ -179,10 +180,7 @@ def arguments(spec, slots=40, **options):
 
 
 def run(args, name):
-    given = {"oldest": args.oldest, "protected": 3, "first_bias": args.bias, "mass": args.mass}
-    return token_attention.attend(
-        *(args.q, args.pool, args.position), **given, pool_scale=args.scale, implementation=name
-    )
+    return args.given_to_api(token_attention.attend, implementation=name)
 
 
 @pytest.mark.parametrize(
