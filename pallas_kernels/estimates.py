@@ -89,6 +89,17 @@ def write(
     )
 
 
+def attend_token(q, pool, position, pool_scale, mass) -> pl.CostEstimate:
+    """Of attention of one query per row and head over all slots. float32: positions take as many
+    bytes, scales twice, sums are read and written."""
+    pairs, head_dim = pool.size // pool.shape[-1], q.shape[-1]
+    lines = (
+        position.size + (0 if pool_scale is None else 2 * pairs) + 2 * pairs * (mass is not None)
+    )
+    moved = pool.size * pool.dtype.itemsize + 2 * q.size * q.dtype.itemsize + 4 * lines
+    return pl.CostEstimate(flops=4 * pairs * head_dim, transcendentals=pairs, bytes_accessed=moved)
+
+
 def finish(projection, parts: int, turned: int = 0) -> pl.CostEstimate:
     """Of finishing so many parts of a projection, once for all who read them. turned: columns of
     the products that rotate, of all these parts together."""

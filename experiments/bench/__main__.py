@@ -43,6 +43,8 @@ FLAGS = CommandFlags()
 MODELS = tuple(dict.fromkeys(name.rpartition("-t")[0] for name in arg_specs.SPECS))
 DTYPES, KV_DTYPES = ("bfloat16", "float32"), ("same", "bfloat16", "float32", "int8")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}  # relative Frobenius error
+# tables that are checked, where not all are
+CHECKED = {"write": ("random", "shared"), "attend_token": ("random",)}
 MODEL = FLAGS.list("model", list(MODELS), f"Models whose shapes are run: {', '.join(MODELS)}.")
 SHAPE = FLAGS.list("shape", None, f"Shapes instead of models: {', '.join(arg_specs.SPECS)}.")
 OP = FLAGS.list("op", list(bench.OPERATIONS), f"Operations: {', '.join(bench.OPERATIONS)}.")
@@ -129,6 +131,7 @@ def timed_ways(name: str) -> list[tuple[str, ArgSpec, float, str]]:
         (operation, spec, budget, way)
         for spec in shapes()
         for operation in operations()
+        if bench.serves(operation, spec)
         for budget in (budgets() if operation != "write" else [1.0])
         for way in bench.ways(operation, spec, name)
     ]
@@ -215,8 +218,8 @@ def show_check(name: str) -> int:
         )
     failures, rows = 0, []
     for spec in shapes():
-        for operation in operations():
-            for table in arg_specs.TABLES if operation != "write" else ["random", "shared"]:
+        for operation in (o for o in operations() if bench.serves(o, spec)):
+            for table in CHECKED.get(operation, arg_specs.TABLES):
                 case = replace(spec, rows=2, heads=min(3, spec.heads), table=table)
                 verdict, found, said = checked(operation, case, name)
                 failures += verdict != "ok"

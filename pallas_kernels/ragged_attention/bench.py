@@ -19,16 +19,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import cache_write, ragged_attention
+from pallas_kernels import cache_write, ragged_attention, token_attention
 from pallas_kernels.arg_specs import ArgSpec, Arguments
 from pallas_kernels.chips import CHIPS, Chip
+from pallas_kernels.token_specs import TokenArguments
 
 FUNCTIONS = {
     "attend": ragged_attention.attend,
     "attention_moments": ragged_attention.attention_moments,
     "write": cache_write.write,
+    "attend_token": token_attention.attend,
 }
 OPERATIONS = tuple(FUNCTIONS)
+TOKEN_MODELS = ("llamagen", "janus")  # that draw token by token
 DENSE = "dense"
 HOLDS_SCORES = ("reference", f"{DENSE} xla")  # ways that hold a matrix of queries by keys
 AIM = 0.02  # seconds of a timed loop
@@ -55,6 +58,11 @@ class Work:
     bytes: float
 
 
+def serves(operation: str, spec: ArgSpec) -> bool:
+    """Whether a model of this shape asks for the operation."""
+    return operation != "attend_token" or spec.name.startswith(TOKEN_MODELS)
+
+
 def work(operation: str, spec: ArgSpec, keys: int) -> Work:
     """keys: stored keys that every head owns. Every real token and key is moved once."""
     heads, real = spec.rows * spec.heads, spec.length
@@ -62,6 +70,11 @@ def work(operation: str, spec: ArgSpec, keys: int) -> Work:
     stored = 2 * spec.head_dim * spec.pool_dtype.itemsize + (8 if spec.kv_dtype == "int8" else 0)
     token = spec.head_dim * element
     pairs = heads * real * (real + keys)
+    if operation == "attend_token":
+        positions = 4 * keys
+        return Work(
+            4 * heads * keys * spec.head_dim, heads * (2 * token + keys * stored + positions)
+        )
     if operation == "attend":
         return Work(4 * pairs * spec.head_dim, heads * (4 * real * token + keys * stored))
     if operation == "attention_moments":
@@ -94,8 +107,11 @@ def prepare(operation: str, spec: ArgSpec, share: float, way: str) -> Candidate:
     """One of `ways`; heads own that share of the cache, `DENSE` ones all of it."""
     if way.startswith(DENSE):
         return dense(spec, way.removeprefix(DENSE).strip())
-    args = compressed(spec, share).arguments(poison=False)
-    return candidate(operation, args, way)
+    spec = compressed(spec, share)
+    if operation == "attend_token":
+        args = TokenArguments.of(spec, sums=False, poison=False)
+        return Candidate(way, partial(_token_step, way), args.q, (args,))
+    return candidate(operation, spec.arguments(poison=False), way)
 
 
 def candidate(operation: str, args: Arguments, name: str, run: Callable | None = None) -> Candidate:
@@ -134,6 +150,15 @@ def _moments_step(run, carry, args, weights, log_sum):
     found = _moments(run, carry, _depending_on(args, carry), weights, log_sum)
     # times 0 is not removed by the compiler, because NaN times 0 is not 0
     return carry + found.reshape(-1)[0] * 0
+
+
+def _token_step(name, q, args):
+    # of the size of a query, so that the next one is a query as well
+    return (q + _attend_token(replace(args, q=q), name)[0]).astype(q.dtype) / 2
+
+
+def _attend_token(args: TokenArguments, name: str) -> tuple:
+    return args.given_to_api(token_attention.attend, implementation=name)
 
 
 def _write_step(run, carry, args):
@@ -220,6 +245,8 @@ def chip(kind: str) -> Chip | None:
 def errors(operation: str, spec: ArgSpec, name: str) -> dict[str, float]:
     """Relative Frobenius error of each result of implementation `name` against the reference in
     float32; for `write` of what it stores, in the type of the pool."""
+    if operation == "attend_token":
+        return _token_errors(TokenArguments.of(spec), name)
     args = spec.arguments(poison=operation != "write")
     exact = jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, args)
     if operation == "write":
@@ -239,6 +266,14 @@ def errors(operation: str, spec: ArgSpec, name: str) -> dict[str, float]:
         for a, sums, n in ((args, own, name), (exact, lse, "reference"))
     )
     return _relative(("sums", "squares"), found, expected)
+
+
+def _token_errors(args: TokenArguments, name: str) -> dict[str, float]:
+    found, expected = (
+        jax.jit(_attend_token, static_argnums=1)(a, n)
+        for a, n in ((args, name), (args.in_float32(), "reference"))
+    )
+    return _relative(("out", "sums"), found, expected)
 
 
 def _run(operation: str, given: tuple, args: Arguments, name: str, **options):

@@ -8,7 +8,12 @@ visible is in the positions of what they hold.
 
 from jaxtyping import Array, Float, Int, Num
 
+from pallas_kernels import implementations
 from pallas_kernels.token_attention import reference
+
+MODULES = implementations.modules_of(__package__, "mosaic", "tpu")
+# `mosaic` runs where it is named: no chip has confirmed it yet
+AUTOMATIC = {name: module for name, module in MODULES.items() if name != "mosaic"}
 
 
 def attend(
@@ -19,7 +24,7 @@ def attend(
     oldest: Int[Array, "R N"] | None = None,
     protected: int = 0,
     first_bias: Float[Array, " R"] | None = None,
-    pool_scale: Float[Array, "R N C 2"] | None = None,
+    pool_scale: Float[Array, "R 2 N C"] | None = None,
     mass: Float[Array, "R N C"] | None = None,
     mass_weight: Float[Array, ""] | float = 1.0,
     implementation: str | None = None,
@@ -37,31 +42,28 @@ def attend(
       oldest: the smallest position that a head sees; None: all. protected: static, positions below
         it are seen whatever `oldest` says.
       first_bias: float32, added to the score of slot 0.
-      pool_scale: for an int8 pool, what keys and values of a slot are multiplied by.
+      pool_scale: for an int8 pool, what keys of its slots are multiplied by, then values.
       mass: float32 sums of attention weights per slot. Given, it is returned with this query's
         weights times `mass_weight` added.
-      implementation: "reference", or None for the best one there is.
+      implementation: one of `implementations.NAMES`; None takes the best one for this platform,
+        on GPUs the reference. There is no kernel of `triton`: its name runs the reference.
 
     Returns:
       The output in the type of `q` (softmax statistics are float32), and the new `mass` or None.
 
     Raises:
-      NotImplementedError: the implementation named does not exist.
+      NotImplementedError: the implementation named cannot run, with the reason.
     """
-    if implementation not in (None, "reference"):
-        raise NotImplementedError(
-            f"token attention has no implementation {implementation!r}: use reference"
-        )
-    return reference.attend(
-        *(q, pool, position, oldest, protected, first_bias, pool_scale, mass, mass_weight)
-    )
+    arguments = (q, pool, position, oldest, protected, first_bias, pool_scale, mass, mass_weight)
+    modules = AUTOMATIC if implementation is None else MODULES
+    return implementations.run(implementation, modules, "attend", *arguments)
 
 
 def scores(
     q: Float[Array, "R N Q H"],
     pool: Num[Array, "R N C KV"],
     *,
-    pool_scale: Float[Array, "R N C 2"] | None = None,
+    pool_scale: Float[Array, "R 2 N C"] | None = None,
 ) -> Float[Array, "R N Q C"]:
     """Scores of a few queries before the softmax, float32, of all slots: what empty ones hold
     included. Computed by the reference on every platform: policies look at it once per stage."""

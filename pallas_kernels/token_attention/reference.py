@@ -18,13 +18,13 @@ def attend(q, pool, position, oldest, protected, first_bias, pool_scale, mass, m
     visible = jnp.broadcast_to(visible, pool.shape[:3])
     scores = jax.lax.platform_dependent(q, pool, cpu=_products_of_the_whole, default=_products)
     if pool_scale is not None:
-        scores = scores * pool_scale[..., 0]
+        scores = scores * pool_scale[:, 0]
     if first_bias is not None:
         scores = scores.at[:, :, 0].add(first_bias[:, None])
     weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
     seen = weights
     if pool_scale is not None:
-        seen = jnp.where(visible, weights * pool_scale[..., 1], 0)
+        seen = jnp.where(visible, weights * pool_scale[:, 1], 0)
     out = jax.lax.platform_dependent(seen, pool, visible, cpu=_sums_of_the_whole, default=_sums)
     if mass is not None:
         mass = mass + mass_weight * weights
@@ -35,7 +35,7 @@ def scores(q, pool, pool_scale):
     """See `api.scores`."""
     keys = _computable(pool[..., : q.shape[-1]], q.dtype)
     found = jnp.einsum("rnqh,rnch->rnqc", q, keys, preferred_element_type=jnp.float32)
-    return found if pool_scale is None else found * pool_scale[..., None, :, 0]
+    return found if pool_scale is None else found * pool_scale[:, 0, :, None]
 
 
 def _products(q, pool):

@@ -44,6 +44,14 @@ def test_check(call):
     assert out.splitlines()[-1] == "triton-interpret on cpu: 7 of 7 right"
 
 
+def test_check_of_models_that_draw_token_by_token(call):
+    """Shapes of other models have no attention of single tokens."""
+    flags = ("--check", "--shape=var-d30-t1,llamagen-xl-t1", "--op=attend_token")
+    status, out, err = call("bench", *flags, "--implementation=tpu-interpret")
+    assert status == 0, err
+    assert out.splitlines()[-1] == "tpu-interpret on cpu: 1 of 1 right"
+
+
 def test_check_finds_a_wrong_kernel(call, monkeypatch):
     monkeypatch.setattr(bench, "errors", lambda *_: {"out": 0.0, "lse": float("nan")})
     flags = ("--check", "--shape=var-d30-t1", "--op=attend")

@@ -2,11 +2,12 @@
 
     python tests/pallas_kernels/compile_mosaic.py TARGET SHAPE...
 
-TARGET: a GPU of pallas_kernels/chips.py. SHAPE: of `SHAPES` or `ROWS`. Prints one JSON object per
-program: its temporaries, bytes of the pool and of the scale's keys and values where there are any,
-and of every kernel that no program before had: registers and spilled bytes per thread, as ptxas
-says, bytes of shared memory, columns of tensor memory. A program of its own, because JAX (0.10.2)
-compiles these kernels for one architecture per process, whatever is asked for later.
+TARGET: a GPU of pallas_kernels/chips.py. SHAPE: of `SHAPES`, `ROWS` or `TOKENS`. Prints one JSON
+object per program: its temporaries, bytes of the pool and of the scale's keys and values where
+there are any, and of every kernel that no program before had: registers and spilled bytes per
+thread, as ptxas says, bytes of shared memory, columns of tensor memory. A program of its own,
+because JAX (0.10.2) compiles these kernels for one architecture per process, whatever is asked for
+later.
 """
 
 import json
@@ -31,6 +32,8 @@ from pallas_kernels.cache_write import mosaic_gpu as mosaic_write
 from pallas_kernels.cross_attention import TextKeys, attend_text
 from pallas_kernels.ragged_attention import mosaic_gpu
 from pallas_kernels.sample import sample
+from pallas_kernels.token_attention import attend as attend_one
+from pallas_kernels.token_specs import TokenArguments
 from tests.pallas_kernels.test_sample import abstract
 
 BASE = replace(SPECS["var-d30-t256"], tokens=176, length=169)
@@ -54,6 +57,30 @@ ROWS = {
     "rows-512": (2, 36, 512),
     "rows-131": (2, 3, 131),
 }
+# attention of one query per row: (call, slots of a head)
+XL, LARGE = (replace(SPECS[f"{name}-t1"], rows=64) for name in ("llamagen-xl", "janus-pro-7b"))
+TOKENS = {
+    "tokens": (replace(XL, rows=256), 105),
+    "tokens-600": (XL, 600),
+    "tokens-two-rows": (replace(XL, rows=2), 105),
+    "tokens-h100": (replace(LARGE, head_dim=100), 105),
+    "tokens-h128": (LARGE, 105),
+    "tokens-int8": (replace(XL, kv_dtype="int8"), 105),
+    "tokens-h128-int8": (replace(LARGE, kv_dtype="int8"), 600),
+    "tokens-float32": (replace(XL, dtype="float32"), 105),
+    "tokens-h100-float32": (replace(LARGE, head_dim=100, dtype="float32"), 105),
+    "tokens-h128-float32": (replace(LARGE, dtype="float32"), 4096),
+}
+
+
+def token(shape, sharding=None):
+    """(function, arguments without data); sums are donated."""
+
+    def run(mass, args):
+        return replace(args, mass=mass).given_to_api(attend_one, implementation="mosaic")
+
+    args = TokenArguments.abstract(*shape, sharding=sharding)
+    return jax.jit(run, donate_argnums=0), (args.mass, replace(args, mass=None))
 
 
 def choice(shape, sharding=None):
@@ -139,6 +166,14 @@ def _inspect(said: str, text: str, passes: str) -> dict:
     }
 
 
+def _programs(name: str, sharding) -> dict:
+    if name in ROWS:
+        return {"sample": choice(ROWS[name], sharding)}
+    if name in TOKENS:
+        return {"token": token(TOKENS[name], sharding)}
+    return programs(SHAPES[name], sharding)
+
+
 def main(target: str, *shapes: str) -> None:
     folder = Path(tempfile.mkdtemp(prefix="kernels-"))
     os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
@@ -148,8 +183,7 @@ def main(target: str, *shapes: str) -> None:
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     try:
         for name in shapes:
-            found = ROWS.get(name) and {"sample": choice(ROWS[name], sharding)}
-            for operation, (run, given) in (found or programs(SHAPES[name], sharding)).items():
+            for operation, (run, given) in _programs(name, sharding).items():
                 with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                     compiled = run.lower(*given).compile()
                 about = {"target": target, "shape": name, "operation": operation}

@@ -14,6 +14,7 @@ import pallas_kernels
 from pallas_kernels import cache_write, estimates, implementations, ragged_attention
 from pallas_kernels.arg_specs import SPECS, ArgSpec
 from pallas_kernels.sample import operands
+from pallas_kernels.token_specs import TokenArguments
 from varjax.engine.cost import program_cost
 
 # 2 rows x 3 heads = 6 lists of 2 blocks of 16 slots; 30 queries, each with 5 + 32 keys
@@ -43,6 +44,19 @@ def test_attend_int8():
     own = 4 * 30 * 64 * 2
     assert run().bytes_accessed == own + 6 * 32 * (128 + 2 * 4)
     assert run(scales_at_once=128).bytes_accessed == own + 6 * 2 * (16 * 128 + 128 * 4)
+
+
+def test_attend_token():
+    """6 heads of 40 slots; positions of 4 bytes, sums read and written, two scales per slot."""
+    args = TokenArguments.abstract(SPEC, 40)
+    given = args.q, args.pool, args.position, args.scale, args.mass
+    queries, stored = 2 * 6 * 64 * 2, 240 * 128
+    found = counted(estimates.attend_token(*given))
+    assert found == (4 * 240 * 64, 240, queries + 2 * stored + 4 * 240 + 8 * 240)
+    args = TokenArguments.abstract(INT8, 40, sums=False, shared=True)
+    given = args.q, args.pool, args.position, args.scale, args.mass
+    moved = queries + stored + 4 * 80 + 8 * 240
+    assert estimates.attend_token(*given).bytes_accessed == moved
 
 
 def test_shares_that_heads_own():

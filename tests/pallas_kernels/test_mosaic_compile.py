@@ -75,6 +75,44 @@ def test_choosing_compiles(target, shapes):
         assert program["new"]["sample"]["registers"] <= 128, program
 
 
+FEW_TOKENS = ("tokens", "tokens-h100", "tokens-h128-int8")
+MORE_TOKENS = [name for name in compile_mosaic.TOKENS if name not in FEW_TOKENS]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("target", "shapes"),
+    [(t, FEW_TOKENS) for t in ("h200", "b200")]
+    + [pytest.param(t, MORE_TOKENS, marks=pytest.mark.slow) for t in ("h200", "b200")]
+    + [pytest.param("h100", compile_mosaic.TOKENS, marks=pytest.mark.slow)],
+)
+def test_token_attention_compiles(target, shapes):
+    """One kernel, sums changed in place; nothing of the pool's size beside it."""
+    memory = chips.get_chip(target).gpu.shared_memory
+    found = compiled(target, shapes)
+    assert len(found) == len(shapes)
+    for program in found:
+        spec, slots = compile_mosaic.TOKENS[program["shape"]]
+        queries = spec.rows * spec.heads * 128 * 4
+        assert program["kernels"] == 1, program
+        assert program["temporaries"] <= 2 * queries + 2**10, program
+        (kernel,) = program["new"].values()
+        assert not kernel["spills"], program
+        assert kernel["shared_memory"] < memory[1], program
+        # programs of 128 threads that a multiprocessor has shared memory for: registers, too
+        programs = memory[0] // (kernel["shared_memory"] + 1024)
+        assert 128 * programs * kernel["registers"] <= 65536, program
+        assert programs >= (3 if spec.dtype == "bfloat16" else 2), program
+
+
+@pytest.mark.parametrize("shape", FEW_TOKENS)
+def test_token_attention_lowers(shape, monkeypatch):
+    """In every version of JAX, without the chip's compiler."""
+    monkeypatch.setattr(mosaic_products.target, "capability", lambda: "9.0")
+    run, given = compile_mosaic.token(compile_mosaic.TOKENS[shape])
+    assert "mosaic_gpu" in run.trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+
+
 def tensor_columns(kernel: str, shape: str) -> int:
     """Of attention with two warpgroups, or with one for a single query; of one tile else."""
     spec, products = compile_mosaic.SHAPES[shape], mosaic_products.Tcgen05()

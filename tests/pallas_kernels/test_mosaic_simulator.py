@@ -18,6 +18,7 @@ from pallas_kernels.ragged_attention import mosaic_gpu
 from pallas_kernels.ragged_attention.config import MosaicConfig
 from pallas_kernels.sample import mosaic_gpu as mosaic_sample
 from pallas_kernels.sample import sample
+from tests.pallas_kernels import copy_rules
 from tests.pallas_kernels import test_sample as choices
 from tests.pallas_kernels.test_kernels import (
     PLAIN,
@@ -48,6 +49,14 @@ SHAPES = [pytest.param(spec, id=name) for name, spec in OFTEN.items()]
 SHAPES += [pytest.param(s, id=name, marks=pytest.mark.slow) for name, s in SPECIAL.items()]
 AS_IT_IS = PLAIN.reduced(heads=2, tokens=24, length=20, entries=3)
 CAPABILITIES = mosaic_products.PRODUCTS  # Hopper's and Blackwell's
+
+
+@pytest.fixture(autouse=True)
+def copies(monkeypatch):
+    """All that the chip asks of them is asked here."""
+    broken = copy_rules.watch(monkeypatch)
+    yield
+    assert not broken, broken[:3]
 
 
 @pytest.fixture(params=CAPABILITIES)

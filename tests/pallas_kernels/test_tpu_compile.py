@@ -47,6 +47,9 @@ def check(chip: str, cases: list[str]) -> None:
     assert [r["moved"] for r in found if r["case"].startswith("sample")] == [[]] * sum(
         case.startswith("sample") for case in cases
     )
+    for tokens in (r for r in found if r["case"].startswith("token")):
+        assert tokens["copies"] == [], tokens["case"]
+        assert tokens["temp"] < tokens["pool"] / 4, tokens["case"]
     for scan in (r for r in found if r["case"].startswith("scan")):
         assert scan["copies"] == [], scan["case"]
         assert scan["turned"] == [], scan["case"]
@@ -69,6 +72,9 @@ def test_one_chip():
             "scan-int8-h128-b16-t64-rows",
             "sample-8-256-4096",
             "sample-1-16-65536",
+            "token-bfloat16-h64-s105",
+            "token-bfloat16-h100-s600",
+            "token-int8-h128-s105",
         ],
     )
 
@@ -85,6 +91,13 @@ def test_highest_precision():
 def test_choosing_compiles_for_every_chip(chip):
     sizes = ["8-256-4096", "1-16-65536", "8-1-4096", "3-9-1000", "2-169-16384", "2-36-512"]
     check(chip, [f"sample-{size}" for size in sizes])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", TPUS)
+def test_token_attention_compiles_for_every_chip(chip):
+    sizes = product(TYPES, (64, 100, 128), (105, 600))
+    check(chip, [f"token-{dtype}-h{size}-s{slots}" for dtype, size, slots in sizes])
 
 
 @pytest.mark.slow

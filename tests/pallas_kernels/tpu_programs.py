@@ -7,7 +7,8 @@ Runs in a process of its own, because some errors of the compiler end the proces
 
     OPERATION-POOLTYPE-hHEADDIM-bBLOCKSIZE-tTOKENS[-nHEADS][-rows]
 
-and sample-IMAGES-TOKENS-VOCABULARY, with {"case", "temp", "moved"}.
+sample-IMAGES-TOKENS-VOCABULARY, with {"case", "temp", "moved"}, and token-POOLTYPE-hHEADDIM-sSLOTS,
+with {"case", "temp", "pool", "copies"}: attention of one query per row, token after token.
 
 OPERATION: attend, moments, write, or scan: two scans, over scales and over layers. -rows: tables
 per row. Activations are bfloat16 unless the pool is float32; queries and keys are normalised, and
@@ -35,6 +36,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 from pallas_kernels import cache_write, ragged_attention  # noqa: E402
 from pallas_kernels.arg_specs import ArgSpec  # noqa: E402
 from pallas_kernels.sample import sample  # noqa: E402
+from pallas_kernels.token_attention import tpu as token_kernel  # noqa: E402
+from pallas_kernels.token_specs import TokenArguments  # noqa: E402
 from tests.pallas_kernels.test_sample import abstract  # noqa: E402
 
 SCALES, LAYERS = 2, 3
@@ -130,12 +133,35 @@ def scan_arguments(spec: ArgSpec):
     return (a.kv_pool, a.kv_scale), a, tables, weights
 
 
+def token_arguments(case: str) -> TokenArguments:
+    _, kv_dtype, head_dim, slots = case.split("-")
+    spec = spec_of(f"attend-{kv_dtype}-{head_dim}-b16-t1-n20")
+    return TokenArguments.abstract(replace(spec, rows=64), int(slots[1:]))
+
+
+def tokens(caches, args, steps):
+    """A few tokens, as the engine draws them: each is stored, then attended for."""
+
+    def token(caches, slot):
+        pool, mass = caches
+        new = jnp.concatenate([args.q, args.q], axis=-1)[:, :, None].astype(pool.dtype)
+        pool = jax.lax.dynamic_update_slice(pool, new, (0, 0, slot, 0))
+        now = replace(args, pool=pool, mass=mass)
+        out, mass = now.given_to(token_kernel.attend, interpret=False)
+        return (pool, mass), out
+
+    return jax.lax.scan(token, caches, steps)
+
+
 def program(case: str):
     """(function, arguments without data, which of them is donated)."""
     operation, *sizes = case.split("-")
     if operation == "sample":
         run = partial(sample, top_k=900, top_p=0.96, implementation="tpu")
         return lambda given: run(**given), [abstract(tuple(map(int, sizes)))], ()
+    if operation == "token":
+        args, steps = token_arguments(case), jax.ShapeDtypeStruct((3,), jnp.int32)
+        return tokens, ((args.pool, args.mass), replace(args, pool=None, mass=None), steps), 0
     if operation == "scan":
         return scans, scan_arguments(spec_of(case)), 0
     return globals()[operation], (spec_of(case).abstract(),), 0
@@ -153,12 +179,9 @@ def compiled(case: str, chip: str):
         return jitted.lower(*arguments).compile()
 
 
-def copies(text: str, spec: ArgSpec) -> list[str]:
-    """Lines that copy something of the pool's shape or its scales', or move it between memories."""
-    shapes = [(spec.block_size, 2 * spec.head_dim), (2 * spec.block_size,)]
-    dims = "|".join(
-        re.escape(",".join(map(str, (spec.rows, spec.pool_blocks, *rest)))) for rest in shapes
-    )
+def copies(text: str, shapes: list[tuple[int, ...]]) -> list[str]:
+    """Lines that copy something of these shapes, or move it between memories."""
+    dims = "|".join(re.escape(",".join(map(str, shape))) for shape in shapes)
     moved = r"copy|copy-start|slice-start|transpose|dynamic-slice|concatenate"
     pattern = re.compile(rf"= \(?\w+\[({dims})\].* ({moved})\(|S\(1\)\}} .*\[({dims})\]")
     return [line.strip()[:200] for line in text.splitlines() if pattern.search(line)]
@@ -185,13 +208,23 @@ def result(case: str, chip: str) -> dict:
     if case.startswith("sample"):
         moved = [line for line in found.as_text().splitlines() if MOVED_ROWS.search(line)]
         return {"case": case, "temp": found.memory_analysis().temp_size_in_bytes, "moved": moved}
+    if case.startswith("token"):
+        pool = token_arguments(case).pool
+        return {
+            "case": case,
+            "temp": found.memory_analysis().temp_size_in_bytes,
+            "pool": pool.size * pool.dtype.itemsize,
+            "copies": copies(found.as_text(), [pool.shape]),
+        }
     spec = spec_of(case)
+    blocks = spec.rows, spec.pool_blocks
+    shapes = [(*blocks, spec.block_size, 2 * spec.head_dim), (*blocks, 2 * spec.block_size)]
     pool = spec.rows * spec.pool_blocks * spec.block_size * 2 * spec.head_dim
     return {
         "case": case,
         "temp": found.memory_analysis().temp_size_in_bytes,
         "pool": pool * spec.pool_dtype.itemsize,
-        "copies": copies(found.as_text(), spec),
+        "copies": copies(found.as_text(), shapes),
         "turned": turned(found.as_text(), spec),
     }
 

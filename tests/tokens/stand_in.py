@@ -100,9 +100,9 @@ def geometry(condition=3, tokens=49, line=7, layers=1, heads=3, size=8) -> Geome
     )
 
 
-def traced(model: StandIn, plan, dtype="float32", decide=None):
+def traced(model: StandIn, plan, dtype="float32", decide=None, attention="reference"):
     """The jitted program of a plan, and its arguments. decide: wraps every layer's strategy."""
-    spec = engine.TokenSpec.of(plan, GREEDY, model.config, keep_logits=True)
+    spec = engine.TokenSpec.of(plan, GREEDY, model.config, attention, keep_logits=True)
     if decide is not None:
         spec = dataclasses.replace(spec, layers=tuple(map(decide, spec.layers)))
     rows = model.q.shape[1]

@@ -18,7 +18,8 @@ class LayerCache:
     Layers have arrays of their own: cut out of one pool they would be copied before every product.
 
     pool: [R, N, C, 2 H], K in the first half of the last axis, V in the second.
-    scale: float32 [R, N, C, 2], what keys and values of an int8 pool are multiplied by; else None.
+    scale: float32 [R, 2, N, C], what keys of an int8 pool are multiplied by, then values; else
+      None.
     position: int32 [R, N, C], the token in every slot (-1: empty; the condition counts). Of known
       contents [R, 1, M], the condition's only: the rest follows from what has been drawn.
     mass: float32 [R, N, C], sums of attention. query_sum: float32 [R, N, H]. queries: [R, N, W, H],
@@ -28,7 +29,7 @@ class LayerCache:
 
     pool: Num[Array, "R N C KV"]
     position: Int[Array, "R _ _"]
-    scale: Float[Array, "R N C 2"] | None = None
+    scale: Float[Array, "R 2 N C"] | None = None
     mass: Float[Array, "R N C"] | None = None
     query_sum: Float[Array, "R N H"] | None = None
     queries: Float[Array, "R N W H"] | None = None
@@ -56,7 +57,8 @@ class LayerCache:
         start = (0, 0, slot, 0)
         pool = jax.lax.dynamic_update_slice(self.pool, values, start)
         if self.scale is not None:
-            scale = jax.lax.dynamic_update_slice(self.scale, scale, start)
+            scale = jnp.moveaxis(scale, -1, 1)
+            scale = jax.lax.dynamic_update_slice(self.scale, scale, (0, 0, 0, slot))
         return replace(self, pool=pool, scale=scale)
 
 
@@ -75,7 +77,7 @@ def _layer(plan: TokenPlan, rows: int, slots: int, dtype, compute_dtype) -> Laye
     pool = jnp.zeros((*heads, slots, 2 * g.head_dim), dtype)
     found = {}
     if pool.dtype == jnp.int8:
-        found["scale"] = jnp.zeros((*heads, slots, 2), jnp.float32)
+        found["scale"] = jnp.zeros((rows, 2, g.num_heads, slots), jnp.float32)
     if plan.static_content:
         condition = jnp.full((rows, 1, plan.sequence.condition), -1, jnp.int32)
         return LayerCache(pool, condition, **found)

@@ -216,7 +216,7 @@ class StageStep:
         position = cache.position[:, :, first:] - first
         live = position >= 0
         pool = cache.pool[:, :, first:]
-        scale = None if cache.scale is None else cache.scale[:, :, first:]
+        scale = None if cache.scale is None else cache.scale[..., first:]
         seen = {}
         if cache.mass is not None:
             queries = needs.window if needs.window_mass else self.period
@@ -232,7 +232,7 @@ class StageStep:
             seen["window_scores"] = jnp.where(live[:, :, None], found, -jnp.inf)
         if needs.keys:
             keys = pool[..., : width // 2]
-            seen["keys"] = keys if scale is None else keys * scale[..., :1]
+            seen["keys"] = keys if scale is None else keys * scale[:, 0, :, :, None]
         if needs.window:
             newest = (stage + 1) * self.period - needs.window
             seen["window"] = live & (position >= newest)
@@ -289,11 +289,15 @@ class StageStep:
         rows, heads, _ = slot.shape
         row, head = jnp.arange(rows)[:, None, None], jnp.arange(heads)[:, None]
 
-        def scatter(array):
+        def scatter(array, new, *places):
             # The barrier keeps XLA from fusing the read into the write: a scatter that reads its
             # own operand is done on a copy of the whole pool.
-            new = jax.lax.optimization_barrier(array[:, :, self._buffer :])
-            return array.at[row, head, slot].set(new, mode="drop", unique_indices=True)
+            new = jax.lax.optimization_barrier(new)
+            return array.at[places].set(new, mode="drop", unique_indices=True)
 
-        scale = None if cache.scale is None else scatter(cache.scale)
-        return replace(cache, pool=scatter(cache.pool), scale=scale)
+        scale = cache.scale
+        if scale is not None:
+            places = row[..., None], jnp.arange(2)[:, None, None], head, slot[:, None]
+            scale = scatter(scale, scale[..., self._buffer :], *places)
+        pool = scatter(cache.pool, cache.pool[:, :, self._buffer :], row, head, slot)
+        return replace(cache, pool=pool, scale=scale)

@@ -1,0 +1,288 @@
+"""Token attention on Hopper and Blackwell GPUs with Pallas' Mosaic GPU backend. See `api.attend`.
+
+Tiling. A program of one warpgroup goes through the slots of several heads, one head after another,
+in steps of `Steps.slots`: what a step needs is copied asynchronously into one of `Steps.buffers`
+places in shared memory, as many steps ahead as there are places, across the ends of heads. A
+multiprocessor has room for several programs, which compute while others wait.
+
+With one query there is no matrix to multiply: products are sums over the columns that a thread
+holds, then over the 8 threads that share a slot. Slots of equal number modulo 16 are a class with a
+softmax of its own (running maximum, total, sum of values), because they are held by the same
+threads: warps meet once per head, where classes are joined, and not in every step.
+
+Heads of 100 are seen through windows of 128 columns: the query is zero where the window of the keys
+reaches into the values, and what the window of the values has too many is cut off.
+
+Sums of attention weights need the statistics of all slots: scores wait in shared memory, and the
+sums are read and written once, in place, at the end of a head.
+
+Traffic, with b bytes per element: R N C 2 H b for the pool, read once, and per slot 4 bytes for
+positions (of one head where heads share them), 8 for sums, 8 for an int8 pool's scales.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import estimates, target
+from pallas_kernels import mosaic_operands as mosaic
+from pallas_kernels.token_attention.mosaic_slots import (
+    CLASSES,
+    LINE,
+    Given,
+    Layouts,
+    Ring,
+    Steps,
+)
+
+LOG2_E = math.log2(math.e)
+HEAD_DIMS = (64, 100, 128)
+DTYPES = ("float32", "bfloat16", "float16", "int8")
+MOST_SLOTS = 4096
+KIB = 2**10
+SHARED = 228 * KIB  # shared memory of a multiprocessor
+MEETING = 64  # bytes through which warps join a number
+CORES = {"9.0": 132, "10.0": 148}  # multiprocessors, by compute capability
+LOWEST = -1e30  # the maximum of nothing: finite, so that differences are
+
+
+def attend(
+    q,
+    pool,
+    position,
+    oldest,
+    protected,
+    first_bias,
+    pool_scale,
+    mass,
+    mass_weight,
+    *,
+    interpret,
+    steps: Steps | None = None,
+):
+    """See `api.attend`. steps: None takes those of `Steps.of`."""
+    check(q, pool, interpret)
+    rows, heads, size = q.shape
+    steps = steps or Steps.of(pool)
+    weight = None if mass is None else jnp.asarray(mass_weight, jnp.float32).reshape(1)
+    numbers = {"oldest": oldest, "protected": protected, "bias": first_bias, "weight": weight}
+    given = Given.of(steps, q, pool, position, pool_scale, **numbers)
+    programs = min(rows * heads, steps.programs or programs_at_once(given, steps))
+    sums = None if mass is None else jax.new_ref(mass.reshape(-1))  # changed in place
+    out = pl.kernel(
+        partial(_kernel, steps, programs),
+        out_type=jax.ShapeDtypeStruct((rows, heads, given.width), q.dtype),
+        mesh=plgpu.Mesh(grid=(programs,), grid_names=("program",)),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=mosaic.LANES, reduction_scratch_bytes=MEETING
+        ),
+        cost_estimate=estimates.attend_token(q, pool, position, pool_scale, mass),
+        name="token_attention",
+        **({"interpret": mosaic.simulator(interpret)} if interpret else {}),
+    )(given, sums)
+    return out[..., given.width - size :], None if mass is None else jax.freeze(sums).reshape(
+        mass.shape
+    )
+
+
+def check(q, pool, interpret) -> None:
+    """Raise `NotImplementedError` for what the kernel cannot take."""
+    slots, slot = pool.shape[2], pool.shape[3] * pool.dtype.itemsize
+    found, names = f"heads of {q.shape[-1]} in {pool.dtype.name}", ", ".join(DTYPES)
+    for right, takes in (
+        (q.shape[-1] in HEAD_DIMS, f"heads of {', '.join(map(str, HEAD_DIMS))}"),
+        (pool.dtype.name in DTYPES, f"a pool of {names}"),
+        (slot % 16 == 0, "slots of multiples of 16 bytes"),
+        (LINE <= slots <= MOST_SLOTS, f"{LINE} to {MOST_SLOTS} slots"),
+    ):
+        if not right:
+            raise NotImplementedError(
+                f"Mosaic token attention takes {takes}, not {slots} slots of {found}: use "
+                f"implementation='reference' (--attention=reference)"
+            )
+    mosaic.check_simulator(interpret)
+
+
+def shared_memory(given: Given, steps: Steps) -> int:
+    """Bytes of it that a program takes, without barriers."""
+    numbers, buffers, lines = steps.slots, steps.buffers, 1 + 2 * (given.scale is not None)
+    scores = 4 * given.steps(numbers) * numbers if given.weight is not None else 0
+    arrays = (
+        buffers * numbers * given.pool.shape[-1] * given.pool.dtype.itemsize,
+        buffers * given.width * given.q.dtype.itemsize,
+        *[4 * buffers * given.line(numbers)] * lines,
+        max(scores, 4 * CLASSES * given.width),
+        MEETING,
+    )
+    return sum(-(-size // KIB) * KIB for size in arrays)  # where an array may begin
+
+
+def programs_at_once(given: Given, steps: Steps) -> int:
+    """How many programs the chip runs at the same time."""
+    cores = CORES.get(target.capability(), CORES["9.0"])
+    # CUDA keeps 1 KiB of a program's for itself, barriers take part of another
+    return cores * max(1, SHARED // (shared_memory(given, steps) + 2 * KIB))
+
+
+def _kernel(steps: Steps, programs: int, given: Given, sums, out):
+    joined = plgpu.SMEM((CLASSES, given.width), jnp.float32)
+    waiting = plgpu.SMEM((given.steps(steps.slots) * steps.slots,), jnp.float32)
+    pl.run_scoped(
+        partial(_attend_heads, steps, programs, given, sums, out),
+        Ring.scratch(given, steps),
+        # one after the other in the same place
+        [joined] if sums is None else plgpu.RefUnion(joined, waiting),
+    )
+
+
+def _attend_heads(steps: Steps, programs: int, given: Given, sums, out, places, late):
+    """What a program does: it has as many heads as the others, or one more."""
+    program = jax.lax.axis_index("program")
+    total, each = given.pool.shape[0] * given.pool.shape[1], given.steps(steps.slots)
+    first, last = program * total // programs, (program + 1) * total // programs
+    ring, (joined, *waiting) = Ring(given, steps, *places, first, (last - first) * each), late
+    ring.fill()
+    weight = None if sums is None else given.weight[0]
+
+    def head(i, limits):
+        number = first + i
+        # loaded here, long before they are needed
+        following = given.limits(jnp.minimum(number + 1, last - 1))
+        place = given.place(number)
+        this = _Head(ring, place, *limits, waiting, Layouts.of(given.pool.dtype))
+        classes = this.see(i * each)
+        top, rescale, whole = this.statistics(classes)
+        if sums is not None:
+            this.add(sums, number * given.slots, top, weight / whole)
+        this.put(classes[2], rescale / whole, joined, out.at[place])
+        return following
+
+    jax.lax.fori_loop(0, last - first, head, given.limits(first))
+
+
+# the other way looks for an order of loads without bank conflicts, and there is none to be found
+_load = partial(mosaic.load, plain=True)
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What a program does for one head. place: its row and number. waiting: shared memory for
+    scores, in a list."""
+
+    ring: Ring
+    place: tuple
+    oldest: Any
+    bias: Any
+    waiting: Any
+    layouts: Layouts
+
+    def see(self, before) -> tuple:
+        """(maximum, total [16], sum of values [16, W]) of every class over all slots. Scores are in
+        units of log2. before: steps of the heads that the program has served already."""
+        ring, given = self.ring, self.ring.given
+        carry = (
+            plgpu.layout_cast(jnp.full((CLASSES,), LOWEST, jnp.float32), self.layouts.slot),
+            plgpu.layout_cast(jnp.zeros((CLASSES,), jnp.float32), self.layouts.slot),
+            plgpu.layout_cast(jnp.zeros((CLASSES, given.width), jnp.float32), self.layouts.tile),
+        )
+        step = partial(self._step, before)
+        return jax.lax.fori_loop(0, given.steps(ring.steps.slots), step, carry)
+
+    def _step(self, before, i, carry):
+        maximum, total, out = carry
+        ring, given, size = self.ring, self.ring.given, self.ring.steps.slots
+        place = ring.wait(before + i)
+        tiles = [pl.ds(start, CLASSES) for start in range(0, size, CLASSES)]
+        query = _load(ring.q.at[place], self.layouts.column).astype(jnp.float32) * LOG2_E
+        scores = [self._scores(place, rows, i * size + rows.start, query) for rows in tiles]
+        for waiting in self.waiting:
+            for rows, found in zip(tiles, scores, strict=True):
+                waiting[pl.ds(i * size + rows.start, CLASSES)] = found
+        highest = maximum
+        for found in scores:
+            highest = jnp.maximum(highest, found)
+        rescale = jnp.exp2(maximum - highest)
+        total, out = total * rescale, out * self.layouts.across(rescale, given.width)
+        for rows, found in zip(tiles, scores, strict=True):
+            weights = jnp.exp2(found - highest)
+            total += weights
+            if ring.scale:
+                weights = jnp.where(weights > 0, weights * self._scale(place, rows, 1), 0.0)
+            weights = self.layouts.across(weights, given.width)
+            # 0 times NaN is NaN
+            out += jnp.where(weights > 0, weights * self._half(place, rows, 1), 0.0)
+        ring.release(before + i)
+        return highest, total, out
+
+    def _half(self, place, rows, half: int):
+        """The window [16, W] of keys (half 0) or values of slots."""
+        given = self.ring.given
+        columns = pl.ds(half * (2 * given.size - given.width), given.width)
+        found = _load(self.ring.pool.at[place, rows, columns], self.layouts.tile)
+        if found.dtype == jnp.int8:
+            found = found.astype(jnp.bfloat16)  # exact, and faster in two steps
+        return found.astype(jnp.float32)
+
+    def _scale(self, place, rows, half: int):
+        """Of an int8 pool's keys or values [16]."""
+        return self._line(
+            self.ring.scale[half], place, rows, self.ring.given.scales(*self.place, half)
+        )
+
+    def _line(self, line, place, rows, begin):
+        """Numbers [16] of slots, of which those of the head begin at `begin` in global memory."""
+        here = pl.ds(rows.start + self.ring.given.shift(begin), CLASSES)
+        return _load(line.at[place, here], self.layouts.slot)
+
+    def _scores(self, place, rows, start, query):
+        """Of slots from number `start` on [16]; -inf where a slot is not visible."""
+        ring, given = self.ring, self.ring.given
+        keys = self._half(place, rows, 0)
+        found = (keys * self.layouts.down(query)).sum(1)
+        if ring.scale:
+            found *= self._scale(place, rows, 0)
+        layout = self.layouts.slot
+        slot = plgpu.broadcasted_iota(jnp.int32, (CLASSES,), 0, layout=layout) + start
+        if given.bias is not None:
+            found += jnp.where(slot == 0, self.bias * LOG2_E, 0.0)
+        position = self._line(ring.position, place, rows, given.positions(*self.place))
+        visible = (position >= 0) & (slot < given.slots)
+        if given.oldest is not None:
+            visible &= (position < given.protected) | (position >= self.oldest)
+        return jnp.where(visible, found, -jnp.inf)
+
+    def statistics(self, classes) -> tuple:
+        """Maximum of all classes, what each has to be multiplied by, total of all."""
+        maximum, total, _ = classes
+        top = maximum.max(0)
+        rescale = jnp.exp2(maximum - top)
+        return top, rescale, (total * rescale).sum(0)
+
+    def put(self, sums, factor, joined, out) -> None:
+        """Store the mean of the values, sums of all classes [16, W] times their factors."""
+        joined[...] = sums * self.layouts.across(factor, sums.shape[1])
+        out[...] = _load(joined, self.layouts.joined).sum(0).astype(out.dtype)
+
+    def add(self, sums, first, top, factor) -> None:
+        """Weights of all slots into `sums`, from place `first` on."""
+        (waiting,), slots = self.waiting, self.ring.given.slots
+        size = min(2, slots // LINE) * LINE
+
+        def tile(i, _):
+            # the last one ends with the head, and leaves alone what the one before has done
+            start = jnp.minimum(i * size, slots - size)
+            layout = self.layouts.slot
+            found = _load(waiting.at[pl.ds(start, size)], layout)
+            here = sums.at[pl.ds(first + start, size)]
+            slot = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout) + start
+            new = jnp.where(slot >= i * size, jnp.exp2(found - top) * factor, 0.0)
+            here[...] = _load(here, layout) + new
+            return 0
+
+        jax.lax.fori_loop(0, pl.cdiv(slots, size), tile, 0)

@@ -1,0 +1,216 @@
+"""Token attention on TPU (Mosaic). See `api.attend`.
+
+Tiling. A grid step serves all heads of some rows, or some heads of one row: as many as have about
+`STEP_BYTES` of the pool together, which Pallas fetches in one piece while the last step's are in
+use. Scores of a row are one matrix [N, C], heads by slots, as positions and sums are stored; so the
+softmax of all heads is one.
+
+A head's slots are a factor of the matrix unit whatever it is multiplied with, so all queries of the
+row are, and the head's own row of the product is kept: the unit is free, as the time that memory
+takes for 128 slots of 64 columns in bfloat16 is 60 cycles of a v5e, that of the unit 16. Keys and
+values lie side by side in a slot and are not taken apart where a half is no whole number of lanes:
+queries have zeros where values are, and of the weighted sums the last half is kept.
+
+What lies in slots that are not visible is multiplied with weights of 0, which is nothing unless it
+is NaN or infinite: a row whose result is not finite is computed again from numbers that are.
+
+Traffic, with b bytes per element: R N C 2 H b for the pool, read once (2 H padded to 128, C to a
+tile of 8, 16 or 32), and per slot 4 bytes for positions, 8 for sums, 8 for an int8 pool's scales.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import estimates
+from pallas_kernels.ragged_attention.tpu_blocks import dot
+from pallas_kernels.tpu_operands import LANES, pools, rounded
+
+HEAD_DIMS = (64, 100, 128)
+DTYPES = ("float32", "bfloat16", "int8")
+STEP_BYTES = 2**20  # of the pool
+MOST_BYTES = 2**22  # there twice, in 16 MiB of vector memory
+TILE_BYTES = 32  # of a tile along slots: 8 in float32, 16 in bfloat16, 32 in int8
+
+
+def attend(
+    q,
+    pool,
+    position,
+    oldest,
+    protected,
+    first_bias,
+    pool_scale,
+    mass,
+    mass_weight,
+    *,
+    interpret,
+    most_bytes: int = MOST_BYTES,
+):
+    """See `api.attend`. most_bytes: of the pool in a grid step."""
+    together, some = _step(q, pool, most_bytes)
+    rows, heads, slots, width = pool.shape
+    apart = q.shape[-1] % LANES == 0
+    given = {
+        "oldest": oldest,
+        "bias": first_bias,
+        "weight": None if mass is None else jnp.asarray(mass_weight, jnp.float32).reshape(1),
+        # zeros where values are
+        "q": q if apart else jnp.pad(q, ((0, 0), (0, 0), (0, width // 2))),
+        "position": position,
+        "scale": pool_scale,
+        "mass": mass,
+        "pool": pools(pool, None, interpret)[0],
+    }
+    given = {name: array for name, array in given.items() if array is not None}
+    results = [jax.ShapeDtypeStruct((*q.shape[:2], width // (1 + apart)), q.dtype)]
+    results += [] if mass is None else [jax.ShapeDtypeStruct(mass.shape, mass.dtype)]
+    specs = {name: _spec(name, array, together, some) for name, array in given.items()}
+    found = pl.pallas_call(
+        partial(_attend_rows, protected, some),
+        grid=(rows // together, heads // some),
+        in_specs=[specs],
+        out_specs=[_spec("results", array, together, some) for array in results],
+        out_shape=results,
+        input_output_aliases={} if mass is None else {sorted(given).index("mass"): 1},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        cost_estimate=estimates.attend_token(q, pool, position, pool_scale, mass),
+        interpret=interpret,
+        name="token_attention",
+    )(given)
+    return found[0][..., -q.shape[-1] :], None if mass is None else found[1]
+
+
+def _step(q, pool, most: int) -> tuple[int, int]:
+    """(rows, heads) of a grid step; several rows with all of their heads, or heads of one row.
+
+    Raises:
+      NotImplementedError: what the kernel cannot take.
+    """
+    rows, heads, slots, width = pool.shape
+    tile = TILE_BYTES // pool.dtype.itemsize
+    head = rounded(slots, tile) * rounded(width, LANES) * pool.dtype.itemsize
+    for right, takes in (
+        (q.shape[-1] in HEAD_DIMS, f"heads of {', '.join(map(str, HEAD_DIMS))}"),
+        (pool.dtype.name in DTYPES, f"a pool of {', '.join(DTYPES)}"),
+        (head <= most, f"heads of up to {most} bytes of slots"),
+    ):
+        if not right:
+            raise NotImplementedError(
+                f"TPU token attention takes {takes}, not {slots} slots of heads of {q.shape[-1]} "
+                f"in {pool.dtype.name}: use implementation='reference' (--attention=reference)"
+            )
+    if heads * head > most:
+        return 1, max(n for n in range(1, heads + 1) if heads % n == 0 and n * head <= most)
+    fits = (n for n in range(1, rows + 1) if rows % n == 0 and n * heads * head <= STEP_BYTES)
+    return max(fits, default=1), heads
+
+
+def _spec(name: str, array, rows: int, heads: int) -> pl.BlockSpec:
+    """The part of an operand or result in grid step (r, n): numbers in scalar memory, the pool's
+    rows and heads, of anything else the rows with all heads, or all there is."""
+    if name in ("oldest", "bias", "weight"):
+        return pl.BlockSpec(memory_space=pltpu.SMEM)
+    if name == "pool":
+        return pl.BlockSpec((rows, heads, *array.shape[2:]), lambda r, n: (r, n, 0, 0))
+    shared, rest = len(array) == 1, array.shape[1:]
+    return pl.BlockSpec(
+        (1 if shared else rows, *rest), lambda r, n: (0 if shared else r, *[0] * len(rest))
+    )
+
+
+def _attend_rows(protected: int, some: int, given, out_ref, mass_ref=None):
+    # here and not in the loop, where the interpreter does not know them
+    begin, first = pl.program_id(0) * len(given["pool"]), pl.program_id(1) * some
+
+    def row(i, _):
+        _attend_row(i, begin + i, first, protected, some, given, out_ref, mass_ref)
+        return 0
+
+    jax.lax.fori_loop(0, len(given["pool"]), row, 0)
+
+
+def _attend_row(i, row, first, protected: int, some: int, given, out_ref, mass_ref) -> None:
+    """Row i of the grid step, number `row` of all; of its heads those from number `first` on."""
+    queries = given["q"][i]
+    (heads, _), slots = queries.shape, given["pool"].shape[2]
+    shape = heads, slots
+    number = _iota((heads, 1), 0)
+    mine = [number == first + j for j in range(some)]
+    scores = jnp.zeros(shape, jnp.float32)
+    for j, own in enumerate(mine):
+        scores = jnp.where(own, _scores(queries, given["pool"].at[i, j]), scores)
+    if "scale" in given:
+        scores *= given["scale"][i, 0]
+    if "bias" in given:
+        scores += jnp.where(_iota(shape, 1) == 0, given["bias"][row], 0.0)
+    visible = jnp.broadcast_to(_visible(i, row, protected, heads, given), shape)
+    scores = jnp.where(visible, scores, -jnp.inf)
+    weights = jnp.exp(scores - scores.max(axis=1, keepdims=True))
+    weights /= weights.sum(axis=1, keepdims=True)
+    seen = weights
+    if "scale" in given:
+        seen = jnp.where(visible, weights * given["scale"][i, 1], 0.0)
+    out = _mean(seen, mine, given["pool"].at[i], queries.dtype, out_ref.shape[-1])
+    whole = some == heads
+    here = None if whole else (number >= first) & (number < first + some)
+
+    def put(ref, new) -> None:
+        ref[i] = new if whole else jnp.where(here, new, ref[i])
+
+    put(out_ref, out.astype(out_ref.dtype))
+    if mass_ref is not None:
+        put(mass_ref, given["mass"][i] + given["weight"][0] * weights)
+
+
+def _iota(shape: tuple[int, int], axis: int):
+    return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+def _visible(i, row, protected: int, heads: int, given):
+    """[N, C], or [1, C] where heads see the same."""
+    positions = given["position"]
+    position = positions[i if len(positions) > 1 else 0]
+    visible = position >= 0
+    if "oldest" not in given:
+        return visible
+    number = _iota((heads, 1), 0)
+    oldest = jnp.zeros((heads, 1), jnp.int32)
+    for head in range(heads):  # from scalar memory into a column
+        oldest = jnp.where(number == head, given["oldest"][row, head], oldest)
+    return visible & ((position < protected) | (position >= oldest))
+
+
+def _product_dtype(pool, dtype):
+    return dtype if pool.dtype == jnp.int8 else jnp.promote_types(pool.dtype, dtype)
+
+
+def _scores(queries, pool):
+    """Of all queries [N, W] and the slots of a head [C, 2 H]."""
+    dtype = _product_dtype(pool, queries.dtype)
+    keys = pool[:, : queries.shape[1]].astype(dtype)
+    return dot(queries.astype(dtype), keys, (1, 1))
+
+
+def _mean(weights, mine, pool, dtype, width: int):
+    """Weighted sums [N, W] of the last W columns; each head's row from its own slots [C, 2 H]."""
+    dtype = _product_dtype(pool, dtype)
+
+    def sums(finite: bool):
+        out = jnp.zeros((len(weights), width), jnp.float32)
+        for j, own in enumerate(mine):
+            values = pool[j, :, pool.shape[2] - width :]
+            if finite:
+                values = values.astype(jnp.float32)
+                values = jnp.where(jnp.abs(values) < jnp.inf, values, 0.0)
+            out += dot(jnp.where(own, weights, 0.0).astype(dtype), values.astype(dtype), (1, 0))
+        return out
+
+    out = sums(False)
+    if pool.dtype == jnp.int8:
+        return out
+    spoilt = jnp.where(jnp.abs(out) < jnp.inf, 0.0, 1.0).max() > 0
+    return jax.lax.cond(spoilt, lambda: sums(True), lambda: out)

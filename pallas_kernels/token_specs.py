@@ -1,0 +1,114 @@
+"""Arguments of token attention in the shapes of published models: for tests, ahead-of-time
+compilation and the benchmark."""
+
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.arg_specs import ArgSpec
+from pallas_kernels.cache_write.reference import encode
+
+PROTECTED = 3  # positions that `oldest` hides from no head
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TokenArguments:
+    """What `token_attention.attend` takes: slots in no order, of which some are empty. mass: None
+    where sums are not asked for; `oldest` and `bias` come with it."""
+
+    q: jax.Array
+    pool: jax.Array
+    position: jax.Array
+    scale: jax.Array | None
+    oldest: jax.Array | None
+    bias: jax.Array | None
+    mass: jax.Array | None
+    weight: float = field(default=0.5, metadata=dict(static=True))
+
+    @classmethod
+    def of(
+        cls,
+        spec: ArgSpec,
+        slots: int | None = None,
+        *,
+        sums: bool = True,
+        shared: bool = False,
+        poison: bool = True,
+        seed: int = 0,
+    ) -> "TokenArguments":
+        """Rows, heads and types of a call.
+
+        Args:
+          slots: of a head; None takes those of the call's tables.
+          sums: ask for all that the operation offers.
+          shared: heads have their positions in common.
+          poison: empty slots hold NaN; int8: their scales do.
+        """
+        rng = np.random.default_rng(seed)
+        slots = slots or spec.entries * spec.block_size
+        heads, lines = (spec.rows, spec.heads), (spec.rows, 1 if shared else spec.heads)
+
+        def normal(*shape):
+            return jnp.asarray(rng.standard_normal(shape, np.float32))
+
+        position = rng.permuted(np.broadcast_to(np.arange(slots), (*lines, slots)), axis=-1)
+        position = np.where(rng.random(position.shape) < 0.2, -1, position)
+        position[..., 0] = 0  # every head sees a slot, whatever `oldest` says
+        k, v = (normal(*heads, slots, spec.head_dim) for _ in range(2))
+        pool, scale = encode(k, v, spec.pool_dtype)
+        scale = None if scale is None else jnp.moveaxis(scale, -1, 1)
+        oldest = jnp.asarray(rng.integers(0, slots, heads), jnp.int32)
+        found = cls(
+            q=(2 * spec.head_dim**-0.5 * normal(*heads, spec.head_dim)).astype(spec.dtype),
+            pool=pool,
+            position=jnp.asarray(position, jnp.int32),
+            scale=scale,
+            oldest=oldest if sums else None,
+            bias=normal(spec.rows) if sums else None,
+            mass=jnp.abs(normal(*heads, slots)) if sums else None,
+        )
+        return found._poisoned() if poison else found
+
+    @classmethod
+    def abstract(cls, spec: ArgSpec, *args, sharding=None, **options) -> "TokenArguments":
+        """Shapes and types only."""
+        small = replace(spec, rows=1)
+        found = cls.of(small, *args, poison=False, **options)
+
+        def shape(a):
+            return jax.ShapeDtypeStruct((spec.rows, *a.shape[1:]), a.dtype, sharding=sharding)
+
+        return jax.tree.map(shape, found)
+
+    def in_float32(self) -> "TokenArguments":
+        exact = self.q.astype(jnp.float32)
+        if self.scale is not None:
+            return replace(self, q=exact)
+        return replace(self, q=exact, pool=self.pool.astype(jnp.float32))
+
+    def given_to(self, attend, **options) -> tuple[jax.Array, jax.Array | None]:
+        """Call `attend` of a module, with these arguments by position."""
+        given = (self.q, self.pool, self.position, self.oldest, PROTECTED, self.bias, self.scale)
+        return attend(*given, self.mass, self.weight, **options)
+
+    def given_to_api(self, attend, **options) -> tuple[jax.Array, jax.Array | None]:
+        """Likewise by name."""
+        return attend(
+            *(self.q, self.pool, self.position),
+            oldest=self.oldest,
+            protected=PROTECTED,
+            first_bias=self.bias,
+            pool_scale=self.scale,
+            mass=self.mass,
+            mass_weight=self.weight,
+            **options,
+        )
+
+    def _poisoned(self) -> "TokenArguments":
+        empty = jnp.broadcast_to(self.position < 0, self.pool.shape[:3])
+        if self.scale is not None:
+            return replace(self, scale=jnp.where(empty[:, None], jnp.nan, self.scale))
+        return replace(self, pool=jnp.where(empty[..., None], jnp.nan, self.pool))

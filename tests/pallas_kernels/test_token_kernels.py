@@ -1,0 +1,231 @@
+"""Kernels of token attention against the reference in float32: every option, types and heads of
+every size, NaN in empty slots. TPU: interpreted, and simulated with late copies; GPU: simulated
+(JAX from 0.11 on). The simulators fill fresh memory with NaN and look for races."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as tpu_simulator
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import implementations, token_attention
+from pallas_kernels.arg_specs import SPECS
+from pallas_kernels.token_attention import mosaic_gpu, mosaic_slots, reference, tpu
+from pallas_kernels.token_specs import TokenArguments
+from tests.pallas_kernels import copy_rules
+from tests.pallas_kernels.test_kernels import TOLERANCE, error
+
+SMALL = replace(SPECS["llamagen-xl-t1"], rows=2, heads=3)
+# 105: no multiple of anything, more than one step of the GPU kernel
+CASES = {
+    "bfloat16": (SMALL, {"slots": 105}),
+    "float32-shared": (replace(SMALL, dtype="float32"), {"slots": 70, "shared": True}),
+    "int8": (replace(SMALL, kv_dtype="int8"), {"slots": 105}),
+    "h100": (replace(SMALL, head_dim=100), {"slots": 41}),
+    "h128-no-sums": (replace(SMALL, head_dim=128), {"slots": 105, "sums": False}),
+}
+MORE = {
+    "h100-float32": (replace(SMALL, head_dim=100, dtype="float32"), {"slots": 105}),
+    "h128-int8": (replace(SMALL, head_dim=128, kv_dtype="int8"), {"slots": 33, "shared": True}),
+    "h128-float32": (replace(SMALL, head_dim=128, dtype="float32"), {"slots": 70}),
+    "bfloat16-pool": (replace(SMALL, dtype="float32", kv_dtype="bfloat16"), {"slots": 64}),
+    "float32-pool": (replace(SMALL, kv_dtype="float32"), {"slots": 32}),
+    "long": (replace(SMALL, heads=1), {"slots": 600}),
+}
+MARKED = [pytest.param(*case, id=name) for name, case in CASES.items()]
+MARKED += [pytest.param(*c, id=name, marks=pytest.mark.slow) for name, c in MORE.items()]
+simulates_gpus = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="JAX simulates these kernels from 0.11 on"
+)
+
+
+def check(spec, options, attend) -> None:
+    args = TokenArguments.of(spec, **options)
+    expected, sums = args.in_float32().given_to(reference.attend)
+    out, mass = jax.block_until_ready(jax.jit(lambda a: a.given_to(attend))(args))
+    assert out.dtype == args.q.dtype
+    assert error(out, expected) < TOLERANCE[spec.dtype]
+    assert (mass is None) == (sums is None)
+    if mass is not None:
+        changed, right = mass - args.mass, sums - args.mass
+        assert error(changed, right) < 1e-3  # differences of two sums
+        empty = np.broadcast_to(args.position < 0, mass.shape)
+        np.testing.assert_array_equal(mass[empty], args.mass[empty])
+
+
+@pytest.mark.parametrize(("spec", "options"), MARKED)
+def test_tpu_interpreted(spec, options):
+    check(spec, options, partial(tpu.attend, interpret=True))
+
+
+def test_tpu_heads_of_a_row_in_several_steps():
+    spec, options = CASES["bfloat16"]
+    spec = replace(spec, heads=4)
+    assert tpu._step(*arguments(spec, **options), 2 * 112 * 256) == (1, 2)
+    check(spec, options, partial(tpu.attend, interpret=True, most_bytes=2 * 112 * 256))
+
+
+def test_tpu_rows_in_one_step():
+    spec, options = CASES["bfloat16"]
+    assert tpu._step(*arguments(replace(spec, rows=8), **options), tpu.MOST_BYTES) == (8, 3)
+    spec = replace(SPECS["llamagen-xl-t1"], rows=256)
+    assert tpu._step(*arguments(spec, 105), tpu.MOST_BYTES) == (1, 20)
+    assert tpu._step(*arguments(replace(spec, head_dim=128), 600), tpu.MOST_BYTES) == (1, 10)
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize(("spec", "options"), MARKED[:2])
+def test_tpu_simulated(spec, options, cores):
+    params = pltpu.InterpretParams(
+        dma_execution_mode="on_wait",
+        uninitialized_memory="nan",
+        detect_races=True,
+        num_cores_or_threads=cores,
+    )
+    check(spec, options, partial(tpu.attend, interpret=params))
+    assert not tpu_simulator.races.races_found
+
+
+def test_tpu_weights_of_zero_times_infinity():
+    """Values of empty slots that are not finite spoil the product, which is then done again."""
+    args = TokenArguments.of(SMALL, 40, poison=False)
+    empty = (args.position < 0)[..., None]
+    pool = jnp.where(empty, jnp.inf, args.pool)
+    out, _ = replace(args, pool=pool).given_to(tpu.attend, interpret=True)
+    expected, _ = args.in_float32().given_to(reference.attend)
+    assert error(out, expected) < TOLERANCE["bfloat16"]
+
+
+# --- Mosaic GPU -----------------------------------------------------------------------------------
+
+
+def simulated(programs: int, steps=None, **options):
+    """The GPU kernel in the simulator, with so many programs."""
+    params = plgpu.InterpretGPUParams(detect_races=True, out_of_bounds_reads="uninitialized")
+    few = replace(steps or mosaic_slots.Steps(32), programs=programs)
+    return partial(mosaic_gpu.attend, interpret=params, steps=few, **options)
+
+
+@simulates_gpus
+@pytest.mark.parametrize(("spec", "options"), MARKED)
+def test_mosaic_simulated(spec, options, monkeypatch, capsys):
+    """Two programs of three heads each, the first of which ends with another row's."""
+    broken = copy_rules.watch(monkeypatch)
+    check(spec, options, simulated(2))
+    assert "RACE DETECTED" not in capsys.readouterr().out
+    assert not broken, broken[:3]
+
+
+@simulates_gpus
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [(64, 3), (128, 2), (32, 4)])
+def test_mosaic_other_steps(steps, capsys):
+    check(*CASES["bfloat16"], simulated(1, mosaic_slots.Steps(*steps)))
+    assert "RACE DETECTED" not in capsys.readouterr().out
+
+
+@simulates_gpus
+@pytest.mark.parametrize("what", ["wait", "release"])
+def test_mosaic_mistakes_are_seen(what, monkeypatch, capsys):
+    """Without the wait for a step, or without the one for all that still read its place."""
+    with pytest.raises(Exception, match="no threads observed phase|^race|assert"):
+        with monkeypatch.context() as patch:
+            if what == "wait":
+                patch.setattr(mosaic_slots.plgpu, "barrier_wait", lambda barrier: None)
+            else:
+                patch.setattr(mosaic_slots.plgpu, "commit_smem", lambda: None)
+            check(*CASES["bfloat16"], simulated(1))
+            assert "RACE DETECTED" not in capsys.readouterr().out, "race"
+
+
+@simulates_gpus
+def test_mosaic_copies_that_begin_anywhere_are_seen(monkeypatch):
+    """105 positions of 4 bytes: those of the second head begin at no multiple of 16 bytes."""
+    monkeypatch.setattr(mosaic_slots.Given, "shift", lambda given, begin: 0)
+    broken = copy_rules.watch(monkeypatch)
+    check(*CASES["bfloat16"], simulated(1))
+    assert "begins at no multiple of 16 bytes" in broken[0]
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "slots", "expected"),
+    [
+        (64, "bfloat16", 105, (64, 3)),
+        (64, "bfloat16", 63, (32, 3)),
+        (100, "bfloat16", 105, (32, 3)),
+        (128, "float32", 105, (32, 2)),
+        (64, "int8", 105, (96, 3)),
+        (64, "int8", 600, (128, 3)),
+    ],
+)
+def test_steps(size, dtype, slots, expected):
+    """About 16 KiB of the pool, and no more than a head has."""
+    pool = jax.ShapeDtypeStruct((2, 20, slots, 2 * size), dtype)
+    steps = mosaic_slots.Steps.of(pool)
+    assert (steps.slots, steps.buffers) == expected
+
+
+# --- dispatch -------------------------------------------------------------------------------------
+
+
+def arguments(spec, slots=40, **options):
+    """Query and pool, without data."""
+    args = TokenArguments.abstract(spec, slots, **options)
+    return args.q, args.pool
+
+
+def run(args, name):
+    return args.given_to_api(token_attention.attend, implementation=name)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "changes", "slots", "reason"),
+    [
+        ("mosaic", {"head_dim": 96}, 40, "heads of 64, 100, 128, not 40 slots of heads of 96"),
+        ("mosaic", {}, 31, "takes 32 to 4096 slots, not 31"),
+        ("mosaic", {"head_dim": 100, "kv_dtype": "int8"}, 40, "multiples of 16 bytes"),
+        ("tpu", {"head_dim": 96}, 40, "TPU token attention takes heads of 64, 100, 128"),
+        ("tpu", {"dtype": "float16"}, 40, "a pool of float32, bfloat16, int8"),
+        ("tpu", {"dtype": "float32", "head_dim": 128}, 4097, "heads of up to 4194304 bytes"),
+    ],
+)
+def test_refused(kernel, changes, slots, reason):
+    args = TokenArguments.abstract(replace(SMALL, **changes), slots)
+    with pytest.raises(NotImplementedError, match=reason) as refusal:
+        jax.eval_shape(lambda a: run(a, kernel), args)
+    assert "--attention=reference" in str(refusal.value)
+
+
+def traced(name, platform, capability, monkeypatch, **changes) -> bool:
+    """Whether a kernel is in a program for such a chip."""
+    monkeypatch.setattr(implementations.target, "platform", lambda: platform)
+    monkeypatch.setattr(implementations.target, "capability", lambda: capability)
+    args = TokenArguments.abstract(replace(SMALL, **changes), 40)
+    jaxpr = str(jax.make_jaxpr(lambda a: run(a, name))(args))
+    return any(word in jaxpr for word in ("pallas_call", "core_map", "mpmd_map"))
+
+
+def test_auto_takes_the_kernel_or_says_why_not(monkeypatch, recwarn):
+    assert traced(None, "tpu", None, monkeypatch)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="plain JAX reference runs instead: .* heads of 96"):
+        assert not traced(None, "tpu", None, monkeypatch, head_dim=96)
+
+
+def test_gpus_take_the_kernel_only_by_name(monkeypatch, recwarn):
+    """Until a chip has confirmed it."""
+    assert not traced(None, "gpu", "9.0", monkeypatch)
+    assert traced("mosaic", "gpu", "9.0", monkeypatch)
+    assert not recwarn.list
+
+
+def test_triton_has_none():
+    """Its name runs the reference, as elsewhere."""
+    args = TokenArguments.of(SMALL, 40)
+    for found, expected in zip(run(args, "triton"), run(args, "reference"), strict=True):
+        np.testing.assert_array_equal(found, expected)

@@ -1,0 +1,38 @@
+"""Whole runs of every policy with the accelerators' kernels, interpreted (TPU) and simulated (GPU,
+JAX from 0.11 on): what attention finds, and what the cache holds, is what the reference finds."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from tests.tokens import stand_in
+from tests.tokens.test_policies import EVERY, held
+from varjax.policies import get_policy
+
+OFTEN = ("streaming", "headkv", "h2o")
+MARKED = [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in EVERY]
+GPU = pytest.param(
+    "mosaic-interpret",
+    marks=pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX simulates from 0.11 on"),
+)
+
+
+@functools.cache
+def model_and_plan(name):
+    """Heads of 64, 16 slots and more: what the kernels take."""
+    plan = stand_in.plan_for(get_policy(name, 0.6), tokens=36, line=6, heads=2, size=64)
+    assert plan.layer_slots[0] >= 16
+    return stand_in.StandIn.random(plan.geometry, 2), plan
+
+
+@pytest.mark.parametrize("attention", ["tpu-interpret", GPU])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", MARKED)
+def test_runs_are_those_of_the_reference(name, dtype, attention):
+    model, plan = model_and_plan(name)
+    expected, state = stand_in.run(model, plan, dtype=dtype)
+    found, same = stand_in.run(model, plan, dtype=dtype, attention=attention)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert held(same, 3) == held(state, 3)
