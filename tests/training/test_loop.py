@@ -1,7 +1,10 @@
 """The folder of a stage: damaged checkpoints, history and settings, and two processes at once."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -180,3 +183,24 @@ def test_tokens_of_something_else(tmp_path, tiny, case):
         return
     with pytest.raises(UserError, match="tokens.npz is damaged .*delete it to make it again"):
         read_tokens(path, pictures, tiny().transformer(2))
+
+
+ELSEWHERE = """
+import sys, jax
+from varjax.training import loop
+state = jax.device_put({"a": jax.numpy.arange(3.0)}, jax.devices()[1])
+with loop.StageFolder(sys.argv[1], "var", {}) as folder:
+    folder.save(4, state)
+"""
+
+
+def test_a_run_goes_on_on_another_device(tmp_path):
+    """Here: begun on the second of two devices, where there is now one."""
+    flags = "--xla_force_host_platform_device_count=2"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", ELSEWHERE, str(tmp_path)]
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    with loop.StageFolder(tmp_path, "var", {}) as folder:
+        found, step = folder.restore({"a": jnp.zeros(3)})
+    assert step == 4 and found["a"].devices() == jnp.zeros(()).devices()
+    np.testing.assert_array_equal(found["a"], np.arange(3.0))

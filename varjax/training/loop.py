@@ -113,7 +113,7 @@ class StageFolder:
         damaged: dict[int, UserError] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
-                found = self._restored(step, jax.eval_shape(lambda: state))
+                found = self._restored(step, _on_default_device(state))
             except UserError as error:
                 damaged[step] = error
                 continue
@@ -176,6 +176,15 @@ class StageFolder:
     def _write(self, name: str, text: str) -> None:
         with new_file(self.path / name) as file:
             file.write(text.encode())
+
+
+def _on_default_device(state: dict) -> dict:
+    """Shapes, and where arrays go: a run may have been begun on a device of another kind."""
+    place = jax.sharding.SingleDeviceSharding(jnp.zeros(()).devices().pop())
+    return jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place),
+        jax.eval_shape(lambda: state),
+    )
 
 
 def run(stage: Stage, out, quiet: bool = False) -> dict:
