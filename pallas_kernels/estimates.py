@@ -15,18 +15,26 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 SCALE = 4  # bytes of a scale of an int8 pool
-_owned: ContextVar[Mapping[tuple[int, int], float] | None] = ContextVar("owned", default=None)
+Shares = Mapping[tuple[int, int], float]
+_owned: ContextVar[Shares | None] = ContextVar("owned", default=None)
+_written: ContextVar[Mapping[tuple[int, int], tuple[float, float]] | None]
+_written = ContextVar("written", default=None)
 
 
 @contextlib.contextmanager
-def owning(shares: Mapping[tuple[int, int], float]) -> Iterator[None]:
+def owning(
+    shares: Shares, written: Mapping[tuple[int, int], tuple[float, float]] | None = None
+) -> Iterator[None]:
     """Calls that are traced meanwhile are estimated with the share of their tables' slots that
-    heads own on average: {(queries, entries of a head's table): share}, 1 for all others."""
-    token = _owned.set(shares)
+    heads own on average: {(queries, entries of a head's table): share}, 1 for all others. written:
+    likewise of tables that say what is stored, the shares of their entries and of their slots that
+    are used."""
+    tokens = _owned.set(shares), _written.set(written)
     try:
         yield
     finally:
-        _owned.reset(token)
+        _owned.reset(tokens[0])
+        _written.reset(tokens[1])
 
 
 def attend(
@@ -80,13 +88,13 @@ def write(
     """
     rows, heads, tokens, head_dim = projection.shape
     entries, size = writes.ids.shape[-1], kv_pool.shape[2]
-    stored = min(tokens, entries * size)
+    used, filled = (_written.get() or {}).get((tokens, entries), (1, 1))
+    stored = min(tokens, entries * size * filled)
     read = 2 * head_dim * projection.dtype.itemsize * (tokens if blocks else stored)
     block = _block_bytes(kv_pool, 2, scales_at_once)
-    written = 2 * entries * block if blocks else stored * block // size
-    return pl.CostEstimate(
-        flops=0, transcendentals=0, bytes_accessed=rows * heads * (read + written)
-    )
+    written = 2 * entries * used * block if blocks else stored * block / size
+    moved = round(rows * heads * (read + written))
+    return pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved)
 
 
 def attend_token(q, pool, position, pool_scale, mass) -> pl.CostEstimate:

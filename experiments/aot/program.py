@@ -31,6 +31,7 @@ from varjax.engine import memory
 from varjax.engine import program as programs
 from varjax.engine.cost import Cost, device_bytes, program_cost, times_read
 from varjax.engine.drawing import drawing
+from varjax.engine.inputs import write_table
 from varjax.engine.memory import peak_bytes, show_bytes
 from varjax.engine.segments import Segment
 from varjax.model import Model
@@ -237,7 +238,8 @@ class Compilation:
         arguments = (self.networks, self.state, tuple(self.arguments), self.spec)
         trace = partial(programs.trace_codes, *arguments, auto_layout=self.automatic)
         options = programs.compiler_options(self.chip.platform)
-        with estimates.owning(owned_shares(self.workload.plan, self.drawing.segments)):
+        plan, segments = self.workload.plan, self.drawing.segments
+        with estimates.owning(owned_shares(plan, segments), written_shares(plan, segments)):
             carried = carried_arrays(self.state, self.drawing.stored(self.state))
             self.codes = self._compiled(trace, carried, options)
         taken = show_bytes(self.codes.resident)
@@ -272,6 +274,20 @@ def owned_shares(plan: CachePlan, segments: Sequence[Segment]) -> dict[tuple[int
         held = (plan.stop - plan.start)[here, ..., :entries]
         if held.size:
             found[segment.length, entries] = float(held.mean()) / plan.block_size
+    return found
+
+
+def written_shares(
+    plan: CachePlan, segments: Sequence[Segment]
+) -> dict[tuple[int, int], tuple[float, float]]:
+    """What `estimates.owning` takes of tables that are known beforehand: of each segment the shares
+    of entries that store something, and of slots that are stored, on average."""
+    found = {}
+    for segment in segments if plan.static_content else ():
+        stored = write_table(plan, segment).source >= 0  # [S, L, N, J, block_size]
+        if stored.size:
+            shares = float(stored.any(-1).mean()), float(stored.mean())
+            found[segment.length, stored.shape[-2]] = shares
     return found
 
 

@@ -16,7 +16,9 @@ from pallas_kernels import chips
 from tests import models_under_test as models
 from varjax import api
 from varjax.cache.state import KVState
-from varjax.model import load
+from varjax.engine.inputs import write_table
+from varjax.engine.segments import plan_segments
+from varjax.model import describe, load
 from varjax.storage import checkpoint
 
 COMPILED = {
@@ -245,3 +247,19 @@ def test_compiles(call, target, attention, tmp_path):
     assert found["peak_bytes"] >= found["parameter_bytes"] + found["kv_pool_bytes"]
     assert 0 < found["roofline_s"] < 1 and found["flops"] > 1e6
     assert found["programs"]["codes"]["largest_temporaries"]
+
+
+@pytest.mark.parametrize("policy", ["full", "streaming"])
+def test_shares_of_what_is_stored(policy):
+    """As many slots as the plan stores, and no entry without one counts."""
+    plan = api.plan(describe(), policy, None if policy == "full" else 0.25)
+    segments = plan_segments(plan.geometry.schedule, 2)
+    shares = aot_program.written_shares(plan, segments)
+    stored = 0
+    for segment in segments:
+        entries = write_table(plan, segment).ids.shape[-1]
+        used, filled = shares[segment.length, entries]
+        assert 0 < filled <= used <= 1
+        calls = len(segment.scales) * plan.geometry.num_layers * plan.geometry.num_heads
+        stored += filled * calls * entries * plan.block_size
+    assert stored == pytest.approx((plan.write_slots >= 0).sum())

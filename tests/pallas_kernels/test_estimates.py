@@ -71,6 +71,21 @@ def test_shares_that_heads_own():
     assert counted(again) == counted(full)
 
 
+def test_shares_that_are_written():
+    """Of 2 entries one stores something, 4 tokens of 5; other tables are full."""
+    a = SPEC.abstract()
+    entries = a.writes.ids.shape[-1]
+    full = estimates.write(a.projection, a.kv_pool, a.writes).bytes_accessed
+    whole = estimates.write(a.projection, a.kv_pool, a.writes, blocks=True).bytes_accessed
+    with estimates.owning({}, {(5, entries): (0.5, 4 / (16 * entries))}):
+        found = estimates.write(a.projection, a.kv_pool, a.writes)
+        blocks = estimates.write(a.projection, a.kv_pool, a.writes, blocks=True)
+    token, block = 2 * 64 * 2, 16 * 2 * 64 * 2
+    assert full == 6 * 5 * 2 * token and found.bytes_accessed == 6 * 4 * 2 * token
+    assert whole == 6 * (5 * token + 2 * entries * block)
+    assert blocks.bytes_accessed == 6 * (5 * token + entries * block)
+
+
 def test_queries_alone_have_no_keys_of_their_own():
     a = SPEC.abstract()
     queries = jax.eval_shape(lambda p: replace(p, qkv=p.qkv[:, :, :1]), a.projection)

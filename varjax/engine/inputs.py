@@ -245,7 +245,7 @@ def layer_inputs(plan: CachePlan, segment: Segment) -> LayerInputs:
     scales = np.arange(segment.start, segment.stop)
     read = _entries(plan, scales)
     if plan.static_content:
-        return StaticInputs(read, _write_table(plan, segment))
+        return StaticInputs(read, write_table(plan, segment))
     last_scale = plan.geometry.schedule.num_scales - 1
     following = np.minimum(scales + 1, last_scale)
     # the last scale has no scale after it: it reads tables of its own again, and keeps nothing
@@ -281,7 +281,7 @@ def _entries(plan: CachePlan, scales: np.ndarray) -> BlockTable:
     )
 
 
-def _write_table(plan: CachePlan, segment: Segment) -> BlockWrites:
+def write_table(plan: CachePlan, segment: Segment) -> BlockWrites:
     """Arrays [S, L, N, J, ...]; dropped tokens, padding and the last scale are not stored."""
     starts, tokens = plan.geometry.schedule.starts, plan.geometry.schedule.tokens
     assert plan.write_slots is not None
