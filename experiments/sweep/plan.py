@@ -209,7 +209,7 @@ def _plan_cell(entry: Entry, policy: Policy, geometry, calibration, num_images) 
         plan = plan_cache(geometry, policy, calibration if policy.uses_calibration else None)
     except UserError as error:
         return Cell(entry.label, entry.name, policy.budget, reason=str(error))
-    arguments = policy_arguments(policy)
+    arguments = policy_arguments(plan.policy)  # with what was not said, too
     return Cell(entry.label, entry.name, plan.policy.budget, plan=plan, arguments=arguments)
 
 

@@ -176,7 +176,12 @@ class Compose(TokenPolicy):
         allocator = self.allocator.prepare(geometry, calibration)
         selector = dataclasses.replace(self.selector, budget=allocator.budget)
         selector = selector.prepare(geometry, calibration)
-        return dataclasses.replace(self, budget=allocator.budget, _prepared=(allocator, selector))
+        whole = {"budget": allocator.budget, "_prepared": (allocator, selector)}
+        return dataclasses.replace(self, parts=self._named(ROLES), **whole)
+
+    def _named(self, defaults: dict[str, str]) -> tuple[tuple[str, str], ...]:
+        """`parts` with what was not said: a composition is the same, said or not."""
+        return tuple(sorted((defaults | dict(self.parts)).items()))
 
     def plan_lines(self, geometry: Geometry, calibration: Any = None) -> list[str]:
         by_token = geometry.kind == TOKENS
@@ -231,8 +236,8 @@ class Compose(TokenPolicy):
             allocator = allocator.prepare_stages(geometry)
             selector = dataclasses.replace(selector, period=allocator.period)
         selector = selector.prepare_stages(geometry)
-        parts = (allocator, selector)
-        return dataclasses.replace(self, period=selector.period, _prepared=parts)
+        whole = {"period": selector.period, "_prepared": (allocator, selector)}
+        return dataclasses.replace(self, parts=self._named(TOKEN_ROLES), **whole)
 
     def check_stage_arguments(self, geometry: Geometry) -> None:
         super().check_stage_arguments(geometry)
