@@ -129,7 +129,7 @@ def scale_slice(schedule, s):
     return slice(schedule.starts[s], schedule.ends[s])
 
 
-@pytest.mark.parametrize("evict", [False, True])
+@pytest.mark.parametrize("evict", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_masses_and_scores(evict):
     _, memory = spied(evict)
     layers, seen, schedule = oracle(evict)
