@@ -21,9 +21,9 @@ GPU = pytest.param(
 
 @functools.cache
 def model_and_plan(name):
-    """Heads of 64, 16 slots and more: what the kernels take."""
-    plan = stand_in.plan_for(get_policy(name, 0.6), tokens=36, line=6, heads=2, size=64)
-    assert plan.layer_slots[0] >= 16
+    """Heads of 64, 32 slots and more: what the kernels take."""
+    plan = stand_in.plan_for(get_policy(name, 0.6), tokens=60, line=6, heads=2, size=64)
+    assert plan.layer_slots[0] >= 32
     return stand_in.StandIn.random(plan.geometry, 2), plan
 
 
