@@ -10,10 +10,11 @@ import gc
 import os
 import shutil
 import tempfile
-from importlib import metadata
 from pathlib import Path
 
 import pytest
+
+from tests import compilation
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported anywhere
 if "VARJAX_TEST_FOLDER" not in os.environ:
@@ -26,8 +27,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 if os.environ["JAX_PLATFORMS"] == "cpu":  # nearly all of the time is compilation
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
-    if metadata.version("jaxlib").startswith("0.10."):  # later ones do not know this flag
-        os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")  # half the time
+    os.environ.setdefault("XLA_FLAGS", " ".join(compilation.quick_flags()))
 # The simulators of GPUs and TPUs hold a thread of XLA's for each thread of a kernel, while it waits
 # for another one that needs a thread, too: as many as there are cores may be too few.
 os.environ.setdefault("PJRT_NPROC", str(max(8, os.cpu_count() or 1)))
@@ -42,6 +42,9 @@ jaxtyping.install_import_hook(annotations.annotated_modules(), "tests.annotation
 ROOT = Path(__file__).resolve().parents[1]
 
 jax.config.update("jax_default_matmul_precision", "highest")  # parity with CPU originals
+# Tracing makes and drops millions of objects: looking for cycles as often as Python does by default
+# would be a seventh of all time.
+gc.set_threshold(100_000, 50, 100)
 
 
 def pytest_addoption(parser):
@@ -55,6 +58,12 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         for reason in _reasons_to_skip(config, item):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish(session):
+    """What is imported now stays: no search for cycles has to look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _reasons_to_skip(config, item):
@@ -71,8 +80,8 @@ def _reasons_to_skip(config, item):
 
 @pytest.fixture(scope="module")
 def optimized():
-    """Programs compiled with all passes of the compiler; the others leave out costly ones. With
-    jaxlib 0.10 its fusion emitters stay off: `XLA_FLAGS= make test` compiles as users do."""
+    """Programs compiled with all passes of the compiler; the others leave out costly ones. The
+    flags of `tests.compilation` stay: `XLA_FLAGS= make test` compiles as users do."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", QUICK_COMPILATION)
