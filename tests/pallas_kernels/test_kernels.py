@@ -161,7 +161,13 @@ PLAIN = SPECS["var-d30-t256"].reduced(tokens=40, length=33, normalised=False)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(("dtype", "kv_dtype"), TYPES)
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [
+        pytest.param(*types, marks=pytest.mark.slow if types in TYPES[::2] else ())
+        for types in TYPES
+    ],
+)
 def test_tokens_are_stored_as_they_are(kernel, dtype, kv_dtype):
     """Without norm, rotation or bias every bit is the reference's, int8 as well."""
     args = replace(PLAIN, dtype=dtype, kv_dtype=kv_dtype).arguments(poison=False)

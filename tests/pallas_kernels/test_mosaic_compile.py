@@ -122,8 +122,18 @@ def tensor_columns(kernel: str, shape: str) -> int:
     return products.tensor_memory(1, 64) if multiplies else 0
 
 
-@pytest.mark.parametrize("shape", FEW)
-@pytest.mark.parametrize(("capability", "product"), [("9.0", "wgmma"), ("10.0", "tcgen05")])
+LOWERED = [("9.0", "odd-int8"), ("9.0", "wide"), ("10.0", "odd"), ("10.0", "wide-int8")]
+LOWERED += [("10.0", "decode")]  # all others with --slow
+
+
+@pytest.mark.parametrize(
+    ("capability", "product", "shape"),
+    [
+        pytest.param(*chip, shape, marks=() if (chip[0], shape) in LOWERED else pytest.mark.slow)
+        for chip in (("9.0", "wgmma"), ("10.0", "tcgen05"))
+        for shape in FEW
+    ],
+)
 def test_kernels_lower(capability, product, shape, monkeypatch):
     """In every version of JAX, without the chip's compiler."""
     monkeypatch.setattr(mosaic_products.target, "capability", lambda: capability)

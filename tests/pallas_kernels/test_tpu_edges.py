@@ -161,7 +161,7 @@ def test_heads_share_blocks(monkeypatch, kv_dtype, at_once):
 
 
 @pytest.mark.parametrize("rows", [2, pytest.param(256, marks=SLOW)])
-@pytest.mark.parametrize("name", ["llamagen-xl-t1", "janus-pro-7b-t1"])
+@pytest.mark.parametrize("name", ["llamagen-xl-t1", pytest.param("janus-pro-7b-t1", marks=SLOW)])
 def test_all_heads_of_a_token_in_one_step(name, rows):
     spec = replace(SPECS[name], rows=rows, entries=5, per_row=True, dtype="float32")
     args = spec.arguments()
