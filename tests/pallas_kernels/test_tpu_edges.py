@@ -63,7 +63,9 @@ def test_small_heads_and_blocks(head_dim, block_size):
     check_attend(args, kernel_attend(args))
 
 
-@pytest.mark.parametrize("length, kv_dtype", [(1, None), (129, None), (300, "int8")])
+@pytest.mark.parametrize(
+    "length, kv_dtype", [pytest.param(1, None, marks=SLOW), (129, None), (300, "int8")]
+)
 def test_several_tiles_of_every_kind(length, kv_dtype):
     """Tiles of queries and groups of keys that the sizes are no multiples of, more groups than
     buffers; padded tokens hold anything."""
@@ -152,8 +154,15 @@ def sharing(spec: ArgSpec):
     return replace(args, writes=writes)
 
 
-@pytest.mark.parametrize("at_once", [1, 1024])
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("kv_dtype", "at_once"),
+    [
+        ("bfloat16", 1),
+        ("int8", 1024),
+        pytest.param("bfloat16", 1024, marks=SLOW),
+        pytest.param("int8", 1, marks=SLOW),
+    ],
+)
 def test_heads_share_blocks(monkeypatch, kv_dtype, at_once):
     """In one grid step and in several."""
     monkeypatch.setattr(tpu_projection, "TOKENS_AT_ONCE", at_once)

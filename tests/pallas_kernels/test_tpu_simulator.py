@@ -130,7 +130,14 @@ def test_two_cores(kv_dtype):
 SHARING = [replace(SMALL, heads=4, block_size=8, tokens=n, length=n) for n in (2, 4)]
 
 
-@pytest.mark.parametrize("at_once, spec", [(1024, SHARING[0]), (1024, SHARING[1]), (1, SHARING[0])])
+@pytest.mark.parametrize(
+    "at_once, spec",
+    [
+        pytest.param(1024, SHARING[0], marks=pytest.mark.slow),
+        (1024, SHARING[1]),
+        (1, SHARING[0]),
+    ],
+)
 def test_heads_share_blocks(monkeypatch, at_once, spec):
     """A block is read again when what another head stored in it has arrived; in one grid step and
     in several."""
@@ -192,7 +199,7 @@ def test_two_cores_may_not_divide_heads_that_share_blocks(monkeypatch):
     assert has_races()
 
 
-@pytest.mark.parametrize("spec", SHARING)
+@pytest.mark.parametrize("spec", [pytest.param(SHARING[0], marks=pytest.mark.slow), SHARING[1]])
 def test_reading_a_shared_block_too_early_is_seen(monkeypatch, spec):
     """The next head's block, while this one's tokens are on their way into it."""
     monkeypatch.setattr(Stores, "_is_stored", lambda self, following, *_: following >= 0)
