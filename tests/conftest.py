@@ -89,10 +89,12 @@ def optimized():
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_are_forgotten():
-    """Compiled programs do not pile up in a worker; another module reads them from the disk."""
+    """Compiled programs do not pile up in a worker; another module reads them from the disk. What
+    is left is kept between modules, and need not be searched after each of them."""
     yield
     jax.clear_caches()
     gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -48,7 +48,6 @@ def abstract_networks(depth: int) -> dict[str, nnx.Module]:
 
 
 DEFAULT = [  # the others with --slow
-    ("headkv", "float32", "scan"),
     ("h2o", "int8", "scan"),
     ("full", "float32", "unroll"),
 ]

@@ -68,7 +68,9 @@ def draw(attention: str):
     return np.asarray(results["tokens"])
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    "kernel", [KERNELS[0], *(pytest.param(k, marks=pytest.mark.slow) for k in KERNELS[1:])]
+)
 def test_drawn_tokens_are_those_of_the_reference(kernel):
     np.testing.assert_array_equal(draw(kernel), draw("reference"))
 

@@ -18,7 +18,7 @@ def small_model() -> Model:
     return varjax.load(checkpoint_folder("c_k5_nol2norm"), "float32")
 
 
-@pytest.mark.parametrize("images", [1, 4, 5])
+@pytest.mark.parametrize("images", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4)), 5])
 def test_decoding_in_chunks_gives_the_same_pixels(monkeypatch, images):
     model = small_model()
     codec, shape = model.codec, (images, *model.config.code_map)
@@ -64,7 +64,9 @@ def test_weights_are_placed_where_a_program_wants_them():
         np.testing.assert_array_equal(array, old)
 
 
-@pytest.mark.parametrize("layers", program.LAYERS[1:])
+@pytest.mark.parametrize(
+    "layers", [pytest.param(program.SCAN, marks=pytest.mark.slow), program.UNROLL]
+)
 def test_generation_with_layouts_chosen_by_the_compiler(layers, monkeypatch):
     """What runs on TPU, forced on this platform: same tokens."""
     labels, index = np.zeros(2, np.int32), np.arange(2, dtype=np.int32)

@@ -57,7 +57,8 @@ def test_run_sweep_and_report(call, judged, tmp_path):
         guessed, theirs = labels_found(_path(model), samples["arr_0"])
         assert close["class_agreement_full"] == (guessed == samples["arr_1"]).mean()
     cosine = (ours * theirs).sum(1) / np.linalg.norm(ours, axis=1) / np.linalg.norm(theirs, axis=1)
-    assert close["feature_distance"] == pytest.approx((1 - cosine).mean(), abs=1e-9)
+    # float32 features in batches of two here, of four there
+    assert close["feature_distance"] == pytest.approx((1 - cosine).mean(), abs=1e-7)
 
     out = tmp_path / "sweep"
     sweep = ("--policies=streaming", "--budgets=0.3,0.5", "--samples=3", f"--out={out}")

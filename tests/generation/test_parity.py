@@ -1,5 +1,7 @@
 """Generation through ported checkpoints against the original PyTorch implementation, float32."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,8 +31,14 @@ def check_images(results, arrays: dict) -> None:
     )
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("cfg", ["1.5", "4"])
+OFTEN = list(zip(MODELS, ("1.5", "4", "1.5"), strict=True))  # the others with --slow
+GENERATED = [
+    pytest.param(*case, marks=() if case in OFTEN else pytest.mark.slow)
+    for case in itertools.product(MODELS, ("1.5", "4"))
+]
+
+
+@pytest.mark.parametrize(("name", "cfg"), GENERATED)
 def test_generation_is_identical(name, cfg):
     """Drawn greedily, and with the original's tokens given; one program serves both."""
     arrays, given = models.fixture(name, f"gen_cfg{cfg}"), models.fixture(name, "gen_forced")

@@ -84,7 +84,14 @@ def test_bytes_are_those_of_products():
     assert stacked.product_bytes(blocks, ("early",)) == 2 * square + line
 
 
-@pytest.mark.parametrize("name", ["b_k6_sharedaln", "c_k5_nol2norm", "infinity_a_small"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("b_k6_sharedaln", marks=pytest.mark.slow),
+        "c_k5_nol2norm",
+        "infinity_a_small",
+    ],
+)
 def test_unrolled_layers_draw_the_same_tokens(name):
     model = fixture_model(name)
     numbers = np.arange(2, dtype=np.int32)

@@ -60,8 +60,8 @@ def compare(args, length: int):
         {"block_size": 1, "tokens": 1, "length": 1},
         {"block_size": 3, "head_dim": 24},  # no powers of two
         {"tokens": 129, "length": 1, "table": "empty"},  # query tiles of nothing but padding
-        {"rows": 1, "per_row": True, "kv_dtype": "int8"},
-        {"kv_dtype": "bfloat16"},
+        pytest.param({"rows": 1, "per_row": True, "kv_dtype": "int8"}, marks=pytest.mark.slow),
+        pytest.param({"kv_dtype": "bfloat16"}, marks=pytest.mark.slow),
         {"normalised": True, "per_row": True},
         {"normalised": True, "rotated": True, "kv_dtype": "int8"},
         # more own keys than one step holds: they are finished before the kernel

@@ -15,12 +15,13 @@ from varjax import Generator
 from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling
 
-DEMO, TEXT = "demo", models.FAMILIES["infinity"]
+DEMO, SMALL, TEXT = "demo", "c_k5_nol2norm", models.FAMILIES["infinity"]
 CASES = [  # weights and ragged heads divided; contents decided on a part of the machine
     (DEMO, "heatkv", {"budget": 0.2}, "int8", ("data=2,model=4",)),
-    (TEXT, "h2o", {"budget": 0.3}, None, ("data=4",)),
+    (SMALL, "h2o", {"budget": 0.3}, None, ("data=4",)),
 ]
 MORE = [
+    (TEXT, "h2o", {"budget": 0.3}, None, ("data=4",)),
     (DEMO, "full", {}, None, ("data=8", "data=4,model=2")),
     (DEMO, "heatkv", {"budget": 0.2}, "int8", ("model=2",)),
     (DEMO, "h2o", {"budget": 0.3}, None, ("data=4",)),

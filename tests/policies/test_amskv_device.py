@@ -173,7 +173,10 @@ def held(state, plan, row: int, layer: int, head: int) -> np.ndarray:
     return np.sort(position[position >= 0])
 
 
-@pytest.mark.parametrize(("theta", "layers"), [(-1e-6, "all"), (-1e6, "none")])
+@pytest.mark.parametrize(
+    ("theta", "layers"),
+    [pytest.param(-1e-6, "all", marks=pytest.mark.slow), (-1e6, "none")],
+)
 def test_online_extremes_equal_profiled(theta, layers):
     sizes = {"cmin": 11, "cmax": 31}
     online, _, _ = run(AMSKV(mode="online", theta=theta, **sizes))
