@@ -200,6 +200,7 @@ def test_the_version_does_not_start_an_accelerator(monkeypatch):
     assert "device  cpu" in version.text()
 
 
+@pytest.mark.slow  # by default `test_any_text_is_printed`
 def test_text_that_the_terminal_cannot_show_does_not_end_a_command(environment):
     """Such as a prompt in another script, after hours of work."""
     latin = environment | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
@@ -222,6 +223,7 @@ def test_expected_failures_have_no_traceback(tiny_here, how, status, part):
     assert_one_message(tiny_here(f"--fail={how}"), status, part)
 
 
+@pytest.mark.slow  # by default in this process, and a wrong flag in a real one
 def test_expected_failure_in_a_real_process(tiny):
     assert_one_message(tiny("--fail=user"), 2, "label 99 is outside 0..43")
 

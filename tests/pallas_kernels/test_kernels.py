@@ -79,6 +79,20 @@ def case(spec: ArgSpec, dtype: str, kv_dtype: str | None):
 CASES = [case(spec, *types) for spec in shapes() for types in TYPES]
 
 
+def with_kernels() -> list:
+    """Every case with every kernel; by default the kernels take turns."""
+    found, turn = [], 0
+    for shape in CASES:
+        for i, kernel in enumerate(KERNELS):
+            often = not shape.marks and turn % len(KERNELS) == i
+            marks = [] if often else [pytest.mark.slow]
+            found.append(
+                pytest.param(kernel, *shape.values, id=f"{shape.id}-{kernel}", marks=marks)
+            )
+        turn += not shape.marks
+    return found
+
+
 def tables(spec: ArgSpec):
     """One shape with every kind of table: same program, other numbers."""
     return [replace(spec, table=table, name=f"{spec.name}-{table}") for table in TABLES]
@@ -117,8 +131,7 @@ def test_attend(kernel, shape):
         chex.assert_trees_all_close(lse[..., real], expected_lse[..., real], atol=tolerance)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("shape", CASES)
+@pytest.mark.parametrize(("kernel", "shape"), with_kernels())
 def test_attention_moments(kernel, shape):
     for spec in tables(shape):
         args = spec.arguments()
@@ -140,8 +153,7 @@ def test_attention_moments(kernel, shape):
             assert error(found, expected) < power * TOLERANCE[spec.dtype], spec.name
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("shape", CASES)
+@pytest.mark.parametrize(("kernel", "shape"), with_kernels())
 def test_write(kernel, shape):
     for spec in written(shape):
         args = spec.arguments(poison=False)

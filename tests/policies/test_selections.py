@@ -60,7 +60,12 @@ def check_capacities(plan, position) -> None:
             assert (held >= 0).all() and len(set(held)) == len(held)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+OFTEN = ("h2o", "scalekv", "scalekv-faithful")  # the last two are compared below
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in POLICIES]
+)
 def test_heads_hold_their_capacities(name):
     plan, results, position = run(POLICIES[name])
     chex.assert_tree_all_finite(results["logits"])
