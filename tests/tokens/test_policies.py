@@ -14,6 +14,11 @@ ROWS = 2
 CLOSE = 2e-5  # float32 against float64
 
 
+def slow(*cases):
+    """Cases of a parametrised test that are left to `--slow`."""
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
 def held(state, condition: int):
     """Numbers of the image tokens that every layer, row and head holds: {(l, r, n): set}."""
     found = {}
@@ -57,7 +62,9 @@ def sizes(policy):
     return {"slots": int(plan.allocation.slots[0]), "period": plan.allocation.period}
 
 
-@pytest.mark.parametrize(("recent_share", "seed"), [(0.5, 0), (0.0, 1), (0.9, 0)])
+@pytest.mark.parametrize(
+    ("recent_share", "seed"), [(0.5, 0), (0.0, 1), (0.9, 0), *slow((0.5, 1), (0.0, 0), (0.9, 1))]
+)
 def test_h2o(recent_share, seed):
     policy = policies.H2O(budget=0.4, recent_share=recent_share, period=4)
     check(policy, seed=seed, **sizes(policy), decide=oracles.h2o(recent_share))
@@ -71,7 +78,12 @@ def test_snapkv(period, window, kernel):
 
 
 @pytest.mark.parametrize(
-    ("score", "period", "window", "sinks"), [("attention", None, None, 0), ("logit", 5, 3, 2)]
+    ("score", "period", "window", "sinks"),
+    [
+        ("attention", None, None, 0),
+        ("logit", 5, 3, 2),
+        *slow(("attention", 5, 3, 2), ("logit", None, None, 0)),
+    ],
 )
 def test_linear(score, period, window, sinks):
     policy = policies.LineAR(budget=0.6, score=score, period=period, window=window, sinks=sinks)
@@ -153,7 +165,9 @@ def random_table(rows: int, period: int, seed: int = 0, tokens: int = 49, heads:
     return (number > born) & (number <= gone) & (token < tokens - 1)
 
 
-@pytest.mark.parametrize(("per_row", "period"), [(True, 4), (False, 5)])
+@pytest.mark.parametrize(
+    ("per_row", "period"), [(True, 4), (False, 5), *slow((True, 5), (False, 4))]
+)
 def test_table(tmp_path, period, per_row):
     """A pattern of every row's own, and one for all rows."""
     keep = random_table(ROWS, period)
@@ -226,7 +240,7 @@ def composed(budget=None, **arguments):
     return get_policy("compose", budget, arguments)
 
 
-@pytest.mark.parametrize("allocate", ["linear", None])
+@pytest.mark.parametrize("allocate", ["linear", None, *slow(("streaming",))])
 def test_compositions_select(allocate):
     """All heads alike: what the selecting policy does at that budget."""
     parts = {} if allocate is None else {"allocate": allocate}
