@@ -56,6 +56,34 @@ def test_other_colours_are_refused(tmp_path, mode):
         PictureFolder(tmp_path)
 
 
+def test_no_picture_is_left_out_in_silence(tmp_path):
+    """A kind that is not read is named, where it would only have made the set smaller."""
+    folder_of(tmp_path, some_pictures(2))
+    folder_of(tmp_path / "more", some_pictures(1), "a.gif")
+    with pytest.raises(UserError, match=r"a\.gif is of a kind that is not read: convert it"):
+        PictureFolder(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"no picture"])
+def test_other_content_is_refused_in_words(tmp_path, content):
+    """The message is of the file; Pillow's own names an object in memory."""
+    folder_of(tmp_path, some_pictures(2))
+    (tmp_path / "00001.png").write_bytes(content)
+    with pytest.raises(UserError, match=r"00001\.png is no picture.*: no kind of picture begins"):
+        PictureFolder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["arr_1", "numbers"])
+def test_lists_of_other_pictures_are_refused(tmp_path, name):
+    """They were taken for absent: pictures were then paired by their places."""
+    path = tmp_path / "samples.npz"
+    np.savez(path, arr_0=some_pictures(4), **{name: np.arange(3)})
+    with pytest.raises(UserError, match=f"array `{name}` has 3 entries for 4 pictures"):
+        PictureArray(path)
+    np.savez(path, arr_0=some_pictures(4), **{name: np.zeros((3, 2))})  # something else
+    assert PictureArray(path).labels is None and list(PictureArray(path).keys) == [0, 1, 2, 3]
+
+
 def test_mixed_sizes_and_empty_folders_are_refused(tmp_path):
     with pytest.raises(UserError, match="holds no pictures"):
         PictureFolder(tmp_path)

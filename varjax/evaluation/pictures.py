@@ -24,6 +24,7 @@ ARRAY = "arr_0"
 PACKED = ("data", "offsets", "labels")
 LABELS, NUMBERS = "arr_1", "numbers"  # class of every picture; its number, if they are shuffled
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm")
+NOT_READ = (".gif", ".avif", ".heic", ".heif", ".jfif", ".jp2", ".jxl", ".tga")
 LARGEST_FILE = 2**28  # bytes of a picture
 END_OF_JPEG = b"\xff\xd9"
 CHUNK = 2**24
@@ -51,7 +52,8 @@ class PictureArray:
     """`arr_0` of an npz file, as ADM's evaluator takes them. labels: `arr_1`, if it is there.
 
     Raises:
-      UserError: it cannot be read, has no pictures, or none of bytes and three channels.
+      UserError: it cannot be read, has no pictures, or none of bytes and three channels; classes or
+        numbers of other pictures lie beside them.
     """
 
     def __init__(self, path: Path):
@@ -66,13 +68,20 @@ class PictureArray:
         self.count, self.size = shape[0], shape[1:3]
         self.sha256 = file_digest(path)
         found = npz.load(path, (LABELS, NUMBERS))
-        self.labels = self._per_picture(found.get(LABELS))
-        self._numbers = self._per_picture(found.get(NUMBERS))
+        self.labels = self._per_picture(found, LABELS)
+        self._numbers = self._per_picture(found, NUMBERS)
 
-    def _per_picture(self, array: np.ndarray | None) -> np.ndarray | None:
-        """Whole numbers, one for each picture; other things under these names mean others."""
-        fits = array is not None and array.shape == (self.count,) and array.dtype.kind in "iu"
-        return array if fits else None
+    def _per_picture(self, found: dict[str, np.ndarray], name: str) -> np.ndarray | None:
+        """Whole numbers, one for each picture; other things than lists of them mean others."""
+        array = found.get(name)
+        if array is None or array.ndim != 1 or array.dtype.kind not in "iu":
+            return None
+        if len(array) != self.count:
+            raise UserError(
+                f"{self.where}: array `{name}` has {len(array)} entries for {self.count} pictures"
+                f" (`{ARRAY}`): one of each is needed, or none"
+            )
+        return array
 
     @property
     def keys(self) -> Sequence[int]:
@@ -89,8 +98,8 @@ class PictureFolder:
     """All pictures below a folder, in the order of their paths.
 
     Raises:
-      UserError: there are none; one is damaged, grey, has transparency, or another size than the
-        first.
+      UserError: there are none; one is damaged, grey, has transparency, another size than the
+        first, or is of a kind that is not read: no picture is left out in silence.
     """
 
     def __init__(self, folder: Path, report=lambda done, total: None):
@@ -200,7 +209,14 @@ def _files(folder: Path) -> Iterator[str]:
     for place, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in files:
-            if name.lower().endswith(ENDINGS) and not name.startswith("."):
+            if name.startswith("."):
+                continue
+            if name.lower().endswith(NOT_READ):
+                raise UserError(
+                    f"{Path(place, name)} is of a kind that is not read: convert it to PNG, or move"
+                    " it away"
+                )
+            if name.lower().endswith(ENDINGS):
                 yield Path(place, name).relative_to(folder).as_posix()
 
 
@@ -244,6 +260,8 @@ def _picture_errors(path: Path | str) -> Iterator[None]:
         raise
     except Exception as error:  # Pillow raises many kinds over damaged files
         reason = " ".join(str(error).split()) or type(error).__name__
+        if type(error).__name__ == "UnidentifiedImageError":  # names an object in memory
+            reason = "no kind of picture begins like that"
         raise UserError(f"{path} is no picture, damaged or cut short: {reason:.120}") from None
 
 
