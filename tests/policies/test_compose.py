@@ -165,7 +165,9 @@ IDLE = {
     ("allocate", "h2o"): {"recent_share": "0.1"},
     ("allocate", "scalekv"): {"grid": "2", "kernel": "3", "faithful": "true"},
     ("select", "hack"): {"asymmetry": "3"},
-    ("select", "headkv"): {"group_after": "9", "threshold": "0.5", "global_heads": "1"},
+    ("select", "headkv"): {
+        **{"group_after": "9", "threshold": "0.5", "global_heads": "1", "local_share": "0.9"},
+    },
     ("select", "scalekv"): {"budgets": "missing.json", "drafters": "2", "refiner_share": "0.5"},
     ("select", "amskv"): {
         **{"mode": "online", "preset": "d30-table3", "cmin": "8", "cmax": "12", "demanding": "2"},
@@ -206,7 +208,7 @@ MATTERS = {
     ("allocate", "amskv"): {"demanding": "2", "layers": "0", "theta": "-0.5", "ratio": "9"},
     ("select", "streaming"): {"sinks": "1"},
     ("select", "hack"): {"sinks": "1", "contextual": "0.1"},
-    ("select", "headkv"): {"sinks": "1", "local_share": "0.9", "window": "8", "ratio": "0.9"},
+    ("select", "headkv"): {"sinks": "1", "recent_share": "0.5", "window": "8", "ratio": "0.9"},
     ("select", "snapkv"): {"window": "3", "kernel": "3"},
     ("select", "h2o"): {"recent_share": "0.1"},
     ("select", "scalekv"): {"grid": "3", "kernel": "3", "faithful": "true"},

@@ -118,14 +118,37 @@ def test_stratified_keeps_far_tokens_that_a_global_ranking_drops():
 
 
 def test_capacities():
-    """Nothing is dropped before grouping; afterwards half of the heads are wide; the mean is the
-    budget."""
-    plan = plan_cache(DEMO, policies.HeadKV(budget=0.5, block_size=1, group_after=10))
+    """Nothing is dropped before grouping; afterwards the heads that need most are wide, what does
+    not divide goes to the first of them, and all together is the budget."""
+    given = {"budget": 0.5, "block_size": 1, "local_share": 0.5}
+    plan = plan_cache(DEMO, policies.HeadKV(**given, group_after=10))
     assert plan.allocation.regroup_scale == 2  # 14 tokens held after scale 2
     np.testing.assert_array_equal(plan.capacity[:4, 0, 0], [0, 1, 5, 14])
-    local, wide = plan.capacity[5, 0, 3], plan.capacity[5, 0, 0]
-    assert (local, wide) == (16, 50) and local + wide == 66
-    assert (plan.capacity[5, 0] == [wide, wide, local, local]).all()
+    np.testing.assert_array_equal(plan.capacity[5], [[39, 39, 38, 16]] * 2)
+    assert plan.capacity[5].sum() == 0.5 * DEMO.dense_tokens
+    half = plan_cache(DEMO, policies.HeadKV(**given, global_heads=2))
+    np.testing.assert_array_equal(half.capacity[5], [[50, 50, 16, 16]] * 2)
+
+
+@pytest.mark.parametrize(
+    ("heads", "local"), [(1, 0), (2, 1), (3, 1), (4, 1), (8, 1), (16, 2), (20, 2), (30, 4)]
+)
+def test_one_head_in_eight_is_local(heads, local):
+    """By default, and at least one where there are two: 6 to 19 % are published."""
+    geometry = dataclasses.replace(DEMO, num_heads=heads)
+    plan = plan_cache(geometry, policies.HeadKV(budget=0.5, block_size=1, local_share=0.5))
+    sizes = plan.capacity[5, 0]
+    assert ((sizes < sizes[0] - 1).sum(), len(sizes)) == (local, heads)
+
+
+@pytest.mark.parametrize(("share", "recent"), [(0, 0), (0.1, 3), (0.25, 8), (1, 19)])
+def test_newest_tokens_leave_room_for_history(share, recent):
+    """Also where every head is global: those heads once kept the newest tokens alone. The sinks
+    take 14 of 33, and leave at most 19."""
+    policy = policies.HeadKV(budget=0.5, block_size=1, global_heads=4, recent_share=share)
+    plan = plan_cache(DEMO, policy)
+    np.testing.assert_array_equal(plan.capacity[5], [[33] * 4] * 2)
+    assert (plan.allocation.protected, plan.allocation.recent) == (14, recent)
 
 
 def test_grouping_comes_early_when_the_budget_is_small():

@@ -19,6 +19,7 @@ from varjax.policies.windows import SinkPolicy
 from varjax.sequence import SCALES, TOKENS
 
 QUERIES = 16  # of a scale, by default
+LOCAL_ONE_IN = 8  # heads, at least one: the papers' tables imply 6 to 19 % (docs/policies.md)
 GROUPINGS = ("budget", "paper")
 
 
@@ -74,8 +75,8 @@ class HeadKV(WindowedTokenPolicy, SinkPolicy):
        tokens, counted backwards from the newest (own scale first, then earlier scales), gather
        `threshold` of the attention mass averaged over that scale's queries. The heads that need
        least are local, the others global.
-    3. Compression (step 3, Eqs. 2-4): local heads keep the sink scales and recent tokens; global
-       heads keep sinks, the same recent tokens, and history.
+    3. Compression (step 3, Eqs. 2-4): every head keeps the sink scales and the newest tokens, and
+       fills the rest of its room with history. Local heads have less room.
     4. Stratified eviction (Eqs. 5-6): history is split by age into a near and a far part, the
        nearer `ratio` of it and the rest; each keeps its best by attention from a window of queries,
        `ratio` of the tokens kept being near ones.
@@ -85,10 +86,12 @@ class HeadKV(WindowedTokenPolicy, SinkPolicy):
         local_share * A (at least the sinks), the global heads of the layer share what is left.
       group_after: tokens per head before grouping (the paper's 100 for Janus-Pro and LlamaGen).
       threshold: attention mass that decides a head's type (0.9).
-      global_heads: global heads per layer; 0 takes half of them. Token by token: 0 is the paper's
-        rule, whoever needs w tokens or more; G is a quota, the G heads of a layer and row that need
-        most, of equals the lower head number.
+      global_heads: global heads per layer; 0 takes all but one in eight, and all but one where
+        that is none. Token by token: 0 is the paper's rule, whoever needs w tokens or more; G is a
+        quota, the G heads of a layer and row that need most, of equals the lower head number.
       local_share: capacity of a local head relative to the mean. Next-scale models only.
+      recent_share: newest tokens that every head keeps, relative to the mean capacity, as far as
+        it has room for them. Next-scale models only.
       sinks: scales never dropped; 0 takes up to 3, as many as fit half of the mean capacity. Token
         by token: image tokens that stay from the first on (0).
       window: queries of the current scale that score the history, spread evenly over it (16). Token
@@ -111,25 +114,29 @@ class HeadKV(WindowedTokenPolicy, SinkPolicy):
         exceeded.
       - The mean over all queries of the grouping scale decides, not one query per head: a scale is
         generated at once. So "recent queries" are spread over the scale, all being equally recent.
-      - Recent means newest in raster order; the paper's two image rows become whatever local heads
-        have left after their sinks. Its update every few tokens is one after every scale.
+      - Recent means newest in raster order. The paper's two image rows become `recent_share`: the
+        scale at hand, which every head sees whole, is the nearest neighbourhood. Its update every
+        few tokens is one after every scale.
+      - Local heads have less room, and keep history where sinks and newest tokens leave some: what
+        a quota calls local need not be so for every image.
     """
 
     budget: float = 0.25
     group_after: int = within(100, 0, 2**31 - 1)
     threshold: float = within(0.9, 0, 1, above=True)
     global_heads: int = 0
-    local_share: float = within(0.5, 0, 1, above=True)
+    local_share: float = within(0.75, 0, 1, above=True)
+    recent_share: float = within(0.1, 0, 1)
     window: int | None = None
     ratio: float = within(0.5, 0, 1, above=True)
     score: str = "logit"
     grouping: str = "budget"
 
     only_for: ClassVar[dict[str, tuple[str, ...]]] = {
-        SCALES: ("local_share",),
+        SCALES: ("local_share", "recent_share"),
         TOKENS: ("period", "score", "grouping"),
     }
-    selection_arguments = ("sinks", "local_share", "window", "ratio", "score")
+    selection_arguments = ("sinks", "recent_share", "window", "ratio", "score")
     summary = "local and global heads found per image, stratified eviction"
 
     @property
@@ -157,40 +164,49 @@ class HeadKV(WindowedTokenPolicy, SinkPolicy):
         self.require("global_heads", fits, f", but a layer has {heads} heads")
 
     def _num_global(self, geometry: Geometry) -> int:
-        return self.global_heads or max(1, geometry.num_heads // 2)
+        heads = geometry.num_heads
+        local = max(1, round(heads / LOCAL_ONE_IN)) if heads > 1 else 0
+        return self.global_heads or heads - local
 
-    def region_sizes(self, geometry: Geometry, budget: float) -> tuple[int, int]:
-        """Tokens of a local and of a global head."""
+    def region_sizes(self, geometry: Geometry, budget: float) -> np.ndarray:
+        """int [N]: tokens of the regions of a layer, the global ones first. What does not divide
+        evenly goes to the first of them, whose heads need most."""
         full, wide = geometry.schedule.persistent_tokens, self._num_global(geometry)
         narrow, total = geometry.num_heads - wide, capacities.of_layer(geometry, budget)
-        share = int(self.local_share * total / geometry.num_heads)
-        local = max(self.protected(geometry, budget), share) if narrow else 0
-        wide_size = min(full, (total - narrow * local) // wide)
-        if narrow and wide_size == full:
+        share = int(self.local_share * total / geometry.num_heads + 1e-6)
+        local = max(self.protected(geometry, budget), share)
+        if narrow and total - narrow * local >= wide * full:
             local = min(full, (total - wide * full) // narrow)
-        return local, wide_size
+        regions = np.full(geometry.num_heads, local)
+        left = min(wide * full, total - narrow * local)
+        regions[:wide] = (left + np.arange(wide)[::-1]) // wide
+        return regions
+
+    def _recent(self, geometry: Geometry, budget: float) -> int:
+        """Newest tokens that a head keeps, where it has room for them beside the sinks."""
+        mean = capacities.of_layer(geometry, budget) / geometry.num_heads
+        return int(self.recent_share * mean + 1e-6)
 
     def allocate(self, geometry: Geometry, budget: float, calibration=None) -> RegionAllocation:
         schedule, heads = geometry.schedule, geometry.num_heads
-        local, wide = self.region_sizes(geometry, budget)
-        regions = np.where(np.arange(heads) < self._num_global(geometry), wide, local)
         mean = capacities.of_layer(geometry, budget) / heads
         reached = (end >= self.group_after or end > mean for end in schedule.ends)
         grouping = list(reached).index(True)
         before = np.array(schedule.starts)[:, None, None]
         after = np.arange(schedule.num_scales)[:, None, None] > grouping
+        regions = self.region_sizes(geometry, budget)
         capacity = np.where(after, np.minimum(regions, before), before)
         protected = self.protected(geometry, budget)
         return RegionAllocation(
             np.repeat(capacity, geometry.num_layers, axis=1).astype(np.int32),
             regroup_scale=grouping if grouping < schedule.num_scales - 1 else None,
             protected=protected,
-            recent=(local or wide) - protected,
+            recent=min(self._recent(geometry, budget), int(regions.min()) - protected),
         )
 
     def adopt(self, geometry: Geometry, budget: float, capacity: np.ndarray) -> RegionAllocation:
-        own = self.allocate(geometry, budget)
-        return RegionAllocation(capacity, protected=own.protected, recent=own.recent)
+        protected, recent = self.protected(geometry, budget), self._recent(geometry, budget)
+        return RegionAllocation(capacity, protected=protected, recent=recent)
 
     # --- device -----------------------------------------------------------------------------------
 
