@@ -27,6 +27,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import estimates
 from pallas_kernels.ragged_attention.tpu_blocks import dot
+from pallas_kernels.token_attention.sight import Sight
 from pallas_kernels.tpu_operands import LANES, pools, rounded
 
 HEAD_DIMS = (64, 100, 128)
@@ -40,8 +41,7 @@ def attend(
     q,
     pool,
     position,
-    oldest,
-    protected,
+    sight,
     first_bias,
     pool_scale,
     mass,
@@ -55,7 +55,8 @@ def attend(
     rows, heads, slots, width = pool.shape
     apart = q.shape[-1] % LANES == 0
     given = {
-        "oldest": oldest,
+        "newest": None if sight.newest is None else jnp.asarray(sight.newest).reshape(1),
+        "reach": sight.reach,
         "bias": first_bias,
         "weight": None if mass is None else jnp.asarray(mass_weight, jnp.float32).reshape(1),
         # zeros where values are
@@ -70,7 +71,7 @@ def attend(
     results += [] if mass is None else [jax.ShapeDtypeStruct(mass.shape, mass.dtype)]
     specs = {name: _spec(name, array, together, some) for name, array in given.items()}
     found = pl.pallas_call(
-        partial(_attend_rows, protected, some),
+        partial(_attend_rows, sight.protected, some),
         grid=(rows // together, heads // some),
         in_specs=[specs],
         out_specs=[_spec("results", array, together, some) for array in results],
@@ -112,7 +113,7 @@ def _step(q, pool, most: int) -> tuple[int, int]:
 def _spec(name: str, array, rows: int, heads: int) -> pl.BlockSpec:
     """The part of an operand or result in grid step (r, n): numbers in scalar memory, the pool's
     rows and heads, of anything else the rows with all heads, or all there is."""
-    if name in ("oldest", "bias", "weight"):
+    if name in ("newest", "reach", "bias", "weight"):
         return pl.BlockSpec(memory_space=pltpu.SMEM)
     if name == "pool":
         return pl.BlockSpec((rows, heads, *array.shape[2:]), lambda r, n: (r, n, 0, 0))
@@ -174,14 +175,16 @@ def _visible(i, row, protected: int, heads: int, given):
     """[N, C], or [1, C] where heads see the same."""
     positions = given["position"]
     position = positions[i if len(positions) > 1 else 0]
-    visible = position >= 0
-    if "oldest" not in given:
-        return visible
+    if "newest" not in given:
+        return Sight().sees(position)
+    newest, sight = given["newest"][0], Sight(given["newest"], given.get("reach"), None, protected)
+    if "reach" not in given:
+        return sight.sees(position, newest)
     number = _iota((heads, 1), 0)
-    oldest = jnp.zeros((heads, 1), jnp.int32)
+    reach = jnp.zeros((heads, 1), jnp.int32)
     for head in range(heads):  # from scalar memory into a column
-        oldest = jnp.where(number == head, given["oldest"][row, head], oldest)
-    return visible & ((position < protected) | (position >= oldest))
+        reach = jnp.where(number == head, given["reach"][row, head], reach)
+    return sight.sees(position, newest, reach)
 
 
 def _product_dtype(pool, dtype):

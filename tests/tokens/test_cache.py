@@ -83,13 +83,21 @@ class Poisoning:
     def __init__(self, step):
         self.step = step
 
-    def attend(self, *arguments):
-        return self.step.attend(*arguments)
+    def __getattr__(self, name):
+        return getattr(self.step, name)
 
-    def decide(self, *arguments):
-        cache = self.step.decide(*arguments)
-        pool = jnp.where(cache.position[..., None] >= 0, cache.pool, jnp.nan)
-        return dataclasses.replace(cache, pool=pool)
+    def decide(self, caches, stage, *arguments):
+        drawn = self.step.condition + (stage + 1) * self.step.period
+        return tuple(
+            dataclasses.replace(cache, pool=self.poisoned(cache, drawn))
+            for cache in self.step.decide(caches, stage, *arguments)
+        )
+
+    @staticmethod
+    def poisoned(cache, drawn):
+        """drawn: positions from this one on are those of tokens to come."""
+        empty = (cache.position < 0) | (cache.position >= drawn)
+        return jnp.where(empty[..., None], jnp.nan, cache.pool)
 
 
 def filled(state, value):
