@@ -8,10 +8,11 @@ memory delivers or takes, not a cache; tables, angles and vectors are left out, 
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
 SCALE = 4  # bytes of a scale of an int8 pool
@@ -19,19 +20,19 @@ Shares = Mapping[tuple[int, int], float]
 _owned: ContextVar[Shares | None] = ContextVar("owned", default=None)
 _written: ContextVar[Mapping[tuple[int, int], tuple[float, float]] | None]
 _written = ContextVar("written", default=None)
-_used: ContextVar[float] = ContextVar("used", default=1.0)
+_used: ContextVar[Sequence[int] | None] = ContextVar("used", default=None)
 
 
 @contextlib.contextmanager
 def owning(
     shares: Shares,
     written: Mapping[tuple[int, int], tuple[float, float]] | None = None,
-    used: float = 1.0,
+    used: Sequence[int] | None = None,
 ) -> Iterator[None]:
     """Calls that are traced meanwhile are estimated with the share of their tables' slots that
     heads own on average: {(queries, entries of a head's table): share}, 1 for all others. written:
     likewise of tables that say what is stored, the shares of their entries and of their slots that
-    are used. used: of token attention that is told which slots are in use, their share."""
+    are used. used: of token attention that is told how many slots are in use, all these numbers."""
     tokens = _owned.set(shares), _written.set(written), _used.set(used)
     try:
         yield
@@ -101,10 +102,12 @@ def write(
     return pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved)
 
 
-def attend_token(q, pool, position, pool_scale, mass, *, prefix: bool = False) -> pl.CostEstimate:
-    """Of attention of one query per row and head over all slots; prefix: over those in use.
-    float32: positions take as many bytes, scales twice, sums are read and written."""
-    used = _used.get() if prefix else 1.0
+def attend_token(
+    q, pool, position, pool_scale, mass, *, step: int | None = None
+) -> pl.CostEstimate:
+    """Of attention of one query per row and head over all slots; step: over those in use, so many
+    at once. float32: positions take as many bytes, scales twice, sums are read and written."""
+    used = _share(pool.shape[2], step) if step else 1.0
     pairs, head_dim = pool.size // pool.shape[-1], q.shape[-1]
     scales = 0 if pool_scale is None else 2 * pairs
     lines = used * (position.size + scales) + 2 * pairs * (mass is not None)
@@ -115,6 +118,12 @@ def attend_token(q, pool, position, pool_scale, mass, *, prefix: bool = False) -
         transcendentals=round(pairs),
         bytes_accessed=round(moved),
     )
+
+
+def _share(slots: int, step: int) -> float:
+    """Of a head's slots that are read in steps of so many, on average."""
+    used = np.asarray([slots] if _used.get() is None else _used.get())
+    return float(np.minimum(-(-used // step) * step, slots).mean()) / slots
 
 
 def finish(projection, parts: int, turned: int = 0) -> pl.CostEstimate:

@@ -26,6 +26,7 @@ class TokenArguments:
     scale: jax.Array | None
     newest: jax.Array | None
     reach: jax.Array | None
+    used: jax.Array | None
     bias: jax.Array | None
     mass: jax.Array | None
     weight: float = field(default=0.5, metadata=dict(static=True))
@@ -38,6 +39,7 @@ class TokenArguments:
         *,
         sums: bool = True,
         shared: bool = False,
+        used: int | None = None,
         poison: bool = True,
         seed: int = 0,
     ) -> "TokenArguments":
@@ -47,6 +49,7 @@ class TokenArguments:
           slots: of a head; None takes those of the call's tables.
           sums: ask for all that the operation offers.
           shared: heads have their positions in common.
+          used: slots that may hold something, the first ones; None: all, which is not told.
           poison: empty slots hold NaN; int8: their scales do.
         """
         rng = np.random.default_rng(seed)
@@ -58,6 +61,7 @@ class TokenArguments:
 
         position = rng.permuted(np.broadcast_to(np.arange(slots), (*lines, slots)), axis=-1)
         position = np.where(rng.random(position.shape) < 0.2, -1, position)
+        position[..., used or slots :] = -1
         position[..., 0] = 0  # every head sees a slot, whatever is hidden
         k, v = (normal(*heads, slots, spec.head_dim) for _ in range(2))
         pool, scale = encode(k, v, spec.pool_dtype)
@@ -72,6 +76,7 @@ class TokenArguments:
             scale=scale,
             newest=jnp.int32(newest) if sums else None,
             reach=reach if sums else None,
+            used=None if used is None else jnp.int32(used),
             bias=normal(spec.rows) if sums else None,
             mass=jnp.abs(normal(*heads, slots)) if sums else None,
         )
@@ -97,7 +102,7 @@ class TokenArguments:
 
     def given_to(self, attend, **options) -> tuple[jax.Array, jax.Array | None]:
         """Call `attend` of a module, with these arguments by position."""
-        sight = Sight(self.newest, self.reach, None, PROTECTED)
+        sight = Sight(self.newest, self.reach, self.used, PROTECTED)
         given = (self.q, self.pool, self.position, sight, self.bias, self.scale)
         return attend(*given, self.mass, self.weight, **options)
 
@@ -107,6 +112,7 @@ class TokenArguments:
             *(self.q, self.pool, self.position),
             newest=self.newest,
             reach=self.reach,
+            used=self.used,
             protected=PROTECTED,
             first_bias=self.bias,
             pool_scale=self.scale,

@@ -76,12 +76,12 @@ def used_slots(plan: TokenPlan) -> np.ndarray:
     return plan.sequence.condition + np.minimum(drawn, plan.allocation.slots)
 
 
-def used_share(plan: Any) -> float:
-    """Share of the slots that is in use on average, where contents are known beforehand; 1 of all
-    other plans."""
+def used_by_tokens(plan: Any) -> list[int] | None:
+    """What `estimates.owning` takes: slots in use for every token, of any layer, since all have
+    equally many where contents are known beforehand; None of all other plans."""
     if plan.geometry.kind != TOKENS or not plan.static_content:
-        return 1.0
-    return float(used_slots(plan).mean() / np.mean(plan.layer_slots))
+        return None
+    return used_slots(plan)[:, 0].tolist()
 
 
 # --- to read ---

@@ -240,7 +240,7 @@ class Compilation:
         options = programs.compiler_options(self.chip.platform)
         plan, segments = self.workload.plan, self.drawing.segments
         shares = owned_shares(plan, segments), written_shares(plan, segments)
-        with estimates.owning(*shares, per_token.used_share(plan)):
+        with estimates.owning(*shares, per_token.used_by_tokens(plan)):
             carried = carried_arrays(self.state, self.drawing.stored(self.state))
             self.codes = self._compiled(trace, carried, options)
         taken = show_bytes(self.codes.resident)

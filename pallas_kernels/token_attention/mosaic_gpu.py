@@ -81,7 +81,8 @@ def attend(
             approx_math=True, lowering_semantics=mosaic.LANES, reduction_scratch_bytes=MEETING
         ),
         cost_estimate=estimates.attend_token(
-            *(q, pool, position, pool_scale, mass), prefix=sight.used is not None
+            *(q, pool, position, pool_scale, mass),
+            step=None if sight.used is None else steps.slots,
         ),
         name="token_attention",
         **({"interpret": mosaic.simulator(interpret)} if interpret else {}),
