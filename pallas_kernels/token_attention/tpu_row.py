@@ -48,5 +48,9 @@ def mean(weights, mine, pool, dtype, width: int):
     out = sums(False)
     if pool.dtype == jnp.int8:
         return out
-    spoilt = jnp.where(jnp.abs(out) < jnp.inf, 0.0, 1.0).max() > 0
-    return jax.lax.cond(spoilt, lambda: sums(True), lambda: out)
+    return jax.lax.cond(spoilt(out), lambda: sums(True), lambda: out)
+
+
+def spoilt(out):
+    """Whether a number is not finite: weights of 0 have met values that are not."""
+    return jnp.where(jnp.abs(out) < jnp.inf, 0.0, 1.0).max() > 0

@@ -58,6 +58,12 @@ def test_attention(size, poisoned):
         np.testing.assert_allclose(total[r, n], mass[r, n] + 0.5 * weights, atol=1e-6)
 
 
+def test_reach_is_counted_from_somewhere():
+    q, k, v, position = problem(64)
+    with pytest.raises(ValueError, match="newest"):
+        attend(q, np.concatenate([k, v], -1), position, reach=np.ones((ROWS, HEADS), np.int32))
+
+
 @pytest.mark.parametrize("heads_share", [False, True])
 def test_positions_that_heads_or_rows_share(heads_share):
     q, k, v, position = problem(64)

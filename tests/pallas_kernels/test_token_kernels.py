@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import implementations, token_attention
 from pallas_kernels.arg_specs import SPECS
-from pallas_kernels.token_attention import mosaic_gpu, mosaic_slots, reference, tpu
+from pallas_kernels.token_attention import mosaic_gpu, mosaic_slots, reference, tpu, tpu_row
 from pallas_kernels.token_specs import TokenArguments
 from tests.pallas_kernels import copy_rules
 from tests.pallas_kernels.test_kernels import TOLERANCE, error
@@ -135,6 +135,17 @@ def test_tpu_weights_of_zero_times_infinity():
     out, _ = replace(args, pool=pool).given_to(tpu.attend, interpret=True)
     expected, _ = args.in_float32().given_to(reference.attend)
     assert error(out, expected) < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("used", [None, 130])
+def test_tpu_what_empty_slots_spoil_is_seen(used, monkeypatch):
+    """Without the second product."""
+    options = {"slots": 300, "used": used, "sums": used is None}
+    run = partial(tpu.attend, interpret=True, piece=128)
+    check(SMALL, options, run)
+    monkeypatch.setattr(tpu_row, "spoilt", lambda out: False)
+    with pytest.raises(AssertionError):
+        check(SMALL, options, run)
 
 
 # --- Mosaic GPU -----------------------------------------------------------------------------------
