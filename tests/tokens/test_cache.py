@@ -262,9 +262,9 @@ def test_layers_that_decide_together_decide_as_alone(name, monkeypatch):
     model = stand_in.StandIn.random(plan.geometry, 2)
     found = {}
     for how, most in (("together", 2**20), ("two and one", 2 * 2 * 3 * 4 * plan.layer_slots[0])):
-        monkeypatch.setattr(token_decision, "TOGETHER", most)
+        monkeypatch.setitem(token_decision.TOGETHER, "cpu", most)
         found[how] = stand_in.run(model, plan)
-    monkeypatch.setattr(token_decision, "TOGETHER", 0)
+    monkeypatch.setitem(token_decision.TOGETHER, "cpu", 0)
     alone = stand_in.run(model, plan)
     for how, run in found.items():
         for ours, theirs in zip(jax.tree.leaves(run), jax.tree.leaves(alone), strict=True):

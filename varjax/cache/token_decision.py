@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from pallas_kernels import token_attention
+from pallas_kernels import target, token_attention
 from varjax.cache.token_state import EVERYTHING, LayerCache
 from varjax.policies.base import Needs, Observation
 from varjax.policies.staged import TokenPolicy
 
-# Bytes of positions of the layers that decide together: a dozen arrays of this size exist meanwhile
-TOGETHER = 16 * 2**20
+# Bytes of positions of the layers that decide together: a dozen arrays of this size exist
+# meanwhile. A CPU starts no kernels, and keeps what it compares: one layer at a time.
+TOGETHER = {"cpu": 0, "gpu": 16 * 2**20, "tpu": 16 * 2**20}
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,10 @@ class StageDecision:
         """As many layers as small kernels take turns for; one where policies look at keys."""
         if self.needs.keys:
             return 1
-        return max(1, TOGETHER // (cache.position.size * cache.position.dtype.itemsize))
+        position = cache.position
+        return max(
+            1, TOGETHER.get(target.platform(), 0) // (position.size * position.dtype.itemsize)
+        )
 
     def decide(self, caches, stage, bias, inputs):
         """Rows of all layers side by side are rows like any others for a policy."""
