@@ -158,6 +158,7 @@ class StageDecision:
         # slots outside the array are skipped; numbers are unique there, too
         outside = self.buffer + self.period + jnp.arange(self.period, dtype=jnp.int32)
         slot = jnp.where(goes.any(-1), first + (goes * place).sum(-1, dtype=jnp.int32), outside)
+        slot = jax.lax.optimization_barrier(slot)  # once, and not in every layer's scatter
 
         def moved(values, nothing, buffer):
             """Small numbers per slot: chosen, not scattered. buffer: what it holds then."""
