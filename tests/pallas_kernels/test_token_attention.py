@@ -60,8 +60,9 @@ def test_attention(size, poisoned):
 
 def test_reach_is_counted_from_somewhere():
     q, k, v, position = problem(64)
+    arrays = map(jnp.asarray, (q, np.concatenate([k, v], -1), position))
     with pytest.raises(ValueError, match="newest"):
-        attend(q, np.concatenate([k, v], -1), position, reach=np.ones((ROWS, HEADS), np.int32))
+        attend(*arrays, reach=jnp.ones((ROWS, HEADS), jnp.int32))
 
 
 @pytest.mark.parametrize("heads_share", [False, True])
