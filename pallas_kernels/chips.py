@@ -2,8 +2,8 @@
 
 Peak numbers are dense ones (no sparsity) from the vendors' public data sheets: Google Cloud's pages
 "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e (Trillium)" and "TPU7x (Ironwood)"; NVIDIA's data sheets of
-the A100 80GB SXM, H100 SXM, H200 SXM, HGX B200, L4 and the Ada architecture white paper. They are
-those of one JAX device: a TPU v4 or TPU7x chip is two devices, each with half of the chip.
+the A100 80GB SXM, RTX A6000, H100 SXM, H200 SXM, HGX B200, L4 and the Ada architecture white paper.
+They are those of one JAX device: a TPU v4 or TPU7x chip is two devices, each with half of the chip.
 
 Memory is what a program may fill. TPU: what the compiler enforces. GPU: what the driver offers,
 which JAX takes only when told so (`XLA_PYTHON_CLIENT_MEM_FRACTION`; three quarters by default), and
@@ -100,9 +100,11 @@ _CUBES = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8"
 # CUDA keeps 1 KiB of shared memory per block for itself.
 _AMPERE = {"lanes": 64, "shared_memory": (167936, 166912), "threads": 2048}
 _ADA = {"lanes": 128, "shared_memory": (102400, 101376), "threads": 1536}
+_GA102 = {"lanes": 128, "shared_memory": (102400, 101376), "threads": 1536}
 _HOPPER = {"lanes": 128, "shared_memory": (233472, 232448), "threads": 2048}
 
 _A100 = Gpu((8, 0), False, 108, clock=1.41, l2_cache=40, **_AMPERE)
+_A6000 = Gpu((8, 6), False, 84, clock=1.80, l2_cache=6, **_GA102)
 _L4 = Gpu((8, 9), False, 58, clock=2.04, l2_cache=48, **_ADA)
 _RTX4090 = Gpu((8, 9), False, 128, clock=2.52, l2_cache=72, **_ADA)
 _H100 = Gpu((9, 0), True, 132, clock=1.98, l2_cache=50, **_HOPPER)
@@ -117,6 +119,7 @@ _CHIPS = (
     # no int8 rate is published for TPU7x: that of bf16 (fp8 is twice as fast)
     _chip("tpu7x", 94.75 * GIB, 2307 / 2, 2307 / 2, 7380 / 2, _CUBES, 2),
     _chip("a100", 85_100_068_864, 312, 624, 2039, gpu=_A100),
+    _chip("a6000", 51_000_000_000, 154.8, 309.7, 768, gpu=_A6000),
     _chip("l4", 23_600_000_000, 121, 242, 300, gpu=_L4),
     _chip("rtx4090", 25_300_000_000, 165.2, 660.6, 1008, gpu=_RTX4090),
     _chip("h100", 84_900_000_000, 989.4, 1978.9, 3352, gpu=_H100),

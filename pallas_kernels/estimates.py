@@ -8,10 +8,11 @@ memory delivers or takes, not a cache; tables, angles and vectors are left out, 
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
 SCALE = 4  # bytes of a scale of an int8 pool
@@ -19,22 +20,26 @@ Shares = Mapping[tuple[int, int], float]
 _owned: ContextVar[Shares | None] = ContextVar("owned", default=None)
 _written: ContextVar[Mapping[tuple[int, int], tuple[float, float]] | None]
 _written = ContextVar("written", default=None)
+_used: ContextVar[Sequence[int] | None] = ContextVar("used", default=None)
 
 
 @contextlib.contextmanager
 def owning(
-    shares: Shares, written: Mapping[tuple[int, int], tuple[float, float]] | None = None
+    shares: Shares,
+    written: Mapping[tuple[int, int], tuple[float, float]] | None = None,
+    used: Sequence[int] | None = None,
 ) -> Iterator[None]:
     """Calls that are traced meanwhile are estimated with the share of their tables' slots that
     heads own on average: {(queries, entries of a head's table): share}, 1 for all others. written:
     likewise of tables that say what is stored, the shares of their entries and of their slots that
-    are used."""
-    tokens = _owned.set(shares), _written.set(written)
+    are used. used: of token attention that is told how many slots are in use, all these numbers."""
+    tokens = _owned.set(shares), _written.set(written), _used.set(used)
     try:
         yield
     finally:
         _owned.reset(tokens[0])
         _written.reset(tokens[1])
+        _used.reset(tokens[2])
 
 
 def attend(
@@ -97,15 +102,28 @@ def write(
     return pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved)
 
 
-def attend_token(q, pool, position, pool_scale, mass) -> pl.CostEstimate:
-    """Of attention of one query per row and head over all slots. float32: positions take as many
-    bytes, scales twice, sums are read and written."""
+def attend_token(
+    q, pool, position, pool_scale, mass, *, step: int | None = None
+) -> pl.CostEstimate:
+    """Of attention of one query per row and head over all slots; step: over those in use, so many
+    at once. float32: positions take as many bytes, scales twice, sums are read and written."""
+    used = _share(pool.shape[2], step) if step else 1.0
     pairs, head_dim = pool.size // pool.shape[-1], q.shape[-1]
-    lines = (
-        position.size + (0 if pool_scale is None else 2 * pairs) + 2 * pairs * (mass is not None)
+    scales = 0 if pool_scale is None else 2 * pairs
+    lines = used * (position.size + scales) + 2 * pairs * (mass is not None)
+    moved = used * pool.size * pool.dtype.itemsize + 2 * q.size * q.dtype.itemsize + 4 * lines
+    pairs *= used
+    return pl.CostEstimate(
+        flops=round(4 * pairs * head_dim),
+        transcendentals=round(pairs),
+        bytes_accessed=round(moved),
     )
-    moved = pool.size * pool.dtype.itemsize + 2 * q.size * q.dtype.itemsize + 4 * lines
-    return pl.CostEstimate(flops=4 * pairs * head_dim, transcendentals=pairs, bytes_accessed=moved)
+
+
+def _share(slots: int, step: int) -> float:
+    """Of a head's slots that are read in steps of so many, on average."""
+    used = np.asarray([slots] if _used.get() is None else _used.get())
+    return float(np.minimum(-(-used // step) * step, slots).mean()) / slots
 
 
 def finish(projection, parts: int, turned: int = 0) -> pl.CostEstimate:

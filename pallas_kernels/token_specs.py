@@ -9,21 +9,24 @@ import numpy as np
 
 from pallas_kernels.arg_specs import ArgSpec
 from pallas_kernels.cache_write.reference import encode
+from pallas_kernels.token_attention.sight import Sight
 
-PROTECTED = 3  # positions that `oldest` hides from no head
+PROTECTED = 3  # positions that `reach` hides from no head
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenArguments:
     """What `token_attention.attend` takes: slots in no order, of which some are empty. mass: None
-    where sums are not asked for; `oldest` and `bias` come with it."""
+    where sums are not asked for; `newest`, `reach` and `bias` come with it."""
 
     q: jax.Array
     pool: jax.Array
     position: jax.Array
     scale: jax.Array | None
-    oldest: jax.Array | None
+    newest: jax.Array | None
+    reach: jax.Array | None
+    used: jax.Array | None
     bias: jax.Array | None
     mass: jax.Array | None
     weight: float = field(default=0.5, metadata=dict(static=True))
@@ -36,6 +39,7 @@ class TokenArguments:
         *,
         sums: bool = True,
         shared: bool = False,
+        used: int | None = None,
         poison: bool = True,
         seed: int = 0,
     ) -> "TokenArguments":
@@ -45,6 +49,7 @@ class TokenArguments:
           slots: of a head; None takes those of the call's tables.
           sums: ask for all that the operation offers.
           shared: heads have their positions in common.
+          used: slots that may hold something, the first ones; None: all, which is not told.
           poison: empty slots hold NaN; int8: their scales do.
         """
         rng = np.random.default_rng(seed)
@@ -56,17 +61,22 @@ class TokenArguments:
 
         position = rng.permuted(np.broadcast_to(np.arange(slots), (*lines, slots)), axis=-1)
         position = np.where(rng.random(position.shape) < 0.2, -1, position)
-        position[..., 0] = 0  # every head sees a slot, whatever `oldest` says
+        position[..., used or slots :] = -1
+        position[..., 0] = 0  # every head sees a slot, whatever is hidden
         k, v = (normal(*heads, slots, spec.head_dim) for _ in range(2))
         pool, scale = encode(k, v, spec.pool_dtype)
         scale = None if scale is None else jnp.moveaxis(scale, -1, 1)
-        oldest = jnp.asarray(rng.integers(0, slots, heads), jnp.int32)
+        # as many positions are hidden for being new as for being old
+        newest = slots - 1 - slots // 8
+        reach = jnp.asarray(rng.integers(1, newest + 2, heads), jnp.int32)
         found = cls(
             q=(2 * spec.head_dim**-0.5 * normal(*heads, spec.head_dim)).astype(spec.dtype),
             pool=pool,
             position=jnp.asarray(position, jnp.int32),
             scale=scale,
-            oldest=oldest if sums else None,
+            newest=jnp.int32(newest) if sums else None,
+            reach=reach if sums else None,
+            used=None if used is None else jnp.int32(used),
             bias=normal(spec.rows) if sums else None,
             mass=jnp.abs(normal(*heads, slots)) if sums else None,
         )
@@ -79,7 +89,8 @@ class TokenArguments:
         found = cls.of(small, *args, poison=False, **options)
 
         def shape(a):
-            return jax.ShapeDtypeStruct((spec.rows, *a.shape[1:]), a.dtype, sharding=sharding)
+            sizes = (spec.rows, *a.shape[1:]) if a.shape else ()
+            return jax.ShapeDtypeStruct(sizes, a.dtype, sharding=sharding)
 
         return jax.tree.map(shape, found)
 
@@ -91,14 +102,17 @@ class TokenArguments:
 
     def given_to(self, attend, **options) -> tuple[jax.Array, jax.Array | None]:
         """Call `attend` of a module, with these arguments by position."""
-        given = (self.q, self.pool, self.position, self.oldest, PROTECTED, self.bias, self.scale)
+        sight = Sight(self.newest, self.reach, self.used, PROTECTED)
+        given = (self.q, self.pool, self.position, sight, self.bias, self.scale)
         return attend(*given, self.mass, self.weight, **options)
 
     def given_to_api(self, attend, **options) -> tuple[jax.Array, jax.Array | None]:
         """Likewise by name."""
         return attend(
             *(self.q, self.pool, self.position),
-            oldest=self.oldest,
+            newest=self.newest,
+            reach=self.reach,
+            used=self.used,
             protected=PROTECTED,
             first_bias=self.bias,
             pool_scale=self.scale,

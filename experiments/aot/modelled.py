@@ -43,6 +43,8 @@ _KERNELS = set(
 _COLLECTIVES = set("all-reduce all-gather all-to-all reduce-scatter collective-permute".split())
 _PALLAS = re.compile(r'custom_call_target="(?:__gpu\$xla\.gpu\.triton|mosaic_gpu|tpu_custom_call)')
 _SLICES = {"dynamic-slice", "slice"}
+# operations that change an array in place, and the place of what they write among their operands
+_CHANGES = {"dynamic-update-slice": 1, "scatter": -1}
 _MOVES = _SLICES | set("copy transpose bitcast reshape convert".split())
 # what else may be in a fusion that only cuts slices: where they start
 _INDICES = set("parameter constant tuple get-tuple-element add compare select broadcast".split())
@@ -270,8 +272,8 @@ class _Reader:
             moved = 2 * i.bytes
             large = i.bytes >= LARGE
             return replace(found, bytes=moved, kind="weights" if large else "other")
-        if i.opcode == "dynamic-update-slice" and len(operands) > 1 and operands[1]:
-            moved = 2 * operands[1].bytes
+        if i.opcode in _CHANGES and len(operands) > 1 and operands[_CHANGES[i.opcode]]:
+            moved = 2 * operands[_CHANGES[i.opcode]].bytes
         flops = self._library(i, shapes) if i.opcode == "custom-call" else self._product(i, within)
         if flops is None:
             return replace(found, bytes=moved, kind="unknown")
@@ -316,15 +318,16 @@ class _Reader:
         parameter = body.parameters.get(number)
         if parameter is None:
             return 0.0
-        names, sliced, users = [parameter.name], 0.0, []
+        names, seen, sliced, users = [parameter.name], {parameter.name}, 0.0, []
         while names:  # through bitcasts
             for user in body.users(names.pop()):
+                seen |= {user.name} if user.opcode == "bitcast" else set()
                 names += [user.name] if user.opcode == "bitcast" else []
                 users += [user] if user.opcode != "bitcast" else []
         for user in users:
             if user.opcode in _SLICES or user.opcode == "gather":
                 sliced += user.bytes
-            elif user.opcode != "dynamic-update-slice" or user.operands[0] != parameter.name:
+            elif user.opcode not in _CHANGES or user.operands[0] not in seen:
                 return whole
         return min(whole, sliced) if users else 0.0
 
@@ -339,10 +342,8 @@ class _Reader:
         for root in roots:
             while root is not None and root.opcode == "bitcast":
                 root = body.get(root.operands[0])
-            if root is not None and root.opcode == "dynamic-update-slice":
-                root = body.get(root.operands[1])
-            elif root is not None and root.opcode == "scatter":
-                root = body.get(root.operands[-1])
+            if root is not None and root.opcode in _CHANGES:
+                root = body.get(root.operands[_CHANGES[root.opcode]])
             total += root.bytes if root is not None else 0.0
         return total
 

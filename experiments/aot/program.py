@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.aot import buffers
+from experiments.aot import buffers, per_token
 from experiments.aot.buffers import Carried
 from experiments.aot.modelled import Modelled
 from experiments.flags.program import ProgramOptions
@@ -239,7 +239,8 @@ class Compilation:
         trace = partial(programs.trace_codes, *arguments, auto_layout=self.automatic)
         options = programs.compiler_options(self.chip.platform)
         plan, segments = self.workload.plan, self.drawing.segments
-        with estimates.owning(owned_shares(plan, segments), written_shares(plan, segments)):
+        shares = owned_shares(plan, segments), written_shares(plan, segments)
+        with estimates.owning(*shares, per_token.used_by_tokens(plan)):
             carried = carried_arrays(self.state, self.drawing.stored(self.state))
             self.codes = self._compiled(trace, carried, options)
         taken = show_bytes(self.codes.resident)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.aot import spent
+from experiments.aot import per_token, spent
 from experiments.aot.buffers import total_bytes
 from experiments.aot.program import Compilation, Program
 from varjax.cache.plan import CachePlan
@@ -81,6 +81,7 @@ def describe(case: Compilation, temporaries: int) -> dict:
         "kernel_calls": dict(codes.cost.kernel_calls),
         "loops_of_unknown_length": codes.cost.loops + pixels.cost.loops,
         **roofline(case),
+        "per_token": per_token.describe(case),
         "compile_s": codes.compile_s + pixels.compile_s,
         "programs": {
             "codes": _program(codes, temporaries),
@@ -229,7 +230,9 @@ def text(results: Sequence[dict]) -> str:
     ]
     notes = [note for r in results for note in _notes(r)]
     compiled = [r["platform"] for r in results if r["status"] == "compiled"]
-    legend = ["", LEGEND, spent.LEGEND] * bool(compiled) + [GPU_LEGEND] * ("gpu" in compiled)
+    legend = ["", LEGEND, spent.LEGEND] * bool(compiled)
+    legend += [per_token.LEGEND] * any(r.get("per_token") for r in results)
+    legend += [GPU_LEGEND] * ("gpu" in compiled)
     return "\n".join([*lines, *notes, *legend])
 
 
@@ -277,6 +280,7 @@ _ROWS = (
     ("roofline seconds", lambda r: f"{r['roofline_s']:.3g} ({r['roofline_bound']})"),
     ("roofline images/s", lambda r: f"{r['roofline_images_per_s']:.3g}"),
     *spent.ROWS,
+    *per_token.ROWS,
     ("compile seconds", lambda r: f"{r['compile_s']:.0f}"),
 )
 

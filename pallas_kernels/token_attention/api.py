@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import implementations
 from pallas_kernels.token_attention import reference
+from pallas_kernels.token_attention.sight import Sight
 
 MODULES = implementations.modules_of(__package__, "mosaic", "tpu")
 # `mosaic` runs where it is named: no chip has confirmed it yet
@@ -21,7 +22,9 @@ def attend(
     pool: Num[Array, "R N C KV"],
     position: Int[Array, "#R #N C"],
     *,
-    oldest: Int[Array, "R N"] | None = None,
+    newest: Int[Array, ""] | None = None,
+    reach: Int[Array, "R N"] | None = None,
+    used: Int[Array, ""] | None = None,
     protected: int = 0,
     first_bias: Float[Array, " R"] | None = None,
     pool_scale: Float[Array, "R 2 N C"] | None = None,
@@ -39,8 +42,12 @@ def attend(
       pool: K in the first half of the last axis, V in the second (KV = 2 H).
       position: of the token in every slot, -1: empty. Empty slots may hold anything, NaN included.
         Every row has at least one visible slot in each head.
-      oldest: the smallest position that a head sees; None: all. protected: static, positions below
-        it are seen whatever `oldest` says.
+      newest: the largest position that is seen, the query's own; None: all. So the positions of
+        tokens to come may be written beforehand.
+      reach: how many positions up to `newest` a head sees, at least 1; None: all. It comes with
+        `newest`. protected: static, positions below it are seen whatever `reach` says.
+      used: slots from this number on are empty in every row and head, at least 1; None: all may
+        hold something. A kernel may leave the others unread.
       first_bias: float32, added to the score of slot 0.
       pool_scale: for an int8 pool, what keys of its slots are multiplied by, then values.
       mass: float32 sums of attention weights per slot. Given, it is returned with this query's
@@ -54,7 +61,10 @@ def attend(
     Raises:
       NotImplementedError: the implementation named cannot run, with the reason.
     """
-    arguments = (q, pool, position, oldest, protected, first_bias, pool_scale, mass, mass_weight)
+    if reach is not None and newest is None:
+        raise ValueError("reach is counted from newest, which is not given")
+    sight = Sight(newest, reach, used, protected)
+    arguments = (q, pool, position, sight, first_bias, pool_scale, mass, mass_weight)
     modules = AUTOMATIC if implementation is None else MODULES
     return implementations.run(implementation, modules, "attend", *arguments)
 

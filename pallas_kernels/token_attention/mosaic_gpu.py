@@ -56,8 +56,7 @@ def attend(
     q,
     pool,
     position,
-    oldest,
-    protected,
+    sight,
     first_bias,
     pool_scale,
     mass,
@@ -71,8 +70,7 @@ def attend(
     rows, heads, size = q.shape
     steps = steps or Steps.of(pool)
     weight = None if mass is None else jnp.asarray(mass_weight, jnp.float32).reshape(1)
-    numbers = {"oldest": oldest, "protected": protected, "bias": first_bias, "weight": weight}
-    given = Given.of(steps, q, pool, position, pool_scale, **numbers)
+    given = Given.of(steps, q, pool, position, pool_scale, sight, bias=first_bias, weight=weight)
     programs = min(rows * heads, steps.programs or programs_at_once(given, steps))
     sums = None if mass is None else jax.new_ref(mass.reshape(-1))  # changed in place
     out = pl.kernel(
@@ -82,7 +80,10 @@ def attend(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=mosaic.LANES, reduction_scratch_bytes=MEETING
         ),
-        cost_estimate=estimates.attend_token(q, pool, position, pool_scale, mass),
+        cost_estimate=estimates.attend_token(
+            *(q, pool, position, pool_scale, mass),
+            step=None if sight.used is None else steps.slots,
+        ),
         name="token_attention",
         **({"interpret": mosaic.simulator(interpret)} if interpret else {}),
     )(given, sums)
@@ -144,9 +145,9 @@ def _kernel(steps: Steps, programs: int, given: Given, sums, out):
 def _attend_heads(steps: Steps, programs: int, given: Given, sums, out, places, late):
     """What a program does: it has as many heads as the others, or one more."""
     program = jax.lax.axis_index("program")
-    total, each = given.pool.shape[0] * given.pool.shape[1], given.steps(steps.slots)
+    total, each = given.pool.shape[0] * given.pool.shape[1], given.used_steps(steps.slots)
     first, last = program * total // programs, (program + 1) * total // programs
-    ring, (joined, *waiting) = Ring(given, steps, *places, first, (last - first) * each), late
+    ring, (joined, *waiting) = Ring(given, steps, *places, first, last - first, each), late
     ring.fill()
     weight = None if sums is None else given.weight[0]
 
@@ -177,7 +178,8 @@ class _Head:
 
     ring: Ring
     place: tuple
-    oldest: Any
+    newest: Any
+    reach: Any
     bias: Any
     waiting: Any
     layouts: Layouts
@@ -192,7 +194,7 @@ class _Head:
             plgpu.layout_cast(jnp.zeros((CLASSES, given.width), jnp.float32), self.layouts.tile),
         )
         step = partial(self._step, before)
-        return jax.lax.fori_loop(0, given.steps(ring.steps.slots), step, carry)
+        return jax.lax.fori_loop(0, ring.each, step, carry)
 
     def _step(self, before, i, carry):
         maximum, total, out = carry
@@ -252,9 +254,7 @@ class _Head:
         if given.bias is not None:
             found += jnp.where(slot == 0, self.bias * LOG2_E, 0.0)
         position = self._line(ring.position, place, rows, given.positions(*self.place))
-        visible = (position >= 0) & (slot < given.slots)
-        if given.oldest is not None:
-            visible &= (position < given.protected) | (position >= self.oldest)
+        visible = given.sight.sees(position, self.newest, self.reach) & (slot < given.slots)
         return jnp.where(visible, found, -jnp.inf)
 
     def statistics(self, classes) -> tuple:
@@ -272,6 +272,7 @@ class _Head:
     def add(self, sums, first, top, factor) -> None:
         """Weights of all slots into `sums`, from place `first` on."""
         (waiting,), slots = self.waiting, self.ring.given.slots
+        seen = self.ring.each * self.ring.steps.slots  # nothing waits behind them
         size = min(2, slots // LINE) * LINE
 
         def tile(i, _):
@@ -281,7 +282,8 @@ class _Head:
             found = _load(waiting.at[pl.ds(start, size)], layout)
             here = sums.at[pl.ds(first + start, size)]
             slot = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout) + start
-            new = jnp.where(slot >= i * size, jnp.exp2(found - top) * factor, 0.0)
+            here_first = (slot >= i * size) & (slot < seen)
+            new = jnp.where(here_first, jnp.exp2(found - top) * factor, 0.0)
             here[...] = _load(here, layout) + new
             return 0
 

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_operands as mosaic
+from pallas_kernels.token_attention.sight import Sight
 
 CLASSES = 16  # of slots: 4 warps by 4 slots
 LANES = 8  # threads that share a slot
@@ -50,7 +51,8 @@ class Given:
     """What a call is given, as operands of a kernel and in it as references.
 
     Flat, because the rows of other arrays would have to be multiples of 16 bytes: q [R N W] in
-    whole windows, position [R N C] or fewer, scale [R 2 N C]. weight: of sums, float32 [1].
+    whole windows, position [R N C] or fewer, scale [R 2 N C]. Single numbers are arrays of one: of
+    sums the weight, of `sight` the newest position and the slots in use.
     shared: positions by all rows, by all heads. size: of a head.
     """
 
@@ -58,21 +60,21 @@ class Given:
     pool: Any
     position: Any
     scale: Any
-    oldest: Any
+    sight: Sight
     bias: Any
     weight: Any
     shared: tuple[bool, bool] = field(metadata=dict(static=True))
-    protected: int = field(metadata=dict(static=True))
     size: int = field(metadata=dict(static=True))
 
     @classmethod
-    def of(cls, steps: Steps, q, pool, position, scale, **numbers) -> "Given":
+    def of(cls, steps: Steps, q, pool, position, scale, sight: Sight, **numbers) -> "Given":
         flat = [None if a is None else a.reshape(-1) for a in (position, scale)]
         given = cls(
             q=mosaic.padded(q, 2, WINDOW).reshape(-1),
             pool=pool,
             position=flat[0],
             scale=flat[1],
+            sight=replace(sight, newest=_single(sight.newest), used=_single(sight.used)),
             shared=(position.shape[0] == 1, position.shape[1] == 1),
             size=q.shape[-1],
             **numbers,
@@ -92,6 +94,11 @@ class Given:
     def steps(self, size: int) -> int:
         """Of a head."""
         return pl.cdiv(self.slots, size)
+
+    def used_steps(self, size: int) -> Any:
+        """Those with slots that are in use."""
+        used = self.sight.used
+        return self.steps(size) if used is None else (used[0] + size - 1) // size
 
     def line(self, size: int) -> int:
         """How many numbers are copied for so many slots: more where a head's may begin between two
@@ -117,10 +124,17 @@ class Given:
         return number // self.pool.shape[1], jax.lax.rem(number, self.pool.shape[1])
 
     def limits(self, number) -> tuple:
-        """(oldest visible position, bias of the first slot) of a head."""
+        """(newest visible position, how many are seen, bias of the first slot) of a head."""
         row, head = self.place(number)
-        oldest = jnp.int32(0) if self.oldest is None else self.oldest[row, head]
-        return oldest, jnp.float32(0) if self.bias is None else self.bias[row]
+        newest, reach = self.sight.newest, self.sight.reach
+        newest = jnp.int32(0) if newest is None else newest[0]
+        reach = jnp.int32(0) if reach is None else reach[row, head]
+        return newest, reach, jnp.float32(0) if self.bias is None else self.bias[row]
+
+
+def _single(number) -> Any:
+    """An array of one, which kernels take; None stays."""
+    return None if number is None else jnp.asarray(number, jnp.int32).reshape(1)
 
 
 @dataclass(frozen=True)
@@ -129,7 +143,7 @@ class Ring:
 
     pool: [buffers, slots, 2 H]. q: [buffers, W]. position: [buffers, `Given.line`]. scale: of an
     int8 pool, two such arrays, for keys and values; else empty. full: barriers. first: head of the
-    program. count: its steps.
+    program. heads: how many it has. each: steps of a head.
     """
 
     given: Given
@@ -140,7 +154,8 @@ class Ring:
     scale: Any
     full: Any
     first: Any
-    count: Any
+    heads: Any
+    each: Any
 
     @staticmethod
     def scratch(given: Given, steps: Steps) -> list:
@@ -173,12 +188,11 @@ class Ring:
         self._start(number + self.steps.buffers)
 
     def _start(self, number) -> None:
-        pl.when(number < self.count)(partial(self._copy, number))
+        pl.when(number < self.heads * self.each)(partial(self._copy, number))
 
     def _copy(self, number) -> None:
         given, size = self.given, self.steps.slots
-        each = given.steps(size)
-        i, start = self.first + number // each, jax.lax.rem(number, each) * size
+        i, start = self.first + number // self.each, jax.lax.rem(number, self.each) * size
         row, head = given.place(i)
         lines = [(given.position, self.position, given.positions(row, head))]
         for half, scale in enumerate(self.scale):

@@ -10,12 +10,9 @@ import jax
 import jax.numpy as jnp
 
 
-def attend(q, pool, position, oldest, protected, first_bias, pool_scale, mass, mass_weight):
+def attend(q, pool, position, sight, first_bias, pool_scale, mass, mass_weight):
     """See `api.attend`."""
-    visible = position >= 0
-    if oldest is not None:
-        visible &= (position < protected) | (position >= oldest[..., None])
-    visible = jnp.broadcast_to(visible, pool.shape[:3])
+    visible = jnp.broadcast_to(sight.sees(position), pool.shape[:3])
     scores = jax.lax.platform_dependent(q, pool, cpu=_products_of_the_whole, default=_products)
     if pool_scale is not None:
         scores = scores * pool_scale[:, 0]

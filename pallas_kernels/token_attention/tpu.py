@@ -26,7 +26,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import estimates
-from pallas_kernels.ragged_attention.tpu_blocks import dot
+from pallas_kernels.token_attention import tpu_row, tpu_used
+from pallas_kernels.token_attention.sight import Sight
 from pallas_kernels.tpu_operands import LANES, pools, rounded
 
 HEAD_DIMS = (64, 100, 128)
@@ -40,8 +41,7 @@ def attend(
     q,
     pool,
     position,
-    oldest,
-    protected,
+    sight,
     first_bias,
     pool_scale,
     mass,
@@ -49,17 +49,27 @@ def attend(
     *,
     interpret,
     most_bytes: int = MOST_BYTES,
+    piece: int | None = None,
 ):
-    """See `api.attend`. most_bytes: of the pool in a grid step."""
+    """See `api.attend`. most_bytes: of the pool in a grid step. piece: slots of one where only the
+    first slots are in use; None takes those of `tpu_used.slots_of_piece`."""
     together, some = _step(q, pool, most_bytes)
     rows, heads, slots, width = pool.shape
     apart = q.shape[-1] % LANES == 0
+    # zeros where values are
+    queries = q if apart else jnp.pad(q, ((0, 0), (0, 0), (0, width // 2)))
+    piece = piece or tpu_used.slots_of_piece(pool, some)
+    if sight.used is not None and mass is None and sight.newest is None and piece < slots:
+        used = jnp.asarray(sight.used, jnp.int32).reshape(1)
+        operands = (queries, pool, position, used, first_bias, pool_scale)
+        out = tpu_used.attend(*operands, heads=some, piece=piece, interpret=interpret)
+        return out[..., -q.shape[-1] :], None
     given = {
-        "oldest": oldest,
+        "newest": None if sight.newest is None else jnp.asarray(sight.newest).reshape(1),
+        "reach": sight.reach,
         "bias": first_bias,
         "weight": None if mass is None else jnp.asarray(mass_weight, jnp.float32).reshape(1),
-        # zeros where values are
-        "q": q if apart else jnp.pad(q, ((0, 0), (0, 0), (0, width // 2))),
+        "q": queries,
         "position": position,
         "scale": pool_scale,
         "mass": mass,
@@ -70,7 +80,7 @@ def attend(
     results += [] if mass is None else [jax.ShapeDtypeStruct(mass.shape, mass.dtype)]
     specs = {name: _spec(name, array, together, some) for name, array in given.items()}
     found = pl.pallas_call(
-        partial(_attend_rows, protected, some),
+        partial(_attend_rows, sight.protected, some),
         grid=(rows // together, heads // some),
         in_specs=[specs],
         out_specs=[_spec("results", array, together, some) for array in results],
@@ -112,7 +122,7 @@ def _step(q, pool, most: int) -> tuple[int, int]:
 def _spec(name: str, array, rows: int, heads: int) -> pl.BlockSpec:
     """The part of an operand or result in grid step (r, n): numbers in scalar memory, the pool's
     rows and heads, of anything else the rows with all heads, or all there is."""
-    if name in ("oldest", "bias", "weight"):
+    if name in ("newest", "reach", "bias", "weight"):
         return pl.BlockSpec(memory_space=pltpu.SMEM)
     if name == "pool":
         return pl.BlockSpec((rows, heads, *array.shape[2:]), lambda r, n: (r, n, 0, 0))
@@ -138,15 +148,13 @@ def _attend_row(i, row, first, protected: int, some: int, given, out_ref, mass_r
     queries = given["q"][i]
     (heads, _), slots = queries.shape, given["pool"].shape[2]
     shape = heads, slots
-    number = _iota((heads, 1), 0)
+    number = tpu_row.iota((heads, 1), 0)
     mine = [number == first + j for j in range(some)]
-    scores = jnp.zeros(shape, jnp.float32)
-    for j, own in enumerate(mine):
-        scores = jnp.where(own, _scores(queries, given["pool"].at[i, j]), scores)
+    scores = tpu_row.scores(queries, mine, given["pool"].at[i])
     if "scale" in given:
         scores *= given["scale"][i, 0]
     if "bias" in given:
-        scores += jnp.where(_iota(shape, 1) == 0, given["bias"][row], 0.0)
+        scores += jnp.where(tpu_row.iota(shape, 1) == 0, given["bias"][row], 0.0)
     visible = jnp.broadcast_to(_visible(i, row, protected, heads, given), shape)
     scores = jnp.where(visible, scores, -jnp.inf)
     weights = jnp.exp(scores - scores.max(axis=1, keepdims=True))
@@ -154,7 +162,7 @@ def _attend_row(i, row, first, protected: int, some: int, given, out_ref, mass_r
     seen = weights
     if "scale" in given:
         seen = jnp.where(visible, weights * given["scale"][i, 1], 0.0)
-    out = _mean(seen, mine, given["pool"].at[i], queries.dtype, out_ref.shape[-1])
+    out = tpu_row.mean(seen, mine, given["pool"].at[i], queries.dtype, out_ref.shape[-1])
     whole = some == heads
     here = None if whole else (number >= first) & (number < first + some)
 
@@ -166,51 +174,17 @@ def _attend_row(i, row, first, protected: int, some: int, given, out_ref, mass_r
         put(mass_ref, given["mass"][i] + given["weight"][0] * weights)
 
 
-def _iota(shape: tuple[int, int], axis: int):
-    return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
-
-
 def _visible(i, row, protected: int, heads: int, given):
     """[N, C], or [1, C] where heads see the same."""
     positions = given["position"]
     position = positions[i if len(positions) > 1 else 0]
-    visible = position >= 0
-    if "oldest" not in given:
-        return visible
-    number = _iota((heads, 1), 0)
-    oldest = jnp.zeros((heads, 1), jnp.int32)
+    if "newest" not in given:
+        return Sight().sees(position)
+    newest, sight = given["newest"][0], Sight(given["newest"], given.get("reach"), None, protected)
+    if "reach" not in given:
+        return sight.sees(position, newest)
+    number = tpu_row.iota((heads, 1), 0)
+    reach = jnp.zeros((heads, 1), jnp.int32)
     for head in range(heads):  # from scalar memory into a column
-        oldest = jnp.where(number == head, given["oldest"][row, head], oldest)
-    return visible & ((position < protected) | (position >= oldest))
-
-
-def _product_dtype(pool, dtype):
-    return dtype if pool.dtype == jnp.int8 else jnp.promote_types(pool.dtype, dtype)
-
-
-def _scores(queries, pool):
-    """Of all queries [N, W] and the slots of a head [C, 2 H]."""
-    dtype = _product_dtype(pool, queries.dtype)
-    keys = pool[:, : queries.shape[1]].astype(dtype)
-    return dot(queries.astype(dtype), keys, (1, 1))
-
-
-def _mean(weights, mine, pool, dtype, width: int):
-    """Weighted sums [N, W] of the last W columns; each head's row from its own slots [C, 2 H]."""
-    dtype = _product_dtype(pool, dtype)
-
-    def sums(finite: bool):
-        out = jnp.zeros((len(weights), width), jnp.float32)
-        for j, own in enumerate(mine):
-            values = pool[j, :, pool.shape[2] - width :]
-            if finite:
-                values = values.astype(jnp.float32)
-                values = jnp.where(jnp.abs(values) < jnp.inf, values, 0.0)
-            out += dot(jnp.where(own, weights, 0.0).astype(dtype), values.astype(dtype), (1, 0))
-        return out
-
-    out = sums(False)
-    if pool.dtype == jnp.int8:
-        return out
-    spoilt = jnp.where(jnp.abs(out) < jnp.inf, 0.0, 1.0).max() > 0
-    return jax.lax.cond(spoilt, lambda: sums(True), lambda: out)
+        reach = jnp.where(number == head, given["reach"][row, head], reach)
+    return sight.sees(position, newest, reach)

@@ -161,3 +161,42 @@ def test_a_tpu_whose_clock_is_not_published_has_cycles_only():
 
 def test_a_text_of_another_kind_takes_nothing_else_down():
     assert program.modelled("HloModule of some later version", H200, Counter()) is None
+
+
+SCATTER = """\
+HloModule scatter
+
+%stored (p.0: bf16[256,96,128], p.1: s32[64,2], p.2: bf16[64,128]) -> bf16[256,96,128] {
+  %p.0 = bf16[256,96,128]{2,1,0} parameter(0)
+  %whole = bf16[24576,128]{1,0} bitcast(%p.0)
+  %p.1 = s32[64,2]{1,0} parameter(1)
+  %p.2 = bf16[64,128]{1,0} parameter(2)
+  %changed = bf16[24576,128]{1,0} scatter(%whole, %p.1, %p.2), to_apply=%second
+  ROOT %again = bf16[256,96,128]{2,1,0} bitcast(%changed)
+}
+
+ENTRY %main (a: bf16[256,96,128], b: s32[64,2], c: bf16[64,128]) -> bf16[256,96,128] {
+  %a = bf16[256,96,128]{2,1,0} parameter(0)
+  %b = s32[64,2]{1,0} parameter(1)
+  %c = bf16[64,128]{1,0} parameter(2)
+  ROOT %fused = bf16[256,96,128]{2,1,0} fusion(%a, %b, %c), kind=kInput, calls=%stored
+}
+"""
+
+
+def test_a_scatter_in_place_counts_what_it_changes():
+    """Indices, and what is stored, which is read and written; not its target. Read from its target,
+    that counts as well."""
+    [kernel] = modelled(SCATTER).kernels
+    assert kernel.bytes == 64 * 2 * 4 + 2 * 64 * 128 * 2
+    plain = SCATTER.replace(
+        "fusion(%a, %b, %c), kind=kInput, calls=%stored", "scatter(%a, %b, %c), to_apply=%second"
+    )
+    [kernel] = modelled(plain).kernels
+    assert kernel.bytes == 2 * 64 * 128 * 2
+    reading = SCATTER.replace("(%whole, %p.1, %p.2)", "(%other, %p.1, %p.2)").replace(
+        "%whole = bf16[24576,128]{1,0} bitcast(%p.0)",
+        "%other = bf16[24576,128]{1,0} negate(%p.0)",
+    )
+    [kernel] = modelled(reading).kernels
+    assert kernel.bytes == 256 * 96 * 128 * 2 + 64 * 2 * 4 + 2 * 64 * 128 * 2

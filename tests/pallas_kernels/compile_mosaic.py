@@ -70,16 +70,19 @@ TOKENS = {
     "tokens-float32": (replace(XL, dtype="float32"), 105),
     "tokens-h100-float32": (replace(LARGE, head_dim=100, dtype="float32"), 105),
     "tokens-h128-float32": (replace(LARGE, dtype="float32"), 4096),
+    "tokens-used": (replace(XL, rows=256), 577),
 }
+USED = {"used": 300, "sums": False, "shared": True}  # of known contents
 
 
-def token(shape, sharding=None):
+def token(name, sharding=None):
     """(function, arguments without data); sums are donated."""
+    options = USED if "used" in name else {}
 
     def run(mass, args):
         return replace(args, mass=mass).given_to_api(attend_one, implementation="mosaic")
 
-    args = TokenArguments.abstract(*shape, sharding=sharding)
+    args = TokenArguments.abstract(*TOKENS[name], sharding=sharding, **options)
     return jax.jit(run, donate_argnums=0), (args.mass, replace(args, mass=None))
 
 
@@ -170,7 +173,7 @@ def _programs(name: str, sharding) -> dict:
     if name in ROWS:
         return {"sample": choice(ROWS[name], sharding)}
     if name in TOKENS:
-        return {"token": token(TOKENS[name], sharding)}
+        return {"token": token(name, sharding)}
     return programs(SHAPES[name], sharding)
 
 

@@ -39,21 +39,30 @@ def by_hand(q, k, v, visible, bias=0.0):
 def test_attention(size, poisoned):
     q, k, v, position = problem(size)
     rng = np.random.default_rng(1)
-    oldest = rng.integers(0, SLOTS, (ROWS, HEADS)).astype(np.int32)
+    newest = np.int32(SLOTS - 4)
+    reach = rng.integers(1, SLOTS, (ROWS, HEADS)).astype(np.int32)
     bias = rng.normal(size=ROWS).astype(np.float32)
     mass = rng.random((ROWS, HEADS, SLOTS)).astype(np.float32)
     pool = np.concatenate([k, v], -1)
     if poisoned:
         pool = np.where(position[..., None] >= 0, pool, np.nan)
-    arguments = {"oldest": oldest, "first_bias": bias, "mass": mass}
+    arguments = {"newest": newest, "reach": reach, "first_bias": bias, "mass": mass}
     call = jax.jit(functools.partial(attend, protected=3, mass_weight=0.5))
     out, total = call(q, pool, position, **arguments)
     for r, n in np.ndindex(ROWS, HEADS):
         place = position[r, n]
-        visible = (place >= 0) & ((place < 3) | (place >= oldest[r, n]))
+        visible = (place >= 0) & (place <= newest)
+        visible &= (place < 3) | (place > newest - reach[r, n])
         expected, weights = by_hand(q[r, n], k[r, n], v[r, n], visible, bias[r])
         np.testing.assert_allclose(out[r, n], expected, atol=2e-6)
         np.testing.assert_allclose(total[r, n], mass[r, n] + 0.5 * weights, atol=1e-6)
+
+
+def test_reach_is_counted_from_somewhere():
+    q, k, v, position = problem(64)
+    arrays = map(jnp.asarray, (q, np.concatenate([k, v], -1), position))
+    with pytest.raises(ValueError, match="newest"):
+        attend(*arrays, reach=jnp.ones((ROWS, HEADS), jnp.int32))
 
 
 @pytest.mark.parametrize("heads_share", [False, True])

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import implementations, token_attention
 from pallas_kernels.arg_specs import SPECS
-from pallas_kernels.token_attention import mosaic_gpu, mosaic_slots, reference, tpu
+from pallas_kernels.token_attention import mosaic_gpu, mosaic_slots, reference, tpu, tpu_row
 from pallas_kernels.token_specs import TokenArguments
 from tests.pallas_kernels import copy_rules
 from tests.pallas_kernels.test_kernels import TOLERANCE, error
@@ -28,6 +28,8 @@ CASES = {
     "int8": (replace(SMALL, kv_dtype="int8"), {"slots": 105}),
     "h100": (replace(SMALL, head_dim=100), {"slots": 41}),
     "h128-no-sums": (replace(SMALL, head_dim=128), {"slots": 105, "sums": False}),
+    # the third step of 32 slots begins with one that is used, the fourth has none
+    "used": (SMALL, {"slots": 105, "used": 65}),
 }
 MORE = {
     "h100-float32": (replace(SMALL, head_dim=100, dtype="float32"), {"slots": 105}),
@@ -36,6 +38,8 @@ MORE = {
     "bfloat16-pool": (replace(SMALL, dtype="float32", kv_dtype="bfloat16"), {"slots": 64}),
     "float32-pool": (replace(SMALL, kv_dtype="float32"), {"slots": 32}),
     "long": (replace(SMALL, heads=1), {"slots": 600}),
+    "used-no-sums": (SMALL, {"slots": 105, "used": 32, "sums": False, "shared": True}),
+    "one-used": (SMALL, {"slots": 105, "used": 1}),
 }
 MARKED = [pytest.param(*case, id=name) for name, case in CASES.items()]
 MARKED += [pytest.param(*c, id=name, marks=pytest.mark.slow) for name, c in MORE.items()]
@@ -61,6 +65,38 @@ def check(spec, options, attend) -> None:
 @pytest.mark.parametrize(("spec", "options"), MARKED)
 def test_tpu_interpreted(spec, options):
     check(spec, options, partial(tpu.attend, interpret=True))
+
+
+USED = {
+    "bfloat16": (SMALL, 300, 130, None),
+    "one": (SMALL, 300, 1, None),
+    "whole-pieces": (SMALL, 256, 128, None),
+    "all-shared": (replace(SMALL, dtype="float32"), 300, 300, None),
+    "int8": (replace(SMALL, kv_dtype="int8"), 300, 200, None),
+    "h100": (replace(SMALL, head_dim=100), 300, 129, None),
+    "h128-heads-apart": (replace(SMALL, head_dim=128, heads=4), 300, 200, 2 * 304 * 512),
+}
+
+
+@pytest.mark.parametrize(("spec", "slots", "used", "most"), USED.values(), ids=USED.keys())
+def test_tpu_slots_in_use(spec, slots, used, most):
+    """Pieces of 128 slots; those that are not used hold NaN."""
+    options = {"slots": slots, "used": used, "sums": False, "shared": slots == used}
+    more = {} if most is None else {"most_bytes": most}
+    check(spec, options, partial(tpu.attend, interpret=True, piece=128, **more))
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_tpu_slots_in_use_simulated(cores):
+    params = pltpu.InterpretParams(
+        dma_execution_mode="on_wait",
+        uninitialized_memory="nan",
+        detect_races=True,
+        num_cores_or_threads=cores,
+    )
+    options = {"slots": 300, "used": 130, "sums": False}
+    check(SMALL, options, partial(tpu.attend, interpret=params, piece=128))
+    assert not tpu_simulator.races.races_found
 
 
 def test_tpu_heads_of_a_row_in_several_steps():
@@ -101,6 +137,17 @@ def test_tpu_weights_of_zero_times_infinity():
     assert error(out, expected) < TOLERANCE["bfloat16"]
 
 
+@pytest.mark.parametrize("used", [None, 130])
+def test_tpu_what_empty_slots_spoil_is_seen(used, monkeypatch):
+    """Without the second product."""
+    options = {"slots": 300, "used": used, "sums": used is None}
+    run = partial(tpu.attend, interpret=True, piece=128)
+    check(SMALL, options, run)
+    monkeypatch.setattr(tpu_row, "spoilt", lambda out: False)
+    with pytest.raises(AssertionError):
+        check(SMALL, options, run)
+
+
 # --- Mosaic GPU -----------------------------------------------------------------------------------
 
 
@@ -127,6 +174,22 @@ def test_mosaic_simulated(spec, options, monkeypatch, capsys):
 def test_mosaic_other_steps(steps, capsys):
     check(*CASES["bfloat16"], simulated(1, mosaic_slots.Steps(*steps)))
     assert "RACE DETECTED" not in capsys.readouterr().out
+
+
+@simulates_gpus
+def test_mosaic_leaves_unread_what_is_not_used(monkeypatch):
+    """Three of the four steps of each of six heads are copied."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    init, begun = gpu_callbacks.AsyncCopyTask.__init__, []
+
+    def counted(self, **given):
+        init(self, **given)
+        begun.append(len(given["src_access"].range))
+
+    monkeypatch.setattr(gpu_callbacks.AsyncCopyTask, "__init__", counted)
+    check(*CASES["used"], simulated(1))
+    assert begun.count(4) == 6 * 3  # the pool has four axes, other arrays one
 
 
 @simulates_gpus

@@ -75,6 +75,7 @@ def test_one_chip():
             "token-bfloat16-h64-s105",
             "token-bfloat16-h100-s600",
             "token-int8-h128-s105",
+            "token-bfloat16-h64-s577-used",
         ],
     )
 
@@ -97,7 +98,9 @@ def test_choosing_compiles_for_every_chip(chip):
 @pytest.mark.parametrize("chip", TPUS)
 def test_token_attention_compiles_for_every_chip(chip):
     sizes = product(TYPES, (64, 100, 128), (105, 600))
-    check(chip, [f"token-{dtype}-h{size}-s{slots}" for dtype, size, slots in sizes])
+    cases = [f"token-{dtype}-h{size}-s{slots}" for dtype, size, slots in sizes]
+    cases += [f"token-{dtype}-h{size}-s577-used" for dtype, size in product(TYPES, (64, 100, 128))]
+    check(chip, cases)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 from tests.tokens import stand_in
 from tests.tokens.test_policies import DECIDING, EVERY, held
 from varjax import policies
-from varjax.cache import token_state
+from varjax.cache import token_decision, token_state
 from varjax.cache.allocation import Geometry
 from varjax.cache.planner import plan_cache
 from varjax.errors import UserError
@@ -25,6 +25,7 @@ XL = Geometry.parse("layers=36,heads=20,head_dim=64,tokens=576,condition=1,line=
 LUMINA = Geometry.parse("layers=32,heads=32,head_dim=128,tokens=4160,condition=67,line=65")
 BUDGETS = (0.04, 0.125, 1 / 6, 0.25, 0.5, 0.97)
 REFUSING = [name for name, cls in POLICIES.items() if "tokens" not in cls.serves]
+SLOW = pytest.mark.slow
 # a table needs a file
 SERVING = [name for name in POLICIES if name not in (*REFUSING, "table")]
 
@@ -83,13 +84,21 @@ class Poisoning:
     def __init__(self, step):
         self.step = step
 
-    def attend(self, *arguments):
-        return self.step.attend(*arguments)
+    def __getattr__(self, name):
+        return getattr(self.step, name)
 
-    def decide(self, *arguments):
-        cache = self.step.decide(*arguments)
-        pool = jnp.where(cache.position[..., None] >= 0, cache.pool, jnp.nan)
-        return dataclasses.replace(cache, pool=pool)
+    def decide(self, caches, stage, *arguments):
+        drawn = self.step.condition + (stage + 1) * self.step.period
+        return tuple(
+            dataclasses.replace(cache, pool=self.poisoned(cache, drawn))
+            for cache in self.step.decide(caches, stage, *arguments)
+        )
+
+    @staticmethod
+    def poisoned(cache, drawn):
+        """drawn: positions from this one on are those of tokens to come."""
+        empty = (cache.position < 0) | (cache.position >= drawn)
+        return jnp.where(empty[..., None], jnp.nan, cache.pool)
 
 
 def filled(state, value):
@@ -243,3 +252,20 @@ def test_pools_are_updated_in_place(name, optimized):
     pool = re.escape(f"f32[2,3,{plan.layer_slots[0]},128]")
     assert re.search(pool + r"\S* fusion\(", text), "the pattern finds nothing"
     assert not re.search(pool + r"\S* copy\(", text)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("headkv", "h2o") else pytest.param(n, marks=SLOW) for n in DECIDING]
+)
+def test_layers_that_decide_together_decide_as_alone(name, monkeypatch):
+    plan = stand_in.plan_for(get_policy(name, 0.4), layers=3)
+    model = stand_in.StandIn.random(plan.geometry, 2)
+    found = {}
+    for how, most in (("together", 2**20), ("two and one", 2 * 2 * 3 * 4 * plan.layer_slots[0])):
+        monkeypatch.setitem(token_decision.TOGETHER, "cpu", most)
+        found[how] = stand_in.run(model, plan)
+    monkeypatch.setitem(token_decision.TOGETHER, "cpu", 0)
+    alone = stand_in.run(model, plan)
+    for how, run in found.items():
+        for ours, theirs in zip(jax.tree.leaves(run), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_array_equal(ours, theirs, err_msg=how)

@@ -9,6 +9,8 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from pallas_kernels.cache_write.reference import encode
 from varjax.cache.stages import TokenPlan
 
+EVERYTHING = 2**30  # the reach of heads that see all: more positions than there are
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -20,11 +22,12 @@ class LayerCache:
     pool: [R, N, C, 2 H], K in the first half of the last axis, V in the second.
     scale: float32 [R, 2, N, C], what keys of an int8 pool are multiplied by, then values; else
       None.
-    position: int32 [R, N, C], the token in every slot (-1: empty; the condition counts). Of known
-      contents [R, 1, M], the condition's only: the rest follows from what has been drawn.
+    position: int32 [R, N, C], the token in every slot (-1: empty; the condition counts); of the
+      buffer, the tokens that the stage will write there. Of known contents [R, 1, M], the
+      condition's only: the rest follows from what has been drawn.
     mass: float32 [R, N, C], sums of attention. query_sum: float32 [R, N, H]. queries: [R, N, W, H],
-      the newest W. local: bool [R, N], heads that see the newest tokens only. None unless the
-      policy asks for them.
+      the newest W. reach: int32 [R, N], how many of the newest positions a head sees
+      (`EVERYTHING`: all). None unless the policy asks for them.
     """
 
     pool: Num[Array, "R N C KV"]
@@ -33,7 +36,7 @@ class LayerCache:
     mass: Float[Array, "R N C"] | None = None
     query_sum: Float[Array, "R N H"] | None = None
     queries: Float[Array, "R N W H"] | None = None
-    local: Bool[Array, "R N"] | None = None
+    reach: Int[Array, "R N"] | None = None
 
     def with_condition(
         self, k: Float[Array, "R N M H"], v: Float[Array, "R N M H"], visible: Bool[Array, "R M"]
@@ -91,5 +94,5 @@ def _layer(plan: TokenPlan, rows: int, slots: int, dtype, compute_dtype) -> Laye
     if kept:
         found["queries"] = jnp.zeros((*heads, kept, g.head_dim), compute_dtype)
     if groups:
-        found["local"] = jnp.zeros(heads, bool)
+        found["reach"] = jnp.full(heads, EVERYTHING, jnp.int32)
     return LayerCache(pool, jnp.full((*heads, slots), -1, jnp.int32), **found)

@@ -9,18 +9,18 @@ Two strategies behind one interface, chosen by `token_step`:
 Both write first and attend then: a token sees itself.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import token_attention
 from varjax.cache.stages import TokenPlan
+from varjax.cache.token_decision import StageDecision
 from varjax.cache.token_state import LayerCache
-from varjax.policies.base import Needs, Observation
-from varjax.policies.staged import TokenPolicy
 
 
 @jax.tree_util.register_dataclass
@@ -35,25 +35,59 @@ class Heads:
     bias: Float[Array, " R"] | None = None
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Now:
+    """An image token that goes through the layers: what all that use their caches alike share.
+
+    slot: where it is stored. newest: its position, where others may lie in slots already.
+    place: its number in a stage that ends with a decision; None in one that does not, where
+      nothing has to be observed.
+    position: int32 [R, 1, C] of all slots, of known contents. used: slots in use, the first ones.
+    """
+
+    slot: Int[Array, ""]
+    newest: Int[Array, ""] | None = None
+    place: Int[Array, ""] | None = None
+    position: Int[Array, "R 1 C"] | None = None
+    used: Int[Array, ""] | None = None
+
+
 class TokenStep(Protocol):
     """What the engine asks of a strategy."""
 
+    def now(self, cache: LayerCache, token: Int[Array, ""], place: Int[Array, ""] | None) -> Now:
+        """Image token `token`, once for all layers of this strategy. cache: of any of them."""
+        ...
+
     def attend(
-        self, cache: LayerCache, heads: Heads, token: Int[Array, ""], place: Int[Array, ""] | None
+        self, cache: LayerCache, heads: Heads, now: Now
     ) -> tuple[Float[Array, "R N H"], LayerCache]:
-        """Store image token `token` and attend for it. place: its number in a stage that ends with
-        a decision; None in one that does not, where nothing has to be observed."""
+        """Store a token and attend for it."""
+        ...
+
+    def opened(self, cache: LayerCache) -> LayerCache:
+        """The cache, which holds the condition, before the first stage."""
+        ...
+
+    def closed(self, cache: LayerCache, token: Int[Array, ""]) -> LayerCache:
+        """The cache after the last token that is read, `token`."""
+        ...
+
+    def at_once(self, cache: LayerCache) -> int:
+        """For how many layers `decide` is called."""
         ...
 
     def decide(
         self,
-        cache: LayerCache,
+        caches: Sequence[LayerCache],
         stage: Int[Array, ""],
         bias: Float[Array, " R"] | None,
         inputs: Array | None,
-    ) -> LayerCache:
-        """The cache after the decision of a stage; image stages are counted from 0. inputs: what
-        the policy knows beforehand of all stages that end with one (`TokenPolicy.stage_inputs`)."""
+    ) -> tuple[LayerCache, ...]:
+        """Caches of layers after the decision of a stage; image stages are counted from 0. inputs:
+        of a single layer, what the policy knows beforehand of all stages that end with one
+        (`TokenPolicy.stage_inputs`)."""
         ...
 
 
@@ -85,15 +119,22 @@ class RingStep:
     protected: int
     attention: str | None
 
-    def attend(self, cache, heads, token, place):
+    def now(self, cache, token, place):
         ring = self.slots - self.protected
         around = self.protected + (token - self.protected) % ring
         slot = jnp.where(token < self.slots, token, around)
-        cache = cache.write(heads.k[:, :, None], heads.v[:, :, None], self.condition + slot)
         own = jnp.broadcast_to(self.contents(token), (len(cache.pool), 1, self.slots))
-        position = jnp.concatenate([cache.position, own], axis=-1)
+        return Now(
+            slot=self.condition + slot,
+            position=jnp.concatenate([cache.position, own], axis=-1),
+            used=self.condition + jnp.minimum(token + 1, self.slots),
+        )
+
+    def attend(self, cache, heads, now):
+        cache = cache.write(heads.k[:, :, None], heads.v[:, :, None], now.slot)
         out, _ = token_attention.attend(
-            *(heads.q, cache.pool, position),
+            *(heads.q, cache.pool, now.position),
+            used=now.used,
             first_bias=heads.bias,
             pool_scale=cache.scale,
             implementation=self.attention,
@@ -109,61 +150,44 @@ class RingStep:
         found = jnp.where(slot < self.protected, first, found)
         return jnp.where(found >= 0, found + self.condition, -1)
 
-    def decide(self, cache, stage, bias, inputs):
+    def opened(self, cache):
         return cache
+
+    def closed(self, cache, token):
+        return cache
+
+    def at_once(self, cache):
+        return 1
+
+    def decide(self, caches, stage, bias, inputs):
+        return tuple(caches)
 
 
 @dataclass(frozen=True)
-class StageStep:
-    """Contents decided on the device, per row. main: image slots outside the buffer. kept: tokens
-    that stay after `group_stage`, if there is one, else after every stage."""
+class StageStep(StageDecision):
+    """Contents decided on the device, per row."""
 
-    policy: TokenPolicy
-    condition: int
-    main: int
-    period: int
-    kept: int
-    group_stage: int | None
-    attention: str | None
-
-    @property
-    def needs(self) -> Needs:
-        return self.policy.stage_needs
-
-    @property
-    def _buffer(self) -> int:
-        """The first slot of the buffer."""
-        return self.condition + self.main
-
-    # --- a token ----------------------------------------------------------------------------------
-
-    def attend(self, cache, heads, token, place):
+    def now(self, cache, token, place):
         here = token % self.period if place is None else place
-        slot = self._buffer + here
-        cache = cache.write(heads.k[:, :, None], heads.v[:, :, None], slot)
-        now = (self.condition + token).astype(jnp.int32)
-        new = jnp.broadcast_to(now, (*heads.q.shape[:2], 1))
-        position = jax.lax.dynamic_update_slice(cache.position, new, (0, 0, slot))
-        mass = None if place is None else cache.mass
+        return Now(self.buffer + here, (self.condition + token).astype(jnp.int32), place)
+
+    def attend(self, cache, heads, now):
+        place = now.place
+        cache = cache.write(heads.k[:, :, None], heads.v[:, :, None], now.slot)
         out, mass = token_attention.attend(
-            *(heads.q, cache.pool, position),
-            oldest=self._oldest(cache, now),
+            *(heads.q, cache.pool, cache.position),
+            newest=now.newest,
+            reach=cache.reach,
             protected=self.condition,
             first_bias=heads.bias,
             pool_scale=cache.scale,
-            mass=mass,
+            mass=None if place is None else cache.mass,
             mass_weight=self._mass_weight(place),
             implementation=self.attention,
         )
-        cache = replace(cache, position=position)
         if place is None:
             return out, cache
         return out, self._observe_query(replace(cache, mass=mass), heads.q, place)
-
-    def _oldest(self, cache: LayerCache, now) -> Int[Array, "R N"] | None:
-        if cache.local is None:
-            return None
-        return jnp.where(cache.local, now - self.policy.local_window + 1, 0)
 
     def _mass_weight(self, place) -> Float[Array, ""] | float:
         """Votes are those of the window's queries only."""
@@ -174,7 +198,8 @@ class StageStep:
     def _observe_query(self, cache: LayerCache, q: Float[Array, "R N H"], place) -> LayerCache:
         if cache.query_sum is not None:
             weight = (place >= self.period - self.needs.window).astype(jnp.float32)
-            cache = replace(cache, query_sum=cache.query_sum + weight * q.astype(jnp.float32))
+            before = jnp.where(place == 0, 0.0, cache.query_sum)  # of this stage
+            cache = replace(cache, query_sum=before + weight * q.astype(jnp.float32))
         if cache.queries is not None:  # a ring: in no order, but a ring of one holds the newest
             start = (0, 0, place % cache.queries.shape[2], 0)
             new = q[:, :, None].astype(cache.queries.dtype)
@@ -182,122 +207,12 @@ class StageStep:
             cache = replace(cache, queries=queries)
         return cache
 
-    # --- a decision -------------------------------------------------------------------------------
+    def opened(self, cache):
+        first = (0, 0, self.buffer)
+        coming = jnp.broadcast_to(self.coming(0), (*cache.position.shape[:2], self.period))
+        position = jax.lax.dynamic_update_slice(cache.position, coming, first)
+        return replace(cache, position=position)
 
-    def decide(self, cache, stage, bias, inputs):
-        if self.group_stage is not None:
-            # under the condition only a small mask is made: the pool stays where it is
-            local = jax.lax.cond(
-                stage == self.group_stage, self._local_heads, lambda c, _: c.local, cache, bias
-            )
-            cache = replace(cache, local=local)
-        obs = self._observation(cache, stage)
-        if inputs is not None:
-            known = jax.lax.dynamic_index_in_dim(inputs, stage, keepdims=False)
-            obs = replace(obs, inputs=known)
-        keep = obs.live & self.policy.select_stage(obs)
-        return self._store(cache, keep)
-
-    def _local_heads(self, cache: LayerCache, bias) -> Bool[Array, "R N"]:
-        zero = jnp.zeros(cache.pool.shape[:3], jnp.float32)
-        _, mass = token_attention.attend(
-            *(cache.queries[:, :, -1], cache.pool, cache.position),
-            first_bias=bias,
-            pool_scale=cache.scale,
-            mass=zero,
-            implementation=self.attention,
-        )
-        return self.policy.local_heads(mass, cache.position)
-
-    def _observation(self, cache: LayerCache, stage: Int[Array, ""]) -> Observation:
-        """What the policy sees: image slots only, the condition always stays."""
-        rows, heads, _, width = cache.pool.shape
-        needs, first = self.needs, self.condition
-        position = cache.position[:, :, first:] - first
-        live = position >= 0
-        pool = cache.pool[:, :, first:]
-        scale = None if cache.scale is None else cache.scale[..., first:]
-        seen = {}
-        if cache.mass is not None:
-            queries = needs.window if needs.window_mass else self.period
-            mass = cache.mass[:, :, first:] / (1 if needs.total_mass else queries)
-            name = next(n for n in ("total_mass", "scale_mass", "window_mass") if getattr(needs, n))
-            seen[name] = jnp.where(live, mass, 0)
-        if needs.window_logits:
-            mean = cache.query_sum / needs.window
-            found = token_attention.scores(mean[:, :, None], pool, pool_scale=scale)[:, :, 0]
-            seen["window_logits"] = jnp.where(live, found, -jnp.inf)
-        if needs.window_scores:
-            found = token_attention.scores(cache.queries, pool, pool_scale=scale)
-            seen["window_scores"] = jnp.where(live[:, :, None], found, -jnp.inf)
-        if needs.keys:
-            keys = pool[..., : width // 2]
-            seen["keys"] = keys if scale is None else keys * scale[:, 0, :, :, None]
-        if needs.window:
-            newest = (stage + 1) * self.period - needs.window
-            seen["window"] = live & (position >= newest)
-        capacity = self.kept
-        if self.group_stage is not None:
-            capacity = jnp.where(stage < self.group_stage, self.main, self.kept)
-            seen["local"] = cache.local
-        number = jnp.arange(heads, dtype=jnp.int32)
-        return Observation(
-            scale=stage,
-            live=live,
-            position=jnp.where(live, position, 0),
-            capacity=jnp.full((rows, heads), capacity, jnp.int32),
-            regions=jnp.broadcast_to(number, (rows, heads)),
-            own=jnp.arange(live.shape[-1]) >= self.main,
-            **seen,
-        )
-
-    def _store(self, cache: LayerCache, keep: Bool[Array, "R N K"]) -> LayerCache:
-        """Kept tokens of the buffer move into the first slots that others have left."""
-        first, main = self.condition, self.main
-        stays, comes = keep[..., :main], keep[..., main:]
-        free = ~stays
-        turn = jnp.where(free, jnp.cumsum(free, axis=-1, dtype=jnp.int32) - 1, -1)
-        number = jnp.where(comes, jnp.cumsum(comes, axis=-1, dtype=jnp.int32) - 1, -2)
-        goes = turn[..., None, :] == number[..., None]  # [R, N, P, main]
-        place = jnp.arange(main, dtype=jnp.int32)
-        # slots outside the array are skipped; numbers are unique there, too
-        outside = self._buffer + self.period + jnp.arange(self.period, dtype=jnp.int32)
-        slot = jnp.where(goes.any(-1), first + (goes * place).sum(-1, dtype=jnp.int32), outside)
-
-        def moved(values, kept, nothing):
-            """Small numbers per slot: chosen, not scattered."""
-            new = jnp.where(goes, values[..., main:, None], 0).sum(-2)
-            stay = jnp.where(kept, values[..., :main], jnp.where(goes.any(-2), new, nothing))
-            return jnp.pad(stay, ((0, 0), (0, 0), (0, self.period)), constant_values=nothing)
-
-        def update(array, image):
-            return jax.lax.dynamic_update_slice(array, image, (0, 0, first))
-
-        position = update(cache.position, moved(cache.position[:, :, first:], stays, -1))
-        cache = replace(self._scattered(cache, slot), position=position)
-        if cache.mass is not None and self.needs.total_mass:
-            mass = moved(cache.mass[:, :, first:], stays, 0.0)
-            cache = replace(cache, mass=update(cache.mass, mass))
-        elif cache.mass is not None:
-            cache = replace(cache, mass=jnp.zeros_like(cache.mass))
-        if cache.query_sum is not None:
-            cache = replace(cache, query_sum=jnp.zeros_like(cache.query_sum))
-        return cache
-
-    def _scattered(self, cache: LayerCache, slot: Int[Array, "R N P"]) -> LayerCache:
-        """The buffer's keys and values in their new slots."""
-        rows, heads, _ = slot.shape
-        row, head = jnp.arange(rows)[:, None, None], jnp.arange(heads)[:, None]
-
-        def scatter(array, new, *places):
-            # The barrier keeps XLA from fusing the read into the write: a scatter that reads its
-            # own operand is done on a copy of the whole pool.
-            new = jax.lax.optimization_barrier(new)
-            return array.at[places].set(new, mode="drop", unique_indices=True)
-
-        scale = cache.scale
-        if scale is not None:
-            places = row[..., None], jnp.arange(2)[:, None, None], head, slot[:, None]
-            scale = scatter(scale, scale[..., self._buffer :], *places)
-        pool = scatter(cache.pool, cache.pool[:, :, self._buffer :], row, head, slot)
-        return replace(cache, pool=pool, scale=scale)
+    def closed(self, cache, token):
+        drawn = cache.position <= self.condition + token
+        return replace(cache, position=jnp.where(drawn, cache.position, -1))

@@ -10,6 +10,7 @@ stage), however many tokens there are. Layers have caches of their own and are n
 would copy every layer's weights and cache for every token.
 """
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from varjax.cache.stages import TokenPlan
 from varjax.cache.token_state import LayerCache
-from varjax.cache.token_step import Heads, TokenStep, token_step
+from varjax.cache.token_step import Heads, Now, TokenStep, token_step
 from varjax.models import stacked
 from varjax.models.layers import dense_attention
 from varjax.sampling import Sampling
@@ -107,6 +108,7 @@ def generate_tokens(
     with jax.named_scope("condition"):
         x, state, bias = run.condition(condition, state)
         first = run.draw(x, jnp.int32(0))
+        state = run.opened(state)
     decided, last = spec.stages
     # The caches travel in the carry of both scans, where XLA updates them in place.
     carry, parts = (first["tokens"], state), [jax.tree.map(lambda a: a[None], first)]
@@ -130,7 +132,7 @@ def generate_tokens(
     carry, drawn = jax.lax.scan(last_token, carry, rest)
     parts.append(drawn)
     results = jax.tree.map(lambda *a: jnp.concatenate(a).swapaxes(0, 1)[:, :, 0], *parts)
-    return results, carry[1]
+    return results, run.closed(carry[1])
 
 
 def generate_codes(
@@ -154,7 +156,6 @@ class _Run:
         self.context: dict[str, Any] = {}
         # one trace for layers that use their caches alike
         self._attend = {step: jax.jit(self._layer(step)) for step in spec.layers}
-        self._observe = {step: jax.jit(self._layer(step, True)) for step in spec.layers}
         self._decide = {step: jax.jit(step.decide) for step in spec.layers}
 
     def _block(self, layer: int) -> Any:
@@ -189,37 +190,53 @@ class _Run:
     def step(self, carry, token, place, bias) -> tuple[Any, dict[str, Array]]:
         """One image token through all layers, and the one after it."""
         tokens, state = carry
-        transformer, observed = self.transformer, place is not None
+        transformer = self.transformer
         with jax.named_scope("embed"):
             x = transformer.embed(self.context, tokens)
             rotation = transformer.rotation(self.context, token[None])
-        caches, bodies = [], self._observe if observed else self._attend
-        place = jnp.int32(0) if place is None else place  # not used
+        of_step = dict(zip(self.spec.layers, state, strict=True))  # layers that share one, once
+        now = {step: step.now(cache, token, place) for step, cache in of_step.items()}
+        caches = []
         for index, (step, cache) in enumerate(zip(self.spec.layers, state, strict=True)):
-            arguments = (rotation, x, cache, token, place, bias)
-            x, cache = bodies[step](self._block(index), *arguments)
+            arguments = (rotation, x, cache, now[step], bias)
+            x, cache = self._attend[step](self._block(index), *arguments)
             caches.append(cache)
         drawn = self.draw(x, token + 1)
         return (drawn["tokens"], tuple(caches)), drawn
 
-    def _layer(self, step: TokenStep, observed: bool = False) -> Callable:
+    def _layer(self, step: TokenStep) -> Callable:
         transformer = self.transformer
 
-        def body(block, rotation, x, cache: LayerCache, token, place, bias):
+        def body(block, rotation, x, cache: LayerCache, now: Now, bias):
             with jax.named_scope("project"):
                 p = transformer.project(block, rotation, x)
                 heads = (a[:, :, 0] for a in (p.queries(), p.keys(), p.values()))
             with jax.named_scope("attend"):
-                place = place if observed else None
-                out, cache = step.attend(cache, Heads(*heads, bias), token, place)
+                out, cache = step.attend(cache, Heads(*heads, bias), now)
             with jax.named_scope("post_attention"):
                 return transformer.post_attention(block, x, out[:, None]), cache
 
         return body
 
+    def opened(self, state: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
+        return tuple(step.opened(c) for step, c in zip(self.spec.layers, state, strict=True))
+
+    def closed(self, state: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
+        newest = jnp.int32(self.spec.sequence.steps - 1)
+        layers = zip(self.spec.layers, state, strict=True)
+        return tuple(step.closed(cache, newest) for step, cache in layers)
+
     def decide(self, state: tuple[LayerCache, ...], stage, bias) -> tuple[LayerCache, ...]:
-        layers = zip(self.spec.layers, state, self.inputs, strict=True)
-        return tuple(self._decide[step](cache, stage, bias, known) for step, cache, known in layers)
+        """Layers that use their caches alike decide together."""
+        steps, decided = self.spec.layers, []
+        while len(decided) < len(state):
+            first = len(decided)
+            step, inputs = steps[first], self.inputs[first]
+            most = 1 if inputs is not None else step.at_once(state[first])
+            alike = itertools.takewhile(lambda s, step=step: s == step, steps[first:])
+            chunk = state[first : first + len(list(alike)[:most])]
+            decided += self._decide[step](chunk, stage, bias, inputs)
+        return tuple(decided)
 
     def draw(self, x: Float[Array, "R 1 D"], index: Int[Array, ""]) -> dict[str, Array]:
         """Image token `index` [B, 1], and the guided logits that lead to it if they are kept."""

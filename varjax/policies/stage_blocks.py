@@ -5,6 +5,7 @@ Ranks come from comparing everything with everything: a sort takes seconds to co
 TPUs, and heads have few slots.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num, Shaped
 
@@ -22,6 +23,7 @@ def age_rank(position: Position, among: Mask) -> Position:
     """How many tokens of `among` are older; for tokens outside as if they were in it."""
     if position.shape[-1] > MOST_COMPARED:
         return _rank_by_sorting(among, position)
+    among, position = _apart(among, position)
     return _count(among[..., None, :] & (position[..., None, :] < position[..., None]))
 
 
@@ -29,6 +31,7 @@ def rank(score: Score, tie: Position, among: Mask) -> Position:
     """How many of `among` have a lower score, or of equals a lower `tie` (their position)."""
     if tie.shape[-1] > MOST_COMPARED:
         return _rank_by_sorting(among, score, tie)
+    among, score, tie = _apart(among, score, tie)
     other, own = score[..., None, :], score[..., None]
     below = (other < own) | ((other == own) & (tie[..., None, :] < tie[..., None]))
     return _count(among[..., None, :] & below)
@@ -104,6 +107,12 @@ def pooled(score: Score, position: Position, live: Mask, among: Mask, width: int
     that are live but not in `among` have a place there and count as -inf."""
     (ordered,) = by_age(position, live, jnp.where(among, score, -jnp.inf))
     return from_age(position, live, max_pool(ordered, width))
+
+
+def _apart(*arrays):
+    """The same arrays: comparisons that several ranks have in common are not kept for all of them,
+    a matrix [K, K] per head, but made again, which costs nothing beside reading them."""
+    return jax.lax.optimization_barrier(arrays)
 
 
 def _count(mask: Bool[Array, "R N K J"]) -> Position:

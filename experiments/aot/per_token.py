@@ -1,0 +1,107 @@
+"""What drawing costs per image token, for models that draw token by token, and the least it could.
+
+    floor = max(weights / bandwidth, 2 parameters rows / peak rate) + slots read / bandwidth
+
+Weights and attention follow each other, so their times add up. Weights: those of the layers and of
+the head, which every token meets; rows: two per image with guidance. Slots: K and V that a token
+has to read. Of known contents (`full`, `swa`, `streaming`) those that are in use, on average over
+all tokens; where a policy decides, all slots of a head, which are in use once the cache is full.
+Nothing else is in it: no activations, no decision, no start of a kernel.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from pallas_kernels.chips import Chip
+from varjax.cache.stages import TokenPlan
+from varjax.engine.cost import device_bytes
+from varjax.sequence import TOKENS
+
+
+def describe(case: Any) -> dict | None:
+    """JSON-able content; None of models that draw otherwise. Kernels and seconds are those of the
+    whole program that draws codes, decisions and the condition included, by image tokens.
+
+    case: an `experiments.aot.program.Compilation`.
+    """
+    workload, found = case.workload, case.codes.modelled
+    plan = workload.plan
+    if plan.geometry.kind != TOKENS:
+        return None
+    weights = jax.tree.leaves(
+        [getattr(case.networks["transformer"], n) for n in ("blocks", "head")]
+    )
+    per_slot = plan.num_bytes(case.batch_size, workload.program.kv_dtype) / plan.pool_tokens
+    slots = slots_read(plan)
+    least = floor(
+        case.chip,
+        weight_bytes=sum(map(device_bytes, weights)),
+        parameters=sum(a.size for a in weights),
+        rows=case.batch_size * plan.geometry.rows_per_image,
+        cache_bytes=slots * plan.geometry.num_heads * per_slot,
+    )
+    tokens = plan.sequence.image_tokens
+    seconds = found and found.seconds
+    return {
+        "image_tokens": tokens,
+        "slots_per_head": slots / plan.geometry.num_layers,
+        "floor_s": least,
+        "modelled_s": seconds and seconds / tokens,
+        "over_floor": seconds and seconds / tokens / least,
+        "kernels": found and found.calls() / tokens,
+    }
+
+
+def floor(
+    chip: Chip, *, weight_bytes: float, parameters: float, rows: int, cache_bytes: float
+) -> float:
+    """Seconds per token. rows: of the transformer. cache_bytes: read for a token, of all rows."""
+    computing = 2 * parameters * rows / chip.bf16_flops
+    return max(weight_bytes / chip.bandwidth, computing) + cache_bytes / chip.bandwidth
+
+
+def slots_read(plan: TokenPlan) -> float:
+    """Of one head in each layer, all layers together, for a token."""
+    if not plan.static_content:
+        return float(sum(plan.layer_slots))
+    return float(used_slots(plan).sum(axis=-1).mean())
+
+
+def used_slots(plan: TokenPlan) -> np.ndarray:
+    """int64 [tokens that are read, L]: slots of a head with known contents that are in use when a
+    token attends, its own among them."""
+    drawn = np.arange(1, plan.sequence.steps + 1)[:, None]
+    return plan.sequence.condition + np.minimum(drawn, plan.allocation.slots)
+
+
+def used_by_tokens(plan: Any) -> list[int] | None:
+    """What `estimates.owning` takes: slots in use for every token, of any layer, since all have
+    equally many where contents are known beforehand; None of all other plans."""
+    if plan.geometry.kind != TOKENS or not plan.static_content:
+        return None
+    return used_slots(plan)[:, 0].tolist()
+
+
+# --- to read ---
+
+
+def _row(show):
+    def found(r) -> str:
+        each = r.get("per_token")
+        return show(each) if each and None not in each.values() else ""
+
+    return found
+
+
+ROWS = (
+    ("per token, ms", _row(lambda e: f"{1e3 * e['modelled_s']:.3g}")),
+    ("  floor", _row(lambda e: f"{1e3 * e['floor_s']:.3g}")),
+    ("  / floor", _row(lambda e: f"{e['over_floor']:.2f}")),
+    ("  kernels", _row(lambda e: f"{e['kernels']:.0f}")),
+)
+LEGEND = """\
+per token    of the program that draws codes. Its floor: max(weights / bandwidth, 2 parameters x
+             rows / peak rate) + the slots that a token reads / bandwidth: those in use, on average,
+             or all of a head where a policy decides which."""

@@ -1,0 +1,56 @@
+"""Arithmetic of a row in the TPU kernels of token attention: its queries [N, W], and slots of some
+of its heads."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ragged_attention.tpu_blocks import dot
+
+
+def iota(shape: tuple[int, int], axis: int):
+    return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+def scores(queries, mine, pool):
+    """Of every query with the slots of its head [N, C]; 0 of heads that are not here. mine: of each
+    head that is here, a mask [N, 1] of its row. pool: [heads, C, 2 H]."""
+    found = jnp.zeros((len(queries), pool.shape[1]), jnp.float32)
+    for j, own in enumerate(mine):
+        found = jnp.where(own, _scores(queries, pool.at[j]), found)
+    return found
+
+
+def _product_dtype(pool, dtype):
+    return dtype if pool.dtype == jnp.int8 else jnp.promote_types(pool.dtype, dtype)
+
+
+def _scores(queries, pool):
+    """Of all queries [N, W] and the slots of a head [C, 2 H]."""
+    dtype = _product_dtype(pool, queries.dtype)
+    keys = pool[:, : queries.shape[1]].astype(dtype)
+    return dot(queries.astype(dtype), keys, (1, 1))
+
+
+def mean(weights, mine, pool, dtype, width: int):
+    """Weighted sums [N, W] of the last W columns; each head's row from its own slots [C, 2 H]."""
+    dtype = _product_dtype(pool, dtype)
+
+    def sums(finite: bool):
+        out = jnp.zeros((len(weights), width), jnp.float32)
+        for j, own in enumerate(mine):
+            values = pool[j, :, pool.shape[2] - width :]
+            if finite:
+                values = values.astype(jnp.float32)
+                values = jnp.where(jnp.abs(values) < jnp.inf, values, 0.0)
+            out += dot(jnp.where(own, weights, 0.0).astype(dtype), values.astype(dtype), (1, 0))
+        return out
+
+    out = sums(False)
+    if pool.dtype == jnp.int8:
+        return out
+    return jax.lax.cond(spoilt(out), lambda: sums(True), lambda: out)
+
+
+def spoilt(out):
+    """Whether a number is not finite: weights of 0 have met values that are not."""
+    return jnp.where(jnp.abs(out) < jnp.inf, 0.0, 1.0).max() > 0
