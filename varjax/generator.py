@@ -206,7 +206,7 @@ class Generator:
             *(self._networks, state, arguments, self.spec), auto_layout=automatic, **options
         )
         with compilation_cache.Watch() as watch:  # not the helpers, which are too quick to be kept
-            chosen = program.compiler_options(jax.default_backend())
+            chosen = program.compiler_options(jax.default_backend(), self.spec)
             self.compiled = codes.lower().compile(compiler_options=chosen)
         self.timing.cache = watch.verdict
         self._formats = self.compiled.input_formats[0][0] if automatic else None
@@ -216,7 +216,8 @@ class Generator:
             **dict(formats=self._formats, at_once=self.decode_batch, dtype=self.decode_dtype),
             **options,
         )
-        self.compiled_decoder = pixels.lower().compile()
+        chosen = program.compiler_options(jax.default_backend())
+        self.compiled_decoder = pixels.lower().compile(compiler_options=chosen)
 
     def _split(self, state, arguments) -> None:
         """Divide the program and the weights over the mesh. Only shapes are kept of the model, so

@@ -237,7 +237,7 @@ class Compilation:
         """The program that draws codes."""
         arguments = (self.networks, self.state, tuple(self.arguments), self.spec)
         trace = partial(programs.trace_codes, *arguments, auto_layout=self.automatic)
-        options = programs.compiler_options(self.chip.platform)
+        options = programs.compiler_options(self.chip.platform, self.drawing.spec)
         plan, segments = self.workload.plan, self.drawing.segments
         shares = owned_shares(plan, segments), written_shares(plan, segments)
         with estimates.owning(*shares, per_token.used_by_tokens(plan)):

@@ -153,7 +153,7 @@ class ProgramFlags:
             "auto",
             list(program.LAYERS),
             "scan: one compiled body for all layers; unroll: a body per layer, which copies no "
-            "weights but takes longer to compile; auto: unroll large models on GPUs.",
+            "weights but takes longer to compile; auto: unroll large models, but not on TPUs.",
         )
         names = ("reference", *implementations.PLATFORMS) if elsewhere else implementations.NAMES
         stepwise = "" if elsewhere else "; -interpret runs a kernel step by step anywhere, slowly"

@@ -10,6 +10,8 @@ import varjax
 from tests.models_under_test import checkpoint_folder
 from varjax import Generator, Model
 from varjax.engine import program
+from varjax.engine.scales import ProgramSpec
+from varjax.engine.tokens import TokenSpec
 from varjax.sampling import Sampling
 
 
@@ -79,3 +81,16 @@ def test_generation_with_layouts_chosen_by_the_compiler(layers, monkeypatch):
     expected = tokens()
     monkeypatch.setattr(program, "AUTO_LAYOUT_PLATFORMS", (jax.default_backend(),))
     assert jnp.array_equal(tokens(), expected)
+
+
+def test_compiler_options_give_way_to_flags(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    whole, tokenwise = map(object.__new__, (ProgramSpec, TokenSpec))
+    eigen, libraries = ("xla_cpu_experimental_ynn_fusion_type",), ("xla_gpu_enable_triton_gemm",)
+    cases = (whole, eigen, libraries), (tokenwise, (), libraries), (None, eigen, ())
+    for spec, cpu, gpu in cases:
+        assert tuple(program.compiler_options("cpu", spec)) == cpu
+        assert tuple(program.compiler_options("gpu", spec)) == gpu
+        assert program.compiler_options("tpu", spec) == {}
+    monkeypatch.setenv("XLA_FLAGS", f"--{eigen[0]}=LIBRARY_FUSION_TYPE_DOT")
+    assert program.compiler_options("cpu", whole) == {}

@@ -11,6 +11,7 @@ from tests.models_under_test import arrays_of, fixture_model, greedy_generator
 from varjax.engine import program
 from varjax.errors import UserError
 from varjax.models import parameters, stacked
+from varjax.models.layers import Linear
 
 DEPTH, WIDTH = 3, 4
 
@@ -84,6 +85,56 @@ def test_bytes_are_those_of_products():
     assert stacked.product_bytes(blocks, ("early",)) == 2 * square + line
 
 
+class Turnable(nnx.Module):
+    def __init__(self, rngs):
+        self.wide = Linear(WIDTH, 3 * WIDTH, rngs=rngs)
+        self.back = Linear(3 * WIDTH, WIDTH, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.back(jnp.tanh(self.wide(x)))
+
+
+def turnable() -> nnx.Module:
+    blocks = stacked.stack(lambda rngs: Turnable(rngs), DEPTH, nnx.Rngs(0))
+    blocks.wide.bias.set_value(jnp.arange(3.0 * DEPTH * WIDTH).reshape(DEPTH, -1) / 10)
+    return blocks
+
+
+@pytest.mark.parametrize("shape", [(2, WIDTH), (2, 1, WIDTH), (2, 3, WIDTH)], ids=str)
+def test_turned_matrices_multiply_alike(shape):
+    x = jax.random.normal(jax.random.key(1), shape)
+    expected = stacked.scan(lambda x, block: block(x), x, turnable())
+    blocks = turnable()
+    stacked.separate(blocks, turned=True)
+    assert blocks.wide.kernel.get_value()[1].array.shape == (3 * WIDTH, WIDTH)
+    found = stacked.scan(lambda x, block: block(x), x, blocks)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5)
+
+
+def test_matrices_are_turned_and_turned_back():
+    blocks, expected = turnable(), parameters.named(turnable())
+    for turned in (True, True, False, True):  # programs of one model may want either
+        stacked.separate(blocks, turned=turned)
+        kernel, bias = (v.get_value()[0] for v in (blocks.wide.kernel, blocks.wide.bias))
+        assert isinstance(kernel, stacked.Turned) == turned
+        assert kernel.shape == (WIDTH, 3 * WIDTH) and bias.shape == (3 * WIDTH,)
+        chex.assert_trees_all_equal(parameters.named(blocks), expected)
+    stacked.restack(blocks)
+    chex.assert_trees_all_equal(parameters.named(blocks), expected)
+    abstract = nnx.eval_shape(turnable)
+    stacked.separate(abstract, turned=True)
+    part = abstract.wide.kernel.get_value()[0]
+    assert part.array == jax.ShapeDtypeStruct((3 * WIDTH, WIDTH), jnp.float32)
+    stacked.restack(abstract)
+    assert abstract.wide.kernel.get_value().shape == (DEPTH, WIDTH, 3 * WIDTH)
+
+
+def test_only_float32_is_turned():
+    blocks = jax.tree.map(lambda a: a.astype(jnp.bfloat16), turnable())
+    stacked.separate(blocks, turned=True)
+    assert not isinstance(blocks.wide.kernel.get_value()[0], stacked.Turned)
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -105,10 +156,10 @@ def test_unrolled_layers_draw_the_same_tokens(name):
     np.testing.assert_allclose(found["unroll"]["logits"], found["scan"]["logits"], atol=1e-4)
 
 
-def test_large_models_are_unrolled_on_gpus(monkeypatch):
+def test_large_models_are_unrolled_but_on_tpus(monkeypatch):
     model = fixture_model("c_k5_nol2norm")
     monkeypatch.setattr(program, "SCANNED_BYTES", 0)
-    for platform, apart in {"tpu": False, "gpu": True, "cpu": False}.items():
+    for platform, apart in {"tpu": False, "gpu": True, "cpu": True}.items():
         program.arrange_layers(model.networks, "auto", platform)
         assert stacked.is_separate(model.transformer) == apart
     program.arrange_layers(model.networks, "scan", "gpu")

@@ -145,7 +145,7 @@ class TokenDrawing:
 
     def arrange(self, networks, how, platform):
         transformer = networks["transformer"]
-        stacked.separate(transformer.blocks, transformer.once)
+        stacked.separate(transformer.blocks, transformer.once, turned=platform == "cpu")
 
     def empty_state(self, batch_size, dtype, compute_dtype):
         return token_state.empty(self.plan, batch_size, dtype, compute_dtype)

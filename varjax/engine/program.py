@@ -72,15 +72,27 @@ def trace_codes(
         return jax.jit(program, donate_argnums=(1,), **where).trace(networks, state, *arguments)
 
 
-def compiler_options(platform: str) -> dict[str, bool]:
-    """How the program that draws codes is compiled, where `XLA_FLAGS` do not say otherwise.
+def compiler_options(
+    platform: str, spec: scales.ProgramSpec | tokens.TokenSpec | None = None
+) -> dict[str, bool | str]:
+    """How a program is compiled, where `XLA_FLAGS` do not say otherwise.
 
-    GPU: products by the libraries, which add biases and apply GELU on the way; XLA's own products
-    by Triton are sums of parts in most layers, which another kernel adds up and finishes.
+    GPU, drawing codes: products by the libraries, which add biases and apply GELU on the way; XLA's
+    own products by Triton are sums of parts in most layers, which another kernel adds up and
+    finishes.
+    CPU: products, convolutions and sums by Eigen in place of YNNPACK, 10 to 30 % faster for whole
+    scales and pictures (docs/benchmarks.md). With the few rows of a token YNNPACK is faster.
+
+    Args:
+      spec: of the program that draws codes; None: of the one that decodes pixels.
     """
-    name = "xla_gpu_enable_triton_gemm"
-    chosen = platform != "gpu" or name in os.environ.get("XLA_FLAGS", "")
-    return {} if chosen else {name: False}
+    if platform == "gpu" and spec is not None:
+        name, value = "xla_gpu_enable_triton_gemm", False
+    elif platform == "cpu" and not isinstance(spec, tokens.TokenSpec):
+        name, value = "xla_cpu_experimental_ynn_fusion_type", ""
+    else:
+        return {}
+    return {} if name in os.environ.get("XLA_FLAGS", "") else {name: value}
 
 
 def trace_pixels(
@@ -148,12 +160,11 @@ def arrange_layers(networks: Mapping[str, nnx.Module], how: str, platform: str) 
 
     how: "scan": stacked, one compiled body for all layers, which copies the weights of a layer
       before it uses them, but on a TPU. "unroll": separate, a body per layer, nothing is copied.
-      "auto": "unroll" for large models on GPUs; a CPU's compiler takes seconds for each layer of
-      each segment.
+      "auto": "unroll" for large models on GPUs and CPUs.
     platform: "cpu", "gpu" or "tpu".
     """
     transformer = networks["transformer"]
-    if how == UNROLL or how == AUTO and platform == "gpu" and _is_large(transformer):
+    if how == UNROLL or how == AUTO and platform != "tpu" and _is_large(transformer):
         stacked.separate(transformer.blocks, transformer.once)
     else:
         stacked.restack(transformer.blocks)

@@ -8,11 +8,24 @@ import math
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.projection import Projection
+from varjax.models.stacked import Turned
 
 MAX_LOG_SCALE = math.log(100.0)  # of the learned attention multiplier
+
+
+class Linear(nnx.Linear):
+    """A linear layer whose matrix may be `Turned`, as those of `stacked.separate` are on CPUs."""
+
+    def __call__(self, x: Float[Array, "... D_in"]) -> Float[Array, "... D_out"]:
+        kernel = self.kernel.get_value()
+        if not isinstance(kernel, Turned):
+            return super().__call__(x)
+        product = kernel.product(x)
+        return product if self.bias is None else product + self.bias[...]
 
 
 def layer_norm(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:

@@ -15,12 +15,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Turned:
+    """A matrix [D_in, D_out] that lies in memory as [D_out, D_in]."""
+
+    array: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape[::-1]
+
+    @property
+    def dtype(self):
+        return self.array.dtype
+
+    def product(self, x: Float[Array, "... D_in"]) -> Float[Array, "... D_out"]:
+        """`x @ matrix`, with the matrix as the left operand."""
+        flat = x.reshape(-1, x.shape[-1])
+        found = jax.lax.dot_general(self.array, flat, (((1,), (1,)), ((), ())))
+        # without the barrier XLA turns the product and its operands back again
+        return jax.lax.optimization_barrier(found).T.reshape(*x.shape[:-1], -1)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Separate:
-    """Value of a parameter whose layers are arrays of their own."""
+    """Value of a parameter whose layers are arrays of their own, or `Turned` ones."""
 
     parts: tuple[Any, ...]
 
@@ -41,10 +65,12 @@ class Separate:
 
     def stacked(self) -> Any:
         """One array, or its shape."""
-        if isinstance(self.parts[0], jax.ShapeDtypeStruct):
+        turned = isinstance(self.parts[0], Turned)
+        parts = [part.array for part in self.parts] if turned else self.parts
+        if isinstance(parts[0], jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(self.shape, self.dtype)
-        on_host = isinstance(self.parts[0], np.ndarray)
-        return np.stack(self.parts) if on_host else jnp.stack(self.parts)
+        found = np.stack(parts) if isinstance(parts[0], np.ndarray) else jnp.stack(parts)
+        return found.swapaxes(1, 2) if turned else found
 
 
 def stack(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> nnx.Module:
@@ -71,19 +97,32 @@ def is_one(leaf: Any) -> bool:
     return isinstance(leaf, Separate)
 
 
-def separate(blocks: nnx.Module, once: tuple[str, ...] = ()) -> None:
+def separate(blocks: nnx.Module, once: tuple[str, ...] = (), *, turned: bool = False) -> None:
     """Replace stacked parameters of linear layers by an array per layer: one after the other, so
     that only one exists twice. Shapes stay shapes, arrays of the host views.
 
     once: linear layers that stay: those of all layers are used together, once per image.
+    turned: matrices of float32 are turned, for a CPU.
     """
     for variable in _parameters(blocks, once):
         value = variable.get_value()
-        if isinstance(value, jax.ShapeDtypeStruct):
-            part = jax.ShapeDtypeStruct(value.shape[1:], value.dtype)
-            variable.set_value(Separate((part,) * value.shape[0]))
-        elif not is_one(value):
-            variable.set_value(Separate(tuple(value[i] for i in range(len(value)))))
+        turn = turned and value.dtype == jnp.float32 and len(value.shape) == 3
+        if is_one(value) and isinstance(value[0], Turned) == turn:
+            continue
+        value = value.stacked() if is_one(value) else value
+        variable.set_value(Separate(tuple(_part(value, i, turn) for i in range(value.shape[0]))))
+
+
+def _part(value: Any, index: int, turn: bool) -> Any:
+    """Layer `index` of a stacked parameter."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        shape = value.shape[1:]
+        part = jax.ShapeDtypeStruct(shape[::-1] if turn else shape, value.dtype)
+    else:
+        part = value[index].T if turn else value[index]
+    if turn and isinstance(part, np.ndarray):
+        part = np.ascontiguousarray(part)  # a view would lie as before
+    return Turned(part) if turn else part
 
 
 def restack(blocks: nnx.Module) -> None:

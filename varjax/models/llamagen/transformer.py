@@ -34,8 +34,8 @@ __all__ = ["PRESETS", "Block", "LlamaGen", "LlamaGenConfig"]
 _normal = jax.nn.initializers.normal(0.02)
 
 
-def _linear(d_in: int, d_out: int, rngs: nnx.Rngs, init=_normal) -> nnx.Linear:
-    return nnx.Linear(d_in, d_out, use_bias=False, kernel_init=init, rngs=rngs)
+def _linear(d_in: int, d_out: int, rngs: nnx.Rngs, init=_normal) -> layers.Linear:
+    return layers.Linear(d_in, d_out, use_bias=False, kernel_init=init, rngs=rngs)
 
 
 def _ones(width: int) -> nnx.Param:
