@@ -2,9 +2,11 @@
 
 Memory: gathers the blocks of every head into a dense [R, N, P, 2 H] copy, which is what the kernels
 avoid. Slots outside the valid ranges may hold anything, NaN included: they are masked before they
-meet arithmetic. Sums over queries run in chunks of `CHUNK`, so that no [T, K] matrix of a large
-scale exists at once.
+meet arithmetic. Rows take turns where the scores of all would leave a processor's cache
+(`SCORES_BYTES`), sums over queries run in chunks of `CHUNK`.
 """
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,10 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.tables import BlockTable
 
+# Scores of the rows that `attend` computes at once. Each is read and written several times: 16 rows
+# of VAR's last scale took 146 to 158 ms on two cores when they were computed together or in two
+# groups, 103 in pairs.
+SCORES_BYTES = 2 << 20
 CHUNK = 256  # queries whose attention weights are held at once by `attention_moments`
 
 
@@ -33,47 +39,72 @@ def gather_slots(kv_pool, table: BlockTable, kv_scale):
     return jnp.where(mask[..., None], k, 0), jnp.where(mask[..., None], v, 0), mask
 
 
-def _scores(q, k_old, mask, k_new, new_length) -> Float[Array, "R N T PT"]:
-    """Masked float32 scores over stored, then own keys."""
+def _scores(
+    q, k_old, mask, k_new, new_length
+) -> tuple[Float[Array, "... Q P"], Float[Array, "... Q T"]]:
+    """Masked float32 scores of stored and of own keys; leading axes of any number."""
     # Like the kernels: products in the type of the keys, sums, scores and softmax in float32.
     q = q.astype(k_new.dtype)
     old = jnp.einsum(
-        "rnth,rnph->rntp", q, k_old.astype(q.dtype), preferred_element_type=jnp.float32
+        "...th,...ph->...tp", q, k_old.astype(q.dtype), preferred_element_type=jnp.float32
     )
-    new = jnp.einsum("rnth,rnsh->rnts", q, k_new, preferred_element_type=jnp.float32)
-    # -inf has the weight 0 exactly. No row is -inf everywhere (softmax would give NaN), because a
+    new = jnp.einsum("...th,...sh->...ts", q, k_new, preferred_element_type=jnp.float32)
+    # -inf has the weight 0 exactly. No row is -inf everywhere (its softmax would be NaN), because a
     # scale has at least one real token, whatever the table.
-    old = jnp.where(mask[:, :, None], old, -jnp.inf)
-    new = jnp.where(jnp.arange(k_new.shape[2]) < new_length, new, -jnp.inf)
-    return jnp.concatenate([old, new], axis=-1)
+    old = jnp.where(mask[..., None, :], old, -jnp.inf)
+    return old, jnp.where(jnp.arange(k_new.shape[-2]) < new_length, new, -jnp.inf)
 
 
 def attention_scores(q, k_new, new_length, kv_pool, table, kv_scale):
     """See `api.attention_scores`."""
     k_old, _, mask = gather_slots(kv_pool, table, kv_scale)
-    return _scores(q, k_old, mask, k_new, new_length)
+    return jnp.concatenate(_scores(q, k_old, mask, k_new, new_length), axis=-1)
 
 
 def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse):
     """See `api.attend`."""
     q, k_new, v_new = projection.queries(), projection.keys(), projection.values()
     k_old, v_old, mask = gather_slots(kv_pool, table, kv_scale)
-    scores = _scores(q, k_old, mask, k_new, new_length)
-    # rounded to the type of V before the product, as the kernels do
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_new.dtype)
-    stored = v_old.shape[2]
+    mask = jnp.broadcast_to(mask, k_old.shape[:3])
     real = jnp.arange(v_new.shape[2]) < new_length
     v_new = jnp.where(real[:, None], v_new, 0)  # padding may hold anything, and 0 * NaN is NaN
-    out = jnp.einsum(
-        "rnts,rnsh->rnth", weights[..., stored:], v_new, preferred_element_type=jnp.float32
-    )
-    if stored:
-        old = weights[..., :stored]
-        out += jnp.einsum(
-            "rntp,rnph->rnth", old, v_old.astype(old.dtype), preferred_element_type=jnp.float32
+    operands = (q, k_old, v_old, mask, k_new, v_new)
+    attend_row = partial(_attend_row, new_length)
+    at_once = _rows_at_once(q, k_old, k_new)
+    if at_once >= q.shape[0]:
+        out, lse = jax.vmap(attend_row)(*operands)
+    else:
+        out, lse = jax.lax.map(lambda row: attend_row(*row), operands, batch_size=at_once)
+    return (out, lse) if return_lse else out
+
+
+def _rows_at_once(q, k_old, k_new) -> int:
+    """Rows whose scores take `SCORES_BYTES` at most, but two: guidance has two of every image."""
+    _, heads, queries, _ = q.shape
+    row = 4 * heads * queries * (k_old.shape[2] + k_new.shape[2])
+    return max(2, SCORES_BYTES // row)
+
+
+def _attend_row(new_length, q, k_old, v_old, mask, k_new, v_new):
+    """Results [T, N, H] in the type of V and log-sum-exp [N, T] of one row."""
+    scores = _scores(q, k_old, mask, k_new, new_length)
+    # Stored and own keys stay apart: to put them side by side is a pass over all scores. Few
+    # results are divided by the sum of the weights, not all weights.
+    highest = jnp.maximum(*(part.max(-1, initial=-jnp.inf) for part in scores))
+    weights = [jnp.exp(part - highest[..., None]) for part in scores]
+    total = weights[0].sum(-1) + weights[1].sum(-1)
+    out = sum(
+        # rounded to the type of V before the product, as the kernels do
+        jnp.einsum(
+            "nts,nsh->nth",
+            part.astype(v_new.dtype),
+            v.astype(v_new.dtype),
+            preferred_element_type=jnp.float32,
         )
-    out = out.astype(v_new.dtype).transpose(0, 2, 1, 3)
-    return (out, jax.nn.logsumexp(scores, axis=-1)) if return_lse else out
+        for part, v in zip(weights, (v_old, v_new), strict=True)
+    )
+    out = (out / total[..., None]).astype(v_new.dtype).transpose(1, 0, 2)
+    return out, highest + jnp.log(total)
 
 
 def attention_moments(
@@ -87,7 +118,8 @@ def attention_moments(
     def add(sums, inputs):
         some, weight, log_sum = inputs
         # exp(-inf) is 0: columns without a key need no mask of their own
-        p = jnp.exp(_scores(some, k_old, mask, k_new, new_length) - log_sum[..., None])
+        scores = jnp.concatenate(_scores(some, k_old, mask, k_new, new_length), axis=-1)
+        p = jnp.exp(scores - log_sum[..., None])
         p = jnp.where(weight[:, None] != 0, p, 0)  # padded queries may be NaN; 0 * NaN is NaN
         powers = (p, p * p) if squares else (p,)
         return tuple(

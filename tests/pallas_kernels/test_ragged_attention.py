@@ -91,6 +91,26 @@ class ReferenceTest(chex.TestCase):
             chex.assert_trees_all_close(found, expected, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("at_once", [2, 3])
+def test_rows_that_take_turns(monkeypatch, per_row, at_once):
+    """Five rows by pairs or threes, with a rest, as all together."""
+    parts = [problem(seed, per_row) for seed in range(3)]
+    q, k, v, pool = (jnp.asarray(np.concatenate([part[i] for part in parts])[:5]) for i in range(4))
+    tables = [part[4] for part in parts]
+    table = [np.concatenate(a)[:5] for a in zip(*tables, strict=True)] if per_row else tables[0]
+    if not per_row:  # the first problem's table points at slots that are NaN in the others' pools
+        pool = jnp.nan_to_num(pool)
+    given = (Projection.of(q, k, v), jnp.int32(LENGTH), pool, BlockTable(*map(jnp.asarray, table)))
+    together = reference.attend(*given, None, return_lse=True)
+    row = 4 * HEADS * TOKENS * (ENTRIES * BLOCK + TOKENS)
+    monkeypatch.setattr(reference, "SCORES_BYTES", at_once * row)
+    traced = jax.make_jaxpr(lambda: reference.attend(*given, None, return_lse=True))()
+    assert "scan" in str(traced)
+    by_turns = reference.attend(*given, None, return_lse=True)
+    chex.assert_trees_all_close(by_turns, together, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("chunk", [2, 256])
 def test_attention_moments(monkeypatch, chunk):
     monkeypatch.setattr(reference, "CHUNK", chunk)
