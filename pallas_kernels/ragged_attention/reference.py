@@ -70,19 +70,18 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse):
     v_new = jnp.where(real[:, None], v_new, 0)  # padding may hold anything, and 0 * NaN is NaN
     operands = (q, k_old, v_old, mask, k_new, v_new)
     attend_row = partial(_attend_row, new_length)
-    at_once = _rows_at_once(q, k_old, k_new)
-    if at_once >= q.shape[0]:
+    rows, heads, tokens, _ = q.shape
+    at_once = rows_at_once(heads, tokens, k_old.shape[2] + k_new.shape[2])
+    if at_once >= rows:
         out, lse = jax.vmap(attend_row)(*operands)
     else:
         out, lse = jax.lax.map(lambda row: attend_row(*row), operands, batch_size=at_once)
     return (out, lse) if return_lse else out
 
 
-def _rows_at_once(q, k_old, k_new) -> int:
-    """Rows whose scores take `SCORES_BYTES` at most, but two: guidance has two of every image."""
-    _, heads, queries, _ = q.shape
-    row = 4 * heads * queries * (k_old.shape[2] + k_new.shape[2])
-    return max(2, SCORES_BYTES // row)
+def rows_at_once(heads: int, queries: int, keys: int) -> int:
+    """Rows whose float32 scores take `SCORES_BYTES` at most, but two: those of one image."""
+    return max(2, SCORES_BYTES // (4 * heads * queries * keys))
 
 
 def _attend_row(new_length, q, k_old, v_old, mask, k_new, v_new):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import implementations
+from pallas_kernels.ragged_attention import reference
 from varjax.cache import token_state
 from varjax.cache.plan import CachePlan, item_size
 from varjax.cache.state import KVState
@@ -100,11 +101,12 @@ def predict(
 
 
 def _reference_attention(plan: CachePlan, rows: int, tokens: int, keys: int, kv_dtype) -> int:
-    """Bytes of scores in three stages (XLA's CPU compiler keeps as many), and of keys and values
-    gathered from the pool."""
+    """Bytes of the scores that exist at once, in three stages (XLA's CPU compiler keeps as many),
+    and of keys and values gathered from the pool."""
     heads = plan.geometry.num_heads
     gathered = 2 * rows * heads * keys * 2 * plan.geometry.head_dim * item_size(kv_dtype)
-    return SCORE_ARRAYS * rows * heads * tokens * keys * 4 + gathered
+    at_once = min(rows, reference.rows_at_once(heads, tokens, keys))
+    return SCORE_ARRAYS * at_once * heads * tokens * keys * 4 + gathered
 
 
 def _token_attention(plan: CachePlan, rows: int, condition: int, kv_dtype) -> int:
