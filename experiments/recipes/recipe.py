@@ -28,6 +28,16 @@ from varjax.models import registry
 
 FOLDER = Path(__file__).parent
 DOCS = "docs/reproduce.md"
+# Flags that decide what is drawn or measured, besides counts of pictures, which are checked: a
+# recipe that does not name one is silent about it, and a value that is given has to be told.
+DECIDING = {
+    "run": (
+        *("cfg", "tau", "cfg_insertion_layer", "cfg_interval", "top_k", "top_p", "greedy"),
+        *("more_smooth", "resize", "aspect", "size", "negative_prompt", "negative_prompts"),
+        *("given_tokens", "given_bits", "given_scales"),
+    ),
+    "evaluate": ("protocol", "metrics", "split_size", "features", "classifier"),
+}
 
 
 def names() -> list[str]:
@@ -122,12 +132,15 @@ class Recipe:
         made = made if isinstance(made, Mapping) else {}
         if made.get("name") != self.name:
             return [f"the samples were not drawn with --recipe={self.name}"]
-        changed = made.get("changed") or {}
-        return [f"the samples were drawn with {flag}" for flag in _written(changed)]
+        deviations = [made.get(name) for name in ("changed", "added")]  # older runs have no second
+        flags = [flag for d in deviations if isinstance(d, Mapping) for flag in _written(d)]
+        return [f"the samples were drawn with {flag}" for flag in flags]
 
 
 def _written(flags: Mapping) -> list[str]:
-    return [f"--{name}={value}" for name, value in flags.items()]
+    """As they are written on the command line."""
+    lists = {name: ",".join(v) for name, v in flags.items() if isinstance(v, list)}
+    return [f"--{name}={value}" for name, value in ({**flags, **lists}).items()]
 
 
 class RecipeFlag:
@@ -156,21 +169,29 @@ class RecipeFlag:
         given = {name: self._values[name].value for name in settings if self._values[name].present}
         return {name: value for name, value in given.items() if not _equal(value, settings[name])}
 
+    def added(self) -> dict[str, object]:
+        """{flag: value} of what was given and decides results, and the recipe does not name."""
+        settings, values = self.recipe.flags(self._command), self._values
+        names = [n for n in DECIDING[self._command] if n in values and values[n].present]
+        return {name: values[name].value for name in names if name not in settings}
+
     def describe(self) -> dict | None:
         """For reports."""
         if (recipe := self.recipe) is None:
             return None
         content = recipe.content
         found = {name: content[name] for name in ("title", "source", "unknown")}
-        return {"name": recipe.name, **found, "changed": self.changed()}
+        return {"name": recipe.name, **found, "changed": self.changed(), "added": self.added()}
 
     def remarks(self, more: Sequence[str] = ()) -> list[str]:
-        """What a user has to know: what is not known, what was changed, and `more`."""
+        """What a user has to know: what is not known, what was changed or added, and `more`."""
         if (recipe := self.recipe) is None:
             return []
-        unknown = [f"recipe {recipe.name}: {text}" for text in recipe.content["unknown"]]
-        changed = [f"recipe {recipe.name} is changed by {f}" for f in _written(self.changed())]
-        return [*unknown, *changed, *more]
+        said = f"recipe {recipe.name}"
+        unknown = [f"{said}: {text}" for text in recipe.content["unknown"]]
+        changed = [f"{said} is changed by {flag}" for flag in _written(self.changed())]
+        added = [f"{said} does not name {flag}, which is given" for flag in _written(self.added())]
+        return [*unknown, *changed, *added, *more]
 
 
 def _equal(value, setting) -> bool:
