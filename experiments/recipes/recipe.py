@@ -14,12 +14,14 @@ flag --recipe makes them the defaults of a command's other flags.
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
+from varjax import errors
 from varjax.cli.flags import CommandFlags
 from varjax.conditions import Condition
 from varjax.errors import UserError, choose
@@ -162,6 +164,10 @@ class RecipeFlag:
     def recipe(self) -> Recipe | None:
         name = self._values["recipe"].value
         return load(name) if name else None
+
+    def about(self) -> AbstractContextManager[None]:
+        """Errors inside name the recipe, if there is one: it may have set what is wrong."""
+        return nullcontext() if self.recipe is None else errors.about(f"recipe {self.recipe.name}")
 
     def changed(self) -> dict[str, object]:
         """{flag: value} of the recipe's flags that were given another value."""

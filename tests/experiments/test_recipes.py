@@ -87,6 +87,7 @@ def test_what_a_recipe_does_not_name_is_told(call):
     [
         (["--recipe=var-fid50"], "unknown recipe 'var-fid50': choose one of amskv-geneval"),
         (["--recipe="], "--recipe= is empty"),
+        (["--recipe=var-fid50k"], "recipe var-fid50k: top_k=900: choose 0 (off) to 512"),
         (["--recipe=heatkv-coco"], "demo is a model of the family var that draws from labels"),
         (["--recipe=var-fid50k", "--model=llamagen-t2i-xl-256"], "that draws from text"),
         (["--images_per_class=0"], "must be"),
