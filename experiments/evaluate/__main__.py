@@ -22,6 +22,7 @@ flags continues where it stopped.
 """
 
 import functools
+import itertools
 import pathlib
 import sys
 from dataclasses import dataclass
@@ -168,7 +169,8 @@ def resolve() -> Evaluation:
     of_recipe = _recipe_remarks(samples)
     comparison = _comparison(samples, asked) if REFERENCE.value else None
     paired = _pairs(samples, asked) if FULL.value else None
-    remarks = (*(comparison.remarks if comparison else ()), *of_recipe)
+    of_both = [part.remarks for part in (comparison, paired) if part]
+    remarks = (*itertools.chain(*of_both), *of_recipe)
     batch_size = BATCH_SIZE.value or extractors.usual_batch(mesh.data)
     return Evaluation(samples, comparison, paired, batch_size, mesh, remarks)
 
@@ -243,7 +245,13 @@ def _comparison(samples: Set, asked: tuple[str, ...]) -> Comparison | None:
 
 
 def _check_features() -> None:
-    """Refuse flags of other features than those that are compared."""
+    """Refuse flags of other features than those that are compared, and recipes, which are all of
+    Inception's."""
+    if RECIPE.recipe and FEATURES.value == DEMO:
+        raise UserError(
+            f"recipe {RECIPE.recipe.name} is of --features=inception, --features={DEMO} is asked"
+            " for: leave out one of them"
+        )
     theirs = (CLASSIFIER,) if FEATURES.value != DEMO else (PROTOCOL, SPLIT_SIZE, INCEPTION)
     for holder in theirs:
         if holder.present:

@@ -24,6 +24,8 @@ SSIM_KEYS = {  # of files: that of metrics.json is torchmetrics's
     "ssim_skimage_gauss": "skimage_gauss",
     "ssim_skimage_7x7": "skimage_7x7",
 }
+# Entries of two reports that say whether pictures of one number differ by the cache alone.
+DRAWN = ("model", "model_sources", "schedule", "sampling", "seed", "given", "resize")
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +39,26 @@ class Pairs:
     metrics: tuple[str, ...]
     network: Network | None
     tokens: str | None
+
+    @property
+    def remarks(self) -> list[str]:
+        """What two runs differ by besides the cache, so far as they say how they were made."""
+        reports, labels = zip(
+            *((of.report, of.labels) for of in (self.samples, self.full)), strict=True
+        )
+        found = []
+        if all(report is not None for report in reports):
+            differ = [n for n in DRAWN if reports[0].get(n) != reports[1].get(n)]
+            if differ:
+                found.append(
+                    f"--full was drawn with another {', '.join(differ)} than the samples:"
+                    " the pictures differ by more than the cache"
+                )
+        if all(of is not None for of in labels):
+            ours, theirs = (of[places] for of, places in zip(labels, self.places, strict=True))
+            if count := int((ours != theirs).sum()):
+                found.append(f"{count} of {len(ours)} pairs are of two different classes")
+        return found
 
     def series(self, size: int) -> Series:
         """The files of per-image numbers."""

@@ -14,12 +14,14 @@ flag --recipe makes them the defaults of a command's other flags.
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
+from varjax import errors
 from varjax.cli.flags import CommandFlags
 from varjax.conditions import Condition
 from varjax.errors import UserError, choose
@@ -28,6 +30,16 @@ from varjax.models import registry
 
 FOLDER = Path(__file__).parent
 DOCS = "docs/reproduce.md"
+# Flags that decide what is drawn or measured, besides counts of pictures, which are checked: a
+# recipe that does not name one is silent about it, and a value that is given has to be told.
+DECIDING = {
+    "run": (
+        *("cfg", "tau", "cfg_insertion_layer", "cfg_interval", "top_k", "top_p", "greedy"),
+        *("more_smooth", "resize", "aspect", "size", "negative_prompt", "negative_prompts"),
+        *("given_tokens", "given_bits", "given_scales"),
+    ),
+    "evaluate": ("protocol", "metrics", "split_size", "features", "classifier"),
+}
 
 
 def names() -> list[str]:
@@ -122,12 +134,15 @@ class Recipe:
         made = made if isinstance(made, Mapping) else {}
         if made.get("name") != self.name:
             return [f"the samples were not drawn with --recipe={self.name}"]
-        changed = made.get("changed") or {}
-        return [f"the samples were drawn with {flag}" for flag in _written(changed)]
+        deviations = [made.get(name) for name in ("changed", "added")]  # older runs have no second
+        flags = [flag for d in deviations if isinstance(d, Mapping) for flag in _written(d)]
+        return [f"the samples were drawn with {flag}" for flag in flags]
 
 
 def _written(flags: Mapping) -> list[str]:
-    return [f"--{name}={value}" for name, value in flags.items()]
+    """As they are written on the command line."""
+    lists = {name: ",".join(v) for name, v in flags.items() if isinstance(v, list)}
+    return [f"--{name}={value}" for name, value in ({**flags, **lists}).items()]
 
 
 class RecipeFlag:
@@ -150,11 +165,21 @@ class RecipeFlag:
         name = self._values["recipe"].value
         return load(name) if name else None
 
+    def about(self) -> AbstractContextManager[None]:
+        """Errors inside name the recipe, if there is one: it may have set what is wrong."""
+        return nullcontext() if self.recipe is None else errors.about(f"recipe {self.recipe.name}")
+
     def changed(self) -> dict[str, object]:
         """{flag: value} of the recipe's flags that were given another value."""
         settings = self.recipe.flags(self._command)
         given = {name: self._values[name].value for name in settings if self._values[name].present}
         return {name: value for name, value in given.items() if not _equal(value, settings[name])}
+
+    def added(self) -> dict[str, object]:
+        """{flag: value} of what was given and decides results, and the recipe does not name."""
+        settings, values = self.recipe.flags(self._command), self._values
+        names = [n for n in DECIDING[self._command] if n in values and values[n].present]
+        return {name: values[name].value for name in names if name not in settings}
 
     def describe(self) -> dict | None:
         """For reports."""
@@ -162,15 +187,17 @@ class RecipeFlag:
             return None
         content = recipe.content
         found = {name: content[name] for name in ("title", "source", "unknown")}
-        return {"name": recipe.name, **found, "changed": self.changed()}
+        return {"name": recipe.name, **found, "changed": self.changed(), "added": self.added()}
 
     def remarks(self, more: Sequence[str] = ()) -> list[str]:
-        """What a user has to know: what is not known, what was changed, and `more`."""
+        """What a user has to know: what is not known, what was changed or added, and `more`."""
         if (recipe := self.recipe) is None:
             return []
-        unknown = [f"recipe {recipe.name}: {text}" for text in recipe.content["unknown"]]
-        changed = [f"recipe {recipe.name} is changed by {f}" for f in _written(self.changed())]
-        return [*unknown, *changed, *more]
+        said = f"recipe {recipe.name}"
+        unknown = [f"{said}: {text}" for text in recipe.content["unknown"]]
+        changed = [f"{said} is changed by {flag}" for flag in _written(self.changed())]
+        added = [f"{said} does not name {flag}, which is given" for flag in _written(self.added())]
+        return [*unknown, *changed, *added, *more]
 
 
 def _equal(value, setting) -> bool:

@@ -86,7 +86,8 @@ def resolve() -> Run:
     condition = CONDITION.resolve(model, weights=not dry_run)
     policy = POLICY.resolve()
     policy.check_images(len(condition))
-    sampling = SAMPLING.sampling(model)
+    with RECIPE.about():
+        sampling = SAMPLING.sampling(model)
     plan, calibration = POLICY.plan(policy, model, sampling)
     program = PROGRAM.resolve(model)
     PROGRAM.check_plan(plan, program.mesh)

@@ -213,6 +213,23 @@ def test_shuffled_samples_are_paired_by_number(call, runs, tmp_path):
         np.testing.assert_allclose(arrays["token_agreement"], 0.9)
 
 
+def test_pairs_that_differ_by_more_than_the_cache(call, runs, tmp_path):
+    """Another seed, other sampling, other classes: told, and kept in metrics.json."""
+    given = (f"--samples={runs / 'policy'}", f"--full={runs / 'full'}", "--metrics=psnr")
+    assert call("evaluate", *given, f"--out={tmp_path / 'same'}")[0] == 0
+    assert content(tmp_path / "same")["remarks"] == []
+    path = runs / "full" / "report.json"
+    report = json.loads(path.read_text(encoding="utf-8")) | {"seed": 4, "sampling": {"cfg": 2}}
+    path.write_text(json.dumps(report), encoding="utf-8")
+    with np.load(runs / "full" / "samples.npz") as arrays:
+        images, labels = arrays["arr_0"], arrays["arr_1"]
+    np.savez(runs / "full" / "samples.npz", arr_0=images, arr_1=np.roll(labels, 1))
+    status, _, err = call("evaluate", *given, f"--out={tmp_path / 'other'}")
+    drawn, classes = content(tmp_path / "other")["remarks"]
+    assert status == 0 and "--full was drawn with another sampling, seed than the samples" in drawn
+    assert classes == "6 of 6 pairs are of two different classes" and drawn in err
+
+
 @pytest.mark.slow
 def test_runs_report_lpips(call, networks, tmp_path):
     """`run --compare --lpips`: what `evaluate` finds of the same pictures."""

@@ -70,11 +70,23 @@ def test_settings_of_a_run(call):
     assert status == 0 and "64x64" in out and "is changed" not in out
 
 
+def test_what_a_recipe_does_not_name_is_told(call):
+    """It would decide the pictures without a word."""
+    given = ("--model=var-d16", "--recipe=var-fid50k", "--dry_run", "--tau=0.5", "--greedy")
+    status, out, _ = call("run", *given, "--seed=3", "--batch_size=4")
+    assert status == 0 and "recipe var-fid50k does not name --tau=0.5, which is given" in out
+    assert "does not name --greedy=True" in out and "is changed" not in out
+    assert out.count("does not name") == 2  # seed and batch are the user's, a count has its remark
+    for command, names in recipes.DECIDING.items():
+        assert set(names) <= set({"run": run, "evaluate": evaluate}[command].FLAGS.values)
+
+
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
         (["--recipe=var-fid50"], "unknown recipe 'var-fid50': choose one of amskv-geneval"),
         (["--recipe="], "--recipe= is empty"),
+        (["--recipe=var-fid50k"], "recipe var-fid50k: top_k=900: choose 0 (off) to 512"),
         (["--recipe=heatkv-coco"], "demo is a model of the family var that draws from labels"),
         (["--recipe=var-fid50k", "--model=llamagen-t2i-xl-256"], "that draws from text"),
         (["--images_per_class=0"], "must be"),
@@ -115,6 +127,12 @@ def test_a_run_by_recipe_and_its_evaluation(call, tmp_path, monkeypatch):
     assert status == 0 and "the samples were drawn with --cfg=2" in err, err
     said = json.loads((tmp_path / "e" / "metrics.json").read_text())
     assert said["recipe"]["recipe"]["name"] == "tiny" and "ssim" not in said
+    more = (*given[:3], "--metrics=psnr,ssim", "--split_size=9", f"--out={tmp_path / 'm'}")
+    status, _, err = call("evaluate", *more)
+    assert status == 0 and "recipe tiny is changed by --metrics=psnr,ssim\n" in err, err
+    assert "recipe tiny does not name --split_size=9, which is given" in err
+    said = json.loads((tmp_path / "m" / "metrics.json").read_text())["recipe"]["recipe"]
+    assert said["changed"] == {"metrics": ["psnr", "ssim"]} and said["added"] == {"split_size": 9}
     np.savez(tmp_path / "few.npz", arr_0=np.zeros((5, 20, 20, 3), np.uint8))
     given = ("--recipe=tiny", f"--samples={tmp_path / 'few.npz'}", *given[2:3])
     status, _, err = call("evaluate", *given, f"--out={tmp_path / 'f'}")
@@ -127,6 +145,9 @@ def test_a_run_by_recipe_and_its_evaluation(call, tmp_path, monkeypatch):
 def test_a_recipe_of_another_program(call):
     status, _, err = call("evaluate", "--recipe=heatkv-geneval", "--samples=x")
     assert status == 2 and "is scored by GenEval's own program" in err
+    given = ("--recipe=var-fid50k", "--features=demo", "--samples=x", "--reference=y")
+    status, _, err = call("evaluate", *given)
+    assert status == 2 and "recipe var-fid50k is of --features=inception, --features=demo" in err
 
 
 def test_samples_of_a_recipe():
@@ -142,4 +163,6 @@ def test_samples_of_a_recipe():
     assert "not drawn with --recipe" in recipe.report_remarks({"recipe": None})[0]
     made = {"recipe": {"name": "var-fid50k", "changed": {"cfg": "4"}}}
     assert recipe.report_remarks(made) == ["the samples were drawn with --cfg=4"]
+    made["recipe"]["added"] = {"tau": "0.5"}
+    assert recipe.report_remarks(made)[1:] == ["the samples were drawn with --tau=0.5"]
     assert "takes 5000 pictures" in recipes.load("heatkv-coco").count_remarks([0], None)[0]

@@ -65,7 +65,7 @@ def test_capacities(budget, asymmetry):
     plan = plan_cache(DEMO, policy, CALIBRATION)
     last = plan.capacity[5]
     contextual = np.array(policy.prepare(DEMO, CALIBRATION)._types)
-    assert contextual.sum() == 6
+    assert contextual.sum() == 9  # three in four
     assert last.sum() == int(budget * DEMO.dense_tokens + 1e-6)
     assert last.min() >= plan.allocation.protected >= 1
     narrow, wide = last[contextual].mean(), last[~contextual].mean()
