@@ -12,6 +12,7 @@ from experiments.evaluate import features
 from experiments.evaluate.inputs import TOKENS, Set
 from experiments.output import BatchStore
 from varjax import metrics
+from varjax.calibration.files import model_digest
 from varjax.errors import UserError, about
 from varjax.evaluation import pixels
 from varjax.evaluation.extractors import Network, Program
@@ -24,8 +25,10 @@ SSIM_KEYS = {  # of files: that of metrics.json is torchmetrics's
     "ssim_skimage_gauss": "skimage_gauss",
     "ssim_skimage_7x7": "skimage_7x7",
 }
-# Entries of two reports that say whether pictures of one number differ by the cache alone.
-DRAWN = ("model", "model_sources", "schedule", "sampling", "seed", "given", "resize")
+# Entries of two reports that say whether pictures of one number differ by the cache alone, besides
+# the model, whose folders and files may have any names.
+DRAWN = ("schedule", "sampling", "seed", "given", "resize", "text")
+DRAWN += ("dtype", "matmul_precision", "decode_dtype")
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +51,8 @@ class Pairs:
         )
         found = []
         if all(report is not None for report in reports):
-            differ = [n for n in DRAWN if reports[0].get(n) != reports[1].get(n)]
+            ours, theirs = map(_drawn, reports)
+            differ = [name for name in ours if ours[name] != theirs[name]]
             if differ:
                 found.append(
                     f"--full was drawn with another {', '.join(differ)} than the samples:"
@@ -69,6 +73,13 @@ class Pairs:
         if self.network is not None:
             arrays["lpips_layers"] = np.dtype(np.float32), (self.network.widths["layers"],)
         return Series(len(self.places[0]), size, {**arrays, "identical": (np.dtype(bool), ())})
+
+
+def _drawn(report: Mapping) -> dict:
+    """What a report says of its pictures but for the cache."""
+    origin = {name: report.get(f"model_{name}") for name in ("sources", "files")}
+    model = model_digest({**origin, "name": report.get("model")})
+    return {"model": model} | {name: report.get(name) for name in DRAWN}
 
 
 def pair(samples: Set, full: Set, wanted: tuple[str, ...], network: Network | None) -> Pairs:

@@ -219,14 +219,23 @@ def test_pairs_that_differ_by_more_than_the_cache(call, runs, tmp_path):
     assert call("evaluate", *given, f"--out={tmp_path / 'same'}")[0] == 0
     assert content(tmp_path / "same")["remarks"] == []
     path = runs / "full" / "report.json"
-    report = json.loads(path.read_text(encoding="utf-8")) | {"seed": 4, "sampling": {"cfg": 2}}
+    report = json.loads(path.read_text(encoding="utf-8"))
+    renamed = [source | {"file": "renamed.pth"} for source in report.get("model_sources") or []]
+    path.write_text(json.dumps(report | {"model": "x", "model_sources": renamed}))
+    assert call("evaluate", *given, f"--out={tmp_path / 'renamed'}")[0] == 0
+    kept = bool(renamed or report.get("model_files"))
+    assert (content(tmp_path / "renamed")["remarks"] == []) == kept
+    report |= {"seed": 4, "sampling": {"cfg": 2}, "dtype": "bfloat16"}
     path.write_text(json.dumps(report), encoding="utf-8")
     with np.load(runs / "full" / "samples.npz") as arrays:
         images, labels = arrays["arr_0"], arrays["arr_1"]
     np.savez(runs / "full" / "samples.npz", arr_0=images, arr_1=np.roll(labels, 1))
     status, _, err = call("evaluate", *given, f"--out={tmp_path / 'other'}")
     drawn, classes = content(tmp_path / "other")["remarks"]
-    assert status == 0 and "--full was drawn with another sampling, seed than the samples" in drawn
+    assert (
+        status == 0
+        and "--full was drawn with another sampling, seed, dtype than the samples" in drawn
+    )
     assert classes == "6 of 6 pairs are of two different classes" and drawn in err
 
 
