@@ -37,8 +37,9 @@ DECIDING = {
         *("cfg", "tau", "cfg_insertion_layer", "cfg_interval", "top_k", "top_p", "greedy"),
         *("more_smooth", "resize", "aspect", "size", "negative_prompt", "negative_prompts"),
         *("given_tokens", "given_bits", "given_scales"),
+        *("dtype", "kv_dtype", "matmul_precision", "decode_dtype"),
     ),
-    "evaluate": ("protocol", "metrics", "split_size", "features", "classifier"),
+    "evaluate": ("protocol", "metrics", "split_size"),
 }
 
 
