@@ -128,7 +128,8 @@ def roofline(case: Compilation) -> dict:
     their own, without padding, because kernels skip tiles of it. Bytes: what scans cut into slices
     (weights, tables and conditioning of a layer, once per scale and layer), every other weight
     once, the tokens that each scale finds in the pool read once and what it adds written once.
-    Activations are not counted, and float32 products as if they ran at the rate of bfloat16.
+    Activations are not counted (but for queries, keys and values where attention in plain JAX takes
+    a few rows at a time), and float32 products as if they ran at the rate of bfloat16.
 
     All numbers are of one device; images/s are those of all devices.
     """

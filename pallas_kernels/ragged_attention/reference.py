@@ -80,7 +80,7 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse):
 
 
 def rows_at_once(heads: int, queries: int, keys: int) -> int:
-    """Rows whose float32 scores take `SCORES_BYTES` at most, but two: those of one image."""
+    """Rows whose float32 scores take `SCORES_BYTES` at most, but never fewer than two."""
     return max(2, SCORES_BYTES // (4 * heads * queries * keys))
 
 
