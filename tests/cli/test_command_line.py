@@ -107,9 +107,9 @@ def assert_one_message(outcome, status, *parts):
         assert part in lines[0]
 
 
-def test_values_arrive(tiny):
+def test_values_arrive(tiny_here):
     given = ("--budget=0.25", "--count", "-4", "--policy=headkv", "--greedy")
-    assert tiny(*given) == (0, "1 0.25 -4 headkv True\n", "")
+    assert tiny_here(*given) == (0, "1 0.25 -4 headkv True\n", "")
 
 
 def test_values_do_not_stay_for_the_next_command(tiny_here):
@@ -177,9 +177,9 @@ def test_help_is_for_people(tiny_here):
     assert output.rstrip().endswith("--help, --version")
 
 
-def test_version(tiny, tiny_here):
+def test_version(tiny_here):
     """Of everything that results may depend on; other flags do not matter, nothing is started."""
-    status, output, errors = tiny("--version")
+    status, output, errors = tiny_here("--version")
     assert (status, errors) == (0, "")
     said = dict(line.split(maxsplit=1) for line in output.splitlines())
     assert said["varjax"] == __version__ and said["Python"] == platform.python_version()
@@ -240,9 +240,10 @@ def test_main_may_return_a_status(tiny_here):
 
 def test_any_text_is_printed(environment):
     environment = {**environment, "PYTHONIOENCODING": "ascii:strict"}
-    command = [sys.executable, "-m", "tiny", "--fail=text"]
+    command = [sys.executable, "-m", "tiny", "--fail=text", "--budget=0.25", "--greedy"]
     found = subprocess.run(command, env=environment, capture_output=True)
-    assert found.returncode == 0 and rb"L\xf6we \udcff" in found.stdout, found.stderr
+    expected = b"1 0.25 3 full True\nL\\xf6we \\udcff\n"
+    assert (found.returncode, found.stdout) == (0, expected), found.stderr
 
 
 def test_reader_that_goes_away_leaves_no_traceback(environment):
