@@ -41,6 +41,7 @@ from tests import annotations  # noqa: E402
 compilation.share_contexts()
 jaxtyping.install_import_hook(annotations.annotated_modules(), "tests.annotations.check")
 ROOT = Path(__file__).resolve().parents[1]
+TRAINING = ROOT / "tests" / "training"
 
 jax.config.update("jax_default_matmul_precision", "highest")  # parity with CPU originals
 # Tracing makes and drops millions of objects: looking for cycles as often as Python does by default
@@ -55,7 +56,9 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Skip, with a reason, what this machine or this call cannot run."""
+    """Skip, with a reason, what this machine or this call cannot run. Trainings come first: several
+    tests look at one, and of the tests that are left in the end every worker process takes some."""
+    items.sort(key=lambda item: TRAINING not in item.path.parents)
     for item in items:
         for reason in _reasons_to_skip(config, item):
             item.add_marker(pytest.mark.skip(reason=reason))

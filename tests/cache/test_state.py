@@ -24,7 +24,7 @@ def test_arrange_fills_a_prefix_with_the_fewest_moves(seed):
     keep[..., : min(stored, columns)] &= places[..., :stored]  # nothing is stored elsewhere
     keep &= np.cumsum(keep, -1) <= places.sum(-1, keepdims=True)
     stays = rng.random((rows, heads)) < 0.7
-    found = arrange(jnp.asarray(keep), stored, jnp.asarray(stays), jnp.asarray(places))
+    found = jax.jit(arrange, static_argnums=1)(keep, stored, stays, places)
     contents, fresh = map(np.asarray, found)
     assert contents.shape == fresh.shape == (rows, heads, columns)
     for r, n in np.ndindex(rows, heads):

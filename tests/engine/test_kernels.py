@@ -82,15 +82,16 @@ def wide_model() -> Model:
     schedule = Schedule.square((1, 2, 3, 5))
     sizes = dict(vocab_size=32, z_channels=4, schedule=schedule)
     config = VARConfig(depth=2, embed_dim=128, num_heads=2, num_classes=4, **sizes)
-    codec = VQVAEConfig(ch=32, ch_mult=(1,), **sizes)
-    transformer = VAR(config, rngs=nnx.Rngs(0))
+    codec_config = VQVAEConfig(ch=32, ch_mult=(1,), **sizes)
+    transformer = nnx.jit(lambda rngs: VAR(config, rngs=rngs))(nnx.Rngs(0))
     transformer.head.kernel.set_value(20 * transformer.head.kernel[...])  # tokens far from ties
     # as they begin to be trained, branches add next to nothing: attention would not be seen
     gates = jnp.zeros((2, 6, 128)).at[:, :2].set(1).reshape(2, -1)
     transformer.blocks.modulation.bias.set_value(gates)
     transformer.blocks.proj.kernel.set_value(8 * transformer.blocks.proj.kernel[...])
     half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), transformer)
-    parts = {"transformer": half, "codec": VQVAE(codec, rngs=nnx.Rngs(1))}
+    codec = nnx.jit(lambda rngs: VQVAE(codec_config, rngs=rngs))(nnx.Rngs(1))
+    parts = {"transformer": half, "codec": codec}
     return Model("wide", parts, {"family": "var"})
 
 

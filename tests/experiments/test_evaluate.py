@@ -1,6 +1,7 @@
 """`experiments.evaluate`: the figures of the originals, end to end, and clear answers to wrong
 input."""
 
+import functools
 import json
 import shutil
 
@@ -11,6 +12,7 @@ from PIL import Image
 from experiments.evaluate import features, inputs, sets
 from tests import models_under_test as models
 from tests.evaluation import recipe
+from varjax.evaluation import extractors
 from varjax.evaluation.extractors import Program
 
 EXACT = recipe.expected()["e2e"]
@@ -41,6 +43,12 @@ def save_folder(folder, images):
     for number, image in enumerate(images):
         Image.fromarray(image).save(folder / f"{number:05d}.png")
     return folder
+
+
+@pytest.fixture
+def read_once(monkeypatch):
+    """Networks that a test opens again and again are read from the disk once."""
+    monkeypatch.setattr(extractors, "_load", functools.cache(extractors._load))
 
 
 @pytest.fixture
@@ -102,6 +110,7 @@ def test_other_protocols(call, flags, pictures, tmp_path, protocol, key):
     assert status == 2 and "made with another protocol" in err and not (tmp_path / "more").exists()
 
 
+@pytest.mark.usefixtures("read_once")
 def test_two_runs_give_the_same_digits(call, flags, tmp_path, monkeypatch):
     """Also one that was interrupted: it repeats nothing that was finished."""
     monkeypatch.setattr(features, "LEAST_CHUNK", 8)
@@ -311,6 +320,7 @@ def test_wrong_flags(call, flags, networks, pictures, tmp_path):
         refused(call, tmp_path, problem, *given)
 
 
+@pytest.mark.usefixtures("read_once")
 def test_wrong_references(call, flags, pictures, tmp_path):
     given = (f"--samples={pictures / 'samples.npz'}", *flags[1:])
     reference = f"--reference={tmp_path / 'r.npz'}"
@@ -335,6 +345,7 @@ def test_wrong_references(call, flags, pictures, tmp_path):
     refused(call, tmp_path, "at least 4 pictures are needed", *given, reference, "--metrics=recall")
 
 
+@pytest.mark.usefixtures("read_once")
 def test_wrong_pictures(call, flags, tmp_path):
     """The file at fault is named."""
     folder = save_folder(tmp_path / "s", IMAGES["samples"][:3])

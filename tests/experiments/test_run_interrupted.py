@@ -26,7 +26,7 @@ def report_of(folder):
 
 def test_interrupted_run_resumes_without_repeating(call, checkpoint, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    flags = (checkpoint, "--num_images=5", "--batch_size=2", f"--out={out}", "--save_arrays")
+    flags = (checkpoint, "--num_images=5", "--batch_size=2", "--save_arrays", "--segments=1")
     batches, ran = Generator.run_batch, []
 
     def dies_in_the_second_batch(self, labels, index, **options):
@@ -36,10 +36,11 @@ def test_interrupted_run_resumes_without_repeating(call, checkpoint, tmp_path, m
         return batches(self, labels, index, **options)
 
     monkeypatch.setattr(Generator, "run_batch", dies_in_the_second_batch)
-    status, _, err = call("run", *flags)
+    into = f"--out={out}"
+    status, _, err = call("run", *flags, into)
     assert status == 130 and not out.exists() and (tmp_path / "out.partial").is_dir()
 
-    status, _, err = call("run", *flags, "--seed=1")
+    status, _, err = call("run", *flags, into, "--seed=1")
     assert status == 2 and "other settings" in err and (tmp_path / "out.partial").is_dir()
 
     def remembers(self, labels, index, **options):
@@ -47,11 +48,11 @@ def test_interrupted_run_resumes_without_repeating(call, checkpoint, tmp_path, m
         return batches(self, labels, index, **options)
 
     monkeypatch.setattr(Generator, "run_batch", remembers)
-    status, _, err = call("run", *flags)
+    status, _, err = call("run", *flags, into)
     assert status == 0 and "2 of 5 images are there already" in err
     assert ran == [[0, 1], [2, 3], [4, 4]] and report_of(out)["resumed"] is True
     whole = tmp_path / "whole"
-    assert call("run", *flags[:3], "--save_arrays", f"--out={whole}")[0] == 0
+    assert call("run", *flags, f"--out={whole}")[0] == 0
     with np.load(out / "arrays.npz") as a, np.load(whole / "arrays.npz") as b:
         for name in a.files:
             np.testing.assert_array_equal(a[name], b[name])
@@ -60,7 +61,8 @@ def test_interrupted_run_resumes_without_repeating(call, checkpoint, tmp_path, m
 
 def test_nothing_is_run_for_its_time_alone(call, checkpoint, tmp_path, monkeypatch):
     """One batch is one run; after a resumption that finds everything there is none."""
-    flags = (checkpoint, "--labels=3,7", "--batch_size=2", f"--out={tmp_path / 'out'}")
+    flags = (checkpoint, "--labels=3,7", "--batch_size=2", "--segments=1")
+    flags += (f"--out={tmp_path / 'out'}",)
     finish, run_batch, ran = results.finish, Generator.run_batch, []
 
     def counted(self, *args, **options):
@@ -95,7 +97,7 @@ def test_a_full_disk_at_the_end_loses_nothing(call, checkpoint, tmp_path, monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Generator, "run_batch", counted)
-    flags += ("--policy=swa", "--budget=0.5", f"--out={out}")
+    flags += ("--policy=swa", "--budget=0.5", "--segments=1", f"--out={out}")
     with monkeypatch.context() as patched:
         patched.setattr(results.images, "save_samples_npz", full)
         status, _, err = call("run", *flags)
@@ -120,7 +122,7 @@ def test_pictures_that_are_none_are_found_at_once(call, checkpoint, tmp_path, mo
         return found | {"images": found["images"] * np.nan}, state
 
     monkeypatch.setattr(Generator, "run_batch", broken)
-    flags = (checkpoint, "--labels=3,7", "--batch_size=1", "--save_arrays")
+    flags = (checkpoint, "--labels=3,7", "--batch_size=1", "--save_arrays", "--segments=1")
     status, _, err = call("run", *flags, f"--out={tmp_path / 'out'}")
     assert status == 2 and "values that are not finite" in err and len(ran) == 1
     assert not list(tmp_path.iterdir())

@@ -34,7 +34,8 @@ def test_table_files_and_resumption(call, checkpoint, tmp_path, monkeypatch):
     """Interrupted in the second cell; started again, only what is missing runs."""
     out = tmp_path / "out"
     policies = "--policies=swa,streaming:sinks=5"
-    flags = (checkpoint, "--labels=3,7,7", "--batch_size=2", "--samples=2", f"--out={out}")
+    flags = (checkpoint, "--labels=3,7,7", "--batch_size=2", "--segments=1", "--samples=2")
+    to = f"--out={out}"
     budgets = "--budgets=0.05,1"  # five sinks need more than 5 %
     run_batch, ran = Generator.run_batch, []
 
@@ -45,7 +46,7 @@ def test_table_files_and_resumption(call, checkpoint, tmp_path, monkeypatch):
         return run_batch(self, *args, **options)
 
     monkeypatch.setattr(Generator, "run_batch", counts)
-    status, _, err = call("sweep", *flags, policies, budgets)
+    status, _, err = call("sweep", *flags, to, policies, budgets)
     assert status == 130 and not out.exists(), err
     # at a budget of 1 both policies keep everything, as the full cache does: the same program
     said = "4 compilations ahead (2 programs, 2 expected from the compilation cache)"
@@ -53,9 +54,9 @@ def test_table_files_and_resumption(call, checkpoint, tmp_path, monkeypatch):
     cells = err.split("\ncell ")[1:]
     assert "(compilation cache warm)" in cells[1] and "(compilation cache warm)" in cells[2]
     assert "2 of 3 cells done, 1 compilation ahead (1 expected from the compilation cache), " in err
-    assert call("sweep", *flags, policies, budgets, "--seed=1")[0] == 2  # other settings
+    assert call("sweep", *flags, to, policies, budgets, "--seed=1")[0] == 2  # other settings
     ran[:] = ["again"]
-    status, text, err = call("sweep", *flags, policies, budgets)
+    status, text, err = call("sweep", *flags, to, policies, budgets)
     assert status == 0 and "2 of 3 cells are there already" in err
     assert "2 of 3 cells done, 2 compilations ahead (1 program, 2 expected from the" in err
     assert "3 of 3 cells done, no compilations ahead\n" in err
@@ -96,8 +97,8 @@ def test_table_files_and_resumption(call, checkpoint, tmp_path, monkeypatch):
     assert float(rows[1]["psnr_low"]) <= float(rows[1]["psnr"]) <= float(rows[1]["psnr_high"])
     assert "dB [" in text and "image by image:" in (out / "sweep.md").read_text(encoding="utf-8")
 
-    assert call("sweep", *flags, policies, budgets)[0] == 2  # the folder exists
-    _assert_a_run_measures_the_same(call, small, *flags[:3], f"--out={out}-run")
+    assert call("sweep", *flags, to, policies, budgets)[0] == 2  # the folder exists
+    _assert_a_run_measures_the_same(call, small, *flags[:4], f"--out={out}-run")
 
 
 def _assert_a_run_measures_the_same(call, cell, *flags):

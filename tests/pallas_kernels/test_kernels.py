@@ -111,8 +111,7 @@ def heads_that_store(writes) -> np.ndarray:
     return np.bincount(np.asarray(ids)[np.asarray(stored).any(-1)])
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("shape", CASES)
+@pytest.mark.parametrize(("kernel", "shape"), with_kernels())
 def test_attend(kernel, shape):
     run = traced_once(ragged_attention.attend, static_argnames=["return_lse", "implementation"])
     for spec in tables(shape):

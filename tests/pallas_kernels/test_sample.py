@@ -31,10 +31,14 @@ def numbers(shape, *, guided: bool = True, seed: int = 0):
     return jnp.float32(logits), jnp.float32(random.gumbel(size=shape)), options
 
 
+def runs(kernel: str):
+    """`sample` as one program for all numbers of the same shapes."""
+    run = partial(sample, implementation=kernel)
+    return jax.jit(run, static_argnames=("top_k", "top_p"))
+
+
 def assert_same(kernel: str, logits, noise, **options) -> None:
-    found, expected = (
-        sample(logits, noise, **options, implementation=name) for name in (kernel, "reference")
-    )
+    found, expected = (runs(name)(logits, noise, **options) for name in (kernel, "reference"))
     assert found.dtype == jnp.int32
     np.testing.assert_array_equal(found, expected)
 
@@ -70,8 +74,8 @@ def revealed(run, row: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
     """Which logits of a row survive. Token v's noise lifts entry v above all others, so it is
     chosen unless it was set to -inf."""
     count = len(row)
-    logits = jnp.broadcast_to(jnp.float32(row), (1, count, count))
-    noise = jnp.where(jnp.eye(count, dtype=bool), 1e30, 0.0)[None]
+    logits = np.broadcast_to(row, (1, count, count)).astype(np.float32)
+    noise = np.where(np.eye(count, dtype=bool), np.float32(1e30), np.float32(0))[None]
     found = run(logits, noise, tau=None, strength=None, top_k=top_k, top_p=top_p)
     return np.asarray(found)[0] == np.arange(count)
 
@@ -94,8 +98,7 @@ def adversarial(count: int = 144) -> dict[str, np.ndarray]:
     }
 
 
-def runs(kernel: str):
-    return partial(sample, implementation=kernel)
+filter_logits = jax.jit(reference.filter_logits, static_argnums=(1, 2))
 
 
 def check_kept(run, rows=None) -> None:
@@ -103,7 +106,7 @@ def check_kept(run, rows=None) -> None:
     for name, row in (rows or adversarial()).items():
         for top_k, top_p in [(37, 0.0), (1, 0.0), (0, 0.7), (60, 0.9)]:
             kept = revealed(run, row, top_k, top_p)
-            expected = np.isfinite(reference.filter_logits(jnp.asarray(row), top_k, top_p))
+            expected = np.isfinite(filter_logits(row, top_k, top_p))
             np.testing.assert_array_equal(kept, expected, err_msg=f"{name}, {top_k}, {top_p}")
 
 
@@ -152,8 +155,8 @@ def test_nothing_is_read_beside_a_row(kernel):
     logits, noise, options = numbers((2, 11, 1000))
     poisoned = logits.at[:, 1::2].set(jnp.nan)
     filters = {"top_k": 90, "top_p": 0.9}
-    found = sample(poisoned, noise, **options, **filters, implementation=kernel)
-    expected = sample(logits, noise, **options, **filters, implementation="reference")
+    found = runs(kernel)(poisoned, noise, **options, **filters)
+    expected = runs("reference")(logits, noise, **options, **filters)
     np.testing.assert_array_equal(found[:, ::2], expected[:, ::2])
     assert (0 <= found).all() and (found < 1000).all()
 

@@ -15,24 +15,26 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import cache_write, ragged_attention, tpu_projection
+from pallas_kernels import tpu_projection
 from pallas_kernels.arg_specs import ArgSpec
 from pallas_kernels.cache_write import tpu as tpu_write
 from pallas_kernels.cache_write.tpu_stores import Stores
 from pallas_kernels.ragged_attention import tpu, tpu_blocks
 from pallas_kernels.ragged_attention.config import TPUConfig
-from pallas_kernels.sample import sample
 from pallas_kernels.sample import tpu as tpu_sample
 from tests.pallas_kernels.test_kernels import (
     CASES,
     TOLERANCE,
     assert_stored,
+    attend,
     error,
     in_float32,
+    moments,
     tables,
+    write,
     written,
 )
-from tests.pallas_kernels.test_sample import numbers
+from tests.pallas_kernels.test_sample import numbers, runs
 from tests.pallas_kernels.test_tpu_edges import sharing
 
 SMALL = ArgSpec(
@@ -65,8 +67,7 @@ def check_attend(run, args, tolerance: float, length: int):
     found = jax.block_until_ready(run(*args.attend, args.kv_scale))
     assert not has_races()
     exact = in_float32(args)
-    options = dict(kv_scale=args.kv_scale, return_lse=True, implementation="reference")
-    expected = ragged_attention.attend(*exact.attend, **options)
+    expected = attend(*exact.attend, kv_scale=args.kv_scale, implementation="reference")
     (out, lse), (expected, expected_lse), real = found, expected, slice(0, length)
     assert error(out[:, real], expected[:, real]) < tolerance
     assert error(lse[..., real], expected_lse[..., real]) < tolerance
@@ -76,7 +77,7 @@ def check_write(run, args):
     found = run(*args.write, args.kv_scale)
     jax.block_until_ready(found[0])
     assert not has_races()
-    expected = cache_write.write(*args.write, kv_scale=args.kv_scale, implementation="reference")
+    expected = write(*args.write, kv_scale=args.kv_scale, implementation="reference")
     assert_stored(found, expected, args.projection)
 
 
@@ -101,15 +102,13 @@ def test_attention_moments(shape):
         args = spec.arguments()
         exact = in_float32(args)
         options = dict(kv_scale=args.kv_scale, implementation="reference")
-        _, lse = ragged_attention.attend(*exact.attend, return_lse=True, **options)
+        _, lse = attend(*exact.attend, **options)
         # of the queries as they are rounded: with that of others, what rounding changes would count
-        _, given = ragged_attention.attend(*args.attend, return_lse=True, **options)
+        _, given = attend(*args.attend, **options)
         weights = jnp.where(jnp.arange(spec.tokens) < spec.length, 1.0, 0.0)
         found = jax.block_until_ready(run(*args.moments(weights, given), args.kv_scale))
         assert not has_races()
-        expected = ragged_attention.attention_moments(
-            *exact.moments(weights, lse), squares=True, **options
-        )
+        expected = moments(*exact.moments(weights, lse), **options)
         for power, (a, b) in enumerate(zip(found, expected, strict=True), 1):
             assert error(a, b) < power * TOLERANCE[spec.dtype], spec.name
 
@@ -152,7 +151,7 @@ def test_sample(shape):
     filters = {"top_k": 900, "top_p": 0.96}
     found = simulated(tpu_sample.sample, cores=2, **filters)(logits, noise, **options)
     assert not has_races()
-    expected = sample(logits, noise, **options, **filters, implementation="reference")
+    expected = runs("reference")(logits, noise, **options, **filters)
     np.testing.assert_array_equal(found, expected)
 
 
@@ -181,7 +180,7 @@ def test_a_missing_wait_for_stored_blocks_is_seen(monkeypatch):
     monkeypatch.setattr(Stores, "wait_stored", lambda self, buffer: None)
     args = SMALL.arguments(poison=False)
     found, _ = simulated(tpu_write.write)(*args.write, args.kv_scale)
-    expected, _ = cache_write.write(*args.write, implementation="reference")
+    expected, _ = write(*args.write, implementation="reference")
     assert has_races() or not np.array_equal(found, expected)
 
 
@@ -205,5 +204,5 @@ def test_reading_a_shared_block_too_early_is_seen(monkeypatch, spec):
     monkeypatch.setattr(Stores, "_is_stored", lambda self, following, *_: following >= 0)
     args = sharing(spec)
     found, _ = simulated(tpu_write.write)(*args.write, args.kv_scale)
-    expected, _ = cache_write.write(*args.write, implementation="reference")
+    expected, _ = write(*args.write, implementation="reference")
     assert has_races() or not np.array_equal(found, expected)

@@ -20,7 +20,7 @@ from varjax.policies.base import Observation
 
 class Device:
     """One layer's cache driven through `update_state` and `select`, as the engine does: slots in
-    any order, own tokens padded."""
+    any order, own tokens padded; as many for all scales."""
 
     def __init__(self, policy: AMSKV, geometry: Geometry, rows: int, found=None):
         self.schedule, self.rows = geometry.schedule, rows
@@ -33,8 +33,8 @@ class Device:
     def step(self, s: int, similarity: np.ndarray) -> list[np.ndarray]:
         """Sorted positions that every row holds after scale s; two heads must agree."""
         own = np.arange(self.schedule.starts[s], self.schedule.ends[s])
-        slots, padding = max(map(len, self.held)) + 3, 2
-        position = np.zeros((self.rows, 2, slots + own.size + padding), np.int32)
+        slots, most = self.schedule.persistent_tokens + 3, max(self.schedule.tokens)
+        position = np.zeros((self.rows, 2, slots + most + 2), np.int32)
         live = np.zeros(position.shape, bool)
         for row, held in enumerate(self.held):
             mixed = np.random.default_rng(s).permutation(held)
@@ -45,9 +45,9 @@ class Device:
         obs = Observation(
             scale=jnp.int32(s),
             live=jnp.asarray(live),
-            own=jnp.arange(live.shape[-1]) >= slots,
+            own=jnp.asarray(np.arange(live.shape[-1]) >= slots),
             position=jnp.asarray(position),
-            capacity=jnp.broadcast_to(jnp.asarray(following), (self.rows, 2)),
+            capacity=jnp.asarray(np.broadcast_to(following, (self.rows, 2))),
             regions=jnp.zeros((self.rows, 2), jnp.int32),
             inputs=jnp.asarray(self.inputs[s, 0]),
             state=self.state,
