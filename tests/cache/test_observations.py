@@ -104,25 +104,30 @@ def oracle(evict: bool):
     scale = np.array(schedule.scale_of_token)
     mask = seen[scale] | (scale[:, None] == scale)
     tokens, _ = spied(evict)
-    codes = jnp.tile(model.codec.quantizer.teacher_inputs(jnp.asarray(tokens)), (2, 1, 1))
-    context = transformer.encode_condition(jnp.asarray(LABELS), guided=True)
-    x = jnp.concatenate([context["start"], transformer.word_embedding(codes)], axis=1)
-    x = x + transformer.position_embedding[...] + transformer.level_embedding[scale]
-    layers = []
-    with jax.default_matmul_precision("highest"):
+
+    @jax.jit
+    def run(codec, transformer, tokens):
+        codes = jnp.tile(codec.quantizer.teacher_inputs(tokens), (2, 1, 1))
+        context = transformer.encode_condition(jnp.asarray(LABELS), guided=True)
+        x = jnp.concatenate([context["start"], transformer.word_embedding(codes)], axis=1)
+        x = x + transformer.position_embedding[...] + transformer.level_embedding[scale]
+        layers = []
         for i in range(model.geometry.num_layers):
             block, modulation = jax.tree.map(
                 lambda a, i=i: a[i], (transformer.blocks, context["layers"])
             )
             projection = transformer.project(block, modulation, None, x)
             q, k, v = projection.queries(), projection.keys(), projection.values()
-            raw = projection.raw_queries() / np.sqrt(q.shape[-1])
-            scores = np.where(mask, np.einsum("rnth,rnsh->rnts", q, k), -np.inf)
-            weights = np.asarray(jax.nn.softmax(scores, axis=-1))
-            layers.append((np.asarray(q), np.asarray(k), np.asarray(raw), weights))
-            attended = (jnp.asarray(weights) @ v).transpose(0, 2, 1, 3)
+            scores = jnp.where(mask, jnp.einsum("rnth,rnsh->rnts", q, k), -jnp.inf)
+            weights = jax.nn.softmax(scores, axis=-1)
+            layers.append((q, k, projection.raw_queries() / np.sqrt(q.shape[-1]), weights))
+            attended = (weights @ v).transpose(0, 2, 1, 3)
             x = transformer.post_attention(block, modulation, None, x, attended)
-    return layers, seen, schedule
+        return layers
+
+    with jax.default_matmul_precision("highest"):
+        layers = run(model.codec, transformer, jnp.asarray(tokens))
+    return jax.tree.map(np.asarray, layers), seen, schedule
 
 
 def scale_slice(schedule, s):
@@ -159,6 +164,11 @@ def test_masses_and_scores(evict):
             np.testing.assert_allclose(memory["query_variance"][layer][:, :, s], spread, atol=1e-5)
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def resize(grid, size):
+    return jax.image.resize(grid, size, "linear", antialias=False)
+
+
 @pytest.mark.parametrize("evict", [False, True])
 def test_key_similarity(evict):
     """The previous keys are those computed, evicted or not; resized like jax.image does."""
@@ -170,7 +180,7 @@ def test_key_similarity(evict):
             before = k[:, :, scale_slice(schedule, s - 1)]
             grid = before.reshape(*before.shape[:2], *schedule.maps[s - 1], -1)
             size = (*grid.shape[:2], *schedule.maps[s], grid.shape[-1])
-            resized = jax.image.resize(grid, size, "linear", antialias=False)
+            resized = resize(grid, size)
             now = k[:, :, scale_slice(schedule, s)]
             distance = np.linalg.norm(now - resized.reshape(now.shape), axis=-1)
             np.testing.assert_allclose(

@@ -52,30 +52,27 @@ def test_run_sweep_and_report(call, judged, tmp_path):
         assert close["class_agreement"] == (guessed == samples["arr_1"]).mean()
     assert close["lpips_network"]["name"] == "lpips vgg, version 0.1"
     assert close["classifier"]["name"].startswith("classifier of ")
-    assert call("run", *shared[:1], *shared[2:], f"--out={tmp_path / 'full'}")[0] == 0
-    with np.load(tmp_path / "full" / "samples.npz") as samples:
-        guessed, theirs = labels_found(_path(model), samples["arr_0"])
-        assert close["class_agreement_full"] == (guessed == samples["arr_1"]).mean()
-    cosine = (ours * theirs).sum(1) / np.linalg.norm(ours, axis=1) / np.linalg.norm(theirs, axis=1)
-    # float32 features in batches of two here, of four there
-    assert close["feature_distance"] == pytest.approx((1 - cosine).mean(), abs=1e-7)
-
     out = tmp_path / "sweep"
-    sweep = ("--policies=streaming", "--budgets=0.3", "--samples=3", f"--out={out}")
+    sweep = ("--policies=streaming", "--budgets=0.3", "--samples=4", f"--out={out}")
     status, text, err = call("sweep", *shared, *sweep)
     assert status == 0 and "| LPIPS | class agreement | feature distance |" in text, err
     report, samples, _ = sweep_files.read(out)
+    guessed, theirs = labels_found(_path(model), samples["full"])
+    assert close["class_agreement_full"] == (guessed == samples["labels"]).mean()
+    cosine = (ours * theirs).sum(1) / np.linalg.norm(ours, axis=1) / np.linalg.norm(theirs, axis=1)
+    # float32 features in batches of two here, of four there
+    assert close["feature_distance"] == pytest.approx((1 - cosine).mean(), abs=1e-7)
     cell = report["cells"][0]
     for name in ("lpips", "class_agreement", "feature_distance"):
         assert cell["fidelity"][name] == pytest.approx(close[name], abs=1e-7)
-        assert f"{name}_low" in cell["fidelity"] and len(cell["samples_fidelity"][name]) == 3
+        assert f"{name}_low" in cell["fidelity"] and len(cell["samples_fidelity"][name]) == 4
     assert report["reference"]["fidelity"] == {
         "class_agreement": pytest.approx(close["class_agreement_full"])
     }
     assert report["settings"]["classifier"]["sha256"] == close["classifier"]["sha256"]
     assert "no FID" in report["definitions"]["feature distance"]
     assert tables.header(report)[8:11] == ["LPIPS", "class agreement", "feature distance"]
-    tile = next(page._tiles(cell, samples, 3))
+    tile = next(page._tiles(cell, samples, 4))
     assert ", LPIPS 0." in tile["numbers"]
     status, _, err = call("report", f"--sweep={out}", f"--out={tmp_path / 'page.html'}")
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
@@ -84,7 +81,7 @@ def test_run_sweep_and_report(call, judged, tmp_path):
     damaged["cells"][0]["samples_fidelity"]["lpips"] = [0.1]
     (out / "sweep.json").write_text(json.dumps(damaged))
     status, _, err = call("report", f"--sweep={out}", f"--out={tmp_path / 'more.html'}")
-    assert status == 2 and "3 images of streaming, other counts" in err
+    assert status == 2 and "4 images of streaming, other counts" in err
 
 
 def _path(flag):

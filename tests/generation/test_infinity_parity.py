@@ -116,10 +116,15 @@ def test_teacher_forcing(name):
     arrays = models.infinity_fixture(f"infinity_{name}_forward")
     text = TextFeatures(kv=arrays["text_kv"], lens=arrays["text_lens"])
     batch = jax.tree.map(jnp.asarray, text.take(np.arange(len(text))))
-    visible = jnp.arange(batch["kv"].shape[1]) < batch["length"][:, None]
-    condition, _ = transformer.encode_text(batch["kv"], visible)
+
+    @jax.jit
+    def run(transformer, kv, length, codes):
+        visible = jnp.arange(kv.shape[1]) < length[:, None]
+        return transformer.encode_text(kv, visible)[0], transformer(kv, length, codes)
+
+    codes = jnp.asarray(arrays["x_wo_prefix"])
+    condition, logits = run(transformer, batch["kv"], batch["length"], codes)
     np.testing.assert_allclose(condition, arrays["cond_vec"], rtol=0, atol=1e-4)
-    logits = transformer(batch["kv"], batch["length"], jnp.asarray(arrays["x_wo_prefix"]))
     np.testing.assert_allclose(logits[:, ::4], arrays["logits_sub4"], rtol=0, atol=HEAD)
 
 
@@ -141,9 +146,10 @@ def test_modulation_is_shared():
     model = models.fixture_model("infinity_a")
     arrays = models.infinity_fixture("infinity_A_gen_square")
     condition = jax.tree.map(jnp.asarray, features(arrays).take(np.arange(1)))
-    context = model.transformer.encode_condition(condition, guided=True)
-    offset = model.transformer.blocks.modulation_offset[:, None]
-    shared = np.asarray(context["layers"]["modulation"] - offset)
+    encode = jax.jit(lambda transformer, given: transformer.encode_condition(given, guided=True))
+    context = encode(model.transformer, condition)
+    offset = np.asarray(model.transformer.blocks.modulation_offset[...])[:, None]
+    shared = np.asarray(context["layers"]["modulation"]) - offset
     for layer in shared:
         np.testing.assert_allclose(layer, arrays["ada_vec"][:, 0], rtol=0, atol=1e-4)
 
@@ -157,8 +163,10 @@ def test_rotation_angles():
         aspect = name.removeprefix("cos_sin_hd16_").replace("p", ".")
         model = models.fixture_model("infinity_a").with_template(aspect, "0.06M")
         tokens = jnp.arange(model.config.schedule.total_tokens)
-        found = model.transformer.rotation(tokens)
-        for array, expected in zip(found, tables[name], strict=True):
+        found = jax.jit(lambda transformer, tokens: transformer.rotation(tokens))(
+            model.transformer, tokens
+        )
+        for array, expected in zip(map(np.asarray, found), tables[name], strict=True):
             np.testing.assert_allclose(array[:, ::2], expected, rtol=0, atol=1e-5)
             np.testing.assert_array_equal(array[:, ::2], array[:, 1::2])
 
@@ -184,8 +192,10 @@ def test_sampler_vectors():
         if "probs_" in name:
             source = "wide_logits" if name.startswith("wide") else "bit_logits"
             top_k, top_p = name.split("_k")[1].split("_p")
-            kept = filter_logits(jnp.asarray(arrays[source]), int(top_k), float(top_p))
-            found = np.asarray(jnp.exp(kept) / jnp.exp(kept).sum(-1, keepdims=True))
+            kept = jax.jit(filter_logits, static_argnums=(1, 2))(
+                jnp.asarray(arrays[source]), int(top_k), float(top_p)
+            )
+            found = np.exp(kept) / np.exp(kept).sum(-1, keepdims=True)
             np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5, err_msg=name)
             checked += 1
     assert checked == 7

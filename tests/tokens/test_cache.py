@@ -255,7 +255,7 @@ def test_pools_are_updated_in_place(name, optimized):
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in ("headkv", "h2o") else pytest.param(n, marks=SLOW) for n in DECIDING]
+    "name", [n if n == "headkv" else pytest.param(n, marks=SLOW) for n in DECIDING]
 )
 def test_layers_that_decide_together_decide_as_alone(name, monkeypatch):
     plan = stand_in.plan_for(get_policy(name, 0.4), layers=3)
