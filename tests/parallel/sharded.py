@@ -54,10 +54,9 @@ def check_weights(generator: Generator) -> None:
     assert not [a.shape for a in alone if a.shape in whole]
 
 
-def main(cases) -> None:
+def main(cases, images: int) -> None:
     jax.config.update("jax_default_matmul_precision", "highest")
     assert len(jax.devices()) == 8
-    images = 8
     index = np.arange(images, dtype=np.int32)
     for name, policy, arguments, kv_dtype, meshes in cases:
         plan = varjax.plan(load(name), policy, **arguments)
@@ -93,4 +92,4 @@ def main(cases) -> None:
 
 
 if __name__ == "__main__":
-    main(MORE if "--slow" in sys.argv else CASES)
+    main(*(MORE, 8) if "--slow" in sys.argv else (CASES, 4))
