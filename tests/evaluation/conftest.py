@@ -5,9 +5,9 @@ from varjax.evaluation.extractors import open_inception
 
 
 @pytest.fixture(scope="session")
-def inception_folder(tmp_path_factory):
+def inception_folder():
     """The network of 1/8 width, converted."""
-    return recipe.convert("inception-fid", tmp_path_factory.mktemp("inception"))
+    return recipe.converted("inception-fid")
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,9 @@
 """Networks whose weights anyone can make again, as the fixtures describe them."""
 
+import contextlib
 import functools
 import json
+import tempfile
 import zlib
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from ported_weights.convert import convert_network
+from tests.models_under_test import MODELS
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "eval"
 
@@ -71,6 +74,18 @@ def lpips_backbone(net: str) -> dict[str, np.ndarray]:
 
 def quiet(line: str) -> None:
     pass
+
+
+@functools.cache
+def converted(model: str) -> Path:
+    """Folder of a converted network, made once for all processes of a test run."""
+    folder = MODELS / "networks" / model
+    if not folder.exists():
+        folder.parent.mkdir(exist_ok=True)
+        made = convert(model, Path(tempfile.mkdtemp(dir=MODELS)))
+        with contextlib.suppress(OSError):  # another process was faster
+            made.rename(folder)
+    return folder
 
 
 def convert(model: str, folder: Path) -> Path:

@@ -20,12 +20,11 @@ IMAGES = recipe.arrays("e2e")
 
 
 @pytest.fixture(scope="session")
-def networks(tmp_path_factory):
+def networks():
     """Folder of the converted networks: inception-fid of 1/8 width, lpips-alex."""
-    folder = tmp_path_factory.mktemp("networks")
-    for model in ("inception-fid", "lpips-alex"):
-        recipe.convert(model, folder)
-    return folder
+    inception, alex = map(recipe.converted, ("inception-fid", "lpips-alex"))
+    assert inception.parent == alex.parent
+    return alex.parent
 
 
 @pytest.fixture(scope="session")
@@ -251,10 +250,9 @@ def test_pairs_that_differ_by_more_than_the_cache(call, runs, tmp_path):
 @pytest.mark.slow
 def test_runs_report_lpips(call, networks, tmp_path):
     """`run --compare --lpips`: what `evaluate` finds of the same pictures."""
-    recipe.convert("lpips-vgg", tmp_path)
     run = (f"--checkpoint={models.checkpoint_folder('b_k6_sharedaln')}", "--labels=3,7", "--seed=1")
     policy = ("--policy=streaming", "--budget=0.3", "--compare")
-    vgg, alex = f"--lpips={tmp_path / 'lpips-vgg'}", f"--lpips={networks / 'lpips-alex'}"
+    vgg, alex = f"--lpips={recipe.converted('lpips-vgg')}", f"--lpips={networks / 'lpips-alex'}"
     for problem, *given in (("add --compare", vgg), ("needs at least 31", alex, "--compare")):
         status, _, err = call("run", *run, *given, f"--out={tmp_path / 'out'}")
         assert status == 2 and problem in err and not (tmp_path / "out").exists()

@@ -28,8 +28,7 @@ def judged(tmp_path_factory):
     config = ClassifierConfig(num_classes=classes, image_size=16, widths=(8, 16))
     parts = {"classifier": Classifier(config, rngs=nnx.Rngs(3))}
     checkpoint.save(folder / "model" / "classifier", family=None, parts=parts)
-    recipe.convert("lpips-vgg", folder)
-    return f"--checkpoint={folder / 'model'}", f"--lpips={folder / 'lpips-vgg'}"
+    return f"--checkpoint={folder / 'model'}", f"--lpips={recipe.converted('lpips-vgg')}"
 
 
 def labels_found(folder, pictures):

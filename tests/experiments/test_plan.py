@@ -165,8 +165,15 @@ def test_published_heatkv_schedule(call, tmp_path, name, budget):
         assert plan["live_tokens"].max() <= wanted["threshold_total_tokens"]
 
 
-@pytest.mark.parametrize("aspect", ["1", "1.5"])
-@pytest.mark.parametrize("verb", ["plan", "run"])
+@pytest.mark.parametrize(
+    ("verb", "aspect"),
+    [
+        ("plan", "1.5"),
+        ("run", "1"),
+        pytest.param("plan", "1", marks=pytest.mark.slow),
+        pytest.param("run", "1.5", marks=pytest.mark.slow),
+    ],
+)
 def test_order_lists_carry_no_schedule(call, verb, aspect):
     """Those published are for 1M, square; another shape of as many scales is taken with a remark,
     and so is their own, which the file does not name."""

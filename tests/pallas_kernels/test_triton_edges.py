@@ -62,7 +62,7 @@ def compare(args, length: int):
         {"tokens": 129, "length": 1, "table": "empty"},  # query tiles of nothing but padding
         pytest.param({"rows": 1, "per_row": True, "kv_dtype": "int8"}, marks=pytest.mark.slow),
         pytest.param({"kv_dtype": "bfloat16"}, marks=pytest.mark.slow),
-        {"normalised": True, "per_row": True},
+        pytest.param({"normalised": True, "per_row": True}, marks=pytest.mark.slow),
         {"normalised": True, "rotated": True, "kv_dtype": "int8"},
         # more own keys than one step holds: they are finished before the kernel
         {"normalised": True, "rotated": True, "tokens": 257, "length": 200},
