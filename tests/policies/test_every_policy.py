@@ -4,6 +4,7 @@ registered."""
 import dataclasses
 import functools
 import math
+import os
 from typing import Any
 
 import chex
@@ -50,8 +51,13 @@ def model_and_calibration(name: str):
         model = varjax.load(None, "float32")
         path = calibrations.beside(model.directory)
         return model, calibrations.load(path, model.geometry)
-    model, sampling = models.fixture_model(name), Sampling(cfg=1.5, greedy=True)
-    return model, measure.measure(model, models.condition(model, LABELS), sampling, batch_size=2)
+    model, path = models.fixture_model(name), models.MODELS / f"{name}-calibration.json"
+    if not path.exists():  # by one process for all
+        condition, sampling = models.condition(model, LABELS), Sampling(cfg=1.5, greedy=True)
+        made = path.with_suffix(f".{os.getpid()}")
+        calibrations.save(measure.measure(model, condition, sampling, batch_size=2), made)
+        made.replace(path)
+    return model, calibrations.load(path, model.geometry)
 
 
 @functools.cache
