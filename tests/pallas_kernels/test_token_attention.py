@@ -77,6 +77,35 @@ def test_positions_that_heads_or_rows_share(heads_share):
     assert mass is None
 
 
+@pytest.mark.parametrize(("rows", "slots"), [(3, 21), (2, 64), (4, 150)])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+def test_slots_behind_the_last_one_in_use_are_not_read(rows, slots, kind):
+    """As if all were: in one block and in several of which the last overlaps, where the first one
+    has nothing visible, with NaN behind."""
+    rng = np.random.default_rng(slots)
+    q, k, v = (
+        rng.normal(size=(rows, HEADS, *more, 64)).astype(np.float32) / 4
+        for more in ((), (slots,), (slots,))
+    )
+    call, bias = jax.jit(attend), rng.normal(size=rows).astype(np.float32)
+    numbers = kind if kind != "bfloat16" else jnp.bfloat16
+    pool, scale = encode(jnp.asarray(k), jnp.asarray(v), jnp.dtype(numbers))
+    more = {} if scale is None else {"pool_scale": jnp.moveaxis(scale, -1, 1)}
+    q = q.astype(jnp.bfloat16 if kind == "bfloat16" else np.float32)
+    for used in {1, slots // 2, min(slots, 65), slots - 1, slots}:
+        seen = (np.arange(slots) < used) & (rng.random((rows, 1, slots)) < 0.7)
+        seen |= np.arange(slots) == used - 1
+        position = np.where(seen, np.arange(slots), -1).astype(np.int32)
+        expected, _ = call(q, pool, position, first_bias=bias, **more)
+        poisoned = pool
+        if kind != "int8":
+            poisoned = jnp.where(seen[..., None], pool, jnp.nan)
+        out, mass = call(q, poisoned, position, used=np.int32(used), first_bias=bias, **more)
+        assert mass is None and out.dtype == q.dtype
+        limit = 1e-2 if kind == "bfloat16" else 2e-6
+        np.testing.assert_allclose(out.astype(np.float32), expected.astype(np.float32), atol=limit)
+
+
 def test_platforms_agree():
     """What CPUs do with the whole pool and what others do with its halves."""
     q, k, v, position = problem(64)
