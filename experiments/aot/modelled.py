@@ -214,7 +214,7 @@ class _Reader:
             start = 0.0 if self.on_tpu else START
             return replace(found, kind="pallas", source=path, seconds=start)
         if self.on_tpu and opcode not in _COLLECTIVES:
-            return self._on_tpu(found, i)
+            return self._on_tpu(found, i, within)
         if opcode in _COLLECTIVES:
             found = replace(found, kind="collective", bytes=2 * i.bytes)
         elif i.opcode == "fusion":
@@ -244,7 +244,7 @@ class _Reader:
     def _is_product(self, i: Instruction, within: Computation) -> bool:
         return bool(self._products(i) if i.opcode == "fusion" else self._product(i, within))
 
-    def _on_tpu(self, found: Kernel, i: Instruction) -> Kernel:
+    def _on_tpu(self, found: Kernel, i: Instruction, within: Computation) -> Kernel:
         said, clock = i.attribute(r'"?estimated_cycles"?:\s*"?(\d+)'), self.chip.clock or 0.0
         # products are convolutions here, whose windows may stand for a batch: their FLOPs are in
         # the traced program, not in this text
@@ -253,7 +253,10 @@ class _Reader:
         # copies that run beside other work have no cycles of their own
         moved = i.opcode.startswith(("copy", "slice", "async", "send", "recv"))
         moved |= '"ConcatBitcast"' in i.attributes  # slices that lie side by side already
-        if said is None and not moved and self._moves_much(i):
+        if said is None and i.opcode == "dynamic-update-slice":  # in place
+            written = within.get(i.operands[_CHANGES[i.opcode]])
+            cycles = 2 * (written or i).bytes / self.chip.bandwidth * clock
+        elif said is None and not moved and self._moves_much(i):
             kind, cycles = "unknown", 2 * i.bytes / self.chip.bandwidth * clock
         return replace(found, kind=kind, cycles=cycles, seconds=cycles / clock if clock else 0.0)
 

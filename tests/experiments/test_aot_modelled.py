@@ -149,6 +149,28 @@ def test_cycles_of_a_tpu():
     assert modelled(GPU).cycles is None
 
 
+WRITTEN = """\
+HloModule written
+
+ENTRY %main (p: bf16[64,96,128], q: bf16[64,8,128], r: s32[]) -> bf16[64,96,128] {
+  %p = bf16[64,96,128]{2,1,0} parameter(0)
+  %q = bf16[64,8,128]{2,1,0} parameter(1)
+  %r = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %once = bf16[64,96,128]{2,1,0} dynamic-update-slice(%p, %q, %zero, %r, %zero)
+  ROOT %other = bf16[64,96,128]{2,1,0} mystery(%once)
+}
+"""
+
+
+def test_what_a_tpu_changes_in_place_without_cycles_counts_what_is_written():
+    """Another operation without them is counted whole, and named."""
+    found = modelled(WRITTEN, V5E)
+    written, whole = (2 * 64 * n * 128 * 2 / V5E.bandwidth for n in (8, 96))
+    assert found.total("seconds", "other") == pytest.approx(written)
+    assert found.unknown == ["other"] and found.seconds == pytest.approx(written + whole)
+
+
 def test_not_a_program():
     with pytest.raises(ValueError, match="ENTRY"):
         Module.parse("nonsense")

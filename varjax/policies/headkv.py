@@ -312,13 +312,17 @@ class HeadKV(WindowedTokenPolicy, SinkPolicy):
         )[:, 0]
 
     def select_stage(self, obs: Observation):
+        """All tokens are compared twice only, with those of all of the cache by age and with those
+        of their part by score: that is what a decision costs."""
         score = obs.window_logits if self.score == "logit" else obs.scale_mass
-        newest = stage_blocks.newest(obs.position, obs.live, self.window)
-        history = obs.live & ~newest & (obs.position >= self.sinks)
-        surplus = obs.live.sum(-1) - obs.capacity
-        arguments = (obs.position, history, surplus)
+        age, total = stage_blocks.age_rank(obs.position, obs.live), obs.live.sum(-1)
+        newest = obs.live & (age >= total[..., None] - self.window)
+        first = obs.live & (obs.position < self.sinks)
+        history, surplus = obs.live & ~newest & ~first, total - obs.capacity
+        age = age - first.sum(-1, keepdims=True)  # in history, of which all sinks are older
+        arguments = (obs.position, history, age, surplus)
         gone = stage_blocks.stratum_lowest(score, *arguments, self.ratio)
         if obs.local is not None:  # local heads see no history: the oldest go first
-            oldest = stage_blocks.lowest(obs.position, *arguments)
+            oldest = history & (age < surplus[..., None])
             gone = jnp.where(obs.local[..., None], oldest, gone)
         return obs.live & ~gone

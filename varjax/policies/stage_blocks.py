@@ -27,13 +27,16 @@ def age_rank(position: Position, among: Mask) -> Position:
     return _count(among[..., None, :] & (position[..., None, :] < position[..., None]))
 
 
-def rank(score: Score, tie: Position, among: Mask) -> Position:
-    """How many of `among` have a lower score, or of equals a lower `tie` (their position)."""
+def rank(score: Score, tie: Position, among: Mask, part: Mask | None = None) -> Position:
+    """How many of `among` have a lower score, or of equals a lower `tie` (their position). part:
+    true in one of two parts, of which only the token's own counts."""
     if tie.shape[-1] > MOST_COMPARED:
-        return _rank_by_sorting(among, score, tie)
-    among, score, tie = _apart(among, score, tie)
+        return _rank_by_sorting(among, score, tie, part=part)
+    among, score, tie, part = _apart(among, score, tie, part)
     other, own = score[..., None, :], score[..., None]
     below = (other < own) | ((other == own) & (tie[..., None, :] < tie[..., None]))
+    if part is not None:
+        below &= part[..., None, :] == part[..., None]
     return _count(among[..., None, :] & below)
 
 
@@ -50,22 +53,22 @@ def newest(position: Position, among: Mask, count: Count | int) -> Mask:
 
 
 def stratum_lowest(
-    score: Score, position: Position, among: Mask, count: Count, near_share: float
+    score: Score, position: Position, among: Mask, age: Position, count: Count, near_share: float
 ) -> Mask:
     """`count` tokens of `among`: the lowest half of them from its far part, the other half from its
     near part.
 
-    The parts are by rank in the list, oldest first; the newer `near_share` is near (rounded up).
-    Near gives the larger half; what one part cannot give the other does.
+    The parts are by rank in the list, oldest first (`age`, that of `age_rank`); the newer
+    `near_share` is near (rounded up). Near gives the larger half; what one part cannot give the
+    other does.
     """
     total = among.sum(-1, dtype=jnp.int32)
     far_size = jnp.floor((1 - near_share) * total + 1e-3).astype(jnp.int32)
-    far = among & (age_rank(position, among) < far_size[..., None])
+    far = age < far_size[..., None]
     from_far = jnp.minimum(count // 2, far_size)
     from_near = jnp.minimum(count - from_far, total - far_size)
-    from_far = count - from_near
-    near = among & ~far
-    return lowest(score, position, far, from_far) | lowest(score, position, near, from_near)
+    most = jnp.where(far, (count - from_near)[..., None], from_near[..., None])
+    return among & (rank(score, position, among, far) < most)
 
 
 def tokens_needed(
@@ -135,7 +138,10 @@ def _inverse(place: Position) -> Position:
     return jnp.where(here, slots, 0).sum(-1, dtype=jnp.int32)
 
 
-def _rank_by_sorting(among: Mask, *keys: Num[Array, "R N K"]) -> Position:
+def _rank_by_sorting(among: Mask, *keys: Num[Array, "R N K"], part: Mask | None = None) -> Position:
     """As the comparisons, by two sorts; the first key counts most."""
+    if part is not None:  # where it is false first
+        before = (among & ~part).sum(-1, keepdims=True, dtype=jnp.int32)
+        return _rank_by_sorting(among, part, *keys) - jnp.where(part, before, 0)
     order = jnp.lexsort((*reversed(keys), ~among), axis=-1)
     return jnp.argsort(order, axis=-1).astype(jnp.int32)
