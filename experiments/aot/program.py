@@ -252,7 +252,7 @@ class Compilation:
         trace = partial(programs.trace_pixels, self.networks, self.code_map, formats=formats)
         options = self.workload.program
         trace = partial(trace, at_once=options.decode_batch, dtype=options.decode_dtype)
-        self.pixels = self._compiled(trace)
+        self.pixels = self._compiled(trace, options=programs.compiler_options(self.chip.platform))
         taken = show_bytes(self.pixels.resident)
         self.say(
             f"pixels in {self.pixels.compile_s:.0f} s, {taken} on the device without the cache"

@@ -87,7 +87,7 @@ def test_compiler_options_give_way_to_flags(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     whole, tokenwise = map(object.__new__, (ProgramSpec, TokenSpec))
     eigen, libraries = ("xla_cpu_experimental_ynn_fusion_type",), ("xla_gpu_enable_triton_gemm",)
-    cases = (whole, eigen, libraries), (tokenwise, (), libraries), (None, eigen, ())
+    cases = (whole, eigen, libraries), (tokenwise, (), libraries), (None, eigen, libraries)
     for spec, cpu, gpu in cases:
         assert tuple(program.compiler_options("cpu", spec)) == cpu
         assert tuple(program.compiler_options("gpu", spec)) == gpu

@@ -77,16 +77,16 @@ def compiler_options(
 ) -> dict[str, bool | str]:
     """How a program is compiled, where `XLA_FLAGS` do not say otherwise.
 
-    GPU, drawing codes: products by the libraries, which add biases and apply GELU on the way; XLA's
-    own products by Triton are sums of parts in most layers, which another kernel adds up and
-    finishes.
+    GPU: products by the libraries, which add biases and apply GELU on the way; XLA's own products by
+    Triton are sums of parts in most layers, which another kernel adds up and finishes. Decoding
+    several images of LlamaGen would not compile for an A100 with them: jax 0.10.2 finds no tiles.
     CPU: products, convolutions and sums by Eigen in place of YNNPACK, 10 to 30 % faster for whole
     scales and pictures (docs/benchmarks.md). With the few rows of a token YNNPACK is faster.
 
     Args:
       spec: of the program that draws codes; None: of the one that decodes pixels.
     """
-    if platform == "gpu" and spec is not None:
+    if platform == "gpu":
         name, value = "xla_gpu_enable_triton_gemm", False
     elif platform == "cpu" and not isinstance(spec, tokens.TokenSpec):
         name, value = "xla_cpu_experimental_ynn_fusion_type", ""
