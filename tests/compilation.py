@@ -41,9 +41,12 @@ class ContextOfPrograms:
 
 
 def share_contexts() -> None:
-    """Let jax lower programs that bring no context of their own in a shared one."""
+    """Let jax lower programs that bring no context of their own in a shared one. These are parts of
+    jax that may change: without them tests are slower, no more."""
     from jax._src.interpreters import mlir  # the flags above are set before jax is imported
 
+    if not (hasattr(mlir, "make_ir_context") and hasattr(mlir, "ModuleContext")):
+        return
     shared, init = ContextOfPrograms(mlir.make_ir_context), mlir.ModuleContext.__init__
 
     @functools.wraps(init)
