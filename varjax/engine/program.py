@@ -77,8 +77,8 @@ def compiler_options(
 ) -> dict[str, bool | str]:
     """How a program is compiled, where `XLA_FLAGS` do not say otherwise.
 
-    GPU: products by the libraries, which add biases and apply GELU on the way; XLA's own products by
-    Triton are sums of parts in most layers, which another kernel adds up and finishes. Decoding
+    GPU: products by the libraries, which add biases and apply GELU on the way; XLA's own products
+    by Triton are sums of parts in most layers, which another kernel adds up and finishes. Decoding
     several images of LlamaGen would not compile for an A100 with them: jax 0.10.2 finds no tiles.
     CPU: products, convolutions and sums by Eigen in place of YNNPACK, 10 to 30 % faster for whole
     scales and pictures (docs/benchmarks.md). With the few rows of a token YNNPACK is faster.
