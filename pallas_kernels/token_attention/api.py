@@ -47,7 +47,8 @@ def attend(
       reach: how many positions up to `newest` a head sees, at least 1; None: all. It comes with
         `newest`. protected: static, positions below it are seen whatever `reach` says.
       used: slots from this number on are empty in every row and head, at least 1; None: all may
-        hold something. A kernel may leave the others unread.
+        hold something. A kernel may leave the others unread. On CPUs there is then no gradient in
+        reverse, since a loop is as long as `used` says.
       first_bias: float32, added to the score of slot 0.
       pool_scale: for an int8 pool, what keys of its slots are multiplied by, then values.
       mass: float32 sums of attention weights per slot. Given, it is returned with this query's

@@ -10,8 +10,8 @@ other, a CPU reads those in use, a block that stays in its cache at a time.
 import jax
 import jax.numpy as jnp
 
-BLOCK = 64  # slots that a CPU reads at a time, about
-TOGETHER = 2  # rows that share a turn, if there are as many: one for each of two threads
+BLOCK = 64  # slots that a CPU reads at a time, at most
+TOGETHER = 2  # rows that share a turn, if they come in pairs; turns follow each other
 LOWEST = -1e30  # below all scores, but finite: of a block in which nothing is visible
 
 
@@ -19,7 +19,7 @@ def attend(q, pool, position, sight, first_bias, pool_scale, mass, mass_weight):
     """See `api.attend`."""
     visible = jnp.broadcast_to(sight.sees(position), pool.shape[:3])
     arguments = (q, pool, visible, first_bias, pool_scale)
-    if sight.used is None or mass is not None:
+    if sight.used is None or mass is not None or pool.shape[2] <= BLOCK:
         return _of_all_slots(*arguments, mass, mass_weight)
 
     def of_all(_, *arguments):

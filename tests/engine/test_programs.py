@@ -94,3 +94,5 @@ def test_compiler_options_give_way_to_flags(monkeypatch):
         assert program.compiler_options("tpu", spec) == {}
     monkeypatch.setenv("XLA_FLAGS", f"--{eigen[0]}=LIBRARY_FUSION_TYPE_DOT")
     assert program.compiler_options("cpu", whole) == {}
+    monkeypatch.setenv("XLA_FLAGS", f"--{libraries[0]}=true")
+    assert program.compiler_options("gpu", whole) == program.compiler_options("gpu") == {}

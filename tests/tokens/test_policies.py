@@ -1,6 +1,7 @@
 """Every policy on models that draw token by token, against its oracle (`oracles.py`) and against
 what all of them have to keep."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from tests.tokens import oracles, stand_in
 from varjax import policies
 from varjax.errors import UserError
-from varjax.policies import get_policy
+from varjax.policies import get_policy, stage_blocks
 
 ROWS = 2
 CLOSE = 2e-5  # float32 against float64
@@ -125,6 +126,23 @@ def test_headkv(score, ratio, group_after, budget, sinks):
     full = (n for n in stages if 3 * (n + 1) + 3 > group_after or 3 * (n + 1) > size["slots"] - 3)
     _, kinds = check(policy, group=(next(full), 0.6, 6), seed=2, **size, decide=rule)
     assert kinds == {True, False}, "all heads are alike: the test says little"
+
+
+@pytest.mark.parametrize("most", [1024, 4])
+def test_ranks_in_parts(most, monkeypatch):
+    """By comparing and by sorting, with equal scores, against a loop."""
+    monkeypatch.setattr(stage_blocks, "MOST_COMPARED", most)
+    rng, shape = np.random.default_rng(0), (2, 3, 9)
+    score = rng.integers(0, 3, shape).astype(np.float32)
+    score[0, 0, :4] = -np.inf
+    tie = rng.permuted(np.broadcast_to(np.arange(9, dtype=np.int32), shape), axis=-1)
+    among, part = rng.random(shape) < 0.7, rng.random(shape) < 0.5
+    found = jax.jit(lambda *a: stage_blocks.rank(*a))(score, tie, among, part)
+    for r, n, i in zip(*np.nonzero(among), strict=True):
+        lower = (score[r, n] < score[r, n, i]) | (
+            (score[r, n] == score[r, n, i]) & (tie[r, n] < tie[r, n, i])
+        )
+        assert found[r, n, i] == (among & (part == part[r, n, i]))[r, n][lower].sum()
 
 
 def test_headkv_grouping_as_in_the_paper():

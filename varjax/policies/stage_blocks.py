@@ -142,6 +142,7 @@ def _rank_by_sorting(among: Mask, *keys: Num[Array, "R N K"], part: Mask | None 
     """As the comparisons, by two sorts; the first key counts most."""
     if part is not None:  # where it is false first
         before = (among & ~part).sum(-1, keepdims=True, dtype=jnp.int32)
-        return _rank_by_sorting(among, part, *keys) - jnp.where(part, before, 0)
+        in_order = _rank_by_sorting(among, part.astype(jnp.int32), *keys)
+        return in_order - jnp.where(part, before, 0)
     order = jnp.lexsort((*reversed(keys), ~among), axis=-1)
     return jnp.argsort(order, axis=-1).astype(jnp.int32)
