@@ -39,7 +39,7 @@ import jaxtyping  # noqa: E402
 from tests import annotations  # noqa: E402
 
 compilation.share_contexts()
-jaxtyping.install_import_hook(annotations.annotated_modules(), "tests.annotations.check")
+annotations.install()
 ROOT = Path(__file__).resolve().parents[1]
 TRAINING = ROOT / "tests" / "training"
 
