@@ -15,38 +15,38 @@ decorator = jaxtyping.jaxtyped(typechecker=annotations.check)
 
 
 @decorator
-def scaled(x: Float[Array, "N D"], by: Float[Array, "D"] | None = None, *, shape=None):
+def scaled(x: Float[Array, "N D"], by: Float[Array, " D"] | None = None, *, shape=None):
     return x if by is None else x * by
 
 
 @decorator
-def summed(x: Float[Array, "N D"], answer: str = "") -> Float[Array, "N"]:
+def summed(x: Float[Array, "N D"], answer: str = "") -> Float[Array, " N"]:
     wrong = {"shape": jnp.zeros(7), "kind": jnp.zeros(len(x), jnp.int32), "none": None}
     return wrong[answer] if answer else x.sum(1)
 
 
 @decorator
 def both(
-    x: Float[Array, "N"], pair: tuple[Int[Array, "N"], int]
-) -> tuple[Array, Float[Array, "N"]]:
+    x: Float[Array, " N"], pair: tuple[Int[Array, " N"], int]
+) -> tuple[Array, Float[Array, " N"]]:
     return pair[0], x[: pair[1]]
 
 
 @decorator
-def tiled(x: Float[Array, "N"], times: int) -> Float[Array, "{times}*N"]:
+def tiled(x: Float[Array, " N"], times: int) -> Float[Array, " {times}*N"]:
     return jnp.tile(x, min(times, 3))
 
 
 @decorator
-def stacked(parts: list[Float[Array, "N"]]) -> Float[Array, "L N"]:
+def stacked(parts: list[Float[Array, " N"]]) -> Float[Array, "L N"]:
     return jnp.stack(parts)
 
 
 @decorator
 @dataclasses.dataclass
 class Line:
-    start: Float[Array, "D"]
-    end: Float[Array, "D"] | None = None
+    start: Float[Array, " D"]
+    end: Float[Array, " D"] | None = None
     name: str = ""
 
 
