@@ -9,6 +9,7 @@ import atexit
 import gc
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -24,7 +25,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(
         os.environ["VARJAX_TEST_FOLDER"], "programs"
     )
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"  # writing takes time, too
 if os.environ["JAX_PLATFORMS"] == "cpu":  # nearly all of the time is compilation
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
     os.environ.setdefault("XLA_FLAGS", " ".join(compilation.quick_flags()))
@@ -47,6 +48,7 @@ jax.config.update("jax_default_matmul_precision", "highest")  # parity with CPU 
 # Tracing makes and drops millions of objects: looking for cycles as often as Python does by default
 # would be a seventh of all time.
 gc.set_threshold(100_000, 50, 100)
+LARGE = 2 << 30  # bytes of a worker process
 
 
 def pytest_addoption(parser):
@@ -93,12 +95,22 @@ def optimized():
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_are_forgotten():
-    """Compiled programs do not pile up in a worker; another module reads them from the disk. What
-    is left is kept between modules, and need not be searched after each of them."""
+    """Compiled programs do not pile up in a worker: when it has become large, all go. Until then
+    small ones serve other modules as well."""
     yield
-    jax.clear_caches()
-    gc.collect()
-    gc.freeze()
+    if _resident_bytes() > LARGE:
+        jax.clear_caches()
+        gc.collect()
+        gc.freeze()
+
+
+def _resident_bytes() -> int:
+    """Memory that this process holds; where that is not known, more than any."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return sys.maxsize
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture
