@@ -4,6 +4,7 @@ Used by the tests (cut down by `reduced`), by ahead-of-time compilation (`abstra
 benchmark (`arguments`).
 """
 
+import functools
 import math
 from dataclasses import dataclass, replace
 
@@ -73,7 +74,7 @@ class ArgSpec:
         ids = np.zeros(self.table_shape, np.int32)
         source = np.zeros((*ids.shape, self.block_size), np.int32)
         tables = BlockTable(ids, ids, ids), BlockWrites(ids, source)
-        found = jax.eval_shape(lambda: self._arrays(jnp.zeros, *_with_layers(self, *tables)))
+        found = jax.eval_shape(lambda: self._arrays(jnp, jnp.zeros, *_with_layers(self, *tables)))
         return jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), found
         )
@@ -83,42 +84,47 @@ class ArgSpec:
         scales do)."""
         rng = np.random.default_rng(seed)
         tables = _with_layers(self, *_random_tables(self, rng))
-        found = self._arrays(rng.standard_normal, *tables)
+        found = self._arrays(np, rng.standard_normal, *tables)
         return found.poisoned(self) if poison else found
 
-    def _arrays(self, normal, table: BlockTable, writes: BlockWrites) -> "Arguments":
-        projection = self._projection(normal)
+    def _arrays(self, xp, normal, table: BlockTable, writes: BlockWrites) -> "Arguments":
+        """xp: NumPy, or jax.numpy where only shapes are asked for: numbers are prepared in host
+        memory, without a program for each step."""
+        projection = self._projection(xp, normal)
         pool = normal((self.rows, self.pool_blocks, self.block_size, 2 * self.head_dim))
-        pool, scale = jnp.asarray(pool, jnp.float32), None
+        pool, scale = xp.asarray(pool, jnp.float32), None
         if self.pool_dtype == jnp.int8:
-            values, scales = quantize(pool.reshape(*pool.shape[:-1], 2, self.head_dim))
-            pool = values.reshape(pool.shape)
-            scale = jnp.swapaxes(scales, -1, -2).reshape(*pool.shape[:2], -1)
-        else:
-            pool = pool.astype(self.pool_dtype)
+            pool, scale = _as_int8(pool)
+        pool = jnp.asarray(pool.astype(self.pool_dtype))
         length = jnp.asarray(self.length, jnp.int32)
         return Arguments(projection, length, pool, scale, table, writes)
 
-    def _projection(self, normal) -> Projection:
+    def _projection(self, xp, normal) -> Projection:
         """Scores are a few units."""
-        qkv = jnp.asarray(
-            normal((self.rows, self.tokens, 3, self.heads, self.head_dim)), self.dtype
-        )
-        biases = [jnp.asarray(normal(qkv.shape[3:]), self.dtype) for _ in range(2)]
+        dtype = jnp.dtype(self.dtype)
+        qkv = jnp.asarray(normal((self.rows, self.tokens, 3, self.heads, self.head_dim)), dtype)
+        biases = [xp.asarray(normal(qkv.shape[3:]), dtype) for _ in range(2)]
         rotation = multiplier = None
         if self.rotated:
-            angle = jnp.repeat(jnp.asarray(normal((self.tokens, self.head_dim // 2))), 2, axis=-1)
-            rotation = tuple(f(angle).astype(jnp.float32) for f in (jnp.cos, jnp.sin))
+            angle = xp.asarray(normal((self.tokens, self.head_dim // 2)), jnp.float32)
+            rotation = tuple(f(xp.repeat(angle, 2, axis=-1)) for f in (jnp.cos, jnp.sin))
         if self.normalised:
-            multiplier = 1.5 + jnp.abs(jnp.asarray(normal((self.heads,)), jnp.float32)) / 2
+            multiplier = 1.5 + xp.abs(xp.asarray(normal((self.heads,)), jnp.float32)) / 2
         scale = 1.0 if self.normalised else 2 / math.sqrt(self.head_dim)
-        layer = None
+        layer, vectors = None, (biases, multiplier)
         if not self.per_row:  # vectors of two layers; those of the first are never read
-            layer, vectors = jnp.int32(1), (biases, multiplier)
-            biases, multiplier = jax.tree.map(
-                lambda a: jnp.stack([jnp.full_like(a, jnp.nan), a]), vectors
-            )
+            layer = jnp.int32(1)
+            vectors = jax.tree.map(lambda a: xp.stack([xp.full_like(a, jnp.nan), a]), vectors)
+        biases, multiplier = jax.tree.map(jnp.asarray, vectors)
         return Projection(qkv, *biases, rotation, multiplier, scale, layer)
+
+
+@jax.jit
+def _as_int8(pool):
+    """A pool and its scales."""
+    *shape, width = pool.shape
+    values, scales = quantize(pool.reshape(*shape, 2, width // 2))
+    return values.reshape(pool.shape), jnp.swapaxes(scales, -1, -2).reshape(*shape[:2], -1)
 
 
 @jax.tree_util.register_dataclass
@@ -150,34 +156,48 @@ class Arguments:
 
     def padded_with(self, anything: float) -> "Arguments":
         """The same with `anything` in place of tokens behind the last real one."""
-        projection, tokens = self.projection, self.projection.shape[2]
-        real = (jnp.arange(tokens) < self.length)[:, None, None, None]
-        qkv = jnp.where(real, projection.qkv, anything).astype(projection.dtype)
-        return replace(self, projection=replace(projection, qkv=qkv))
+        qkv = _padded(self.projection.qkv, self.length, anything)
+        return replace(self, projection=replace(self.projection, qkv=qkv))
 
     def poisoned(self, spec: ArgSpec) -> "Arguments":
         """The same with NaN wherever no head may read."""
         rows, blocks, size, _ = self.kv_pool.shape
         # a slot that any head of the row may read is spared, whichever head it is
-        shape = (rows, *self.table.sliced().ids.shape[-2:])
-        slots = np.broadcast_to(self.table.slots(size), (*shape[:2], shape[2] * size))
-        mask = np.broadcast_to(self.table.slot_mask(size), slots.shape)
+        slots, mask = map(np.asarray, _slots(self.table, size))
+        shape = (rows, *slots.shape[-2:])
+        slots, mask = np.broadcast_to(slots, shape), np.broadcast_to(mask, shape)
         owned = np.zeros((rows, blocks * size), bool)
         for row in range(rows):
             owned[row, slots[row][mask[row]]] = True
-        owned = jnp.asarray(owned.reshape(rows, blocks, size))
+        owned = owned.reshape(rows, blocks, size)
         if self.kv_scale is None:
-            return replace(self, kv_pool=jnp.where(owned[..., None], self.kv_pool, jnp.nan))
-        both = jnp.concatenate([owned, owned], axis=-1)
-        return replace(self, kv_scale=jnp.where(both, self.kv_scale, jnp.nan))
+            return replace(self, kv_pool=_nan_unless(owned[..., None], self.kv_pool))
+        both = np.concatenate([owned, owned], axis=-1)
+        return replace(self, kv_scale=_nan_unless(both, self.kv_scale))
+
+
+@jax.jit
+def _padded(qkv, length, anything):
+    real = (jnp.arange(qkv.shape[1]) < length)[:, None, None, None]
+    return jnp.where(real, qkv, anything).astype(qkv.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _slots(table: BlockTable, size: int):
+    return table.slots(size), table.slot_mask(size)
+
+
+@jax.jit
+def _nan_unless(condition, array):
+    return jnp.where(condition, array, jnp.nan)
 
 
 def _with_layers(spec: ArgSpec, table: BlockTable, writes: BlockWrites):
     """Tables of two layers; those of the first are never read."""
     if spec.per_row:
-        return table, writes
+        return jax.tree.map(jnp.asarray, (table, writes))
     both = (
-        jax.tree.map(lambda a: jnp.stack([jnp.full_like(a, -(10**6)), a]), t)
+        jax.tree.map(lambda a: jnp.asarray(np.stack([np.full_like(a, -(10**6)), a])), t)
         for t in (table, writes)
     )
     return tuple(t.of_layer(jnp.int32(1)) for t in both)
@@ -204,7 +224,7 @@ def _random_tables(spec: ArgSpec, rng: np.random.Generator) -> tuple[BlockTable,
     offset = np.arange(size)
     mine = (offset >= start[..., None]) & (offset < stop[..., None]) | (not shared)
     writes = block_writes(_write_slots(spec, rng, ids, mine), size, spec.entries)
-    return jax.tree.map(jnp.asarray, (BlockTable(read, start, stop), writes))
+    return BlockTable(read, start, stop), writes
 
 
 def _ranges(spec: ArgSpec, rng, shape) -> tuple[np.ndarray, np.ndarray]:

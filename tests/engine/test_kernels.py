@@ -95,6 +95,11 @@ def wide_model() -> Model:
     return Model("wide", parts, {"family": "var"})
 
 
+@functools.cache
+def wide_reference(case: str) -> dict:
+    return wide_logits(case, "reference")
+
+
 def wide_logits(case: str, attention: str, given=None) -> dict:
     """Greedy tokens and logits of `wide_model`. given: tokens to go on with instead: where two
     logits are nearly equal, bfloat16 may choose either, and what follows is another picture."""
@@ -108,7 +113,7 @@ def wide_logits(case: str, attention: str, given=None) -> dict:
 
 
 def check_wide(case: str, attention: str) -> None:
-    expected = wide_logits(case, "reference")
+    expected = wide_reference(case)
     tokens = expected["tokens"].astype(np.int32)
     found = wide_logits(case, attention, tokens)
     np.testing.assert_allclose(found["logits"], expected["logits"], atol=0.03)
@@ -120,7 +125,7 @@ def check_wide(case: str, attention: str) -> None:
 
 def test_attention_decides_what_the_wide_model_draws():
     """Otherwise the tests below could not fail."""
-    full = wide_logits("full", "reference")
+    full = wide_reference("full")
     other = wide_logits("streaming", "reference", full["tokens"].astype(np.int32))
     assert np.abs(full["logits"] - other["logits"]).max() > 0.15
 

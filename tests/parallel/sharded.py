@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 import varjax
+from tests import compilation
 from tests import models_under_test as models
 from varjax import Generator
 from varjax.parallel.split import MeshSpec
@@ -56,6 +57,8 @@ def check_weights(generator: Generator) -> None:
 
 def main(cases, images: int) -> None:
     jax.config.update("jax_default_matmul_precision", "highest")
+    compilation.share_contexts()
+    gc.set_threshold(100_000, 50, 100)  # as tests/conftest.py
     assert len(jax.devices()) == 8
     index = np.arange(images, dtype=np.int32)
     for name, policy, arguments, kv_dtype, meshes in cases:
