@@ -1,6 +1,7 @@
 """Arguments of token attention in the shapes of published models: for tests, ahead-of-time
 compilation and the benchmark."""
 
+import functools
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -57,28 +58,27 @@ class TokenArguments:
         heads, lines = (spec.rows, spec.heads), (spec.rows, 1 if shared else spec.heads)
 
         def normal(*shape):
-            return jnp.asarray(rng.standard_normal(shape, np.float32))
+            return rng.standard_normal(shape, np.float32)
 
         position = rng.permuted(np.broadcast_to(np.arange(slots), (*lines, slots)), axis=-1)
         position = np.where(rng.random(position.shape) < 0.2, -1, position)
         position[..., used or slots :] = -1
         position[..., 0] = 0  # every head sees a slot, whatever is hidden
         k, v = (normal(*heads, slots, spec.head_dim) for _ in range(2))
-        pool, scale = encode(k, v, spec.pool_dtype)
-        scale = None if scale is None else jnp.moveaxis(scale, -1, 1)
+        pool, scale = _pool(k, v, spec.pool_dtype)
         # as many positions are hidden for being new as for being old
         newest = slots - 1 - slots // 8
         reach = jnp.asarray(rng.integers(1, newest + 2, heads), jnp.int32)
         found = cls(
-            q=(2 * spec.head_dim**-0.5 * normal(*heads, spec.head_dim)).astype(spec.dtype),
+            q=jnp.asarray(2 * spec.head_dim**-0.5 * normal(*heads, spec.head_dim), spec.dtype),
             pool=pool,
             position=jnp.asarray(position, jnp.int32),
             scale=scale,
             newest=jnp.int32(newest) if sums else None,
             reach=reach if sums else None,
             used=None if used is None else jnp.int32(used),
-            bias=normal(spec.rows) if sums else None,
-            mass=jnp.abs(normal(*heads, slots)) if sums else None,
+            bias=jnp.asarray(normal(spec.rows)) if sums else None,
+            mass=jnp.asarray(np.abs(normal(*heads, slots))) if sums else None,
         )
         return found._poisoned() if poison else found
 
@@ -122,7 +122,18 @@ class TokenArguments:
         )
 
     def _poisoned(self) -> "TokenArguments":
-        empty = jnp.broadcast_to(self.position < 0, self.pool.shape[:3])
         if self.scale is not None:
-            return replace(self, scale=jnp.where(empty[:, None], jnp.nan, self.scale))
-        return replace(self, pool=jnp.where(empty[..., None], jnp.nan, self.pool))
+            return replace(self, scale=_nan_where_empty(self.position[:, None], self.scale))
+        return replace(self, pool=_nan_where_empty(self.position[..., None], self.pool))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _pool(k, v, dtype):
+    """Both in one array, and their scales where it is int8."""
+    pool, scale = encode(k, v, dtype)
+    return pool, None if scale is None else jnp.moveaxis(scale, -1, 1)
+
+
+@jax.jit
+def _nan_where_empty(position, array):
+    return jnp.where(position < 0, jnp.nan, array)

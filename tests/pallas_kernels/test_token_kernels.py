@@ -50,7 +50,7 @@ simulates_gpus = pytest.mark.skipif(
 
 def check(spec, options, attend) -> None:
     args = TokenArguments.of(spec, **options)
-    expected, sums = args.in_float32().given_to(reference.attend)
+    expected, sums = jax.jit(lambda a: a.in_float32().given_to(reference.attend))(args)
     out, mass = jax.block_until_ready(jax.jit(lambda a: a.given_to(attend))(args))
     assert out.dtype == args.q.dtype
     assert error(out, expected) < TOLERANCE[spec.dtype]
