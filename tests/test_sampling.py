@@ -10,7 +10,10 @@ import pytest
 
 from tests.models_under_test import fixture, llamagen_fixture
 from varjax.errors import UserError
-from varjax.sampling import Sampling, Scores, filter_logits, guided, gumbel, image_keys, sample
+from varjax.sampling import Sampling, Scores, guided, gumbel, image_keys, sample
+from varjax.sampling import filter_logits as _filter_logits
+
+filter_logits = jax.jit(_filter_logits, static_argnums=(1, 2))
 
 
 def test_filters_keep_what_the_original_keeps():

@@ -11,7 +11,11 @@ import pytest
 from pallas_kernels.cache_write import block_writes
 from pallas_kernels.cache_write.reference import order_after
 from pallas_kernels.projection import Projection
-from varjax.cache.state import Entries, KVState, arrange, store, store_entries
+from varjax.cache import state as module
+from varjax.cache.state import Entries, KVState, arrange
+
+store, store_entries = jax.jit(module.store), jax.jit(module.store_entries)
+read_entries, encode = jax.jit(Entries.read), jax.jit(Entries.encode, static_argnums=2)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -57,16 +61,16 @@ def test_int8_entries():
     kv = np.random.default_rng(0).standard_normal((2, 1, 3, 6)).astype(np.float32)
     kv[0, 0, 0, :3] = 0
     slots = jnp.array([[[5, 12, 0]], [[11, 2, 99]]])
-    entries = Entries.encode(jnp.asarray(kv[..., :3]), jnp.asarray(kv[..., 3:]), jnp.int8)
+    entries = encode(jnp.asarray(kv[..., :3]), jnp.asarray(kv[..., 3:]), jnp.int8)
     state = store_entries(state, slots, entries)
-    read = Entries.read(state, jnp.array([[[5, 0]], [[11, 2]]]))
+    read = read_entries(state, jnp.array([[[5, 0]], [[11, 2]]]))
     found = read.values.reshape(2, 1, 2, 2, 3) * read.scales[..., None]
     wanted = np.stack([kv[0][:, [0, 2]], kv[1][:, :2]]).reshape(2, 1, 2, 2, 3)
     step = np.abs(wanted).max(-1, keepdims=True) / 127
     assert (np.abs(found - wanted) <= 0.5001 * step).all()
     assert (np.asarray(state.kv_pool) != 0).any(-1).sum() == 4
     moved = store_entries(state, jnp.array([[[7, 8]], [[7, 8]]]), read)
-    again = Entries.read(moved, jnp.array([[[7, 8]], [[7, 8]]]))
+    again = read_entries(moved, jnp.array([[[7, 8]], [[7, 8]]]))
     np.testing.assert_array_equal(again.values, read.values)
     np.testing.assert_array_equal(again.scales, read.scales)
 
@@ -77,7 +81,7 @@ def test_both_ways_of_storing_encode_alike():
     k, v = (jax.random.normal(jax.random.key(i), (2, 1, 5, 4)) for i in range(2))
     slots = np.array([[[5, 0, 7, 2, 11]], [[1, 2, 3, 8, 4]]])
     writes = jax.tree.map(jnp.asarray, block_writes(slots, 4))
-    entries = store_entries(state, jnp.asarray(slots), Entries.encode(k, v, jnp.int8))
+    entries = store_entries(state, jnp.asarray(slots), encode(k, v, jnp.int8))
     chex.assert_trees_all_equal(store(state, Projection.of(k, k, v), writes), entries)
 
 

@@ -1,5 +1,6 @@
 """The classifier: its configuration, what it computes, and the one that comes with the demo."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -24,10 +25,12 @@ def test_features_and_logits():
     """Features are not negative; a shift of all values of a group changes nothing."""
     network = Classifier(TINY, rngs=nnx.Rngs(0))
     images = jnp.asarray(np.random.default_rng(0).uniform(size=(2, 16, 16, 3)), jnp.float32)
-    features = network.features(images)
+    run = jax.jit(lambda network, images: network.features(images))
+    features = run(network, images)
     assert features.shape == (2, 16) and (features >= 0).all()
-    np.testing.assert_allclose(network(images), network.logits(features), rtol=1e-6)
-    alone = network.features(images[:1])
+    logits = jax.jit(lambda network, images: network(images))(network, images)
+    np.testing.assert_allclose(logits, network.logits(features), rtol=1e-6)
+    alone = run(network, images[:1])
     np.testing.assert_allclose(alone, features[:1], rtol=1e-5, atol=1e-6)
 
 

@@ -1,6 +1,7 @@
 """The kernels that choose tokens, step by step with JAX operations, against the reference: the same
 tokens, the same logits kept, whatever lies beside a row."""
 
+import functools
 from functools import partial
 
 import jax
@@ -31,6 +32,7 @@ def numbers(shape, *, guided: bool = True, seed: int = 0):
     return jnp.float32(logits), jnp.float32(random.gumbel(size=shape)), options
 
 
+@functools.cache
 def runs(kernel: str):
     """`sample` as one program for all numbers of the same shapes."""
     run = partial(sample, implementation=kernel)
