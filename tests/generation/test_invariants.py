@@ -16,6 +16,7 @@ from varjax.generator import Generator
 from varjax.sampling import Sampling
 
 NAME = models.FAMILIES["var"]
+SMALL = "c_k5_nol2norm"  # the quickest fixture
 OTHERS = [model for model in models.FAMILIES.values() if model != NAME]
 SLOW = pytest.mark.slow
 LABELS = np.array([3, 7, 1, 9, 0, 2, 5, 8], np.int32)
@@ -27,7 +28,7 @@ POLICIES = {
 }
 
 
-def sampled(policy, *, batch_size, segments=1, count=3, name=NAME, **options):
+def sampled(policy, *, batch_size, segments=1, count=3, name=SMALL, **options):
     """Tokens and images of the first `count` images, drawn with filters."""
     sampling, model = Sampling(cfg=2.0, top_k=40, top_p=0.9, **options), models.fixture_model(name)
     generator = Generator(
@@ -43,10 +44,9 @@ def sampled(policy, *, batch_size, segments=1, count=3, name=NAME, **options):
 
 
 EVERY = [  # by default with the policy that has the most state
-    (NAME, "headkv"),
-    pytest.param(NAME, "full", marks=SLOW),
+    (SMALL, "headkv"),
     pytest.param(NAME, "streaming", marks=SLOW),
-    *(pytest.param(m, p, marks=SLOW) for m in OTHERS for p in ("full", "headkv")),
+    *(pytest.param(m, p, marks=SLOW) for m in (NAME, *OTHERS) for p in ("full", "headkv")),
 ]
 
 
@@ -64,7 +64,7 @@ def test_segments_and_batches_do_not_change_images(name, policy):
 @pytest.mark.slow
 def test_single_images_and_as_many_segments_as_scales():
     expected, _ = sampled(POLICIES["headkv"], batch_size=8, count=8)
-    tokens, _ = sampled(POLICIES["headkv"], batch_size=1, segments=6, count=8)
+    tokens, _ = sampled(POLICIES["headkv"], batch_size=1, segments=5, count=8)
     np.testing.assert_array_equal(tokens, expected)
 
 
