@@ -40,6 +40,7 @@ import jaxtyping  # noqa: E402
 from tests import annotations  # noqa: E402
 
 compilation.share_contexts()
+compilation.copy_host_arrays()
 annotations.install()
 ROOT = Path(__file__).resolve().parents[1]
 TRAINING = ROOT / "tests" / "training"
