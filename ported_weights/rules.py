@@ -5,6 +5,7 @@ each target parameter, and each slot and section of it, is filled exactly once. 
 wrong is collected and reported in one error, first by names and shapes alone, then by values.
 """
 
+import functools
 import itertools
 import math
 import re
@@ -281,14 +282,18 @@ def _check_coverage(placement: Placement, rules: Sequence, targets: Mapping) -> 
                 placement.problems.append(f"missing: {_source_name(rule, target, slot)}")
 
 
+@functools.cache
+def _backwards(target: str) -> re.Pattern:
+    return re.compile(re.sub(r"\\(\d)", r"(?P<g\1>[^/]+)", target))
+
+
 def _source_name(rule: Rule, target: str, slot: int | None = None) -> str | None:
     r"""The published name that a rule would put into a slot of `target`; None if it never does.
 
     The rule's target is matched backwards, `\N` standing for one path entry, and the groups found
     are put into its pattern; if the pattern does not match that name, the rule is not for `target`.
     """
-    backwards = re.sub(r"\\(\d)", r"(?P<g\1>[^/]+)", rule.target)
-    match = re.fullmatch(backwards, target)
+    match = _backwards(rule.target).fullmatch(target)
     if not match:
         return None
     groups = {int(k[1:]): v for k, v in match.groupdict().items()} | rule.groups(slot or 0)

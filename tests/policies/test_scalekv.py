@@ -67,12 +67,12 @@ def test_the_authors_code_keeps_the_same_tokens(name):
         capacity = held[min(s + 1, len(held) - 1)]
         obs = Observation(
             scale=jnp.int32(s),
-            live=jnp.ones((1, *position.shape), bool),
-            position=jnp.asarray(position)[None],
-            capacity=jnp.full((1, heads), capacity),
-            regions=jnp.arange(heads)[None],
-            window=jnp.asarray(np.isin(position, first + chosen))[None],
-            window_logits=jnp.asarray(logits, jnp.float32)[None],
+            live=jnp.asarray(np.ones((1, *position.shape), bool)),
+            position=jnp.asarray(position[None]),
+            capacity=jnp.asarray(np.full((1, heads), capacity)),
+            regions=jnp.asarray(np.arange(heads)[None]),
+            window=jnp.asarray(np.isin(position, first + chosen)[None]),
+            window_logits=jnp.asarray(logits[None], jnp.float32),
         )
         keep = np.asarray(select(obs))[0]
         kept = np.stack([np.flatnonzero(row) for row in keep])

@@ -4,6 +4,7 @@ import errno
 from pathlib import Path
 
 import numpy as np
+import orbax.checkpoint
 import pytest
 
 from tests.properties.limits import run_limited
@@ -66,7 +67,7 @@ def test_errors_of_writing(tmp_path, monkeypatch, kind):
             (folder.parent / f"{folder.name}.orbax-checkpoint-tmp-1").mkdir()
             raise kind(said)
 
-        monkeypatch.setattr(arrays.ocp.PyTreeCheckpointer, "save", fail)
+        monkeypatch.setattr(orbax.checkpoint.PyTreeCheckpointer, "save", fail)
         with pytest.raises(raised) as caught:
             arrays.write(tmp_path / "params", {"a": np.zeros(2)})
         assert raised is kind or caught.value.errno == errno.ENOSPC

@@ -15,7 +15,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from flax import nnx
 
 from varjax.errors import UserError, some
@@ -52,6 +51,8 @@ def host_arrays(module: nnx.Module, dtype=None) -> dict[str, np.ndarray]:
 def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write {name: array} into a new `folder`; '/' in names makes branches of the tree. `OSError`
     if it cannot be written, for example because the disk is full: nothing is left then."""
+    import orbax.checkpoint as ocp  # here: half a second, which commands without weights save
+
     with failed_writing(folder), ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(folder, parameters.nested(arrays))
     note = folder / "commit_success.txt"
@@ -76,6 +77,8 @@ def read(
     Raises:
       UserError: other names or shapes (all of them in one message), or damaged files.
     """
+    import orbax.checkpoint as ocp
+
     wanted = {name: floating_dtype(dtype) for name, dtype in dtypes.items()}
     path = os.path.abspath(folder)
     with failed_reading(folder), ocp.PyTreeCheckpointer() as checkpointer:
@@ -102,6 +105,8 @@ def _check(folder: Path, stored: Mapping, expected: Mapping, described_in: str) 
 
 def _restore(checkpointer, path: str, types: Mapping, on_host: bool) -> dict:
     """The arrays named in {name: type}, which may be some of those on disk."""
+    import orbax.checkpoint as ocp
+
     if on_host:
         kind = partial(ocp.RestoreArgs, restore_type=np.ndarray)
     else:
