@@ -23,7 +23,7 @@ from varjax.models.var.transformer import VAR, VARConfig
 from varjax.sampling import Sampling, image_keys
 from varjax.schedule import Schedule
 
-SCHEDULE = Schedule.square((1, 2, 4, 8, 16))
+SCHEDULE = Schedule.square((1, 2, 4, 6, 9, 12, 16))
 POLICIES = {
     "full": policies.Full(),
     "streaming": policies.Streaming(budget=0.5),
