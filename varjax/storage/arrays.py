@@ -172,14 +172,16 @@ def _one_report():
     """An error of Orbax is raised once; its threads print it several times more, and what becomes
     of the arrays that were still to be written or read. That may come later than the error, which
     is why what keeps it quiet then stays."""
-    logger, hook = logging.getLogger("absl"), sys.unraisablehook
+    loggers, hook = [logging.getLogger(name) for name in ("absl", "asyncio")], sys.unraisablehook
     if isinstance(hook, _WithoutOrbax):
         yield
         return
-    logger.addFilter(_is_not_of_orbax)
+    for logger in loggers:
+        logger.addFilter(_is_not_of_orbax)
     sys.unraisablehook = _WithoutOrbax(hook)
     yield
-    logger.removeFilter(_is_not_of_orbax)
+    for logger in loggers:
+        logger.removeFilter(_is_not_of_orbax)
     sys.unraisablehook = hook
 
 
@@ -197,4 +199,6 @@ class _WithoutOrbax:
 
 
 def _is_not_of_orbax(record: logging.LogRecord) -> bool:
-    return "orbax" not in Path(record.pathname).parts
+    """asyncio names a task that failed and was given up, with the file of its coroutine."""
+    where = record.getMessage() if record.name == "asyncio" else record.pathname
+    return not re.search(r"[\\/]orbax[\\/]", where)
