@@ -34,13 +34,13 @@ CASES = [case for case in EVERY if case != "full"]
 RUNS = [  # policies with their defaults; their other examples take minutes
     case if not EVERY[case][1] else pytest.param(case, marks=pytest.mark.slow) for case in CASES
 ]
-SMALL = "c_k5_nol2norm"  # the quickest fixture
+SMALL = models.FAMILIES["var"]
 # The others run with every policy too, but by default with one of each kind of selection.
 OTHERS = [name for family, name in models.FAMILIES.items() if family != "var"]
 TYPICAL = ("scalekv",)
 # Freed slots are poisoned in a program of its own: by default for each kind of cache update.
 POISONED = ("heatkv", "headkv", "h2o", "amskv,mode=online")
-LABELS = np.array([3, 5], np.int32)
+LABELS = np.array([3, 7], np.int32)
 LOGITS = 1e-4  # float32: slots may come in another order
 
 
@@ -203,20 +203,20 @@ def check(model: str, policy: str, budget: float):
     order does not matter, unconditional rows do not depend on the condition, and slots that nobody
     has written are never read."""
     generator = program(model, policy, budget)
-    one, state = run(generator, [3, 5])
+    one, state = run(generator, [3, 7])
     other, _ = run(generator, [3, 1])
-    swapped, _ = run(generator, [5, 3], (1, 0))
+    swapped, _ = run(generator, [7, 3], (1, 0))
     tokens = np.asarray(one["tokens"])
     np.testing.assert_array_equal(tokens[0], other["tokens"][0])
     np.testing.assert_array_equal(tokens, np.asarray(swapped["tokens"])[::-1])
     assert (tokens[1] != np.asarray(other["tokens"][1])).any()
-    _, given = run(generator, [3, 5], tokens=tokens)
-    _, changed = run(generator, [1, 3], tokens=tokens)
+    _, given = run(generator, [3, 7], tokens=tokens)
+    _, changed = run(generator, [5, 1], tokens=tokens)
     chex.assert_trees_all_equal(given.kv_pool[2:], changed.kv_pool[2:])
     assert (np.asarray(given.kv_pool[:2]) != np.asarray(changed.kv_pool[:2])).any()
     if given.position is not None:
         chex.assert_trees_all_equal(given.position[2:], changed.position[2:])
-    poisoned, _ = run(generator, [3, 5], pool=jnp.nan)
+    poisoned, _ = run(generator, [3, 7], pool=jnp.nan)
     chex.assert_trees_all_equal(poisoned["logits"], one["logits"])
 
 
