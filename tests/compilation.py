@@ -7,7 +7,7 @@ And one MLIR context for many programs. jax makes one for each, which loads ever
 20 milliseconds that a program of one operation takes, and 1.2 MiB that stay as long as the program.
 
 And none for `jnp.asarray` of a NumPy array: jax compiles one for each shape that returns what it is
-given, a seventh of all programs.
+given.
 """
 
 import functools
