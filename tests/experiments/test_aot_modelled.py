@@ -8,7 +8,8 @@ import pytest
 
 from experiments.aot import program
 from experiments.aot.hlo import Array, Module, arrays, shape_bytes, type_bytes
-from experiments.aot.modelled import PALLAS_REACHED, REACHED, START, Modelled
+from experiments.aot.kernels import REACHED, START
+from experiments.aot.modelled import PALLAS_REACHED, Modelled
 from pallas_kernels.chips import CHIPS
 from varjax.engine.cost import PallasWork
 
@@ -113,6 +114,7 @@ LIBRARY = text_of("library")
 def test_library_calls():
     gemm, conv = modelled(LIBRARY).kernels
     assert gemm.flops == FLOPS and gemm.kind == "product"
+    assert gemm.bytes == X + WEIGHTS + Y  # and not its scratch
     assert conv.flops == 2 * (2 * 16 * 16 * 32) * 3 * 3 * 8
 
 
@@ -136,6 +138,23 @@ BRANCHES = text_of("branches")
 
 def test_the_costliest_branch_counts():
     assert modelled(BRANCHES).calls() == 2
+
+
+ROUNDS = text_of("rounds")
+
+
+def test_a_branch_of_one_round_counts_once():
+    copies = [k.times for k in modelled(ROUNDS).kernels if k.name.startswith("c.")]
+    assert copies == [1, 1]
+    turned = ROUNDS.replace("true_computation=%twice, false_computation=%same", "").replace(
+        "conditional(%asked, %x, %x),",
+        "conditional(%asked, %x, %x), branch_computations={%twice, %same}",
+    )
+    assert modelled(turned).total("bytes") - modelled(ROUNDS).total("bytes") == 48 * 4 * 8 * 4
+    for other in ("direction=LT", "direction=EQ, type=FLOAT"):
+        text = ROUNDS.replace("direction=EQ", other)
+        text = text.replace("s32[] parameter(0)\n  %ten = s32", "f32[] parameter(0)\n  %ten = f32")
+        assert modelled(text).total("bytes") - modelled(ROUNDS).total("bytes") == 49 * 4 * 8 * 4
 
 
 TPU = text_of("tpu")

@@ -1,0 +1,320 @@
+"""The kernels of a compiled program as it runs them, and what each moves and computes.
+
+GPU: every fusion, library call, copy or other operation outside fusions is a kernel, as often as
+its loops run, and takes max(bytes / bandwidth, FLOPs / rate) + the time of its start. Bytes are
+those of its operands and results; of an operand that is only cut into slices the slices, of an
+array that is changed in place the change, of a library call not its scratch. Bandwidth and rate are
+shares of the chip's peaks that good kernels reach (`REACHED`); the rate is that of the units that
+multiply numbers of that type. TPU: the cycles that the compiler estimates.
+
+Of branches the costliest counts. Where a loop asks whether its counter equals a number, it does in
+one round: the branch of that round counts once, the other one in all others.
+"""
+
+import math
+import re
+from dataclasses import dataclass, replace
+
+from experiments.aot.buffers import short_source
+from experiments.aot.hlo import Array, Computation, Instruction, Module, arrays
+from pallas_kernels.chips import Chip
+
+REACHED = {"bandwidth": 0.9, "flops": 0.8}  # of a chip's peaks, by large copies and products
+START = 2.5e-6  # seconds until a kernel of a GPU computes
+LARGE = 2**20  # bytes: smaller slices of stacked arrays are not what costs
+
+_FREE = set(
+    "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id iota "
+    "add-dependency opt-barrier optimization-barrier domain get-dimension-size".split()
+)
+# operations that may stand outside fusions, all of which read and write memory
+_KERNELS = set(
+    "fusion copy transpose reshape broadcast convert reduce reduce-window scatter gather slice "
+    "dynamic-slice dynamic-update-slice concatenate pad select compare add subtract multiply "
+    "divide maximum minimum exponential log sort rng rng-bit-generator rng-get-and-update-state "
+    "convolution dot custom-call reverse select-and-scatter clamp negate and or not xor tanh "
+    "rsqrt sqrt power map triangular-solve cholesky fft topk".split()
+)
+_COLLECTIVES = set("all-reduce all-gather all-to-all reduce-scatter collective-permute".split())
+_PALLAS = re.compile(r'custom_call_target="(?:__gpu\$xla\.gpu\.triton|mosaic_gpu|tpu_custom_call)')
+_SLICES = {"dynamic-slice", "slice"}
+# operations that change an array in place, and the place of what they write among their operands
+_CHANGES = {"dynamic-update-slice": 1, "scatter": -1}
+_MOVES = _SLICES | set("copy transpose bitcast reshape convert".split())
+_WITH_SCRATCH = ("__cublas$", "__cudnn$")  # library calls: their scratch is their last result
+_SAME = set("bitcast convert copy reshape fusion".split())  # between a condition and its comparison
+# what else may be in a fusion that only cuts slices: where they start
+_INDICES = set("parameter constant tuple get-tuple-element add compare select broadcast".split())
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One operation of the text. times: how often it runs. loop: the loop whose body it is in
+    (empty: none). source: operation of our sources. kind: "product", "pallas", "weights" (large
+    slices that are copied out of stacked arrays), "collective", "unknown" or "other"."""
+
+    name: str
+    source: str
+    kind: str
+    loop: str
+    times: float
+    bytes: float = 0.0
+    flops: float = 0.0
+    seconds: float = 0.0
+    cycles: float = 0.0
+
+
+@dataclass(frozen=True)
+class Body:
+    """What is read: the body of a loop, or what is outside of all. trips: rounds of this loop.
+    times: how often it runs, with those of the loops around it."""
+
+    loop: str = ""
+    trips: int = 1
+    times: float = 1.0
+
+
+class Reader:
+    """Walks through a program as it runs."""
+
+    def __init__(self, module: Module, chip: Chip):
+        self.module, self.chip, self.on_tpu = module, chip, chip.platform == "tpu"
+        self.kernels: list[Kernel] = []
+        self.unknown_loops = 0
+
+    def read(self, name: str, body: Body) -> None:
+        computation = self.module[name]
+        for instruction in computation:
+            self._one(instruction, computation, body)
+
+    def _one(self, i: Instruction, within: Computation, body: Body) -> None:
+        if i.opcode == "while":
+            trips = self.module.trips(i)
+            self.unknown_loops += trips is None
+            [inner] = i.called("body")
+            said, trips = f"{inner} ({trips or '?'} x)", trips or 1
+            self.read(inner, Body(said, trips, body.times * trips))
+        elif i.opcode == "conditional":
+            self._branches(i, within, body)
+        elif i.opcode == "call":
+            for inner in i.called("to_apply", "calls"):
+                self.read(inner, body)
+        elif i.opcode.endswith("-start") and i.called("calls"):
+            for inner in i.called("calls"):
+                self.read(inner, body)
+        elif not (i.opcode in _FREE or i.opcode.endswith(("-done", "-update"))):
+            self.kernels.append(self._kernel(i, within, body))
+
+    def _branches(self, i: Instruction, within: Computation, body: Body) -> None:
+        two, several = i.called("false_computation", "true_computation"), "branch_computations"
+        readers = []
+        for name in two or i.called(several):
+            readers.append(Reader(self.module, self.chip))
+            readers[-1].read(name, body)
+        self.unknown_loops += max(r.unknown_loops for r in readers)
+        if len(readers) == 2 and self._asks_for_one_round(i.operands[0], within):
+            shares = (body.trips - 1) / body.trips, 1 / body.trips  # of false, of true
+        else:
+            costs = [sum(k.times * (k.seconds + k.cycles) for k in r.kernels) for r in readers]
+            shares = [float(number == costs.index(max(costs))) for number in range(len(costs))]
+        for reader, share in zip(readers, shares, strict=True):
+            self.kernels += [replace(k, times=k.times * share) for k in reader.kernels if share]
+
+    def _asks_for_one_round(self, name: str, within: Computation) -> bool:
+        """Whether a condition is that two whole numbers are equal. What does not change from round
+        to round is not compared in the loop."""
+        found = within.get(name)
+        while found and found.opcode in _SAME:
+            if found.opcode == "fusion":
+                within = self.module[found.called("calls")[0]]
+                found = within.root
+            else:
+                found = within.get(found.operands[0])
+        if found is None or found.opcode != "compare" or "direction=EQ" not in found.attributes:
+            return False
+        number = _first(within, found.operands[0])
+        return number.size == 1 and number.kind in ("s32", "u32")
+
+    def _kernel(self, i: Instruction, within: Computation, body: Body) -> Kernel:
+        source = short_source(i.attribute(r'op_name="([^"]*)"') or "")
+        found = Kernel(i.name, source, "other", body.loop, body.times)
+        opcode = i.opcode.removesuffix("-start")
+        if _PALLAS.search(i.attributes):
+            path = i.attribute(r'op_name="([^"]*)"') or ""
+            start = 0.0 if self.on_tpu else START
+            return replace(found, kind="pallas", source=path, seconds=start)
+        if self.on_tpu and opcode not in _COLLECTIVES:
+            return self._on_tpu(found, i, within)
+        if opcode in _COLLECTIVES:
+            found = replace(found, kind="collective", bytes=2 * i.bytes)
+        elif i.opcode == "fusion":
+            found = self._fusion(found, i, within)
+        else:
+            found = self._plain(found, i, within)
+        if opcode not in _KERNELS | _COLLECTIVES:
+            found = replace(found, kind="unknown")
+        moving = found.bytes / (REACHED["bandwidth"] * self.chip.bandwidth)
+        computing = found.flops / (REACHED["flops"] * self._rate(i, within)) if found.flops else 0.0
+        seconds = max(moving, computing) + (0.0 if self.on_tpu else START)
+        return replace(found, seconds=seconds, cycles=seconds * (self.chip.clock or 0.0))
+
+    def _rate(self, i: Instruction, within: Computation) -> float:
+        """FLOPs per second of the units that compute a GPU's products: tensor cores, of float32
+        numbers in TF32 at half their rate, unless all bits were asked for."""
+        if i.opcode == "fusion":
+            bodies = [self.module[name] for name in i.called("calls")]
+            inside = [(x, body) for body in bodies for x in body]
+            rates = [self._rate(*x) for x in inside if self._is_product(*x)]
+            return min(rates, default=self.chip.bf16_flops)
+        if _first(within, i.operands[0]).kind != "f32":
+            return self.chip.bf16_flops
+        exact = re.search("highest", i.attributes, re.IGNORECASE)
+        return self.chip.gpu.float32_flops if exact else self.chip.bf16_flops / 2
+
+    def _is_product(self, i: Instruction, within: Computation) -> bool:
+        return bool(self._products(i) if i.opcode == "fusion" else self._product(i, within))
+
+    def _on_tpu(self, found: Kernel, i: Instruction, within: Computation) -> Kernel:
+        said, clock = i.attribute(r'"?estimated_cycles"?:\s*"?(\d+)'), self.chip.clock or 0.0
+        # products are convolutions here, whose windows may stand for a batch: their FLOPs are in
+        # the traced program, not in this text
+        product = i.opcode == "fusion" and self._products(i) > 0
+        kind, cycles = "product" if product else "other", float(said or 0)
+        # copies that run beside other work have no cycles of their own
+        moved = i.opcode.startswith(("copy", "slice", "async", "send", "recv"))
+        moved |= '"ConcatBitcast"' in i.attributes  # slices that lie side by side already
+        if said is None and i.opcode == "dynamic-update-slice":  # in place
+            written = within.get(i.operands[_CHANGES[i.opcode]])
+            cycles = 2 * (written or i).bytes / self.chip.bandwidth * clock
+        elif said is None and not moved and self._moves_much(i):
+            kind, cycles = "unknown", 2 * i.bytes / self.chip.bandwidth * clock
+        return replace(found, kind=kind, cycles=cycles, seconds=cycles / clock if clock else 0.0)
+
+    @staticmethod
+    def _moves_much(i: Instruction) -> bool:
+        return i.bytes >= LARGE
+
+    # --- bytes and products of one kernel of a GPU ---
+
+    def _plain(self, found: Kernel, i: Instruction, within: Computation) -> Kernel:
+        """An operation outside fusions."""
+        operands = [within.get(name) for name in i.operands]
+        shapes = [a for o in operands if o for a in arrays(o.shape)]
+        library = (i.attribute(r'custom_call_target="([^"]*)"') or "").startswith(_WITH_SCRATCH)
+        written = arrays(i.shape)[0].bytes if library else i.bytes
+        moved = sum(a.bytes for a in shapes) + written
+        if i.opcode in _SLICES:
+            moved = 2 * i.bytes
+            large = i.bytes >= LARGE
+            return replace(found, bytes=moved, kind="weights" if large else "other")
+        if i.opcode in _CHANGES and len(operands) > 1 and operands[_CHANGES[i.opcode]]:
+            moved = 2 * operands[_CHANGES[i.opcode]].bytes
+        flops = self._library(i, shapes) if i.opcode == "custom-call" else self._product(i, within)
+        if flops is None:
+            return replace(found, bytes=moved, kind="unknown")
+        return replace(found, bytes=moved, flops=flops, kind="product" if flops else "other")
+
+    @staticmethod
+    def _library(i: Instruction, operands: list[Array]) -> float | None:
+        """FLOPs of a library call; None if it is not known."""
+        target, results = i.attribute(r'custom_call_target="([^"]*)"') or "", arrays(i.shape)
+        if target.startswith(("__cublas$", "__triton_gemm")):
+            size = operands[0].dims[-1]
+            if contracted := i.attribute(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]'):
+                dims = [int(d) for d in re.findall(r"\d+", contracted)]
+                size = math.prod(operands[0].dims[d] for d in dims)
+            return 2.0 * size * results[0].size
+        if target.startswith("__cudnn$conv"):
+            # every output number sums over the window and the inputs of its own feature
+            features = i.attribute(r"dim_labels=\w+_([\w]+)->")
+            axis = features.index("o") if features else 0
+            return 2.0 * results[0].size * operands[1].size / operands[1].dims[axis]
+        known = ("TopK", "annotate", "Sharding", "__cub$", "cub", "xla.gpu.ext", "SliceToDynamic")
+        return 0.0 if target.startswith(known) else None
+
+    def _fusion(self, found: Kernel, i: Instruction, within: Computation) -> Kernel:
+        [name] = i.called("calls")
+        body, moved = self.module[name], 0.0
+        for number, operand in enumerate(i.operands):
+            given = within.get(operand)
+            moved += self._read(body, number, given.bytes if given else 0.0)
+        moved += self._written(body)
+        flops, kind = self._products(i), "other"
+        if flops:
+            kind = "product"
+        elif self._only_slices(body):
+            kind = "weights"
+        return replace(found, bytes=moved, flops=flops, kind=kind)
+
+    @staticmethod
+    def _read(body: Computation, number: int, whole: float) -> float:
+        """Bytes of an operand that a fusion reads: all, or the slices that it is cut into; nothing
+        of an array that it only changes in place."""
+        parameter = body.parameters.get(number)
+        if parameter is None:
+            return 0.0
+        names, seen, sliced, users = [parameter.name], {parameter.name}, 0.0, []
+        while names:  # through bitcasts
+            for user in body.users(names.pop()):
+                seen |= {user.name} if user.opcode == "bitcast" else set()
+                names += [user.name] if user.opcode == "bitcast" else []
+                users += [user] if user.opcode != "bitcast" else []
+        for user in users:
+            if user.opcode in _SLICES or user.opcode == "gather":
+                sliced += user.bytes
+            elif user.opcode not in _CHANGES or user.operands[0] not in seen:
+                return whole
+        return min(whole, sliced) if users else 0.0
+
+    @staticmethod
+    def _written(body: Computation) -> float:
+        """Bytes of the results: of an array changed in place, the change, which is read and written
+        (its other operands are counted where they are read)."""
+        roots = [body.root]
+        if body.root.opcode == "tuple":
+            roots = [body.get(name) for name in body.root.operands]
+        total = 0.0
+        for root in roots:
+            while root is not None and root.opcode == "bitcast":
+                root = body.get(root.operands[0])
+            if root is not None and root.opcode in _CHANGES:
+                root = body.get(root.operands[_CHANGES[root.opcode]])
+            total += root.bytes if root is not None else 0.0
+        return total
+
+    @staticmethod
+    def _only_slices(body: Computation) -> bool:
+        """Whether a fusion does nothing but cut large slices and perhaps turn them."""
+        if any(i.opcode not in _MOVES | _INDICES for i in body):
+            return False
+        large = [i.opcode for i in body if i.bytes >= LARGE]
+        if any(opcode not in _MOVES and opcode != "parameter" for opcode in large):
+            return False  # numbers are added, not only indices
+        return any(i.opcode in _SLICES and i.bytes >= LARGE for i in body)
+
+    def _products(self, i: Instruction) -> float:
+        """FLOPs of the products within a fusion and what it calls."""
+        return sum(self._products_of(self.module[name]) for name in i.called("calls"))
+
+    def _products_of(self, body: Computation) -> float:
+        total = 0.0
+        for i in body:
+            total += self._products(i) if i.opcode == "fusion" else self._product(i, body)
+        return total
+
+    @staticmethod
+    def _product(i: Instruction, within: Computation) -> float:
+        """FLOPs of a product or convolution; 0 for everything else."""
+        if i.opcode not in ("dot", "convolution"):
+            return 0.0
+        left, right = (_first(within, name) for name in i.operands[:2])
+        out = arrays(i.shape)[0].size
+        if i.opcode == "dot":
+            dims = re.findall(r"\d+", i.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or "")
+            return 2.0 * out * math.prod(left.dims[int(d)] for d in dims)
+        labels = i.attribute(r"dim_labels=\w+_(\w+)->") or "o"
+        return 2.0 * out * right.size / right.dims[labels.index("o")]
+
+
+def _first(within: Computation, name: str) -> Array:
+    return arrays(within.instructions[name].shape)[0]
