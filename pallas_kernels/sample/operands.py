@@ -5,12 +5,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.estimates import PER_VECTOR_OPERATION
+
 BITS = 32  # of a threshold, each found in a pass over the row
 PER_PASS = 3  # compare, select, add
 ONCE = 8  # temperature, guidance, order, noise, largest
-# FLOPs of an estimate are taken to run at the rate of matrix products, of which TPUs (v5e: 197 to
-# 6.1 TFLOP/s) and GPUs (H200: 989 to 33) do about so many in the time of a vector operation
-PER_VECTOR_OPERATION = 30
 
 
 def numbers(tau, strength) -> tuple:

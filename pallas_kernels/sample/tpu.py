@@ -33,10 +33,14 @@ def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret:
             f"choosing on TPU takes vocabularies of up to {LARGEST} tokens, not {vocabulary}: use "
             f"implementation='reference' (--attention=reference)"
         )
+    shape = images, tokens
+    if tokens == 1:  # rows of registers would hold one row each
+        images, tokens = 1, images
+        noise = noise.reshape(images, tokens, vocabulary)
     given = numbers(tau, strength)
     pairs = logits.reshape(-1, *noise.shape)  # conditional and unconditional rows, or one
     block = _block(images, tokens, vocabulary)
-    shape = (*block, vocabulary)
+    rows = (*block, vocabulary)
     # rows that are too large to be fetched while others are at work: 16 MiB are all there is
     ahead = pl.Buffered(1) if ROWS * vocabulary > ELEMENTS else None
     found = pl.pallas_call(
@@ -44,8 +48,8 @@ def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret:
         grid=tuple(map(pl.cdiv, (images, tokens), block)),
         in_specs=[
             jax.tree.map(lambda _: pl.BlockSpec(memory_space=pltpu.SMEM), given),
-            pl.BlockSpec((len(pairs), *shape), lambda b, t: (0, b, t, 0), pipeline_mode=ahead),
-            pl.BlockSpec(shape, lambda b, t: (b, t, 0), pipeline_mode=ahead),
+            pl.BlockSpec((len(pairs), *rows), lambda b, t: (0, b, t, 0), pipeline_mode=ahead),
+            pl.BlockSpec(rows, lambda b, t: (b, t, 0), pipeline_mode=ahead),
         ],
         out_specs=pl.BlockSpec((*block, 1), lambda b, t: (b, t, 0)),
         out_shape=jax.ShapeDtypeStruct((images, tokens, 1), jnp.int32),
@@ -54,7 +58,7 @@ def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret:
         interpret=interpret,
         name="sample",
     )(given, pairs, noise)
-    return found[..., 0]
+    return found.reshape(shape)
 
 
 def _block(images: int, tokens: int, vocabulary: int) -> tuple[int, int]:

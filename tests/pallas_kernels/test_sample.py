@@ -14,8 +14,9 @@ from pallas_kernels.sample import mosaic_gpu, reference, sample
 from pallas_kernels.sample.row import Parts
 
 KERNELS = ["triton-interpret", "tpu-interpret"]
-# (images, tokens, vocabulary): parts that overlap; several programs, the last one not full
-SHAPES = [(2, 5, 1000), (1, 40, 4096)]
+# (images, tokens, vocabulary): parts that overlap; several programs, the last one not full; a token
+# of each image, of which programs hold several
+SHAPES = [(2, 5, 1000), (1, 40, 4096), (11, 1, 512)]
 # one token; rows that no GPU program holds; a bit; a prime; more tokens than a block has
 MANY = [(3, 1, 512), (2, 9, 16384), (1, 3, 65536), (1, 2, 50000), (5, 3, 2), (2, 7, 131)]
 SHAPES += [pytest.param(shape, marks=pytest.mark.slow) for shape in [*MANY, (1, 600, 512)]]

@@ -76,6 +76,7 @@ def test_one_chip():
             "token-bfloat16-h100-s600",
             "token-int8-h128-s105",
             "token-bfloat16-h64-s577-used",
+            "rank-1024-20-95",
         ],
     )
 
@@ -92,6 +93,13 @@ def test_highest_precision():
 def test_choosing_compiles_for_every_chip(chip):
     sizes = ["8-256-4096", "1-16-65536", "8-1-4096", "3-9-1000", "2-169-16384", "2-36-512"]
     check(chip, [f"sample-{size}" for size in sizes])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", TPUS)
+def test_ranks_compile_for_every_chip(chip):
+    sizes = ["1024-20-95", "2-20-71", "2-16-1024", "130-1-13", "8-4-1", "600-3-1536"]
+    check(chip, [f"rank-{size}" for size in sizes])
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ Runs in a process of its own, because some errors of the compiler end the proces
 
 sample-IMAGES-TOKENS-VOCABULARY, with {"case", "temp", "moved"}, and token-POOLTYPE-hHEADDIM-sSLOTS,
 with {"case", "temp", "pool", "copies"}: attention of one query per row, token after token; -used at
-the end: of known contents, whose first slots are in use.
+the end: of known contents, whose first slots are in use. rank-ROWS-HEADS-SLOTS, with {"case",
+"temp"}: by score within two parts.
 
 OPERATION: attend, moments, write, or scan: two scans, over scales and over layers. -rows: tables
 per row. Activations are bfloat16 unless the pool is float32; queries and keys are normalised, and
@@ -36,6 +37,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 from pallas_kernels import cache_write, ragged_attention  # noqa: E402
 from pallas_kernels.arg_specs import ArgSpec  # noqa: E402
+from pallas_kernels.rank import rank  # noqa: E402
 from pallas_kernels.sample import sample  # noqa: E402
 from pallas_kernels.token_attention import tpu as token_kernel  # noqa: E402
 from pallas_kernels.token_specs import TokenArguments  # noqa: E402
@@ -161,6 +163,11 @@ def program(case: str):
     if operation == "sample":
         run = partial(sample, top_k=900, top_p=0.96, implementation="tpu")
         return lambda given: run(**given), [abstract(tuple(map(int, sizes)))], ()
+    if operation == "rank":
+        shape = tuple(map(int, sizes))
+        types = jnp.float32, jnp.int32, jnp.bool_, jnp.bool_
+        given = [jax.ShapeDtypeStruct(shape, dtype) for dtype in types]
+        return partial(rank, implementation="tpu"), given, ()
     if operation == "token":
         args, steps = token_arguments(case), jax.ShapeDtypeStruct((3,), jnp.int32)
         return tokens, ((args.pool, args.mass), replace(args, pool=None, mass=None), steps), 0
@@ -213,6 +220,8 @@ def result(case: str, chip: str) -> dict:
     if case.startswith("sample"):
         moved = [line for line in found.as_text().splitlines() if MOVED_ROWS.search(line)]
         return {"case": case, "temp": found.memory_analysis().temp_size_in_bytes, "moved": moved}
+    if case.startswith("rank"):
+        return {"case": case, "temp": found.memory_analysis().temp_size_in_bytes}
     if case.startswith("token"):
         pool = token_arguments(case).pool
         return {

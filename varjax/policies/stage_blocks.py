@@ -1,14 +1,14 @@
 """Building blocks of selections after a stage. Masks and scores are [R, N, K] arrays over a head's
 slots, which hold tokens in no order; position says which. Ties: the older token is the lower.
 
-Ranks come from comparing everything with everything: a sort takes seconds to compile per shape on
-TPUs, and heads have few slots.
+Ranks come from comparing everything with everything (`pallas_kernels.rank`), of heads with very
+many slots from sorting.
 """
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num, Shaped
 
+from pallas_kernels.rank import rank as compared
 from varjax.policies.building_blocks import max_pool
 
 Score = Num[Array, "R N K"]
@@ -23,8 +23,7 @@ def age_rank(position: Position, among: Mask) -> Position:
     """How many tokens of `among` are older; for tokens outside as if they were in it."""
     if position.shape[-1] > MOST_COMPARED:
         return _rank_by_sorting(among, position)
-    among, position = _apart(among, position)
-    return _count(among[..., None, :] & (position[..., None, :] < position[..., None]))
+    return compared(None, position, among)
 
 
 def rank(score: Score, tie: Position, among: Mask, part: Mask | None = None) -> Position:
@@ -32,12 +31,7 @@ def rank(score: Score, tie: Position, among: Mask, part: Mask | None = None) -> 
     true in one of two parts, of which only the token's own counts."""
     if tie.shape[-1] > MOST_COMPARED:
         return _rank_by_sorting(among, score, tie, part=part)
-    among, score, tie, part = _apart(among, score, tie, part)
-    other, own = score[..., None, :], score[..., None]
-    below = (other < own) | ((other == own) & (tie[..., None, :] < tie[..., None]))
-    if part is not None:
-        below &= part[..., None, :] == part[..., None]
-    return _count(among[..., None, :] & below)
+    return compared(score, tie, among, part)
 
 
 def lowest(score: Score, tie: Position, among: Mask, count: Count) -> Mask:
@@ -110,16 +104,6 @@ def pooled(score: Score, position: Position, live: Mask, among: Mask, width: int
     that are live but not in `among` have a place there and count as -inf."""
     (ordered,) = by_age(position, live, jnp.where(among, score, -jnp.inf))
     return from_age(position, live, max_pool(ordered, width))
-
-
-def _apart(*arrays):
-    """The same arrays: comparisons that several ranks have in common are not kept for all of them,
-    a matrix [K, K] per head, but made again, which costs nothing beside reading them."""
-    return jax.lax.optimization_barrier(arrays)
-
-
-def _count(mask: Bool[Array, "R N K J"]) -> Position:
-    return mask.sum(-1, dtype=jnp.int32)
 
 
 def _places(position: Position, among: Mask) -> Position:

@@ -1,0 +1,5 @@
+"""Ranks of a head's tokens."""
+
+from pallas_kernels.rank.api import rank
+
+__all__ = ["rank"]

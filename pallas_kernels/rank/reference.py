@@ -1,0 +1,18 @@
+"""Plain JAX ranks: the definition of correct, runs on every platform."""
+
+import jax
+import jax.numpy as jnp
+
+
+def rank(score, tie, among, part):
+    """See `api.rank`."""
+    # Comparisons that several ranks have in common are not kept for all of them, a matrix [K, K]
+    # per head, but made again, which costs nothing beside reading them.
+    score, tie, among, part = jax.lax.optimization_barrier((score, tie, among, part))
+    below = tie[..., None, :] < tie[..., None]
+    if score is not None:
+        other, own = score[..., None, :], score[..., None]
+        below = (other < own) | ((other == own) & below)
+    if part is not None:
+        below &= part[..., None, :] == part[..., None]
+    return (among[..., None, :] & below).sum(-1, dtype=jnp.int32)

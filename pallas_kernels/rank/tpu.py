@@ -1,0 +1,112 @@
+"""Ranks on TPU (Mosaic). See `api.rank`.
+
+Tiling. Rows lie side by side in lanes, a head's slots one below the other: so a slot of 128 rows is
+one line, which every line of a register is compared with, and no sum crosses lanes. A grid step
+serves a head of up to `ROWS` rows, 128 of them at a time and `OWN` of their slots, whose counts stay in
+registers while all others pass by. What is outside `among` is made larger than everything first.
+
+Work: 3 to 9 vector operations per pair of slots, on 1,024 pairs at once. HBM traffic: each operand
+once, and the counts; XLA keeps arrays of decisions in this order, too, where it can choose.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import estimates
+from pallas_kernels.tpu_operands import LANES, rounded
+
+ROWS = 4 * LANES  # of a grid step, at most
+OWN = 64  # slots: with score, tie, part and counts they take half of the registers
+AHEAD = 8  # others that are loaded together: a register's lines
+ARRAYS = 13  # of a grid step: operands and counts twice, and what is compared with
+BYTES = 12 * 2**20  # of vector memory, which they may take
+MOST = 1536  # slots: of more, 128 rows do not fit
+LAST = jnp.iinfo(jnp.int32).max  # not below anything
+
+
+def rank(score, tie, among, part, *, interpret):
+    """See `api.rank`."""
+    if tie.shape[-1] > MOST:
+        raise NotImplementedError(
+            f"ranks on TPU are for up to {MOST} slots, not {tie.shape[-1]}: use "
+            f"implementation='reference'"
+        )
+    given = {"tie": tie, "among": among.astype(jnp.int32)}
+    if score is not None:
+        exact = jnp.int32 if jnp.issubdtype(score.dtype, jnp.integer) else jnp.float32
+        given["score"] = score.astype(exact)
+    if part is not None:
+        given["part"] = part.astype(jnp.int32)
+    rows, heads, slots = tie.shape
+    fits = BYTES // (4 * ARRAYS * rounded(slots, AHEAD)) // LANES * LANES
+    wide = min(ROWS, fits, rounded(rows, LANES))
+    spec = pl.BlockSpec((None, slots, wide), lambda head, part: (head, 0, part))
+    others = rounded(slots, AHEAD), wide
+    found = pl.pallas_call(
+        _rank_heads,
+        grid=(heads, pl.cdiv(rows, wide)),
+        in_specs=[{name: spec for name in given}],
+        out_specs=spec,
+        out_shape=jax.ShapeDtypeStruct((heads, slots, rows), jnp.int32),
+        scratch_shapes=[{n: pltpu.VMEM(others, a.dtype) for n, a in given.items() if n != "among"}],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        cost_estimate=estimates.rank(tie, score, part),
+        interpret=interpret,
+        name="rank",
+    )({name: array.transpose(1, 2, 0) for name, array in given.items()})
+    return found.transpose(2, 0, 1)
+
+
+def _rank_heads(given, found, others):
+    slots = found.shape[0]
+
+    def lanes(number, _):
+        here = pl.ds(pl.multiple_of(number * LANES, LANES), LANES)
+        _prepare(given, others, here)
+        for first in range(0, slots, OWN):
+            own = pl.ds(first, min(OWN, slots - first))
+            found[own, here] = _count({n: given[n][own, here] for n in others}, others, here)
+        return 0
+
+    jax.lax.fori_loop(0, found.shape[1] // LANES, lanes, 0)
+
+
+def _prepare(given, others, here) -> None:
+    """All slots of 128 rows as they are compared with: those outside, and behind the last one,
+    below nothing."""
+    slots, among = given["tie"].shape[0], given["among"][:, here] != 0
+    for name, other in others.items():
+        values = given[name][:, here]
+        if name != "part":
+            largest = jnp.inf if values.dtype == jnp.float32 else LAST
+            behind = other.shape[0] - slots
+            if behind:
+                other[pl.ds(slots, behind), here] = jnp.full((behind, LANES), largest, other.dtype)
+            values = jnp.where(among, values, jnp.asarray(largest, values.dtype))
+        other[pl.ds(0, slots), here] = values
+
+
+def _count(own, others, here):
+    """Of every own slot [K', 128] how many others come before it."""
+
+    def add(number, total):
+        some = pl.ds(pl.multiple_of(number * AHEAD, AHEAD), AHEAD)
+        some = {name: other[some, here] for name, other in others.items()}
+        for i in range(AHEAD):
+            line = {name: values[i : i + 1] for name, values in some.items()}
+            total = total + jnp.where(_below(line, own), 1, 0)
+        return total
+
+    steps = others["tie"].shape[0] // AHEAD
+    return jax.lax.fori_loop(0, steps, add, jnp.zeros(own["tie"].shape, jnp.int32))
+
+
+def _below(other, own):
+    below = other["tie"] < own["tie"]
+    if "score" in own:
+        below = (other["score"] < own["score"]) | ((other["score"] == own["score"]) & below)
+    if "part" in own:
+        below &= other["part"] == own["part"]
+    return below

@@ -1,0 +1,93 @@
+"""Ranks: the reference against counting one by one, the kernel against the reference, number for
+number."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import implementations
+from pallas_kernels.rank import rank, tpu
+
+# rows, heads, slots: more slots than a step has of its own, no multiple of 8, one; more rows than
+# lanes, and than a grid step has
+SHAPES = [(2, 3, 95), (130, 1, 8)]
+SHAPES += [pytest.param(s, marks=pytest.mark.slow) for s in [(3, 2, 200), (1, 2, 1), (515, 1, 13)]]
+SCORES = ["none", "float", "integer"]
+SPECIAL = np.float32([np.nan, np.inf, -np.inf, 0.0, -0.0])
+
+
+def arguments(shape, score: str, part: bool, seed: int = 0):
+    """Few different scores, so that ties decide; what is outside has any score, NaN included."""
+    random = np.random.default_rng(seed)
+    tie = random.permuted(np.broadcast_to(np.arange(shape[-1]), shape), axis=-1).astype(np.int32)
+    scores = random.integers(-3, 4, shape)
+    given = {"none": None, "integer": np.int32(scores)}
+    special = random.choice(SPECIAL, shape)
+    given["float"] = np.where(random.random(shape) < 0.3, special, np.float32(scores))
+    among, parts = random.random((2, *shape)) < 0.6
+    found = given[score], tie, among, parts if part else None
+    return jax.tree.map(jnp.asarray, found)
+
+
+def counted(score, tie, among, part):
+    """Token by token."""
+    score, tie, among, part = jax.tree.map(np.asarray, (score, tie, among, part))
+    found = np.zeros(tie.shape, np.int32)
+    score = np.zeros(tie.shape) if score is None else score
+    part = np.ones(tie.shape, bool) if part is None else part
+    for *head, own, other in np.ndindex(*tie.shape, tie.shape[-1]):
+        i, j = (*head, own), (*head, other)
+        first = score[j] < score[i] or (score[j] == score[i] and tie[j] < tie[i])
+        found[i] += bool(among[j] and part[j] == part[i] and first)
+    return found
+
+
+@pytest.mark.parametrize("part", [False, True])
+@pytest.mark.parametrize("score", SCORES)
+def test_the_reference_counts(score, part):
+    given = arguments((2, 2, 23), score, part)
+    np.testing.assert_array_equal(rank(*given, implementation="reference"), counted(*given))
+
+
+@pytest.mark.parametrize("part", [False, True])
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_kernel_counts_the_same(shape, score, part):
+    given = arguments(shape, score, part)
+    expected = rank(*given, implementation="reference")
+    found = rank(*given, implementation="tpu-interpret")
+    assert found.dtype == expected.dtype == jnp.int32
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_in_the_simulator():
+    """Fresh memory is NaN there, and rows beyond the last one are."""
+    given = arguments((130, 2, 70), "float", True)
+    params = pltpu.InterpretParams(
+        uninitialized_memory="nan", detect_races=True, num_cores_or_threads=2
+    )
+    found = jax.jit(lambda *given: tpu.rank(*given, interpret=params))(*given)
+    assert not simulator.races.races_found
+    np.testing.assert_array_equal(found, rank(*given, implementation="reference"))
+
+
+def test_numbers_of_other_types_are_exact():
+    score, *given = arguments((2, 2, 40), "float", False)
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.int8):
+        values = (jnp.nan_to_num(score, posinf=9, neginf=-9)).astype(dtype)
+        found, expected = (
+            rank(values, *given, implementation=n) for n in ("tpu-interpret", "reference")
+        )
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_what_the_kernel_cannot_take():
+    given = arguments((1, 1, tpu.MOST + 1), "none", False)
+    with pytest.raises(NotImplementedError, match="up to 1536 slots, not 1537"):
+        rank(*given, implementation="tpu-interpret")
+    with pytest.raises(NotImplementedError, match="does not exist"):
+        rank(*given, implementation="cuda")
+    assert implementations.first_choice("mosaic", {"reference": None, "tpu": None}) == "reference"
