@@ -27,7 +27,7 @@ from varjax.errors import UserError, choose
 from varjax.model import DTYPES, Model
 from varjax.models import stacked
 from varjax.parallel import sharding
-from varjax.parallel.sharding import ShardedPlan, ShardedProgram
+from varjax.parallel.sharding import ShardedPlan, ShardedProgram, ShardedTokenPlan
 from varjax.parallel.split import MeshSpec
 from varjax.policies import Policy
 from varjax.policies.registry import resolve_policy
@@ -255,8 +255,8 @@ class Generator:
         return self.drawing.segments
 
     @property
-    def layout(self) -> ShardedPlan:
-        """The plan divided over the devices, of models that draw scale by scale."""
+    def layout(self) -> ShardedPlan | ShardedTokenPlan:
+        """The plan divided over the devices."""
         return self.drawing.layout
 
     @property

@@ -22,7 +22,8 @@ from varjax.sequence import TOKENS
 
 def describe(case: Any) -> dict | None:
     """JSON-able content; None of models that draw otherwise. Kernels and seconds are those of the
-    whole program that draws codes, decisions and the condition included, by image tokens.
+    whole program that draws codes, decisions and the condition included, by image tokens; all
+    numbers are of one device.
 
     case: an `experiments.aot.program.Compilation`.
     """
@@ -33,14 +34,14 @@ def describe(case: Any) -> dict | None:
     weights = jax.tree.leaves(
         [getattr(case.networks["transformer"], n) for n in ("blocks", "head")]
     )
+    mesh, slots = workload.program.mesh, slots_read(plan)
     per_slot = plan.num_bytes(case.batch_size, workload.program.kv_dtype) / plan.pool_tokens
-    slots = slots_read(plan)
     least = floor(
         case.chip,
         weight_bytes=sum(map(device_bytes, weights)),
-        parameters=sum(a.size for a in weights),
-        rows=case.batch_size * plan.geometry.rows_per_image,
-        cache_bytes=slots * plan.geometry.num_heads * per_slot,
+        parameters=sum(device_bytes(a) // a.dtype.itemsize for a in weights),
+        rows=case.batch_size * plan.geometry.rows_per_image // mesh.data,
+        cache_bytes=slots * plan.geometry.num_heads * per_slot / mesh.num_devices,
     )
     tokens = plan.sequence.image_tokens
     seconds = found and found.seconds

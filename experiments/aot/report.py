@@ -54,9 +54,7 @@ def describe(case: Compilation, temporaries: int) -> dict:
     held, parameters = _num_bytes(state), _num_bytes(case.networks)
     # activations, logits and what layers hold of the text on one device
     mesh = workload.program.mesh
-    plan, mine = workload.plan, case.batch_size // mesh.data
-    by_token = plan.geometry.kind == TOKENS
-    need = workload.predict(plan if by_token else case.drawing.layout.groups[0], mine)
+    need = workload.predict(case.drawing.layout.groups[0], case.batch_size // mesh.data)
     activations = need.activations + need.condition
     promised = parameters + held + activations
     return {

@@ -141,7 +141,11 @@ def test_predicted_and_planned_bytes(policy):
         ({"segments": 2}, "segments=2: models that draw token by token have no scales to cut"),
         ({"layers": "scan"}, "layers='scan': models that draw token by token run a body per layer"),
         ({"unroll": True}, "unroll=True: models that draw token by token have no scans"),
-        ({"mesh": MeshSpec(data=2)}, "mesh data=2.*run on one device only so far"),
+        (
+            {"policy": "headkv", "budget": 0.5, "mesh": MeshSpec(model=2)},
+            r"mesh data=1,model=2: policy 'headkv' decides .* beforehand \(full, swa, streaming\)",
+        ),
+        ({"mesh": MeshSpec(data=64), "batch_size": 64}, "takes 64 devices, this machine has"),
         ({"policy": "heatkv"}, "heatkv"),
         ({"policy": "headkv", "budget": 0.02}, "smallest feasible budget is 0"),
         ({"sampling": Sampling(top_k=257)}, "top_k=257"),

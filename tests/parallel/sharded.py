@@ -17,9 +17,12 @@ from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling
 
 DEMO, SMALL, TEXT = "demo", "c_k5_nol2norm", models.FAMILIES["infinity"]
+BY_TOKEN, TOKEN_TEXT = "llamagen_c2i", "llamagen_t2i"
 CASES = [  # weights and ragged heads divided; contents decided on a part of the machine
     (DEMO, "heatkv", {"budget": 0.2}, "int8", ("data=2,model=4",)),
     (SMALL, "h2o", {"budget": 0.3}, None, ("data=4",)),
+    (BY_TOKEN, "headkv", {"budget": 0.5}, None, ("data=4",)),
+    (BY_TOKEN, "streaming", {"budget": 0.5}, "int8", ("data=2,model=4",)),
 ]
 MORE = [
     (TEXT, "h2o", {"budget": 0.3}, None, ("data=4",)),
@@ -27,7 +30,10 @@ MORE = [
     (DEMO, "heatkv", {"budget": 0.2}, "int8", ("model=2",)),
     (DEMO, "h2o", {"budget": 0.3}, None, ("data=4",)),
     (TEXT, "streaming", {"budget": 0.4}, None, ("data=2,model=4",)),
+    (TOKEN_TEXT, "linear", {"budget": 0.5}, "int8", ("data=8", "data=2")),
+    (TOKEN_TEXT, "full", {}, None, ("model=2", "data=4,model=2")),
 ]
+APART = TEXT, "streaming", True  # layers of a model that draws by scales, on a mesh
 
 
 def load(name: str):
@@ -63,19 +69,20 @@ def main(cases, images: int) -> None:
     index = np.arange(images, dtype=np.int32)
     for name, policy, arguments, kv_dtype, meshes in cases:
         plan = varjax.plan(load(name), policy, **arguments)
+        by_token = name in (BY_TOKEN, TOKEN_TEXT)
 
-        def run(mesh: str, name=name, policy=policy, plan=plan, kv_dtype=kv_dtype):
+        def run(mesh, name=name, policy=policy, plan=plan, kv_dtype=kv_dtype, by_token=by_token):
             model = load(name)
             generator = Generator(
                 model,
                 sampling=Sampling(cfg=2.0, top_k=100),
                 batch_size=images,
-                segments=1,
+                segments="auto" if by_token else 1,
                 plan=plan,
                 kv_dtype=kv_dtype,
                 mesh=MeshSpec.parse(mesh),
                 # separate weights are divided as stacked ones are
-                layers="unroll" if (name, policy) == (TEXT, "streaming") and mesh else "scan",
+                layers="unroll" if by_token or (name, policy, bool(mesh)) == APART else "scan",
             )
             return generator, generator.run_batch(models.arrays_of(model, index), index)[0]
 
@@ -89,7 +96,7 @@ def main(cases, images: int) -> None:
             spec = generator.layout.spec
             assert len(found["images"].sharding.device_set) == spec.num_devices
             assert len(generator.layout.groups) == spec.model
-            pool = generator.empty_state().kv_pool
+            pool, *_ = generator.drawing.stored(generator.empty_state())
             assert {a.data.size for a in pool.addressable_shards} == {pool.size // spec.num_devices}
             print(f"{name} {policy} {mesh}: same images")
 

@@ -2,7 +2,7 @@
 program, its inputs. `Generator` and `experiments.aot` know one interface, `Drawing`, and `drawing`
 chooses.
 
-    ScaleDrawing    `engine.scales`: segments of scales, inputs by scale, several devices
+    ScaleDrawing    `engine.scales`: segments of scales, inputs by scale
     TokenDrawing    `engine.tokens`: layers always separate, no inputs but the condition
 """
 
@@ -15,15 +15,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from varjax.cache import token_state
 from varjax.cache.plan import CachePlan
-from varjax.cache.stages import TokenPlan
 from varjax.engine import cost, program, scales, tokens
 from varjax.engine.segments import AUTO, Segment
 from varjax.errors import UserError, show
 from varjax.models import stacked
 from varjax.models.transformer import Transformer
-from varjax.parallel.sharding import ShardedPlan
+from varjax.parallel.sharding import ShardedPlan, ShardedTokenPlan
 from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling
 from varjax.sequence import TOKENS
@@ -32,10 +30,12 @@ from varjax.sequence import TOKENS
 class Drawing(Protocol):
     """How one kind of model draws a batch.
 
-    spec: the static side, which `program.trace_codes` takes. segments: of scales; none of tokens.
+    spec: the static side, which `program.trace_codes` takes. layout: the plan divided over the
+    devices. segments: of scales; none of tokens.
     """
 
     spec: scales.ProgramSpec | tokens.TokenSpec
+    layout: ShardedPlan | ShardedTokenPlan
     segments: tuple[Segment, ...]
 
     def arrange(self, networks: Mapping[str, nnx.Module], how: str, platform: str) -> None:
@@ -87,7 +87,9 @@ def drawing(
     """
     config = networks["transformer"].config
     if plan.geometry.kind == TOKENS:
-        return TokenDrawing(config, plan, sampling, segments, layers, attention, **options)
+        check_cut(segments, layers)
+        layout = ShardedTokenPlan(plan, mesh)
+        return TokenDrawing(config, layout, sampling, attention, **options)
     rows = plan.geometry.rows_per_image * batch_size // mesh.data or 1
     cuts = program.plan_segments(networks, plan.geometry.schedule, segments, rows, platform)
     spec = scales.ProgramSpec.of(plan, cuts, sampling, config, attention=attention, **options)
@@ -95,7 +97,7 @@ def drawing(
 
 
 class ScaleDrawing:
-    """Scale by scale. layout: the plan divided over the devices."""
+    """Scale by scale."""
 
     def __init__(self, spec: scales.ProgramSpec, layout: ShardedPlan):
         self.spec, self.layout = spec, layout
@@ -128,27 +130,27 @@ class ScaleDrawing:
 
 
 class TokenDrawing:
-    """Token by token, on one device."""
+    """Token by token."""
 
     segments = ()
 
-    def __init__(self, config, plan: TokenPlan, sampling, segments, layers, attention, **options):
-        check_cut(segments, layers)
+    def __init__(self, config, layout: ShardedTokenPlan, sampling, attention, **options):
         if options.pop("unroll", False):
             raise UserError("unroll=True: models that draw token by token have no scans of layers")
-        sequence = plan.sequence
-        one_slot = sequence.condition < config.condition_tokens
-        self.plan = plan
+        self.plan, self.layout = layout.plan, layout
+        one_slot = self.plan.sequence.condition < config.condition_tokens
         self.spec = tokens.TokenSpec.of(
-            plan, sampling, config, attention, one_slot=one_slot, **options
+            self.plan, sampling, config, attention, one_slot=one_slot, **options
         )
 
     def arrange(self, networks, how, platform):
         transformer = networks["transformer"]
-        stacked.separate(transformer.blocks, transformer.once, turned=platform == "cpu")
+        # parts of a matrix are multiplied as they lie
+        turned = platform == "cpu" and self.layout.spec.model == 1
+        stacked.separate(transformer.blocks, transformer.once, turned=turned)
 
     def empty_state(self, batch_size, dtype, compute_dtype):
-        return token_state.empty(self.plan, batch_size, dtype, compute_dtype)
+        return self.layout.empty_state(batch_size, dtype, compute_dtype)
 
     def shared_inputs(self, transformer):
         return ()

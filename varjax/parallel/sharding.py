@@ -6,6 +6,7 @@ exchanged. An image does not depend on how a batch is split.
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -15,17 +16,21 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from varjax.cache import token_state
 from varjax.cache.allocation import StaticAllocation
 from varjax.cache.plan import CachePlan, build_plan
+from varjax.cache.stages import TokenPlan
 from varjax.cache.state import KVState
-from varjax.engine import scales
+from varjax.cache.token_state import LayerCache
+from varjax.engine import scales, tokens
 from varjax.engine.inputs import LayerInputs, Resampling, SegmentInputs, for_images, shared_inputs
 from varjax.engine.segments import Segment
 from varjax.errors import UserError
 from varjax.parallel.split import AXES, MeshSpec, Split, over
-from varjax.sequence import TOKENS
+from varjax.sequence import SCALES, TOKENS
 
 DATA, MODEL = AXES
+_KNOWN = {SCALES: "full, swa, streaming, heatkv, table", TOKENS: "full, swa, streaming"}
 
 
 def make_mesh(spec: MeshSpec, devices) -> Mesh:
@@ -35,20 +40,19 @@ def make_mesh(spec: MeshSpec, devices) -> Mesh:
 
 def check_plan(plan: CachePlan, spec: MeshSpec) -> None:
     """Raise `UserError` if a plan cannot be carried out on such a mesh."""
-    if plan.geometry.kind == TOKENS:
-        raise UserError(
-            f"mesh {spec}: models that draw token by token run on one device only so far: leave it "
-            f"out"
-        )
     if spec.model > 1 and not plan.static_content:
         raise UserError(
             f"mesh {spec}: policy {plan.policy.name!r} decides on the device what to keep, which "
             f"does not work with heads on several devices yet: use data only, or a policy whose "
-            f"contents are known beforehand (full, swa, streaming, heatkv, table)"
+            f"contents are known beforehand ({_KNOWN[plan.geometry.kind]})"
         )
 
     def input_shapes(images: int) -> list[tuple[int, ...]]:
-        inputs = plan.policy.inputs(plan.geometry, plan.allocation, np.arange(images))
+        index = np.arange(images)
+        if plan.geometry.kind == TOKENS:
+            inputs = None if plan.static_content else plan.policy.stage_inputs(plan.geometry, index)
+        else:
+            inputs = plan.policy.inputs(plan.geometry, plan.allocation, index)
         return [np.shape(a) for a in jax.tree.leaves(inputs)]
 
     # Inputs of a policy are shared by all devices along `data`; they may not depend on the images.
@@ -123,6 +127,47 @@ class ShardedPlan:
         """`shared_inputs` for a batch of images. (Groups of heads have static contents, which know
         no images.)"""
         return for_images(shared, self.plan, segments, image_index)
+
+    def specs(self, state: KVState, inputs: tuple[SegmentInputs, ...]) -> tuple[Any, Any]:
+        """How state and inputs of these shapes are divided."""
+        # keys of the previous scale are the only other array whose type is a choice, and its type
+        # does not change how it is divided
+        return _state_specs(self, state.kv_pool.dtype, "float32"), _input_specs(inputs, self.spec)
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedTokenPlan:
+    """The same for a model that draws token by token: all heads of a layer have equally many slots,
+    so the groups are alike, and a layer's pool is cut along its rows and heads."""
+
+    plan: TokenPlan
+    spec: MeshSpec
+
+    @cached_property
+    def groups(self) -> list[TokenPlan]:
+        """As above."""
+        plan, parts = self.plan, self.spec.model
+        heads = plan.geometry.num_heads // parts
+        group = dataclasses.replace(
+            plan,
+            geometry=dataclasses.replace(plan.geometry, num_heads=heads),
+            capacity=plan.capacity[..., :heads],
+            pool_blocks=plan.pool_blocks // parts,
+        )
+        return [group] * parts
+
+    def empty_state(self, batch_size: int, dtype, compute_dtype) -> tuple[LayerCache, ...]:
+        """As above."""
+        return token_state.empty(self.plan, batch_size, dtype, compute_dtype)
+
+    def specs(self, state: tuple[LayerCache, ...], inputs: tuple) -> tuple[Any, Any]:
+        """As above."""
+        heads = {"pool": P(DATA, MODEL), "scale": P(DATA, None, MODEL)}
+
+        def of(path, _) -> P:
+            return heads.get(path[-1].name, P(DATA)) if self.spec.model > 1 else P(DATA)
+
+        return jax.tree_util.tree_map_with_path(of, state), jax.tree.map(lambda _: P(), inputs)
 
 
 def _beside(parts: list[LayerInputs]) -> LayerInputs:
@@ -200,36 +245,41 @@ def _input_specs(inputs: tuple[SegmentInputs, ...], spec: MeshSpec) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class ShardedProgram:
-    """`engine.scales.generate_codes` for a mesh.
+    """`generate_codes` of `engine.scales` or `engine.tokens` (`draw`) for a mesh.
 
     specs: how the arguments (networks, state, condition, keys, inputs, given) are divided.
     """
 
     mesh: Mesh
-    spec: scales.ProgramSpec
+    spec: scales.ProgramSpec | tokens.TokenSpec
+    draw: Callable
     specs: tuple
 
     @classmethod
     def of(
-        cls, mesh: Mesh, spec: scales.ProgramSpec, plan: ShardedPlan, networks, state, inputs, given
+        cls,
+        mesh: Mesh,
+        spec,
+        layout: ShardedPlan | ShardedTokenPlan,
+        networks,
+        state,
+        inputs,
+        given,
     ) -> "ShardedProgram":
-        """For arguments of these shapes; `inputs` as `ShardedPlan.inputs` makes them."""
-        # keys of the previous scale are the only other array whose type is a choice, and its type
-        # does not change how it is divided
-        states = _state_specs(plan, state.kv_pool.dtype, "float32")
-        tokens = None if given is None else scales.GivenTokens(P(DATA), P())
-        specs = (
-            *(_weight_specs(networks, plan.spec), states, P(DATA), P(DATA)),
-            *(_input_specs(inputs, plan.spec), tokens),
-        )
-        return cls(mesh, spec, specs)
+        """For arguments of these shapes; `inputs` as the drawing makes them."""
+        by_token = isinstance(layout, ShardedTokenPlan)
+        draw = tokens.generate_codes if by_token else scales.generate_codes
+        states, inputs = layout.specs(state, inputs)
+        given = None if given is None else type(given)(P(DATA), P())
+        weights = _weight_specs(networks, layout.spec)
+        return cls(mesh, spec, draw, (weights, states, P(DATA), P(DATA), inputs, given))
 
     def __call__(self, *arguments):
         state = self.specs[1]
 
         def run(*local):
             with over(MODEL if self.mesh.shape[MODEL] > 1 else None):
-                return scales.generate_codes(*local, spec=self.spec)
+                return self.draw(*local, spec=self.spec)
 
         names = ("tokens", "code_map", *(("logits",) if self.spec.keep_logits else ()))
         results = {name: P(DATA) for name in names}
