@@ -106,15 +106,20 @@ def write(
 
 
 def attend_token(
-    q, pool, position, pool_scale, mass, *, step: int | None = None
+    q, pool, position, pool_scale, mass, *, step: int | None = None, stored: int = 0
 ) -> pl.CostEstimate:
     """Of attention of one query per row and head over all slots; step: over those in use, so many
-    at once. float32: positions take as many bytes, scales twice, sums are read and written."""
+    at once. float32: positions take as many bytes, scales twice, sums are read and written. stored:
+    slots of a head that are written for the token's, whose key and value are read."""
     used = _share(pool.shape[2], step) if step else 1.0
     pairs, head_dim = pool.size // pool.shape[-1], q.shape[-1]
     scales = 0 if pool_scale is None else 2 * pairs
     lines = used * (position.size + scales) + 2 * pairs * (mass is not None)
     moved = used * pool.size * pool.dtype.itemsize + 2 * q.size * q.dtype.itemsize + 4 * lines
+    if stored:
+        rows, heads, slots, width = pool.shape
+        tile = rows * heads * min(stored, slots) * width * pool.dtype.itemsize
+        moved += tile + 2 * q.size * q.dtype.itemsize
     pairs *= used
     return pl.CostEstimate(
         flops=round(4 * pairs * head_dim),

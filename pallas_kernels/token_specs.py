@@ -106,6 +106,21 @@ class TokenArguments:
         given = (self.q, self.pool, self.position, sight, self.bias, self.scale)
         return attend(*given, self.mass, self.weight, **options)
 
+    def stored_by(self, store_and_attend, k, v, slot, **options) -> tuple:
+        """Likewise, with a token to store."""
+
+        def run(q, *rest, **options):
+            return store_and_attend(q, k, v, slot, *rest, **options)
+
+        return self.given_to(run, **options)
+
+    def with_token(self, slot: int) -> "TokenArguments":
+        """With the position of a token to store in its slot, which holds NaN as yet."""
+        position = self.position.at[:, :, slot].set(0 if self.newest is None else self.newest)
+        if self.scale is not None:
+            return replace(self, position=position, scale=self.scale.at[..., slot].set(jnp.nan))
+        return replace(self, position=position, pool=self.pool.at[:, :, slot].set(jnp.nan))
+
     def given_to_api(self, attend, **options) -> tuple[jax.Array, jax.Array | None]:
         """Likewise by name."""
         return attend(

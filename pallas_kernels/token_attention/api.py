@@ -1,9 +1,9 @@
 """Token attention: signature, documentation and dispatch.
 
 The op serves one layer of one drawn token: every row has one query per head, which sees the slots
-of its head that hold something. The token's own key and value lie in a slot already. All heads of a
-layer have equally many slots, so a layer's pool is one array and needs no table; which slots are
-visible is in the positions of what they hold.
+of its head that hold something. The token's own key and value lie in a slot already, or are put
+there first. All heads of a layer have equally many slots, so a layer's pool is one array and needs
+no table; which slots are visible is in the positions of what they hold.
 """
 
 from jaxtyping import Array, Float, Int, Num
@@ -62,12 +62,62 @@ def attend(
     Raises:
       NotImplementedError: the implementation named cannot run, with the reason.
     """
-    if reach is not None and newest is None:
-        raise ValueError("reach is counted from newest, which is not given")
-    sight = Sight(newest, reach, used, protected)
+    sight = _sight(newest, reach, used, protected)
     arguments = (q, pool, position, sight, first_bias, pool_scale, mass, mass_weight)
     modules = AUTOMATIC if implementation is None else MODULES
     return implementations.run(implementation, modules, "attend", *arguments)
+
+
+def store_and_attend(
+    q: Float[Array, "R N H"],
+    k: Float[Array, "R N H"],
+    v: Float[Array, "R N H"],
+    slot: Int[Array, ""],
+    pool: Num[Array, "R N C KV"],
+    position: Int[Array, "#R #N C"],
+    *,
+    newest: Int[Array, ""] | None = None,
+    reach: Int[Array, "R N"] | None = None,
+    used: Int[Array, ""] | None = None,
+    protected: int = 0,
+    first_bias: Float[Array, " R"] | None = None,
+    pool_scale: Float[Array, "R 2 N C"] | None = None,
+    mass: Float[Array, "R N C"] | None = None,
+    mass_weight: Float[Array, ""] | float = 1.0,
+    implementation: str | None = None,
+) -> tuple[
+    Float[Array, "R N H"],
+    Float[Array, "R N C"] | None,
+    Num[Array, "R N C KV"],
+    Float[Array, "R 2 N C"] | None,
+]:
+    """Store the token's key and value, then `attend`, of which all that is not told here is meant.
+
+    The pool is updated in place when its buffer is not needed any more (donated, or carried by a
+    scan): a kernel aliases it, and writes a tile of slots of every head.
+
+    Args:
+      k, v: finished, as the pool holds them (an int8 pool: as `cache_write.write` stores them).
+      slot: where they go in all rows and heads, smaller than C and `used`. What lies there before
+        may be anything, NaN included.
+      position: with the token's own already in that slot.
+
+    Returns:
+      What `attend` returns, the pool and its scales (None unless int8).
+
+    Raises:
+      NotImplementedError: the implementation named cannot run, with the reason.
+    """
+    sight = _sight(newest, reach, used, protected)
+    arguments = (q, k, v, slot, pool, position, sight, first_bias, pool_scale, mass, mass_weight)
+    modules = AUTOMATIC if implementation is None else MODULES
+    return implementations.run(implementation, modules, "store_and_attend", *arguments)
+
+
+def _sight(newest, reach, used, protected: int) -> Sight:
+    if reach is not None and newest is None:
+        raise ValueError("reach is counted from newest, which is not given")
+    return Sight(newest, reach, used, protected)
 
 
 def scores(

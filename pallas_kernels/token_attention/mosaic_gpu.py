@@ -32,6 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import estimates, target
 from pallas_kernels import mosaic_operands as mosaic
+from pallas_kernels.token_attention import storing
 from pallas_kernels.token_attention.mosaic_slots import (
     CLASSES,
     LINE,
@@ -90,6 +91,9 @@ def attend(
     return out[..., given.width - size :], None if mass is None else jax.freeze(sums).reshape(
         mass.shape
     )
+
+
+store_and_attend = storing.before(attend)
 
 
 def check(q, pool, interpret) -> None:

@@ -10,6 +10,8 @@ other, a CPU reads those in use, a block that stays in its cache at a time.
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.token_attention import storing
+
 BLOCK = 64  # slots that a CPU reads at a time, at most
 TOGETHER = 2  # rows that share a turn, if they come in pairs; turns follow each other
 LOWEST = -1e30  # below all scores, but finite: of a block in which nothing is visible
@@ -27,6 +29,9 @@ def attend(q, pool, position, sight, first_bias, pool_scale, mass, mass_weight):
 
     choice = {"cpu": _of_slots_in_use, "default": of_all}
     return jax.lax.platform_dependent(sight.used, *arguments, **choice), None
+
+
+store_and_attend = storing.before(attend)
 
 
 def _of_all_slots(q, pool, visible, first_bias, pool_scale, mass=None, mass_weight=1.0):

@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import estimates
-from pallas_kernels.token_attention import tpu_row, tpu_used
+from pallas_kernels.token_attention import storing, tpu_row, tpu_token, tpu_used
 from pallas_kernels.token_attention.sight import Sight
 from pallas_kernels.tpu_operands import LANES, pools, rounded
 
@@ -53,45 +53,82 @@ def attend(
 ):
     """See `api.attend`. most_bytes: of the pool in a grid step. piece: slots of one where only the
     first slots are in use; None takes those of `tpu_used.slots_of_piece`."""
-    together, some = _step(q, pool, most_bytes)
-    rows, heads, slots, width = pool.shape
-    apart = q.shape[-1] % LANES == 0
-    # zeros where values are
-    queries = q if apart else jnp.pad(q, ((0, 0), (0, 0), (0, width // 2)))
+    tiles = _step(q, pool, most_bytes), piece
+    given = q, None, pool, position, sight, first_bias, pool_scale, mass, mass_weight
+    return _run(*given, tiles, interpret)[:2]
+
+
+def store_and_attend(
+    q,
+    k,
+    v,
+    slot,
+    pool,
+    position,
+    sight,
+    first_bias,
+    pool_scale,
+    mass,
+    mass_weight,
+    *,
+    interpret,
+    most_bytes: int = MOST_BYTES,
+    piece: int | None = None,
+):
+    """See `api.store_and_attend`, and `attend`. What is stored in an int8 pool, and its scales, XLA
+    puts there."""
+    tiles = _step(q, pool, most_bytes), piece
+    token = k, v, jnp.asarray(slot, jnp.int32).reshape(1)
+    if pool_scale is not None:
+        token = None
+        pool, pool_scale = storing.store(k[:, :, None], v[:, :, None], slot, pool, pool_scale)
+    given = q, token, pool, position, sight, first_bias, pool_scale, mass, mass_weight
+    return *_run(*given, tiles, interpret), pool_scale
+
+
+def _run(q, token, pool, position, sight, bias, scale, mass, weight, tiles, interpret):
+    """Output, sums, and the pool with the token, or as it was where that is None. tiles: `_step`,
+    and the slots of a piece."""
+    (together, some), piece = tiles
+    rows, heads, slots, _ = pool.shape
+    given = {"q": q, "bias": bias, "position": position, "scale": scale}
+    given |= {"pool": pools(pool, None, interpret)[0]}
+    numbers = {}
+    if token is not None:
+        given["k"], given["v"], numbers["slot"] = token
+    stored = 0 if token is None else tpu_token.TILE
+    estimate = partial(estimates.attend_token, q, pool, position, scale, mass, stored=stored)
     piece = piece or tpu_used.slots_of_piece(pool, some)
     if sight.used is not None and mass is None and sight.newest is None and piece < slots:
-        used = jnp.asarray(sight.used, jnp.int32).reshape(1)
-        operands = (queries, pool, position, used, first_bias, pool_scale)
-        out = tpu_used.attend(*operands, heads=some, piece=piece, interpret=interpret)
-        return out[..., -q.shape[-1] :], None
-    given = {
+        numbers |= {"used": jnp.asarray(sight.used, jnp.int32).reshape(1)}
+        sizes = {"heads": some, "piece": piece, "estimate": estimate(step=piece)}
+        out, pool = tpu_used.attend(_present(given), numbers, **sizes, interpret=interpret)
+        return out, None, pool
+    given |= {
         "newest": None if sight.newest is None else jnp.asarray(sight.newest).reshape(1),
         "reach": sight.reach,
-        "bias": first_bias,
-        "weight": None if mass is None else jnp.asarray(mass_weight, jnp.float32).reshape(1),
-        "q": queries,
-        "position": position,
-        "scale": pool_scale,
+        "weight": None if mass is None else jnp.asarray(weight, jnp.float32).reshape(1),
         "mass": mass,
-        "pool": pools(pool, None, interpret)[0],
     }
-    given = {name: array for name, array in given.items() if array is not None}
-    results = [jax.ShapeDtypeStruct((*q.shape[:2], width // (1 + apart)), q.dtype)]
-    results += [] if mass is None else [jax.ShapeDtypeStruct(mass.shape, mass.dtype)]
-    specs = {name: _spec(name, array, together, some) for name, array in given.items()}
+    given = _present(given)
+    results = _present({"out": q, "mass": mass, "pool": None if token is None else pool})
     found = pl.pallas_call(
         partial(_attend_rows, sight.protected, some),
-        grid=(rows // together, heads // some),
-        in_specs=[specs],
-        out_specs=[_spec("results", array, together, some) for array in results],
-        out_shape=results,
-        input_output_aliases={} if mass is None else {sorted(given).index("mass"): 1},
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(rows // together, heads // some),
+            in_specs=[{name: _spec(name, array, together, some) for name, array in given.items()}],
+            out_specs={n: _result_spec(n, array, together, some) for n, array in results.items()},
+            scratch_shapes=[] if token is None else [tpu_token.scratch(pool)],
+        ),
+        out_shape={n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in results.items()},
+        input_output_aliases=tpu_token.aliases(numbers, given, results),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        cost_estimate=estimates.attend_token(q, pool, position, pool_scale, mass),
+        cost_estimate=estimate(),
         interpret=interpret,
         name="token_attention",
-    )(given)
-    return found[0][..., -q.shape[-1] :], None if mass is None else found[1]
+    )(numbers, given)
+    return found["out"], found.get("mass"), found.get("pool", pool)
 
 
 def _step(q, pool, most: int) -> tuple[int, int]:
@@ -125,27 +162,41 @@ def _spec(name: str, array, rows: int, heads: int) -> pl.BlockSpec:
     if name in ("newest", "reach", "bias", "weight"):
         return pl.BlockSpec(memory_space=pltpu.SMEM)
     if name == "pool":
-        return pl.BlockSpec((rows, heads, *array.shape[2:]), lambda r, n: (r, n, 0, 0))
+        return pl.BlockSpec((rows, heads, *array.shape[2:]), lambda r, n, *_: (r, n, 0, 0))
     shared, rest = len(array) == 1, array.shape[1:]
     return pl.BlockSpec(
-        (1 if shared else rows, *rest), lambda r, n: (0 if shared else r, *[0] * len(rest))
+        (1 if shared else rows, *rest), lambda r, n, *_: (0 if shared else r, *[0] * len(rest))
     )
 
 
-def _attend_rows(protected: int, some: int, given, out_ref, mass_ref=None):
+def _present(arrays: dict) -> dict:
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def _result_spec(name: str, array, rows: int, heads: int) -> pl.BlockSpec:
+    if name == "pool":
+        return tpu_token.tile_spec(array, rows, heads)
+    return _spec(name, array, rows, heads)
+
+
+def _attend_rows(protected: int, some: int, numbers, given, results, rows_ref=None):
     # here and not in the loop, where the interpreter does not know them
     begin, first = pl.program_id(0) * len(given["pool"]), pl.program_id(1) * some
 
     def row(i, _):
-        _attend_row(i, begin + i, first, protected, some, given, out_ref, mass_ref)
+        if "slot" in numbers:
+            tpu_token.put_beside(i, given, rows_ref)
+            here = given["pool"].at[i], results["pool"].at[i]
+            tpu_token.put(rows_ref, first, numbers["slot"][0], *here)
+        _attend_row(i, begin + i, first, protected, some, given, results)
         return 0
 
     jax.lax.fori_loop(0, len(given["pool"]), row, 0)
 
 
-def _attend_row(i, row, first, protected: int, some: int, given, out_ref, mass_ref) -> None:
+def _attend_row(i, row, first, protected: int, some: int, given, results) -> None:
     """Row i of the grid step, number `row` of all; of its heads those from number `first` on."""
-    queries = given["q"][i]
+    queries = tpu_row.padded(given["q"][i], given["pool"].shape[-1])
     (heads, _), slots = queries.shape, given["pool"].shape[2]
     shape = heads, slots
     number = tpu_row.iota((heads, 1), 0)
@@ -162,16 +213,18 @@ def _attend_row(i, row, first, protected: int, some: int, given, out_ref, mass_r
     seen = weights
     if "scale" in given:
         seen = jnp.where(visible, weights * given["scale"][i, 1], 0.0)
-    out = tpu_row.mean(seen, mine, given["pool"].at[i], queries.dtype, out_ref.shape[-1])
+    size = results["out"].shape[-1]
+    width = tpu_row.columns(size, given["pool"].shape[-1])
+    out = tpu_row.mean(seen, mine, given["pool"].at[i], queries.dtype, width)
     whole = some == heads
     here = None if whole else (number >= first) & (number < first + some)
 
     def put(ref, new) -> None:
         ref[i] = new if whole else jnp.where(here, new, ref[i])
 
-    put(out_ref, out.astype(out_ref.dtype))
-    if mass_ref is not None:
-        put(mass_ref, given["mass"][i] + given["weight"][0] * weights)
+    put(results["out"], out[:, -size:].astype(queries.dtype))
+    if "mass" in results:
+        put(results["mass"], given["mass"][i] + given["weight"][0] * weights)
 
 
 def _visible(i, row, protected: int, heads: int, given):

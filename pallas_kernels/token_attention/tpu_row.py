@@ -5,10 +5,27 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ragged_attention.tpu_blocks import dot
+from pallas_kernels.tpu_operands import LANES
 
 
 def iota(shape: tuple[int, int], axis: int):
     return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+def padded(q, width: int):
+    """Queries [N, H], with zeros where values lie if they are not taken apart: [N, W]."""
+    if _apart(q.shape[1]):
+        return q
+    return jnp.concatenate([q, jnp.zeros((len(q), width - q.shape[1]), q.dtype)], axis=1)
+
+
+def columns(size: int, width: int) -> int:
+    """Of the pool's `width` in a sum of values of heads of `size`: the last ones are theirs."""
+    return size if _apart(size) else width
+
+
+def _apart(size: int) -> bool:
+    return size % LANES == 0
 
 
 def scores(queries, mine, pool):

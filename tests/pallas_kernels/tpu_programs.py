@@ -8,9 +8,9 @@ Runs in a process of its own, because some errors of the compiler end the proces
     OPERATION-POOLTYPE-hHEADDIM-bBLOCKSIZE-tTOKENS[-nHEADS][-rows]
 
 sample-IMAGES-TOKENS-VOCABULARY, with {"case", "temp", "moved"}, and token-POOLTYPE-hHEADDIM-sSLOTS,
-with {"case", "temp", "pool", "copies"}: attention of one query per row, token after token; -used at
-the end: of known contents, whose first slots are in use. rank-ROWS-HEADS-SLOTS, with {"case",
-"temp"}: by score within two parts.
+with {"case", "temp", "pool", "copies"}: attention of one query per row, token after token; -used
+behind it: of known contents, whose first slots are in use; -stored: the kernel stores the token.
+rank-ROWS-HEADS-SLOTS, with {"case", "temp"}: by score within two parts.
 
 OPERATION: attend, moments, write, or scan: two scans, over scales and over layers. -rows: tables
 per row. Activations are bfloat16 unless the pool is float32; queries and keys are normalised, and
@@ -39,6 +39,7 @@ from pallas_kernels import cache_write, ragged_attention  # noqa: E402
 from pallas_kernels.arg_specs import ArgSpec  # noqa: E402
 from pallas_kernels.rank import rank  # noqa: E402
 from pallas_kernels.sample import sample  # noqa: E402
+from pallas_kernels.token_attention import storing  # noqa: E402
 from pallas_kernels.token_attention import tpu as token_kernel  # noqa: E402
 from pallas_kernels.token_specs import TokenArguments  # noqa: E402
 from tests.pallas_kernels.test_sample import abstract  # noqa: E402
@@ -137,22 +138,21 @@ def scan_arguments(spec: ArgSpec):
 
 
 def token_arguments(case: str) -> TokenArguments:
-    _, kv_dtype, head_dim, slots, *used = case.split("-")
+    _, kv_dtype, head_dim, slots, *options = case.split("-")
     spec = spec_of(f"attend-{kv_dtype}-{head_dim}-b16-t1-n20")
-    options = {"used": 1, "sums": False, "shared": True} if used else {}
+    options = {"used": 1, "sums": False, "shared": True} if "used" in options else {}
     return TokenArguments.abstract(replace(spec, rows=64), int(slots[1:]), **options)
 
 
-def tokens(caches, args, steps):
+def tokens(store_and_attend, caches, args, steps):
     """A few tokens, as the engine draws them: each is stored, then attended for."""
 
     def token(caches, slot):
-        pool, mass = caches
-        new = jnp.concatenate([args.q, args.q], axis=-1)[:, :, None].astype(pool.dtype)
-        pool = jax.lax.dynamic_update_slice(pool, new, (0, 0, slot, 0))
-        now = replace(args, pool=pool, mass=mass)
-        out, mass = now.given_to(token_kernel.attend, interpret=False)
-        return (pool, mass), out
+        pool, mass, scale = caches
+        now = replace(args, pool=pool, mass=mass, scale=scale)
+        given = args.q, args.q, slot
+        out, mass, *new = now.stored_by(store_and_attend, *given, interpret=False)
+        return (new[0], mass, new[1]), out
 
     return jax.lax.scan(token, caches, steps)
 
@@ -170,7 +170,11 @@ def program(case: str):
         return partial(rank, implementation="tpu"), given, ()
     if operation == "token":
         args, steps = token_arguments(case), jax.ShapeDtypeStruct((3,), jnp.int32)
-        return tokens, ((args.pool, args.mass), replace(args, pool=None, mass=None), steps), 0
+        by_kernel = case.endswith("-stored")
+        store = token_kernel.store_and_attend if by_kernel else storing.before(token_kernel.attend)
+        caches = args.pool, args.mass, args.scale
+        rest = replace(args, pool=None, mass=None, scale=None)
+        return partial(tokens, store), (caches, rest, steps), 0
     if operation == "scan":
         return scans, scan_arguments(spec_of(case)), 0
     return globals()[operation], (spec_of(case).abstract(),), 0

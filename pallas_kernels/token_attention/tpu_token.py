@@ -1,0 +1,72 @@
+"""The token that a TPU kernel of token attention stores before it attends.
+
+HBM holds slots in tiles, out of which no single one can be written. So the tile with the token's
+slot is a result that lies in the pool itself (`input_output_aliases`): what it held comes with the
+slots that the kernel reads anyway, and the token is put in there, too. So what lies in its slot is
+overwritten before anything is computed from it, and scores and sums know nothing of this.
+
+Grid steps fetch slots while the last ones' tiles are written: never the same ones, because every
+row and head is fetched once, and its tile written behind that.
+"""
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.token_attention.tpu_row import iota
+
+TILE = 8  # slots
+
+
+def aliases(numbers: dict, given: dict, results: dict) -> dict[int, int]:
+    """Sums and the pool are changed in place: what is not written keeps what it holds."""
+    operands, found = [*sorted(numbers), *sorted(given)], sorted(results)
+    return {operands.index(n): found.index(n) for n in ("mass", "pool") if n in results}
+
+
+def put_beside(row, given, rows_ref) -> None:
+    """Keys and values of a row's heads, side by side as the pool holds them, into `rows_ref` [N,
+    2 H] in float32, where single rows can be addressed."""
+    both = [given[name][row].astype(jnp.float32) for name in "kv"]
+    rows_ref[...] = jnp.concatenate(both, axis=-1)
+
+
+def tile_spec(pool, rows: int, heads: int) -> pl.BlockSpec:
+    """Of the result, in grid step (r, n, ...); what is told last is "slot"."""
+    tile = min(TILE, pool.shape[2])
+
+    def place(r, n, *rest):
+        return r, n, rest[-1]["slot"][0] // tile, 0
+
+    return pl.BlockSpec((rows, heads, tile, pool.shape[3]), place)
+
+
+def put(rows_ref, first, slot, pool, tile_ref) -> None:
+    """Put heads of a row, from number `first` on, into their slots and the tile of these.
+
+    rows_ref: see `put_beside`. slot: of those that are here. pool: [heads, C, 2 H], tile_ref:
+    [heads, tile, 2 H], references.
+    """
+    slots, tile = pool.shape[1], tile_ref.shape[1]
+    whole = slots // tile * tile
+
+    def in_tile(begin, size: int) -> None:
+        here = pl.ds(begin, size)
+        own = iota((size, pool.shape[2]), 0) == slot - begin
+        for j in range(pool.shape[0]):
+            # float32 holds old contents exactly, so storing them again changes nothing
+            new = rows_ref[pl.ds(first + j, 1)]
+            new = jnp.where(own, new, pool[j, here].astype(jnp.float32)).astype(pool.dtype)
+            tile_ref[j, :size] = new
+            pool[j, here] = new
+
+    if whole == slots:
+        in_tile(pl.multiple_of(slot // tile * tile, tile), tile)
+        return
+    pl.when(slot < whole)(lambda: in_tile(pl.multiple_of(slot // tile * tile, tile), tile))
+    # the rest of the last tile is no part of the pool
+    pl.when(slot >= whole)(lambda: in_tile(whole, slots - whole))
+
+
+def scratch(pool) -> pltpu.VMEM:
+    return pltpu.VMEM((pool.shape[1], pool.shape[3]), jnp.float32)

@@ -1,0 +1,217 @@
+"""The token attention that stores its token first, against storing and attending by the reference:
+every slot, options, types and heads of every size; NaN in the token's slot before, and in empty
+ones. Slots that are not the token's come out as they went in, bit by bit."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as tpu_simulator
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import token_attention
+from pallas_kernels.arg_specs import SPECS
+from pallas_kernels.token_attention import mosaic_gpu, reference, storing, tpu, tpu_token
+from pallas_kernels.token_specs import TokenArguments
+from tests.pallas_kernels.test_kernels import TOLERANCE, error
+
+SMALL = replace(SPECS["llamagen-xl-t1"], rows=2, heads=3)
+FLOAT = replace(SMALL, dtype="float32")
+# the first and the last of a tile of 8, of the array, and (41, 105) of a tile that is cut off
+CASES = {
+    "bfloat16": (SMALL, {"slots": 104}, (0, 7, 8, 103)),
+    "float32-shared": (FLOAT, {"slots": 41, "shared": True}, (0, 1, 31, 32, 39, 40)),
+    "int8": (replace(SMALL, kv_dtype="int8"), {"slots": 41}, (0, 40)),
+    "h100": (replace(SMALL, head_dim=100), {"slots": 105}, (50, 104)),
+    "h128-no-sums": (replace(SMALL, head_dim=128), {"slots": 105, "sums": False}, (1, 104)),
+    "one-row": (replace(FLOAT, rows=1, heads=1), {"slots": 13}, tuple(range(13))),
+    "many-rows": (replace(SMALL, rows=8), {"slots": 33}, (0, 32)),
+}
+MORE = {
+    "h100-float32": (replace(FLOAT, head_dim=100), {"slots": 22}, tuple(range(22))),
+    "h128-float32": (replace(FLOAT, head_dim=128), {"slots": 70, "sums": False}, (63, 64, 69)),
+    "bfloat16-pool": (replace(FLOAT, kv_dtype="bfloat16"), {"slots": 64}, (9, 63)),
+    "float32-pool": (replace(SMALL, kv_dtype="float32"), {"slots": 37}, (35, 36)),
+    "fewer-than-a-tile": (SMALL, {"slots": 5}, tuple(range(5))),
+    "int8-h128": (replace(SMALL, head_dim=128, kv_dtype="int8"), {"slots": 33}, (32,)),
+}
+MARKED = [pytest.param(*case, id=name) for name, case in CASES.items()]
+MARKED += [pytest.param(*c, id=name, marks=pytest.mark.slow) for name, c in MORE.items()]
+# slots, of which so many are in use, in pieces of 128; the token's; bytes of a step
+USED = {
+    "bfloat16": (SMALL, 300, 130, (0, 127, 128, 129), None),
+    "whole": (replace(SMALL, dtype="float32"), 300, 300, (255, 256, 295, 296, 299), None),
+    "one": (SMALL, 300, 1, (0,), None),
+    "int8": (replace(SMALL, kv_dtype="int8"), 300, 200, (199,), None),
+    "h100": (replace(SMALL, head_dim=100), 257, 257, (256,), None),
+    "heads-apart": (replace(SMALL, head_dim=128, heads=4), 300, 200, (3, 199), 2 * 304 * 512),
+}
+
+
+def in_bits(array) -> np.ndarray:
+    return np.asarray(array).view(f"u{array.dtype.itemsize}")
+
+
+def check(spec, options, slots, store_and_attend) -> None:
+    """One program for all slots."""
+    before = TokenArguments.of(spec, **options)
+    k, v = jax.random.normal(jax.random.key(1), (2, *before.q.shape), spec.dtype)
+    run = jax.jit(lambda a, k, v, slot: a.stored_by(store_and_attend, k, v, slot))
+    exact = jax.jit(lambda a: a.in_float32().given_to(reference.attend))
+    for slot in slots:
+        args, slot = before.with_token(slot), jnp.int32(slot)
+        out, mass, pool, scale = jax.block_until_ready(run(args, k, v, slot))
+        new = storing.store(k[:, :, None], v[:, :, None], slot, args.pool, args.scale)
+        for found, expected in zip((pool, scale), new, strict=True):
+            if expected is not None:
+                assert found.dtype == expected.dtype
+                np.testing.assert_array_equal(in_bits(found), in_bits(expected))
+        expected, sums = exact(replace(args, pool=new[0], scale=new[1]))
+        assert out.dtype == args.q.dtype
+        assert error(out, expected) < TOLERANCE[spec.dtype]
+        assert (mass is None) == (sums is None)
+        if mass is not None:
+            assert error(mass - args.mass, sums - args.mass) < 1e-3  # differences of two sums
+
+
+@pytest.mark.parametrize(("spec", "options", "slots"), MARKED)
+def test_tpu_interpreted(spec, options, slots):
+    check(spec, options, slots, partial(tpu.store_and_attend, interpret=True))
+
+
+@pytest.mark.parametrize(("spec", "slots", "used", "those", "most"), USED.values(), ids=USED.keys())
+def test_tpu_slots_in_use(spec, slots, used, those, most):
+    options = {"slots": slots, "used": used, "sums": False, "shared": slots == used}
+    more = {} if most is None else {"most_bytes": most}
+    run = partial(tpu.store_and_attend, interpret=True, piece=128, **more)
+    check(spec, options, those, run)
+
+
+HEADS_APART = {"most_bytes": 2 * 112 * 256}
+
+
+def test_tpu_heads_of_a_row_in_several_steps():
+    spec = replace(SMALL, heads=4)
+    args = TokenArguments.abstract(spec, 105)
+    assert tpu._step(args.q, args.pool, HEADS_APART["most_bytes"]) == (1, 2)
+    run = partial(tpu.store_and_attend, interpret=True, **HEADS_APART)
+    check(spec, {"slots": 105}, (0, 64, 103, 104), run)
+
+
+def simulated(cores: int = 1, bounds: str = "logical", **options):
+    """bounds: "padded" where a tile is cut off: arrays have whole tiles, as in memory."""
+    params = pltpu.InterpretParams(
+        dma_execution_mode="on_wait",
+        uninitialized_memory="nan",
+        detect_races=True,
+        buffer_bounds=bounds,
+        num_cores_or_threads=cores,
+    )
+    return partial(tpu.store_and_attend, interpret=params, **options)
+
+
+SIMULATED = {
+    "all": (replace(SMALL, rows=3), {"slots": 40}, (8, 39), {}),
+    # without arrays of one axis, which the simulator pads for no chip that is not there
+    "cut-off": (SMALL, {"slots": 41, "sums": False}, (39, 40), {"bounds": "padded"}),
+    "heads-apart": (replace(FLOAT, heads=4), {"slots": 24}, (23,), {"most_bytes": 2 * 24 * 512}),
+    "used": (SMALL, {"slots": 300, "used": 130, "sums": False}, (5, 129), {"piece": 128}),
+}
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize(("spec", "options", "slots", "more"), SIMULATED.values(), ids=SIMULATED)
+def test_tpu_simulated(spec, options, slots, more, cores):
+    check(spec, options, slots, simulated(cores, **more))
+    assert not tpu_simulator.races.races_found
+
+
+def test_dispatch():
+    """By every name, on a CPU."""
+    args = TokenArguments.of(FLOAT, 41).with_token(3)
+    k, v = jax.random.normal(jax.random.key(1), (2, *args.q.shape))
+
+    def run(name):
+        def call(q, *rest, **options):
+            given = (q, k, v, jnp.int32(3), *rest)
+            return token_attention.store_and_attend(*given, implementation=name, **options)
+
+        return args.given_to_api(call)
+
+    expected = args.stored_by(reference.store_and_attend, k, v, jnp.int32(3))
+    for name in (None, "reference", "triton"):
+        for found, right in zip(run(name)[:3], expected[:3], strict=True):
+            np.testing.assert_array_equal(found, right)
+    assert error(run("tpu-interpret")[0], expected[0]) < TOLERANCE["float32"]
+    with pytest.raises(NotImplementedError, match="does not exist"):
+        run("other")
+
+
+def test_gpus_store_by_xla(monkeypatch):
+    """Then the kernel attends as ever."""
+    args = TokenArguments.of(FLOAT, 41).with_token(3)
+    k, v = jax.random.normal(jax.random.key(1), (2, *args.q.shape))
+    seen = []
+    after = storing.before(lambda *given, **options: seen.append((given, options)) or (0, None))
+    _, _, pool, _ = args.stored_by(after, k, v, jnp.int32(3), interpret=False)
+    ((given, options),) = seen
+    assert given[1] is pool and options == {"interpret": False}
+    assert mosaic_gpu.store_and_attend.__code__ is after.__code__
+
+
+# --- mistakes that are seen ---
+
+
+def fails(case: str) -> None:
+    spec, options, slots, more = SIMULATED[case]
+    with pytest.raises(AssertionError):
+        check(spec, options, slots, simulated(**more))
+
+
+def test_what_the_slot_held_is_seen(monkeypatch):
+    """If the token is only stored, and not put into what is attended."""
+    put = tpu_token.put
+
+    def into_a_copy(rows_ref, first, slot, pool, tile_ref):
+        held = pool[...]
+        put(rows_ref, first, slot, pool, tile_ref)
+        pool[...] = held
+
+    monkeypatch.setattr(tpu_token, "put", into_a_copy)
+    fails("all")
+
+
+def test_a_pool_that_is_not_aliased_is_seen(monkeypatch):
+    found = tpu_token.aliases
+
+    def without(numbers, given, results):
+        return found(numbers, given, {n: a for n, a in results.items() if n != "pool"})
+
+    monkeypatch.setattr(tpu_token, "aliases", without)
+    fails("all")
+
+
+def test_a_tile_of_all_steps_is_seen(monkeypatch):
+    """The tile of a row's first heads for all of them: the last ones' contents would remain."""
+    spec = tpu_token.tile_spec
+
+    def first_heads(pool, rows, heads):
+        right = spec(pool, rows, heads)
+        return replace(right, index_map=lambda r, n, *rest: right.index_map(r, 0, *rest))
+
+    monkeypatch.setattr(tpu_token, "tile_spec", first_heads)
+    fails("heads-apart")
+
+
+def test_a_token_in_another_piece_is_seen(monkeypatch):
+    """Put into every piece that is in use, at the same place."""
+    put = tpu_token.put
+
+    def first(rows_ref, heads, slot, *rest):
+        put(rows_ref, heads, jnp.zeros_like(slot), *rest)
+
+    monkeypatch.setattr(tpu_token, "put", first)
+    fails("used")
