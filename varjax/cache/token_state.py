@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from pallas_kernels.cache_write.reference import encode
+from pallas_kernels import token_attention
 from varjax.cache.stages import TokenPlan
 
 EVERYTHING = 2**30  # the reach of heads that see all: more positions than there are
@@ -56,12 +56,7 @@ class LayerCache:
         slot: Int[Array, ""] | int,
     ) -> "LayerCache":
         """T tokens from slot `slot` on, the same in all rows and heads."""
-        values, scale = encode(k, v, self.pool.dtype)
-        start = (0, 0, slot, 0)
-        pool = jax.lax.dynamic_update_slice(self.pool, values, start)
-        if self.scale is not None:
-            scale = jnp.moveaxis(scale, -1, 1)
-            scale = jax.lax.dynamic_update_slice(self.scale, scale, (0, 0, 0, slot))
+        pool, scale = token_attention.store(k, v, slot, self.pool, self.scale)
         return replace(self, pool=pool, scale=scale)
 
 

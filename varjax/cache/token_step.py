@@ -131,15 +131,14 @@ class RingStep:
         )
 
     def attend(self, cache, heads, now):
-        cache = cache.write(heads.k[:, :, None], heads.v[:, :, None], now.slot)
-        out, _ = token_attention.attend(
-            *(heads.q, cache.pool, now.position),
+        out, _, pool, scale = token_attention.store_and_attend(
+            *(heads.q, heads.k, heads.v, now.slot, cache.pool, now.position),
             used=now.used,
             first_bias=heads.bias,
             pool_scale=cache.scale,
             implementation=self.attention,
         )
-        return out, cache
+        return out, replace(cache, pool=pool, scale=scale)
 
     def contents(self, token: Int[Array, ""]) -> Int[Array, " B"]:
         """Position in every image slot right after `token` was stored; -1: empty."""
@@ -173,9 +172,8 @@ class StageStep(StageDecision):
 
     def attend(self, cache, heads, now):
         place = now.place
-        cache = cache.write(heads.k[:, :, None], heads.v[:, :, None], now.slot)
-        out, mass = token_attention.attend(
-            *(heads.q, cache.pool, cache.position),
+        out, mass, pool, scale = token_attention.store_and_attend(
+            *(heads.q, heads.k, heads.v, now.slot, cache.pool, cache.position),
             newest=now.newest,
             reach=cache.reach,
             protected=self.condition,
@@ -185,6 +183,7 @@ class StageStep(StageDecision):
             mass_weight=self._mass_weight(place),
             implementation=self.attention,
         )
+        cache = replace(cache, pool=pool, scale=scale)
         if place is None:
             return out, cache
         return out, self._observe_query(replace(cache, mass=mass), heads.q, place)
