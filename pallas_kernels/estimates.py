@@ -117,9 +117,8 @@ def attend_token(
     lines = used * (position.size + scales) + 2 * pairs * (mass is not None)
     moved = used * pool.size * pool.dtype.itemsize + 2 * q.size * q.dtype.itemsize + 4 * lines
     if stored:
-        rows, heads, slots, width = pool.shape
-        tile = rows * heads * min(stored, slots) * width * pool.dtype.itemsize
-        moved += tile + 2 * q.size * q.dtype.itemsize
+        moved += stored * pool.size // pool.shape[2] * pool.dtype.itemsize
+        moved += 2 * q.size * q.dtype.itemsize
     pairs *= used
     return pl.CostEstimate(
         flops=round(4 * pairs * head_dim),

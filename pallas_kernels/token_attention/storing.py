@@ -19,10 +19,17 @@ def store(
     """The pool, and an int8 pool's scales, with T tokens from slot `slot` on."""
     values, scale = encode(k, v, pool.dtype)
     pool = jax.lax.dynamic_update_slice(pool, values, (0, 0, slot, 0))
-    if pool_scale is not None:
-        scale = jnp.moveaxis(scale, -1, 1)
-        pool_scale = jax.lax.dynamic_update_slice(pool_scale, scale, (0, 0, 0, slot))
-    return pool, pool_scale
+    return pool, None if pool_scale is None else store_scales(scale, slot, pool_scale)
+
+
+def store_scales(
+    scale: Float[Array, "R N T 2"],
+    slot: Int[Array, ""] | int,
+    pool_scale: Float[Array, "R 2 N C"],
+) -> Float[Array, "R 2 N C"]:
+    """Those of T keys and their values (see `cache_write.reference.quantize`) likewise."""
+    scale = jnp.moveaxis(scale, -1, 1)
+    return jax.lax.dynamic_update_slice(pool_scale, scale, (0, 0, 0, slot))
 
 
 def before(attend: Callable) -> Callable:

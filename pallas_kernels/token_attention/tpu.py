@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import estimates
+from pallas_kernels.cache_write.reference import quantize
 from pallas_kernels.token_attention import storing, tpu_row, tpu_token, tpu_used
 from pallas_kernels.token_attention.sight import Sight
 from pallas_kernels.tpu_operands import LANES, pools, rounded
@@ -75,13 +76,14 @@ def store_and_attend(
     most_bytes: int = MOST_BYTES,
     piece: int | None = None,
 ):
-    """See `api.store_and_attend`, and `attend`. What is stored in an int8 pool, and its scales, XLA
-    puts there."""
+    """See `api.store_and_attend`, and `attend`. For an int8 pool XLA makes whole numbers, and
+    stores their scales."""
     tiles = _step(q, pool, most_bytes), piece
-    token = k, v, jnp.asarray(slot, jnp.int32).reshape(1)
     if pool_scale is not None:
-        token = None
-        pool, pool_scale = storing.store(k[:, :, None], v[:, :, None], slot, pool, pool_scale)
+        (k, k_scale), (v, v_scale) = quantize(k), quantize(v)
+        scale = jnp.stack([k_scale, v_scale], axis=-1)[:, :, None]
+        pool_scale = storing.store_scales(scale, slot, pool_scale)
+    token = k, v, jnp.asarray(slot, jnp.int32).reshape(1)
     given = q, token, pool, position, sight, first_bias, pool_scale, mass, mass_weight
     return *_run(*given, tiles, interpret), pool_scale
 
@@ -96,7 +98,7 @@ def _run(q, token, pool, position, sight, bias, scale, mass, weight, tiles, inte
     numbers = {}
     if token is not None:
         given["k"], given["v"], numbers["slot"] = token
-    stored = 0 if token is None else tpu_token.TILE
+    stored = 0 if token is None else tpu_token.tile_of(pool)
     estimate = partial(estimates.attend_token, q, pool, position, scale, mass, stored=stored)
     piece = piece or tpu_used.slots_of_piece(pool, some)
     if sight.used is not None and mass is None and sight.newest is None and piece < slots:

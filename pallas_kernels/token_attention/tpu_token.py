@@ -15,7 +15,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.token_attention.tpu_row import iota
 
-TILE = 8  # slots
+
+def tile_of(pool) -> int:
+    """Slots of the result: of the smallest piece that the compiler reads and writes anywhere."""
+    return min(32 if pool.dtype == jnp.int8 else 8, pool.shape[2])
 
 
 def aliases(numbers: dict, given: dict, results: dict) -> dict[int, int]:
@@ -33,7 +36,7 @@ def put_beside(row, given, rows_ref) -> None:
 
 def tile_spec(pool, rows: int, heads: int) -> pl.BlockSpec:
     """Of the result, in grid step (r, n, ...); what is told last is "slot"."""
-    tile = min(TILE, pool.shape[2])
+    tile = tile_of(pool)
 
     def place(r, n, *rest):
         return r, n, rest[-1]["slot"][0] // tile, 0
@@ -54,7 +57,7 @@ def put(rows_ref, first, slot, pool, tile_ref) -> None:
         here = pl.ds(begin, size)
         own = iota((size, pool.shape[2]), 0) == slot - begin
         for j in range(pool.shape[0]):
-            # float32 holds old contents exactly, so storing them again changes nothing
+            # float32 holds old contents exactly (int8: whole numbers): they do not change
             new = rows_ref[pl.ds(first + j, 1)]
             new = jnp.where(own, new, pool[j, here].astype(jnp.float32)).astype(pool.dtype)
             tile_ref[j, :size] = new

@@ -77,6 +77,10 @@ def test_one_chip():
             "token-int8-h128-s105",
             "token-bfloat16-h64-s577-used",
             "rank-1024-20-95",
+            "token-bfloat16-h64-s96-stored",
+            "token-int8-h64-s96-stored",
+            "token-bfloat16-h100-s105-stored",
+            "token-bfloat16-h64-s577-used-stored",
         ],
     )
 
@@ -109,6 +113,14 @@ def test_token_attention_compiles_for_every_chip(chip):
     cases = [f"token-{dtype}-h{size}-s{slots}" for dtype, size, slots in sizes]
     cases += [f"token-{dtype}-h{size}-s577-used" for dtype, size in product(TYPES, (64, 100, 128))]
     check(chip, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", TPUS)
+def test_storing_a_token_compiles_for_every_chip(chip):
+    """Slots in whole tiles, which int8 has larger ones of then, and with one that is cut off."""
+    sizes = product(TYPES, (64, 100, 128), ("96", "104", "105", "600", "576-used", "577-used"))
+    check(chip, [f"token-{dtype}-h{size}-s{slots}-stored" for dtype, size, slots in sizes])
 
 
 @pytest.mark.slow
