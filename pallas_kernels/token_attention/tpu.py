@@ -98,12 +98,14 @@ def _run(q, token, pool, position, sight, bias, scale, mass, weight, tiles, inte
     numbers = {}
     if token is not None:
         given["k"], given["v"], numbers["slot"] = token
-    stored = 0 if token is None else tpu_token.tile_of(pool)
-    estimate = partial(estimates.attend_token, q, pool, position, scale, mass, stored=stored)
     piece = piece or tpu_used.slots_of_piece(pool, some)
-    if sight.used is not None and mass is None and sight.newest is None and piece < slots:
+    cut = sight.used is not None and mass is None and sight.newest is None and piece < slots
+    tile = tpu_token.tile_of(pool, piece if cut else slots, interpret)
+    stored = 0 if token is None else tile
+    estimate = partial(estimates.attend_token, q, pool, position, scale, mass, stored=stored)
+    if cut:
         numbers |= {"used": jnp.asarray(sight.used, jnp.int32).reshape(1)}
-        sizes = {"heads": some, "piece": piece, "estimate": estimate(step=piece)}
+        sizes = {"heads": some, "piece": piece, "tile": tile, "estimate": estimate(step=piece)}
         out, pool = tpu_used.attend(_present(given), numbers, **sizes, interpret=interpret)
         return out, None, pool
     given |= {
@@ -120,7 +122,7 @@ def _run(q, token, pool, position, sight, bias, scale, mass, weight, tiles, inte
             num_scalar_prefetch=1,
             grid=(rows // together, heads // some),
             in_specs=[{name: _spec(name, array, together, some) for name, array in given.items()}],
-            out_specs={n: _result_spec(n, array, together, some) for n, array in results.items()},
+            out_specs={n: _result_spec(n, a, together, some, tile) for n, a in results.items()},
             scratch_shapes=[] if token is None else [tpu_token.scratch(pool)],
         ),
         out_shape={n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in results.items()},
@@ -175,9 +177,9 @@ def _present(arrays: dict) -> dict:
     return {name: array for name, array in arrays.items() if array is not None}
 
 
-def _result_spec(name: str, array, rows: int, heads: int) -> pl.BlockSpec:
+def _result_spec(name: str, array, rows: int, heads: int, tile: int) -> pl.BlockSpec:
     if name == "pool":
-        return tpu_token.tile_spec(array, rows, heads)
+        return tpu_token.tile_spec(array, rows, heads, tile)
     return _spec(name, array, rows, heads)
 
 

@@ -14,11 +14,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.token_attention.tpu_row import iota
+from pallas_kernels.tpu_operands import rounded
 
 
-def tile_of(pool) -> int:
-    """Slots of the result: of the smallest piece that the compiler reads and writes anywhere."""
-    return min(32 if pool.dtype == jnp.int8 else 8, pool.shape[2])
+def tile_of(pool, fetched: int, interpret) -> int:
+    """Slots of the result: of the smallest piece that the compiler reads and writes anywhere.
+    fetched: slots of the pool in a grid step."""
+    slots = pool.shape[2]
+    tile = min(32 if pool.dtype == jnp.int8 else 8, slots)
+    # the interpreter pads operands and results to whole blocks, then takes one for the other
+    padded_alike = rounded(slots, tile) == rounded(slots, fetched)
+    return tile if padded_alike or interpret is not True else fetched
 
 
 def aliases(numbers: dict, given: dict, results: dict) -> dict[int, int]:
@@ -34,9 +40,8 @@ def put_beside(row, given, rows_ref) -> None:
     rows_ref[...] = jnp.concatenate(both, axis=-1)
 
 
-def tile_spec(pool, rows: int, heads: int) -> pl.BlockSpec:
-    """Of the result, in grid step (r, n, ...); what is told last is "slot"."""
-    tile = tile_of(pool)
+def tile_spec(pool, rows: int, heads: int, tile: int) -> pl.BlockSpec:
+    """Of the result, in grid step (r, n, ...)."""
 
     def place(r, n, *rest):
         return r, n, rest[-1]["slot"][0] // tile, 0

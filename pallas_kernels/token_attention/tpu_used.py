@@ -27,20 +27,20 @@ def slots_of_piece(pool, heads: int) -> int:
     return max(1, PIECE_BYTES // (slot * LANES)) * LANES
 
 
-def attend(given: dict, numbers: dict, *, heads: int, piece: int, estimate, interpret):
+def attend(given: dict, numbers: dict, *, heads: int, piece: int, tile: int, estimate, interpret):
     """The output and the pool.
 
     Args:
       given: operands by name; "k" and "v" if their token is to be stored.
       numbers: int32 [1] each: "used", and the "slot" of the token.
-      heads: of a grid step. piece: slots of one.
+      heads: of a grid step. piece: slots of one. tile: slots that are written.
     """
     rows, every, slots, width = given["pool"].shape
     values = tpu_row.columns(given["q"].shape[-1], width)
     results, stores = {"out": given["q"]}, "slot" in numbers
     results |= {"pool": given["pool"]} if stores else {}
     out_specs = {"out": pl.BlockSpec((1, *given["q"].shape[1:]), lambda r, *_: (r, 0, 0))}
-    out_specs |= {"pool": tpu_token.tile_spec(given["pool"], 1, heads)} if stores else {}
+    out_specs |= {"pool": tpu_token.tile_spec(given["pool"], 1, heads, tile)} if stores else {}
     found = pl.pallas_call(
         partial(_attend_piece, heads, slots),
         grid_spec=pltpu.PrefetchScalarGridSpec(

@@ -20,7 +20,7 @@ from tests.pallas_kernels.test_kernels import TOLERANCE, error
 
 SMALL = replace(SPECS["llamagen-xl-t1"], rows=2, heads=3)
 FLOAT = replace(SMALL, dtype="float32")
-# the first and the last of a tile of 8, of the array, and (41, 105) of a tile that is cut off
+# the first and the last of a tile of 8 and of the array
 CASES = {
     "bfloat16": (SMALL, {"slots": 104}, (0, 7, 8, 103)),
     "float32-shared": (FLOAT, {"slots": 41, "shared": True}, (0, 1, 31, 32, 39, 40)),
@@ -126,14 +126,21 @@ def test_tpu_simulated(spec, options, slots, more, cores):
     assert not tpu_simulator.races.races_found
 
 
-def test_tpu_cut_off_tile_simulated(monkeypatch):
-    """Memory has whole tiles, also of the chip that is not there to be asked for them."""
+@pytest.mark.parametrize(
+    ("spec", "slots"),
+    [(SMALL, 41), (replace(FLOAT, head_dim=100), 22), (replace(SMALL, kv_dtype="int8"), 41)],
+    ids=["bfloat16", "h100", "int8"],
+)
+def test_tpu_cut_off_tile_simulated(spec, slots, monkeypatch):
+    """Memory has whole tiles, also of the chip that is not there to be asked for them. The
+    interpreter has none that is cut off, but the whole array for a tile."""
 
     def whole_tiles(shape, dtype):
-        return (*shape[:-2], -(-shape[-2] // 8) * 8, shape[-1]) if len(shape) > 1 else shape
+        tile = 32 // dtype.itemsize if dtype.itemsize < 2 else 8
+        return (*shape[:-2], -(-shape[-2] // tile) * tile, shape[-1]) if shape[1:] else shape
 
     monkeypatch.setattr(tpu_simulator, "_get_padded_shape", whole_tiles)
-    check(SMALL, {"slots": 41}, (39, 40), simulated(bounds="padded"))
+    check(spec, {"slots": slots}, (8, slots - 2, slots - 1), simulated(bounds="padded"))
     assert not tpu_simulator.races.races_found
 
 
@@ -206,8 +213,8 @@ def test_a_tile_of_all_steps_is_seen(monkeypatch):
     """The tile of a row's first heads for all of them: the last ones' contents would remain."""
     spec = tpu_token.tile_spec
 
-    def first_heads(pool, rows, heads):
-        right = spec(pool, rows, heads)
+    def first_heads(*given):
+        right = spec(*given)
         return replace(right, index_map=lambda r, n, *rest: right.index_map(r, 0, *rest))
 
     monkeypatch.setattr(tpu_token, "tile_spec", first_heads)
