@@ -12,10 +12,12 @@ values lie side by side in a slot and are not taken apart where a half is no who
 queries have zeros where values are, and of the weighted sums the last half is kept.
 
 What lies in slots that are not visible is multiplied with weights of 0, which is nothing unless it
-is NaN or infinite: a row whose result is not finite is computed again from numbers that are.
+is NaN or infinite: a row whose result is not finite is computed again from numbers that are. The
+token that is served may be stored on the way (`tpu_token`).
 
 Traffic, with b bytes per element: R N C 2 H b for the pool, read once (2 H padded to 128, C to a
-tile of 8, 16 or 32), and per slot 4 bytes for positions, 8 for sums, 8 for an int8 pool's scales.
+tile of 8, 16 or 32), R N 8 2 H b to store a token (int8: 32), and per slot 4 bytes for positions,
+8 for sums, 8 for an int8 pool's scales.
 """
 
 from functools import partial
