@@ -35,7 +35,7 @@ def steps(pool, operation: str, most: int, more: int = 0) -> tuple[int, int]:
     ):
         if not right:
             raise NotImplementedError(
-                f"TPU {operation} takes {takes}, not {slots} slots of heads of {width // 2} "
+                f"TPU {operation} take {takes}, not {slots} slots of heads of {width // 2} "
                 f"in {pool.dtype.name}: use implementation='reference' (--attention=reference)"
             )
     if heads * head > STEP_BYTES:

@@ -26,8 +26,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import estimates, tpu_slots
-from pallas_kernels.tpu_operands import pools, rounded
 from pallas_kernels.token_attention.tpu_row import iota
+from pallas_kernels.tpu_operands import pools, rounded
 
 MOST_BYTES = 2**21  # of the pool in a grid step; there four times, in 16 MiB of vector memory
 LINES = 16  # of the buffer's bytes, a multiple: a tile of bfloat16

@@ -9,7 +9,6 @@ visible is in the positions of what they hold.
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import implementations
-from pallas_kernels.token_attention import reference
 from pallas_kernels.token_attention.sight import Sight
 
 MODULES = implementations.modules_of(__package__, "mosaic", "tpu")

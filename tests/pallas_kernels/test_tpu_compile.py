@@ -47,7 +47,7 @@ def check(chip: str, cases: list[str]) -> None:
     assert [r["moved"] for r in found if r["case"].startswith("sample")] == [[]] * sum(
         case.startswith("sample") for case in cases
     )
-    for tokens in (r for r in found if r["case"].startswith("token")):
+    for tokens in (r for r in found if r["case"].startswith(("token", "stage"))):
         assert tokens["copies"] == [], tokens["case"]
         assert tokens["temp"] < tokens["pool"] / 4, tokens["case"]
     for scan in (r for r in found if r["case"].startswith("scan")):
@@ -77,6 +77,8 @@ def test_one_chip():
             "token-int8-h128-s105",
             "token-bfloat16-h64-s577-used",
             "rank-1024-20-95",
+            "stage-bfloat16-h64-s105-q1",
+            "stage-int8-h100-s600-q8",
         ],
     )
 
@@ -109,6 +111,13 @@ def test_token_attention_compiles_for_every_chip(chip):
     cases = [f"token-{dtype}-h{size}-s{slots}" for dtype, size, slots in sizes]
     cases += [f"token-{dtype}-h{size}-s577-used" for dtype, size in product(TYPES, (64, 100, 128))]
     check(chip, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", TPUS)
+def test_decisions_compile_for_every_chip(chip):
+    sizes = product(TYPES, (64, 100, 128), ("s105-q1", "s105-q6", "s600-q48"))
+    check(chip, [f"stage-{dtype}-h{size}-{rest}" for dtype, size, rest in sizes])
 
 
 @pytest.mark.slow
