@@ -194,6 +194,7 @@ def test_tpus_take_the_kernel_or_say_why_not(monkeypatch, recwarn):
         ({"width": 192}, "heads of 64, 100, 128, not 40 slots of heads of 96"),
         ({"dtype": "float16"}, "a pool of float32, bfloat16, int8"),
         ({"slots": 8193}, "heads of up to 2097152 bytes"),
+        ({"dtype": "int8", "slots": 8193}, "heads of up to 1048576 bytes"),
     ],
 )
 def test_refused(changes, reason, monkeypatch):
