@@ -152,20 +152,21 @@ class StageDecision:
         first, main = self.condition, self.main
         stays, comes = keep[..., :main], keep[..., main:]
         free = ~stays
-        turn = jnp.where(free, jnp.cumsum(free, axis=-1, dtype=jnp.int32) - 1, -1)
-        number = jnp.where(comes, jnp.cumsum(comes, axis=-1, dtype=jnp.int32) - 1, -2)
+        turn, number = (jnp.cumsum(a, axis=-1, dtype=jnp.int32) - 1 for a in (free, comes))
+        filled, moves = free & (turn <= number[..., -1:]), comes & (number <= turn[..., -1:])
+        turn, number = jnp.where(free, turn, -1), jnp.where(comes, number, -2)
         goes = turn[..., None, :] == number[..., None]  # [L R, N, P, main]
         place = jnp.arange(main, dtype=jnp.int32)
         # slots outside the array are skipped; numbers are unique there, too
         outside = self.buffer + self.period + jnp.arange(self.period, dtype=jnp.int32)
-        slot = jnp.where(goes.any(-1), first + (goes * place).sum(-1, dtype=jnp.int32), outside)
+        slot = jnp.where(moves, first + (goes * place).sum(-1, dtype=jnp.int32), outside)
         slot = jax.lax.optimization_barrier(slot)  # once, and not in every layer's move
 
         def moved(values, nothing, buffer):
             """Small numbers per slot: chosen, not scattered. buffer: what it holds then."""
             image = values[:, :, first:]
             new = jnp.where(goes, image[..., main:, None], 0).sum(-2)
-            stay = jnp.where(stays, image[..., :main], jnp.where(goes.any(-2), new, nothing))
+            stay = jnp.where(stays, image[..., :main], jnp.where(filled, new, nothing))
             buffer = jnp.broadcast_to(buffer, (*values.shape[:2], self.period))
             return jnp.concatenate([values[:, :, :first], stay, buffer], axis=-1)
 
