@@ -138,6 +138,24 @@ def rank(tie, score, part) -> pl.CostEstimate:
     )
 
 
+def token_scores(q, pool, pool_scale) -> pl.CostEstimate:
+    """Of scores of a few queries of every head with all of its slots, values read along."""
+    rows, heads, queries, head_dim = q.shape
+    pairs = rows * heads * queries * pool.shape[2]
+    scales = 0 if pool_scale is None else pool_scale.size // 2
+    moved = pool.size * pool.dtype.itemsize + q.size * q.dtype.itemsize + 4 * (pairs + scales)
+    return pl.CostEstimate(flops=2 * pairs * head_dim, transcendentals=0, bytes_accessed=moved)
+
+
+def move_slots(pool, places) -> pl.CostEstimate:
+    """Of a pass over a pool in which slots move: read, multiplied with matrices that say what goes
+    where [C, `places` of a head], written. Numbers of four bytes take two products."""
+    products = -(-pool.dtype.itemsize // 2)
+    moved = 2 * pool.size * pool.dtype.itemsize + places.size * places.dtype.itemsize
+    flops = 2 * products * pool.size * places.shape[-1]
+    return pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=moved)
+
+
 def _share(slots: int, step: int) -> float:
     """Of a head's slots that are read in steps of so many, on average."""
     used = np.asarray([slots] if _used.get() is None else _used.get())

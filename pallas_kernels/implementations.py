@@ -29,11 +29,12 @@ NAMES = ("reference", *PLATFORMS, *(name + SUFFIX for name in PLATFORMS))
 Modules = Mapping[str, Callable[[], ModuleType]]
 
 
-def modules_of(package: str, *kernels: str) -> Modules:
+def modules_of(package: str, *kernels: str, **files: str) -> Modules:
     """Those of an operation's package: one per implementation, imported when first used. kernels:
-    that it has; all without any."""
-    files = {"reference": "reference", "mosaic": "mosaic_gpu", "triton": "triton", "tpu": "tpu"}
+    that it has; all without any. files: of kernels whose modules have other names."""
     names = ("reference", *(kernels or PLATFORMS))
+    usual = {"reference": "reference", "mosaic": "mosaic_gpu", "triton": "triton", "tpu": "tpu"}
+    files = usual | files
     return {n: partial(importlib.import_module, f"{package}.{files[n]}") for n in names}
 
 

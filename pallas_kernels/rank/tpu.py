@@ -2,8 +2,9 @@
 
 Tiling. Rows lie side by side in lanes, a head's slots one below the other: so a slot of 128 rows is
 one line, which every line of a register is compared with, and no sum crosses lanes. A grid step
-serves a head of up to `ROWS` rows, 128 of them at a time and `OWN` of their slots, whose counts stay in
-registers while all others pass by. What is outside `among` is made larger than everything first.
+serves a head of up to `ROWS` rows, 128 of them at a time and `OWN` of their slots, whose counts
+stay in registers while all others pass by. What is outside `among` is made larger than everything
+first.
 
 Work: 3 to 9 vector operations per pair of slots, on 1,024 pairs at once. HBM traffic: each operand
 once, and the counts; XLA keeps arrays of decisions in this order, too, where it can choose.

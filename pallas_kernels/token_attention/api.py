@@ -9,12 +9,12 @@ no table; which slots are visible is in the positions of what they hold.
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import implementations
-from pallas_kernels.token_attention import reference
 from pallas_kernels.token_attention.sight import Sight
 
 MODULES = implementations.modules_of(__package__, "mosaic", "tpu")
 # `mosaic` runs where it is named: no chip has confirmed it yet
 AUTOMATIC = {name: module for name, module in MODULES.items() if name != "mosaic"}
+SCORES = implementations.modules_of(__package__, "tpu", tpu="tpu_scores")
 
 
 def attend(
@@ -125,7 +125,23 @@ def scores(
     pool: Num[Array, "R N C KV"],
     *,
     pool_scale: Float[Array, "R 2 N C"] | None = None,
-) -> Float[Array, "R N Q C"]:
-    """Scores of a few queries before the softmax, float32, of all slots: what empty ones hold
-    included. Computed by the reference on every platform: policies look at it once per stage."""
-    return reference.scores(q, pool, pool_scale)
+    first: int = 0,
+    implementation: str | None = None,
+) -> Float[Array, "R N Q S"]:
+    """Scores of a few queries before the softmax, float32, of all S = C - `first` slots from number
+    `first` on: what empty ones hold included.
+
+    Products with float32 queries are exact to float32 in a TPU's kernel. In the reference they have
+    the precision of the platform, which on a TPU rounds both factors of several queries.
+
+    Args:
+      first: static. A kernel takes the pool as a whole: a part of it would be copied before.
+      implementation: one of `implementations.NAMES`; None takes the best one for this platform, on
+        GPUs the reference, which all names of GPU kernels run.
+      Others as in `attend`.
+
+    Raises:
+      NotImplementedError: the implementation named cannot run, with the reason.
+    """
+    arguments = (q, pool, pool_scale, first)
+    return implementations.run(implementation, SCORES, "scores", *arguments)

@@ -50,11 +50,11 @@ def _of_all_slots(q, pool, visible, first_bias, pool_scale, mass=None, mass_weig
     return out.astype(q.dtype), mass
 
 
-def scores(q, pool, pool_scale):
+def scores(q, pool, pool_scale, first: int):
     """See `api.scores`."""
-    keys = _computable(pool[..., : q.shape[-1]], q.dtype)
+    keys = _computable(pool[:, :, first:, : q.shape[-1]], q.dtype)
     found = jnp.einsum("rnqh,rnch->rnqc", q, keys, preferred_element_type=jnp.float32)
-    return found if pool_scale is None else found * pool_scale[:, 0, :, None]
+    return found if pool_scale is None else found * pool_scale[:, 0, :, None, first:]
 
 
 def _products(q, pool):

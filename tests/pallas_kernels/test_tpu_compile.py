@@ -47,7 +47,7 @@ def check(chip: str, cases: list[str]) -> None:
     assert [r["moved"] for r in found if r["case"].startswith("sample")] == [[]] * sum(
         case.startswith("sample") for case in cases
     )
-    for tokens in (r for r in found if r["case"].startswith("token")):
+    for tokens in (r for r in found if r["case"].startswith(("token", "stage"))):
         assert tokens["copies"] == [], tokens["case"]
         assert tokens["temp"] < tokens["pool"] / 4, tokens["case"]
     for scan in (r for r in found if r["case"].startswith("scan")):
@@ -81,6 +81,8 @@ def test_one_chip():
             "token-int8-h64-s96-stored",
             "token-bfloat16-h100-s105-stored",
             "token-bfloat16-h64-s577-used-stored",
+            "stage-bfloat16-h64-s105-q1",
+            "stage-int8-h100-s600-q8",
         ],
     )
 
@@ -121,6 +123,13 @@ def test_storing_a_token_compiles_for_every_chip(chip):
     """Slots in whole tiles, which int8 has larger ones of then, and with one that is cut off."""
     sizes = product(TYPES, (64, 100, 128), ("96", "104", "105", "600", "576-used", "577-used"))
     check(chip, [f"token-{dtype}-h{size}-s{slots}-stored" for dtype, size, slots in sizes])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", TPUS)
+def test_decisions_compile_for_every_chip(chip):
+    sizes = product(TYPES, (64, 100, 128), ("s105-q1", "s105-q6", "s600-q48"))
+    check(chip, [f"stage-{dtype}-h{size}-{rest}" for dtype, size, rest in sizes])
 
 
 @pytest.mark.slow

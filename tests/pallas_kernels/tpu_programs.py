@@ -10,6 +10,8 @@ Runs in a process of its own, because some errors of the compiler end the proces
 sample-IMAGES-TOKENS-VOCABULARY, with {"case", "temp", "moved"}, and token-POOLTYPE-hHEADDIM-sSLOTS,
 with {"case", "temp", "pool", "copies"}: attention of one query per row, token after token; -used
 behind it: of known contents, whose first slots are in use; -stored: the kernel stores the token.
+stage-POOLTYPE-hHEADDIM-sSLOTS-qQUERIES, likewise, "temp" without the scores: what happens to a
+cache after stages of 8 tokens; the mean of a window asks (float32), or several queries do.
 rank-ROWS-HEADS-SLOTS, with {"case", "temp"}: by score within two parts.
 
 OPERATION: attend, moments, write, or scan: two scans, over scales and over layers. -rows: tables
@@ -35,13 +37,14 @@ import numpy as np  # noqa: E402
 from jax.experimental.layout import Format, Layout  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
-from pallas_kernels import cache_write, ragged_attention  # noqa: E402
+from pallas_kernels import cache_write, ragged_attention, slot_moves, token_attention  # noqa: E402
 from pallas_kernels.arg_specs import ArgSpec  # noqa: E402
 from pallas_kernels.rank import rank  # noqa: E402
 from pallas_kernels.sample import sample  # noqa: E402
 from pallas_kernels.token_attention import storing  # noqa: E402
 from pallas_kernels.token_attention import tpu as token_kernel  # noqa: E402
 from pallas_kernels.token_specs import TokenArguments  # noqa: E402
+from pallas_kernels.tpu_operands import rounded  # noqa: E402
 from tests.pallas_kernels.test_sample import abstract  # noqa: E402
 
 SCALES, LAYERS = 2, 3
@@ -157,6 +160,40 @@ def tokens(store_and_attend, caches, args, steps):
     return jax.lax.scan(token, caches, steps)
 
 
+def stage_arguments(case: str):
+    """Pool, scales, queries, and the numbers of the stages."""
+    _, kv_dtype, head_dim, slots, queries = case.split("-")
+    args, count = token_arguments(f"token-{kv_dtype}-{head_dim}-{slots}"), int(queries[1:])
+    dtype = jnp.float32 if count == 1 else args.q.dtype
+    q = jax.ShapeDtypeStruct((*args.q.shape[:2], count, args.q.shape[2]), dtype)
+    return (args.pool, args.scale), q, jax.ShapeDtypeStruct((3,), jnp.int32)
+
+
+def decisions(cache, queries, stages):
+    """As the engine stores: the tokens of a stage in the last 8 slots, which go where the lowest
+    scores are."""
+
+    def stage(cache, number):
+        pool, scale = cache
+        seen = token_attention.scores(
+            queries, pool, pool_scale=scale, first=1, implementation="tpu"
+        ).mean(2)
+        order = jnp.argsort(seen[..., :-8], axis=-1)[..., :8]
+        slot = jnp.where(order < number, pool.shape[2] + order, 1 + order)
+        return slot_moves.move(pool, slot, pool_scale=scale, implementation="tpu"), seen
+
+    return jax.lax.scan(stage, cache, stages)
+
+
+def pool_and_scores(case: str) -> tuple[jax.ShapeDtypeStruct, int]:
+    """The pool, and bytes of the scores that are asked for, in tiles."""
+    if case.startswith("token"):
+        return token_arguments(case).pool, 0
+    (pool, _), q, _ = stage_arguments(case)
+    rows, heads, slots, _ = pool.shape
+    return pool, 4 * rows * heads * rounded(q.shape[2], 8) * rounded(slots, 128)
+
+
 def program(case: str):
     """(function, arguments without data, which of them is donated)."""
     operation, *sizes = case.split("-")
@@ -175,6 +212,8 @@ def program(case: str):
         caches = args.pool, args.mass, args.scale
         rest = replace(args, pool=None, mass=None, scale=None)
         return partial(tokens, store), (caches, rest, steps), 0
+    if operation == "stage":
+        return decisions, stage_arguments(case), 0
     if operation == "scan":
         return scans, scan_arguments(spec_of(case)), 0
     return globals()[operation], (spec_of(case).abstract(),), 0
@@ -226,11 +265,11 @@ def result(case: str, chip: str) -> dict:
         return {"case": case, "temp": found.memory_analysis().temp_size_in_bytes, "moved": moved}
     if case.startswith("rank"):
         return {"case": case, "temp": found.memory_analysis().temp_size_in_bytes}
-    if case.startswith("token"):
-        pool = token_arguments(case).pool
+    if case.startswith(("token", "stage")):
+        pool, seen = pool_and_scores(case)
         return {
             "case": case,
-            "temp": found.memory_analysis().temp_size_in_bytes,
+            "temp": found.memory_analysis().temp_size_in_bytes - seen,
             "pool": pool.size * pool.dtype.itemsize,
             "copies": copies(found.as_text(), [pool.shape]),
         }

@@ -7,12 +7,13 @@ is many small operations, of which a GPU starts each as a kernel. Their pools st
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from pallas_kernels import target, token_attention
+from pallas_kernels import slot_moves, target, token_attention
 from varjax.cache.token_state import EVERYTHING, LayerCache
 from varjax.policies.base import Needs, Observation
 from varjax.policies.staged import TokenPolicy
@@ -99,17 +100,17 @@ class StageDecision:
 
     def _looks(self, cache: LayerCache) -> dict[str, Array]:
         """What a policy sees of a layer's pool: of image slots only."""
-        needs, first, found = self.needs, self.condition, {}
-        pool = cache.pool[:, :, first:]
-        scale = None if cache.scale is None else cache.scale[..., first:]
+        needs, found = self.needs, {}
+        options = {"pool_scale": cache.scale, "first": self.condition}
+        scores = partial(token_attention.scores, implementation=self.attention, **options)
         if needs.window_logits:
             mean = cache.query_sum / needs.window
-            scores = token_attention.scores(mean[:, :, None], pool, pool_scale=scale)
-            found["window_logits"] = scores[:, :, 0]
+            found["window_logits"] = scores(mean[:, :, None], cache.pool)[:, :, 0]
         if needs.window_scores:
-            found["window_scores"] = token_attention.scores(cache.queries, pool, pool_scale=scale)
+            found["window_scores"] = scores(cache.queries, cache.pool)
         if needs.keys:
-            keys = pool[..., : pool.shape[-1] // 2]
+            keys = cache.pool[:, :, self.condition :, : cache.pool.shape[-1] // 2]
+            scale = None if cache.scale is None else cache.scale[..., self.condition :]
             found["keys"] = keys if scale is None else keys * scale[:, 0, :, :, None]
         return found
 
@@ -151,20 +152,21 @@ class StageDecision:
         first, main = self.condition, self.main
         stays, comes = keep[..., :main], keep[..., main:]
         free = ~stays
-        turn = jnp.where(free, jnp.cumsum(free, axis=-1, dtype=jnp.int32) - 1, -1)
-        number = jnp.where(comes, jnp.cumsum(comes, axis=-1, dtype=jnp.int32) - 1, -2)
+        turn, number = (jnp.cumsum(a, axis=-1, dtype=jnp.int32) - 1 for a in (free, comes))
+        filled, moves = free & (turn <= number[..., -1:]), comes & (number <= turn[..., -1:])
+        turn, number = jnp.where(free, turn, -1), jnp.where(comes, number, -2)
         goes = turn[..., None, :] == number[..., None]  # [L R, N, P, main]
         place = jnp.arange(main, dtype=jnp.int32)
         # slots outside the array are skipped; numbers are unique there, too
         outside = self.buffer + self.period + jnp.arange(self.period, dtype=jnp.int32)
-        slot = jnp.where(goes.any(-1), first + (goes * place).sum(-1, dtype=jnp.int32), outside)
-        slot = jax.lax.optimization_barrier(slot)  # once, and not in every layer's scatter
+        slot = jnp.where(moves, first + (goes * place).sum(-1, dtype=jnp.int32), outside)
+        slot = jax.lax.optimization_barrier(slot)  # once, and not in every layer's move
 
         def moved(values, nothing, buffer):
             """Small numbers per slot: chosen, not scattered. buffer: what it holds then."""
             image = values[:, :, first:]
             new = jnp.where(goes, image[..., main:, None], 0).sum(-2)
-            stay = jnp.where(stays, image[..., :main], jnp.where(goes.any(-2), new, nothing))
+            stay = jnp.where(stays, image[..., :main], jnp.where(filled, new, nothing))
             buffer = jnp.broadcast_to(buffer, (*values.shape[:2], self.period))
             return jnp.concatenate([values[:, :, :first], stay, buffer], axis=-1)
 
@@ -172,30 +174,15 @@ class StageDecision:
         if mass is not None:
             total = self.needs.total_mass
             changed["mass"] = moved(mass, 0.0, jnp.float32(0)) if total else jnp.zeros_like(mass)
-        rows = len(caches[0].pool)
-        stored = [
-            self._scattered(cache, slot[i * rows : (i + 1) * rows])
-            for i, cache in enumerate(caches)
-        ]
+        rows, stored = len(caches[0].pool), []
+        for i, cache in enumerate(caches):
+            pool, scale = slot_moves.move(
+                *(cache.pool, slot[i * rows : (i + 1) * rows]),
+                pool_scale=cache.scale,
+                implementation=self.attention,
+            )
+            stored.append(replace(cache, pool=pool, scale=scale))
         return _apart(stored, **changed)
-
-    def _scattered(self, cache: LayerCache, slot: Int[Array, "R N P"]) -> LayerCache:
-        """The buffer's keys and values in their new slots."""
-        rows, heads, _ = slot.shape
-        row, head = jnp.arange(rows)[:, None, None], jnp.arange(heads)[:, None]
-
-        def scatter(array, new, *places):
-            # The barrier keeps XLA from fusing the read into the write: a scatter that reads its
-            # own operand is done on a copy of the whole pool.
-            new = jax.lax.optimization_barrier(new)
-            return array.at[places].set(new, mode="drop", unique_indices=True)
-
-        scale = cache.scale
-        if scale is not None:
-            places = row[..., None], jnp.arange(2)[:, None, None], head, slot[:, None]
-            scale = scatter(scale, scale[..., self.buffer :], *places)
-        pool = scatter(cache.pool, cache.pool[:, :, self.buffer :], row, head, slot)
-        return replace(cache, pool=pool, scale=scale)
 
 
 def _together(arrays: Sequence[Array | None]) -> Array | None:

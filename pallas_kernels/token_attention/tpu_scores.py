@@ -1,0 +1,115 @@
+"""Scores of a few queries of every head with its slots, on TPU (Mosaic). See `api.scores`.
+
+Tiling. A grid step serves all heads of some rows, or some heads of one row, whose part of the pool
+Pallas fetches in one piece while the last step's is in use. A head's queries are multiplied with
+its keys; the values beside them are fetched, since they share the tiles, and left alone.
+
+Precision. The reference multiplies numbers of the wider type of queries and pool, and on a v5e XLA
+turns one query's products into sums in float32, whatever `jax_default_matmul_precision` says: so
+nothing of a float32 query is rounded here. A pool of bfloat16 or int8 numbers is a factor of the
+matrix unit as it is; a float32 query is three bfloat16 numbers, exactly, side by side in the
+product that takes the keys once. Products of a float32 pool name the highest precision.
+
+Traffic, with b bytes per element: R N C 2 H b for the pool, read once (C padded to a tile of 8, 16
+or 32, 2 H to 128), and per slot 4 bytes for each query's score, 4 for an int8 pool's scales.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import estimates, tpu_slots
+from pallas_kernels.tpu_operands import pools
+
+MOST_BYTES = 2**22  # of pool and scores in a grid step; there twice, in 16 MiB of vector memory
+UPPER = -(2**16)  # the sign, the exponent and 7 bits of a float32: what bfloat16 has
+
+
+def scores(q, pool, pool_scale, first, *, interpret, most_bytes: int = MOST_BYTES):
+    """See `api.scores`. most_bytes: of a grid step."""
+    rows, heads, count, size = q.shape
+    slots = pool.shape[2]
+    exact, single = q.dtype != jnp.bfloat16, count == 1
+    more = tpu_slots.plane_bytes(count, slots, jnp.dtype("float32"))
+    together, some = tpu_slots.steps(pool, "token scores", most_bytes, more)
+    # one query per head: heads are the lines of a matrix, and lines of 4 bytes begin anywhere
+    queries = q[:, :, 0].astype(jnp.float32) if single else q
+    given = {"q": queries, "pool": pools(pool, None, interpret)[0], "scale": pool_scale}
+    given = {name: array for name, array in given.items() if array is not None}
+    shape = (rows, heads, slots - first) if single else (rows, heads, count, slots - first)
+    found = jax.ShapeDtypeStruct(shape, jnp.float32)
+    found = pl.pallas_call(
+        partial(_score_rows, first, some, exact),
+        grid=(rows // together, heads // some),
+        in_specs=[{name: _spec(name, array, together, some) for name, array in given.items()}],
+        out_specs=_spec("scores", found, together, some),
+        out_shape=found,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        cost_estimate=estimates.token_scores(q, pool, pool_scale),
+        interpret=interpret,
+        name="token_scores",
+    )(given)
+    return found[:, :, None] if single else found
+
+
+def _spec(name: str, array, rows: int, heads: int) -> pl.BlockSpec:
+    """The part of an operand or the result in grid step (r, n): its rows, of arrays of matrices per
+    head its heads; of scales those of keys."""
+    if name == "scale":
+        return pl.BlockSpec((rows, 1, *array.shape[2:]), lambda r, n: (r, 0, 0, 0))
+    if len(array.shape) == 3:
+        return pl.BlockSpec((rows, *array.shape[1:]), lambda r, n: (r, 0, 0))
+    return pl.BlockSpec((rows, heads, *array.shape[2:]), lambda r, n: (r, n, 0, 0))
+
+
+def _score_rows(first: int, some: int, exact: bool, given, out_ref):
+    queries, pool = given["q"], given["pool"]
+    single, size = len(queries.shape) == 3, queries.shape[-1]
+    begin = pl.program_id(1) * some
+
+    def row(i, _):
+        for j in range(some):
+            line = pl.ds(begin + j, 1)
+            mine = queries[i, line] if single else queries[i, j]
+            found = _products(mine, pool[i, j, :, :size], exact)
+            if "scale" in given:
+                found *= given["scale"][i, 0, line]
+            if single:
+                out_ref[i, line] = found[:, first:]
+            else:
+                out_ref[i, j] = found[:, first:]
+        return 0
+
+    jax.lax.fori_loop(0, len(pool), row, 0)
+
+
+def _products(queries, keys, exact: bool):
+    """Of queries [Q, H] and keys [C, H]. exact: the queries are no bfloat16 numbers."""
+    if keys.dtype == jnp.float32:
+        return _dot(queries.astype(jnp.float32), keys, jax.lax.Precision.HIGHEST)
+    keys = keys.astype(jnp.bfloat16)
+    if not exact:
+        return _dot(queries.astype(jnp.bfloat16), keys)
+    count, parts = len(queries), _parts(queries.astype(jnp.float32))
+    found = _dot(jnp.concatenate(parts).astype(jnp.bfloat16), keys)
+    return found[:count] + found[count : 2 * count] + found[2 * count :]
+
+
+def _parts(numbers) -> list:
+    """Three float32 arrays of numbers that bfloat16 has, whose sum this is."""
+    found = []
+    for _ in range(2):
+        # cut, not rounded: a compiler may leave out a rounding whose result becomes float32 again
+        bits = jax.lax.bitcast_convert_type(numbers, jnp.int32) & UPPER
+        found.append(jax.lax.bitcast_convert_type(bits, jnp.float32))
+        numbers = numbers - found[-1]
+    return [*found, numbers]
+
+
+def _dot(a, b, precision=jax.lax.Precision.DEFAULT):
+    """The precision is always named: see `tpu_blocks.dot`."""
+    dims = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(a, b, dims, precision, preferred_element_type=jnp.float32)

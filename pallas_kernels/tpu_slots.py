@@ -1,0 +1,45 @@
+"""Grid steps of TPU kernels that go through the slots of all heads, [R, N, C, W] in memory."""
+
+from pallas_kernels.tpu_operands import LANES, rounded
+
+HEAD_DIMS = (64, 100, 128)
+DTYPES = ("float32", "bfloat16", "int8")
+STEP_BYTES = 2**20  # of a step, about
+TILE_BYTES = 32  # of a tile along slots: 8 in float32, 16 in bfloat16, 32 in int8
+
+
+def tile(dtype) -> int:
+    """Slots of a tile in vector memory."""
+    return TILE_BYTES // dtype.itemsize
+
+
+def plane_bytes(lines: int, width: int, dtype) -> int:
+    """Of a matrix in vector memory, padding included."""
+    return rounded(lines, tile(dtype)) * rounded(width, LANES) * dtype.itemsize
+
+
+def steps(pool, operation: str, most: int, more: int = 0) -> tuple[int, int]:
+    """(rows, heads) of a grid step: several rows with all of their heads, or heads of one row.
+
+    operation: for messages. most: bytes of a step. more: bytes per head beside its slots.
+
+    Raises:
+      NotImplementedError: what the kernels cannot take.
+    """
+    rows, heads, slots, width = pool.shape
+    head = plane_bytes(slots, width, pool.dtype) + more
+    for right, takes in (
+        (width // 2 in HEAD_DIMS, f"heads of {', '.join(map(str, HEAD_DIMS))}"),
+        (pool.dtype.name in DTYPES, f"a pool of {', '.join(DTYPES)}"),
+        (head <= most, f"heads of up to {most} bytes in a grid step"),
+    ):
+        if not right:
+            raise NotImplementedError(
+                f"TPU {operation} take {takes}, not {slots} slots of heads of {width // 2} "
+                f"in {pool.dtype.name}: use implementation='reference' (--attention=reference)"
+            )
+    if heads * head > STEP_BYTES:
+        fits = (n for n in range(1, heads + 1) if heads % n == 0 and n * head <= most)
+        return 1, max(fits)
+    fits = (n for n in range(1, rows + 1) if rows % n == 0 and n * heads * head <= STEP_BYTES)
+    return max(fits, default=1), heads

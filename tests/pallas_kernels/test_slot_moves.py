@@ -1,0 +1,221 @@
+"""Moves of slots: the reference against a loop, the TPU kernel against the reference, bit by bit;
+interpreted, and simulated with late copies. Slots hold random bytes, so also NaN and -0."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as tpu_simulator
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import estimates, implementations, slot_moves
+from pallas_kernels.slot_moves import reference, tpu
+
+# (type, rows, heads, slots, numbers of a slot, slots that move)
+CASES = {
+    "bfloat16": ("bfloat16", 2, 3, 105, 128, 8),
+    "float32": ("float32", 1, 2, 70, 128, 8),
+    "int8": ("int8", 3, 2, 105, 256, 8),
+    "h100": ("bfloat16", 2, 2, 41, 200, 6),
+}
+MORE = {
+    "one": ("bfloat16", 2, 2, 33, 128, 1),
+    "tile": ("bfloat16", 2, 2, 48, 256, 16),
+    "many": ("bfloat16", 1, 2, 300, 128, 130),
+    "all": ("int8", 2, 1, 24, 128, 24),
+    "float32-h100": ("float32", 2, 2, 33, 200, 17),
+    "rows": ("bfloat16", 37, 1, 20, 128, 5),
+}
+MARKED = [pytest.param(*case, id=name) for name, case in CASES.items()]
+MARKED += [pytest.param(*c, id=name, marks=pytest.mark.slow) for name, c in MORE.items()]
+WAYS = ("some", "none", "every", "within", "back")
+
+
+def bits(array):
+    return np.asarray(array).view(np.uint8)
+
+
+def with_plain_nan(numbers):
+    """XLA's programs for CPUs know one NaN of bfloat16, of either sign."""
+    if numbers.dtype != jnp.bfloat16:
+        return numbers
+    number = numbers.view(np.uint16)
+    nan = number & 0x7FFF > 0x7F80
+    return np.where(nan, number & 0x8000 | 0x7FC0, number).view(numbers.dtype)
+
+
+def problem(dtype, rows, heads, slots, width, last, way="some", seed=0):
+    """Pool, where slots go, and scales, of which some are NaN."""
+    rng, dtype = np.random.default_rng(seed), jnp.dtype(dtype)
+    random = rng.integers(0, 256, (rows, heads, slots, width * dtype.itemsize), np.uint8)
+    pool, scale = with_plain_nan(random.view(dtype)), None
+    if dtype == jnp.int8:
+        scale = rng.random((rows, 2, heads, slots), np.float32)
+        scale[rng.random(scale.shape) < 0.1] = np.nan
+    return pool, places(rng, way, rows, heads, slots, last), scale
+
+
+def places(rng, way: str, rows: int, heads: int, slots: int, last: int):
+    """Of every head: anywhere or out of the array; all out; all into others' slots, as far as these
+    suffice; one into the other's; where they are, or out."""
+
+    def of_head():
+        if way == "some":
+            return rng.permutation(slots + last)[:last]
+        if way == "none":
+            return slots + np.arange(last)
+        if way == "every":
+            return rng.permutation(max(last, slots - last))[:last]
+        if way == "within":
+            return slots - 1 - rng.permutation(last)
+        return slots - last + np.arange(last) + last * rng.integers(0, 2, last)
+
+    found = [of_head() for _ in range(rows * heads)]
+    return np.reshape(found, (rows, heads, last)).astype(np.int32)
+
+
+def by_hand(pool, slot, scale):
+    found, rows, last = pool.copy(), pool.shape[0], slot.shape[-1]
+    scales = None if scale is None else scale.copy()
+    for r, n, p in np.ndindex(rows, pool.shape[1], last):
+        to, begin = slot[r, n, p], pool.shape[2] - last
+        if to < pool.shape[2]:
+            found[r, n, to] = pool[r, n, begin + p]
+            if scale is not None:
+                scales[r, :, n, to] = scale[r, :, n, begin + p]
+    return found, scales
+
+
+def check(case, run, way="some") -> None:
+    pool, slot, scale = problem(*case, way)
+    found, scales = jax.block_until_ready(jax.jit(run)(pool, slot, scale))
+    expected, expected_scales = by_hand(pool, slot, scale)
+    assert found.dtype == pool.dtype
+    np.testing.assert_array_equal(bits(found), bits(expected))
+    assert (scales is None) == (scale is None)
+    if scale is not None:
+        np.testing.assert_array_equal(bits(scales), bits(expected_scales))
+
+
+interpreted = partial(tpu.move, interpret=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", [CASES["bfloat16"], CASES["int8"]], ids=["bfloat16", "int8"])
+def test_reference(case, way):
+    check(case, reference.move, way)
+
+
+@pytest.mark.parametrize(("dtype", "rows", "heads", "slots", "width", "last"), MARKED)
+def test_interpreted(dtype, rows, heads, slots, width, last):
+    check((dtype, rows, heads, slots, width, last), interpreted)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["bfloat16", "float32", "int8"])
+def test_where_slots_go(name, way):
+    check(CASES[name], interpreted, way)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
+def test_every_bit_moves(dtype):
+    """All numbers of two bytes, once; -0, infinities and NaN among them."""
+    pool = np.arange(2**16, dtype=np.uint16).reshape(1, 4, 128, 128).view(np.uint8)
+    pool = np.concatenate([np.zeros_like(pool), pool], axis=2)
+    pool = np.repeat(pool, jnp.dtype(dtype).itemsize, axis=-1)[..., ::2].copy().view(dtype)
+    pool = with_plain_nan(pool)
+    pool[..., 128:, :] = pool[..., 128:, ::-1]
+    slot = np.random.default_rng(0).permuted(np.tile(np.arange(128), (1, 4, 1)), axis=-1)
+    found, _ = interpreted(jnp.asarray(pool), jnp.asarray(slot, jnp.int32), None)
+    expected, _ = by_hand(pool, slot, None)
+    np.testing.assert_array_equal(bits(found), bits(expected))
+
+
+def test_numbers_as_factors_would_be_seen(monkeypatch):
+    """Without taking them apart into bytes."""
+
+    def product(comes, buffer):
+        numbers = tpu._numbers(buffer, jnp.dtype("bfloat16"))
+        ones = jnp.where(comes[:, : len(buffer)] > 0, 1, 0).astype(jnp.bfloat16)
+        return tpu._bits(ones @ numbers)
+
+    check(CASES["bfloat16"], interpreted)
+    monkeypatch.setattr(tpu, "_product", product)
+    with pytest.raises(AssertionError):
+        check(CASES["bfloat16"], partial(interpreted))  # traced anew
+
+
+def test_heads_of_a_row_in_several_steps(monkeypatch):
+    monkeypatch.setattr(tpu.tpu_slots, "STEP_BYTES", 1)
+    most = 2 * 112 * 256
+    pool = jax.ShapeDtypeStruct((2, 4, 105, 128), jnp.bfloat16)
+    assert tpu.tpu_slots.steps(pool, "", most) == (1, 2)
+    check(("bfloat16", 2, 4, 105, 128, 8), partial(interpreted, most_bytes=most))
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize("name", ["bfloat16", "int8"])
+def test_simulated(name, cores):
+    params = pltpu.InterpretParams(
+        dma_execution_mode="on_wait",
+        uninitialized_memory="nan",
+        detect_races=True,
+        num_cores_or_threads=cores,
+    )
+    check(CASES[name], partial(tpu.move, interpret=params))
+    assert not tpu_simulator.races.races_found
+
+
+# --- dispatch -------------------------------------------------------------------------------------
+
+
+def traced(name, platform, monkeypatch, dtype="bfloat16", width=128, slots=40) -> bool:
+    """Whether a kernel is in a program for such a chip."""
+    monkeypatch.setattr(implementations.target, "platform", lambda: platform)
+    monkeypatch.setattr(implementations.target, "capability", lambda: "9.0")
+    pool = jax.ShapeDtypeStruct((2, 3, slots, width), dtype)
+    slot = jax.ShapeDtypeStruct((2, 3, 8), jnp.int32)
+    run = partial(slot_moves.move, implementation=name)
+    return "pallas_call" in str(jax.make_jaxpr(run)(pool, slot))
+
+
+def test_tpus_take_the_kernel_or_say_why_not(monkeypatch, recwarn):
+    assert traced(None, "tpu", monkeypatch)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="plain JAX reference runs instead: TPU moves of slots"):
+        assert not traced(None, "tpu", monkeypatch, width=192)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"width": 192}, "heads of 64, 100, 128, not 40 slots of heads of 96"),
+        ({"dtype": "float16"}, "a pool of float32, bfloat16, int8"),
+        ({"slots": 8193}, "heads of up to 2097152 bytes"),
+        ({"dtype": "int8", "slots": 8193}, "heads of up to 1048576 bytes"),
+    ],
+)
+def test_refused(changes, reason, monkeypatch):
+    with pytest.raises(NotImplementedError, match=reason) as refusal:
+        traced("tpu", "tpu", monkeypatch, **changes)
+    assert "--attention=reference" in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", [None, "mosaic", "triton", "reference"])
+def test_gpus_have_none(name, monkeypatch, recwarn):
+    """Names of their kernels run the reference, as elsewhere."""
+    assert not traced(name, "gpu", monkeypatch)
+    assert not recwarn.list
+
+
+def test_estimate():
+    """Read and written; a matrix of 8 numbers per slot says what comes, of four bytes two do."""
+    places = jax.ShapeDtypeStruct((2, 3, 8), jnp.int32)
+    pool = jax.ShapeDtypeStruct((2, 3, 10, 128), jnp.bfloat16)
+    found = estimates.move_slots(pool, places)
+    assert found.flops == 2 * 2 * 3 * 10 * 8 * 128
+    assert found.bytes_accessed == 2 * 3 * (2 * 10 * 128 * 2 + 8 * 4)
+    wide = estimates.move_slots(jax.ShapeDtypeStruct(pool.shape, jnp.float32), places)
+    assert wide.flops == 2 * found.flops

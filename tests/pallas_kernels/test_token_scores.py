@@ -1,0 +1,183 @@
+"""The TPU kernel of token scores against the reference in float32: every type, heads of every size,
+one query per head and several; interpreted, and simulated with late copies."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as tpu_simulator
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import estimates, implementations, token_attention
+from pallas_kernels.arg_specs import SPECS
+from pallas_kernels.token_attention import reference, tpu_scores
+from pallas_kernels.token_specs import TokenArguments
+from tests.pallas_kernels.test_kernels import error
+from tests.pallas_kernels.test_token_attention import HEADS, ROWS, SLOTS, problem
+
+SMALL = replace(SPECS["llamagen-xl-t1"], rows=2, heads=3)
+EXACT = 1e-6  # float32: another order of sums
+# (arguments, slots, queries per head, the first slot whose score is asked for)
+CASES = {
+    "mean": (replace(SMALL, dtype="float32", kv_dtype="bfloat16"), 105, 1, 1),
+    "mean-int8": (replace(SMALL, dtype="float32", kv_dtype="int8"), 70, 1, 3),
+    "window": (SMALL, 105, 6, 1),
+    "h100": (replace(SMALL, head_dim=100), 41, 8, 0),
+    "h128-float32": (replace(SMALL, head_dim=128, dtype="float32"), 70, 5, 40),
+}
+MORE = {
+    "one": (SMALL, 105, 1, 0),
+    "h100-mean": (replace(SMALL, head_dim=100, dtype="float32", kv_dtype="bfloat16"), 105, 1, 1),
+    "h128-mean": (replace(SMALL, head_dim=128, dtype="float32", kv_dtype="bfloat16"), 300, 1, 120),
+    "h128-int8": (replace(SMALL, head_dim=128, kv_dtype="int8"), 33, 48, 1),
+    "float32-pool": (replace(SMALL, kv_dtype="float32"), 32, 3, 1),
+    "exact-window": (replace(SMALL, dtype="float32", kv_dtype="bfloat16"), 64, 9, 1),
+    "one-row-long": (replace(SMALL, rows=1, heads=1), 600, 2, 1),
+}
+MARKED = [pytest.param(*case, id=name) for name, case in CASES.items()]
+MARKED += [pytest.param(*c, id=name, marks=pytest.mark.slow) for name, c in MORE.items()]
+
+
+def arguments(spec, slots: int, count: int):
+    """Queries, pool and scales; values are NaN, which no score knows of."""
+    args = TokenArguments.of(spec, slots, sums=False, poison=False)
+    rng = np.random.default_rng(1)
+    q = rng.standard_normal((spec.rows, spec.heads, count, spec.head_dim), np.float32)
+    if args.scale is not None:
+        return jnp.asarray(q, spec.dtype), args.pool, args.scale.at[:, 1].set(jnp.nan)
+    return jnp.asarray(q, spec.dtype), args.pool.at[..., spec.head_dim :].set(jnp.nan), None
+
+
+@partial(jax.jit, static_argnums=3)
+def in_float32(q, pool, scale, first):
+    pool = pool if scale is not None else pool.astype(jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        return reference.scores(q.astype(jnp.float32), pool, scale, first)
+
+
+def check(spec, slots, count, first, run) -> None:
+    given = arguments(spec, slots, count)
+    found = jax.block_until_ready(jax.jit(lambda *given: run(*given, first))(*given))
+    assert found.dtype == jnp.float32
+    assert found.shape == (spec.rows, spec.heads, count, slots - first)
+    assert error(found, in_float32(*given, first)) < EXACT
+
+
+interpreted = partial(tpu_scores.scores, interpret=True)
+
+
+@pytest.mark.parametrize(("spec", "slots", "count", "first"), MARKED)
+def test_interpreted(spec, slots, count, first):
+    check(spec, slots, count, first, interpreted)
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_float32_queries_are_not_rounded(count, monkeypatch):
+    """With two of the three parts that a query consists of, an error is seen."""
+    case = (replace(SMALL, dtype="float32", kv_dtype="bfloat16"), 40, count, 0)
+    check(*case, interpreted)
+    parts = tpu_scores._parts
+    monkeypatch.setattr(tpu_scores, "_parts", lambda q: [*parts(q)[:2], jnp.zeros_like(q)])
+    with pytest.raises(AssertionError):
+        check(*case, interpreted)
+
+
+def test_what_a_query_consists_of():
+    """bfloat16 has each of three numbers, and they add up to the query, bit by bit."""
+    numbers = np.random.default_rng(0).standard_normal((7, 33), np.float32)
+    numbers *= np.exp2(np.random.default_rng(1).integers(-30, 30, numbers.shape))
+    parts = tpu_scores._parts(jnp.asarray(numbers))
+    for part in parts:
+        np.testing.assert_array_equal(part.astype(jnp.bfloat16).astype(jnp.float32), part)
+    np.testing.assert_array_equal(parts[0] + (parts[1] + parts[2]), numbers)
+
+
+def test_heads_of_a_row_in_several_steps():
+    """Lines of one row's matrices are filled step by step."""
+    for count, most in ((1, 2 * (112 * 256 + 4096)), (9, 2 * (112 * 256 + 8192))):
+        spec = replace(CASES["mean"][0], heads=4)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tpu_scores.tpu_slots, "STEP_BYTES", 1)
+            check(spec, 105, count, 1, partial(interpreted, most_bytes=most))
+
+
+def test_rows_in_one_step():
+    steps = tpu_scores.tpu_slots.steps
+    pool = jax.ShapeDtypeStruct((8, 3, 105, 128), jnp.bfloat16)
+    assert steps(pool, "", 2**22) == (8, 3)
+    assert steps(jax.ShapeDtypeStruct((256, 20, 105, 128), jnp.bfloat16), "", 2**22) == (1, 20)
+    assert steps(jax.ShapeDtypeStruct((256, 20, 600, 256), jnp.bfloat16), "", 2**22) == (1, 10)
+    with pytest.raises(NotImplementedError, match="heads of up to 1000000 bytes"):
+        steps(jax.ShapeDtypeStruct((2, 2, 2000, 256), jnp.bfloat16), "", 10**6)
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize("name", ["mean", "window"])
+def test_simulated(name, cores):
+    params = pltpu.InterpretParams(
+        dma_execution_mode="on_wait",
+        uninitialized_memory="nan",
+        detect_races=True,
+        num_cores_or_threads=cores,
+    )
+    check(*CASES[name], partial(tpu_scores.scores, interpret=params))
+    assert not tpu_simulator.races.races_found
+
+
+def test_slots_that_hold_nothing_spoil_no_others():
+    q, pool, _ = arguments(CASES["mean"][0], 40, 1)
+    empty = np.arange(40) % 3 == 0
+    found = interpreted(q, jnp.where(empty[:, None], jnp.nan, pool), None, 0)
+    np.testing.assert_array_equal(np.isnan(found), np.broadcast_to(empty, found.shape))
+
+
+def test_slots_from_a_number_on():
+    """The reference, too."""
+    q, k, v, _ = problem(64)
+    pool = jnp.concatenate([k, v], -1)
+    q = jnp.asarray(q)[:, :, None]
+    whole = token_attention.scores(q, pool)
+    assert whole.shape == (ROWS, HEADS, 1, SLOTS)
+    rest = token_attention.scores(q, pool, first=5)
+    np.testing.assert_allclose(rest, whole[..., 5:], rtol=1e-6, atol=1e-6)
+
+
+# --- dispatch -------------------------------------------------------------------------------------
+
+
+def traced(name, platform, monkeypatch, **changes) -> bool:
+    """Whether a kernel is in a program for such a chip."""
+    monkeypatch.setattr(implementations.target, "platform", lambda: platform)
+    monkeypatch.setattr(implementations.target, "capability", lambda: "9.0")
+    args = TokenArguments.abstract(replace(SMALL, **changes), 40)
+    run = partial(token_attention.scores, implementation=name)
+    jaxpr = jax.make_jaxpr(lambda a: run(a.q[:, :, None], a.pool))(args)
+    return "pallas_call" in str(jaxpr)
+
+
+def test_tpus_take_the_kernel_or_say_why_not(monkeypatch, recwarn):
+    assert traced(None, "tpu", monkeypatch)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="plain JAX reference runs instead: TPU token scores take"):
+        assert not traced(None, "tpu", monkeypatch, head_dim=96)
+    with pytest.raises(NotImplementedError, match="not 40 slots of heads of 96 .*--attention=ref"):
+        traced("tpu", "tpu", monkeypatch, head_dim=96)
+
+
+@pytest.mark.parametrize("name", [None, "mosaic", "triton", "reference"])
+def test_gpus_have_none(name, monkeypatch, recwarn):
+    """Names of their kernels run the reference, as elsewhere."""
+    assert not traced(name, "gpu", monkeypatch)
+    assert not recwarn.list
+
+
+def test_estimate():
+    """A float32 query per head, two halves of a slot in bfloat16, a score for each slot."""
+    q = jax.ShapeDtypeStruct((2, 3, 1, 64), jnp.float32)
+    pool = jax.ShapeDtypeStruct((2, 3, 10, 128), jnp.bfloat16)
+    found = estimates.token_scores(q, pool, None)
+    assert found.flops == 2 * 2 * 3 * 10 * 64
+    assert found.bytes_accessed == 2 * 3 * (64 * 4 + 10 * 128 * 2 + 10 * 4)
