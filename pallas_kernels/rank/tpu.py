@@ -6,8 +6,9 @@ serves a head of up to `ROWS` rows, 128 of them at a time and `OWN` of their slo
 stay in registers while all others pass by. What is outside `among` is made larger than everything
 first.
 
-Work: 3 to 9 vector operations per pair of slots, on 1,024 pairs at once. HBM traffic: each operand
-once, and the counts; XLA keeps arrays of decisions in this order, too, where it can choose.
+Work: 4 to 14 vector operations per pair of slots, four of them in an instruction, on 1,024 pairs at
+once. HBM traffic: each operand once, and the counts; XLA keeps arrays of decisions in this order,
+too, where it can choose.
 """
 
 import jax

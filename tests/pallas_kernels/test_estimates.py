@@ -187,6 +187,15 @@ def test_every_call_of_pallas_is_named_and_estimated(call):
     assert {"name", "cost_estimate"} <= {keyword.arg for keyword in call.keywords}
 
 
+@pytest.mark.parametrize(("score", "part", "each"), [(0, 0, 4), (1, 0, 9), (1, 1, 12)])
+def test_ranks_count_vector_operations(score, part, each):
+    """Six heads of 10 slots: 100 pairs each; what is compared, `among` and counts are moved."""
+    array = jax.ShapeDtypeStruct((2, 3, 10), jnp.float32)
+    found = estimates.rank(array, array if score else None, array if part else None)
+    assert found.flops == 6 * 100 * each * 30
+    assert found.bytes_accessed == 4 * 60 * (3 + score + part)
+
+
 @pytest.mark.parametrize(("top_k", "top_p", "passes"), [(0, 0.0, 0), (5, 0.0, 32), (5, 0.9, 64)])
 def test_choosing_counts_vector_operations(top_k, top_p, passes):
     """Two rows of each of three tokens of 128: 3 operations a pass and 8 once, each as long as 30
