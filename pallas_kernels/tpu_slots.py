@@ -21,7 +21,7 @@ def plane_bytes(lines: int, width: int, dtype) -> int:
 def steps(pool, operation: str, most: int, more: int = 0) -> tuple[int, int]:
     """(rows, heads) of a grid step: several rows with all of their heads, or heads of one row.
 
-    operation: for messages. most: bytes of a step. more: bytes per head beside its slots.
+    operation: for messages, with its verb. most: bytes of a step. more: bytes per head beside its slots.
 
     Raises:
       NotImplementedError: what the kernels cannot take.
@@ -35,7 +35,7 @@ def steps(pool, operation: str, most: int, more: int = 0) -> tuple[int, int]:
     ):
         if not right:
             raise NotImplementedError(
-                f"TPU {operation} take {takes}, not {slots} slots of heads of {width // 2} "
+                f"TPU {operation} {takes}, not {slots} slots of heads of {width // 2} "
                 f"in {pool.dtype.name}: use implementation='reference' (--attention=reference)"
             )
     if heads * head > STEP_BYTES:

@@ -40,7 +40,7 @@ FACTORS = (256.0, 1.0, SOMETHING)  # of the upper bytes, of the lower ones, and 
 def move(pool, slot, pool_scale, *, interpret, most_bytes: int = MOST_BYTES):
     """See `api.move`. most_bytes: of the pool in a grid step."""
     most = min(most_bytes, MOST_NUMBERS * pool.dtype.itemsize)
-    together, some = tpu_slots.steps(pool, "moves of slots", most)
+    together, some = tpu_slots.steps(pool, "moves of slots take", most)
     rows, heads, slots, width = pool.shape
     begin, places = _places(pool, slot)
     spec = pl.BlockSpec((together, some, slots, width), lambda r, n: (r, n, 0, 0))

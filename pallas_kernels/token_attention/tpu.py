@@ -1,9 +1,9 @@
 """Token attention on TPU (Mosaic). See `api.attend`.
 
-Tiling. A grid step serves all heads of some rows, or some heads of one row: as many as have about
-`STEP_BYTES` of the pool together, which Pallas fetches in one piece while the last step's are in
-use. Scores of a row are one matrix [N, C], heads by slots, as positions and sums are stored; so the
-softmax of all heads is one.
+Tiling. A grid step serves all heads of some rows, or some heads of one row (`tpu_slots.steps`),
+whose part of the pool Pallas fetches in one piece while the last step's is in use. Scores of a row
+are one matrix [N, C], heads by slots, as positions and sums are stored; so the softmax of all heads
+is one.
 
 A head's slots are a factor of the matrix unit whatever it is multiplied with, so all queries of the
 row are, and the head's own row of the product is kept: the unit is free, as the time that memory
@@ -27,17 +27,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import estimates
+from pallas_kernels import estimates, tpu_slots
 from pallas_kernels.cache_write.reference import quantize
 from pallas_kernels.token_attention import storing, tpu_row, tpu_token, tpu_used
 from pallas_kernels.token_attention.sight import Sight
-from pallas_kernels.tpu_operands import LANES, pools, rounded
+from pallas_kernels.tpu_operands import pools
 
-HEAD_DIMS = (64, 100, 128)
-DTYPES = ("float32", "bfloat16", "int8")
-STEP_BYTES = 2**20  # of the pool
-MOST_BYTES = 2**22  # there twice, in 16 MiB of vector memory
-TILE_BYTES = 32  # of a tile along slots: 8 in float32, 16 in bfloat16, 32 in int8
+MOST_BYTES = 2**22  # of the pool in a grid step; there twice, in 16 MiB of vector memory
 
 
 def attend(
@@ -56,7 +52,7 @@ def attend(
 ):
     """See `api.attend`. most_bytes: of the pool in a grid step. piece: slots of one where only the
     first slots are in use; None takes those of `tpu_used.slots_of_piece`."""
-    tiles = _step(q, pool, most_bytes), piece
+    tiles = tpu_slots.steps(pool, "token attention takes", most_bytes), piece
     given = q, None, pool, position, sight, first_bias, pool_scale, mass, mass_weight
     return _run(*given, tiles, interpret)[:2]
 
@@ -80,7 +76,7 @@ def store_and_attend(
 ):
     """See `api.store_and_attend`, and `attend`. For an int8 pool XLA makes whole numbers, and
     stores their scales."""
-    tiles = _step(q, pool, most_bytes), piece
+    tiles = tpu_slots.steps(pool, "token attention takes", most_bytes), piece
     if pool_scale is not None:
         (k, k_scale), (v, v_scale) = quantize(k), quantize(v)
         scale = jnp.stack([k_scale, v_scale], axis=-1)[:, :, None]
@@ -91,8 +87,8 @@ def store_and_attend(
 
 
 def _run(q, token, pool, position, sight, bias, scale, mass, weight, tiles, interpret):
-    """Output, sums, and the pool with the token, or as it was where that is None. tiles: `_step`,
-    and the slots of a piece."""
+    """Output, sums, and the pool with the token, or as it was where that is None. tiles: rows and
+    heads of a grid step, and the slots of a piece."""
     (together, some), piece = tiles
     rows, heads, slots, _ = pool.shape
     given = {"q": q, "bias": bias, "position": position, "scale": scale}
@@ -135,31 +131,6 @@ def _run(q, token, pool, position, sight, bias, scale, mass, weight, tiles, inte
         name="token_attention",
     )(numbers, given)
     return found["out"], found.get("mass"), found.get("pool", pool)
-
-
-def _step(q, pool, most: int) -> tuple[int, int]:
-    """(rows, heads) of a grid step; several rows with all of their heads, or heads of one row.
-
-    Raises:
-      NotImplementedError: what the kernel cannot take.
-    """
-    rows, heads, slots, width = pool.shape
-    tile = TILE_BYTES // pool.dtype.itemsize
-    head = rounded(slots, tile) * rounded(width, LANES) * pool.dtype.itemsize
-    for right, takes in (
-        (q.shape[-1] in HEAD_DIMS, f"heads of {', '.join(map(str, HEAD_DIMS))}"),
-        (pool.dtype.name in DTYPES, f"a pool of {', '.join(DTYPES)}"),
-        (head <= most, f"heads of up to {most} bytes of slots"),
-    ):
-        if not right:
-            raise NotImplementedError(
-                f"TPU token attention takes {takes}, not {slots} slots of heads of {q.shape[-1]} "
-                f"in {pool.dtype.name}: use implementation='reference' (--attention=reference)"
-            )
-    if heads * head > most:
-        return 1, max(n for n in range(1, heads + 1) if heads % n == 0 and n * head <= most)
-    fits = (n for n in range(1, rows + 1) if rows % n == 0 and n * heads * head <= STEP_BYTES)
-    return max(fits, default=1), heads
 
 
 def _spec(name: str, array, rows: int, heads: int) -> pl.BlockSpec:

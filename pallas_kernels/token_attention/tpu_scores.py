@@ -34,7 +34,7 @@ def scores(q, pool, pool_scale, first, *, interpret, most_bytes: int = MOST_BYTE
     slots = pool.shape[2]
     exact, single = q.dtype != jnp.bfloat16, count == 1
     more = tpu_slots.plane_bytes(count, slots, jnp.dtype("float32"))
-    together, some = tpu_slots.steps(pool, "token scores", most_bytes, more)
+    together, some = tpu_slots.steps(pool, "token scores take", most_bytes, more)
     # one query per head: heads are the lines of a matrix, and lines of 4 bytes begin anywhere
     queries = q[:, :, 0].astype(jnp.float32) if single else q
     given = {"q": queries, "pool": pools(pool, None, interpret)[0], "scale": pool_scale}

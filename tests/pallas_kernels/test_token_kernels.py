@@ -13,7 +13,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as tpu_simula
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import implementations, token_attention
+from pallas_kernels import implementations, token_attention, tpu_slots
 from pallas_kernels.arg_specs import SPECS
 from pallas_kernels.token_attention import mosaic_gpu, mosaic_slots, reference, tpu, tpu_row
 from pallas_kernels.token_specs import TokenArguments
@@ -99,19 +99,23 @@ def test_tpu_slots_in_use_simulated(cores):
     assert not tpu_simulator.races.races_found
 
 
+def tpu_steps(spec, most: int = tpu.MOST_BYTES, **options) -> tuple[int, int]:
+    return tpu_slots.steps(arguments(spec, **options)[1], "takes", most)
+
+
 def test_tpu_heads_of_a_row_in_several_steps():
     spec, options = CASES["bfloat16"]
     spec = replace(spec, heads=4)
-    assert tpu._step(*arguments(spec, **options), 2 * 112 * 256) == (1, 2)
+    assert tpu_steps(spec, 2 * 112 * 256, **options) == (1, 2)
     check(spec, options, partial(tpu.attend, interpret=True, most_bytes=2 * 112 * 256))
 
 
 def test_tpu_rows_in_one_step():
     spec, options = CASES["bfloat16"]
-    assert tpu._step(*arguments(replace(spec, rows=8), **options), tpu.MOST_BYTES) == (8, 3)
+    assert tpu_steps(replace(spec, rows=8), **options) == (8, 3)
     spec = replace(SPECS["llamagen-xl-t1"], rows=256)
-    assert tpu._step(*arguments(spec, 105), tpu.MOST_BYTES) == (1, 20)
-    assert tpu._step(*arguments(replace(spec, head_dim=128), 600), tpu.MOST_BYTES) == (1, 10)
+    assert tpu_steps(spec, slots=105) == (1, 20)
+    assert tpu_steps(replace(spec, head_dim=128), slots=600) == (1, 10)
 
 
 @pytest.mark.parametrize("cores", [1, 2])

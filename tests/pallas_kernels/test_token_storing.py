@@ -12,7 +12,7 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as tpu_simulator
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import token_attention
+from pallas_kernels import token_attention, tpu_slots
 from pallas_kernels.arg_specs import SPECS
 from pallas_kernels.token_attention import mosaic_gpu, reference, storing, tpu, tpu_token
 from pallas_kernels.token_specs import TokenArguments
@@ -96,7 +96,7 @@ HEADS_APART = {"most_bytes": 2 * 112 * 256}
 def test_tpu_heads_of_a_row_in_several_steps():
     spec = replace(SMALL, heads=4)
     args = TokenArguments.abstract(spec, 105)
-    assert tpu._step(args.q, args.pool, HEADS_APART["most_bytes"]) == (1, 2)
+    assert tpu_slots.steps(args.pool, "takes", HEADS_APART["most_bytes"]) == (1, 2)
     run = partial(tpu.store_and_attend, interpret=True, **HEADS_APART)
     check(spec, {"slots": 105}, (0, 64, 103, 104), run)
 
