@@ -21,7 +21,8 @@ def plane_bytes(lines: int, width: int, dtype) -> int:
 def steps(pool, operation: str, most: int, more: int = 0) -> tuple[int, int]:
     """(rows, heads) of a grid step: several rows with all of their heads, or heads of one row.
 
-    operation: for messages, with its verb. most: bytes of a step. more: bytes per head beside its slots.
+    operation: for messages, with its verb. most: bytes of a step. more: bytes per head beside its
+    slots.
 
     Raises:
       NotImplementedError: what the kernels cannot take.
@@ -38,7 +39,7 @@ def steps(pool, operation: str, most: int, more: int = 0) -> tuple[int, int]:
                 f"TPU {operation} {takes}, not {slots} slots of heads of {width // 2} "
                 f"in {pool.dtype.name}: use implementation='reference' (--attention=reference)"
             )
-    if heads * head > STEP_BYTES:
+    if heads * head > min(STEP_BYTES, most):
         fits = (n for n in range(1, heads + 1) if heads % n == 0 and n * head <= most)
         return 1, max(fits)
     fits = (n for n in range(1, rows + 1) if rows % n == 0 and n * heads * head <= STEP_BYTES)
