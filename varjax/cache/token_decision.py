@@ -153,7 +153,8 @@ class StageDecision:
         stays, comes = keep[..., :main], keep[..., main:]
         free = ~stays
         turn, number = (jnp.cumsum(a, axis=-1, dtype=jnp.int32) - 1 for a in (free, comes))
-        filled, moves = free & (turn <= number[..., -1:]), comes & (number <= turn[..., -1:])
+        most = turn[..., -1:] if main else -1  # a table may keep nothing, and has no such slots
+        filled, moves = free & (turn <= number[..., -1:]), comes & (number <= most)
         turn, number = jnp.where(free, turn, -1), jnp.where(comes, number, -2)
         goes = turn[..., None, :] == number[..., None]  # [L R, N, P, main]
         place = jnp.arange(main, dtype=jnp.int32)
