@@ -54,6 +54,28 @@ def test_contents_chosen_on_the_device_stay_with_one_group_of_heads():
         sharding.check_plan(plan, MeshSpec(model=2))
 
 
+@pytest.mark.parametrize("name", ["a_k10", "llamagen_c2i"])
+@pytest.mark.parametrize("images", [1, 2])
+def test_contents_of_single_images_stay_on_one_device(name, images, tmp_path):
+    """A table with rows for a single image, too; one for all images is the same everywhere."""
+    model = fixture_model(name)
+    schedule, layers, heads = (
+        getattr(model.geometry, n) for n in ("schedule", "num_layers", "num_heads")
+    )
+    tokens = getattr(schedule, "image_tokens", None) or schedule.total_tokens
+    stages = 1 + -(-schedule.steps // 8) if name == "llamagen_c2i" else schedule.num_scales
+    keep = np.zeros((stages, layers, 2 * images, heads, tokens), bool)
+    for path, rows in (("rows.npz", keep), ("all.npz", keep[:, :, 0])):
+        np.savez(tmp_path / path, keep_token=rows)
+    by_row, for_all = (
+        varjax.plan(model, policies.Table(path=str(tmp_path / path)))
+        for path in ("rows.npz", "all.npz")
+    )
+    sharding.check_plan(for_all, MeshSpec(data=2))
+    with pytest.raises(UserError, match="'table' treats the images of a batch differently"):
+        sharding.check_plan(by_row, MeshSpec(data=2))
+
+
 def test_a_mesh_larger_than_the_machine_is_refused():
     model = fixture_model("a_k10")
     with pytest.raises(UserError, match="this machine has at most"):

@@ -48,7 +48,7 @@ def check_plan(plan: CachePlan, spec: MeshSpec) -> None:
         )
 
     def input_shapes(images: int) -> list[tuple[int, ...]]:
-        index = np.arange(images)
+        index = np.zeros(images, np.int64)  # there may be inputs of one image only
         if plan.geometry.kind == TOKENS:
             inputs = None if plan.static_content else plan.policy.stage_inputs(plan.geometry, index)
         else:
