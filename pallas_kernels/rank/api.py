@@ -26,8 +26,8 @@ def rank(
     Traffic: 16 bytes per slot and what `score` takes; K is some hundred. K^2 comparisons per head.
 
     Args:
-      score: numbers of at most 32 bits; NaN is neither lower than anything nor equal to it. None:
-        of all the same, so `tie` decides.
+      score: numbers of at most 32 bits, unsigned ones of at most 16; NaN is neither lower than
+        anything nor equal to it. None: of all the same, so `tie` decides.
       tie: int32, below its largest value.
       part: true in one of two parts, of which only the token's own counts.
       implementation: one of `implementations.NAMES`; None takes the best one for this platform,
