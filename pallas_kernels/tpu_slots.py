@@ -39,8 +39,9 @@ def steps(pool, operation: str, most: int, more: int = 0) -> tuple[int, int]:
                 f"TPU {operation} {takes}, not {slots} slots of heads of {width // 2} "
                 f"in {pool.dtype.name}: use implementation='reference' (--attention=reference)"
             )
-    if heads * head > min(STEP_BYTES, most):
+    about = min(STEP_BYTES, most)
+    if heads * head > about:
         fits = (n for n in range(1, heads + 1) if heads % n == 0 and n * head <= most)
         return 1, max(fits)
-    fits = (n for n in range(1, rows + 1) if rows % n == 0 and n * heads * head <= STEP_BYTES)
+    fits = (n for n in range(1, rows + 1) if rows % n == 0 and n * heads * head <= about)
     return max(fits, default=1), heads

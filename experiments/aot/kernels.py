@@ -1,4 +1,4 @@
-"""The kernels of a compiled program as it runs them, and what each moves and computes.
+"""What each kernel of a compiled program moves and computes.
 
 GPU: every fusion, library call, copy or other operation outside fusions is a kernel, as often as
 its loops run, and takes max(bytes / bandwidth, FLOPs / rate) + the time of its start. Bytes are
@@ -6,9 +6,6 @@ those of its operands and results; of an operand that is only cut into slices th
 array that is changed in place the change, of a library call not its scratch. Bandwidth and rate are
 shares of the chip's peaks that good kernels reach (`REACHED`); the rate is that of the units that
 multiply numbers of that type. TPU: the cycles that the compiler estimates.
-
-Of branches the costliest counts. Where a loop asks whether its counter equals a number, it does in
-one round: the branch of that round counts once, the other one in all others.
 """
 
 import math
@@ -23,10 +20,6 @@ REACHED = {"bandwidth": 0.9, "flops": 0.8}  # of a chip's peaks, by large copies
 START = 2.5e-6  # seconds until a kernel of a GPU computes
 LARGE = 2**20  # bytes: smaller slices of stacked arrays are not what costs
 
-_FREE = set(
-    "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id iota "
-    "add-dependency opt-barrier optimization-barrier domain get-dimension-size".split()
-)
 # operations that may stand outside fusions, all of which read and write memory
 _KERNELS = set(
     "fusion copy transpose reshape broadcast convert reduce reduce-window scatter gather slice "
@@ -41,8 +34,7 @@ _SLICES = {"dynamic-slice", "slice"}
 # operations that change an array in place, and the place of what they write among their operands
 _CHANGES = {"dynamic-update-slice": 1, "scatter": -1}
 _MOVES = _SLICES | set("copy transpose bitcast reshape convert".split())
-_WITH_SCRATCH = ("__cublas$", "__cudnn$")  # library calls: their scratch is their last result
-_SAME = set("bitcast convert copy reshape fusion".split())  # between a condition and its comparison
+_WITH_SCRATCH = ("__cublas$", "__cudnn$")  # library calls: of several results the last is scratch
 # what else may be in a fusion that only cuts slices: where they start
 _INDICES = set("parameter constant tuple get-tuple-element add compare select broadcast".split())
 
@@ -64,80 +56,16 @@ class Kernel:
     cycles: float = 0.0
 
 
-@dataclass(frozen=True)
-class Body:
-    """What is read: the body of a loop, or what is outside of all. trips: rounds of this loop.
-    times: how often it runs, with those of the loops around it."""
-
-    loop: str = ""
-    trips: int = 1
-    times: float = 1.0
-
-
-class Reader:
-    """Walks through a program as it runs."""
+class Costs:
+    """Of the instructions of a program on a chip."""
 
     def __init__(self, module: Module, chip: Chip):
         self.module, self.chip, self.on_tpu = module, chip, chip.platform == "tpu"
-        self.kernels: list[Kernel] = []
-        self.unknown_loops = 0
 
-    def read(self, name: str, body: Body) -> None:
-        computation = self.module[name]
-        for instruction in computation:
-            self._one(instruction, computation, body)
-
-    def _one(self, i: Instruction, within: Computation, body: Body) -> None:
-        if i.opcode == "while":
-            trips = self.module.trips(i)
-            self.unknown_loops += trips is None
-            [inner] = i.called("body")
-            said, trips = f"{inner} ({trips or '?'} x)", trips or 1
-            self.read(inner, Body(said, trips, body.times * trips))
-        elif i.opcode == "conditional":
-            self._branches(i, within, body)
-        elif i.opcode == "call":
-            for inner in i.called("to_apply", "calls"):
-                self.read(inner, body)
-        elif i.opcode.endswith("-start") and i.called("calls"):
-            for inner in i.called("calls"):
-                self.read(inner, body)
-        elif not (i.opcode in _FREE or i.opcode.endswith(("-done", "-update"))):
-            self.kernels.append(self._kernel(i, within, body))
-
-    def _branches(self, i: Instruction, within: Computation, body: Body) -> None:
-        two, several = i.called("false_computation", "true_computation"), "branch_computations"
-        readers = []
-        for name in two or i.called(several):
-            readers.append(Reader(self.module, self.chip))
-            readers[-1].read(name, body)
-        self.unknown_loops += max(r.unknown_loops for r in readers)
-        if len(readers) == 2 and self._asks_for_one_round(i.operands[0], within):
-            shares = (body.trips - 1) / body.trips, 1 / body.trips  # of false, of true
-        else:
-            costs = [sum(k.times * (k.seconds + k.cycles) for k in r.kernels) for r in readers]
-            shares = [float(number == costs.index(max(costs))) for number in range(len(costs))]
-        for reader, share in zip(readers, shares, strict=True):
-            self.kernels += [replace(k, times=k.times * share) for k in reader.kernels if share]
-
-    def _asks_for_one_round(self, name: str, within: Computation) -> bool:
-        """Whether a condition is that two whole numbers are equal. What does not change from round
-        to round is not compared in the loop."""
-        found = within.get(name)
-        while found and found.opcode in _SAME:
-            if found.opcode == "fusion":
-                within = self.module[found.called("calls")[0]]
-                found = within.root
-            else:
-                found = within.get(found.operands[0])
-        if found is None or found.opcode != "compare" or "direction=EQ" not in found.attributes:
-            return False
-        number = _first(within, found.operands[0])
-        return number.size == 1 and number.kind in ("s32", "u32")
-
-    def _kernel(self, i: Instruction, within: Computation, body: Body) -> Kernel:
+    def kernel(self, i: Instruction, within: Computation, loop: str, times: float) -> Kernel:
+        """Of an instruction that is a kernel. within: where it stands. loop, times: of `Kernel`."""
         source = short_source(i.attribute(r'op_name="([^"]*)"') or "")
-        found = Kernel(i.name, source, "other", body.loop, body.times)
+        found = Kernel(i.name, source, "other", loop, times)
         opcode = i.opcode.removesuffix("-start")
         if _PALLAS.search(i.attributes):
             path = i.attribute(r'op_name="([^"]*)"') or ""
@@ -166,7 +94,7 @@ class Reader:
             inside = [(x, body) for body in bodies for x in body]
             rates = [self._rate(*x) for x in inside if self._is_product(*x)]
             return min(rates, default=self.chip.bf16_flops)
-        if _first(within, i.operands[0]).kind != "f32":
+        if first(within, i.operands[0]).kind != "f32":
             return self.chip.bf16_flops
         exact = re.search("highest", i.attributes, re.IGNORECASE)
         return self.chip.gpu.float32_flops if exact else self.chip.bf16_flops / 2
@@ -201,7 +129,9 @@ class Reader:
         operands = [within.get(name) for name in i.operands]
         shapes = [a for o in operands if o for a in arrays(o.shape)]
         library = (i.attribute(r'custom_call_target="([^"]*)"') or "").startswith(_WITH_SCRATCH)
-        written = arrays(i.shape)[0].bytes if library else i.bytes
+        results = arrays(i.shape)
+        results = results[:-1] if library and len(results) > 1 else results
+        written = sum(a.bytes for a in results)
         moved = sum(a.bytes for a in shapes) + written
         if i.opcode in _SLICES:
             moved = 2 * i.bytes
@@ -307,7 +237,7 @@ class Reader:
         """FLOPs of a product or convolution; 0 for everything else."""
         if i.opcode not in ("dot", "convolution"):
             return 0.0
-        left, right = (_first(within, name) for name in i.operands[:2])
+        left, right = (first(within, name) for name in i.operands[:2])
         out = arrays(i.shape)[0].size
         if i.opcode == "dot":
             dims = re.findall(r"\d+", i.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or "")
@@ -316,5 +246,5 @@ class Reader:
         return 2.0 * out * right.size / right.dims[labels.index("o")]
 
 
-def _first(within: Computation, name: str) -> Array:
+def first(within: Computation, name: str) -> Array:
     return arrays(within.instructions[name].shape)[0]

@@ -1,5 +1,6 @@
 """What a compiled program will cost, read from its text: kernels, bytes, products and seconds, per
-loop. A model, not a measurement: it ranks programs and shows waste. One kernel: `kernels`.
+loop. A model, not a measurement: it ranks programs and shows waste. One kernel: `kernels`,
+all of them: `reader`.
 
 Pallas kernels are opaque here: they are counted, and their work is what their authors estimate
 (`PallasWork`, from the traced program) at `PALLAS_REACHED` of the peaks. On a TPU too: the
@@ -10,7 +11,8 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from experiments.aot.hlo import Module
-from experiments.aot.kernels import Body, Kernel, Reader
+from experiments.aot.kernels import Kernel
+from experiments.aot.reader import Body, Reader
 from pallas_kernels.chips import Chip
 from varjax.engine.cost import PallasWork
 

@@ -30,7 +30,8 @@ def rank(
         anything nor equal to it. None: of all the same, so `tie` decides.
       tie: int32, below its largest value.
       part: true in one of two parts, of which only the token's own counts.
-      implementation: one of `implementations.NAMES`; None takes the best one for this platform,
-        on GPUs the reference. There are no kernels for GPUs: their names run the reference.
+      implementation: one of `implementations.NAMES`; None takes that of `implementations.naming` or
+        the best one for this platform, on GPUs the reference. There are no kernels for GPUs: their
+        names run the reference.
     """
     return implementations.run(implementation, MODULES, "rank", score, tie, among, part)

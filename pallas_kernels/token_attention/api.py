@@ -135,6 +135,7 @@ def scores(
     the precision of the platform, which on a TPU rounds both factors of several queries.
 
     Args:
+      q: finite; of others a kernel gives NaN for infinite scores.
       first: static. A kernel takes the pool as a whole: a part of it would be copied before.
       implementation: one of `implementations.NAMES`; None takes the best one for this platform, on
         GPUs the reference, which all names of GPU kernels run.

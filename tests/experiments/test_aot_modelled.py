@@ -151,6 +151,11 @@ def test_a_branch_of_one_round_counts_once():
         "conditional(%asked, %x, %x), branch_computations={%twice, %same}",
     )
     assert modelled(turned).total("bytes") - modelled(ROUNDS).total("bytes") == 48 * 4 * 8 * 4
+    every = 49 * 4 * 8 * 4  # the costliest in every round
+    computed = ROUNDS.replace("%ten = s32[] constant(10)", "%ten = s32[] remainder(%p.0, %p.0)")
+    assert modelled(computed).total("bytes") - modelled(ROUNDS).total("bytes") == every
+    unknown = turned.replace('{"known_trip_count":{"n":"50"}}', "{}")
+    assert [k.times for k in modelled(unknown).kernels if k.name.startswith("c.")] == [1, 1]
     for other in ("direction=LT", "direction=EQ, type=FLOAT"):
         text = ROUNDS.replace("direction=EQ", other)
         text = text.replace("s32[] parameter(0)\n  %ten = s32", "f32[] parameter(0)\n  %ten = f32")

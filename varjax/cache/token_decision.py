@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from pallas_kernels import slot_moves, target, token_attention
+from pallas_kernels import implementations, slot_moves, target, token_attention
 from varjax.cache.token_state import EVERYTHING, LayerCache
 from varjax.policies.base import Needs, Observation
 from varjax.policies.staged import TokenPolicy
@@ -29,7 +29,7 @@ class StageDecision:
 
     condition, main: slots of the condition, and those of image tokens outside the buffer. period:
       of the buffer. kept: tokens that stay after `group_stage`, if there is one, else after every
-      stage. attention: implementation of the kernel.
+      stage. attention: implementation of the kernels.
     """
 
     policy: TokenPolicy
@@ -80,7 +80,8 @@ class StageDecision:
         if inputs is not None:
             known = jax.lax.dynamic_index_in_dim(inputs, stage, keepdims=False)
             obs = replace(obs, inputs=known)
-        keep = obs.live & self.policy.select_stage(obs)
+        with implementations.naming(self.attention):
+            keep = obs.live & self.policy.select_stage(obs)
         return self._store(caches, position, mass, keep, stage)
 
     def _reaches(self, caches: Sequence[LayerCache], position, bias) -> Int[Array, "LR N"]:
@@ -95,7 +96,8 @@ class StageDecision:
                 implementation=self.attention,
             )
             masses.append(mass)
-        local = self.policy.local_heads(_together(masses), position)
+        with implementations.naming(self.attention):
+            local = self.policy.local_heads(_together(masses), position)
         return jnp.where(local, jnp.int32(self.policy.local_window), EVERYTHING)
 
     def _looks(self, cache: LayerCache) -> dict[str, Array]:
