@@ -54,7 +54,7 @@ def describe(case: Compilation, temporaries: int) -> dict:
     held, parameters = _num_bytes(state), _num_bytes(case.networks)
     # activations, logits and what layers hold of the text on one device
     mesh = workload.program.mesh
-    need = workload.predict(case.drawing.layout.groups[0], case.batch_size // mesh.data)
+    need = workload.predict(workload.plan, case.batch_size // mesh.data)
     activations = need.activations + need.condition
     promised = parameters + held + activations
     return {

@@ -49,13 +49,14 @@ class ProgramOptions:
         for the most. kernels: whether attention runs in one."""
         return memory.predict(
             model,
-            plan,
+            sharding.layout(plan, self.mesh).groups[0],
             batch_size,
             self.dtype,
             self.kv_dtype,
             kernels=kernels,
             text_tokens=text,
             decode_batch=self.decode_batch,
+            parts=self.mesh.model,
         )
 
     def predict_here(

@@ -238,7 +238,9 @@ def dry_run_text(run: Run) -> str:
     """The plan and predicted bytes."""
     plan, batch = run.plan, run.batch_size
     dense = plan.dense_bytes(batch, run.program.dense_dtype)
-    need = run.program.predict_here(run.model, plan, batch, run.condition)
+    mesh = run.program.mesh
+    need = run.program.predict_here(run.model, plan, batch // mesh.data, run.condition)
+    pool, each = need.kv_pool * mesh.num_devices, mesh.num_devices > 1
     condition, length = memory.show_bytes(need.condition), text_tokens(run.condition)
     text = [("text", f"{condition}, keys and values of {length} tokens")] * (length is not None)
     parts = (run.model.transformer, run.model.codec)
@@ -259,7 +261,7 @@ def dry_run_text(run: Run) -> str:
         ("full cache", memory.show_bytes(dense)),
         (
             "KV pool",
-            f"{memory.show_bytes(need.kv_pool)} ({need.kv_pool / max(1, dense):.2%} of full), "
+            f"{memory.show_bytes(pool)} ({pool / max(1, dense):.2%} of full), "
             f"{plan.pool_blocks} blocks of {plan.block_size}",
         ),
         ("peak live tokens", f"{plan.peak_live_fraction:.2%} of full"),
@@ -267,6 +269,8 @@ def dry_run_text(run: Run) -> str:
         *text,
         ("activations", f"about {memory.show_bytes(need.activations)}"),
         ("total", f"about {memory.show_bytes(need.total)}"),
+        *[("each device", f"{mesh}: weights, activations and total, with its part of the pool")]
+        * each,
     ]
     return "\n".join([_columns(rows), *run.remarks])
 

@@ -12,6 +12,7 @@ import varjax
 from tests.models_under_test import fixture_model
 from tests.parallel import sharded
 from varjax import Generator, policies
+from varjax.engine import memory
 from varjax.errors import UserError
 from varjax.parallel import sharding
 from varjax.parallel.sharding import ShardedPlan
@@ -80,3 +81,17 @@ def test_a_mesh_larger_than_the_machine_is_refused():
     model = fixture_model("a_k10")
     with pytest.raises(UserError, match="this machine has at most"):
         Generator(model, batch_size=64, mesh=MeshSpec(data=64))
+
+
+@pytest.mark.parametrize("name", ["llamagen_c2i", "a_k10"])
+def test_what_a_device_is_predicted_to_hold(name):
+    """Of two: half of the layers' matrices, all other weights, half of the pool."""
+    model, names = fixture_model(name), ("qkv", "proj", "gate_up", "down", "fc1", "fc2")
+    plan, blocks = varjax.plan(model, "full"), model.transformer.blocks
+    one, two = (
+        memory.predict(model, layout.groups[0], 2, "float32", "float32", parts=layout.spec.model)
+        for layout in (sharding.layout(plan, MeshSpec(model=n)) for n in (1, 2))
+    )
+    divided = sum(getattr(blocks, n).kernel[...].size for n in names if hasattr(blocks, n))
+    assert one.weights - two.weights >= divided // 2 * 4
+    assert two.weights > one.weights // 2 and two.kv_pool <= 0.6 * one.kv_pool

@@ -21,7 +21,7 @@ from varjax.engine.segments import AUTO, Segment
 from varjax.errors import UserError, show
 from varjax.models import stacked
 from varjax.models.transformer import Transformer
-from varjax.parallel.sharding import ShardedPlan, ShardedTokenPlan
+from varjax.parallel.sharding import ShardedPlan, ShardedTokenPlan, layout
 from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling
 from varjax.sequence import TOKENS
@@ -88,12 +88,11 @@ def drawing(
     config = networks["transformer"].config
     if plan.geometry.kind == TOKENS:
         check_cut(segments, layers)
-        layout = ShardedTokenPlan(plan, mesh)
-        return TokenDrawing(config, layout, sampling, attention, **options)
+        return TokenDrawing(config, layout(plan, mesh), sampling, attention, **options)
     rows = plan.geometry.rows_per_image * batch_size // mesh.data or 1
     cuts = program.plan_segments(networks, plan.geometry.schedule, segments, rows, platform)
     spec = scales.ProgramSpec.of(plan, cuts, sampling, config, attention=attention, **options)
-    return ScaleDrawing(spec, ShardedPlan(plan, mesh))
+    return ScaleDrawing(spec, layout(plan, mesh))
 
 
 class ScaleDrawing:

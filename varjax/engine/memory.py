@@ -18,6 +18,7 @@ from varjax.engine.segments import ARRAYS_PER_LOGIT, images_at_once
 from varjax.errors import UserError
 from varjax.model import Model
 from varjax.models import parameters
+from varjax.parallel import sharding
 from varjax.sequence import TOKENS
 
 SCORE_ARRAYS = 3  # of attention without a kernel, at one time
@@ -58,15 +59,19 @@ def predict(
     kernels: bool | None = None,
     text_tokens: int | None = None,
     decode_batch: int | None = None,
+    parts: int = 1,
 ) -> Prediction:
     """Predicted bytes of a batch. The pool is exact; activations are the live tensors of the widest
     step, counted from shapes. The codec is in float32.
+
+    On a mesh: of one device, whose plan and images are given (`layout(...).groups[0]`).
 
     dtype, kv_dtype: of the transformer and of the pool.
     kernels: whether attention runs in a kernel, which has no scores and no gathered keys in memory;
       None: as on this machine by default.
     text_tokens: padded length of the text; None: the most that the model takes.
     decode_batch: images decoded at once; None: as `program.decode` chooses.
+    parts: that heads and weights are divided into (`MeshSpec.model`).
     """
     if kernels is None:
         kernels = implementations.preferred() != "reference"
@@ -91,7 +96,7 @@ def predict(
     pixels = min(batch_size, decoded) * program.decoder_bytes(model.codec, code_map)
     empty = token_state.empty if by_token else KVState.empty
     cache = jax.eval_shape(lambda: empty(plan, batch_size, jnp.dtype(kv_dtype), dtype))
-    weights = parameters.count(model.transformer) * item_size(dtype)
+    weights = sharding.count({"transformer": model.transformer}, parts) * item_size(dtype)
     return Prediction(
         weights=weights + parameters.count(model.codec) * 4,
         kv_pool=sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(cache)),

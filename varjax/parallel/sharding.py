@@ -6,6 +6,7 @@ exchanged. An image does not depend on how a batch is split.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -188,6 +189,12 @@ def _beside(parts: list[LayerInputs]) -> LayerInputs:
     return jax.tree.map(join, *parts)
 
 
+def layout(plan: CachePlan, spec: MeshSpec) -> ShardedPlan | ShardedTokenPlan:
+    """A plan divided over a mesh."""
+    kind = ShardedTokenPlan if plan.geometry.kind == TOKENS else ShardedPlan
+    return kind(plan, spec)
+
+
 # --- how arrays are divided -----------------------------------------------------------------------
 
 
@@ -205,6 +212,12 @@ def map_weights(function, networks: Any) -> Any:
         return function(leaf, split)
 
     return jax.tree_util.tree_map_with_path(of, networks)
+
+
+def count(networks: Any, parts: int) -> int:
+    """Parameters of one device, if `parts` of them share the divided ones."""
+    sizes = map_weights(lambda a, split: math.prod(a.shape) // (parts if split else 1), networks)
+    return sum(jax.tree.leaves(sizes))
 
 
 def _weight_specs(networks: Any, spec: MeshSpec) -> Any:
