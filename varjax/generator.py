@@ -26,8 +26,9 @@ from varjax.engine.segments import Segment
 from varjax.errors import UserError, choose
 from varjax.model import DTYPES, Model
 from varjax.models import stacked
-from varjax.parallel import sharding
-from varjax.parallel.sharding import ShardedPlan, ShardedProgram, ShardedTokenPlan
+from varjax.parallel import plans, sharding
+from varjax.parallel.plans import ShardedPlan, ShardedTokenPlan
+from varjax.parallel.sharding import ShardedProgram
 from varjax.parallel.split import MeshSpec
 from varjax.policies import Policy
 from varjax.policies.registry import resolve_policy
@@ -164,7 +165,7 @@ class Generator:
 
     def _check_mesh(self, mesh: MeshSpec) -> MeshSpec:
         if mesh.num_devices > 1:
-            sharding.check_plan(self.plan, mesh)
+            plans.check_plan(self.plan, mesh)
         return mesh.check(
             batch_size=self.batch_size,
             num_heads=self.plan.geometry.num_heads,

@@ -16,7 +16,7 @@ from varjax.engine.drawing import check_cut
 from varjax.engine.segments import plan_segments
 from varjax.errors import UserError
 from varjax.model import DTYPES, Model, default_dtype
-from varjax.parallel import sharding
+from varjax.parallel import plans
 from varjax.parallel.split import MeshSpec
 
 AUTO = "auto"
@@ -49,7 +49,7 @@ class ProgramOptions:
         for the most. kernels: whether attention runs in one."""
         return memory.predict(
             model,
-            sharding.layout(plan, self.mesh).groups[0],
+            plans.layout(plan, self.mesh).groups[0],
             batch_size,
             self.dtype,
             self.kv_dtype,
@@ -221,7 +221,7 @@ class ProgramFlags:
         """Raise `UserError` if the plan cannot be carried out on the mesh."""
         if mesh.num_devices > 1:
             with about(self._mesh):
-                sharding.check_plan(plan, mesh)
+                plans.check_plan(plan, mesh)
 
     @property
     def asked_batch_size(self) -> int:

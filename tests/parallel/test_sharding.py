@@ -14,8 +14,8 @@ from tests.parallel import sharded
 from varjax import Generator, policies
 from varjax.engine import memory
 from varjax.errors import UserError
-from varjax.parallel import sharding
-from varjax.parallel.sharding import ShardedPlan
+from varjax.parallel import plans
+from varjax.parallel.plans import ShardedPlan
 from varjax.parallel.split import MeshSpec
 
 
@@ -50,9 +50,9 @@ def test_groups_of_heads_hold_what_the_plan_holds(policy):
 
 def test_contents_chosen_on_the_device_stay_with_one_group_of_heads():
     plan = varjax.plan(fixture_model("a_k10"), policies.H2O(budget=0.5))
-    sharding.check_plan(plan, MeshSpec(data=2))
+    plans.check_plan(plan, MeshSpec(data=2))
     with pytest.raises(UserError, match="decides on the device what to keep"):
-        sharding.check_plan(plan, MeshSpec(model=2))
+        plans.check_plan(plan, MeshSpec(model=2))
 
 
 @pytest.mark.parametrize("name", ["a_k10", "llamagen_c2i"])
@@ -72,9 +72,9 @@ def test_contents_of_single_images_stay_on_one_device(name, images, tmp_path):
         varjax.plan(model, policies.Table(path=str(tmp_path / path)))
         for path in ("rows.npz", "all.npz")
     )
-    sharding.check_plan(for_all, MeshSpec(data=2))
+    plans.check_plan(for_all, MeshSpec(data=2))
     with pytest.raises(UserError, match="'table' treats the images of a batch differently"):
-        sharding.check_plan(by_row, MeshSpec(data=2))
+        plans.check_plan(by_row, MeshSpec(data=2))
 
 
 def test_a_mesh_larger_than_the_machine_is_refused():
@@ -90,7 +90,7 @@ def test_what_a_device_is_predicted_to_hold(name):
     plan, blocks = varjax.plan(model, "full"), model.transformer.blocks
     one, two = (
         memory.predict(model, layout.groups[0], 2, "float32", "float32", parts=layout.spec.model)
-        for layout in (sharding.layout(plan, MeshSpec(model=n)) for n in (1, 2))
+        for layout in (plans.layout(plan, MeshSpec(model=n)) for n in (1, 2))
     )
     divided = sum(getattr(blocks, n).kernel[...].size for n in names if hasattr(blocks, n))
     assert one.weights - two.weights >= divided // 2 * 4

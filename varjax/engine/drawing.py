@@ -21,7 +21,7 @@ from varjax.engine.segments import AUTO, Segment
 from varjax.errors import UserError, show
 from varjax.models import stacked
 from varjax.models.transformer import Transformer
-from varjax.parallel.sharding import ShardedPlan, ShardedTokenPlan, layout
+from varjax.parallel.plans import ShardedPlan, ShardedTokenPlan, layout
 from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling
 from varjax.sequence import TOKENS
