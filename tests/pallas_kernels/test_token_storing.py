@@ -82,7 +82,13 @@ def test_tpu_interpreted(spec, options, slots):
     check(spec, options, slots, partial(tpu.store_and_attend, interpret=True))
 
 
-@pytest.mark.parametrize(("spec", "slots", "used", "those", "most"), USED.values(), ids=USED.keys())
+@pytest.mark.parametrize(
+    ("spec", "slots", "used", "those", "most"),
+    [
+        pytest.param(*USED[n], id=n, marks=[pytest.mark.slow] * (n in ("whole", "one")))
+        for n in USED
+    ],
+)
 def test_tpu_slots_in_use(spec, slots, used, those, most):
     options = {"slots": slots, "used": used, "sums": False, "shared": slots == used}
     more = {} if most is None else {"most_bytes": most}
@@ -119,7 +125,7 @@ SIMULATED = {
 }
 
 
-@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize("cores", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(("spec", "options", "slots", "more"), SIMULATED.values(), ids=SIMULATED)
 def test_tpu_simulated(spec, options, slots, more, cores):
     check(spec, options, slots, simulated(cores, **more))

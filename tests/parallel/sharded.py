@@ -21,7 +21,6 @@ BY_TOKEN, TOKEN_TEXT = "llamagen_c2i", "llamagen_t2i"
 CASES = [  # weights and ragged heads divided; contents decided on a part of the machine
     (DEMO, "heatkv", {"budget": 0.2}, "int8", ("data=2,model=4",)),
     (SMALL, "h2o", {"budget": 0.3}, None, ("data=4",)),
-    (BY_TOKEN, "headkv", {"budget": 0.5}, None, ("data=4",)),
     (BY_TOKEN, "streaming", {"budget": 0.5}, "int8", ("data=2,model=4",)),
 ]
 MORE = [
@@ -30,6 +29,7 @@ MORE = [
     (DEMO, "heatkv", {"budget": 0.2}, "int8", ("model=2",)),
     (DEMO, "h2o", {"budget": 0.3}, None, ("data=4",)),
     (TEXT, "streaming", {"budget": 0.4}, None, ("data=2,model=4",)),
+    (BY_TOKEN, "headkv", {"budget": 0.5}, None, ("data=4",)),
     (TOKEN_TEXT, "linear", {"budget": 0.5}, "int8", ("data=8", "data=2")),
     (TOKEN_TEXT, "full", {}, None, ("model=2", "data=4,model=2")),
 ]
