@@ -5,11 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import implementations
 from pallas_kernels.rank import rank, tpu
+from tests.pallas_kernels.tpu_simulation import has_races, simulated
 
 # rows, heads, slots: more slots than a step has of its own, no multiple of 8, one; more rows than
 # lanes, and than a grid step has
@@ -66,11 +65,8 @@ def test_the_kernel_counts_the_same(shape, score, part):
 def test_in_the_simulator():
     """Fresh memory is NaN there, and rows beyond the last one are."""
     given = arguments((130, 2, 70), "float", True)
-    params = pltpu.InterpretParams(
-        uninitialized_memory="nan", detect_races=True, num_cores_or_threads=2
-    )
-    found = jax.jit(lambda *given: tpu.rank(*given, interpret=params))(*given)
-    assert not simulator.races.races_found
+    found = jax.jit(simulated(tpu.rank, cores=2))(*given)
+    assert not has_races()
     np.testing.assert_array_equal(found, rank(*given, implementation="reference"))
 
 

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call as tpu_simulator
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import estimates, implementations, slot_moves
 from pallas_kernels.slot_moves import reference, tpu
+from tests.pallas_kernels.tpu_simulation import CORES, has_races, simulated
 
 # (type, rows, heads, slots, numbers of a slot, slots that move)
 CASES = {
@@ -147,25 +146,18 @@ def test_numbers_as_factors_would_be_seen(monkeypatch):
         check(CASES["bfloat16"], partial(interpreted))  # traced anew
 
 
-def test_heads_of_a_row_in_several_steps(monkeypatch):
-    monkeypatch.setattr(tpu.tpu_slots, "STEP_BYTES", 1)
+def test_heads_of_a_row_in_several_steps():
     most = 2 * 112 * 256
     pool = jax.ShapeDtypeStruct((2, 4, 105, 128), jnp.bfloat16)
     assert tpu.tpu_slots.steps(pool, "", most) == (1, 2)
     check(("bfloat16", 2, 4, 105, 128, 8), partial(interpreted, most_bytes=most))
 
 
-@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize("cores", CORES)
 @pytest.mark.parametrize("name", ["bfloat16", "int8"])
 def test_simulated(name, cores):
-    params = pltpu.InterpretParams(
-        dma_execution_mode="on_wait",
-        uninitialized_memory="nan",
-        detect_races=True,
-        num_cores_or_threads=cores,
-    )
-    check(CASES[name], partial(tpu.move, interpret=params))
-    assert not tpu_simulator.races.races_found
+    check(CASES[name], simulated(tpu.move, cores))
+    assert not has_races()
 
 
 # --- dispatch -------------------------------------------------------------------------------------

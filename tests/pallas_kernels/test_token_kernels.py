@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call as tpu_simulator
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import implementations, token_attention, tpu_slots
 from pallas_kernels.arg_specs import SPECS
@@ -19,6 +17,8 @@ from pallas_kernels.token_attention import mosaic_gpu, mosaic_slots, reference, 
 from pallas_kernels.token_specs import TokenArguments
 from tests.pallas_kernels import copy_rules
 from tests.pallas_kernels.test_kernels import TOLERANCE, error
+from tests.pallas_kernels.tpu_simulation import CORES, has_races
+from tests.pallas_kernels.tpu_simulation import simulated as tpu_simulated
 
 SMALL = replace(SPECS["llamagen-xl-t1"], rows=2, heads=3)
 # 105: no multiple of anything, more than one step of the GPU kernel
@@ -86,17 +86,11 @@ def test_tpu_slots_in_use(spec, slots, used, most):
     check(spec, options, partial(tpu.attend, interpret=True, piece=128, **more))
 
 
-@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize("cores", CORES)
 def test_tpu_slots_in_use_simulated(cores):
-    params = pltpu.InterpretParams(
-        dma_execution_mode="on_wait",
-        uninitialized_memory="nan",
-        detect_races=True,
-        num_cores_or_threads=cores,
-    )
     options = {"slots": 300, "used": 130, "sums": False}
-    check(SMALL, options, partial(tpu.attend, interpret=params, piece=128))
-    assert not tpu_simulator.races.races_found
+    check(SMALL, options, tpu_simulated(tpu.attend, cores, piece=128))
+    assert not has_races()
 
 
 def tpu_steps(spec, most: int = tpu.MOST_BYTES, **options) -> tuple[int, int]:
@@ -118,17 +112,11 @@ def test_tpu_rows_in_one_step():
     assert tpu_steps(replace(spec, head_dim=128), slots=600) == (1, 10)
 
 
-@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize("cores", CORES)
 @pytest.mark.parametrize(("spec", "options"), MARKED[:2])
 def test_tpu_simulated(spec, options, cores):
-    params = pltpu.InterpretParams(
-        dma_execution_mode="on_wait",
-        uninitialized_memory="nan",
-        detect_races=True,
-        num_cores_or_threads=cores,
-    )
-    check(spec, options, partial(tpu.attend, interpret=params))
-    assert not tpu_simulator.races.races_found
+    check(spec, options, tpu_simulated(tpu.attend, cores))
+    assert not has_races()
 
 
 def test_tpu_weights_of_zero_times_infinity():

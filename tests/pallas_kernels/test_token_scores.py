@@ -8,15 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call as tpu_simulator
-from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import estimates, implementations, token_attention
+from pallas_kernels import estimates, implementations, token_attention, tpu_slots
 from pallas_kernels.arg_specs import SPECS
 from pallas_kernels.token_attention import reference, tpu_scores
 from pallas_kernels.token_specs import TokenArguments
 from tests.pallas_kernels.test_kernels import error
 from tests.pallas_kernels.test_token_attention import HEADS, ROWS, SLOTS, problem
+from tests.pallas_kernels.tpu_simulation import CORES, has_races, simulated
 
 SMALL = replace(SPECS["llamagen-xl-t1"], rows=2, heads=3)
 EXACT = 1e-6  # float32: another order of sums
@@ -97,15 +96,14 @@ def test_what_a_query_consists_of():
 
 def test_heads_of_a_row_in_several_steps():
     """Lines of one row's matrices are filled step by step."""
-    for count, most in ((1, 2 * (112 * 256 + 4096)), (9, 2 * (112 * 256 + 8192))):
-        spec = replace(CASES["mean"][0], heads=4)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tpu_scores.tpu_slots, "STEP_BYTES", 1)
-            check(spec, 105, count, 1, partial(interpreted, most_bytes=most))
+    for count, more in ((1, 4096), (9, 8192)):  # bytes per head beside its slots
+        spec, most = replace(CASES["mean"][0], heads=4), 2 * (112 * 256 + more)
+        assert tpu_slots.steps(arguments(spec, 105, count)[1], "", most, more) == (1, 2)
+        check(spec, 105, count, 1, partial(interpreted, most_bytes=most))
 
 
 def test_rows_in_one_step():
-    steps = tpu_scores.tpu_slots.steps
+    steps = tpu_slots.steps
     pool = jax.ShapeDtypeStruct((8, 3, 105, 128), jnp.bfloat16)
     assert steps(pool, "", 2**22) == (8, 3)
     assert steps(jax.ShapeDtypeStruct((256, 20, 105, 128), jnp.bfloat16), "", 2**22) == (1, 20)
@@ -114,17 +112,11 @@ def test_rows_in_one_step():
         steps(jax.ShapeDtypeStruct((2, 2, 2000, 256), jnp.bfloat16), "", 10**6)
 
 
-@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize("cores", CORES)
 @pytest.mark.parametrize("name", ["mean", "window"])
 def test_simulated(name, cores):
-    params = pltpu.InterpretParams(
-        dma_execution_mode="on_wait",
-        uninitialized_memory="nan",
-        detect_races=True,
-        num_cores_or_threads=cores,
-    )
-    check(*CASES[name], partial(tpu_scores.scores, interpret=params))
-    assert not tpu_simulator.races.races_found
+    check(*CASES[name], simulated(tpu_scores.scores, cores))
+    assert not has_races()
 
 
 def test_slots_that_hold_nothing_spoil_no_others():

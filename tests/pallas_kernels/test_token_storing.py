@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call as tpu_simulator
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import token_attention, tpu_slots
 from pallas_kernels.arg_specs import SPECS
 from pallas_kernels.token_attention import mosaic_gpu, reference, storing, tpu, tpu_token
 from pallas_kernels.token_specs import TokenArguments
 from tests.pallas_kernels.test_kernels import TOLERANCE, error
+from tests.pallas_kernels.tpu_simulation import CORES, has_races, simulated, simulator
 
 SMALL = replace(SPECS["llamagen-xl-t1"], rows=2, heads=3)
 FLOAT = replace(SMALL, dtype="float32")
@@ -107,17 +106,6 @@ def test_tpu_heads_of_a_row_in_several_steps():
     check(spec, {"slots": 105}, (0, 64, 103, 104), run)
 
 
-def simulated(cores: int = 1, bounds: str = "logical", **options):
-    params = pltpu.InterpretParams(
-        dma_execution_mode="on_wait",
-        uninitialized_memory="nan",
-        detect_races=True,
-        buffer_bounds=bounds,
-        num_cores_or_threads=cores,
-    )
-    return partial(tpu.store_and_attend, interpret=params, **options)
-
-
 SIMULATED = {
     "all": (replace(SMALL, rows=3), {"slots": 40}, (8, 39), {}),
     "heads-apart": (replace(FLOAT, heads=4), {"slots": 24}, (23,), {"most_bytes": 2 * 24 * 512}),
@@ -125,11 +113,11 @@ SIMULATED = {
 }
 
 
-@pytest.mark.parametrize("cores", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("cores", CORES)
 @pytest.mark.parametrize(("spec", "options", "slots", "more"), SIMULATED.values(), ids=SIMULATED)
 def test_tpu_simulated(spec, options, slots, more, cores):
-    check(spec, options, slots, simulated(cores, **more))
-    assert not tpu_simulator.races.races_found
+    check(spec, options, slots, simulated(tpu.store_and_attend, cores, **more))
+    assert not has_races()
 
 
 @pytest.mark.parametrize(
@@ -145,9 +133,10 @@ def test_tpu_cut_off_tile_simulated(spec, slots, monkeypatch):
         tile = 32 // dtype.itemsize if dtype.itemsize < 2 else 8
         return (*shape[:-2], -(-shape[-2] // tile) * tile, shape[-1]) if shape[1:] else shape
 
-    monkeypatch.setattr(tpu_simulator, "_get_padded_shape", whole_tiles)
-    check(spec, {"slots": slots}, (8, slots - 2, slots - 1), simulated(bounds="padded"))
-    assert not tpu_simulator.races.races_found
+    monkeypatch.setattr(simulator, "_get_padded_shape", whole_tiles)
+    run = simulated(tpu.store_and_attend, bounds="padded")
+    check(spec, {"slots": slots}, (8, slots - 2, slots - 1), run)
+    assert not has_races()
 
 
 def test_dispatch():
@@ -189,7 +178,7 @@ def test_gpus_store_by_xla(monkeypatch):
 def fails(case: str) -> None:
     spec, options, slots, more = SIMULATED[case]
     with pytest.raises(AssertionError):
-        check(spec, options, slots, simulated(**more))
+        check(spec, options, slots, simulated(tpu.store_and_attend, **more))
 
 
 def test_what_the_slot_held_is_seen(monkeypatch):

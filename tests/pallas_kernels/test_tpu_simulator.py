@@ -1,19 +1,12 @@
-"""TPU kernels in the TPU simulator: copies are carried out as late as they may be, fresh memory is
-full of NaN, races are looked for; one core and two.
-
-The plain interpreter of `test_kernels` carries a copy out at its start and cannot see that a wait
-is missing.
-"""
+"""TPU kernels of ragged attention, cache writes and the sampler in the TPU simulator; one core and
+two."""
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import tpu_projection
 from pallas_kernels.arg_specs import ArgSpec
@@ -22,6 +15,7 @@ from pallas_kernels.cache_write.tpu_stores import Stores
 from pallas_kernels.ragged_attention import tpu, tpu_blocks
 from pallas_kernels.ragged_attention.config import TPUConfig
 from pallas_kernels.sample import tpu as tpu_sample
+from tests.pallas_kernels import tpu_simulation
 from tests.pallas_kernels.test_kernels import (
     CASES,
     TOLERANCE,
@@ -36,6 +30,7 @@ from tests.pallas_kernels.test_kernels import (
 )
 from tests.pallas_kernels.test_sample import numbers, runs
 from tests.pallas_kernels.test_tpu_edges import sharing
+from tests.pallas_kernels.tpu_simulation import has_races
 
 SMALL = ArgSpec(
     name="small", rows=2, heads=2, head_dim=64, tokens=21, length=13, entries=5, dtype="float32"
@@ -48,19 +43,8 @@ SMALL_TILES = TPUConfig(block_q=128, copy_keys=32, own_keys=64)
 
 
 def simulated(operation, cores: int = 1, **options):
-    """`operation` of a TPU module in the simulator, as one program for all numbers."""
-    params = pltpu.InterpretParams(
-        dma_execution_mode="on_wait",
-        uninitialized_memory="nan",
-        detect_races=True,
-        num_cores_or_threads=cores,
-    )
-    return jax.jit(partial(operation, interpret=params, **options))
-
-
-def has_races() -> bool:
-    """Whether the last program raced."""
-    return simulator.races.races_found
+    """In the simulator, as one program for all numbers."""
+    return jax.jit(tpu_simulation.simulated(operation, cores, **options))
 
 
 def check_attend(run, args, tolerance: float, length: int):
