@@ -1,14 +1,15 @@
-"""Time the cache's operations on the device that is there.
+"""Time and check the operations that have kernels on the device that is there.
 
     python -m experiments.bench --model=var-d30 --op=attend --budget=1,0.1
     python -m experiments.bench --check
     python -m experiments.bench --tune --model=var-d30,infinity-2b
 
-Shapes are those of published models (pallas_kernels/arg_specs.py). Each operation is timed with the
-kernel of this device, with the plain JAX reference and, for attention, with JAX's own attention on
-a full cache of the same scale (XLA; on a GPU also cuDNN): median of repeated loops after warm-up.
-GB/s and TFLOP/s count what a call needs at least, with the share of the chip's peak where that is
-known. error: relative, against the reference in float32, on one row and two heads.
+Shapes are those of published models (pallas_kernels/arg_specs.py), for every operation those of
+models that ask for it. Each is timed with the kernel of this device, if it has one, with the plain
+JAX reference and, for attention, with JAX's own attention on a full cache of the same scale (XLA;
+on a GPU also cuDNN): median of repeated loops after warm-up. GB/s and TFLOP/s count what a call
+needs at least, with the share of the chip's peak where that is known. error: relative, against the
+reference in float32, on one row and two heads; where results have to be equal, 0 if they are.
 
 On a CPU shapes are cut down and the reference is timed: it shows that the command works, not how
 fast a chip is. --check compares kernel and reference over shapes, types and tables instead, and
@@ -29,9 +30,9 @@ import numpy as np
 from experiments.bench import table as bench_table
 from experiments.bench.table import Row
 from experiments.output import FileFlags
-from pallas_kernels import arg_specs, implementations
+from pallas_kernels import arg_specs, bench, implementations
 from pallas_kernels.arg_specs import ArgSpec
-from pallas_kernels.ragged_attention import bench, tune
+from pallas_kernels.ragged_attention import tune
 from pallas_kernels.ragged_attention.config import Config
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
@@ -43,8 +44,6 @@ FLAGS = CommandFlags()
 MODELS = tuple(dict.fromkeys(name.rpartition("-t")[0] for name in arg_specs.SPECS))
 DTYPES, KV_DTYPES = ("bfloat16", "float32"), ("same", "bfloat16", "float32", "int8")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}  # relative Frobenius error
-# tables that are checked, where not all are
-CHECKED = {"write": ("random", "shared"), "attend_token": ("random",)}
 MODEL = FLAGS.list("model", list(MODELS), f"Models whose shapes are run: {', '.join(MODELS)}.")
 SHAPE = FLAGS.list("shape", None, f"Shapes instead of models: {', '.join(arg_specs.SPECS)}.")
 OP = FLAGS.list("op", list(bench.OPERATIONS), f"Operations: {', '.join(bench.OPERATIONS)}.")
@@ -102,6 +101,15 @@ def operations() -> list[str]:
     return [choose("operation", name, bench.OPERATIONS) for name in OP.value]
 
 
+def calls() -> list[tuple[ArgSpec, str]]:
+    """Every shape with each operation that its model asks for."""
+    named = operations()
+    found = [(s, o) for s in shapes() for o in named if bench.OPERATIONS[o].serves(s)]
+    if not found:
+        raise UserError(f"no model of the shapes chosen asks for --op={','.join(named)}")
+    return found
+
+
 def budgets() -> list[float]:
     """--budget as numbers in (0, 1]."""
     try:
@@ -129,10 +137,8 @@ def timed_ways(name: str) -> list[tuple[str, ArgSpec, float, str]]:
     """(operation, shape, budget, way) of all rows."""
     return [
         (operation, spec, budget, way)
-        for spec in shapes()
-        for operation in operations()
-        if bench.serves(operation, spec)
-        for budget in (budgets() if operation != "write" else [1.0])
+        for spec, operation in calls()
+        for budget in (budgets() if bench.OPERATIONS[operation].of_cache else [1.0])
         for way in bench.ways(operation, spec, name)
     ]
 
@@ -141,9 +147,8 @@ def timing(operation: str, spec: ArgSpec, budget: float, way: str) -> Row:
     """One way, timed and compared with the reference."""
     own, dense = bench.compressed(spec, budget), way.startswith(bench.DENSE)
     at_work = spec if dense else own
-    work = bench.work(operation, at_work, at_work.entries * at_work.block_size)
-    row = Row(operation, own, budget, way, work)
-    if way in bench.HOLDS_SCORES and not bench.fits(spec):
+    row = Row(operation, own, budget, way, bench.OPERATIONS[operation].work(at_work))
+    if bench.holds_scores(operation, way) and not bench.fits(spec):
         return replace(row, note="its matrix of scores does not fit")
     try:
         seconds = bench.measure(bench.prepare(operation, spec, budget, way), REPEATS.value)
@@ -217,17 +222,17 @@ def show_check(name: str) -> int:
             f"choose --implementation=triton-interpret, tpu-interpret or mosaic-interpret"
         )
     failures, rows = 0, []
-    for spec in shapes():
-        for operation in (o for o in operations() if bench.serves(o, spec)):
-            for table in CHECKED.get(operation, arg_specs.TABLES):
-                case = replace(spec, rows=2, heads=min(3, spec.heads), table=table)
-                verdict, found, said = checked(operation, case, name)
-                failures += verdict != "ok"
-                types = f"{spec.dtype}, pool {spec.pool_dtype}"
-                print(
-                    f"{verdict:5}", operation, spec.name, types, table, said, sep="  ", flush=True
-                )
-                rows.append({"shape": spec.name, "table": table, "operation": operation} | found)
+    cases = [(s, o) for s, o in calls() if bench.OPERATIONS[o].has(name)]
+    if not cases:
+        raise UserError(f"there is no kernel {name} of --op={','.join(operations())}")
+    for spec, operation in cases:
+        for table in bench.OPERATIONS[operation].tables:
+            case = replace(spec, rows=2, heads=min(3, spec.heads), table=table)
+            verdict, found, said = checked(operation, case, name)
+            failures += verdict != "ok"
+            types = f"{spec.dtype}, pool {spec.pool_dtype}"
+            print(f"{verdict:5}", operation, spec.name, types, table, said, sep="  ", flush=True)
+            rows.append({"shape": spec.name, "table": table, "operation": operation} | found)
     print(f"{name} on {jax.devices()[0].device_kind}: {len(rows) - failures} of {len(rows)} right")
     save({"implementation": name, "errors": rows})
     return 1 if failures else 0
@@ -282,7 +287,7 @@ def main(argv) -> int:
     if CHECK.value and TUNE.value:
         raise UserError("--check and --tune exclude each other: check first, then tune")
     name = kernel()
-    shapes(), operations(), budgets()  # wrong flags are reported before anything runs
+    calls(), budgets()  # wrong flags are reported before anything runs
     if CHECK.value:
         return show_check(name)
     return show_tuning(name) if TUNE.value else show_timings(name)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from pallas_kernels.arg_specs import ArgSpec
+from pallas_kernels.bench import Work
 from pallas_kernels.chips import Chip
-from pallas_kernels.ragged_attention.bench import Work
 
 HEADER = ("shape", "operation", "types", "budget", "way", "time", "GB/s", "TFLOP/s", "error")
 

@@ -8,8 +8,9 @@ from functools import partial
 import jax
 import numpy as np
 
+from pallas_kernels import bench
 from pallas_kernels.arg_specs import ArgSpec
-from pallas_kernels.ragged_attention import api, bench, config
+from pallas_kernels.ragged_attention import api, config
 
 OPERATIONS = config.OPERATIONS
 CHOICES = {

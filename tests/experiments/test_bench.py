@@ -2,16 +2,21 @@
 tested."""
 
 import json
+import re
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
 from experiments.bench import table as bench_table
-from pallas_kernels import arg_specs
+from pallas_kernels import arg_specs, bench, implementations
+from pallas_kernels.bench.scales import SCALES
 from pallas_kernels.chips import get_chip
-from pallas_kernels.ragged_attention import bench, config, tune
+from pallas_kernels.ragged_attention import config, tune
 
+TOKENS = ("attend_token", "store_token", "token_scores", "move_slots", "rank", "sample")
+WORK = re.compile(r" (dot|reduce|sort|call|gather|scatter)\(")
 SMALL = ("--shape=var-d30-t1", "--rows=1", "--budget=1", "--repeats=1")
 
 
@@ -23,12 +28,13 @@ def test_timings(call, tmp_path):
     assert lines[1].split()[:2] == ["shape", "operation"]
     assert lines[-1].startswith("attend at budget 1: reference takes")
     rows = json.loads(path.read_text())["rows"]
-    ways = [(row["operation"], row["way"]) for row in rows]
+    ways = [(row["operation"], row["way"]) for row in rows]  # of models by scales, no text
     assert ways == [
         ("attend", "reference"),
         ("attend", "dense xla"),
         ("attention_moments", "reference"),
         ("write", "reference"),
+        ("sample", "reference"),
     ]
     for row in rows:
         assert 0 < row["seconds"] < 1 and row["bytes_per_s"] > 0
@@ -45,11 +51,49 @@ def test_check(call):
 
 
 def test_check_of_models_that_draw_token_by_token(call):
-    """Shapes of other models have no attention of single tokens."""
-    flags = ("--check", "--shape=var-d30-t1,llamagen-xl-t1", "--op=attend_token")
+    """Shapes of other models have no operations on single tokens; they choose tokens, too."""
+    flags = ("--check", "--shape=var-d30-t1,llamagen-xl-t1", f"--op={','.join(TOKENS)}")
     status, out, err = call("bench", *flags, "--implementation=tpu-interpret")
     assert status == 0, err
-    assert out.splitlines()[-1] == "tpu-interpret on cpu: 1 of 1 right"
+    *cases, last = out.splitlines()
+    found = [line.split()[1:3] for line in cases]
+    assert found == [["sample", "var-d30-t1"], *([name, "llamagen-xl-t1"] for name in TOKENS)]
+    assert last == "tpu-interpret on cpu: 7 of 7 right"
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("operation", [name for name in TOKENS if name != "sample"])
+def test_a_token_kernel_that_is_wrong_is_found(operation, kv_dtype, monkeypatch):
+    """The last head's results are those of the first."""
+    run = implementations.run
+
+    def faulty(name, modules, function, *arguments, **options):
+        found = run(name, modules, function, *arguments, **options)
+        if name == "reference":
+            return found
+        return jax.tree.map(lambda a: a.at[:, -1].set(a[:, 0]), found)
+
+    spec = arg_specs.SPECS["llamagen-xl-t1"].reduced(entries=3)
+    spec = replace(spec, kv_dtype=kv_dtype)
+    # no kernels: other names of the reference
+    assert max(bench.errors(operation, spec, "triton").values()) < 0.01
+    monkeypatch.setattr(implementations, "run", faulty)
+    assert min(bench.errors(operation, spec, "triton-interpret").values()) > 0.01
+
+
+def test_other_tokens_are_found(monkeypatch):
+    spec = arg_specs.SPECS["var-d30-t36"].reduced()
+    name, run = "triton-interpret", implementations.run
+    monkeypatch.setattr(
+        implementations, "run", lambda n, *given, **o: run(n, *given, **o) + (n == name)
+    )
+    assert bench.errors("sample", spec, name) == {"tokens": 1.0}
+
+
+def test_attention_over_texts_is_checked():
+    """Another name of the reference, since the kernel takes a simulator."""
+    spec = arg_specs.SPECS["infinity-2b-t64"].reduced()
+    assert bench.errors("attend_text", spec, "triton")["out"] < 0.01
 
 
 def test_check_finds_a_wrong_kernel(call, monkeypatch):
@@ -106,6 +150,8 @@ def test_timings_may_lack_another_way(call, monkeypatch):
         (["--model=var-d31"], "unknown model 'var-d31'"),
         (["--shape=var"], "unknown shape 'var'"),
         (["--op=read"], "unknown operation 'read'"),
+        (["--op=rank", "--shape=var-d30-t1"], "no model of the shapes chosen asks for --op=rank"),
+        (["--check", "--op=rank", "--implementation=triton-interpret"], "no kernel triton-interp"),
         (["--dtype=float64"], "unknown dtype 'float64'"),
         (["--budget=0.5,2"], "--budget=0.5,2: shares above 0, at most 1"),
         (["--budget=x"], "--budget=x"),
@@ -133,10 +179,11 @@ def test_check_names_shapes_that_a_kernel_refuses(call, monkeypatch):
 
 def test_work_counts_what_is_moved():
     spec = arg_specs.SPECS["var-d30-t36"]  # 16 rows, 30 heads of 64, 36 of 64 tokens
-    found = bench.work("attend", spec, keys=64)
+    spec = replace(spec, entries=4)  # 64 slots
+    found = bench.OPERATIONS["attend"].work(spec)
     assert found.flops == 4 * 16 * 30 * 36 * 100 * 64
     assert found.bytes == 16 * 30 * (4 * 36 + 2 * 64) * 64 * 2
-    moments = bench.work("attention_moments", spec, keys=64)
+    moments = bench.OPERATIONS["attention_moments"].work(spec)
     assert moments.bytes == 16 * 30 * ((2 * 36 + 64) * 64 * 2 + 4 * 36 + 4 * 100)
 
 
@@ -276,6 +323,39 @@ def test_tuning_without_tiles_that_work_writes_nothing_and_fails(tuning, works):
 def test_tuning_of_an_operation_without_tiles_is_refused(tuning):
     status, _, err, files = tuning((), "--op=write")
     assert status == 2 and "write has no tiles: choose --op from attend" in err and not files
+
+
+def test_work_on_tokens_counts_what_is_moved():
+    """16 rows, 20 heads of 64, 32 slots of bfloat16."""
+    spec = replace(arg_specs.SPECS["llamagen-xl-t1"], entries=2)
+    found = {name: bench.OPERATIONS[name].work(spec) for name in TOKENS}
+    heads, slot = 16 * 20, 2 * 64 * 2
+    assert found["attend_token"].flops == 4 * heads * 32 * 64
+    assert found["attend_token"].bytes == heads * (slot + 32 * (slot + 4))
+    more = found["store_token"].bytes - found["attend_token"].bytes
+    assert more == heads * 2 * slot  # a key and a value, read and stored
+    assert found["token_scores"].bytes == heads * (4 * 64 + 31 * (slot / 2 + 4))
+    assert found["move_slots"].bytes == heads * 8 * (2 * slot + 4)
+    assert found["rank"].bytes == heads * 32 * 14
+    assert found["sample"].bytes == 4 * 16384 * (16 + 8)
+
+
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    [(name, "infinity-2b-t64") for name in SCALES]
+    + [(name, "llamagen-xl-t1") for name in ("attend", "attention_moments", *TOKENS)],
+)
+def test_nothing_of_an_operation_is_done_before_the_loop(operation, name, optimized):
+    spec = arg_specs.SPECS[name].reduced(rows=2, heads=2)
+    candidate = bench.prepare(operation, spec, 1.0, "reference")
+
+    def loop(carry, arguments):
+        return jax.lax.fori_loop(0, 9, lambda i, c: candidate.step(c, *arguments), carry)
+
+    text = jax.jit(loop).lower(candidate.carry, candidate.arguments).compile().as_text()
+    entry = text[text.index("ENTRY") :]
+    lines = [line.strip()[:200] for line in entry.splitlines() if WORK.search(line)]
+    assert not lines, lines
 
 
 def test_measured_loops_run_the_operation_every_time(optimized):

@@ -1,0 +1,30 @@
+"""Timings of all operations on the device that is there, and of what they compete with; and whether
+what they compute is right there."""
+
+from pallas_kernels.bench.api import (
+    OPERATIONS,
+    compressed,
+    errors,
+    holds_scores,
+    prepare,
+    ways,
+)
+from pallas_kernels.bench.scales import DENSE, candidate, fits
+from pallas_kernels.bench.timing import Candidate, Work, chip, measure, short
+
+__all__ = [
+    "DENSE",
+    "OPERATIONS",
+    "Candidate",
+    "Work",
+    "candidate",
+    "chip",
+    "compressed",
+    "errors",
+    "fits",
+    "holds_scores",
+    "measure",
+    "prepare",
+    "short",
+    "ways",
+]

@@ -1,0 +1,132 @@
+"""Timings of functions on the device that is there.
+
+A candidate is a function that runs an operation once and returns something to feed its next run
+with, so that runs follow each other on the device without the host between them: `measure` times a
+loop of them and takes the median of several. What a loop does not change is made to depend on its
+carry (`never`), or else the compiler would compute it once, before the loop.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import implementations
+from pallas_kernels.arg_specs import TABLES, ArgSpec
+from pallas_kernels.chips import CHIPS, Chip
+
+AIM = 0.02  # seconds of a timed loop
+MOST_RUNS = 200
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to do an operation. step: traced, (carry, arguments) -> carry. result: traced, the
+    same arguments -> the array to compare with other ways; None if that is the next carry."""
+
+    name: str
+    step: Callable
+    carry: jax.Array | tuple
+    arguments: tuple
+    result: Callable | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an operation has to do at least: floating-point operations and bytes of memory."""
+
+    flops: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What is measured of an operation, by shapes (`ArgSpec`) whose heads own all of their table.
+
+    modules: its implementations, by name. work: of a shape. candidate: (shape, implementation) ->
+    what is timed. errors: (shape, implementation) -> relative error of each result against the
+    reference in float32. models: what names of shapes that ask for it begin with. of_cache: whether
+    more takes longer that heads own. holds_scores: whether the reference has a matrix of queries by
+    keys. tables: those that results may depend on.
+    """
+
+    modules: implementations.Modules
+    work: Callable[[ArgSpec], Work]
+    candidate: Callable[[ArgSpec, str], Candidate]
+    errors: Callable[[ArgSpec, str], Mapping[str, float]]
+    models: tuple[str, ...] = ("",)
+    of_cache: bool = True
+    holds_scores: bool = False
+    tables: tuple[str, ...] = field(default=TABLES[:1])
+
+    def serves(self, spec: ArgSpec) -> bool:
+        """Whether a model of this shape asks for it."""
+        return spec.name.startswith(self.models)
+
+    def has(self, name: str) -> bool:
+        """Whether it has an implementation of that name."""
+        return name.removesuffix(implementations.SUFFIX) in self.modules
+
+
+def never(carry: jax.Array) -> jax.Array:
+    """int32, always 0 (also for NaN), but a result of the carry."""
+    return (carry.reshape(-1)[0] > jnp.inf).astype(jnp.int32)
+
+
+def after(carry: jax.Array, arrays):
+    """The same arrays, but only known once `carry` is."""
+    return jax.lax.optimization_barrier((arrays, never(carry)))[0]
+
+
+def measure(candidate: Candidate, repeats: int) -> float:
+    """Seconds per run: median over `repeats` timed loops, compiled and warmed up before."""
+
+    @jax.jit
+    def loop(runs, carry, arguments):
+        return jax.lax.fori_loop(0, runs, lambda i, c: candidate.step(c, *arguments), carry)
+
+    def seconds(runs: int) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(loop(runs, candidate.carry, candidate.arguments))
+        return time.perf_counter() - start
+
+    seconds(1)  # compiles; the number of runs is an argument, so that this is the only time
+    runs = int(np.clip(AIM / max(seconds(1), 1e-6), 1, MOST_RUNS))
+    seconds(runs)
+    return statistics.median(seconds(runs) for _ in range(repeats)) / runs
+
+
+def relative(names, found, expected) -> dict[str, float]:
+    """Frobenius norms of differences, as shares of the expected ones."""
+    errors = {}
+    for name, *pair in zip(names, found, expected, strict=True):
+        a, b = (np.asarray(x, np.float64) for x in pair)
+        errors[name] = float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30))
+    return errors
+
+
+def unequal(name: str, found, expected) -> dict[str, float]:
+    """1 where anything differs that has to be equal, bit by bit; else 0."""
+    a, b = (np.asarray(x) for x in (found, expected))
+    same = a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    return {name: float(not same)}
+
+
+def short(error: Exception, length: int = 100) -> str:
+    """An error in one line: its kind, and so many characters of what it says."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:length]}"
+
+
+def chip(kind: str) -> Chip | None:
+    """The chip of a JAX device kind ("NVIDIA H200", "TPU v5 lite"); None if its peak numbers are
+    not known, as those of cards with another memory than the table's."""
+    kind = kind.lower().replace(" lite", "e").replace("tpu ", "tpu-").replace("rtx ", "rtx")
+    kind = {"tpu-v5": "tpu-v5p", "tpu-7x": "tpu7x"}.get(kind, kind)
+    words = kind.replace("tpu-", "tpu=").replace("-", " ").replace("=", "-").split()
+    if {"pcie", "40gb"} & set(words):  # slower memory than the table's SXM cards with 80 GB
+        return None
+    return next((found for name, found in CHIPS.items() if name in words), None)
