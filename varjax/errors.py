@@ -15,8 +15,9 @@ LONGEST_MESSAGE = 20_000  # characters: messages quote files that others wrote
 
 
 class UserError(ValueError):
-    """Wrong input. Raised before anything is compiled, allocated or written. The middle of a very
-    long message is left out."""
+    """Wrong input. Raised before anything is compiled, allocated or written, but where a device
+    turns out to have too little memory (`varjax.engine.device_errors.OutOfMemory`). The middle of a
+    very long message is left out."""
 
     def __init__(self, message: object = ""):
         text, half = str(message), LONGEST_MESSAGE // 2 - 50  # room for the notice

@@ -20,7 +20,7 @@ from varjax.cache.token_state import LayerCache
 from varjax.calibration import files as calibration_lib
 from varjax.calibration.data import Calibration
 from varjax.conditions import Condition
-from varjax.engine import compilation_cache, cost, program
+from varjax.engine import compilation_cache, cost, device_errors, program
 from varjax.engine.drawing import drawing
 from varjax.engine.segments import Segment
 from varjax.errors import UserError, choose
@@ -184,10 +184,15 @@ class Generator:
         """
         start = time.perf_counter()
         try:
-            self._compile(condition, given)
+            with self._explained("compiling"):
+                self._compile(condition, given)
         except NotImplementedError as error:  # a kernel that cannot take these shapes
             raise UserError(str(error)) from error
         self.timing.compile_s = time.perf_counter() - start
+
+    def _explained(self, doing: str):
+        attention = self.spec.attention or implementations.preferred()
+        return device_errors.explained(f"{doing} a batch of {self.batch_size}", attention)
 
     def _compile(self, condition: Any, given: np.ndarray | None) -> None:
         self._arrange()
@@ -338,10 +343,17 @@ class Generator:
           models that draw token by token, of so many tokens (None: all).
         keep_cache: without it None is returned, and the cache is gone before pixels are decoded.
           Over several devices its rows are those of the first device, then of the next.
+
+        Raises:
+          UserError: wrong input, or (`device_errors.OutOfMemory`) a device without enough memory.
         """
         seed = sampling_lib.check_seed(seed)
         if self.compiled is None:
             self.compile(condition, given)
+        with self._explained("drawing"):
+            return self._run(condition, image_index, seed, given, given_scales, keep_cache)
+
+    def _run(self, condition, image_index, seed, given, given_scales, keep_cache: bool):
         arguments = self._arguments(condition, image_index, seed, given, given_scales)
         self._arrange()
         if self._formats is not None:

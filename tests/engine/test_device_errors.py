@@ -1,0 +1,79 @@
+"""What a device or a compiler says becomes something to do."""
+
+import jax
+import pytest
+
+import varjax
+from tests.models_under_test import fixture_model
+from varjax.engine import device_errors
+from varjax.errors import UserError
+
+# XLA's words for GPUs and CPUs, for TPUs that compile, and that run
+MEMORY = [
+    "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 34359738368 bytes.\nBuffers: ...",
+    "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "
+    "Used 26.84G of 15.75G hbm.",
+    "RESOURCE_EXHAUSTED: Error allocating device buffer: Attempting to allocate 8.00G. That was "
+    "not possible. There are 4.94G free.",
+]
+OTHER = [
+    "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 20M of 16M",
+    "RESOURCE_EXHAUSTED: Shared memory size limit exceeded",
+    "INTERNAL: Mosaic failed to compile TPU kernel: unsupported shape cast",
+]
+
+
+@pytest.fixture(params=["llamagen_c2i", "a_k10"])
+def generator(request):
+    return varjax.Generator(fixture_model(request.param), batch_size=2)
+
+
+def failing(message: str):
+    def fail(*args, **options):
+        raise jax.errors.JaxRuntimeError(message)
+
+    return fail
+
+
+@pytest.mark.parametrize("message", MEMORY)
+def test_too_little_memory(message, generator, monkeypatch):
+    monkeypatch.setattr(generator, "_compile", failing(message))
+    with pytest.raises(UserError) as refusal:
+        generator([0, 1])
+    said = str(refusal.value)
+    assert "the device ran out of memory compiling a batch of 2: RESOURCE" in said
+    assert "smaller batch_size" in said and "Buffers" not in said
+
+
+def test_too_little_memory_while_drawing(generator, monkeypatch):
+    monkeypatch.setattr(generator, "compiled", failing(MEMORY[0]))
+    with pytest.raises(device_errors.OutOfMemory, match="out of memory drawing a batch of 2"):
+        generator([0, 1])
+
+
+@pytest.mark.parametrize("message", OTHER)
+def test_other_failures_keep_their_kind(message, generator, monkeypatch):
+    monkeypatch.setattr(generator, "_compile", failing(message))
+    with pytest.raises(jax.errors.JaxRuntimeError) as failure:
+        generator([0, 1])
+    assert not getattr(failure.value, "__notes__", [])  # there are no kernels on a CPU
+
+
+@pytest.mark.parametrize("message", OTHER)
+def test_kernels_can_be_done_without(message):
+    with pytest.raises(jax.errors.JaxRuntimeError) as failure:
+        with device_errors.explained("compiling", "tpu"):
+            failing(message)()
+    [note] = failure.value.__notes__
+    assert "compiling failed with kernels (tpu)" in note and "--attention=reference" in note
+
+
+def test_mistakes_of_ours_have_no_note():
+    with pytest.raises(KeyError) as failure:
+        with device_errors.explained("compiling", "tpu"):
+            raise KeyError("layer")
+    assert not getattr(failure.value, "__notes__", [])
+    with pytest.raises(NotImplementedError) as failure:
+        with device_errors.explained("compiling", "tpu"):
+            raise NotImplementedError("heads of 96")
+    assert not getattr(failure.value, "__notes__", [])
