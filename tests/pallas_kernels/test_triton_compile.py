@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from pallas_kernels import chips
@@ -30,9 +31,13 @@ def test_kernels_compile(target, cases):
     found = [json.loads(line) for line in done.stdout.splitlines()]
     chosen = [kernel for kernel in found if kernel["operation"] == "sample"]
     rows = compile_triton.FEW_ROWS if cases == "few" else compile_triton.ALL_ROWS
-    assert len(chosen) == len(rows) and not any(kernel["spills"] for kernel in chosen), chosen
+    assert len(chosen) == len(rows)
+    others = len(compile_triton.OPERATIONS) * len(compile_triton.specs(cases))
+    assert len(found) == len(rows) + others
+    if jax.__version_info__ >= (0, 11):
+        pytest.skip("all compile; this JAX does not show what kernels became")
+    assert not any(kernel["spills"] for kernel in chosen), chosen
     found = [kernel for kernel in found if kernel not in chosen]
-    assert len(found) == len(compile_triton.OPERATIONS) * len(compile_triton.specs(cases))
     for kernel in found:
         assert kernel["shared_memory"] < chips.get_chip(target).gpu.shared_memory[1]
         if kernel["operation"] != "write":
