@@ -50,7 +50,7 @@ OP = FLAGS.list("op", list(bench.OPERATIONS), f"Operations: {', '.join(bench.OPE
 DTYPE = FLAGS.list("dtype", None, f"Types: {', '.join(DTYPES)}; default: bfloat16, CPU float32.")
 KV_DTYPE = FLAGS.list("kv_dtype", ["same"], f"Types of the pool: {', '.join(KV_DTYPES)}.")
 BUDGET = FLAGS.list("budget", ["1", "0.1"], "Shares of the full cache that every head owns.")
-ROWS = FLAGS.integer("rows", None, "Batch rows, two per image; default: 16.", lower_bound=1)
+ROWS = FLAGS.integer("rows", None, "Rows, two per image; default: 16; --check: 2.", lower_bound=1)
 BLOCK_SIZE = FLAGS.integer("block_size", 16, "Slots per cache block.", lower_bound=1)
 SIZE = FLAGS.enum(
     "size", "auto", ["auto", "small", "full"], "Shapes cut down or in full; auto: small on a CPU."

@@ -240,7 +240,8 @@ def dry_run_text(run: Run) -> str:
     dense = plan.dense_bytes(batch, run.program.dense_dtype)
     mesh = run.program.mesh
     need = run.program.predict_here(run.model, plan, batch // mesh.data, run.condition)
-    pool, each = need.kv_pool * mesh.num_devices, mesh.num_devices > 1
+    pool, each = plan.num_bytes(batch, run.program.kv_dtype), mesh.num_devices > 1
+    carried = need.kv_pool * mesh.num_devices - pool  # positions, observations, states
     condition, length = memory.show_bytes(need.condition), text_tokens(run.condition)
     text = [("text", f"{condition}, keys and values of {length} tokens")] * (length is not None)
     parts = (run.model.transformer, run.model.codec)
@@ -264,6 +265,7 @@ def dry_run_text(run: Run) -> str:
             f"{memory.show_bytes(pool)} ({pool / max(1, dense):.2%} of full), "
             f"{plan.pool_blocks} blocks of {plan.block_size}",
         ),
+        ("bookkeeping", memory.show_bytes(carried)),
         ("peak live tokens", f"{plan.peak_live_fraction:.2%} of full"),
         ("weights", memory.show_bytes(need.weights)),
         *text,

@@ -118,14 +118,20 @@ def _meant(pool, scale):
 
 def _scores_work(spec: ArgSpec) -> Work:
     """Of a float32 query: keys are read, scores written."""
-    keys = slots(spec) - 1
+    keys = slots(spec) - _condition(spec)
     moved = 4 * spec.head_dim + keys * (stored_bytes(spec) / 2 + 4)
     return Work(2 * _heads(spec) * keys * spec.head_dim, _heads(spec) * moved)
 
 
+def _condition(spec: ArgSpec) -> int:
+    """Slots that are not scored: one, unless there is no other."""
+    return min(1, slots(spec) - 1)
+
+
 def _scores(q, args: TokenArguments, name: str):
     """Of all slots but the condition's."""
-    options = {"pool_scale": args.scale, "first": 1, "implementation": name}
+    first = min(1, args.pool.shape[2] - 1)
+    options = {"pool_scale": args.scale, "first": first, "implementation": name}
     return token_attention.scores(q, args.pool, **options)
 
 
@@ -140,7 +146,8 @@ def _scores_candidate(spec: ArgSpec, name: str) -> Candidate:
         return _scores(q + never(found), args, name)
 
     args = TokenArguments.of(spec, sums=False, poison=False)
-    found = jnp.zeros((spec.rows, spec.heads, 1, slots(spec) - 1), jnp.float32)
+    keys = slots(spec) - _condition(spec)
+    found = jnp.zeros((spec.rows, spec.heads, 1, keys), jnp.float32)
     return Candidate(name, step, found, (args, _queries(spec, 1, "float32")))
 
 
@@ -156,8 +163,10 @@ def _scores_errors(spec: ArgSpec, name: str) -> dict[str, float]:
 
 
 def _move_work(spec: ArgSpec) -> Work:
-    """Slots that move are read and written."""
-    return Work(0, _heads(spec) * STAGE * (2 * stored_bytes(spec) + 4))
+    """Slots that move are read and written; what goes nowhere is only looked up."""
+    places = np.asarray(_places(spec))
+    moved = int((places < slots(spec)).sum())
+    return Work(0, 2 * moved * stored_bytes(spec) + 4 * places.size)
 
 
 def _move(pool, scale, slot, name: str) -> tuple:

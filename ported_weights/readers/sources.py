@@ -88,11 +88,23 @@ def open_source(path, signature: Sequence[str] = (), key: str | None = None) -> 
     if not path.exists():
         raise UserError(f"there is no file or folder {path}")
     if path.is_dir() or path.name.endswith(".index.json"):
+        _without_key(path, key)
         return _strip(_open_folder(path))
     content = _open_file(path)
     if isinstance(content, TorchFile):
         taken, content = _choose(path, content.content, signature, key)
+    else:
+        _without_key(path, key)
     return _strip(Source(path, content, (path,), taken))
+
+
+def _without_key(path: Path, key: str | None) -> None:
+    """Refuse a key where there is nothing to choose: other weights were meant."""
+    if key is not None:
+        raise UserError(
+            f"{path} has no state dict {key!r}: its tensors have no keys above their names; leave"
+            " out --source_key (or --tokenizer_source_key), or give the torch file that has it"
+        )
 
 
 def _open_file(path: Path) -> Mapping[str, Tensor] | TorchFile:

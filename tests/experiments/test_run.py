@@ -1,6 +1,7 @@
 """`experiments.run` as a user meets it: results, errors, interruption."""
 
 import json
+import re
 import sys
 from types import SimpleNamespace
 
@@ -261,6 +262,17 @@ def test_dry_run_allocates_nothing(call, monkeypatch, tmp_path):
     status, out, _ = call("run", *flags, "--dry_run")
     assert status == 0 and "KV pool" in out and "2353.9 M" in out
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("model", ["var-d30", "llamagen-xl-384"])
+def test_dry_run_shows_the_pool_that_the_budget_is_about(call, model):
+    """What else the cache carries, positions and sums for policies, has a row of its own."""
+    flags = (f"--model={model}", "--policy=h2o", "--budget=0.3", "--batch_size=2")
+    status, out, err = call("run", *flags, "--dry_run")
+    assert status == 0, err
+    share = float(re.search(r"KV pool .*\((.*)% of full\)", out)[1])
+    assert 29 < share <= 30
+    assert re.search(r"bookkeeping +[1-9]", out)
 
 
 def test_help_lists_policies(call):

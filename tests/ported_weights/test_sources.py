@@ -40,6 +40,15 @@ def test_fingerprints(tmp_path):
     assert entry["size"] == (tmp_path / "w.safetensors").stat().st_size
 
 
+def test_a_key_where_nothing_is_to_be_chosen_is_refused(tmp_path):
+    """Weights without keys are not those of a key."""
+    save_file(ARRAYS, tmp_path / "w.safetensors")
+    for path in (tmp_path / "w.safetensors", tmp_path):
+        _same(open_source(path), ARRAYS)
+        with pytest.raises(UserError, match="no state dict 'ema'.*leave out --source_key"):
+            open_source(path, (), "ema")
+
+
 NOT_WEIGHTS = {
     "empty": (b"", "it is empty"),
     "legacy": (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", "the pickle inside is damaged"),

@@ -33,7 +33,7 @@ class RKV(ObservedTokenPolicy):
     3. Redundancy R: cosine similarity of all image tokens' keys with each other (none with itself);
        for every token the newest one that it resembles (above 0.5) does not count; a token's mean
        similarity with all, and the softmax of those means over all tokens.
-    4. Those with the highest mix * I - (1 - mix) * R stay.
+    4. Those with the highest mix * I - (1 - mix) * R stay. Of equals the newer stays.
 
     Args:
       budget: fraction of the full cache: condition, tokens that stay and buffer together.
