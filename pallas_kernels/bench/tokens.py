@@ -94,7 +94,7 @@ def _attend_errors(spec: ArgSpec, name: str) -> dict[str, float]:
 
 
 def _store_errors(spec: ArgSpec, name: str) -> dict[str, float]:
-    """Tokens are stored as the pool has them; slots that held NaN hold it after."""
+    """Of the pool, what its slots mean; 0 and NaN are the same there."""
     args, k, v, slot = _with_token(spec)
     run = jax.jit(_store, static_argnums=4)
     out, sums, *found = run(args, k, v, slot, name)
@@ -259,11 +259,17 @@ def _sample_candidate(spec: ArgSpec, name: str) -> Candidate:
 
 
 def _sample_errors(spec: ArgSpec, name: str) -> dict[str, float]:
-    """Share of tokens that are others, of 32 or more."""
+    """Share of tokens that are others, of 32 or more with guidance and as many without."""
     spec = replace(spec, rows=2 * -(-32 // spec.tokens))
-    given, run = _logits(spec), jax.jit(_sample, static_argnums=3)
-    found, expected = (np.asarray(run(*given, n)) for n in (name, "reference"))
-    return {"tokens": float(np.mean(found != expected))}
+    (logits, noise, strength), run = _logits(spec), jax.jit(_sample, static_argnums=3)
+    found = {}
+    for what, *given in (
+        ("tokens", logits, noise, strength),
+        ("unguided", logits[: len(noise)], noise, None),
+    ):
+        chosen, expected = (np.asarray(run(*given, n)) for n in (name, "reference"))
+        found[what] = float(np.mean(chosen != expected))
+    return found
 
 
 TOKENS = {

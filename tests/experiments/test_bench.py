@@ -94,7 +94,7 @@ def test_other_tokens_are_found(monkeypatch):
     monkeypatch.setattr(
         implementations, "run", lambda n, *given, **o: run(n, *given, **o) + (n == name)
     )
-    assert bench.errors("sample", spec, name) == {"tokens": 1.0}
+    assert bench.errors("sample", spec, name) == {"tokens": 1.0, "unguided": 1.0}
 
 
 def test_attention_over_texts_is_checked():
