@@ -49,7 +49,7 @@ def generate(model: str, case: str, attention: str):
     return {name: np.asarray(a) for name, a in results.items()}
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", [pytest.param(KERNELS[0], marks=[pytest.mark.slow]), KERNELS[1]])
 @pytest.mark.parametrize("model,case", RUNS)
 def test_greedy_tokens_are_those_of_the_reference(model, case, kernel):
     expected, found = (generate(model, case, name) for name in ("reference", kernel))

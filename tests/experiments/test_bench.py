@@ -17,6 +17,7 @@ from pallas_kernels.ragged_attention import config, tune
 
 TOKENS = ("attend_token", "store_token", "token_scores", "move_slots", "rank", "sample")
 WORK = re.compile(r" (dot|reduce|sort|call|gather|scatter)\(")
+OTHERS = ("attention_moments", "attend_token", "store_token", "move_slots")
 SMALL = ("--shape=var-d30-t1", "--rows=1", "--budget=1", "--repeats=1")
 
 
@@ -68,7 +69,7 @@ def test_check_of_models_that_draw_token_by_token(call):
     assert last == "tpu-interpret on cpu: 7 of 7 right"
 
 
-@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("kv_dtype", [None, pytest.param("int8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("operation", [name for name in TOKENS if name != "sample"])
 def test_a_token_kernel_that_is_wrong_is_found(operation, kv_dtype, monkeypatch):
     """The last head's results are those of the first."""
@@ -352,8 +353,9 @@ def test_work_on_tokens_counts_what_is_moved():
 
 @pytest.mark.parametrize(
     ("operation", "name"),
-    [(name, "infinity-2b-t64") for name in SCALES]
-    + [(name, "llamagen-xl-t1") for name in ("attend", "attention_moments", *TOKENS)],
+    [(name, "llamagen-xl-t1") for name in ("attend", "token_scores", "rank", "sample")]
+    + [pytest.param(name, "infinity-2b-t64", marks=pytest.mark.slow) for name in SCALES]
+    + [pytest.param(name, "llamagen-xl-t1", marks=pytest.mark.slow) for name in OTHERS],
 )
 def test_nothing_of_an_operation_is_done_before_the_loop(operation, name, optimized):
     spec = arg_specs.SPECS[name].reduced(rows=2, heads=2)

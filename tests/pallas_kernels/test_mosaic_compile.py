@@ -127,7 +127,7 @@ def tensor_columns(kernel: str, shape: str) -> int:
     return products.tensor_memory(1, 64) if multiplies else 0
 
 
-LOWERED = [("9.0", "odd-int8"), ("9.0", "wide"), ("10.0", "wide-int8"), ("10.0", "decode")]
+LOWERED = [("9.0", "wide"), ("10.0", "wide-int8"), ("10.0", "decode")]
 # all others with --slow
 
 

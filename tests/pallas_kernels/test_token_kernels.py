@@ -78,7 +78,15 @@ USED = {
 }
 
 
-@pytest.mark.parametrize(("spec", "slots", "used", "most"), USED.values(), ids=USED.keys())
+@pytest.mark.parametrize(
+    ("spec", "slots", "used", "most"),
+    [
+        pytest.param(
+            *USED[n], id=n, marks=[pytest.mark.slow] * (n in ("one", "whole-pieces", "h100"))
+        )
+        for n in USED
+    ],
+)
 def test_tpu_slots_in_use(spec, slots, used, most):
     """Pieces of 128 slots; those that are not used hold NaN."""
     options = {"slots": slots, "used": used, "sums": False, "shared": slots == used}

@@ -122,8 +122,11 @@ def test_tpu_simulated(spec, options, slots, more, cores):
 
 @pytest.mark.parametrize(
     ("spec", "slots"),
-    [(SMALL, 41), (replace(FLOAT, head_dim=100), 22), (replace(SMALL, kv_dtype="int8"), 41)],
-    ids=["bfloat16", "h100", "int8"],
+    [
+        pytest.param(SMALL, 41, id="bfloat16"),
+        pytest.param(replace(FLOAT, head_dim=100), 22, id="h100", marks=pytest.mark.slow),
+        pytest.param(replace(SMALL, kv_dtype="int8"), 41, id="int8"),
+    ],
 )
 def test_tpu_cut_off_tile_simulated(spec, slots, monkeypatch):
     """Memory has whole tiles, also of the chip that is not there to be asked for them. The

@@ -56,7 +56,8 @@ def kernel_attend(args):
 
 
 @pytest.mark.parametrize(
-    "head_dim, block_size", [(16, 1), pytest.param(64, 2, marks=SLOW), (16, 5)]
+    "head_dim, block_size",
+    [*(pytest.param(*c, marks=SLOW) for c in ((16, 1), (64, 2))), (16, 5)],
 )
 def test_small_heads_and_blocks(head_dim, block_size):
     args = replace(SMALL, head_dim=head_dim, block_size=block_size, per_row=True).arguments()
@@ -64,7 +65,7 @@ def test_small_heads_and_blocks(head_dim, block_size):
 
 
 @pytest.mark.parametrize(
-    "length, kv_dtype", [pytest.param(1, None, marks=SLOW), (129, None), (300, "int8")]
+    "length, kv_dtype", [*(pytest.param(n, None, marks=SLOW) for n in (1, 129)), (300, "int8")]
 )
 def test_several_tiles_of_every_kind(length, kv_dtype):
     """Tiles of queries and groups of keys that the sizes are no multiples of, more groups than

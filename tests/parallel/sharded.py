@@ -18,12 +18,12 @@ from varjax.sampling import Sampling
 
 DEMO, SMALL, TEXT = "demo", "c_k5_nol2norm", models.FAMILIES["infinity"]
 BY_TOKEN, TOKEN_TEXT = "llamagen_c2i", "llamagen_t2i"
-CASES = [  # weights and ragged heads divided; contents decided on a part of the machine
+CASES = [  # weights and ragged heads divided
     (DEMO, "heatkv", {"budget": 0.2}, "int8", ("data=2,model=4",)),
-    (SMALL, "h2o", {"budget": 0.3}, None, ("data=4",)),
     (BY_TOKEN, "streaming", {"budget": 0.5}, "int8", ("data=2,model=4",)),
 ]
-MORE = [
+MORE = [  # contents decided on a part of the machine; meshes of one axis
+    (SMALL, "h2o", {"budget": 0.3}, None, ("data=4",)),
     (TEXT, "h2o", {"budget": 0.3}, None, ("data=4",)),
     (DEMO, "full", {}, None, ("data=8", "data=4,model=2")),
     (DEMO, "heatkv", {"budget": 0.2}, "int8", ("model=2",)),
