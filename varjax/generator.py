@@ -144,7 +144,7 @@ class Generator:
         if plan is None:
             plan = _plan(model, policy, budget, sampling, calibration)
         self.plan = arguments.instance("plan", plan, CachePlan, "a plan, as varjax.plan makes it")
-        _check_plan(plan, model, sampling)
+        model.check_geometry(plan.geometry, sampling)
         self.policy, self._layers = self.plan.policy, choose("layers", layers, program.LAYERS)
         options |= {"segments": segments, "layers": layers, "attention": attention, "mesh": mesh}
         self.drawing = drawing(
@@ -394,17 +394,3 @@ def _kv_dtype(asked, model: Model) -> np.dtype:
 def check_model(model: Model) -> Model:
     """Return it, or raise `UserError` if it is none."""
     return arguments.instance("model", model, Model, "a model, as varjax.load gives it")
-
-
-def _check_plan(plan: CachePlan, model: Model, sampling: Sampling) -> None:
-    """Refuse a plan of another model. For another number of rows, `ProgramSpec` says what to do."""
-    geometry, whole = (model.geometry_for(sampling, one_slot=flag) for flag in (True, False))
-    if plan.geometry.schedule == whole.schedule:  # every token of the condition in its own slot
-        geometry = whole
-    for name in ("schedule", "num_layers", "num_heads", "head_dim"):
-        given, wanted = getattr(plan.geometry, name), getattr(geometry, name)
-        if given != wanted:
-            raise UserError(
-                f"the plan is for another model: its {name} is {given}, this model has {wanted}; "
-                f"plan for this model"
-            )

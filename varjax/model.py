@@ -135,6 +135,24 @@ class Model:
             rows_per_image=2 if config.is_guided(sampling) else 1,
         )
 
+    def check_geometry(self, planned: Geometry, sampling: Sampling) -> None:
+        """Refuse that of a plan for another model. For another number of rows, `ProgramSpec` says
+        what to do.
+
+        Raises:
+          UserError: what differs.
+        """
+        own, whole = (self.geometry_for(sampling, one_slot=flag) for flag in (True, False))
+        if planned.schedule == whole.schedule:  # every token of the condition in its own slot
+            own = whole
+        for name in ("schedule", "num_layers", "num_heads", "head_dim"):
+            given, wanted = getattr(planned, name), getattr(own, name)
+            if given != wanted:
+                raise UserError(
+                    f"the plan is for another model: its {name} is {given}, this model has "
+                    f"{wanted}; plan for this model"
+                )
+
     def _sequence(self, one_slot: bool) -> TokenSequence:
         config = self.config
         one = one_slot and self.transformer.condition_is_one_slot
