@@ -11,9 +11,10 @@ import pytest
 
 from tests import models_under_test as models
 from varjax.cache.allocation import RegionAllocation
+from varjax.cache.observation import Needs
 from varjax.calibration import measure
 from varjax.calibration.data import scas
-from varjax.policies.base import Needs, Policy
+from varjax.policies.base import Policy
 from varjax.sampling import Sampling
 
 MODEL = "b_k6_sharedaln"

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from varjax.cache.allocation import Geometry
-from varjax.policies.base import Observation
+from varjax.cache.observation import Observation
 from varjax.schedule import Schedule
 
 ROWS, HEADS, STORED, NEW = 2, 3, 11, 9

@@ -11,9 +11,9 @@ import pytest
 from tests import models_under_test as models
 from tests.policies.amskv_cases import DEMO, calibration
 from varjax.cache.allocation import Geometry
+from varjax.cache.observation import Observation
 from varjax.cache.planner import plan_cache
 from varjax.policies.amskv import AMSKV
-from varjax.policies.base import Observation
 
 # --- device ---
 

@@ -9,9 +9,9 @@ import pytest
 from tests import models_under_test as models
 from varjax import policies
 from varjax.cache.allocation import Geometry
+from varjax.cache.observation import Observation
 from varjax.cache.planner import plan_cache
 from varjax.policies import building_blocks as blocks
-from varjax.policies.base import Observation
 from varjax.schedule import Schedule
 
 ROWS, HEADS, STORED, NEW = 2, 4, 9, 6

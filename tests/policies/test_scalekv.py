@@ -20,10 +20,10 @@ from tests.policies.observations import (
 )
 from varjax import policies
 from varjax.cache.allocation import Geometry
+from varjax.cache.observation import Observation
 from varjax.cache.planner import plan_cache
 from varjax.calibration.data import Calibration
 from varjax.errors import UserError
-from varjax.policies.base import Observation
 from varjax.schedule import Schedule
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures" / "policies" / "scalekv"

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.projection import Projection
 from pallas_kernels.ragged_attention import BlockTable, attention_moments, attention_scores
+from varjax.cache.observation import Observation
 from varjax.cache.state import KVState
-from varjax.policies.base import Observation
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from pallas_kernels import cache_write
 from pallas_kernels.cache_write import BlockWrites, reference
 from pallas_kernels.projection import Projection
 from varjax.cache.allocation import RegionAllocation
+from varjax.cache.observation import Needs
 from varjax.cache.plan import CachePlan
-from varjax.policies.base import Needs, Policy
+from varjax.policies.base import Policy
 
 
 @jax.tree_util.register_dataclass

@@ -21,12 +21,13 @@ from pallas_kernels.cache_write import BlockWrites
 from pallas_kernels.cache_write.reference import order_after
 from pallas_kernels.projection import Projection
 from pallas_kernels.ragged_attention import BlockTable, attend
+from varjax.cache.observation import Observation
 from varjax.cache.observe import AttentionView, observe
 from varjax.cache.plan import CachePlan
 from varjax.cache.state import Entries, KVState, arrange, store, store_entries
 from varjax.engine.inputs import RegionInputs, StaticInputs
 from varjax.engine.segments import Segment
-from varjax.policies.base import Observation, Policy
+from varjax.policies.base import Policy
 
 
 class CacheStep(Protocol):

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from pallas_kernels import implementations, slot_moves, target, token_attention
+from varjax.cache.observation import Needs, Observation
 from varjax.cache.token_state import EVERYTHING, LayerCache
-from varjax.policies.base import Needs, Observation
 from varjax.policies.staged import TokenPolicy
 
 # Bytes of positions of the layers that decide together: a dozen arrays of this size exist

@@ -10,6 +10,7 @@ import numpy as np
 
 from varjax.arguments import integer
 from varjax.cache.allocation import Geometry, RegionAllocation
+from varjax.cache.observation import Needs, Observation
 from varjax.calibration.data import Calibration, orders_from_scores, scas
 from varjax.calibration.files import model_digest
 from varjax.conditions import Condition
@@ -17,7 +18,7 @@ from varjax.errors import UserError
 from varjax.generator import Generator, check_model
 from varjax.model import Model
 from varjax.policies import building_blocks as blocks
-from varjax.policies.base import Needs, Observation, Policy, per_layer
+from varjax.policies.base import Policy, per_layer
 from varjax.sampling import Sampling, check_seed
 
 PATTERN_DIGITS = 4  # after the point, of attention maps

@@ -4,7 +4,8 @@ that are not named here follow, so a new policy is found by being there."""
 import importlib
 import pkgutil
 
-from varjax.policies.base import Needs, Observation, Policy
+from varjax.cache.observation import Needs, Observation
+from varjax.policies.base import Policy
 from varjax.policies.registry import POLICIES, get_policy, load_module, register
 from varjax.policies.windows import Full, SlidingWindow, Streaming
 

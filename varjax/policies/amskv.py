@@ -8,10 +8,11 @@ import numpy as np
 
 from varjax.cache import planner
 from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
+from varjax.cache.observation import Needs, Observation
 from varjax.calibration.data import Calibration
 from varjax.policies import amskv_rules as rules
 from varjax.policies import capacities
-from varjax.policies.base import CALIBRATE, Needs, NotGiven, Observation, Policy, per_layer, within
+from varjax.policies.base import CALIBRATE, NotGiven, Policy, per_layer, within
 from varjax.policies.registry import register
 
 NEGATIVE = ": similarities are negative distances, choose a number below 0 (or 0 for automatic)"

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from varjax.cache.allocation import Geometry
+from varjax.cache.observation import Observation
 from varjax.errors import choose
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities
-from varjax.policies.base import Observation
 from varjax.schedule import Schedule
 
 POSITIONS = 2.0**21  # more than any token's position; a few times as much is exact in float32

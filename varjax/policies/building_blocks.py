@@ -6,7 +6,7 @@ from functools import reduce
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Num
 
-from varjax.policies.base import Observation
+from varjax.cache.observation import Observation
 
 Score = Num[Array, "R N K"]
 Mask = Bool[Array, "R N K"]

@@ -9,11 +9,12 @@ import numpy as np
 
 from varjax.arguments import instance
 from varjax.cache.allocation import Allocation, Geometry, RegionAllocation
+from varjax.cache.observation import Observation
 from varjax.cache.stages import StageAllocation
 from varjax.errors import UserError, choose, nearest, show
 from varjax.policies import building_blocks as blocks
 from varjax.policies import stage_blocks
-from varjax.policies.base import Observation, Policy, per_layer
+from varjax.policies.base import Policy, per_layer
 from varjax.policies.registry import POLICIES, get_policy, register
 from varjax.policies.staged import TokenPolicy
 from varjax.policies.windows import SinkPolicy, SlidingWindow, Streaming

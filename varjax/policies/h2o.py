@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+from varjax.cache.observation import Needs, Observation
 from varjax.policies import building_blocks as blocks
 from varjax.policies import stage_blocks
-from varjax.policies.base import Needs, Observation, within
+from varjax.policies.base import within
 from varjax.policies.registry import register
 from varjax.policies.staged import TokenPolicy
 

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from varjax.cache.allocation import Geometry, RegionAllocation
+from varjax.cache.observation import Needs, Observation
 from varjax.calibration.data import Calibration
 from varjax.errors import show
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities
-from varjax.policies.base import Needs, Observation, Policy, per_layer, within
+from varjax.policies.base import Policy, per_layer, within
 from varjax.policies.registry import register
 from varjax.policies.windows import SinkPolicy
 

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from varjax.cache.allocation import Geometry, RegionAllocation
+from varjax.cache.observation import Needs, Observation
 from varjax.cache.stages import StageAllocation
 from varjax.errors import choose
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities, stage_blocks
-from varjax.policies.base import Needs, Observation, per_layer, within
+from varjax.policies.base import per_layer, within
 from varjax.policies.registry import register
 from varjax.policies.staged import SCORES, WindowedTokenPolicy
 from varjax.policies.windows import SinkPolicy

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from varjax.cache.allocation import Geometry
+from varjax.cache.observation import Needs, Observation
 from varjax.errors import choose
 from varjax.policies import stage_blocks as blocks
-from varjax.policies.base import Needs, Observation
 from varjax.policies.registry import register
 from varjax.policies.staged import SCORES, WindowedTokenPolicy
 from varjax.sequence import TOKENS

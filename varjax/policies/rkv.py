@@ -6,8 +6,9 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from varjax.cache.observation import Needs, Observation
 from varjax.policies import stage_blocks as blocks
-from varjax.policies.base import Needs, Observation, within
+from varjax.policies.base import within
 from varjax.policies.building_blocks import max_pool
 from varjax.policies.registry import register
 from varjax.policies.staged import ObservedTokenPolicy

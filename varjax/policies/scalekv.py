@@ -9,11 +9,12 @@ import numpy as np
 
 from varjax.cache import planner
 from varjax.cache.allocation import Geometry, RegionAllocation
+from varjax.cache.observation import Needs, Observation
 from varjax.calibration.data import Calibration
 from varjax.errors import UserError
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities, scalekv_budgets
-from varjax.policies.base import CALIBRATE, Needs, NotGiven, Observation, Policy, within
+from varjax.policies.base import CALIBRATE, NotGiven, Policy, within
 from varjax.policies.registry import register
 from varjax.policies.snapkv import WINDOW_SHARE
 from varjax.policies.staged import check_kernel

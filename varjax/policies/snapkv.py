@@ -4,9 +4,9 @@ import dataclasses
 from dataclasses import dataclass
 
 from varjax.cache.allocation import Geometry
+from varjax.cache.observation import Needs, Observation
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities, stage_blocks
-from varjax.policies.base import Needs, Observation
 from varjax.policies.registry import register
 from varjax.policies.staged import ObservedTokenPolicy, check_kernel
 

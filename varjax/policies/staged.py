@@ -9,9 +9,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from varjax.cache.allocation import Geometry
+from varjax.cache.observation import Needs, Observation
 from varjax.cache.stages import StageAllocation, image_slots
 from varjax.errors import UserError, show
-from varjax.policies.base import Needs, Observation, Policy
+from varjax.policies.base import Policy
 from varjax.sequence import SCALES, TOKENS
 
 LARGE = 128  # image slots of a head from which on a stage has 16 tokens, else 8

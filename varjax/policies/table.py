@@ -11,9 +11,9 @@ import numpy as np
 
 from varjax.arguments import path
 from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
+from varjax.cache.observation import Observation
 from varjax.cache.stages import StageAllocation
 from varjax.errors import UserError, about, some
-from varjax.policies.base import Observation
 from varjax.policies.registry import register
 from varjax.policies.staged import TokenPolicy
 from varjax.storage import npz

@@ -1,0 +1,96 @@
+"""What a policy may observe on the device: it names its wishes in `Needs` and is shown an
+`Observation`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jaxtyping import Array, Bool, Float, Int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a policy wants to see; the engine computes nothing that is not asked for.
+
+    window: number of queries of the current scale that are looked at more closely, those that
+      `Policy.window_tokens` names.
+    raw_queries: `window_logits` use plain projections as queries.
+    regroup_mass: `scale_mass`, but only for `regroup`.
+    key_similarity: costs a copy of one scale's keys of all layers.
+    newest_mass: attention of the newest query, for `TokenPolicy.local_heads` only.
+    window_scores, keys: of models that draw token by token only.
+    The others: the field of `Observation` with that name.
+    """
+
+    window: int = 0
+    window_mass: bool = False
+    window_logits: bool = False
+    raw_queries: bool = False
+    scale_mass: bool = False
+    total_mass: bool = False
+    regroup_mass: bool = False
+    window_attention: bool = False
+    query_variance: bool = False
+    key_similarity: bool = False
+    newest_mass: bool = False
+    window_scores: bool = False
+    keys: bool = False
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Observation:
+    """What the device knows when layer `layer` of scale `scale` decides what to keep.
+
+    The last axis K lists the stored slots of the head in table order, then the tokens of the
+    current scale (padded). Everything below the blank line is None unless asked for in `Needs`.
+
+    live: nothing outside it may be kept.
+    own: the token belongs to the current scale (True on its padding too).
+    position: in the whole image (0 where not live).
+    capacity: tokens that may stay (of the head's region, after this scale).
+    regions: the region each head uses.
+    inputs: slice of `Policy.inputs` for this scale and layer.
+    state: what `Policy.update_state` returned for this layer, in `select` the newest value.
+
+    window: the token is one of the window queries.
+    window_mass, scale_mass: attention mass (rows of the attention matrix averaged over the window,
+      over the scale); 0 outside `live`.
+    window_logits: attention scores before the softmax averaged over the window; -inf outside
+      `live`. With `Needs.raw_queries` the queries are x W_q / sqrt(H), without bias, normalisation,
+      learned multiplier or rotation.
+    total_mass: attention mass summed over all queries that saw the token, own scale included.
+    window_attention: attention of the W window queries.
+    query_variance: sum over keys of the variance over queries of their attention.
+    key_similarity: -mean over heads and tokens of ||k - resized previous k||_2; -inf at scale 0.
+
+    Models that draw token by token decide after each stage of P tokens. `scale` is then the stage
+    (from 0), the last axis lists a head's image slots (P of the newest stage last); the condition
+    always stays and is no candidate. `position` counts image tokens. Queries are the stage's: the
+    window is its newest W, `scale_mass` the mean over all. Sums are taken as the tokens are drawn,
+    so weights are normalised over what each query saw, the condition included.
+    local: heads that `TokenPolicy.local_heads` found to be local; None before and without it.
+    window_scores: attention scores of each window query before the softmax, in no order of queries.
+    keys: as they are stored, rotated.
+    """
+
+    scale: Int[Array, ""]
+    live: Bool[Array, "R N K"]
+    position: Int[Array, "R N K"]
+    capacity: Int[Array, "R N"]
+    regions: Int[Array, "R N"]
+    own: Bool[Array, " K"] | None = None
+    inputs: Any = None
+    state: Any = None
+
+    window: Bool[Array, "R N K"] | None = None
+    window_mass: Float[Array, "R N K"] | None = None
+    window_logits: Float[Array, "R N K"] | None = None
+    scale_mass: Float[Array, "R N K"] | None = None
+    total_mass: Float[Array, "R N K"] | None = None
+    window_attention: Float[Array, "R N W K"] | None = None
+    query_variance: Float[Array, "R N"] | None = None
+    key_similarity: Float[Array, " R"] | None = None
+    local: Bool[Array, "R N"] | None = None
+    window_scores: Float[Array, "R N W K"] | None = None
+    keys: Float[Array, "R N K H"] | None = None
