@@ -25,7 +25,7 @@ from varjax.engine.drawing import drawing
 from varjax.engine.segments import Segment
 from varjax.errors import UserError, choose
 from varjax.model import DTYPES, Model
-from varjax.models import stacked
+from varjax.nn import stacked
 from varjax.parallel import plans, sharding
 from varjax.parallel.plans import ShardedPlan, ShardedTokenPlan
 from varjax.parallel.sharding import ShardedProgram

@@ -35,7 +35,7 @@ from varjax.engine.inputs import write_table
 from varjax.engine.memory import peak_bytes, show_bytes
 from varjax.engine.segments import Segment
 from varjax.model import Model
-from varjax.models import stacked
+from varjax.nn import stacked
 from varjax.parallel import sharding
 from varjax.parallel.sharding import ShardedProgram
 from varjax.sampling import Sampling

@@ -20,7 +20,7 @@ from varjax.cache.step import DecidingStep, cache_step
 from varjax.engine.cost import device_bytes
 from varjax.engine.memory import show_bytes
 from varjax.engine.segments import Segment
-from varjax.models import stacked
+from varjax.nn import stacked
 from varjax.sequence import TOKENS
 
 TERA = 10**12

@@ -18,8 +18,8 @@ from varjax.codecs.vqvae.model import VQVAE, VQVAEConfig
 from varjax.engine import program, scales
 from varjax.engine.inputs import program_inputs
 from varjax.engine.segments import plan_segments
-from varjax.models import parameters
 from varjax.models.var.transformer import VAR, VARConfig
+from varjax.nn import parameters
 from varjax.sampling import Sampling, image_keys
 from varjax.schedule import Schedule
 

@@ -19,8 +19,8 @@ from varjax.cache.plan import CachePlan
 from varjax.engine import cost, program, scales, tokens
 from varjax.engine.segments import AUTO, Segment
 from varjax.errors import UserError, show
-from varjax.models import stacked
 from varjax.models.transformer import Transformer
+from varjax.nn import stacked
 from varjax.parallel.plans import ShardedPlan, ShardedTokenPlan, layout
 from varjax.parallel.split import MeshSpec
 from varjax.sampling import Sampling

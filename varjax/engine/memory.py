@@ -17,7 +17,7 @@ from varjax.engine import program
 from varjax.engine.segments import ARRAYS_PER_LOGIT, images_at_once
 from varjax.errors import UserError
 from varjax.model import Model
-from varjax.models import parameters
+from varjax.nn import parameters
 from varjax.parallel import sharding
 from varjax.sequence import TOKENS
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from varjax.cache.state import KVState
 from varjax.engine import scales, segments, tokens
 from varjax.engine.segments import Segment, map_in_chunks
-from varjax.models import stacked
+from varjax.nn import stacked
 from varjax.parallel.sharding import ShardedProgram
 from varjax.schedule import Schedule
 
@@ -155,7 +155,7 @@ def decoder_bytes(codec: Any, code_map: tuple[int, int]) -> int:
 
 
 def arrange_layers(networks: Mapping[str, nnx.Module], how: str, platform: str) -> None:
-    """Stack the weights of the transformer's layers, or take them apart (`varjax.models.stacked`).
+    """Stack the weights of the transformer's layers, or take them apart (`varjax.nn.stacked`).
     The modules are changed.
 
     how: "scan": stacked, one compiled body for all layers, which copies the weights of a layer

@@ -19,7 +19,7 @@ from varjax.cache.state import KVState
 from varjax.cache.step import CacheStep, cache_step
 from varjax.engine.inputs import SegmentInputs, StepInputs
 from varjax.engine.segments import Segment, images_at_once, map_in_chunks
-from varjax.models import stacked
+from varjax.nn import stacked
 from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 

@@ -22,8 +22,8 @@ from jaxtyping import Array, Float, Int
 from varjax.cache.stages import TokenPlan
 from varjax.cache.token_state import LayerCache
 from varjax.cache.token_step import Heads, Now, TokenStep, token_step
-from varjax.models import stacked
-from varjax.models.layers import dense_attention
+from varjax.nn import stacked
+from varjax.nn.layers import dense_attention
 from varjax.sampling import Sampling
 from varjax.sequence import TokenSequence
 

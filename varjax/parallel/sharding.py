@@ -18,8 +18,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from varjax.engine import scales, tokens
+from varjax.nn.split import Split
 from varjax.parallel.plans import ShardedPlan, ShardedTokenPlan
-from varjax.parallel.split import AXES, MeshSpec, Split, over
+from varjax.parallel.split import AXES, MeshSpec
 
 DATA, MODEL = AXES
 
@@ -94,9 +95,11 @@ class ShardedProgram:
     def __call__(self, *arguments):
         state = self.specs[1]
 
-        def run(*local):
-            with over(MODEL if self.mesh.shape[MODEL] > 1 else None):
-                return self.draw(*local, spec=self.spec)
+        def run(networks, *local):
+            if self.mesh.shape[MODEL] > 1:
+                divided = networks["transformer"].over(MODEL)
+                networks = {**networks, "transformer": divided}
+            return self.draw(networks, *local, spec=self.spec)
 
         names = ("tokens", "code_map", *(("logits",) if self.spec.keep_logits else ()))
         results = {name: P(DATA) for name in names}
