@@ -49,7 +49,7 @@ class ProgramOptions:
         for the most. kernels: whether attention runs in one."""
         return memory.predict(
             model,
-            plans.layout(plan, self.mesh).groups[0],
+            plan.divide(self.mesh.model)[0],
             batch_size,
             self.dtype,
             self.kv_dtype,

@@ -6,7 +6,8 @@ from typing import Any
 from varjax.cache import allocator
 from varjax.cache.allocation import Allocation, Geometry
 from varjax.cache.allocator import peak_tokens
-from varjax.cache.plan import CachePlan, build_plan, check_block_size
+from varjax.cache.plan import CachePlan, check_block_size
+from varjax.cache.scale_plan import build_plan
 from varjax.cache.stages import plan_stages
 from varjax.errors import UserError
 from varjax.sequence import TOKENS

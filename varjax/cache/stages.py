@@ -9,14 +9,19 @@ a ring behind S tokens that stay. Capacities are the same in all stages but the 
 nothing has to leave, so nothing here grows with the number of tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
 
+from varjax.cache import token_state
 from varjax.cache.allocation import Geometry
 from varjax.cache.plan import CachePlan, check_block_size
+from varjax.cache.token_state import LayerCache
 from varjax.errors import UserError
 from varjax.sequence import TokenSequence
 
@@ -111,8 +116,61 @@ class TokenPlan(CachePlan):
 
     @property
     def used_slots(self) -> np.ndarray:
-        """All of them: every head has its slots from the start."""
+        """All slots at any time: every head has its own from the start."""
         return np.full_like(self.live_tokens, self.pool_tokens)
+
+    def policy_inputs(self, image_index: np.ndarray) -> np.ndarray | None:
+        if self.static_content:
+            return None
+        return self.policy.stage_inputs(self.geometry, image_index)
+
+    # --- the cache on the device ------------------------------------------------------------------
+
+    def empty_state(
+        self, batch_size: int, dtype, compute_dtype="float32", *, groups: int = 1
+    ) -> tuple[LayerCache, ...]:
+        # Heads have an axis of their own here, so groups of them lie side by side as they are.
+        return token_state.empty(self, batch_size, dtype, compute_dtype)
+
+    def stored(self, state: tuple[LayerCache, ...]) -> list[Array]:
+        return jax.tree.leaves([(layer.pool, layer.scale) for layer in state])
+
+    def divide(self, groups: int) -> tuple["TokenPlan", ...]:
+        heads = self.geometry.num_heads // groups
+        group = replace(
+            self,
+            geometry=replace(self.geometry, num_heads=heads),
+            capacity=self.capacity[..., :heads],
+            pool_blocks=self.pool_blocks // groups,
+        )
+        return (group,) * groups  # all heads of a layer have equally many slots
+
+    def heads_over(
+        self, specs: tuple[LayerCache, ...], rows: str, heads: str
+    ) -> tuple[LayerCache, ...]:
+        pool, scale = PartitionSpec(rows, heads), PartitionSpec(rows, None, heads)
+        return tuple(
+            replace(layer, pool=pool, scale=None if layer.scale is None else scale)
+            for layer in specs
+        )
+
+    # --- for people -------------------------------------------------------------------------------
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        stage = np.arange(len(self.capacity))
+        return {"stages": np.maximum(stage - 1, 0) * self.allocation.period}
+
+    def table(self) -> list[str]:
+        """Lines for the stages at which what heads hold begins to grow, drops, or stays from then
+        on, and for the last one."""
+        held, period = self.capacity.max((1, 2)).astype(int), self.allocation.period
+        live = self.live_tokens[:, -1] / max(1, self.geometry.dense_tokens)
+        turns = 1 + np.flatnonzero(np.diff(np.diff(held))) if len(held) > 2 else []
+        lines = ["stage  drawn before  held per head  live at its end"]
+        for s in sorted({0, *(int(s) for s in turns), len(held) - 1}):
+            drawn = max(0, s - 1) * period
+            lines.append(f"{s:5d}  {drawn:12d}  {held[s]:13d}  {live[s]:.2%}")
+        return lines
 
     def _decided(self) -> tuple[np.ndarray | None, ...]:
         a = self.allocation

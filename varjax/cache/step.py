@@ -21,12 +21,12 @@ from pallas_kernels.cache_write import BlockWrites
 from pallas_kernels.cache_write.reference import order_after
 from pallas_kernels.projection import Projection
 from pallas_kernels.ragged_attention import BlockTable, attend
+from varjax.cache.layer_inputs import LayerInputs, RegionInputs, StaticInputs
 from varjax.cache.observation import Observation
 from varjax.cache.observe import AttentionView, observe
-from varjax.cache.plan import CachePlan
+from varjax.cache.scale_plan import ScalePlan
 from varjax.cache.state import Entries, KVState, arrange, store, store_entries
-from varjax.engine.inputs import RegionInputs, StaticInputs
-from varjax.engine.segments import Segment
+from varjax.models.step_inputs import StepInputs
 from varjax.policies.base import Policy
 
 
@@ -37,27 +37,27 @@ class CacheStep(Protocol):
         self,
         projection: Projection,
         *,
-        step: Any,
+        step: StepInputs,
         layer: Int[Array, ""],
         state: KVState,
-        inputs: Any,
+        inputs: LayerInputs,
     ) -> tuple[Float[Array, "R T N H"], KVState]:
         """Attention output of one layer, and the cache with this scale's survivors stored.
 
-        step: `StepInputs` of the scale. inputs: the strategy's own, of the layer.
+        inputs: what the strategy reads, of this layer.
         """
         ...
 
 
-def cache_step(plan: CachePlan, segment: Segment, attention: str | None) -> CacheStep:
-    """The strategy of a plan in one segment. attention: implementation of the kernels; None takes
-    what the platform has."""
+def cache_step(plan: ScalePlan, scales: range, attention: str | None) -> CacheStep:
+    """Return the strategy of a plan for scales that share one program. attention: implementation of
+    the kernels; None takes what the platform has."""
     if plan.static_content:
-        return StaticStep(any(map(plan.stores, segment.scales)), attention)
+        return StaticStep(any(map(plan.stores, scales)), attention)
     policy, allocation = plan.policy, plan.allocation
-    regroups = allocation.regroup_scale in segment.scales
+    regroups = allocation.regroup_scale in scales
     changes = enumerate((plan.stores, plan.selects, plan.moves), 1)
-    most = (update for update, needed in changes if any(map(needed, segment.scales)))
+    most = (update for update, needed in changes if any(map(needed, scales)))
     return DecidingStep(
         policy=policy,
         update=Update(max(most, default=0)),
