@@ -17,6 +17,7 @@ import numpy as np
 from varjax import arguments
 from varjax.cache import allocator
 from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
+from varjax.cache.observation import Policy, Rule
 from varjax.errors import UserError
 
 KV_DTYPES = ("bfloat16", "float32", "int8")  # of stored keys and values
@@ -39,7 +40,12 @@ class CachePlan:
     capacity: np.ndarray
     budget: float
     accounting: str
-    policy: Any = None
+    policy: Policy | None = None
+
+    @cached_property
+    def rule(self) -> Rule | None:
+        """What the policy does on this kind of model; None where the plan knows no policy."""
+        return None if self.policy is None else self.policy.rule(self.geometry.kind)
 
     # --- sizes ------------------------------------------------------------------------------------
 

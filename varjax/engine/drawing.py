@@ -158,7 +158,7 @@ class TokenDrawing:
         """Of every layer, what its policy wants to know for its decisions."""
         if self.plan.static_content:
             return ()
-        found = self.plan.policy.stage_inputs(self.plan.geometry, image_index)
+        found = self.plan.rule.inputs(self.plan.geometry, self.plan.allocation, image_index)
         return () if found is None else tuple(found)
 
     def given(self, array, count):

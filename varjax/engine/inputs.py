@@ -46,7 +46,7 @@ class StepInputs:
     cell, token: grid cell of every token; token of every grid cell.
     down_*, up_*: matrices from the latent map to the grid and back; with patches of side p, the
       latent map and the grid have p x p cells per token.
-    window: the queries that a policy looks at more closely (`Policy.window_tokens`).
+    window: the queries that a policy looks at more closely (`Rule.window_tokens`).
     neighbours, neighbour_weights: four tokens of the previous scale for every token, and their
       bilinear weights. None, as `window`, where the policy does not ask for them.
     patch: p, static.
@@ -168,7 +168,7 @@ class RegionInputs:
 
     read, following: slots of the regions when the scale starts, and after it.
     capacity: int32 [..., N], tokens that the regions hold after the scale.
-    policy: `Policy.inputs` of the scale.
+    policy: `Rule.inputs` of the scale.
     """
 
     read: BlockTable
@@ -210,7 +210,7 @@ def program_inputs(
 def shared_inputs(
     plan: CachePlan, segments: tuple[Segment, ...], resampling: Resampling
 ) -> tuple[SegmentInputs, ...]:
-    """Host arrays of all segments that are the same for every batch: all but `Policy.inputs`. Those
+    """Host arrays of all segments that are the same for every batch: all but `Rule.inputs`. Those
     of VAR-d30 take 0.3 s on a CPU of 2026, longer than drawing an image on a GPU should."""
     schedule = plan.geometry.schedule
     return tuple(
@@ -231,7 +231,7 @@ def for_images(
     """`shared_inputs` with what the policy wants to know about these images."""
     if plan.static_content:
         return shared
-    inputs = plan.policy.inputs(plan.geometry, plan.allocation, image_index)
+    inputs = plan.rule.inputs(plan.geometry, plan.allocation, image_index)
 
     def filled(given: SegmentInputs, segment: Segment) -> SegmentInputs:
         mine = jax.tree.map(lambda a: np.asarray(a)[np.asarray(segment.scales)], inputs)
@@ -255,12 +255,12 @@ def layer_inputs(plan: CachePlan, segment: Segment) -> LayerInputs:
 
 def observed_inputs(plan: CachePlan, segment: Segment) -> dict[str, np.ndarray]:
     """Fields of `StepInputs` that the plan's policy asks for (`Needs`)."""
-    policy, maps = plan.policy, plan.geometry.schedule.maps
+    rule, maps = plan.rule, plan.geometry.schedule.maps
     found = {}
-    if policy.needs.window and not plan.static_content:
-        windows = [policy.window_tokens(*maps[s]) for s in segment.scales]
+    if rule.needs.window and not plan.static_content:
+        windows = [rule.window_tokens(*maps[s]) for s in segment.scales]
         found["window"] = np.stack([np.asarray(w, np.int32) for w in windows])
-    if policy.needs.key_similarity:
+    if rule.needs.key_similarity:
         # the first scale has none before it: its own map stands in, and the result is not used
         pairs = [bilinear_neighbours(maps[max(s - 1, 0)], maps[s]) for s in segment.scales]
         names = ("neighbours", "neighbour_weights")

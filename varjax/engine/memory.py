@@ -118,7 +118,7 @@ def _token_attention(plan: CachePlan, rows: int, condition: int, kv_dtype) -> in
     """Bytes of scores of the condition with itself, or of one query of every head and those of the
     policy's window with the slots of a layer, whose keys the reference converts to float32."""
     heads, slots = plan.geometry.num_heads, max(plan.layer_slots)
-    queries = 1 + plan.policy.stage_needs.window if plan.allocation.decides else 1
+    queries = 1 + plan.rule.needs.window if plan.allocation.decides else 1
     whole = 4 * 2 * plan.geometry.head_dim if item_size(kv_dtype) < 4 else 0
     token = slots * (SCORE_ARRAYS * queries * 4 + whole)
     return rows * heads * max(SCORE_ARRAYS * condition * condition * 4, token)
@@ -128,7 +128,7 @@ def _window_scores(plan: CachePlan, rows: int, keys: int, kv_dtype) -> int:
     """Bytes of what a policy that looks through a window of queries is shown of a layer: the keys,
     gathered in the type of the pool, and float32 scores [R, N, W, K]. No kernel computes them
     (`pallas_kernels.ragged_attention.attention_scores`)."""
-    window = plan.policy.needs.window
+    window = plan.rule.needs.window
     per_key = plan.geometry.head_dim * item_size(kv_dtype) + 4 * window
     return rows * plan.geometry.num_heads * keys * per_key if window else 0
 

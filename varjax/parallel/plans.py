@@ -36,10 +36,8 @@ def check_plan(plan: CachePlan, spec: MeshSpec) -> None:
 
     def input_shapes(images: int) -> list[tuple[int, ...]]:
         index = np.zeros(images, np.int64)  # there may be inputs of one image only
-        if plan.geometry.kind == TOKENS:
-            inputs = None if plan.static_content else plan.policy.stage_inputs(plan.geometry, index)
-        else:
-            inputs = plan.policy.inputs(plan.geometry, plan.allocation, index)
+        known = plan.static_content
+        inputs = None if known else plan.rule.inputs(plan.geometry, plan.allocation, index)
         return [np.shape(a) for a in jax.tree.leaves(inputs)]
 
     # Inputs of a policy are shared by all devices along `data`; they may not depend on the images.

@@ -115,7 +115,9 @@ class HeatKV(SinkPolicy):
         kind = {"whole_heads": self.whole_heads, "literal": self.literal}
         return prune_schedule(geometry, orders, sinks=sinks, budget=budget, **kind)
 
-    def allocate(self, geometry: Geometry, budget: float, calibration=None) -> StaticAllocation:
+    def allocate(
+        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
+    ) -> StaticAllocation:
         last_use = self.schedule(geometry, budget, calibration).last_use().astype(np.int16)
         return StaticAllocation(np.repeat(last_use, geometry.schedule.tokens, axis=-1), last_use)
 
