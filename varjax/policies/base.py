@@ -27,6 +27,7 @@ BUDGET = {  # its range, and what a message about it says
     "note": ": it is the fraction of the full cache's bytes that may be kept",
 }
 LARGEST_INTEGER = 2**31 - 1  # of a field that says no range
+CONTENTS_FOLLOW = "its contents are not chosen by a score, they follow from its own"
 CALIBRATE = "a calibration (`python -m experiments.calibrate` writes one)"
 
 
@@ -83,6 +84,8 @@ class Policy(ScaleRule):
     # another policy: a composition refuses the others; None: all
     allocation_arguments: ClassVar[tuple[str, ...] | None] = None
     selection_arguments: ClassVar[tuple[str, ...] | None] = None
+    # roles that a composition refuses to give it, "allocate" or "select", each with the reason
+    unfit_roles: ClassVar[dict[str, str]] = {}
     contents: ClassVar[str] = ""  # for tables, where it is not simply "decided per image" or not
     # argument sets that the generic tests take, the defaults first
     examples: ClassVar[tuple[dict[str, str], ...]] = ({},)

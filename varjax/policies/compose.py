@@ -70,6 +70,7 @@ class Compose(Composed, StagedPolicy):
 
     by_token = ComposeTokens
     default_parts = ROLES
+    unfit_roles = dict.fromkeys(ROLES, "compositions do not nest")
     summary = "capacities of one policy, selection of another"
     examples = (
         {},

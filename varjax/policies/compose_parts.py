@@ -5,26 +5,23 @@ from varjax.errors import UserError, choose
 from varjax.policies.base import Policy
 from varjax.policies.registry import POLICIES, get_policy
 
-ROLES = {"allocate": "heatkv", "select": "snapkv"}  # with what they are if not said
+ROLES = {"allocate": "heatkv", "select": "snapkv"}  # each with its default
 TOKEN_ROLES = {**ROLES, "allocate": "streaming"}  # the same, on models that draw token by token
 DECIDES = {"allocate": "how much heads hold", "select": "which tokens heads keep"}
 SHARED = ("budget", "accounting", "block_size")  # arguments of the composition, not of its parts
-_GIVEN = "its contents are not chosen by a score, they follow from its own "
-REFUSED = {
-    ("allocate", "full"): "it keeps everything, so there is nothing to select",
-    ("allocate", "headkv"): "how much a head gets is decided for every image, by its own grouping",
-    ("allocate", "compose"): "compositions do not nest",
-    ("select", "full"): "it keeps everything; any other policy does that with budget 1",
-    ("select", "table"): _GIVEN + "file",
-    ("select", "compose"): "compositions do not nest",
-} | {
-    ("select", name): _GIVEN + "schedule of scales"
-    for name in ("heatkv", "binary_heatkv", "heatkv_naive")
-}
+
+
+def refusals() -> dict[tuple[str, str], str]:
+    """Why a policy cannot have a role, by (role, name of the policy)."""
+    return {
+        (role, name): reason
+        for name, cls in POLICIES.items()
+        for role, reason in cls.unfit_roles.items()
+    }
 
 
 def own_arguments(cls: type[Policy], role: str = "") -> list[str]:
-    """Arguments of a part, with a role those that matter to it."""
+    """Names of a part's arguments; if a role is given, only those that matter to the role."""
     used = {"allocate": cls.allocation_arguments, "select": cls.selection_arguments}.get(role)
     idle = (*SHARED, "period")
     names = [name for name in cls.argument_types() if name not in idle]
@@ -32,8 +29,10 @@ def own_arguments(cls: type[Policy], role: str = "") -> list[str]:
 
 
 def choose_part(role: str, name: str) -> type[Policy]:
-    fitting = [other for other in POLICIES if (role, other) not in REFUSED]
-    if reason := REFUSED.get((role, name)):
+    """The policy of this name; `UserError` if there is none or it cannot have the role."""
+    refused = refusals()
+    fitting = [other for other in POLICIES if (role, other) not in refused]
+    if reason := refused.get((role, name)):
         raise UserError(
             f"policy 'compose': {role}={name} makes no sense: {reason}; choose one of "
             f"{', '.join(fitting)}"
@@ -42,14 +41,16 @@ def choose_part(role: str, name: str) -> type[Policy]:
 
 
 def build(role: str, parts: dict[str, str]) -> Policy:
-    """The part that has the role, as given; its own budget is the default."""
+    """The policy that has the role, with the arguments that `parts` gives it and its own default
+    budget."""
     own = f"{role}_"
     named = {n.removeprefix(own): v for n, v in parts.items() if n.startswith(own)}
     return get_policy(choose_part(role, parts[role]).name, arguments=named)
 
 
 def explain_idle(name: str, parts: dict[str, str]) -> None:
-    """Refuse an argument that a part has, but not for its role; return if it has none such."""
+    """Raise `UserError` for an argument that the part has but that its role has no use for; return
+    for any other."""
     role, _, own = name.partition("_")
     if role not in ROLES or own not in own_arguments(POLICIES[parts[role]]):
         return
@@ -59,5 +60,6 @@ def explain_idle(name: str, parts: dict[str, str]) -> None:
     raise UserError(
         f"policy 'compose': {name}={parts[name]} has no effect: {own!r} of {part!r} is about "
         f"{DECIDES[other]}, and {role} decides {DECIDES[role]} (with {part} it takes "
-        f"{usable or 'no arguments'}); leave it out" + ("" if (other, part) in REFUSED else instead)
+        f"{usable or 'no arguments'}); leave it out"
+        + ("" if (other, part) in refusals() else instead)
     )

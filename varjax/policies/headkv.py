@@ -132,6 +132,9 @@ class HeadKV(StagedPolicy, SinkPolicy):
     grouping: str = only_for(TOKENS, "budget")
 
     by_token = HeadKVTokens
+    unfit_roles = {
+        "allocate": "how much a head gets is decided for every image, by its own grouping"
+    }
     selection_arguments = ("sinks", "recent_share", "window", "ratio", "score")
     summary = "local and global heads found per image, stratified eviction"
 

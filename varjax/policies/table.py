@@ -13,6 +13,7 @@ from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, Stat
 from varjax.cache.observation import Observation
 from varjax.calibration.data import Calibration
 from varjax.errors import UserError, about, some
+from varjax.policies.base import CONTENTS_FOLLOW
 from varjax.policies.registry import register
 from varjax.policies.table_tokens import TableTokens
 from varjax.policies.token_rule import StagedPolicy
@@ -50,6 +51,7 @@ class Table(StagedPolicy):
     path: str = ""
 
     by_token = TableTokens
+    unfit_roles = {"select": f"{CONTENTS_FOLLOW} file"}
     summary = "what a file says, for ablations"
     budgeted = False
     shrinks = False

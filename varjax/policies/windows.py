@@ -126,6 +126,10 @@ class Full(StagedPolicy):
     that draw token by token, is not stored (nothing reads it). `period` has no effect."""
 
     by_token = FullRing
+    unfit_roles = {
+        "allocate": "it keeps everything, so there is nothing to select",
+        "select": "it keeps everything; any other policy does that with budget 1",
+    }
     summary = "everything"
     shrinks = False
     smallest_reason = "it keeps everything"
