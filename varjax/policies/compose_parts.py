@@ -56,10 +56,10 @@ def explain_idle(name: str, parts: dict[str, str]) -> None:
         return
     part, other = parts[role], next(r for r in ROLES if r != role)
     usable = ", ".join(f"{role}_{n}" for n in own_arguments(POLICIES[part], role))
+    refused = (other, part) in refusals()
     instead = f", or give it to {other}: {other}={part},{other}_{own}={parts[name]}"
     raise UserError(
         f"policy 'compose': {name}={parts[name]} has no effect: {own!r} of {part!r} is about "
         f"{DECIDES[other]}, and {role} decides {DECIDES[role]} (with {part} it takes "
-        f"{usable or 'no arguments'}); leave it out"
-        + ("" if (other, part) in refusals() else instead)
+        f"{usable or 'no arguments'}); leave it out" + ("" if refused else instead)
     )

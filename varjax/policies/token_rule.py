@@ -131,6 +131,8 @@ class TokenRule(Rule):
 class TokenPolicy(TokenRule, StagedPolicy):
     """Base of policies for models that draw token by token only: they are their own rule."""
 
+    unsuited = "it decides about tokens that are drawn one by one"
+
 
 class ObservingRule(TokenRule):
     """Base of rules whose stage's newest `window` queries say what to keep, and whose tokens stay.
