@@ -123,7 +123,7 @@ def main(argv) -> None:
     check_countable(geometry, BATCH_SIZE.value, DTYPE.value)
     plan, calibration = POLICY.plan(POLICY.resolve(), model)
     sizes = (BATCH_SIZE.value, DTYPE.value, KV_DTYPE.value or DTYPE.value)
-    steady = plan.policy.steady_tokens(geometry, calibration)
+    steady = plan.rule.steady_tokens(geometry, calibration)
     remarks = plan_remarks(plan, calibration)
     remarks += memory_lines(plan, BATCH_SIZE.value, sizes[-1], steady)
     print(text(name, plan, *sizes, remarks))

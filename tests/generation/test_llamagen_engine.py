@@ -20,7 +20,7 @@ from varjax.sampling import Sampling
 from varjax.sequence import TOKENS
 
 # a table needs a file, and budget 1 is not what it is for
-BY_TOKEN = [n for n, c in POLICIES.items() if TOKENS in c.serves and n not in ("full", "table")]
+BY_TOKEN = [n for n, c in POLICIES.items() if c.serves(TOKENS) and n not in ("full", "table")]
 DRAWN = Sampling(cfg=2.0, tau=0.9, top_k=50, top_p=0.9)
 
 

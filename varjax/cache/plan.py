@@ -17,6 +17,7 @@ from jaxtyping import Array, PyTree
 
 from varjax import arguments
 from varjax.cache.allocation import Geometry
+from varjax.cache.observation import Policy, Rule
 from varjax.errors import UserError
 
 KV_DTYPES = ("bfloat16", "float32", "int8")  # of stored keys and values
@@ -40,7 +41,12 @@ class CachePlan:
     capacity: np.ndarray
     budget: float
     accounting: str
-    policy: Any = None
+    policy: Policy | None = None
+
+    @cached_property
+    def rule(self) -> Rule | None:
+        """What the policy does on this kind of model; None where the plan knows no policy."""
+        return None if self.policy is None else self.policy.rule(self.geometry.kind)
 
     # --- sizes ------------------------------------------------------------------------------------
 
@@ -99,7 +105,9 @@ class CachePlan:
 
     def policy_inputs(self, image_index: np.ndarray) -> PyTree[np.ndarray]:
         """What the policy knows beforehand about a batch of images; None if there is nothing."""
-        raise NotImplementedError
+        if self.static_content:
+            return None
+        return self.rule.inputs(self.geometry, self.allocation, image_index)
 
     # --- the cache on the device ------------------------------------------------------------------
 

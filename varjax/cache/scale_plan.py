@@ -6,7 +6,7 @@ from functools import cached_property
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from varjax.cache import allocator
 from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
@@ -41,9 +41,6 @@ class ScalePlan(CachePlan):
     @property
     def used_slots(self) -> np.ndarray:
         return self.blocks_after_store * self.block_size
-
-    def policy_inputs(self, image_index: np.ndarray) -> PyTree[np.ndarray]:
-        return self.policy.inputs(self.geometry, self.allocation, image_index)
 
     # --- the cache on the device ------------------------------------------------------------------
 

@@ -9,9 +9,9 @@ a ring behind S tokens that stay. Capacities are the same in all stages but the 
 nothing has to leave, so nothing here grows with the number of tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ from jaxtyping import Array
 
 from varjax.cache import token_state
 from varjax.cache.allocation import Geometry
+from varjax.cache.observation import Policy, Rule
 from varjax.cache.plan import CachePlan, check_block_size
 from varjax.cache.token_state import LayerCache
 from varjax.errors import UserError
@@ -51,12 +52,26 @@ class StageAllocation:
     group_stage: int | None = None
 
     @classmethod
-    def uniform(cls, geometry: Geometry, slots: int, period: int, **more: Any) -> "StageAllocation":
+    def uniform(
+        cls,
+        geometry: Geometry,
+        slots: int,
+        period: int,
+        *,
+        kept: int | None = None,
+        group_stage: int | None = None,
+    ) -> "StageAllocation":
         """The same in all layers. With room for all tokens nothing has to be decided."""
         steps = geometry.schedule.steps
         if slots >= steps:
             return cls.known(geometry, steps)
-        return cls(np.full(geometry.num_layers, slots), min(period, steps), **more)
+        layers = geometry.num_layers
+        return cls(
+            np.full(layers, slots),
+            min(period, steps),
+            kept=None if kept is None else np.full(layers, kept),
+            group_stage=group_stage,
+        )
 
     @classmethod
     def known(cls, geometry: Geometry, slots: int, protected: int = 0) -> "StageAllocation":
@@ -118,11 +133,6 @@ class TokenPlan(CachePlan):
     def used_slots(self) -> np.ndarray:
         """All slots at any time: every head has its own from the start."""
         return np.full_like(self.live_tokens, self.pool_tokens)
-
-    def policy_inputs(self, image_index: np.ndarray) -> np.ndarray | None:
-        if self.static_content:
-            return None
-        return self.policy.stage_inputs(self.geometry, image_index)
 
     # --- the cache on the device ------------------------------------------------------------------
 
@@ -188,48 +198,67 @@ def image_slots(geometry: Geometry, budget: float, accounting: str) -> int:
     return int(budget * sequence.persistent_tokens + 1e-6) - sequence.condition
 
 
-def plan_stages(geometry: Geometry, policy: Any) -> TokenPlan:
-    """Plan the cache of a policy for a model that draws token by token.
+def budget_of(geometry: Geometry, slots: int) -> float:
+    """The inverse of `image_slots` with accounting "bytes": a budget that pays for exactly these
+    slots."""
+    return (slots + geometry.schedule.condition) / geometry.schedule.persistent_tokens
 
-    Raises:
-      UserError: the budget is infeasible (the message names the smallest feasible one), or an
-        argument of the policy is.
+
+def fit_slots(
+    geometry: Geometry, rule: Rule, allocate: Callable[[float], StageAllocation]
+) -> tuple[StageAllocation, int]:
+    """What may be kept when the slots of every head are rounded to blocks, and the block size.
+
+    allocate: the allocation of a budget. Raises `UserError` as `_rounded`.
     """
-    policy = policy.prepare_stages(geometry)
-    policy.check_stages(geometry)
-    slots, size = _rounded(geometry, policy, policy.wanted_slots(geometry))
-    allocation = policy.allocate_stages(geometry, slots)
-    condition, heads = geometry.schedule.condition, geometry.num_heads
-    of_heads = allocation.slots + condition
-    if (of_heads % size).any():  # sizes that the policy was given, not the planner
-        size = 1
-    held = allocation.held(geometry)
-    capacity = np.concatenate([held[:1], held[1:] + condition]).astype(np.int32)
-    return TokenPlan(
-        geometry=geometry,
-        allocation=allocation,
-        block_size=size,
-        pool_blocks=int(of_heads.sum()) * heads // size,
-        capacity=np.broadcast_to(capacity[..., None], (*capacity.shape, heads)),
-        budget=policy.budget,
-        accounting=policy.accounting,
-        policy=policy,
-    )
+    policy, budget = rule.policy, rule.policy.budget
+    wanted = rule.slots(geometry, budget)
+    slots, size = _rounded(geometry, rule, wanted)
+    if slots < wanted and policy.shrinks:
+        budget = budget_of(geometry, slots)
+    allocation = allocate(budget)
+    if ((allocation.slots + geometry.schedule.condition) % size).any():
+        size = 1  # sizes that the policy was given, not the planner
+    return allocation, size
 
 
-def _rounded(geometry: Geometry, policy: Any, slots: int) -> tuple[int, int]:
+def _rounded(geometry: Geometry, rule: Rule, slots: int) -> tuple[int, int]:
     """Image slots of a head, fewer than wanted if that makes all of its slots a multiple of some
     size that kernels like, and that size. What papers count is not rounded, nor a full cache."""
-    sequence = geometry.schedule
-    slots = min(slots, sequence.steps)
+    policy, sequence = rule.policy, geometry.schedule
     total, asked = slots + sequence.condition, policy.block_size
     exact = policy.accounting == "tokens" or slots == sequence.steps
     for size in (check_block_size(asked),) if asked and not exact else BLOCK_SIZES:
         lost = total % size
-        fits = slots - lost >= policy.minimum_slots(geometry)
+        fits = slots - lost >= rule.minimum_slots(geometry)
         if fits and lost <= (0 if exact else total if asked else LOST_AT_MOST * total):
             return slots - lost, size
     raise UserError(
         f"policy {policy.name!r} at budget {policy.budget:g} has {total} slots per head, which are "
         f"too few in blocks of {asked}: choose a smaller block_size, or accounting=tokens"
+    )
+
+
+def build_plan(
+    geometry: Geometry,
+    allocation: StageAllocation,
+    *,
+    block_size: int,
+    budget: float,
+    accounting: str,
+    policy: Policy | None = None,
+) -> TokenPlan:
+    """Lay out an allocation: every head of a layer has slots of its own."""
+    condition, heads = geometry.schedule.condition, geometry.num_heads
+    of_heads, held = allocation.slots + condition, allocation.held(geometry)
+    capacity = np.concatenate([held[:1], held[1:] + condition]).astype(np.int32)
+    return TokenPlan(
+        geometry=geometry,
+        allocation=allocation,
+        block_size=block_size,
+        pool_blocks=int(of_heads.sum()) * heads // block_size,
+        capacity=np.broadcast_to(capacity[..., None], (*capacity.shape, heads)),
+        budget=budget,
+        accounting=accounting,
+        policy=policy,
     )

@@ -79,7 +79,7 @@ def _layer(plan: CachePlan, rows: int, slots: int, dtype, compute_dtype) -> Laye
     if plan.static_content:
         condition = jnp.full((rows, 1, plan.sequence.condition), -1, jnp.int32)
         return LayerCache(pool, condition, **found)
-    needs = plan.policy.stage_needs
+    needs = plan.rule.needs
     if needs.total_mass or needs.scale_mass or needs.window_mass:
         found["mass"] = jnp.zeros((*heads, slots), jnp.float32)
     if needs.window_logits:

@@ -70,12 +70,12 @@ def for_images(
 
 def observed_inputs(plan: ScalePlan, segment: Segment) -> dict[str, np.ndarray]:
     """Fields of `StepInputs` that the plan's policy asks for (`Needs`)."""
-    policy, maps = plan.policy, plan.geometry.schedule.maps
+    rule, maps = plan.rule, plan.geometry.schedule.maps
     found = {}
-    if policy.needs.window and not plan.static_content:
-        windows = [policy.window_tokens(*maps[s]) for s in segment.scales]
+    if rule.needs.window and not plan.static_content:
+        windows = [rule.window_tokens(*maps[s]) for s in segment.scales]
         found["window"] = np.stack([np.asarray(w, np.int32) for w in windows])
-    if policy.needs.key_similarity:
+    if rule.needs.key_similarity:
         # The first scale has none before it: its own map stands in, and the result is not used.
         pairs = [bilinear_neighbours(maps[max(s - 1, 0)], maps[s]) for s in segment.scales]
         names = ("neighbours", "neighbour_weights")

@@ -144,7 +144,7 @@ def _(plan: TokenPlan, step: Step) -> int:
     converts to float32."""
     condition = step.config.condition_tokens
     heads, slots = plan.geometry.num_heads, max(plan.layer_slots)
-    queries = 1 + plan.policy.stage_needs.window if plan.allocation.decides else 1
+    queries = 1 + plan.rule.needs.window if plan.allocation.decides else 1
     whole = 4 * 2 * plan.geometry.head_dim if step.kv_dtype.itemsize < 4 else 0
     token = slots * (SCORE_ARRAYS * queries * 4 + whole)
     attention = step.rows * heads * max(SCORE_ARRAYS * condition * condition * 4, token)
@@ -165,7 +165,7 @@ def _window_scores(plan: ScalePlan, step: Step, keys: int) -> int:
     """Bytes of what a policy that looks through a window of queries is shown of a layer: the keys,
     gathered in the type of the pool, and float32 scores [R, N, W, K]. No kernel computes them
     (`pallas_kernels.ragged_attention.attention_scores`)."""
-    window = plan.policy.needs.window
+    window = plan.rule.needs.window
     per_key = plan.geometry.head_dim * step.kv_dtype.itemsize + 4 * window
     return step.rows * plan.geometry.num_heads * keys * per_key if window else 0
 

@@ -108,7 +108,7 @@ def generate_tokens(
       condition: what `encode_condition` takes, for B images.
       keys: one typed random key per image [B].
       given: tokens that replace the draw, or None.
-      inputs: of every layer, what its policy wants to know (`TokenPolicy.stage_inputs`), or none.
+      inputs: of every layer, what its policy wants to know (`Rule.inputs`), or none.
       spec: static.
 
     Returns:
