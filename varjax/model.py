@@ -15,18 +15,15 @@ from varjax import arguments
 from varjax.cache.allocation import Geometry
 from varjax.errors import UserError
 from varjax.models import registry
-from varjax.models.registry import Family
+from varjax.models.next_token import NextTokenTransformer
+from varjax.models.transformer import Transformer
+from varjax.nn.families import Family
+from varjax.nn.parameters import default_dtype
 from varjax.sampling import Sampling
-from varjax.sequence import TOKENS, TokenSequence
 from varjax.storage import checkpoint
 
 DTYPES = ("float32", "bfloat16")
 SAMPLING_WANTED = "Sampling, as model.sampling(cfg=2.0) gives it"
-
-
-def default_dtype() -> str:
-    """bfloat16 on accelerators; float32 on CPU, where bfloat16 is not faster."""
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +45,7 @@ class Model:
         return registry.family(self.metadata["family"])
 
     @property
-    def transformer(self) -> nnx.Module:
+    def transformer(self) -> Transformer:
         return self.parts["transformer"]
 
     @property
@@ -72,14 +69,12 @@ class Model:
     @property
     def draws_tokens(self) -> bool:
         """Whether images are drawn token by token, not scale by scale."""
-        return self.family.draws == TOKENS
+        return isinstance(self.transformer, NextTokenTransformer)
 
     @property
     def code_map(self) -> tuple[int, int, int]:
         """Height, width and channels of the latent map that the codec decodes."""
-        if self.draws_tokens:
-            return (*self.config.grid, self.codec.config.codebook_embed_dim)
-        return self.config.code_map
+        return self.transformer.code_map(self.codec.config)
 
     @property
     def condition(self) -> str:
@@ -88,7 +83,7 @@ class Model:
 
     @property
     def num_classes(self) -> int:
-        """Classes of a class-conditional model."""
+        """Classes of a class-conditional model; 0 for others."""
         return self.config.num_classes
 
     @property
@@ -120,15 +115,15 @@ class Model:
         return self.geometry_for(self.sampling())
 
     def geometry_for(self, sampling: Sampling, *, one_slot: bool = True) -> Geometry:
-        """Likewise under other sampling: without guidance there are no unconditional rows.
+        """What a cache must know of the model under this sampling: without guidance there are no
+        unconditional rows.
 
-        one_slot: of models that draw token by token, whether one slot stands for the whole
-          condition where the model allows it (`NextTokenTransformer.condition_is_one_slot`). A plan
-          for the other geometry runs, too, and draws the same.
+        one_slot: as in `Transformer.sequence`. A plan for the other geometry runs, too, and draws
+          the same.
         """
         config = self.config
         return Geometry(
-            schedule=self._sequence(one_slot) if self.draws_tokens else config.schedule,
+            schedule=self.transformer.sequence(one_slot),
             num_layers=config.depth,
             num_heads=config.num_heads,
             head_dim=config.head_dim,
@@ -152,12 +147,6 @@ class Model:
                     f"the plan is for another model: its {name} is {given}, this model has "
                     f"{wanted}; plan for this model"
                 )
-
-    def _sequence(self, one_slot: bool) -> TokenSequence:
-        config = self.config
-        one = one_slot and self.transformer.condition_is_one_slot
-        slots = 1 if one else config.condition_tokens
-        return TokenSequence(config.image_tokens, slots, config.grid[1])
 
     def with_config(self, config) -> "Model":
         """The same weights, shared and not copied, under another configuration of the
@@ -193,7 +182,7 @@ class Model:
         dtype = default_dtype() if dtype is None else arguments.dtype("dtype", dtype, DTYPES)
         arguments.flag("on_host", on_host)
         dtypes = {"transformer": dtype, "codec": "float32"}
-        parts, _ = checkpoint.load(self.directory, dtypes, on_host)
+        parts, _ = checkpoint.load(self.directory, registry.CATALOGUE, dtypes, on_host)
         return replace(self, parts=parts).with_config(self.config)
 
 
@@ -221,7 +210,7 @@ def describe(
         metadata = {"family": preset.family, "sampling": dict(preset.sampling)}
     else:
         name, directory = _place(name_or_directory)
-        parts, metadata = checkpoint.describe(directory)
+        parts, metadata = checkpoint.describe(directory, registry.CATALOGUE)
         if "transformer" not in parts:
             alone = " and a ".join(parts).replace("_", " ")
             raise UserError(f"{directory} is a {alone} alone: give the checkpoint of a whole model")

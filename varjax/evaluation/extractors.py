@@ -16,6 +16,7 @@ from jaxtyping import UInt8
 
 from varjax.errors import UserError, about
 from varjax.evaluation import classifier, inception, lpips, resizing
+from varjax.evaluation.networks import CATALOGUE
 from varjax.model import Model
 from varjax.nn import parameters
 from varjax.parallel.sharding import make_mesh
@@ -65,8 +66,8 @@ class Network:
 
 
 def _load(folder: str | Path, part: str) -> tuple[nnx.Module, dict]:
-    """A network of `registry.OWN_FOLDER` and what identifies it."""
-    parts, content = checkpoint.load(Path(folder), {part: "float32"})
+    """A network of `CATALOGUE` and what identifies it."""
+    parts, content = checkpoint.load(Path(folder), CATALOGUE, {part: "float32"})
     module = parts[part]
     digest = hashlib.sha256()
     for name, array in sorted(parameters.named(module).items()):
@@ -139,7 +140,7 @@ def classifier_of(model: Model) -> Network | None:
     Raises:
       UserError: the checkpoint's own is of other pictures or classes.
     """
-    if model.condition != "labels":
+    if not model.num_classes:
         return None
     size = tuple(side * model.codec.config.downsample for side in model.code_map[:2])
     own = model.directory / "classifier" if model.directory else None
@@ -153,7 +154,7 @@ def classifier_of(model: Model) -> Network | None:
         return found
     with contextlib.suppress(UserError):  # it is not installed
         embedded = checkpoint.embedded(*DEMO_CLASSIFIER)
-        config = checkpoint.describe(embedded)[0]["classifier"].config
+        config = checkpoint.describe(embedded, CATALOGUE)[0]["classifier"].config
         side, names = config.image_size, tuple(model.class_names or ())
         if size == (side, side) and config.class_names == names:
             return open_classifier(embedded)

@@ -25,13 +25,21 @@ from pallas_kernels.projection import Projection
 from varjax.models.step_inputs import Resampling, StepInputs
 from varjax.models.transformer import Transformer
 from varjax.nn import layers, stacked
+from varjax.nn.published import Configuration
 from varjax.nn.split import Split
 from varjax.sampling import Sampling, Scores
+from varjax.schedule import Schedule
 
 
 class NextScaleTransformer(Transformer):
     """Base of all families that draw scales. `config` has schedule, depth, num_heads, head_dim,
     code_map, logits_per_token, `check_sampling` and `is_guided`."""
+
+    def sequence(self, one_slot: bool = True) -> Schedule:
+        return self.config.schedule
+
+    def code_map(self, codec: Configuration) -> tuple[int, int, int]:
+        return self.config.code_map
 
     @property
     def resampling(self) -> Resampling:

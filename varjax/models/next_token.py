@@ -36,7 +36,9 @@ from pallas_kernels.projection import Projection
 from varjax import sampling as sampling_lib
 from varjax.models.transformer import Transformer
 from varjax.nn import layers, stacked
+from varjax.nn.published import Configuration
 from varjax.sampling import Sampling, Scores
+from varjax.sequence import TokenSequence
 
 
 def as_it_is(branch: Array, number: int) -> Array:
@@ -53,6 +55,14 @@ class NextTokenTransformer(Transformer):
     """
 
     condition_is_one_slot: ClassVar[bool] = False
+
+    def sequence(self, one_slot: bool = True) -> TokenSequence:
+        config = self.config
+        slots = 1 if one_slot and self.condition_is_one_slot else config.condition_tokens
+        return TokenSequence(config.image_tokens, slots, config.grid[1])
+
+    def code_map(self, codec: Configuration) -> tuple[int, int, int]:
+        return (*self.config.grid, codec.code_channels)
 
     # --- traced steps -----------------------------------------------------------------------------
 

@@ -6,7 +6,10 @@ import numpy as np
 from flax import nnx
 
 from varjax.errors import UserError
+from varjax.nn.published import Configuration
 from varjax.nn.split import Split
+from varjax.schedule import Schedule
+from varjax.sequence import TokenSequence
 
 
 class Transformer(nnx.Module):
@@ -34,6 +37,19 @@ class Transformer(nnx.Module):
         length of texts; None: the most that the model takes."""
         raise NotImplementedError
 
+    def sequence(self, one_slot: bool = True) -> Schedule | TokenSequence:
+        """What an image is drawn by, as the cache sees it: scales or tokens.
+
+        one_slot: where tokens are drawn, whether one slot stands for the whole condition if the
+          model allows it (`NextTokenTransformer.condition_is_one_slot`).
+        """
+        raise NotImplementedError
+
+    def code_map(self, codec: Configuration) -> tuple[int, int, int]:
+        """Height, width and channels of the latent map that a codec of this configuration
+        decodes."""
+        raise NotImplementedError
+
     @staticmethod
     def splits() -> dict[str, Split]:
         """Stacked parameters of the blocks that are divided over heads or the feed-forward's width;
@@ -44,7 +60,7 @@ class Transformer(nnx.Module):
 
     def no_tokens(self, images: int) -> np.ndarray:
         """Tokens as they are drawn, all 0, for programs that take forced ones and get none."""
-        return np.zeros((images, self.config.schedule.total_tokens), np.int32)
+        return np.zeros((images, self.config.total_tokens), np.int32)
 
     def tokens_to_file(self, tokens: np.ndarray) -> np.ndarray:
         """Drawn tokens of N images as `arrays.npz` has them."""
@@ -57,7 +73,7 @@ class Transformer(nnx.Module):
         scales: how many scales take them; it may end there.
         """
         config = self.config
-        wanted = (num_images, config.schedule.total_tokens)
+        wanted = (num_images, config.total_tokens)
         if array.shape != wanted or not np.issubdtype(array.dtype, np.integer):
             raise UserError(f"tokens are {array.dtype} {array.shape}, needed are integers {wanted}")
         if array.min() < 0 or array.max() >= config.vocab_size:

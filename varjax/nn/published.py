@@ -102,7 +102,24 @@ class Configuration:
 
 
 class TransformerConfig(Configuration):
-    """What the configurations of transformers share: the fields named here."""
+    """What the configurations of transformers share.
+
+    condition: name of the kind of condition that images are made of (`Family.conditions`).
+    num_classes: classes that images may be made of; 0: the model draws from something else.
+    """
+
+    condition: str
+    num_classes = 0
+
+    @property
+    def token_maps(self) -> tuple[tuple[int, int], ...]:
+        """Heights and widths of the maps of tokens that are drawn, one after the other."""
+        return self.schedule.maps
+
+    @property
+    def total_tokens(self) -> int:
+        """L: tokens that are drawn, of all maps together."""
+        return sum(h * w for h, w in self.token_maps)
 
     def check_shape(self, *names: str) -> None:
         """Raise `UserError` for an impossible size in the shared fields or in those of `names`."""
@@ -117,7 +134,7 @@ class TransformerConfig(Configuration):
         what it is now. `UserError`: one schedule per checkpoint, or there is no such template."""
         if aspect is None and size is None:
             return self
-        height, width = self.schedule.final_map
+        height, width = self.token_maps[-1]
         raise UserError(
             f"aspect and size: {self.what} draws pictures of one shape per checkpoint "
             f"({height}x{width} tokens here): leave them out"

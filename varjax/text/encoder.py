@@ -15,13 +15,16 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from varjax.arguments import integer, path, texts
-from varjax.engine import memory
 from varjax.errors import UserError
+from varjax.nn.compiled import peak_bytes
+from varjax.nn.families import Catalogue, Part
 from varjax.storage import arrays, checkpoint
 from varjax.text.features import MAX_LENGTH, TextFeatures
 from varjax.text.t5 import SPIECE_FILE, T5Config, T5Encoder, Tokenizer, Tokens
 
-PART = "text_encoder"  # as the registry calls it, and its folder in a checkpoint
+PART = "text_encoder"  # its name in a family, and its folder in a checkpoint
+TEXT_ENCODER = Part("T5", T5Config, T5Encoder, own_folder=True)
+CATALOGUE = Catalogue(parts={PART: TEXT_ENCODER})
 DTYPES = ("float32", "bfloat16")  # float16 overflows in T5's feed-forward
 SMALLEST = 16  # tokens of the smallest program; further sizes are powers of two
 
@@ -68,7 +71,7 @@ class TextEncoder:
         if dtype is not None and arrays.floating_dtype(dtype).name not in DTYPES:
             raise UserError(f"text encoder in {dtype}: choose {' or '.join(DTYPES)}")
         _, tokenizer = check_folder(path("text encoder", directory))
-        parts, _ = checkpoint.load(directory, {PART: dtype})
+        parts, _ = checkpoint.load(directory, CATALOGUE, {PART: dtype})
         return cls(parts[PART], tokenizer)
 
     def encode(
@@ -130,7 +133,7 @@ class TextEncoder:
             return None
         shape = min(batch_size, texts), padded_size(features.longest)
         # JAX keeps what it compiled for these shapes: nothing is compiled a second time
-        return memory.peak_bytes(_program.lower(self.module, *_padded([], *shape)).compile())
+        return peak_bytes(_program.lower(self.module, *_padded([], *shape)).compile())
 
 
 def negative_texts(
@@ -174,7 +177,7 @@ def check_folder(directory: str | os.PathLike) -> tuple[T5Config, Tokenizer]:
       UserError: no encoder or an unusable one; the tokenizer is missing, damaged or another's.
       MissingExtra: without the `sentencepiece` package.
     """
-    config = checkpoint.describe(directory, [PART])[0][PART].config
+    config = checkpoint.describe(directory, CATALOGUE, [PART])[0][PART].config
     file = checkpoint.part_folder(directory, PART) / SPIECE_FILE
     return config, Tokenizer(file, config.vocab_size)
 

@@ -56,6 +56,11 @@ class VQConfig(Levels):
         return cls(**found)
 
     @property
+    def code_channels(self) -> int:
+        """Channels of the latent map of codes."""
+        return self.codebook_embed_dim
+
+    @property
     def vocab_size(self) -> int:
         """As transformers call the number of codes."""
         return self.codebook_size

@@ -330,7 +330,7 @@ class Infinity(NextScaleTransformer):
 
     def no_tokens(self, images: int) -> np.ndarray:
         config = self.config
-        return np.zeros((images, config.schedule.total_tokens, config.bits), np.uint8)
+        return np.zeros((images, config.total_tokens, config.bits), np.uint8)
 
     def tokens_to_file(self, tokens: np.ndarray) -> np.ndarray:
         return tokens_to_bits(tokens, self.config.schedule, self.config.patch)

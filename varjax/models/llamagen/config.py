@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from varjax.errors import UserError, show
 from varjax.nn import published
 from varjax.sampling import Sampling
-from varjax.schedule import Schedule
 
 TEXT_TOKENS = 120  # of the released text-conditional models
 MOST_TOKENS = 2**16  # of an image: a grid of 256 x 256
@@ -147,9 +146,8 @@ class LlamaGenConfig(published.TransformerConfig):
         return side, side
 
     @property
-    def schedule(self) -> Schedule:
-        """The one map of tokens; they are drawn one after the other, row by row."""
-        return Schedule((self.grid,))
+    def token_maps(self) -> tuple[tuple[int, int], ...]:
+        return (self.grid,)
 
     @property
     def text_channels(self) -> int:
