@@ -17,6 +17,7 @@ from varjax.errors import UserError
 from varjax.models import registry
 from varjax.models.next_token import NextTokenTransformer
 from varjax.models.transformer import Transformer
+from varjax.nn import parameters
 from varjax.nn.families import Family
 from varjax.nn.parameters import default_dtype
 from varjax.sampling import Sampling
@@ -26,7 +27,7 @@ DTYPES = ("float32", "bfloat16")
 SAMPLING_WANTED = "Sampling, as model.sampling(cfg=2.0) gives it"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Model:
     """A model of some family.
 
@@ -39,6 +40,17 @@ class Model:
     parts: Mapping[str, nnx.Module]
     metadata: Mapping
     directory: Path | None = None
+
+    def __repr__(self) -> str:
+        count = sum(map(parameters.count, self.parts.values()))
+        height, width = self.pixels
+        condition = f"{self.num_classes} labels" if self.num_classes else self.condition
+        weights = f"only shapes of {self.dtype}" if self.is_abstract else f"{self.dtype}"
+        return (
+            f"Model {self.name} of the family {self.family.name}: {count:,} parameters ({weights}),"
+            f" {height}x{width} pixels from {condition}, drawn by {self.geometry.schedule.kind}"
+            f" {self.geometry.schedule}, folder {self.directory}"
+        )
 
     @property
     def family(self) -> Family:
@@ -75,6 +87,12 @@ class Model:
     def code_map(self) -> tuple[int, int, int]:
         """Height, width and channels of the latent map that the codec decodes."""
         return self.transformer.code_map(self.codec.config)
+
+    @property
+    def pixels(self) -> tuple[int, int]:
+        """Height and width of the pictures."""
+        height, width, _ = self.code_map
+        return height * self.codec.config.downsample, width * self.codec.config.downsample
 
     @property
     def condition(self) -> str:

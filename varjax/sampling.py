@@ -155,16 +155,20 @@ class Sampling:
             if name not in _KINDS:
                 close = nearest(name, _KINDS)
                 raise UserError(f"unknown setting {name!r}: there are {', '.join(_KINDS)}{close}")
-        known = {k: settings[k] for k in RECOMMENDABLE if k in settings}
-        base = cls(**known)
-        return replace(base, **{k: v for k, v in overrides.items() if v is not None})
+        chosen = {name: settings[name] for name in RECOMMENDABLE if name in settings}
+        chosen |= {name: value for name, value in overrides.items() if value is not None}
+        return cls(**chosen)
 
 
 _KINDS = {
-    **{"cfg": arguments.real, "tau": arguments.real, "cfg_insertion_layer": arguments.integer},
+    "cfg": arguments.real,
+    "tau": arguments.real,
+    "cfg_insertion_layer": arguments.integer,
     "cfg_interval": arguments.integer,
-    **{"top_k": arguments.integer, "top_p": arguments.real},
-    **{"greedy": arguments.flag, "more_smooth": arguments.flag},
+    "top_k": arguments.integer,
+    "top_p": arguments.real,
+    "greedy": arguments.flag,
+    "more_smooth": arguments.flag,
 }
 
 

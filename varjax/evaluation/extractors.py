@@ -76,8 +76,8 @@ def _load(folder: str | Path, part: str) -> tuple[nnx.Module, dict]:
     return module, {"sha256": digest.hexdigest(), "sources": sources if sources else []}
 
 
-def open_inception(folder: str | None, path: str) -> Network:
-    """The network of FID on pictures resized by `path`.
+def open_inception(folder: str | None, preparation: str) -> Network:
+    """The network of FID on pictures that are prepared as one of `resizing.PREPARATIONS` says.
 
     Raises:
       UserError: there is no such checkpoint; with the place to get it.
@@ -99,15 +99,15 @@ def open_inception(folder: str | None, path: str) -> Network:
         "inception",
         module,
         {"name": "inception", **identity, "published_weights": published},
-        lambda network, images: network(resizing.prepare(images, path)),
+        lambda network, images: network(resizing.prepare(images, preparation)),
         widths,
         resizing.batch_size,
     )
 
 
-def open_classifier(folder: str | Path | None = None, path: str | None = None) -> Network:
-    """A classifier that `experiments.train` has trained; None: of the demo's classes. Pictures are
-    not resized.
+def open_classifier(folder: str | Path | None = None, preparation: str | None = None) -> Network:
+    """A classifier that `experiments.train` has trained, from its folder; None: the embedded one,
+    which knows the demo's classes. Pictures are not resized, so that `preparation` is not used.
 
     Raises:
       UserError: there is no such checkpoint.
@@ -161,7 +161,7 @@ def classifier_of(model: Model) -> Network | None:
     return None
 
 
-# {name: (folder of its weights, path of resizing) -> network}
+# {name: (folder of its weights, how pictures are prepared) -> network}
 EXTRACTORS: Mapping[str, Callable[[str | None, str], Network]] = {
     "inception": open_inception,
     "demo": open_classifier,

@@ -84,9 +84,14 @@ STEM = (
 _STEM = tuple(layer for group in STEM for layer in group)
 # {block: (branches, how the last branch pools)}
 BLOCKS = {
-    **{f"Mixed_5{x}": (_A, "mean") for x in "bcd"},
+    "Mixed_5b": (_A, "mean"),
+    "Mixed_5c": (_A, "mean"),
+    "Mixed_5d": (_A, "mean"),
     "Mixed_6a": (_B, "shrink"),
-    **{f"Mixed_6{x}": (_C, "mean") for x in "bcde"},
+    "Mixed_6b": (_C, "mean"),
+    "Mixed_6c": (_C, "mean"),
+    "Mixed_6d": (_C, "mean"),
+    "Mixed_6e": (_C, "mean"),
     "Mixed_7a": (_D, "shrink"),
     "Mixed_7b": (_E, "mean"),
     "Mixed_7c": (_E, "max"),
@@ -101,14 +106,12 @@ def _flat(branch: tuple) -> tuple[Layer, ...]:
 
 
 # Names of all convolutions, in the order of the configuration's widths.
-CONVOLUTIONS = (
-    *(layer.name for layer in _STEM if isinstance(layer, Layer)),
-    *(
-        f"{block}.{layer.name}"
-        for block, (branches, _) in BLOCKS.items()
-        for branch in branches
-        for layer in _flat(branch)
-    ),
+CONVOLUTIONS = tuple(layer.name for layer in _STEM if isinstance(layer, Layer))
+CONVOLUTIONS += tuple(
+    f"{block}.{layer.name}"
+    for block, (branches, _) in BLOCKS.items()
+    for branch in branches
+    for layer in _flat(branch)
 )
 
 

@@ -109,5 +109,6 @@ def write(path: Path, gaussians: Mapping[str, Gaussian], notes: Mapping[str, str
     for name, gaussian in gaussians.items():
         mean, covariance = KEYS[name]
         arrays |= {mean: gaussian.mean, covariance: gaussian.covariance}
+    arrays |= {key: np.array(text) for key, text in notes.items()}
     with new_file(path) as file:
-        np.savez(file, **arrays, **{key: np.array(text) for key, text in notes.items()})
+        np.savez(file, **arrays)

@@ -7,6 +7,7 @@ features, V classes, S splits.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Integer
@@ -205,9 +206,9 @@ def covered(
     return found
 
 
-@dataclass(frozen=True)
-class PrecisionRecall:
-    """precision: part of the samples that lie among the reference; recall: the other way round."""
+class PrecisionRecall(NamedTuple):
+    """precision: part of the samples that lie among the reference. recall: part of the reference
+    that lies among the samples."""
 
     precision: float
     recall: float

@@ -16,10 +16,8 @@ without it there are none (R = B). Codes, and what becomes of them, belong to th
 `accumulate`, `decode`). A new family writes one subclass.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from pallas_kernels.projection import Projection
 from varjax.models.step_inputs import Resampling, StepInputs
@@ -49,14 +47,14 @@ class NextScaleTransformer(Transformer):
     # --- traced steps -----------------------------------------------------------------------------
 
     def encode_condition(
-        self, condition: Any, *, guided: bool, implementation: str | None = None
-    ) -> dict[str, Any]:
+        self, condition: PyTree, *, guided: bool, implementation: str | None = None
+    ) -> dict[str, PyTree]:
         """Everything that depends on the condition only, for all rows: `head` [R, 2, D] and
         `layers` (leading axis layers, scanned with the stacked blocks) are expected in it.
         implementation: of attention over a text, where there is one."""
         raise NotImplementedError
 
-    def scale_context(self, context: dict, step: StepInputs, sampling: Sampling) -> Any:
+    def scale_context(self, context: dict, step: StepInputs, sampling: Sampling) -> PyTree:
         """What all layers of a scale share beyond the condition."""
         return None
 
@@ -67,7 +65,7 @@ class NextScaleTransformer(Transformer):
         raise NotImplementedError
 
     def project(
-        self, block, layer_context: Any, shared: Any, x: Float[Array, "R T D"]
+        self, block, layer_context: PyTree, shared: PyTree, x: Float[Array, "R T D"]
     ) -> Projection:
         """Queries, keys and values of one layer."""
         raise NotImplementedError
@@ -75,8 +73,8 @@ class NextScaleTransformer(Transformer):
     def post_attention(
         self,
         block,
-        layer_context: Any,
-        shared: Any,
+        layer_context: PyTree,
+        shared: PyTree,
         x: Float[Array, "R T D"],
         attended: Float[Array, "R T N H"],
     ) -> Float[Array, "R T D"]:
@@ -106,9 +104,14 @@ class NextScaleTransformer(Transformer):
         """Stacked parameters of the blocks that are divided over heads or the feed-forward's width;
         the others are whole on every device."""
         return {
-            **{"qkv.kernel": Split(2, parts=3), "q_bias": Split(1), "v_bias": Split(1)},
-            **{"log_scale": Split(1), "proj.kernel": Split(1)},
-            **{"fc1.kernel": Split(2), "fc1.bias": Split(1), "fc2.kernel": Split(1)},
+            "qkv.kernel": Split(2, parts=3),
+            "q_bias": Split(1),
+            "v_bias": Split(1),
+            "log_scale": Split(1),
+            "proj.kernel": Split(1),
+            "fc1.kernel": Split(2),
+            "fc1.bias": Split(1),
+            "fc2.kernel": Split(1),
         }
 
     def attention_vectors(self) -> dict[str, Array]:
@@ -121,7 +124,7 @@ class NextScaleTransformer(Transformer):
             found["multiplier"] = layers.attention_multiplier(self.blocks.log_scale[...])
         return found
 
-    def attention_input(self, layer_context: Any, x: Float[Array, "R T D"]):
+    def attention_input(self, layer_context: PyTree, x: Float[Array, "R T D"]):
         """Normalised and modulated tokens, which queries, keys and values are projections of."""
         raise NotImplementedError
 
@@ -143,7 +146,7 @@ class NextScaleTransformer(Transformer):
         return product + self.head.bias[...]
 
     def teacher_forced(
-        self, context: dict, shared: Any, x: Float[Array, "B L D"]
+        self, context: dict, shared: PyTree, x: Float[Array, "B L D"]
     ) -> Float[Array, "B L V"]:
         """Logits of all scales at once under the block-causal mask (training, parity)."""
         scale = self.config.schedule.scale_of_token

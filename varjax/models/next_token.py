@@ -26,11 +26,11 @@ size, D width, V vocabulary.
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from pallas_kernels.projection import Projection
 from varjax import sampling as sampling_lib
@@ -66,7 +66,7 @@ class NextTokenTransformer(Transformer):
 
     # --- traced steps -----------------------------------------------------------------------------
 
-    def encode_condition(self, condition: Any, *, guided: bool) -> dict[str, Any]:
+    def encode_condition(self, condition: PyTree, *, guided: bool) -> dict[str, Array]:
         """What depends on the condition only, for all rows: `condition` float32 [R, M, D], its
         embedded tokens, `visible` bool [R, M], those that are no padding, and what else `rotation`
         needs of it."""

@@ -99,11 +99,9 @@ def _llamagen_preset(config: llamagen.LlamaGenConfig) -> Preset:
     return Preset("llamagen", parts, llamagen_sampling(config))
 
 
-PRESETS = {
-    **{name: _var_preset(config) for name, config in var.PRESETS.items()},
-    **{name: _infinity_preset(config) for name, config in infinity.PRESETS.items()},
-    **{name: _llamagen_preset(config) for name, config in llamagen.PRESETS.items()},
-}
+PRESETS = {name: _var_preset(config) for name, config in var.PRESETS.items()}
+PRESETS |= {name: _infinity_preset(config) for name, config in infinity.PRESETS.items()}
+PRESETS |= {name: _llamagen_preset(config) for name, config in llamagen.PRESETS.items()}
 
 
 def family(name: str) -> Family:

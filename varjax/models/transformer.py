@@ -1,9 +1,10 @@
 """What transformers of all kinds share: next-scale and next-token."""
 
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import numpy as np
 from flax import nnx
+from jaxtyping import PyTree
 
 from varjax.errors import UserError
 from varjax.nn.published import Configuration
@@ -32,7 +33,7 @@ class Transformer(nnx.Module):
         """The type of the weights, which is the type that matrix products run in."""
         return self.head.kernel.get_value().dtype  # an array, or a shape of an abstract model
 
-    def condition_shapes(self, images: int, text_tokens: int | None = None) -> Any:
+    def condition_shapes(self, images: int, text_tokens: int | None = None) -> PyTree:
         """Shapes and types of what `encode_condition` takes for so many images. text_tokens: padded
         length of texts; None: the most that the model takes."""
         raise NotImplementedError

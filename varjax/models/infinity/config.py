@@ -14,17 +14,26 @@ LEVELS = 15  # rows of the published level embedding
 FFN_MULTIPLE = 256  # the feed-forward's width is rounded to a multiple of it
 # Options of the published constructor with the one value that all released models have.
 FIXED = {
-    **{"cos_attn": True, "shared_aln": True, "head_aln": True, "use_bit_label": True},
-    **{"rms_norm": False, "swiglu": False, "nm0": False, "cross_attn_layer_scale": -1},
-    **{"rope2d_each_sa_layer": True, "add_lvl_embeding_only_first_block": True},
-    **{"rope2d_normalized_by_hw": 2, "head_depth": 1, "lvl_embed_rows": LEVELS},
+    "cos_attn": True,
+    "shared_aln": True,
+    "head_aln": True,
+    "use_bit_label": True,
+    "rms_norm": False,
+    "swiglu": False,
+    "nm0": False,
+    "cross_attn_layer_scale": -1,
+    "rope2d_each_sa_layer": True,
+    "add_lvl_embeding_only_first_block": True,
+    "rope2d_normalized_by_hw": 2,
+    "head_depth": 1,
+    "lvl_embed_rows": LEVELS,
 }
 # Published arguments and notes that do not change the function computed, or follow from others.
-IGNORED_NAMES = (
-    *("vae", "vae_local", "note", "drop_rate", "drop_path_rate", "cond_drop_rate", "rand_uncond"),
-    *("tau", "top_p", "top_k", "customized_flash_attn", "fused_mlp", "fused_norm", "checkpointing"),
-    *("pad_to_multiplier", "use_flex_attn", "batch_size", "pn", "train_h_div_w_list"),
-    *("video_frames", "always_training_scales", "inference_mode", "raw_scale_schedule"),
+IGNORED_NAMES = frozenset(
+    "vae vae_local note drop_rate drop_path_rate cond_drop_rate rand_uncond tau top_p top_k"
+    " customized_flash_attn fused_mlp fused_norm checkpointing pad_to_multiplier use_flex_attn"
+    " batch_size pn train_h_div_w_list video_frames always_training_scales inference_mode"
+    " raw_scale_schedule".split()
 )
 # Published notes of what follows from others: name to (our name, what it follows from).
 DERIVED = {

@@ -11,13 +11,12 @@ heads, H head size, D width, C bits per token. Names of the original implementat
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, UInt8
+from jaxtyping import Array, Bool, Float, Int, PyTree, UInt8
 
 from pallas_kernels.cross_attention import TextKeys, attend_text, attend_visible
 from pallas_kernels.projection import Projection
@@ -114,8 +113,10 @@ class Infinity(NextScaleTransformer):
     @staticmethod
     def splits() -> dict[str, Split]:
         return NextScaleTransformer.splits() | {
-            **{"cross_q.kernel": Split(2), "cross_q.bias": Split(1)},
-            **{"cross_kv.kernel": Split(2, parts=2), "cross_v_bias": Split(1)},
+            "cross_q.kernel": Split(2),
+            "cross_q.bias": Split(1),
+            "cross_kv.kernel": Split(2, parts=2),
+            "cross_v_bias": Split(1),
             "cross_proj.kernel": Split(1),
         }
 
@@ -178,7 +179,7 @@ class Infinity(NextScaleTransformer):
         text: Float[Array, "R M E"],
         length: Int[Array, " R"],
         implementation: str | None = "reference",
-    ) -> dict[str, Any]:
+    ) -> dict[str, PyTree]:
         """Condition of every row from raw text features: `start` [R, 1, D], `head` [R, 2, D],
         `text` (`cross_attention.TextKeys`) and `layers`: modulation [L, R, 6, D] and the number
         of the layer [L]. implementation: of the attention over the text."""

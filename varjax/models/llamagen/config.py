@@ -12,9 +12,9 @@ TEXT_TOKENS = 120  # of the released text-conditional models
 MOST_TOKENS = 2**16  # of an image: a grid of 256 x 256
 CONDITIONS = {"c2i": "labels", "t2i": "text"}  # what `model_type` says images are made of
 # Published arguments and notes that do not change the function computed.
-IGNORED_NAMES = (
-    *("note", "initializer_range", "drop_path_rate", "max_batch_size", "max_seq_len"),
-    *("token_dropout_p", "attn_dropout_p", "resid_dropout_p", "ffn_dropout_p"),
+IGNORED_NAMES = frozenset(
+    "note initializer_range drop_path_rate max_batch_size max_seq_len token_dropout_p"
+    " attn_dropout_p resid_dropout_p ffn_dropout_p".split()
 )
 
 
@@ -212,6 +212,8 @@ def _text_preset(pixels: int) -> LlamaGenConfig:
 _SIZES = {"b": (12, 768, 12), "l": (24, 1024, 16), "xl": (36, 1280, 20), "xxl": (48, 1536, 24)}
 _SIZES |= {"3b": (24, 3200, 32)}
 PRESETS = {
-    **{f"llamagen-{n}-{p}": _preset(*size, p) for n, size in _SIZES.items() for p in (256, 384)},
-    **{f"llamagen-t2i-xl-{pixels}": _text_preset(pixels) for pixels in (256, 512)},
+    f"llamagen-{name}-{pixels}": _preset(*size, pixels)
+    for name, size in _SIZES.items()
+    for pixels in (256, 384)
 }
+PRESETS |= {f"llamagen-t2i-xl-{pixels}": _text_preset(pixels) for pixels in (256, 512)}

@@ -86,8 +86,10 @@ class LlamaGen(NextTokenTransformer):
     @staticmethod
     def splits() -> dict[str, Split]:
         return {
-            **{"qkv.kernel": Split(2, parts=3), "proj.kernel": Split(1)},
-            **{"gate_up.kernel": Split(2, parts=2), "down.kernel": Split(1)},
+            "qkv.kernel": Split(2, parts=3),
+            "proj.kernel": Split(1),
+            "gate_up.kernel": Split(2, parts=2),
+            "down.kernel": Split(1),
         }
 
     # --- once per image ---------------------------------------------------------------------------
