@@ -31,9 +31,9 @@ SAMPLING_WANTED = "Sampling, as model.sampling(cfg=2.0) gives it"
 class Model:
     """A model of some family.
 
-    parts: modules by name; their arrays, or only shapes and types where `is_abstract`.
+    parts: modules by name. Their leaves are arrays, or where `is_abstract` only shapes and types.
     metadata: content of `model.json`, or what a published size says.
-    directory: of the checkpoint; None for a published name, which has no weights here.
+    directory: folder of the checkpoint; None for a published name, which has no weights here.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Model:
 
     @property
     def config(self):
-        """Of the transformer."""
+        """Configuration of the transformer."""
         return self.transformer.config
 
     @property
@@ -111,15 +111,15 @@ class Model:
     # --- generation -------------------------------------------------------------------------------
 
     def resolve_sampling(self, sampling: Sampling | None) -> Sampling:
-        """This sampling, checked; None: as the checkpoint recommends."""
+        """The given sampling, checked; for None what the checkpoint recommends."""
         if sampling is None:
             return self.sampling()
         arguments.instance("sampling", sampling, Sampling, SAMPLING_WANTED)
         return self.config.check_sampling(sampling)
 
     def sampling(self, **overrides) -> Sampling:
-        """The checkpoint's recommended sampling, with overrides (`Sampling`; None keeps the
-        recommendation).
+        """The checkpoint's recommended sampling with overrides, which are fields of `Sampling`;
+        None keeps the recommendation.
 
         Raises:
           UserError: this model cannot draw that way.
@@ -149,8 +149,8 @@ class Model:
         )
 
     def check_geometry(self, planned: Geometry, sampling: Sampling) -> None:
-        """Refuse that of a plan for another model. For another number of rows, `ProgramSpec` says
-        what to do.
+        """Refuse the geometry of a plan for another model. Another number of rows is not refused
+        here: `ProgramSpec` says what to do then.
 
         Raises:
           UserError: what differs.
@@ -167,8 +167,8 @@ class Model:
                 )
 
     def with_config(self, config) -> "Model":
-        """The same weights, shared and not copied, under another configuration of the
-        transformer."""
+        """This model under another configuration of the transformer. Weights are shared, not
+        copied."""
         if config == self.config:
             return self
         transformer = nnx.merge(*nnx.split(self.transformer))
@@ -186,12 +186,12 @@ class Model:
         return isinstance(jax.tree.leaves(self.transformer)[0], jax.ShapeDtypeStruct)
 
     def abstract(self) -> "Model":
-        """The same model without its weights."""
+        """This model without its weights."""
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), dict(self.parts))
         return replace(self, parts=shapes)
 
     def load_weights(self, dtype: str | None = None, *, on_host: bool = False) -> "Model":
-        """This model with the weights of its checkpoint. dtype, on_host: as in `load`."""
+        """This model with the weights of its checkpoint. dtype, on_host: see `load`."""
         if self.directory is None:
             raise UserError(
                 f"{self.name} is the name of a published model, whose weights are not part of "

@@ -11,9 +11,9 @@ is a step that the transformer brings, in the order in which it is called:
     logits              the head, with guidance
     sample              tokens
 
-Rows: conditional images first; with guidance the same images unconditional follow (R = 2 B),
-without it there are none (R = B). Codes, and what becomes of them, belong to the codec (`codes`,
-`accumulate`, `decode`). A new family writes one subclass.
+Rows: first come the conditional rows of all images. With guidance their unconditional rows follow
+(R = 2 B), without it there are none (R = B). Codes and what becomes of them belong to the codec
+(`codes`, `accumulate`, `decode`). A new family writes one subclass.
 """
 
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from varjax.schedule import Schedule
 
 
 class NextScaleTransformer(Transformer):
-    """Base of all families that draw scales. `config` has schedule, depth, num_heads, head_dim,
+    """Base of all families that draw scales. Its `config` has schedule, depth, num_heads, head_dim,
     code_map, logits_per_token, `check_sampling` and `is_guided`."""
 
     def sequence(self, one_slot: bool = True) -> Schedule:
@@ -49,9 +49,9 @@ class NextScaleTransformer(Transformer):
     def encode_condition(
         self, condition: PyTree, *, guided: bool, implementation: str | None = None
     ) -> dict[str, PyTree]:
-        """Everything that depends on the condition only, for all rows: `head` [R, 2, D] and
-        `layers` (leading axis layers, scanned with the stacked blocks) are expected in it.
-        implementation: of attention over a text, where there is one."""
+        """Everything that depends on the condition only, for all rows. It has at least `head`
+        [R, 2, D] and `layers`, arrays with a leading axis over layers that are scanned with the
+        stacked blocks. implementation: name of the attention over a text, where there is one."""
         raise NotImplementedError
 
     def scale_context(self, context: dict, step: StepInputs, sampling: Sampling) -> PyTree:
@@ -94,7 +94,7 @@ class NextScaleTransformer(Transformer):
     def sample(
         self, scores: Scores, keys: Array, sampling: Sampling, implementation: str | None = None
     ) -> tuple[Array, Array | None]:
-        """Tokens [B, T, ...] and the logits that they are drawn from; see `sampling.sample`."""
+        """Draw tokens [B, T, ...]; the results are those of `varjax.sampling.sample`."""
         raise NotImplementedError
 
     # --- what families share ----------------------------------------------------------------------
@@ -125,12 +125,12 @@ class NextScaleTransformer(Transformer):
         return found
 
     def attention_input(self, layer_context: PyTree, x: Float[Array, "R T D"]):
-        """Normalised and modulated tokens, which queries, keys and values are projections of."""
+        """Normalised and modulated tokens: what queries, keys and values are projected from."""
         raise NotImplementedError
 
     def words(self, rows: int, codes: Float[Array, "B T C"]) -> Float[Array, "R T D"]:
-        """Embedded codes of all rows; conditional and unconditional rows share those of an
-        image."""
+        """Embedded codes of all rows. The conditional and the unconditional row of an image have
+        the same codes."""
         words = self.word_embedding(codes.astype(self.dtype))
         return jnp.tile(words, (rows // words.shape[0], 1, 1))
 

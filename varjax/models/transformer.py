@@ -14,8 +14,8 @@ from varjax.sequence import TokenSequence
 
 
 class Transformer(nnx.Module):
-    """Base of `NextScaleTransformer` and `NextTokenTransformer`. `head` is the last linear layer,
-    `blocks` are the stacked layers, `config` has what the kind of model says."""
+    """Base of `NextScaleTransformer` and `NextTokenTransformer`, which say what `config` has.
+    `head` is the last linear layer, `blocks` are the stacked layers."""
 
     token_name: ClassVar[str] = "tokens"  # what a token is called in files
     once: ClassVar[tuple[str, ...]] = ()  # parts of the blocks that `encode_condition` uses
@@ -60,7 +60,8 @@ class Transformer(nnx.Module):
     # --- tokens in files --------------------------------------------------------------------------
 
     def no_tokens(self, images: int) -> np.ndarray:
-        """Tokens as they are drawn, all 0, for programs that take forced ones and get none."""
+        """Tokens in the form in which they are drawn, all 0: the argument of programs that take
+        forced tokens, where none are forced."""
         return np.zeros((images, self.config.total_tokens), np.int32)
 
     def tokens_to_file(self, tokens: np.ndarray) -> np.ndarray:
@@ -68,10 +69,10 @@ class Transformer(nnx.Module):
         return np.asarray(tokens, np.int32)
 
     def tokens_from_file(self, array: np.ndarray, num_images: int, scales: int) -> np.ndarray:
-        """The inverse, for tokens that are forced: int32 [N, L]; `UserError` if the array does not
-        fit.
+        """Tokens to be forced, int32 [N, L], from an array of `tokens_to_file`; `UserError` if the
+        array does not fit.
 
-        scales: how many scales take them; it may end there.
+        scales: how many scales are forced; the array may end after them.
         """
         config = self.config
         wanted = (num_images, config.total_tokens)

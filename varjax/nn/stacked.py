@@ -59,7 +59,7 @@ class Separate:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As if stacked."""
+        """The shape that the stacked array would have."""
         return (len(self), *self.parts[0].shape)
 
     @property
@@ -91,7 +91,7 @@ def product_bytes(blocks: nnx.Module, once: tuple[str, ...] = ()) -> int:
 
 
 def is_separate(tree: PyTree) -> bool:
-    """Whether any weights of a module, or of a tree of layers' inputs, are separate."""
+    """Whether any weights in a tree of layers' inputs are separate."""
     return any(map(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
 
 
@@ -101,11 +101,12 @@ def is_one(leaf: object) -> bool:
 
 
 def separate(blocks: nnx.Module, once: tuple[str, ...] = (), *, turned: bool = False) -> None:
-    """Replace stacked parameters of linear layers by an array per layer: one after the other, so
-    that only one exists twice. Shapes stay shapes, arrays of the host views.
+    """Replace stacked parameters of linear layers by an array per layer. This is done one parameter
+    after the other, so that only one of them exists twice. Shapes stay shapes; arrays on the host
+    become views.
 
-    once: linear layers that stay: those of all layers are used together, once per image.
-    turned: matrices of float32 are turned, for a CPU.
+    once: linear layers that stay stacked, because all layers use them together, once per image.
+    turned: whether float32 matrices are turned, for a CPU.
     """
     for variable in _parameters(blocks, once):
         value = variable.get_value()
@@ -141,8 +142,8 @@ def layer(tree: PyTree, index: int) -> PyTree:
 
 
 def scan(body: Callable[[T, PyTree], T], carry: T, layers: PyTree, *, unroll: bool = False) -> T:
-    """`carry` after `carry = body(carry, layer)` for all layers: a `lax.scan`, or if weights are
-    separate one layer after the other."""
+    """`carry` after `carry = body(carry, layer)` for all layers. This is a `lax.scan`; where
+    weights are separate, it is one layer after the other."""
     if not is_separate(layers):
         return jax.lax.scan(lambda c, x: (body(c, x), None), carry, layers, unroll=unroll)[0]
     body = jax.jit(body)  # traced and lowered once, compiled for every layer
@@ -157,6 +158,7 @@ def _count(layers: PyTree) -> int:
 
 
 def _parameters(blocks: nnx.Module, without: tuple[str, ...] = ()) -> list[nnx.Variable]:
-    """Those of the linear layers. Vectors that kernels read for all layers stay stacked."""
+    """Parameters of the linear layers, which lie apart. Vectors are not among them: kernels read
+    them for all layers, so they stay stacked."""
     linear = (p for n, p in vars(blocks).items() if isinstance(p, nnx.Linear) and n not in without)
     return [v for p in linear for v in (p.kernel, p.bias) if isinstance(v, nnx.Variable)]

@@ -34,12 +34,13 @@ COMPUTED = {"files", "own_folders"}  # entries of `model.json` about what lies b
 
 
 def demo_directory(name: str = "demo") -> Path:
-    """Folder of an embedded demo checkpoint, one of `DEMOS`."""
+    """The folder of an embedded demo checkpoint. name: a key of `DEMOS`."""
     return embedded(DEMOS[name], manifest.NAME)
 
 
 def embedded(folder: str, file: str) -> Path:
-    """A folder of weights that come with varjax. file: in it. `UserError` without it."""
+    """A folder of weights that come with varjax, found by a file in it. `UserError` if it is not
+    installed."""
     spec = importlib.util.find_spec("ported_weights")
     for root in spec.submodule_search_locations or [] if spec else []:
         if (Path(root) / folder / file).is_file():
@@ -130,7 +131,7 @@ def written(folder: Path) -> set[str] | None:
 
 
 def _part_files(folder: Path, name: str, record: Mapping | None = None) -> set[str]:
-    """What the description of a part says was written; nothing if it is not the recorded one."""
+    """The files that the description of a part lists; none if it is not the recorded one."""
     file = folder / f"{name}.json"
     content = _said(file, "kind", "config", "files")
     if content is None or record not in (None, manifest.record(file)):
@@ -216,17 +217,18 @@ def load(
     dtypes: Mapping[str, object] | None = None,
     on_host: bool = False,
 ) -> tuple[dict[str, nnx.Module], dict]:
-    """({part: module}, description) of the parts that are asked for, and of no others.
+    """({part: module}, description) of the parts that are asked for and no others.
 
     Args:
       directory, known: as in `describe`.
-      dtypes: {part: type of its floating parameters, or None for the stored ones}; None: the parts
-        that `describe` gives without names, as they are stored.
-      on_host: give NumPy arrays and put nothing on a device; otherwise on the default device.
+      dtypes: {part: type of its floating parameters, or None for the stored type}. None: the parts
+        that `describe` gives without names, with the stored types.
+      on_host: give NumPy arrays and put nothing on a device; otherwise the arrays lie on the
+        default device.
 
     Raises:
-      UserError: not a checkpoint, another format version, names or shapes that do not fit the
-        configuration (all of them in one message), or damaged files.
+      UserError: `directory` is no checkpoint, or of another format version; names or shapes do not
+        fit the configuration (one message lists all); files are damaged.
     """
     path = Path(directory)
     described, metadata = describe(path, known, dtypes)

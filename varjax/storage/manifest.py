@@ -72,7 +72,7 @@ def _kind(part: Part) -> str:
 
 
 def write(folder: Path, content: Mapping, name: str = NAME) -> None:
-    """Write a description with the entries first that say what it is of."""
+    """Write a description. The entries that say what it describes come first."""
     first = {n: content[n] for n in ("format_version", "family", "kind") if n in content}
     text = json.dumps({**first, **content}, indent=1, ensure_ascii=False)
     write_text(folder / name, text + "\n")
@@ -159,7 +159,7 @@ def _json_object(file: Path) -> dict:
 
 
 def parse_json(text: str):
-    """The value of a JSON text; `ValueError` also where it is nested too deeply."""
+    """The value of a JSON text; `ValueError` also if it is nested too deeply."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -194,9 +194,9 @@ def configuration(where: str | Path, content: Mapping, entry: str, part: Part) -
 def check_entries(
     where: str | Path, family: Family, content: Mapping, configs: Mapping[str, Configuration]
 ) -> None:
-    """Raise `UserError` unless the parts of a `model.json` fit each other, and its class_names,
-    sampling and files, where they are there, the parts. where: the file or folder, for messages;
-    configs: {part: configuration}.
+    """Raise `UserError` unless the parts of a `model.json` fit each other, and the entries
+    class_names, sampling and files, where they are there, fit the parts. where: the file or folder,
+    for messages. configs: {part: configuration}.
     """
     with about(f"{where} is inconsistent"):
         family.check(configs)
@@ -221,7 +221,8 @@ def _check_class_names(where, names, count: int) -> None:
 
 
 def is_text(value) -> bool:
-    """Whether this is a text that can be shown and written: half of a surrogate pair cannot."""
+    """Whether this is a text that can be shown and written. A text with half of a surrogate pair
+    cannot."""
     return isinstance(value, str) and value == value.encode(errors="replace").decode()
 
 
@@ -259,7 +260,8 @@ def record(file: Path) -> dict:
 
 
 def _crc32(file: Path) -> str:
-    """Orbax itself would not notice all flipped bits: its chunks of values carry no checksum."""
+    """CRC-32 of a file, in hexadecimal. Orbax itself would not notice all flipped bits: its chunks
+    of values carry no checksum."""
     value = 0
     with file.open("rb") as stream:
         while data := stream.read(2**24):
@@ -268,7 +270,7 @@ def _crc32(file: Path) -> str:
 
 
 def check_files(folder: Path, content: Mapping, advice: str = "copy them again") -> None:
-    """Raise `UserError` with every parameter file that is missing or not as it was written."""
+    """Raise `UserError`, naming every parameter file that is missing or was altered."""
     problems = [_problem(folder / name, name, x) for name, x in content.get("files", {}).items()]
     if any(problems) or not folder.is_dir():
         listed = some(filter(None, problems), between="; ") or "the folder is missing"

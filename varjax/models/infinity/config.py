@@ -108,12 +108,14 @@ class InfinityConfig(published.TransformerConfig):
         if patchify not in (0, 1):
             raise cls.wrong(f"apply_spatial_patchify is {patchify!r:.40}, it must be true or false")
         notes = {name: found.pop(name) for name in DERIVED if name in found}
-        config = cls(**_maps(found), **found, apply_spatial_patchify=bool(patchify))
+        maps = _maps(found)  # takes its entries out
+        config = cls(**found | maps, apply_spatial_patchify=bool(patchify))
         config._check_derived(notes)
         return config
 
     def _check_derived(self, given: Mapping) -> None:
-        """Compare what a file says of values that follow from others."""
+        """`UserError` where a file says something else of a value that follows from others. given:
+        names in `DERIVED` and the file's values."""
         for name, value in given.items():
             ours, sources = DERIVED[name]
             if value != getattr(self, ours):
@@ -191,7 +193,7 @@ class InfinityConfig(published.TransformerConfig):
 
 
 def _maps(found: dict) -> dict:
-    """`schedule` and `rope_map`, taken out of what was read."""
+    """`schedule` and `rope_map` from the entries that name them, which are taken out of `found`."""
     aspect, size, patch_nums, rope_map = (found.pop(name, None) for name in MAPS)
     found.pop("schedule", None)  # only repeats patch_nums, if at all
     if patch_nums is None:
@@ -207,15 +209,21 @@ def _maps(found: dict) -> dict:
     return {"schedule": schedule, "rope_map": tuple(pair)}
 
 
-def _preset(depth: int, width: int, heads: int, chunks: int = 4, **more) -> InfinityConfig:
-    shape = {"depth": depth, "embed_dim": width, "num_heads": heads, "block_chunks": chunks}
-    return InfinityConfig(**shape, **more)
+def _preset(depth: int, width: int, heads: int) -> InfinityConfig:
+    return InfinityConfig(depth=depth, embed_dim=width, num_heads=heads, block_chunks=4)
 
 
 # The released 2B and 8B, and the other sizes that the published inference script lists.
 PRESETS = {
     "infinity-2b": InfinityConfig(),
-    "infinity-8b": _preset(40, 3584, 28, 8, codebook_dim=14, apply_spatial_patchify=True),
+    "infinity-8b": InfinityConfig(
+        depth=40,
+        embed_dim=3584,
+        num_heads=28,
+        block_chunks=8,
+        codebook_dim=14,
+        apply_spatial_patchify=True,
+    ),
     "infinity-layer12": _preset(12, 768, 8),
     "infinity-layer16": _preset(16, 1152, 12),
     "infinity-layer24": _preset(24, 1536, 16),

@@ -11,6 +11,7 @@ heads, H head size, D width, C bits per token. Names of the original implementat
 """
 
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -144,7 +145,7 @@ class Infinity(NextScaleTransformer):
         return Resampling("bilinear", "bilinear", self.config.patch)
 
     def condition_shapes(self, images: int, text_tokens: int | None = None) -> dict:
-        """Without negative prompts, which double what is read but change nothing later."""
+        """Negative prompts are left out: they double what is read and change nothing later."""
         config = self.config
         length = config.text_maxlen if text_tokens is None else text_tokens
         return {
@@ -156,8 +157,9 @@ class Infinity(NextScaleTransformer):
     def encode_condition(
         self, condition: dict[str, Array], *, guided: bool, implementation: str | None = None
     ) -> dict:
-        """The second rows see the negative prompt, or else the unconditional text, cut to the
-        length of the prompt. An image without a prompt sees the unconditional text in its first."""
+        """An unconditional row sees the negative prompt; without one it sees the unconditional
+        text, cut to the length of the prompt. The conditional row of an image whose prompt is empty
+        sees the unconditional text, too."""
         text, length = condition["kv"], condition["length"]
         empty = self.unconditional_text[: text.shape[1]]
         empty = jnp.broadcast_to(empty, text.shape).astype(text.dtype)
@@ -200,7 +202,7 @@ class Infinity(NextScaleTransformer):
         }
 
     def _text_keys_and_values(self, source: Float[Array, "R M D"]):
-        """Of all layers, each [L, R, N, M, H]."""
+        """Keys and values of the text for all layers, each [L, R, N, M, H]."""
         depth, kernels = self.config.depth, self.blocks.cross_kv.kernel[...]
         sources = jnp.broadcast_to(source, (depth, *source.shape))
         found = jnp.einsum("lrmd,lde->lrme", sources, kernels)
@@ -211,8 +213,8 @@ class Infinity(NextScaleTransformer):
     # --- once per scale ---------------------------------------------------------------------------
 
     def scale_context(self, context: dict, step: StepInputs, sampling: Sampling) -> dict:
-        """Rotation and text; `mix` [L], the guidance strength after every layer, if rows
-        are mixed inside the network. 0 leaves both rows as they are."""
+        """The rotation and the text. If rows are mixed inside the network, also `mix` [L]: the
+        guidance strength after every layer, where 0 leaves both rows as they are."""
         config = self.config
         shared = {"rotation": self.rotation(step.token_index), "text": context["text"]}
         inside = [config.depth + place for place in sampling.cfg_insertion_layer if place < 0]
@@ -228,7 +230,7 @@ class Infinity(NextScaleTransformer):
     def embed(
         self, context: dict, codes: Float[Array, "B T C"], step: StepInputs
     ) -> Float[Array, "R T D"]:
-        """Float32: the resized codes, or the start embedding at scale 0, plus level."""
+        """The resized codes (at scale 0 the start embedding) plus level, float32."""
         start = context["start"]
         words = self.words(len(start), codes)
         x = jnp.where(step.scale == 0, start, words) + self.level_embedding[step.scale]
@@ -251,12 +253,14 @@ class Infinity(NextScaleTransformer):
     def project(
         self, block: Block, layer_context: dict, shared: dict, x: Float[Array, "R T D"]
     ) -> Projection:
-        """Normalised (eps 1e-12), queries times the learned multiplier, both rotated, in
-        float32."""
+        """Still to be done, in float32: queries and keys are normalised (eps 1e-12) and rotated,
+        queries are multiplied by the learned multiplier."""
         h = self.attention_input(layer_context, x)
-        multiplier = layers.attention_multiplier(block.log_scale[...])
-        unfinished = {"rotation": shared["rotation"], "multiplier": multiplier}
-        return layers.fused_qkv(block, h, self.config.head_dim, **unfinished)
+        return replace(
+            layers.fused_qkv(block, h, self.config.head_dim),
+            rotation=shared["rotation"],
+            multiplier=layers.attention_multiplier(block.log_scale[...]),
+        )
 
     def attention_input(self, layer_context: dict, x: Float[Array, "R T D"]):
         modulation = layer_context["modulation"]
@@ -308,8 +312,9 @@ class Infinity(NextScaleTransformer):
         step: StepInputs,
         sampling: Sampling,
     ) -> Scores:
-        """[B, T, C, 2], with temperature and guidance; of the conditional rows only where guidance
-        is not on the logits. Those of bit c are [..., c, 0] (the bit is 0) and [..., c, 1]."""
+        """Logits [B, T, C, 2] with temperature and guidance: [..., c, 0] says that bit c is 0,
+        [..., c, 1] that it is 1. Where guidance acts inside the network, only conditional rows
+        reach the head."""
         guided, on_logits = self.config.is_guided(sampling), 0 in sampling.cfg_insertion_layer
         if guided and not on_logits:
             head, x = (a[: len(a) // 2] for a in (head, x))
@@ -323,7 +328,7 @@ class Infinity(NextScaleTransformer):
     def sample(
         self, scores: Scores, keys: Array, sampling: Sampling, implementation: str | None = None
     ) -> tuple[UInt8[Array, "B T C"], Float[Array, "B T*C 2"] | None]:
-        """Every bit is a draw of its own; of two logits, which no kernel is needed for."""
+        """Every bit is a draw of its own from two logits, for which no kernel is needed."""
         images, tokens, num_bits = scores.plain.shape[:3]
         flat = Scores(scores.plain.reshape(images, tokens * num_bits, 2))
         drawn, filtered = sampling_lib.sample(flat, keys, sampling, "reference")
