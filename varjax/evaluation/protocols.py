@@ -35,7 +35,7 @@ class Protocol:
     source: str
 
     def describe(self, split_size: int) -> Mapping:
-        """For reports."""
+        """What a report says about the protocol. split_size: pictures per split of the score."""
         return {
             "source": self.source,
             "path": self.preparation,

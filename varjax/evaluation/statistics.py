@@ -76,7 +76,8 @@ class Moments:
         self.count = total
 
     def gaussian(self) -> Gaussian:
-        """`UserError` for fewer than two pictures, which have no covariance."""
+        """Mean and covariance of the pictures so far. `UserError` for fewer than two pictures,
+        which have no covariance."""
         if self.count < 2:
             raise UserError(f"{self.count} picture has no covariance: give at least 2")
         return Gaussian(self.mean, self.scatter / (self.count - 1), self.count)

@@ -42,7 +42,7 @@ from varjax.sequence import TokenSequence
 
 
 def as_it_is(branch: Array, number: int) -> Array:
-    """What a branch adds, whole."""
+    """Return what a branch adds, without dropout."""
     return branch
 
 
@@ -73,7 +73,7 @@ class NextTokenTransformer(Transformer):
         raise NotImplementedError
 
     def embed(self, context: dict, tokens: Int[Array, "B T"]) -> Float[Array, "R T D"]:
-        """Image tokens as inputs; both rows of an image have the same."""
+        """Embedded image tokens; both rows of an image have the same tokens."""
         raise NotImplementedError
 
     def rotation(

@@ -20,7 +20,7 @@ from varjax.text.encoder import TEXT_ENCODER
 
 @dataclass(frozen=True)
 class Preset:
-    """A published size: configurations by part, and the sampling its authors recommend."""
+    """A published size: configurations by part, and the sampling that its authors recommend."""
 
     family: str
     configs: Mapping[str, Configuration]
@@ -79,7 +79,7 @@ def _var_preset(config: var.VARConfig) -> Preset:
 
 
 def _infinity_preset(config: infinity.InfinityConfig) -> Preset:
-    """Patchify comes with the 8x tokenizer and the sampling of the 8B model."""
+    """Models with patchify have the tokenizer of 8 pixels per code and the 8B model's sampling."""
     patchify = config.apply_spatial_patchify
     codec = bsq.PRESETS["bsq-d56" if patchify else "bsq-d32"]
     sampling = INFINITY_8B if patchify else INFINITY_SAMPLING
@@ -87,7 +87,7 @@ def _infinity_preset(config: infinity.InfinityConfig) -> Preset:
 
 
 def llamagen_sampling(config: llamagen.LlamaGenConfig) -> dict:
-    """Recommended for a transformer of this configuration."""
+    """The sampling that is recommended for a transformer of this configuration."""
     if config.condition == "text":
         return {**LLAMAGEN_TEXT, "top_k": min(LLAMAGEN_TEXT["top_k"], config.vocab_size)}
     cfg = LLAMAGEN_CFG.get(config.dim, LLAMAGEN_SAMPLING["cfg"])

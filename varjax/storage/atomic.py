@@ -155,8 +155,8 @@ def new_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
-    """Write a file in UTF-8. No text fails: half of a surrogate pair, which is no character, is
-    written as \\udXXX, as JSON has it. `OSError` as `new_file`."""
+    """Write a file in UTF-8. Every text can be written: half of a surrogate pair, which is no
+    character, is written as \\udXXX, as JSON has it. `OSError` as `new_file`."""
     with new_file(path) as file:
         file.write(text.encode("utf-8", "backslashreplace"))
 

@@ -156,7 +156,7 @@ def _said(file: Path, *entries: str) -> dict | None:
 def _write_part(
     folder: Path, name: str, part: Part, module: nnx.Module, sources: list[dict], dtype
 ) -> None:
-    """A part in its own folder, beside files that belong to it."""
+    """Write a part into its own folder, where the files that belong to it lie already."""
     params = arrays.host_arrays(module, dtype)
     arrays.write(folder / PARAMS, params)
     free = {"sources": [{k: v for k, v in s.items() if k != "part"} for s in sources]}
@@ -168,7 +168,8 @@ def _write_part(
 def _write_tree(
     where, folder: Path, family: Family, parts: Mapping, metadata: Mapping, dtype
 ) -> dict:
-    """The parts that share a tree; the content of `model.json`. where: for messages."""
+    """Write the parts that share a tree, and return the content of `model.json`. where: the
+    checkpoint, for messages."""
     configs = {name: module.config for name, module in parts.items()}
     free = {k: v for k, v in metadata.items() if k not in COMPUTED}  # of what is written here
     manifest.check_entries(where, family, free, configs)
@@ -253,7 +254,8 @@ def _abstract_tree(path: Path, content: Mapping, known: Catalogue) -> dict[str, 
 def _load_tree(
     path: Path, content: Mapping, modules: Mapping[str, nnx.Module], dtypes: Mapping, on_host: bool
 ) -> dict[str, nnx.Module]:
-    """Names and shapes are checked for all parts of the tree, also for those that stay on disk."""
+    """Read parts of the tree. Names and shapes are checked for all its parts, including those that
+    stay on disk."""
     manifest.check_files(path / PARAMS, content)
     named = {name: parameters.named(module) for name, module in modules.items()}
     wanted = _prefixed({part: dict.fromkeys(named[part], dtypes[part]) for part in dtypes})

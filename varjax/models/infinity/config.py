@@ -91,10 +91,9 @@ class InfinityConfig(published.TransformerConfig):
 
     @classmethod
     def from_published(cls, arguments: Mapping) -> "InfinityConfig":
-        """Read the published constructor's names; further `aspect` and `size` name a template, or
+        """Read the published constructor's names. Besides, `aspect` and `size` name a template, or
         `patch_nums` and `rope_map` give its maps. `UserError` for an unknown name, a value of the
-        wrong type, an option that no released model has, or one that must follow from others and
-        does not.
+        wrong type, an option that no released model has, or a value that contradicts others.
         """
         loose = (*FIXED, *DERIVED, *MAPS, "apply_spatial_patchify", "schedule")
         found = cls.arguments(arguments, IGNORED_NAMES, **dict.fromkeys(loose, object))

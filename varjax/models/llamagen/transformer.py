@@ -161,7 +161,7 @@ class LlamaGen(NextTokenTransformer):
     # --- once per token ---------------------------------------------------------------------------
 
     def embed(self, context: dict, tokens: Int[Array, "B T"]) -> Float[Array, "R T D"]:
-        """Float32."""
+        """Embedded tokens, float32."""
         embedded = self.token_embedding[tokens].astype(jnp.float32)
         return jnp.tile(embedded, (len(context["condition"]) // len(tokens), 1, 1))
 
