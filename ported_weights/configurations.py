@@ -6,13 +6,14 @@ from pathlib import Path
 from ported_weights.tables.registry import CUSTOM
 from varjax.errors import UserError, about, some
 from varjax.models import registry
+from varjax.nn.families import Family
 from varjax.sampling import RECOMMENDABLE, Sampling
 from varjax.storage.manifest import is_text, read_json
 
 MODELS = (*registry.PRESETS, *(f"{family}-custom" for family in registry.FAMILIES))
 
 
-def model_family(model: str) -> registry.Family:
+def model_family(model: str) -> Family:
     """Of a preset's name, or of FAMILY-custom."""
     if model in registry.PRESETS:
         return registry.family(registry.preset(model).family)

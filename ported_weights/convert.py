@@ -22,11 +22,13 @@ from ported_weights.readers import sources
 from ported_weights.tables import evaluation
 from ported_weights.tables.registry import CUSTOM, TABLES, RuleTable
 from varjax.errors import UserError, about, choose, some
-from varjax.models import registry
+from varjax.evaluation import networks
 from varjax.nn import parameters
+from varjax.nn.families import Family, Part
 from varjax.progress import Progress
 from varjax.storage import checkpoint
 from varjax.storage.atomic import check_new_folder
+from varjax.text.encoder import TEXT_ENCODER
 from varjax.text.t5 import SPIECE_FILE
 
 CONVERTER_VERSION = 1
@@ -95,8 +97,7 @@ def convert(
     }
     opened = {n: _open(family.parts[n], configs[n], *given) for n, given in weights.items()}
     modules, metadata["sources"] = _read(opened | encoder, dtype, say)
-    what = {"family": family.name, "parts": modules, "metadata": metadata, "files": files}
-    checkpoint.save(out, **what, overwrite=overwrite)
+    checkpoint.save(out, family, modules, metadata=metadata, files=files, overwrite=overwrite)
     say(f"{out}: {sum(parameters.count(modules[n]) for n in opened):,} parameters written")
 
 
@@ -112,8 +113,7 @@ def convert_text_encoder(
     _check_output(out, dtype, overwrite)
     modules, described = _read({ENCODER: _open_text_encoder(source)}, dtype, say)
     files, metadata = {ENCODER: {SPIECE_FILE: Path(source) / SPIECE_FILE}}, {"sources": described}
-    what = {"family": None, "parts": modules, "metadata": metadata, "files": files}
-    checkpoint.save(out, **what, overwrite=overwrite)
+    checkpoint.save(out, TEXT_ENCODER, modules, metadata=metadata, files=files, overwrite=overwrite)
 
 
 def convert_network(
@@ -132,10 +132,10 @@ def convert_network(
     """
     part_name = NETWORKS[choose("model", model, NETWORKS)]
     _check_output(out, None, overwrite)
-    opened = _open_network(registry.OWN_FOLDER[part_name], model, source, heads_source)
+    part = networks.CATALOGUE.parts[part_name]
+    opened = _open_network(part, model, source, heads_source)
     modules, described = _read({part_name: opened}, None, say)
-    what = {"family": None, "parts": modules, "metadata": {"sources": described}}
-    checkpoint.save(out, **what, overwrite=overwrite)
+    checkpoint.save(out, part, modules, metadata={"sources": described}, overwrite=overwrite)
 
 
 def _check_output(out: str, dtype: str | None, overwrite: bool) -> None:
@@ -173,7 +173,7 @@ class PublishedPart:
     """Weights of a part as they are published, not read yet, and the configuration that they have
     to fit, which messages call `described`."""
 
-    part: registry.Part
+    part: Part
     config: object
     source: sources.Source
     described: str
@@ -218,7 +218,7 @@ class PublishedPart:
             return function(self.table.rules(self.config, tensors), tensors, *arguments)
 
 
-def _open(part: registry.Part, config, path: str, key: str | None) -> PublishedPart:
+def _open(part: Part, config, path: str, key: str | None) -> PublishedPart:
     """The weights of a transformer or codec, unless they are visibly those of another part."""
     table = TABLES[part.name]
     source = sources.open_source(path, table.signature, key)
@@ -231,9 +231,7 @@ def _open(part: registry.Part, config, path: str, key: str | None) -> PublishedP
     return PublishedPart(part, config, source, f"the {table.what} configuration")
 
 
-def _open_network(
-    part: registry.Part, model: str, path: str, heads_path: str | None
-) -> PublishedPart:
+def _open_network(part: Part, model: str, path: str, heads_path: str | None) -> PublishedPart:
     """The weights of a network of evaluation. LPIPS's come from two files, which are one source."""
     source = sources.open_source(path, TABLES[part.name].signature)
     if part.name == "LPIPS":
@@ -260,12 +258,12 @@ def _open_network(
 
 
 def _open_text_encoder(folder: str) -> PublishedPart:
-    part = registry.OWN_FOLDER[ENCODER]
-    config, source = sources.open_t5_folder(folder, TABLES[part.name].signature)
-    return PublishedPart(part, config, source, str(Path(folder) / sources.T5_CONFIG))
+    signature = TABLES[TEXT_ENCODER.name].signature
+    config, source = sources.open_t5_folder(folder, signature)
+    return PublishedPart(TEXT_ENCODER, config, source, str(Path(folder) / sources.T5_CONFIG))
 
 
-def _text_encoder_of(family: registry.Family, transformer, folder: str) -> PublishedPart:
+def _text_encoder_of(family: Family, transformer, folder: str) -> PublishedPart:
     """The text encoder, if it is one for the transformer of this configuration."""
     if transformer.condition != "text":
         raise UserError(

@@ -13,9 +13,9 @@ import numpy as np
 
 import varjax
 from ported_weights.convert import convert
-from varjax.conditions import Labels
 from varjax.generator import Generator
 from varjax.model import Model
+from varjax.models.labels import Labels
 from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 from varjax.text.features import TextFeatures

@@ -32,10 +32,11 @@ from varjax.engine import memory
 from varjax.engine import program as programs
 from varjax.engine.cost import Cost, device_bytes, program_cost, times_read
 from varjax.engine.drawing import drawing
-from varjax.engine.memory import peak_bytes, show_bytes
+from varjax.engine.memory import show_bytes
 from varjax.engine.segments import Segment
 from varjax.model import Model
 from varjax.nn import stacked
+from varjax.nn.compiled import peak_bytes
 from varjax.parallel import plans, sharding
 from varjax.parallel.sharding import ShardedProgram
 from varjax.sampling import Sampling

@@ -118,7 +118,7 @@ def _recipe_remarks(model: Model, condition: Condition) -> list[str]:
     """What to know of the recipe, if there is one, and of this run beside it."""
     if (recipe := RECIPE.recipe) is None:
         return []
-    classes = model.num_classes if model.condition == "labels" else None
+    classes = model.num_classes or None
     mine = recipe.model_remarks(model)
     if classes or not DRY_RUN.value:  # which needs no prompts
         mine += recipe.count_remarks(condition, classes)

@@ -27,6 +27,7 @@ from varjax.io import images
 from varjax.io.json_text import json_text
 from varjax.metrics import METRICS
 from varjax.nn import parameters
+from varjax.nn.compiled import peak_bytes
 from varjax.storage.atomic import new_folder, write_text
 
 SHUFFLED_FROM, SHUFFLE_SEED = 1000, 2020  # pictures; of the order in samples.npz
@@ -169,8 +170,8 @@ def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
             # that stay, is free in the next
             "phases": {
                 "text": condition.peak_bytes if isinstance(condition, Text) else None,
-                "transformer": memory.peak_bytes(generator.compiled),
-                "decode": memory.peak_bytes(generator.compiled_decoder),
+                "transformer": peak_bytes(generator.compiled),
+                "decode": peak_bytes(generator.compiled_decoder),
             },
         },
         "time": {

@@ -29,7 +29,7 @@ class RuleTable:
     ignored: str = ""
 
 
-# By the name of the `registry.Part`; of two that a file looks like, the first is named.
+# By the name of the `Part`; of two that a file looks like, the first is named.
 TABLES = {
     "VQ": RuleTable(
         "VQ tokenizer",
@@ -114,7 +114,7 @@ class Custom:
     adapt: Callable = lambda codec, transformer, say: codec
 
 
-# By the name of the `registry.Family`.
+# By the name of the `Family`.
 CUSTOM = {
     "var": Custom(
         example=(

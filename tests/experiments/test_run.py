@@ -13,7 +13,7 @@ from experiments.run import results
 from tests import models_under_test as models
 from varjax import metrics, policies
 from varjax.api import Generator
-from varjax.conditions import Labels
+from varjax.models.labels import Labels
 
 FIELDS = (
     "policy",

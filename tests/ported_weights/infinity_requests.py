@@ -6,6 +6,7 @@ import pytest
 
 from ported_weights import convert
 from varjax.errors import UserError
+from varjax.models import registry
 from varjax.storage import checkpoint
 
 HERE = Path(__file__).parents[1] / "fixtures" / "infinity"
@@ -32,7 +33,7 @@ def converted(request) -> tuple[dict, dict, str]:
     """Parts and description of the checkpoint, read from disk, and what the command says."""
     lines = []
     convert.convert(**request, say=lines.append)
-    return *checkpoint.load(request["out"]), "\n".join(lines)
+    return *checkpoint.load(request["out"], registry.CATALOGUE), "\n".join(lines)
 
 
 def refused(request, match, folder):

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from ported_weights import convert
 from ported_weights.readers import sources
 from varjax.errors import UserError
+from varjax.models import registry
 from varjax.nn import layers, parameters
 from varjax.storage import checkpoint
 
@@ -29,7 +30,7 @@ def _quiet(request, lines=None):
 
 def _load(request, lines=None):
     """The parts of the converted checkpoint, read from disk, and its description."""
-    return checkpoint.load(_quiet(request, lines))
+    return checkpoint.load(_quiet(request, lines), registry.CATALOGUE)
 
 
 @pytest.fixture(scope="module")
@@ -350,7 +351,7 @@ def test_overwriting(request_for, tmp_path):
         (out / name).unlink()
     _quiet(again)
     assert (out / "model.json").stat().st_mtime_ns > before
-    assert checkpoint.load(out)[1]["family"] == "var"
+    assert checkpoint.load(out, registry.CATALOGUE)[1]["family"] == "var"
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 

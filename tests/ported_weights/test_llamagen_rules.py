@@ -34,7 +34,7 @@ def converted(tmp_path, weights_file: str = "gpt_c2i.pt", **changes) -> tuple[di
     lines = []
     changes = {**configs(tmp_path), **changes, "say": lines.append}
     convert(**models.llamagen_request(weights_file, tmp_path / "out", **changes))
-    return *checkpoint.load(tmp_path / "out"), "\n".join(lines)
+    return *checkpoint.load(tmp_path / "out", registry.CATALOGUE), "\n".join(lines)
 
 
 def refused(tmp_path, match: str, **changes) -> None:

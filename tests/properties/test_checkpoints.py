@@ -248,13 +248,13 @@ def saved(tmp_path_factory):
         drawn = {n: rng.standard_normal(leaf.shape).astype(leaf.dtype) for n, leaf in leaves}
         parts[name] = parameters.fill(abstract, drawn)
     metadata = {"class_names": ["a", "b", "c"], "sampling": {"cfg": 2.0}}
-    checkpoint.save(folder, family="var", parts=parts, metadata=metadata)
+    checkpoint.save(folder, registry.FAMILIES["var"], parts, metadata=metadata)
     return folder, {name: parameters.named(part) for name, part in parts.items()}
 
 
 def _check_loaded(folder, wanted) -> None:
     try:
-        found, _ = checkpoint.load(folder, on_host=True)
+        found, _ = checkpoint.load(folder, registry.CATALOGUE, on_host=True)
     except UserError:
         return
     for name, part in found.items():
@@ -293,7 +293,7 @@ def test_what_orbax_notices(tmp_path, saved, draw):
     (folder / "model.json").write_text(json.dumps({**content, "files": {}}))
     draw.draw(mutations.damaged_folder(folder / "params"))
     try:
-        found, _ = checkpoint.load(folder, on_host=True)
+        found, _ = checkpoint.load(folder, registry.CATALOGUE, on_host=True)
     except UserError:
         return
     for name, part in found.items():

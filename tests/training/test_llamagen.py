@@ -12,6 +12,7 @@ import pytest
 import varjax
 from varjax.codecs.vq.model import VQ
 from varjax.errors import UserError
+from varjax.models import registry
 from varjax.models.llamagen.transformer import LlamaGen
 from varjax.nn import layers, parameters
 from varjax.storage import checkpoint
@@ -68,7 +69,9 @@ def test_the_model_draws_pictures(whole):
     settings, _, folder = whole
     model = varjax.load(folder)
     assert model.family.name == "llamagen" and model.config == settings.transformer(4)
-    stored = checkpoint.load(folder)[0]["codec"].embedding[...]  # as save_dtype says
+    stored = checkpoint.load(folder, registry.CATALOGUE)[0]["codec"].embedding[
+        ...
+    ]  # as save_dtype says
     assert stored.dtype == jnp.bfloat16
     images = varjax.generate(model, labels=[1, 2], policy="streaming", budget=0.5)
     chex.assert_shape(images, (2, 4, 4, 3))

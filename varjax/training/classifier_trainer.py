@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jaxtyping import UInt8
 
+from varjax.evaluation import networks
 from varjax.evaluation.classifier import Classifier, ClassifierConfig
 from varjax.storage import checkpoint
 from varjax.storage.atomic import check_new_folder
@@ -97,4 +98,5 @@ def train(settings: TrainingSettings, out: Path, model: Path, quiet: bool) -> No
     settings.check_pictures(len(pictures.train), (ClassifierStage.name,))
     stage = ClassifierStage(settings, configuration(settings, pictures), pictures)
     parts = {ClassifierStage.name: stage.model(loop.run(stage, out, quiet)["ema"])}
-    checkpoint.save(model, family=None, parts=parts, dtype=STORED, overwrite=True)
+    part = networks.CATALOGUE.parts[ClassifierStage.name]
+    checkpoint.save(model, part, parts, dtype=STORED, overwrite=True)

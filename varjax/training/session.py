@@ -125,7 +125,8 @@ def _save_model(
     }
     if pictures.class_names:
         metadata["class_names"] = list(pictures.class_names)
-    checkpoint.save(model, family=settings.family, parts=parts, metadata=metadata, overwrite=True)
+    family = registry.family(settings.family)
+    checkpoint.save(model, family, parts, metadata=metadata, overwrite=True)
     return model
 
 
@@ -141,7 +142,7 @@ def _sampling(settings: TrainingSettings) -> dict:
 def _is_saved(model: Path, parts: dict) -> bool:
     """Whether these parts lie there already; what was added or described anew may stay then."""
     try:
-        found, _ = checkpoint.load(model, on_host=True)
+        found, _ = checkpoint.load(model, registry.CATALOGUE, on_host=True)
     except UserError:
         return False
     return all(_is_same(found.get(name), part) for name, part in parts.items())
