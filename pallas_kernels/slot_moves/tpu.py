@@ -19,6 +19,7 @@ Traffic, with b bytes per element: 2 R N C W b for the pool, read and written (W
 8); per slot that moves 12 bytes for where it goes.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -37,13 +38,14 @@ SOMETHING = 2.0**23  # the lowest bit of a float32 that is as large counts 1
 FACTORS = (256.0, 1.0, SOMETHING)  # of the upper bytes, of the lower ones, and of ones
 
 
-def move(pool, slot, pool_scale, *, interpret, most_bytes: int = MOST_BYTES):
+def move(slots, target, *, interpret, most_bytes: int = MOST_BYTES):
     """See `api.move`. most_bytes: of the pool in a grid step."""
+    pool = slots.pool
     most = min(most_bytes, MOST_NUMBERS * pool.dtype.itemsize)
     together, some = tpu_slots.steps(pool, "moves of slots take", most)
-    rows, heads, slots, width = pool.shape
-    begin, places = _places(pool, slot)
-    spec = pl.BlockSpec((together, some, slots, width), lambda r, n: (r, n, 0, 0))
+    rows, heads, count, width = pool.shape
+    begin, places = _places(pool, target)
+    spec = pl.BlockSpec((together, some, count, width), lambda r, n: (r, n, 0, 0))
     lines = pl.BlockSpec((together, *places.shape[1:]), lambda r, n: (r, 0, 0))
     moved = pl.pallas_call(
         partial(_move_rows, begin),
@@ -59,25 +61,27 @@ def move(pool, slot, pool_scale, *, interpret, most_bytes: int = MOST_BYTES):
     )(places, pools(pool, None, interpret)[0])
     # the compiler refuses an aliased result in HBM that is a donated argument and a result at once
     moved = jax.lax.optimization_barrier(moved)
-    return moved, None if pool_scale is None else _moved_scales(pool_scale, slot)
+    if slots.scale is None:
+        return replace(slots, pool=moved)
+    return replace(slots, pool=moved, scale=_moved_scales(slots.scale, target))
 
 
-def _places(pool, slot):
-    """The first slot of the tile in which the buffer begins, and where it and all slots behind it
-    go [R, N, 3 lines], once for each of `FACTORS`; -1: nowhere."""
-    slots, last = pool.shape[2], slot.shape[-1]
+def _places(pool, target):
+    """The first slot of the tile in which the buffer begins, and the targets of this slot and of
+    all slots behind it [R, M, 3 lines], once for each of `FACTORS`; -1: nowhere."""
+    slots, last = pool.shape[2], target.shape[-1]
     begin = (slots - last) // tpu_slots.tile(pool.dtype) * tpu_slots.tile(pool.dtype)
     lines = rounded(slots - begin, LINES)
     before = slots - last - begin
     edges = ((0, 0), (0, 0), (before, lines - before - last))
-    places = jnp.pad(slot, edges, constant_values=-1)
+    places = jnp.pad(target, edges, constant_values=-1)
     return begin, jnp.concatenate([places] * len(FACTORS), axis=-1)
 
 
-def _moved_scales(scale, slot):
+def _moved_scales(scale, target):
     """Two numbers per slot: chosen by XLA, bit by bit."""
-    slots, last = scale.shape[-1], slot.shape[-1]
-    comes = slot[:, None, :, :, None] == jnp.arange(slots)  # [R, 1, N, P, C]
+    slots, last = scale.shape[-1], target.shape[-1]
+    comes = target[:, None, :, :, None] == jnp.arange(slots)  # [R, 1, M, P, C]
     bits = jax.lax.bitcast_convert_type(scale, jnp.int32)
     new = jnp.where(comes, bits[..., slots - last :, None], 0).sum(-2, dtype=jnp.int32)
     found = jnp.where(comes.any(-2), new, bits)

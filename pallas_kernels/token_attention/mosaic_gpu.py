@@ -36,7 +36,7 @@ from pallas_kernels.token_attention import storing
 from pallas_kernels.token_attention.mosaic_slots import (
     CLASSES,
     LINE,
-    Given,
+    FlatOperands,
     Layouts,
     Ring,
     Steps,
@@ -53,47 +53,37 @@ CORES = {"9.0": 132, "10.0": 148}  # multiprocessors, by compute capability
 LOWEST = -1e30  # the maximum of nothing: finite, so that differences are
 
 
-def attend(
-    q,
-    pool,
-    position,
-    sight,
-    first_bias,
-    pool_scale,
-    mass,
-    mass_weight,
-    *,
-    interpret,
-    steps: Steps | None = None,
-):
+def attend(query, slots, *, interpret, steps: Steps | None = None):
     """See `api.attend`. steps: None takes those of `Steps.of`."""
-    check(q, pool, interpret)
-    rows, heads, size = q.shape
-    steps = steps or Steps.of(pool)
-    weight = None if mass is None else jnp.asarray(mass_weight, jnp.float32).reshape(1)
-    given = Given.of(steps, q, pool, position, pool_scale, sight, bias=first_bias, weight=weight)
+    check(query.q, slots.pool, interpret)
+    rows, heads, size = query.q.shape
+    steps, mass = steps or Steps.of(slots.pool), slots.mass
+    given = FlatOperands.of(steps, query, slots)
     programs = min(rows * heads, steps.programs or programs_at_once(given, steps))
     sums = None if mass is None else jax.new_ref(mass.reshape(-1))  # changed in place
     out = pl.kernel(
         partial(_kernel, steps, programs),
-        out_type=jax.ShapeDtypeStruct((rows, heads, given.width), q.dtype),
+        out_type=jax.ShapeDtypeStruct((rows, heads, given.width), query.q.dtype),
         mesh=plgpu.Mesh(grid=(programs,), grid_names=("program",)),
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=mosaic.LANES, reduction_scratch_bytes=MEETING
         ),
         cost_estimate=estimates.attend_token(
-            *(q, pool, position, pool_scale, mass),
-            step=None if sight.used is None else steps.slots,
+            query.q,
+            slots.pool,
+            slots.position,
+            slots.scale,
+            mass,
+            step=None if slots.used is None else steps.slots,
         ),
         name="token_attention",
-        **({"interpret": mosaic.simulator(interpret)} if interpret else {}),
+        interpret=mosaic.simulator(interpret) if interpret else False,
     )(given, sums)
-    return out[..., given.width - size :], None if mass is None else jax.freeze(sums).reshape(
-        mass.shape
-    )
+    out = out[..., given.width - size :]
+    return out, None if mass is None else jax.freeze(sums).reshape(mass.shape)
 
 
-store_and_attend = storing.before(attend)
+store_and_attend = storing.in_two_steps(attend)
 
 
 def check(q, pool, interpret) -> None:
@@ -114,13 +104,14 @@ def check(q, pool, interpret) -> None:
     mosaic.check_simulator(interpret)
 
 
-def shared_memory(given: Given, steps: Steps) -> int:
+def shared_memory(given: FlatOperands, steps: Steps) -> int:
     """Bytes of it that a program takes, without barriers."""
-    numbers, buffers, lines = steps.slots, steps.buffers, 1 + 2 * (given.scale is not None)
-    scores = 4 * given.steps(numbers) * numbers if given.weight is not None else 0
+    pool = given.slots.pool
+    numbers, buffers, lines = steps.slots, steps.buffers, 1 + 2 * (given.slots.scale is not None)
+    scores = 4 * given.steps(numbers) * numbers if given.query.mass_weight is not None else 0
     arrays = (
-        buffers * numbers * given.pool.shape[-1] * given.pool.dtype.itemsize,
-        buffers * given.width * given.q.dtype.itemsize,
+        buffers * numbers * pool.shape[-1] * pool.dtype.itemsize,
+        buffers * given.width * given.query.q.dtype.itemsize,
         *[4 * buffers * given.line(numbers)] * lines,
         max(scores, 4 * CLASSES * given.width),
         MEETING,
@@ -128,14 +119,14 @@ def shared_memory(given: Given, steps: Steps) -> int:
     return sum(-(-size // KIB) * KIB for size in arrays)  # where an array may begin
 
 
-def programs_at_once(given: Given, steps: Steps) -> int:
+def programs_at_once(given: FlatOperands, steps: Steps) -> int:
     """How many programs the chip runs at the same time."""
     cores = CORES.get(target.capability(), CORES["9.0"])
     # CUDA keeps 1 KiB of a program's for itself, barriers take part of another
     return cores * max(1, SHARED // (shared_memory(given, steps) + 2 * KIB))
 
 
-def _kernel(steps: Steps, programs: int, given: Given, sums, out):
+def _kernel(steps: Steps, programs: int, given: FlatOperands, sums, out):
     joined = plgpu.SMEM((CLASSES, given.width), jnp.float32)
     waiting = plgpu.SMEM((given.steps(steps.slots) * steps.slots,), jnp.float32)
     pl.run_scoped(
@@ -146,25 +137,25 @@ def _kernel(steps: Steps, programs: int, given: Given, sums, out):
     )
 
 
-def _attend_heads(steps: Steps, programs: int, given: Given, sums, out, places, late):
+def _attend_heads(steps: Steps, programs: int, given: FlatOperands, sums, out, places, late):
     """What a program does: it has as many heads as the others, or one more."""
     program = jax.lax.axis_index("program")
-    total, each = given.pool.shape[0] * given.pool.shape[1], given.used_steps(steps.slots)
+    total, each = given.slots.pool.shape[0] * given.heads, given.used_steps(steps.slots)
     first, last = program * total // programs, (program + 1) * total // programs
     ring, (joined, *waiting) = Ring(given, steps, *places, first, last - first, each), late
     ring.fill()
-    weight = None if sums is None else given.weight[0]
+    weight = None if sums is None else given.query.mass_weight[0]
 
     def head(i, limits):
         number = first + i
         # loaded here, long before they are needed
         following = given.limits(jnp.minimum(number + 1, last - 1))
         place = given.place(number)
-        this = _Head(ring, place, *limits, waiting, Layouts.of(given.pool.dtype))
+        this = _Head(ring, place, *limits, waiting, Layouts.of(given.slots.pool.dtype))
         classes = this.see(i * each)
         top, rescale, whole = this.statistics(classes)
         if sums is not None:
-            this.add(sums, number * given.slots, top, weight / whole)
+            this.add(sums, number * given.count, top, weight / whole)
         this.put(classes[2], rescale / whole, joined, out.at[place])
         return following
 
@@ -255,10 +246,10 @@ class _Head:
             found *= self._scale(place, rows, 0)
         layout = self.layouts.slot
         slot = plgpu.broadcasted_iota(jnp.int32, (CLASSES,), 0, layout=layout) + start
-        if given.bias is not None:
+        if given.query.first_bias is not None:
             found += jnp.where(slot == 0, self.bias * LOG2_E, 0.0)
         position = self._line(ring.position, place, rows, given.positions(*self.place))
-        visible = given.sight.sees(position, self.newest, self.reach) & (slot < given.slots)
+        visible = given.sees(position, self.newest, self.reach) & (slot < given.count)
         return jnp.where(visible, found, -jnp.inf)
 
     def statistics(self, classes) -> tuple:
@@ -275,7 +266,7 @@ class _Head:
 
     def add(self, sums, first, top, factor) -> None:
         """Weights of all slots into `sums`, from place `first` on."""
-        (waiting,), slots = self.waiting, self.ring.given.slots
+        (waiting,), slots = self.waiting, self.ring.given.count
         seen = self.ring.each * self.ring.steps.slots  # nothing waits behind them
         size = min(2, slots // LINE) * LINE
 

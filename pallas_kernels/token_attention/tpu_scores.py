@@ -28,45 +28,51 @@ MOST_BYTES = 2**22  # of pool and scores in a grid step; there twice, in 16 MiB 
 UPPER = -(2**16)  # the sign, the exponent and 7 bits of a float32: what bfloat16 has
 
 
-def scores(q, pool, pool_scale, first, *, interpret, most_bytes: int = MOST_BYTES):
-    """See `api.scores`. most_bytes: of a grid step."""
+def scores(q, slots, first: int, *, interpret, most_bytes: int = MOST_BYTES):
+    """See `api.scores`. q: [R, M, Q, H], the queries of a group among the Q. most_bytes: of a grid
+    step."""
     rows, heads, count, size = q.shape
-    slots = pool.shape[2]
+    total = slots.pool.shape[2]
     exact, single = q.dtype != jnp.bfloat16, count == 1
-    more = tpu_slots.plane_bytes(count, slots, jnp.dtype("float32"))
-    together, some = tpu_slots.steps(pool, "token scores take", most_bytes, more)
+    more = tpu_slots.plane_bytes(count, total, jnp.dtype("float32"))
+    together, some = tpu_slots.steps(slots.pool, "token scores take", most_bytes, more)
     # one query per head: heads are the lines of a matrix, and lines of 4 bytes begin anywhere
     queries = q[:, :, 0].astype(jnp.float32) if single else q
-    given = {"q": queries, "pool": pools(pool, None, interpret)[0], "scale": pool_scale}
-    given = {name: array for name, array in given.items() if array is not None}
-    shape = (rows, heads, slots - first) if single else (rows, heads, count, slots - first)
+    pool = pools(slots.pool, None, interpret)[0]
+    shape = (rows, heads, total - first) if single else (rows, heads, count, total - first)
     found = jax.ShapeDtypeStruct(shape, jnp.float32)
+    of_step = partial(_spec, rows=together, heads=some)
     found = pl.pallas_call(
         partial(_score_rows, first, some, exact),
         grid=(rows // together, heads // some),
-        in_specs=[{name: _spec(name, array, together, some) for name, array in given.items()}],
-        out_specs=_spec("scores", found, together, some),
+        in_specs=[
+            of_step(queries),
+            of_step(pool),
+            None if slots.scale is None else _key_scales(slots.scale, together),
+        ],
+        out_specs=of_step(found),
         out_shape=found,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        cost_estimate=estimates.token_scores(q, pool, pool_scale),
+        cost_estimate=estimates.token_scores(q, slots.pool, slots.scale),
         interpret=interpret,
         name="token_scores",
-    )(given)
+    )(queries, pool, slots.scale)
     return found[:, :, None] if single else found
 
 
-def _spec(name: str, array, rows: int, heads: int) -> pl.BlockSpec:
-    """The part of an operand or the result in grid step (r, n): its rows, of arrays of matrices per
-    head its heads; of scales those of keys."""
-    if name == "scale":
-        return pl.BlockSpec((rows, 1, *array.shape[2:]), lambda r, n: (r, 0, 0, 0))
+def _spec(array, *, rows: int, heads: int) -> pl.BlockSpec:
+    """The part of an operand or the result in grid step (r, n): its rows, and where every head has
+    a matrix, its heads."""
     if len(array.shape) == 3:
         return pl.BlockSpec((rows, *array.shape[1:]), lambda r, n: (r, 0, 0))
     return pl.BlockSpec((rows, heads, *array.shape[2:]), lambda r, n: (r, n, 0, 0))
 
 
-def _score_rows(first: int, some: int, exact: bool, given, out_ref):
-    queries, pool = given["q"], given["pool"]
+def _key_scales(scale, rows: int) -> pl.BlockSpec:
+    return pl.BlockSpec((rows, 1, *scale.shape[2:]), lambda r, n: (r, 0, 0, 0))
+
+
+def _score_rows(first: int, some: int, exact: bool, queries, pool, scale, out_ref):
     single, size = len(queries.shape) == 3, queries.shape[-1]
     begin = pl.program_id(1) * some
 
@@ -75,8 +81,8 @@ def _score_rows(first: int, some: int, exact: bool, given, out_ref):
             line = pl.ds(begin + j, 1)
             mine = queries[i, line] if single else queries[i, j]
             found = _products(mine, pool[i, j, :, :size], exact)
-            if "scale" in given:
-                found *= given["scale"][i, 0, line]
+            if scale is not None:
+                found *= scale[i, 0, line]
             if single:
                 out_ref[i, line] = found[:, first:]
             else:

@@ -27,24 +27,19 @@ def tile_of(pool, fetched: int, interpret) -> int:
     return tile if padded_alike or interpret is not True else fetched
 
 
-def aliases(numbers: dict, given: dict, results: dict) -> dict[int, int]:
-    """Sums and the pool are changed in place: what is not written keeps what it holds."""
-    operands, found = [*sorted(numbers), *sorted(given)], sorted(results)
-    return {operands.index(n): found.index(n) for n in ("mass", "pool") if n in results}
-
-
-def put_beside(row, given, rows_ref) -> None:
+def put_beside(row, token, rows_ref) -> None:
     """Keys and values of a row's heads, side by side as the pool holds them, into `rows_ref` [N,
     2 H] in float32, where single rows can be addressed."""
-    both = [given[name][row].astype(jnp.float32) for name in "kv"]
+    both = [array[row].astype(jnp.float32) for array in (token.k, token.v)]
     rows_ref[...] = jnp.concatenate(both, axis=-1)
 
 
 def tile_spec(pool, rows: int, heads: int, tile: int) -> pl.BlockSpec:
-    """Of the result, in grid step (r, n, ...)."""
+    """The tile with the token's slot in grid step (r, n, ...), as a result."""
 
     def place(r, n, *rest):
-        return r, n, rest[-1]["slot"][0] // tile, 0
+        numbers = rest[-1]  # what is known before a grid step comes last
+        return r, n, numbers.slot[0] // tile, 0
 
     return pl.BlockSpec((rows, heads, tile, pool.shape[3]), place)
 

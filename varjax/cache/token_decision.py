@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from pallas_kernels import implementations, slot_moves, target, token_attention
+from pallas_kernels.token_attention import Query
 from varjax.cache.observation import Needs, Observation
 from varjax.cache.token_state import EVERYTHING, LayerCache
 from varjax.policies.staged import TokenPolicy
@@ -69,9 +70,9 @@ class StageDecision:
         )
         if self.group_stage is not None:
             # under the condition only a small array is made: pools stay where they are
+            groups_now, before = stage == self.group_stage, reach
             reach = jax.lax.cond(
-                *(stage == self.group_stage, self._reaches, lambda *_: reach),
-                *(caches, position, bias),
+                groups_now, self._reaches, lambda *_: before, caches, position, bias
             )
             caches = _apart(caches, reach=reach)
         seen = [self._looks(c) for c in caches]
@@ -85,14 +86,14 @@ class StageDecision:
         return self._store(caches, position, mass, keep, stage)
 
     def _reaches(self, caches: Sequence[LayerCache], position, bias) -> Int[Array, "LR N"]:
-        """Of all heads of layers, from the attention of the newest query."""
+        """Return each head's reach, measured by the newest query's attention."""
         masses = []
         for cache in caches:
+            # all that is held counts, whatever the head has seen so far
+            sums = jnp.zeros(cache.pool.shape[:3], jnp.float32)
             _, mass = token_attention.attend(
-                *(cache.queries[:, :, -1], cache.pool, cache.position),
-                first_bias=bias,
-                pool_scale=cache.scale,
-                mass=jnp.zeros(cache.pool.shape[:3], jnp.float32),
+                Query(cache.queries[:, :, -1], first_bias=bias),
+                replace(cache, mass=sums, reach=None),
                 implementation=self.attention,
             )
             masses.append(mass)
@@ -103,13 +104,17 @@ class StageDecision:
     def _looks(self, cache: LayerCache) -> dict[str, Array]:
         """What a policy sees of a layer's pool: of image slots only."""
         needs, found = self.needs, {}
-        options = {"pool_scale": cache.scale, "first": self.condition}
-        scores = partial(token_attention.scores, implementation=self.attention, **options)
+        scores = partial(
+            token_attention.scores,
+            slots=cache,
+            first=self.condition,
+            implementation=self.attention,
+        )
         if needs.window_logits:
             mean = cache.query_sum / needs.window
-            found["window_logits"] = scores(mean[:, :, None], cache.pool)[:, :, 0]
+            found["window_logits"] = scores(mean[:, :, None])[:, :, 0]
         if needs.window_scores:
-            found["window_scores"] = scores(cache.queries, cache.pool)
+            found["window_scores"] = scores(cache.queries)
         if needs.keys:
             keys = cache.pool[:, :, self.condition :, : cache.pool.shape[-1] // 2]
             scale = None if cache.scale is None else cache.scale[..., self.condition :]
@@ -179,12 +184,8 @@ class StageDecision:
             changed["mass"] = moved(mass, 0.0, jnp.float32(0)) if total else jnp.zeros_like(mass)
         rows, stored = len(caches[0].pool), []
         for i, cache in enumerate(caches):
-            pool, scale = slot_moves.move(
-                *(cache.pool, slot[i * rows : (i + 1) * rows]),
-                pool_scale=cache.scale,
-                implementation=self.attention,
-            )
-            stored.append(replace(cache, pool=pool, scale=scale))
+            own = slot[i * rows : (i + 1) * rows]
+            stored.append(slot_moves.move(cache, own, implementation=self.attention))
         return _apart(stored, **changed)
 
 
