@@ -1,5 +1,5 @@
-"""Slots in the Mosaic GPU kernel of token attention: what it is given, how what a step needs comes
-into shared memory, and how a warpgroup holds it.
+"""Slots in the Mosaic GPU kernel of token attention: its operands, the copies of a step into shared
+memory, and how a warpgroup holds slots.
 
 What the chip asks of a copy (`cp.async.bulk.tensor`), beyond what the compiler checks: it begins at
 a multiple of 16 bytes in global memory, also after the coordinates along the last axis are added
@@ -9,7 +9,7 @@ memory.
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +26,18 @@ WINDOW = 64  # columns: heads are seen through one or two of them
 LINE = 32  # numbers: places in shared memory begin at multiples of 128 bytes
 ALIGNED = 4  # numbers of 4 bytes: where copies may begin
 LONGEST = 128  # slots of a step, at most; copies take up to 256 numbers along an axis
-STEP_BYTES = 2**14  # of the pool, about
+STEP_BYTES = 2**14  # of the pool, about: three steps fit, and several programs
+Number = int | Int[Array, ""]
 
 
 @dataclass(frozen=True)
 class Steps:
-    """How a head's slots are cut. slots: of a step, a multiple of 32. buffers: places in shared
-    memory. programs: that divide all heads; None: as many as run at the same time."""
+    """How a head's slots are cut.
+
+    slots: of a step, a multiple of 32.
+    buffers: places in shared memory.
+    programs: how many divide all heads; None: as many as run at the same time.
+    """
 
     slots: int
     buffers: int = 3  # 2 of large steps, so that two programs fit
@@ -88,7 +93,7 @@ class FlatOperands:
 
     @property
     def width(self) -> int:
-        """Columns of the windows of a head."""
+        """Columns that the windows of a head have together."""
         return pl.cdiv(self.size, WINDOW) * WINDOW
 
     @property
@@ -104,7 +109,7 @@ class FlatOperands:
         """Steps of `size` slots that a head has."""
         return pl.cdiv(self.count, size)
 
-    def used_steps(self, size: int) -> int | Int[Array, ""]:
+    def used_steps(self, size: int) -> Number:
         """Steps of `size` slots that have slots in use."""
         used = self.slots.used
         return self.steps(size) if used is None else (used[0] + size - 1) // size
@@ -153,15 +158,44 @@ def _line(size: int, count: int) -> int:
     return size if count % ALIGNED == 0 else size + LINE
 
 
-@dataclass(frozen=True)
-class Ring:
-    """Places in shared memory that steps go through, the steps of one head after those of another.
+class Places(NamedTuple):
+    """Shared memory of a program, with a place for each of `Steps.buffers` steps.
 
     pool: [buffers, slots, 2 H].
     q: [buffers, W].
     position: [buffers, `FlatOperands.line`].
-    scale: for an int8 pool, two arrays like `position`, for keys and values; else empty.
-    full: barriers, one for each place.
+    scale: for an int8 pool, two references like `position`, for keys and for values; else none.
+    full: a barrier for each place.
+    """
+
+    pool: jax.Ref
+    q: jax.Ref
+    position: jax.Ref
+    scale: list[jax.Ref]
+    full: jax.Ref
+
+    @classmethod
+    def scratch(cls, given: FlatOperands, steps: Steps) -> "Places":
+        """What Pallas makes them from."""
+        size, buffers = steps.slots, steps.buffers
+        line = buffers, given.line(size)
+        pool, q = given.slots.pool, given.query.q
+        scale = [] if given.slots.scale is None else [plgpu.SMEM(line, jnp.float32)] * 2
+        return cls(
+            plgpu.SMEM((buffers, size, pool.shape[-1]), pool.dtype),
+            plgpu.SMEM((buffers, given.width), q.dtype),
+            plgpu.SMEM(line, jnp.int32),
+            scale,
+            # each copy of a step arrives once: slots, query, positions, scales
+            plgpu.Barrier(num_arrivals=3 + len(scale), num_barriers=buffers),
+        )
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The steps of a program, those of one head after those of another, go through `places` in
+    turn.
+
     first: number of the program's first head.
     heads: how many heads the program has.
     each: steps of a head.
@@ -169,43 +203,24 @@ class Ring:
 
     given: FlatOperands
     steps: Steps
-    pool: Any
-    q: Any
-    position: Any
-    scale: Any
-    full: Any
-    first: Any
-    heads: Any
-    each: Any
-
-    @staticmethod
-    def scratch(given: FlatOperands, steps: Steps) -> list:
-        """Shared memory for it, in the order of its fields."""
-        size, buffers = steps.slots, steps.buffers
-        line = buffers, given.line(size)
-        pool, q = given.slots.pool, given.query.q
-        scale = [] if given.slots.scale is None else [plgpu.SMEM(line, jnp.float32)] * 2
-        return [
-            plgpu.SMEM((buffers, size, pool.shape[-1]), pool.dtype),
-            plgpu.SMEM((buffers, given.width), q.dtype),
-            plgpu.SMEM(line, jnp.int32),
-            scale,
-            plgpu.Barrier(num_arrivals=3 + len(scale), num_barriers=buffers),
-        ]
+    places: Places
+    first: Number
+    heads: Number
+    each: Number
 
     def fill(self) -> None:
         """Start copying the first steps."""
         for number in range(self.steps.buffers):
             self._start(jnp.int32(number))
 
-    def wait(self, number) -> Any:
-        """Until a step is there; its place."""
+    def wait(self, number) -> Int[Array, ""]:
+        """Wait until step `number` is there; returns its place."""
         place = jax.lax.rem(number, self.steps.buffers)
-        plgpu.barrier_wait(self.full.at[place])
+        plgpu.barrier_wait(self.places.full.at[place])
         return place
 
     def release(self, number) -> None:
-        """A step's place takes the one that follows in it."""
+        """Let the next step that takes the place of step `number` be copied there."""
         plgpu.commit_smem()  # every warp has read what lies there
         self._start(number + self.steps.buffers)
 
@@ -213,37 +228,51 @@ class Ring:
         pl.when(number < self.heads * self.each)(partial(self._copy, number))
 
     def _copy(self, number) -> None:
-        given, size = self.given, self.steps.slots
+        given, size, places = self.given, self.steps.slots, self.places
         query, slots = given.query, given.slots
         i, start = self.first + number // self.each, jax.lax.rem(number, self.each) * size
         row, head = given.place(i)
-        lines = [(slots.position, self.position, given.positions(row, head))]
-        for half, scale in enumerate(self.scale):
+        lines = [(slots.position, places.position, given.positions(row, head))]
+        for half, scale in enumerate(places.scale):
             lines.append((slots.scale, scale, given.scales(row, head, half)))
         # what lies beyond the end of a head, or of an array, is not read
         copies = [
-            (slots.pool.at[row, head, pl.ds(start, size)], self.pool),
-            (query.q.at[pl.ds(i * given.width, given.width)], self.q),
+            (slots.pool.at[row, head, pl.ds(start, size)], places.pool),
+            (query.q.at[pl.ds(i * given.width, given.width)], places.q),
         ]
         for source, target, begin in lines:
+            # the numbers of a head begin anywhere, a copy only at a multiple of 16 bytes
             here = pl.ds(begin - given.shift(begin) + start, given.line(size))
             copies.append((source.at[here], target))
         place = jax.lax.rem(number, self.steps.buffers)
         for source, target in copies:
-            plgpu.copy_gmem_to_smem(source, target.at[place], self.full.at[place])
+            plgpu.copy_gmem_to_smem(source, target.at[place], places.full.at[place])
+
+
+class Layout(Protocol):
+    """Which thread holds which numbers of an array: a layout of Mosaic GPU."""
+
+    def reduce(self, axes: int) -> "Layout":
+        """The layout of sums over an axis."""
+        ...
 
 
 @dataclass(frozen=True)
 class Layouts:
-    """How a warpgroup holds slots, one of each class. tile: [16, columns], 8 threads for a slot,
-    neighbours of which hold neighbouring columns, 16 bytes of them at most. joined: the same
-    numbers, columns by warp, so that sums over slots need no other warp."""
+    """How a warpgroup holds 16 slots, one of each class.
 
-    tile: Any
-    joined: Any
+    tile: [16, columns]. 8 threads share a slot; neighbouring threads hold neighbouring columns, at
+      most 16 bytes each.
+    joined: the same numbers with the columns divided over the warps, so that sums over slots need
+      no other warp.
+    """
+
+    tile: Layout
+    joined: Layout
 
     @classmethod
     def of(cls, dtype) -> "Layouts":
+        # 16 bytes per load and thread; numbers of 1 byte are not loaded 16 at a time
         vector, rows = 4 if jnp.dtype(dtype).itemsize == 4 else 8, CLASSES // 4
         wide, layout, part = LANES * vector, plgpu.Layout.TILED, WINDOW // 4
         tile = plgpu.Tiling(((CLASSES, wide), (rows, wide), (vector,)))
@@ -254,20 +283,21 @@ class Layouts:
         )
 
     @property
-    def slot(self) -> Any:
-        """A number per slot."""
+    def slot(self) -> Layout:
+        """The layout of one number per slot."""
         return self.tile.reduce(1)
 
     @property
-    def column(self) -> Any:
+    def column(self) -> Layout:
+        """The layout of one number per column."""
         return self.tile.reduce(0)
 
     def across(self, slots, width: int):
-        """A number per slot for every column."""
+        """Repeat a number per slot for every column."""
         wide = jax.lax.broadcast_in_dim(slots, (CLASSES, width), [0])
         return plgpu.layout_cast(wide, self.tile)
 
     def down(self, columns):
-        """A number per column for every slot."""
+        """Repeat a number per column for every slot."""
         wide = jax.lax.broadcast_in_dim(columns, (CLASSES, *columns.shape), [1])
         return plgpu.layout_cast(wide, self.tile)

@@ -1,19 +1,20 @@
 """Token attention on TPU (Mosaic). See `api.attend`.
 
-Tiling. A grid step serves all heads of some rows, or some heads of one row (`tpu_slots.steps`),
-whose part of the pool Pallas fetches in one piece while the last step's is in use. Scores of a row
-are one matrix [N, C], heads by slots, as positions and sums are stored; so the softmax of all heads
-is one.
+Tiling. A grid step serves all heads of some rows, or some heads of one row (`tpu_slots.steps`).
+Pallas fetches their part of the pool in one piece while the last step's is in use. The scores of a
+row are one matrix [N, C], heads by slots, which is how positions and sums are stored. So all heads
+have one softmax together.
 
-A head's slots are a factor of the matrix unit whatever it is multiplied with, so all queries of the
-row are, and the head's own row of the product is kept: the unit is free, as the time that memory
-takes for 128 slots of 64 columns in bfloat16 is 60 cycles of a v5e, that of the unit 16. Keys and
-values lie side by side in a slot and are not taken apart where a half is no whole number of lanes:
-queries have zeros where values are, and of the weighted sums the last half is kept.
+The matrix unit takes as long for one query as for many. So a head's slots are multiplied with the
+queries of all heads of the row, and the head's own row of the product is kept. The unit has time
+for this: for 128 slots of 64 columns in bfloat16 a v5e needs 60 cycles to read them from memory,
+and its unit 16. Keys and values lie side by side in a slot. They are not taken apart where a half
+is no whole number of lanes: queries have zeros where values are, and of the weighted sums the last
+half is kept.
 
-What lies in slots that are not visible is multiplied with weights of 0, which is nothing unless it
-is NaN or infinite: a row whose result is not finite is computed again from numbers that are. The
-token that is served may be stored on the way (`tpu_token`).
+Slots that are not visible have weight 0, which gives 0 unless they hold NaN or infinity. A row
+whose result is not finite is computed again from finite numbers. The token that is served may be
+stored on the way (`tpu_token`).
 
 Traffic, with b bytes per element: R N C 2 H b for the pool, read once (2 H padded to 128, C to a
 tile of 8, 16 or 32), R N 8 2 H b to store a token (int8: 32), and per slot 4 bytes for positions,
@@ -178,7 +179,8 @@ def _attend_rows(some: int, numbers: Numbers, given: Given, results: Results, ro
 
 
 def _attend_row(i, row, first, some: int, given: Given, results: Results) -> None:
-    """Row i of the grid step, number `row` of all; of its heads those from number `first` on."""
+    """Attend for row i of the grid step, which is number `row` of all: for `some` heads from number
+    `first` on."""
     query, slots = given.query, given.slots
     queries = tpu_row.padded(query.q[i], slots.pool.shape[-1])
     heads, shape = len(queries), (len(queries), slots.pool.shape[2])
@@ -212,7 +214,7 @@ def _attend_row(i, row, first, some: int, given: Given, results: Results) -> Non
 
 
 def _visible(i, row, heads: int, given: Given):
-    """[N, C], or [1, C] where heads see the same."""
+    """Which slots are seen [N, C]; [1, C] where all heads see the same."""
     (query, slots, _), reach, newest = given, None, None
     position = slots.position[i if len(slots.position) > 1 else 0]
     if query.newest is not None:

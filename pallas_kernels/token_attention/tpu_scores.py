@@ -1,14 +1,14 @@
 """Scores of a few queries of every head with its slots, on TPU (Mosaic). See `api.scores`.
 
-Tiling. A grid step serves all heads of some rows, or some heads of one row, whose part of the pool
-Pallas fetches in one piece while the last step's is in use. A head's queries are multiplied with
-its keys; the values beside them are fetched, since they share the tiles, and left alone.
+Tiling. A grid step serves all heads of some rows, or some heads of one row. Pallas fetches their
+part of the pool in one piece while the last step's is in use. A head's queries are multiplied with
+its keys. The values beside them are fetched, since they share the tiles, but not read.
 
-Precision. The reference multiplies numbers of the wider type of queries and pool, and on a v5e XLA
-turns one query's products into sums in float32, whatever `jax_default_matmul_precision` says: so
-nothing of a float32 query is rounded here. A pool of bfloat16 or int8 numbers is a factor of the
-matrix unit as it is; a float32 query is three bfloat16 numbers, exactly, side by side in the
-product that takes the keys once. Products of a float32 pool name the highest precision.
+Precision. The reference multiplies in the wider type of queries and pool, and on a v5e XLA turns
+the products of one query into sums in float32, whatever `jax_default_matmul_precision` says. So no
+float32 query is rounded here. Pools in bfloat16 or int8 enter the matrix unit as they are. A
+float32 query is the exact sum of three bfloat16 numbers, and the three are side by side in one
+product, so keys are read once. Products of a float32 pool name the highest precision.
 
 Traffic, with b bytes per element: R N C 2 H b for the pool, read once (C padded to a tile of 8, 16
 or 32, 2 H to 128), and per slot 4 bytes for each query's score, 4 for an int8 pool's scales.
@@ -69,6 +69,7 @@ def _spec(array, *, rows: int, heads: int) -> pl.BlockSpec:
 
 
 def _key_scales(scale, rows: int) -> pl.BlockSpec:
+    """The first half of the second axis: keys have scales of their own, before those of values."""
     return pl.BlockSpec((rows, 1, *scale.shape[2:]), lambda r, n: (r, 0, 0, 0))
 
 
@@ -93,7 +94,8 @@ def _score_rows(first: int, some: int, exact: bool, queries, pool, scale, out_re
 
 
 def _products(queries, keys, exact: bool):
-    """Of queries [Q, H] and keys [C, H]. exact: the queries are no bfloat16 numbers."""
+    """Scores [Q, C] of queries [Q, H] and keys [C, H]. exact: the queries have more digits than
+    bfloat16 numbers."""
     if keys.dtype == jnp.float32:
         return _dot(queries.astype(jnp.float32), keys, jax.lax.Precision.HIGHEST)
     keys = keys.astype(jnp.bfloat16)
@@ -101,11 +103,12 @@ def _products(queries, keys, exact: bool):
         return _dot(queries.astype(jnp.bfloat16), keys)
     count, parts = len(queries), _parts(queries.astype(jnp.float32))
     found = _dot(jnp.concatenate(parts).astype(jnp.bfloat16), keys)
+    # the largest parts first, as they come: their order is part of the result
     return found[:count] + found[count : 2 * count] + found[2 * count :]
 
 
 def _parts(numbers) -> list:
-    """Three float32 arrays of numbers that bfloat16 has, whose sum this is."""
+    """Three float32 arrays whose sum is `numbers`, each of numbers that bfloat16 represents."""
     found = []
     for _ in range(2):
         # cut, not rounded: a compiler may leave out a rounding whose result becomes float32 again

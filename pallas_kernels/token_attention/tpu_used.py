@@ -1,9 +1,9 @@
-"""Token attention on TPU where only the first slots of a head are in use: they are cut into pieces,
-of which those that are not used are not fetched. For full caches, half empty on average.
+"""Token attention on TPU where only the first slots of a head are in use, as in full caches, which
+are half empty on average. Slots are cut into pieces; pieces without a slot in use are not fetched.
 
 A grid step serves a piece of all heads of a row, or of some of them. Pallas fetches a piece while
-the last one is in use, and nothing where the next one is the same: behind the last piece in use,
-grid steps ask for that one again and do nothing. Maximum, total and sums of a row stay in vector
+the last one is in use, and nothing where the next one is the same. So grid steps behind the last
+piece in use ask for that one again and do nothing. Maximum, total and sums of a row stay in vector
 memory from piece to piece.
 """
 
@@ -19,12 +19,12 @@ from pallas_kernels.token_attention import tpu_call, tpu_row, tpu_token
 from pallas_kernels.token_attention.tpu_call import Given, Numbers, Results
 from pallas_kernels.tpu_operands import LANES
 
-PIECE_BYTES = 3 * 2**19  # of the pool, about
+PIECE_BYTES = 3 * 2**19  # of the pool, about: two pieces leave room in 16 MiB of vector memory
 LOWEST = -1e30  # the maximum of nothing: finite, so that differences are
 
 
 def slots_of_piece(pool, heads: int) -> int:
-    """A multiple of the lanes, by which positions are cut."""
+    """Slots that are fetched at once: a multiple of the lanes, because positions lie along them."""
     slot = heads * pool.shape[-1] * pool.dtype.itemsize
     return max(1, PIECE_BYTES // (slot * LANES)) * LANES
 
@@ -130,6 +130,7 @@ def _attend_piece(some: int, slots: int, numbers, given, results, running, rows_
             tpu_token.put_beside(0, given.token, rows_ref)
             tpu_token.put(rows_ref, first, slot - part * piece, pool, results.pool.at[0])
 
+    # behind the last piece in use nothing new was fetched: the same piece is there once more
     @pl.when(part * piece < numbers.used[0])
     def _():
         _add_piece(row, first, part, some, slots, given, running)
