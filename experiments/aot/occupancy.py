@@ -1,0 +1,52 @@
+"""How full a plan's tables are, for the estimates of our kernels (`pallas_kernels.estimates`)."""
+
+from collections.abc import Sequence
+
+from experiments.aot import per_token
+from pallas_kernels.estimates import Occupancy
+from varjax.cache.plan import CachePlan
+from varjax.engine.inputs import write_table
+from varjax.engine.segments import Segment
+from varjax.sequence import TOKENS
+
+
+def plan_occupancy(plan: CachePlan, segments: Sequence[Segment]) -> Occupancy:
+    """The mean occupancy of a plan's tables over scales, layers, heads and tokens."""
+    return Occupancy(
+        held=held_shares(plan, segments),
+        written=written_shares(plan, segments),
+        slots_in_use=slots_in_use(plan),
+    )
+
+
+def held_shares(plan: CachePlan, segments: Sequence[Segment]) -> dict[tuple[int, int], float]:
+    """`Occupancy.held`: for each segment the mean over its scales, layers and heads."""
+    found = {}
+    for segment in segments:
+        entries = max(map(plan.entries, segment.scales))
+        here = slice(segment.start, segment.stop)
+        held = (plan.stop - plan.start)[here, ..., :entries]
+        if held.size:
+            found[segment.length, entries] = float(held.mean()) / plan.block_size
+    return found
+
+
+def written_shares(
+    plan: CachePlan, segments: Sequence[Segment]
+) -> dict[tuple[int, int], tuple[float, float]]:
+    """`Occupancy.written` where contents are known beforehand; empty where a policy decides."""
+    found = {}
+    for segment in segments if plan.static_content else ():
+        stored = write_table(plan, segment).source >= 0  # [S, L, N, J, block_size]
+        if stored.size:
+            shares = float(stored.any(-1).mean()), float(stored.mean())
+            found[segment.length, stored.shape[-2]] = shares
+    return found
+
+
+def slots_in_use(plan: CachePlan) -> list[int] | None:
+    """`Occupancy.slots_in_use` where a model draws token by token and contents are known
+    beforehand; None for every other plan. All layers have equally many: the first one's."""
+    if plan.geometry.kind != TOKENS or not plan.static_content:
+        return None
+    return per_token.used_slots(plan)[:, 0].tolist()
