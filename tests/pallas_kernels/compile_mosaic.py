@@ -104,8 +104,8 @@ def programs(spec, sharding=None):
 
     args = spec.abstract(sharding)
     attend = partial(mosaic_gpu.attend, return_lse=True, interpret=False)
-    moments = partial(mosaic_gpu.attention_moments, squares=True, interpret=False)
-    given = args.moments(line(spec.tokens), line(*args.projection.shape[:3]))
+    moments = partial(mosaic_gpu.attention_moments, interpret=False)
+    given = args.moments(line(spec.tokens), line(*args.projection.shape[:3]), squares=True)
     found = {
         "attend": (jax.jit(attend), (*args.attend, args.kv_scale)),
         "attention_moments": (jax.jit(moments), (*given, args.kv_scale)),

@@ -83,9 +83,8 @@ def attend(a):
 def moments(a, lse=None):
     lse = jnp.zeros(a.projection.shape[:3]) if lse is None else lse
     return ragged_attention.attention_moments(
-        *a.moments(jnp.ones(a.projection.shape[2]), lse),
+        *a.moments(jnp.ones(a.projection.shape[2]), lse, squares=True),
         kv_scale=a.kv_scale,
-        squares=True,
         implementation="tpu",
     )
 
