@@ -50,7 +50,8 @@ def written_shares(
     """`Occupancy.written` where contents are known beforehand; empty where a policy decides."""
     found = {}
     for segment in segments if plan.static_content else ():
-        stored = write_table(plan, segment.scales, segment.length).source >= 0  # [S, L, N, J, block_size]
+        writes = write_table(plan, segment.scales, segment.length)
+        stored = writes.source >= 0  # [S, L, N, J, block_size]
         if stored.size:
             shares = float(stored.any(-1).mean()), float(stored.mean())
             found[segment.length, stored.shape[-2]] = shares
