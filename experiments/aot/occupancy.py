@@ -56,4 +56,3 @@ def written_shares(
             shares = float(stored.any(-1).mean()), float(stored.mean())
             found[segment.length, stored.shape[-2]] = shares
     return found
-

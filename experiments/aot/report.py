@@ -157,7 +157,7 @@ def attention_flops(plan: CachePlan, segments: tuple[Segment, ...]) -> float:
     shown sums of the attention weights."""
     g, products = plan.geometry, 0.0
     for segment in segments:
-        step = cache_step(plan, segment, None)
+        step = cache_step(plan, segment.scales, None)
         passes = 2 + (isinstance(step, DecidingStep) and step.sums_attention)
         for s in segment.scales:
             tokens = g.schedule.tokens[s]

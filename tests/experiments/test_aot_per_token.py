@@ -34,7 +34,8 @@ def test_a_ring_is_full_soon():
 def test_a_policy_that_decides_reads_all_slots():
     plan = planned(XL, "headkv", budget=1 / 6)
     assert set(plan.layer_slots) == {96}
-    assert per_token.slots_read(plan) == 36 * 96 and occupancy.plan_occupancy(plan, ()).slots_in_use is None
+    assert per_token.slots_read(plan) == 36 * 96
+    assert occupancy.plan_occupancy(plan, ()).slots_in_use is None
     scales = Geometry.parse("layers=3,heads=2,head_dim=8,schedule=1x1;2x2;3x3")
     assert occupancy.plan_occupancy(planned(scales, "full"), ()).slots_in_use is None
 
