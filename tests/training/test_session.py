@@ -128,7 +128,7 @@ def test_refused_folders(tiny, tmp_path):
             session.train(settings, "both", out)
     folder = tmp_path / "run" / "vqvae"
     folder.mkdir(parents=True)
-    (folder / "settings.json").write_text(json.dumps(tiny(ch=16).of_stage("vqvae")))
+    (folder / "settings.json").write_text(json.dumps(tiny(ch=16).deciding("vqvae")))
     with pytest.raises(UserError, match="other settings: ch was 16, now 8"):
         session.train(settings, "both", tmp_path / "run")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["discs.npz", "other", "run"]
