@@ -74,8 +74,8 @@ def convert(
         "transformer": (published.source, published.source_key),
         "codec": (published.tokenizer_source, published.tokenizer_source_key),
     }
-    opened = {n: _open(family.parts[n], configs[n], *given) for n, given in weights.items()}
-    modules, metadata["sources"] = _read(opened | encoder, dtype, say)
+    opened = {n: _open_part(family.parts[n], configs[n], *given) for n, given in weights.items()}
+    modules, metadata["sources"] = _read_parts(opened | encoder, dtype, say)
     checkpoint.save(
         out,
         family=family.name,
@@ -100,7 +100,7 @@ def convert_text_encoder(
     Other arguments and errors: as in `convert`.
     """
     _check_output(out, dtype, overwrite)
-    modules, described = _read({ENCODER: _open_text_encoder(source)}, dtype, say)
+    modules, described = _read_parts({ENCODER: _open_text_encoder(source)}, dtype, say)
     checkpoint.save(
         out,
         family=None,
@@ -130,7 +130,7 @@ def convert_network(
     part_name = NETWORKS[choose("model", model, NETWORKS)]
     _check_output(out, None, overwrite)
     opened = _open_network(registry.OWN_FOLDER[part_name], model, source, heads_source)
-    modules, described = _read({part_name: opened}, None, say)
+    modules, described = _read_parts({part_name: opened}, None, say)
     metadata = {"sources": described}
     checkpoint.save(out, family=None, parts=modules, metadata=metadata, overwrite=overwrite)
 
@@ -141,20 +141,20 @@ def _check_output(out: str, dtype: str | None, overwrite: bool) -> None:
     check_new_folder(out, replaces=checkpoint.written if overwrite else None, flag="--out")
 
 
-def _read(
+def _read_parts(
     opened: Mapping[str, "PublishedPart"], dtype: str | None, say: Say
 ) -> tuple[dict[str, nnx.Module], list[dict]]:
     """Return {name: module} and the files that the modules were made of.
 
     Problems of all parts are reported together: those of names and shapes before any value is read.
     """
-    _each(opened, lambda part: part.check())
-    modules = _each(opened, lambda part: part.read(dtype, say))
+    _for_each(opened, lambda part: part.check())
+    modules = _for_each(opened, lambda part: part.read(dtype, say))
     files = {name: part.source.fingerprints() for name, part in opened.items()}
     return modules, [{"part": name, **file} for name, of_part in files.items() for file in of_part]
 
 
-def _each(
+def _for_each(
     opened: Mapping[str, "PublishedPart"], do: Callable[["PublishedPart"], T]
 ) -> dict[str, T]:
     """Return {name: do(part)}, or raise the problems of all parts in one error."""
@@ -191,7 +191,7 @@ class PublishedPart:
     def check(self) -> None:
         """Raise `UserError` unless names and shapes of all tensors fit."""
         targets = parameters.named(self.part.abstract(self.config))
-        with self._about() as entries:
+        with self._entries() as entries:
             rules.check(entries, self.source.tensors, targets)
 
     def read(self, dtype: str | None, say: Say) -> nnx.Module:
@@ -209,7 +209,7 @@ class PublishedPart:
         if dtype is None and self.table.storage_dtype is not None:
             dtype = self.table.storage_dtype(source.tensors)
         abstract = self.part.abstract(self.config)
-        with self._about() as entries:
+        with self._entries() as entries:
             module, placement = rules.apply(entries, source.tensors, abstract, report, dtype)
         line = f"{what}: {len(placement.moves)} tensors read from {source.path},"
         line += f" {parameters.count(module):,} parameters"
@@ -221,13 +221,13 @@ class PublishedPart:
         return module
 
     @contextlib.contextmanager
-    def _about(self) -> Iterator[Sequence[rules.Entry]]:
+    def _entries(self) -> Iterator[Sequence[rules.Entry]]:
         """Give the entries of the rule table; errors inside say what does not fit."""
         with about(f"{self.source.path} does not fit {self.described}"):
             yield self.table.rules(self.config, self.source.tensors)
 
 
-def _open(part: registry.Part, config: object, path: str, key: str | None) -> PublishedPart:
+def _open_part(part: registry.Part, config: object, path: str, key: str | None) -> PublishedPart:
     """Open the weights of a transformer or codec, unless they are visibly those of another part."""
     table = RULE_TABLES[part.name]
     source = sources.open_source(path, table.signature, key)

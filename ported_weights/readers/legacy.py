@@ -59,8 +59,7 @@ class LegacyTorchFile(TorchFile):
 
 
 class Storages:
-    """The storages of a file of the old format, with the methods that `archive.Archive` has for a
-    zip's."""
+    """The storages of a file of the old format. It stands in for `archive.Archive`."""
 
     def __init__(self, path: Path):
         self.path, self._start = path, {}

@@ -22,21 +22,10 @@ from varjax.storage.manifest import is_text, read_json
 from varjax.text.t5 import SPIECE_FILE, T5Config, Tokenizer
 
 PREFIXES = ("module.", "_orig_mod.")  # added by data parallelism and by torch.compile
-WELL_KNOWN = (  # keys under which training scripts keep state dicts
-    "state_dict",
-    "model",
-    "module",
-    "trainer",
-    "vae_local",
-    "var_wo_ddp",
-    "vae",
-    "var",
-    "ema",
-    "model_ema",
-    "ema_state_dict",
-    "model_state_dict",
-    "net",
-    "weights",
+# Keys under which training scripts keep state dicts.
+WELL_KNOWN = frozenset(
+    "state_dict model module trainer vae_local var_wo_ddp vae var"
+    " ema model_ema ema_state_dict model_state_dict net weights".split()
 )
 MAX_NESTING = 3
 # Entries that the search for state dicts looks at. A dictionary may lie in many others.
