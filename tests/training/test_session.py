@@ -207,6 +207,6 @@ def test_the_place_of_the_model_is_checked_first(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "check_folder", lambda *a: None)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "thesis.txt").write_text("precious")
-    settings = SimpleNamespace(of_stage=lambda name: {})
+    settings = SimpleNamespace(deciding=lambda name: {})
     with pytest.raises(UserError, match="holds 'thesis.txt' and is not replaced"):
         session.train(settings, "both", tmp_path)
