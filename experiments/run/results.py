@@ -195,7 +195,7 @@ def compared(run: Run, store: BatchStore) -> dict:
     the pictures as they are written."""
     found, of_full, labels = [], [], run.condition.numbers
     for (index, mine), (_, full) in zip(store.batches("main"), store.batches("full"), strict=True):
-        close = metrics.per_image(full, mine)
+        close = metrics.compare_images(full, mine)
         pictures = [images.to_uint8(batch["images"]) for batch in (full, mine)]
         found.append(close | run.judges.numbers(*pictures, labels[index]))
         if (agrees := run.judges.agreement(pictures[0], labels[index])) is not None:
@@ -214,7 +214,7 @@ def decoded_at_once(run: Run) -> int:
 
 
 def closeness(arrays: dict) -> dict:
-    """The report's `fidelity` from per-image numbers (`metrics.per_image`)."""
+    """The report's `fidelity` from per-image numbers (`metrics.compare_images`)."""
     decibels = metrics.capped(arrays)["psnr"]
     return metrics.summarize(arrays) | {"psnr_per_image": decibels}
 

@@ -163,7 +163,7 @@ class Runner:
         found: list[dict] = []
         kept: list[np.ndarray] = []
         for index, results in program.batches():
-            close = metrics.per_image({n: a[index] for n, a in reference.items()}, results)
+            close = metrics.compare_images({n: a[index] for n, a in reference.items()}, results)
             mine, full = (
                 images.to_uint8(a) for a in (results.pop("images"), reference["images"][index])
             )
@@ -172,7 +172,7 @@ class Runner:
             results.clear()  # or its logits would stay beside the forced ones
             logits = self._full_logits(tokens, index), program.forced_logits(tokens, index)
             forced = ({"forced_logits": a} for a in logits)
-            found.append(close | metrics.per_image(*forced))
+            found.append(close | metrics.compare_images(*forced))
         program.time()
         arrays = metrics.joined(found)
         close = metrics.summarize(arrays)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ported_weights import convert
+from ported_weights.configurations import PublishedModel
 from varjax.models import registry
 from varjax.nn import parameters
 from varjax.storage import checkpoint, manifest
@@ -35,16 +36,16 @@ def test_the_embedded_demo():
 
 @pytest.fixture(scope="module")
 def ported(tmp_path_factory):
-    request = dict(
+    published = PublishedModel(
         model="var-custom",
         source=str(ORIGINAL / "var.pth"),
         tokenizer_source=str(ORIGINAL / "vae.pth"),
         config=str(ORIGINAL / "config_var.json"),
         tokenizer_config=str(ORIGINAL / "config_vae.json"),
-        out=str(tmp_path_factory.mktemp("demo") / "out"),
     )
-    convert.convert(**request, say=lambda _: None)
-    return checkpoint.load(request["out"], registry.CATALOGUE)
+    out = str(tmp_path_factory.mktemp("demo") / "out")
+    convert.convert(published, out, say=lambda _: None)
+    return checkpoint.load(out, registry.CATALOGUE)
 
 
 @needs_original

@@ -36,7 +36,7 @@ TINY = {
 
 
 def _settings(pictures, **changes) -> TrainingSettings:
-    return TrainingSettings.of("llamagen", data=str(pictures), **TINY | changes)
+    return TrainingSettings.for_family("llamagen", data=str(pictures), **TINY | changes)
 
 
 def _history(out, stage: str) -> list[dict]:
@@ -122,7 +122,7 @@ def test_large_data_stays_on_the_host(whole, monkeypatch):
     here = VQVAEStage(settings, settings.codec, pictures)
     assert isinstance(here._train_data, np.ndarray)
     chex.assert_trees_all_equal(here._images(3), there)
-    chosen, mirrored = here.drawn(3)
+    chosen, mirrored = here.pictures(3)
     expected = [
         data.to_float(images[i][:, ::-1] if m else images[i])
         for i, m in zip(chosen, mirrored, strict=True)
@@ -150,14 +150,14 @@ def test_wrong_settings(changes, message):
 
 def test_settings_of_the_other_family():
     with pytest.raises(UserError, match="dropout=0.2 is for family=llamagen only"):
-        TrainingSettings.of("var", data="x", dropout=0.2)
+        TrainingSettings.for_family("var", data="x", dropout=0.2)
     with pytest.raises(UserError, match="unknown model family 'lama'"):
-        TrainingSettings.of("lama", data="x")
+        TrainingSettings.for_family("lama", data="x")
 
 
 def test_the_default_size():
     """At most 12 MB in bfloat16."""
-    settings = TrainingSettings.of("llamagen", data="x")
+    settings = TrainingSettings.for_family("llamagen", data="x")
     config = settings.transformer(44)
     parts = parameters.abstract(VQ, settings.codec), parameters.abstract(LlamaGen, config)
     assert config.image_tokens == 256 and 2 * sum(map(parameters.count, parts)) <= 12e6

@@ -129,7 +129,7 @@ def test_refused_folders(tiny, tmp_path):
             session.train(settings, "both", out)
     folder = tmp_path / "run" / "vqvae"
     folder.mkdir(parents=True)
-    (folder / "settings.json").write_text(json.dumps(tiny(ch=16).of_stage("vqvae")))
+    (folder / "settings.json").write_text(json.dumps(tiny(ch=16).deciding("vqvae")))
     with pytest.raises(UserError, match="other settings: ch was 16, now 8"):
         session.train(settings, "both", tmp_path / "run")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["discs.npz", "other", "run"]
@@ -208,6 +208,6 @@ def test_the_place_of_the_model_is_checked_first(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "check_folder", lambda *a: None)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "thesis.txt").write_text("precious")
-    settings = SimpleNamespace(of_stage=lambda name: {})
+    settings = SimpleNamespace(deciding=lambda name: {})
     with pytest.raises(UserError, match="holds 'thesis.txt' and is not replaced"):
         session.train(settings, "both", tmp_path)
