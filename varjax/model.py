@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
+import numpy as np
 from flax import nnx
 
 from varjax import arguments
@@ -20,6 +21,7 @@ from varjax.models.transformer import Transformer
 from varjax.nn import parameters
 from varjax.nn.families import Family
 from varjax.nn.parameters import default_dtype
+from varjax.nn.published import TransformerConfig
 from varjax.sampling import Sampling
 from varjax.storage import checkpoint
 
@@ -46,10 +48,11 @@ class Model:
         height, width = self.pixels
         condition = f"{self.num_classes} labels" if self.num_classes else self.condition
         weights = f"only shapes of {self.dtype}" if self.is_abstract else f"{self.dtype}"
+        where = f"folder {self.directory}" if self.directory else "published, no weights here"
         return (
             f"Model {self.name} of the family {self.family.name}: {count:,} parameters ({weights}),"
             f" {height}x{width} pixels from {condition}, drawn by {self.geometry.schedule.kind}"
-            f" {self.geometry.schedule}, folder {self.directory}"
+            f" {self.geometry.schedule}; {where}"
         )
 
     @property
@@ -70,12 +73,13 @@ class Model:
         return {"transformer": self.transformer, "codec": self.codec}
 
     @property
-    def config(self):
+    def config(self) -> TransformerConfig:
         """Configuration of the transformer."""
         return self.transformer.config
 
     @property
-    def dtype(self):
+    def dtype(self) -> np.dtype:
+        """The type of the transformer's weights."""
         return self.transformer.dtype
 
     @property
@@ -166,7 +170,7 @@ class Model:
                     f"{wanted}; plan for this model"
                 )
 
-    def with_config(self, config) -> "Model":
+    def with_config(self, config: TransformerConfig) -> "Model":
         """This model under another configuration of the transformer. Weights are shared, not
         copied."""
         if config == self.config:
