@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from experiments.report.kinds import Damaged, check
+from experiments.report.json_values import Damaged, check
 from experiments.sweep import tables
 from varjax import sequence
 from varjax.cache.allocation import Geometry
