@@ -45,14 +45,14 @@ FLAGS.require("sweep")
 
 
 def read_calibration(folder: pathlib.Path, geometry: Geometry) -> Calibration | None:
-    """The file that is given, else the sweep's own."""
+    """Read the file that is given, else the sweep's own; None if there is neither."""
     copy = folder / tables.CALIBRATION_COPY
     path = CALIBRATION.value or (copy if copy.is_file() else None)
     return load_calibration(path, geometry) if path else None
 
 
 def number_of_images(samples: dict[str, np.ndarray]) -> int:
-    """How many samples are shown: as asked for, else what keeps the page at a few MB."""
+    """Return how many samples are shown: --images, else what keeps the page at a few MB."""
     full = samples[tables.FULL]
     there = len(full)
     if IMAGES.value is not None:
