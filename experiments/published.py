@@ -1,4 +1,4 @@
-"""What papers print about memory, for `experiments.plan` to show beside the bytes of our plans."""
+"""What papers print about memory, beside the bytes of our plans; `experiments.plan` shows it."""
 
 from varjax.cache.plan import CachePlan
 from varjax.sequence import TokenSequence
@@ -37,10 +37,8 @@ NEAR = 0.01  # largest difference between a budget and a row that it is compared
 def scale_lines(
     plan: CachePlan, batch_size: int, kv_dtype: str, steady_tokens: int | None
 ) -> list[str]:
-    """Return lines with the bytes of a next-scale model as AMS-KV and HeatKV count them.
-
-    steady_tokens: tokens per head, summed over layers, that AMS-KV counts; None for other policies.
-    """
+    """The bytes of a next-scale model as AMS-KV and HeatKV count them. steady_tokens: tokens per
+    head, summed over layers, that AMS-KV counts; None for other policies."""
     g = plan.geometry
     per_token = g.head_dim * BYTES_PER_PAIR * g.rows_per_image * batch_size / MIB
     kept = plan.capacity[-1].sum() if steady_tokens is None else steady_tokens * g.num_heads
@@ -72,8 +70,8 @@ def _heatkv_row(plan: CachePlan, batch_size: int, kv_dtype: str, full: float) ->
 
 
 def token_lines(plan: CachePlan, kv_dtype: str) -> list[str]:
-    """Return the rows of HeadKV's and LineAR's tables for this model at the nearest budget, with
-    what our pool saves at their batch sizes. Other models and budgets have none."""
+    """Rows of HeadKV's and LineAR's tables for this model at the nearest budget, and what our pool
+    saves at their batch sizes; none for other models and budgets."""
     g = plan.geometry
     if g.schedule != TokenSequence(576, g.schedule.condition):
         return []
