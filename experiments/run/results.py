@@ -216,7 +216,7 @@ def decoded_at_once(run: Run) -> int:
 
 
 def closeness(arrays: dict) -> dict:
-    """Return the report's `fidelity` from per-image numbers (`metrics.per_image`)."""
+    """The report's `fidelity` from per-image numbers (`metrics.per_image`)."""
     decibels = metrics.capped(arrays)["psnr"]
     return metrics.summarize(arrays) | {"psnr_per_image": decibels}
 
