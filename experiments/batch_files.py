@@ -31,11 +31,6 @@ class Damaged(Exception):
     """What is wrong with a file, in words."""
 
 
-def array_types(arrays: Mapping[str, np.ndarray]) -> dict[str, ArrayType]:
-    """Return the element type and shape of each array."""
-    return {name: (array.dtype, array.shape) for name, array in arrays.items()}
-
-
 def write(path: pathlib.Path, settings: str, arrays: Mapping[str, np.ndarray]) -> None:
     """Write arrays to a new file. settings: digest of the settings that they were made with."""
     arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}

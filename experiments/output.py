@@ -20,7 +20,7 @@ from experiments.prompts.layouts import MANIFEST, image_files
 from experiments.work_folder import WorkFolder
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError, about
-from varjax.storage.atomic import check_new_file, check_new_folder
+from varjax.storage.atomic import Written, check_new_file, check_new_folder
 from varjax.storage.manifest import read_json
 from varjax.storage.names import inside
 
@@ -77,8 +77,8 @@ class BatchStore:
         self.check()
 
     @property
-    def replaces(self):
-        """What says which folders may be replaced (`check_new_folder`); None: no folder may."""
+    def replaces(self) -> Written | None:
+        """What tells `check_new_folder` which folders it may replace; None: none."""
         return written if self.overwrite else None
 
     def check(self) -> None:
@@ -156,7 +156,8 @@ class BatchStore:
     def add(self, series: str, index: np.ndarray, results: dict[str, np.ndarray]) -> None:
         """Keep one finished batch."""
         start, arrays = int(index[0]), {"index": index, **results}
-        self.series[series].check(start, batch_files.array_types(arrays), arrays)
+        types = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+        self.series[series].check(start, types, arrays)
         batch_files.write(self._path(series, start), self.work.digest, arrays)
         self._missing[series] = [x for x in self._missing[series] if x != start]
 

@@ -135,7 +135,7 @@ class Runner:
         _say(self.progress.text())
         stored = stored or self._run_full()
         reference = {"tokens": stored["tokens"], "images": stored["pictures"]}
-        _ = self.full  # compile it now: each cell's time begins after its own compilation
+        _ = self.full  # compile it now, or its compilation would count as time of the first cell
         _say(self.progress.text())
         for number, cell in enumerate(missing, len(cells) - len(missing) + 1):
             _say(f"cell {number}/{len(cells)}: {cell.label} at {cell.budget:g}")

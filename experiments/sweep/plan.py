@@ -47,7 +47,7 @@ class Cell:
     """A policy at a budget. It has a plan or, if it cannot run, a reason.
 
     arguments: of the policy, defaults included, without what a calibration decides.
-    budget: None if the policy cannot run at any budget, since it lacks a calibration.
+    budget: None if the policy cannot run at any budget.
     """
 
     label: str

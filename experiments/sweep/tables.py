@@ -31,6 +31,7 @@ DEFINITIONS = {
     "s/image": "median over at least two runs after the first, pixels included; the program also "
     "returns its logits",
 }
+ASKED = ("label", "policy", "budget", "status")  # entries of every cell in sweep.json
 _MEANS = [f"{key}{end}" for key, m in METRICS.items() for end in ("", "_std")[: 1 + m.per_image]]
 _INTERVALS = [f"{key}{end}" for key in METRICS for end in ("_low", "_high")]
 _DIFFERENCES = [f"{key}_difference{end}" for key in METRICS for end in ("", "_low", "_high")]
@@ -46,17 +47,7 @@ NEW = [
 ]
 _OLD = [name for name in PARTS["fidelity"] if name not in NEW]
 # New columns are at the end, so that the others keep their places in all versions.
-CSV_FIELDS = [
-    "label",
-    "policy",
-    "budget",
-    "status",
-    *PARTS["kv"],
-    *_OLD,
-    *PARTS["time"],
-    "note",
-    *NEW,
-]
+CSV_FIELDS = [*ASKED, *PARTS["kv"], *_OLD, *PARTS["time"], "note", *NEW]
 
 
 # --- content ---
@@ -159,7 +150,7 @@ def rows(report: dict) -> list[dict]:
     absent."""
     found = []
     for cell in (report["reference"], *report["cells"]):
-        row = {k: cell[k] for k in ("label", "policy", "budget", "status")}
+        row = {name: cell[name] for name in ASKED}
         for part, names in PARTS.items() if cell["status"] == "done" else ():
             row |= {name: cell[part][name] for name in names if name in cell.get(part, {})}
         found.append(row | {"note": cell.get("reason", "")})

@@ -10,7 +10,6 @@ import pytest
 
 from experiments.run import __main__ as run_module
 from experiments.run import results
-from tests import models_under_test as models
 from varjax import metrics, policies
 from varjax.api import Generator
 from varjax.conditions import Labels
@@ -28,11 +27,6 @@ FIELDS = (
 )
 KV = ("dense_bytes", "planned_bytes", "allocated_bytes", "fraction", "peak_live_fraction")
 TIME = ("compile_s", "first_run_s", "steady_s_per_image")
-
-
-@pytest.fixture(scope="module")
-def checkpoint():
-    return f"--checkpoint={models.checkpoint_folder('b_k6_sharedaln')}"
 
 
 def report_of(folder):
