@@ -25,16 +25,16 @@ NEIGHBOURHOODS = ("precision", "recall")
 BLOCK = 2048  # rows that are added to the moments at a time
 
 
-def needed(metric: str, is_sample: bool, of: PictureSet) -> str | None:
+def needed(metric: str, is_sample: bool, side: PictureSet) -> str | None:
     """Return the feature of a set that a metric needs; None if there is nothing to extract.
 
     Raises:
       UserError: this set cannot give the feature.
     """
-    if metric in DISTANCES and of.statistics is not None:
-        if DISTANCES[metric] not in of.statistics.gaussians:
+    if metric in DISTANCES and side.statistics is not None:
+        if DISTANCES[metric] not in side.statistics.gaussians:
             key = KEYS[DISTANCES[metric]][0]
-            raise UserError(f"`{key}` is needed, which {of.where} does not hold")
+            raise UserError(f"`{key}` is needed, which {side.where} does not hold")
         return None
     feature = DISTANCES.get(metric)
     if metric in NEIGHBOURHOODS:
@@ -42,14 +42,16 @@ def needed(metric: str, is_sample: bool, of: PictureSet) -> str | None:
     if metric == "is":
         feature = "logits" if is_sample else None
     if metric == AGREEMENT:
-        if is_sample and of.labels is None:
-            raise UserError(f"the classes asked for (`arr_1`) are needed, {of.where} has none")
-        return "logits" if of.labels is not None else None  # a reference's is for comparison
-    if feature and of.pictures is None:
-        raise UserError(f"pictures are needed, and {of.where} holds statistics alone")
+        if is_sample and side.labels is None:
+            raise UserError(f"the classes asked for (`arr_1`) are needed, {side.where} has none")
+        return "logits" if side.labels is not None else None  # a reference's is for comparison
+    if feature and side.pictures is None:
+        raise UserError(f"pictures are needed, and {side.where} holds statistics alone")
     least = NEIGHBOURS + 1 if metric in NEIGHBOURHOODS else 2
-    if feature and metric != "is" and of.pictures.count < least:
-        raise UserError(f"at least {least} pictures are needed, {of.where} has {of.pictures.count}")
+    if feature and metric != "is" and side.pictures.count < least:
+        raise UserError(
+            f"at least {least} pictures are needed, {side.where} has {side.pictures.count}"
+        )
     return feature
 
 

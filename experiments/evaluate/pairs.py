@@ -19,7 +19,7 @@ from varjax.evaluation.pictures import paired
 from varjax.progress import Progress
 from varjax.storage import npz
 
-SSIM_KEYS = {  # {key in files: definition}; `ssim` in metrics.json is torchmetrics' definition
+SSIM_KEYS = {  # {key in files: definition}; the usual `ssim` is torchmetrics'
     "ssim": "torchmetrics",
     "ssim_skimage_gauss": "skimage_gauss",
     "ssim_skimage_7x7": "skimage_7x7",
@@ -59,7 +59,7 @@ class Pairs:
                     f"--full was drawn with another {', '.join(differ)} than the samples:"
                     " the pictures differ by more than the cache"
                 )
-        if all(of is not None for of in labels):
+        if all(known is not None for known in labels):
             ours, theirs = (of[places] for of, places in zip(labels, self.places, strict=True))
             if count := int((ours != theirs).sum()):
                 found.append(f"{count} of {len(ours)} pairs are of two different classes")
@@ -87,9 +87,11 @@ def pair(
     samples: PictureSet, full: PictureSet, wanted: tuple[str, ...], network: Network | None
 ) -> Pairs:
     """Pair the pictures of two runs; `UserError` unless they are the same ones."""
-    for of in (samples, full):
-        if of.pictures is None:
-            raise UserError(f"{of.where} holds statistics alone: pictures are compared one by one")
+    for side in (samples, full):
+        if side.pictures is None:
+            raise UserError(
+                f"{side.where} holds statistics alone: pictures are compared one by one"
+            )
     places = paired(samples.pictures, full.pictures)
     if min(samples.pictures.size) <= 2 * pixels.RADIUS and "ssim" in wanted:
         raise UserError(
@@ -106,7 +108,7 @@ def pair(
 def _tokens(samples: PictureSet, full: PictureSet) -> str | None:
     if samples.tokens is None or full.tokens is None:
         return None
-    held = [set(npz.names(of.tokens)) for of in (samples, full)]
+    held = [set(npz.names(side.tokens)) for side in (samples, full)]
     return next((name for name in TOKENS if all(name in names for names in held)), None)
 
 
@@ -183,12 +185,12 @@ def measure(job: Pairs, store: BatchStore) -> tuple[dict, Mapping[str, np.ndarra
 def token_agreement(job: Pairs) -> np.ndarray:
     """Return the part of equal tokens of every pair, float64 [N]. Rows of the arrays of tokens are
     in the order of the pictures' numbers."""
-    ours, theirs = (npz.Rows(of.tokens, job.tokens) for of in (job.samples, job.full))
-    for of, found in ((job.samples, ours), (job.full, theirs)):
-        if found.shape != ours.shape or found.shape[0] != of.pictures.count:
+    ours, theirs = (npz.Rows(side.tokens, job.tokens) for side in (job.samples, job.full))
+    for side, found in ((job.samples, ours), (job.full, theirs)):
+        if found.shape != ours.shape or found.shape[0] != side.pictures.count:
             raise UserError(
-                f"{of.tokens}: `{job.tokens}` is {list(found.shape)}, which does not"
-                f" fit {of.pictures.count} pictures of two runs of one model"
+                f"{side.tokens}: `{job.tokens}` is {list(found.shape)}, which does not"
+                f" fit {side.pictures.count} pictures of two runs of one model"
             )
     values = []
     for number in job.samples.pictures.keys:

@@ -123,15 +123,15 @@ def _side_remarks(
     return []
 
 
-def _check_pictures(of: PictureSet, network: Network, kept: Sequence[str]) -> None:
+def _check_pictures(side: PictureSet, network: Network, kept: Sequence[str]) -> None:
     """`UserError` for pictures that the network does not take, or classes that it does not know."""
-    if of.pictures is None:
+    if side.pictures is None:
         return
-    height, width = of.pictures.size
-    with about(of.where):
+    height, width = side.pictures.size
+    with about(side.where):
         network.check_size(height, width)
-        if features.AGREEMENT in kept and of.labels is not None:
-            known, found = network.widths["logits"], (of.labels.min(), of.labels.max())
+        if features.AGREEMENT in kept and side.labels is not None:
+            known, found = network.widths["logits"], (side.labels.min(), side.labels.max())
             if found[0] < 0 or found[1] >= known:
                 raise UserError(
                     f"labels {found[0]} to {found[1]}: the classifier knows 0 to {known - 1}"

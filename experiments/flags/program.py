@@ -92,7 +92,7 @@ def batch_size_flag(
 
 
 def dtype_flag(flags: CommandFlags, default: str | None, of: str) -> FlagHolder[str]:
-    """Define --dtype. default: None stands for float32 on CPU, else bfloat16. of: what has it."""
+    """Define --dtype. default: None is float32 on CPU, else bfloat16. of: what has that type."""
     usual = "" if default else "; default: float32 on CPU, else bfloat16"
     return flags.enum("dtype", default, sorted(DTYPES), f"Type of {of}{usual}.")
 
