@@ -69,7 +69,7 @@ def summary(found: Calibration) -> str:
     return "\n".join(lines)
 
 
-def main(argv) -> None:
+def main(argv: list[str]) -> None:
     target = SAVE.check()
     model = MODEL.resolve()
     measure.check_scales(model)

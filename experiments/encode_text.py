@@ -65,7 +65,7 @@ def summary(features: TextFeatures) -> str:
     return "\n".join(lines)
 
 
-def main(argv) -> None:
+def main(argv: list[str]) -> None:
     target = SAVE.check()
     prompts = PROMPTS.read()
     if prompts is None:

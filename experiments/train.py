@@ -97,7 +97,7 @@ def _flags_in_messages() -> Iterator[None]:
         raise UserError(re.sub(rf"(?<![\w/.-])({names})=", r"--\1=", str(error))) from error
 
 
-def main(argv) -> None:
+def main(argv: list[str]) -> None:
     del argv
     with _flags_in_messages():
         model = session.train(read_settings(), STAGE.value, OUT.value, QUIET.value)

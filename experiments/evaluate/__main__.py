@@ -297,7 +297,7 @@ def compute(job: Evaluation, store: BatchStore) -> dict:
     return content
 
 
-def main(argv) -> None:
+def main(argv: list[str]) -> None:
     job = resolve()
     print(*job.remarks, sep="\n", file=sys.stderr)
     stem = f"evaluate-{DEMO if FEATURES.value == DEMO else PROTOCOL.value}"

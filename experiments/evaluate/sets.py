@@ -70,24 +70,19 @@ def compare(
     """
     sides = {"samples": samples, "reference": reference}
     notes = {"extractor": network.identity["sha256"], "protocol": protocol} if network else {}
-    kept, wanted = [], {name: set() for name in sides}
+    needed: dict[str, dict[str, str | None]] = {}  # {metric: {side: feature}}
     left: dict[str, list[str]] = {}  # {why: metrics}
     for metric in metrics:
         try:
-            found = {n: features.needed(metric, n == "samples", s) for n, s in sides.items()}
-            if any(found.values()) and network is None:
-                raise UserError(f"--inception=DIR is needed: {WHERE_INCEPTION}")
+            needed[metric] = _needed(metric, sides, network)
         except UserError as error:
             if asked:
                 raise UserError(f"{metric}: {error}") from error
             left.setdefault(str(error), []).append(metric)
-            continue
-        kept.append(metric)
-        for name, feature in found.items():
-            wanted[name] |= {feature} - {None}
     remarks = [f"{', '.join(names)} left out: {why}" for why, names in left.items()]
-    if not kept:
+    if not needed:
         raise UserError("; ".join(f"{', '.join(names)}: {why}" for why, names in left.items()))
+    kept = tuple(needed)
     for name, side in sides.items():
         remarks += _side_remarks(name, side, network, notes, kept)
     _check_dimensions(samples, reference)
@@ -95,10 +90,20 @@ def compare(
         remarks += order_remarks(samples, split_size)
     for side in sides.values() if network else ():
         _check_pictures(side, network, kept)
-    ordered = {name: tuple(sorted(found)) for name, found in wanted.items()}
-    return Comparison(
-        samples, reference, network, tuple(kept), ordered, split_size, notes, tuple(remarks)
-    )
+    wanted = {
+        name: tuple(sorted({found[name] for found in needed.values()} - {None})) for name in sides
+    }
+    return Comparison(samples, reference, network, kept, wanted, split_size, notes, tuple(remarks))
+
+
+def _needed(
+    metric: str, sides: Mapping[str, PictureSet], network: Network | None
+) -> dict[str, str | None]:
+    """Return the feature that a metric needs of each side; `UserError` if it cannot be had."""
+    found = {name: features.needed(metric, name == "samples", s) for name, s in sides.items()}
+    if any(found.values()) and network is None:
+        raise UserError(f"--inception=DIR is needed: {WHERE_INCEPTION}")
+    return found
 
 
 def _side_remarks(

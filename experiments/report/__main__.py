@@ -62,7 +62,7 @@ def number_of_images(samples: dict[str, np.ndarray]) -> int:
     return max(1, min(there, PICTURE_LIMIT // max(1, pixels)))
 
 
-def main(argv) -> None:
+def main(argv: list[str]) -> None:
     for package in ("altair", "jinja2", "vl_convert", "PIL.Image"):
         require(package, extra="eval", purpose="the report page")
     from experiments.report import page  # which imports them

@@ -203,7 +203,7 @@ def generate_series(run: Run, model: Model, store: BatchStore, series: str) -> G
     return generator
 
 
-def main(argv) -> None:
+def main(argv: list[str]) -> None:
     run = resolve()
     if DRY_RUN.value:
         print(run_results.dry_run_text(run))

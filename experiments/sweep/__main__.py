@@ -119,7 +119,7 @@ def _calibration(
     return pathlib.Path(path), found
 
 
-def main(argv) -> None:
+def main(argv: list[str]) -> None:
     sweep = resolve()
     print(plan.show_sizes(sweep), file=sys.stderr, flush=True)
     calibration = sweep.calibration and sweep.calibration.read_bytes()  # before it may change

@@ -20,7 +20,7 @@ def made_up_cell(key, name, budget, policy):
 
 
 def made_up_runner(folder):
-    """Of a sweep of three images, two of which are shown, and its only cell."""
+    """Return the runner of a sweep with three images, two of which are shown, and its only cell."""
     transformer = SimpleNamespace(
         no_tokens=lambda n: np.zeros((n, GEOMETRY.schedule.total_tokens), np.int32)
     )
