@@ -228,7 +228,7 @@ def test_without_pillow_the_arrays_are_there(tmp_path, monkeypatch, capsys):
     ("asked", "devices", "expected"), [(None, 1, 3), (2, 1, 2), (5, 1, 3), (6, 1, 6), (9, 2, 3)]
 )
 def test_images_decoded_at_once(monkeypatch, asked, devices, expected):
-    """Six images with room for four; chunks are equal: 3 + 3, not 4 + 2 and, for five, not 5 + 1."""
+    """Six images, room for four by default. All chunks are equal: 3 + 3, not 5 + 1."""
     monkeypatch.setattr(results.program, "decoder_batch", lambda codec, code_map, images: 4)
     model = SimpleNamespace(codec=None, code_map=(8, 8, 16))
     program = SimpleNamespace(decode_batch=asked, mesh=SimpleNamespace(data=devices))
