@@ -83,8 +83,8 @@ def read_settings() -> TrainingSettings:
     """Return the settings that the given flags make; `UserError` if they are impossible."""
     names = [field.name for field in dataclasses.fields(TrainingSettings)]
     values = {name: FLAGS.values[name].value for name in names if FLAGS.values[name].present}
-    values |= {name: _integers(name, v) for name, v in values.items() if isinstance(v, list)}
-    return TrainingSettings.of(**values)
+    lists = {name: _integers(name, v) for name, v in values.items() if isinstance(v, list)}
+    return TrainingSettings.of(**values | lists)
 
 
 @contextlib.contextmanager
