@@ -21,8 +21,8 @@ from experiments.flags.program import batch_size_flag, dtype_flag
 from experiments.flags.sampling import SamplingFlags
 from experiments.output import FileFlags
 from experiments.prompts import condition as text_condition
+from varjax import measure_calibration
 from varjax.calibration import files as measured
-from varjax.calibration import measure
 from varjax.calibration.data import Calibration, show_guidance
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
@@ -72,14 +72,14 @@ def summary(found: Calibration) -> str:
 def main(argv: list[str]) -> None:
     target = SAVE.check()
     model = MODEL.resolve()
-    measure.check_scales(model)
+    measure_calibration.check_scales(model)
     condition = CONDITION.resolve(model)
     sampling, seed = SAMPLING.sampling(model), SAMPLING.seeds(STABILITY.value)
     dtype = DTYPE.value or default_dtype()
     condition = text_condition.encoded(condition, model, dtype)
     progress = Progress("measured image", STABILITY.value * len(condition))
     progress.note("compiling")
-    found = measure.measure(
+    found = measure_calibration.measure(
         model.load_weights(dtype),
         condition,
         sampling,

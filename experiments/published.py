@@ -1,6 +1,10 @@
 """What papers print about memory, beside the bytes of our plans; `experiments.plan` shows it."""
 
+from functools import singledispatch
+
 from varjax.cache.plan import CachePlan
+from varjax.cache.scale_plan import ScalePlan
+from varjax.cache.stages import TokenPlan
 from varjax.sequence import TokenSequence
 
 BYTES_PER_PAIR = 6  # an element of K in float32 and one of V in 16 bits
@@ -34,11 +38,20 @@ TOTALS = {
 NEAR = 0.01  # largest difference between a budget and a row that it is compared with
 
 
-def scale_lines(
+@singledispatch
+def memory_lines(
     plan: CachePlan, batch_size: int, kv_dtype: str, steady_tokens: int | None
 ) -> list[str]:
-    """The bytes of a next-scale model as AMS-KV and HeatKV count them. steady_tokens: tokens per
-    head, summed over layers, that AMS-KV counts; None for other policies."""
+    """What papers print about the memory of such a plan, in lines; none where they are silent.
+
+    steady_tokens: tokens per head, summed over layers, that AMS-KV counts; None for other policies.
+    """
+    raise NotImplementedError(type(plan))
+
+
+@memory_lines.register
+def _(plan: ScalePlan, batch_size: int, kv_dtype: str, steady_tokens: int | None) -> list[str]:
+    """The bytes as AMS-KV and HeatKV count them."""
     g = plan.geometry
     per_token = g.head_dim * BYTES_PER_PAIR * g.rows_per_image * batch_size / MIB
     kept = plan.capacity[-1].sum() if steady_tokens is None else steady_tokens * g.num_heads
@@ -69,9 +82,10 @@ def _heatkv_row(plan: CachePlan, batch_size: int, kv_dtype: str, full: float) ->
     ]
 
 
-def token_lines(plan: CachePlan, kv_dtype: str) -> list[str]:
+@memory_lines.register
+def _(plan: TokenPlan, batch_size: int, kv_dtype: str, steady_tokens: int | None) -> list[str]:
     """Rows of HeadKV's and LineAR's tables for this model at the nearest budget, and what our pool
-    saves at their batch sizes; none for other models and budgets."""
+    saves at their batch sizes."""
     g = plan.geometry
     if g.schedule != TokenSequence(576, g.schedule.condition):
         return []

@@ -22,7 +22,8 @@ from ported_weights.readers import sources
 from ported_weights.tables import evaluation
 from ported_weights.tables.registry import CUSTOM, TABLES, RuleTable
 from varjax.errors import UserError, about, choose, some
-from varjax.models import parameters, registry
+from varjax.models import registry
+from varjax.nn import parameters
 from varjax.progress import Progress
 from varjax.storage import checkpoint
 from varjax.storage.atomic import check_new_folder

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from varjax.errors import UserError, some
-from varjax.models import parameters
+from varjax.nn import parameters
 
 TRANSFORMS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "linear": lambda a: a.transpose(1, 0),  # (out, in) -> (in, out)

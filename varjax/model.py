@@ -136,8 +136,8 @@ class Model:
         )
 
     def check_geometry(self, planned: Geometry, sampling: Sampling) -> None:
-        """Refuse that of a plan for another model. For another number of rows, `ProgramSpec` says
-        what to do.
+        """Refuse the geometry of a plan for another model. For another number of rows,
+        `CachePlan.check_rows` says what to do.
 
         Raises:
           UserError: what differs.

@@ -49,6 +49,23 @@ class TokenSequence:
         return f"{self.condition}+{self.image_tokens}"
 
     @property
+    def num_drawn(self) -> int:
+        """How many steps draw an image; a step draws one token."""
+        return self.image_tokens
+
+    def first_tokens(self, count: int) -> int:
+        """Tokens of an image that the first `count` steps draw."""
+        return min(count, self.image_tokens)
+
+    def outline(self) -> str:
+        """What is drawn in which order, for people."""
+        return f"{self.image_tokens} tokens one by one, condition of {self.condition}"
+
+    def counted(self) -> str:
+        """How large the condition is; the first words of a list of sizes."""
+        return f"token by token, condition of {self.condition}, "
+
+    @property
     def total_tokens(self) -> int:
         return self.condition + self.image_tokens
 

@@ -26,17 +26,17 @@ from experiments.flags.program import ProgramOptions
 from pallas_kernels import chips, estimates, implementations
 from pallas_kernels.chips import Chip
 from varjax import sampling
+from varjax.cache.layer_inputs import write_table
 from varjax.cache.plan import CachePlan
 from varjax.engine import memory
 from varjax.engine import program as programs
 from varjax.engine.cost import Cost, device_bytes, program_cost, times_read
 from varjax.engine.drawing import drawing
-from varjax.engine.inputs import write_table
 from varjax.engine.memory import peak_bytes, show_bytes
 from varjax.engine.segments import Segment
 from varjax.model import Model
-from varjax.models import stacked
-from varjax.parallel import sharding
+from varjax.nn import stacked
+from varjax.parallel import plans, sharding
 from varjax.parallel.sharding import ShardedProgram
 from varjax.sampling import Sampling
 from varjax.sequence import TOKENS
@@ -200,9 +200,14 @@ class Compilation:
         self.automatic = chip.platform in programs.AUTO_LAYOUT_PLATFORMS
         networks = _networks(model, options.dtype)
         self.drawing = drawing(
-            *(networks, plan, workload.sampling),
-            **{"batch_size": batch_size, "mesh": mesh, "platform": chip.platform},
-            **{"segments": options.segments, "layers": options.layers},
+            networks,
+            plan,
+            workload.sampling,
+            batch_size=batch_size,
+            mesh=mesh,
+            platform=chip.platform,
+            segments=options.segments,
+            layers=options.layers,
             attention=_attention(workload, chip),
         )
         self.spec = self.drawing.spec
@@ -210,7 +215,9 @@ class Compilation:
         apart = stacked.is_separate(networks["transformer"])
         self.layers = programs.UNROLL if apart else programs.SCAN
         types = map(jnp.dtype, (options.kv_dtype, options.dtype))
-        state = jax.eval_shape(partial(self.drawing.empty_state, batch_size, *types))
+        state = jax.eval_shape(
+            partial(workload.plan.empty_state, batch_size, *types, groups=options.mesh.model)
+        )
         numbers = np.zeros(batch_size, np.int32)
         inputs = self.drawing.for_images(self.drawing.shared_inputs(model.transformer), numbers)
         condition = model.transformer.condition_shapes(batch_size, workload.text_tokens)
@@ -220,7 +227,12 @@ class Compilation:
         self.sharded = None
         if mesh.num_devices > 1:
             self.sharded = ShardedProgram.of(
-                self.mesh, self.spec, self.drawing.layout, networks, state, inputs, None
+                self.mesh,
+                self.spec,
+                networks,
+                plans.state_specs(workload.plan, options.mesh, options.kv_dtype),
+                self.drawing.input_specs(inputs),
+                None,
             )
         self.networks, self.state, *self.arguments = self._placed(
             (networks, state, *arguments), slice(None)
@@ -237,11 +249,11 @@ class Compilation:
         """The program that draws codes."""
         arguments = (self.networks, self.state, tuple(self.arguments), self.spec)
         trace = partial(programs.trace_codes, *arguments, auto_layout=self.automatic)
-        options = programs.compiler_options(self.chip.platform, self.drawing.spec)
+        options = programs.compiler_options(self.chip.platform, few_rows=self.spec.few_rows)
         plan, segments = self.workload.plan, self.drawing.segments
         shares = owned_shares(plan, segments), written_shares(plan, segments)
         with estimates.owning(*shares, per_token.used_by_tokens(plan)):
-            carried = carried_arrays(self.state, self.drawing.stored(self.state))
+            carried = carried_arrays(self.state, plan.stored(self.state))
             self.codes = self._compiled(trace, carried, options)
         taken = show_bytes(self.codes.resident)
         self.say(f"codes in {self.codes.compile_s:.0f} s, {taken} on the device")
@@ -285,7 +297,9 @@ def written_shares(
     of entries that store something, and of slots that are stored, on average."""
     found = {}
     for segment in segments if plan.static_content else ():
-        stored = write_table(plan, segment).source >= 0  # [S, L, N, J, block_size]
+        stored = (
+            write_table(plan, segment.scales, segment.length).source >= 0
+        )  # [S, L, N, J, block_size]
         if stored.size:
             shares = float(stored.any(-1).mean()), float(stored.mean())
             found[segment.length, stored.shape[-2]] = shares

@@ -53,7 +53,7 @@ class ProgramOptions:
         kernels: whether attention runs in a kernel, which needs less memory."""
         return memory.predict(
             model,
-            plans.layout(plan, self.mesh).groups[0],
+            plan.divide(self.mesh.model)[0],
             batch_size,
             self.dtype,
             self.kv_dtype,

@@ -27,7 +27,7 @@ from varjax.generator import Generator
 from varjax.io import images
 from varjax.io.json_text import json_text
 from varjax.metrics import METRICS
-from varjax.models import parameters
+from varjax.nn import parameters
 from varjax.storage.atomic import new_folder, write_text
 
 SHUFFLED_FROM, SHUFFLE_SEED = 1000, 2020  # sets of so many pictures are shuffled in samples.npz

@@ -176,7 +176,7 @@ def plan_cells(
     for entry in entries:
         if entry.name == "full":
             continue  # the reference is always there
-        if not entry.named and geometry.kind not in POLICIES[entry.name].serves:
+        if not entry.named and not POLICIES[entry.name].serves(geometry.kind):
             continue
         row = _plan_row(entry, budgets, geometry, calibration, num_images)
         if entry.named and not any(cell.plan for cell in row):

@@ -13,7 +13,7 @@ BUDGETS = (0.04, 0.1, 0.2)
 POLICY_CASES = [
     (name, arguments)
     for name, cls in POLICIES.items()
-    if cls.budgeted is not False and "scales" in cls.serves
+    if cls.budgeted is not False and cls.serves("scales")
     for arguments in cls.examples
 ]
 OFTEN = ("var-d30", "var-d36", "infinity-2b", "infinity-8b")

@@ -22,7 +22,7 @@ from varjax.codecs.bsq import model as quantizer
 from varjax.codecs.bsq.model import BSQVAE, PRESETS, BSQConfig
 from varjax.codecs.maps import resize_area
 from varjax.errors import UserError
-from varjax.models import parameters
+from varjax.nn import parameters
 from varjax.schedule import Schedule
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "infinity"

@@ -6,7 +6,8 @@ import pytest
 import varjax
 from varjax import policies
 from varjax.cache.planner import plan_cache
-from varjax.models import parameters, registry
+from varjax.models import registry
+from varjax.nn import parameters
 
 PUBLISHED = {
     "var-d16": 310e6,

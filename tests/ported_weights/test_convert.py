@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from ported_weights import convert
 from ported_weights.readers import sources
 from varjax.errors import UserError
-from varjax.models import layers, parameters
+from varjax.nn import layers, parameters
 from varjax.storage import checkpoint
 
 NAMES = ("a_k10", "b_k6_sharedaln", "c_k5_nol2norm")

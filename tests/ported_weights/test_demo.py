@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ported_weights import convert
-from varjax.models import parameters
+from varjax.nn import parameters
 from varjax.storage import checkpoint, manifest
 
 ORIGINAL = Path(__file__).parents[1] / "../../shared/data/demo_var_torch"

@@ -15,8 +15,9 @@ from tests import released_shapes
 from tests.ported_weights.infinity_requests import HERE, WEIGHTS, a_request, converted, refused
 from varjax.codecs.bsq import model as bsq
 from varjax.errors import UserError
-from varjax.models import parameters, registry
+from varjax.models import registry
 from varjax.models.infinity.transformer import InfinityConfig
+from varjax.nn import parameters
 
 CONFIGS = json.loads((HERE / "configs.json").read_text())
 FAMILY = registry.family("infinity")

@@ -15,7 +15,8 @@ from tests import models_under_test as models
 from tests import released_shapes
 from varjax.codecs.vq.config import VQConfig
 from varjax.errors import UserError
-from varjax.models import parameters, registry
+from varjax.models import registry
+from varjax.nn import parameters
 from varjax.storage import checkpoint
 
 HERE = models.LLAMAGEN_FIXTURES

@@ -12,7 +12,8 @@ from ported_weights.convert import TABLES
 from ported_weights.rules import Ignore, Refuse, Rule
 from tests import released_shapes
 from varjax.errors import UserError
-from varjax.models import parameters, registry
+from varjax.models import registry
+from varjax.nn import parameters
 
 
 class Toy(nnx.Module):

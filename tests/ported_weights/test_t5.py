@@ -17,7 +17,7 @@ from ported_weights.tables import transformers as port_t5
 from tests import text_encoder_under_test as small
 from varjax.cli import command_line
 from varjax.errors import UserError
-from varjax.models import parameters
+from varjax.nn import parameters
 from varjax.storage import manifest
 from varjax.text import t5
 from varjax.text.encoder import TextEncoder, encode_ids

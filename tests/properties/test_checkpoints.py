@@ -24,8 +24,9 @@ from tests.properties import mutations
 from tests.properties.conftest import EXAMPLES
 from varjax.codecs.vqvae.config import VQVAEConfig
 from varjax.errors import LONGEST_MESSAGE, UserError
-from varjax.models import parameters, registry
+from varjax.models import registry
 from varjax.models.var.transformer import VARConfig
+from varjax.nn import parameters
 from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 from varjax.storage import checkpoint

@@ -157,7 +157,7 @@ def light(monkeypatch):
     monkeypatch.setattr("varjax.engine.compilation_cache._set", lambda folder: None)
     monkeypatch.setattr("jax.config.update", lambda *_: None)
     # what is light but takes most of the time: shapes of the same few models
-    monkeypatch.setattr("varjax.models.parameters.count", lambda module: 10**6)
+    monkeypatch.setattr("varjax.nn.parameters.count", lambda module: 10**6)
     monkeypatch.setattr(registry.Part, "abstract", functools.cache(registry.Part.abstract))
 
 

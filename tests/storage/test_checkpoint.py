@@ -12,8 +12,9 @@ import pytest
 
 from varjax.codecs.vqvae.config import VQVAEConfig
 from varjax.errors import UserError
-from varjax.models import parameters, registry
+from varjax.models import registry
 from varjax.models.var.transformer import VARConfig
+from varjax.nn import parameters
 from varjax.schedule import Schedule
 from varjax.storage import arrays, checkpoint, manifest
 from varjax.text.t5 import T5Config

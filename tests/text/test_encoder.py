@@ -10,7 +10,7 @@ import pytest
 
 from tests import text_encoder_under_test as small
 from varjax.errors import UserError
-from varjax.models import parameters
+from varjax.nn import parameters
 from varjax.storage import manifest
 from varjax.text import encoder as encoder_lib
 from varjax.text.encoder import TextEncoder

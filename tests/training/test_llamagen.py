@@ -12,8 +12,8 @@ import pytest
 import varjax
 from varjax.codecs.vq.model import VQ
 from varjax.errors import UserError
-from varjax.models import layers, parameters
 from varjax.models.llamagen.transformer import LlamaGen
+from varjax.nn import layers, parameters
 from varjax.storage import checkpoint
 from varjax.training import data, session, stage
 from varjax.training.llamagen_trainer import LlamaGenStage

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from pallas_kernels import implementations, slot_moves, target, token_attention
-from varjax.cache.observation import Needs, Observation
+from varjax.cache.observation import Needs, Observation, Rule
 from varjax.cache.token_state import EVERYTHING, LayerCache
-from varjax.policies.staged import TokenPolicy
 
 # Bytes of positions of the layers that decide together: a dozen arrays of this size exist
 # meanwhile. A CPU starts no kernels, and keeps what it compares: one layer at a time.
@@ -32,7 +31,7 @@ class StageDecision:
       stage. attention: implementation of the kernels.
     """
 
-    policy: TokenPolicy
+    rule: Rule
     condition: int
     main: int
     period: int
@@ -42,7 +41,7 @@ class StageDecision:
 
     @property
     def needs(self) -> Needs:
-        return self.policy.stage_needs
+        return self.rule.needs
 
     @property
     def buffer(self) -> int:
@@ -81,7 +80,7 @@ class StageDecision:
             known = jax.lax.dynamic_index_in_dim(inputs, stage, keepdims=False)
             obs = replace(obs, inputs=known)
         with implementations.naming(self.attention):
-            keep = obs.live & self.policy.select_stage(obs)
+            keep = obs.live & self.rule.select(obs)
         return self._store(caches, position, mass, keep, stage)
 
     def _reaches(self, caches: Sequence[LayerCache], position, bias) -> Int[Array, "LR N"]:
@@ -96,9 +95,19 @@ class StageDecision:
                 implementation=self.attention,
             )
             masses.append(mass)
+        live, heads = position >= 0, position.shape[:2]
+        number = jnp.arange(heads[1], dtype=jnp.int32)
+        obs = Observation(
+            scale=jnp.int32(self.group_stage),
+            live=live,
+            position=jnp.where(live, position, 0),
+            capacity=jnp.full(heads, self.kept, jnp.int32),
+            regions=jnp.broadcast_to(number, heads),
+            newest_mass=_together(masses),
+        )
         with implementations.naming(self.attention):
-            local = self.policy.local_heads(_together(masses), position)
-        return jnp.where(local, jnp.int32(self.policy.local_window), EVERYTHING)
+            local = self.rule.regroup(obs) > 0
+        return jnp.where(local, jnp.int32(self.rule.local_window), EVERYTHING)
 
     def _looks(self, cache: LayerCache) -> dict[str, Array]:
         """What a policy sees of a layer's pool: of image slots only."""

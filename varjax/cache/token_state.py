@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from pallas_kernels import token_attention
-from varjax.cache.stages import TokenPlan
+from varjax.cache.plan import CachePlan
 
 EVERYTHING = 2**30  # the reach of heads that see all: more positions than there are
 
@@ -61,7 +61,7 @@ class LayerCache:
 
 
 def empty(
-    plan: TokenPlan, batch_size: int, dtype, compute_dtype="float32"
+    plan: CachePlan, batch_size: int, dtype, compute_dtype="float32"
 ) -> tuple[LayerCache, ...]:
     """Zeroed caches of all layers for a batch of images. dtype: of the pool; int8 comes with
     scales. compute_dtype: of the queries."""
@@ -69,7 +69,7 @@ def empty(
     return tuple(_layer(plan, rows, slots, dtype, compute_dtype) for slots in plan.layer_slots)
 
 
-def _layer(plan: TokenPlan, rows: int, slots: int, dtype, compute_dtype) -> LayerCache:
+def _layer(plan: CachePlan, rows: int, slots: int, dtype, compute_dtype) -> LayerCache:
     g, allocation = plan.geometry, plan.allocation
     heads = (rows, g.num_heads)
     pool = jnp.zeros((*heads, slots, 2 * g.head_dim), dtype)
@@ -79,7 +79,7 @@ def _layer(plan: TokenPlan, rows: int, slots: int, dtype, compute_dtype) -> Laye
     if plan.static_content:
         condition = jnp.full((rows, 1, plan.sequence.condition), -1, jnp.int32)
         return LayerCache(pool, condition, **found)
-    needs = plan.policy.stage_needs
+    needs = plan.rule.needs
     if needs.total_mass or needs.scale_mass or needs.window_mass:
         found["mass"] = jnp.zeros((*heads, slots), jnp.float32)
     if needs.window_logits:

@@ -87,7 +87,7 @@ class TokenStep(Protocol):
     ) -> tuple[LayerCache, ...]:
         """Caches of layers after the decision of a stage; image stages are counted from 0. inputs:
         of a single layer, what the policy knows beforehand of all stages that end with one
-        (`TokenPolicy.stage_inputs`)."""
+        (`Rule.inputs`)."""
         ...
 
 
@@ -99,7 +99,7 @@ def token_step(plan: TokenPlan, layer: int, attention: str | None) -> TokenStep:
         return RingStep(condition, slots, allocation.protected, attention)
     main = slots - allocation.period
     return StageStep(
-        policy=plan.policy,
+        rule=plan.rule,
         condition=condition,
         main=main,
         period=allocation.period,

@@ -1,7 +1,7 @@
 """What configurations of codecs share whose levels halve the map, all but the coarsest."""
 
 from varjax.codecs.autoencoder import LARGEST_BLOCKS, LARGEST_LEVELS, Layout
-from varjax.models import published
+from varjax.nn import published
 
 
 class Levels(published.Configuration):

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from varjax.errors import UserError
-from varjax.models import published
+from varjax.nn import published
 
 WIDTHS = (32, 64, 96, 128)
 GROUP = 8  # channels that are normalised together: of single ones the mean, a colour, would go

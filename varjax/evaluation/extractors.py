@@ -17,7 +17,7 @@ from jaxtyping import UInt8
 from varjax.errors import UserError, about
 from varjax.evaluation import classifier, inception, lpips, resizing
 from varjax.model import Model
-from varjax.models import parameters
+from varjax.nn import parameters
 from varjax.parallel.sharding import make_mesh
 from varjax.parallel.split import AXES, MeshSpec
 from varjax.storage import checkpoint

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from varjax.evaluation.pooling import max_pool, max_pool_same, mean_pool_same
-from varjax.models import published
+from varjax.nn import published
 
 SIDE = 299  # pixels of what the network sees
 EPSILON = 1e-3  # of the batch normalisation

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.projection import Projection
-from varjax.engine.inputs import Resampling, StepInputs
-from varjax.models import layers, stacked
+from varjax.models.step_inputs import Resampling, StepInputs
 from varjax.models.transformer import Transformer
-from varjax.parallel.split import Split
+from varjax.nn import layers, stacked
+from varjax.nn.split import Split
 from varjax.sampling import Sampling, Scores
 
 

@@ -34,8 +34,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.projection import Projection
 from varjax import sampling as sampling_lib
-from varjax.models import layers, stacked
 from varjax.models.transformer import Transformer
+from varjax.nn import layers, stacked
 from varjax.sampling import Sampling, Scores
 
 

@@ -13,10 +13,10 @@ from varjax.errors import UserError, choose
 from varjax.evaluation.classifier import Classifier, ClassifierConfig
 from varjax.evaluation.inception import Inception, InceptionConfig
 from varjax.evaluation.lpips import LPIPS, LPIPSConfig
-from varjax.models import parameters
 from varjax.models.infinity import transformer as infinity
 from varjax.models.llamagen import transformer as llamagen
 from varjax.models.var import transformer as var
+from varjax.nn import parameters
 from varjax.text.t5 import T5Config, T5Encoder
 
 

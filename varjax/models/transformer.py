@@ -1,12 +1,12 @@
 """What transformers of all kinds share: next-scale and next-token."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from flax import nnx
 
 from varjax.errors import UserError
-from varjax.parallel.split import Split
+from varjax.nn.split import Split
 
 
 class Transformer(nnx.Module):
@@ -15,6 +15,14 @@ class Transformer(nnx.Module):
 
     token_name: ClassVar[str] = "tokens"  # what a token is called in files
     once: ClassVar[tuple[str, ...]] = ()  # parts of the blocks that `encode_condition` uses
+    model_axis: str | None = None  # axis of the mesh that heads and weights are divided over
+
+    def over(self, axis: str) -> Self:
+        """Return the same parameters in a transformer whose step functions run on every device of
+        this axis of a mesh, each with its share of the weights that `splits` names."""
+        divided = nnx.merge(*nnx.split(self))
+        divided.model_axis = axis
+        return divided
 
     @property
     def dtype(self):

@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from varjax.errors import UserError, some
-from varjax.models import parameters
+from varjax.nn import parameters
 
 
 def floating_dtype(dtype) -> np.dtype | None:

@@ -23,7 +23,8 @@ from pathlib import Path
 from flax import nnx
 
 from varjax.errors import UserError, choose
-from varjax.models import parameters, registry
+from varjax.models import registry
+from varjax.nn import parameters
 from varjax.storage import arrays, manifest
 from varjax.storage.atomic import new_folder
 

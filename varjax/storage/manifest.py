@@ -14,7 +14,8 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from varjax.errors import UserError, about, some
-from varjax.models import parameters, registry
+from varjax.models import registry
+from varjax.nn import parameters
 from varjax.sampling import Sampling
 from varjax.storage import ordinary
 from varjax.storage.atomic import write_text

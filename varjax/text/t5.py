@@ -27,7 +27,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from varjax.errors import UserError, require
-from varjax.models import layers, published, stacked
+from varjax.nn import layers, published, stacked
 
 FEED_FORWARD = "gated-gelu"
 SPIECE_FILE = "spiece.model"

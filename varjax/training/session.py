@@ -8,8 +8,9 @@ from flax import nnx
 
 from varjax.codecs.autoencoder import ImageCodec, cast
 from varjax.errors import UserError, choose
-from varjax.models import parameters, registry
+from varjax.models import registry
 from varjax.models.transformer import Transformer
+from varjax.nn import parameters
 from varjax.storage import checkpoint, lock, manifest
 from varjax.storage.atomic import check_new_folder
 from varjax.training import classifier_trainer, data, loop

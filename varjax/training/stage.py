@@ -1,7 +1,7 @@
 """What training the codec and training the transformer have in common: the order of the pictures,
 where they lie, AdamW with clipping, learning rate schedules, and the moving average of the weights.
 
-Parameters are flat dictionaries {name: array} (`varjax.models.parameters.named`).
+Parameters are flat dictionaries {name: array} (`varjax.nn.parameters.named`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +15,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from varjax.models import parameters, registry
+from varjax.models import registry
+from varjax.nn import parameters
 from varjax.training.data import Dataset
 from varjax.training.settings import TrainingSettings
 

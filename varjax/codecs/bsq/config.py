@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from varjax.codecs.autoencoder import LARGEST_BLOCKS, LARGEST_LEVELS, Layout
-from varjax.models import published
+from varjax.nn import published
 
 GROUP_CHOICES = (32, 24)  # normalisation groups: the first that divides a level's channels
 IGNORED_NAMES = ("note",)  # do not change the function computed

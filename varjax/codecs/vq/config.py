@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from varjax.codecs.autoencoder import Layout
 from varjax.codecs.levels import Levels
-from varjax.models import published
+from varjax.nn import published
 
 GROUPS = 32  # of the normalisation
 # Published arguments and notes that do not change the function computed.

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from varjax.errors import UserError
-from varjax.models import published
 from varjax.models.infinity import schedules
+from varjax.nn import published
 from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 

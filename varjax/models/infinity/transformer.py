@@ -23,13 +23,12 @@ from pallas_kernels.cross_attention import TextKeys, attend_text, attend_visible
 from pallas_kernels.projection import Projection
 from varjax import sampling as sampling_lib
 from varjax.codecs.bsq.model import tokens_from_bits, tokens_to_bits
-from varjax.engine.inputs import Resampling, StepInputs
-from varjax.models import layers, stacked
 from varjax.models.infinity.config import LEVELS, PRESETS, InfinityConfig
 from varjax.models.infinity.schedules import rope_positions
 from varjax.models.next_scale import NextScaleTransformer
-from varjax.parallel import split
-from varjax.parallel.split import Split
+from varjax.models.step_inputs import Resampling, StepInputs
+from varjax.nn import layers, split, stacked
+from varjax.nn.split import Split
 from varjax.sampling import Sampling, Scores
 
 __all__ = ["PRESETS", "Block", "Infinity", "InfinityConfig"]
@@ -279,11 +278,11 @@ class Infinity(NextScaleTransformer):
         guidance, where it acts after this layer."""
         modulation = layer_context["modulation"]
         attended = attended.reshape(*x.shape[:2], -1)
-        x = x + split.contract(block.proj, attended) * modulation[:, None, 0]
+        x = x + split.contract(block.proj, attended, self.model_axis) * modulation[:, None, 0]
         x = x + self.cross_attention(block, shared["text"], layer_context["number"], x)
         h = self._modulated(x, modulation[:, 3], modulation[:, 5])
         wide = jax.nn.gelu(block.fc1(h), approximate=True)
-        x = x + split.contract(block.fc2, wide) * modulation[:, None, 1]
+        x = x + split.contract(block.fc2, wide, self.model_axis) * modulation[:, None, 1]
         if "mix" not in shared:
             return x
         strength = shared["mix"][layer_context["number"]]
@@ -297,7 +296,7 @@ class Infinity(NextScaleTransformer):
         h = h.astype(self.dtype)
         q = block.cross_q(h).reshape(*h.shape[:2], -1, self.config.head_dim)
         out = attend_text(q, text, layer).reshape(*h.shape[:2], -1)
-        return split.contract(block.cross_proj, out)
+        return split.contract(block.cross_proj, out, self.model_axis)
 
     # --- tokens -----------------------------------------------------------------------------------
 

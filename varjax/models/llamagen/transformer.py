@@ -22,11 +22,10 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.projection import Projection
-from varjax.models import layers, stacked
 from varjax.models.llamagen.config import PRESETS, LlamaGenConfig
 from varjax.models.next_token import NextTokenTransformer, as_it_is
-from varjax.parallel import split
-from varjax.parallel.split import Split
+from varjax.nn import layers, split, stacked
+from varjax.nn.split import Split
 from varjax.sampling import Sampling, Scores
 
 __all__ = ["PRESETS", "Block", "LlamaGen", "LlamaGenConfig"]
@@ -186,10 +185,14 @@ class LlamaGen(NextTokenTransformer):
         drop: Callable = as_it_is,
     ) -> Float[Array, "R T D"]:
         attended = attended.reshape(*x.shape[:2], -1).astype(self.dtype)
-        x = x + drop(split.contract(block.proj, attended).astype(jnp.float32), 0)
+        branch = split.contract(block.proj, attended, self.model_axis)
+        x = x + drop(branch.astype(jnp.float32), 0)
         h = layers.rms_norm(x, block.feed_forward_norm[...], self.config.norm_eps, self.dtype)
         gate, up = jnp.split(block.gate_up(h), 2, axis=-1)
-        return x + drop(split.contract(block.down, jax.nn.silu(gate) * up).astype(jnp.float32), 1)
+        return x + drop(
+            split.contract(block.down, jax.nn.silu(gate) * up, self.model_axis).astype(jnp.float32),
+            1,
+        )
 
     # --- tokens -----------------------------------------------------------------------------------
 

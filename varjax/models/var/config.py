@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from varjax.errors import UserError, show
-from varjax.models import published
+from varjax.nn import published
 from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 

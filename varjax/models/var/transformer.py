@@ -18,12 +18,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.projection import Projection
 from varjax import sampling as sampling_lib
-from varjax.engine.inputs import StepInputs
-from varjax.models import layers, stacked
 from varjax.models.next_scale import NextScaleTransformer
+from varjax.models.step_inputs import StepInputs
 from varjax.models.var.config import PRESETS, VARConfig
-from varjax.parallel import split
-from varjax.parallel.split import Split
+from varjax.nn import layers, split, stacked
+from varjax.nn.split import Split
 from varjax.sampling import Sampling, Scores
 
 __all__ = ["PRESETS", "VAR", "Block", "VARConfig"]
@@ -128,7 +127,9 @@ class VAR(NextScaleTransformer):
             rows = jnp.broadcast_to(active, (config.depth, *active.shape))
             per_layer = jnp.einsum("lrd,lde->lre", rows, modulation.kernel[...])
             per_layer = per_layer + modulation.bias[...][:, None]
-            per_layer = split.whole(per_layer).reshape(config.depth, -1, 6, config.embed_dim)
+            per_layer = split.whole(per_layer, self.model_axis).reshape(
+                config.depth, -1, 6, config.embed_dim
+            )
         return {
             "start": condition[:, None] + self.start_embedding[...],
             "head": self.head_modulation(active).reshape(-1, 2, config.embed_dim),
@@ -179,12 +180,12 @@ class VAR(NextScaleTransformer):
     ) -> Float[Array, "R T D"]:
         """Output projection, gate, feed-forward and residuals of one layer."""
         attended = attended.reshape(*x.shape[:2], -1)
-        x = x + split.contract(block.proj, attended) * modulation[:, None, 0]
+        x = x + split.contract(block.proj, attended, self.model_axis) * modulation[:, None, 0]
         h = layers.modulate(
             layers.layer_norm(x, self.config.norm_eps), modulation[:, 3], modulation[:, 5]
         )
         wide = jax.nn.gelu(block.fc1(h), approximate=True)
-        return x + split.contract(block.fc2, wide) * modulation[:, None, 1]
+        return x + split.contract(block.fc2, wide, self.model_axis) * modulation[:, None, 1]
 
     # --- tokens -----------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.projection import Projection
-from varjax.models.stacked import Turned
+from varjax.nn.stacked import Turned
 
 MAX_LOG_SCALE = math.log(100.0)  # of the learned attention multiplier
 

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from varjax.models import stacked
+from varjax.nn import stacked
 
 
 class _OneKey(nnx.Rngs):
