@@ -42,7 +42,8 @@ NEAR = 0.01  # largest difference between a budget and a row that it is compared
 def memory_lines(
     plan: CachePlan, batch_size: int, kv_dtype: str, steady_tokens: int | None
 ) -> list[str]:
-    """What papers print about the memory of such a plan, in lines; none where they are silent.
+    """Return lines with what papers print about the memory of such a plan; none if they print
+    nothing.
 
     steady_tokens: tokens per head, summed over layers, that AMS-KV counts; None for other policies.
     """
@@ -51,7 +52,7 @@ def memory_lines(
 
 @memory_lines.register
 def _(plan: ScalePlan, batch_size: int, kv_dtype: str, steady_tokens: int | None) -> list[str]:
-    """The bytes as AMS-KV and HeatKV count them."""
+    """Return the bytes as AMS-KV and HeatKV count them."""
     g = plan.geometry
     per_token = g.head_dim * BYTES_PER_PAIR * g.rows_per_image * batch_size / MIB
     kept = plan.capacity[-1].sum() if steady_tokens is None else steady_tokens * g.num_heads
@@ -84,8 +85,8 @@ def _heatkv_row(plan: CachePlan, batch_size: int, kv_dtype: str, full: float) ->
 
 @memory_lines.register
 def _(plan: TokenPlan, batch_size: int, kv_dtype: str, steady_tokens: int | None) -> list[str]:
-    """Rows of HeadKV's and LineAR's tables for this model at the nearest budget, and what our pool
-    saves at their batch sizes."""
+    """Return the rows of HeadKV's and LineAR's tables for this model at the nearest budget, with
+    what our pool saves at their batch sizes. Other models and budgets have none."""
     g = plan.geometry
     if g.schedule != TokenSequence(576, g.schedule.condition):
         return []
