@@ -6,7 +6,6 @@ Charts take the page's colours (`page.js`), so that they follow its light and da
 import json
 from collections.abc import Iterable, Sequence
 from itertools import product
-from typing import Any
 
 import altair as alt
 import numpy as np
@@ -121,7 +120,7 @@ NOTHING = {
 }
 
 
-def live_bytes(report: dict) -> dict[str, Any] | None:
+def live_bytes(report: dict) -> dict[str, list[str] | alt.LayerChart] | None:
     """{"policies", "budgets": what there is to choose, "chart": bytes in use after every layer of
     every scale, of the cell that its parameters `policy` and `budget` name}, if any cell ran. None
     of models that draw token by token, whose slots are all in use from the start."""
