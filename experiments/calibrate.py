@@ -1,4 +1,4 @@
-"""Measure a model, once: everything that policies calibrate with, in one file.
+"""Measure a model once, and write everything that policies calibrate with into one file.
 
     python -m experiments.calibrate --save=CAL.json
     python -m experiments.calibrate --checkpoint=DIR --num_samples=10 --stability=10 --save=CAL.json
@@ -46,10 +46,11 @@ DTYPE = dtype_flag(FLAGS, None, "the weights")
 SAVE = FileFlags(FLAGS, "save", "The file to write.", required=True)
 
 
-def text(found: Calibration) -> str:
-    """The printed summary."""
-    values = (found.key_discrepancy[:, 1:], found.selectivity[:, 1:], found.query_variance)
-    layers = zip(*(v.mean(1) for v in values), strict=True)
+def summary(found: Calibration) -> str:
+    """Return the text that is printed at the end."""
+    distances = found.key_discrepancy[:, 1:].mean(1)
+    selectivities = found.selectivity[:, 1:].mean(1)
+    layers = zip(distances, selectivities, found.query_variance.mean(1), strict=True)
     lines = [
         f"{found.model}: {found.num_layers} layers, {found.num_heads} heads, schedule "
         f"{found.schedule}, cfg {show_guidance(found.guidance)}, {found.num_samples} images",
@@ -68,7 +69,7 @@ def text(found: Calibration) -> str:
     return "\n".join(lines)
 
 
-def main(argv) -> None:
+def main(argv: list[str]) -> None:
     target = SAVE.check()
     model = MODEL.resolve()
     measure_calibration.check_scales(model)
@@ -88,7 +89,7 @@ def main(argv) -> None:
         progress=progress.update,
     )
     measured.save(found, target)
-    print(f"{text(found)}\nwritten to {target}")
+    print(f"{summary(found)}\nwritten to {target}")
 
 
 if __name__ == "__main__":

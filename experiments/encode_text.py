@@ -43,7 +43,8 @@ FLAGS.require("checkpoint")
 
 
 def max_length(checkpoint: str) -> int:
-    """Tokens per text: as asked for, what the checkpoint's model takes, or the released ones'."""
+    """Return the tokens per text: --max_length, else what the checkpoint's model takes, else what
+    released models take."""
     if LONGEST.value is not None:
         return LONGEST.value
     if not (pathlib.Path(checkpoint) / manifest.NAME).is_file():
@@ -53,8 +54,8 @@ def max_length(checkpoint: str) -> int:
     )
 
 
-def text(features: TextFeatures) -> str:
-    """The printed summary."""
+def summary(features: TextFeatures) -> str:
+    """Return the text that is printed at the end."""
     empty = int(features.unconditional.sum())
     lens, negative = features.lens, features.negative_lens
     lines = [
@@ -67,7 +68,7 @@ def text(features: TextFeatures) -> str:
     return "\n".join(lines)
 
 
-def main(argv) -> None:
+def main(argv: list[str]) -> None:
     target = SAVE.check()
     prompts = PROMPTS.read()
     if prompts is None:
@@ -92,7 +93,7 @@ def main(argv) -> None:
         progress=report,
     )
     features.save(target)
-    print(f"{text(features)}\nwritten to {target}")
+    print(f"{summary(features)}\nwritten to {target}")
 
 
 if __name__ == "__main__":

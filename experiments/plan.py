@@ -61,7 +61,7 @@ SAVE = FileFlags(FLAGS, "save", "Write the plan's arrays to this npz file.")
 
 
 def arrays(plan: CachePlan, batch_size: int, dtype: str, kv_dtype: str) -> dict[str, np.ndarray]:
-    """What --save writes."""
+    """Return the arrays that --save writes."""
     found = {
         "capacity": plan.capacity,
         "live_tokens": plan.live_tokens,
@@ -73,10 +73,10 @@ def arrays(plan: CachePlan, batch_size: int, dtype: str, kv_dtype: str) -> dict[
     return found | plan.arrays()
 
 
-def text(
+def summary(
     name: str, plan: CachePlan, batch_size: int, dtype: str, kv_dtype: str, remarks: Sequence[str]
 ) -> str:
-    """The printed plan. remarks: lines that only some policies have."""
+    """Return the printed plan. remarks: lines that only some policies have."""
     g = plan.geometry
     excess = plan.fraction - plan.budget
     held, full = plan.num_bytes(batch_size, kv_dtype), plan.dense_bytes(batch_size, dtype)
@@ -111,7 +111,7 @@ def check_countable(geometry: Geometry, batch_size: int, dtype: str) -> None:
         )
 
 
-def main(argv) -> None:
+def main(argv: list[str]) -> None:
     target = SAVE.check()
     MODEL.check_alone(GEOMETRY)
     if GEOMETRY.value:
@@ -120,16 +120,17 @@ def main(argv) -> None:
     else:
         model = MODEL.resolve(weights=False)
         name, geometry = model.name, model.geometry
-    check_countable(geometry, BATCH_SIZE.value, DTYPE.value)
+    batch_size, dtype = BATCH_SIZE.value, DTYPE.value
+    kv_dtype = KV_DTYPE.value or dtype
+    check_countable(geometry, batch_size, dtype)
     plan, calibration = POLICY.plan(POLICY.resolve(), model)
-    sizes = (BATCH_SIZE.value, DTYPE.value, KV_DTYPE.value or DTYPE.value)
     steady = plan.rule.steady_tokens(geometry, calibration)
     remarks = plan_remarks(plan, calibration)
-    remarks += memory_lines(plan, BATCH_SIZE.value, sizes[-1], steady)
-    print(text(name, plan, *sizes, remarks))
+    remarks += memory_lines(plan, batch_size, kv_dtype, steady)
+    print(summary(name, plan, batch_size, dtype, kv_dtype, remarks))
     if target:
         with new_file(target) as file:
-            np.savez(file, **arrays(plan, *sizes))
+            np.savez(file, **arrays(plan, batch_size, dtype, kv_dtype))
 
 
 if __name__ == "__main__":

@@ -9,15 +9,15 @@ from varjax.sequence import TokenSequence
 
 BYTES_PER_PAIR = 6  # an element of K in float32 and one of V in 16 bits
 MIB = 2**20
-# HeatKV's table: tokens per head that its rows keep of 6425 (Infinity, 1M, square), which is not
-# exactly the share the rows are named after.
+# HeatKV's table: how many of 6425 tokens (Infinity, 1M, square) each row keeps per head, which is
+# not exactly the share that the row is named after.
 HEATKV_FULL = 6425
 HEATKV_ROWS = {0.2: 1300, 0.1: 650, 0.04: 265}
 
 GIB = 2**30
-XL, XXL = (36, 20, 64), (48, 24, 64)  # layers, heads, their size: LlamaGen of 384 pixels
-# GiB in all on a GPU: {(table, model, batch): {part of the cache: {method: GiB}}}, 1.0 is the full
-# cache. HeadKV: arXiv 2605.20600, tables 4 and 6; LineAR: its repository's table of efficiency.
+XL, XXL = (36, 20, 64), (48, 24, 64)  # LlamaGen for 384 pixels: layers, heads, size of a head
+# All memory on a GPU, {(table, model, batch): {part of the cache: {method: GiB}}}. Part 1.0 is the
+# full cache. HeadKV: arXiv 2605.20600, tables 4 and 6; LineAR: its repository's efficiency table.
 TOTALS = {
     ("HeadKV", XL, 128): {
         1.0: {"full cache": 33.91},
@@ -35,14 +35,15 @@ TOTALS = {
         1 / 6: {"LineAR": 15.87},
     },
 }
-NEAR = 0.01  # of a budget, to be compared with a row
+NEAR = 0.01  # largest difference between a budget and a row that it is compared with
 
 
 @singledispatch
 def memory_lines(
     plan: CachePlan, batch_size: int, kv_dtype: str, steady_tokens: int | None
 ) -> list[str]:
-    """What papers print about the memory of such a plan, in lines; none where they are silent.
+    """Return lines with what papers print about the memory of such a plan; none if they print
+    nothing.
 
     steady_tokens: tokens per head, summed over layers, that AMS-KV counts; None for other policies.
     """
@@ -51,7 +52,7 @@ def memory_lines(
 
 @memory_lines.register
 def _(plan: ScalePlan, batch_size: int, kv_dtype: str, steady_tokens: int | None) -> list[str]:
-    """The bytes as AMS-KV and HeatKV count them."""
+    """Return the bytes as AMS-KV and HeatKV count them."""
     g = plan.geometry
     per_token = g.head_dim * BYTES_PER_PAIR * g.rows_per_image * batch_size / MIB
     kept = plan.capacity[-1].sum() if steady_tokens is None else steady_tokens * g.num_heads
@@ -69,9 +70,9 @@ def _(plan: ScalePlan, batch_size: int, kv_dtype: str, steady_tokens: int | None
 
 
 def _heatkv_row(plan: CachePlan, batch_size: int, kv_dtype: str, full: float) -> list[str]:
-    """The row of HeatKV's table that is nearest to this plan, if it has this schedule."""
+    """Return the row of HeatKV's table that is nearest to a plan, if it has the same schedule."""
     share = min(HEATKV_ROWS, key=lambda row: abs(row - plan.budget))
-    if plan.geometry.schedule.persistent_tokens != HEATKV_FULL or abs(share - plan.budget) > 0.01:
+    if plan.geometry.schedule.persistent_tokens != HEATKV_FULL or abs(share - plan.budget) > NEAR:
         return []
     tokens = HEATKV_ROWS[share]
     published = full * tokens / HEATKV_FULL
@@ -84,8 +85,8 @@ def _heatkv_row(plan: CachePlan, batch_size: int, kv_dtype: str, full: float) ->
 
 @memory_lines.register
 def _(plan: TokenPlan, batch_size: int, kv_dtype: str, steady_tokens: int | None) -> list[str]:
-    """Rows of HeadKV's and LineAR's tables for this model at the nearest budget, and what our pool
-    saves at their batch sizes."""
+    """Return the rows of HeadKV's and LineAR's tables for this model at the nearest budget, with
+    what our pool saves at their batch sizes. Other models and budgets have none."""
     g = plan.geometry
     if g.schedule != TokenSequence(576, g.schedule.condition):
         return []
