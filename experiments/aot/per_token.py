@@ -17,7 +17,6 @@ import numpy as np
 from pallas_kernels.chips import Chip
 from varjax.cache.stages import TokenPlan
 from varjax.engine.cost import device_bytes
-from varjax.sequence import TOKENS
 
 
 def describe(case: Any) -> dict | None:
@@ -29,7 +28,7 @@ def describe(case: Any) -> dict | None:
     """
     workload, found = case.workload, case.codes.modelled
     plan = workload.plan
-    if plan.geometry.kind != TOKENS:
+    if not isinstance(plan, TokenPlan):
         return None
     weights = jax.tree.leaves(
         [getattr(case.networks["transformer"], n) for n in ("blocks", "head")]

@@ -29,6 +29,7 @@ from pallas_kernels.chips import Chip
 from pallas_kernels.estimates import FULL, Occupancy
 from varjax import sampling
 from varjax.cache.plan import CachePlan
+from varjax.cache.stages import TokenPlan
 from varjax.engine import memory
 from varjax.engine import program as programs
 from varjax.engine.cost import Cost, device_bytes, program_cost, times_read
@@ -40,7 +41,6 @@ from varjax.nn.compiled import peak_bytes
 from varjax.parallel import plans, sharding
 from varjax.parallel.sharding import ShardedProgram
 from varjax.sampling import Sampling
-from varjax.sequence import TOKENS
 
 CONDITION = 2  # the place of the condition among the program's arguments, divided like images
 PER_SLOT = ("pool", "scale", "position", "mass")  # arrays of a layer's slots (`LayerCache`)
@@ -295,7 +295,7 @@ def _attention(workload: Workload, chip: Chip) -> str | None:
     """The implementation of a program's kernels. Those of a token have different ones: unless one
     is asked for or has been refused, each takes its best."""
     best = implementations.choices(chip.platform, chip.capability)[0]
-    by_token = workload.plan.geometry.kind == TOKENS
+    by_token = isinstance(workload.plan, TokenPlan)
     free = by_token and not workload.program.attention and workload.attention == best
     return None if free else workload.attention
 
