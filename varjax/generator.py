@@ -164,6 +164,13 @@ class Generator:
         self.compiled = self.compiled_decoder = None
         self._formats = self._sharded = None
 
+    def __repr__(self) -> str:
+        state = "not compiled yet" if self.compiled is None else "compiled"
+        return (
+            f"Generator of {self.model.name}: batches of {self.batch_size}, cache in "
+            f"{self.kv_dtype}, mesh {self.mesh}, {state}\n{self.plan!r}"
+        )
+
     def _arrange(self) -> None:
         """Arrange the weights as the program takes them. Another program of the same model may have
         changed that meanwhile."""
