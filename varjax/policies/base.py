@@ -23,7 +23,9 @@ from varjax.sequence import SCALES, TOKENS
 __all__ = ["Needs", "Observation", "Policy"]  # what a policy of one's own starts from
 
 BUDGET = {  # its range, and what a message about it says
-    **{"low": 0, "high": 1, "above": True},
+    "low": 0,
+    "high": 1,
+    "above": True,
     "note": ": it is the fraction of the full cache's bytes that may be kept",
 }
 LARGEST_INTEGER = 2**31 - 1  # of a field that says no range
@@ -102,7 +104,7 @@ class Policy(ScaleRule):
         told = [f"budget={self.budget:g}"]
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name != "budget" and f.name[0] != "_" and value != f.default:
+            if f.name != "budget" and f.repr and f.name[0] != "_" and value != f.default:
                 told.append(f"{f.name}={show(value)}")
         return f"{type(self).__name__}({', '.join(told)})"
 
