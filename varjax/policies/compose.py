@@ -3,7 +3,6 @@
 import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from varjax.arguments import instance
 from varjax.cache.allocation import Allocation, Geometry
@@ -111,7 +110,7 @@ class Compose(Composed, StagedPolicy):
         return cls(**(cls.from_arguments(parts) | shared))
 
     @classmethod
-    def from_arguments(cls, arguments: dict[str, str]) -> dict[str, Any]:
+    def from_arguments(cls, arguments: dict[str, str]) -> dict[str, object]:
         own = {k: v for k, v in arguments.items() if k in (*SHARED, "period")}
         parts = ROLES | {k: v for k, v in arguments.items() if k not in own}
         known = [*SHARED[1:], "period", *ROLES]
@@ -159,7 +158,7 @@ class Compose(Composed, StagedPolicy):
         return (self._prepared or self._unprepared)[1]
 
     def with_parts(
-        self, allocator: Policy, selector: Policy, defaults: dict[str, str], **values: Any
+        self, allocator: Policy, selector: Policy, defaults: dict[str, str], **values: float | int
     ) -> "Compose":
         """The composition of prepared parts; `parts` names what was not said, too, because a
         composition is the same, said or not."""
