@@ -48,6 +48,7 @@ def shapes(results: Results) -> Results:
 
 def specs(arrays: Tree, spec: Callable[[str, Array], pl.BlockSpec]) -> Tree:
     """`spec` of the name and the array of every field."""
+    # None has no leaf, so specs are missing where arrays are
     return jax.tree_util.tree_map_with_path(lambda path, array: spec(path[-1].name, array), arrays)
 
 
@@ -58,5 +59,5 @@ def aliases(numbers: Numbers, given: Given, results: Results) -> dict[int, int]:
 
 
 def _names(tree) -> list[str]:
-    """Of the fields, in the order in which Pallas counts arrays."""
+    """Names of the fields, in the order in which Pallas counts operands and results."""
     return [path[-1].name for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
