@@ -33,7 +33,7 @@ from pallas_kernels import estimates, tpu_slots
 from pallas_kernels.cache_write.reference import quantize
 from pallas_kernels.token_attention import storing, tpu_call, tpu_row, tpu_token, tpu_used
 from pallas_kernels.token_attention.operands import NewToken, kernel_operands, visible
-from pallas_kernels.token_attention.tpu_call import Given, Numbers, Results
+from pallas_kernels.token_attention.tpu_call import Operands, Prefetched, Results
 from pallas_kernels.tpu_operands import pools
 
 MOST_BYTES = 2**22  # of the pool in a grid step; there twice, in 16 MiB of vector memory
@@ -98,19 +98,19 @@ def _run(query, slots, token, most_bytes: int, piece: int | None, interpret):
     return found.out, replace(slots, pool=pool, mass=found.mass)
 
 
-def _operands(query, slots, token, interpret) -> tuple[Numbers, Given]:
+def _operands(query, slots, token, interpret) -> tuple[Prefetched, Operands]:
     """What the kernel takes; slots in use belong to the kernel that is cut."""
     held = replace(slots, pool=pools(slots.pool, None, interpret)[0], used=None)
     query, held = kernel_operands(query, held, "TPU token attention")
     if token is None:
-        return Numbers(), Given(query, held, None)
+        return Prefetched(), Operands(query, held, None)
     slot = jnp.asarray(token.slot, jnp.int32).reshape(1)
-    return Numbers(slot), Given(query, held, token._replace(slot=None))
+    return Prefetched(slot), Operands(query, held, token._replace(slot=None))
 
 
 def _attend(
-    numbers: Numbers,
-    given: Given,
+    numbers: Prefetched,
+    given: Operands,
     results: Results,
     *,
     tiles: tuple[int, int],
@@ -169,7 +169,7 @@ def _result_spec(name: str, array, *, rows: int, heads: int, tile: int) -> pl.Bl
     return _spec(name, array, rows=rows, heads=heads)
 
 
-def _attend_rows(some: int, numbers: Numbers, given: Given, results: Results, rows_ref=None):
+def _attend_rows(some: int, numbers: Prefetched, given: Operands, results: Results, rows_ref=None):
     pool = given.slots.pool
     # the interpreter knows program numbers here, but not inside of the loop
     begin, first = pl.program_id(0) * len(pool), pl.program_id(1) * some
@@ -185,7 +185,7 @@ def _attend_rows(some: int, numbers: Numbers, given: Given, results: Results, ro
     jax.lax.fori_loop(0, len(pool), row, 0)
 
 
-def _attend_row(i, row, first, some: int, given: Given, results: Results) -> None:
+def _attend_row(i, row, first, some: int, given: Operands, results: Results) -> None:
     """Attend for row i of the grid step, which is number `row` of all: for `some` heads from number
     `first` on."""
     query, slots = given.query, given.slots
@@ -224,7 +224,7 @@ def _attend_row(i, row, first, some: int, given: Given, results: Results) -> Non
         put(results.mass, slots.mass[i] + query.mass_weight[0] * weights)
 
 
-def _visible(i, row, heads: int, given: Given):
+def _visible(i, row, heads: int, given: Operands):
     """Which slots are seen [N, C]; [1, C] where all heads see the same."""
     (query, slots, _), reach, newest = given, None, None
     position = slots.position[i if len(slots.position) > 1 else 0]

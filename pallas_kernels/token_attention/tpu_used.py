@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from pallas_kernels.token_attention import tpu_call, tpu_row, tpu_token
-from pallas_kernels.token_attention.tpu_call import Given, Numbers, Results
+from pallas_kernels.token_attention.tpu_call import Operands, Prefetched, Results
 from pallas_kernels.tpu_operands import LANES
 
 PIECE_BYTES = 3 * 2**19  # of the pool, about: two pieces leave room in 16 MiB of vector memory
@@ -39,8 +39,8 @@ class Running(NamedTuple):
 
 
 def attend(
-    numbers: Numbers,
-    given: Given,
+    numbers: Prefetched,
+    given: Operands,
     results: Results,
     *,
     heads: int,
@@ -148,7 +148,7 @@ def _attend_piece(some: int, slots: int, numbers, given, results, running, rows_
         out_ref[0] = jnp.where(mine, found.astype(out_ref.dtype), out_ref[0])
 
 
-def _add_piece(row, first, part, some: int, slots: int, given: Given, running: Running) -> None:
+def _add_piece(row, first, part, some: int, slots: int, given: Operands, running: Running) -> None:
     """Add a piece of the heads from number `first` on to the running softmax."""
     query, held = given.query, given.slots
     size, width = held.pool.shape[2:]
