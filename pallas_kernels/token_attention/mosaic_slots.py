@@ -46,7 +46,7 @@ class Steps:
     @classmethod
     def of(cls, pool) -> "Steps":
         slot = pool.shape[-1] * pool.dtype.itemsize
-        # no step is larger than a head
+        # no step is larger than a head, because no copy may be
         slots = max(LINE, min(STEP_BYTES // slot, LONGEST, pool.shape[2]) // LINE * LINE)
         return cls(slots, buffers=3 if slots * slot <= STEP_BYTES else 2)
 
@@ -210,6 +210,7 @@ class Ring:
 
     def fill(self) -> None:
         """Start copying the first steps."""
+        # static: a program may have fewer steps than places, which `_start` sees
         for number in range(self.steps.buffers):
             self._start(jnp.int32(number))
 
@@ -230,6 +231,7 @@ class Ring:
     def _copy(self, number) -> None:
         given, size, places = self.given, self.steps.slots, self.places
         query, slots = given.query, given.slots
+        # the query is copied for every step, since the next step may be another head's
         i, start = self.first + number // self.each, jax.lax.rem(number, self.each) * size
         row, head = given.place(i)
         lines = [(slots.position, places.position, given.positions(row, head))]
