@@ -66,9 +66,15 @@ class ArgSpec:
         """The same kind of call, small enough for interpret mode: 2 rows, at most 3 heads, 200
         tokens and 7 entries."""
         tokens = min(self.tokens, 200)
-        length = max(1, self.length * tokens // self.tokens)
-        sizes = dict(rows=2, heads=min(self.heads, 3), entries=min(self.entries, 7))
-        return replace(self, **(dict(tokens=tokens, length=length) | sizes | changes))
+        small = replace(
+            self,
+            rows=2,
+            heads=min(self.heads, 3),
+            tokens=tokens,
+            length=max(1, self.length * tokens // self.tokens),
+            entries=min(self.entries, 7),
+        )
+        return replace(small, **changes)
 
     def abstract(self, sharding=None) -> "Arguments":
         """Shapes and types only."""
@@ -284,7 +290,6 @@ _SCALES = {
     ("llamagen-xl", 20, 64): [(1, 1, 36)],
     ("janus-pro-7b", 32, 128): [(1, 1, 36)],
 }
-_FINISHED = {"var": {"normalised": True}, "infinity": {"normalised": True, "rotated": True}}
 _SPECS = (
     ArgSpec(
         name=f"{name}-t{n}",
@@ -293,7 +298,8 @@ _SPECS = (
         tokens=t,
         length=n,
         entries=m,
-        **_FINISHED.get(name.partition("-")[0], {"rotated": True}),
+        normalised=name.startswith(("var-", "infinity-")),
+        rotated=not name.startswith("var-"),
     )
     for (name, heads, size), scales in _SCALES.items()
     for t, n, m in scales

@@ -17,7 +17,6 @@ zeros and ones, exact, 64 columns at a time.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +38,7 @@ from pallas_kernels.mosaic_products import (
     products,
 )
 from pallas_kernels.projection import K, Projection, Q, V, quarter_turn_matrix
+from pallas_kernels.refs import Operand, Ref
 
 TURNED = 64  # columns that are turned at once
 
@@ -52,14 +52,14 @@ class Unfinished:
     multiplier [L, N]. cos, sin: rows for whole tiles. turn: `quarter_turn_matrix`.
     """
 
-    product: Any
-    layer: Any
-    q_bias: Any
-    v_bias: Any
-    multiplier: Any
-    cos: Any
-    sin: Any
-    turn: Any
+    product: Operand
+    layer: Operand
+    q_bias: Operand
+    v_bias: Operand
+    multiplier: Operand
+    cos: Operand
+    sin: Operand
+    turn: Operand
     heads: int = field(metadata=dict(static=True))
     scale: float = field(metadata=dict(static=True))
 
@@ -156,10 +156,10 @@ class Work:
     """Shared memory of a tile: as it was copied; as tensor cores take it; one of the two, where it
     is left; a barrier that says that it is there. turn, multiply: for the rotation."""
 
-    raw: Any
-    tile: Any
-    result: Any
-    arrived: Any
+    raw: Ref
+    tile: Ref
+    result: Ref
+    arrived: Ref
     turn: Sequence
     multiply: Multiply
 

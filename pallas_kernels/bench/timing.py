@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +36,7 @@ class Candidate:
     result: Callable | None = None
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """What an operation has to do at least: floating-point operations and bytes of memory."""
 
     flops: float

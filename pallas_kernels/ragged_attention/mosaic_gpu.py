@@ -25,7 +25,6 @@ of what tensor cores do while memory delivers it, so that the padding costs no t
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +57,7 @@ from pallas_kernels.projection import K, Q, V
 from pallas_kernels.ragged_attention import config as tiles
 from pallas_kernels.ragged_attention.mosaic_keys import Keys, Part, Stored, fetch_all
 from pallas_kernels.ragged_attention.mosaic_moments import attention_moments
+from pallas_kernels.refs import Ref, Scalar
 
 __all__ = ["attend", "attention_moments", "shared_memory"]
 
@@ -202,12 +202,12 @@ class _Results:
     """Of 64 queries of a warpgroup, from number `first` on: where they lie in shared memory, and
     the arrays that they are copied to."""
 
-    out: Any
-    line: Any
-    out_ref: Any
-    lse_ref: Any
-    row: Any
-    first: Any
+    out: Ref
+    line: Ref
+    out_ref: Ref
+    lse_ref: Ref
+    row: Scalar
+    first: Scalar
 
     def put(self, head, out, lse) -> None:
         """Start copying a head's mean of the values [64, H] and log-sum-exp [64]."""
@@ -230,12 +230,12 @@ def _masked(keys: Keys, step, scores):
 class _Tile:
     """64 queries of a warpgroup, in shared memory, with room for their weights."""
 
-    queries: Any
-    weights: Any
+    queries: Ref
+    weights: Ref
     multiply: Multiply
-    changed: Any  # a barrier: the first warpgroup has changed keys or values
-    group: Any
-    config: Any
+    changed: Ref  # a barrier: the first warpgroup has changed keys or values
+    group: Scalar
+    config: tiles.MosaicConfig
 
     def see(self, keys: Keys, parts, before) -> tuple:
         """(weighted mean of the values [64, H], log-sum-exp [64]) over all keys. before: steps of

@@ -5,7 +5,6 @@ how they come into shared memory. One warpgroup fetches, others compute on what 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.mosaic_products import LAYOUT
+from pallas_kernels.refs import Operand, Ref, Scalar
 from pallas_kernels.tables import RANGE_BITS, BlockTable
 
 # slots of a block from which on a copy of its scales is as long as copies must be
@@ -30,10 +30,10 @@ class Stored:
     slots side by side [R, N, 2, P]. size: keys of a step. entries: M.
     """
 
-    table: Any
-    layer: Any
-    pool: Any
-    scales: Any
+    table: Operand
+    layer: Operand
+    pool: Operand
+    scales: Operand
     size: int = field(metadata=dict(static=True))
     entries: int = field(metadata=dict(static=True))
     per_row: bool = field(metadata=dict(static=True))
@@ -99,11 +99,11 @@ class Part:
     """
 
     half: int
-    places: Any
-    full: Any
-    free: Any
-    raw: Any = None
-    scales: Any = None
+    places: Ref
+    full: Ref
+    free: Ref | None
+    raw: Ref | None = None
+    scales: Ref | None = None
 
     def release(self, place) -> None:
         """The place may be filled again."""
@@ -120,10 +120,10 @@ class Keys:
     """
 
     stored: Stored
-    own: Any
-    length: Any
-    row: Any
-    head: Any
+    own: Ref
+    length: Scalar
+    row: Scalar
+    head: Scalar
     heads: int
 
     def _packed(self, place):

@@ -9,7 +9,6 @@ float32. Queries meet every tile of keys: they are finished beforehand, as keys 
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +33,7 @@ from pallas_kernels.mosaic_projection import finished
 from pallas_kernels.projection import K, Q, V
 from pallas_kernels.ragged_attention import config as tiles
 from pallas_kernels.ragged_attention.mosaic_keys import Keys, Part, Stored
+from pallas_kernels.refs import Ref, Scalar
 
 LOG2_E = math.log2(math.e)
 
@@ -157,14 +157,14 @@ class Queries:
     last query that has a weight.
     """
 
-    q_ref: Any
-    weight_ref: Any
-    lse_ref: Any
-    tile: Any
-    lines: Any
-    full: Any
-    free: Any
-    count: Any
+    q_ref: Ref
+    weight_ref: Ref
+    lse_ref: Ref
+    tile: Ref
+    lines: Ref
+    full: Ref
+    free: Ref
+    count: Scalar
     buffers: int
 
     def fetch_all(self, row, head) -> None:

@@ -60,10 +60,10 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
     given = operands(projection, heads, {"q": (block_q, lambda t, *_: t), "k": whole, "v": whole})
     tiles, rotated = pl.cdiv(tokens, block_q), projection.rotation is not None
     grouping = Grouping.of(call, keys)
-    found = tpu_blocks.attention_call(
+    stored = Stored.of(new_length, kv_pool, table, kv_scale, heads, grouping, interpret)
+    found = stored.call(
         partial(_attend_tile, heads=heads, scale=projection.scale, own_keys=own_keys),
         given,
-        Stored.of(new_length, kv_pool, table, kv_scale, heads, grouping, interpret),
         _results(projection, heads, block_q)[: 1 + return_lse],
         scratch=_scratch(projection, heads, block_q),
         steps=tiles,

@@ -47,10 +47,10 @@ def attention_moments(
     parts = {"q": (all_queries, lambda *_: 0), "k": (all_own, lambda *_: 0)}
     given |= operands(projection, heads, parts)
     rotated, own_of = projection.rotation is not None, partial(Own.of, heads, projection.scale)
-    found = tpu_blocks.attention_call(
+    stored = Stored.of(new_length, kv_pool, table, kv_scale, heads, grouping, interpret)
+    found = stored.call(
         partial(_sum_columns, own_of=own_of, own_keys=own_keys, block_q=block_q),
         given,
-        Stored.of(new_length, kv_pool, table, kv_scale, heads, grouping, interpret),
         _sums(len(kv_pool), heads, [grouping.slots, all_own] * (1 + sums.squares)),
         scratch=[pltpu.VMEM((heads.together, all_queries, heads.width), projection.dtype)],
         steps=1,

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Int
 
 from pallas_kernels.ragged_attention import config as tiles
+from pallas_kernels.refs import Operand
 from pallas_kernels.tables import BlockTable
 from pallas_kernels.triton_operands import (
     HeadTables,
@@ -37,8 +37,8 @@ class Stored:
     """
 
     tables: HeadTables
-    kv_pool: Any
-    kv_scale: Any
+    kv_pool: Operand
+    kv_scale: Operand
     block_size: int = field(metadata=dict(static=True))
 
     @classmethod
