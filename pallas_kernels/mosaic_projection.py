@@ -100,14 +100,14 @@ class Unfinished:
         if self.turn is not None:
             plgpu.barrier_wait(turn[1])
 
-    def start(self, part: int, row, head, first, work: "Work") -> None:
+    def start(self, part: int, row, head, first, work: "TileMemory") -> None:
         """Start copying a tile."""
         head_dim = work.tile.shape[-1]
         columns = pl.ds((part * self.heads + head) * head_dim, head_dim)
         source = self.product.at[row, pl.ds(first, ROWS), columns]
         plgpu.copy_gmem_to_smem(source, work.raw, work.arrived)
 
-    def finish(self, part: int, head, first, work: "Work") -> None:
+    def finish(self, part: int, head, first, work: "TileMemory") -> None:
         """Wait for a tile that was started, and leave it finished in `work.result`."""
         plgpu.barrier_wait(work.arrived)
         layer, x = self.layer[0], mosaic.load(work.raw, LAYOUT, plain=True).astype(jnp.float32)
@@ -133,7 +133,7 @@ class Unfinished:
         inverse = jax.lax.rsqrt(jnp.maximum((x * x).sum(axis=1), 1e-24))
         return inverse * self.multiplier[layer, head] if part == Q else inverse
 
-    def _rotate(self, x, factor, first, work: "Work") -> None:
+    def _rotate(self, x, factor, first, work: "TileMemory") -> None:
         work.tile[...] = x.astype(work.tile.dtype)
         plgpu.commit_smem()
         rows = pl.ds(first, ROWS)
@@ -152,7 +152,7 @@ class Unfinished:
 
 
 @dataclass(frozen=True)
-class Work:
+class TileMemory:
     """Shared memory of a tile: as it was copied; as tensor cores take it; one of the two, where it
     is left; a barrier that says that it is there. turn, multiply: for the rotation."""
 
@@ -209,7 +209,7 @@ def _finish(parts, single: bool, chip: Products, given: Unfinished, out_ref, *sc
     first, head_dim, multiply = number * ROWS, tile.shape[-1], chip.multiply(sums, 0)
     results = raw if single else tile
     works = [
-        Work(raw.at[i], tile.at[i], results.at[i], arrived.at[i], turn, multiply)
+        TileMemory(raw.at[i], tile.at[i], results.at[i], arrived.at[i], turn, multiply)
         for i in range(len(parts))
     ]
     given.start_turn(turn)

@@ -116,7 +116,7 @@ class Heads:
 def operands(
     projection: Projection, heads: Heads, tokens: dict[str, tuple[int, Callable]]
 ) -> Operands:
-    """What a kernel needs to finish some parts of a projection; `Own` reads it.
+    """What a kernel needs to finish some parts of a projection; `OwnTokens` reads it.
 
     tokens: for "q", "k", "v" how many tokens a block has, and its place along them as a function
       of the grid's indices.
@@ -158,7 +158,7 @@ def _angles(rotation, heads: Heads, size: int) -> tuple[Array, pl.BlockSpec]:
 
 
 @dataclass(frozen=True)
-class Own:
+class OwnTokens:
     """A projection inside a kernel: float32 [tokens, W] of a group of heads, finished.
 
     refs: of `operands`, by name. first: head of the step. What lies beyond T is undefined, and no
@@ -171,7 +171,7 @@ class Own:
     first: Scalar
 
     @classmethod
-    def of(cls, heads: Heads, scale: float, refs: dict[str, Ref]) -> "Own":
+    def of(cls, heads: Heads, scale: float, refs: dict[str, Ref]) -> "OwnTokens":
         """In the second axis of a grid."""
         return cls(heads, scale, refs, pl.program_id(1) * heads.step)
 
@@ -226,7 +226,7 @@ class Own:
         return x * cos + turned * sin
 
 
-def own_tokens(step, size: int, length):
+def tokens_of_step(step, size: int, length):
     """Where the own tokens of a step are, and which of them are real, bool [size, 1]."""
     first = pl.multiple_of(step * size, size)
     valid = jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0) + first < length

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
-from experiments.aot import per_token
+import numpy as np
+
 from pallas_kernels.estimates import Occupancy
 from varjax.cache.plan import CachePlan
+from varjax.cache.stages import TokenPlan
 from varjax.engine.inputs import write_table
 from varjax.engine.segments import Segment
 from varjax.sequence import TOKENS
@@ -49,4 +51,11 @@ def slots_in_use(plan: CachePlan) -> list[int] | None:
     beforehand; None for every other plan. All layers have equally many: the first one's."""
     if plan.geometry.kind != TOKENS or not plan.static_content:
         return None
-    return per_token.used_slots(plan)[:, 0].tolist()
+    return used_slots(plan)[:, 0].tolist()
+
+
+def used_slots(plan: TokenPlan) -> np.ndarray:
+    """int64 [tokens that are read, L]: slots of a head that are in use when a token attends, with
+    the token's own, where contents are known beforehand."""
+    drawn = np.arange(1, plan.sequence.steps + 1)[:, None]
+    return plan.sequence.condition + np.minimum(drawn, plan.allocation.slots)

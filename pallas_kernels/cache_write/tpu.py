@@ -33,7 +33,7 @@ from pallas_kernels import estimates, tpu_operands
 from pallas_kernels.cache_write.reference import LARGEST_INT8, inverse_scale
 from pallas_kernels.cache_write.tpu_stores import Stores, TokenLanes
 from pallas_kernels.tpu_operands import BLOCK_SIZES, LANES, block_shape, in_parts, rounded
-from pallas_kernels.tpu_projection import Heads, Own, operands
+from pallas_kernels.tpu_projection import Heads, OwnTokens, operands
 
 CHUNK = 128  # tokens that are converted at once
 
@@ -153,7 +153,7 @@ def _kernel(_, table, *refs, lanes, heads: Heads, chunk: int, given, pools: int,
     parts = len(lanes.parts)
     # the pools as operands are left out: they are the same memory as the results
     own, _, *state = in_parts(refs, len(given), pools, pools, parts, parts, pools, pools, 2)
-    own = Own.of(heads, 1.0, dict(zip(given, own, strict=True)))
+    own = OwnTokens.of(heads, 1.0, dict(zip(given, own, strict=True)))
     stores = Stores(lanes, pl.program_id(0), table, *state[:-1], *state[-1])
     stores.start()  # the first block is on its way while the tokens are converted
 
@@ -174,7 +174,7 @@ def _kernel(_, table, *refs, lanes, heads: Heads, chunk: int, given, pools: int,
         stores.wait_stored(which)
 
 
-def _convert(own: Own, group, tokens, lanes: TokenLanes, chunk: int, dtype) -> None:
+def _convert(own: OwnTokens, group, tokens, lanes: TokenLanes, chunk: int, dtype) -> None:
     """Put the tokens of a group of heads into vector memory, finished, as rows of float32; for an
     int8 pool whole numbers and their scales."""
 

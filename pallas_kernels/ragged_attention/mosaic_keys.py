@@ -22,7 +22,7 @@ SCALES_COPIED = 32
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Stored:
+class StoredBlocks:
     """The pool and the table of a call as operands of a kernel, and in it as references.
 
     table: `BlockTable.packed` with one more axis in front, of layers or rows. layer: int32 [1],
@@ -39,7 +39,7 @@ class Stored:
     per_row: bool = field(metadata=dict(static=True))
 
     @classmethod
-    def of(cls, kv_pool, kv_scale, table: BlockTable, size: int) -> "Stored":
+    def of(cls, kv_pool, kv_scale, table: BlockTable, size: int) -> "StoredBlocks":
         if not kv_pool.shape[1]:  # a kernel has no arrays without elements
             kv_pool = mosaic.padded(kv_pool, 1, 1, 1)
             kv_scale = None if kv_scale is None else mosaic.padded(kv_scale, 1, 1, 1)
@@ -119,7 +119,7 @@ class Keys:
     own: [R, T', 2 N H], finished. heads: N.
     """
 
-    stored: Stored
+    stored: StoredBlocks
     own: Ref
     length: Scalar
     row: Scalar

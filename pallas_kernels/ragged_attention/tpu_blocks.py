@@ -82,7 +82,7 @@ class Grouping:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredBlocks:
     """The pool and the table of a call as operands of a kernel.
 
     numbers: int32 [1] each, known before a grid step is: the scale's length and the table's layer.
@@ -98,7 +98,7 @@ class Stored:
     interpret: bool
 
     @classmethod
-    def of(cls, new_length, kv_pool, table, kv_scale, heads, grouping, interpret) -> "Stored":
+    def of(cls, new_length, kv_pool, table, kv_scale, heads, grouping, interpret) -> "StoredBlocks":
         """table: packed."""
         if not kv_pool.shape[1]:  # a kernel has no arrays without elements
             kv_pool = jnp.zeros((len(kv_pool), 1, *kv_pool.shape[2:]), kv_pool.dtype)

@@ -28,7 +28,7 @@ IDS, START, STOP = range(3)  # of a head's tables
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Stored:
+class StoredSlots:
     """The pool and table of a call as kernel operands.
 
     The pool is seen as slots [R, P', 2 H] and the scales as a line [R, 2 P'], both without a copy;
@@ -42,7 +42,7 @@ class Stored:
     block_size: int = field(metadata=dict(static=True))
 
     @classmethod
-    def of(cls, kv_pool: Array, table: BlockTable, kv_scale: Array | None) -> "Stored":
+    def of(cls, kv_pool: Array, table: BlockTable, kv_scale: Array | None) -> "StoredSlots":
         """The operands of a call; an empty table or pool becomes one empty entry or block, because
         a kernel cannot have an array without elements."""
         entries = table.ids, table.start, table.stop
@@ -61,7 +61,7 @@ class Stored:
         return cls(tables, kv_pool.reshape(rows, -1, width), kv_scale, block_size)
 
     @property
-    def specs(self) -> "Stored":
+    def specs(self) -> "StoredSlots":
         """One head's table and one row's pool, for a grid (tiles, heads, rows)."""
         scale = None if self.kv_scale is None else row_spec(self.kv_scale)
         return replace(
