@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def commands() -> dict[str, str]:
-    """{module that `python -m` takes: first paragraph of its manual}; imports none of them."""
+    """Return {module that `python -m` takes: first paragraph of its manual}, without imports."""
     here = ROOT / "experiments"
     places = sorted([*here.glob("*.py"), *here.glob("*/__main__.py")])
     found = {}
@@ -25,7 +25,7 @@ def commands() -> dict[str, str]:
 
 
 def overview() -> str:
-    """One line per command."""
+    """Return a line for each command."""
     found = commands()
     width = max(map(len, found))
     lines = (f"  python -m {name.ljust(width)}  {text}" for name, text in found.items())
@@ -33,7 +33,7 @@ def overview() -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status. Whoever writes a space for the dot is told so."""
+    """Print the overview or the version. A command after a space is an error with a hint."""
     name = argv[1] if len(argv) > 1 else "--help"
     if name in ("-h", "--help"):
         print(overview())

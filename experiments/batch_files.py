@@ -1,9 +1,9 @@
 """Files of finished batches: `.npz` as NumPy writes it, read as it was written or not at all.
 
-Each file says which settings it was made with, so that a folder of them says so as well, and which
-file it is, and has a seal: a digest of all that is in it. A file that was cut short, altered,
-renamed or is somebody else's is `Damaged`, and never anything worse: sizes are compared with the
-file before memory is taken, and nothing is compressed or pickled.
+Each file holds a digest of the settings that it was made with, its own name, and a seal, which is
+a digest of everything else. A file that was cut short, altered, renamed or written by another
+program raises `Damaged` and does no harm: sizes are compared with the file before memory is taken,
+and nothing is compressed or pickled.
 """
 
 import contextlib
@@ -13,51 +13,50 @@ import pathlib
 import zipfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import BinaryIO
 
 import numpy as np
 
 from varjax.storage.atomic import new_file
 
 SETTINGS = "settings"  # the array that holds the digest of the settings
-NAME = "name"  # that of the name of the file
-SEAL = "seal"  # that of all others
+NAME = "name"  # the array that holds the name of the file
+SEAL = "seal"  # the array that holds the digest of all other arrays
 OWN = (SETTINGS, NAME, SEAL)
-CHUNK = 2**20
+CHUNK = 2**20  # bytes read at a time
+ArrayType = tuple[np.dtype, tuple[int, ...]]  # element type, shape
 
 
 class Damaged(Exception):
     """What is wrong with a file, in words."""
 
 
-@dataclass(frozen=True)
-class Stored:
-    """kinds: {name: (type, shape)} of all arrays; arrays: those that were asked for."""
-
-    kinds: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
-    arrays: Mapping[str, np.ndarray]
-
-
 def write(path: pathlib.Path, settings: str, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays; settings: digest of what they were made with."""
+    """Write arrays to a new file. settings: digest of the settings that they were made with."""
     arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     arrays |= {SETTINGS: np.array(settings), NAME: np.array(path.name)}
     seals = {
         name: _seal(name, array.dtype, array.shape, [array.reshape(-1).view(np.uint8)])
         for name, array in arrays.items()
     }
+    arrays[SEAL] = np.array(_joined(seals))
     with new_file(path) as file:
-        np.savez(file, **arrays, **{SEAL: np.array(_joined(seals))})
+        np.savez(file, **arrays)
 
 
-def read(path: pathlib.Path, wanted: Collection[str] | None = None) -> Stored:
-    """All arrays, or those of these names; the others are read too, so that a sound file is known
-    to be sound, but not kept.
+def read(
+    path: pathlib.Path, wanted: Collection[str] | None = None
+) -> tuple[dict[str, ArrayType], dict[str, np.ndarray]]:
+    """Return (types of all arrays, the arrays themselves).
+
+    Every array is read, so that the seal is checked, but only arrays named in `wanted` are kept in
+    memory; None keeps all.
 
     Raises:
-      Damaged: not a file that `write` wrote under this name, or not any more.
-      OSError: it cannot be opened.
+      Damaged: `write` did not write this file under this name, or it was changed since.
+      OSError: the file cannot be opened.
     """
-    kinds, arrays, seals = {}, {}, {}
+    types, arrays, seals = {}, {}, {}
     with _opened(path) as archive:
         for member in archive.infolist():
             name = member.filename.removesuffix(".npy")
@@ -65,14 +64,14 @@ def read(path: pathlib.Path, wanted: Collection[str] | None = None) -> Stored:
                 shape, order, dtype = _header(file)
                 if file.tell() + math.prod(shape) * dtype.itemsize != member.file_size:
                     raise Damaged(f"{name} has another size than its shape says")
-                kinds[name], data = (dtype, shape), iter(lambda f=file: f.read(CHUNK), b"")
+                types[name], data = (dtype, shape), iter(lambda f=file: f.read(CHUNK), b"")
                 if wanted is None or name in wanted or name in OWN:
                     data = [file.read()]
                     arrays[name] = np.frombuffer(data[0], dtype).reshape(shape, order=order)
                 seals[name] = _seal(name, dtype, shape, data)  # reads to the end
         seals.pop(SEAL, None)
         _check_own({name: str(arrays.pop(name, "")) for name in OWN}, _joined(seals), path.name)
-        return Stored({name: kind for name, kind in kinds.items() if name not in OWN}, arrays)
+        return {name: found for name, found in types.items() if name not in OWN}, arrays
 
 
 def _check_own(own: Mapping[str, str], seal: str, name: str) -> None:
@@ -82,8 +81,8 @@ def _check_own(own: Mapping[str, str], seal: str, name: str) -> None:
         raise Damaged(f"it was written as {own[NAME]!r:.60}")
 
 
-def _seal(name: str, dtype: np.dtype, shape: tuple, data: Iterable) -> str:
-    """Digest of an array: what it is called, its type and shape, its bytes."""
+def _seal(name: str, dtype: np.dtype, shape: tuple[int, ...], data: Iterable) -> str:
+    """Return the digest of an array's name, type, shape and bytes. data: buffers, in order."""
     digest = hashlib.sha256(f"{name} {dtype.str} {shape}".encode())
     for part in data:
         digest.update(part)
@@ -95,8 +94,9 @@ def _joined(seals: Mapping[str, str]) -> str:
 
 
 def settings_of(path: pathlib.Path) -> str | None:
-    """What a file says of its settings; nothing else is read. None: it is of an older
-    version and does not say what it is. Errors: as `read`."""
+    """Return the digest of the settings that a file was made with; no other array is read.
+
+    None: an older version wrote the file, without its name. Raises the errors of `read`."""
     with _opened(path) as archive:
         there = {name.removesuffix(".npy") for name in archive.namelist()}
         if NAME not in there and there & {"index", "row"}:  # a batch, a cell
@@ -110,8 +110,8 @@ def settings_of(path: pathlib.Path) -> str | None:
 
 @contextlib.contextmanager
 def _opened(path: pathlib.Path) -> Iterator[zipfile.ZipFile]:
-    """The file as a zip that takes no more memory than it is large; `Damaged` for all that goes
-    wrong while it is read."""
+    """Open the file as a zip archive whose members need no more memory than the file has bytes.
+    Whatever goes wrong while it is read becomes `Damaged`."""
     with open(path, "rb") as file:
         try:
             with zipfile.ZipFile(file) as archive:
@@ -131,13 +131,13 @@ def _check_directory(members: list[zipfile.ZipInfo], size: int) -> None:
         raise Damaged("its directory does not fit its size")
 
 
-def _header(file) -> tuple[tuple[int, ...], str, np.dtype]:
-    """(shape, order, type) of an array that is no object."""
+def _header(file: BinaryIO) -> tuple[tuple[int, ...], str, np.dtype]:
+    """Read (shape, order, type) of an array; `Damaged` unless it holds numbers or text."""
     try:
         if np.lib.format.read_magic(file) != (1, 0):
             raise Damaged("it is of another version")
         shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
-    except MemoryError as error:  # Python's parser says so of deep nesting
+    except MemoryError as error:  # Python's parser raises it for deeply nested headers
         raise Damaged(str(error)) from None
     if dtype.kind not in "biufU":
         raise Damaged(f"it holds {dtype.kind!r}, no numbers or text")
@@ -146,33 +146,37 @@ def _header(file) -> tuple[tuple[int, ...], str, np.dtype]:
 
 @dataclass(frozen=True)
 class Series:
-    """The batches of a run, by which files are known that are none of them.
+    """The batches that a run will have; `check` tells whether a file is one of them.
 
-    count: images of the run. batch_size: images of a batch, fewer in the last one. arrays: {name:
-    (type, shape for one image)}.
+    count: images of the run. batch_size: images of a batch; the last one may have fewer.
+    arrays: {name: type of the array, with the shape for one image}.
     """
 
     count: int
     batch_size: int
-    arrays: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
+    arrays: Mapping[str, ArrayType]
 
     def starts(self) -> range:
-        """The first image of every batch."""
+        """Return the number of each batch's first image."""
         return range(0, self.count, self.batch_size)
 
     def index(self, start: int) -> np.ndarray:
-        """The images of the batch that starts with this one."""
+        """Return the numbers of the images in the batch that begins with image `start`."""
         return np.arange(start, min(start + self.batch_size, self.count))
 
-    def check(self, start: int, stored: Stored) -> None:
-        """Raise `Damaged` unless these arrays are that batch."""
+    def check(
+        self, start: int, types: Mapping[str, ArrayType], arrays: Mapping[str, np.ndarray]
+    ) -> None:
+        """Raise `Damaged` unless a file is the batch that begins with image `start`.
+
+        types: of all arrays in the file. arrays: `index` and, if there are any, `images`."""
         index = self.index(start)
         expected = {name: (t, (len(index), *shape)) for name, (t, shape) in self.arrays.items()}
-        found = {name: kind for name, kind in stored.kinds.items() if name != "index"}
+        found = {name: array_type for name, array_type in types.items() if name != "index"}
         if found != expected:
             raise Damaged(f"it holds {found}, a batch {expected}"[:400])
-        if not np.array_equal(stored.arrays.get("index"), index):
+        if not np.array_equal(arrays.get("index"), index):
             raise Damaged(f"its images are not {start} to {index[-1]}")
-        images = stored.arrays.get("images")  # of some series only
+        images = arrays.get("images")  # only some series have them
         if images is not None and images.dtype.kind == "f" and not np.isfinite(images).all():
             raise Damaged("its images are not finite")

@@ -1,4 +1,4 @@
-"""Measure a model, once: everything that policies calibrate with, in one file.
+"""Measure a model once, and write everything that policies calibrate with into one file.
 
     python -m experiments.calibrate --save=CAL.json
     python -m experiments.calibrate --checkpoint=DIR --num_samples=10 --stability=10 --save=CAL.json
@@ -21,8 +21,8 @@ from experiments.flags.program import batch_size_flag, dtype_flag
 from experiments.flags.sampling import SamplingFlags
 from experiments.output import FileFlags
 from experiments.prompts import condition as text_condition
+from varjax import measure_calibration
 from varjax.calibration import files as measured
-from varjax.calibration import measure
 from varjax.calibration.data import Calibration, show_guidance
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
@@ -46,10 +46,11 @@ DTYPE = dtype_flag(FLAGS, None, "the weights")
 SAVE = FileFlags(FLAGS, "save", "The file to write.", required=True)
 
 
-def text(found: Calibration) -> str:
-    """The printed summary."""
-    values = (found.key_discrepancy[:, 1:], found.selectivity[:, 1:], found.query_variance)
-    layers = zip(*(v.mean(1) for v in values), strict=True)
+def summary(found: Calibration) -> str:
+    """Return the text that is printed at the end."""
+    distances = found.key_discrepancy[:, 1:].mean(1)
+    selectivities = found.selectivity[:, 1:].mean(1)
+    layers = zip(distances, selectivities, found.query_variance.mean(1), strict=True)
     lines = [
         f"{found.model}: {found.num_layers} layers, {found.num_heads} heads, schedule "
         f"{found.schedule}, cfg {show_guidance(found.guidance)}, {found.num_samples} images",
@@ -68,17 +69,17 @@ def text(found: Calibration) -> str:
     return "\n".join(lines)
 
 
-def main(argv) -> None:
+def main(argv: list[str]) -> None:
     target = SAVE.check()
     model = MODEL.resolve()
-    measure.check_scales(model)
+    measure_calibration.check_scales(model)
     condition = CONDITION.resolve(model)
     sampling, seed = SAMPLING.sampling(model), SAMPLING.seeds(STABILITY.value)
     dtype = DTYPE.value or default_dtype()
     condition = text_condition.encoded(condition, model, dtype)
     progress = Progress("measured image", STABILITY.value * len(condition))
     progress.note("compiling")
-    found = measure.measure(
+    found = measure_calibration.measure(
         model.load_weights(dtype),
         condition,
         sampling,
@@ -88,7 +89,7 @@ def main(argv) -> None:
         progress=progress.update,
     )
     measured.save(found, target)
-    print(f"{text(found)}\nwritten to {target}")
+    print(f"{summary(found)}\nwritten to {target}")
 
 
 if __name__ == "__main__":

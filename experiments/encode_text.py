@@ -20,6 +20,7 @@ from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError
 from varjax.model import default_dtype
+from varjax.models import registry
 from varjax.progress import Progress
 from varjax.storage import manifest
 from varjax.text import encoder as encoder_lib
@@ -42,16 +43,19 @@ FLAGS.require("checkpoint")
 
 
 def max_length(checkpoint: str) -> int:
-    """Tokens per text: as asked for, what the checkpoint's model takes, or the released ones'."""
+    """Return the tokens per text: --max_length, else what the checkpoint's model takes, else what
+    released models take."""
     if LONGEST.value is not None:
         return LONGEST.value
     if not (pathlib.Path(checkpoint) / manifest.NAME).is_file():
         return MAX_LENGTH
-    return manifest.read(pathlib.Path(checkpoint))["transformer"].get("text_maxlen", MAX_LENGTH)
+    return manifest.read(pathlib.Path(checkpoint), registry.FAMILIES)["transformer"].get(
+        "text_maxlen", MAX_LENGTH
+    )
 
 
-def text(features: TextFeatures) -> str:
-    """The printed summary."""
+def summary(features: TextFeatures) -> str:
+    """Return the text that is printed at the end."""
     empty = int(features.unconditional.sum())
     lens, negative = features.lens, features.negative_lens
     lines = [
@@ -64,7 +68,7 @@ def text(features: TextFeatures) -> str:
     return "\n".join(lines)
 
 
-def main(argv) -> None:
+def main(argv: list[str]) -> None:
     target = SAVE.check()
     prompts = PROMPTS.read()
     if prompts is None:
@@ -89,7 +93,7 @@ def main(argv) -> None:
         progress=report,
     )
     features.save(target)
-    print(f"{text(features)}\nwritten to {target}")
+    print(f"{summary(features)}\nwritten to {target}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""What is generated, resolved before anything is compiled, and what reports say of it."""
+"""What a command generates, resolved before anything is compiled, and what reports say about it."""
 
 import dataclasses
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from types import ModuleType
+from typing import Self
 
 import jax
 import numpy as np
@@ -26,7 +27,7 @@ class Generation:
     """What decides the images of `run` and `sweep` besides the policy.
 
     model: without its weights.
-    condition: what images are made of; prompts may still have to be encoded.
+    condition: what the images are made of. Its prompts may not be encoded yet.
     """
 
     model: Model
@@ -37,15 +38,15 @@ class Generation:
     program: ProgramOptions
 
     def describe(self) -> dict:
-        """JSON-able content: what decides the results."""
+        """Return what decides the results, as JSON data."""
         said, program = self.condition.describe(), self.program
         return {
             "model": self.model.name,
             "model_sources": self.model.metadata.get("sources", []),
             "model_files": self.model.metadata.get("files", {}),
-            "schedule": [list(pair) for pair in self.model.config.schedule.maps],
+            "schedule": [list(pair) for pair in self.model.config.token_maps],
             "labels": self.condition.numbers.tolist(),
-            # what labels do not say: the texts behind their numbers
+            # `labels` are numbers of prompts only: say which texts they stand for
             **({"text": said} if isinstance(said, dict) else {}),
             "sampling": dataclasses.asdict(self.sampling),
             "seed": self.seed,
@@ -61,19 +62,19 @@ class Generation:
         }
 
     def encoded(self) -> Self:
-        """With prompts encoded; the encoder is freed again before the model is loaded."""
+        """Return a copy whose prompts are encoded. The encoder's memory is free again after it."""
         condition = text_condition.encoded(self.condition, self.model, self.program.dtype)
         return dataclasses.replace(self, condition=condition)
 
     def load_model(self) -> Model:
-        """The model with its weights; in host memory if they go to several devices."""
+        """Load the weights; they stay in host memory if they go to several devices."""
         several = self.program.mesh.num_devices > 1
         return self.model.load_weights(self.program.dtype, on_host=several)
 
     def generator(
         self, model: Model, plan: CachePlan, kv_dtype: str, *, keep_logits: bool
     ) -> Generator:
-        """The program of a plan. model: with weights."""
+        """Return the generator of a plan. model: with weights. kv_dtype: of the stored cache."""
         program = self.program
         return Generator(
             model,
@@ -96,11 +97,14 @@ class Generation:
 class Run(Generation):
     """A resolved run.
 
-    policy: as it was asked for; that of the plan has what a calibration decides filled in.
-    given_tokens: replace the draw in the first `given_scales` scales (None: all).
-    calibration: SHA-256 of the file. remarks: of the policy, on its plan. judges: networks whose
-      numbers are reported too. resize: side of the pictures that are kept; None: as drawn. recipe:
-      what the report says of it.
+    policy: as the user asked for it. `plan.policy` also has what a calibration decides.
+    given_tokens: tokens of all images that replace the draw; None: everything is drawn.
+    given_scales: how many of the first scales take the given tokens; None: all.
+    calibration: SHA-256 of the file.
+    remarks: lines to print about the plan and the recipe.
+    judges: networks that compare the pictures with the full cache's.
+    resize: side of the pictures that are kept, in pixels; None: as they are drawn.
+    recipe: what the report says about the recipe.
     """
 
     policy: Policy
@@ -116,7 +120,7 @@ class Run(Generation):
     recipe: Mapping | None = None
 
     def describe(self) -> dict:
-        """JSON-able content: what decides the results."""
+        """Return what decides the results, as JSON data."""
         given = None
         if self.given_tokens is not None:
             digest = hashlib.sha256(self.given_tokens.tobytes()).hexdigest()[:16]
@@ -140,14 +144,14 @@ class Run(Generation):
 
 
 def policy_arguments(policy: Policy) -> dict:
-    """The policy's arguments except the budget."""
+    """Return the policy's arguments except the budget."""
     names = (f.name for f in dataclasses.fields(policy) if f.name[0] != "_")
     return {name: getattr(policy, name) for name in names if name != "budget"}
 
 
 def cache_report(generator: Generator, dense_dtype: str) -> dict:
-    """What a generator's cache takes. Byte counts are for one batch; `allocated` is read off the
-    compiled program. dense_dtype: of a full cache."""
+    """Return the size of a generator's cache. Byte counts are for one batch. `allocated_bytes` is
+    read from the compiled program. dense_dtype: type of a full cache."""
     plan, batch = generator.plan, generator.batch_size
     dense, allocated = plan.dense_bytes(batch, dense_dtype), generator.allocated_bytes
     return {
@@ -164,8 +168,8 @@ def cache_report(generator: Generator, dense_dtype: str) -> dict:
 
 
 def time_report(generator: Generator) -> dict:
-    """Seconds. `steady_s_per_image`: median of the runs after the first one, or of a single run
-    that one; None where nothing was run."""
+    """Return times in seconds. `steady_s_per_image` is the median of all runs after the first one,
+    the time of the first if it is the only one, and None if nothing was run."""
     timing = generator.timing
     steady = None if timing.steady_s is None else timing.steady_s / generator.batch_size
     return {
@@ -175,8 +179,9 @@ def time_report(generator: Generator) -> dict:
     }
 
 
-def environment() -> Mapping[str, Any]:
-    """The device, and versions of what computed."""
+def environment(*more: ModuleType) -> dict[str, str | dict[str, str]]:
+    """Return the device, and the versions of varjax, JAX, NumPy and `more` packages."""
     device = jax.devices()[0]
-    versions = {"varjax": varjax.__version__, "jax": jax.__version__, "numpy": np.__version__}
+    packages = {package.__name__: package for package in (varjax, jax, np, *more)}
+    versions = {name: package.__version__ for name, package in packages.items()}
     return {"device": f"{device.platform}: {device.device_kind}", "versions": versions}

@@ -1,11 +1,13 @@
-"""Networks that judge the pictures of `run --compare` and of a sweep, one by one: LPIPS, and the
-classifier of the model's classes."""
+"""Networks that judge the pictures of `run --compare` and of a sweep, one by one: LPIPS, and a
+classifier that knows the model's classes."""
 
 from dataclasses import dataclass, field
 
 import numpy as np
+from absl.flags import FlagHolder
 from jaxtyping import Integer, UInt8
 
+from varjax import metrics
 from varjax.cli.flags import about
 from varjax.evaluation import classifier, extractors
 from varjax.evaluation.extractors import Network, Program
@@ -13,41 +15,45 @@ from varjax.model import Model
 
 Pictures = UInt8[np.ndarray, "N H W 3"]
 LPIPS_HELP = "Folder of a converted LPIPS network, to compare with the full cache by, too."
-LPIPS, AGREEMENT, DISTANCE = "lpips", "class_agreement", "feature_distance"  # of `metrics.METRICS`
+LPIPS, AGREEMENT, DISTANCE = "lpips", "class_agreement", "feature_distance"  # in `metrics.METRICS`
 
 
 @dataclass(frozen=True, eq=False)
 class Judges:
-    """lpips: of pictures against those of the full cache. classifier: of the model's classes.
-    batch_size: pictures at a time."""
+    """Networks that compare pictures with the full cache's; either may be missing.
+
+    lpips: distance of a picture to the full cache's. classifier: knows the model's classes.
+    batch_size: pictures at a time.
+    """
 
     lpips: Network | None = None
     classifier: Network | None = None
     batch_size: int = extractors.CPU_BATCH
-    _programs: dict = field(default_factory=dict)
+    _programs: dict[tuple[str, tuple[int, int]], Program] = field(default_factory=dict)
 
     def describe(self) -> dict:
-        """Which networks they are, for reports."""
+        """Return which networks they are, for reports."""
         known = {"lpips_network": self.lpips, "classifier": self.classifier}
         return {name: dict(network.identity) for name, network in known.items() if network}
 
     def numbers(
         self, full: Pictures, mine: Pictures, labels: Integer[np.ndarray, " N"]
     ) -> dict[str, np.ndarray]:
-        """float64 [N] by metric, of pictures against those of the full cache and the classes asked
-        for."""
+        """Return {metric: float64 [N]}: pictures compared with the full cache's, and classes with
+        those asked for."""
         found: dict[str, np.ndarray] = {}
         if self.lpips:
             layers = self._run(self.lpips, full, mine)["layers"]
             found[LPIPS] = layers.astype(np.float64).sum(1)
         if self.classifier:
-            ours, theirs = (self._run(self.classifier, x) for x in (mine, full))
+            ours, theirs = self._run(self.classifier, mine), self._run(self.classifier, full)
             found[AGREEMENT] = _agrees(ours, labels)
             found[DISTANCE] = classifier.feature_distance(ours["pool"], theirs["pool"])
         return found
 
     def agreement(self, pictures: Pictures, labels: np.ndarray) -> np.ndarray | None:
-        """float64 [N]: whether the classifier takes a picture for its class; None without one."""
+        """Return float64 [N]: 1 where the classifier takes a picture for its class, else 0. None
+        without a classifier."""
         if self.classifier is None:
             return None
         return _agrees(self._run(self.classifier, pictures), labels)
@@ -62,26 +68,29 @@ class Judges:
         parts = list(
             self._programs[key].over(tuple(x[i : i + step] for x in pictures) for i in starts)
         )
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        return metrics.joined(parts)
 
 
 def _agrees(found: dict[str, np.ndarray], labels: np.ndarray) -> np.ndarray:
     return (found["logits"].argmax(1) == labels).astype(np.float64)
 
 
-def of_model(model: Model, lpips, batch_size: int, side: int | None = None) -> Judges:
-    """Those of a model's pictures. lpips: holder of the flag --lpips. side: of pictures that are
-    resized, which the classifier does not know.
+def of_model(
+    model: Model, lpips: FlagHolder[str], batch_size: int, side: int | None = None
+) -> Judges:
+    """Return the networks that judge a model's pictures.
+
+    lpips: the flag --lpips. side: pixels of pictures that are resized, which the classifier does
+    not know.
 
     Raises:
-      UserError: no such network, or one that does not take the model's pictures.
+      UserError: there is no such network, or it does not take the model's pictures.
     """
     network = None
     if lpips.value:
         with about(lpips):
             network = extractors.open_lpips(lpips.value)
-            scale = model.codec.config.downsample
-            size = (length * scale for length in model.code_map[:2])
-            network.check_size(*((side, side) if side else size))
+            height, width = (n * model.codec.config.downsample for n in model.code_map[:2])
+            network.check_size(side or height, side or width)
     known = None if side else extractors.classifier_of(model)
     return Judges(network, known, batch_size)

@@ -1,16 +1,16 @@
 """Where a command writes: one file, or a folder whose batches are kept as they finish.
 
-While a run goes on its batches lie in `DIR.partial` (`experiments.work_folder`). An interrupted run
-started again with the same flags draws what is missing or damaged; with other flags it is refused
-unless --overwrite discards it. On completion results are written and `DIR.partial` is removed; a
-run that fails before its first batch leaves nothing. --overwrite replaces folders that `run`,
-`sweep` or `evaluate` wrote, and no others.
+While a run goes on, its batches lie in `DIR.partial` (`experiments.work_folder`). When an
+interrupted run is started again with the same flags, it draws the batches that are missing or
+damaged; with other flags it is refused, unless --overwrite discards the unfinished run. At the end
+the results are written and `DIR.partial` is removed. A run that fails before its first batch leaves
+nothing. --overwrite replaces folders that `run`, `sweep` or `evaluate` wrote, and no others.
 """
 
 import contextlib
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 
@@ -20,29 +20,30 @@ from experiments.prompts.layouts import MANIFEST, image_files
 from experiments.work_folder import WorkFolder
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError, about
-from varjax.storage.atomic import check_new_file, check_new_folder
+from varjax.storage.atomic import Written, check_new_file, check_new_folder
 from varjax.storage.manifest import read_json
 from varjax.storage.names import inside
 
 RESULTS = pathlib.Path("results")
-# By what a folder of results is known: the entries of these files.
+# A folder holds results if it has one of these files with at least these entries.
 REPORTS = {
     "report.json": {"policy", "kv", "versions"},
     "sweep.json": {"settings", "cells", "versions"},
     "metrics.json": {"recipe", "remarks"},
 }
-WRITTEN = {  # all that they put there, but images; reports list under `files` what was
+# Every file that the commands may put there, except images; a report's `files` lists what they did.
+WRITTEN = {
     "report.json": {"report.json", "grid.png", "samples.npz", "arrays.npz", MANIFEST},
-    "sweep.json": {
-        *("sweep.json", "sweep.csv", "sweep.md", "samples.npz", "fidelity.png"),
-        "calibration.json",
-    },
+    "sweep.json": set(
+        "sweep.json sweep.csv sweep.md samples.npz fidelity.png calibration.json".split()
+    ),
     "metrics.json": {"metrics.json", "per_image.npz"},
 }
 
 
 def written(folder: pathlib.Path) -> set[str] | None:
-    """What `run` or `sweep` wrote there (`varjax.storage.atomic.Written`)."""
+    """Return the files in a folder that a command wrote (`varjax.storage.atomic.Written`); None if
+    it is no folder of results."""
     for name, keys in REPORTS.items():
         with contextlib.suppress(UserError):
             content = read_json(folder / name)
@@ -54,9 +55,9 @@ def written(folder: pathlib.Path) -> set[str] | None:
 
 
 class BatchStore:
-    """`out` and the work folder beside it.
+    """The folder `out` and the work folder beside it, which keeps finished batches.
 
-    description: JSON-able; two runs have the same one exactly if one may continue the other.
+    description: JSON data; it is equal for two runs exactly if one may continue the other.
     series: the batches that there will be, by name ("main", "full").
     """
 
@@ -76,18 +77,21 @@ class BatchStore:
         self.check()
 
     @property
-    def replaces(self):
-        """Which folder may lie at `out` (`check_new_folder`)."""
+    def replaces(self) -> Written | None:
+        """What tells `check_new_folder` which folders it may replace; None: none."""
         return written if self.overwrite else None
 
     def check(self) -> None:
-        """`UserError` unless results may be written here now."""
+        """Raise `UserError` unless results may be written here now."""
         check_new_folder(self.out, replaces=self.replaces, flag="--out")
         self.work.check(self.overwrite)
 
     @classmethod
-    def fresh(cls, stem: str, description: dict, **options) -> "BatchStore":
-        """The first `results/STEM-NNN` that is free, or unfinished with the same settings."""
+    def fresh(
+        cls, stem: str, description: dict, series: Mapping[str, Series] | None = None
+    ) -> "BatchStore":
+        """Return the store in the first `results/STEM-NNN` that is free, or that holds an
+        unfinished run with the same settings."""
         with about("the default folder"):
             first = inside(RESULTS, f"{stem}-001")
         for number in range(1, 1000):
@@ -95,15 +99,15 @@ class BatchStore:
             if os.path.lexists(out) or WorkFolder(_partial(out), {}).is_held():
                 continue
             with contextlib.suppress(UserError):
-                return cls(out, description, overwrite=False, **options)
-            # not the unfinished run: no permission, say
+                return cls(out, description, overwrite=False, series=series)
+            # the reason may be another than the unfinished run, such as a missing permission
             check_new_folder(out, flag="--out")
         raise UserError(f"{RESULTS} holds 999 runs of {stem}: name a folder with --out")
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Hold the work folder: create it, or continue in it; it vanishes again if no batch is
-        finished. `UserError` if another process works in it or there is no write permission."""
+        """Hold the work folder, new or with finished batches. It is removed again if no batch is
+        finished. `UserError` if another process works in it or it cannot be written."""
         try:
             with self.work.held():
                 self.check()  # again: another process may have been here since
@@ -114,7 +118,7 @@ class BatchStore:
                     if not self.work.finished():
                         self.close()
         finally:
-            if self.out.parent == RESULTS:  # if it was made for this run alone
+            if self.out.parent == RESULTS:  # it goes if it was made for this run alone
                 with contextlib.suppress(OSError):
                     RESULTS.rmdir()
 
@@ -133,33 +137,35 @@ class BatchStore:
             return True
         return False
 
-    def _read(self, series: str, start: int, wanted=None) -> batch_files.Stored:
-        stored = batch_files.read(self._path(series, start), wanted)
-        self.series[series].check(start, stored)
-        return stored
+    def _read(
+        self, series: str, start: int, wanted: Collection[str] | None = None
+    ) -> dict[str, np.ndarray]:
+        types, arrays = batch_files.read(self._path(series, start), wanted)
+        self.series[series].check(start, types, arrays)
+        return arrays
 
     def missing(self, series: str) -> list[int]:
-        """First images of the batches of a series that are not stored, or damaged."""
+        """Return the first image of each batch that is not stored, or damaged."""
         return list(self._missing[series])
 
     def finished(self, series: str) -> int:
-        """How many images of a series are stored."""
+        """Return how many images of a series are stored."""
         made = self.series[series]
         return made.count - sum(len(made.index(start)) for start in self._missing[series])
 
     def add(self, series: str, index: np.ndarray, results: dict[str, np.ndarray]) -> None:
         """Keep one finished batch."""
         start, arrays = int(index[0]), {"index": index, **results}
-        kinds = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-        self.series[series].check(start, batch_files.Stored(kinds, arrays))
+        types = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+        self.series[series].check(start, types, arrays)
         batch_files.write(self._path(series, start), self.work.digest, arrays)
         self._missing[series] = [x for x in self._missing[series] if x != start]
 
     def batches(self, series: str) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-        """All batches in order."""
+        """Yield (numbers of the images, arrays by name) of all batches in order."""
         for start in self.series[series].starts():
             try:
-                arrays = dict(self._read(series, start).arrays)
+                arrays = self._read(series, start)
             except Damaged as error:  # it was sound when the run started
                 raise UserError(
                     f"{self._path(series, start)} is damaged ({error!s:.200}): start the same "
@@ -168,18 +174,18 @@ class BatchStore:
             yield arrays.pop("index"), arrays
 
     def collect(self, series: str) -> dict[str, np.ndarray]:
-        """All arrays of a series, images first to last."""
+        """Return the arrays of all images of a series, in order."""
         parts = [results for _, results in self.batches(series)]
         return {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
 
     def close(self) -> None:
-        """Remove what is in the work folder, which vanishes when nobody works there any more."""
+        """Empty the work folder; `working` removes it at its end."""
         self.work.clear()
 
 
 def _partial(out: pathlib.Path) -> pathlib.Path:
-    """Where the batches of an unfinished run into `out` are."""
-    if out.name in ("", ".."):  # as of `.`, which has no name beside which something could be
+    """Return the folder for the batches of an unfinished run into `out`."""
+    if out.name in ("", ".."):  # `.` has an empty name, to which nothing can be appended
         out = pathlib.Path(os.path.abspath(out))
     return out.with_name(out.name + ".partial")
 
@@ -208,11 +214,11 @@ class FileFlags:
 
     @property
     def path(self) -> pathlib.Path | None:
-        """The file; None if none is wanted."""
+        """The file; None if the flag is not given."""
         return pathlib.Path(self._file.value) if self._file.value else None
 
     def check(self) -> pathlib.Path | None:
-        """Likewise. `UserError` unless it may be written there now."""
+        """Return `path`; `UserError` unless it may be written now."""
         if self.path is not None:
             overwrite = self._overwrite.value
             if self.path.is_file() and not overwrite:
@@ -233,10 +239,11 @@ class FolderFlags:
     def open(
         self, stem: str, description: dict, series: Mapping[str, Series] | None = None
     ) -> BatchStore:
-        """The folder and its finished batches. stem: of the name under results/. description: what
-        decides the results. series: as of `BatchStore`."""
+        """Return the store for the folder, with the batches that are finished.
+
+        stem: how a new folder under results/ begins. description, series: see `BatchStore`."""
         if self._out.value is None:
-            return BatchStore.fresh(stem, description, series=series)
+            return BatchStore.fresh(stem, description, series)
         out, overwrite = pathlib.Path(self._out.value), self._overwrite.value
         if os.path.lexists(out) and not overwrite:
             raise UserError(f"{out} exists already: choose another folder or add --overwrite")

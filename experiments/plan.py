@@ -36,15 +36,13 @@ from experiments.flags.model import ModelFlags
 from experiments.flags.policy import PolicyFlags, plan_remarks
 from experiments.flags.program import batch_size_flag, dtype_flag, kv_dtype_flag
 from experiments.output import FileFlags
-from experiments.published import scale_lines, token_lines
+from experiments.published import memory_lines
 from varjax.cache.allocation import Geometry
 from varjax.cache.plan import CachePlan
-from varjax.cache.stages import TokenPlan
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
 from varjax.engine.memory import show_bytes
 from varjax.errors import UserError
-from varjax.sequence import TOKENS
 from varjax.storage.atomic import new_file
 
 FLAGS = CommandFlags()
@@ -63,8 +61,7 @@ SAVE = FileFlags(FLAGS, "save", "Write the plan's arrays to this npz file.")
 
 
 def arrays(plan: CachePlan, batch_size: int, dtype: str, kv_dtype: str) -> dict[str, np.ndarray]:
-    """What --save writes."""
-    schedule, by_token = plan.geometry.schedule, plan.geometry.kind == TOKENS
+    """Return the arrays that --save writes."""
     found = {
         "capacity": plan.capacity,
         "live_tokens": plan.live_tokens,
@@ -73,30 +70,20 @@ def arrays(plan: CachePlan, batch_size: int, dtype: str, kv_dtype: str) -> dict[
         "dense_bytes": np.int64(plan.dense_bytes(batch_size, dtype)),
         "block_size": np.int64(plan.block_size),
     }
-    if by_token:
-        stage = np.arange(len(plan.capacity))
-        return found | {"stages": np.maximum(stage - 1, 0) * plan.allocation.period}
-    found["schedule"] = np.array(schedule.maps, np.int32)
-    if plan.static_content:
-        starts, scales = schedule.starts, range(schedule.num_scales)
-        visible = (plan.allocation.visible(plan.geometry, s) for s in scales)
-        # [K, L, N, K]: how many tokens of scale j scale s sees
-        count = np.stack([np.add.reduceat(v, starts, axis=-1, dtype=np.int32) for v in visible])
-        found |= {"keep_scale": count > 0, "keep_count": count}
-    return found
+    return found | plan.arrays()
 
 
-def text(
+def summary(
     name: str, plan: CachePlan, batch_size: int, dtype: str, kv_dtype: str, remarks: Sequence[str]
 ) -> str:
-    """The printed plan. remarks: lines that only some policies have."""
-    g, dense = plan.geometry, max(1, plan.geometry.dense_tokens)
+    """Return the printed plan. remarks: lines that only some policies have."""
+    g = plan.geometry
     excess = plan.fraction - plan.budget
     held, full = plan.num_bytes(batch_size, kv_dtype), plan.dense_bytes(batch_size, dtype)
     lines = [
-        f"{name}: {g.num_layers} layers, {g.num_heads} heads of {g.head_dim}, {_drawn(g)}"
-        f"{g.schedule.total_tokens} tokens ({g.schedule.persistent_tokens} per head in a full "
-        f"cache)",
+        f"{name}: {g.num_layers} layers, {g.num_heads} heads of {g.head_dim}, "
+        f"{g.schedule.counted()}{g.schedule.total_tokens} tokens "
+        f"({g.schedule.persistent_tokens} per head in a full cache)",
         f"policy {plan.policy.name}, budget {plan.budget:g}, accounting {plan.accounting}",
         f"pool      {plan.pool_blocks} blocks of {plan.block_size} slots = {plan.pool_tokens} "
         f"tokens, {plan.fraction:.2%} of full",
@@ -110,40 +97,7 @@ def text(
             f"rounding  the pool exceeds the budget by {excess:.2%} of full (accounting=bytes "
             f"would charge this to the budget)"
         )
-    if g.kind == TOKENS:
-        return "\n".join([*lines, *remarks, "", *_stages(plan)])
-    lines += [
-        *remarks,
-        "",
-        "scale  map      tokens  held per head (min mean max)  live after first, last layer",
-    ]
-    for s, (h, w) in enumerate(g.schedule.maps):
-        held, live = plan.capacity[s], plan.live_tokens[s] / dense
-        spread = f"{held.min()} {held.mean():.1f} {held.max()}"
-        lines.append(
-            f"{s:5d}  {f'{h}x{w}':7s}  {h * w:6d}  {spread:28s}  {live[0]:.2%}, {live[-1]:.2%}"
-        )
-    return "\n".join(lines)
-
-
-def _drawn(geometry: Geometry) -> str:
-    if geometry.kind == TOKENS:
-        return f"token by token, condition of {geometry.schedule.condition}, "
-    return f"{geometry.schedule.num_scales} scales, "
-
-
-def _stages(plan: TokenPlan) -> list[str]:
-    """A line for the stages at which what heads hold begins to grow, drops, or stays from then on,
-    and for the last one."""
-    held, period = plan.capacity.max((1, 2)).astype(int), plan.allocation.period
-    live = plan.live_tokens[:, -1] / max(1, plan.geometry.dense_tokens)
-    change = np.diff(held)
-    turns = 1 + np.flatnonzero(np.diff(change)) if len(held) > 2 else []
-    found = ["stage  drawn before  held per head  live at its end"]
-    for s in sorted({0, *(int(s) for s in turns), len(held) - 1}):
-        drawn = max(0, s - 1) * period
-        found.append(f"{s:5d}  {drawn:12d}  {held[s]:13d}  {live[s]:.2%}")
-    return found
+    return "\n".join([*lines, *remarks, "", *plan.table()])
 
 
 def check_countable(geometry: Geometry, batch_size: int, dtype: str) -> None:
@@ -157,7 +111,7 @@ def check_countable(geometry: Geometry, batch_size: int, dtype: str) -> None:
         )
 
 
-def main(argv) -> None:
+def main(argv: list[str]) -> None:
     target = SAVE.check()
     MODEL.check_alone(GEOMETRY)
     if GEOMETRY.value:
@@ -166,19 +120,17 @@ def main(argv) -> None:
     else:
         model = MODEL.resolve(weights=False)
         name, geometry = model.name, model.geometry
-    check_countable(geometry, BATCH_SIZE.value, DTYPE.value)
+    batch_size, dtype = BATCH_SIZE.value, DTYPE.value
+    kv_dtype = KV_DTYPE.value or dtype
+    check_countable(geometry, batch_size, dtype)
     plan, calibration = POLICY.plan(POLICY.resolve(), model)
-    sizes = (BATCH_SIZE.value, DTYPE.value, KV_DTYPE.value or DTYPE.value)
-    steady = plan.policy.steady_tokens(geometry, calibration)
+    steady = plan.rule.steady_tokens(geometry, calibration)
     remarks = plan_remarks(plan, calibration)
-    if geometry.kind == TOKENS:
-        remarks += token_lines(plan, sizes[-1])
-    else:
-        remarks += scale_lines(plan, BATCH_SIZE.value, sizes[-1], steady)
-    print(text(name, plan, *sizes, remarks))
+    remarks += memory_lines(plan, batch_size, kv_dtype, steady)
+    print(summary(name, plan, batch_size, dtype, kv_dtype, remarks))
     if target:
         with new_file(target) as file:
-            np.savez(file, **arrays(plan, *sizes))
+            np.savez(file, **arrays(plan, batch_size, dtype, kv_dtype))
 
 
 if __name__ == "__main__":

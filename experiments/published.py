@@ -1,19 +1,23 @@
 """What papers print about memory, beside the bytes of our plans; `experiments.plan` shows it."""
 
+from functools import singledispatch
+
 from varjax.cache.plan import CachePlan
+from varjax.cache.scale_plan import ScalePlan
+from varjax.cache.stages import TokenPlan
 from varjax.sequence import TokenSequence
 
 BYTES_PER_PAIR = 6  # an element of K in float32 and one of V in 16 bits
 MIB = 2**20
-# HeatKV's table: tokens per head that its rows keep of 6425 (Infinity, 1M, square), which is not
-# exactly the share the rows are named after.
+# HeatKV's table: how many of 6425 tokens (Infinity, 1M, square) each row keeps per head, which is
+# not exactly the share that the row is named after.
 HEATKV_FULL = 6425
 HEATKV_ROWS = {0.2: 1300, 0.1: 650, 0.04: 265}
 
 GIB = 2**30
-XL, XXL = (36, 20, 64), (48, 24, 64)  # layers, heads, their size: LlamaGen of 384 pixels
-# GiB in all on a GPU: {(table, model, batch): {part of the cache: {method: GiB}}}, 1.0 is the full
-# cache. HeadKV: arXiv 2605.20600, tables 4 and 6; LineAR: its repository's table of efficiency.
+XL, XXL = (36, 20, 64), (48, 24, 64)  # LlamaGen for 384 pixels: layers, heads, size of a head
+# All memory on a GPU, {(table, model, batch): {part of the cache: {method: GiB}}}. Part 1.0 is the
+# full cache. HeadKV: arXiv 2605.20600, tables 4 and 6; LineAR: its repository's efficiency table.
 TOTALS = {
     ("HeadKV", XL, 128): {
         1.0: {"full cache": 33.91},
@@ -31,14 +35,24 @@ TOTALS = {
         1 / 6: {"LineAR": 15.87},
     },
 }
-NEAR = 0.01  # of a budget, to be compared with a row
+NEAR = 0.01  # largest difference between a budget and a row that it is compared with
 
 
-def scale_lines(
+@singledispatch
+def memory_lines(
     plan: CachePlan, batch_size: int, kv_dtype: str, steady_tokens: int | None
 ) -> list[str]:
-    """The bytes of a next-scale model as AMS-KV and HeatKV count them. steady_tokens: tokens per
-    head, summed over layers, that AMS-KV counts; None for other policies."""
+    """Return lines with what papers print about the memory of such a plan; none if they print
+    nothing.
+
+    steady_tokens: tokens per head, summed over layers, that AMS-KV counts; None for other policies.
+    """
+    raise NotImplementedError(type(plan))
+
+
+@memory_lines.register
+def _(plan: ScalePlan, batch_size: int, kv_dtype: str, steady_tokens: int | None) -> list[str]:
+    """Return the bytes as AMS-KV and HeatKV count them."""
     g = plan.geometry
     per_token = g.head_dim * BYTES_PER_PAIR * g.rows_per_image * batch_size / MIB
     kept = plan.capacity[-1].sum() if steady_tokens is None else steady_tokens * g.num_heads
@@ -56,9 +70,9 @@ def scale_lines(
 
 
 def _heatkv_row(plan: CachePlan, batch_size: int, kv_dtype: str, full: float) -> list[str]:
-    """The row of HeatKV's table that is nearest to this plan, if it has this schedule."""
+    """Return the row of HeatKV's table that is nearest to a plan, if it has the same schedule."""
     share = min(HEATKV_ROWS, key=lambda row: abs(row - plan.budget))
-    if plan.geometry.schedule.persistent_tokens != HEATKV_FULL or abs(share - plan.budget) > 0.01:
+    if plan.geometry.schedule.persistent_tokens != HEATKV_FULL or abs(share - plan.budget) > NEAR:
         return []
     tokens = HEATKV_ROWS[share]
     published = full * tokens / HEATKV_FULL
@@ -69,9 +83,10 @@ def _heatkv_row(plan: CachePlan, batch_size: int, kv_dtype: str, full: float) ->
     ]
 
 
-def token_lines(plan: CachePlan, kv_dtype: str) -> list[str]:
-    """Rows of HeadKV's and LineAR's tables for this model at the nearest budget, and what our pool
-    saves at their batch sizes; none for other models and budgets."""
+@memory_lines.register
+def _(plan: TokenPlan, batch_size: int, kv_dtype: str, steady_tokens: int | None) -> list[str]:
+    """Return the rows of HeadKV's and LineAR's tables for this model at the nearest budget, with
+    what our pool saves at their batch sizes. Other models and budgets have none."""
     g = plan.geometry
     if g.schedule != TokenSequence(576, g.schedule.condition):
         return []

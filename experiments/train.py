@@ -15,6 +15,7 @@ and the finished model to RUN/model. What to choose: docs/training.md.
 import contextlib
 import dataclasses
 import re
+from collections.abc import Iterator, Sequence
 
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
@@ -50,15 +51,18 @@ def _define_flags() -> None:
         default, least = field.default, field.metadata["least"]
         if isinstance(default, tuple):
             default = [str(item) for item in default]
-        bound = {} if least is None else {"lower_bound": least}
         text = field.metadata["help"] + _family_defaults(field)
-        options = {"required": True} if field.name in REQUIRED else bound
-        default = None if field.name in REQUIRED else default
-        define[type(field.default)](field.name, default, f"{text[0].upper()}{text[1:]}.", **options)
+        text = f"{text[0].upper()}{text[1:]}."
+        if field.name in REQUIRED:
+            define[type(field.default)](field.name, None, text, required=True)
+        elif least is None:
+            define[type(field.default)](field.name, default, text)
+        else:
+            define[type(field.default)](field.name, default, text, lower_bound=least)
 
 
 def _family_defaults(field: dataclasses.Field) -> str:
-    """What the help says where families differ."""
+    """Return what the help says about a setting that differs between families."""
     if field.metadata["family"]:
         return f" (of --family={field.metadata['family']} only)"
     own = {family: given[field.name] for family, given in FAMILIES.items() if field.name in given}
@@ -66,7 +70,7 @@ def _family_defaults(field: dataclasses.Field) -> str:
     return "".join(f" (with --family={family} {value})" for family, value in shown.items())
 
 
-def _integers(name: str, values) -> tuple[int, ...]:
+def _integers(name: str, values: Sequence[str]) -> tuple[int, ...]:
     try:
         return tuple(int(value) for value in values)
     except ValueError:
@@ -76,16 +80,16 @@ def _integers(name: str, values) -> tuple[int, ...]:
 
 
 def read_settings() -> TrainingSettings:
-    """Settings from the flags that were given; `UserError` if they are impossible."""
+    """Return the settings that the given flags make; `UserError` if they are impossible."""
     names = [field.name for field in dataclasses.fields(TrainingSettings)]
     values = {name: FLAGS.values[name].value for name in names if FLAGS.values[name].present}
     lists = {name: _integers(name, v) for name, v in values.items() if isinstance(v, list)}
-    return TrainingSettings.of(**values | lists)
+    return TrainingSettings.for_family(**values | lists)
 
 
 @contextlib.contextmanager
-def _flags_in_messages():
-    """The library says `name=value` of a setting; users of this command know it as a flag."""
+def _flags_in_messages() -> Iterator[None]:
+    """Write settings as flags in messages of errors, where the library writes `name=value`."""
     try:
         yield
     except UserError as error:
@@ -93,7 +97,7 @@ def _flags_in_messages():
         raise UserError(re.sub(rf"(?<![\w/.-])({names})=", r"--\1=", str(error))) from error
 
 
-def main(argv) -> None:
+def main(argv: list[str]) -> None:
     del argv
     with _flags_in_messages():
         model = session.train(read_settings(), STAGE.value, OUT.value, QUIET.value)

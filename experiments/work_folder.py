@@ -1,8 +1,8 @@
-"""`OUT.partial`, where the files of an unfinished run lie: whose it is, and who may write there.
+"""`OUT.partial`, the folder of an unfinished run: which run it belongs to, and who may write there.
 
-One process at a time holds it. Nothing is deleted that this program does not write, by its name:
-a folder with anything else in it, or a link, is refused. Which run it belongs to is said by
-`settings.json` and, should that be lost, by every finished file.
+One process at a time holds it. Only files with names that this program writes are ever deleted; a
+folder with anything else in it, or a link, is refused. `settings.json` says which run the folder
+belongs to, and every finished file says it too, in case `settings.json` is lost.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ from varjax.storage.manifest import LARGEST_JSON, parse_json
 SETTINGS = "settings.json"
 PIXELS = "pixels.npy"  # all pictures, while results are written
 _FINISHED = (
-    # series (of pictures, or of their features and numbers) and first image, or a sweep's cell
+    # a series of pictures, features or numbers with its first image; or a cell of a sweep
     r"(?:(?:main|full|samples|reference|pairs)-\d{8,}|cell-[0-9a-f]{16})\.npz"
 )
 _OURS = rf"(?:{_FINISHED}|{re.escape(SETTINGS)}|{re.escape(PIXELS)})"
-OURS = re.compile(rf"{_OURS}|\.{_OURS}\.\d+|{lock.NAME}")  # .NAME.123: not complete
+OURS = re.compile(rf"{_OURS}|\.{_OURS}\.\d+|{lock.NAME}")  # .NAME.123 is not complete yet
 FINISHED = re.compile(_FINISHED)
-# What is against continuing an unfinished run, and what to do.
+# Why an unfinished run cannot be continued, and what to do.
 _DISCARD = "add --overwrite to discard it, or choose another --out"
 OTHER = f"with other settings: use its settings to continue it, {_DISCARD}"
 OLDER = (
@@ -42,8 +42,11 @@ LOST = (
 
 
 class WorkFolder:
-    """path: of the folder, which need not exist. description: JSON-able; two runs have the same one
-    exactly if one may continue the other."""
+    """The folder of an unfinished run.
+
+    path: it need not exist. description: JSON data; it is equal for two runs exactly if one may
+    continue the other.
+    """
 
     def __init__(self, path: pathlib.Path, description: dict):
         self.path = path
@@ -53,7 +56,8 @@ class WorkFolder:
     # --- whose it is ------------------------------------------------------------------------------
 
     def check(self, overwrite: bool) -> None:
-        """`UserError` if something else lies here or, unless it may be discarded, another run."""
+        """Raise `UserError` if anything else than a run lies here, or another run that may not be
+        discarded."""
         if self.path.is_symlink() or (self.path.exists() and not self.path.is_dir()):
             raise UserError(
                 f"{self.path} is a link or no folder: unfinished runs are kept under that name, so "
@@ -69,7 +73,7 @@ class WorkFolder:
             raise UserError(f"{self.path} holds an unfinished run {conflict}")
 
     def _foreign(self) -> str | None:
-        """The first thing that cannot be ours."""
+        """Return the name of the first thing that no run writes."""
         for path in self._all():
             plain = path.is_file() and not path.is_symlink()
             if not plain or not (OURS.fullmatch(path.name) or path.name in DESKTOP):
@@ -77,9 +81,9 @@ class WorkFolder:
         return None
 
     def _conflict(self) -> str | None:
-        """What is against continuing the run that lies here; None: nothing, or there is none."""
+        """Return why the run here cannot be continued; None if it can, or if there is none."""
         by_file = {path.name: self._settings_of(path) for path in self.finished()}
-        said, text = {*by_file.values()} - {None, Damaged}, self._stored()
+        said, text = set(by_file.values()) - {None, Damaged}, self._settings_text()
         if older := [name for name, settings in by_file.items() if settings is None]:
             return OLDER.format(older[0])
         if said - {self.digest}:
@@ -89,14 +93,15 @@ class WorkFolder:
         return OTHER if _is_object(text) else LOST
 
     @staticmethod
-    def _settings_of(path: pathlib.Path):
+    def _settings_of(path: pathlib.Path) -> str | None | type[Damaged]:
+        """Return what a file says (`batch_files.settings_of`), or `Damaged`."""
         try:
             return batch_files.settings_of(path)
         except Damaged:
             return Damaged
 
-    def _stored(self) -> str:
-        """What settings.json says; text that is no JSON if it is larger than any."""
+    def _settings_text(self) -> str:
+        """Return the text of settings.json; empty without one, "?" if it is too large for ours."""
         try:
             with open(self.path / SETTINGS, "rb") as file:
                 data = file.read(LARGEST_JSON + 1)
@@ -108,39 +113,40 @@ class WorkFolder:
         return sorted(self.path.iterdir()) if self.path.is_dir() else []
 
     def finished(self) -> list[pathlib.Path]:
-        """Files of finished batches and cells, sound or not."""
+        """Return the files of finished batches and cells, damaged ones too."""
         return [path for path in self._all() if FINISHED.fullmatch(path.name)]
 
     # --- holding it -------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other processes out. The folder is made, and gone again if nothing was written.
+        """Make the folder and keep other processes out. It is removed again if nothing was written.
         `UserError` if another process holds it."""
         busy = f"another run is writing to {self.path}: wait, or choose --out"
         try:
             with lock.held(self.path, busy):
                 yield
         finally:
-            with contextlib.suppress(OSError):  # not empty: it is needed
+            with contextlib.suppress(OSError):  # it stays if it is not empty
                 self.path.rmdir()
 
     def is_held(self) -> bool:
-        """Whether another process works here right now."""
+        """Return whether another process works here right now."""
         return lock.is_held(self.path)
 
     def start(self) -> None:
-        """Make it this run's, who holds it: what may not be continued is discarded."""
+        """Make the folder this run's. A run that cannot be continued is discarded. Call it while
+        the folder is held."""
         if self._conflict():
             self.clear()
         for path in self._all():  # left by a process that was killed
             if path.name.startswith(".") or path.name == PIXELS:
                 path.unlink()
-        if self._stored() != self.settings:
+        if self._settings_text() != self.settings:
             write_text(self.path / SETTINGS, self.settings)
 
     def clear(self) -> None:
-        """Remove all files of runs; the folder goes with `held`."""
+        """Remove all files of runs; `held` removes the folder at its end."""
         for path in self._all():
             if path.name != lock.NAME and (OURS.fullmatch(path.name) or path.name in DESKTOP):
                 with contextlib.suppress(OSError):

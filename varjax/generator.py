@@ -22,12 +22,12 @@ from varjax.calibration.data import Calibration
 from varjax.conditions import Condition
 from varjax.engine import compilation_cache, cost, device_errors, program
 from varjax.engine.drawing import drawing
+from varjax.engine.given import Given
 from varjax.engine.segments import Segment
 from varjax.errors import UserError, choose
 from varjax.model import DTYPES, Model
-from varjax.models import stacked
+from varjax.nn import stacked
 from varjax.parallel import plans, sharding
-from varjax.parallel.plans import ShardedPlan, ShardedTokenPlan
 from varjax.parallel.sharding import ShardedProgram
 from varjax.parallel.split import MeshSpec
 from varjax.policies import Policy
@@ -135,8 +135,6 @@ class Generator:
                 stepwise = implementations.step_by_step(attention)
                 ways = ", ".join(filter(None, ("reference", stepwise)))
                 raise UserError(f"attention={reason}: choose {ways} or None")
-        options = dict(keep_logits=keep_logits, unroll=unroll)
-        options = {name: arguments.flag(name, value) for name, value in options.items()}
         self.precision = choose("matmul_precision", matmul_precision, MATMUL_PRECISIONS)
         self.kv_dtype = _kv_dtype(kv_dtype, model)
         mesh = MeshSpec() if mesh is None else mesh
@@ -146,10 +144,18 @@ class Generator:
         self.plan = arguments.instance("plan", plan, CachePlan, "a plan, as varjax.plan makes it")
         model.check_geometry(plan.geometry, sampling)
         self.policy, self._layers = self.plan.policy, choose("layers", layers, program.LAYERS)
-        options |= {"segments": segments, "layers": layers, "attention": attention, "mesh": mesh}
         self.drawing = drawing(
-            *(model.networks, self.plan, sampling),
-            **{"batch_size": self.batch_size, "platform": jax.default_backend(), **options},
+            model.networks,
+            self.plan,
+            sampling,
+            batch_size=self.batch_size,
+            segments=segments,
+            layers=layers,
+            attention=attention,
+            mesh=mesh,
+            platform=jax.default_backend(),
+            keep_logits=arguments.flag("keep_logits", keep_logits),
+            unroll=arguments.flag("unroll", unroll),
         )
         self.spec, self.mesh, self.timing = self.drawing.spec, self._check_mesh(mesh), Timing()
         self._networks = model.networks
@@ -203,35 +209,48 @@ class Generator:
         arguments = self._arguments(condition, np.zeros(images, np.int32), 0, given, 0)
         state = jax.eval_shape(self.empty_state)
         if self.mesh.num_devices > 1:
-            self._split(state, arguments)
+            self._split(arguments)
             place = self._sharded.place_shapes
             state, arguments = place(1, state), place(slice(2, None), arguments)
         automatic = jax.default_backend() in program.AUTO_LAYOUT_PLATFORMS
-        options = dict(precision=self.precision, sharded=self._sharded)
         codes = program.trace_codes(
-            *(self._networks, state, arguments, self.spec), auto_layout=automatic, **options
+            self._networks,
+            state,
+            arguments,
+            self.spec,
+            precision=self.precision,
+            auto_layout=automatic,
+            sharded=self._sharded,
         )
         with compilation_cache.Watch() as watch:  # not the helpers, which are too quick to be kept
-            chosen = program.compiler_options(jax.default_backend(), self.spec)
+            chosen = program.compiler_options(jax.default_backend(), few_rows=self.spec.few_rows)
             self.compiled = codes.lower().compile(compiler_options=chosen)
         self.timing.cache = watch.verdict
         self._formats = self.compiled.input_formats[0][0] if automatic else None
         code_map = jax.ShapeDtypeStruct((images, *self.model.code_map), jnp.float32)
         pixels = program.trace_pixels(
-            *(self._networks, code_map),
-            **dict(formats=self._formats, at_once=self.decode_batch, dtype=self.decode_dtype),
-            **options,
+            self._networks,
+            code_map,
+            precision=self.precision,
+            formats=self._formats,
+            sharded=self._sharded,
+            at_once=self.decode_batch,
+            dtype=self.decode_dtype,
         )
         chosen = program.compiler_options(jax.default_backend())
         self.compiled_decoder = pixels.lower().compile(compiler_options=chosen)
 
-    def _split(self, state, arguments) -> None:
+    def _split(self, arguments) -> None:
         """Divide the program and the weights over the mesh. Only shapes are kept of the model, so
         that its arrays go once nobody else holds them."""
         _, _, inputs, given = arguments
         self._sharded = ShardedProgram.of(
             sharding.make_mesh(self.mesh, jax.devices()),
-            *(self.spec, self.layout, self._networks, state, inputs, given),
+            self.spec,
+            self._networks,
+            plans.state_specs(self.plan, self.mesh, self.kv_dtype),
+            self.drawing.input_specs(inputs),
+            given,
         )
         placed = sharding.place_weights(self._networks, self.mesh, self._sharded.shardings[0])
         self.model, self._networks = self.model.abstract(), placed
@@ -246,7 +265,9 @@ class Generator:
         """Condition, keys, inputs and given tokens of a batch, as arrays."""
         inputs = self.drawing.for_images(self._shared_inputs, image_index)
         if given is not None:
-            given = self.drawing.given(given, given_scales)
+            order = self.plan.geometry.schedule
+            steps = order.num_drawn if given_scales is None else int(given_scales)
+            given = Given.first(given, order.first_tokens(steps))
         keys = sampling_lib.image_keys(seed, jnp.asarray(image_index))
         if isinstance(condition, (list, tuple)):  # labels as Python numbers
             condition = np.asarray(condition, np.int32)
@@ -261,11 +282,6 @@ class Generator:
         return self.drawing.segments
 
     @property
-    def layout(self) -> ShardedPlan | ShardedTokenPlan:
-        """The plan divided over the devices."""
-        return self.drawing.layout
-
-    @property
     def layers(self) -> str:
         """Whether the program scans over layers ("scan") or has a body for each ("unroll")."""
         apart = stacked.is_separate(self._networks["transformer"])
@@ -274,7 +290,7 @@ class Generator:
     @property
     def allocated_bytes(self) -> int:
         """Bytes of the arrays that hold K and V among the compiled program's arguments."""
-        return cost.tree_bytes(self.drawing.stored(self.compiled.in_avals[0][1]))
+        return cost.tree_bytes(self.plan.stored(self.compiled.in_avals[0][1]))
 
     @property
     def bookkeeping_bytes(self) -> int:
@@ -301,7 +317,9 @@ class Generator:
         `progress`."""
         sampling_lib.check_seed(seed)
         report = reporter(progress, "image")
-        condition = conditions.resolve(self.model, labels, prompts, text_features)
+        condition = conditions.resolve(
+            self.model, labels=labels, prompts=prompts, text_features=text_features
+        )
         self.policy.check_images(len(condition))
         report(0, len(condition))
         images = []
@@ -373,7 +391,13 @@ class Generator:
 
     def empty_state(self) -> KVState | tuple[LayerCache, ...]:
         """An empty cache; over several devices each makes its own share."""
-        make = partial(self.drawing.empty_state, self.batch_size, self.kv_dtype, self.model.dtype)
+        make = partial(
+            self.plan.empty_state,
+            self.batch_size,
+            self.kv_dtype,
+            self.model.dtype,
+            groups=self.mesh.model,
+        )
         if self._sharded is None:
             return make()
         return jax.jit(make, out_shardings=self._sharded.shardings[1])()

@@ -23,8 +23,8 @@ LARGEST_COUNT = 64  # scales
 
 @dataclass(frozen=True)
 class Schedule:
-    """Heights and widths of the token maps, coarse to fine. Hashable; raises `UserError` when
-    malformed."""
+    """Heights and widths of the token maps, coarse to fine. Hashable; `UserError` for impossible
+    maps."""
 
     maps: tuple[tuple[int, int], ...]
 
@@ -87,6 +87,23 @@ class Schedule:
     def starts(self) -> tuple[int, ...]:
         """Position of the first token of each scale."""
         return (0, *self.ends[:-1])
+
+    @property
+    def num_drawn(self) -> int:
+        """How many steps draw an image; a step draws one scale."""
+        return self.num_scales
+
+    def first_tokens(self, count: int) -> int:
+        """Tokens of an image that the first `count` steps draw."""
+        return sum(self.tokens[:count])
+
+    def outline(self) -> str:
+        """What is drawn in which order, for people."""
+        return f"token maps {str(self).replace(';', ' ')}"
+
+    def counted(self) -> str:
+        """How many scales there are; the first words of a list of sizes."""
+        return f"{self.num_scales} scales, "
 
     @property
     def total_tokens(self) -> int:

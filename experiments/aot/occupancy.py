@@ -1,27 +1,39 @@
 """How full a plan's tables are, for the estimates of our kernels (`pallas_kernels.estimates`)."""
 
 from collections.abc import Sequence
+from functools import singledispatch
 
 import numpy as np
 
 from pallas_kernels.estimates import Occupancy
+from varjax.cache.layer_inputs import write_table
 from varjax.cache.plan import CachePlan
+from varjax.cache.scale_plan import ScalePlan
 from varjax.cache.stages import TokenPlan
-from varjax.engine.inputs import write_table
 from varjax.engine.segments import Segment
-from varjax.sequence import TOKENS
 
 
+@singledispatch
 def plan_occupancy(plan: CachePlan, segments: Sequence[Segment]) -> Occupancy:
     """The mean occupancy of a plan's tables over scales, layers, heads and tokens."""
-    return Occupancy(
-        held=held_shares(plan, segments),
-        written=written_shares(plan, segments),
-        slots_in_use=slots_in_use(plan),
-    )
+    raise NotImplementedError(type(plan))
 
 
-def held_shares(plan: CachePlan, segments: Sequence[Segment]) -> dict[tuple[int, int], float]:
+@plan_occupancy.register
+def _(plan: ScalePlan, segments: Sequence[Segment]) -> Occupancy:
+    return Occupancy(held=held_shares(plan, segments), written=written_shares(plan, segments))
+
+
+@plan_occupancy.register
+def _(plan: TokenPlan, segments: Sequence[Segment]) -> Occupancy:
+    """Slots in use where contents are known beforehand; a policy that decides may use all. All
+    layers have equally many: the first one's."""
+    if not plan.static_content:
+        return Occupancy()
+    return Occupancy(slots_in_use=used_slots(plan)[:, 0].tolist())
+
+
+def held_shares(plan: ScalePlan, segments: Sequence[Segment]) -> dict[tuple[int, int], float]:
     """`Occupancy.held`: for each segment the mean over its scales, layers and heads."""
     found = {}
     for segment in segments:
@@ -34,24 +46,17 @@ def held_shares(plan: CachePlan, segments: Sequence[Segment]) -> dict[tuple[int,
 
 
 def written_shares(
-    plan: CachePlan, segments: Sequence[Segment]
+    plan: ScalePlan, segments: Sequence[Segment]
 ) -> dict[tuple[int, int], tuple[float, float]]:
     """`Occupancy.written` where contents are known beforehand; empty where a policy decides."""
     found = {}
     for segment in segments if plan.static_content else ():
-        stored = write_table(plan, segment).source >= 0  # [S, L, N, J, block_size]
+        writes = write_table(plan, segment.scales, segment.length)
+        stored = writes.source >= 0  # [S, L, N, J, block_size]
         if stored.size:
             shares = float(stored.any(-1).mean()), float(stored.mean())
             found[segment.length, stored.shape[-2]] = shares
     return found
-
-
-def slots_in_use(plan: CachePlan) -> list[int] | None:
-    """`Occupancy.slots_in_use` where a model draws token by token and contents are known
-    beforehand; None for every other plan. All layers have equally many: the first one's."""
-    if plan.geometry.kind != TOKENS or not plan.static_content:
-        return None
-    return used_slots(plan)[:, 0].tolist()
 
 
 def used_slots(plan: TokenPlan) -> np.ndarray:

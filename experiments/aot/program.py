@@ -36,10 +36,11 @@ from varjax.engine import memory
 from varjax.engine import program as programs
 from varjax.engine.cost import Cost, device_bytes, program_cost, times_read
 from varjax.engine.drawing import drawing
-from varjax.engine.memory import peak_bytes, show_bytes
+from varjax.engine.memory import show_bytes
 from varjax.model import Model
-from varjax.models import stacked
-from varjax.parallel import sharding
+from varjax.nn import stacked
+from varjax.nn.compiled import peak_bytes
+from varjax.parallel import plans, sharding
 from varjax.parallel.sharding import ShardedProgram
 from varjax.sampling import Sampling
 from varjax.sequence import TOKENS
@@ -241,7 +242,9 @@ class Compilation:
         apart = stacked.is_separate(networks["transformer"])
         self.layers = programs.UNROLL if apart else programs.SCAN
         types = map(jnp.dtype, (options.kv_dtype, options.dtype))
-        state = jax.eval_shape(partial(self.drawing.empty_state, batch_size, *types))
+        state = jax.eval_shape(
+            partial(workload.plan.empty_state, batch_size, *types, groups=options.mesh.model)
+        )
         numbers = np.zeros(batch_size, np.int32)
         inputs = self.drawing.for_images(self.drawing.shared_inputs(model.transformer), numbers)
         condition = model.transformer.condition_shapes(batch_size, workload.text_tokens)
@@ -251,7 +254,12 @@ class Compilation:
         self.sharded = None
         if mesh.num_devices > 1:
             self.sharded = ShardedProgram.of(
-                self.mesh, self.spec, self.drawing.layout, networks, state, inputs, None
+                self.mesh,
+                self.spec,
+                networks,
+                plans.state_specs(workload.plan, options.mesh, options.kv_dtype),
+                self.drawing.input_specs(inputs),
+                None,
             )
         self.networks, self.state, *self.arguments = self._placed(
             (networks, state, *arguments), slice(None)
@@ -268,8 +276,8 @@ class Compilation:
         """The program that draws codes."""
         arguments = (self.networks, self.state, tuple(self.arguments), self.spec)
         trace = partial(programs.trace_codes, *arguments, auto_layout=self.automatic)
-        options = programs.compiler_options(self.chip.platform, self.drawing.spec)
-        carried = carried_arrays(self.state, self.drawing.stored(self.state))
+        options = programs.compiler_options(self.chip.platform, few_rows=self.spec.few_rows)
+        carried = carried_arrays(self.state, self.workload.plan.stored(self.state))
         occupancy = plan_occupancy(self.workload.plan, self.drawing.segments)
         self.codes = self._compiled(trace, options, carried, occupancy)
         taken = show_bytes(self.codes.resident)

@@ -19,7 +19,7 @@ from varjax.cache.step import DecidingStep, cache_step
 from varjax.engine.cost import device_bytes
 from varjax.engine.memory import show_bytes
 from varjax.engine.segments import Segment
-from varjax.models import stacked
+from varjax.nn import stacked
 from varjax.sequence import TOKENS
 
 TERA = 10**12
@@ -49,7 +49,7 @@ def describe(case: Compilation, temporaries: int) -> dict:
     }
     decides = max(peaks, key=peaks.get)
     peak, state = peaks[decides], case.state
-    pool = _num_bytes(case.drawing.stored(state))
+    pool = _num_bytes(workload.plan.stored(state))
     held, parameters = _num_bytes(state), _num_bytes(case.networks)
     # activations, logits and what layers hold of the text on one device
     mesh = workload.program.mesh
@@ -157,7 +157,7 @@ def attention_flops(plan: CachePlan, segments: tuple[Segment, ...]) -> float:
     shown sums of the attention weights."""
     g, products = plan.geometry, 0.0
     for segment in segments:
-        step = cache_step(plan, segment, None)
+        step = cache_step(plan, segment.scales, None)
         passes = 2 + (isinstance(step, DecidingStep) and step.sums_attention)
         for s in segment.scales:
             tokens = g.schedule.tokens[s]

@@ -22,19 +22,20 @@ flags continues where it stopped.
 """
 
 import functools
-import itertools
 import pathlib
 import sys
 from dataclasses import dataclass
 from functools import partial
 
 import jax
+import scipy
 
 from experiments.batch_files import Series
 from experiments.evaluate import features, inputs, pairs, results, sets
-from experiments.evaluate.inputs import Set
+from experiments.evaluate.inputs import PictureSet
 from experiments.evaluate.pairs import Pairs
 from experiments.evaluate.sets import Comparison
+from experiments.generation import environment
 from experiments.output import BatchStore, FolderFlags
 from experiments.recipes.recipe import RecipeFlag
 from varjax import arguments
@@ -49,7 +50,7 @@ from varjax.parallel.split import MeshSpec
 from varjax.storage.atomic import check_new_file
 
 PAIRED = ("psnr", "ssim", "lpips")
-DEMO = "demo"  # of --features
+DEMO = "demo"  # value of --features
 
 FLAGS = CommandFlags()
 RECIPE = RecipeFlag(FLAGS, "evaluate")
@@ -98,9 +99,9 @@ FLAGS.require("samples")
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """A resolved evaluation: what is compared as sets, what picture by picture."""
+    """A resolved evaluation: `comparison` of two sets, `pairs` compared picture by picture."""
 
-    samples: Set
+    samples: PictureSet
     comparison: Comparison | None
     pairs: Pairs | None
     batch_size: int
@@ -108,7 +109,7 @@ class Evaluation:
     remarks: tuple[str, ...]
 
     def series(self) -> dict[str, Series]:
-        """The files of what is computed, by name."""
+        """Return the files of everything that is computed, by name."""
         size, found = features.chunk(self.batch_size), {}
         if job := self.comparison:
             for name, side in job.sides.items():
@@ -120,17 +121,18 @@ class Evaluation:
         return found
 
     def program(self, network: Network, size: tuple[int, int]) -> Program:
+        """Return the program of a network for pictures of a size (height, width)."""
         return Program(network, size, self.batch_size, self.mesh)
 
     def describe(self) -> dict:
-        """What decides the results; where files lie does not."""
+        """Return what decides the results. Paths of files do not."""
         recipe = json_safe({"command": "evaluate", **self.recipe()})
         for side in ("samples", "reference", "full"):
             recipe.get(side, {}).pop("given", None)
         return recipe
 
     def recipe(self) -> dict:
-        """How everything was computed."""
+        """Return how everything is computed, for metrics.json."""
         protocol, job = PROTOCOLS[PROTOCOL.value], self.comparison
         described = {"name": PROTOCOL.value, **protocol.describe(SPLIT_SIZE.value)}
         if FEATURES.value == DEMO:
@@ -155,7 +157,7 @@ class Evaluation:
 
 
 def resolve() -> Evaluation:
-    """Check every flag and every file. Nothing is compiled or written."""
+    """Check every flag and every file. Compile and write nothing."""
     _check_features()
     asked, mesh = _asked(), _mesh()
     if not (REFERENCE.value or FULL.value):
@@ -169,14 +171,15 @@ def resolve() -> Evaluation:
     of_recipe = _recipe_remarks(samples)
     comparison = _comparison(samples, asked) if REFERENCE.value else None
     paired = _pairs(samples, asked) if FULL.value else None
-    of_both = [part.remarks for part in (comparison, paired) if part]
-    remarks = (*itertools.chain(*of_both), *of_recipe)
+    parts = [part.remarks for part in (comparison, paired) if part]
+    remarks = tuple(remark for found in (*parts, of_recipe) for remark in found)
     batch_size = BATCH_SIZE.value or extractors.usual_batch(mesh.data)
     return Evaluation(samples, comparison, paired, batch_size, mesh, remarks)
 
 
-def _recipe_remarks(samples: Set) -> list[str]:
-    """What to know of the recipe, if there is one; `UserError` unless the samples are of it."""
+def _recipe_remarks(samples: PictureSet) -> list[str]:
+    """Return what to know about the recipe, if there is one; `UserError` unless the samples are the
+    pictures that it takes."""
     if (recipe := RECIPE.recipe) is None:
         return []
     if samples.pictures is not None:
@@ -185,7 +188,7 @@ def _recipe_remarks(samples: Set) -> list[str]:
 
 
 def _asked() -> tuple[str, ...]:
-    """--metrics, in our order; none if it is not given."""
+    """Return the metrics that --metrics names, in the order of `protocols.METRICS`."""
     names = METRICS.value or []
     with about(METRICS):
         for name in names:
@@ -221,7 +224,7 @@ def _mesh() -> MeshSpec:
         )
 
 
-def _comparison(samples: Set, asked: tuple[str, ...]) -> Comparison | None:
+def _comparison(samples: PictureSet, asked: tuple[str, ...]) -> Comparison | None:
     wanted = tuple(name for name in asked if name not in PAIRED)
     if asked and not wanted:
         raise UserError(f"--reference is given, but none of --metrics={','.join(asked)} uses it")
@@ -232,7 +235,7 @@ def _comparison(samples: Set, asked: tuple[str, ...]) -> Comparison | None:
     if FEATURES.value == DEMO:
         name, folder, metrics = DEMO, CLASSIFIER.value, protocols.BY_FEATURES[DEMO]
     if folder or name == DEMO:  # files of statistics are compared without one
-        network = extractors.EXTRACTORS[FEATURES.value](folder, protocol.path)
+        network = extractors.EXTRACTORS[FEATURES.value](folder, protocol.preparation)
     return sets.compare(
         samples,
         reference,
@@ -245,8 +248,8 @@ def _comparison(samples: Set, asked: tuple[str, ...]) -> Comparison | None:
 
 
 def _check_features() -> None:
-    """Refuse flags of other features than those that are compared, and recipes, which are all of
-    Inception's."""
+    """Refuse flags that belong to other features than --features, and recipes with other features
+    than Inception's, which all recipes take."""
     if RECIPE.recipe and FEATURES.value == DEMO:
         raise UserError(
             f"recipe {RECIPE.recipe.name} is of --features=inception, --features={DEMO} is asked"
@@ -255,14 +258,14 @@ def _check_features() -> None:
     theirs = (CLASSIFIER,) if FEATURES.value != DEMO else (PROTOCOL, SPLIT_SIZE, INCEPTION)
     for holder in theirs:
         if holder.present:
-            other = {True: "inception", False: DEMO}[FEATURES.value == DEMO]
+            other = "inception" if FEATURES.value == DEMO else DEMO
             raise UserError(
                 f"--{holder.name} belongs to --features={other}, --features={FEATURES.value} is"
                 " asked for: leave out one of them"
             )
 
 
-def _pairs(samples: Set, asked: tuple[str, ...]) -> Pairs:
+def _pairs(samples: PictureSet, asked: tuple[str, ...]) -> Pairs:
     wanted = tuple(name for name in asked if name in PAIRED)
     if asked and not wanted:
         raise UserError(f"--full is given, but none of --metrics={','.join(asked)} uses it")
@@ -272,7 +275,7 @@ def _pairs(samples: Set, asked: tuple[str, ...]) -> Pairs:
 
 
 def compute(job: Evaluation, store: BatchStore) -> dict:
-    """Everything that is missing; the content of metrics.json, and what `write` takes besides."""
+    """Compute everything that is missing, write the results, and return what metrics.json says."""
     found: dict = {}
     per_image = None
     if sides := job.comparison:
@@ -288,20 +291,20 @@ def compute(job: Evaluation, store: BatchStore) -> dict:
         found |= sets.measure(sides, store)
         if STATISTICS.value:
             sets.save_statistics(pathlib.Path(STATISTICS.value), sides, store)
-    recipe = job.recipe() | {"versions": results.versions(), "device": results.device()}
+    recipe = job.recipe() | environment(scipy)
     content = {**found, "remarks": list(job.remarks), "recipe": recipe}
     results.write(store, content, per_image)
     return content
 
 
-def main(argv) -> None:
+def main(argv: list[str]) -> None:
     job = resolve()
     print(*job.remarks, sep="\n", file=sys.stderr)
     stem = f"evaluate-{DEMO if FEATURES.value == DEMO else PROTOCOL.value}"
     store = OUT.open(stem, job.describe(), job.series())
     with store.working():
         content = compute(job, store)
-    print(results.table(content, store.out))
+    print(results.summary(content, store.out))
 
 
 if __name__ == "__main__":

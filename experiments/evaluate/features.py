@@ -1,5 +1,5 @@
-"""Features of sets of pictures: what each metric needs of each set, and their extraction, whose
-finished parts are kept."""
+"""Features of sets of pictures: which ones each metric needs, and their extraction, which keeps
+finished parts."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from experiments.batch_files import Series
-from experiments.evaluate.inputs import Set
+from experiments.evaluate.inputs import PictureSet
 from experiments.output import BatchStore
+from varjax import metrics
 from varjax.errors import UserError
 from varjax.evaluation.extractors import Network, Program
 from varjax.evaluation.pictures import Pictures
@@ -16,24 +17,24 @@ from varjax.evaluation.references import KEYS
 from varjax.evaluation.statistics import NEIGHBOURS, Gaussian, Moments
 from varjax.progress import Progress
 
-LEAST_CHUNK = 256  # pictures of a file of finished features
-# of distances, the features that they compare
+LEAST_CHUNK = 256  # pictures whose features are in one file
+# {distance between sets: the feature that it compares}
 DISTANCES = {"fid": "pool", "sfid": "spatial", "demo_frechet": "pool"}
 AGREEMENT = "class_agreement"
 NEIGHBOURHOODS = ("precision", "recall")
-BLOCK = 2048  # rows that moments take at a time
+BLOCK = 2048  # rows that are added to the moments at a time
 
 
-def needed(metric: str, is_sample: bool, of: Set) -> str | None:
-    """The feature that has to be extracted of a set for a metric; None: nothing.
+def needed(metric: str, is_sample: bool, side: PictureSet) -> str | None:
+    """Return the feature of a set that a metric needs; None if there is nothing to extract.
 
     Raises:
-      UserError: it cannot be had of this set.
+      UserError: this set cannot give the feature.
     """
-    if metric in DISTANCES and of.statistics is not None:
-        if DISTANCES[metric] not in of.statistics.gaussians:
+    if metric in DISTANCES and side.statistics is not None:
+        if DISTANCES[metric] not in side.statistics.gaussians:
             key = KEYS[DISTANCES[metric]][0]
-            raise UserError(f"`{key}` is needed, which {of.where} does not hold")
+            raise UserError(f"`{key}` is needed, which {side.where} does not hold")
         return None
     feature = DISTANCES.get(metric)
     if metric in NEIGHBOURHOODS:
@@ -41,24 +42,26 @@ def needed(metric: str, is_sample: bool, of: Set) -> str | None:
     if metric == "is":
         feature = "logits" if is_sample else None
     if metric == AGREEMENT:
-        if is_sample and of.labels is None:
-            raise UserError(f"the classes asked for (`arr_1`) are needed, {of.where} has none")
-        return "logits" if of.labels is not None else None  # of a reference: for comparison
-    if feature and of.pictures is None:
-        raise UserError(f"pictures are needed, and {of.where} holds statistics alone")
+        if is_sample and side.labels is None:
+            raise UserError(f"the classes asked for (`arr_1`) are needed, {side.where} has none")
+        return "logits" if side.labels is not None else None  # a reference's is for comparison
+    if feature and side.pictures is None:
+        raise UserError(f"pictures are needed, and {side.where} holds statistics alone")
     least = NEIGHBOURS + 1 if metric in NEIGHBOURHOODS else 2
-    if feature and metric != "is" and of.pictures.count < least:
-        raise UserError(f"at least {least} pictures are needed, {of.where} has {of.pictures.count}")
+    if feature and metric != "is" and side.pictures.count < least:
+        raise UserError(
+            f"at least {least} pictures are needed, {side.where} has {side.pictures.count}"
+        )
     return feature
 
 
 def chunk(batch_size: int) -> int:
-    """Pictures of a file of finished features: whole batches."""
+    """Return how many pictures' features go into one file: whole batches."""
     return batch_size * math.ceil(LEAST_CHUNK / batch_size)
 
 
 def series(pictures: Pictures, network: Network, wanted: tuple[str, ...], size: int) -> Series:
-    """The files of a set's features."""
+    """Return the files of a set's features. size: pictures of each file."""
     floats = np.dtype(np.float32)
     return Series(pictures.count, size, {n: (floats, (network.widths[n],)) for n in wanted})
 
@@ -70,8 +73,9 @@ def extract(
     wanted: tuple[str, ...],
     program: Callable[[tuple[int, int]], Program],
 ) -> None:
-    """Compute what is missing of a set's features and keep every part as it is finished. program:
-    of pictures of a size."""
+    """Compute the features that are missing, and keep every part when it is finished.
+
+    program: gives the extractor for pictures of a size (height, width)."""
     missing, made, done = store.missing(name), store.series[name], store.finished(name)
     if not missing:
         return
@@ -92,13 +96,9 @@ def extract(
         parts.append(_checked(pictures, {key: arrays[key] for key in wanted}))
         done += len(parts[-1][wanted[0]])
         if last == ends[start]:
-            store.add(name, made.index(start), joined(parts))
+            store.add(name, made.index(start), metrics.joined(parts))
             parts = []
         progress.update(done)
-
-
-def joined(parts: list[dict]) -> dict[str, np.ndarray]:
-    return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
 
 
 def _checked(pictures: Pictures, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -111,7 +111,7 @@ def _checked(pictures: Pictures, arrays: dict[str, np.ndarray]) -> dict[str, np.
 
 
 def gaussian(store: BatchStore, name: str, feature: str) -> Gaussian:
-    """Mean and covariance of a stored feature."""
+    """Return the mean and covariance of a stored feature."""
     found: Moments | None = None
     for block in _blocks(store, name, feature):
         found = found or Moments(block.shape[1])
@@ -120,7 +120,7 @@ def gaussian(store: BatchStore, name: str, feature: str) -> Gaussian:
 
 
 def _blocks(store: BatchStore, name: str, feature: str) -> Iterator[np.ndarray]:
-    """Rows of a stored feature, `BLOCK` or a little more at a time."""
+    """Yield the rows of a stored feature, `BLOCK` or a little more at a time."""
     rows: list[np.ndarray] = []
     for _, arrays in store.batches(name):
         rows.append(arrays[feature])
@@ -132,7 +132,7 @@ def _blocks(store: BatchStore, name: str, feature: str) -> Iterator[np.ndarray]:
 
 
 def whole(store: BatchStore, name: str, feature: str) -> np.ndarray:
-    """All rows of a stored feature; its file's arrays are never there twice."""
+    """Return all rows of a stored feature. At most one file's arrays are in memory beside them."""
     made = store.series[name]
     dtype, shape = made.arrays[feature]
     found = np.empty((made.count, *shape), dtype)

@@ -2,7 +2,7 @@
 file."""
 
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,19 +25,22 @@ from varjax.storage.manifest import read_json
 
 SAMPLES, REPORT, ARRAYS = "samples.npz", "report.json", "arrays.npz"
 TOKENS = ("tokens", "bits")  # what a model calls its tokens in ARRAYS
-# What a run's report says of how its pictures were made; lists of single pictures are left out.
-RECIPE = (
-    *("model", "model_sources", "schedule", "policy", "policy_args", "budget", "plan"),
-    *("calibration", "sampling", "seed", "batch_size", "dtype", "kv_dtype", "matmul_precision"),
-    *("segments", "layers", "attention", "mesh", "given", "recipe", "num_images", "device"),
-    "versions",
-)
+# Entries of a run's report that say how its pictures were made; lists with an entry for each
+# picture are left out.
+RECIPE = """
+model model_sources schedule policy policy_args budget plan calibration sampling seed batch_size
+dtype kv_dtype matmul_precision segments layers attention mesh given recipe num_images device
+versions
+""".split()
 
 
 @dataclass(frozen=True, eq=False)
-class Set:
-    """pictures, statistics: at least one is there. report: of the run that made the pictures.
-    tokens: the file with the run's tokens. kind: in words."""
+class PictureSet:
+    """Pictures, statistics of pictures, or both, from one file or folder.
+
+    where: the file or folder. kind: what it is, in words. report: content of the run's report.json.
+    tokens: the file with the run's tokens.
+    """
 
     where: str
     kind: str
@@ -49,13 +52,13 @@ class Set:
 
     @property
     def labels(self) -> np.ndarray | None:
-        """The class of every picture, in the order of the pictures; of texts there are none."""
+        """The class of every picture, in their order; None for pictures of texts."""
         if self.report is not None and "text" in self.report:
             return None
         return getattr(self.pictures, "labels", None)
 
     def describe(self) -> dict:
-        """For metrics.json."""
+        """Return the entry of metrics.json that says what was compared."""
         found: dict = {"given": self.where, "kind": self.kind, "sha256": self.sha256}
         if self.pictures is not None:
             height, width = self.pictures.size
@@ -73,11 +76,11 @@ class Set:
         return found
 
 
-def open_set(flag: str, given: str) -> Set:
-    """Open and check what a flag names.
+def open_set(flag: str, given: str) -> PictureSet:
+    """Open and check the file or folder that a flag names.
 
     Raises:
-      UserError: nothing there that could be compared; names the file at fault.
+      UserError: it holds nothing that can be compared. The message names the file at fault.
     """
     path = pathlib.Path(given)
     if not path.exists():
@@ -91,28 +94,28 @@ def open_set(flag: str, given: str) -> Set:
     return _of_file(flag, path)
 
 
-def _of_run(folder: pathlib.Path) -> Set:
+def _of_run(folder: pathlib.Path) -> PictureSet:
     pictures = PictureArray(folder / SAMPLES)
     report = read_json(folder / REPORT) if (folder / REPORT).is_file() else None
     if report is not None and not isinstance(report, dict):
         raise UserError(f"{folder / REPORT} is no report of a run: move it away")
     tokens = folder / ARRAYS if (folder / ARRAYS).is_file() else None
     kind = "folder of experiments.run"
-    return Set(str(folder), kind, pictures.sha256, pictures, report=report, tokens=tokens)
+    return PictureSet(str(folder), kind, pictures.sha256, pictures, report=report, tokens=tokens)
 
 
-def _of_folder(flag: str, folder: pathlib.Path) -> Set:
+def _of_folder(flag: str, folder: pathlib.Path) -> PictureSet:
     if (folder / REPORT).is_file():
         raise UserError(
             f"{flag}: {folder} is the folder of a run, but {SAMPLES} is missing: name the folder of"
             " its pictures, or run it again"
         )
     pictures = PictureFolder(folder, _reporter(folder))
-    return Set(str(folder), "folder of pictures", pictures.sha256, pictures)
+    return PictureSet(str(folder), "folder of pictures", pictures.sha256, pictures)
 
 
-def _reporter(where: pathlib.Path):
-    """Reports how many pictures are checked, of large sets."""
+def _reporter(where: pathlib.Path) -> Callable[[int, int], None]:
+    """Return a function that prints how many pictures of a large set are checked."""
     progress = Progress(f"{where}: checked picture", 0, every=5.0)
 
     def report(done: int, total: int) -> None:
@@ -123,11 +126,11 @@ def _reporter(where: pathlib.Path):
     return report
 
 
-def _of_file(flag: str, path: pathlib.Path) -> Set:
+def _of_file(flag: str, path: pathlib.Path) -> PictureSet:
     held = npz.names(path)
     if set(PACKED) <= set(held):
         packed = PackedPictures(path, _reporter(path))
-        return Set(str(path), "npz file of packed pictures", packed.sha256, packed)
+        return PictureSet(str(path), "npz file of packed pictures", packed.sha256, packed)
     statistics = references.read(path)
     pictures = PictureArray(path) if ARRAY in held else None
     if pictures is None and statistics is None:
@@ -139,4 +142,4 @@ def _of_file(flag: str, path: pathlib.Path) -> Set:
     words = [pictures and "pictures", statistics and "statistics"]
     digest = pictures.sha256 if pictures else file_digest(path)
     kind = f"npz file of {' and '.join(filter(None, words))}"
-    return Set(str(path), kind, digest, pictures, statistics)
+    return PictureSet(str(path), kind, digest, pictures, statistics)

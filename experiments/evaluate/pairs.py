@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from experiments.batch_files import Series
-from experiments.evaluate import features
-from experiments.evaluate.inputs import TOKENS, Set
+from experiments.evaluate.inputs import TOKENS, PictureSet
 from experiments.output import BatchStore
 from varjax import metrics
 from varjax.calibration.files import model_digest
@@ -20,24 +19,27 @@ from varjax.evaluation.pictures import paired
 from varjax.progress import Progress
 from varjax.storage import npz
 
-SSIM_KEYS = {  # of files: that of metrics.json is torchmetrics's
+SSIM_KEYS = {  # {key in files: definition}; the usual `ssim` is torchmetrics'
     "ssim": "torchmetrics",
     "ssim_skimage_gauss": "skimage_gauss",
     "ssim_skimage_7x7": "skimage_7x7",
 }
-# Entries of two reports that say whether pictures of one number differ by the cache alone, besides
-# the model, whose folders and files may have any names.
+# If these entries of two reports and the models are equal, pictures of one number differ by the
+# cache alone. Models are compared by content, since their folders and files may have any names.
 DRAWN = ("schedule", "sampling", "seed", "given", "resize", "text")
 DRAWN += ("dtype", "matmul_precision", "decode_dtype")
 
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """places: of the same pictures in both sets. network: of LPIPS, if it is wanted. tokens: the
-    name of the arrays of tokens, if both runs kept them."""
+    """Two sets of the same pictures, and what is computed for each pair.
 
-    samples: Set
-    full: Set
+    places: where the pictures of each pair lie in the two sets. network: LPIPS, if it is wanted.
+    tokens: name of the arrays of tokens, if both runs kept them.
+    """
+
+    samples: PictureSet
+    full: PictureSet
     places: tuple[list[int], list[int]]
     metrics: tuple[str, ...]
     network: Network | None
@@ -45,10 +47,9 @@ class Pairs:
 
     @property
     def remarks(self) -> list[str]:
-        """What two runs differ by besides the cache, so far as they say how they were made."""
-        reports, labels = zip(
-            *((of.report, of.labels) for of in (self.samples, self.full)), strict=True
-        )
+        """What the two runs differ in besides the cache, as far as their reports say."""
+        reports = (self.samples.report, self.full.report)
+        labels = (self.samples.labels, self.full.labels)
         found = []
         if all(report is not None for report in reports):
             ours, theirs = map(_drawn, reports)
@@ -58,14 +59,14 @@ class Pairs:
                     f"--full was drawn with another {', '.join(differ)} than the samples:"
                     " the pictures differ by more than the cache"
                 )
-        if all(of is not None for of in labels):
+        if all(known is not None for known in labels):
             ours, theirs = (of[places] for of, places in zip(labels, self.places, strict=True))
             if count := int((ours != theirs).sum()):
                 found.append(f"{count} of {len(ours)} pairs are of two different classes")
         return found
 
     def series(self, size: int) -> Series:
-        """The files of per-image numbers."""
+        """Return the files of per-image numbers. size: pairs of each file."""
         floats = np.dtype(np.float64)
         arrays = {"psnr": (floats, ())} if "psnr" in self.metrics else {}
         if "ssim" in self.metrics:
@@ -76,17 +77,21 @@ class Pairs:
 
 
 def _drawn(report: Mapping) -> dict:
-    """What a report says of its pictures but for the cache."""
+    """Return what a report says about its pictures, without the cache."""
     origin = {name: report.get(f"model_{name}") for name in ("sources", "files")}
     model = model_digest({**origin, "name": report.get("model")})
     return {"model": model} | {name: report.get(name) for name in DRAWN}
 
 
-def pair(samples: Set, full: Set, wanted: tuple[str, ...], network: Network | None) -> Pairs:
-    """`UserError` unless these are the same pictures of two runs."""
-    for of in (samples, full):
-        if of.pictures is None:
-            raise UserError(f"{of.where} holds statistics alone: pictures are compared one by one")
+def pair(
+    samples: PictureSet, full: PictureSet, wanted: tuple[str, ...], network: Network | None
+) -> Pairs:
+    """Pair the pictures of two runs; `UserError` unless they are the same ones."""
+    for side in (samples, full):
+        if side.pictures is None:
+            raise UserError(
+                f"{side.where} holds statistics alone: pictures are compared one by one"
+            )
     places = paired(samples.pictures, full.pictures)
     if min(samples.pictures.size) <= 2 * pixels.RADIUS and "ssim" in wanted:
         raise UserError(
@@ -94,21 +99,29 @@ def pair(samples: Set, full: Set, wanted: tuple[str, ...], network: Network | No
             " than the window of SSIM: choose other --metrics"
         )
     if network is not None:
+        height, width = samples.pictures.size
         with about(samples.where):
-            network.check_size(*samples.pictures.size)
+            network.check_size(height, width)
     return Pairs(samples, full, places, wanted, network, _tokens(samples, full))
 
 
-def _tokens(samples: Set, full: Set) -> str | None:
+def _tokens(samples: PictureSet, full: PictureSet) -> str | None:
     if samples.tokens is None or full.tokens is None:
         return None
-    held = [set(npz.names(of.tokens)) for of in (samples, full)]
+    held = [set(npz.names(side.tokens)) for side in (samples, full)]
     return next((name for name in TOKENS if all(name in names for names in held)), None)
 
 
-def compute(job: Pairs, store: BatchStore, program_of: Callable, batch_size: int) -> None:
-    """Compute what is missing of the per-image numbers and keep every part. program_of: LPIPS for
-    pictures of a size."""
+def compute(
+    job: Pairs,
+    store: BatchStore,
+    program_of: Callable[[tuple[int, int]], Program],
+    batch_size: int,
+) -> None:
+    """Compute the per-image numbers that are missing, and keep every part.
+
+    program_of: gives LPIPS for pictures of a size (height, width). batch_size: pairs that are read
+    at a time without LPIPS."""
     made, missing = store.series["pairs"], store.missing("pairs")
     progress = Progress("pairs: picture", made.count, first=store.finished("pairs"), every=2.0)
     program = None
@@ -120,13 +133,14 @@ def compute(job: Pairs, store: BatchStore, program_of: Callable, batch_size: int
         parts = []
         for first in range(start, int(index[-1]) + 1, step):
             numbers = range(first, min(first + step, int(index[-1]) + 1))
-            parts.append(_numbers(job, *(_read(job, side, numbers) for side in (0, 1)), program))
+            ours, theirs = _read(job, 0, numbers), _read(job, 1, numbers)
+            parts.append(_numbers(job, ours, theirs, program))
             progress.update(int(numbers[-1]) + 1)
-        store.add("pairs", index, features.joined(parts))
+        store.add("pairs", index, metrics.joined(parts))
 
 
 def _read(job: Pairs, side: int, numbers: range) -> np.ndarray:
-    """Pictures of one of the sets, in the order of the pairs."""
+    """Return pictures of set 0 (samples) or 1 (full), in the order of the pairs."""
     pictures, places = (job.samples, job.full)[side].pictures, job.places[side]
     wanted = [places[i] for i in numbers]
     if wanted == list(range(wanted[0], wanted[0] + len(wanted))):
@@ -149,7 +163,7 @@ def _numbers(job: Pairs, ours: np.ndarray, theirs: np.ndarray, program: Program 
 
 
 def measure(job: Pairs, store: BatchStore) -> tuple[dict, Mapping[str, np.ndarray]]:
-    """(values by the keys of metrics.json, arrays of per_image.npz, first picture first)."""
+    """Return (values by the keys of metrics.json, arrays of per_image.npz)."""
     arrays = store.collect("pairs")
     identical = arrays["identical"]
     found: dict = {"pairs": len(identical), "identical_images": int(identical.sum())}
@@ -169,15 +183,17 @@ def measure(job: Pairs, store: BatchStore) -> tuple[dict, Mapping[str, np.ndarra
 
 
 def token_agreement(job: Pairs) -> np.ndarray:
-    """float64 [N]: the part of equal tokens of every pair. Tokens lie by number of the picture."""
-    rows = [npz.Rows(of.tokens, job.tokens) for of in (job.samples, job.full)]
-    for of, found in zip((job.samples, job.full), rows, strict=True):
-        if found.shape != rows[0].shape or found.shape[0] != of.pictures.count:
+    """Return the part of equal tokens of every pair, float64 [N]. Rows of the arrays of tokens are
+    in the order of the pictures' numbers."""
+    ours, theirs = (npz.Rows(side.tokens, job.tokens) for side in (job.samples, job.full))
+    for side, found in ((job.samples, ours), (job.full, theirs)):
+        if found.shape != ours.shape or found.shape[0] != side.pictures.count:
             raise UserError(
-                f"{of.tokens}: `{job.tokens}` is {list(found.shape)}, which does not"
-                f" fit {of.pictures.count} pictures of two runs of one model"
+                f"{side.tokens}: `{job.tokens}` is {list(found.shape)}, which does not"
+                f" fit {side.pictures.count} pictures of two runs of one model"
             )
     values = []
     for number in job.samples.pictures.keys:
-        values.append(metrics.token_agreement(*(r.read(number, number + 1) for r in rows)))
+        one, other = ours.read(number, number + 1), theirs.read(number, number + 1)
+        values.append(metrics.token_agreement(one, other))
     return np.concatenate(values)

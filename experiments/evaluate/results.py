@@ -1,19 +1,18 @@
-"""What an evaluation leaves, metrics.json and per_image.npz, which appear together, and the table
+"""What an evaluation leaves: metrics.json and per_image.npz, which appear together, and the summary
 that it prints."""
 
+import pathlib
 from collections.abc import Mapping
 
-import jax
 import numpy as np
-import scipy
 
-import varjax
 from experiments.output import BatchStore
+from experiments.summary import aligned
 from varjax.io.json_text import json_text
 from varjax.storage.atomic import new_folder, write_text
 
 METRICS, PER_IMAGE = "metrics.json", "per_image.npz"
-# {key of metrics.json: (what the table calls it, format)}
+# {key of metrics.json: (name in the summary, format)}
 SHOWN = {
     "fid": ("FID", "{:.4f}"),
     "sfid": ("sFID", "{:.4f}"),
@@ -31,19 +30,10 @@ SHOWN = {
 }
 
 
-def versions() -> dict[str, str]:
-    """Of what computed."""
-    packages = {"jax": jax, "numpy": np, "scipy": scipy, "varjax": varjax}
-    return {name: package.__version__ for name, package in packages.items()}
-
-
-def device() -> str:
-    found = jax.devices()[0]
-    return f"{found.platform}: {found.device_kind}"
-
-
 def write(store: BatchStore, content: Mapping, per_image: Mapping[str, np.ndarray] | None) -> None:
-    """Write the results into the store's folder, and remove what was kept for them."""
+    """Write the results into the store's folder and remove the finished batches.
+
+    content: of metrics.json. per_image: arrays of per_image.npz, if pictures were paired."""
     with new_folder(store.out, replaces=store.replaces) as out:
         if per_image is not None:
             np.savez(out / PER_IMAGE, **per_image)
@@ -52,14 +42,13 @@ def write(store: BatchStore, content: Mapping, per_image: Mapping[str, np.ndarra
     store.close()
 
 
-def table(content: Mapping, out) -> str:
-    """Values by name."""
+def summary(content: Mapping, out: pathlib.Path) -> str:
+    """Return a line for each value, then the remarks."""
     rows = [
         (words, shown.format(content[k])) for k, (words, shown) in SHOWN.items() if k in content
     ]
     recipe = content["recipe"]
     rows.append(("protocol", recipe["protocol"]["name"]))
     rows.append(("written to", str(out)))
-    width = max(len(name) for name, _ in rows)
-    lines = [f"{name.ljust(width)}  {text}" for name, text in rows]
-    return "\n".join([*lines, *(f"note: {remark}" for remark in content["remarks"])])
+    remarks = [f"note: {remark}" for remark in content["remarks"]]
+    return "\n".join([aligned(rows), *remarks])

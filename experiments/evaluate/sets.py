@@ -1,13 +1,14 @@
 """Metrics of a set of samples against a reference set: FID, sFID, Inception score, precision and
 recall."""
 
-from collections.abc import Mapping
+import pathlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from experiments.evaluate import features
-from experiments.evaluate.inputs import Set
+from experiments.evaluate.inputs import PictureSet
 from experiments.output import BatchStore
 from varjax.errors import UserError, about
 from varjax.evaluation import references
@@ -21,16 +22,20 @@ from varjax.evaluation.statistics import (
 )
 from varjax.progress import Progress
 
-KEYS = {"is": "inception_score"}  # of metrics.json, where they are not the metric's name
+KEYS = {"is": "inception_score"}  # {metric: its key in metrics.json, where that differs}
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """wanted: {"samples" or "reference": features to extract of it}. network: None where files of
-    statistics are compared, which takes none. notes: what such files say of their making."""
+    """Samples, a reference set, and what is computed of both.
 
-    samples: Set
-    reference: Set
+    network: extractor; None if only files of statistics are compared.
+    wanted: {"samples" or "reference": features to extract}. notes: how the features are made, as
+    files of statistics say it.
+    """
+
+    samples: PictureSet
+    reference: PictureSet
     network: Network | None
     metrics: tuple[str, ...]
     wanted: Mapping[str, tuple[str, ...]]
@@ -39,13 +44,14 @@ class Comparison:
     remarks: tuple[str, ...]
 
     @property
-    def sides(self) -> dict[str, Set]:
+    def sides(self) -> dict[str, PictureSet]:
+        """The two sets by name."""
         return {"samples": self.samples, "reference": self.reference}
 
 
 def compare(
-    samples: Set,
-    reference: Set,
+    samples: PictureSet,
+    reference: PictureSet,
     network: Network | None,
     metrics: tuple[str, ...],
     *,
@@ -53,8 +59,10 @@ def compare(
     split_size: int,
     protocol: str,
 ) -> Comparison:
-    """Find out what has to be computed. asked: whether the user named the metrics; otherwise those
-    that cannot be computed are left out, with a remark.
+    """Find out what has to be computed.
+
+    asked: the user named the metrics. If not, metrics that cannot be computed are left out, with a
+    remark.
 
     Raises:
       UserError: a metric that was asked for cannot be computed, or statistics are of another
@@ -62,24 +70,19 @@ def compare(
     """
     sides = {"samples": samples, "reference": reference}
     notes = {"extractor": network.identity["sha256"], "protocol": protocol} if network else {}
-    kept, wanted = [], {name: set() for name in sides}
+    needed: dict[str, dict[str, str | None]] = {}  # {metric: {side: feature}}
     left: dict[str, list[str]] = {}  # {why: metrics}
     for metric in metrics:
         try:
-            found = {n: features.needed(metric, n == "samples", s) for n, s in sides.items()}
-            if any(found.values()) and network is None:
-                raise UserError(f"--inception=DIR is needed: {WHERE_INCEPTION}")
+            needed[metric] = _needed(metric, sides, network)
         except UserError as error:
             if asked:
                 raise UserError(f"{metric}: {error}") from error
             left.setdefault(str(error), []).append(metric)
-            continue
-        kept.append(metric)
-        for name, feature in found.items():
-            wanted[name] |= {feature} - {None}
     remarks = [f"{', '.join(names)} left out: {why}" for why, names in left.items()]
-    if not kept:
+    if not needed:
         raise UserError("; ".join(f"{', '.join(names)}: {why}" for why, names in left.items()))
+    kept = tuple(needed)
     for name, side in sides.items():
         remarks += _side_remarks(name, side, network, notes, kept)
     _check_dimensions(samples, reference)
@@ -87,14 +90,30 @@ def compare(
         remarks += order_remarks(samples, split_size)
     for side in sides.values() if network else ():
         _check_pictures(side, network, kept)
-    ordered = {name: tuple(sorted(found)) for name, found in wanted.items()}
-    return Comparison(
-        samples, reference, network, tuple(kept), ordered, split_size, notes, tuple(remarks)
-    )
+    wanted = {
+        name: tuple(sorted({found[name] for found in needed.values()} - {None})) for name in sides
+    }
+    return Comparison(samples, reference, network, kept, wanted, split_size, notes, tuple(remarks))
 
 
-def _side_remarks(name: str, side: Set, network: Network | None, notes, kept) -> list[str]:
-    """What a reader has to know of a set. `UserError`: statistics of another extractor."""
+def _needed(
+    metric: str, sides: Mapping[str, PictureSet], network: Network | None
+) -> dict[str, str | None]:
+    """Return the feature that a metric needs of each side; `UserError` if it cannot be had."""
+    found = {name: features.needed(metric, name == "samples", s) for name, s in sides.items()}
+    if any(found.values()) and network is None:
+        raise UserError(f"--inception=DIR is needed: {WHERE_INCEPTION}")
+    return found
+
+
+def _side_remarks(
+    name: str,
+    side: PictureSet,
+    network: Network | None,
+    notes: Mapping[str, str],
+    kept: Sequence[str],
+) -> list[str]:
+    """Return what a reader must know about a set; `UserError` for statistics of another network."""
     if side.statistics is not None:
         side.statistics.check(side.where, network.widths if network else {}, notes)
         return side.statistics.remarks(side.where)
@@ -109,21 +128,22 @@ def _side_remarks(name: str, side: Set, network: Network | None, notes, kept) ->
     return []
 
 
-def _check_pictures(of: Set, network: Network, kept) -> None:
+def _check_pictures(side: PictureSet, network: Network, kept: Sequence[str]) -> None:
     """`UserError` for pictures that the network does not take, or classes that it does not know."""
-    if of.pictures is None:
+    if side.pictures is None:
         return
-    with about(of.where):
-        network.check_size(*of.pictures.size)
-        if features.AGREEMENT in kept and of.labels is not None:
-            known, found = network.widths["logits"], (of.labels.min(), of.labels.max())
+    height, width = side.pictures.size
+    with about(side.where):
+        network.check_size(height, width)
+        if features.AGREEMENT in kept and side.labels is not None:
+            known, found = network.widths["logits"], (side.labels.min(), side.labels.max())
             if found[0] < 0 or found[1] >= known:
                 raise UserError(
                     f"labels {found[0]} to {found[1]}: the classifier knows 0 to {known - 1}"
                 )
 
 
-def _check_dimensions(samples: Set, reference: Set) -> None:
+def _check_dimensions(samples: PictureSet, reference: PictureSet) -> None:
     """`UserError` if two files of statistics are of different features."""
     if samples.statistics is None or reference.statistics is None:
         return
@@ -136,8 +156,8 @@ def _check_dimensions(samples: Set, reference: Set) -> None:
             )
 
 
-def order_remarks(samples: Set, split_size: int) -> list[str]:
-    """What to know of the order of samples, on which the Inception score of blocks depends."""
+def order_remarks(samples: PictureSet, split_size: int) -> list[str]:
+    """Return a remark if the order of the samples spoils the Inception score of blocks."""
     labels, count = samples.labels, samples.pictures.count
     if labels is None or split_size >= count or len(np.unique(labels)) < 2:
         return []
@@ -151,12 +171,14 @@ def order_remarks(samples: Set, split_size: int) -> list[str]:
 
 
 def measure(job: Comparison, store: BatchStore) -> dict:
-    """Values by the keys of metrics.json. Features are in the store."""
+    """Return the values by the keys of metrics.json. The store has the features."""
     found: dict = {}
     for metric in job.metrics:
         if metric in features.DISTANCES:
             feature = features.DISTANCES[metric]
-            found[metric] = frechet(*(_gaussian(job, store, n, feature) for n in job.sides))
+            ours = _gaussian(job, store, "samples", feature)
+            theirs = _gaussian(job, store, "reference", feature)
+            found[metric] = frechet(ours, theirs)
     if "is" in job.metrics:
         score = InceptionScore(blocks_of(job.samples.pictures.count, job.split_size))
         for _, arrays in store.batches("samples"):
@@ -182,7 +204,7 @@ def _agreement_key(side: str) -> str:
 
 
 def _agreement(store: BatchStore, name: str, labels: np.ndarray) -> float:
-    """Part of the pictures that the classifier takes for the class they were asked for."""
+    """Return the part of the pictures that the classifier takes for the class asked for."""
     right = 0
     for index, arrays in store.batches(name):
         right += int((arrays["logits"].argmax(1) == labels[index]).sum())
@@ -196,8 +218,8 @@ def _gaussian(job: Comparison, store: BatchStore, name: str, feature: str) -> Ga
     return features.gaussian(store, name, feature)
 
 
-def save_statistics(path, job: Comparison, store: BatchStore) -> None:
-    """Write mean and covariances of the samples, as a reference for later."""
+def save_statistics(path: pathlib.Path, job: Comparison, store: BatchStore) -> None:
+    """Write means and covariances of the samples to a file, which can be a reference later."""
     names = [f for m, f in features.DISTANCES.items() if m in job.metrics]
     found = {feature: _gaussian(job, store, "samples", feature) for feature in names}
     references.write(path, found, job.notes)

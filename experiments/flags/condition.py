@@ -1,32 +1,38 @@
-"""What the images of a command are made of: classes or prompts, as the model's family takes them.
+"""The flags that say what images are made of: classes or prompts, as the model's family takes them.
 
-One class of flags per kind of condition (`Model.condition`). Flags of another kind are
-refused with a hint at the right ones.
+Each kind of condition (`Model.condition`) has its class of flags. Flags of another kind are refused
+with a hint at the right ones.
 """
 
 import contextlib
 import pathlib
 
 import numpy as np
+from absl.flags import FlagHolder
 
 from experiments.flags.prompts import NegativeFlags, PromptFlags, plain
 from experiments.prompts.condition import Text, check_text_tokens, encoder_folder
 from experiments.prompts.layouts import check_layout
 from experiments.prompts.sets import PromptSet
 from varjax.cli.flags import CommandFlags
-from varjax.conditions import MOST_IMAGES, Condition, Labels
+from varjax.conditions import MOST_IMAGES, Condition
 from varjax.errors import MissingExtra, UserError
 from varjax.model import Model
+from varjax.models.labels import Labels
 from varjax.text import encoder as text_encoder
 from varjax.text import features as text_features
+from varjax.text.features import TextFeatures
 
 ALL_CLASSES_UP_TO = 64  # without flags: every class once, or few images for larger models
 FEW_IMAGES = 16
 
 
 class ConditionFlags:
-    """All of them. samples: this command takes a few examples only, so many by default, spread
-    evenly over classes or prompts (--num_samples)."""
+    """All flags for conditions.
+
+    samples: the default of --num_samples, for a command that takes a few examples only, spread
+    evenly over classes or prompts; None: the command takes all.
+    """
 
     def __init__(self, flags: CommandFlags, *, samples: int | None = None):
         self._samples = None
@@ -44,8 +50,9 @@ class ConditionFlags:
         }
 
     def resolve(self, model: Model, *, weights: bool = True) -> Condition:
-        """A condition (`varjax.conditions`), checked; prompts are not encoded yet (`Text`).
-        weights: the model will run; without, it need not have a text encoder."""
+        """Return the condition (`varjax.conditions`), checked; prompts are not encoded yet.
+
+        weights: the model will run; if not, it need not have a text encoder."""
         mine = self._kinds[model.condition]
         for kind, other in self._kinds.items():
             if kind != model.condition and (given := other.given()):
@@ -53,8 +60,8 @@ class ConditionFlags:
         return mine.resolve(model, weights)
 
 
-def _given(*holders) -> list[str]:
-    """Names of the flags that were set."""
+def _given(*holders: FlagHolder | None) -> list[str]:
+    """Return the names of the flags that are given."""
     return [h.name for h in holders if h is not None and h.present]
 
 
@@ -63,7 +70,7 @@ class LabelFlags:
 
     words = "is class-conditional; choose images with --labels or --num_images"
 
-    def __init__(self, flags: CommandFlags, samples):
+    def __init__(self, flags: CommandFlags, samples: FlagHolder[int] | None):
         self._samples = samples
         self._labels = flags.string("labels", None, "Class numbers, one image each: 3,7,7.")
         self._num_images = self._each = None
@@ -123,7 +130,7 @@ class TextFlags:
 
     words = "draws from text; give --prompt=TEXT, --prompts=FILE or --text_features=FILE.npz"
 
-    def __init__(self, flags: CommandFlags, samples):
+    def __init__(self, flags: CommandFlags, samples: FlagHolder[int] | None):
         self._samples, self._prompts = samples, PromptFlags(flags)
         self._each = None
         if samples is None:
@@ -178,7 +185,7 @@ class TextFlags:
         )
         return text if self._samples is None else text.spread(self._samples.value)
 
-    def _read_prompts(self, features) -> PromptSet | None:
+    def _read_prompts(self, features: TextFeatures | None) -> PromptSet | None:
         found = self._prompts.read()
         if features is None:
             return found
@@ -190,8 +197,8 @@ class TextFlags:
         return found
 
 
-def _check_same(prompts: PromptSet, features) -> None:
-    """Raise `UserError` unless features are, as far as they say, those of the prompts."""
+def _check_same(prompts: PromptSet, features: TextFeatures) -> None:
+    """Raise `UserError` if the features say that they were made from other texts."""
     if len(features.lens) != len(prompts):
         raise UserError(
             f"--text_features holds {len(features.lens)} texts, there are {len(prompts)} prompts: "
@@ -206,7 +213,7 @@ def _check_same(prompts: PromptSet, features) -> None:
 
 
 def _encoder(model: Model) -> pathlib.Path:
-    """The text encoder's folder in a checkpoint: all but its weights is checked, and fits."""
+    """Return the folder of a checkpoint's text encoder, which is checked except for its weights."""
     folder = encoder_folder(
         model.directory,
         ", or give features that were computed elsewhere with --text_features=FILE.npz",
@@ -222,7 +229,7 @@ def _encoder(model: Model) -> pathlib.Path:
 
 
 def _check_layout(prompts: PromptSet, each: int, model: Model) -> None:
-    """Refuse what the set's scorer cannot read. Without pillow no image files are written."""
+    """Refuse what the prompt set's scorer cannot read. Without pillow no files are written."""
     rows, columns, _ = model.code_map
     pixels = model.codec.config.downsample
     with contextlib.suppress(MissingExtra):

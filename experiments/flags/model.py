@@ -1,4 +1,6 @@
-"""Which model a command is about: --checkpoint, --model, and the shape of its pictures."""
+"""The flags that name a model, --checkpoint and --model, and the shape of its pictures."""
+
+from absl.flags import FlagHolder
 
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError, choose
@@ -8,10 +10,9 @@ from varjax.models.infinity.schedules import SIZES, TEMPLATES
 
 
 class ModelFlags:
-    """--checkpoint of a command and, where a model without weights will do, --model; --aspect and
-    --size.
+    """--checkpoint, --aspect, --size and, for commands that can do without weights, --model.
 
-    published: what the help says of --model; None: the command has no such flag.
+    published: what the help says about --model; None: the command has no such flag.
     """
 
     def __init__(self, flags: CommandFlags, *, published: str | None = None):
@@ -35,8 +36,8 @@ class ModelFlags:
             "size", None, f"Their pixels: {', '.join(SIZES)}; default: the checkpoint's."
         )
 
-    def check_alone(self, *others) -> None:
-        """Raise `UserError` if several flags name a model. others: holders of further ones."""
+    def check_alone(self, *others: FlagHolder) -> None:
+        """Raise `UserError` if several flags name a model. others: further flags that do."""
         holders = (self._model, self._checkpoint, *others)
         given = [f"--{holder.name}" for holder in holders if holder is not None and holder.value]
         if len(given) > 1:
@@ -46,20 +47,23 @@ class ModelFlags:
             raise UserError(f"{shape[0]}: {given[0]} says the schedule already, leave it out")
 
     def named(self) -> Model:
-        """What is named, whatever shape its pictures are to have."""
+        """Return the model that is named, without --aspect and --size."""
         self.check_alone()
         holders = (holder for holder in (self._model, self._checkpoint) if holder is not None)
         return describe(next((holder.value for holder in holders if holder.value), None))
 
     def resolve(self, *, weights: bool = True, otherwise: str = "") -> Model:
-        """The model, its weights not loaded yet; the embedded demo if none is named. weights:
-        refuse published names, which have none here. otherwise: another way out."""
+        """Return the model without its weights; the embedded demo if none is named.
+
+        weights: refuse published names, which have no weights here. otherwise: what else a user can
+        do then, for the message."""
         self.check_alone()
         name = None if self._model is None else self._model.value
         if name:
             choose("model", name, registry.PRESETS)
-        shape = {"aspect": self._aspect.value, "size": self._size.value}
-        model = describe(name or self._checkpoint.value, **shape)
+        model = describe(
+            name or self._checkpoint.value, aspect=self._aspect.value, size=self._size.value
+        )
         if weights and model.directory is None:
             raise UserError(
                 f"{model.name} is a published model without weights here: {otherwise}convert its "

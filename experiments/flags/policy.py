@@ -14,7 +14,6 @@ from varjax.key_values import parse_pairs
 from varjax.model import Model
 from varjax.policies import POLICIES, Policy, get_policy, load_module
 from varjax.sampling import Sampling
-from varjax.sequence import TOKENS
 
 UNMEASURED = (
     "ranking   without --calibration layers and heads count as alike: what each of them keeps is "
@@ -82,22 +81,22 @@ class PolicyFlags:
         geometry, guidance = model.geometry if is_model else model, None
         if sampling is not None:
             geometry, guidance = model.geometry_for(sampling), sampling.guidance
-        policy.check_kind(geometry)
+        rule = policy.rule(geometry.kind)
         found = calibration_lib.find(policy, model, given, guidance)
         if found is None and is_model and model.directory is None:
             found = stand_in(policy, geometry)
         try:
             return plan_cache(geometry, policy, found), found
         except UserError as error:
-            if found is None and policy.uses_calibration and geometry.kind != TOKENS:
+            if found is None and rule.uses_calibration:
                 raise UserError(f"{error}; --calibration=FILE names it") from None
             raise
 
 
 def stand_in(policy: Policy, geometry: Geometry) -> Calibration | None:
-    """Measurements that treat all heads alike, for a policy that cannot plan without any; no policy
-    of models that draw token by token needs some."""
-    if geometry.kind == TOKENS:
+    """Measurements that treat all heads alike, for a policy that cannot plan without any; None if
+    it can."""
+    if not policy.rule(geometry.kind).uses_calibration:
         return None
     try:
         choose(geometry, policy, None)
@@ -121,7 +120,7 @@ def stand_in(policy: Policy, geometry: Geometry) -> Calibration | None:
 
 def plan_remarks(plan: CachePlan, calibration: Calibration | None) -> list[str]:
     """Lines to print with a plan."""
-    lines = list(plan.policy.plan_lines(plan.geometry, calibration))
+    lines = list(plan.rule.plan_lines(plan.geometry, calibration))
     if calibration is not None and calibration.digest is None:  # a `stand_in`
         lines.append(UNMEASURED)
     if calibration is not None and calibration.orders is not None:

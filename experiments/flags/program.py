@@ -1,8 +1,9 @@
-"""How the program of a command is compiled: types, cuts, kernels, devices, the size of a batch."""
+"""The flags that decide how programs are compiled: types, segments, kernels, devices, batches."""
 
 from dataclasses import dataclass
 
 import jax
+from absl.flags import FlagHolder
 
 from experiments.prompts.condition import text_tokens
 from pallas_kernels import implementations
@@ -26,9 +27,10 @@ AUTO = "auto"
 class ProgramOptions:
     """What decides how a program is compiled, apart from model, plan and batch.
 
-    dtype: of the computation. kv_dtype: of a compressed pool. dense_dtype: of a full cache.
-    attention: of `pallas_kernels.implementations.NAMES`; None: what the platform has.
-    decode_batch: images decoded at once; None: as many as fit. decode_dtype: of the decoder.
+    dtype: type of the computation. kv_dtype: type of a compressed pool.
+    dense_dtype: type of a full cache.
+    attention: one of `pallas_kernels.implementations.NAMES`; None: what the platform has.
+    decode_batch: images decoded at once; None: as many as fit. decode_dtype: type of the decoder.
     """
 
     dtype: str
@@ -45,11 +47,13 @@ class ProgramOptions:
     def predict(
         self, model: Model, plan: CachePlan, batch_size: int, text: int | None, kernels: bool
     ) -> memory.Prediction:
-        """Bytes of one device without compiling. batch_size: its images. text: padded length, None
-        for the most. kernels: whether attention runs in one."""
+        """Predict the bytes of one device without compiling.
+
+        batch_size: images of that device. text: padded length of texts, None for the most.
+        kernels: whether attention runs in a kernel, which needs less memory."""
         return memory.predict(
             model,
-            plans.layout(plan, self.mesh).groups[0],
+            plan.divide(self.mesh.model)[0],
             batch_size,
             self.dtype,
             self.kv_dtype,
@@ -62,37 +66,39 @@ class ProgramOptions:
     def predict_here(
         self, model: Model, plan: CachePlan, batch_size: int, condition: Condition
     ) -> memory.Prediction:
-        """Likewise on this machine, for images of a condition."""
+        """Predict the bytes of one device of this machine, for images of a condition."""
         name = self.attention or implementations.preferred()
         takes_plan = self.attention is not None or not blocks_too_small(plan, name)
-        kernels = name in implementations.PLATFORMS and takes_plan  # which need less memory
+        kernels = name in implementations.PLATFORMS and takes_plan
         return self.predict(model, plan, batch_size, text_tokens(condition), kernels)
 
 
 def blocks_too_small(plan: CachePlan, attention: str) -> bool:
-    """Whether an implementation does not take this plan's blocks."""
+    """Return whether this plan's blocks are too small for an implementation."""
     if attention != "tpu":
         return False
-    from pallas_kernels.tpu_operands import BLOCK_SIZES  # of a backend that JAX may lack
+    from pallas_kernels.tpu_operands import BLOCK_SIZES  # JAX may lack this backend
 
     return plan.block_size < min(BLOCK_SIZES)
 
 
-def batch_size_flag(flags: CommandFlags, default: int, help: str = "Images per program call."):
-    """--batch_size of a command that takes it as it is."""
+def batch_size_flag(
+    flags: CommandFlags, default: int, help: str = "Images per program call."
+) -> FlagHolder[int]:
+    """Define --batch_size for a command that takes the number as it is."""
     return flags.integer(
         "batch_size", default, help, lower_bound=1, upper_bound=arguments.LARGEST_BATCH
     )
 
 
-def dtype_flag(flags: CommandFlags, default: str | None, of: str):
-    """--dtype. default: None is float32 on CPU, else bfloat16."""
+def dtype_flag(flags: CommandFlags, default: str | None, of: str) -> FlagHolder[str]:
+    """Define --dtype. default: None is float32 on CPU, else bfloat16. of: what has that type."""
     usual = "" if default else "; default: float32 on CPU, else bfloat16"
     return flags.enum("dtype", default, sorted(DTYPES), f"Type of {of}{usual}.")
 
 
-def kv_dtype_flag(flags: CommandFlags):
-    """--kv_dtype."""
+def kv_dtype_flag(flags: CommandFlags) -> FlagHolder[str]:
+    """Define --kv_dtype."""
     return flags.enum(
         "kv_dtype",
         None,
@@ -104,10 +110,10 @@ def kv_dtype_flag(flags: CommandFlags):
 
 class ProgramFlags:
     """--dtype, --kv_dtype, --matmul_precision, --segments, --layers, --attention, --decode_batch,
-    --decode_dtype, --batch_size and, on request, --mesh.
+    --decode_dtype, --batch_size and, if `mesh` says so, --mesh.
 
-    elsewhere: programs are compiled for chips that are not here: types are those that chips
-    compute in, and what a chip can do is checked per chip.
+    elsewhere: programs are compiled for chips that are not here. Types then default to what chips
+    compute in, and each chip is checked for what it can do.
     """
 
     def __init__(self, flags: CommandFlags, *, mesh: bool = False, elsewhere: bool = False):
@@ -167,7 +173,7 @@ class ProgramFlags:
         )
 
     def resolve(self, model: Model) -> ProgramOptions:
-        """Checked, but for what depends on the plan."""
+        """Return the options; all is checked that does not depend on the plan."""
         if model.draws_tokens:
             check_cut(self._segments.value, self._layers.value)
         else:
@@ -237,8 +243,8 @@ class ProgramFlags:
         *,
         dry_run: bool = False,
     ) -> int:
-        """As asked, or the usual one for the images of a condition, cut down to what fits, a
-        multiple of the devices along `data`."""
+        """Return --batch_size or, if it is not given, the usual size cut down to the images of the
+        condition and to what fits. It is a multiple of the devices along `data`."""
         asked, shards = self._batch_size.value, options.mesh.data
         if asked is not None:
             arguments.integer("--batch_size", asked, 1, arguments.LARGEST_BATCH)
@@ -248,7 +254,7 @@ class ProgramFlags:
                 f"multiple of {shards}"
             )
 
-        def predict(size):
+        def predict(size: int) -> memory.Prediction:
             return options.predict_here(model, plan, size, condition)
 
         asked, images = asked and asked // shards, -(-len(condition) // shards)

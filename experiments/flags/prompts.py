@@ -1,7 +1,9 @@
-"""Which texts images are made of: --prompt and --prompts, --negative_prompt and
+"""The flags that give texts: --prompt, --prompts and --prompt_set, --negative_prompt and
 --negative_prompts."""
 
 from collections.abc import Sequence
+
+from absl.flags import FlagHolder
 
 from experiments.prompts import sets
 from experiments.prompts.sets import Kind, Prompt, PromptSet
@@ -24,7 +26,7 @@ class PromptFlags:
         self.holders = (self._texts, self._path, self._kind)
 
     def read(self) -> PromptSet | None:
-        """The prompts; None if none are given. `UserError` as `sets.read_prompts`."""
+        """Return the prompts; None if none are given. Raises the errors of `sets.read_prompts`."""
         typed = _typed(self._texts, self._path)
         if typed is None and self._path.value:
             return sets.read_prompts(self._path.value, self._kind.value)
@@ -47,8 +49,8 @@ class NegativeFlags:
         self.holders = (self._texts, self._path)
 
     def read(self, prompts: PromptSet) -> PromptSet | None:
-        """One text for each prompt or one for all; None if none are given. `UserError` as
-        `sets.read_prompts` and `negative_texts`."""
+        """Return one text for each prompt or one for all; None if none are given. Raises the errors
+        of `sets.read_prompts` and `negative_texts`."""
         found = _typed(self._texts, self._path)
         if found is None and self._path.value:
             found = sets.read_prompts(self._path.value, Kind.LINES)
@@ -58,14 +60,14 @@ class NegativeFlags:
 
 
 def plain(texts: Sequence[str], names: Sequence[str]) -> PromptSet:
-    """Texts that are no file of prompts, in the layout of one. names: for messages."""
+    """Return texts that come from no file as a prompt set. names: how messages call them."""
     given = enumerate(zip(texts, names, strict=True))
     prompts = (Prompt(text, f"{i:05d}", name) for i, (text, name) in given)
     return PromptSet(tuple(prompts), Kind.LINES, 1)
 
 
-def _typed(texts, path) -> PromptSet | None:
-    """The texts of a repeatable flag, each as a line of a file would be read; None without any."""
+def _typed(texts: FlagHolder[list[str]], path: FlagHolder[str]) -> PromptSet | None:
+    """Read the texts of a repeatable flag, each like a line of a file; None without any."""
     if texts.value and path.value:
         raise UserError(
             f"--{texts.name} and --{path.name} exclude each other: write all texts into the file, "

@@ -1,4 +1,6 @@
-"""How tokens are drawn: the sampling flags of a command."""
+"""The sampling flags of a command: how tokens are drawn."""
+
+from absl.flags import FlagHolder
 
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError
@@ -41,7 +43,7 @@ class SamplingFlags:
         )
 
     def sampling(self, model: Model) -> Sampling:
-        """As asked, else as the checkpoint recommends."""
+        """Return the settings: each as its flag says, else as the checkpoint recommends."""
         return model.sampling(
             cfg=_numbers(self._cfg, float),
             tau=_numbers(self._tau, float),
@@ -55,23 +57,26 @@ class SamplingFlags:
 
     @property
     def seed(self) -> int:
-        """What the random numbers start from, checked."""
+        """--seed, checked."""
         return self.seeds(1)
 
     def seeds(self, runs: int) -> int:
-        """The first of so many seeds, one after the other."""
+        """Return --seed, checked as the first of `runs` consecutive seeds."""
         return check_seed(self._seed.value, runs, name=f"--{self._seed.name}")
 
 
-def _numbers(holder, kind: type) -> float | tuple | None:
-    """The numbers of a flag `1,2,3`, a single float by itself; None if it was not set."""
+def _numbers(
+    holder: FlagHolder[str], number: type[int] | type[float]
+) -> float | tuple[float, ...] | None:
+    """Read a flag such as `1,2,3`; None if it is not given. A single float is returned by itself.
+    number: int or float."""
     if holder.value is None:
         return None
     try:
-        found = tuple(kind(part) for part in holder.value.split(","))
+        found = tuple(number(part) for part in holder.value.split(","))
     except ValueError:
-        what = {int: "whole numbers", float: "numbers"}[kind]
+        what = {int: "whole numbers", float: "numbers"}[number]
         raise UserError(
             f"--{holder.name}={holder.value}: write {what} separated by commas, or a single one"
         ) from None
-    return found[0] if kind is float and len(found) == 1 else found
+    return found[0] if number is float and len(found) == 1 else found

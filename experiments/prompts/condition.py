@@ -1,7 +1,8 @@
 """Prompts that images are made of, before and after they are encoded.
 
-A `varjax.conditions.Condition` whose features may still be missing: planning, checks and reports
-need the prompts only, so that the encoder runs last, alone on the device, and is freed again.
+`Text` is a `varjax.conditions.Condition` whose features may still be missing. Planning, checks and
+reports need the prompts only. So the encoder runs last, alone on the device, and its memory is free
+again before the model is loaded.
 """
 
 import hashlib
@@ -9,12 +10,13 @@ import json
 import os
 import pathlib
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from experiments.prompts.sets import PromptSet
+from varjax.conditions import Condition
 from varjax.errors import UserError
 from varjax.model import Model
 from varjax.storage import manifest
@@ -29,10 +31,10 @@ class Text:
 
     negative: texts that guidance leads away from: one for each prompt or one for all; None: the
       model's own unconditional text.
-    encoder: folder of the encoder for what has no features yet; None: it can only be planned for.
-    assumed: tokens to plan with as long as there are no features; None: the most.
-    features: what the model sees, of all images.
-    peak_bytes: what encoding took on the device; None: not encoded here.
+    encoder: folder of the text encoder; None with given features, or if it is not needed.
+    assumed: tokens to plan with until there are features; None: the most.
+    features: what the model sees, for all images; None: not encoded yet.
+    peak_bytes: bytes that encoding took on the device; None: not encoded here.
     """
 
     prompts: PromptSet
@@ -60,18 +62,20 @@ class Text:
 
     @property
     def padded_length(self) -> int:
-        """Tokens of a text as the program will have them, or the most that they can be."""
+        """Tokens of a text in the program, or the most that there can be before encoding."""
         if self.features is None:
             return self.assumed or self.text_maxlen
         return self.features.padded_length
 
     def describe(self) -> dict:
-        """What decides the images, the same before and after encoding."""
+        """Return what decides the images. It is the same before and after encoding."""
         found = {"kind": self.prompts.kind, "images_per_prompt": self.each}
         if self.encoder is None:
             return found | ({} if self.features is None else {"features": self.features.describe()})
         negative = [] if self.negative is None else self.negative.texts
-        files = manifest.read_part(self.encoder, text_encoder.PART)["files"]
+        files = manifest.read_part(self.encoder, text_encoder.PART, text_encoder.TEXT_ENCODER)[
+            "files"
+        ]
         return found | {
             "prompts": len(self.prompts),
             "negative_prompts": len(negative),
@@ -80,7 +84,7 @@ class Text:
         }
 
     def spread(self, count: int) -> "Text":
-        """At most `count` images, over all prompts evenly."""
+        """Return at most `count` images, spread evenly over all prompts."""
         total = len(self.prompts)
         count = min(count, total)
         chosen = np.arange(count) * total // count
@@ -101,35 +105,50 @@ class Text:
 # --- encoding -------------------------------------------------------------------------------------
 
 
-def encoded(condition: Any, model: Model, dtype: str) -> Any:
-    """The condition with its prompts encoded; the encoder is freed before this returns. Labels are
-    returned unchanged. `UserError` if the encoder cannot be used, or is not this model's."""
+def encoded(condition: Condition, model: Model, dtype: str) -> Condition:
+    """Return the condition with its prompts encoded; labels are returned as they are. The encoder's
+    memory is free again after it. `UserError` if the encoder cannot be used, or is another
+    model's."""
     if not isinstance(condition, Text) or condition.features is not None:
         return condition
     prompts, encoder, most = condition.prompts, condition.encoder, condition.text_maxlen
     print(f"encoding {len(prompts)} prompts with {encoder}", file=sys.stderr, flush=True)
-    options = {"dtype": dtype, "max_length": most}
-    features, peak = encode(encoder, prompts, condition.negative, **options)
+    features, peak = encode(encoder, prompts, condition.negative, dtype=dtype, max_length=most)
     fitted = features.fitted(model.config.text_channels, most).repeat(condition.each)
     return replace(condition, features=fitted, peak_bytes=peak)
 
 
 def encode(
-    encoder: pathlib.Path, prompts: PromptSet, negative: PromptSet | None, **options
+    encoder: pathlib.Path,
+    prompts: PromptSet,
+    negative: PromptSet | None,
+    *,
+    dtype: str,
+    max_length: int,
+    batch_size: int = 8,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[TextFeatures, int | None]:
-    """`text_encoder.encode_texts`, whose messages then name file and line."""
-    if negative is not None:
-        options |= {"negative": negative.texts, "negative_names": negative.names}
-    return text_encoder.encode_texts(encoder, prompts.texts, names=prompts.names, **options)
+    """Call `text_encoder.encode_texts` so that its messages name the file and line of a prompt."""
+    return text_encoder.encode_texts(
+        encoder,
+        prompts.texts,
+        None if negative is None else negative.texts,
+        dtype=dtype,
+        batch_size=batch_size,
+        max_length=max_length,
+        names=prompts.names,
+        negative_names=None if negative is None else negative.names,
+        progress=progress,
+    )
 
 
-def _digest(content: Any) -> str:
+def _digest(content: Mapping | Sequence) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def encoder_folder(checkpoint: str | os.PathLike, otherwise: str = "") -> pathlib.Path:
-    """Where the encoder of a checkpoint is, or `checkpoint` itself if it is an encoder alone.
-    otherwise: what else a user can do if there is none."""
+    """Return the folder of a checkpoint's encoder; `checkpoint` itself if it is an encoder alone.
+    otherwise: what else a user can do if there is none, for the message."""
     folder = part_folder(checkpoint, text_encoder.PART)
     if not folder.exists():
         raise UserError(
@@ -140,7 +159,7 @@ def encoder_folder(checkpoint: str | os.PathLike, otherwise: str = "") -> pathli
 
 
 def check_text_tokens(asked: int | None, model: Model) -> int | None:
-    """Padded length of texts that --text_tokens names, if the model takes it."""
+    """Return --text_tokens, the padded length of texts; `UserError` unless the model takes it."""
     most = getattr(model.config, "text_maxlen", None)
     if asked is not None and most is None:
         raise UserError(f"--text_tokens={asked}: {model.name} takes no text, leave it out")
@@ -149,6 +168,6 @@ def check_text_tokens(asked: int | None, model: Model) -> int | None:
     return asked
 
 
-def text_tokens(condition: Any) -> int | None:
-    """Padded length of the texts of a condition, for predictions; None for labels."""
+def text_tokens(condition: Condition) -> int | None:
+    """Return the padded length of a condition's texts, for predictions; None for labels."""
     return condition.padded_length if isinstance(condition, Text) else None

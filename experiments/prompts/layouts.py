@@ -11,8 +11,8 @@
 | `hpsv2` | STYLE/00000.jpg |
 | `coco` | 000000000042.png by number of the image (`coco-captions`: image and caption) |
 
-The manifest lies outside because HPSv2's and DPG-Bench's scorers take everything in the folder for
-images or styles.
+The manifest lies outside of `images`, since HPSv2's and DPG-Bench's scorers take everything in that
+folder for images or styles.
 """
 
 import json
@@ -55,7 +55,7 @@ def check_layout(
 
     Raises:
       UserError: too many images, or images that are not square; a prompt whose name cannot be the
-        name of a file, or is that of another one.
+        name of a file, or is the name of another prompt.
       MissingExtra: without pillow.
     """
     arguments.instance("prompt_set", prompt_set, PromptSet, "prompts, as read_prompts gives them")
@@ -100,7 +100,7 @@ def write_images(
       seed: what the run's random numbers start from, for the manifest.
 
     Raises:
-      UserError: as `check_layout`; images of another kind, or another number than the set has.
+      UserError: the errors of `check_layout`; images of a wrong type, shape or number.
       OSError: a file cannot be written.
     """
     folder, images = Path(arguments.path("folder", folder)), arguments.as_array("images", images)
@@ -130,14 +130,14 @@ def write_images(
 
 
 def _images_of_each(prompt_set: PromptSet, images: np.ndarray, each: int | None) -> int:
-    """How many images a prompt has, once everything fits together."""
+    """Return how many images a prompt has; `UserError` unless prompts and images fit together."""
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
         kind = f"{str(images.dtype):.20} {images.shape}"
         raise UserError(f"images are {kind}: give uint8 [N, H, W, 3]")
     if 0 in images.shape:
         raise UserError(f"images of shape {images.shape} have no pixels: give uint8 [N, H, W, 3]")
     each = getattr(prompt_set, "images_per_prompt", 1) if each is None else each
-    check_layout(prompt_set, each, *images.shape[1:3])
+    check_layout(prompt_set, each, height=images.shape[1], width=images.shape[2])
     if len(images) != len(prompt_set) * each:
         raise UserError(
             f"{len(images)} images: {len(prompt_set)} prompts have {len(prompt_set) * each}"
@@ -146,7 +146,7 @@ def _images_of_each(prompt_set: PromptSet, images: np.ndarray, each: int | None)
 
 
 def image_files(folder: Path) -> set[str]:
-    """The files below `images/` that the manifest of a folder says were written there."""
+    """Return the files below `images/` that the manifest of a folder lists."""
     found: set[str] = set()
     try:
         content = parse_json((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -163,7 +163,7 @@ def image_files(folder: Path) -> set[str]:
 def _write_prompt(
     folder: Path, kind: Kind, prompt: Prompt, images: UInt8[np.ndarray, "N H W 3"]
 ) -> None:
-    """The files of one prompt and its images."""
+    """Write the files of one prompt."""
     each = len(images)
     if kind is Kind.DPG and each > 1:
         images = _tiled(images)[None]
@@ -177,7 +177,7 @@ def _write_prompt(
 
 
 def _file(kind: Kind, prompt: Prompt, sample: int, each: int) -> str:
-    """Where an image goes below `images/`."""
+    """Return the path of an image below `images/`."""
     usual = "{name}.png" if each == 1 else "{name}_{sample}.png"
     return FILES.get(kind, usual).format(name=prompt.name, sample=sample)
 
@@ -186,7 +186,7 @@ def _file(kind: Kind, prompt: Prompt, sample: int, each: int) -> str:
 
 
 def _tiled(images: UInt8[np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "2*H 2*W 3"]:
-    """The 2x2 grid of a prompt's square images; where there are fewer than four, it is black."""
+    """Return the 2x2 grid of a prompt's square images; places without an image are black."""
     side = images.shape[1]
     canvas = np.zeros((2 * side, 2 * side, 3), np.uint8)
     for image, place in zip(images, TILES, strict=False):
@@ -197,8 +197,9 @@ def _tiled(images: UInt8[np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "2*H 2*W 3
 
 def _save(path: Path, image: np.ndarray) -> None:
     pillow = require("PIL.Image", extra="eval", purpose="writing images")
-    options = {"format": "PNG"}
-    if path.suffix == ".jpg":
-        options = {"format": "JPEG", "quality": JPEG_QUALITY, "subsampling": 0}
+    picture = pillow.fromarray(image)
     with new_file(path) as file:
-        pillow.fromarray(image).save(file, **options)
+        if path.suffix == ".jpg":
+            picture.save(file, format="JPEG", quality=JPEG_QUALITY, subsampling=0)
+        else:
+            picture.save(file, format="PNG")

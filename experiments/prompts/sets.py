@@ -48,8 +48,11 @@ _GENEVAL_ENTRIES = {"prompt": str, "tag": str, "include": list}
 
 @dataclass(frozen=True)
 class Prompt:
-    """text: what the encoder reads. name: unique in the set, without ending; layouts make files of
-    it. where: file and line, for messages. metadata: what else the file says, as JSON has it."""
+    """One prompt.
+
+    text: what the encoder reads. name: unique in the set; image files are named after it.
+    where: file and line, for messages. metadata: what else the file says, as JSON data.
+    """
 
     text: str
     name: str
@@ -70,11 +73,12 @@ class PromptSet:
 
     @property
     def texts(self) -> list[str]:
+        """What the encoder reads, prompt by prompt."""
         return [prompt.text for prompt in self.prompts]
 
     @property
     def names(self) -> list[str]:
-        """How messages call the prompts: file and line."""
+        """How messages call the prompts, by file and line."""
         return [prompt.where for prompt in self.prompts]
 
 
@@ -154,7 +158,7 @@ def _dpg(path: Path) -> Iterator[Prompt]:
 
 
 def _hpsv2(path: Path) -> Iterator[Prompt]:
-    """A list, or a folder of them; the file's name is the style."""
+    """Read a list, or a folder of lists; the name of the file is the style."""
     for file in [path] if path.is_file() else _styles(path):
         content = _json(file)
         if not isinstance(content, list):
@@ -170,7 +174,7 @@ def _styles(folder: Path) -> list[Path]:
 
 
 def _coco(path: Path) -> Iterator[Prompt]:
-    """The caption with the lowest number of every image, by the number of the image."""
+    """Yield each image's caption with the lowest number, by the number of the image."""
     for image, prompts in groupby(_coco_captions(path), key=lambda p: p.metadata["image_id"]):
         yield replace(next(prompts), name=f"{image:012d}")
 
@@ -188,7 +192,7 @@ def _coco_captions(path: Path) -> list[Prompt]:
     return prompts
 
 
-def _caption(entry, where: str) -> Prompt:
+def _caption(entry: object, where: str) -> Prompt:
     image, number = (entry.get(n) if isinstance(entry, dict) else None for n in ("image_id", "id"))
     if type(image) is not int or type(number) is not int or min(image, number) < 0:
         raise UserError(f"{where}: expected an object with image_id, id and caption")
@@ -210,15 +214,15 @@ _READERS: Mapping[Kind, Callable[[Path], Iterable[Prompt]]] = {
 # --- files ----------------------------------------------------------------------------------------
 
 
-def _filled(text, where: str) -> str:
-    """The text on one line; benchmarks have no empty prompts."""
+def _filled(text: object, where: str) -> str:
+    """Return the text on one line. Benchmarks have no empty prompts."""
     if not isinstance(text, str) or not text.strip():
         raise UserError(f"{where}: expected a prompt, found {show(text)}")
     return " ".join(_plain(text, where).split("\n")).strip()
 
 
 def _plain(text: str, where: str) -> str:
-    """The text, of characters that a text can hold."""
+    """Return the text; `UserError` if it has characters that no UTF-8 text can hold."""
     for found, what in ("\0", "a NUL character"), ("[\ud800-\udfff]", "half of a surrogate pair"):
         if re.search(found, text):
             raise UserError(f"{where}: {text!a:.60} holds {what}, which is no text")
@@ -226,7 +230,7 @@ def _plain(text: str, where: str) -> str:
 
 
 def _text_lines(path: Path) -> list[str]:
-    """Lines without their ends; a line feed at the end of the file starts no further line."""
+    """Return the lines without their ends. A line feed at the end of the file begins no line."""
     text = _read(path)
     if text.count("\n") > MOST_PROMPTS:
         raise UserError(f"{path} has more than {MOST_PROMPTS} lines: divide it")
@@ -258,5 +262,5 @@ def _parsed(text: str, where: str):
 
 
 def _natural(text: str) -> list:
-    """Sort key by which 2 comes before 10."""
+    """Return a sort key by which 2 comes before 10."""
     return [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in re.split(r"(\d+)", text)]

@@ -1,7 +1,7 @@
-"""Recipes: the published settings of the papers' tables by name, as data files in this folder. The
-flag --recipe makes them the defaults of a command's other flags.
+"""Recipes: the published settings of tables in papers, as data files in this folder. The flag
+--recipe makes the settings of a recipe the defaults of a command's other flags.
 
-    title, source     what it is, and where its settings are published
+    title, source     what the recipe is, and where its settings are published
     models            published names that the table is about, all of one family
     run, evaluate     {flag: value} of the two commands; without `evaluate` there is a `scorer`
     images            count; of classes: per_class, classes; of prompts: what
@@ -30,43 +30,42 @@ from varjax.models import registry
 
 FOLDER = Path(__file__).parent
 DOCS = "docs/reproduce.md"
-# Flags that decide what is drawn or measured, besides counts of pictures, which are checked: a
-# recipe that does not name one is silent about it, and a value that is given has to be told.
+# Flags that decide what is drawn or measured, besides counts of pictures, which are checked. If a
+# recipe does not name one of them and the user gives it, the report has to say so.
 DECIDING = {
-    "run": (
-        *("cfg", "tau", "cfg_insertion_layer", "cfg_interval", "top_k", "top_p", "greedy"),
-        *("more_smooth", "resize", "aspect", "size", "negative_prompt", "negative_prompts"),
-        *("given_tokens", "given_bits", "given_scales"),
-        *("dtype", "kv_dtype", "matmul_precision", "decode_dtype"),
-    ),
-    "evaluate": ("protocol", "metrics", "split_size"),
+    "run": """
+        cfg tau cfg_insertion_layer cfg_interval top_k top_p greedy more_smooth resize aspect size
+        negative_prompt negative_prompts given_tokens given_bits given_scales
+        dtype kv_dtype matmul_precision decode_dtype
+    """.split(),
+    "evaluate": ["protocol", "metrics", "split_size"],
 }
 
 
 def names() -> list[str]:
-    """Of all recipes."""
+    """Return the names of all recipes."""
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
 @cache
 def load(name: str) -> "Recipe":
-    """`UserError` with the list of recipes if there is none of this name."""
+    """Return a recipe; `UserError` with the names of all recipes if it does not exist."""
     path = FOLDER / f"{choose('recipe', name, names())}.json"
     return Recipe(name, json.loads(path.read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """content: of the data file."""
+    """A recipe by its name. content: of its data file."""
 
     name: str
     content: Mapping
 
     def flags(self, command: str) -> Mapping[str, object]:
-        """{flag: value} of "run" or "evaluate".
+        """Return {flag: value} for the command "run" or "evaluate".
 
         Raises:
-          UserError: the table's figures are those of another program.
+          UserError: another program computes the figures of the table.
         """
         found = self.content[command]
         if found is None:
@@ -78,10 +77,11 @@ class Recipe:
 
     @property
     def family(self) -> str:
+        """The family of all models of the table."""
         return registry.preset(self.content["models"][0]).family
 
     def check_model(self, model: Model) -> None:
-        """`UserError` for a model of another family, whose flags are others."""
+        """Raise `UserError` for a model of another family, which has other flags."""
         condition = "labels" if "per_class" in self.content["images"] else "text"
         if (model.family.name, model.condition) != (self.family, condition):
             raise UserError(
@@ -91,7 +91,7 @@ class Recipe:
             )
 
     def model_remarks(self, model: Model) -> list[str]:
-        """Whether the model is one of the table."""
+        """Return a remark if the model is none of the table's."""
         known = [registry.preset(name).configs["transformer"] for name in self.content["models"]]
         if any(model.config == config for config in known):
             return []
@@ -99,7 +99,7 @@ class Recipe:
         return [f"recipe {self.name} is of {listed}, which {model.name} is not"]
 
     def count_remarks(self, condition: Condition, num_classes: int | None) -> list[str]:
-        """Whether a run draws as many pictures as the recipe says."""
+        """Return a remark if a run draws another number of pictures than the recipe says."""
         images, count = self.content["images"], len(condition)
         if "per_class" not in images:
             wanted = images["count"]
@@ -112,7 +112,7 @@ class Recipe:
         return [f"recipe {self.name} takes {said}; this run draws {count}"]
 
     def check_samples(self, where: str, count: int, labels: np.ndarray | None) -> None:
-        """`UserError` unless a set has exactly the pictures of the recipe."""
+        """Raise `UserError` unless a set has the recipe's pictures, in all and of each class."""
         images = self.content["images"]
         with_labels = ""
         if labels is not None and "per_class" in images:
@@ -128,7 +128,7 @@ class Recipe:
         )
 
     def report_remarks(self, report: Mapping | None) -> list[str]:
-        """What a run's report.json says against the recipe."""
+        """Return what a run's report.json says about differences to the recipe."""
         if report is None:
             return ["how the samples were drawn is not known: no report.json lies beside them"]
         made = report.get("recipe")
@@ -141,13 +141,13 @@ class Recipe:
 
 
 def _written(flags: Mapping) -> list[str]:
-    """As they are written on the command line."""
-    lists = {name: ",".join(v) for name, v in flags.items() if isinstance(v, list)}
-    return [f"--{name}={value}" for name, value in ({**flags, **lists}).items()]
+    """Return flags as they are written on the command line."""
+    texts = {name: ",".join(v) if isinstance(v, list) else v for name, v in flags.items()}
+    return [f"--{name}={text}" for name, text in texts.items()]
 
 
 class RecipeFlag:
-    """--recipe of a command, "run" or "evaluate"."""
+    """--recipe. command: "run" or "evaluate"."""
 
     def __init__(self, flags: CommandFlags, command: str):
         self._values, self._command = flags.values, command
@@ -163,27 +163,28 @@ class RecipeFlag:
 
     @property
     def recipe(self) -> Recipe | None:
+        """The recipe that is given."""
         name = self._values["recipe"].value
         return load(name) if name else None
 
     def about(self) -> AbstractContextManager[None]:
-        """Errors inside name the recipe, if there is one: it may have set what is wrong."""
+        """Make errors inside name the recipe, if there is one: it may have set what is wrong."""
         return nullcontext() if self.recipe is None else errors.about(f"recipe {self.recipe.name}")
 
     def changed(self) -> dict[str, object]:
-        """{flag: value} of the recipe's flags that were given another value."""
+        """Return {flag: value} for flags of the recipe that were given another value."""
         settings = self.recipe.flags(self._command)
         given = {name: self._values[name].value for name in settings if self._values[name].present}
         return {name: value for name, value in given.items() if not _equal(value, settings[name])}
 
     def added(self) -> dict[str, object]:
-        """{flag: value} of what was given and decides results, and the recipe does not name."""
+        """Return {flag: value} for given flags that decide results and are not in the recipe."""
         settings, values = self.recipe.flags(self._command), self._values
         names = [n for n in DECIDING[self._command] if n in values and values[n].present]
         return {name: values[name].value for name in names if name not in settings}
 
     def describe(self) -> dict | None:
-        """For reports."""
+        """Return what reports say about the recipe; None without one."""
         if (recipe := self.recipe) is None:
             return None
         content = recipe.content
@@ -191,7 +192,8 @@ class RecipeFlag:
         return {"name": recipe.name, **found, "changed": self.changed(), "added": self.added()}
 
     def remarks(self, more: Sequence[str] = ()) -> list[str]:
-        """What a user has to know: what is not known, what was changed or added, and `more`."""
+        """Return what a user has to know: what the recipe leaves open, what was changed or added,
+        and `more`."""
         if (recipe := self.recipe) is None:
             return []
         said = f"recipe {recipe.name}"
@@ -201,9 +203,9 @@ class RecipeFlag:
         return [*unknown, *changed, *added, *more]
 
 
-def _equal(value, setting) -> bool:
-    """Lists of flags are written with commas in recipes; numbers as texts may be written in other
-    ways."""
+def _equal(value: object, setting: object) -> bool:
+    """Compare the value of a flag with a recipe's setting. Recipes write lists with commas. Texts
+    are equal if they hold the same numbers."""
     if isinstance(value, list):
         return value == setting.split(",")
     if isinstance(setting, str) and isinstance(value, str):

@@ -45,14 +45,14 @@ FLAGS.require("sweep")
 
 
 def read_calibration(folder: pathlib.Path, geometry: Geometry) -> Calibration | None:
-    """The file that is given, else the sweep's own."""
+    """Read the file that is given, else the sweep's own; None if there is neither."""
     copy = folder / tables.CALIBRATION_COPY
     path = CALIBRATION.value or (copy if copy.is_file() else None)
     return load_calibration(path, geometry) if path else None
 
 
 def number_of_images(samples: dict[str, np.ndarray]) -> int:
-    """How many samples are shown: as asked for, else what keeps the page at a few MB."""
+    """Return how many samples are shown: --images, else what keeps the page at a few MB."""
     full = samples[tables.FULL]
     there = len(full)
     if IMAGES.value is not None:
@@ -62,7 +62,7 @@ def number_of_images(samples: dict[str, np.ndarray]) -> int:
     return max(1, min(there, PICTURE_LIMIT // max(1, pixels)))
 
 
-def main(argv) -> None:
+def main(argv: list[str]) -> None:
     for package in ("altair", "jinja2", "vl_convert", "PIL.Image"):
         require(package, extra="eval", purpose="the report page")
     from experiments.report import page  # which imports them

@@ -1,26 +1,32 @@
-"""Charts of a calibration: what the model's heads look at, and what HeatKV makes of it.
+"""Charts of a calibration: what the model's heads look at, and which heads HeatKV prunes when.
 
 Letters: K scales, L layers, N heads.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import Any
 
 import altair as alt
 import numpy as np
 
-from experiments.report.charts import DASHES, named_axis, plain, rows, scale_names
+from experiments.report.charts import DASHES, chart_of, named_axis, plain, scale_names
 from varjax.cache.allocation import Geometry
 from varjax.calibration.data import Calibration
 from varjax.errors import UserError
 from varjax.policies import BinaryHeatKV, HeatKV
 
+# Nunez, Anderton and Renslow 2018: readable with every kind of colour vision
+CIVIDIS = "cividis"
+Pruning = tuple[str, str, list[alt.Chart] | str]  # policy, budget, charts or why there are none
+Drawn = alt.Chart | alt.LayerChart | str | list[alt.LayerChart] | list[Pruning]
 
-def draw(found: Calibration | None, geometry: Geometry, budgets: Sequence[float]) -> dict[str, Any]:
-    """Everything that can be drawn from a calibration, by name; a budget for each pruning."""
+
+def draw(
+    found: Calibration | None, geometry: Geometry, budgets: Sequence[float]
+) -> dict[str, Drawn]:
+    """Return everything that can be drawn from a calibration, by name. budgets: of the prunings."""
     there = {f.name for f in fields(Calibration) if getattr(found, f.name, None) is not None}
-    drawn: dict[str, Any] = {}
+    drawn: dict[str, Drawn] = {}
     if "beta" in there:
         density = attention_density(found.beta, geometry.schedule.tokens)
         drawn["density"] = density_map(density, geometry)
@@ -38,22 +44,19 @@ def draw(found: Calibration | None, geometry: Geometry, budgets: Sequence[float]
     return drawn
 
 
-def _colour(field: str, title: str, **scale) -> alt.Color:
-    """Cividis (Nunez, Anderton and Renslow 2018): readable with every kind of colour vision."""
-    return alt.Color(field, title=title).scale(scheme="cividis", **scale)
-
-
 # --- attention density (AMS-KV, Figure 4) ---
 
 
 def attention_density(beta: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
-    """d[i <- j] float [L, N, K] of the last scale j: T_j beta[j, i] / T_i (AMS-KV, Sec. 3)."""
+    """Return d[i <- j] = T_j beta[j, i] / T_i float [L, N, K] of the last scale j (AMS-KV, Sec. 3).
+
+    beta: float [L, N, K, K]. tokens: T_j of each scale."""
     sizes = np.asarray(tokens, float)
     return sizes[-1] * beta[..., -1, :] / sizes
 
 
 def _densities(density: np.ndarray, geometry: Geometry) -> list[dict]:
-    """A row of data for each head."""
+    """Return a row of data for each head."""
     names = scale_names(geometry.schedule)
     return [
         {"layer": i, "head": j, "source scale": names, "density": plain(density[i, j])}
@@ -62,20 +65,21 @@ def _densities(density: np.ndarray, geometry: Geometry) -> list[dict]:
 
 
 def density_map(density: np.ndarray, geometry: Geometry) -> alt.Chart:
-    """All heads at once: a row per head, heads of a layer below each other."""
-    chart = rows(
+    """Draw all heads at once: a row per head, heads of a layer below each other."""
+    chart = chart_of(
         _densities(density, geometry),
         ["source scale", "density"],
         height=max(240, min(900, 9 * density.shape[0] * density.shape[1])),
-        description="attention density of every head on every source scale",
-    )
+    ).properties(description="attention density of every head on every source scale")
     return (
         chart.transform_filter("datum.density > 0")
         .mark_rect()
         .encode(
             alt.X("source scale:O", sort=None, title="source scale i"),
             alt.Y("layer:O", title="layer (its heads below each other)").scale(paddingInner=0.04),
-            _colour("density:Q", "attention received per token (log)", type="log"),
+            alt.Color("density:Q", title="attention received per token (log)").scale(
+                scheme=CIVIDIS, type="log"
+            ),
             yOffset="head:O",
             tooltip=["layer:O", "head:O", "source scale:O", "density:Q"],
         )
@@ -83,12 +87,12 @@ def density_map(density: np.ndarray, geometry: Geometry) -> alt.Chart:
 
 
 def density_lines(density: np.ndarray, geometry: Geometry) -> alt.LayerChart:
-    """The heads of the layer that the parameter `layer` names, and their mean."""
+    """Draw the heads of the layer that the parameter `layer` names, and their mean."""
     positive = density[density > 0]
     low, high = (positive.min(), positive.max()) if positive.size else (0.1, 1.0)
     domain = [max(low, high * 1e-6) / 1.2, high * 1.2]
     base = (
-        rows(_densities(density, geometry))
+        chart_of(_densities(density, geometry))
         .transform_filter("datum.layer == layer")
         .transform_flatten(["source scale", "density"])
         .encode(alt.X("source scale:O", sort=None, title="source scale i"))
@@ -111,17 +115,21 @@ def density_lines(density: np.ndarray, geometry: Geometry) -> alt.LayerChart:
 
 
 def discrepancy(values: np.ndarray, geometry: Geometry) -> alt.Chart:
-    """Layers by scales, float [L, K]; the first scale has no scale before it."""
+    """Draw layers by scales. values: float [L, K]; the first scale has no scale before it."""
     names = scale_names(geometry.schedule)[1:]
     data = [{"layer": i, "scale": names, "distance": plain(v[1:])} for i, v in enumerate(values)]
     what = "distance of keys to those of the scale before, layers by scales"
     height = max(140, 16 * len(values))
-    chart = rows(data, ["scale", "distance"], height=height, description=what)
-    return chart.mark_rect().encode(
-        alt.X("scale:O", sort=None, title="scale i, compared with scale i − 1"),
-        alt.Y("layer:O"),
-        _colour("distance:Q", "mean ‖kᵢ − resized kᵢ₋₁‖₂"),
-        tooltip=["layer:O", "scale:O", "distance:Q"],
+    chart = chart_of(data, ["scale", "distance"], height=height)
+    return (
+        chart.properties(description=what)
+        .mark_rect()
+        .encode(
+            alt.X("scale:O", sort=None, title="scale i, compared with scale i − 1"),
+            alt.Y("layer:O"),
+            alt.Color("distance:Q", title="mean ‖kᵢ − resized kᵢ₋₁‖₂").scale(scheme=CIVIDIS),
+            tooltip=["layer:O", "scale:O", "distance:Q"],
+        )
     )
 
 
@@ -129,18 +137,18 @@ def discrepancy(values: np.ndarray, geometry: Geometry) -> alt.Chart:
 
 
 def patterns(calibration: Calibration, geometry: Geometry) -> list[alt.LayerChart]:
-    """Example attention maps: queries down, cached columns across, scales parted by lines."""
+    """Draw example attention maps: queries down, cached tokens across, lines between scales."""
     edges = np.asarray(calibration.pattern_edges)
     starts = [s for s in geometry.schedule.starts if s < edges[-1]]
     borders = [*np.searchsorted(edges, starts).tolist(), len(edges) - 1]
     middles = [(a + b) // 2 for a, b in zip(borders, borders[1:], strict=False)]
     names = scale_names(geometry.schedule)[: len(middles)]
     across = alt.X("column:O", axis=named_axis("cached tokens, scale by scale", names, middles))
-    lines = rows([{"column": c} for c in borders[1:-1]]).mark_rule(
+    lines = chart_of([{"column": c} for c in borders[1:-1]]).mark_rule(
         color="#ff5a36", strokeDash=[3, 2]
     )
-    colour = _colour(
-        "density:Q", "attention per token, part of the largest", type="sqrt", domain=[0, 1]
+    colour = alt.Color("density:Q", title="attention per token, part of the largest").scale(
+        scheme=CIVIDIS, type="sqrt", domain=[0, 1]
     )
     found = []
     for (head, layer), attention in zip(
@@ -152,9 +160,9 @@ def patterns(calibration: Calibration, geometry: Geometry) -> list[alt.LayerChar
             {"query": i, "column": list(range(len(row))), "density": plain(row)}
             for i, row in enumerate(density)
         ]
-        last = len(found) + 1 == len(calibration.patterns)  # it has the legend of all
+        last = len(found) + 1 == len(calibration.patterns)  # it shows the legend for all maps
         down = alt.Y("query:O", title="queries, in raster order", axis=alt.Axis(values=[]))
-        cells = rows(data, ["column", "density"]).mark_rect()
+        cells = chart_of(data, ["column", "density"]).mark_rect()
         found.append(
             alt.layer(
                 cells.encode(across, down, colour if last else colour.legend(None)),
@@ -171,8 +179,8 @@ def patterns(calibration: Calibration, geometry: Geometry) -> list[alt.LayerChar
 
 def pruning(
     budgets: Sequence[float], geometry: Geometry, calibration: Calibration
-) -> Iterator[tuple[str, str, list[alt.Chart] | str]]:
-    """(policy, budget, its charts or why there are none)."""
+) -> Iterator[Pruning]:
+    """Yield the charts of every policy and budget."""
     for name, cls in (("binary_heatkv", BinaryHeatKV), ("heatkv", HeatKV)):
         for budget in budgets:
             try:
@@ -190,8 +198,10 @@ def pruning(
 
 
 def _removals(last_use: np.ndarray, source: int, sources: range, geometry: Geometry) -> alt.Chart:
-    """A square per head; `last_use` int [L, N]: the last scale that sees scale `source`.
-    The last of the charts, one for each of `sources`, has the legend."""
+    """Draw a square per head: when it gives up scale `source`.
+
+    last_use: int [L, N], the last scale that sees it. sources: of all charts; the last chart has
+    the legend."""
     layers, heads = last_use.shape
     names = scale_names(geometry.schedule)
     words = np.array(["", *(f"before {name}" for name in names[1:]), "never"])
@@ -200,14 +210,16 @@ def _removals(last_use: np.ndarray, source: int, sources: range, geometry: Geome
         for i, row in enumerate(words[last_use + 1])
     ]
     what = "given up" if len(sources) > 1 else "reduced to its sinks"
-    colour = _colour("given up:N", what, domain=words[sources[0] + 1 :].tolist())
+    times = words[sources[0] + 1 :].tolist()
+    colour = alt.Color("given up:N", title=what).scale(scheme=CIVIDIS, domain=times)
     legend = alt.Legend(orient="right", columns=1) if source == sources[-1] else None
     square = max(9, min(34, 220 // heads, 300 // layers))
-    chart = rows(
+    chart = chart_of(
         data,
         ["head", "given up"],
         width=square * heads,
         height=square * layers,
+    ).properties(
         title=f"source {names[source]}" if len(sources) > 1 else "whole heads",
         description=f"when each head gives up source scale {names[source]}",
     )
@@ -223,13 +235,13 @@ def _removals(last_use: np.ndarray, source: int, sources: range, geometry: Geome
 
 
 def dispersion(values: np.ndarray, geometry: Geometry) -> alt.Chart:
-    """Standard deviation of a head's rank, per source scale, float [up to K - 1]."""
+    """Draw the standard deviation of a head's rank, float [up to K - 1], per source scale."""
     scales = geometry.schedule.num_scales
     names = scale_names(geometry.schedule)[scales - 1 - len(values) : scales - 1]
     total = geometry.num_layers * geometry.num_heads
     data = [{"source scale": names, "ranks": plain(values)}]
     what = "standard deviation of head ranks over calibrations, per source scale"
-    chart = rows(data, ["source scale", "ranks"], description=what)
+    chart = chart_of(data, ["source scale", "ranks"]).properties(description=what)
     return chart.mark_line(point={"filled": True, "size": 70}).encode(
         alt.X("source scale:O", sort=None),
         alt.Y("ranks:Q", title=f"ranks (of {total} heads)").scale(zero=True),

@@ -1,12 +1,11 @@
-"""Charts of a sweep: fidelity against bytes, and bytes in use over time; and what all charts share.
+"""Charts of a sweep, fidelity against bytes and bytes in use over time, and what all charts share.
 
-Colours are the page's (`page.js`), so that they follow light and dark.
+Charts take the page's colours (`page.js`), so that they follow its light and dark modes.
 """
 
 import json
 from collections.abc import Iterable, Sequence
 from itertools import product
-from typing import Any
 
 import altair as alt
 import numpy as np
@@ -21,26 +20,33 @@ DASHES = [dash for dash in ([1, 0], [6, 3], [2, 2]) for _ in range(7)]
 
 
 def scale_names(schedule: Schedule) -> list[str]:
-    """The token map of each scale; if it is not the first of its size, with its number."""
+    """Return the token map of each scale, with a number if an earlier scale has the same map."""
     names = [f"{h}×{w}" for h, w in schedule.maps]
     counts = [names[:i].count(name) for i, name in enumerate(names)]
     return [f"{name} ({n + 1})" if n else name for name, n in zip(names, counts, strict=True)]
 
 
 def plain(values: Iterable[float]) -> list[float | None]:
-    """Numbers as JSON has them, to five digits; None for what is not finite."""
+    """Return numbers for JSON, rounded to five digits; None for those that are not finite."""
     return [float(f"{v:.5g}") if np.isfinite(v) else None for v in values]
 
 
 def named_axis(title: str, names: Sequence[str], places: Sequence[float]) -> alt.Axis:
-    """Names at places of an axis of numbers."""
+    """Return an axis of numbers that shows names at places."""
     text = f"{json.dumps(names)}[indexof({json.dumps(places)}, datum.value)]"
     return alt.Axis(title=title, values=places, labelExpr=text, grid=False, ticks=False)
 
 
-def rows(data: Sequence[dict], flat: Sequence[str] = (), **properties) -> alt.Chart:
-    """An empty chart of `data`; lists in the fields `flat` stand for a row for each entry."""
-    chart = alt.Chart(alt.Data(values=data), **{"width": "container", "height": 230} | properties)
+def chart_of(
+    data: Sequence[dict],
+    flat: Sequence[str] = (),
+    *,
+    width: int | str = "container",
+    height: int = 230,
+) -> alt.Chart:
+    """Return a chart of `data` without marks. Each entry of a list in one of the fields `flat` is a
+    row of its own."""
+    chart = alt.Chart(alt.Data(values=data), width=width, height=height)
     return chart.transform_flatten(list(flat)) if flat else chart
 
 
@@ -48,62 +54,73 @@ def rows(data: Sequence[dict], flat: Sequence[str] = (), **properties) -> alt.Ch
 
 
 def labels(report: dict) -> list[str]:
-    """The rows of the table that have results, in order; their places are their styles."""
+    """Return the labels of the cells that have run, in order. A label's place decides its style."""
     done = (cell["label"] for cell in report["cells"] if cell["status"] == "done")
     return list(dict.fromkeys(done))
 
 
 def fidelity(report: dict) -> list[alt.LayerChart]:
-    """A chart per metric that has values; its parameter `front` brings one policy to the front."""
-    table = tables.rows(report)[1:]  # without the full cache
-    curves = {metric: tables.curves(table, metric) for metric in tables.METRICS}
+    """Return a chart for each metric that has values. Its parameter `front` brings a policy to the
+    front."""
+    done = tables.rows(report)[1:]  # without the full cache
+    curves = {metric: tables.curves(done, metric) for metric in tables.METRICS}
     names = labels(report)
     return [_fidelity(metric, found, names) for metric, found in curves.items() if found]
 
 
-def _fidelity(metric: str, curves: dict, names: list[str]) -> alt.LayerChart:
+def _fidelity(
+    metric: str, curves: dict[str, list[tuple[float, ...]]], names: list[str]
+) -> alt.LayerChart:
     shown = tables.METRICS[metric]
     title, unit, better = shown.title, shown.unit, shown.better
     points = [
-        {"policy": label, "MiB": size / MEBI, "value": value} | _interval(*ends)
+        {"policy": label, "MiB": size / MEBI, "value": value} | _interval(low, high)
         for label, curve in curves.items()
-        for size, value, *ends in curve
+        for size, value, low, high in curve
     ]
     zero, known = shown.from_zero, any("low" in point for point in points)
     shown_on_point = ("MiB", "value", "low", "high") if known else ("MiB", "value")
     sizes = alt.Scale(type="log", nice=False, padding=14)
-    base = rows(points).encode(
+    base = chart_of(points).encode(
         alt.X("MiB:Q", title="KV cache of a batch, MiB (log)", scale=sizes).axis(tickCount=4),
         alt.Y("value:Q", title=unit or "index").scale(zero=zero, padding=0 if zero else 8),
         alt.Color("policy:N", legend=None).scale(domain=names),
         tooltip=["policy:N", *(alt.Tooltip(f"{key}:Q", format=".4~g") for key in shown_on_point)],
         opacity=alt.condition("!front || front === datum.policy", alt.value(1), alt.value(0.13)),
     )
-    dash, shape = (kind("policy:N", legend=None) for kind in (alt.StrokeDash, alt.Shape))
-    lines = base.mark_line().encode(dash.scale(domain=names, range=DASHES))
-    marks = base.mark_point(filled=True, size=70).encode(shape.scale(domain=names))
+    dash = alt.StrokeDash("policy:N", legend=None).scale(domain=names, range=DASHES)
+    shape = alt.Shape("policy:N", legend=None).scale(domain=names)
+    lines = base.mark_line().encode(dash)
+    marks = base.mark_point(filled=True, size=70).encode(shape)
     bars = base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.5)
     bars = bars.encode(alt.Y("low:Q"), alt.Y2("high:Q"))
+    layers = [bars, lines, marks] if known else [lines, marks]
     return (
-        alt.layer(*([bars] if known else []), lines, marks, title=f"{title} ({better} is better)")
+        alt.layer(*layers, title=f"{title} ({better} is better)")
         .add_params(alt.param(name="front", value=""))
         .properties(description=f"{title} against bytes of the KV cache, a line for each policy")
     )
 
 
 def _interval(low: float, high: float) -> dict[str, float]:
-    """Its ends, if both are known."""
+    """Return the ends of an interval for a row of data; empty unless both are known."""
     return {"low": low, "high": high} if np.isfinite([low, high]).all() else {}
 
 
 # --- bytes over time ---
 
 USED, LIVE = "blocks in use × their size", "live tokens"
-NOTHING = {"step": [0], USED: [0], LIVE: [0], "limit": [0], "dy": [-8]}
-NOTHING |= {"text": ["not run at this budget: see the table"]}
+NOTHING = {
+    "step": [0],
+    USED: [0],
+    LIVE: [0],
+    "limit": [0],
+    "dy": [-8],
+    "text": ["not run at this budget: see the table"],
+}
 
 
-def live_bytes(report: dict) -> dict[str, Any] | None:
+def live_bytes(report: dict) -> dict[str, list[str] | alt.LayerChart] | None:
     """{"policies", "budgets": what there is to choose, "chart": bytes in use after every layer of
     every scale, of the cell that its parameters `policy` and `budget` name}, if any cell ran. None
     of models that draw token by token, whose slots are all in use from the start."""
@@ -122,7 +139,7 @@ def live_bytes(report: dict) -> dict[str, Any] | None:
     names = scale_names(schedule)
     places = [(s + 0.5) * layers for s in range(len(names))]
     axis = named_axis("scales by their token maps, in each its layers", names, places)
-    chosen = rows(data).transform_filter("datum.policy === policy && datum.budget === budget")
+    chosen = chart_of(data).transform_filter("datum.policy === policy && datum.budget === budget")
     lines = (
         chosen.transform_flatten(["step", USED, LIVE])
         .transform_fold([USED, LIVE], as_=["what", "MiB"])
@@ -148,7 +165,8 @@ def live_bytes(report: dict) -> dict[str, Any] | None:
 
 
 def _live_bytes(cell: dict) -> dict:
-    """MiB in use step by step, and the limits with their names: above the line, or below."""
+    """Return MiB in use after each step, and limits with their names. dy: places a name above
+    (negative) or below its line."""
     kv, share = cell["kv"], cell["budget"]
     slot, pool = kv["slot_bytes"] / MEBI, kv["allocated_bytes"] / MEBI
     budget = share * kv["dense_slots"] * slot

@@ -1,5 +1,5 @@
-"""The page: what its template shows. The template engine escapes every text; the charting library,
-which is code, is all that goes in as it is."""
+"""What the template of the report page shows. The template engine escapes every text. Only the
+charting library, which is code, goes in unescaped."""
 
 import base64
 import functools
@@ -33,7 +33,7 @@ def build(
     calibration: Calibration | None,
     count: int,
 ) -> str:
-    """The page as HTML. `count`: so many of the sweep's samples are shown."""
+    """Return the page as HTML. count: how many of the sweep's samples are shown."""
     full, columns = samples[tables.FULL], tables.shown(report)
     budgets = sorted({cell["budget"] for cell in report["cells"]} - {None}) or USUAL_BUDGETS
     environment = jinja2.Environment(
@@ -69,20 +69,21 @@ def build(
 
 @functools.cache
 def _library() -> markupsafe.Markup:
-    """Vega, Vega-Lite and vega-embed; nothing in them may end their script element."""
+    """Return the code of Vega, Vega-Lite and vega-embed, without anything that could end its script
+    element."""
     code = vl_convert.javascript_bundle()
     return markupsafe.Markup(re.sub(r"<(?=/script|!--)", r"\\x3c", code, flags=re.IGNORECASE))
 
 
 def data_uri(pixels: np.ndarray) -> str:
-    """uint8 [H, W, 3] as a WebP file without loss, inside its address."""
+    """Return a data URI with the pixels, uint8 [H, W, 3], as a lossless WebP file."""
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "webp", lossless=True)
     return "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode("ascii")
 
 
 def _tiles(cell: dict, samples: dict[str, np.ndarray], count: int) -> Iterator[dict]:
-    """A cell's picture and numbers for each sample, or why it was not run."""
+    """Yield a cell's picture and numbers for each sample, or once the reason why it did not run."""
     shared = {"policy": cell["label"]}
     if cell["budget"] is not None:
         shared["budget"] = f"{cell['budget']:g}"
@@ -100,7 +101,7 @@ def _tiles(cell: dict, samples: dict[str, np.ndarray], count: int) -> Iterator[d
 
 
 def facts(report: dict, calibration: Calibration | None) -> dict[str, str]:
-    """What was run, and with what."""
+    """Return what was run, on which model, device and settings."""
     s, g, versions = report["settings"], report["geometry"], report["versions"]
     return {
         "images": f"{len(s['labels'])}, seed {s['seed']}, batches of {s['batch_size']}",
@@ -123,7 +124,7 @@ def _order(schedule: str) -> str:
 
 
 def _describe(calibration: Calibration | None, used: str | None) -> str:
-    """The file shown here, and whether the policies of the sweep ran with it."""
+    """Describe the calibration that is shown, and whether the sweep's policies ran with it."""
     if calibration is None:
         return f"none here; the sweep used {used[:16]}" if used else "none"
     images = f"{calibration.num_samples} images, " if calibration.num_samples else ""

@@ -1,15 +1,15 @@
-"""Reading a sweep's files: everything that is shown or continued from is there, of the right type,
-size and range, or the message names the file and the place in it."""
+"""Reading a sweep's files. Everything that a report shows, or that a sweep continues from, must be
+there with the right type, size and range; else the message names the file and the place in it."""
 
 import json
 import pathlib
 import zipfile
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 
-from experiments.report.kinds import Damaged, check
+from experiments.report.json_values import Damaged, check
 from experiments.sweep import tables
 from varjax import sequence
 from varjax.cache.allocation import Geometry
@@ -17,13 +17,21 @@ from varjax.errors import UserError
 
 REPORT, SAMPLES = "sweep.json", "samples.npz"
 LARGEST_REPORT = 2**26  # bytes of sweep.json
-LARGEST_SIDE = 16383  # pixels, of a WebP picture
+LARGEST_SIDE = 16383  # pixels; the most that WebP takes
+Content = TypeVar("Content")
 
-# --- what must be there; other keys are passed over ---
+# --- what must be there; other keys are ignored ---
 
-SETTINGS = {"model": "text", "dtype": "text", "kv_dtype": "text", "labels": ["a whole number"]}
-SETTINGS |= {"seed": "a whole number", "batch_size": "a whole number"}
-SETTINGS |= {"calibration": "text or null", "sampling": "an object of single values or lists"}
+SETTINGS = {
+    "model": "text",
+    "dtype": "text",
+    "kv_dtype": "text",
+    "labels": ["a whole number"],
+    "seed": "a whole number",
+    "batch_size": "a whole number",
+    "calibration": "text or null",
+    "sampling": "an object of single values or lists",
+}
 GEOMETRY = dict.fromkeys(
     ("num_layers", "num_heads", "head_dim", "rows_per_image"), "a whole number"
 )
@@ -37,8 +45,12 @@ REPORT_SPEC = {
     "reference": "an object",
     "cells": ["an object"],
 }
-NAMES = {"label": "text", "policy": "text", "budget": "a fraction in (0, 1] or null"}
-NAMES |= {"status": "done, skipped or infeasible"}
+NAMES = {
+    "label": "text",
+    "policy": "text",
+    "budget": "a fraction in (0, 1] or null",
+    "status": "done, skipped or infeasible",
+}
 SIZES = "fraction dense_bytes planned_bytes slot_bytes dense_slots".split()
 MEASURED = {
     "kv": dict.fromkeys((*SIZES, "allocated_bytes"), "a number of at least 0"),
@@ -55,8 +67,8 @@ FIDELITY = {f"{key}{end}": "a number or infinite" for key in tables.METRICS for 
 
 
 def read(folder: pathlib.Path) -> tuple[dict, dict[str, np.ndarray], Geometry]:
-    """(content of sweep.json, arrays of samples.npz, the model's geometry) of a finished sweep.
-    `UserError` for none, one of another version, or with damaged files."""
+    """Return (content of sweep.json, arrays of samples.npz, the model's geometry) of a sweep.
+    `UserError` if it is not finished, was written by another version, or has damaged files."""
     report = _open(folder, REPORT, _load_json)
     version = report.get("format_version") if isinstance(report, dict) else None
     if version != tables.FORMAT_VERSION:
@@ -75,7 +87,7 @@ def read(folder: pathlib.Path) -> tuple[dict, dict[str, np.ndarray], Geometry]:
     return report, samples, geometry
 
 
-def _open(folder: pathlib.Path, name: str, load: Callable[[BinaryIO], Any]) -> Any:
+def _open(folder: pathlib.Path, name: str, load: Callable[[BinaryIO], Content]) -> Content:
     path, file = folder / name, None
     try:
         if path.is_file() or not path.exists():  # opening a pipe would wait for its other end
@@ -91,19 +103,19 @@ def _open(folder: pathlib.Path, name: str, load: Callable[[BinaryIO], Any]) -> A
     with file:
         try:
             return load(file)
-        except Exception as error:  # json, zipfile and NumPy raise many kinds over damaged files
+        except Exception as error:  # json, zipfile and NumPy raise many types
             raise _damaged(folder, name, error) from None
 
 
 def _damaged(folder: pathlib.Path, name: str, reason: Exception) -> UserError:
     said = " ".join(str(reason).split()) or type(reason).__name__
-    said = "".join(c if c.isprintable() else "?" for c in said)  # names in files may hold anything
+    said = "".join(c if c.isprintable() else "?" for c in said)  # a file may hold any names
     return UserError(
         f"--sweep={folder}: its files are damaged: {name}: {said:.300}: run the sweep again"
     )
 
 
-def _load_json(file: BinaryIO) -> Any:
+def _load_json(file: BinaryIO) -> object:
     text = file.read(LARGEST_REPORT + 1)
     if len(text) > LARGEST_REPORT:
         raise Damaged(f"it is larger than {LARGEST_REPORT} bytes")
@@ -111,8 +123,8 @@ def _load_json(file: BinaryIO) -> Any:
 
 
 def load_arrays(file: BinaryIO) -> dict[str, np.ndarray]:
-    """All arrays of an npz file as we write them, not compressed, so that they take no more memory
-    than the file has bytes. `Damaged`, or whatever NumPy raises, for others."""
+    """Read all arrays of an npz file that is not compressed, as varjax writes it. So they take no
+    more memory than the file has bytes. `Damaged`, or a NumPy error, for other files."""
     with zipfile.ZipFile(file) as archive:
         members = archive.infolist()
     if packed := [m.filename for m in members if m.compress_type != zipfile.ZIP_STORED]:
@@ -129,12 +141,18 @@ def load_arrays(file: BinaryIO) -> dict[str, np.ndarray]:
 
 
 def check_report(report: dict) -> Geometry:
-    """The geometry of a report that has everything the page shows; `Damaged` says what is missing
-    or of a wrong type."""
+    """Return the geometry of a report that has everything the page shows. `Damaged` says what is
+    missing or has a wrong type."""
     check(report, REPORT_SPEC)
-    fields = {key: report["geometry"][key] for key in REPORT_SPEC["geometry"]}
+    said = report["geometry"]
     try:
-        geometry = Geometry(schedule=sequence.parse(fields.pop("schedule")), **fields)
+        geometry = Geometry(
+            schedule=sequence.parse(said["schedule"]),
+            num_layers=said["num_layers"],
+            num_heads=said["num_heads"],
+            head_dim=said["head_dim"],
+            rows_per_image=said["rows_per_image"],
+        )
     except UserError as error:
         raise Damaged(f"geometry: {error}") from None
     check(report["reference"], NAMES | MEASURED, "reference")
@@ -153,7 +171,7 @@ def check_report(report: dict) -> Geometry:
 
 
 def check_cell(row: dict, geometry: Geometry, place: str) -> None:
-    """Raise `Damaged` unless sizes, times, tokens and fidelity of a cell that has run are there."""
+    """Raise `Damaged` unless a cell that has run has its sizes, times, tokens and fidelity."""
     check_sizes(row, geometry, place)
     check(row, COMPARED, place)
     check_judged(row["samples_fidelity"], f"{place}.samples_fidelity")
@@ -161,7 +179,7 @@ def check_cell(row: dict, geometry: Geometry, place: str) -> None:
 
 
 def check_sizes(row: dict, geometry: Geometry, place: str) -> None:
-    """Likewise without fidelity, which the full cache itself has not."""
+    """Raise `Damaged` unless sizes, times and tokens are there; the full cache has no fidelity."""
     check(row, MEASURED | IN_USE, place)
     layers, by_token = geometry.num_layers, geometry.kind == sequence.TOKENS
     # the stages of a model that draws token by token are the policy's own
@@ -172,13 +190,13 @@ def check_sizes(row: dict, geometry: Geometry, place: str) -> None:
 
 
 def check_judged(found: dict, place: str) -> None:
-    """Likewise of what networks judged, where there were any."""
+    """Raise `Damaged` unless the numbers of networks, where there are any, are lists of numbers."""
     known = [name for name in tables.JUDGED if name in found]
     check(found, {name: ["a number or infinite"] for name in known}, place)
 
 
 def check_fidelity(row: dict, place: str) -> None:
-    """Likewise of the means and their intervals that are there: a sweep may be older than one."""
+    """Raise `Damaged` unless means and intervals are numbers; older sweeps may lack some."""
     found, place = row.get("fidelity", {}), f"{place}.fidelity"
     check(found, "an object", place)
     check(found, {key: kind for key, kind in FIDELITY.items() if key in found}, place)
@@ -202,7 +220,7 @@ def check_samples(report: dict, samples: dict[str, np.ndarray]) -> None:
 
 
 def pictures(samples: dict[str, np.ndarray], name: str) -> np.ndarray:
-    """uint8 [n, H, W, 3] of that name; `Damaged` if it is anything else."""
+    """Return the pictures of that name, uint8 [n, H, W, 3]; `Damaged` if they are anything else."""
     if name not in samples:
         raise Damaged(f"the array {name} is missing")
     found = samples[name]

@@ -37,7 +37,7 @@ from varjax.model import Model
 from varjax.progress import Progress
 from varjax.storage import npz
 
-LARGEST_SIDE = 2**13  # pixels of a picture that is resized
+LARGEST_SIDE = 2**13  # pixels, for --resize
 
 FLAGS = CommandFlags()
 MODEL = ModelFlags(FLAGS, published="Published name, with --dry_run: plan without weights")
@@ -64,9 +64,9 @@ RESIZE = FLAGS.integer(
 )
 DRY_RUN = FLAGS.boolean("dry_run", False, "Print the plan and predicted bytes; allocate nothing.")
 SHAPES = {"tokens": "int [N, L]", "bits": "uint8 [N, L of the image tokenizer, bits of a code]"}
-GIVEN = {  # by what a model calls its tokens
-    kind: FLAGS.string(f"given_{kind}", None, f"npz file with `{kind}` {s} that replace the draw.")
-    for kind, s in SHAPES.items()
+GIVEN = {  # {name that a model gives its tokens: flag}
+    name: FLAGS.string(f"given_{name}", None, f"npz file with `{name}` {s} that replace the draw.")
+    for name, s in SHAPES.items()
 }
 GIVEN_SCALES = FLAGS.integer(
     "given_scales",
@@ -78,7 +78,7 @@ OUT = FolderFlags(FLAGS)
 
 
 def resolve() -> Run:
-    """Check every flag and plan the cache. Nothing is compiled, allocated or written."""
+    """Check every flag and plan the cache. Compile, allocate and write nothing."""
     dry_run = DRY_RUN.value
     if recipe := RECIPE.recipe:
         recipe.check_model(MODEL.named())
@@ -115,10 +115,10 @@ def resolve() -> Run:
 
 
 def _recipe_remarks(model: Model, condition: Condition) -> list[str]:
-    """What to know of the recipe, if there is one, and of this run beside it."""
+    """Return what to know about the recipe, if there is one, and how this run differs from it."""
     if (recipe := RECIPE.recipe) is None:
         return []
-    classes = model.num_classes if model.condition == "labels" else None
+    classes = model.num_classes or None
     mine = recipe.model_remarks(model)
     if classes or not DRY_RUN.value:  # which needs no prompts
         mine += recipe.count_remarks(condition, classes)
@@ -126,7 +126,7 @@ def _recipe_remarks(model: Model, condition: Condition) -> list[str]:
 
 
 def _judges(model: Model, batch_size: int) -> Judges:
-    """The networks that compare pictures, if they are compared."""
+    """Return the networks that compare pictures; none without --compare."""
     if COMPARE.value:
         return judges.of_model(model, LPIPS, batch_size, RESIZE.value)
     if LPIPS.value:
@@ -136,15 +136,15 @@ def _judges(model: Model, batch_size: int) -> Judges:
 
 
 def read_given(model: Model, num_images: int) -> tuple[np.ndarray | None, int | None]:
-    """(tokens as the model draws them, of all images, or None; how many scales or tokens take
-    them, None for all), checked against the model."""
+    """Return (given tokens of all images, as the model draws them; how many scales or tokens take
+    them, None for all), checked against the model. Tokens are None if none are given."""
     mine, config = model.transformer.token_name, model.config
     steps, what = config.schedule.num_scales, "scales"
     if model.draws_tokens:
         steps, what = config.image_tokens, "tokens"
-    for kind, holder in GIVEN.items():
-        if holder.value and kind != mine:
-            raise UserError(f"--given_{kind}: {model.name} draws {mine}: use --given_{mine}")
+    for name, holder in GIVEN.items():
+        if holder.value and name != mine:
+            raise UserError(f"--given_{name}: {model.name} draws {mine}: use --given_{mine}")
     path, scales = GIVEN[mine].value, GIVEN_SCALES.value
     if scales is not None and (not path or not 0 <= scales <= steps):
         raise UserError(
@@ -162,12 +162,13 @@ def read_given(model: Model, num_images: int) -> tuple[np.ndarray | None, int | 
 
 
 def say(line: str) -> None:
+    """Print a line of progress."""
     print(line, file=sys.stderr, flush=True)
 
 
 def generate_series(run: Run, model: Model, store: BatchStore, series: str) -> Generator:
-    """Run what is missing of one series of batches ("main": the policy, "full": the full cache) and
-    keep every batch."""
+    """Run the batches that a series lacks, and keep every batch. series: "main" is the policy,
+    "full" the full cache."""
     if series == "main":
         plan, kv_dtype, keep_logits = run.plan, run.program.kv_dtype, run.save_arrays
     else:
@@ -178,7 +179,8 @@ def generate_series(run: Run, model: Model, store: BatchStore, series: str) -> G
     segments = len(generator.segments)
     what = f"{segments} segments" if segments else "the step of a token"
     say(f"{name}: compiling {what} for batches of {run.batch_size}")
-    given, first = run.given_tokens, np.zeros(run.batch_size, np.int32)  # any images: for shapes
+    given = run.given_tokens
+    first = np.zeros(run.batch_size, np.int32)  # any images will do: programs depend on shapes only
     generator.compile(run.condition.take(first), None if given is None else given[first])
     say(
         f"{name}: compiled in {generator.timing.compile_s:.1f} s (compilation cache "
@@ -186,16 +188,22 @@ def generate_series(run: Run, model: Model, store: BatchStore, series: str) -> G
     )
     if done:
         say(f"{name}: {done} of {total} images are there already, continuing")
-    options = dict(seed=run.seed, given=given, given_scales=run.given_scales)
-    progress = Progress(f"{name}: image", total, first=done)  # times images, not compiling
+    progress = Progress(f"{name}: image", total, first=done)  # starts after compiling
     for start in missing:
-        index, results = next(generator.batches(run.condition, first=start, **options))
+        batches = generator.batches(
+            run.condition,
+            first=start,
+            seed=run.seed,
+            given=given,
+            given_scales=run.given_scales,
+        )
+        index, results = next(batches)
         store.add(series, index, run_results.kept(run, results))
         progress.update(store.finished(series))
     return generator
 
 
-def main(argv) -> None:
+def main(argv: list[str]) -> None:
     run = resolve()
     if DRY_RUN.value:
         print(run_results.dry_run_text(run))
@@ -210,7 +218,7 @@ def main(argv) -> None:
         if run.compare:
             generate_series(run, model, store, "full")
         report = run_results.finish(run, store, generator)
-    print(run_results.table(report, store.out))
+    print(run_results.summary(report, store.out))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""What a run leaves: pictures, arrays and report.json, which appear all at once, and what it says:
-the plan before it starts, the short table at the end.
+"""What a run writes and prints. Pictures, arrays and report.json appear all at once. The plan is
+printed before the run starts, a summary at its end.
 
 Batches are read one after the other, so that large sets of pictures need little memory.
 """
@@ -17,6 +17,7 @@ from experiments.generation import Run, cache_report, environment, time_report
 from experiments.output import BatchStore
 from experiments.prompts.condition import Text, text_tokens
 from experiments.prompts.layouts import write_images
+from experiments.summary import aligned
 from experiments.work_folder import PIXELS
 from varjax import metrics
 from varjax.codecs.maps import bicubic_matrix
@@ -26,16 +27,17 @@ from varjax.generator import Generator
 from varjax.io import images
 from varjax.io.json_text import json_text
 from varjax.metrics import METRICS
-from varjax.models import parameters
+from varjax.nn import parameters
+from varjax.nn.compiled import peak_bytes
 from varjax.storage.atomic import new_folder, write_text
 
-SHUFFLED_FROM, SHUFFLE_SEED = 1000, 2020  # pictures; of the order in samples.npz
-GRID_PIXELS = 2**26  # of the images in grid.png, which shows no more of them
+SHUFFLED_FROM, SHUFFLE_SEED = 1000, 2020  # sets of so many pictures are shuffled in samples.npz
+GRID_PIXELS = 2**26  # pixels of all images in grid.png, which leaves out the rest
 
 
 def kept(run: Run, results: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What is stored of a batch: images as bytes unless exact ones are asked for. `UserError` if
-    they hold what no picture can, which must not be found out when all are drawn."""
+    """Return the arrays of a batch that are stored. Images are stored as bytes, unless the run
+    needs exact ones. `UserError` for images that are not finite: the first batch already tells."""
     images.check_finite(results["images"])
     if run.resize:
         results = results | {"images": _resized(results["images"], run.resize)}
@@ -47,15 +49,15 @@ def kept(run: Run, results: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _resized(pictures: np.ndarray, side: int) -> np.ndarray:
-    """float32 [B, side, side, 3] in 0..1, as torch's bicubic interpolation without antialiasing."""
+    """Resize to float32 [B, side, side, 3] in 0..1 as torch's bicubic mode without antialiasing."""
     rows, columns = (bicubic_matrix(length, side) for length in pictures.shape[1:3])
     found = np.einsum("bhwc,ih,jw->bijc", pictures, rows, columns, optimize=True)
     return np.clip(found, 0, 1).astype(np.float32)
 
 
 def series_of(run: Run) -> dict[str, Series]:
-    """The batches that a run keeps: of its policy and, to compare with, of the full cache; their
-    arrays are those of `kept`."""
+    """Return the batches that a run keeps, "main" and, with --compare, "full". Their arrays are
+    those that `kept` returns."""
     config, floats = run.model.config, np.dtype(np.float32)
     tokens = run.model.transformer.no_tokens(1)[0]
     height, width, _ = run.model.code_map
@@ -89,8 +91,9 @@ def finish(run: Run, store: BatchStore, generator: Generator) -> dict:
 
 @contextlib.contextmanager
 def _pixels(store: BatchStore) -> Iterator[np.ndarray]:
-    """uint8 [N, H, W, 3]: all images, on disk: large sets do not fit into memory. Written in order
-    and not through a map, which a full disk would end the process in."""
+    """Give all images as uint8 [N, H, W, 3] that stays on disk, since large sets do not fit into
+    memory. They are written in order, and not through a memory map: with a map, a full disk would
+    kill the process."""
     path, count = store.work.path / PIXELS, store.series["main"].count
     try:
         with open(path, "wb") as file:
@@ -122,9 +125,10 @@ def _write_pictures(out: pathlib.Path, run: Run, pixels: np.ndarray) -> None:
 
 
 def _order(count: int) -> np.ndarray | None:
-    """The order of the pictures of classes in samples.npz: as they were drawn or, of large sets,
-    shuffled, since ADM's Inception score takes consecutive blocks and is too low where the classes
-    of a block are few."""
+    """Return the order of a class-conditional model's pictures in samples.npz; None: as drawn.
+
+    Large sets are shuffled: ADM's Inception score takes consecutive blocks, and is too low if a
+    block has few classes."""
     if count < SHUFFLED_FROM:
         return None
     return np.random.RandomState(SHUFFLE_SEED).permutation(count)
@@ -132,20 +136,20 @@ def _order(count: int) -> np.ndarray | None:
 
 def _write_arrays(out: pathlib.Path, run: Run, arrays: dict[str, np.ndarray]) -> None:
     transformer = run.model.transformer
-    np.savez(
-        out / "arrays.npz",
-        **{transformer.token_name: transformer.tokens_to_file(arrays["tokens"])},
-        code_map=np.moveaxis(arrays["code_map"], -1, 1),
-        images=np.moveaxis(arrays["images"], -1, 1),
-        logits=arrays["logits"],
-    )
+    found = {
+        transformer.token_name: transformer.tokens_to_file(arrays["tokens"]),
+        "code_map": np.moveaxis(arrays["code_map"], -1, 1),
+        "images": np.moveaxis(arrays["images"], -1, 1),
+        "logits": arrays["logits"],
+    }
+    np.savez(out / "arrays.npz", **found)
 
 
 # --- report.json ----------------------------------------------------------------------------------
 
 
 def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
-    """The content of report.json. Byte counts are for one batch."""
+    """Return the content of report.json. Byte counts are for one batch."""
     analysis, timing = generator.compiled.memory_analysis(), generator.timing
     condition, warm = run.condition, timing.cache == "warm"
     report = {
@@ -165,17 +169,17 @@ def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
             "arguments_bytes": analysis.argument_size_in_bytes,
             "temporary_bytes": analysis.temp_size_in_bytes,
             "decode_batch": decoded_at_once(run),
-            # of the compiled programs, which follow each other: what one has taken, but for weights
-            # that stay, is free in the next
+            # Peaks of the compiled programs, which run one after the other. Memory of one is free
+            # in the next, except for weights that stay.
             "phases": {
                 "text": condition.peak_bytes if isinstance(condition, Text) else None,
-                "transformer": memory.peak_bytes(generator.compiled),
-                "decode": memory.peak_bytes(generator.compiled_decoder),
+                "transformer": peak_bytes(generator.compiled),
+                "decode": peak_bytes(generator.compiled_decoder),
             },
         },
         "time": {
             **time_report(generator),
-            # by where the programs came from: compiled (cold) or the compilation cache (warm)
+            # cold: the programs were compiled; warm: they came from the compilation cache
             "compile_cold_s": None if warm else timing.compile_s,
             "compile_warm_s": timing.compile_s if warm else None,
             "compilation_cache": timing.cache,
@@ -190,21 +194,21 @@ def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
 
 
 def compared(run: Run, store: BatchStore) -> dict:
-    """The report's `fidelity`: pictures and tokens against those of the full cache; networks judge
-    the pictures as they are written."""
+    """Return the report's `fidelity`: pictures and tokens compared with the full cache's. Networks
+    judge the pictures as they are written, as bytes."""
     found, of_full, labels = [], [], run.condition.numbers
     for (index, mine), (_, full) in zip(store.batches("main"), store.batches("full"), strict=True):
-        close = metrics.per_image(full, mine)
-        pictures = [images.to_uint8(batch["images"]) for batch in (full, mine)]
-        found.append(close | run.judges.numbers(*pictures, labels[index]))
-        if (agrees := run.judges.agreement(pictures[0], labels[index])) is not None:
+        close = metrics.compare_images(full, mine)
+        theirs, ours = images.to_uint8(full["images"]), images.to_uint8(mine["images"])
+        found.append(close | run.judges.numbers(theirs, ours, labels[index]))
+        if (agrees := run.judges.agreement(theirs, labels[index])) is not None:
             of_full.append(agrees)
     whole = {"class_agreement_full": float(np.concatenate(of_full).mean())} if of_full else {}
     return closeness(metrics.joined(found)) | whole | run.judges.describe()
 
 
 def decoded_at_once(run: Run) -> int:
-    """Images that a device decodes to pixels at a time; chunks are of equal size
+    """Return how many images a device decodes to pixels at a time. All chunks have the same size
     (`segments.map_in_chunks`)."""
     count = run.batch_size // run.program.mesh.data
     code_map = run.model.code_map[:2]
@@ -213,7 +217,7 @@ def decoded_at_once(run: Run) -> int:
 
 
 def closeness(arrays: dict) -> dict:
-    """The report's `fidelity` from per-image numbers (`metrics.per_image`)."""
+    """The report's `fidelity` from per-image numbers (`metrics.compare_images`)."""
     decibels = metrics.capped(arrays)["psnr"]
     return metrics.summarize(arrays) | {"psnr_per_image": decibels}
 
@@ -222,7 +226,7 @@ def closeness(arrays: dict) -> dict:
 
 
 def plan_line(run: Run) -> str:
-    """One line about the plan, printed before compiling."""
+    """Return one line about the plan, printed before compiling."""
     plan, batch = run.plan, run.batch_size
     planned = plan.num_bytes(batch, run.program.kv_dtype)
     dense = plan.dense_bytes(batch, run.program.dense_dtype)
@@ -235,15 +239,13 @@ def plan_line(run: Run) -> str:
 
 
 def dry_run_text(run: Run) -> str:
-    """The plan and predicted bytes."""
+    """Return the plan and predicted bytes, for --dry_run."""
     plan, batch = run.plan, run.batch_size
     dense = plan.dense_bytes(batch, run.program.dense_dtype)
     mesh = run.program.mesh
     need = run.program.predict_here(run.model, plan, batch // mesh.data, run.condition)
-    pool, each = plan.num_bytes(batch, run.program.kv_dtype), mesh.num_devices > 1
+    pool = plan.num_bytes(batch, run.program.kv_dtype)
     carried = need.kv_pool * mesh.num_devices - pool  # positions, observations, states
-    condition, length = memory.show_bytes(need.condition), text_tokens(run.condition)
-    text = [("text", f"{condition}, keys and values of {length} tokens")] * (length is not None)
     parts = (run.model.transformer, run.model.codec)
     transformer, codec = (f"{parameters.count(part) / 1e6:.1f} M" for part in parts)
     rows = [
@@ -268,17 +270,22 @@ def dry_run_text(run: Run) -> str:
         ("bookkeeping", memory.show_bytes(carried)),
         ("peak live tokens", f"{plan.peak_live_fraction:.2%} of full"),
         ("weights", memory.show_bytes(need.weights)),
-        *text,
+    ]
+    if (length := text_tokens(run.condition)) is not None:
+        taken = memory.show_bytes(need.condition)
+        rows.append(("text", f"{taken}, keys and values of {length} tokens"))
+    rows += [
         ("activations", f"about {memory.show_bytes(need.activations)}"),
         ("total", f"about {memory.show_bytes(need.total)}"),
-        *[("each device", f"{mesh}: weights, activations and total, with its part of the pool")]
-        * each,
     ]
-    return "\n".join([_columns(rows), *run.remarks])
+    if mesh.num_devices > 1:
+        said = f"{mesh}: weights, activations and total, with its part of the pool"
+        rows.append(("each device", said))
+    return "\n".join([aligned(rows), *run.remarks])
 
 
-def table(report: dict, out: pathlib.Path) -> str:
-    """The short table at the end of a run."""
+def summary(report: dict, out: pathlib.Path) -> str:
+    """Return the lines that are printed at the end of a run."""
     kv, seconds = report["kv"], report["time"]
     steady = seconds["steady_s_per_image"]
     rows = [
@@ -295,16 +302,11 @@ def table(report: dict, out: pathlib.Path) -> str:
     ]
     close = report.get("fidelity", {})
     rows += [(m.label, _shown(m, close)) for key, m in METRICS.items() if key in close]
-    return _columns([*rows, ("written to", str(out))])
+    return aligned([*rows, ("written to", str(out))])
 
 
 def _shown(metric: metrics.Metric, close: dict) -> str:
-    """A number and, where it is no distance to the full cache, that of the full cache."""
+    """Return a number. If it is no distance to the full cache, add the full cache's number."""
     full = close.get(f"{metric.key}_full")
     of_full = "" if full is None else f" (full cache: {metric.show(full)})"
     return metric.show(close[metric.key]) + of_full
-
-
-def _columns(rows: list[tuple[str, str]]) -> str:
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name.ljust(width)}  {text}" for name, text in rows)

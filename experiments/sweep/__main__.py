@@ -71,7 +71,7 @@ OUT = FolderFlags(FLAGS)
 
 
 def resolve() -> Sweep:
-    """Check every flag and plan every cell. Nothing is compiled, allocated or written."""
+    """Check every flag and plan every cell. Compile, allocate and write nothing."""
     entries = plan.parse_entries(POLICIES.value)
     budgets = plan.parse_budgets(BUDGETS.value)
     model = MODEL.resolve()
@@ -105,11 +105,11 @@ def resolve() -> Sweep:
 def _calibration(
     model: Model, sampling: Sampling
 ) -> tuple[pathlib.Path | None, Calibration | None]:
-    """The file that is given, else the one of the checkpoint, if it has one."""
+    """Return (path, content) of the file that is given, else of the checkpoint's, if it has one."""
     path = CALIBRATION.value or calibration_lib.beside(model.directory)
     if not path:
         return None, None
-    try:  # one file serves all policies: any that uses one may ask for it
+    try:  # one file serves all policies; HeatKV stands for any policy that uses a calibration
         found = calibration_lib.find(HeatKV(), model, path, sampling.guidance)
     except UserError as error:
         if CALIBRATION.value:
@@ -119,10 +119,10 @@ def _calibration(
     return pathlib.Path(path), found
 
 
-def main(argv) -> None:
+def main(argv: list[str]) -> None:
     sweep = resolve()
     print(plan.show_sizes(sweep), file=sys.stderr, flush=True)
-    calibration = sweep.calibration and sweep.calibration.read_bytes()  # as it is now
+    calibration = sweep.calibration and sweep.calibration.read_bytes()  # before it may change
     store = OUT.open(f"{sweep.model.name}-sweep", sweep.describe())
     sweep = sweep.encoded()
     runner = Runner(sweep, store)

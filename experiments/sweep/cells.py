@@ -1,21 +1,22 @@
-"""Running the cells of a sweep: one program per cell, free-running for pictures and with the full
-cache's tokens forced for logits; finished cells are kept.
+"""Running the cells of a sweep: one program per cell. It draws freely for pictures, and with the
+full cache's tokens forced for logits. Finished cells are kept.
 
 Letters: N images, L tokens, K scales.
 """
 
 import functools
-import json
 import pathlib
 import sys
 import time
+from collections.abc import Iterator
 
+import jax
 import numpy as np
 
-from experiments import batch_files, judges
+from experiments import judges
 from experiments.generation import cache_report, time_report
 from experiments.output import BatchStore
-from experiments.sweep import stored as stored_cells
+from experiments.sweep import cell_files
 from experiments.sweep.intervals import PER_IMAGE
 from experiments.sweep.plan import Cell, Sweep
 from experiments.sweep.progress import SweepProgress
@@ -23,7 +24,6 @@ from varjax import metrics
 from varjax.errors import UserError
 from varjax.generator import Generator
 from varjax.io import images
-from varjax.io.json_text import json_safe
 from varjax.metrics import METRICS
 from varjax.model import Model
 
@@ -32,8 +32,8 @@ TIMED_RUNS = 2  # at least so many runs of a program after its first
 
 
 class CellProgram:
-    """The program of a cell. It always takes given tokens, so that one serves both ways of
-    running."""
+    """The program of a cell. It always takes given tokens, so that the same program draws freely
+    and with forced tokens."""
 
     def __init__(self, sweep: Sweep, model: Model, cell: Cell):
         self.sweep, self.generator = sweep, sweep.cell_generator(model, cell)
@@ -41,36 +41,47 @@ class CellProgram:
         first = np.zeros(sweep.batch_size, np.int32)  # any images: programs depend on shapes only
         self.generator.compile(sweep.condition.take(first), self._unused[first])
 
-    def batches(self):
-        """All images, their tokens drawn: (image numbers, results) batch by batch."""
-        sweep, options = self.sweep, dict(given=self._unused, given_scales=0)
-        return self.generator.batches(sweep.condition, seed=sweep.seed, **options)
+    def batches(self) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+        """Draw all images freely; yield (image numbers, results) batch by batch."""
+        condition, seed = self.sweep.condition, self.sweep.seed
+        return self.generator.batches(condition, seed=seed, given=self._unused, given_scales=0)
 
     def time(self) -> None:
-        """Run again until there are enough times."""
+        """Run the program again until it was timed often enough."""
         index = np.arange(self.sweep.batch_size) % len(self.sweep.condition)
         while len(self.generator.timing.runs) <= TIMED_RUNS:
-            self._run(index, given=self._unused, given_scales=0)
+            self._run(index, self._unused, given_scales=0)
 
     def forced_logits(self, tokens: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """float32 [B, L, ...] of images `index` with their `tokens` [N, L, ...] forced."""
-        return np.asarray(self._run(index, given=tokens)["logits"])
+        """Return the logits float32 [B, L, ...] of images `index` with their `tokens` [N, L, ...]
+        forced."""
+        return np.asarray(self._run(index, tokens)["logits"])
 
-    def _run(self, index: np.ndarray, **given) -> dict:
-        options = dict(seed=self.sweep.seed, keep_cache=False)
-        return self.generator.run_images(self.sweep.condition, index, **given, **options)[0]
+    def _run(
+        self, index: np.ndarray, given: np.ndarray, given_scales: int | None = None
+    ) -> dict[str, jax.Array]:
+        results, _ = self.generator.run_images(
+            self.sweep.condition,
+            index,
+            seed=self.sweep.seed,
+            given=given,
+            given_scales=given_scales,
+            keep_cache=False,
+        )
+        return results
 
 
 class Runner:
-    """Runs what is missing of a sweep in its folder."""
+    """Runs the cells of a sweep that its folder lacks."""
 
     def __init__(self, sweep: Sweep, store: BatchStore):
         self.sweep, self.store = sweep, store
         self.progress: SweepProgress | None = None  # while it runs
-        self._logits: dict[int, np.ndarray] = {}  # of the full cache, by the first image
+        self._logits: dict[int, np.ndarray] = {}  # full cache's, by the batch's first image
 
     @functools.cached_property
     def model(self) -> Model:
+        """The model with its weights, loaded when it is first needed."""
         return self.sweep.load_model()
 
     @functools.cached_property
@@ -86,15 +97,15 @@ class Runner:
         return program
 
     def path(self, cell: Cell) -> pathlib.Path:
+        """Return the file of a finished cell."""
         return self.store.work.path / f"cell-{cell.key}.npz"
 
     def results(self, cell: Cell) -> dict | None:
-        """What is stored of a cell: {"row": numbers, "samples": uint8 images, ...}; None if it is
-        missing or damaged, so that it is run again."""
-        return stored_cells.read(self.path(cell), self.sweep, cell)
+        """Return the stored results of a cell (`cell_files.read`); None if it must be run."""
+        return cell_files.read(self.path(cell), self.sweep, cell)
 
     def all_results(self) -> dict[str, dict]:
-        """Of every cell that could run, and the full cache, by their keys."""
+        """Return the results of the full cache and of every cell that could run, by their keys."""
         done = (self.sweep.full, *(cell for cell in self.sweep.cells if cell.plan is not None))
         found = {cell.key: (cell, self.results(cell)) for cell in done}
         for cell, results in found.values():
@@ -105,12 +116,12 @@ class Runner:
                 )
         return {key: results for key, (_, results) in found.items()}
 
-    def keep(self, cell: Cell, row: dict, **arrays: np.ndarray) -> None:
-        arrays["row"] = np.array(json.dumps(json_safe(row)))
-        batch_files.write(self.path(cell), self.store.work.digest, arrays)
+    def keep(self, cell: Cell, row: dict, arrays: dict[str, np.ndarray]) -> None:
+        """Store the results of a cell."""
+        cell_files.write(self.path(cell), self.store.work.digest, row, arrays)
 
     def run(self) -> None:
-        """Every cell that is not there yet, the full cache first."""
+        """Run every cell that is not stored yet, the full cache first."""
         todo = [cell for cell in self.sweep.cells if cell.plan]
         cells = list({cell.key: cell for cell in todo}.values())
         missing = [cell for cell in cells if self.results(cell) is None]
@@ -124,7 +135,7 @@ class Runner:
         _say(self.progress.text())
         stored = stored or self._run_full()
         reference = {"tokens": stored["tokens"], "images": stored["pictures"]}
-        _ = self.full  # compiled before the first cell, which is timed
+        _ = self.full  # compile it now, or its compilation would count as time of the first cell
         _say(self.progress.text())
         for number, cell in enumerate(missing, len(cells) - len(missing) + 1):
             _say(f"cell {number}/{len(cells)}: {cell.label} at {cell.budget:g}")
@@ -142,12 +153,13 @@ class Runner:
         agrees = sweep.judges.agreement(images.to_uint8(pictures), sweep.condition.numbers)
         if agrees is not None:
             row["fidelity"] = {judges.AGREEMENT: float(agrees.mean())}
-        self.keep(sweep.full, row, tokens=tokens, pictures=pictures, samples=samples)
+        arrays = {"tokens": tokens, "pictures": pictures, "samples": samples}
+        self.keep(sweep.full, row, arrays)
         return {"tokens": tokens, "pictures": pictures}
 
     def _full_logits(self, tokens: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """float32 [B, L, ...] of the full cache for images `index` with its own tokens forced;
-        computed anew where host memory does not hold them."""
+        """Return the full cache's logits float32 [B, L, ...] for images `index`, with its own
+        tokens forced. They are computed again where `REFERENCE_LOGITS` did not suffice."""
         first, kept = int(index[0]), self._logits
         if first in kept:
             return kept[first]
@@ -163,23 +175,23 @@ class Runner:
         found: list[dict] = []
         kept: list[np.ndarray] = []
         for index, results in program.batches():
-            close = metrics.per_image({n: a[index] for n, a in reference.items()}, results)
+            close = metrics.compare_images({n: a[index] for n, a in reference.items()}, results)
             mine, full = (
                 images.to_uint8(a) for a in (results.pop("images"), reference["images"][index])
             )
             close |= sweep.judges.numbers(full, mine, sweep.condition.numbers[index])
             kept += [mine[: max(0, sweep.samples - int(index[0]))]]
-            results.clear()  # or its logits would stay beside the forced ones
-            logits = self._full_logits(tokens, index), program.forced_logits(tokens, index)
-            forced = ({"forced_logits": a} for a in logits)
-            found.append(close | metrics.per_image(*forced))
+            results.clear()  # or its logits would stay in memory beside the forced ones
+            forced_full = {"forced_logits": self._full_logits(tokens, index)}
+            forced_mine = {"forced_logits": program.forced_logits(tokens, index)}
+            found.append(close | metrics.compare_images(forced_full, forced_mine))
         program.time()
         arrays = metrics.joined(found)
         close = metrics.summarize(arrays)
         row = describe_cell(sweep, cell, program.generator) | {"fidelity": close}
         row["samples_fidelity"] = {n: a[: sweep.samples].tolist() for n, a in arrays.items()}
         numbers = {f"{PER_IMAGE}{name}": values for name, values in arrays.items()}
-        self.keep(cell, row, samples=np.concatenate(kept), **numbers)
+        self.keep(cell, row, {"samples": np.concatenate(kept), **numbers})
         shown = (f"{m.column} {m.show(close[key])}" for key, m in METRICS.items() if key in close)
         self.progress.finished(time.monotonic() - start)
         _say(f"  {', '.join(shown)}\n{self.progress.text()}")
@@ -190,8 +202,8 @@ def _say(line: str) -> None:
 
 
 def describe_cell(sweep: Sweep, cell: Cell, generator: Generator) -> dict:
-    """Everything about a cell but its fidelity. Byte counts are for one batch; `live_tokens` and
-    `used_slots` int [K, layers] are those of one cache row after each store."""
+    """Return everything about a cell except its fidelity. Byte counts are for one batch.
+    `live_tokens` and `used_slots` int [K, layers] count one cache row after each store."""
     plan, kv = cell.plan, cache_report(generator, sweep.program.dense_dtype)
     return {
         "label": cell.label,

@@ -1,8 +1,8 @@
-"""How far the means of a sweep would move with other images: bootstrap over its own.
+"""How far the means of a sweep would move with other images, estimated by bootstrap.
 
 Every metric compares an image with the same image of the full cache, and all cells draw the same
-images, so cells are compared image by image: the interval of a difference is that of the mean of
-the differences, which is narrower than two intervals side by side say.
+images. So cells are compared image by image: the interval of a difference belongs to the mean of
+the differences, and is narrower than two separate intervals suggest.
 
 Letters: C rows of numbers, N images, R resamples.
 """
@@ -16,10 +16,10 @@ from jaxtyping import Float
 from varjax import metrics
 from varjax.metrics import METRICS, Metric
 
-PER_IMAGE = "per_image/"  # in a cell's file, before the name of a metric: numbers of all images
+PER_IMAGE = "per_image/"  # prefix of a metric's array in a cell's file: numbers of all images
 RESAMPLES, SEED = 10_000, 0
 LEVEL = 0.95
-AT_ONCE = 2**22  # counts that are held at a time
+AT_ONCE = 2**22  # counts that are in memory at a time
 DEFINITION = (
     f"{LEVEL:.0%} interval of the mean over images: percentiles of the means of {RESAMPLES:,} "
     "resamples of the images, the same for all cells; too narrow below some 20 images"
@@ -33,8 +33,8 @@ DIFFERENCE = (
 
 
 def bootstrap(values: Float[np.ndarray, "C N"]) -> Float[np.ndarray, "C 2"]:
-    """Ends of the interval of each row's mean, all from the same resamples; NaN where a row holds
-    what is not finite, or there are fewer than two images, whose spread is not known."""
+    """Return the interval of each row's mean; all rows share the resamples. It is NaN for a row
+    with values that are not finite, and for fewer than two images, whose spread is not known."""
     rows, count = values.shape
     found = np.full((rows, 2), np.nan)
     usable = np.isfinite(values).all(1) & (count > 1)
@@ -42,7 +42,7 @@ def bootstrap(values: Float[np.ndarray, "C N"]) -> Float[np.ndarray, "C 2"]:
         return found
     sound = values[usable].astype(np.float64)
     middle = sound.mean(1, keepdims=True)
-    moved = _resampled_means(sound - middle)  # of what is constant, exactly 0
+    moved = _resampled_means(sound - middle)  # exactly 0 for a constant row
     tail = (1 - LEVEL) / 2
     found[usable] = middle + np.quantile(moved, [tail, 1 - tail], axis=0).T
     return found
@@ -60,17 +60,19 @@ def _resampled_means(values: Float[np.ndarray, "C N"]) -> Float[np.ndarray, "R C
     return np.concatenate(means)
 
 
-# --- of a sweep's cells ---
+# --- cells of a sweep ---
 
 
 def add(cells: Sequence[dict], per_image: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-    """Write what is known into `fidelity` of the cells of sweep.json: `METRIC_low`, `METRIC_high`;
-    for all but the best of a budget `METRIC_difference` with its own `_low` and `_high`. `best` of
-    such a cell names the other: {metric: its label}.
+    """Write the known intervals into `fidelity` of the cells of sweep.json.
 
-    per_image: float [N] of every metric, by what a cell's `samples` says; may lack cells.
+    Every cell gets `METRIC_low` and `METRIC_high`. A cell that is not the best of its budget also
+    gets `METRIC_difference` with its own `_low` and `_high`, and `best`: {metric: label of the best
+    cell}.
+
+    per_image: {cell's `samples`: {metric: float [N]}}; cells may be missing.
     """
-    wanted: list[tuple[dict, str, np.ndarray]] = []  # whose interval, its name, numbers
+    wanted: list[tuple[dict, str, np.ndarray]] = []  # cell, name of the interval, numbers
     for key, metric in METRICS.items():
         found = [(c, per_image.get(c.get("samples"), {}).get(key)) for c in cells]
         known = [(c, metrics.capped({key: v})[key]) for c, v in found if v is not None]
@@ -88,7 +90,7 @@ def add(cells: Sequence[dict], per_image: Mapping[str, Mapping[str, np.ndarray]]
 def _differences(
     cells: Sequence[tuple[dict, np.ndarray]], metric: Metric
 ) -> Iterator[tuple[dict, str, np.ndarray]]:
-    """(cell, name, numbers image by image) of every cell that is not the best of its budget."""
+    """Yield (cell, name, differences image by image) for all cells except each budget's best."""
     sign, name = 1 if metric.better == "higher" else -1, f"{metric.key}_difference"
     for budget in {cell["budget"]: None for cell, _ in cells}:
         rivals = [(cell, values) for cell, values in cells if cell["budget"] == budget]

@@ -1,4 +1,4 @@
-"""What a sweep runs: rows (a policy with its arguments) times budgets, planned before anything is
+"""The cells of a sweep, policies with arguments times budgets, planned before anything is
 compiled."""
 
 import hashlib
@@ -22,14 +22,14 @@ from varjax.model import Model
 from varjax.policies import POLICIES, Policy, get_policy
 
 ALL = "all"
-NOT_IN_ALL = ("full", "table")  # the reference, and what needs a file of its own
+NOT_IN_ALL = ("full", "table")  # the reference, and a policy that needs a file
 _NEXT_ENTRY = re.compile(r",(?=\s*[A-Za-z_]\w*\s*(?:[:,]|$))")
 _NEXT_ARGUMENT = re.compile(r"\+(?=\s*\w+\s*=)")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of the table: a policy and its arguments. `named`: not only by `all`."""
+    """A policy and its arguments, as --policies gives them. named: `all` is not the only reason."""
 
     name: str
     arguments: dict[str, str] = field(default_factory=dict)
@@ -37,17 +37,17 @@ class Entry:
 
     @property
     def label(self) -> str:
-        """The entry as it is written on the command line."""
+        """The entry as users write it on the command line."""
         pairs = "+".join(f"{key}={value}" for key, value in self.arguments.items())
         return f"{self.name}:{pairs}" if pairs else self.name
 
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """A policy at a budget. Either `plan` or the `reason` why there is none.
+    """A policy at a budget. It has a plan or, if it cannot run, a reason.
 
-    arguments: of the policy before a calibration filled in what it decides, defaults included.
-    budget: None for what a calibration is missing for, at any budget.
+    arguments: of the policy, defaults included, without what a calibration decides.
+    budget: None if the policy cannot run at any budget.
     """
 
     label: str
@@ -59,7 +59,7 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Names the file of a finished cell: equal for what computes the same."""
+        """Name of the file of a finished cell. Cells that compute the same have the same key."""
         plan = self.plan
         content = [self.name, self.arguments, self.budget, plan.digest, plan.policy.content()]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
@@ -69,8 +69,9 @@ class Cell:
 class Sweep(Generation):
     """A resolved sweep.
 
-    full: the reference. samples: so many images are kept for the report. calibration: the file;
-    calibration_digest: its SHA-256. judges: networks whose numbers are in the table.
+    full: the reference. samples: how many images are kept for the report.
+    calibration: the file; calibration_digest: its SHA-256.
+    judges: networks whose numbers are in the table.
     """
 
     cells: list[Cell]
@@ -81,12 +82,12 @@ class Sweep(Generation):
     judges: Judges = Judges()
 
     def describe(self) -> dict:
-        """JSON-able content: what decides the results of every cell."""
+        """Return what decides the results of every cell, as JSON data."""
         own = {"samples": self.samples, "calibration": self.calibration_digest}
         return super().describe() | own | self.judges.describe()
 
     def cell_generator(self, model: Model, cell: Cell) -> Generator:
-        """The program of a cell. The full cache is never compressed."""
+        """Return the generator of a cell. The full cache is never compressed."""
         kv_dtype = self.program.dense_dtype if cell is self.full else self.program.kv_dtype
         return self.generator(model, cell.plan, kv_dtype, keep_logits=True)
 
@@ -140,7 +141,7 @@ def _parse_entry(part: str, text: str) -> list[Entry]:
 
 
 def parse_budgets(text: str) -> list[float]:
-    """Read `"0.04,0.1,0.5"`: fractions in (0, 1], each once, in the order given."""
+    """Read `"0.04,0.1,0.5"`: fractions in (0, 1], each once. Their order stays."""
     try:
         budgets = [float(part) for part in text.split(",")]
     except ValueError:
@@ -175,7 +176,7 @@ def plan_cells(
     for entry in entries:
         if entry.name == "full":
             continue  # the reference is always there
-        if not entry.named and geometry.kind not in POLICIES[entry.name].serves:
+        if not entry.named and not POLICIES[entry.name].serves(geometry.kind):
             continue
         row = _plan_row(entry, budgets, geometry, calibration, num_images)
         if entry.named and not any(cell.plan for cell in row):
@@ -184,7 +185,13 @@ def plan_cells(
     return cells
 
 
-def _plan_row(entry: Entry, budgets, geometry, calibration, num_images) -> list[Cell]:
+def _plan_row(
+    entry: Entry,
+    budgets: Sequence[float],
+    geometry: Geometry,
+    calibration: Calibration | None,
+    num_images: int,
+) -> list[Cell]:
     try:
         default = get_policy(entry.name, None, entry.arguments)
         policies = [default]
@@ -203,7 +210,13 @@ def _plan_row(entry: Entry, budgets, geometry, calibration, num_images) -> list[
     return row
 
 
-def _plan_cell(entry: Entry, policy: Policy, geometry, calibration, num_images) -> Cell:
+def _plan_cell(
+    entry: Entry,
+    policy: Policy,
+    geometry: Geometry,
+    calibration: Calibration | None,
+    num_images: int,
+) -> Cell:
     try:
         policy.check_images(num_images)
         plan = plan_cache(geometry, policy, calibration if policy.uses_calibration else None)
@@ -214,7 +227,7 @@ def _plan_cell(entry: Entry, policy: Policy, geometry, calibration, num_images) 
 
 
 def show_sizes(sweep: Sweep) -> str:
-    """One line before anything is compiled."""
+    """Return the line that is printed before anything is compiled."""
     batch, feasible = sweep.batch_size, sum(cell.plan is not None for cell in sweep.cells)
     dense = memory.show_bytes(sweep.full.plan.dense_bytes(batch, sweep.program.dense_dtype))
     return (

@@ -1,4 +1,4 @@
-"""How far a sweep is: cells, compilations that are ahead, time that is left."""
+"""How far a sweep is: finished cells, compilations ahead, time left."""
 
 from collections.abc import Hashable, Sequence
 
@@ -11,8 +11,9 @@ from varjax.progress import TimeLeft
 
 
 def program_of(sweep: Sweep, cell: Cell) -> Hashable:
-    """Equal for cells that run the same program, of which the compilation cache then has the
-    second: all that is static, and the shapes of what depends on the plan."""
+    """Return a key that is equal for cells with the same compiled program: everything static, and
+    the shapes of what depends on the plan. The compilation cache has such a program already when
+    the second cell asks for it."""
     generator = sweep.cell_generator(sweep.model, cell)
     drawing, numbers = generator.drawing, np.zeros(sweep.batch_size, np.int32)
     inputs = drawing.for_images(drawing.shared_inputs(sweep.model.transformer), numbers)
@@ -22,17 +23,17 @@ def program_of(sweep: Sweep, cell: Cell) -> Hashable:
 
 
 class SweepProgress:
-    """Counts cells, and measures compilations and cells to say what is left.
+    """Counts cells, and measures compilations and cells to predict the time left.
 
-    done: cells that are there, the full cache among them if it is. ahead: cells still to be
-      compiled, the full cache first, whose program every cell needs.
+    done: finished cells, which may include the full cache.
+    ahead: cells still to be compiled, the full cache first, since all cells need its program.
     """
 
     def __init__(self, sweep: Sweep, done: Sequence[Cell], ahead: Sequence[Cell]):
         cells = {cell.key: cell for cell in (*done, *ahead)}
         self._programs = {key: program_of(sweep, cell) for key, cell in cells.items()}
         compiled = {self._programs[cell.key] for cell in done}
-        self._ahead: dict[str, bool] = {}  # whether the program is there by then
+        self._ahead: dict[str, bool] = {}  # {cell: is its program expected in the cache?}
         for key in (cell.key for cell in ahead):
             self._ahead[key] = compilation_cache.is_on() and self._programs[key] in compiled
             compiled.add(self._programs[key])
@@ -41,16 +42,16 @@ class SweepProgress:
         self._left = TimeLeft()
 
     def compiled(self, cell: Cell, seconds: float) -> None:
-        """The program of a cell is there."""
+        """Count the compilation of a cell's program."""
         self._left.measured("known" if self._ahead.pop(cell.key) else "new", seconds)
 
     def finished(self, seconds: float) -> None:
-        """A cell has run, for so long after its compilation."""
+        """Count a finished cell. seconds: from its compilation to its end."""
         self.missing -= 1
         self._left.measured("cell", seconds)
 
     def compilations(self) -> str:
-        """`7 compilations ahead (5 programs, 2 expected from the compilation cache)`."""
+        """Return `7 compilations ahead (5 programs, 2 expected from the compilation cache)`."""
         count, known = len(self._ahead), sum(self._ahead.values())
         differ = len({self._programs[key] for key in self._ahead})
         said = f"{count or 'no'} compilation{'s'[count == 1 :]} ahead"
@@ -59,8 +60,8 @@ class SweepProgress:
         return f"{said} ({', '.join(notes)})" if notes else said
 
     def text(self) -> str:
-        """One line."""
+        """Return one line: finished cells, compilations ahead, time left."""
         done, known = self.total - self.missing, sum(self._ahead.values())
-        ahead = {"new": len(self._ahead) - known, "known": known, "cell": self.missing}
-        parts = [f"{done} of {self.total} cells done", self.compilations()]
-        return ", ".join(filter(None, (*parts, self._left.text(**ahead))))
+        left = self._left.text(new=len(self._ahead) - known, known=known, cell=self.missing)
+        parts = [f"{done} of {self.total} cells done", self.compilations(), left]
+        return ", ".join(filter(None, parts))

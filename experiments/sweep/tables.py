@@ -1,4 +1,4 @@
-"""What a sweep writes: one table as CSV and Markdown, all numbers as JSON, samples, a plot."""
+"""Files of a finished sweep: a table as CSV and Markdown, all numbers as JSON, samples, a plot."""
 
 import csv
 import io
@@ -31,36 +31,30 @@ DEFINITIONS = {
     "s/image": "median over at least two runs after the first, pixels included; the program also "
     "returns its logits",
 }
-PARTS = {  # of a cell of sweep.json, and what tables take from them
+ASKED = ("label", "policy", "budget", "status")  # entries of every cell in sweep.json
+_MEANS = [f"{key}{end}" for key, m in METRICS.items() for end in ("", "_std")[: 1 + m.per_image]]
+_INTERVALS = [f"{key}{end}" for key in METRICS for end in ("_low", "_high")]
+_DIFFERENCES = [f"{key}_difference{end}" for key in METRICS for end in ("", "_low", "_high")]
+PARTS = {  # {part of a cell in sweep.json: its entries that the table takes}
     "kv": "dense_bytes planned_bytes allocated_bytes fraction peak_live_fraction".split(),
-    "fidelity": [
-        *(f"{key}{end}" for key, m in METRICS.items() for end in ("", "_std")[: 1 + m.per_image]),
-        "identical_images",
-        *(f"{key}{end}" for key in METRICS for end in ("_low", "_high")),
-        *(f"{key}_difference{end}" for key in METRICS for end in ("", "_low", "_high")),
-    ],
+    "fidelity": [*_MEANS, "identical_images", *_INTERVALS, *_DIFFERENCES],
     "time": ["steady_s_per_image", "compile_s"],
 }
-NEW = tuple(
+NEW = [
     name
     for name in PARTS["fidelity"]
     if name.endswith(("_low", "_high", "_difference")) or name.removesuffix("_std") in JUDGED
-)
-CSV_FIELDS = (
-    *"label policy budget status".split(),
-    *PARTS["kv"],
-    *(name for name in PARTS["fidelity"] if name not in NEW),
-    *PARTS["time"],
-    "note",
-    *NEW,  # at the end: the place of the others is the same in all versions
-)
+]
+_OLD = [name for name in PARTS["fidelity"] if name not in NEW]
+# New columns are at the end, so that the others keep their places in all versions.
+CSV_FIELDS = [*ASKED, *PARTS["kv"], *_OLD, *PARTS["time"], "note", *NEW]
 
 
 # --- content ---
 
 
 def content(sweep: Sweep, results: dict[str, dict]) -> dict:
-    """Everything of sweep.json. `results`: what is stored of each cell, by its key."""
+    """Return the content of sweep.json. results: what is stored of each cell, by its key."""
     g = sweep.model.geometry
     shown = sweep.condition.captions or [f"class {i}" for i in sweep.condition.numbers]
     cells = [_cell_content(cell, results) for cell in sweep.cells]
@@ -81,34 +75,35 @@ def content(sweep: Sweep, results: dict[str, dict]) -> dict:
 
 
 def _definitions(cells: Sequence[dict]) -> dict[str, str]:
-    """What the columns mean."""
+    """Return {column: its meaning}."""
     (first, planned), *last = DEFINITIONS.items()
     return {first: planned, **metrics.definitions(_known(cells)), **dict(last)}
 
 
 def _known(cells: Sequence[dict]) -> list[Metric]:
-    """The metrics of a sweep: what networks judge only where some cell has it."""
+    """Return the metrics of a sweep; those that networks judge only if some cell has them."""
     held = {key for cell in cells for key in cell.get("fidelity", {})}
     return [metric for key, metric in METRICS.items() if not metric.is_judged or key in held]
 
 
 def shown(report: dict) -> list[Metric]:
-    """The metrics that have a column, in their order."""
+    """Return the metrics that have a column, in order."""
     return _known((report["reference"], *report["cells"]))
 
 
 def header(report: dict) -> list[str]:
-    """Of the table."""
+    """Return the names of the table's columns."""
     columns = [metric.column for metric in shown(report)]
     return ["policy", "budget", "KV planned", "KV allocated", *columns, "s/image", "note"]
 
 
 def differences_header(report: dict) -> list[str]:
+    """Return the names of the columns of `differences_as_text`."""
     return ["budget", "policy", *(metric.column for metric in shown(report))]
 
 
 def _explained(cells: Sequence[dict]) -> dict[str, str]:
-    """What intervals and differences are, if there are any; a single image has no intervals."""
+    """Explain intervals and differences, if there are any; a single image has no intervals."""
     keys = {key for cell in cells for key in cell.get("fidelity", {})}
     found = {}
     if keys:
@@ -120,7 +115,7 @@ def _explained(cells: Sequence[dict]) -> dict[str, str]:
 
 
 def per_image(results: dict[str, dict]) -> dict[str, dict[str, np.ndarray]]:
-    """{cell: {metric: float [N]}}; without the full cache, and cells of earlier versions."""
+    """Return {cell: {metric: float [N]}}. The full cache and cells of older versions have none."""
     found = {
         key: {n.removeprefix(PER_IMAGE): a for n, a in stored.items() if n.startswith(PER_IMAGE)}
         for key, stored in results.items()
@@ -137,8 +132,8 @@ def _cell_content(cell: Cell, results: dict[str, dict]) -> dict:
 
 
 def samples(sweep: Sweep, results: dict[str, dict]) -> dict[str, np.ndarray]:
-    """Arrays of samples.npz: `labels` int [n], uint8 [n, H, W, 3] for `full` and each cell; and
-    `CELL/METRIC` float [N], the numbers of all images, not only of those n."""
+    """Return the arrays of samples.npz: `labels` int [n], uint8 [n, H, W, 3] for `full` and each
+    cell, and `CELL/METRIC` float [N]: numbers of all N images, of which n are shown."""
     cells = {FULL: sweep.full, **{cell.key: cell for cell in sweep.cells if cell.plan}}
     labels = sweep.condition.numbers[: sweep.samples].astype(np.int64)
     pictures = {n: results[cell.key]["samples"] for n, cell in cells.items()}
@@ -151,10 +146,11 @@ def samples(sweep: Sweep, results: dict[str, dict]) -> dict[str, np.ndarray]:
 
 
 def rows(report: dict) -> list[dict]:
-    """One flat dict per row of the table, the full cache first; what is not known is absent."""
+    """Return a flat dict for each row of the table, the full cache first. Unknown entries are
+    absent."""
     found = []
     for cell in (report["reference"], *report["cells"]):
-        row = {k: cell[k] for k in ("label", "policy", "budget", "status")}
+        row = {name: cell[name] for name in ASKED}
         for part, names in PARTS.items() if cell["status"] == "done" else ():
             row |= {name: cell[part][name] for name in names if name in cell.get(part, {})}
         found.append(row | {"note": cell.get("reason", "")})
@@ -162,6 +158,7 @@ def rows(report: dict) -> list[dict]:
 
 
 def csv_text(report: dict) -> str:
+    """Return the text of sweep.csv."""
     out = io.StringIO()
     writer = csv.DictWriter(out, CSV_FIELDS, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -170,7 +167,7 @@ def csv_text(report: dict) -> str:
 
 
 def cells_as_text(row: dict, columns: Sequence[Metric]) -> list[str]:
-    """A row of the table with these metrics (`shown`); what is not known is empty."""
+    """Return the texts of a row. columns: the metrics that `shown` gives. Unknown is empty."""
     budget = "" if row["budget"] is None else f"{row['budget']:g}"
     planned = allocated = seconds = ""
     note = f"{row['status']}: {row['note']}"
@@ -185,7 +182,7 @@ def cells_as_text(row: dict, columns: Sequence[Metric]) -> list[str]:
 
 
 def _with_interval(metric: Metric, row: dict, name: str) -> str:
-    """A mean and, where it is known, its interval: `26.08 dB [25.49, 26.68]`."""
+    """Return a mean and, where it is known, its interval: `26.08 dB [25.49, 26.68]`."""
     if name not in row:
         return ""
     ends = [row[f"{name}_{end}"] for end in ("low", "high") if f"{name}_{end}" in row]
@@ -193,9 +190,10 @@ def _with_interval(metric: Metric, row: dict, name: str) -> str:
 
 
 def differences_as_text(report: dict) -> list[list[str]]:
-    """Rows under `differences_header`: of cells that share their budget, by ascending budget."""
+    """Return the rows under `differences_header`, by ascending budget. Only cells that share their
+    budget with another one are compared."""
     found = [row for row in rows(report) if row["status"] == "done" and row["budget"] is not None]
-    table, columns = [], [metric.key for metric in shown(report)]
+    lines, columns = [], [metric.key for metric in shown(report)]
     for budget in sorted({row["budget"] for row in found}):
         rivals = [row for row in found if row["budget"] == budget]
         compared = [key for key in METRICS if any(f"{key}_difference" in r for r in rivals)]
@@ -206,14 +204,14 @@ def differences_as_text(report: dict) -> list[list[str]]:
                 for key in compared
             }
             if any(texts.values()):
-                table.append(
+                lines.append(
                     [f"{budget:g}", row["label"], *(texts.get(key, "") for key in columns)]
                 )
-    return table
+    return lines
 
 
 def markdown_rows(report: dict) -> str:
-    """The table alone."""
+    """Return the table in Markdown."""
     lines, columns = [], shown(report)
     for row in rows(report):
         label, *rest, note = cells_as_text(row, columns)
@@ -227,7 +225,7 @@ def _markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> st
 
 
 def markdown(report: dict) -> str:
-    """sweep.md: what was run, the table, what its columns mean."""
+    """Return the text of sweep.md: what was run, the table, what its columns mean."""
     s, versions = report["settings"], report["versions"]
     head = (
         f"{s['model']}: {len(s['labels'])} images, seed {s['seed']}, batches of "
@@ -252,7 +250,9 @@ def write(
     images: dict[str, np.ndarray],
     calibration: bytes | None = None,
 ) -> str | None:
-    """Fill the folder of a finished sweep; returns why the plot is missing, if it is."""
+    """Fill the folder of a finished sweep. Return why the plot is missing; None if it is there.
+
+    images: arrays of samples.npz. calibration: the file that the sweep used, to keep a copy."""
     if calibration is not None:
         (out / CALIBRATION_COPY).write_bytes(calibration)
     write_text(out / "sweep.csv", csv_text(report))
@@ -268,12 +268,14 @@ def write(
     return missing
 
 
-def curves(table: Sequence[dict], metric: str) -> dict[str, list[tuple[float, ...]]]:
-    """{label: [(allocated bytes, value, low, high), ...]} by ascending bytes, infinite values left
-    out; the ends of the interval are NaN where they are not known."""
+def curves(done: Sequence[dict], metric: str) -> dict[str, list[tuple[float, ...]]]:
+    """Return {label: [(allocated bytes, value, low, high), ...]} by ascending bytes.
+
+    done: rows of the table. Infinite values are left out. The ends of an interval that is not known
+    are NaN."""
     names = (metric, f"{metric}_low", f"{metric}_high")
     found: dict[str, list[tuple[float, ...]]] = {}
-    for row in table:
+    for row in done:
         value, *ends = (float(row.get(name, "nan")) for name in names)
         if math.isfinite(value):
             point = (float(row["allocated_bytes"]), value, *ends)
@@ -281,20 +283,19 @@ def curves(table: Sequence[dict], metric: str) -> dict[str, list[tuple[float, ..
     return {label: sorted(points) for label, points in found.items()}
 
 
-def plot(path: pathlib.Path, table: Sequence[dict], panels: Sequence[Metric]) -> None:
-    """Fidelity against bytes, a panel per metric. `MissingExtra` without matplotlib."""
-    need = {"extra": "eval", "purpose": "plotting"}
-    require("matplotlib", **need).use("Agg")
-    pyplot = require("matplotlib.pyplot", **need)
-    rows = -(-len(panels) // 2)
-    figure, axes = pyplot.subplots(rows, 2, figsize=(11, 4 * rows), layout="constrained")
+def plot(path: pathlib.Path, done: Sequence[dict], panels: Sequence[Metric]) -> None:
+    """Draw fidelity against bytes, a panel for each metric. `MissingExtra` without matplotlib."""
+    require("matplotlib", extra="eval", purpose="plotting").use("Agg")
+    pyplot = require("matplotlib.pyplot", extra="eval", purpose="plotting")
+    lines = -(-len(panels) // 2)
+    figure, axes = pyplot.subplots(lines, 2, figsize=(11, 4 * lines), layout="constrained")
     for metric, axis in zip(panels, axes.flat, strict=False):
-        for number, (label, points) in enumerate(curves(table, metric.key).items()):
-            sizes, values, *ends = zip(*points, strict=True)
-            sizes, colour = np.array(sizes) / 2**20, COLOURS[number % len(COLOURS)]
-            style = {"marker": "osD^vP*X"[number % 8], "ls": ("-", "--", ":")[number // 8 % 3]}
-            axis.plot(sizes, values, label=_drawn(label), color=colour, **style)
-            axis.vlines(sizes, *ends, color=colour, alpha=0.6)  # intervals; NaN: nothing
+        for number, (label, points) in enumerate(curves(done, metric.key).items()):
+            sizes, values, lows, highs = np.array(points).T
+            sizes, colour = sizes / 2**20, COLOURS[number % len(COLOURS)]
+            marker, dashes = "osD^vP*X"[number % 8], ("-", "--", ":")[number // 8 % 3]
+            axis.plot(sizes, values, label=_drawn(label), color=colour, marker=marker, ls=dashes)
+            axis.vlines(sizes, lows, highs, color=colour, alpha=0.6)  # NaN draws nothing
         axis.set_xlabel("KV cache of one batch, MiB")
         axis.set_title(f"{metric.title} ({metric.better} is better)", fontsize="medium")
         axis.set_ylabel(metric.unit)
@@ -302,17 +303,17 @@ def plot(path: pathlib.Path, table: Sequence[dict], panels: Sequence[Metric]) ->
         axis.grid(alpha=0.3)
     for axis in axes.flat[len(panels) :]:
         axis.remove()
-    names = axes[0, 0].get_legend_handles_labels()
-    if names[0]:
-        legend = figure.legend(*names, loc="outside lower center", ncols=4, frameon=False)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    if handles:
+        legend = figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
         for text in legend.get_texts():
-            text.set_parse_math(False)  # a dollar in a label is one
+            text.set_parse_math(False)  # a dollar sign in a label begins no formula
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
 def _drawn(label: str) -> str:
-    """A label that fonts can draw: no halves of surrogate pairs, no control characters, not
-    endless."""
+    """Return a label that fonts can draw: shortened, without halves of surrogate pairs and without
+    control characters."""
     text = label.encode("utf-8", "backslashreplace").decode()
     return "".join(c if c.isprintable() else "?" for c in text[:LONGEST_LABEL])

@@ -6,7 +6,7 @@ import pytest
 from varjax.cache import allocator
 from varjax.cache.allocation import Geometry, RegionAllocation, StaticAllocation
 from varjax.cache.free_slots import CommonSlots, OwnRanges
-from varjax.cache.plan import build_plan
+from varjax.cache.scale_plan import build_plan
 from varjax.errors import UserError
 from varjax.schedule import Schedule
 

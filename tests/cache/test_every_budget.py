@@ -13,14 +13,14 @@ BUDGETS = (0.04, 0.1, 0.2)
 POLICY_CASES = [
     (name, arguments)
     for name, cls in POLICIES.items()
-    if cls.budgeted is not False and "scales" in cls.serves
+    if cls.budgeted is not False and cls.serves("scales")
     for arguments in cls.examples
 ]
 OFTEN = ("var-d30", "var-d36", "infinity-2b", "infinity-8b")
 MODELS = [
     name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow)
     for name, preset in registry.PRESETS.items()
-    if registry.family(preset.family).draws == "scales"
+    if hasattr(preset.configs["transformer"], "schedule")
 ]
 TPU_BLOCKS = (8, 16, 32, 64)  # int8 takes no larger ones
 BLOCKS = {*mosaic_operands.BLOCK_SIZES} & {*triton_operands.BLOCK_SIZES} & {*TPU_BLOCKS} - {8}

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests import models_under_test as models
+from varjax import measure_calibration
 from varjax.cache.allocation import RegionAllocation
 from varjax.cache.observation import Needs
-from varjax.calibration import measure
 from varjax.calibration.data import scas
 from varjax.policies.base import Policy
 from varjax.sampling import Sampling
@@ -192,7 +192,9 @@ def test_key_similarity(evict):
 def test_measured_calibration():
     """`measure` is the same numbers averaged over the conditional rows."""
     model = models.fixture_model(MODEL)
-    found = measure.measure(model, LABELS, Sampling(cfg=1.5, greedy=True), batch_size=2, runs=2)
+    found = measure_calibration.measure(
+        model, LABELS, Sampling(cfg=1.5, greedy=True), batch_size=2, runs=2
+    )
     layers, _, schedule = oracle(False)
     attention = np.stack([w[:2] for *_, w in layers], 1).mean(0, dtype=np.float64)
     beta = np.zeros(found.beta.shape)

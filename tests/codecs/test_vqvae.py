@@ -17,7 +17,7 @@ from ported_weights import rules
 from ported_weights.readers import sources
 from ported_weights.tables.codecs import vqvae_rules
 from varjax.codecs.vqvae.model import VQVAE, VQVAEConfig
-from varjax.models import parameters
+from varjax.nn import parameters
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "var"
 WEIGHTS = {"vae_small": "vae.safetensors", "vae_full": "vae.pth"}

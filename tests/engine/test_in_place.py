@@ -18,8 +18,8 @@ from varjax.codecs.vqvae.model import VQVAE, VQVAEConfig
 from varjax.engine import program, scales
 from varjax.engine.inputs import program_inputs
 from varjax.engine.segments import plan_segments
-from varjax.models import parameters
 from varjax.models.var.transformer import VAR, VARConfig
+from varjax.nn import parameters
 from varjax.sampling import Sampling, image_keys
 from varjax.schedule import Schedule
 
@@ -68,7 +68,7 @@ def test_pool_is_never_copied(policy, dtype, layers):
     geometry = Geometry(schedule=SCHEDULE, num_layers=depth, num_heads=2, head_dim=32)
     plan = plan_cache(geometry, policy)
     segments = plan_segments(SCHEDULE)
-    spec = scales.ProgramSpec.of(plan, segments, Sampling(greedy=True), transformer.config)
+    spec = scales.ScaleSpec.of(plan, segments, Sampling(greedy=True), transformer.config)
     state = jax.eval_shape(lambda: KVState.empty(plan, batch, dtype))
     compiled = (
         jax.jit(partial(scales.generate_codes, spec=spec), donate_argnums=1)

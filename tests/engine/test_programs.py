@@ -10,7 +10,7 @@ import varjax
 from tests.models_under_test import checkpoint_folder
 from varjax import Generator, Model
 from varjax.engine import program
-from varjax.engine.scales import ProgramSpec
+from varjax.engine.scales import ScaleSpec
 from varjax.engine.tokens import TokenSpec
 from varjax.sampling import Sampling
 
@@ -85,14 +85,13 @@ def test_generation_with_layouts_chosen_by_the_compiler(layers, monkeypatch):
 
 def test_compiler_options_give_way_to_flags(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    whole, tokenwise = map(object.__new__, (ProgramSpec, TokenSpec))
+    assert TokenSpec.few_rows and not ScaleSpec.few_rows
     eigen, libraries = ("xla_cpu_experimental_ynn_fusion_type",), ("xla_gpu_enable_triton_gemm",)
-    cases = (whole, eigen, libraries), (tokenwise, (), libraries), (None, eigen, libraries)
-    for spec, cpu, gpu in cases:
-        assert tuple(program.compiler_options("cpu", spec)) == cpu
-        assert tuple(program.compiler_options("gpu", spec)) == gpu
-        assert program.compiler_options("tpu", spec) == {}
+    for few_rows, cpu in ((False, eigen), (True, ())):
+        assert tuple(program.compiler_options("cpu", few_rows=few_rows)) == cpu
+        assert tuple(program.compiler_options("gpu", few_rows=few_rows)) == libraries
+        assert program.compiler_options("tpu", few_rows=few_rows) == {}
     monkeypatch.setenv("XLA_FLAGS", f"--{eigen[0]}=LIBRARY_FUSION_TYPE_DOT")
-    assert program.compiler_options("cpu", whole) == {}
+    assert program.compiler_options("cpu") == {}
     monkeypatch.setenv("XLA_FLAGS", f"--{libraries[0]}=true")
-    assert program.compiler_options("gpu", whole) == program.compiler_options("gpu") == {}
+    assert program.compiler_options("gpu", few_rows=True) == program.compiler_options("gpu") == {}

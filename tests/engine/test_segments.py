@@ -5,8 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from varjax.engine.segments import Segment, lengths, padded_tokens, plan_segments, token_index
+from varjax.engine.segments import Segment, padded_tokens, plan_segments
 from varjax.errors import UserError
+from varjax.models.step_inputs import StepInputs
 from varjax.schedule import Schedule
 
 SCHEDULES = {
@@ -139,7 +140,8 @@ def test_index_maps(name, how):
     schedule = SCHEDULES[name]
     seen = []
     for segment in plan_segments(schedule, how):
-        index, real = token_index(schedule, segment), lengths(schedule, segment)
+        step = StepInputs.of(schedule, segment.scales, segment.length)
+        index, real = step.token_index, step.length
         assert index.shape == (segment.num_scales, segment.length)
         assert index.dtype == real.dtype == np.int32
         for row, k in enumerate(segment.scales):

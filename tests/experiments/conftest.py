@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests import models_under_test as models
 from tests.experiments import made_up_sweep
 from varjax.cli import command_line
 
@@ -27,6 +28,12 @@ def call(capsys, monkeypatch):
         return stop.value.code, captured.out, captured.err
 
     return invoke
+
+
+@pytest.fixture(scope="session")
+def checkpoint():
+    """--checkpoint of a small VAR."""
+    return f"--checkpoint={models.checkpoint_folder('b_k6_sharedaln')}"
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from experiments.aot.modelled import Modelled
 from pallas_kernels import chips
 from tests import models_under_test as models
 from varjax import api
+from varjax.cache.layer_inputs import write_table
 from varjax.cache.state import KVState
-from varjax.engine.inputs import write_table
 from varjax.engine.segments import plan_segments
 from varjax.model import describe, load
 from varjax.storage import checkpoint
@@ -257,7 +257,7 @@ def test_shares_of_what_is_stored(policy):
     shares = occupancy.written_shares(plan, segments)
     stored = 0
     for segment in segments:
-        entries = write_table(plan, segment).ids.shape[-1]
+        entries = write_table(plan, segment.scales, segment.length).ids.shape[-1]
         used, filled = shares[segment.length, entries]
         assert 0 < filled <= used <= 1
         calls = len(segment.scales) * plan.geometry.num_layers * plan.geometry.num_heads

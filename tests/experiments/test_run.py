@@ -10,10 +10,9 @@ import pytest
 
 from experiments.run import __main__ as run_module
 from experiments.run import results
-from tests import models_under_test as models
 from varjax import metrics, policies
 from varjax.api import Generator
-from varjax.conditions import Labels
+from varjax.models.labels import Labels
 
 FIELDS = (
     "policy",
@@ -28,11 +27,6 @@ FIELDS = (
 )
 KV = ("dense_bytes", "planned_bytes", "allocated_bytes", "fraction", "peak_live_fraction")
 TIME = ("compile_s", "first_run_s", "steady_s_per_image")
-
-
-@pytest.fixture(scope="module")
-def checkpoint():
-    return f"--checkpoint={models.checkpoint_folder('b_k6_sharedaln')}"
 
 
 def report_of(folder):
@@ -234,7 +228,7 @@ def test_without_pillow_the_arrays_are_there(tmp_path, monkeypatch, capsys):
     ("asked", "devices", "expected"), [(None, 1, 3), (2, 1, 2), (5, 1, 3), (6, 1, 6), (9, 2, 3)]
 )
 def test_images_decoded_at_once(monkeypatch, asked, devices, expected):
-    """Of six images, where four fit; rounds are even: 3 + 3, not 5 + 1."""
+    """Six images, room for four by default. All chunks are equal: 3 + 3, not 5 + 1."""
     monkeypatch.setattr(results.program, "decoder_batch", lambda codec, code_map, images: 4)
     model = SimpleNamespace(codec=None, code_map=(8, 8, 16))
     program = SimpleNamespace(decode_batch=asked, mesh=SimpleNamespace(data=devices))
@@ -244,7 +238,7 @@ def test_images_decoded_at_once(monkeypatch, asked, devices, expected):
 
 def test_identical_images_count_as_100_db():
     same = {"images": np.full((2, 16, 16, 3), 0.5, np.float32), "tokens": np.zeros((2, 3), int)}
-    close = results.closeness(metrics.per_image(same, same))
+    close = results.closeness(metrics.compare_images(same, same))
     assert close["psnr"] == 100 and close["identical_images"] == 2
     assert close["ssim"] == pytest.approx(1) and close["token_agreement"] == 1
 

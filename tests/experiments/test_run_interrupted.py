@@ -15,11 +15,6 @@ from varjax.api import Generator
 from varjax.storage.atomic import check_new_folder
 
 
-@pytest.fixture(scope="module")
-def checkpoint():
-    return f"--checkpoint={models.checkpoint_folder('b_k6_sharedaln')}"
-
-
 def report_of(folder):
     return json.loads((folder / "report.json").read_text(encoding="utf-8"))
 

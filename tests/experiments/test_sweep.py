@@ -21,11 +21,6 @@ from varjax.model import describe
 FILES = ["fidelity.png", "samples.npz", "sweep.csv", "sweep.json", "sweep.md"]
 
 
-@pytest.fixture(scope="module")
-def checkpoint():
-    return f"--checkpoint={models.checkpoint_folder('b_k6_sharedaln')}"
-
-
 def report_of(folder):
     return json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
 

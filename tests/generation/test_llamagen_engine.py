@@ -14,13 +14,14 @@ from tests.generation import test_llamagen_parity as parity
 from varjax.engine import memory
 from varjax.errors import UserError
 from varjax.generator import Generator
+from varjax.models.labels import Labels
 from varjax.parallel.split import MeshSpec
 from varjax.policies import POLICIES, get_policy
 from varjax.sampling import Sampling
 from varjax.sequence import TOKENS
 
 # a table needs a file, and budget 1 is not what it is for
-BY_TOKEN = [n for n, c in POLICIES.items() if TOKENS in c.serves and n not in ("full", "table")]
+BY_TOKEN = [n for n, c in POLICIES.items() if c.serves(TOKENS) and n not in ("full", "table")]
 DRAWN = Sampling(cfg=2.0, tau=0.9, top_k=50, top_p=0.9)
 
 
@@ -78,7 +79,7 @@ def headkv(batch_size: int) -> Generator:
 
 def drawn(batch_size: int, labels, given=None, count: int | None = 0) -> dict[str, np.ndarray]:
     """The first `count` tokens are given ones."""
-    condition = varjax.conditions.Labels.of(labels, 20)
+    condition = Labels.of(labels, 20)
     given = np.zeros((len(labels), 64), np.int32) if given is None else given
     found = headkv(batch_size).batches(condition, given=given, given_scales=count)
     return jax.tree.map(lambda *arrays: np.concatenate(arrays), *(part for _, part in found))
@@ -143,7 +144,7 @@ def test_predicted_and_planned_bytes(policy):
         ({"unroll": True}, "unroll=True: models that draw token by token have no scans"),
         (
             {"policy": "headkv", "budget": 0.5, "mesh": MeshSpec(model=2)},
-            r"mesh data=1,model=2: policy 'headkv' decides .* beforehand \(full, swa, streaming\)",
+            r"mesh data=1,model=2: policy 'headkv' decides .* beforehand \(full, swa, streaming",
         ),
         ({"mesh": MeshSpec(data=64), "batch_size": 64}, "takes 64 devices, this machine has"),
         ({"policy": "heatkv"}, "heatkv"),

@@ -10,7 +10,7 @@ import pytest
 from tests import models_under_test as models
 from varjax import policies
 from varjax.cache.planner import plan_cache
-from varjax.models.layers import dense_attention
+from varjax.nn.layers import dense_attention
 
 pytestmark = pytest.mark.usefixtures("optimized")
 MODELS = tuple(models.TOKENIZER)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from varjax.models import stacked
 from varjax.models.next_token import NextTokenTransformer
+from varjax.nn import stacked
 from varjax.sampling import Sampling
 
 

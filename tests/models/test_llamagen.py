@@ -13,9 +13,10 @@ from tests import models_under_test as models
 from tests.generation.token_by_token import attend
 from varjax import conditions
 from varjax.errors import UserError
-from varjax.models import parameters, registry, stacked
+from varjax.models import registry
 from varjax.models.llamagen.config import LlamaGenConfig
 from varjax.models.llamagen.transformer import LlamaGen, rotation_table
+from varjax.nn import parameters, stacked
 from varjax.sampling import Sampling
 from varjax.text.features import TextFeatures
 

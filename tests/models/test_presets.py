@@ -6,7 +6,8 @@ import pytest
 import varjax
 from varjax import policies
 from varjax.cache.planner import plan_cache
-from varjax.models import parameters, registry
+from varjax.models import registry
+from varjax.nn import parameters
 
 PUBLISHED = {
     "var-d16": 310e6,
@@ -57,3 +58,9 @@ def test_plans(name):
     for policy in (policies.Full(), policies.Streaming(budget=0.1), policies.HeadKV(budget=0.1)):
         plan = plan_cache(geometry, policy)
         assert plan.num_bytes(1, "bfloat16") <= policy.budget * plan.dense_bytes(1, "bfloat16")
+
+
+@pytest.mark.parametrize("name", ["infinity-2b", "llamagen-b-256"])
+def test_repr_of_a_model_fits_a_screen(name):
+    text = repr(varjax.describe(name))
+    assert name in text and "parameters" in text and "pixels" in text and len(text) < 400

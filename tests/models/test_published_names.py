@@ -5,8 +5,9 @@ import json
 import pytest
 
 from varjax.errors import UserError
-from varjax.models import published, registry
+from varjax.models import registry
 from varjax.models.var.transformer import VARConfig
+from varjax.nn import published
 from varjax.sampling import Sampling
 
 

@@ -10,8 +10,8 @@ from flax import nnx
 from tests.models_under_test import arrays_of, fixture_model, greedy_generator
 from varjax.engine import program
 from varjax.errors import UserError
-from varjax.models import parameters, stacked
-from varjax.models.layers import Linear
+from varjax.nn import parameters, stacked
+from varjax.nn.layers import Linear
 
 DEPTH, WIDTH = 3, 4
 

@@ -16,7 +16,7 @@ from pallas_kernels import cache_write, estimates, implementations, ragged_atten
 from pallas_kernels.arg_specs import SPECS, ArgSpec
 from pallas_kernels.estimates import Occupancy
 from pallas_kernels.sample import operands
-from pallas_kernels.token_specs import TokenArguments
+from pallas_kernels.token_specs import abstract_token_arguments
 from varjax.engine.cost import program_cost
 
 # 2 rows x 3 heads = 6 lists of 2 blocks of 16 slots; 30 queries, each with 5 + 32 keys
@@ -50,22 +50,22 @@ def test_attend_int8():
 
 def test_attend_token():
     """6 heads of 40 slots; positions of 4 bytes, sums read and written, two scales per slot."""
-    args = TokenArguments.abstract(SPEC, 40)
-    given = args.q, args.pool, args.position, args.scale, args.mass
+    query, slots = abstract_token_arguments(SPEC, 40)
+    given = query.q, slots.pool, slots.position, slots.scale, slots.mass
     queries, held = 2 * 6 * 64 * 2, 240 * 128
     found = counted(estimates.attend_token(*given))
     assert found == (4 * 240 * 64, 240, queries + 2 * held + 4 * 240 + 8 * 240)
     in_use = Occupancy(slots_in_use=[1, 5, 8, 22])  # 8, 8, 8 and 24 are read of 40
     assert counted(estimates.attend_token(*given).at(in_use)) == found  # a call that reads all
     part = estimates.attend_token(*given, step=8).at(in_use)
-    lines = args.q.size * 2 * 2 + args.mass.size * 8
+    lines = query.q.size * 2 * 2 + slots.mass.size * 8
     assert part.bytes_accessed - lines == 0.3 * (found[2] - lines)
     assert part.flops == 0.3 * found[0]
     stored = estimates.attend_token(*given, stored=8)  # 8 of 40 slots written, k and v read
     more = stored.bytes_accessed - estimates.attend_token(*given).bytes_accessed
     assert more == 6 * 8 * 128 * 2 + 2 * 6 * 64 * 2
-    args = TokenArguments.abstract(INT8, 40, sums=False, shared=True)
-    given = args.q, args.pool, args.position, args.scale, args.mass
+    query, slots = abstract_token_arguments(INT8, 40, sums=False, shared=True)
+    given = query.q, slots.pool, slots.position, slots.scale, slots.mass
     moved = queries + held + 4 * 80 + 8 * 240
     assert estimates.attend_token(*given).bytes_accessed == moved
 

@@ -46,7 +46,7 @@ def load(name: str):
 def check_weights(generator: Generator) -> None:
     """What is divided over `model` exists once over all devices of the axis: the first device holds
     its share of it, and nothing holds the whole model besides."""
-    shards = generator.layout.spec.model
+    shards = generator.mesh.model
     blocks = jax.tree.leaves(generator._networks["transformer"].blocks)
     divided = [a for a in blocks if a.addressable_shards[0].data.size == a.size // shards]
     assert shards == 1 or sum(a.size for a in divided) > 0.5 * sum(a.size for a in blocks)
@@ -93,10 +93,9 @@ def main(cases, images: int) -> None:
             np.testing.assert_allclose(found["images"], expected["images"], atol=1e-4)
             if name == DEMO:
                 check_weights(generator)
-            spec = generator.layout.spec
+            spec = generator.mesh
             assert len(found["images"].sharding.device_set) == spec.num_devices
-            assert len(generator.layout.groups) == spec.model
-            pool, *_ = generator.drawing.stored(generator.empty_state())
+            pool, *_ = generator.plan.stored(generator.empty_state())
             assert {a.data.size for a in pool.addressable_shards} == {pool.size // spec.num_devices}
             print(f"{name} {policy} {mesh}: same images")
 

@@ -15,7 +15,6 @@ from varjax import Generator, policies
 from varjax.engine import memory
 from varjax.errors import UserError
 from varjax.parallel import plans
-from varjax.parallel.plans import ShardedPlan
 from varjax.parallel.split import MeshSpec
 
 
@@ -38,14 +37,14 @@ def test_groups_of_heads_hold_what_the_plan_holds(policy):
     """Every device's tables are those of its heads: as many tokens, in a pool of its own."""
     model = fixture_model("a_k10")
     plan = varjax.plan(model, policy)
-    layout = ShardedPlan(plan, MeshSpec(model=2))
+    groups = plan.divide(2)
     heads = plan.geometry.num_heads // 2
-    for i, group in enumerate(layout.groups):
+    for i, group in enumerate(groups):
         np.testing.assert_array_equal(
             group.capacity, plan.capacity[:, :, i * heads : (i + 1) * heads]
         )
-    state = jax.eval_shape(lambda: layout.empty_state(1, "float32", "float32"))
-    assert state.kv_pool.shape[1] == 2 * layout.groups[0].pool_blocks
+    state = jax.eval_shape(lambda: plan.empty_state(1, "float32", groups=2))
+    assert state.kv_pool.shape[1] == 2 * groups[0].pool_blocks
 
 
 def test_contents_chosen_on_the_device_stay_with_one_group_of_heads():
@@ -89,8 +88,7 @@ def test_what_a_device_is_predicted_to_hold(name):
     model, names = fixture_model(name), ("qkv", "proj", "gate_up", "down", "fc1", "fc2")
     plan, blocks = varjax.plan(model, "full"), model.transformer.blocks
     one, two = (
-        memory.predict(model, layout.groups[0], 2, "float32", "float32", parts=layout.spec.model)
-        for layout in (plans.layout(plan, MeshSpec(model=n)) for n in (1, 2))
+        memory.predict(model, plan.divide(n)[0], 2, "float32", "float32", parts=n) for n in (1, 2)
     )
     divided = sum(getattr(blocks, n).kernel[...].size for n in names if hasattr(blocks, n))
     assert one.weights - two.weights >= divided // 2 * 4

@@ -16,10 +16,12 @@ from varjax.cache.planner import plan_cache
 from varjax.calibration.data import Calibration
 from varjax.errors import UserError
 from varjax.policies import POLICIES, Compose, get_policy
-from varjax.policies.compose import REFUSED, Newest
+from varjax.policies.compose_parts import refusals
+from varjax.policies.windows import Newest
 from varjax.schedule import Schedule
 
-BY_SCALE = [name for name, cls in POLICIES.items() if "scales" in cls.serves]
+REFUSED = refusals()
+BY_SCALE = [name for name, cls in POLICIES.items() if cls.serves("scales")]
 ALLOCATING = [name for name in BY_SCALE if ("allocate", name) not in REFUSED and name != "table"]
 SELECTING = [name for name in BY_SCALE if ("select", name) not in REFUSED]
 

@@ -12,13 +12,15 @@ import pytest
 
 from tests import models_under_test as models
 from tests.policies.amskv_cases import D30
+from tests.tokens import stand_in
 from varjax.cache.planner import plan_cache
+from varjax.errors import UserError
 from varjax.policies import POLICIES, get_policy, registry
 from varjax.policies.base import Policy
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "policies.md").read_text("utf-8")
-ABLATIONS, EXAMPLE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+ABLATIONS, EXAMPLE, TOKEN_EXAMPLE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.fixture
@@ -42,6 +44,23 @@ def test_it_fits_its_budget_and_changes_little(example):
     assert (held == generator.plan.capacity[-1].sum()).all()
     full, _ = models.greedy_generator(model).run_batch([3, 7], [0, 1])
     assert 0.3 < (np.asarray(results["tokens"]) == np.asarray(full["tokens"])).mean() < 1
+
+
+def test_the_example_for_tokens(monkeypatch):
+    """It keeps to its budget, decides on the device and is refused for models of the other kind."""
+    monkeypatch.setattr(registry, "POLICIES", dict(registry.POLICIES))
+    exec(compile(TOKEN_EXAMPLE, "policies.md", "exec", dont_inherit=True), {"__name__": "example"})
+    policy = registry.get_policy("best_attended_tokens", 0.4)
+    plan = stand_in.plan_for(policy)
+    model = stand_in.StandIn.random(plan.geometry, 2)
+    out, state = stand_in.run(model, plan)
+    assert np.isfinite(out).all()
+    assert plan.num_bytes(1, "float32") <= 0.4 * plan.dense_bytes(1, "float32")
+    for cache in state:
+        held = (np.asarray(cache.position) >= 0).sum(-1)
+        assert (held <= plan.layer_slots[0]).all() and held.max() > 0.6 * plan.layer_slots[0]
+    with pytest.raises(UserError, match="does not serve models that draw scale by scale"):
+        plan_cache(D30, policy)
 
 
 def test_a_file_in_the_folder_is_found(tmp_path):

@@ -15,10 +15,10 @@ import pytest
 
 import varjax
 from tests import models_under_test as models
+from varjax import measure_calibration
 from varjax.cache.planner import plan_cache
 from varjax.cache.state import KVState
 from varjax.calibration import files as calibrations
-from varjax.calibration import measure
 from varjax.errors import UserError
 from varjax.policies import POLICIES, get_policy
 from varjax.sampling import Sampling
@@ -27,7 +27,7 @@ BUDGETS = (0.04, 0.1, 0.2, 0.5)
 EVERY = {
     ",".join([name, *(f"{k}={v}" for k, v in arguments.items())]): (name, arguments)
     for name, cls in POLICIES.items()
-    if cls.budgeted is not False and "scales" in cls.serves
+    if cls.budgeted is not False and cls.serves("scales")
     for arguments in cls.examples
 }
 CASES = [case for case in EVERY if case != "full"]
@@ -55,7 +55,9 @@ def model_and_calibration(name: str):
     if not path.exists():  # by one process for all
         condition, sampling = models.condition(model, LABELS), Sampling(cfg=1.5, greedy=True)
         made = path.with_suffix(f".{os.getpid()}")
-        calibrations.save(measure.measure(model, condition, sampling, batch_size=2), made)
+        calibrations.save(
+            measure_calibration.measure(model, condition, sampling, batch_size=2), made
+        )
         made.replace(path)
     return model, calibrations.load(path, model.geometry)
 

@@ -10,7 +10,7 @@ from ported_weights.convert import convert_network
 from tests.evaluation import recipe
 from varjax.errors import UserError
 from varjax.evaluation.extractors import open_inception, open_lpips
-from varjax.models import parameters
+from varjax.nn import parameters
 
 HEADS = {net: str(recipe.FIXTURES / f"{net}_heads.pth") for net in ("alex", "vgg")}
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.text_encoder_under_test import CONFIG
 from varjax.errors import UserError
-from varjax.models import parameters
+from varjax.nn import parameters
 from varjax.text import t5
 from varjax.text.t5 import T5Config, T5Encoder
 

@@ -111,7 +111,7 @@ def traced(model: StandIn, plan, dtype="float32", decide=None, attention="refere
 
     inputs = None
     if not plan.static_content:
-        inputs = plan.policy.stage_inputs(plan.geometry, np.arange(rows))
+        inputs = plan.rule.inputs(plan.geometry, plan.allocation, np.arange(rows))
     inputs = () if inputs is None else tuple(map(jnp.asarray, inputs))
 
     def program(state, keys):

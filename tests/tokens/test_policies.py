@@ -8,6 +8,7 @@ import pytest
 
 from tests.tokens import oracles, stand_in
 from varjax import policies
+from varjax.cache.observation import Observation
 from varjax.errors import UserError
 from varjax.policies import get_policy, stage_blocks
 
@@ -319,12 +320,23 @@ def test_a_quota_of_global_heads():
     mass = jnp.asarray([[[0.0, 0.1, 0.9], [0.9, 0.0, 0.1], [0.5, 0.2, 0.3], [0.5, 0.2, 0.3]]])
     mass = jnp.concatenate([mass, mass[:, ::-1]])
     position = jnp.broadcast_to(jnp.arange(3, dtype=jnp.int32), mass.shape)
+    heads = jnp.zeros(mass.shape[:2], jnp.int32)
+    obs = Observation(
+        scale=jnp.int32(0),
+        live=jnp.ones(mass.shape, bool),
+        position=position,
+        capacity=heads,
+        regions=heads,
+        newest_mass=mass,
+    )
+
+    def local(**arguments):
+        return policies.HeadKV(window=2, **arguments).rule("tokens").regroup(obs).tolist()
+
     for quota, expected in {1: [1, 0, 1, 1], 2: [1, 0, 0, 1], 3: [1, 0, 0, 0], 4: [0] * 4}.items():
-        policy = policies.HeadKV(global_heads=quota, window=2)
-        assert policy.local_heads(mass, position)[0].astype(int).tolist() == expected, quota
-    policy = policies.HeadKV(global_heads=2, window=2)
-    assert policy.local_heads(mass, position)[1].astype(int).tolist() == [0, 0, 1, 1]
-    assert policies.HeadKV(window=2).local_heads(mass, position)[0].tolist() == [True, *[False] * 3]
+        assert local(global_heads=quota)[0] == expected, quota
+    assert local(global_heads=2)[1] == [0, 0, 1, 1]
+    assert local()[0] == [1, 0, 0, 0]
 
 
 # --- invariants ---

@@ -45,7 +45,7 @@ def blocks_needed(geometry: Geometry, allocation: Allocation, block_size: int) -
     return -(-peak_tokens(geometry, allocation) // block_size)
 
 
-class Layout:
+class PoolLayout:
     """What `build_plan` needs: tables int [K, L, N, M] of the slots that a scale reads, block ids,
     first and last slot + 1; `write_slots` int32 [L, N, tokens], -1: never stored, None where the
     device decides; `blocks_in_use` int [K, L], right after each store."""

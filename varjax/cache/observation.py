@@ -1,11 +1,17 @@
-"""What a policy may observe on the device: it names its wishes in `Needs` and is shown an
-`Observation`."""
+"""What the cache knows of policies: the interface of their rules (`Rule`), and what a rule may
+observe on the device. It names its wishes in `Needs` and is shown an `Observation`."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+
+from varjax.cache.allocation import Allocation, Geometry
+
+if TYPE_CHECKING:
+    from varjax.cache.stages import StageAllocation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,11 +19,11 @@ class Needs:
     """What a policy wants to see; the engine computes nothing that is not asked for.
 
     window: number of queries of the current scale that are looked at more closely, those that
-      `Policy.window_tokens` names.
+      `Rule.window_tokens` names.
     raw_queries: `window_logits` use plain projections as queries.
     regroup_mass: `scale_mass`, but only for `regroup`.
     key_similarity: costs a copy of one scale's keys of all layers.
-    newest_mass: attention of the newest query, for `TokenPolicy.local_heads` only.
+    newest_mass: attention of the newest query, for `regroup` of models that draw token by token.
     window_scores, keys: of models that draw token by token only.
     The others: the field of `Observation` with that name.
     """
@@ -50,8 +56,8 @@ class Observation:
     position: in the whole image (0 where not live).
     capacity: tokens that may stay (of the head's region, after this scale).
     regions: the region each head uses.
-    inputs: slice of `Policy.inputs` for this scale and layer.
-    state: what `Policy.update_state` returned for this layer, in `select` the newest value.
+    inputs: slice of `Rule.inputs` for this scale and layer.
+    state: what `Rule.update_state` returned for this layer, in `select` the newest value.
 
     window: the token is one of the window queries.
     window_mass, scale_mass: attention mass (rows of the attention matrix averaged over the window,
@@ -69,7 +75,9 @@ class Observation:
     always stays and is no candidate. `position` counts image tokens. Queries are the stage's: the
     window is its newest W, `scale_mass` the mean over all. Sums are taken as the tokens are drawn,
     so weights are normalised over what each query saw, the condition included.
-    local: heads that `TokenPolicy.local_heads` found to be local; None before and without it.
+    local: heads that `Rule.regroup` found to be local; None before and without it.
+    newest_mass: attention of the newest query, in `regroup` only, where K lists the slots of the
+      condition too and `position` counts from its first token.
     window_scores: attention scores of each window query before the softmax, in no order of queries.
     keys: as they are stored, rotated.
     """
@@ -94,3 +102,43 @@ class Observation:
     local: Bool[Array, "R N"] | None = None
     window_scores: Float[Array, "R N W K"] | None = None
     keys: Float[Array, "R N K H"] | None = None
+    newest_mass: Float[Array, "R N K"] | None = None
+
+
+class Rule(Protocol):
+    """What a policy does on one kind of model, as planner, cache and engine see it;
+    `varjax.policies.rule` says what each member means. Models that draw token by token are never
+    asked for `window_tokens`, `init_state` and `update_state`, the others never for `local_window`,
+    `slots` and `minimum_slots`."""
+
+    policy: "Policy"
+    needs: Needs
+    local_window: int | None
+
+    def prepare(self, geometry: Geometry, calibration: Any) -> "Policy": ...
+    def check(self, geometry: Geometry) -> None: ...
+    def check_budget(self, geometry: Geometry) -> None: ...
+    def minimum_budget(self, geometry: Geometry) -> float: ...
+    def slots(self, geometry: Geometry, budget: float) -> int: ...
+    def minimum_slots(self, geometry: Geometry) -> int: ...
+    def allocate(
+        self, geometry: Geometry, budget: float, calibration: Any = None
+    ) -> "Allocation | StageAllocation": ...
+    def inputs(self, geometry: Geometry, allocation: Any, image_index: np.ndarray) -> Any: ...
+    def window_tokens(self, height: int, width: int) -> np.ndarray: ...
+    def init_state(self, geometry: Geometry, rows: int) -> Any: ...
+    def update_state(self, obs: Observation) -> Any: ...
+    def regroup(self, obs: Observation) -> Int[Array, "R N"]: ...
+    def select(self, obs: Observation) -> Bool[Array, "R N K"]: ...
+
+
+class Policy(Protocol):
+    """What the planner asks of a policy (`varjax.policies.Policy`)."""
+
+    name: str
+    budget: float
+    accounting: str
+    block_size: int
+    shrinks: bool
+
+    def rule(self, kind: str) -> Rule: ...

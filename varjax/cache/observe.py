@@ -65,7 +65,7 @@ def observe(obs: Observation, view: AttentionView, stored_mass, layer, cache: An
 
     stored_mass: float32 [R, N, P], accumulated mass of the stored slots, or None.
     """
-    needs = cache.policy.needs
+    needs = cache.rule.needs
     if cache.decides and needs.window:
         obs = _observe_window(obs, view, needs)
     if cache.sums_attention:

@@ -13,10 +13,11 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, PyTree
 
 from varjax import arguments
-from varjax.cache import allocator
-from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
+from varjax.cache.allocation import Geometry
+from varjax.cache.observation import Policy, Rule
 from varjax.errors import UserError
 
 KV_DTYPES = ("bfloat16", "float32", "int8")  # of stored keys and values
@@ -24,9 +25,10 @@ KV_DTYPES = ("bfloat16", "float32", "int8")  # of stored keys and values
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CachePlan:
-    """What plans of both kinds of models have: the pool and its bytes. Immutable; equal and hashed
-    by content. Models that draw scale by scale have a `ScalePlan`, those that draw token by token a
-    `varjax.cache.stages.TokenPlan`.
+    """The pool and its bytes, and what everybody asks a plan, whichever way its model draws.
+
+    Immutable; equal and hashed by content. A model that draws scale by scale has a
+    `scale_plan.ScalePlan`, one that draws token by token a `stages.TokenPlan`.
 
     capacity: int32 [K, L, N], tokens held when scale (or stage) s starts.
     policy: the policy that was planned for, with what its calibration decides filled in.
@@ -39,7 +41,12 @@ class CachePlan:
     capacity: np.ndarray
     budget: float
     accounting: str
-    policy: Any = None
+    policy: Policy | None = None
+
+    @cached_property
+    def rule(self) -> Rule | None:
+        """What the policy does on this kind of model; None where the plan knows no policy."""
+        return None if self.policy is None else self.policy.rule(self.geometry.kind)
 
     # --- sizes ------------------------------------------------------------------------------------
 
@@ -88,7 +95,57 @@ class CachePlan:
 
     @property
     def used_slots(self) -> np.ndarray:
-        """int64 [K, L]: likewise slots in use, whole blocks."""
+        """int64 [K, L]: slots in use then, counted in whole blocks."""
+        raise NotImplementedError
+
+    @property
+    def static_content(self) -> bool:
+        """Whether the contents are known before the program starts."""
+        raise NotImplementedError
+
+    def policy_inputs(self, image_index: np.ndarray) -> PyTree[np.ndarray]:
+        """What the policy knows beforehand about a batch of images; None if there is nothing."""
+        if self.static_content:
+            return None
+        return self.rule.inputs(self.geometry, self.allocation, image_index)
+
+    # --- the cache on the device ------------------------------------------------------------------
+
+    def empty_state(self, batch_size: int, dtype, compute_dtype="float32", *, groups: int = 1):
+        """Return an empty cache for a batch of images.
+
+        Args:
+          dtype: type of the pool; int8 comes with scales.
+          compute_dtype: type of the queries and keys that attention sees.
+          groups: devices that each hold a group of heads (`divide`); their caches lie side by side.
+        """
+        raise NotImplementedError
+
+    def stored(self, state) -> list[Array]:
+        """The arrays of a cache that hold K and V, and the scales of an int8 pool."""
+        raise NotImplementedError
+
+    def divide(self, groups: int) -> tuple["CachePlan", ...]:
+        """Return a plan for each of several groups of heads, all with pools of one size."""
+        raise NotImplementedError
+
+    def heads_over(self, specs, rows: str, heads: str):
+        """Say which arrays of a cache have an axis of heads, so that it is divided over devices.
+
+        Args:
+          specs: a cache with a `PartitionSpec` in place of every array, rows divided already.
+          rows, heads: names of the mesh axes.
+        """
+        raise NotImplementedError
+
+    # --- for people -------------------------------------------------------------------------------
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What `experiments.plan --save` writes beside sizes and capacities."""
+        raise NotImplementedError
+
+    def table(self) -> list[str]:
+        """Lines that say what is held when, with a heading."""
         raise NotImplementedError
 
     @property
@@ -125,119 +182,9 @@ class CachePlan:
         return isinstance(other, CachePlan) and self.digest == other.digest
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ScalePlan(CachePlan):
-    """Capacities, block tables and pool size for a model that draws scale by scale.
-
-    Letters: K scales, L layers, N heads (regions), M table entries, P slots.
-    ids int32, start and stop uint8 [K, L, N, M]: the slots that scale s reads (`BlockTable`
-      entries; blocks have at most 128 slots).
-    write_slots: int32 [L, N, tokens], where a token is stored (-1: never); None where the device
-      decides.
-    """
-
-    allocation: Allocation
-    ids: np.ndarray
-    start: np.ndarray
-    stop: np.ndarray
-    write_slots: np.ndarray | None
-    blocks_after_store: np.ndarray
-
-    @cached_property
-    def live_tokens(self) -> np.ndarray:
-        """int64 [K, L]: tokens in the whole cache (one row) right after layer l of scale s has
-        stored."""
-        return allocator.after_each_store(self.capacity.sum(-1, dtype=np.int64))
-
-    @property
-    def used_slots(self) -> np.ndarray:
-        return self.blocks_after_store * self.block_size
-
-    # --- what the program needs to know statically ------------------------------------------------
-
-    @property
-    def static_content(self) -> bool:
-        return isinstance(self.allocation, StaticAllocation)
-
-    def entries(self, scale: int) -> int:
-        """Table entries that scale `scale` needs (most over layers and heads)."""
-        return int((self.stop[scale] > self.start[scale]).sum(-1).max(initial=0))
-
-    def stores(self, scale: int) -> bool:
-        """Whether anything of scale `scale` is stored in any layer or head."""
-        if scale == self.geometry.schedule.num_scales - 1:
-            return False  # nothing follows that could read it
-        if self.write_slots is None:
-            return True  # which tokens stay is not known here; room for some is always planned
-        first, last = self.geometry.schedule.starts[scale], self.geometry.schedule.ends[scale]
-        return bool((self.write_slots[:, :, first:last] >= 0).any())
-
-    def selects(self, scale: int) -> bool:
-        """Whether the device has to choose what survives scale `scale`."""
-        if not isinstance(self.allocation, RegionAllocation) or not self.stores(scale):
-            return False
-        # Where every region has room for all new tokens there is nothing to choose, and neither the
-        # selection nor what it would have to observe is compiled. Ragged rows may hold fewer tokens
-        # than the capacity says, so "room for all" cannot be seen from capacities there.
-        grown = self.capacity[scale] + self.geometry.schedule.tokens[scale]
-        return self.allocation.ragged or bool((self.capacity[scale + 1] < grown).any())
-
-    def moves(self, scale: int) -> bool:
-        """Whether what scale `scale` leaves has to be put into its slots one by one: tokens stored
-        earlier may change theirs, or a region has two runs in one block, which the kernels that
-        write blocks do not take (`BlockWrites`)."""
-        if not isinstance(self.allocation, RegionAllocation) or not self.stores(scale):
-            return False
-        # A region is a prefix of its slots. Stored tokens keep theirs unless a head changes its
-        # region, whether or not there is room for all, the prefix gets shorter, or a row holds less
-        # than the prefix (ragged).
-        if scale == self.allocation.regroup_scale or self._two_runs_in_a_block(scale + 1):
-            return True
-        shrinks = (self.capacity[scale + 1] < self.capacity[scale]).any()
-        return bool((self.allocation.ragged or shrinks) and self.selects(scale))
-
-    def _two_runs_in_a_block(self, scale: int) -> bool:
-        """Whether a table of a scale lists some block twice."""
-        used = self.stop[scale] > self.start[scale]
-        # empty entries as numbers that occur once
-        ids = np.where(used, self.ids[scale], -1 - np.arange(used.shape[-1]))
-        return bool((np.diff(np.sort(ids, axis=-1), axis=-1) == 0).any())
-
-    def _decided(self) -> tuple[np.ndarray | None, ...]:
-        return self.capacity, self.ids, self.start, self.stop, self.write_slots
-
-
 def item_size(dtype) -> int:
     """Bytes of one number of a type, bfloat16 included."""
     return jnp.dtype(dtype).itemsize
-
-
-def build_plan(
-    geometry: Geometry,
-    allocation: Allocation,
-    *,
-    block_size: int,
-    budget: float,
-    accounting: str,
-    policy=None,
-) -> ScalePlan:
-    """Lay out an allocation in blocks of `block_size` slots and number them."""
-    layout = allocator.Layout(geometry, allocation, block_size)
-    return ScalePlan(
-        geometry=geometry,
-        allocation=allocation,
-        block_size=block_size,
-        pool_blocks=layout.num_blocks,
-        capacity=allocation.capacity(geometry),
-        ids=layout.ids,
-        start=layout.start,
-        stop=layout.stop,
-        write_slots=layout.write_slots,
-        blocks_after_store=layout.blocks_in_use,
-        budget=budget,
-        accounting=accounting,
-        policy=policy,
-    )
 
 
 def check_block_size(block_size: int) -> int:

@@ -1,15 +1,18 @@
 """From policy and budget to a CachePlan: choose the block size and charge rounding to the
 budget."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from varjax.cache import allocator
+from varjax.cache import allocator, stages
 from varjax.cache.allocation import Allocation, Geometry
 from varjax.cache.allocator import peak_tokens
-from varjax.cache.plan import CachePlan, build_plan, check_block_size
-from varjax.cache.stages import plan_stages
+from varjax.cache.observation import Policy, Rule
+from varjax.cache.plan import CachePlan, check_block_size
+from varjax.cache.scale_plan import build_plan
+from varjax.cache.stages import StageAllocation
 from varjax.errors import UserError
-from varjax.sequence import TOKENS
+from varjax.sequence import SCALES, TOKENS
 
 BLOCK_SIZES = (64, 32, 16, 8, 4, 2, 1)
 # Kernels fetch whole blocks, and what a head holds need not begin where a block does. Of a block
@@ -22,19 +25,28 @@ LOST_AT_MOST = 0.01
 SEARCH_STEPS = 14
 
 
-def plan_cache(geometry: Geometry, policy, calibration=None) -> CachePlan:
+class Layout(NamedTuple):
+    """What planning does in its own way for one kind of model.
+
+    fit: from a geometry, a rule and the allocation of a budget what may be kept when rounding is
+      charged to the budget, and in blocks of how many slots.
+    build: the plan of that allocation.
+    """
+
+    fit: Callable[[Geometry, Rule, Callable], tuple[Allocation | StageAllocation, int]]
+    build: Callable[..., CachePlan]
+
+
+def plan_cache(geometry: Geometry, policy: Policy, calibration: Any = None) -> CachePlan:
     """Plan the cache of `policy` (its `budget`, `accounting` and `block_size` fields count) for a
-    model.
+    model. calibration: a `varjax.calibration.Calibration`, which only the policy looks at.
 
     Raises:
-      UserError: the budget is infeasible (the message names the smallest feasible one), or the
-        block size is.
+      UserError: the policy does not serve such a model, or an argument of it cannot work there; the
+        budget is infeasible (the message names the smallest feasible one), or the block size is.
     """
-    if geometry.kind == TOKENS:
-        policy.check_kind(geometry)
-        return plan_stages(geometry, policy)
     policy, allocation, block_size = choose(geometry, policy, calibration)
-    return build_plan(
+    return LAYOUTS[geometry.kind].build(
         geometry,
         allocation,
         block_size=block_size,
@@ -44,25 +56,42 @@ def plan_cache(geometry: Geometry, policy, calibration=None) -> CachePlan:
     )
 
 
-def choose(geometry: Geometry, policy, calibration=None) -> tuple[Any, Allocation, int]:
-    """What `plan_cache` lays out for a model that draws scale by scale: the policy as it was
-    prepared, what may be kept, in blocks of how many slots. `UserError` as there."""
-    policy.check_kind(geometry)
-    policy = policy.prepare(geometry, calibration)
-    policy.check(geometry)
+def choose(
+    geometry: Geometry, policy: Policy, calibration: Any = None
+) -> tuple[Policy, Allocation | StageAllocation, int]:
+    """What `plan_cache` lays out: the policy as it was prepared, what may be kept, and in blocks of
+    how many slots. Raises `UserError` as it does."""
+    policy = policy.rule(geometry.kind).prepare(geometry, calibration)
+    rule = policy.rule(geometry.kind)
+    rule.check(geometry)
+    rule.check_budget(geometry)
 
-    def allocate(budget: float) -> Allocation:
-        return policy.allocate(geometry, budget, calibration)
+    def allocate(budget: float) -> Allocation | StageAllocation:
+        return rule.allocate(geometry, budget, calibration)
 
+    return policy, *LAYOUTS[geometry.kind].fit(geometry, rule, allocate)
+
+
+def fit_blocks(
+    geometry: Geometry, rule: Rule, allocate: Callable[[float], Allocation]
+) -> tuple[Allocation, int]:
+    """`Layout.fit` where heads share the blocks of one pool."""
     # Papers count tokens and leave rounding out; here it is charged to the budget by default, so
     # that the bytes of the pool, not a count of tokens, keep the promise.
+    policy = rule.policy
     if policy.accounting == "tokens":
         allocation = allocate(policy.budget)
         tokens = peak_tokens(geometry, allocation)
         block_size = policy.block_size or _usual_size(geometry, tokens)
     else:
-        allocation, block_size = _charge_rounding(geometry, policy, allocate)
-    return policy, allocation, check_block_size(block_size)
+        allocation, block_size = _charge_rounding(geometry, rule, allocate)
+    return allocation, check_block_size(block_size)
+
+
+LAYOUTS = {
+    SCALES: Layout(fit_blocks, build_plan),
+    TOKENS: Layout(stages.fit_slots, stages.build_plan),
+}
 
 
 def _sizes(geometry: Geometry, tokens: int) -> tuple[int, ...]:
@@ -79,7 +108,8 @@ def _usual_size(geometry: Geometry, tokens: int) -> int:
 
 
 def pool_slots(geometry: Geometry, allocation: Allocation, block_size: int) -> int:
-    """Slots of the pool that an allocation needs, without building its tables."""
+    """Slots of the pool that an allocation of a model that draws scale by scale needs, without
+    building its tables."""
     return allocator.blocks_needed(geometry, allocation, block_size) * block_size
 
 
@@ -92,14 +122,17 @@ def cost(geometry: Geometry, allocation: Allocation, block_size: int = 0) -> flo
     return min(1.0, max(1, slots) / max(1, geometry.dense_tokens))
 
 
-def _charge_rounding(geometry: Geometry, policy, allocate) -> tuple[Allocation, int]:
+def _charge_rounding(
+    geometry: Geometry, rule: Rule, allocate: Callable[[float], Allocation]
+) -> tuple[Allocation, int]:
     """What may be kept, and in blocks of what size, when the rounded pool must fit the budget: the
     best block size that loses at most 1 % of the tokens."""
+    policy = rule.policy
     limit = int(policy.budget * geometry.dense_tokens + 1e-6)  # 0.29 * 100 is 29, not 28
     wanted = peak_tokens(geometry, allocate(policy.budget))
     # a budget of 1 must keep everything
     share = 1.0 if wanted == geometry.dense_tokens else 1 - LOST_AT_MOST
-    lowest = policy.minimum_budget(geometry)
+    lowest = rule.minimum_budget(geometry)
     asked = check_block_size(policy.block_size) if policy.block_size else 0
     for block_size in (asked,) if asked else _sizes(geometry, wanted):
         allocation = _largest_that_fits(geometry, policy, allocate, lowest, limit, block_size)

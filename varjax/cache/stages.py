@@ -9,14 +9,20 @@ a ring behind S tokens that stay. Capacities are the same in all stages but the 
 nothing has to leave, so nothing here grows with the number of tokens.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
 
+from varjax.cache import token_state
 from varjax.cache.allocation import Geometry
+from varjax.cache.observation import Policy, Rule
 from varjax.cache.plan import CachePlan, check_block_size
+from varjax.cache.token_state import LayerCache
 from varjax.errors import UserError
 from varjax.sequence import TokenSequence
 
@@ -46,12 +52,26 @@ class StageAllocation:
     group_stage: int | None = None
 
     @classmethod
-    def uniform(cls, geometry: Geometry, slots: int, period: int, **more: Any) -> "StageAllocation":
+    def uniform(
+        cls,
+        geometry: Geometry,
+        slots: int,
+        period: int,
+        *,
+        kept: int | None = None,
+        group_stage: int | None = None,
+    ) -> "StageAllocation":
         """The same in all layers. With room for all tokens nothing has to be decided."""
         steps = geometry.schedule.steps
         if slots >= steps:
             return cls.known(geometry, steps)
-        return cls(np.full(geometry.num_layers, slots), min(period, steps), **more)
+        layers = geometry.num_layers
+        return cls(
+            np.full(layers, slots),
+            min(period, steps),
+            kept=None if kept is None else np.full(layers, kept),
+            group_stage=group_stage,
+        )
 
     @classmethod
     def known(cls, geometry: Geometry, slots: int, protected: int = 0) -> "StageAllocation":
@@ -111,8 +131,56 @@ class TokenPlan(CachePlan):
 
     @property
     def used_slots(self) -> np.ndarray:
-        """All of them: every head has its slots from the start."""
+        """All slots at any time: every head has its own from the start."""
         return np.full_like(self.live_tokens, self.pool_tokens)
+
+    # --- the cache on the device ------------------------------------------------------------------
+
+    def empty_state(
+        self, batch_size: int, dtype, compute_dtype="float32", *, groups: int = 1
+    ) -> tuple[LayerCache, ...]:
+        # Heads have an axis of their own here, so groups of them lie side by side as they are.
+        return token_state.empty(self, batch_size, dtype, compute_dtype)
+
+    def stored(self, state: tuple[LayerCache, ...]) -> list[Array]:
+        return jax.tree.leaves([(layer.pool, layer.scale) for layer in state])
+
+    def divide(self, groups: int) -> tuple["TokenPlan", ...]:
+        heads = self.geometry.num_heads // groups
+        group = replace(
+            self,
+            geometry=replace(self.geometry, num_heads=heads),
+            capacity=self.capacity[..., :heads],
+            pool_blocks=self.pool_blocks // groups,
+        )
+        return (group,) * groups  # all heads of a layer have equally many slots
+
+    def heads_over(
+        self, specs: tuple[LayerCache, ...], rows: str, heads: str
+    ) -> tuple[LayerCache, ...]:
+        pool, scale = PartitionSpec(rows, heads), PartitionSpec(rows, None, heads)
+        return tuple(
+            replace(layer, pool=pool, scale=None if layer.scale is None else scale)
+            for layer in specs
+        )
+
+    # --- for people -------------------------------------------------------------------------------
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        stage = np.arange(len(self.capacity))
+        return {"stages": np.maximum(stage - 1, 0) * self.allocation.period}
+
+    def table(self) -> list[str]:
+        """Lines for the stages at which what heads hold begins to grow, drops, or stays from then
+        on, and for the last one."""
+        held, period = self.capacity.max((1, 2)).astype(int), self.allocation.period
+        live = self.live_tokens[:, -1] / max(1, self.geometry.dense_tokens)
+        turns = 1 + np.flatnonzero(np.diff(np.diff(held))) if len(held) > 2 else []
+        lines = ["stage  drawn before  held per head  live at its end"]
+        for s in sorted({0, *(int(s) for s in turns), len(held) - 1}):
+            drawn = max(0, s - 1) * period
+            lines.append(f"{s:5d}  {drawn:12d}  {held[s]:13d}  {live[s]:.2%}")
+        return lines
 
     def _decided(self) -> tuple[np.ndarray | None, ...]:
         a = self.allocation
@@ -130,48 +198,67 @@ def image_slots(geometry: Geometry, budget: float, accounting: str) -> int:
     return int(budget * sequence.persistent_tokens + 1e-6) - sequence.condition
 
 
-def plan_stages(geometry: Geometry, policy: Any) -> TokenPlan:
-    """Plan the cache of a policy for a model that draws token by token.
+def budget_of(geometry: Geometry, slots: int) -> float:
+    """The inverse of `image_slots` with accounting "bytes": a budget that pays for exactly these
+    slots."""
+    return (slots + geometry.schedule.condition) / geometry.schedule.persistent_tokens
 
-    Raises:
-      UserError: the budget is infeasible (the message names the smallest feasible one), or an
-        argument of the policy is.
+
+def fit_slots(
+    geometry: Geometry, rule: Rule, allocate: Callable[[float], StageAllocation]
+) -> tuple[StageAllocation, int]:
+    """What may be kept when the slots of every head are rounded to blocks, and the block size.
+
+    allocate: the allocation of a budget. Raises `UserError` as `_rounded`.
     """
-    policy = policy.prepare_stages(geometry)
-    policy.check_stages(geometry)
-    slots, size = _rounded(geometry, policy, policy.wanted_slots(geometry))
-    allocation = policy.allocate_stages(geometry, slots)
-    condition, heads = geometry.schedule.condition, geometry.num_heads
-    of_heads = allocation.slots + condition
-    if (of_heads % size).any():  # sizes that the policy was given, not the planner
-        size = 1
-    held = allocation.held(geometry)
-    capacity = np.concatenate([held[:1], held[1:] + condition]).astype(np.int32)
-    return TokenPlan(
-        geometry=geometry,
-        allocation=allocation,
-        block_size=size,
-        pool_blocks=int(of_heads.sum()) * heads // size,
-        capacity=np.broadcast_to(capacity[..., None], (*capacity.shape, heads)),
-        budget=policy.budget,
-        accounting=policy.accounting,
-        policy=policy,
-    )
+    policy, budget = rule.policy, rule.policy.budget
+    wanted = rule.slots(geometry, budget)
+    slots, size = _rounded(geometry, rule, wanted)
+    if slots < wanted and policy.shrinks:
+        budget = budget_of(geometry, slots)
+    allocation = allocate(budget)
+    if ((allocation.slots + geometry.schedule.condition) % size).any():
+        size = 1  # sizes that the policy was given, not the planner
+    return allocation, size
 
 
-def _rounded(geometry: Geometry, policy: Any, slots: int) -> tuple[int, int]:
+def _rounded(geometry: Geometry, rule: Rule, slots: int) -> tuple[int, int]:
     """Image slots of a head, fewer than wanted if that makes all of its slots a multiple of some
     size that kernels like, and that size. What papers count is not rounded, nor a full cache."""
-    sequence = geometry.schedule
-    slots = min(slots, sequence.steps)
+    policy, sequence = rule.policy, geometry.schedule
     total, asked = slots + sequence.condition, policy.block_size
     exact = policy.accounting == "tokens" or slots == sequence.steps
     for size in (check_block_size(asked),) if asked and not exact else BLOCK_SIZES:
         lost = total % size
-        fits = slots - lost >= policy.minimum_slots(geometry)
+        fits = slots - lost >= rule.minimum_slots(geometry)
         if fits and lost <= (0 if exact else total if asked else LOST_AT_MOST * total):
             return slots - lost, size
     raise UserError(
         f"policy {policy.name!r} at budget {policy.budget:g} has {total} slots per head, which are "
         f"too few in blocks of {asked}: choose a smaller block_size, or accounting=tokens"
+    )
+
+
+def build_plan(
+    geometry: Geometry,
+    allocation: StageAllocation,
+    *,
+    block_size: int,
+    budget: float,
+    accounting: str,
+    policy: Policy | None = None,
+) -> TokenPlan:
+    """Lay out an allocation: every head of a layer has slots of its own."""
+    condition, heads = geometry.schedule.condition, geometry.num_heads
+    of_heads, held = allocation.slots + condition, allocation.held(geometry)
+    capacity = np.concatenate([held[:1], held[1:] + condition]).astype(np.int32)
+    return TokenPlan(
+        geometry=geometry,
+        allocation=allocation,
+        block_size=block_size,
+        pool_blocks=int(of_heads.sum()) * heads // block_size,
+        capacity=np.broadcast_to(capacity[..., None], (*capacity.shape, heads)),
+        budget=budget,
+        accounting=accounting,
+        policy=policy,
     )

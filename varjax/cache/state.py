@@ -14,7 +14,6 @@ from pallas_kernels.projection import Projection
 from varjax.cache.allocation import RegionAllocation
 from varjax.cache.observation import Needs
 from varjax.cache.plan import CachePlan
-from varjax.policies.base import Policy
 
 
 @jax.tree_util.register_dataclass
@@ -47,7 +46,6 @@ class KVState:
 
         dtype: of the pool; int8 comes with scales. compute_dtype: of the keys that attention sees.
         """
-        policy = plan.policy or Policy()
         g, rows = plan.geometry, batch_size * plan.geometry.rows_per_image
         # K and V of a token side by side: on TPU the last axis is padded to 128 lanes, and heads of
         # 64 in pools of their own would take twice the bytes that were planned.
@@ -67,10 +65,10 @@ class KVState:
             scale,
             position=jnp.full((rows, plan.pool_tokens), -1, jnp.int32),
             regions=regions,
-            **_observed(plan, policy.needs, rows, compute_dtype),
+            **_observed(plan, plan.rule.needs, rows, compute_dtype),
             policy_state=jax.tree.map(
                 lambda a: jnp.broadcast_to(jnp.asarray(a), (g.num_layers, *jnp.shape(a))),
-                policy.init_state(g, rows),
+                plan.rule.init_state(g, rows),
             ),
         )
 

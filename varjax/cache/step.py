@@ -21,13 +21,12 @@ from pallas_kernels.cache_write import BlockWrites
 from pallas_kernels.cache_write.reference import order_after
 from pallas_kernels.projection import Projection
 from pallas_kernels.ragged_attention import BlockTable, attend
-from varjax.cache.observation import Observation
+from varjax.cache.layer_inputs import LayerInputs, RegionInputs, StaticInputs
+from varjax.cache.observation import Observation, Rule
 from varjax.cache.observe import AttentionView, observe
-from varjax.cache.plan import CachePlan
+from varjax.cache.scale_plan import ScalePlan
 from varjax.cache.state import Entries, KVState, arrange, store, store_entries
-from varjax.engine.inputs import RegionInputs, StaticInputs
-from varjax.engine.segments import Segment
-from varjax.policies.base import Policy
+from varjax.models.step_inputs import StepInputs
 
 
 class CacheStep(Protocol):
@@ -37,33 +36,33 @@ class CacheStep(Protocol):
         self,
         projection: Projection,
         *,
-        step: Any,
+        step: StepInputs,
         layer: Int[Array, ""],
         state: KVState,
-        inputs: Any,
+        inputs: LayerInputs,
     ) -> tuple[Float[Array, "R T N H"], KVState]:
         """Attention output of one layer, and the cache with this scale's survivors stored.
 
-        step: `StepInputs` of the scale. inputs: the strategy's own, of the layer.
+        inputs: what the strategy reads, of this layer.
         """
         ...
 
 
-def cache_step(plan: CachePlan, segment: Segment, attention: str | None) -> CacheStep:
-    """The strategy of a plan in one segment. attention: implementation of the kernels; None takes
-    what the platform has."""
+def cache_step(plan: ScalePlan, scales: range, attention: str | None) -> CacheStep:
+    """Return the strategy of a plan for scales that share one program. attention: implementation of
+    the kernels; None takes what the platform has."""
     if plan.static_content:
-        return StaticStep(any(map(plan.stores, segment.scales)), attention)
-    policy, allocation = plan.policy, plan.allocation
-    regroups = allocation.regroup_scale in segment.scales
+        return StaticStep(any(map(plan.stores, scales)), attention)
+    rule, allocation = plan.rule, plan.allocation
+    regroups = allocation.regroup_scale in scales
     changes = enumerate((plan.stores, plan.selects, plan.moves), 1)
-    most = (update for update, needed in changes if any(map(needed, segment.scales)))
+    most = (update for update, needed in changes if any(map(needed, scales)))
     return DecidingStep(
-        policy=policy,
+        rule=rule,
         update=Update(max(most, default=0)),
         ragged=allocation.ragged,
         regroup_scale=allocation.regroup_scale if regroups else None,
-        stateful=policy.init_state(plan.geometry, 1) is not None,
+        stateful=rule.init_state(plan.geometry, 1) is not None,
         last_scale=plan.geometry.schedule.num_scales - 1,
         attention=attention,
     )
@@ -106,7 +105,7 @@ class DecidingStep:
     it is asked at every scale, the last one included.
     """
 
-    policy: Policy
+    rule: Rule
     update: Update
     ragged: bool
     regroup_scale: int | None
@@ -132,7 +131,7 @@ class DecidingStep:
     @property
     def sums_attention(self) -> bool:
         """Whether the policy is shown attention weights summed over the scale's queries."""
-        needs = self.policy.needs
+        needs = self.rule.needs
         per_scale = self.decides and (needs.scale_mass or needs.query_variance)
         regroups = self.regroup_scale is not None and needs.regroup_mass
         return self.observes and (per_scale or regroups or needs.total_mass)
@@ -153,7 +152,7 @@ class DecidingStep:
         view = AttentionView(projection, lse, state, stored.table, step, self.attention)
         obs = _candidates(stored, view, layer, inputs)
         obs = observe(obs, view, stored.mass, layer, self)
-        obs = replace(obs, state=self.policy.update_state(obs))
+        obs = replace(obs, state=self.rule.update_state(obs))
         keep, obs = self._decide(obs, inputs)
         if self.stores:
             state = self._store(state, keep, stored, obs, (projection, out), layer, inputs)
@@ -163,11 +162,11 @@ class DecidingStep:
         """Keep mask, and the observation with the regions that heads use from now on."""
         if self.regroup_scale is not None:
             now = obs.scale == self.regroup_scale
-            regions = jnp.where(now, self.policy.regroup(obs), obs.regions)
+            regions = jnp.where(now, self.rule.regroup(obs), obs.regions)
             obs = replace(obs, regions=regions, capacity=inputs.capacity[regions])
         keep = obs.live
         if self.update >= Update.SELECT:
-            keep = keep & self.policy.select(obs)
+            keep = keep & self.rule.select(obs)
         return keep & (obs.scale < self.last_scale), obs  # nothing reads the last scale
 
     def _store(

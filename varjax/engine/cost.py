@@ -245,7 +245,7 @@ def token_attention_flops(plan: TokenPlan) -> dict[str, float]:
     attention = 2 * of_pair * (sequence.steps * slots + g.num_layers * sequence.condition**2)
     observation = 0.0
     if plan.allocation.decides:
-        needs, (stages, _) = plan.policy.stage_needs, sequence.stages(plan.allocation.period)
+        needs, (stages, _) = plan.rule.needs, sequence.stages(plan.allocation.period)
         queries = needs.window_logits + needs.window * needs.window_scores
         observation = of_pair * slots * stages * queries
         if needs.newest_mass and plan.allocation.group_stage is not None:
@@ -257,7 +257,7 @@ def _observed_queries(step: CacheStep, length: int) -> int:
     """Queries whose scores are computed once more in each of a segment's scales."""
     if not isinstance(step, DecidingStep) or not step.observes:
         return 0
-    needs, queries = step.policy.needs, length if step.sums_attention else 0
+    needs, queries = step.rule.needs, length if step.sums_attention else 0
     if step.decides:
         times = (needs.window_mass or needs.window_attention) + needs.window_logits
         queries += needs.window * times

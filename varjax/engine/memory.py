@@ -4,22 +4,24 @@ compiled."""
 import bisect
 import os
 from dataclasses import dataclass
+from functools import singledispatch
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import implementations
 from pallas_kernels.ragged_attention import reference
-from varjax.cache import token_state
 from varjax.cache.plan import CachePlan, item_size
-from varjax.cache.state import KVState
-from varjax.engine import program
+from varjax.cache.scale_plan import ScalePlan
+from varjax.cache.stages import TokenPlan
+from varjax.engine import cost, program
 from varjax.engine.segments import ARRAYS_PER_LOGIT, images_at_once
 from varjax.errors import UserError
 from varjax.model import Model
-from varjax.models import parameters
+from varjax.nn import parameters
+from varjax.nn.published import TransformerConfig
 from varjax.parallel import sharding
-from varjax.sequence import TOKENS
 
 SCORE_ARRAYS = 3  # of attention without a kernel, at one time
 SAFETY = 0.9  # share of the device's memory that predictions may fill
@@ -41,14 +43,6 @@ class Prediction:
         return self.weights + self.kv_pool + self.activations + self.condition
 
 
-def peak_bytes(compiled: jax.stages.Compiled) -> int:
-    """Bytes on one device while a program runs: its arguments (the weights that it reads among
-    them), its results and temporaries."""
-    stats = compiled.memory_analysis()
-    own = stats.argument_size_in_bytes + stats.temp_size_in_bytes
-    return own + stats.output_size_in_bytes - stats.alias_size_in_bytes
-
-
 def predict(
     model: Model,
     plan: CachePlan,
@@ -64,7 +58,7 @@ def predict(
     """Predicted bytes of a batch. The pool is exact; activations are the live tensors of the widest
     step, counted from shapes. The codec is in float32.
 
-    On a mesh: of one device, whose plan and images are given (`layout(...).groups[0]`).
+    On a mesh the prediction is for one device: give its plan (`CachePlan.divide`) and its images.
 
     dtype, kv_dtype: of the transformer and of the pool.
     kernels: whether attention runs in a kernel, which has no scores and no gathered keys in memory;
@@ -75,62 +69,97 @@ def predict(
     """
     if kernels is None:
         kernels = implementations.preferred() != "reference"
-    config, rows = model.config, batch_size * plan.geometry.rows_per_image
-    by_token = plan.geometry.kind == TOKENS
-    # token by token the condition is the widest step, all its tokens at once
-    tokens = config.condition_tokens if by_token else max(plan.geometry.schedule.tokens)
-    layer = rows * tokens * (6 * config.embed_dim + 2 * config.hidden_dim) * item_size(dtype)
-    layer += rows * tokens * config.embed_dim * (4 - item_size(dtype))  # a float32 residual stream
-    keys = tokens + int(plan.capacity.max(initial=0))
-    if by_token:
-        layer += _token_attention(plan, rows, tokens, kv_dtype)
-        logits = ARRAYS_PER_LOGIT * batch_size * config.logits_per_token * 4
-    else:
-        scores = 0 if kernels else _reference_attention(plan, rows, tokens, keys, kv_dtype)
-        layer += max(scores, _window_scores(plan, rows, keys, kv_dtype))
-        chosen = min(batch_size, images_at_once(tokens, config.logits_per_token))
-        logits = ARRAYS_PER_LOGIT * chosen * tokens * config.logits_per_token * 4
-        logits += rows * tokens * config.embed_dim * item_size(dtype)
+    step = Step(plan, model.config, batch_size, jnp.dtype(dtype), jnp.dtype(kv_dtype), kernels)
     code_map = model.code_map[:2]
     decoded = decode_batch or program.decoder_batch(model.codec, code_map, batch_size)
     pixels = min(batch_size, decoded) * program.decoder_bytes(model.codec, code_map)
-    empty = token_state.empty if by_token else KVState.empty
-    cache = jax.eval_shape(lambda: empty(plan, batch_size, jnp.dtype(kv_dtype), dtype))
+    cache = jax.eval_shape(lambda: plan.empty_state(batch_size, jnp.dtype(kv_dtype), dtype))
     weights = sharding.count({"transformer": model.transformer}, parts) * item_size(dtype)
     return Prediction(
         weights=weights + parameters.count(model.codec) * 4,
-        kv_pool=sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(cache)),
-        activations=max(layer, logits, pixels),
-        condition=config.condition_bytes(rows, item_size(dtype), text_tokens),
+        kv_pool=cost.tree_bytes(cache),
+        activations=max(step_bytes(plan, step), pixels),
+        condition=model.config.condition_bytes(step.rows, item_size(dtype), text_tokens),
     )
 
 
-def _reference_attention(plan: CachePlan, rows: int, tokens: int, keys: int, kv_dtype) -> int:
+@dataclass(frozen=True)
+class Step:
+    """The widest step of a program: what its tensors are made of. kernels: whether attention runs
+    in a kernel, which has no scores and no gathered keys in memory."""
+
+    plan: CachePlan
+    config: TransformerConfig
+    batch_size: int
+    dtype: np.dtype
+    kv_dtype: np.dtype
+    kernels: bool
+
+    @property
+    def rows(self) -> int:
+        return self.batch_size * self.plan.geometry.rows_per_image
+
+    def layer(self, tokens: int) -> int:
+        """Bytes of a layer's tensors without attention: what products read and write, and the
+        residual stream, which is float32."""
+        item, width = self.dtype.itemsize, self.config.embed_dim
+        products = 6 * width + 2 * self.config.hidden_dim
+        return self.rows * tokens * (products * item + width * (4 - item))
+
+    def logits(self, images: int, tokens: int) -> int:
+        """Bytes of logits, and what sampling makes of them."""
+        return ARRAYS_PER_LOGIT * images * tokens * self.config.logits_per_token * 4
+
+
+@singledispatch
+def step_bytes(plan: CachePlan, step: Step) -> int:
+    """Bytes of the tensors that are live in the widest step."""
+    raise NotImplementedError(type(plan))
+
+
+@step_bytes.register
+def _(plan: ScalePlan, step: Step) -> int:
+    """The widest step is the scale with most tokens."""
+    tokens = max(plan.geometry.schedule.tokens)
+    keys = tokens + int(plan.capacity.max(initial=0))
+    scores = 0 if step.kernels else _reference_attention(plan, step, tokens, keys)
+    attention = max(scores, _window_scores(plan, step, keys))
+    chosen = min(step.batch_size, images_at_once(tokens, step.config.logits_per_token))
+    last = step.rows * tokens * step.config.embed_dim * step.dtype.itemsize  # input of the head
+    return max(step.layer(tokens) + attention, step.logits(chosen, tokens) + last)
+
+
+@step_bytes.register
+def _(plan: TokenPlan, step: Step) -> int:
+    """The widest step is the condition, all its tokens at once; or the attention of one query of
+    every head, and of the policy's window, with the slots of a layer, whose keys the reference
+    converts to float32."""
+    condition = step.config.condition_tokens
+    heads, slots = plan.geometry.num_heads, max(plan.layer_slots)
+    queries = 1 + plan.rule.needs.window if plan.allocation.decides else 1
+    whole = 4 * 2 * plan.geometry.head_dim if step.kv_dtype.itemsize < 4 else 0
+    token = slots * (SCORE_ARRAYS * queries * 4 + whole)
+    attention = step.rows * heads * max(SCORE_ARRAYS * condition * condition * 4, token)
+    return max(step.layer(condition) + attention, step.logits(step.batch_size, 1))
+
+
+def _reference_attention(plan: ScalePlan, step: Step, tokens: int, keys: int) -> int:
     """Bytes of the scores that exist at once, in three stages (XLA's CPU compiler keeps as many),
     and of keys and values gathered from the pool."""
     heads = plan.geometry.num_heads
-    gathered = 2 * rows * heads * keys * 2 * plan.geometry.head_dim * item_size(kv_dtype)
-    at_once = min(rows, reference.rows_at_once(heads, tokens, keys))
+    token = 2 * plan.geometry.head_dim * step.kv_dtype.itemsize
+    gathered = 2 * step.rows * heads * keys * token
+    at_once = min(step.rows, reference.rows_at_once(heads, tokens, keys))
     return SCORE_ARRAYS * at_once * heads * tokens * keys * 4 + gathered
 
 
-def _token_attention(plan: CachePlan, rows: int, condition: int, kv_dtype) -> int:
-    """Bytes of scores of the condition with itself, or of one query of every head and those of the
-    policy's window with the slots of a layer, whose keys the reference converts to float32."""
-    heads, slots = plan.geometry.num_heads, max(plan.layer_slots)
-    queries = 1 + plan.policy.stage_needs.window if plan.allocation.decides else 1
-    whole = 4 * 2 * plan.geometry.head_dim if item_size(kv_dtype) < 4 else 0
-    token = slots * (SCORE_ARRAYS * queries * 4 + whole)
-    return rows * heads * max(SCORE_ARRAYS * condition * condition * 4, token)
-
-
-def _window_scores(plan: CachePlan, rows: int, keys: int, kv_dtype) -> int:
+def _window_scores(plan: ScalePlan, step: Step, keys: int) -> int:
     """Bytes of what a policy that looks through a window of queries is shown of a layer: the keys,
     gathered in the type of the pool, and float32 scores [R, N, W, K]. No kernel computes them
     (`pallas_kernels.ragged_attention.attention_scores`)."""
-    window = plan.policy.needs.window
-    per_key = plan.geometry.head_dim * item_size(kv_dtype) + 4 * window
-    return rows * plan.geometry.num_heads * keys * per_key if window else 0
+    window = plan.rule.needs.window
+    per_key = plan.geometry.head_dim * step.kv_dtype.itemsize + 4 * window
+    return step.rows * plan.geometry.num_heads * keys * per_key if window else 0
 
 
 def available_bytes() -> int | None:

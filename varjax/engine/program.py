@@ -17,10 +17,10 @@ from jax.experimental.layout import Format, Layout
 from jaxtyping import Array, Float
 
 from varjax.cache.state import KVState
-from varjax.engine import scales, segments, tokens
+from varjax.engine import segments
 from varjax.engine.segments import Segment, map_in_chunks
-from varjax.models import stacked
-from varjax.parallel.sharding import ShardedProgram
+from varjax.nn import stacked
+from varjax.parallel.sharding import ProgramSpec, ShardedProgram
 from varjax.schedule import Schedule
 
 # Where the compiler chooses how the weights lie, because it would copy stacked ones otherwise.
@@ -39,14 +39,13 @@ def trace_codes(
     networks: Mapping[str, nnx.Module],
     state: KVState,
     arguments: tuple,
-    spec: scales.ProgramSpec | tokens.TokenSpec,
+    spec: ProgramSpec,
     *,
     precision: str = "default",
     auto_layout: bool = False,
     sharded: ShardedProgram | None = None,
 ) -> jax.stages.Traced:
-    """The program `(networks, state, *arguments) -> (results, state)` of `scales.generate_codes`
-    or, as the spec says, `tokens.generate_codes`.
+    """Trace the program `(networks, state, *arguments) -> (results, state)` of a spec.
 
     The state is donated: the program updates the caller's buffers.
 
@@ -55,14 +54,11 @@ def trace_codes(
       precision: "default" or "highest", of float32 products.
       auto_layout: let the compiler choose how the weights lie in memory (TPU: stacked weights are
         not copied into another layout in every call); the caller puts them there, see `place`.
-      sharded: for several devices: the program of a mesh; state and inputs are then those of its
-        `ShardedPlan`, and shapes carry its `shardings`.
+      sharded: the program of a mesh, for several devices; shapes then carry its `shardings`.
     """
     # The state is donated: the pool is the largest buffer, and without donation the program would
     # allocate a second one for its result.
-    by_token = isinstance(spec, tokens.TokenSpec)
-    draw = tokens.generate_codes if by_token else scales.generate_codes
-    program = sharded or partial(draw, spec=spec)
+    program = sharded or spec.generate
     where = {}
     if auto_layout:
         networks = jax.tree.map(_somewhere, networks)
@@ -72,9 +68,7 @@ def trace_codes(
         return jax.jit(program, donate_argnums=(1,), **where).trace(networks, state, *arguments)
 
 
-def compiler_options(
-    platform: str, spec: scales.ProgramSpec | tokens.TokenSpec | None = None
-) -> dict[str, bool | str]:
+def compiler_options(platform: str, *, few_rows: bool = False) -> dict[str, bool | str]:
     """How a program is compiled, where `XLA_FLAGS` do not say otherwise.
 
     GPU: products by the libraries, which add biases and apply GELU on the way; XLA's own products
@@ -83,12 +77,12 @@ def compiler_options(
     CPU: products, convolutions and sums by Eigen in place of YNNPACK, 10 to 30 % faster for whole
     scales and pictures (docs/benchmarks.md). With the few rows of a token YNNPACK is faster.
 
-    Args:
-      spec: of the program that draws codes; None: of the one that decodes pixels.
+    few_rows: whether products have the few rows of a token, as `ProgramSpec.few_rows` says of
+      programs that draw codes.
     """
     if platform == "gpu":
         name, value = "xla_gpu_enable_triton_gemm", False
-    elif platform == "cpu" and not isinstance(spec, tokens.TokenSpec):
+    elif platform == "cpu" and not few_rows:
         name, value = "xla_cpu_experimental_ynn_fusion_type", ""
     else:
         return {}
@@ -155,7 +149,7 @@ def decoder_bytes(codec: Any, code_map: tuple[int, int]) -> int:
 
 
 def arrange_layers(networks: Mapping[str, nnx.Module], how: str, platform: str) -> None:
-    """Stack the weights of the transformer's layers, or take them apart (`varjax.models.stacked`).
+    """Stack the weights of the transformer's layers, or take them apart (`varjax.nn.stacked`).
     The modules are changed.
 
     how: "scan": stacked, one compiled body for all layers, which copies the weights of a layer

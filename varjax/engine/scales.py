@@ -5,28 +5,30 @@ The state (latent map, KV cache) has one shape for all scales. Padding never lea
 are computed and thrown away, masked as keys and never stored.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Int, Integer
+from jaxtyping import Array
 
-from varjax.cache.plan import CachePlan
+from varjax.cache.scale_plan import ScalePlan
 from varjax.cache.state import KVState
 from varjax.cache.step import CacheStep, cache_step
+from varjax.engine.given import Given
 from varjax.engine.inputs import SegmentInputs, StepInputs
 from varjax.engine.segments import Segment, images_at_once, map_in_chunks
-from varjax.models import stacked
+from varjax.nn import stacked
+from varjax.nn.published import TransformerConfig
 from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class ProgramSpec:
-    """The static side of a generation program.
+class ScaleSpec:
+    """The static side of a program that draws scale by scale.
 
     cache: how each segment's layers use the cache. rows_per_image: 2 with guidance, else 1.
     attention: implementation of the kernels, those that choose tokens among them; None takes what
@@ -43,28 +45,44 @@ class ProgramSpec:
     keep_logits: bool = False
     unroll: bool = False
 
+    few_rows = False  # products have the rows of whole scales
+
     @classmethod
     def of(
-        cls, plan: CachePlan, segments, sampling: Sampling, config, attention=None, **options: bool
-    ) -> "ProgramSpec":
-        """segments: `Segment`s of the plan's schedule. config: of the transformer. attention:
-        implementation of the kernels. options: keep_logits, unroll.
+        cls,
+        plan: ScalePlan,
+        segments: Sequence[Segment],
+        sampling: Sampling,
+        config: TransformerConfig,
+        attention: str | None = None,
+        *,
+        keep_logits: bool = False,
+        unroll: bool = False,
+    ) -> "ScaleSpec":
+        """Return the static side for a plan.
+
+        Args:
+          segments: of the plan's schedule.
+          config: of the transformer.
+          attention: implementation of the kernels.
 
         Raises:
           UserError: sampling that the model cannot do, or a plan for another number of rows.
         """
-        rows = plan.check_rows(config, sampling)
-        cache = tuple(cache_step(plan, s, attention) for s in segments)
-        return cls(plan.geometry.schedule, segments, cache, sampling, rows, attention, **options)
+        return cls(
+            schedule=plan.geometry.schedule,
+            segments=tuple(segments),
+            cache=tuple(cache_step(plan, s.scales, attention) for s in segments),
+            sampling=sampling,
+            rows_per_image=plan.check_rows(config, sampling),
+            attention=attention,
+            keep_logits=keep_logits,
+            unroll=unroll,
+        )
 
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class GivenTokens:
-    """Tokens (or the bits of tokens) that replace the draw in the first `scales` scales."""
-
-    tokens: Integer[Array, "B L ..."]
-    scales: Int[Array, ""]
+    def generate(self, networks, state, condition, keys, inputs, given):
+        """`generate_codes` of this spec."""
+        return generate_codes(networks, state, condition, keys, inputs, given, spec=self)
 
 
 def generate_codes(
@@ -73,9 +91,9 @@ def generate_codes(
     condition: Any,
     keys: Array,
     inputs: tuple[SegmentInputs, ...],
-    given: GivenTokens | None,
+    given: Given | None,
     *,
-    spec: ProgramSpec,
+    spec: ScaleSpec,
 ) -> tuple[dict[str, Array], KVState]:
     """Draw all scales of a batch of images.
 
@@ -120,7 +138,7 @@ def generate_codes(
     return {**results, "code_map": code_map}, state
 
 
-def _scale(networks, context, keys, given, cache: CacheStep, spec: ProgramSpec, carry, inputs):
+def _scale(networks, context, keys, given, cache: CacheStep, spec: ScaleSpec, carry, inputs):
     """One scale: inputs, layers, head, tokens, accumulation."""
     code_map, state = carry
     transformer, codec, step = networks["transformer"], networks["codec"], inputs.step
@@ -161,7 +179,7 @@ def _scale(networks, context, keys, given, cache: CacheStep, spec: ProgramSpec, 
     return (code_map, state), drawn
 
 
-def _sample(networks, head, x, keys, step: StepInputs, given, spec: ProgramSpec):
+def _sample(networks, head, x, keys, step: StepInputs, given, spec: ScaleSpec):
     """Tokens of a scale and their codes, guided logits if they are kept; as many images at a time
     as `images_at_once` allows."""
     transformer, codec, sampling = networks["transformer"], networks["codec"], spec.sampling
@@ -176,11 +194,8 @@ def _sample(networks, head, x, keys, step: StepInputs, given, spec: ProgramSpec)
         scores = transformer.logits(*rows, step, sampling)
         with jax.named_scope("sample"):
             tokens, filtered = transformer.sample(scores, keys[index], sampling, spec.attention)
-        # the draw is computed and replaced: how many scales are given is data, so that one program
-        # serves free and forced runs
         if given is not None:
-            replacing = given.tokens[:, step.token_index][index].astype(tokens.dtype)
-            tokens = jnp.where(step.scale < given.scales, replacing, tokens)
+            tokens = given.replace(tokens, step.token_index, index)
         codes = codec.codes(tokens)
         if sampling.more_smooth:
             codes = codec.smooth_codes(filtered, keys[index], step.ratio)

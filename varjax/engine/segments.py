@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from varjax.arguments import integer
 from varjax.errors import UserError, show
@@ -96,19 +95,6 @@ def padded_tokens(segments: Sequence[Segment], least: float = 0) -> float:
     """Tokens that all scales of all segments take, padding included. least: what a scale counts at
     least."""
     return sum(segment.num_scales * max(segment.length, least) for segment in segments)
-
-
-def lengths(schedule: Schedule, segment: Segment) -> np.ndarray:
-    """int32 [S]: real tokens of each scale of the segment."""
-    return np.array(schedule.tokens[segment.start : segment.stop], np.int32)
-
-
-def token_index(schedule: Schedule, segment: Segment) -> np.ndarray:
-    """int32 [S, T]: global position of every padded token; padding repeats the scale's last."""
-    starts = np.array(schedule.starts[segment.start : segment.stop])
-    last = lengths(schedule, segment) - 1
-    local = np.minimum(np.arange(segment.length)[None], last[:, None])
-    return (starts[:, None] + local).astype(np.int32)
 
 
 def _parse_count(segments: int | str, num_scales: int) -> int | None:

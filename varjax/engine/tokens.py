@@ -21,16 +21,18 @@ from jaxtyping import Array, Float, Int
 
 from varjax.cache.stages import TokenPlan
 from varjax.cache.token_state import LayerCache
-from varjax.cache.token_step import Heads, Now, TokenStep, token_step
-from varjax.models import stacked
-from varjax.models.layers import dense_attention
+from varjax.cache.token_step import CurrentToken, Heads, TokenStep, token_step
+from varjax.engine.given import Given
+from varjax.nn import stacked
+from varjax.nn.layers import dense_attention
+from varjax.nn.published import TransformerConfig
 from varjax.sampling import Sampling
 from varjax.sequence import TokenSequence
 
 
 @dataclass(frozen=True)
 class TokenSpec:
-    """The static side of a generation program.
+    """The static side of a program that draws token by token.
 
     layers: how each layer uses its cache. period: tokens of a stage; None: there is one stage.
     rows_per_image: 2 with guidance, else 1. one_slot: one slot stands for the condition.
@@ -47,20 +49,38 @@ class TokenSpec:
     attention: str | None = None
     keep_logits: bool = False
 
+    few_rows = True  # products have the rows of one token
+
     @classmethod
     def of(
-        cls, plan: TokenPlan, sampling: Sampling, config, attention=None, **options: bool
+        cls,
+        plan: TokenPlan,
+        sampling: Sampling,
+        config: TransformerConfig,
+        attention: str | None = None,
+        *,
+        one_slot: bool = False,
+        keep_logits: bool = False,
     ) -> "TokenSpec":
-        """config: of the transformer. options: one_slot, keep_logits.
+        """Return the static side for a plan. config: of the transformer.
 
         Raises:
           UserError: sampling that the model cannot do, or a plan for another number of rows.
         """
-        rows = plan.check_rows(config, sampling)
-        layers = tuple(token_step(plan, i, attention) for i in range(plan.geometry.num_layers))
-        period = None if plan.static_content else plan.allocation.period
-        sequence = plan.sequence
-        return cls(sequence, layers, period, sampling, rows, attention=attention, **options)
+        return cls(
+            sequence=plan.sequence,
+            layers=tuple(token_step(plan, i, attention) for i in range(plan.geometry.num_layers)),
+            period=None if plan.static_content else plan.allocation.period,
+            sampling=sampling,
+            rows_per_image=plan.check_rows(config, sampling),
+            one_slot=one_slot,
+            attention=attention,
+            keep_logits=keep_logits,
+        )
+
+    def generate(self, networks, state, condition, keys, inputs, given):
+        """`generate_codes` of this spec."""
+        return generate_codes(networks, state, condition, keys, inputs, given, spec=self)
 
     @property
     def stages(self) -> tuple[int, int]:
@@ -70,21 +90,12 @@ class TokenSpec:
         )
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class GivenImageTokens:
-    """Tokens that replace the draw: the first `count` of them."""
-
-    tokens: Int[Array, "B L"]
-    count: Int[Array, ""]
-
-
 def generate_tokens(
     networks: Mapping[str, Any],
     state: tuple[LayerCache, ...],
     condition: Any,
     keys: Array,
-    given: GivenImageTokens | None,
+    given: Given | None,
     inputs: tuple = (),
     *,
     spec: TokenSpec,
@@ -97,7 +108,7 @@ def generate_tokens(
       condition: what `encode_condition` takes, for B images.
       keys: one typed random key per image [B].
       given: tokens that replace the draw, or None.
-      inputs: of every layer, what its policy wants to know (`TokenPolicy.stage_inputs`), or none.
+      inputs: of every layer, what its policy wants to know (`Rule.inputs`), or none.
       spec: static.
 
     Returns:
@@ -195,10 +206,10 @@ class _Run:
             x = transformer.embed(self.context, tokens)
             rotation = transformer.rotation(self.context, token[None])
         of_step = dict(zip(self.spec.layers, state, strict=True))  # layers that share one, once
-        now = {step: step.now(cache, token, place) for step, cache in of_step.items()}
+        current = {step: step.current(cache, token, place) for step, cache in of_step.items()}
         caches = []
         for index, (step, cache) in enumerate(zip(self.spec.layers, state, strict=True)):
-            arguments = (rotation, x, cache, now[step], bias)
+            arguments = (rotation, x, cache, current[step], bias)
             x, cache = self._attend[step](self._block(index), *arguments)
             caches.append(cache)
         drawn = self.draw(x, token + 1)
@@ -207,12 +218,12 @@ class _Run:
     def _layer(self, step: TokenStep) -> Callable:
         transformer = self.transformer
 
-        def body(block, rotation, x, cache: LayerCache, now: Now, bias):
+        def body(block, rotation, x, cache: LayerCache, current: CurrentToken, bias):
             with jax.named_scope("project"):
                 p = transformer.project(block, rotation, x)
                 heads = (a[:, :, 0] for a in (p.queries(), p.keys(), p.values()))
             with jax.named_scope("attend"):
-                out, cache = step.attend(cache, Heads(*heads, bias), now)
+                out, cache = step.attend(cache, Heads(*heads, bias), current)
             with jax.named_scope("post_attention"):
                 return transformer.post_attention(block, x, out[:, None]), cache
 
@@ -246,7 +257,6 @@ class _Run:
         with jax.named_scope("sample"):
             tokens, _ = transformer.sample(scores, keys, spec.sampling, spec.attention)
         if self.given is not None:
-            forced = jax.lax.dynamic_slice_in_dim(self.given.tokens, index, 1, axis=1)
-            tokens = jnp.where(index < self.given.count, forced.astype(tokens.dtype), tokens)
+            tokens = self.given.replace(tokens, index[None])
         kept = {"logits": scores.untempered().guided()} if spec.keep_logits else {}
         return {"tokens": tokens, **kept}

@@ -1,9 +1,9 @@
 """LPIPS: the perceptual distance of pairs of pictures (Zhang et al. 2018), version 0.1, on AlexNet
 or VGG16.
 
-The activations of five layers are scaled to unit length over the channels; squared differences are
-weighted per channel, averaged over positions and summed. Pictures keep their size. float32 with
-full-precision products.
+The activations of five layers are scaled to unit length over the channels. Squared differences are
+weighted per channel, averaged over positions and summed. Pictures keep their size. Everything runs
+in float32 with full-precision products.
 """
 
 import math
@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from varjax.errors import UserError, choose
 from varjax.evaluation.pooling import max_pool
-from varjax.models import published
+from varjax.nn import published
 
 SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)  # of the channels of -1..1
 UNIT_EPSILON = 1e-10  # added to a length; torchmetrics adds 1e-8 under the root, equal to 7e-11
@@ -36,7 +36,7 @@ class Layer(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Layers up to the next tap. pool: side of the maximum of stride 2 before them, or 0."""
+    """Layers up to the next tap. pool: side of the max pooling (stride 2) before them; 0: none."""
 
     pool: int
     layers: tuple[Layer, ...]

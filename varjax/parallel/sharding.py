@@ -7,19 +7,17 @@ exchanged. An image does not depend on how a batch is split.
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from varjax.engine import scales, tokens
-from varjax.parallel.plans import ShardedPlan, ShardedTokenPlan
-from varjax.parallel.split import AXES, MeshSpec, Split, over
+from varjax.nn.split import Split
+from varjax.parallel.split import AXES, MeshSpec
 
 DATA, MODEL = AXES
 
@@ -51,67 +49,71 @@ def count(networks: Any, parts: int) -> int:
     return sum(jax.tree.leaves(sizes))
 
 
-def _weight_specs(networks: Any, spec: MeshSpec) -> Any:
+def _weight_specs(networks: Any, parts: int) -> Any:
     def spec_of(leaf, split: Split | None):
-        if split is None or spec.model == 1:
+        if split is None or parts == 1:
             return P()
         return P(*(MODEL if axis == split.axis else None for axis in range(leaf.ndim)))
 
     return map_weights(spec_of, networks)
 
 
+class ProgramSpec(Protocol):
+    """The static side of a program that draws codes (`varjax.engine.drawing`)."""
+
+    keep_logits: bool
+
+    def generate(self, networks, state, condition, keys, inputs, given):
+        """Draw a batch: results by name, and the final cache."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class ShardedProgram:
-    """`generate_codes` of `engine.scales` or `engine.tokens` (`draw`) for a mesh.
+    """The program of a `ProgramSpec` for a mesh.
 
-    specs: how the arguments (networks, state, condition, keys, inputs, given) are divided.
+    specs: `PartitionSpec`s of the arguments (networks, state, condition, keys, inputs, given).
     """
 
     mesh: Mesh
-    spec: scales.ProgramSpec | tokens.TokenSpec
-    draw: Callable
+    spec: ProgramSpec
     specs: tuple
 
     @classmethod
     def of(
-        cls,
-        mesh: Mesh,
-        spec,
-        layout: ShardedPlan | ShardedTokenPlan,
-        networks,
-        state,
-        inputs,
-        given,
+        cls, mesh: Mesh, spec: ProgramSpec, networks, state_specs, input_specs, given
     ) -> "ShardedProgram":
-        """For arguments of these shapes; `inputs` as the drawing makes them."""
-        by_token = isinstance(layout, ShardedTokenPlan)
-        draw = tokens.generate_codes if by_token else scales.generate_codes
-        states, inputs = layout.specs(state, inputs)
-        given = None if given is None else type(given)(P(DATA), P())
-        weights = _weight_specs(networks, layout.spec)
-        return cls(mesh, spec, draw, (weights, states, P(DATA), P(DATA), inputs, given))
+        """Divide weights and whatever has images; `given` and `networks` may be shapes."""
+        weights = _weight_specs(networks, mesh.shape[MODEL])
+        given = jax.tree.map(lambda _: P(DATA), given)
+        return cls(mesh, spec, (weights, state_specs, P(DATA), P(DATA), input_specs, given))
 
     def __call__(self, *arguments):
         state = self.specs[1]
 
-        def run(*local):
-            with over(MODEL if self.mesh.shape[MODEL] > 1 else None):
-                return self.draw(*local, spec=self.spec)
+        def run(networks, *local):
+            if self.mesh.shape[MODEL] > 1:
+                divided = networks["transformer"].over(MODEL)
+                networks = {**networks, "transformer": divided}
+            return self.spec.generate(networks, *local)
 
-        names = ("tokens", "code_map", *(("logits",) if self.spec.keep_logits else ()))
+        names = ["tokens", "code_map"] + ["logits"] * self.spec.keep_logits
         results = {name: P(DATA) for name in names}
         return self._on_mesh(run, self.specs, (results, state))(*arguments)
 
     def _on_mesh(self, function, in_specs, out_specs):
-        # unchecked: results of `model` are equal on all devices by the sums per layer
-        specs = {"in_specs": in_specs, "out_specs": out_specs}
-        return jax.shard_map(function, mesh=self.mesh, check_vma=False, **specs)
+        # Unchecked: results along `model` are equal on all devices because of the sums per layer.
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
 
     def place_shapes(self, which: int | slice, arguments: Any) -> Any:
         """Shapes of some arguments (by their place in `specs`), placed on the mesh."""
+        places = jax.tree.broadcast(self.shardings[which], arguments)
         return jax.tree.map(
             lambda a, where: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where),
-            *(arguments, jax.tree.broadcast(self.shardings[which], arguments)),
+            arguments,
+            places,
         )
 
     def over_images(self, function):

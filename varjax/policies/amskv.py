@@ -209,7 +209,9 @@ class AMSKV(Policy):
         least = 1 + self.locked_tokens(geometry, 0)
         return min(1.0, least / max(1, geometry.schedule.persistent_tokens))
 
-    def sizes(self, geometry: Geometry, budget: float, calibration=None) -> rules.Sizes:
+    def sizes(
+        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
+    ) -> rules.Sizes:
         """Cmin and Cmax as given or as a budget leads to them, and what goes with them."""
         if self.cmax or self._online:
             return self._sizes_for(geometry, budget, None)
@@ -232,7 +234,9 @@ class AMSKV(Policy):
         locked = self.locked_tokens(geometry, cmin)
         return rules.Sizes(cmin=cmin, cmax=cmax, condensed=locked, fill=self._fill)
 
-    def allocate(self, geometry: Geometry, budget: float, calibration=None) -> Allocation:
+    def allocate(
+        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
+    ) -> Allocation:
         schedule, sizes = geometry.schedule, self.sizes(geometry, budget, calibration)
         if self._online:
             recent = min(sizes.cmin, schedule.persistent_tokens) - sizes.condensed
@@ -254,12 +258,12 @@ class AMSKV(Policy):
 
     # --- what a printed plan says -----------------------------------------------------------------
 
-    def steady_tokens(self, geometry: Geometry, calibration=None) -> int:
+    def steady_tokens(self, geometry: Geometry, calibration: Calibration | None = None) -> int:
         sizes = self.sizes(geometry, self.budget, calibration)
         wide = self._wide(geometry, sizes, calibration)
         return int(np.where(wide, sizes.cmax, sizes.cmin).sum())
 
-    def plan_lines(self, geometry: Geometry, calibration=None) -> list[str]:
+    def plan_lines(self, geometry: Geometry, calibration: Calibration | None = None) -> list[str]:
         sizes, theta = self.sizes(geometry, self.budget, calibration), self.theta
         wide = np.flatnonzero(self._wide(geometry, sizes, calibration)).tolist()
         rest = f"{sizes.condensed} of them condensed"

@@ -1,5 +1,5 @@
-"""What a policy is: a static allocation on the host and, if contents depend on the image, a pure
-selection over masks.
+"""What a policy is: a name and arguments, and for each kind of model that it serves a `Rule`, which
+says how much heads hold and, if contents depend on the image, which tokens.
 
 A policy is a frozen dataclass in one file; its fields are the `--policy_args`, its docstring is its
 manual. It never moves bytes.
@@ -11,20 +11,23 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
-from jaxtyping import Array, Bool, Int
 
 from varjax import arguments
-from varjax.cache.allocation import Allocation, Geometry, RegionAllocation
+from varjax.cache.allocation import Geometry
 from varjax.cache.observation import Needs, Observation
+from varjax.calibration.data import Calibration
 from varjax.errors import UserError, about, nearest, show
-from varjax.policies import capacities
+from varjax.policies.rule import Rule, ScaleRule
 from varjax.sequence import SCALES, TOKENS
+
+__all__ = ["Needs", "Observation", "Policy"]  # what a policy of one's own starts from
 
 BUDGET = {  # its range, and what a message about it says
     **{"low": 0, "high": 1, "above": True},
     "note": ": it is the fraction of the full cache's bytes that may be kept",
 }
 LARGEST_INTEGER = 2**31 - 1  # of a field that says no range
+CONTENTS_FOLLOW = "its contents are not chosen by a score, they follow from its own"
 CALIBRATE = "a calibration (`python -m experiments.calibrate` writes one)"
 
 
@@ -33,16 +36,29 @@ class NotGiven(float):
 
 
 def within(default: Any, low: float, high: float, **more: Any) -> Any:
-    """A field of a policy that is a number from `low` to `high`, whatever the model. more: of
-    `arguments.number`."""
+    """Declare a field of a policy that is a number from `low` to `high`, whatever the model. more:
+    further arguments of `arguments.number`."""
     return dataclasses.field(
         default=default, metadata={"limits": {"low": low, "high": high} | more}
     )
 
 
+def only_for(kind: str, default: Any) -> Any:
+    """Declare a field of a policy that only models of one kind have a use for; given for others it
+    is refused. default: its default, or its declaration (`within`)."""
+    if not isinstance(default, dataclasses.Field):
+        default = dataclasses.field(default=default)
+    metadata = {**default.metadata, "only_for": kind}
+    return dataclasses.field(default=default.default, metadata=metadata)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Policy:
-    """Base of all policies.
+class Policy(ScaleRule):
+    """Base of all policies: what they are called and what they are given.
+
+    A policy that says nothing else is its own rule for models that draw scale by scale
+    (`rule.ScaleRule`); one that derives from `token_rule.TokenPolicy` is its own rule for models
+    that draw token by token. A policy for both names its rule for the latter in `by_token`.
 
     Args:
       budget: fraction of the dense persistent bytes, in (0, 1].
@@ -56,11 +72,8 @@ class Policy:
 
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
-    needs: ClassVar[Needs] = Needs()
-    # which models it serves, why no others, and arguments that only one kind has a use for
-    serves: ClassVar[tuple[str, ...]] = (SCALES,)
+    by_token: ClassVar[type[Rule] | None] = None  # the rule for models that draw token by token
     unsuited: ClassVar[str] = "it decides about whole scales, of which those have none"
-    only_for: ClassVar[dict[str, tuple[str, ...]]] = {}
     # Ask an instance for these three: where arguments decide, they are properties.
     # budgeted: False if the contents are given and the budget is what they cost
     # shrinks: False if `allocate` ignores the budget
@@ -71,12 +84,27 @@ class Policy:
     # another policy: a composition refuses the others; None: all
     allocation_arguments: ClassVar[tuple[str, ...] | None] = None
     selection_arguments: ClassVar[tuple[str, ...] | None] = None
-    smallest_reason: ClassVar[str] = "every head needs room for at least one token"
+    # roles that a composition refuses to give it, "allocate" or "select", each with the reason
+    unfit_roles: ClassVar[dict[str, str]] = {}
     contents: ClassVar[str] = ""  # for tables, where it is not simply "decided per image" or not
     # argument sets that the generic tests take, the defaults first
     examples: ClassVar[tuple[dict[str, str], ...]] = ({},)
 
     # --- arguments --------------------------------------------------------------------------------
+
+    def __init_subclass__(cls, **more: Any):
+        super().__init_subclass__(**more)
+        if "__repr__" not in vars(cls):  # else `dataclass` writes one that lists all fields
+            cls.__repr__ = Policy.__repr__
+
+    def __repr__(self) -> str:
+        """One line: the budget, and the arguments that differ from their defaults."""
+        told = [f"budget={self.budget:g}"]
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name != "budget" and f.name[0] != "_" and value != f.default:
+                told.append(f"{f.name}={show(value)}")
+        return f"{type(self).__name__}({', '.join(told)})"
 
     def __post_init__(self):
         """Check the type of every field that is a number, a text or a truth value, and its range
@@ -93,6 +121,8 @@ class Policy:
                 with about(f"policy {self.name!r}"):
                     value = check(f.name, getattr(self, f.name), **limits)
                 object.__setattr__(self, f.name, value)
+        if self.accounting not in ("bytes", "tokens"):
+            raise UserError(f"accounting={show(self.accounting)}: choose bytes or tokens")
 
     @classmethod
     def argument_types(cls) -> dict[str, Any]:
@@ -127,9 +157,15 @@ class Policy:
             )
 
     def measured(
-        self, calibration: Any, name: str, geometry: Geometry, *, what: str, give: str = CALIBRATE
+        self,
+        calibration: Calibration | None,
+        name: str,
+        geometry: Geometry,
+        *,
+        what: str,
+        give: str = CALIBRATE,
     ) -> np.ndarray:
-        """float64: measurement `name`, of this model, that the policy cannot do without.
+        """float64: measurement `name` of this model, which the policy cannot do without.
 
         Raises:
           UserError: `what` the policy has to know is not there, with what to `give` for it.
@@ -140,116 +176,58 @@ class Policy:
         calibration.check(geometry)
         return np.asarray(getattr(calibration, name), np.float64)
 
-    # --- host -------------------------------------------------------------------------------------
+    # --- rules ------------------------------------------------------------------------------------
 
-    def check_kind(self, geometry: Geometry) -> None:
-        """Raise `UserError` if the policy, or an argument given to it, is for models of the other
-        kind."""
-        kind, draws = geometry.kind, {SCALES: "scale by scale", TOKENS: "token by token"}
-        if kind not in self.serves:
-            self.refuse(f"it does not serve models that draw {draws[kind]}: {self.unsuited}")
-        defaults = {f.name: f.default for f in fields(self)}
-        for other in draws.keys() - {kind}:
-            for name in self.only_for.get(other, ()):
-                given = getattr(self, name) != defaults[name]
-                rule = f" is for models that draw {draws[other]}, this one draws {draws[kind]}"
-                self.require(name, not given, f"{rule}: leave it out")
-
-    def prepare(self, geometry: Geometry, calibration: Any) -> "Policy":
-        """This policy with what the calibration decides filled in; called before `check`.
-
-        Raises:
-          UserError: the policy needs a calibration, or another one.
-        """
+    @property
+    def policy(self) -> "Policy":
+        """The policy is a rule itself, and the arguments of that rule are its own."""
         return self
 
-    def check(self, geometry: Geometry) -> None:
-        """Raise `UserError` for arguments that cannot work on this model, before anything is
-        compiled."""
-        if self.accounting not in ("bytes", "tokens"):
-            raise UserError(f"accounting={show(self.accounting)}: choose bytes or tokens")
-        lowest = self.minimum_budget(geometry)
-        if self.budgeted and self.budget < lowest - 1e-9:
-            blocks = " in blocks of one slot" if self.block_size > 1 else ""
-            raise UserError(
-                f"budget={self.budget:g} is too small for policy {self.name!r} on this model: "
-                f"{self.smallest_reason}; the smallest feasible budget{blocks} is "
-                f"{np.ceil(lowest * 1e4) / 1e4:g}"
-            )
+    @classmethod
+    def serves(cls, kind: str) -> bool:
+        """Whether it has a rule for models that draw this at a time: "scales" or "tokens"."""
+        return kind in cls._rules()
 
-    def minimum_budget(self, geometry: Geometry) -> float:
-        """Smallest feasible budget: by default one token per head."""
-        return 1 / max(1, geometry.schedule.persistent_tokens)
+    @classmethod
+    def _rules(cls) -> dict[str, type[Rule]]:
+        rules = (cls,) if cls.by_token is None else (cls, cls.by_token)
+        return {rule.kind: rule for rule in rules}
 
-    def allocate(self, geometry: Geometry, budget: float, calibration=None) -> Allocation:
-        """How much every head may hold at every scale, in tokens, for at most `budget` of the full
-        cache; by default all heads the same."""
-        return RegionAllocation(capacities.capacity(geometry, capacities.uniform(geometry, budget)))
-
-    def inputs(self, geometry: Geometry, allocation: Allocation, image_index: np.ndarray) -> Any:
-        """Arrays [K, L, ...] that `select` wants per scale and layer, for a batch of images; None
-        if there are none."""
-        return None
-
-    def window_tokens(self, height: int, width: int) -> np.ndarray:
-        """int [W]: which tokens of a scale of this map size (row-major) are the window queries;
-        repetitions are allowed. By default spread evenly in raster order."""
-        turn = (np.arange(self.needs.window) + 0.5) / self.needs.window
-        return np.floor(turn * height * width).astype(np.int32)
-
-    def adopt(self, geometry: Geometry, budget: float, capacity: np.ndarray) -> Allocation:
-        """This policy's selection on capacities int32 [K, L, N] that another policy has decided
-        (composition).
+    def rule(self, kind: str) -> Rule:
+        """What the policy does on models that draw `kind` (`Geometry.kind`) at a time.
 
         Raises:
-          UserError: the contents of this policy are not a selection.
+          UserError: it does not serve such models, or was given an argument that only others have
+            a use for.
         """
-        if type(self).select is Policy.select:
-            raise UserError(
-                f"policy {self.name!r} cannot select for another one: its contents are given by "
-                f"its own allocation, not chosen by a score"
-            )
-        return RegionAllocation(capacity)
+        draws, rules = {SCALES: "scale by scale", TOKENS: "token by token"}, self._rules()
+        if kind not in rules:
+            self.refuse(f"it does not serve models that draw {draws[kind]}: {self.unsuited}")
+        for f in fields(self):
+            other = f.metadata.get("only_for", kind)
+            if other != kind:
+                rule = f" is for models that draw {draws[other]}, this one draws {draws[kind]}"
+                self.require(f.name, getattr(self, f.name) == f.default, f"{rule}: leave it out")
+        return self if isinstance(self, rules[kind]) else rules[kind](self)
+
+    # --- what runs ask ----------------------------------------------------------------------------
 
     def content(self) -> str | None:
         """What else decides the results, as text: for example the hash of a file named in the
         arguments."""
         return None
 
-    def plan_lines(self, geometry: Geometry, calibration: Any = None) -> list[str]:
-        """What a printed plan should say about this (prepared) policy."""
-        return []
-
-    def steady_tokens(self, geometry: Geometry, calibration: Any = None) -> int | None:
-        """Tokens per head, summed over layers, that the policy's paper counts as its memory; None:
-        those that the last scale sees."""
-        return None
-
     def check_images(self, num_images: int) -> None:
         """Raise `UserError` if the policy cannot serve a run of this many images."""
 
-    # --- device -----------------------------------------------------------------------------------
-
-    def regroup(self, obs: Observation) -> Int[Array, "R N"]:
-        """Assign heads to regions, once per image at the allocation's `regroup_scale`."""
-        raise NotImplementedError
-
-    def init_state(self, geometry: Geometry, rows: int) -> Any:
-        """Pytree of arrays that every layer carries from scale to scale; None for none."""
-        return None
-
-    def update_state(self, obs: Observation) -> Any:
-        """The state after this scale; called before `select`, which sees the result. A policy that
-        overrides this is asked at every scale, the last one included."""
-        return obs.state
-
-    def select(self, obs: Observation) -> Bool[Array, "R N K"]:
-        """Which live tokens to keep: at most `obs.capacity` per head. Traced and pure."""
-        raise NotImplementedError
+    def as_selection(self) -> "Policy":
+        """The policy that chooses as this one does, in capacities that another one has decided
+        (composition)."""
+        return self
 
 
 def per_layer(geometry: Geometry, values: Any) -> np.ndarray:
-    """[K, L, ...]: the same values for every scale and layer, as `Policy.inputs` wants them."""
+    """[K, L, ...]: the same values for every scale and layer, as `ScaleRule.inputs` wants them."""
     shape = (geometry.schedule.num_scales, geometry.num_layers, *np.shape(values))
     return np.broadcast_to(values, shape)
 
@@ -266,7 +244,7 @@ def parse_value(name: str, text: str, kind: Any) -> Any:
 
 
 def _name_of(kind: Any) -> str:
-    """`int` for the type and for its name, which annotations may be; `int | None` likewise."""
+    """Return "int" for the type and for its name, which an annotation may be; "int | None" too."""
     if isinstance(kind, types.UnionType):
         return str(kind)
     return getattr(kind, "__name__", kind) if isinstance(kind, (type, str)) else ""

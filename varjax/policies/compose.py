@@ -5,47 +5,30 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from varjax.arguments import instance
-from varjax.cache.allocation import Allocation, Geometry, RegionAllocation
+from varjax.cache.allocation import Allocation, Geometry
 from varjax.cache.observation import Observation
-from varjax.cache.stages import StageAllocation
-from varjax.errors import UserError, choose, nearest, show
+from varjax.calibration.data import Calibration
+from varjax.errors import UserError, nearest, show
 from varjax.policies import building_blocks as blocks
-from varjax.policies import stage_blocks
-from varjax.policies.base import Policy, per_layer
-from varjax.policies.registry import POLICIES, get_policy, register
-from varjax.policies.staged import TokenPolicy
-from varjax.policies.windows import SinkPolicy, SlidingWindow, Streaming
-from varjax.sequence import TOKENS
-
-ROLES = {"allocate": "heatkv", "select": "snapkv"}  # with what they are if not said
-TOKEN_ROLES = {**ROLES, "allocate": "streaming"}  # likewise on models that draw token by token
-DECIDES = {"allocate": "how much heads hold", "select": "which tokens heads keep"}
-SHARED = ("budget", "accounting", "block_size")  # arguments of the composition, not of its parts
-_GIVEN = "its contents are not chosen by a score, they follow from its own "
-REFUSED = {
-    ("allocate", "full"): "it keeps everything, so there is nothing to select",
-    ("allocate", "headkv"): "how much a head gets is decided for every image, by its own grouping",
-    ("allocate", "compose"): "compositions do not nest",
-    ("select", "full"): "it keeps everything; any other policy does that with budget 1",
-    ("select", "table"): _GIVEN + "file",
-    ("select", "compose"): "compositions do not nest",
-} | {
-    ("select", name): _GIVEN + "schedule of scales"
-    for name in ("heatkv", "binary_heatkv", "heatkv_naive")
-}
-
-
-def _answered_by(role: str, name: str) -> property:
-    """A member of `Policy` that one of the parts answers."""
-    return property(lambda composed: getattr(getattr(composed, role), name))
+from varjax.policies.base import Policy
+from varjax.policies.compose_parts import (
+    ROLES,
+    SHARED,
+    build,
+    choose_part,
+    explain_idle,
+    own_arguments,
+)
+from varjax.policies.compose_tokens import Composed, ComposeTokens
+from varjax.policies.registry import register
+from varjax.policies.rule import Rule
+from varjax.policies.token_rule import StagedPolicy
 
 
 @register("compose")
 @dataclass(frozen=True, kw_only=True)
-class Compose(TokenPolicy):
+class Compose(Composed, StagedPolicy):
     """Capacities of one policy, contents of another: `allocate=heatkv,select=snapkv`.
 
     Idea: how much each head may hold and which tokens it holds are separate questions, and the
@@ -62,7 +45,8 @@ class Compose(TokenPolicy):
       select: the policy that chooses (snapkv): swa and streaming (the newest, without or with
         sinks), amskv (condensed and newest), or any that scores (snapkv, h2o, hack, scalekv,
         headkv).
-      period: see `help(varjax.policies.staged.TokenPolicy)`; that of a table where one allocates.
+      period: see `help(varjax.policies.token_rule.StagedPolicy)`; that of a table where one
+        allocates.
       allocate_NAME, select_NAME: argument NAME of either policy, for example allocate_sinks=3 or
         select_window=8. Only arguments that matter to the role: what hack's asymmetry says about
         capacities is refused as select_asymmetry.
@@ -84,6 +68,9 @@ class Compose(TokenPolicy):
     parts: tuple[tuple[str, str], ...] = ()  # all arguments but the shared ones, as text
     _prepared: tuple[Policy, ...] = field(default=(), repr=False)
 
+    by_token = ComposeTokens
+    default_parts = ROLES
+    unfit_roles = dict.fromkeys(ROLES, "compositions do not nest")
     summary = "capacities of one policy, selection of another"
     examples = (
         {},
@@ -112,7 +99,7 @@ class Compose(TokenPolicy):
         parts = {"allocate": allocate.name, "select": select.name}
         for role, part in zip(ROLES, (allocate, select), strict=True):
             default = type(part)()
-            for name in _own_arguments(type(part)):
+            for name in own_arguments(type(part)):
                 if getattr(part, name) != getattr(default, name):
                     parts[f"{role}_{name}"] = str(getattr(part, name))
         shared = {name: getattr(allocate, name) for name in SHARED}
@@ -124,78 +111,77 @@ class Compose(TokenPolicy):
         parts = ROLES | {k: v for k, v in arguments.items() if k not in own}
         known = [*SHARED[1:], "period", *ROLES]
         for role in ROLES:
-            chosen = _choose_part(role, parts[role])
-            known += [f"{role}_{name}" for name in _own_arguments(chosen, role)]
+            chosen = choose_part(role, parts[role])
+            known += [f"{role}_{name}" for name in own_arguments(chosen, role)]
         for name in parts:
             if name not in known:
-                _explain_idle(name, parts)
+                explain_idle(name, parts)
                 raise UserError(
                     f"policy 'compose' has no argument {name!r}{nearest(name, known)}; here it "
                     f"has: {', '.join(known)}"
                 )
         values = super().from_arguments(own)
-        built = {role: _build(role, parts) for role in ROLES}
+        built = {role: build(role, parts) for role in ROLES}
         for name in parts.keys() - ROLES:  # 3 and 3.0 are the same policy
             role, _, own_name = name.partition("_")
             parts[name] = str(getattr(built[role], own_name))
         given = tuple(sorted((name, parts[name]) for name in arguments if name in parts))
         return values | {"parts": given, "budget": built["allocate"].budget}
 
+    # --- parts ------------------------------------------------------------------------------------
+
     @cached_property
-    def _roles(self) -> tuple[Policy, Policy]:
-        """(allocator, selector) with what the composition and the calibration decide filled in."""
-        return self._prepared or self._built(ROLES)
+    def _unprepared(self) -> tuple[Policy, Policy]:
+        """Allocator and selector as they are on models that draw scale by scale."""
+        return self.built(ROLES)
 
-    def _built(self, defaults: dict[str, str]) -> tuple[Policy, Policy]:
-        """Allocator and selector. defaults: what they are if not said."""
-        allocate, select = (_build(role, defaults | dict(self.parts)) for role in ROLES)
-        if isinstance(select, SlidingWindow | Streaming):
-            sinks, protects = getattr(select, "sinks", 0), isinstance(select, Streaming)
-            select = Newest(sinks=sinks, protects=protects)
+    def built(self, defaults: dict[str, str]) -> tuple[Policy, Policy]:
+        """Allocator and selector with what the composition decides filled in. defaults: what they
+        are if not said."""
+        allocate, select = (build(role, defaults | dict(self.parts)) for role in ROLES)
         shared = {name: getattr(self, name) for name in SHARED}
-        return dataclasses.replace(allocate, **shared), dataclasses.replace(select, **shared)
+        selection = dataclasses.replace(select.as_selection(), **shared)
+        return dataclasses.replace(allocate, **shared), selection
 
-    allocator = property(lambda composed: composed._roles[0])  # the policy that says how much
-    selector = property(lambda composed: composed._roles[1])  # the policy that says which
+    @property
+    def allocator(self) -> Policy:
+        """The policy that says how much."""
+        return (self._prepared or self._unprepared)[0]
+
+    @property
+    def selector(self) -> Policy:
+        """The policy that says which."""
+        return (self._prepared or self._unprepared)[1]
+
+    def with_parts(
+        self, allocator: Policy, selector: Policy, defaults: dict[str, str], **values: Any
+    ) -> "Compose":
+        """The composition of prepared parts; `parts` names what was not said, too, because a
+        composition is the same, said or not."""
+        parts = tuple(sorted((defaults | dict(self.parts)).items()))
+        prepared = (allocator, selector)
+        return dataclasses.replace(self, parts=parts, _prepared=prepared, **values)
+
+    def rule(self, kind: str) -> Rule:
+        """Both parts have to serve such models, too."""
+        found = super().rule(kind)
+        for part in self._prepared or self.built(found.default_parts):
+            part.rule(kind)
+        return found
 
     # --- what the parts say -----------------------------------------------------------------------
 
-    budgeted, shrinks, minimum_budget, smallest_reason = (
-        _answered_by("allocator", name)
-        for name in ("budgeted", "shrinks", "minimum_budget", "smallest_reason")
-    )
-    needs, inputs, window_tokens, init_state, update_state = (
-        _answered_by("selector", name)
-        for name in ("needs", "inputs", "window_tokens", "init_state", "update_state")
-    )
+    @property
+    def budgeted(self) -> bool:
+        return self.allocator.budgeted
+
+    @property
+    def shrinks(self) -> bool:
+        return self.allocator.shrinks
 
     @property
     def uses_calibration(self) -> bool:
         return self.allocator.uses_calibration or self.selector.uses_calibration
-
-    def prepare(self, geometry: Geometry, calibration: Any) -> "Compose":
-        allocator = self.allocator.prepare(geometry, calibration)
-        selector = dataclasses.replace(self.selector, budget=allocator.budget)
-        selector = selector.prepare(geometry, calibration)
-        whole = {"budget": allocator.budget, "_prepared": (allocator, selector)}
-        return dataclasses.replace(self, parts=self._named(ROLES), **whole)
-
-    def _named(self, defaults: dict[str, str]) -> tuple[tuple[str, str], ...]:
-        """`parts` with what was not said: a composition is the same, said or not."""
-        return tuple(sorted((defaults | dict(self.parts)).items()))
-
-    def plan_lines(self, geometry: Geometry, calibration: Any = None) -> list[str]:
-        by_token = geometry.kind == TOKENS
-        named = (TOKEN_ROLES if by_token else ROLES) | dict(self.parts)
-        lines = [f"parts     {', '.join(f'{name}={value}' for name, value in named.items())}"]
-        if by_token:
-            return lines + super().plan_lines(geometry, calibration)
-        return lines + self.allocator.plan_lines(geometry, calibration)
-
-    def check(self, geometry: Geometry) -> None:
-        self.allocator.check(geometry)
-        # its capacities are given, so no budget is too small for it
-        dataclasses.replace(self.selector, budget=1.0).check(geometry)
 
     def content(self) -> str | None:
         return ";".join(filter(None, (self.allocator.content(), self.selector.content()))) or None
@@ -204,131 +190,48 @@ class Compose(TokenPolicy):
         self.allocator.check_images(num_images)
         self.selector.check_images(num_images)
 
-    def allocate(self, geometry: Geometry, budget: float, calibration=None) -> Allocation:
-        given = self.allocator.allocate(geometry, budget, calibration)
-        ragged = getattr(given, "ragged", False) and self.allocator.name != "table"
-        if ragged or getattr(given, "regroup_scale", None) is not None:
+    # --- models that draw scale by scale ----------------------------------------------------------
+
+    def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "Compose":
+        allocator = self.allocating.prepare(geometry, calibration)
+        selector = dataclasses.replace(self.selector, budget=allocator.budget)
+        selector = selector.rule(self.kind).prepare(geometry, calibration)
+        return self.with_parts(allocator, selector, ROLES, budget=allocator.budget)
+
+    def check(self, geometry: Geometry) -> None:
+        self.allocating.check(geometry)
+        self.selecting.check(geometry)
+
+    def check_budget(self, geometry: Geometry) -> None:
+        """Capacities are given to the selector, so no budget is too small for it."""
+        self.allocating.check_budget(geometry)
+
+    def minimum_budget(self, geometry: Geometry) -> float:
+        return self.allocating.minimum_budget(geometry)
+
+    def allocate(
+        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
+    ) -> Allocation:
+        capacity = self.allocating.known_capacity(geometry, budget, calibration)
+        if capacity is None:
             self.refuse(
                 f"allocate={self.allocator.name} with these arguments decides "
                 f"while generating how much a head holds; capacities must be known beforehand"
             )
-        return self.selector.adopt(geometry, budget, given.capacity(geometry))
+        return self.selecting.adopt(geometry, budget, capacity)
+
+    def window_tokens(self, height: int, width: int):
+        return self.selecting.window_tokens(height, width)
+
+    def init_state(self, geometry: Geometry, rows: int):
+        return self.selecting.init_state(geometry, rows)
+
+    def update_state(self, obs: Observation):
+        return self.selecting.update_state(obs)
 
     def select(self, obs: Observation):
-        kept = self.selector.select(obs)
+        kept = self.selecting.select(obs)
         return blocks.top(-obs.position, kept, obs.capacity)
 
-    # --- models that draw token by token ----------------------------------------------------------
-
-    stage_needs, stay_always, select_stage = (
-        _answered_by("selector", name) for name in ("stage_needs", "stay_always", "select_stage")
-    )
-
-    def check_kind(self, geometry: Geometry) -> None:
-        super().check_kind(geometry)
-        for part in self._built(TOKEN_ROLES if geometry.kind == TOKENS else ROLES):
-            part.check_kind(geometry)
-
-    def prepare_stages(self, geometry: Geometry) -> "Compose":
-        allocator, selector = (
-            dataclasses.replace(part, period=self.period) for part in self._built(TOKEN_ROLES)
-        )
-        if allocator.name == "table":
-            allocator = allocator.prepare_stages(geometry)
-            selector = dataclasses.replace(selector, period=allocator.period)
-        selector = selector.prepare_stages(geometry)
-        whole = {"period": selector.period, "_prepared": (allocator, selector)}
-        return dataclasses.replace(self, parts=self._named(TOKEN_ROLES), **whole)
-
-    def check_stage_arguments(self, geometry: Geometry) -> None:
-        super().check_stage_arguments(geometry)
-        self.selector.check_stage_arguments(geometry)
-        if self.allocator.name == "table":
-            self.allocator.check_stage_arguments(geometry)
-            room, least = self.allocator.needed(geometry).min(), self.minimum_slots(geometry)
-            if room < least:
-                self.refuse(
-                    f"the table leaves a layer {room} image tokens per head, its buffer of "
-                    f"{self.period} included, but {self.selector.name} needs {least}: keep more"
-                )
-
-    def wanted_slots(self, geometry: Geometry) -> int:
-        of = self.allocator if self.allocator.name == "table" else super()
-        return of.wanted_slots(geometry)
-
-    def allocate_stages(self, geometry: Geometry, slots: int) -> StageAllocation:
-        if self.allocator.name != "table":
-            return StageAllocation.uniform(geometry, slots, self.period)
-        return self.allocator.allocate_stages(geometry, slots)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Newest(TokenPolicy, SinkPolicy):
-    """The rule of `swa` and, with `protects`, of `streaming`, as a selection."""
-
-    protects: bool = False
-
-    @property
-    def name(self) -> str:
-        return "streaming" if self.protects else "swa"
-
-    def adopt(self, geometry: Geometry, budget: float, capacity: np.ndarray) -> RegionAllocation:
-        protected = self.protected(geometry, budget) if self.protects else 0
-        return RegionAllocation(capacity, protected=protected)
-
-    def inputs(self, geometry: Geometry, allocation: RegionAllocation, image_index: np.ndarray):
-        """int32 [K, L]: the protected tokens."""
-        return per_layer(geometry, np.int32(allocation.protected))
-
-    def select(self, obs: Observation):
-        first = blocks.protect(obs.position, obs.live, obs.inputs)
-        kept = blocks.top(-obs.position, first, obs.capacity)
-        return kept | blocks.recent(obs.position, obs.live & ~kept, obs.capacity - kept.sum(-1))
-
-    def stay_always(self, geometry: Geometry) -> int:
-        return 1 + (self.sinks if self.protects else 0)
-
-    def select_stage(self, obs: Observation):
-        first = obs.live & (obs.position < (self.sinks if self.protects else 0))
-        count = obs.capacity - first.sum(-1)
-        return first | stage_blocks.newest(obs.position, obs.live & ~first, count)
-
-
-def _own_arguments(cls: type[Policy], role: str = "") -> list[str]:
-    """Arguments of a part, with a role those that matter to it."""
-    used = {"allocate": cls.allocation_arguments, "select": cls.selection_arguments}.get(role)
-    idle = (*SHARED, "period")
-    names = [name for name in cls.argument_types() if name not in idle]
-    return names if used is None else [name for name in names if name in used]
-
-
-def _choose_part(role: str, name: str) -> type[Policy]:
-    fitting = [other for other in POLICIES if (role, other) not in REFUSED]
-    if reason := REFUSED.get((role, name)):
-        raise UserError(
-            f"policy 'compose': {role}={name} makes no sense: {reason}; choose one of "
-            f"{', '.join(fitting)}"
-        )
-    return POLICIES[choose(f"policy for {role}:", name, fitting)]
-
-
-def _build(role: str, parts: dict[str, str]) -> Policy:
-    """The part that has the role, as given; its own budget is the default."""
-    own = f"{role}_"
-    named = {n.removeprefix(own): v for n, v in parts.items() if n.startswith(own)}
-    return get_policy(_choose_part(role, parts[role]).name, arguments=named)
-
-
-def _explain_idle(name: str, parts: dict[str, str]) -> None:
-    """Refuse an argument that a part has, but not for its role; return if it has none such."""
-    role, _, own = name.partition("_")
-    if role not in ROLES or own not in _own_arguments(POLICIES[parts[role]]):
-        return
-    part, other = parts[role], next(r for r in ROLES if r != role)
-    usable = ", ".join(f"{role}_{n}" for n in _own_arguments(POLICIES[part], role))
-    instead = f", or give it to {other}: {other}={part},{other}_{own}={parts[name]}"
-    raise UserError(
-        f"policy 'compose': {name}={parts[name]} has no effect: {own!r} of {part!r} is about "
-        f"{DECIDES[other]}, and {role} decides {DECIDES[role]} (with {part} it takes "
-        f"{usable or 'no arguments'}); leave it out" + ("" if (other, part) in REFUSED else instead)
-    )
+    def plan_lines(self, geometry: Geometry, calibration: Calibration | None = None) -> list[str]:
+        return [self.named(), *self.allocating.plan_lines(geometry, calibration)]

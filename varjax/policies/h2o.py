@@ -7,12 +7,25 @@ from varjax.policies import building_blocks as blocks
 from varjax.policies import stage_blocks
 from varjax.policies.base import within
 from varjax.policies.registry import register
-from varjax.policies.staged import TokenPolicy
+from varjax.policies.token_rule import StagedPolicy, TokenRule
+
+
+class H2OTokens(TokenRule):
+    """H2O after every stage of a model that draws token by token."""
+
+    needs = Needs(total_mass=True)
+
+    def select(self, obs: Observation):
+        recent = blocks.part_of(obs.capacity, self.policy.recent_share)
+        newest = stage_blocks.newest(obs.position, obs.live, recent)
+        surplus = obs.live.sum(-1) - obs.capacity
+        heavy = obs.live & ~newest
+        return obs.live & ~stage_blocks.lowest(obs.total_mass, obs.position, heavy, surplus)
 
 
 @register("h2o")
 @dataclass(frozen=True, kw_only=True)
-class H2O(TokenPolicy):
+class H2O(StagedPolicy):
     """H2O (Zhang et al. 2023, "Heavy-Hitter Oracle").
 
     Idea: a few tokens collect most of the attention, at every step the same ones. So a head keeps
@@ -32,7 +45,7 @@ class H2O(TokenPolicy):
       recent_share: part of the capacity for the newest tokens; the paper uses halves. 0 keeps heavy
         hitters only, 1 is a sliding window.
       period: tokens between two decisions, on models that draw token by token; see
-        `help(varjax.policies.staged.TokenPolicy)`.
+        `help(varjax.policies.token_rule.StagedPolicy)`.
 
     On models that draw token by token this is the paper's rule, decided after every `period` tokens
     and not after each: of the B - P image tokens that stay, floor(recent_share * (B - P)) are the
@@ -50,6 +63,7 @@ class H2O(TokenPolicy):
     budget: float = 0.25
     recent_share: float = within(0.5, 0, 1)
 
+    by_token = H2OTokens
     allocation_arguments = ()
     summary = "most accumulated attention, and the newest tokens"
     needs = Needs(total_mass=True)
@@ -59,14 +73,3 @@ class H2O(TokenPolicy):
         newest = blocks.recent(obs.position, obs.live, recent)
         heavy = obs.live & ~newest
         return newest | blocks.top(obs.total_mass, heavy, obs.capacity - newest.sum(-1))
-
-    @property
-    def stage_needs(self) -> Needs:
-        return Needs(total_mass=True)
-
-    def select_stage(self, obs: Observation):
-        recent = blocks.part_of(obs.capacity, self.recent_share)
-        newest = stage_blocks.newest(obs.position, obs.live, recent)
-        surplus = obs.live.sum(-1) - obs.capacity
-        heavy = obs.live & ~newest
-        return obs.live & ~stage_blocks.lowest(obs.total_mass, obs.position, heavy, surplus)

@@ -12,8 +12,9 @@ from varjax.calibration.data import Calibration
 from varjax.errors import show
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities
-from varjax.policies.base import Policy, per_layer, within
+from varjax.policies.base import per_layer, within
 from varjax.policies.registry import register
+from varjax.policies.rule import ScaleRule
 from varjax.policies.windows import SinkPolicy
 
 
@@ -87,9 +88,11 @@ class HACK(SinkPolicy):
         return dataclasses.replace(self, _types=types)
 
     def minimum_budget(self, geometry: Geometry) -> float:
-        return max(super().minimum_budget(geometry), Policy.minimum_budget(self, geometry))
+        return max(super().minimum_budget(geometry), ScaleRule.minimum_budget(self, geometry))
 
-    def allocate(self, geometry: Geometry, budget: float, calibration=None) -> RegionAllocation:
+    def allocate(
+        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
+    ) -> RegionAllocation:
         if not self._types:
             self.refuse("which heads are contextual is decided by `prepare`: plan with it")
         protected, full = self.protected(geometry, budget), geometry.schedule.persistent_tokens

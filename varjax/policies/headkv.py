@@ -2,31 +2,29 @@
 token by token, and adapted to next-scale prediction."""
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 
 from varjax.cache.allocation import Geometry, RegionAllocation
 from varjax.cache.observation import Needs, Observation
-from varjax.cache.stages import StageAllocation
-from varjax.errors import choose
+from varjax.calibration.data import Calibration
 from varjax.policies import building_blocks as blocks
-from varjax.policies import capacities, stage_blocks
-from varjax.policies.base import per_layer, within
+from varjax.policies import capacities
+from varjax.policies.base import only_for, per_layer, within
+from varjax.policies.headkv_tokens import HeadKVTokens
 from varjax.policies.registry import register
-from varjax.policies.staged import SCORES, WindowedTokenPolicy
+from varjax.policies.token_rule import StagedPolicy
 from varjax.policies.windows import SinkPolicy
 from varjax.sequence import SCALES, TOKENS
 
 QUERIES = 16  # of a scale, by default
 LOCAL_ONE_IN = 8  # heads, at least one: the papers' tables imply 6 to 19 % (docs/policies.md)
-GROUPINGS = ("budget", "paper")
 
 
 @register("headkv")
 @dataclass(frozen=True, kw_only=True)
-class HeadKV(WindowedTokenPolicy, SinkPolicy):
+class HeadKV(StagedPolicy, SinkPolicy):
     """HeadKV ("Head-Aware Key-Value Compression for Efficient Autoregressive Image Generation",
     arXiv 2605.20600).
 
@@ -101,7 +99,7 @@ class HeadKV(WindowedTokenPolicy, SinkPolicy):
       ratio: near part of the history (the paper's r_s is the far part, 1 - ratio); on next-scale
         models also of what is kept of it.
       period: tokens between two decisions, token by token; see
-        `help(varjax.policies.staged.TokenPolicy)`.
+        `help(varjax.policies.token_rule.StagedPolicy)`.
       score: "logit" or "attention", token by token.
       grouping: "budget" or "paper", token by token.
 
@@ -123,19 +121,19 @@ class HeadKV(WindowedTokenPolicy, SinkPolicy):
     """
 
     budget: float = 0.25
+    window: int | None = None
     group_after: int = within(100, 0, 2**31 - 1)
     threshold: float = within(0.9, 0, 1, above=True)
     global_heads: int = 0
-    local_share: float = within(0.75, 0, 1, above=True)
-    recent_share: float = within(0.1, 0, 1)
-    window: int | None = None
+    local_share: float = only_for(SCALES, within(0.75, 0, 1, above=True))
+    recent_share: float = only_for(SCALES, within(0.1, 0, 1))
     ratio: float = within(0.5, 0, 1, above=True)
-    score: str = "logit"
-    grouping: str = "budget"
+    score: str = only_for(TOKENS, "logit")
+    grouping: str = only_for(TOKENS, "budget")
 
-    only_for: ClassVar[dict[str, tuple[str, ...]]] = {
-        SCALES: ("local_share", "recent_share"),
-        TOKENS: ("period", "score", "grouping"),
+    by_token = HeadKVTokens
+    unfit_roles = {
+        "allocate": "how much a head gets is decided for every image, by its own grouping"
     }
     selection_arguments = ("sinks", "recent_share", "window", "ratio", "score")
     summary = "local and global heads found per image, stratified eviction"
@@ -151,16 +149,17 @@ class HeadKV(WindowedTokenPolicy, SinkPolicy):
 
     # --- host -------------------------------------------------------------------------------------
 
-    def prepare(self, geometry: Geometry, calibration: Any) -> "HeadKV":
+    def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "HeadKV":
         return replace(self, window=self._queries)
 
     def check(self, geometry: Geometry) -> None:
         most = max(*geometry.schedule.tokens, 16)
         self.require("window", 1 <= self._queries <= most, f" must be 1 to {most}")
-        self._check_quota(geometry)
+        self.check_quota(geometry)
         super().check(geometry)
 
-    def _check_quota(self, geometry: Geometry) -> None:
+    def check_quota(self, geometry: Geometry) -> None:
+        """Refuse more global heads than a layer has, on any model."""
         fits, heads = 0 <= self.global_heads <= geometry.num_heads, geometry.num_heads
         self.require("global_heads", fits, f", but a layer has {heads} heads")
 
@@ -188,7 +187,9 @@ class HeadKV(WindowedTokenPolicy, SinkPolicy):
         mean = capacities.of_layer(geometry, budget) / geometry.num_heads
         return int(self.recent_share * mean + 1e-6)
 
-    def allocate(self, geometry: Geometry, budget: float, calibration=None) -> RegionAllocation:
+    def allocate(
+        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
+    ) -> RegionAllocation:
         schedule, heads = geometry.schedule, geometry.num_heads
         mean = capacities.of_layer(geometry, budget) / heads
         reached = (end >= self.group_after or end > mean for end in schedule.ends)
@@ -236,94 +237,3 @@ class HeadKV(WindowedTokenPolicy, SinkPolicy):
         kept = kept | newest
         count = jnp.minimum(obs.capacity - kept.sum(-1), history.sum(-1))
         return kept | blocks.stratified(obs.window_mass, obs.position, history, count, self.ratio)
-
-    # --- models that draw token by token ----------------------------------------------------------
-
-    @property
-    def stage_needs(self) -> Needs:
-        if self.score == "logit":
-            return Needs(window=self.period, window_logits=True, newest_mass=True)
-        return Needs(scale_mass=True, newest_mass=True)
-
-    @property
-    def local_window(self) -> int:
-        return self.window
-
-    def check_stage_arguments(self, geometry: Geometry) -> None:
-        super().check_stage_arguments(geometry)
-        self._check_quota(geometry)
-        choose("score", self.score, SCORES)
-        choose("grouping", self.grouping, GROUPINGS)
-
-    def check_stages(self, geometry: Geometry) -> None:
-        super().check_stages(geometry)
-        sequence = geometry.schedule
-        peak = sequence.condition + self._paper_slots(geometry)
-        share = min(1.0, peak / sequence.persistent_tokens)
-        if self.accounting == "bytes" and self.grouping == "paper" and self.budget < share - 1e-9:
-            self.refuse(
-                f"grouping=paper holds {peak} tokens per head before it groups heads, {share:.4f} "
-                f"of the full cache, more than budget={self.budget:g}: raise the budget, or give "
-                f"accounting=tokens or grouping=budget"
-            )
-
-    def _paper_slots(self, geometry: Geometry) -> int:
-        """Image slots that are in use when more than `group_after` tokens are held for the first
-        time after a stage."""
-        sequence = geometry.schedule
-        return min(self._drawn_until_grouping(sequence.condition), sequence.steps)
-
-    def _drawn_until_grouping(self, condition: int) -> int:
-        more = max(0, self.group_after - condition) + 1
-        return -(-more // self.period) * self.period
-
-    def plan_lines(self, geometry: Geometry, calibration: Any = None) -> list[str]:
-        lines = super().plan_lines(geometry, calibration)
-        if geometry.kind != TOKENS:
-            return lines
-        slots = min(self.wanted_slots(geometry), geometry.schedule.steps)
-        group = self.allocate_stages(geometry, slots).group_stage
-        when = "never" if group is None else f"after {(group + 1) * self.period} image tokens"
-        return [*lines, f"grouping  {when}; local heads see the newest {self.window}"]
-
-    def allocate_stages(self, geometry: Geometry, slots: int) -> StageAllocation:
-        kept, drawn = slots - self.period, self._drawn_until_grouping(geometry.schedule.condition)
-        if self.grouping == "budget":
-            # what no longer fits is drawn in the stage after `kept` tokens are held
-            drawn = min(drawn, (kept // self.period + 1) * self.period)
-        group = drawn // self.period - 1
-        if group >= geometry.schedule.stages(self.period)[0]:
-            return StageAllocation.uniform(geometry, slots, self.period)
-        more = {"group_stage": group}
-        if drawn > slots:
-            more["kept"] = np.full(geometry.num_layers, kept)
-        return StageAllocation.uniform(geometry, max(slots, drawn), self.period, **more)
-
-    def local_heads(self, mass, position):
-        need = stage_blocks.tokens_needed(mass, position, self.threshold)
-        if not self.global_heads:
-            return need < self.window
-        number = jnp.broadcast_to(-jnp.arange(need.shape[1], dtype=jnp.int32), need.shape)
-        # needs and head numbers stand for scores and places of tokens
-        return stage_blocks.lowest(
-            need[:, None],
-            number[:, None],
-            jnp.ones_like(need, bool)[:, None],
-            jnp.full((len(need), 1), need.shape[1] - self.global_heads, jnp.int32),
-        )[:, 0]
-
-    def select_stage(self, obs: Observation):
-        """All tokens are compared twice only, with those of all of the cache by age and with those
-        of their part by score: that is what a decision costs."""
-        score = obs.window_logits if self.score == "logit" else obs.scale_mass
-        age, total = stage_blocks.age_rank(obs.position, obs.live), obs.live.sum(-1)
-        newest = obs.live & (age >= total[..., None] - self.window)
-        first = obs.live & (obs.position < self.sinks)
-        history, surplus = obs.live & ~newest & ~first, total - obs.capacity
-        age = age - first.sum(-1, keepdims=True)  # in history, of which all sinks are older
-        arguments = (obs.position, history, age, surplus)
-        gone = stage_blocks.stratum_lowest(score, *arguments, self.ratio)
-        if obs.local is not None:  # local heads see no history: the oldest go first
-            oldest = history & (age < surplus[..., None])
-            gone = jnp.where(obs.local[..., None], oldest, gone)
-        return obs.live & ~gone

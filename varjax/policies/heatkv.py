@@ -8,7 +8,7 @@ import numpy as np
 from varjax.cache.allocation import Geometry, StaticAllocation
 from varjax.calibration.data import Calibration, cas, order_heads, orders_from_scores, scas
 from varjax.errors import UserError
-from varjax.policies.base import CALIBRATE
+from varjax.policies.base import CALIBRATE, CONTENTS_FOLLOW
 from varjax.policies.heatkv_schedule import PruneSchedule, prune_schedule
 from varjax.policies.registry import register
 from varjax.policies.windows import MOST_AUTOMATIC_SINKS, SinkPolicy, sink_scales
@@ -55,6 +55,7 @@ class HeatKV(SinkPolicy):
 
     budget: float = 0.1
 
+    unfit_roles = {"select": f"{CONTENTS_FOLLOW} schedule of scales"}
     unsuited = "its orders say which heads give up which scales"
     summary = "per head the scales that later scales look at; needs a calibration"
     whole_heads = literal = False  # see `prune_schedule`
@@ -115,7 +116,9 @@ class HeatKV(SinkPolicy):
         kind = {"whole_heads": self.whole_heads, "literal": self.literal}
         return prune_schedule(geometry, orders, sinks=sinks, budget=budget, **kind)
 
-    def allocate(self, geometry: Geometry, budget: float, calibration=None) -> StaticAllocation:
+    def allocate(
+        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
+    ) -> StaticAllocation:
         last_use = self.schedule(geometry, budget, calibration).last_use().astype(np.int16)
         return StaticAllocation(np.repeat(last_use, geometry.schedule.tokens, axis=-1), last_use)
 

@@ -1,20 +1,18 @@
 """LineAR: after every line of the image, the middle gives up what that line looked at least."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from varjax.cache.allocation import Geometry
 from varjax.cache.observation import Needs, Observation
 from varjax.errors import choose
 from varjax.policies import stage_blocks as blocks
 from varjax.policies.registry import register
-from varjax.policies.staged import SCORES, WindowedTokenPolicy
-from varjax.sequence import TOKENS
+from varjax.policies.token_rule import SCORES, TokenPolicy, WindowedRule
 
 
 @register("linear")
 @dataclass(frozen=True, kw_only=True)
-class LineAR(WindowedTokenPolicy):
+class LineAR(WindowedRule, TokenPolicy):
     """LineAR (Qin et al. 2025, arXiv 2512.04857), for models that draw token by token.
 
     Idea: neighbouring lines of an image look at the same places. So the image is made in stages of
@@ -42,27 +40,28 @@ class LineAR(WindowedTokenPolicy):
     """
 
     budget: float = 0.25
+    window: int | None = None
+    sinks: int = 0
     score: str = "attention"
 
     summary = "per line of the image what it attended to, and the newest lines"
-    serves = (TOKENS,)
     unsuited = "its stages are lines of an image that is drawn token by token"
-    allocation_arguments: ClassVar[tuple[str, ...] | None] = ()
+    allocation_arguments = ()
 
     @property
-    def stage_needs(self) -> Needs:
+    def needs(self) -> Needs:
         if self.score == "logit":
             return Needs(window=self.period, window_logits=True)
         return Needs(scale_mass=True)
 
-    def stage_start(self, geometry: Geometry) -> int:
+    def longest_period(self, geometry: Geometry) -> int:
         return geometry.schedule.line
 
-    def check_stage_arguments(self, geometry: Geometry) -> None:
-        super().check_stage_arguments(geometry)
+    def check(self, geometry: Geometry) -> None:
+        super().check(geometry)
         choose("score", self.score, SCORES)
 
-    def select_stage(self, obs: Observation):
+    def select(self, obs: Observation):
         score = obs.window_logits if self.score == "logit" else obs.scale_mass
         newest = blocks.newest(obs.position, obs.live, self.window)
         middle = obs.live & ~newest & (obs.position >= self.sinks)

@@ -15,7 +15,8 @@ from types import ModuleType
 from varjax.arguments import number, path, text
 from varjax.errors import UserError, choose, show
 from varjax.policies.base import BUDGET, Policy
-from varjax.sequence import SCALES
+from varjax.policies.rule import Rule
+from varjax.sequence import SCALES, TOKENS
 
 _NAME = "[A-Za-z0-9_-]{1,64}"  # also in names of files
 POLICIES: dict[str, type[Policy]] = {}
@@ -152,9 +153,10 @@ def markdown_table() -> str:
     rows.append("| --- | --- | --- | --- | --- |")
     for name, cls in POLICIES.items():
         policy = cls()
-        known = cls.select is Policy.select and SCALES in cls.serves
+        known = cls.select is Rule.select
         contents = "known beforehand" if known else "decided per image"
-        models = "both" if len(cls.serves) > 1 else f"by {cls.serves[0].removesuffix('s')}"
+        kinds = [kind for kind in (SCALES, TOKENS) if cls.serves(kind)]
+        models = "both" if len(kinds) > 1 else f"by {kinds[0].removesuffix('s')}"
         contents = policy.contents or (contents if policy.budgeted else "given")
         budget = f"{policy.budget:g}" if policy.budgeted else "what it keeps"
         rows.append(f"| `{name}` | {policy.summary} | {models} | {contents} | {budget} |")

@@ -1,7 +1,6 @@
 """R-KV: important and not redundant."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +10,7 @@ from varjax.policies import stage_blocks as blocks
 from varjax.policies.base import within
 from varjax.policies.building_blocks import max_pool
 from varjax.policies.registry import register
-from varjax.policies.staged import ObservedTokenPolicy
-from varjax.sequence import TOKENS
+from varjax.policies.token_rule import ObservingRule, TokenPolicy
 
 SIMILAR = 0.5  # cosine
 EPSILON = 1e-8  # added to the norm of a key
@@ -20,7 +18,7 @@ EPSILON = 1e-8  # added to the norm of a key
 
 @register("rkv")
 @dataclass(frozen=True, kw_only=True)
-class RKV(ObservedTokenPolicy):
+class RKV(ObservingRule, TokenPolicy):
     """R-KV (Cai et al. 2025, "Redundancy-aware KV Cache Compression"), for models that draw token
     by token; repaired.
 
@@ -42,8 +40,8 @@ class RKV(ObservedTokenPolicy):
         is less.
       mix: the paper's lambda, 0.1 (the published code's default is 0.07).
       kernel: width of the pooling, odd; 1 turns it off.
-      period: see `help(varjax.policies.staged.TokenPolicy)`; the published code's 128 is more than
-        such budgets hold.
+      period: see `help(varjax.policies.token_rule.StagedPolicy)`; the published code's 128 is more
+        than such budgets hold.
 
     Differs from the published code, which it repairs:
       - Similarities are those of every row. The code takes those of the first row for all.
@@ -62,16 +60,15 @@ class RKV(ObservedTokenPolicy):
     kernel: int = 7
 
     summary = "attended to by the newest queries and not redundant"
-    serves = (TOKENS,)
     most_queries = 8
     unsuited = "it looks back from the newest few tokens, and a scale's tokens are equally new"
-    allocation_arguments: ClassVar[tuple[str, ...] | None] = ()
+    allocation_arguments = ()
 
     @property
-    def stage_needs(self) -> Needs:
+    def needs(self) -> Needs:
         return Needs(window=self.window, window_scores=True, keys=True)
 
-    def select_stage(self, obs: Observation):
+    def select(self, obs: Observation):
         newest = blocks.newest(obs.position, obs.live, self.window)
         others = obs.live & ~newest
         scores = jnp.where(others[:, :, None], obs.window_scores, -jnp.inf)

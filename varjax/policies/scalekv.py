@@ -17,7 +17,7 @@ from varjax.policies import capacities, scalekv_budgets
 from varjax.policies.base import CALIBRATE, NotGiven, Policy, within
 from varjax.policies.registry import register
 from varjax.policies.snapkv import WINDOW_SHARE
-from varjax.policies.staged import check_kernel
+from varjax.policies.token_rule import check_kernel
 
 GRID = 4
 
@@ -138,7 +138,9 @@ class ScaleKV(Policy):
         """SHA-256 of the budget file, so that a run is not continued with another one."""
         return f"budgets:{self._file.digest}" if self.budgets else None
 
-    def allocate(self, geometry: Geometry, budget: float, calibration=None) -> RegionAllocation:
+    def allocate(
+        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
+    ) -> RegionAllocation:
         if self.budgets:
             held = self._published(geometry)
             if (share := self._share(geometry, held)) > budget + 1e-9:

@@ -5,19 +5,42 @@ from dataclasses import dataclass
 
 from varjax.cache.allocation import Geometry
 from varjax.cache.observation import Needs, Observation
+from varjax.calibration.data import Calibration
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities, stage_blocks
 from varjax.policies.registry import register
-from varjax.policies.staged import ObservedTokenPolicy, check_kernel
+from varjax.policies.token_rule import ObservingRule, StagedPolicy, check_kernel
 
 WINDOW = 16
 KERNEL, STAGE_KERNEL = 7, 5  # of scales and of single tokens
 WINDOW_SHARE = 4  # an automatic window takes at most a quarter of a head's capacity
 
 
+class SnapKVTokens(ObservingRule):
+    """SnapKV after every stage of a model that draws token by token."""
+
+    most_queries = WINDOW
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(window=self.policy.window, window_mass=True)
+
+    def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "SnapKV":
+        kernel = STAGE_KERNEL if self.policy.kernel is None else self.policy.kernel
+        return dataclasses.replace(super().prepare(geometry, calibration), kernel=kernel)
+
+    def select(self, obs: Observation):
+        others, width = obs.live & ~obs.window, self.policy.kernel
+        pooled = stage_blocks.pooled(obs.window_mass, obs.position, obs.live, others, width)
+        # pooling makes plateaus: of equals the higher own vote stays
+        own = stage_blocks.rank(obs.window_mass, obs.position, others)
+        surplus = obs.live.sum(-1) - obs.capacity
+        return obs.live & ~stage_blocks.lowest(pooled, own, others, surplus)
+
+
 @register("snapkv")
 @dataclass(frozen=True, kw_only=True)
-class SnapKV(ObservedTokenPolicy):
+class SnapKV(StagedPolicy):
     """SnapKV (Li et al. 2024, "LLM Knows What You are Looking for Before Generation").
 
     Idea: what the latest queries look at is what later queries will need. So a small observation
@@ -44,7 +67,7 @@ class SnapKV(ObservedTokenPolicy):
       kernel: width of the pooling, odd; 1 turns it off. 7 by default, 5 on models that draw token
         by token.
       period: tokens between two decisions, on models that draw token by token; see
-        `help(varjax.policies.staged.TokenPolicy)`.
+        `help(varjax.policies.token_rule.StagedPolicy)`.
 
     On models that draw token by token the window is the newest tokens, and the same is done after
     every `period` tokens of a picture (the paper does it once, after the prompt). Votes are
@@ -64,7 +87,7 @@ class SnapKV(ObservedTokenPolicy):
     window: int = 0
     kernel: int | None = None
 
-    most_queries = WINDOW
+    by_token = SnapKVTokens
     allocation_arguments = ()
     summary = "what a window of recent queries attends to, and its neighbours"
 
@@ -72,7 +95,7 @@ class SnapKV(ObservedTokenPolicy):
     def needs(self) -> Needs:
         return Needs(window=self.window or WINDOW, window_mass=True)
 
-    def prepare(self, geometry: Geometry, calibration=None) -> "SnapKV":
+    def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "SnapKV":
         if self.kernel is None:
             return dataclasses.replace(self, kernel=KERNEL).prepare(geometry, calibration)
         if self.window:
@@ -89,21 +112,3 @@ class SnapKV(ObservedTokenPolicy):
 
     def select(self, obs: Observation):
         return blocks.window_and_peaks(obs, obs.window_mass, self.kernel or KERNEL)
-
-    # --- models that draw token by token ---
-
-    @property
-    def stage_needs(self) -> Needs:
-        return Needs(window=self.window, window_mass=True)
-
-    def prepare_stages(self, geometry: Geometry) -> "SnapKV":
-        kernel = STAGE_KERNEL if self.kernel is None else self.kernel
-        return dataclasses.replace(super().prepare_stages(geometry), kernel=kernel)
-
-    def select_stage(self, obs: Observation):
-        others = obs.live & ~obs.window
-        pooled = stage_blocks.pooled(obs.window_mass, obs.position, obs.live, others, self.kernel)
-        # pooling makes plateaus: of equals the higher own vote stays
-        own = stage_blocks.rank(obs.window_mass, obs.position, others)
-        surplus = obs.live.sum(-1) - obs.capacity
-        return obs.live & ~stage_blocks.lowest(pooled, own, others, surplus)

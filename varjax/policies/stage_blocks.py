@@ -66,11 +66,13 @@ def stratum_lowest(
 
 
 def tokens_needed(
-    mass: Float[Array, "R N C"], position: Int[Array, "R N C"], threshold: float
+    mass: Float[Array, "R N C"],
+    position: Int[Array, "R N C"],
+    live: Bool[Array, "R N C"],
+    threshold: float,
 ) -> Int[Array, "R N"]:
-    """The smallest m for which the newest m tokens have at least `threshold` of the mass; more than
-    there are if they have less together."""
-    live = position >= 0
+    """The smallest m for which the newest m live tokens have at least `threshold` of the mass; more
+    than there are if they have less together."""
     mass = jnp.where(live, mass, 0)
     if position.shape[-1] > MOST_COMPARED:
         order = jnp.argsort(jnp.where(live, -position, 1), axis=-1)

@@ -5,13 +5,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from varjax.cache.allocation import Geometry, StaticAllocation
+from varjax.cache.allocation import Geometry, RegionAllocation, StaticAllocation
+from varjax.cache.observation import Observation
 from varjax.cache.stages import StageAllocation
+from varjax.calibration.data import Calibration
 from varjax.errors import UserError
-from varjax.policies import capacities
-from varjax.policies.base import Policy
+from varjax.policies import building_blocks as blocks
+from varjax.policies import capacities, stage_blocks
+from varjax.policies.base import Policy, per_layer
 from varjax.policies.registry import register
-from varjax.policies.staged import TokenPolicy
+from varjax.policies.token_rule import StagedPolicy, TokenRule
 
 MOST_AUTOMATIC_SINKS = 3  # what StreamingLLM, HACK and HeatKV use on Infinity
 
@@ -36,12 +39,17 @@ def minimum_budget(sinks: int, geometry: Geometry) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class SinkPolicy(Policy):
-    """Base of policies that never drop the first `sinks` scales (0: as many as the budget suggests,
-    see `sink_scales`)."""
+    """Base of policies that never drop the first `sinks` steps. A step is what the model draws at a
+    time: a scale (0: as many scales as the budget suggests, see `sink_scales`) or an image token.
+    The methods here are about scales."""
 
     sinks: int = 0
 
     smallest_reason = "the sink scales alone need more"
+
+    def check(self, geometry: Geometry) -> None:
+        self.check_sinks(geometry)
+        super().check(geometry)
 
     def check_sinks(self, geometry: Geometry) -> None:
         stored = geometry.schedule.num_scales - 1
@@ -49,10 +57,6 @@ class SinkPolicy(Policy):
             raise UserError(
                 f"sinks={self.sinks}: choose 1 to {stored} scales, or 0 to let the budget decide"
             )
-
-    def check(self, geometry: Geometry) -> None:
-        self.check_sinks(geometry)
-        super().check(geometry)
 
     def protected(self, geometry: Geometry, budget: float) -> int:
         """Tokens of the sink scales."""
@@ -72,107 +76,181 @@ def newest_and_sinks(geometry: Geometry, window: int, protected: int) -> StaticA
     return StaticAllocation.from_visibility(geometry, visible[:, None, None])
 
 
-@dataclass(frozen=True, kw_only=True)
-class RingPolicy(TokenPolicy):
-    """Base of policies whose contents are known on models that draw token by token: the condition,
-    the first `sinks` image tokens, and a ring of slots through which the others go, so that every
-    token sees exactly as many of the newest as the ring has slots, itself included.
+class Ring(TokenRule):
+    """Contents that are known on models that draw token by token: the condition, the first
+    `stay_first` image tokens, and a ring of slots through which the others go, so that every token
+    sees exactly as many of the newest as the ring has slots, itself included.
 
-    A `period` changes nothing there; it is taken so that the same arguments suit all policies.
+    A `period` changes nothing here; it is taken so that the same arguments suit all policies.
     """
 
     decides = False
-    stay_first = 0  # image tokens
+    stay_first: int = 0
 
     def stay_always(self, geometry: Geometry) -> int:
         return self.stay_first + 1
 
-    def allocate_stages(self, geometry: Geometry, slots: int) -> StageAllocation:
-        return StageAllocation.known(geometry, slots, self.stay_first)
+    def allocate(
+        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
+    ) -> StageAllocation:
+        return StageAllocation.known(geometry, self.slots(geometry, budget), self.stay_first)
 
 
-@register("full")
-@dataclass(frozen=True, kw_only=True)
-class Full(RingPolicy):
-    """Keep every token. The yardstick of the others; the last scale, or the last token of models
-    that draw token by token, is not stored (nothing reads it). `period` has no effect."""
-
-    summary = "everything"
-    shrinks = False
-    smallest_reason = "it keeps everything"
-
-    def allocate(self, geometry: Geometry, budget: float, calibration=None) -> StaticAllocation:
-        return newest_and_sinks(geometry, geometry.schedule.total_tokens, 0)
-
-    def minimum_budget(self, geometry: Geometry) -> float:
-        return 1.0
+class FullRing(Ring):
+    """A ring with a slot for every image token."""
 
     def stay_always(self, geometry: Geometry) -> int:
         return geometry.schedule.steps
 
     def least(self, geometry: Geometry) -> str:
-        return self.smallest_reason
+        return self.policy.smallest_reason
+
+
+class StreamingRing(Ring):
+    """A ring behind the first `sinks` image tokens."""
+
+    @property
+    def stay_first(self) -> int:
+        return self.policy.sinks
+
+    def check(self, geometry: Geometry) -> None:
+        super().check(geometry)
+        most = max(1, geometry.schedule.steps - 1)
+        self.policy.require("sinks", 0 <= self.policy.sinks <= most, f" must be 0 to {most}")
+
+
+@register("full")
+@dataclass(frozen=True, kw_only=True)
+class Full(StagedPolicy):
+    """Keep every token. The yardstick of the others; the last scale, or the last token of models
+    that draw token by token, is not stored (nothing reads it). `period` has no effect."""
+
+    by_token = FullRing
+    unfit_roles = {
+        "allocate": "it keeps everything, so there is nothing to select",
+        "select": "it keeps everything; any other policy does that with budget 1",
+    }
+    summary = "everything"
+    shrinks = False
+    smallest_reason = "it keeps everything"
+
+    def minimum_budget(self, geometry: Geometry) -> float:
+        return 1.0
+
+    def allocate(
+        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
+    ) -> StaticAllocation:
+        return newest_and_sinks(geometry, geometry.schedule.total_tokens, 0)
 
 
 @register("swa")
 @dataclass(frozen=True, kw_only=True)
-class SlidingWindow(RingPolicy):
+class SlidingWindow(StagedPolicy):
     """Sliding-window attention: every head keeps the newest tokens, no sinks.
 
     Idea: locality. A baseline of AMS-KV (its comparison runs). The window is floor(budget * F)
     tokens in every head and layer, counted backwards from the last token stored, in raster order,
     so a scale may be cut in two. Queries always see all of their own scale.
 
-    On models that draw token by token the condition stays, as under every policy, and the newest
-    image tokens; that is `streaming` without sinks. `period` has no effect.
+    On models that draw token by token every head keeps the condition, as under every policy, and
+    the newest image tokens. That is `streaming` without sinks. `period` has no effect.
 
     Differs from AMS-KV's runs, which give only "compression ratio 75 %": token granularity is our
     reading.
     """
 
     budget: float = 0.25
+
+    by_token = Ring
     summary = "newest tokens only"
 
-    def allocate(self, geometry: Geometry, budget: float, calibration=None) -> StaticAllocation:
+    def allocate(
+        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
+    ) -> StaticAllocation:
         return newest_and_sinks(geometry, capacities.uniform(geometry, budget), 0)
+
+    def as_selection(self) -> Policy:
+        return Newest()
 
 
 @register("streaming")
 @dataclass(frozen=True, kw_only=True)
-class Streaming(RingPolicy, SinkPolicy):
+class Streaming(StagedPolicy, SinkPolicy):
     """StreamingLLM (Xiao et al. 2023), as HeatKV and AMS-KV ("STA") run it on next-scale models.
 
-    Every head keeps the sink scales and the newest tokens; the budget left by the sinks is the
-    window, uniform over heads.
+    Every head keeps the sinks and the newest tokens; the budget left by the sinks is the window,
+    uniform over heads.
 
     Args:
-      sinks: scales that are never dropped. 3 is what HeatKV uses on Infinity; 0 (default) takes up
-        to 3, as many as fit half of the budget, so that small schedules keep a window. On models
-        that draw token by token: image tokens that stay from the first on; 0 (default) is none,
-        the condition being the sink.
-      period: has no effect; see `RingPolicy`.
+      sinks: first steps that are never dropped. Next-scale models: scales. 3 is what HeatKV uses on
+        Infinity; 0 (default) takes up to 3, as many as fit half of the budget, so that small
+        schedules keep a window. Token by token: image tokens; 0 (default) is none, because the
+        condition is the sink.
+      period: has no effect; see `help(varjax.policies.windows.Ring)`.
 
     On models that draw token by token keys keep the rotation of their place in the image (the
     original turns them by their place in the cache, which means nothing in two dimensions).
 
-    Differs from the original, which keeps four sink *tokens* of a text: here sinks are whole
-    scales, which hold the image's layout.
+    Differs from the original, which keeps four sink *tokens* of a text: on next-scale models sinks
+    are whole scales, which hold the image's layout.
     """
 
     budget: float = 0.25
+
+    by_token = StreamingRing
     allocation_arguments = ()  # what sinks take the window loses
     summary = "sink scales (or the condition) and newest tokens"
 
-    @property
-    def stay_first(self) -> int:
-        return self.sinks
-
-    def check_stage_arguments(self, geometry: Geometry) -> None:
-        super().check_stage_arguments(geometry)
-        most = max(1, geometry.schedule.steps - 1)
-        self.require("sinks", 0 <= self.sinks <= most, f" must be 0 to {most}")
-
-    def allocate(self, geometry: Geometry, budget: float, calibration=None) -> StaticAllocation:
+    def allocate(
+        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
+    ) -> StaticAllocation:
         protected = self.protected(geometry, budget)
         window = capacities.uniform(geometry, budget) - protected
         return newest_and_sinks(geometry, window, protected)
+
+    def as_selection(self) -> Policy:
+        return Newest(sinks=self.sinks, protects=True)
+
+
+class NewestTokens(TokenRule):
+    """`Newest` on models that draw token by token: the first `sinks` image tokens and the newest
+    stay."""
+
+    @property
+    def _first(self) -> int:
+        return self.policy.sinks if self.policy.protects else 0
+
+    def stay_always(self, geometry: Geometry) -> int:
+        return 1 + self._first
+
+    def select(self, obs: Observation):
+        first = obs.live & (obs.position < self._first)
+        count = obs.capacity - first.sum(-1)
+        return first | stage_blocks.newest(obs.position, obs.live & ~first, count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Newest(StagedPolicy, SinkPolicy):
+    """What `swa` and, with `protects`, `streaming` choose in capacities that another policy has
+    decided."""
+
+    protects: bool = False
+
+    by_token = NewestTokens
+
+    @property
+    def name(self) -> str:
+        return "streaming" if self.protects else "swa"
+
+    def adopt(self, geometry: Geometry, budget: float, capacity: np.ndarray) -> RegionAllocation:
+        protected = self.protected(geometry, budget) if self.protects else 0
+        return RegionAllocation(capacity, protected=protected)
+
+    def inputs(self, geometry: Geometry, allocation: RegionAllocation, image_index: np.ndarray):
+        """int32 [K, L]: the protected tokens."""
+        return per_layer(geometry, np.int32(allocation.protected))
+
+    def select(self, obs: Observation):
+        first = blocks.protect(obs.position, obs.live, obs.inputs)
+        kept = blocks.top(-obs.position, first, obs.capacity)
+        return kept | blocks.recent(obs.position, obs.live & ~kept, obs.capacity - kept.sum(-1))

@@ -10,6 +10,7 @@ are in `ported_weights/tables/transformers.py`.
 """
 
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +19,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.projection import Projection
 from varjax import sampling as sampling_lib
-from varjax.engine.inputs import StepInputs
-from varjax.models import layers, stacked
 from varjax.models.next_scale import NextScaleTransformer
+from varjax.models.step_inputs import StepInputs
 from varjax.models.var.config import PRESETS, VARConfig
-from varjax.parallel import split
-from varjax.parallel.split import Split
+from varjax.nn import layers, split, stacked
+from varjax.nn.split import Split
 from varjax.sampling import Sampling, Scores
 
 __all__ = ["PRESETS", "VAR", "Block", "VARConfig"]
@@ -107,7 +107,7 @@ class VAR(NextScaleTransformer):
     def encode_condition(
         self, condition: Int[Array, " B"], *, guided: bool, implementation: str | None = None
     ) -> dict[str, Array]:
-        """Labels of the conditional rows; the others have the null class."""
+        """The conditional rows have the labels, the unconditional rows the null class."""
         if not guided:
             return self.encode_rows(condition)
         null = jnp.full_like(condition, self.config.null_label)
@@ -128,7 +128,9 @@ class VAR(NextScaleTransformer):
             rows = jnp.broadcast_to(active, (config.depth, *active.shape))
             per_layer = jnp.einsum("lrd,lde->lre", rows, modulation.kernel[...])
             per_layer = per_layer + modulation.bias[...][:, None]
-            per_layer = split.whole(per_layer).reshape(config.depth, -1, 6, config.embed_dim)
+            per_layer = split.whole(per_layer, self.model_axis).reshape(
+                config.depth, -1, 6, config.embed_dim
+            )
         return {
             "start": condition[:, None] + self.start_embedding[...],
             "head": self.head_modulation(active).reshape(-1, 2, config.embed_dim),
@@ -140,7 +142,7 @@ class VAR(NextScaleTransformer):
     def embed(
         self, context: dict, codes: Float[Array, "B T C"], step: StepInputs
     ) -> Float[Array, "R T D"]:
-        """The resized code map, or the start embedding at scale 0, plus position and level."""
+        """The resized code map (at scale 0 the start embedding) plus position and level."""
         start = context["start"]
         words = self.words(len(start), codes)
         first = start[:, jnp.minimum(step.token_index, start.shape[1] - 1)]
@@ -156,14 +158,14 @@ class VAR(NextScaleTransformer):
         shared: None,
         x: Float[Array, "R T D"],
     ) -> Projection:
-        """Normalised where the model has the norm; queries then carry the learned multiplier."""
+        """Where the model has the L2 norm, queries and keys are still to be normalised and queries
+        to be multiplied by the learned multiplier; else queries are still to be scaled."""
         config = self.config
         h = self.attention_input(modulation, x)
+        projection = layers.fused_qkv(block, h, config.head_dim)
         if not config.attn_l2_norm:
-            scale = 0.25 / math.sqrt(config.head_dim)
-            return layers.fused_qkv(block, h, config.head_dim, scale=scale)
-        multiplier = layers.attention_multiplier(block.log_scale[...])
-        return layers.fused_qkv(block, h, config.head_dim, multiplier=multiplier)
+            return replace(projection, scale=0.25 / math.sqrt(config.head_dim))
+        return replace(projection, multiplier=layers.attention_multiplier(block.log_scale[...]))
 
     def attention_input(self, modulation, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
         normal = layers.layer_norm(x, self.config.norm_eps)
@@ -179,12 +181,12 @@ class VAR(NextScaleTransformer):
     ) -> Float[Array, "R T D"]:
         """Output projection, gate, feed-forward and residuals of one layer."""
         attended = attended.reshape(*x.shape[:2], -1)
-        x = x + split.contract(block.proj, attended) * modulation[:, None, 0]
+        x = x + split.contract(block.proj, attended, self.model_axis) * modulation[:, None, 0]
         h = layers.modulate(
             layers.layer_norm(x, self.config.norm_eps), modulation[:, 3], modulation[:, 5]
         )
         wide = jax.nn.gelu(block.fc1(h), approximate=True)
-        return x + split.contract(block.fc2, wide) * modulation[:, None, 1]
+        return x + split.contract(block.fc2, wide, self.model_axis) * modulation[:, None, 1]
 
     # --- tokens -----------------------------------------------------------------------------------
 

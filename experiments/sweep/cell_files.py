@@ -1,5 +1,7 @@
-"""Finished cells of an unfinished sweep: read back, or run again if anything of them is damaged."""
+"""Files of finished cells of a sweep. A file that is damaged in any way counts as missing, so that
+its cell is run again."""
 
+import json
 import pathlib
 from collections.abc import Mapping
 
@@ -8,18 +10,25 @@ import numpy as np
 from experiments import batch_files
 from experiments.batch_files import Damaged
 from experiments.report import sweep_files
-from experiments.report.kinds import check
+from experiments.report.json_values import check
 from experiments.sweep.intervals import PER_IMAGE
 from experiments.sweep.plan import Cell, Sweep
 from varjax.io.json_text import json_safe
 from varjax.storage.manifest import parse_json
 
 
+def write(
+    path: pathlib.Path, settings: str, row: Mapping, arrays: Mapping[str, np.ndarray]
+) -> None:
+    """Write the numbers and arrays of a cell. settings: digest of the sweep's settings."""
+    batch_files.write(path, settings, {**arrays, "row": np.array(json.dumps(json_safe(row)))})
+
+
 def read(path: pathlib.Path, sweep: Sweep, cell: Cell) -> dict | None:
-    """What is stored of a cell: {"row": numbers, "samples": uint8 images, ...}; None if it is
+    """Return {"row": numbers, "samples": uint8 images, ...} of a finished cell; None if the file is
     missing or damaged."""
     try:
-        found = dict(batch_files.read(path).arrays)
+        _, found = batch_files.read(path)
         row = parse_json(str(found.pop("row", "")))
         check_row(row, sweep, cell)
         check_arrays(found, sweep, cell)
@@ -29,7 +38,7 @@ def read(path: pathlib.Path, sweep: Sweep, cell: Cell) -> dict | None:
 
 
 def check_row(row: object, sweep: Sweep, cell: Cell) -> None:
-    """Raise `Damaged` unless everything is there that the tables and the report show."""
+    """Raise `Damaged` unless the row has everything that the tables and the report show."""
     check(row, {"plan": "text"}, "row")
     asked = {"policy": cell.name, "policy_args": cell.arguments, "budget": cell.budget}
     for name, value in json_safe(asked | {"plan": cell.plan.digest}).items():
@@ -45,7 +54,7 @@ def check_row(row: object, sweep: Sweep, cell: Cell) -> None:
 
 
 def check_arrays(found: Mapping[str, np.ndarray], sweep: Sweep, cell: Cell) -> None:
-    """Raise `Damaged` unless the arrays have the shapes and types of this sweep."""
+    """Raise `Damaged` unless the arrays have the shapes and types that this sweep stores."""
     count, code_map = len(sweep.condition), sweep.model.code_map[:2]
     size = tuple(side * sweep.model.codec.config.downsample for side in code_map)
     wanted = {"samples": ("u", (sweep.samples, *size, 3))}

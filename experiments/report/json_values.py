@@ -1,47 +1,51 @@
-"""What a value of a JSON file must be, declared: a dict: these keys and perhaps others; a list: any
-number of such entries; a text: one of `KINDS`."""
+"""Declarations of what a value in a JSON file must be.
+
+A declaration is a dict (these keys, perhaps others too), a list with one declaration (any number of
+such entries), or a text: one of `TYPES`.
+"""
 
 import math
 import reprlib
-from typing import Any
+from collections.abc import Callable
 
 from experiments.batch_files import Damaged
 
 LARGEST_TEXT = 100_000  # characters
 LARGEST_NUMBER = 2**63
+Declaration = str | list["Declaration"] | dict[str, "Declaration"]
 
 
-def _is_text(value) -> bool:
-    """Lone surrogates are text to Python and JSON, but no file can hold them."""
+def _is_text(value: object) -> bool:
+    """Return whether files can hold the text: Python and JSON also allow lone surrogates."""
     if not isinstance(value, str) or len(value) > LARGEST_TEXT:
         return False
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
-def _is_number(value) -> bool:
+def _is_number(value: object) -> bool:
     plain = isinstance(value, (int, float)) and not isinstance(value, bool)
     return plain and abs(value) < LARGEST_NUMBER and math.isfinite(value)
 
 
-def _is_single(value) -> bool:
+def _is_single(value: object) -> bool:
     return value is None or isinstance(value, bool) or _is_number(value) or _is_text(value)
 
 
-def _is_single_or_list(value) -> bool:
+def _is_single_or_list(value: object) -> bool:
     return all(map(_is_single, value)) if isinstance(value, list) else _is_single(value)
 
 
-def _is_object(value, inside=lambda v: True) -> bool:
+def _is_object(value: object, inside: Callable[[object], bool] = lambda v: True) -> bool:
     return isinstance(value, dict) and all(_is_text(k) and inside(v) for k, v in value.items())
 
 
-KINDS = {
+TYPES: dict[str, Callable[[object], bool]] = {
     "text": _is_text,
     "text or null": lambda v: v is None or _is_text(v),
     "a number": _is_number,
     "a number of at least 0": lambda v: _is_number(v) and v >= 0,
     "a positive number": lambda v: _is_number(v) and v > 0,
-    # also what JSON lacks, as `json_text.json_safe` writes it
+    # `json_text.json_safe` writes these three texts for numbers that JSON lacks
     "a number or infinite": lambda v: _is_number(v) or v in ("inf", "-inf", "nan"),
     "a whole number": lambda v: _is_number(v) and isinstance(v, int),
     "a fraction in (0, 1] or null": lambda v: v is None or (_is_number(v) and 0 < v <= 1),
@@ -53,17 +57,17 @@ KINDS = {
 }
 
 
-def check(value: Any, spec: Any, place: str = "") -> None:
-    """Raise `Damaged` if `value` is not as `spec` says; `place` is where it stands."""
-    kind = {dict: "an object", list: "a list"}.get(type(spec), spec)
-    if not KINDS[kind](value):
-        raise Damaged(f"{place} is {reprlib.repr(value)}, it must be {kind}")
-    if isinstance(spec, dict):
-        for key, part in spec.items():
+def check(value: object, declared: Declaration, place: str = "") -> None:
+    """Raise `Damaged` unless a value is as declared. place: where it stands, for the message."""
+    wanted = {dict: "an object", list: "a list"}.get(type(declared), declared)
+    if not TYPES[wanted](value):
+        raise Damaged(f"{place} is {reprlib.repr(value)}, it must be {wanted}")
+    if isinstance(declared, dict):
+        for key, part in declared.items():
             inner = f"{place}.{key}" if place else key
             if key not in value:
                 raise Damaged(f"{inner} is missing")
             check(value[key], part, inner)
-    elif isinstance(spec, list):
+    elif isinstance(declared, list):
         for i, item in enumerate(value):
-            check(item, spec[0], f"{place}[{i}]")
+            check(item, declared[0], f"{place}[{i}]")

@@ -20,7 +20,7 @@ def made_up_cell(key, name, budget, policy):
 
 
 def made_up_runner(folder):
-    """Of a sweep of three images, two of which are shown, and its only cell."""
+    """Return the runner of a sweep with three images, two of which are shown, and its only cell."""
     transformer = SimpleNamespace(
         no_tokens=lambda n: np.zeros((n, GEOMETRY.schedule.total_tokens), np.int32)
     )
@@ -55,7 +55,7 @@ def kept(request, tmp_path):
     runner, cell = made_up_runner(tmp_path)
     cell = cell if request.param == "cell" else runner.sweep.full
     row, arrays = content_of(runner, cell)
-    runner.keep(cell, row, **arrays)
+    runner.keep(cell, row, arrays)
     found = runner.results(cell)
     assert found["row"] == row and all((found[k] == v).all() for k, v in arrays.items())
     return runner, cell, row, arrays
@@ -94,7 +94,7 @@ def test_so_is_one_with_other_content(kept, change):
     change = dict(change)
     other = change.pop("row", {})
     arrays = {name: array for name, array in (arrays | change).items() if array is not None}
-    runner.keep(cell, row | other if isinstance(other, dict) else other, **arrays)
+    runner.keep(cell, row | other if isinstance(other, dict) else other, arrays)
     assert runner.results(cell) is None
 
 
@@ -113,7 +113,7 @@ def test_cells_of_earlier_versions_count(tmp_path):
     """Without the numbers of all images."""
     runner, cell = made_up_runner(tmp_path)
     row, arrays = content_of(runner, cell)
-    runner.keep(cell, row, samples=arrays["samples"])
+    runner.keep(cell, row, {"samples": arrays["samples"]})
     assert runner.results(cell) is not None
 
 

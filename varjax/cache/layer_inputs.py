@@ -1,0 +1,123 @@
+"""What a layer's cache step reads at a scale: the tables of the slots that it reads and writes, and
+what its policy knows beforehand. Host arrays, scanned over scales and indexed by layer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int, PyTree
+
+from pallas_kernels.cache_write import BlockWrites, block_writes
+from pallas_kernels.ragged_attention import BlockTable
+from varjax.cache.scale_plan import ScalePlan
+from varjax.models.step_inputs import AnyArray
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StaticInputs:
+    """Tables for contents that are known beforehand; leading axes [scales, layers].
+
+    read: the slots that the scale may read.
+    write: where the scale's tokens are stored.
+    """
+
+    read: BlockTable
+    write: BlockWrites
+
+    def packed(self) -> "StaticInputs":
+        """Return the inputs with tables as kernels read them: once, before a loop over layers."""
+        return StaticInputs(self.read.with_packed(), self.write.with_packed())
+
+    def of_layer(self, layer: Int[Array, ""]) -> "StaticInputs":
+        """Return the inputs of one layer from those of all layers of a scale."""
+        return StaticInputs(self.read.of_layer(layer), self.write.of_layer(layer))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RegionInputs:
+    """Tables for contents that the device decides; leading axes [scales, layers].
+
+    read: slots of the regions when the scale starts.
+    following: slots of the regions after the scale.
+    capacity: int32 [..., N], tokens that the regions hold after the scale.
+    policy: what the policy knows beforehand about the scale (its `inputs`), or None.
+    """
+
+    read: BlockTable
+    following: BlockTable
+    capacity: Int[AnyArray, "... N"]
+    policy: PyTree = None
+
+    def packed(self) -> "RegionInputs":
+        """Return the inputs with the table that is read as kernels read it."""
+        return replace(self, read=self.read.with_packed())
+
+    def of_layer(self, layer: Int[Array, ""]) -> "RegionInputs":
+        """Return the inputs of one layer from those of all layers of a scale."""
+        tables = self.read.of_layer(layer), self.following.of_layer(layer)
+        capacity, policy = jax.tree.map(lambda a: a[layer], (self.capacity, self.policy))
+        return RegionInputs(*tables, capacity, policy)
+
+
+LayerInputs = StaticInputs | RegionInputs
+
+
+def layer_inputs(plan: ScalePlan, scales: range, length: int) -> LayerInputs:
+    """Host arrays for consecutive scales, each padded to `length` tokens. Tables have as many
+    entries as these scales need."""
+    number = np.arange(scales.start, scales.stop)
+    read = _read_table(plan, number)
+    if plan.static_content:
+        return StaticInputs(read, write_table(plan, scales, length))
+    last_scale = plan.geometry.schedule.num_scales - 1
+    following = np.minimum(number + 1, last_scale)
+    # The last scale has no scale after it: it gets its own table once more, and keeps nothing.
+    capacity = np.where((number == last_scale)[:, None, None], 0, plan.capacity[following])
+    return RegionInputs(read, _read_table(plan, following), capacity)
+
+
+def write_table(plan: ScalePlan, scales: range, length: int) -> BlockWrites:
+    """Where tokens of consecutive scales are stored: arrays [S, L, N, J, ...]. Dropped tokens,
+    padding and the last scale are not stored."""
+    starts, ends = plan.geometry.schedule.starts, plan.geometry.schedule.ends
+    assert plan.write_slots is not None
+    slots = [plan.write_slots[..., starts[s] : ends[s]] for s in scales]
+    padding = [((0, 0), (0, 0), (0, length - a.shape[-1])) for a in slots]
+    padded = [np.pad(a, p, constant_values=-1) for a, p in zip(slots, padding, strict=True)]
+    return block_writes(np.stack(padded), plan.block_size)
+
+
+def beside(groups: Sequence[LayerInputs]) -> LayerInputs:
+    """Inputs of groups of heads as one, for devices that each hold a group. Heads are the third
+    axis; slot numbers stay those of each group's own pool."""
+    if len(groups) == 1:
+        return groups[0]
+
+    def join(*arrays: np.ndarray) -> np.ndarray:
+        # Groups differ in how many entries their fullest head has. (0, 0, 0) is an empty entry of a
+        # table that is read; source -1 writes nothing.
+        most = max(a.shape[3] for a in arrays)
+        fill = -1 if arrays[0].ndim == 5 else 0
+        widths = [[(0, 0)] * a.ndim for a in arrays]
+        for width, array in zip(widths, arrays, strict=True):
+            width[3] = (0, most - array.shape[3])
+        padded = [
+            np.pad(a, width, constant_values=fill) for a, width in zip(arrays, widths, strict=True)
+        ]
+        return np.concatenate(padded, axis=2)
+
+    return jax.tree.map(join, *groups)
+
+
+def _read_table(plan: ScalePlan, scales: np.ndarray) -> BlockTable:
+    # Early scales have few entries, so their tables need not be as wide as the last scale's.
+    most = max(plan.entries(int(s)) for s in scales)
+    ids, start, stop = (
+        np.ascontiguousarray(a[scales][..., :most], np.int32)
+        for a in (plan.ids, plan.start, plan.stop)
+    )
+    return BlockTable(ids, start, stop)

@@ -1,0 +1,193 @@
+"""The plan of a model that draws scale by scale: block tables of every scale, layer and head."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from varjax.cache import allocator
+from varjax.cache.allocation import Allocation, Geometry, RegionAllocation, StaticAllocation
+from varjax.cache.plan import CachePlan
+from varjax.cache.state import KVState
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ScalePlan(CachePlan):
+    """Capacities, block tables and pool size.
+
+    Letters: K scales, L layers, N heads (regions), M table entries, P slots.
+    ids int32, start and stop uint8 [K, L, N, M]: the slots that scale s reads (`BlockTable`
+      entries; blocks have at most 128 slots).
+    write_slots: int32 [L, N, tokens], where a token is stored (-1: never); None where the device
+      decides.
+    """
+
+    allocation: Allocation
+    ids: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    write_slots: np.ndarray | None
+    blocks_after_store: np.ndarray
+
+    @cached_property
+    def live_tokens(self) -> np.ndarray:
+        """int64 [K, L]: tokens in the whole cache (one row) right after layer l of scale s has
+        stored."""
+        return allocator.after_each_store(self.capacity.sum(-1, dtype=np.int64))
+
+    @property
+    def used_slots(self) -> np.ndarray:
+        return self.blocks_after_store * self.block_size
+
+    # --- the cache on the device ------------------------------------------------------------------
+
+    def empty_state(
+        self, batch_size: int, dtype, compute_dtype="float32", *, groups: int = 1
+    ) -> KVState:
+        # A device indexes its own pool, so block numbers need no offset: only the array of all
+        # devices is longer.
+        blocks = groups * self.divide(groups)[0].pool_blocks
+        whole = replace(self, pool_blocks=blocks)
+        return KVState.empty(whole, batch_size, dtype, compute_dtype)
+
+    def stored(self, state: KVState) -> list[Array]:
+        return jax.tree.leaves((state.kv_pool, state.kv_scale))
+
+    def divide(self, groups: int) -> tuple["ScalePlan", ...]:
+        if groups == 1:
+            return (self,)
+        assert isinstance(self.allocation, StaticAllocation)
+        heads = self.geometry.num_heads // groups
+        geometry = replace(self.geometry, num_heads=heads)
+        plans = []
+        for first in range(0, self.geometry.num_heads, heads):
+            last_use = self.allocation.last_use[:, first : first + heads]
+            group = build_plan(
+                geometry,
+                StaticAllocation(last_use),
+                block_size=self.block_size,
+                budget=self.budget,
+                accounting=self.accounting,
+                policy=self.policy,
+            )
+            plans.append(group)
+        # One program serves all devices: their pools have the size of the fullest.
+        blocks = max(plan.pool_blocks for plan in plans)
+        return tuple(replace(plan, pool_blocks=blocks) for plan in plans)
+
+    def heads_over(self, specs: KVState, rows: str, heads: str) -> KVState:
+        divided = PartitionSpec(rows, heads)
+        scale = None if specs.kv_scale is None else divided
+        return replace(specs, kv_pool=divided, kv_scale=scale)
+
+    # --- what the program needs to know statically ------------------------------------------------
+
+    @property
+    def static_content(self) -> bool:
+        return isinstance(self.allocation, StaticAllocation)
+
+    def entries(self, scale: int) -> int:
+        """Table entries that scale `scale` needs (most over layers and heads)."""
+        return int((self.stop[scale] > self.start[scale]).sum(-1).max(initial=0))
+
+    def stores(self, scale: int) -> bool:
+        """Whether anything of scale `scale` is stored in any layer or head."""
+        if scale == self.geometry.schedule.num_scales - 1:
+            return False  # nothing follows that could read it
+        if self.write_slots is None:
+            return True  # which tokens stay is not known here; room for some is always planned
+        first, last = self.geometry.schedule.starts[scale], self.geometry.schedule.ends[scale]
+        return bool((self.write_slots[:, :, first:last] >= 0).any())
+
+    def selects(self, scale: int) -> bool:
+        """Whether the device has to choose what survives scale `scale`."""
+        if not isinstance(self.allocation, RegionAllocation) or not self.stores(scale):
+            return False
+        # Where every region has room for all new tokens there is nothing to choose, and neither the
+        # selection nor what it would have to observe is compiled. Ragged rows may hold fewer tokens
+        # than the capacity says, so "room for all" cannot be seen from capacities there.
+        grown = self.capacity[scale] + self.geometry.schedule.tokens[scale]
+        return self.allocation.ragged or bool((self.capacity[scale + 1] < grown).any())
+
+    def moves(self, scale: int) -> bool:
+        """Whether what scale `scale` leaves has to be put into its slots one by one: tokens stored
+        earlier may change theirs, or a region has two runs in one block, which the kernels that
+        write blocks do not take (`BlockWrites`)."""
+        if not isinstance(self.allocation, RegionAllocation) or not self.stores(scale):
+            return False
+        # A region is a prefix of its slots. Stored tokens keep theirs unless a head changes its
+        # region, whether or not there is room for all, the prefix gets shorter, or a row holds less
+        # than the prefix (ragged).
+        if scale == self.allocation.regroup_scale or self._two_runs_in_a_block(scale + 1):
+            return True
+        shrinks = (self.capacity[scale + 1] < self.capacity[scale]).any()
+        return bool((self.allocation.ragged or shrinks) and self.selects(scale))
+
+    def _two_runs_in_a_block(self, scale: int) -> bool:
+        """Whether a table of a scale lists some block twice."""
+        used = self.stop[scale] > self.start[scale]
+        # empty entries as numbers that occur once
+        ids = np.where(used, self.ids[scale], -1 - np.arange(used.shape[-1]))
+        return bool((np.diff(np.sort(ids, axis=-1), axis=-1) == 0).any())
+
+    def _decided(self) -> tuple[np.ndarray | None, ...]:
+        return self.capacity, self.ids, self.start, self.stop, self.write_slots
+
+    # --- for people -------------------------------------------------------------------------------
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        schedule = self.geometry.schedule
+        found = {"schedule": np.array(schedule.maps, np.int32)}
+        if self.static_content:
+            scales = range(schedule.num_scales)
+            visible = (self.allocation.visible(self.geometry, s) for s in scales)
+            # [K, L, N, K]: how many tokens of scale j scale s sees
+            seen = (np.add.reduceat(v, schedule.starts, axis=-1, dtype=np.int32) for v in visible)
+            count = np.stack(list(seen))
+            found |= {"keep_scale": count > 0, "keep_count": count}
+        return found
+
+    def table(self) -> list[str]:
+        dense = max(1, self.geometry.dense_tokens)
+        heading = (
+            "scale  map      tokens  held per head (min mean max)  live after first, last layer"
+        )
+        lines = [heading]
+        for s, (h, w) in enumerate(self.geometry.schedule.maps):
+            held, live = self.capacity[s], self.live_tokens[s] / dense
+            spread = f"{held.min()} {held.mean():.1f} {held.max()}"
+            lines.append(
+                f"{s:5d}  {f'{h}x{w}':7s}  {h * w:6d}  {spread:28s}  {live[0]:.2%}, {live[-1]:.2%}"
+            )
+        return lines
+
+
+def build_plan(
+    geometry: Geometry,
+    allocation: Allocation,
+    *,
+    block_size: int,
+    budget: float,
+    accounting: str,
+    policy=None,
+) -> ScalePlan:
+    """Lay out an allocation in blocks of `block_size` slots and number them."""
+    layout = allocator.PoolLayout(geometry, allocation, block_size)
+    return ScalePlan(
+        geometry=geometry,
+        allocation=allocation,
+        block_size=block_size,
+        pool_blocks=layout.num_blocks,
+        capacity=allocation.capacity(geometry),
+        ids=layout.ids,
+        start=layout.start,
+        stop=layout.stop,
+        write_slots=layout.write_slots,
+        blocks_after_store=layout.blocks_in_use,
+        budget=budget,
+        accounting=accounting,
+        policy=policy,
+    )

@@ -1,0 +1,146 @@
+"""What a next-scale transformer is given for a scale: its place, its tokens, and the matrices that
+resize the code map.
+
+Scales that share one compiled program have different map sizes but one padded shape. Tokens lie in
+a row of length T: the map row by row, then padding, which repeats the scale's last token. Resizing
+works on a grid of Gh x Gw cells, the largest height and width among these scales. The padding of
+the grid meets columns of zeros in the matrices. Neither padding reaches a result.
+"""
+
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from varjax.codecs.maps import MATRICES, patchify, resize, unpatchify
+from varjax.schedule import Schedule
+
+AnyArray = Array | np.ndarray  # made on the host, read on the device
+
+
+@dataclass(frozen=True)
+class Resampling:
+    """How a model's code map changes size. The defaults are VAR's.
+
+    down, up: names in `codecs.maps.MATRICES`, towards a scale and back.
+    patch: side of the square of codes that one token stands for.
+    """
+
+    down: str = "area"
+    up: str = "bicubic"
+    patch: int = 1
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepInputs:
+    """What a scale and its layers read. On the host, arrays have a leading axis over the scales of
+    a segment; a step sees one scale, because `lax.scan` takes this axis away.
+
+    scale, length: index and real tokens of the scale.
+    ratio: k / (K - 1).
+    token_index: global position of every (padded) token.
+    cell: grid cell of every token. token: token of every grid cell.
+    down_*, up_*: matrices from the latent map to the grid and back; with patches of side p, the
+      latent map and the grid have p x p cells per token.
+    window: the queries that a policy looks at more closely (`Policy.window_tokens`); None: the
+      policy does not ask for them.
+    neighbours, neighbour_weights: for every token four tokens of the previous scale and their
+      bilinear weights; None: the policy does not ask for them.
+    patch: p, static.
+    """
+
+    scale: Int[AnyArray, "..."]
+    length: Int[AnyArray, "..."]
+    ratio: Float[AnyArray, "..."]
+    token_index: Int[AnyArray, "... T"]
+    cell: Int[AnyArray, "... T"]
+    token: Int[AnyArray, "... G"]
+    down_rows: Float[AnyArray, "... Gh P"]
+    down_columns: Float[AnyArray, "... Gw Q"]
+    up_rows: Float[AnyArray, "... P Gh"]
+    up_columns: Float[AnyArray, "... Q Gw"]
+    window: Int[AnyArray, "... W"] | None = None
+    neighbours: Int[AnyArray, "... 4 T"] | None = None
+    neighbour_weights: Float[AnyArray, "... 4 T"] | None = None
+    patch: int = field(default=1, metadata=dict(static=True))
+
+    @classmethod
+    def of(
+        cls,
+        schedule: Schedule,
+        scales: range,
+        length: int,
+        resampling: Resampling = Resampling(),
+        **observed: np.ndarray,
+    ) -> "StepInputs":
+        """Host arrays of consecutive scales, each padded to `length` tokens, which is at least what
+        the longest has. observed: the fields that the policy asks for."""
+        index = np.arange(scales.start, scales.stop)
+        maps = np.array([schedule.maps[s] for s in scales])
+        # Heights and widths may peak at different scales; the grid covers all of them.
+        grid = tuple(int(n) for n in maps.max(0))
+        cells = [_cell(h, w, grid, length) for h, w in maps]
+        axes = [_resizing(maps[:, i], grid[i], schedule.final_map[i], resampling) for i in (0, 1)]
+        (down_rows, up_rows), (down_columns, up_columns) = axes
+        return cls(
+            scale=index.astype(np.int32),
+            length=maps.prod(1).astype(np.int32),
+            ratio=(index / max(1, schedule.num_scales - 1)).astype(np.float32),
+            token_index=_token_index(schedule, scales, length),
+            cell=np.stack(cells),
+            token=np.stack([_token(h, w, grid) for h, w in maps]),
+            down_rows=down_rows,
+            down_columns=down_columns,
+            up_rows=up_rows,
+            up_columns=up_columns,
+            patch=resampling.patch,
+            **observed,
+        )
+
+    def shrink(self, code_map: Float[Array, "B P Q C"]) -> Float[Array, "B T codes"]:
+        """The latent map resized to this scale, as a padded token row; with patches the channels of
+        a token are those of `patchify`."""
+        grid = patchify(resize(code_map, self.down_rows, self.down_columns), self.patch)
+        return grid.reshape(len(grid), -1, grid.shape[-1])[:, self.cell]
+
+    def enlarge(self, codes: Float[Array, "B T codes"]) -> Float[Array, "B P Q C"]:
+        """A padded row of codes enlarged to the latent map."""
+        height, width = (a.shape[-1] // self.patch for a in (self.up_rows, self.up_columns))
+        grid = codes[:, self.token].reshape(len(codes), height, width, -1)
+        return resize(unpatchify(grid, self.patch), self.up_rows, self.up_columns)
+
+
+def _token_index(schedule: Schedule, scales: range, length: int) -> np.ndarray:
+    """int32 [S, T]: global position of every padded token; padding repeats the scale's last."""
+    starts = np.array([schedule.starts[s] for s in scales])
+    last = np.array([schedule.tokens[s] for s in scales]) - 1
+    local = np.minimum(np.arange(length)[None], last[:, None])
+    return (starts[:, None] + local).astype(np.int32)
+
+
+def _resizing(
+    sides: np.ndarray, grid: int, final: int, resampling: Resampling
+) -> tuple[np.ndarray, np.ndarray]:
+    """Matrices of all scales along one axis: from the latent map to the padded grid, and back."""
+    patch, final, grid = resampling.patch, final * resampling.patch, grid * resampling.patch
+    # Resizing is linear and separable: two matrices per scale. Padded rows and columns are zero, so
+    # the padding of the grid neither enters the latent map nor comes out of it.
+    down, up = MATRICES[resampling.down], MATRICES[resampling.up]
+    sides = [int(side) * patch for side in sides]
+    return (
+        np.stack([np.pad(down(final, side), ((0, grid - side), (0, 0))) for side in sides]),
+        np.stack([np.pad(up(side, final), ((0, 0), (0, grid - side))) for side in sides]),
+    )
+
+
+def _cell(h: int, w: int, grid: tuple[int, int], length: int) -> np.ndarray:
+    # padding repeats the last token: a valid number, so that gathers stay inside the array
+    cells = (np.arange(h)[:, None] * grid[1] + np.arange(w)).reshape(-1)
+    return np.pad(cells, (0, length - cells.size), mode="edge").astype(np.int32)
+
+
+def _token(h: int, w: int, grid: tuple[int, int]) -> np.ndarray:
+    row, column = (np.minimum(np.arange(g), n - 1) for g, n in zip(grid, (h, w), strict=True))
+    return (row[:, None] * w + column).reshape(-1).astype(np.int32)

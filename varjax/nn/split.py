@@ -1,0 +1,44 @@
+"""Layers whose weights are divided over devices: how, and the products that need to know it.
+
+The generation engine may run a transformer's step functions on every device of a mesh axis, each
+with its share of the heads and of the feed-forward's width. The transformer then has the name of
+that axis (`Transformer.model_axis`) and passes it to the functions here. On one device the axis is
+None, and the functions do what their names say.
+"""
+
+from dataclasses import dataclass
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a parameter is divided.
+
+    axis: the axis of the array that is divided.
+    parts: sections that this axis consists of, each divided by itself: 3 for queries, keys and
+      values side by side.
+    """
+
+    axis: int
+    parts: int = 1
+
+
+def contract(
+    linear: nnx.Linear, x: Float[Array, "... D_in"], axis: str | None
+) -> Float[Array, "... D_out"]:
+    """Apply a linear layer whose input width is divided over `axis` of the mesh; the bias is added
+    once."""
+    if axis is None:
+        return linear(x)
+    # Every device sums over its part of the width. The bias is whole on all of them, so it may only
+    # be added after the sum over devices.
+    product = jax.lax.psum(x @ linear.kernel[...].astype(x.dtype), axis)
+    return product if linear.bias is None else product + linear.bias[...]
+
+
+def whole(x: Float[Array, "... D"], axis: str | None) -> Float[Array, "... D"]:
+    """Gather an array whose last axis is divided over `axis` of the mesh."""
+    return x if axis is None else jax.lax.all_gather(x, axis, axis=x.ndim - 1, tiled=True)

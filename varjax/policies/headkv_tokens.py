@@ -1,0 +1,115 @@
+"""HeadKV on models that draw token by token; its manual is `varjax.policies.headkv.HeadKV`."""
+
+import jax.numpy as jnp
+
+from varjax.cache.allocation import Geometry
+from varjax.cache.observation import Needs, Observation
+from varjax.cache.stages import StageAllocation
+from varjax.calibration.data import Calibration
+from varjax.errors import choose
+from varjax.policies import stage_blocks
+from varjax.policies.token_rule import SCORES, WindowedRule
+
+GROUPINGS = ("budget", "paper")
+
+
+class HeadKVTokens(WindowedRule):
+    """The paper's own method: local and global heads, stratified eviction after every stage."""
+
+    @property
+    def needs(self) -> Needs:
+        if self.policy.score == "logit":
+            return Needs(window=self.policy.period, window_logits=True, newest_mass=True)
+        return Needs(scale_mass=True, newest_mass=True)
+
+    @property
+    def local_window(self) -> int:
+        return self.policy.window
+
+    # --- host -------------------------------------------------------------------------------------
+
+    def check(self, geometry: Geometry) -> None:
+        super().check(geometry)
+        self.policy.check_quota(geometry)
+        choose("score", self.policy.score, SCORES)
+        choose("grouping", self.policy.grouping, GROUPINGS)
+
+    def check_budget(self, geometry: Geometry) -> None:
+        super().check_budget(geometry)
+        policy, sequence = self.policy, geometry.schedule
+        if policy.accounting != "bytes" or policy.grouping != "paper":
+            return
+        peak = sequence.condition + min(self._drawn_until_grouping(geometry), sequence.steps)
+        share = min(1.0, peak / sequence.persistent_tokens)
+        if policy.budget < share - 1e-9:
+            policy.refuse(
+                f"grouping=paper holds {peak} tokens per head before it groups heads, {share:.4f} "
+                f"of the full cache, more than budget={policy.budget:g}: raise the budget, or give "
+                f"accounting=tokens or grouping=budget"
+            )
+
+    def _drawn_until_grouping(self, geometry: Geometry) -> int:
+        """Image tokens that are drawn when more than `group_after` tokens are held for the first
+        time after a stage, if nothing is dropped before."""
+        more = max(0, self.policy.group_after - geometry.schedule.condition) + 1
+        return -(-more // self.policy.period) * self.policy.period
+
+    def allocate(
+        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
+    ) -> StageAllocation:
+        slots, period = self.slots(geometry, budget), self.policy.period
+        kept, drawn = slots - period, self._drawn_until_grouping(geometry)
+        if self.policy.grouping == "budget":
+            # what no longer fits is drawn in the stage after `kept` tokens are held
+            drawn = min(drawn, (kept // period + 1) * period)
+        group = drawn // period - 1
+        if group >= geometry.schedule.stages(period)[0]:
+            return StageAllocation.uniform(geometry, slots, period)
+        return StageAllocation.uniform(
+            geometry,
+            max(slots, drawn),
+            period,
+            kept=kept if drawn > slots else None,
+            group_stage=group,
+        )
+
+    def plan_lines(self, geometry: Geometry, calibration: Calibration | None = None) -> list[str]:
+        group, period = self.allocate(geometry, self.policy.budget).group_stage, self.policy.period
+        when = "never" if group is None else f"after {(group + 1) * period} image tokens"
+        grouping = f"grouping  {when}; local heads see the newest {self.policy.window}"
+        return [*super().plan_lines(geometry, calibration), grouping]
+
+    # --- device -----------------------------------------------------------------------------------
+
+    def regroup(self, obs: Observation):
+        """1 where a head is local: its newest `window` tokens gather `threshold` of the newest
+        query's attention, or it is not among the `global_heads` neediest of its layer and row."""
+        policy, mass = self.policy, obs.newest_mass
+        need = stage_blocks.tokens_needed(mass, obs.position, obs.live, policy.threshold)
+        if not policy.global_heads:
+            return (need < policy.window).astype(jnp.int32)
+        number = jnp.broadcast_to(-jnp.arange(need.shape[1], dtype=jnp.int32), need.shape)
+        # needs and head numbers stand for scores and places of tokens
+        local = stage_blocks.lowest(
+            need[:, None],
+            number[:, None],
+            jnp.ones_like(need, bool)[:, None],
+            jnp.full((len(need), 1), need.shape[1] - policy.global_heads, jnp.int32),
+        )[:, 0]
+        return local.astype(jnp.int32)
+
+    def select(self, obs: Observation):
+        """All tokens are compared twice only, with those of all of the cache by age and with those
+        of their part by score: that is what a decision costs."""
+        policy = self.policy
+        score = obs.window_logits if policy.score == "logit" else obs.scale_mass
+        age, total = stage_blocks.age_rank(obs.position, obs.live), obs.live.sum(-1)
+        newest = obs.live & (age >= total[..., None] - policy.window)
+        first = obs.live & (obs.position < policy.sinks)
+        history, surplus = obs.live & ~newest & ~first, total - obs.capacity
+        age = age - first.sum(-1, keepdims=True)  # in history, of which all sinks are older
+        gone = stage_blocks.stratum_lowest(score, obs.position, history, age, surplus, policy.ratio)
+        if obs.local is not None:  # local heads see no history: the oldest go first
+            oldest = history & (age < surplus[..., None])
+            gone = jnp.where(obs.local[..., None], oldest, gone)
+        return obs.live & ~gone

@@ -1,0 +1,189 @@
+"""What a policy does on one kind of model: one interface, whatever the model draws at a time.
+
+The planner, the cache and the engine ask a `Rule` only. A policy for one kind of model is its own
+rule. A policy for both is its own rule for models that draw scale by scale, and names a small
+second class for the others (`Policy.by_token`), which reads its arguments from `self.policy`.
+
+Each rule decides `needs`, `allocate` and `select`; where they matter also `prepare`, `check`,
+`inputs` and `regroup`. The rest has defaults.
+"""
+
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Int, PyTree
+
+from varjax.cache.allocation import Allocation, Geometry, RegionAllocation
+from varjax.cache.observation import Needs, Observation
+from varjax.cache.stages import StageAllocation
+from varjax.calibration.data import Calibration
+from varjax.errors import UserError
+from varjax.policies import capacities
+from varjax.sequence import SCALES
+
+if TYPE_CHECKING:
+    from varjax.policies.base import Policy
+
+
+class Rule:
+    """Base of the rules for both kinds of models; rules of equal policies are equal.
+
+    policy: the policy with its arguments; itself where the policy is its own rule.
+    kind: which models it serves, `varjax.sequence.SCALES` or `TOKENS`.
+    needs: what `select` wants to see. It may be a property.
+    """
+
+    policy: "Policy"
+    kind: ClassVar[str]
+    needs: Needs = Needs()
+
+    def __init__(self, policy: "Policy"):
+        self.policy = policy
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other.policy == self.policy
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.policy))
+
+    @property
+    def uses_calibration(self) -> bool:
+        """Whether this rule decides from measurements of the model."""
+        return self.policy.uses_calibration
+
+    # --- host: arguments --------------------------------------------------------------------------
+
+    def prepare(self, geometry: Geometry, calibration: Calibration | None) -> "Policy":
+        """The policy with what the model, the budget and the calibration decide filled in; called
+        before `check`.
+
+        Raises:
+          UserError: the policy needs a calibration, or another one.
+        """
+        return self.policy
+
+    def check(self, geometry: Geometry) -> None:
+        """Raise `UserError` for arguments that no budget would make work on this model, before
+        anything is compiled. The policy is prepared."""
+
+    def check_budget(self, geometry: Geometry) -> None:
+        """Raise `UserError` if the budget is too small; the message names the smallest feasible
+        one."""
+        policy, lowest = self.policy, self.minimum_budget(geometry)
+        if policy.budgeted and policy.budget < lowest - 1e-9:
+            blocks = " in blocks of one slot" if policy.block_size > 1 else ""
+            raise UserError(
+                f"budget={policy.budget:g} is too small for policy {policy.name!r} on this model: "
+                f"{self.least(geometry)}; the smallest feasible budget{blocks} is "
+                f"{np.ceil(lowest * 1e4) / 1e4:g}"
+            )
+
+    def minimum_budget(self, geometry: Geometry) -> float:
+        """The smallest feasible budget."""
+        raise NotImplementedError
+
+    def least(self, geometry: Geometry) -> str:
+        """Why no budget below the smallest one is feasible, in words."""
+        raise NotImplementedError
+
+    # --- host: sizes and tables -------------------------------------------------------------------
+
+    def allocate(
+        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
+    ) -> Allocation | StageAllocation:
+        """How much every head may hold, for at most `budget` of the full cache. By default all
+        heads get the same."""
+        raise NotImplementedError
+
+    def inputs(
+        self, geometry: Geometry, allocation, image_index: np.ndarray
+    ) -> PyTree[ArrayLike] | None:
+        """What `select` wants to know of every decision, for a batch of images; None for nothing.
+        Arrays [K, L, ...] by scale and layer, or [L, stages that end with a decision, ...]."""
+        return None
+
+    def plan_lines(self, geometry: Geometry, calibration: Calibration | None = None) -> list[str]:
+        """What a printed plan should say about this (prepared) policy."""
+        return []
+
+    def steady_tokens(
+        self, geometry: Geometry, calibration: Calibration | None = None
+    ) -> int | None:
+        """Tokens per head, summed over layers, that the policy's paper counts as its memory; None:
+        those that the last scale sees."""
+        return None
+
+    # --- device -----------------------------------------------------------------------------------
+
+    def regroup(self, obs: Observation) -> Int[Array, "R N"]:
+        """Assign heads to regions, once per image, when the allocation says so."""
+        raise NotImplementedError
+
+    def init_state(self, geometry: Geometry, rows: int) -> PyTree[ArrayLike] | None:
+        """Pytree of arrays that every layer carries from scale to scale; None for none."""
+        return None
+
+    def update_state(self, obs: Observation) -> PyTree[Array] | None:
+        """The state after this scale; called before `select`, which sees the result. A rule that
+        overrides this is asked at every scale, the last one included."""
+        return obs.state
+
+    def select(self, obs: Observation) -> Bool[Array, "R N K"]:
+        """Which live tokens to keep: at most `obs.capacity` per head. Traced and pure."""
+        raise NotImplementedError
+
+
+class ScaleRule(Rule):
+    """Base of rules for models that draw scale by scale. A decision is made after every scale; a
+    head is in the region of its number until `regroup` (int32 [R, N], regions of the layer) assigns
+    heads anew at the allocation's `regroup_scale`."""
+
+    kind = SCALES
+    smallest_reason: ClassVar[str] = "every head needs room for at least one token"
+
+    def minimum_budget(self, geometry: Geometry) -> float:
+        """By default one token per head."""
+        return 1 / max(1, geometry.schedule.persistent_tokens)
+
+    def least(self, geometry: Geometry) -> str:
+        return self.smallest_reason
+
+    def allocate(
+        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
+    ) -> Allocation:
+        """How much every head may hold at every scale, in tokens."""
+        return RegionAllocation(capacities.capacity(geometry, capacities.uniform(geometry, budget)))
+
+    def window_tokens(self, height: int, width: int) -> np.ndarray:
+        """int [W]: which tokens of a scale of this map size (row-major) are the window queries;
+        repetitions are allowed. By default spread evenly in raster order."""
+        turn = (np.arange(self.needs.window) + 0.5) / self.needs.window
+        return np.floor(turn * height * width).astype(np.int32)
+
+    # --- composition (`varjax.policies.compose`) ---
+
+    def known_capacity(
+        self, geometry: Geometry, budget: float, calibration: Calibration | None
+    ) -> np.ndarray | None:
+        """int32 [K, L, N]: what heads hold when each scale starts; None where that is decided while
+        generating."""
+        given = self.allocate(geometry, budget, calibration)
+        if isinstance(given, RegionAllocation):
+            if given.ragged or given.regroup_scale is not None:
+                return None
+        return given.capacity(geometry)
+
+    def adopt(self, geometry: Geometry, budget: float, capacity: np.ndarray) -> Allocation:
+        """The allocation with which `select` fills capacities int32 [K, L, N] that another policy
+        has decided.
+
+        Raises:
+          UserError: the contents of this policy are not a selection.
+        """
+        if type(self).select is Rule.select:
+            raise UserError(
+                f"policy {self.policy.name!r} cannot select for another one: its contents are "
+                f"given by its own allocation, not chosen by a score"
+            )
+        return RegionAllocation(capacity)
