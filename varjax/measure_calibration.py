@@ -80,7 +80,7 @@ def check_scales(model: Model) -> None:
 def _probe_state(
     generator: Generator, condition: Condition, index: np.ndarray, seed: int
 ) -> dict[str, np.ndarray]:
-    """float64 [L, images, ...]: the probe's state, of the conditional rows of one batch."""
+    """float64 [L, images, ...]: the probe's state in the conditional rows of one batch."""
     _, state = generator.run_images(condition, index, seed=seed)
     return {k: np.asarray(a, np.float64)[:, : index.size] for k, a in state.policy_state.items()}
 
@@ -182,7 +182,9 @@ class Probe(Policy):
         columns = [np.arange(a, b, width) for a, b in zip(inside, [*inside[1:], end], strict=True)]
         return np.concatenate([*columns, [end]]).astype(np.int32)
 
-    def allocate(self, geometry: Geometry, budget: float, calibration=None) -> RegionAllocation:
+    def allocate(
+        self, geometry: Geometry, budget: float, calibration: Calibration | None = None
+    ) -> RegionAllocation:
         starts = np.array(geometry.schedule.starts, np.int32)[:, None, None]
         shape = (starts.size, geometry.num_layers, geometry.num_heads)
         return RegionAllocation(np.broadcast_to(starts, shape).copy())

@@ -34,6 +34,57 @@ def test_policy_is_documented_and_frozen(name):
     hash(cls())
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_repr_is_a_short_line(name):
+    """The budget, and what differs from the defaults."""
+    policy = POLICIES[name](budget=0.5, block_size=4)
+    text = f"{type(policy).__name__}(budget=0.5, block_size=4)"
+    assert repr(policy) == str(policy) == text
+
+
+def test_repr_of_prepared_policies():
+    """Tables that `prepare` fills in are not printed."""
+    hack = policies.HACK(_types=((True,) * 16,) * 30)
+    assert repr(hack) == "HACK(budget=0.25)"
+    composed = policies.Compose.of(
+        allocate=policies.H2O(budget=0.3), select=policies.SnapKV(window=3)
+    )
+    text = "Compose(budget=0.3, allocate=h2o, select=snapkv, select_window=3)"
+    assert repr(composed) == text
+    assert len(repr(policies.Table(path="x" * 1000))) < 100
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_rules(name):
+    """A policy gives one rule for each kind of model that it serves, and refuses other models."""
+    policy = POLICIES[name]()
+    for kind, draws in (("scales", "scale by scale"), ("tokens", "token by token")):
+        if not policy.serves(kind):
+            with pytest.raises(UserError, match=f"^policy '{name}': it does not serve .* {draws}"):
+                policy.rule(kind)
+            continue
+        rule = policy.rule(kind)
+        assert rule.kind == kind and rule.policy is policy
+        assert rule == policy.rule(kind) and hash(rule) == hash(policy.rule(kind))
+        assert (rule is policy) == isinstance(policy, type(rule))
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "value", "kind"),
+    [
+        ("headkv", "period", 8, "scales"),
+        ("headkv", "score", "attention", "scales"),
+        ("headkv", "local_share", 0.5, "tokens"),
+        ("snapkv", "period", 8, "scales"),
+        ("compose", "period", 8, "scales"),
+    ],
+)
+def test_arguments_for_the_other_kind_of_model(name, argument, value, kind):
+    policy = POLICIES[name](**{argument: value})
+    with pytest.raises(UserError, match=f"^policy '{name}': {argument}=.* leave it out$"):
+        policy.rule(kind)
+
+
 def test_readme_lists_all_policies():
     assert markdown_table() in README.read_text(encoding="utf-8"), (
         "paste varjax.policies.registry.markdown_table()"

@@ -1,7 +1,8 @@
-"""From policy and budget to a CachePlan: choose the block size and charge rounding to the
-budget."""
+"""From policy and budget to a CachePlan, for both kinds of models: what the policy may keep, and in
+blocks of how many slots, when rounding is charged to the budget."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from varjax.cache import allocator, stages
@@ -15,22 +16,22 @@ from varjax.errors import UserError
 from varjax.sequence import SCALES, TOKENS
 
 BLOCK_SIZES = (64, 32, 16, 8, 4, 2, 1)
-# Kernels fetch whole blocks, and what a head holds need not begin where a block does. Of a block
-# size S, heads of C tokens fetch about 1 + (S - 1) / C slots per token: at most 6 % too many in
-# blocks of which they fill 16. Blocks smaller than 16 cost copies and table entries, and are only
-# taken where rounding, less than one block in all, costs more than 1 % of the tokens.
+# Kernels fetch whole blocks, and what a head holds need not begin where a block does. In blocks of
+# S slots, heads of C tokens fetch about 1 + (S - 1) / C slots per token: at most 6 % too many if a
+# head fills 16 blocks. Blocks smaller than 16 cost copies and table entries. They are only taken
+# where rounding, less than one block in all, costs more than 1 % of the tokens.
 BLOCKS_PER_HEAD = 16
 USUAL_BLOCK = 16
 LOST_AT_MOST = 0.01
 SEARCH_STEPS = 14
 
 
-class Layout(NamedTuple):
-    """What planning does in its own way for one kind of model.
+class Planning(NamedTuple):
+    """The two steps of planning that differ with the kind of model.
 
-    fit: from a geometry, a rule and the allocation of a budget what may be kept when rounding is
-      charged to the budget, and in blocks of how many slots.
-    build: the plan of that allocation.
+    fit: takes a geometry, a rule, and the function from a budget to its allocation. It returns what
+      may be kept when rounding is charged to the budget, and the block size.
+    build: lays that allocation out.
     """
 
     fit: Callable[[Geometry, Rule, Callable], tuple[Allocation | StageAllocation, int]]
@@ -46,7 +47,7 @@ def plan_cache(geometry: Geometry, policy: Policy, calibration: Any = None) -> C
         budget is infeasible (the message names the smallest feasible one), or the block size is.
     """
     policy, allocation, block_size = choose(geometry, policy, calibration)
-    return LAYOUTS[geometry.kind].build(
+    return PLANNING[geometry.kind].build(
         geometry,
         allocation,
         block_size=block_size,
@@ -69,13 +70,13 @@ def choose(
     def allocate(budget: float) -> Allocation | StageAllocation:
         return rule.allocate(geometry, budget, calibration)
 
-    return policy, *LAYOUTS[geometry.kind].fit(geometry, rule, allocate)
+    return policy, *PLANNING[geometry.kind].fit(geometry, rule, allocate)
 
 
 def fit_blocks(
     geometry: Geometry, rule: Rule, allocate: Callable[[float], Allocation]
 ) -> tuple[Allocation, int]:
-    """`Layout.fit` where heads share the blocks of one pool."""
+    """`Planning.fit` where heads share the blocks of one pool."""
     # Papers count tokens and leave rounding out; here it is charged to the budget by default, so
     # that the bytes of the pool, not a count of tokens, keep the promise.
     policy = rule.policy
@@ -84,13 +85,13 @@ def fit_blocks(
         tokens = peak_tokens(geometry, allocation)
         block_size = policy.block_size or _usual_size(geometry, tokens)
     else:
-        allocation, block_size = _charge_rounding(geometry, rule, allocate)
+        allocation, block_size = _Search(geometry, rule, allocate).run()
     return allocation, check_block_size(block_size)
 
 
-LAYOUTS = {
-    SCALES: Layout(fit_blocks, build_plan),
-    TOKENS: Layout(stages.fit_slots, stages.build_plan),
+PLANNING = {
+    SCALES: Planning(fit_blocks, build_plan),
+    TOKENS: Planning(stages.fit_slots, stages.build_plan),
 }
 
 
@@ -122,61 +123,71 @@ def cost(geometry: Geometry, allocation: Allocation, block_size: int = 0) -> flo
     return min(1.0, max(1, slots) / max(1, geometry.dense_tokens))
 
 
-def _charge_rounding(
-    geometry: Geometry, rule: Rule, allocate: Callable[[float], Allocation]
-) -> tuple[Allocation, int]:
-    """What may be kept, and in blocks of what size, when the rounded pool must fit the budget: the
-    best block size that loses at most 1 % of the tokens."""
-    policy = rule.policy
-    limit = int(policy.budget * geometry.dense_tokens + 1e-6)  # 0.29 * 100 is 29, not 28
-    wanted = peak_tokens(geometry, allocate(policy.budget))
-    # a budget of 1 must keep everything
-    share = 1.0 if wanted == geometry.dense_tokens else 1 - LOST_AT_MOST
-    lowest = rule.minimum_budget(geometry)
-    asked = check_block_size(policy.block_size) if policy.block_size else 0
-    for block_size in (asked,) if asked else _sizes(geometry, wanted):
-        allocation = _largest_that_fits(geometry, policy, allocate, lowest, limit, block_size)
-        if allocation is None:
-            continue
-        kept = peak_tokens(geometry, allocation)
-        enough = kept >= share * wanted
-        # what was given is not kept in part: here it is the pool that may be too large
-        loose = not policy.shrinks and -kept % block_size > LOST_AT_MOST * kept
-        if (asked and share < 1) or (enough and (asked or not loose)):
-            return allocation, block_size
-    raise UserError(_too_large(geometry, policy, allocate, lowest, limit, asked))
+@dataclass(frozen=True)
+class _Search:
+    """The search for what may be kept, and in blocks of what size, when the rounded pool has to fit
+    the budget. allocate: the allocation of a budget."""
 
+    geometry: Geometry
+    rule: Rule
+    allocate: Callable[[float], Allocation]
 
-def _too_large(geometry: Geometry, policy, allocate, lowest, limit: int, asked: int) -> str:
-    """Why no pool fits, and what would."""
-    problem = f"policy {policy.name!r} at budget {policy.budget:g} does not fit {limit} slots"
-    problem += f" in blocks of {asked}" if asked else ""
-    for size in BLOCK_SIZES:
-        if _largest_that_fits(geometry, policy, allocate, lowest, limit, size) is not None:
-            return f"{problem}: choose block_size={size} or smaller, or accounting=tokens"
-    needed = peak_tokens(geometry, allocate(policy.budget)) / max(1, geometry.dense_tokens)
-    return (
-        f"{problem}: after some layer of some scale it holds {needed:.4f} of the full cache; give "
-        f"that budget, or accounting=tokens"
-    )
+    def run(self) -> tuple[Allocation, int]:
+        """The best block size that loses at most 1 % of the tokens, and what is kept with it."""
+        policy, geometry = self.rule.policy, self.geometry
+        wanted = peak_tokens(geometry, self.allocate(policy.budget))
+        # a budget of 1 must keep everything
+        share = 1.0 if wanted == geometry.dense_tokens else 1 - LOST_AT_MOST
+        asked = check_block_size(policy.block_size) if policy.block_size else 0
+        for block_size in (asked,) if asked else _sizes(geometry, wanted):
+            allocation = self._largest(block_size)
+            if allocation is None:
+                continue
+            kept = peak_tokens(geometry, allocation)
+            enough = kept >= share * wanted
+            # contents that are given are not kept in part: there the pool may be too large
+            loose = not policy.shrinks and -kept % block_size > LOST_AT_MOST * kept
+            if (asked and share < 1) or (enough and (asked or not loose)):
+                return allocation, block_size
+        raise UserError(self._too_large(asked))
 
+    @property
+    def _limit(self) -> int:
+        """Slots that the budget pays for; 0.29 * 100 is 29, not 28."""
+        return int(self.rule.policy.budget * self.geometry.dense_tokens + 1e-6)
 
-def _largest_that_fits(geometry, policy, allocate, lowest, limit, block_size) -> Allocation | None:
-    """Bisect the budget handed to the policy until its rounded pool fits `limit` slots."""
-
-    def attempt(budget):
-        allocation = allocate(budget)
-        return allocation if pool_slots(geometry, allocation, block_size) <= limit else None
-
-    best = attempt(policy.budget)
-    if best is not None or not policy.shrinks:
+    def _largest(self, block_size: int) -> Allocation | None:
+        """Bisect the budget handed to the policy until its rounded pool fits the limit."""
+        policy = self.rule.policy
+        best = self._attempt(policy.budget, block_size)
+        if best is not None or not policy.shrinks:
+            return best
+        # What a policy keeps grows with its budget, but in whole tokens, so the search is over real
+        # numbers; it stops after so many halvings that less than a token per head is left to find.
+        low, high = self.rule.minimum_budget(self.geometry), policy.budget
+        best = self._attempt(low, block_size)
+        for _ in range(SEARCH_STEPS if best is not None else 0):
+            middle = (low + high) / 2
+            found = self._attempt(middle, block_size)
+            low, high, best = (middle, high, found) if found is not None else (low, middle, best)
         return best
-    # What a policy keeps grows with its budget, but in whole tokens, so the search is over real
-    # numbers; it stops after so many halvings that less than a token per head is left to find.
-    low, high = lowest, policy.budget
-    best = attempt(low)
-    for _ in range(SEARCH_STEPS if best is not None else 0):
-        middle = (low + high) / 2
-        found = attempt(middle)
-        low, high, best = (middle, high, found) if found is not None else (low, middle, best)
-    return best
+
+    def _attempt(self, budget: float, block_size: int) -> Allocation | None:
+        """What a budget keeps, if its pool fits the limit."""
+        allocation = self.allocate(budget)
+        fits = pool_slots(self.geometry, allocation, block_size) <= self._limit
+        return allocation if fits else None
+
+    def _too_large(self, asked: int) -> str:
+        """Why no pool fits, and what would."""
+        policy, geometry = self.rule.policy, self.geometry
+        problem = f"policy {policy.name!r} at budget {policy.budget:g} does not fit {self._limit}"
+        problem += f" slots in blocks of {asked}" if asked else " slots"
+        for size in BLOCK_SIZES:
+            if self._largest(size) is not None:
+                return f"{problem}: choose block_size={size} or smaller, or accounting=tokens"
+        needed = peak_tokens(geometry, self.allocate(policy.budget)) / max(1, geometry.dense_tokens)
+        return (
+            f"{problem}: after some layer of some scale it holds {needed:.4f} of the full cache; "
+            f"give that budget, or accounting=tokens"
+        )

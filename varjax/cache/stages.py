@@ -35,8 +35,8 @@ class StageAllocation:
     """How many image tokens every head of a layer may hold, and when.
 
     slots: int64 [L]: image slots of a head (B), the buffer among them.
-    period: tokens of a stage (P); of known contents it only says after how many tokens reports
-      look.
+    period: tokens of a stage (P). For known contents it only says after how many tokens reports
+      look at the cache.
     decides: whether a policy decides after every stage; else contents are known.
     kept: int64 [L]: tokens that stay after a stage, at most B - P. None: B - P.
     protected: image tokens from the first on that a ring leaves alone (known contents).
@@ -61,7 +61,7 @@ class StageAllocation:
         kept: int | None = None,
         group_stage: int | None = None,
     ) -> "StageAllocation":
-        """The same in all layers. With room for all tokens nothing has to be decided."""
+        """Give all layers the same. With room for all tokens nothing has to be decided."""
         steps = geometry.schedule.steps
         if slots >= steps:
             return cls.known(geometry, steps)

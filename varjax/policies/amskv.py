@@ -31,34 +31,36 @@ class AMSKV(Policy):
 
     1. Algorithm 1, for every layer: its capacity is Cmin. A scale larger than Cmax is not stored.
        If appending a scale exceeds the capacity and the similarity S is below theta, the capacity
-       becomes Cmax, for good. A scale larger than the capacity is not stored.
+       becomes Cmax for good. A scale larger than the capacity is not stored.
     2. Algorithm 2 (CLRU), if the capacity is exceeded: keep the condensed tokens, which are locked,
        and the newest (capacity - condensed) others.
     3. Eq. 3: S = -||k_i - resized k_(i-1)||_2, averaged over heads and tokens, per row online, and
        also over samples in a calibration (`key_discrepancy` = -S).
 
-    mode=profiled: demanding layers are decided once per model and contents are static: those named
-      by `layers`, or by a calibration the `demanding` least similar ones (mean over scales), or
-      with `theta` Algorithm 1 on the measured values. Presets do without and take the first layers,
-      a guess: the paper does not say which they are, and the bytes do not depend on it.
-    mode=online: decided by the test of Eq. 3 while generating, per image and guidance row. Any
-      layer may turn out to be demanding, so the planned bytes are Cmax in every layer.
+    mode=profiled: demanding layers are decided once per model and contents are static. Demanding
+      are the layers named by `layers`; or, from a calibration, the `demanding` least similar ones
+      (mean over scales); or, with `theta`, those that Algorithm 1 finds on the measured values.
+      Presets need no calibration and take the first layers. That is a guess: the paper does not say
+      which they are, and the bytes do not depend on it.
+    mode=online: the test of Eq. 3 decides while generating, per image and guidance row. Any layer
+      may turn out to be demanding, so the planned bytes are Cmax in every layer.
 
     Args:
-      budget: fraction of the full cache (0.25). Given sizes decide: the budget is then what they
-        cost, and one that is given is a limit to check.
+      budget: fraction of the full cache (0.25). Where sizes are given, they decide: the budget is
+        then what they cost, and a budget that is given is a limit to check.
       mode: profiled or online.
       preset: d30-table3, d36-table3 or d30-abstract: cmin, cmax and demanding that reproduce the
         published memory.
       cmin, cmax: tokens of efficient and demanding layers; 0 takes them from the budget.
       condensed: locked scales; -1 (automatic) takes two, or as many as fit half of a Cmin that
-        comes from the budget. condensed_tokens: the same in tokens.
+        comes from the budget.
+      condensed_tokens: the same in tokens.
       demanding: number of demanding layers; -1 (automatic) takes a quarter of them.
       layers: demanding layers, for example 0;3;5 or 0-7, all, none.
-      theta: threshold of the similarity, below 0; 0 is automatic, in online mode -1 (keys of norm 1
-        at 60 degrees; those of other models are further apart) or, with a calibration, between
-        the `demanding` layers and the others.
-      ratio: Cmax over Cmin where they come from the budget; about that of the stated sizes.
+      theta: threshold of the similarity, below 0. 0 is automatic: in online mode -1 (keys of norm 1
+        at 60 degrees; keys of other models are further apart) or, with a calibration, between the
+        `demanding` layers and the others.
+      ratio: Cmax over Cmin where they come from the budget; about the ratio of the stated sizes.
       oversize: skip leaves out a scale that is larger than the capacity, as printed; fill keeps as
         many of its newest tokens as still fit. auto: skip for given sizes; fill for a budget, which
         a literal reading can leave largely unused.
@@ -69,8 +71,9 @@ class AMSKV(Policy):
       - Attention comes before rolling: a scale sees itself and what was held before, and the last
         scale is never stored. The published memory counts what Algorithm 1 holds after the last
         scale, N * Cmax + (L - N) * Cmin; `experiments.plan` prints that and ours, the peak.
-      - The stated sizes (last two or penultimate scale, plus condensed) do not give the published
-        memory; the presets are the only scale-aligned sizes that do, given one stated capacity.
+      - The stated sizes (the last two scales or the penultimate one, plus the condensed) do not
+        give the published memory. The presets are the only scale-aligned sizes that do, given one
+        stated capacity.
       - Tokens evicted before a layer turns demanding do not return. No test at the first scale.
       - The ablations of Tables 1, 2 and 7 are `table` files and plain arguments: docs/policies.md.
     """
@@ -130,8 +133,9 @@ class AMSKV(Policy):
         rules.check(self, geometry)
         super().check(geometry)
 
-    def _with_cost(self, geometry: Geometry, calibration) -> "AMSKV":
-        """With the budget that the sizes cost, unless one was given; then it is checked."""
+    def _with_cost(self, geometry: Geometry, calibration: Calibration | None) -> "AMSKV":
+        """The policy with the budget that its sizes cost. A budget that was given stays, and is
+        checked."""
         allocation = self.allocate(geometry, 1.0, calibration)
         if isinstance(self.budget, NotGiven):
             budget = planner.cost(geometry, allocation, self.block_size)
@@ -146,14 +150,16 @@ class AMSKV(Policy):
 
     # --- demanding layers -------------------------------------------------------------------------
 
-    def _with_layers(self, geometry: Geometry, calibration, guess: bool) -> "AMSKV":
-        """With its demanding layers named, or in online mode with theta: by measurements half way
-        between the `demanding` least similar layers and the others.
+    def _with_layers(
+        self, geometry: Geometry, calibration: Calibration | None, guess: bool
+    ) -> "AMSKV":
+        """The policy with its demanding layers named, or in online mode with theta. Where layers
+        were measured, theta is half way between the `demanding` least similar ones and the others.
 
         guess: without a calibration take the first layers. If nothing says which layers, none are
-        named and `_below` complains (as `select` of `compose` nobody asks).
+        named and `_below` complains; for a `select` of `compose` nobody asks it.
         """
-        layers, mean = geometry.num_layers, _mean_discrepancy(calibration)
+        layers, mean = geometry.num_layers, rules.mean_discrepancy(calibration)
         number = self.demanding if self.demanding >= 0 else max(1, round(layers / 4))
         if not self._online:
             known = mean is not None or number in (0, layers) or (guess and calibration is None)
@@ -179,7 +185,7 @@ class AMSKV(Policy):
             named = rules.named_layers(self, geometry.num_layers)
             below = np.isin(np.arange(geometry.num_layers), named)[:, None]
             return np.repeat(below, geometry.schedule.num_scales, axis=1)
-        if not self.theta or _mean_discrepancy(calibration) is None:
+        if not self.theta or rules.mean_discrepancy(calibration) is None:
             self.refuse(
                 f"which layers are demanding is measured on the model: give {CALIBRATE} with "
                 f"key_discrepancy, or name them (layers=0;3;5), or choose mode=online"
@@ -188,7 +194,9 @@ class AMSKV(Policy):
         below[:, 0] = False
         return below
 
-    def _wide(self, geometry: Geometry, sizes: rules.Sizes, calibration) -> np.ndarray:
+    def _wide(
+        self, geometry: Geometry, sizes: rules.Sizes, calibration: Calibration | None
+    ) -> np.ndarray:
         """bool [L]: layers that may end with Cmax."""
         if self._online:
             return np.ones(geometry.num_layers, bool)
@@ -264,33 +272,16 @@ class AMSKV(Policy):
         return int(np.where(wide, sizes.cmax, sizes.cmin).sum())
 
     def plan_lines(self, geometry: Geometry, calibration: Calibration | None = None) -> list[str]:
-        sizes, theta = self.sizes(geometry, self.budget, calibration), self.theta
-        wide = np.flatnonzero(self._wide(geometry, sizes, calibration)).tolist()
-        rest = f"{sizes.condensed} of them condensed"
-        rest += "" if self.cmax else " (before rounding to blocks)"
+        sizes = self.sizes(geometry, self.budget, calibration)
         if self._online:
-            assumed = (
-                f"theta     {theta:g} is assumed, for keys of norm 1; if this model does not "
-                f"normalise its keys, calibrate it or give theta="
-            )
-            return [
-                f"layers    demanding ones are found while generating (similarity below "
-                f"{theta:g}), so every layer is planned with Cmax",
-                *([assumed] if isinstance(theta, NotGiven) else []),
-                f"sizes     Cmin {sizes.cmin}, Cmax {sizes.cmax} tokens, {rest}",
-            ]
-        if sizes.cmin == sizes.cmax:
-            return [f"sizes     {sizes.cmin} tokens in every layer, {rest}"]
-        return [
-            f"layers    demanding: {' '.join(map(str, wide)) or 'none'}",
-            f"sizes     Cmax {sizes.cmax} tokens in {len(wide)} of {geometry.num_layers} layers, "
-            f"Cmin {sizes.cmin} in the others, {rest}",
-        ]
+            return rules.online_lines(self, sizes, assumed=isinstance(self.theta, NotGiven))
+        return rules.profiled_lines(self, sizes, self._wide(geometry, sizes, calibration))
 
     # --- device -----------------------------------------------------------------------------------
 
     def inputs(self, geometry: Geometry, allocation: Allocation, image_index: np.ndarray):
-        """int32 [K, L, 4]: Cmin, Cmax, condensed tokens, whether oversize scales fill the rest."""
+        """int32 [K, L, 4]: Cmin, Cmax, condensed tokens, and whether oversize scales fill what is
+        left; None for static contents."""
         if not isinstance(allocation, RegionAllocation):
             return None
         cmin = allocation.protected + allocation.recent
@@ -315,12 +306,3 @@ class AMSKV(Policy):
         demanding = False if obs.state is None else obs.state[:, None]
         capacity = jnp.minimum(jnp.where(demanding, cmax, cmin), obs.capacity)
         return rules.keep(obs, capacity, jnp.minimum(condensed, capacity), fill > 0)
-
-
-def _mean_discrepancy(calibration: Calibration | None) -> np.ndarray | None:
-    """float64 [L]: key discrepancy of each layer over the scales that have one before them; None
-    where it was not measured."""
-    if calibration is None or calibration.key_discrepancy is None:
-        return None
-    measured = np.asarray(calibration.key_discrepancy)
-    return measured[:, 1:].sum(1) / max(1, measured.shape[1] - 1)

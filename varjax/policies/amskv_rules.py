@@ -1,5 +1,5 @@
-"""The rules of AMS-KV: its two algorithms, on the host and as a device mask, the sizes a budget
-buys, and what arguments it takes: published configurations, and everything that can be wrong.
+"""The rules of AMS-KV: its two algorithms, on the host and as a device mask; the sizes that a
+budget buys; its arguments, published configurations and checks.
 
 A layer's capacity (the paper's C_bgt) is C_min, or C_max once the layer turned demanding. A scale
 with more tokens than the capacity is oversize.
@@ -8,16 +8,21 @@ with more tokens than the capacity is oversize.
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
 
 from varjax.cache.allocation import Geometry
 from varjax.cache.observation import Observation
+from varjax.calibration.data import Calibration
 from varjax.errors import choose
 from varjax.policies import building_blocks as blocks
 from varjax.policies import capacities
 from varjax.schedule import Schedule
+
+if TYPE_CHECKING:
+    from varjax.policies.amskv import AMSKV
 
 POSITIONS = 2.0**21  # more than any token's position; a few times as much is exact in float32
 VAR_256 = Schedule.square((1, 2, 3, 4, 5, 6, 8, 10, 13, 16))
@@ -35,7 +40,7 @@ PRESETS = {
 class Sizes:
     """Tokens per head: C_min, C_max, and the condensed ones, which are locked.
 
-    fill: of an oversize scale, the newest tokens that still fit are kept; otherwise none.
+    fill: whether the newest tokens of an oversize scale that still fit are kept; otherwise none.
     """
 
     cmin: int
@@ -76,9 +81,12 @@ class Sizes:
 def divide(
     geometry: Geometry, budget: float, demanding: int | None, least: int, ratio: float
 ) -> tuple[int, int]:
-    """(C_min, C_max) of a budget: `demanding` layers hold `ratio` times as much as the others, as
-    nearly as whole tokens and C_min >= `least` allow; together at most budget * F * L, and with
-    budget 1 all of it. None: which layers are demanding is not known, so any can hold C_max."""
+    """(C_min, C_max) of a budget.
+
+    `demanding` layers hold `ratio` times as much as the others, as nearly as whole tokens and C_min
+    >= `least` allow. All layers together hold at most budget * F * L tokens, with budget 1 exactly
+    that many. None: it is not known which layers are demanding, so any layer can hold C_max.
+    """
     full, layers = geometry.schedule.persistent_tokens, geometry.num_layers
     if demanding is None:
         cmax = capacities.uniform(geometry, budget)
@@ -105,11 +113,57 @@ def keep(obs: Observation, capacity, condensed, fill):
     return blocks.top(age + stored_first * POSITIONS, among, capacity)
 
 
+def mean_discrepancy(calibration: Calibration | None) -> np.ndarray | None:
+    """float64 [L]: key discrepancy of each layer over the scales that have one before them; None
+    where it was not measured."""
+    if calibration is None or calibration.key_discrepancy is None:
+        return None
+    measured = np.asarray(calibration.key_discrepancy)
+    return measured[:, 1:].sum(1) / max(1, measured.shape[1] - 1)
+
+
+# --- what a printed plan says ---
+
+
+def online_lines(policy: "AMSKV", sizes: Sizes, *, assumed: bool) -> list[str]:
+    """Lines about mode=online. assumed: nobody gave theta, and nothing was measured."""
+    theta = policy.theta
+    lines = [
+        f"layers    demanding ones are found while generating (similarity below {theta:g}), so "
+        f"every layer is planned with Cmax"
+    ]
+    if assumed:
+        lines.append(
+            f"theta     {theta:g} is assumed, for keys of norm 1; if this model does not normalise "
+            f"its keys, calibrate it or give theta="
+        )
+    rest = _condensed_tokens(policy, sizes)
+    return [*lines, f"sizes     Cmin {sizes.cmin}, Cmax {sizes.cmax} tokens, {rest}"]
+
+
+def profiled_lines(policy: "AMSKV", sizes: Sizes, wide: np.ndarray) -> list[str]:
+    """Lines about mode=profiled. wide: bool [L], layers with Cmax."""
+    rest, named = _condensed_tokens(policy, sizes), np.flatnonzero(wide).tolist()
+    if sizes.cmin == sizes.cmax:
+        return [f"sizes     {sizes.cmin} tokens in every layer, {rest}"]
+    return [
+        f"layers    demanding: {' '.join(map(str, named)) or 'none'}",
+        f"sizes     Cmax {sizes.cmax} tokens in {len(named)} of {len(wide)} layers, Cmin "
+        f"{sizes.cmin} in the others, {rest}",
+    ]
+
+
+def _condensed_tokens(policy: "AMSKV", sizes: Sizes) -> str:
+    rounded = "" if policy.cmax else " (before rounding to blocks)"
+    return f"{sizes.condensed} of them condensed{rounded}"
+
+
 # --- arguments ---
 
 
-def preset_values(policy, geometry: Geometry) -> dict:
-    """What the preset of a policy fills in."""
+def preset_values(policy: "AMSKV", geometry: Geometry) -> dict[str, int]:
+    """The values that a policy's preset fills in; `UserError` if it is for another model or
+    contradicts an argument."""
     name = policy.preset
     values = PRESETS[choose("preset of policy 'amskv'", name, PRESETS)]
     wanted, given = MODELS[name[:3]], (geometry.schedule, geometry.num_layers)
@@ -128,7 +182,7 @@ def preset_values(policy, geometry: Geometry) -> dict:
     return values if policy.mode == "profiled" else values | {"demanding": -1}
 
 
-def check(policy, geometry: Geometry) -> None:
+def check(policy: "AMSKV", geometry: Geometry) -> None:
     """Raise `UserError` for arguments that are wrong in themselves or contradict each other."""
     choose("mode of policy 'amskv'", policy.mode, ("profiled", "online"))
     choose("oversize of policy 'amskv'", policy.oversize, ("auto", "skip", "fill"))
@@ -137,7 +191,7 @@ def check(policy, geometry: Geometry) -> None:
             policy.refuse(reason)
 
 
-def _rules(p, geometry: Geometry) -> Iterator[tuple[bool, str]]:
+def _rules(p: "AMSKV", geometry: Geometry) -> Iterator[tuple[bool, str]]:
     """Every rule, and what to say if it is broken; later ones rely on earlier ones."""
     schedule, layers, total = geometry.schedule, geometry.num_layers, geometry.schedule.total_tokens
     largest = (schedule.num_scales - 1, schedule.persistent_tokens, layers)
@@ -175,7 +229,7 @@ def _rules(p, geometry: Geometry) -> Iterator[tuple[bool, str]]:
     yield p.demanding in (-1, number), differ
 
 
-def named_layers(policy, num_layers: int) -> list[int]:
+def named_layers(policy: "AMSKV", num_layers: int) -> list[int]:
     """The layers of `0;3;5`, `0-7`, `all` or `none`."""
     text = {"all": f"0-{num_layers - 1}"}.get(policy.layers, policy.layers)
     found: set[int] = set()

@@ -8,34 +8,37 @@ manual. It never moves bytes.
 import dataclasses
 import types
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NoReturn
+from typing import ClassVar, NoReturn, TypeVar
 
 import numpy as np
+from jax.typing import ArrayLike
 
 from varjax import arguments
 from varjax.cache.allocation import Geometry
-from varjax.cache.observation import Needs, Observation
+from varjax.cache.observation import Needs  # noqa: F401 - users take it from here
 from varjax.calibration.data import Calibration
 from varjax.errors import UserError, about, nearest, show
 from varjax.policies.rule import Rule, ScaleRule
 from varjax.sequence import SCALES, TOKENS
 
-__all__ = ["Needs", "Observation", "Policy"]  # what a policy of one's own starts from
-
 BUDGET = {  # its range, and what a message about it says
-    **{"low": 0, "high": 1, "above": True},
+    "low": 0,
+    "high": 1,
+    "above": True,
     "note": ": it is the fraction of the full cache's bytes that may be kept",
 }
 LARGEST_INTEGER = 2**31 - 1  # of a field that says no range
 CONTENTS_FOLLOW = "its contents are not chosen by a score, they follow from its own"
 CALIBRATE = "a calibration (`python -m experiments.calibrate` writes one)"
+Value = TypeVar("Value")  # a field's default, which type checkers see in place of its declaration
+Kind = type | types.UnionType | str  # a field's type, or the name of it
 
 
 class NotGiven(float):
     """A default that can be told from the same number given by the user."""
 
 
-def within(default: Any, low: float, high: float, **more: Any) -> Any:
+def within(default: Value, low: float, high: float, **more: bool | str) -> Value:
     """Declare a field of a policy that is a number from `low` to `high`, whatever the model. more:
     further arguments of `arguments.number`."""
     return dataclasses.field(
@@ -43,7 +46,7 @@ def within(default: Any, low: float, high: float, **more: Any) -> Any:
     )
 
 
-def only_for(kind: str, default: Any) -> Any:
+def only_for(kind: str, default: Value) -> Value:
     """Declare a field of a policy that only models of one kind have a use for; given for others it
     is refused. default: its default, or its declaration (`within`)."""
     if not isinstance(default, dataclasses.Field):
@@ -92,7 +95,7 @@ class Policy(ScaleRule):
 
     # --- arguments --------------------------------------------------------------------------------
 
-    def __init_subclass__(cls, **more: Any):
+    def __init_subclass__(cls, **more: object):
         super().__init_subclass__(**more)
         if "__repr__" not in vars(cls):  # else `dataclass` writes one that lists all fields
             cls.__repr__ = Policy.__repr__
@@ -102,7 +105,7 @@ class Policy(ScaleRule):
         told = [f"budget={self.budget:g}"]
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name != "budget" and f.name[0] != "_" and value != f.default:
+            if f.name != "budget" and f.repr and f.name[0] != "_" and value != f.default:
                 told.append(f"{f.name}={show(value)}")
         return f"{type(self).__name__}({', '.join(told)})"
 
@@ -125,12 +128,12 @@ class Policy(ScaleRule):
             raise UserError(f"accounting={show(self.accounting)}: choose bytes or tokens")
 
     @classmethod
-    def argument_types(cls) -> dict[str, Any]:
+    def argument_types(cls) -> dict[str, Kind]:
         """The `--policy_args`: all fields but the budget and those with a leading underscore."""
         return {f.name: f.type for f in fields(cls) if f.name != "budget" and f.name[0] != "_"}
 
     @classmethod
-    def from_arguments(cls, arguments: dict[str, str]) -> dict[str, Any]:
+    def from_arguments(cls, arguments: dict[str, str]) -> dict[str, object]:
         """Values of this policy's fields from the text of `--policy_args`.
 
         Raises:
@@ -226,13 +229,13 @@ class Policy(ScaleRule):
         return self
 
 
-def per_layer(geometry: Geometry, values: Any) -> np.ndarray:
+def per_layer(geometry: Geometry, values: ArrayLike) -> np.ndarray:
     """[K, L, ...]: the same values for every scale and layer, as `ScaleRule.inputs` wants them."""
     shape = (geometry.schedule.num_scales, geometry.num_layers, *np.shape(values))
     return np.broadcast_to(values, shape)
 
 
-def parse_value(name: str, text: str, kind: Any) -> Any:
+def parse_value(name: str, text: str, kind: Kind) -> int | float | str | bool:
     """Read one `--policy_args` value as the type of its field, which may be given by name."""
     read, _, wanted = _KINDS.get(_name_of(kind), (kind, None, str(kind)))
     if not isinstance(text, str):
@@ -243,14 +246,14 @@ def parse_value(name: str, text: str, kind: Any) -> Any:
         raise UserError(f"policy argument {name}={show(text)} is not {wanted}") from None
 
 
-def _name_of(kind: Any) -> str:
+def _name_of(kind: Kind) -> str:
     """Return "int" for the type and for its name, which an annotation may be; "int | None" too."""
     if isinstance(kind, types.UnionType):
         return str(kind)
     return getattr(kind, "__name__", kind) if isinstance(kind, (type, str)) else ""
 
 
-def _optional_integer(name: str, value: Any, **limits: Any) -> int | None:
+def _optional_integer(name: str, value: object, **limits: int) -> int | None:
     return None if value is None else arguments.integer(name, value, **limits)
 
 

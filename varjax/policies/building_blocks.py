@@ -1,5 +1,5 @@
-"""Masks that policies are made of. Device functions over [R, N, K] arrays; counts are per head and
-may be traced."""
+"""Masks that selections are made of, on models that draw scale by scale. Device functions over [R,
+N, K] arrays; counts are per head and may be traced."""
 
 from functools import reduce
 
@@ -15,8 +15,8 @@ Count = Int[Array, "R N"]
 
 
 def rank(score: Score, among: Mask) -> Position:
-    """Place of each entry by descending score, counted within `among`; entries outside come last.
-    Ties: earlier entry first."""
+    """The place of each entry by descending score, counted within `among`; entries outside come
+    last. Among equals the earlier entry comes first."""
     order = jnp.argsort(jnp.where(among, -score, jnp.inf), axis=-1, stable=True)
     return jnp.argsort(order, axis=-1)
 

@@ -1,7 +1,7 @@
 """How many tokens a head may hold, on the host, in whole numbers that keep to the budget.
 
-A head's limit is an upper bound; its capacity when a scale starts is the limit or, early on, what
-exists. All limits together are at most floor(budget * F * L * N), with budget 1 every limit is F.
+A head's limit is an upper bound. Its capacity when a scale starts is the limit or, early on, what
+exists. All limits together are at most floor(budget * F * L * N); with budget 1 every limit is F.
 """
 
 import numpy as np

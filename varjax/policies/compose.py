@@ -3,7 +3,6 @@
 import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from varjax.arguments import instance
 from varjax.cache.allocation import Allocation, Geometry
@@ -39,14 +38,14 @@ class Compose(Composed, StagedPolicy):
     select=SnapKV())`, where the budget of the first counts.
 
     Args:
-      budget: fraction of the full cache, by default that of the policy `allocate`.
+      budget: fraction of the full cache, by default the one of the policy `allocate`.
       allocate: the policy that gives the capacities (heatkv): any but full (nothing is left to
         select), headkv and online amskv (who gets how much is decided while generating).
       select: the policy that chooses (snapkv): swa and streaming (the newest, without or with
         sinks), amskv (condensed and newest), or any that scores (snapkv, h2o, hack, scalekv,
         headkv).
-      period: see `help(varjax.policies.token_rule.StagedPolicy)`; that of a table where one
-        allocates.
+      period: see `help(varjax.policies.token_rule.StagedPolicy)`; where a table allocates, its
+        file decides.
       allocate_NAME, select_NAME: argument NAME of either policy, for example allocate_sinks=3 or
         select_window=8. Only arguments that matter to the role: what hack's asymmetry says about
         capacities is refused as select_asymmetry.
@@ -54,18 +53,19 @@ class Compose(Composed, StagedPolicy):
     What a part needs (a calibration, a file) it needs here too, but `scalekv` as `select` needs
     neither budgets nor calibration.
 
-    Differs from the parts: sinks of `select` that exceed a head's capacity stay as far as they fit,
-      the oldest first; so no budget is too small for `select`. `headkv` as `select` keeps the
-      recent tokens that it would give a local head of the same budget, and groups no heads.
+    Differs from the parts: if the sinks of `select` exceed a head's capacity, the oldest of them
+      stay; so no budget is too small for `select`. `headkv` as `select` keeps the recent tokens
+      that it would give a local head of the same budget, and groups no heads.
 
-    On models that draw token by token all policies but `table` give all heads the same, so it is
-    `allocate=table` that makes a difference: layers hold what the file keeps at most, and `select`
-    chooses which. Not said, `allocate` is streaming there. Both parts must serve such models, and
-    what `select` never drops must fit.
+    On models that draw token by token all policies but `table` give all heads the same, so only
+    `allocate=table` makes a difference: layers hold what the file keeps at most, and `select`
+    chooses which tokens. `allocate` is streaming there by default. Both parts must serve such
+    models, and what `select` never drops must fit.
     """
 
     budget: float = 0.1
-    parts: tuple[tuple[str, str], ...] = ()  # all arguments but the shared ones, as text
+    # all arguments but the shared ones, as text
+    parts: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     _prepared: tuple[Policy, ...] = field(default=(), repr=False)
 
     by_token = ComposeTokens
@@ -91,9 +91,13 @@ class Compose(Composed, StagedPolicy):
         if pairs and not self._prepared:
             self.from_arguments(dict(pairs))
 
+    def __repr__(self) -> str:
+        parts = (f"{name}={value}" for name, value in self.parts)
+        return f"{', '.join([super().__repr__().removesuffix(')'), *parts])})"
+
     @classmethod
     def of(cls, *, allocate: Policy, select: Policy) -> "Compose":
-        """From two policies; budget, accounting and block size are those of `allocate`."""
+        """Compose two policies; budget, accounting and block size are taken from `allocate`."""
         for role, part in zip(ROLES, (allocate, select), strict=True):
             instance(role, part, Policy, "a policy of varjax.policies")
         parts = {"allocate": allocate.name, "select": select.name}
@@ -106,7 +110,7 @@ class Compose(Composed, StagedPolicy):
         return cls(**(cls.from_arguments(parts) | shared))
 
     @classmethod
-    def from_arguments(cls, arguments: dict[str, str]) -> dict[str, Any]:
+    def from_arguments(cls, arguments: dict[str, str]) -> dict[str, object]:
         own = {k: v for k, v in arguments.items() if k in (*SHARED, "period")}
         parts = ROLES | {k: v for k, v in arguments.items() if k not in own}
         known = [*SHARED[1:], "period", *ROLES]
@@ -154,7 +158,7 @@ class Compose(Composed, StagedPolicy):
         return (self._prepared or self._unprepared)[1]
 
     def with_parts(
-        self, allocator: Policy, selector: Policy, defaults: dict[str, str], **values: Any
+        self, allocator: Policy, selector: Policy, defaults: dict[str, str], **values: float | int
     ) -> "Compose":
         """The composition of prepared parts; `parts` names what was not said, too, because a
         composition is the same, said or not."""

@@ -34,9 +34,9 @@ class H2O(StagedPolicy):
 
     After every scale, in each head that holds more than its capacity C = floor(budget * F):
     1. The newest floor(recent_share * C) tokens stay (newest in raster order).
-    2. The rest goes to the heavy hitters: the other tokens with the most accumulated attention,
-       i.e. attention mass summed over all queries, of all scales, that saw the token
-       (the scale just generated included). Of equals, the first in the cache.
+    2. The rest goes to the heavy hitters: the other tokens with the most accumulated attention.
+       That is the attention mass summed over all queries that saw the token, in all scales, the
+       scale just generated included. Among equals the first in the cache stays.
 
     Every head of every layer has the same capacity.
 
@@ -48,16 +48,16 @@ class H2O(StagedPolicy):
         `help(varjax.policies.token_rule.StagedPolicy)`.
 
     On models that draw token by token this is the paper's rule, decided after every `period` tokens
-    and not after each: of the B - P image tokens that stay, floor(recent_share * (B - P)) are the
+    and not after each. B - P image tokens stay: floor(recent_share * (B - P)) of them are the
     newest, the others have collected most since they were drawn, their own attention to themselves
-    included. Of equals the newer stays.
+    included. Among equals the newer stays.
 
     On next-scale models it differs from the paper, because scales replace tokens:
       - One decision per scale, about all of its tokens at once, instead of one eviction per token.
       - A scale's tokens see each other in both directions, so even the newest have collected
         something. Sums are not divided by the number of queries, as in the paper, so a large scale
         weighs more than all smaller ones before it.
-      - No sinks (nor has the original); the first scales collect for longest.
+      - There are no sinks, as in the original; the first scales collect for longest.
     """
 
     budget: float = 0.25

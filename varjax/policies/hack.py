@@ -48,12 +48,12 @@ class HACK(SinkPolicy):
       contextual: fraction of contextual heads among all heads of the model (0.75).
       asymmetry: capacity of a structural head relative to a contextual one.
 
-    Our reading, because the texts that we follow name a variance-aware statistic, two budgets, two
-    eviction rules and the sinks, but give neither formulas nor numbers:
-      - The statistic is the one above, and a quantile over the whole model separates the kinds, so
-        layers may differ in how many contextual heads they have. That three in four are contextual
-        is measured on the embedded demo (docs/policies.md): halves are clearly further from the
-        full cache.
+    The texts that we follow name a variance-aware statistic, two budgets, two eviction rules and
+    the sinks, but give neither formulas nor numbers. So this is our reading:
+      - The statistic is the one above. A quantile over the whole model separates the kinds, so
+        layers may differ in how many contextual heads they have. Three in four are contextual:
+        measured on the embedded demo (docs/policies.md), halves are clearly further from the full
+        cache.
       - Structural heads get the larger capacity: their mass lies on many tokens, that of stripes on
         few. Twice as large is a guess.
       - All queries of the current scale judge what is attended, anew after every scale. "Near" is

@@ -32,36 +32,37 @@ class HeadKV(StagedPolicy, SinkPolicy):
     shows early in every image. So local heads get a small cache and global heads a large one,
     decided per image.
 
-    On models that draw token by token, the paper's own:
+    On models that draw token by token, as in the paper:
 
     1. The cache is the condition, history and the newest `window` tokens (w; Eq. 2). Nothing is
        dropped until it holds more than `group_after` tokens.
     2. After the first stage at which it does, once per image, each head is measured by the newest
        token's attention: it is local if fewer than w newest tokens gather `threshold` of it, else
        global. That holds to the end.
-    3. Local heads see the condition and the newest w tokens (Eq. 3), global heads history too, as
-       far as there is room (Eq. 4).
+    3. Local heads see the condition and the newest w tokens (Eq. 3). Global heads also see history,
+       as far as there is room for it (Eq. 4).
     4. Stratified eviction: after every `period` tokens (P) M tokens of history have to go. History
        is split by rank in the list of what is held, oldest first: the newer `ratio` is near, the
-       rest far (Eq. 5). The M / 2 of each part with the lowest scores go. S of a token is
+       rest is far (Eq. 5). In each part the M / 2 tokens with the lowest scores S go. S is
        q . k / sqrt(H), averaged over the stage's P queries (Eq. 6, `score=logit`).
 
-    Readings of what the paper leaves open, on these models:
-      - The budget counts the condition, and the buffer of the newest P tokens: it is a peak. The
-        paper counts image tokens after an update (`accounting=tokens` does that: rho = budget).
-      - `group_after` counts everything that is held, the condition too. The newest query's softmax
-        is over all of it, with the condition as the oldest tokens: a head with more than a tenth of
-        its attention on the condition is global.
+    What the paper leaves open is read as follows on these models:
+      - The budget counts the condition and the buffer of the newest P tokens: it is a peak. The
+        paper counts image tokens after an update. `accounting=tokens` does that: rho = budget.
+      - `group_after` counts everything that is held, the condition included. The newest query's
+        softmax is over all of it, with the condition as the oldest tokens: a head with more than a
+        tenth of its attention on the condition is global.
       - The window that decides a head's type is w: "typically two rows" of the image.
-      - Types belong to a layer, head and row; unconditional rows have their own.
+      - A type belongs to a layer, a head and a row. Unconditional rows have types of their own.
       - If the budget holds more than `group_after`, types are found there, local heads are cut at
         once, and global heads go on growing. If it holds less, types are found when it is full
         (`grouping=budget`); `grouping=paper` goes on to `group_after` and drops down to the budget
         then, so the peak is `group_after`, which needs a budget of that size or accounting=tokens.
       - P has no published value; here it is 8, or 16 if a head has room for 128 image tokens.
-      - The queries of Eq. 6 are the newest P (printed are P + 1 over P), with no softmax, as
-        printed; Eq. 1 of the same text shows one, so `score=attention` averages attention instead.
-      - Of an odd M the near part gives one more; what one part cannot give the other does.
+      - The queries of Eq. 6 are the newest P; the print sums P + 1 and divides by P. There is no
+        softmax, as printed. Eq. 1 of the same text shows one, so `score=attention` averages
+        attention instead.
+      - If M is odd, the near part gives one token more. What one part cannot give, the other gives.
       - Local heads have as much room as global ones and are masked: exact windows between updates,
         for 3 to 8 % of the memory. A quota (`global_heads`) gives the others no more room either.
       - Keys keep the rotation of their true place. Heads that share keys are not supported.
@@ -72,8 +73,8 @@ class HeadKV(StagedPolicy, SinkPolicy):
        dropped.
     2. Grouping (step 2): at that scale, once per image and row, each head is measured by how many
        tokens, counted backwards from the newest (own scale first, then earlier scales), gather
-       `threshold` of the attention mass averaged over that scale's queries. The heads that need
-       least are local, the others global.
+       `threshold` of the attention mass, averaged over that scale's queries. The heads that need
+       the fewest are local, the others are global.
     3. Compression (step 3, Eqs. 2-4): every head keeps the sink scales and the newest tokens, and
        fills the rest of its room with history. Local heads have less room.
     4. Stratified eviction (Eqs. 5-6): history is split by age into a near and a far part, the
@@ -81,43 +82,47 @@ class HeadKV(StagedPolicy, SinkPolicy):
        `ratio` of the tokens kept being near ones.
 
     Args:
-      budget: mean fraction over heads. Of the mean capacity A = budget * F a local head gets
-        local_share * A (at least the sinks), the global heads of the layer share what is left.
+      budget: mean fraction over heads. On next-scale models a local head gets local_share * A (at
+        least the sinks) of the mean capacity A = budget * F, and the global heads of the layer
+        share what is left.
       group_after: tokens per head before grouping (the paper's 100 for Janus-Pro and LlamaGen).
       threshold: attention mass that decides a head's type (0.9).
-      global_heads: global heads per layer; 0 takes all but one in eight, and all but one where
-        that is none. Token by token: 0 is the paper's rule, whoever needs w tokens or more; G is a
-        quota, the G heads of a layer and row that need most, of equals the lower head number.
+      global_heads: global heads per layer. Next-scale models: 0 takes all but one in eight, and all
+        but one where that is none. Token by token: 0 is the paper's rule, every head that needs w
+        tokens or more; G is a quota, the G heads of a layer and row that need most, among equals
+        the lower head number.
       local_share: capacity of a local head relative to the mean. Next-scale models only.
       recent_share: newest tokens that every head keeps, relative to the mean capacity, as far as
         it has room for them. Next-scale models only.
-      sinks: scales never dropped; 0 takes up to 3, as many as fit half of the mean capacity. Token
-        by token: image tokens that stay from the first on (0).
-      window: queries of the current scale that score the history, spread evenly over it (16). Token
-        by token: the newest tokens w, by default two lines of the image, halved until a sixth of
-        what stays is left for history.
-      ratio: near part of the history (the paper's r_s is the far part, 1 - ratio); on next-scale
-        models also of what is kept of it.
-      period: tokens between two decisions, token by token; see
+      sinks: first steps that are never dropped. Next-scale models: scales; 0 takes up to 3, as many
+        as fit half of the mean capacity. Token by token: image tokens (0).
+      window: tokens w of the observation window. Next-scale models: tokens of the current scale,
+        spread evenly over it, whose queries score the history (16). Token by token: the newest
+        tokens, which stay; by default two lines of the image, halved until a sixth of what stays is
+        left for history.
+      ratio: near part of the history (the paper's r_s is the far part, 1 - ratio). On next-scale
+        models it is also the near part of the history that is kept.
+      period: tokens between two decisions. Token by token only; see
         `help(varjax.policies.token_rule.StagedPolicy)`.
-      score: "logit" or "attention", token by token.
-      grouping: "budget" or "paper", token by token.
+      score: "logit" or "attention". Token by token only.
+      grouping: "budget" or "paper". Token by token only.
 
     On next-scale models it differs from the paper, because scales replace tokens and because a
     budget here is a promise:
       - The paper's number of local heads varies per input (need below the window size). Capacities
         must be static here, so the *number* of global heads is fixed and heads are ranked by need;
-        of equals, the lower head number counts as global.
+        among equals the lower head number counts as global.
       - If the budget cannot hold `group_after` tokens in every head, grouping happens at the first
-        scale that would not fit whole, before anything of it is kept: not even early is the budget
-        exceeded.
-      - The mean over all queries of the grouping scale decides, not one query per head: a scale is
-        generated at once. So "recent queries" are spread over the scale, all being equally recent.
+        scale that would not fit whole, before anything of that scale is kept. So the budget is not
+        exceeded early on either.
+      - The mean over all queries of the grouping scale decides, not one query per head, because a
+        scale is generated at once. For the same reason "recent queries" are spread over the scale:
+        all of them are equally recent.
       - Recent means newest in raster order. The paper's two image rows become `recent_share`: the
-        scale at hand, which every head sees whole, is the nearest neighbourhood. Its update every
-        few tokens is one after every scale.
+        scale at hand, which every head sees whole, is the nearest neighbourhood. The paper's update
+        every few tokens becomes one after every scale.
       - Local heads have less room, and keep history where sinks and newest tokens leave some: what
-        a quota calls local need not be so for every image.
+        a quota calls local need not be local in every image.
     """
 
     budget: float = 0.25
@@ -169,8 +174,8 @@ class HeadKV(StagedPolicy, SinkPolicy):
         return self.global_heads or heads - local
 
     def region_sizes(self, geometry: Geometry, budget: float) -> np.ndarray:
-        """int [N]: tokens of the regions of a layer, the global ones first. What does not divide
-        evenly goes to the first of them, whose heads need most."""
+        """int [N]: tokens of the regions of a layer, the global ones first. The remainder of an
+        uneven division goes to the first regions, whose heads need most."""
         full, wide = geometry.schedule.persistent_tokens, self._num_global(geometry)
         narrow, total = geometry.num_heads - wide, capacities.of_layer(geometry, budget)
         share = int(self.local_share * total / geometry.num_heads + 1e-6)
@@ -183,7 +188,7 @@ class HeadKV(StagedPolicy, SinkPolicy):
         return regions
 
     def _recent(self, geometry: Geometry, budget: float) -> int:
-        """Newest tokens that a head keeps, where it has room for them beside the sinks."""
+        """Newest tokens that a head keeps if it has room for them beside the sinks."""
         mean = capacities.of_layer(geometry, budget) / geometry.num_heads
         return int(self.recent_share * mean + 1e-6)
 

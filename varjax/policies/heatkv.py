@@ -20,7 +20,7 @@ class HeatKV(SinkPolicy):
     """HeatKV ("Head-tuned KV-cache Compression for Visual Autoregressive Modeling", 2026).
 
     Idea: how much a head looks back at a given scale hardly depends on the image. So a few images
-      tell, once per model, which scales each head can do without; every head gets its own subset of
+      tell, once per model, which scales each head can do without. Every head gets its own subset of
       scales, and the subset shrinks as the cache grows.
 
     1. Importance (Eqs. 2, 4): beta[k, j] is the attention mass of scale k on scale j, S-CAS the
@@ -40,8 +40,9 @@ class HeatKV(SinkPolicy):
     Args:
       budget: fraction of the full cache, kept after every layer of every scale.
       sinks: scales that are never dropped; 3 in the paper. 0 takes what the order lists imply,
-        K - 1 minus their number, or with beta up to 3, as many as fit half of the budget. Lists
-        that imply more than 3 sinks are refused unless `sinks` says so: one is probably missing.
+        K - 1 minus their number. With beta 0 takes up to 3, as many as fit half of the budget.
+        Lists that imply more than 3 sinks are refused unless `sinks` says so: one is probably
+        missing.
 
     Differs from:
       - the paper: Algorithm 2 as printed counts the current scale in layers that have not stored it
@@ -50,7 +51,8 @@ class HeatKV(SinkPolicy):
       - the authors' planner: it counts a scale's early removals from the layer that made them
         necessary. Here, as in their runtime, the cache goes straight to A_(k+1) after layer l of
         scale k: tokens held after a layer are at most what their planner counts, and attention
-        sees the same. Any schedule, not only the square 1M one; no static over-allocation.
+        sees the same. Any schedule works, not only the square 1M one, and nothing is allocated in
+        reserve.
     """
 
     budget: float = 0.1
@@ -68,7 +70,12 @@ class HeatKV(SinkPolicy):
     def removal_orders(
         self, geometry: Geometry, calibration: Calibration | None
     ) -> tuple[np.ndarray, int]:
-        """(int [S, T, 2] or, for whole heads, [1, T, 2]; number of sink scales)."""
+        """(int [S, T, 2], orders of (head, layer), or [1, T, 2] for whole heads; sink scales).
+
+        Raises:
+          UserError: there is no calibration, it was measured on another model, or what it holds
+            does not fit the policy.
+        """
         if calibration is None:
             raise UserError(
                 f"policy {self.name!r} needs measurements of the model: give {CALIBRATE}, or "
@@ -110,11 +117,19 @@ class HeatKV(SinkPolicy):
             )
         return implied
 
-    def schedule(self, geometry: Geometry, budget: float, calibration) -> PruneSchedule:
+    def schedule(
+        self, geometry: Geometry, budget: float, calibration: Calibration | None
+    ) -> PruneSchedule:
         """The pruning schedule behind `allocate`; `UserError` as in `prepare`."""
         orders, sinks = self.removal_orders(geometry, calibration)
-        kind = {"whole_heads": self.whole_heads, "literal": self.literal}
-        return prune_schedule(geometry, orders, sinks=sinks, budget=budget, **kind)
+        return prune_schedule(
+            geometry,
+            orders,
+            sinks=sinks,
+            budget=budget,
+            whole_heads=self.whole_heads,
+            literal=self.literal,
+        )
 
     def allocate(
         self, geometry: Geometry, budget: float, calibration: Calibration | None = None

@@ -19,7 +19,7 @@ from varjax.policies.windows import minimum_budget
 
 @dataclass(frozen=True, eq=False)
 class PruneSchedule:
-    """Result of `prune_schedule`.
+    """What `prune_schedule` decides.
 
     counts: int [K], N_k: heads that give up each source scale once scale k is done; -1 for the last
       scale, which is never stored.
@@ -28,7 +28,7 @@ class PruneSchedule:
     early_count: int [K], removals due after scale k that had to come before it.
     total_after_layer: int [K, L], tokens stored right after layer l of scale k if each layer makes
       its removals when it has run; -1 for the last scale.
-    running_total: the same as the search saw it, with the early removals found up to layer l.
+    running_total: the same total as the search saw it, with the early removals found up to layer l.
     """
 
     counts: np.ndarray
@@ -114,7 +114,7 @@ def prune_schedule(
 
 @dataclass(frozen=True, eq=False)
 class _Problem:
-    """What the search needs. Row i of an array is the state before scale i, that is after i - 1.
+    """What the search needs. Row i of an array is the state before scale i, after scale i - 1.
 
     size: int [K + 1, U], stored tokens of each unit; sink_size: int [K + 1], those of a head's
     sinks; removed: bool [K + 1, U, L, N]; rank: int [U, L, N], place in the order of its unit;
@@ -128,7 +128,15 @@ class _Problem:
     limit: int
 
     @classmethod
-    def of(cls, geometry, orders, counts, sinks, budget, whole_heads) -> "_Problem":
+    def of(
+        cls,
+        geometry: Geometry,
+        orders: np.ndarray,
+        counts: np.ndarray,
+        sinks: int,
+        budget: float,
+        whole_heads: bool,
+    ) -> "_Problem":
         schedule, layers, heads = geometry.schedule, geometry.num_layers, geometry.num_heads
         source = np.arange(sinks, max(sinks, schedule.num_scales - 1))
         done = np.arange(-1, schedule.num_scales)[:, None]

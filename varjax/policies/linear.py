@@ -1,4 +1,5 @@
-"""LineAR: after every line of the image, the middle gives up what that line looked at least."""
+"""LineAR: after every line of the image, the middle drops the tokens that the line attended to
+least."""
 
 from dataclasses import dataclass
 
@@ -15,13 +16,14 @@ from varjax.policies.token_rule import SCORES, TokenPolicy, WindowedRule
 class LineAR(WindowedRule, TokenPolicy):
     """LineAR (Qin et al. 2025, arXiv 2512.04857), for models that draw token by token.
 
-    Idea: neighbouring lines of an image look at the same places. So the image is made in stages of
-    a line, and after each the tokens that this line's queries looked at least are dropped.
+    Idea: neighbouring lines of an image look at the same places. So the image is drawn in stages of
+    a line, and after each line the tokens that its queries attended to least are dropped.
 
-    Every head of every layer holds the same: the condition, the first `sinks` image tokens (the
-    paper's initial anchors), the newest `window` (its recent lines), and of the tokens between them
-    those with the highest scores S. S of a token is its attention, averaged over the queries of the
-    stage (softmax over everything that the query saw, summed up as the line is drawn).
+    Every head of every layer holds the same number of tokens: the condition, the first `sinks`
+    image tokens (the paper's initial anchors), the newest `window` (its recent lines), and those
+    tokens between them that have the highest scores S. S is the attention that a token receives,
+    averaged over the queries of the stage (softmax over everything that the query saw, summed up as
+    the line is drawn).
 
     Args:
       budget: fraction of the full cache: condition, tokens that stay and buffer together.
@@ -30,13 +32,13 @@ class LineAR(WindowedRule, TokenPolicy):
       window: newest image tokens that always stay; by default two lines, halved until a sixth of
         what stays is left for the middle.
       sinks: image tokens that stay from the start on (0).
-      score: "attention", or "logit": the scores before the softmax instead, averaged likewise.
+      score: "attention", or "logit": the average of the scores before the softmax instead.
 
-    Our reading throughout: of the paper we have the abstract, its README and its tables, and there
-    is no code. Not known are the number of recent lines, what the anchors are (we take none beside
-    the condition), whether scores are taken after the softmax, and how the running line counts (it
-    is part of the budget here). On HeadKV's word this is HeadKV with one stratum and without local
-    heads. Heads that share keys are not supported.
+    All of this is our reading: we have the paper's abstract, README and tables, and there is no
+    code. Not known are the number of recent lines, what the anchors are (we take none beside the
+    condition), whether scores are taken after the softmax, and how the running line counts (it is
+    part of the budget here). The HeadKV paper describes it as HeadKV with one stratum and without
+    local heads. Heads that share keys are not supported.
     """
 
     budget: float = 0.25

@@ -20,7 +20,7 @@ EPSILON = 1e-8  # added to the norm of a key
 @dataclass(frozen=True, kw_only=True)
 class RKV(ObservingRule, TokenPolicy):
     """R-KV (Cai et al. 2025, "Redundancy-aware KV Cache Compression"), for models that draw token
-    by token; repaired.
+    by token, with the faults of the published code repaired.
 
     Idea: what is attended to should stay, but not ten copies of it. So a token's score is its
     importance less its redundancy.
@@ -29,10 +29,10 @@ class RKV(ObservingRule, TokenPolicy):
     1. The newest `window` tokens (a) stay; their queries observe the others.
     2. Importance I: the softmax of each of these queries' scores over the image tokens outside the
        window, averaged over the queries, max-pooled over `kernel` neighbours in order of position.
-    3. Redundancy R: cosine similarity of all image tokens' keys with each other (none with itself);
-       for every token the newest one that it resembles (above 0.5) does not count; a token's mean
-       similarity with all, and the softmax of those means over all tokens.
-    4. Those with the highest mix * I - (1 - mix) * R stay. Of equals the newer stays.
+    3. Redundancy R: the cosine similarities of all image tokens' keys with each other, none with
+       itself. For every token the newest one that it resembles (above 0.5) does not count. The
+       similarities of a token are averaged, and R is the softmax of these means over all tokens.
+    4. The tokens with the highest mix * I - (1 - mix) * R stay. Among equals the newer stays.
 
     Args:
       budget: fraction of the full cache: condition, tokens that stay and buffer together.
@@ -47,9 +47,9 @@ class RKV(ObservingRule, TokenPolicy):
       - Similarities are those of every row. The code takes those of the first row for all.
       - Tokens are in order of position. The code keeps them in order of score, so that "the newest
         one" and neighbours of the pooling lose their meaning from the second update on.
-      - Where a token resembles none above 0.5 nothing is left out; the code leaves out the first.
-      - The condition always stays, and neither observes nor counts among the similar. The code
-        protects nothing.
+      - If a token resembles none above 0.5, nothing is left out; the code leaves out the first.
+      - The condition always stays. It neither observes nor counts among the similar tokens. The
+        code protects nothing.
       - The period counts every image's own tokens. The code's counter runs on from image to image.
       - Query heads that share keys are not supported (the code takes the maximum over them).
     """
@@ -85,8 +85,8 @@ class RKV(ObservingRule, TokenPolicy):
 
 
 def redundancy(keys, live):
-    """float32 [R, N, K]: how much each key resembles the others, from keys [R, N, K, H] in order of
-    position of which the live ones come first."""
+    """float32 [R, N, K]: how much each key resembles the others. keys: [R, N, K, H] in order of
+    position, the live ones first."""
     keys = jnp.where(live[..., None], keys.astype(jnp.float32), 0)
     unit = keys / (jnp.sqrt(jnp.square(keys).sum(-1, keepdims=True)) + EPSILON)
     similar = jnp.einsum("rnih,rnjh->rnij", unit, unit)

@@ -33,13 +33,13 @@ class ScaleKV(Policy):
     and refiners small ones, scale by scale.
 
     1. Layer class: the selectivity of a layer is its attention on the current scale times the
-       concentration of what goes to earlier scales, averaged over scales. The layers of lowest
+       concentration of its attention on earlier scales, averaged over scales. The layers of lowest
        selectivity are the drafters.
     2. Budgets: at each scale drafters keep everything and the refiners share the rest equally; the
        mean over layers is the budget. While everything fits nothing is dropped.
     3. Window: the tokens of a grid x grid raster over the scale just generated. With cells of
-       S // grid rows, row i of the raster is i * (S // grid) + (S // grid - 1) // 2; columns
-       alike. They stay, as far as they fit (the best-scored if not all do).
+       S // grid rows, row i of the raster is i * (S // grid) + (S // grid - 1) // 2; the columns
+       follow the same rule. These tokens stay, as far as they fit (the best-scored if not all do).
     4. Scores: attention logits (before the softmax) of the window's queries, averaged; max-pooled
        along the cache in order of position, stride 1, `kernel` wide, window positions at -inf
        before and after. The best fill the rest; among equals the higher own score, then the earlier
@@ -50,8 +50,8 @@ class ScaleKV(Policy):
 
     Args:
       budget: fraction of the full cache; the mean over layers whenever a scale starts.
-      budgets: published budget file, see `scalekv_budgets.BudgetFile`. The budget is then what it
-        costs; one that is given is checked.
+      budgets: published budget file, see `scalekv_budgets.BudgetFile`. The budget is then what the
+        file costs; a budget that is given is checked.
       drafters: the most drafter layers. 0 takes one in 16 layers, as the published files have.
       refiner_share: capacity that refiners keep at least, relative to the mean over layers; the
         published files go down to 0.31. Where it is not left, fewer layers are drafters, and the
@@ -64,13 +64,14 @@ class ScaleKV(Policy):
     Differs from the authors' code:
       - It recomputes the window's queries without bias, normalisation, learned multiplier and
         rotation, which cached keys have: its scores are not the attention logits that the paper
-        describes. We use the logits; `faithful=True` does as the code. Sum and mean rank alike.
+        describes. We use the logits; `faithful=True` does what the code does. Sums and means rank
+        tokens in the same order.
       - Which tokens of a pooling plateau survive is unspecified there.
       - It compresses when a cache exceeds 650 tokens; here the capacities say so for every model.
       - Its budget holds when a scale starts. A drafter grows before later layers have shrunk, so
         the cache is larger for a while. accounting=tokens counts like that; accounting=bytes
         lowers own budgets until the peak fits too, and refuses a file whose peak does not fit.
-      - Layer classes of own budgets are the same at all scales: a layer that was a refiner has
+      - With own budgets a layer has the same class at all scales: a layer that was a refiner has
         nothing left to draft with.
       - Maps with sides below the grid, which its sizes never compress, are sampled evenly.
     """
@@ -96,7 +97,7 @@ class ScaleKV(Policy):
 
     @property
     def uses_calibration(self) -> bool:
-        """And, alike, whether the budget decides."""
+        """Whether measurements decide, and with them the budget; if not, a file does."""
         return not self.budgets
 
     budgeted = shrinks = uses_calibration

@@ -1,5 +1,5 @@
-"""Who holds how much under ScaleKV: published budget files, and budgets of our own in their
-manner."""
+"""How much each layer holds under ScaleKV: published budget files, and budgets of our own made in
+the same manner."""
 
 import hashlib
 import json

@@ -12,7 +12,7 @@ from varjax.policies.registry import register
 from varjax.policies.token_rule import ObservingRule, StagedPolicy, check_kernel
 
 WINDOW = 16
-KERNEL, STAGE_KERNEL = 7, 5  # of scales and of single tokens
+KERNEL, STAGE_KERNEL = 7, 5  # on next-scale models, and token by token
 WINDOW_SHARE = 4  # an automatic window takes at most a quarter of a head's capacity
 
 
@@ -47,8 +47,8 @@ class SnapKV(StagedPolicy):
     window of queries votes, and the winners stay.
 
     After every scale, in each head that holds more than its capacity:
-    1. The window is `window` queries of the scale just generated, spread evenly over its map. Its
-       tokens stay, as far as they fit (the best-voted of them if not all do).
+    1. The window is `window` tokens of the scale just generated, spread evenly over its map. Their
+       queries vote. They stay, as far as they fit (the best-voted of them if not all do).
     2. Vote: the attention mass that each other token receives from the window, averaged over its
        queries.
     3. Clustering: the votes are max-pooled along the cache, in order of position, `kernel` tokens
@@ -61,25 +61,26 @@ class SnapKV(StagedPolicy):
 
     Args:
       budget: fraction of the full cache.
-      window: queries in the observation window. 0 (default) takes 16, or a quarter of a head's
-        capacity if that is less, so that small models keep some history; on models that draw token
-        by token 16, or the period if that is less, and at most the period.
-      kernel: width of the pooling, odd; 1 turns it off. 7 by default, 5 on models that draw token
+      window: tokens of the observation window, whose queries vote. Next-scale models: 0 (default)
+        takes 16, or a quarter of a head's capacity if that is less, so that small models keep some
+        history. Token by token: at most the period; 0 (default) takes 16, or the period if that is
+        less.
+      kernel: width of the pooling, odd; 1 turns it off. By default 7 on next-scale models, 5 token
         by token.
       period: tokens between two decisions, on models that draw token by token; see
         `help(varjax.policies.token_rule.StagedPolicy)`.
 
     On models that draw token by token the window is the newest tokens, and the same is done after
-    every `period` tokens of a picture (the paper does it once, after the prompt). Votes are
-    normalised over all that a query saw, the window and the condition included, and pooled in order
-    of position; window tokens do not vote for their neighbours.
+    every `period` tokens of a picture (the paper does it once, after the prompt). A query's votes
+    are normalised over everything that it saw, the window and the condition included. Votes are
+    pooled in order of position; window tokens do not vote for their neighbours.
 
     On next-scale models it differs from the paper, because scales replace tokens:
       - All tokens of a scale are equally recent, so the window is spread over it and not the end of
         the prompt. It votes anew after every scale; what was dropped stays dropped.
       - Tokens of the current scale outside the window compete with history on equal terms.
-      - Of the two poolings of the authors' code we take the maximum: at the borders of the cache
-        and beside window tokens an average needs rules that no text gives.
+      - The authors' code has two poolings; we take the maximum. An average would need rules for the
+        borders of the cache and beside window tokens, and no text gives any.
       - No sinks: HeatKV's comparison names them for other policies only.
     """
 

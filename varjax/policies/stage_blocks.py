@@ -1,8 +1,9 @@
-"""Building blocks of selections after a stage. Masks and scores are [R, N, K] arrays over a head's
-slots, which hold tokens in no order; position says which. Ties: the older token is the lower.
+"""Masks that selections after a stage are made of, on models that draw token by token. Masks and
+scores are [R, N, K] arrays over a head's slots, which hold tokens in no order; `position` says
+which token a slot holds. Among equal scores the older token is the lower.
 
-Ranks come from comparing everything with everything (`pallas_kernels.rank`), of heads with very
-many slots from sorting.
+Ranks come from comparing everything with everything (`pallas_kernels.rank`); heads with very many
+slots sort instead.
 """
 
 import jax.numpy as jnp
@@ -20,15 +21,15 @@ MOST_COMPARED = 1024  # slots; with more, comparisons cost more than two sorts
 
 
 def age_rank(position: Position, among: Mask) -> Position:
-    """How many tokens of `among` are older; for tokens outside as if they were in it."""
+    """How many tokens of `among` are older than each token, which need not be in `among` itself."""
     if position.shape[-1] > MOST_COMPARED:
         return _rank_by_sorting(among, position)
     return compared(None, position, among)
 
 
 def rank(score: Score, tie: Position, among: Mask, part: Mask | None = None) -> Position:
-    """How many of `among` have a lower score, or of equals a lower `tie` (their position). part:
-    true in one of two parts, of which only the token's own counts."""
+    """How many tokens of `among` have a lower score, or an equal score and a lower `tie` (their
+    position). part: true in one of two parts; a token is compared with those of its own part."""
     if tie.shape[-1] > MOST_COMPARED:
         return _rank_by_sorting(among, score, tie, part=part)
     return compared(score, tie, among, part)
@@ -52,9 +53,9 @@ def stratum_lowest(
     """`count` tokens of `among`: the lowest half of them from its far part, the other half from its
     near part.
 
-    The parts are by rank in the list, oldest first (`age`, that of `age_rank`); the newer
-    `near_share` is near (rounded up). Near gives the larger half; what one part cannot give the
-    other does.
+    The parts go by rank in the list, oldest first (`age`, as `age_rank` returns it); the newer
+    `near_share` is near (rounded up). Near gives the larger half. What one part cannot give, the
+    other gives.
     """
     total = among.sum(-1, dtype=jnp.int32)
     far_size = jnp.floor((1 - near_share) * total + 1e-3).astype(jnp.int32)
@@ -125,7 +126,7 @@ def _inverse(place: Position) -> Position:
 
 
 def _rank_by_sorting(among: Mask, *keys: Num[Array, "R N K"], part: Mask | None = None) -> Position:
-    """As the comparisons, by two sorts; the first key counts most."""
+    """The same ranks as the comparisons give, by two sorts; the first key counts most."""
     if part is not None:  # where it is false first
         before = (among & ~part).sum(-1, keepdims=True, dtype=jnp.int32)
         in_order = _rank_by_sorting(among, part.astype(jnp.int32), *keys)

@@ -32,20 +32,20 @@ class Table(StagedPolicy):
         in that head.
       keep_token: bool [K, layers, heads, tokens], or [K, layers, rows, heads, tokens] with rows = 2
         * images (conditional, then unconditional; without guidance only the former count):
-        contents that differ per row, as those of content-dependent policies do.
+        contents differ per row, as they do with content-dependent policies.
     Entries for the current and later scales must be False, and what is dropped never returns; both
     are checked. Capacities follow from the file (the most that any row keeps), so the budget is a
     check: a table that keeps more than `budget` is refused.
 
-    On models that draw token by token a stage of P tokens takes the place of a scale, and stage 0
-    is the condition, which always stays, whatever the file says: K = 1 + ceil((N - 1) / P) stages
-    for N image tokens. The tokens of `keep_token` are those of the image, its last one included,
-    which nothing reads. The buffer of P tokens counts, so the smallest budget of a table is what a
-    layer keeps at most before a stage, and P tokens more.
+    On models that draw token by token a stage of P tokens takes the place of a scale. Stage 0 is
+    the condition, which always stays, whatever the file says. N image tokens have K = 1 + ceil((N -
+    1) / P) stages. `keep_token` lists the tokens of the image, the last one included, which nothing
+    reads. The buffer of P tokens counts: a table needs a budget for the most that a layer keeps
+    before a stage, and P tokens more.
 
     Args:
       path: the npz file.
-      period: P; it follows from the number of stages and need not be given.
+      period: P, token by token; it follows from the number of stages and need not be given.
     """
 
     path: str = ""

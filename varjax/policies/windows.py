@@ -31,7 +31,7 @@ def sink_scales(sinks: int, geometry: Geometry, budget: float) -> int:
 
 
 def minimum_budget(sinks: int, geometry: Geometry) -> float:
-    """Budget at which only the sink scales fit (one scale when the number is left open)."""
+    """The budget at which only the sink scales fit (one scale if the number is left open)."""
     schedule = geometry.schedule
     tokens = schedule.starts[sinks or min(1, schedule.num_scales - 1)]
     return tokens / max(1, schedule.persistent_tokens)
