@@ -17,21 +17,24 @@ from pallas_kernels.projection import Projection
 from pallas_kernels.ragged_attention import QuerySums
 from pallas_kernels.tables import BlockTable, BlockWrites, block_writes
 
-TABLES = ("random", "empty", "full", "repeated", "shared")
+FILLINGS = ("random", "empty", "full", "repeated", "shared")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArgSpec:
     """One call of an operation.
 
-    rows: batch rows (two per image). tokens: T, padded length of the scale; length: its real
-    tokens. entries: M, table entries of every head. owned: share of the table's slots that a head
-    owns on average. table: how entries are filled: "random" runs with an empty and a full head
-    among them, all "empty", all "full", "repeated" (blocks listed twice with disjoint ranges) or
-    "shared" (every head lists the same blocks, with ranges that are disjoint). per_row: whether
-    every row has a table of its own; else tables, biases and multipliers are those of two layers,
-    and the call is that of the last. kv_dtype: of the pool. normalised, rotated: what has to be
-    done to queries and keys.
+    rows: batch rows, two per image.
+    tokens: T, padded length of the scale.
+    length: real tokens of the scale.
+    entries: M, table entries of every head.
+    filling: what table entries hold: "random" runs, with an empty and a full head among them; all
+      "empty"; all "full"; "repeated" blocks, listed twice with disjoint ranges; or "shared" blocks,
+      the same for every head, with disjoint ranges.
+    per_row: whether every row has a table of its own. If not, tables, biases and multipliers are
+      those of two layers, and the call is that of the last layer.
+    kv_dtype: type of the pool; None: `dtype`.
+    normalised, rotated: what has to be done to queries and keys.
     """
 
     name: str
@@ -42,7 +45,7 @@ class ArgSpec:
     length: int
     block_size: int = 16
     entries: int
-    table: str = "random"
+    filling: str = "random"
     per_row: bool = False
     dtype: str = "bfloat16"
     kv_dtype: str | None = None
@@ -66,9 +69,15 @@ class ArgSpec:
         """The same kind of call, small enough for interpret mode: 2 rows, at most 3 heads, 200
         tokens and 7 entries."""
         tokens = min(self.tokens, 200)
-        length = max(1, self.length * tokens // self.tokens)
-        sizes = dict(rows=2, heads=min(self.heads, 3), entries=min(self.entries, 7))
-        return replace(self, **(dict(tokens=tokens, length=length) | sizes | changes))
+        small = replace(
+            self,
+            rows=2,
+            heads=min(self.heads, 3),
+            tokens=tokens,
+            length=max(1, self.length * tokens // self.tokens),
+            entries=min(self.entries, 7),
+        )
+        return replace(small, **changes)
 
     def abstract(self, sharding=None) -> "Arguments":
         """Shapes and types only."""
@@ -210,12 +219,12 @@ def _random_tables(spec: ArgSpec, rng: np.random.Generator) -> tuple[BlockTable,
     ids = np.broadcast_to(ids, shape).astype(np.int32)
     if spec.per_row:
         ids = rng.permuted(ids.reshape(shape[0], -1), axis=-1).reshape(shape)
-    shared = spec.table == "shared"
+    shared = spec.filling == "shared"
     if shared:
         ids = np.broadcast_to(ids[..., :1, :], shape)
     start, stop = _shares(spec, rng, shape) if shared else _ranges(spec, rng, shape)
     read = ids.copy()  # writing keeps `ids`, where no block is listed twice
-    if spec.table == "repeated" and spec.entries > 1:
+    if spec.filling == "repeated" and spec.entries > 1:
         pairs = spec.entries // 2
         first, second = (slice(i, 2 * pairs, 2) for i in (0, 1))
         read[..., second] = read[..., first]
@@ -232,9 +241,9 @@ def _ranges(spec: ArgSpec, rng, shape) -> tuple[np.ndarray, np.ndarray]:
     """First and last valid slot of every entry."""
     size = spec.block_size
     start, stop = np.zeros(shape, np.int32), np.full(shape, size, np.int32)
-    if spec.table == "empty":
+    if spec.filling == "empty":
         stop[:] = 0
-    elif spec.table != "full":
+    elif spec.filling != "full":
         start = rng.integers(0, size, shape).astype(np.int32)
         stop = np.minimum(start + rng.integers(0, size + 1, shape), size).astype(np.int32)
         used = rng.integers(0, spec.entries + 1, shape[:-1])
@@ -266,7 +275,7 @@ def _write_slots(spec: ArgSpec, rng, ids: np.ndarray, mine: np.ndarray) -> np.nd
         fits = min(places.size, spec.length)
         tokens = np.arange(fits)
         if head[-1]:
-            count = fits if spec.table == "shared" else rng.integers(0, fits + 1)
+            count = fits if spec.filling == "shared" else rng.integers(0, fits + 1)
             tokens = rng.permutation(spec.length)[:count]
             places = rng.permutation(places)
         slots[(*head, tokens)] = places[: len(tokens)]
@@ -284,7 +293,6 @@ _SCALES = {
     ("llamagen-xl", 20, 64): [(1, 1, 36)],
     ("janus-pro-7b", 32, 128): [(1, 1, 36)],
 }
-_FINISHED = {"var": {"normalised": True}, "infinity": {"normalised": True, "rotated": True}}
 _SPECS = (
     ArgSpec(
         name=f"{name}-t{n}",
@@ -293,7 +301,8 @@ _SPECS = (
         tokens=t,
         length=n,
         entries=m,
-        **_FINISHED.get(name.partition("-")[0], {"rotated": True}),
+        normalised=name.startswith(("var-", "infinity-")),
+        rotated=not name.startswith("var-"),
     )
     for (name, heads, size), scales in _SCALES.items()
     for t, n, m in scales

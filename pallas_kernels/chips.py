@@ -19,6 +19,7 @@ import shlex
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 GIB = 2**30
@@ -82,49 +83,80 @@ class Chip:
         return self.topologies[-1][0] if self.topologies else 32 * GPUS_PER_HOST
 
 
-def _chip(name, memory, bf16, int8, bandwidth, grids="", per_chip=1, gpu=None, clock=None) -> Chip:
-    """Memory in bytes, peaks in 10**12 operations per second, bandwidth in 10**9 bytes per second,
-    clock in 10**9 cycles per second; grids: of chips, a TPU's topologies, with `per_chip` devices
-    per chip."""
+def _tpu(
+    name: str,
+    memory: float,
+    bf16: float,
+    int8: float,
+    bandwidth: float,
+    grids: str,
+    devices_per_chip: int = 1,
+    clock: float | None = None,
+) -> Chip:
+    """A TPU. Units: bytes of memory, 10**12 operations and 10**9 bytes per second, 10**9 cycles per
+    second. grids: those of chips that form its topologies."""
     topologies = tuple(
-        (per_chip * math.prod(map(int, grid.split("x"))), f"{name.removeprefix('tpu-')}:{grid}")
+        (
+            devices_per_chip * math.prod(map(int, grid.split("x"))),
+            f"{name.removeprefix('tpu-')}:{grid}",
+        )
         for grid in grids.split()
     )
-    peaks, platform = (bf16 * TERA, int8 * TERA, bandwidth * 10**9), "gpu" if gpu else "tpu"
-    clock = clock and clock * 10**9
-    return Chip(name, platform, int(memory), *peaks, topologies, gpu, clock)
+    return Chip(
+        name=name,
+        platform="tpu",
+        memory=int(memory),
+        bf16_flops=bf16 * TERA,
+        int8_flops=int8 * TERA,
+        bandwidth=bandwidth * 10**9,
+        topologies=topologies,
+        clock=clock and clock * 10**9,
+    )
+
+
+def _gpu(name: str, memory: int, bf16: float, int8: float, bandwidth: float, gpu: Gpu) -> Chip:
+    """A GPU, in the same units."""
+    return Chip(
+        name=name,
+        platform="gpu",
+        memory=memory,
+        bf16_flops=bf16 * TERA,
+        int8_flops=int8 * TERA,
+        bandwidth=bandwidth * 10**9,
+        gpu=gpu,
+    )
 
 
 _FLAT = "2x2 2x4 4x4 4x8 8x8 8x16 16x16"
 _CUBES = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8"
-# CUDA keeps 1 KiB of shared memory per block for itself.
-_AMPERE = {"lanes": 64, "shared_memory": (167936, 166912), "threads": 2048}
-_ADA = {"lanes": 128, "shared_memory": (102400, 101376), "threads": 1536}
-_GA102 = {"lanes": 128, "shared_memory": (102400, 101376), "threads": 1536}
-_HOPPER = {"lanes": 128, "shared_memory": (233472, 232448), "threads": 2048}
+# Shared memory of a core and of a block: CUDA keeps 1 KiB per block for itself.
+_AMPERE = partial(Gpu, lanes=64, shared_memory=(167936, 166912), threads=2048)
+_ADA = partial(Gpu, lanes=128, shared_memory=(102400, 101376), threads=1536)
+_GA102 = partial(Gpu, lanes=128, shared_memory=(102400, 101376), threads=1536)
+_HOPPER = partial(Gpu, lanes=128, shared_memory=(233472, 232448), threads=2048)
 
-_A100 = Gpu((8, 0), False, 108, clock=1.41, l2_cache=40, **_AMPERE)
-_A6000 = Gpu((8, 6), False, 84, clock=1.80, l2_cache=6, **_GA102)
-_L4 = Gpu((8, 9), False, 58, clock=2.04, l2_cache=48, **_ADA)
-_RTX4090 = Gpu((8, 9), False, 128, clock=2.52, l2_cache=72, **_ADA)
-_H100 = Gpu((9, 0), True, 132, clock=1.98, l2_cache=50, **_HOPPER)
+_A100 = _AMPERE((8, 0), False, 108, clock=1.41, l2_cache=40)
+_A6000 = _GA102((8, 6), False, 84, clock=1.80, l2_cache=6)
+_L4 = _ADA((8, 9), False, 58, clock=2.04, l2_cache=48)
+_RTX4090 = _ADA((8, 9), False, 128, clock=2.52, l2_cache=72)
+_H100 = _HOPPER((9, 0), True, 132, clock=1.98, l2_cache=50)
 # a Blackwell core has the sizes of a Hopper one
-_B200 = Gpu((10, 0), True, 148, clock=1.965, l2_cache=126, **_HOPPER)
+_B200 = _HOPPER((10, 0), True, 148, clock=1.965, l2_cache=126)
 
 _CHIPS = (
-    _chip("tpu-v4", 15.25 * GIB, 275 / 2, 275 / 2, 1228 / 2, _CUBES, 2, clock=1.05),
-    _chip("tpu-v5e", 15.75 * GIB, 197, 394, 819, _FLAT, clock=1.5),
-    _chip("tpu-v5p", 95.74 * GIB, 459, 918, 2765, _CUBES + " 4x8x8", clock=1.75),
-    _chip("tpu-v6e", 31.25 * GIB, 918, 1836, 1640, _FLAT, clock=1.75),
+    _tpu("tpu-v4", 15.25 * GIB, 275 / 2, 275 / 2, 1228 / 2, _CUBES, 2, clock=1.05),
+    _tpu("tpu-v5e", 15.75 * GIB, 197, 394, 819, _FLAT, clock=1.5),
+    _tpu("tpu-v5p", 95.74 * GIB, 459, 918, 2765, _CUBES + " 4x8x8", clock=1.75),
+    _tpu("tpu-v6e", 31.25 * GIB, 918, 1836, 1640, _FLAT, clock=1.75),
     # no int8 rate is published for TPU7x: that of bf16 (fp8 is twice as fast)
-    _chip("tpu7x", 94.75 * GIB, 2307 / 2, 2307 / 2, 7380 / 2, _CUBES, 2),
-    _chip("a100", 85_100_068_864, 312, 624, 2039, gpu=_A100),
-    _chip("a6000", 51_000_000_000, 154.8, 309.7, 768, gpu=_A6000),
-    _chip("l4", 23_600_000_000, 121, 242, 300, gpu=_L4),
-    _chip("rtx4090", 25_300_000_000, 165.2, 660.6, 1008, gpu=_RTX4090),
-    _chip("h100", 84_900_000_000, 989.4, 1978.9, 3352, gpu=_H100),
-    _chip("h200", 150_100_000_000, 989.4, 1978.9, 4800, gpu=_H100),
-    _chip("b200", 191_500_000_000, 2250, 4500, 7672, gpu=_B200),
+    _tpu("tpu7x", 94.75 * GIB, 2307 / 2, 2307 / 2, 7380 / 2, _CUBES, 2),
+    _gpu("a100", 85_100_068_864, 312, 624, 2039, _A100),
+    _gpu("a6000", 51_000_000_000, 154.8, 309.7, 768, _A6000),
+    _gpu("l4", 23_600_000_000, 121, 242, 300, _L4),
+    _gpu("rtx4090", 25_300_000_000, 165.2, 660.6, 1008, _RTX4090),
+    _gpu("h100", 84_900_000_000, 989.4, 1978.9, 3352, _H100),
+    _gpu("h200", 150_100_000_000, 989.4, 1978.9, 4800, _H100),
+    _gpu("b200", 191_500_000_000, 2250, 4500, 7672, _B200),
 )
 CHIPS: Mapping[str, Chip] = {chip.name: chip for chip in _CHIPS}
 _ALIASES = {"tpu-v7x": "tpu7x", "tpu-7x": "tpu7x", "v7x": "tpu7x", "tpu-v7": "tpu7x"}
@@ -243,8 +275,9 @@ def compile_only_devices(name: str, count: int = 1) -> list:
     else:
         # slices x hosts x GPUs per host
         grid = f"1x{-(-count // GPUS_PER_HOST)}x{min(count, GPUS_PER_HOST)}"
-        options = {"target_config": _gpu_target_config(chip), "topology": grid}
-        description = topologies.get_topology_desc("", "cuda", **options)
+        description = topologies.get_topology_desc(
+            "", "cuda", target_config=_gpu_target_config(chip), topology=grid
+        )
     return list(description.devices)[:count]
 
 

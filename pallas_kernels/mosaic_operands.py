@@ -7,7 +7,6 @@ the tensor cores read them: swizzled, in pieces of 8 rows by 64 or 128 bytes.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,8 @@ from pallas_kernels.implementations import check_attention
 from pallas_kernels.mosaic_products import products
 from pallas_kernels.tables import BlockTable, BlockWrites
 
+Scratch = pl.MemoryRef | plgpu.Barrier  # memory of a program, or a barrier
+ScratchTree = Scratch | Sequence["ScratchTree"]
 HEAD_DIMS = (64, 128)
 BLOCK_SIZES = (8, 16, 32, 64)  # a piece of shared memory has 8 rows, a step of keys 64
 PIECE = 8  # rows of shared memory that lie together
@@ -57,7 +58,7 @@ def check_simulator(interpret) -> None:
         )
 
 
-def tile(shape: Sequence[int], dtype, swizzle: int) -> Any:
+def tile(shape: Sequence[int], dtype, swizzle: int) -> Scratch:
     """A matrix, or several, in shared memory as tensor cores take it. swizzle: bytes."""
     width = jnp.dtype(dtype).itemsize
     swizzle = min(swizzle, shape[-1] * width)
@@ -65,7 +66,7 @@ def tile(shape: Sequence[int], dtype, swizzle: int) -> Any:
     return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
 
 
-def landing(tokens: int, shape: Sequence[int], dtype, swizzle: int) -> Any:
+def landing(tokens: int, shape: Sequence[int], dtype, swizzle: int) -> Scratch:
     """Shared memory for copies from and to an array with so many tokens: a `tile`, or row by row,
     where the array is not made of whole pieces."""
     whole = tokens % PIECE == 0 or tokens < PIECE
@@ -114,7 +115,7 @@ def update(
     body: Callable,
     array: Array,
     operands: Sequence[Array],
-    scratch: Sequence[Any],
+    scratch: Sequence[ScratchTree],
     *,
     grid: dict[str, int],
     cost: pl.CostEstimate,
@@ -155,7 +156,7 @@ def launch(
     body: Callable,
     operands: Sequence[Array],
     results: Sequence[jax.ShapeDtypeStruct],
-    scratch: Sequence[Any],
+    scratch: Sequence[ScratchTree],
     *,
     mesh: plgpu.Mesh,
     cost: pl.CostEstimate,

@@ -12,7 +12,6 @@ columns below the other; such products run at half of the tensor cores' rate.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +21,12 @@ from jaxtyping import Array
 
 from pallas_kernels import target
 from pallas_kernels.implementations import MOSAIC
+from pallas_kernels.refs import Ref
 
 ROWS = 64  # of the first factor
 LAYOUT = plgpu.Layout.WGMMA  # how a warpgroup holds a product
 PER_ROW, PER_COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)  # numbers for rows or columns of it
-Multiply = Callable[[Any, Any, tuple[int, int]], Array]  # (a, b, shape): a @ b in float32
+Multiply = Callable[[Ref, Ref, tuple[int, int]], Array]  # (a, b, shape): a @ b in float32
 
 
 def across(rows, shape):

@@ -17,7 +17,6 @@ zeros and ones, exact, 64 columns at a time.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +38,7 @@ from pallas_kernels.mosaic_products import (
     products,
 )
 from pallas_kernels.projection import K, Projection, Q, V, quarter_turn_matrix
+from pallas_kernels.refs import Operand, Ref
 
 TURNED = 64  # columns that are turned at once
 
@@ -52,14 +52,14 @@ class Unfinished:
     multiplier [L, N]. cos, sin: rows for whole tiles. turn: `quarter_turn_matrix`.
     """
 
-    product: Any
-    layer: Any
-    q_bias: Any
-    v_bias: Any
-    multiplier: Any
-    cos: Any
-    sin: Any
-    turn: Any
+    product: Operand
+    layer: Operand
+    q_bias: Operand
+    v_bias: Operand
+    multiplier: Operand
+    cos: Operand
+    sin: Operand
+    turn: Operand
     heads: int = field(metadata=dict(static=True))
     scale: float = field(metadata=dict(static=True))
 
@@ -100,14 +100,14 @@ class Unfinished:
         if self.turn is not None:
             plgpu.barrier_wait(turn[1])
 
-    def start(self, part: int, row, head, first, work: "Work") -> None:
+    def start(self, part: int, row, head, first, work: "TileMemory") -> None:
         """Start copying a tile."""
         head_dim = work.tile.shape[-1]
         columns = pl.ds((part * self.heads + head) * head_dim, head_dim)
         source = self.product.at[row, pl.ds(first, ROWS), columns]
         plgpu.copy_gmem_to_smem(source, work.raw, work.arrived)
 
-    def finish(self, part: int, head, first, work: "Work") -> None:
+    def finish(self, part: int, head, first, work: "TileMemory") -> None:
         """Wait for a tile that was started, and leave it finished in `work.result`."""
         plgpu.barrier_wait(work.arrived)
         layer, x = self.layer[0], mosaic.load(work.raw, LAYOUT, plain=True).astype(jnp.float32)
@@ -133,7 +133,7 @@ class Unfinished:
         inverse = jax.lax.rsqrt(jnp.maximum((x * x).sum(axis=1), 1e-24))
         return inverse * self.multiplier[layer, head] if part == Q else inverse
 
-    def _rotate(self, x, factor, first, work: "Work") -> None:
+    def _rotate(self, x, factor, first, work: "TileMemory") -> None:
         work.tile[...] = x.astype(work.tile.dtype)
         plgpu.commit_smem()
         rows = pl.ds(first, ROWS)
@@ -152,14 +152,14 @@ class Unfinished:
 
 
 @dataclass(frozen=True)
-class Work:
+class TileMemory:
     """Shared memory of a tile: as it was copied; as tensor cores take it; one of the two, where it
     is left; a barrier that says that it is there. turn, multiply: for the rotation."""
 
-    raw: Any
-    tile: Any
-    result: Any
-    arrived: Any
+    raw: Ref
+    tile: Ref
+    result: Ref
+    arrived: Ref
     turn: Sequence
     multiply: Multiply
 
@@ -209,7 +209,7 @@ def _finish(parts, single: bool, chip: Products, given: Unfinished, out_ref, *sc
     first, head_dim, multiply = number * ROWS, tile.shape[-1], chip.multiply(sums, 0)
     results = raw if single else tile
     works = [
-        Work(raw.at[i], tile.at[i], results.at[i], arrived.at[i], turn, multiply)
+        TileMemory(raw.at[i], tile.at[i], results.at[i], arrived.at[i], turn, multiply)
         for i in range(len(parts))
     ]
     given.start_turn(turn)

@@ -58,9 +58,9 @@ class Projection:
         """The same without the vectors of other layers."""
         if self.layer is None:
             return self
-        names = "q_bias", "v_bias", "multiplier"
-        found = {n: getattr(self, n) for n in names}
-        return replace(self, layer=None, **jax.tree.map(lambda a: a[self.layer], found))
+        vectors = self.q_bias, self.v_bias, self.multiplier
+        q_bias, v_bias, multiplier = jax.tree.map(lambda a: a[self.layer], vectors)
+        return replace(self, layer=None, q_bias=q_bias, v_bias=v_bias, multiplier=multiplier)
 
     def queries(self) -> Float[Array, "R N T H"]:
         """Finished queries, which carry the attention scale. Rounded once: all is float32."""

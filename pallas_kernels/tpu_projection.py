@@ -5,8 +5,8 @@ or more: a head of 128 or 256, or a pair of smaller ones side by side. What is d
 pair alone happens with its numbers in the first lanes (`Heads.first`), as they lie in the pool.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.projection import K, Projection, Q, V
+from pallas_kernels.refs import Ref, Scalar
 from pallas_kernels.tables import BlockTable, BlockWrites
 from pallas_kernels.tpu_operands import LANES
 
@@ -112,8 +113,10 @@ class Heads:
             jax.lax.fori_loop(0, self.groups, lambda i, _: (do(i), 0)[1], 0)
 
 
-def operands(projection: Projection, heads: Heads, tokens: dict[str, Any]) -> Operands:
-    """What a kernel needs to finish some parts of a projection; `Own` reads it.
+def operands(
+    projection: Projection, heads: Heads, tokens: dict[str, tuple[int, Callable]]
+) -> Operands:
+    """What a kernel needs to finish some parts of a projection; `OwnTokens` reads it.
 
     tokens: for "q", "k", "v" how many tokens a block has, and its place along them as a function
       of the grid's indices.
@@ -155,7 +158,7 @@ def _angles(rotation, heads: Heads, size: int) -> tuple[Array, pl.BlockSpec]:
 
 
 @dataclass(frozen=True)
-class Own:
+class OwnTokens:
     """A projection inside a kernel: float32 [tokens, W] of a group of heads, finished.
 
     refs: of `operands`, by name. first: head of the step. What lies beyond T is undefined, and no
@@ -164,11 +167,11 @@ class Own:
 
     heads: Heads
     scale: float
-    refs: dict[str, Any]
-    first: Any
+    refs: dict[str, Ref]
+    first: Scalar
 
     @classmethod
-    def of(cls, heads: Heads, scale: float, refs: dict[str, Any]) -> "Own":
+    def of(cls, heads: Heads, scale: float, refs: dict[str, Ref]) -> "OwnTokens":
         """In the second axis of a grid."""
         return cls(heads, scale, refs, pl.program_id(1) * heads.step)
 
@@ -223,7 +226,7 @@ class Own:
         return x * cos + turned * sin
 
 
-def own_tokens(step, size: int, length):
+def tokens_of_step(step, size: int, length):
     """Where the own tokens of a step are, and which of them are real, bool [size, 1]."""
     first = pl.multiple_of(step * size, size)
     valid = jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0) + first < length

@@ -6,7 +6,6 @@ are operands: outside a kernel their fields hold arrays, inside it refs to the p
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.implementations import check_attention
 from pallas_kernels.projection import K, Projection, Q, V
+from pallas_kernels.refs import Operand
 
 # Powers of two, because Triton's arrays have no other sizes; a tensor core multiplies at least 16
 # elements.
@@ -34,10 +34,10 @@ class Tokens:
     rows are scaled to unit length. scale: what they are multiplied by if not.
     """
 
-    rows: Any
-    bias: Any = None
-    rotation: Any = None
-    multiplier: Any = None
+    rows: Operand
+    bias: Operand = None
+    rotation: tuple[Operand, Operand] | None = None
+    multiplier: Operand = None
     part: int = field(default=0, metadata=dict(static=True))
     unit: bool = field(default=False, metadata=dict(static=True))
     scale: float = field(default=1.0, metadata=dict(static=True))
@@ -45,8 +45,15 @@ class Tokens:
     @classmethod
     def queries(cls, given: Projection) -> "Tokens":
         given = given.sliced()
-        left = {"rotation": given.rotation, "multiplier": given.multiplier, "scale": given.scale}
-        return cls(given.qkv, given.q_bias, **left, part=Q, unit=given.multiplier is not None)
+        return cls(
+            rows=given.qkv,
+            bias=given.q_bias,
+            rotation=given.rotation,
+            multiplier=given.multiplier,
+            part=Q,
+            unit=given.multiplier is not None,
+            scale=given.scale,
+        )
 
     @classmethod
     def keys(cls, given: Projection) -> "Tokens":
@@ -75,11 +82,16 @@ class Tokens:
         if self.rows.ndim == 5:
             block = (None, tokens, None, None, size)
             of_token = pl.BlockSpec(block, lambda i, n, r: (r, 0, part, n, 0))
-        found = {"bias": pl.BlockSpec((None, size), lambda i, n, r: (n, 0))}
-        found["multiplier"] = pl.BlockSpec((1,), lambda i, n, r: (n,))
-        found["rotation"] = (pl.BlockSpec((tokens, size), lambda i, n, r: (0, 0)),) * 2
-        given = {name: spec for name, spec in found.items() if getattr(self, name) is not None}
-        return replace(self, rows=of_token, **given)
+        bias = pl.BlockSpec((None, size), lambda i, n, r: (n, 0))
+        multiplier = pl.BlockSpec((1,), lambda i, n, r: (n,))
+        angles = pl.BlockSpec((tokens, size), lambda i, n, r: (0, 0))
+        return replace(
+            self,
+            rows=of_token,
+            bias=None if self.bias is None else bias,
+            rotation=None if self.rotation is None else (angles, angles),
+            multiplier=None if self.multiplier is None else multiplier,
+        )
 
     # --- inside a kernel ---
 
@@ -124,8 +136,8 @@ class HeadTables:
     """Tables of numbers per head: of all layers [L, N, M], of which `layer` [1] tells the one that
     is read, or else per row [R, N, M] or for all rows [1, N, M]. Inside a kernel [L or 1, M]."""
 
-    arrays: tuple
-    layer: Any = None
+    arrays: tuple[Operand, ...]
+    layer: Operand = None
 
     @classmethod
     def of(cls, layer: Int[Array, ""] | None, *arrays) -> "HeadTables":
@@ -207,7 +219,10 @@ def check(projection: Projection, kv_pool: Array, kv_scale: Array | None, interp
     """Raise `NotImplementedError` with the reason where the kernels cannot run; interpreted, they
     take every size."""
     check_attention(
-        *("triton", projection, kv_pool, kv_scale),
+        "triton",
+        projection,
+        kv_pool,
+        kv_scale,
         head_dims=(projection.shape[-1],) if interpret else HEAD_DIMS,
         block_sizes=(kv_pool.shape[2],) if interpret else BLOCK_SIZES,
         dtypes=POOL_DTYPES,

@@ -161,9 +161,12 @@ class Module:
             elif line.startswith("}"):
                 current = None
             elif current is not None and (match := _INSTRUCTION.match(line)):
-                fields = {k: match[k] for k in ("name", "shape", "opcode", "rest")}
                 current.instructions[match["name"]] = Instruction(
-                    **fields, root=bool(match["root"])
+                    name=match["name"],
+                    shape=match["shape"],
+                    opcode=match["opcode"],
+                    rest=match["rest"],
+                    root=bool(match["root"]),
                 )
         if entry is None:
             raise ValueError(

@@ -74,7 +74,7 @@ class Modelled:
         """Operations by all their seconds, most first; `times`, `seconds` and the rest summed."""
         found: dict[tuple, Kernel] = {}
         for k in self.kernels:
-            whole = _times(k)
+            whole = _all_runs(k)
             key = k.source or k.name, k.kind
             found[key] = _plus(found[key], whole) if key in found else whole
         ordered = sorted(found.values(), key=lambda k: (-k.seconds, -k.cycles))
@@ -84,7 +84,7 @@ class Modelled:
         """(loop, sums over all that its body runs, inner loops apart), in the order of the text."""
         found: dict[str, Kernel] = {}
         for k in self.kernels:
-            whole = _times(k)
+            whole = _all_runs(k)
             found[k.loop] = _plus(found[k.loop], whole) if k.loop in found else whole
         return list(found.items())
 
@@ -107,11 +107,24 @@ def _kept(pallas: Counter, kernels: list[Kernel]) -> Counter:
     return Counter({work: calls * shares[work.name] for work, calls in pallas.items()})
 
 
-def _times(k: Kernel) -> Kernel:
-    names = ("bytes", "flops", "seconds", "cycles")
-    return replace(k, **{name: k.times * getattr(k, name) for name in names})
+def _all_runs(k: Kernel) -> Kernel:
+    """A kernel with what all of its runs cost together."""
+    return replace(
+        k,
+        bytes=k.times * k.bytes,
+        flops=k.times * k.flops,
+        seconds=k.times * k.seconds,
+        cycles=k.times * k.cycles,
+    )
 
 
 def _plus(a: Kernel, b: Kernel) -> Kernel:
-    names = ("times", "bytes", "flops", "seconds", "cycles")
-    return replace(a, **{name: getattr(a, name) + getattr(b, name) for name in names})
+    """`a` with the runs and costs of both."""
+    return replace(
+        a,
+        times=a.times + b.times,
+        bytes=a.bytes + b.bytes,
+        flops=a.flops + b.flops,
+        seconds=a.seconds + b.seconds,
+        cycles=a.cycles + b.cycles,
+    )

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from functools import singledispatch
 
-from experiments.aot import per_token
+import numpy as np
+
 from pallas_kernels.estimates import Occupancy
 from varjax.cache.layer_inputs import write_table
 from varjax.cache.plan import CachePlan
@@ -29,7 +30,7 @@ def _(plan: TokenPlan, segments: Sequence[Segment]) -> Occupancy:
     layers have equally many: the first one's."""
     if not plan.static_content:
         return Occupancy()
-    return Occupancy(slots_in_use=per_token.used_slots(plan)[:, 0].tolist())
+    return Occupancy(slots_in_use=used_slots(plan)[:, 0].tolist())
 
 
 def held_shares(plan: ScalePlan, segments: Sequence[Segment]) -> dict[tuple[int, int], float]:
@@ -56,3 +57,10 @@ def written_shares(
             shares = float(stored.any(-1).mean()), float(stored.mean())
             found[segment.length, stored.shape[-2]] = shares
     return found
+
+
+def used_slots(plan: TokenPlan) -> np.ndarray:
+    """int64 [tokens that are read, L]: slots of a head that are in use when a token attends, with
+    the token's own, where contents are known beforehand."""
+    drawn = np.arange(1, plan.sequence.steps + 1)[:, None]
+    return plan.sequence.condition + np.minimum(drawn, plan.allocation.slots)

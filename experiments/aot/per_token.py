@@ -2,30 +2,26 @@
 
     floor = max(weights / bandwidth, 2 parameters rows / peak rate) + slots read / bandwidth
 
-Weights and attention follow each other, so their times add up. Weights: those of the layers and of
-the head, which every token meets; rows: two per image with guidance. Slots: K and V that a token
-has to read. Of known contents (`full`, `swa`, `streaming`) those that are in use, on average over
-all tokens; where a policy decides, all slots of a head, which are in use once the cache is full.
-Nothing else is in it: no activations, no decision, no start of a kernel.
+Weights and attention follow each other, so their times add up. Weights are those of the layers and
+of the head, which every token meets. There are two rows per image with guidance. A token reads K
+and V of slots: of those in use, on average over all tokens, where contents are known beforehand
+(`full`, `swa`, `streaming`); of all slots of a head where a policy decides, because all are in use
+once the cache is full. Activations, decisions and the starts of kernels are not counted.
 """
 
-from typing import Any
-
 import jax
-import numpy as np
 
+from experiments.aot.occupancy import used_slots
+from experiments.aot.program import Compilation
 from pallas_kernels.chips import Chip
 from varjax.cache.stages import TokenPlan
 from varjax.engine.cost import device_bytes
 
 
-def describe(case: Any) -> dict | None:
-    """JSON-able content; None of models that draw otherwise. Kernels and seconds are those of the
-    whole program that draws codes, decisions and the condition included, by image tokens; all
-    numbers are of one device.
-
-    case: an `experiments.aot.program.Compilation`.
-    """
+def describe(case: Compilation) -> dict | None:
+    """Costs per image token on one device, as content of a JSON file; None where a model draws by
+    scales. Kernels and seconds are those of the whole program that draws codes, decisions and the
+    condition included, divided by the image tokens."""
     workload, found = case.workload, case.codes.modelled
     plan = workload.plan
     if not isinstance(plan, TokenPlan):
@@ -57,23 +53,22 @@ def describe(case: Any) -> dict | None:
 def floor(
     chip: Chip, *, weight_bytes: float, parameters: float, rows: int, cache_bytes: float
 ) -> float:
-    """Seconds per token. rows: of the transformer. cache_bytes: read for a token, of all rows."""
+    """The least seconds per token.
+
+    Args:
+      weight_bytes, parameters: of the layers and the head.
+      rows: of the transformer.
+      cache_bytes: what all rows read of the cache for a token.
+    """
     computing = 2 * parameters * rows / chip.bf16_flops
     return max(weight_bytes / chip.bandwidth, computing) + cache_bytes / chip.bandwidth
 
 
 def slots_read(plan: TokenPlan) -> float:
-    """Of one head in each layer, all layers together, for a token."""
+    """Slots that a token reads of one head, summed over all layers."""
     if not plan.static_content:
         return float(sum(plan.layer_slots))
     return float(used_slots(plan).sum(axis=-1).mean())
-
-
-def used_slots(plan: TokenPlan) -> np.ndarray:
-    """int64 [tokens that are read, L]: slots of a head with known contents that are in use when a
-    token attends, its own among them."""
-    drawn = np.arange(1, plan.sequence.steps + 1)[:, None]
-    return plan.sequence.condition + np.minimum(drawn, plan.allocation.slots)
 
 
 # --- to read ---

@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.aot import buffers
@@ -30,6 +31,8 @@ from pallas_kernels.estimates import FULL, Occupancy
 from varjax import sampling
 from varjax.cache.plan import CachePlan
 from varjax.cache.stages import TokenPlan
+from varjax.cache.state import KVState
+from varjax.cache.token_state import LayerCache
 from varjax.engine import memory
 from varjax.engine import program as programs
 from varjax.engine.cost import Cost, device_bytes, program_cost, times_read
@@ -42,6 +45,8 @@ from varjax.parallel import plans, sharding
 from varjax.parallel.sharding import ShardedProgram
 from varjax.sampling import Sampling
 
+Networks = dict[str, nnx.Module]  # the model's modules by name, shapes in place of arrays
+Tree = TypeVar("Tree")  # anything that JAX takes for a tree of arrays
 CONDITION = 2  # the place of the condition among the program's arguments, divided like images
 PER_SLOT = ("pool", "scale", "position", "mass")  # arrays of a layer's slots (`LayerCache`)
 SHARE_THAT_MATTERS = 0.01  # of the pool's bytes: smaller arrays of the state may be copied
@@ -58,22 +63,34 @@ class DoesNotFit(Exception):
         self.needed = needed
 
 
+class MemoryStats(Protocol):
+    """Bytes of one device, as the compiler counts them."""
+
+    argument_size_in_bytes: int
+    output_size_in_bytes: int
+    alias_size_in_bytes: int
+    temp_size_in_bytes: int
+    generated_code_size_in_bytes: int
+
+
 @dataclass(frozen=True)
 class Program:
     """One compiled program; bytes are those of one device.
 
-    memory: the compiler's analysis. formats: of the arguments.
-    times_read: how often each weight is read (0: it is no argument of this program); `unread`:
-      bytes of those that are not, which are on the device all the same.
+    memory: the compiler's analysis.
+    formats: layouts of the positional arguments, and of the named ones.
+    times_read: how often each weight is read; 0: it is no argument of this program.
+    unread: bytes of the weights that are not read, which are on the device all the same.
     resident: bytes on the device while it runs: arguments, results, temporaries, code, `unread`.
     modelled: what running it costs, read from its text; None where that cannot be read.
     live: temporaries at the moment when they take most (empty: the compiler did not say).
-    copies: {array of the state: where it exists a second time}; nothing for those updated in place.
+    copies: {array of the state: where it exists a second time}; arrays that are updated in place
+      are not listed.
     compile_s: seconds, tracing included.
     """
 
-    memory: Any
-    formats: Any
+    memory: MemoryStats
+    formats: tuple[tuple, dict]
     times_read: list[int]
     unread: int
     resident: int
@@ -86,7 +103,7 @@ class Program:
 
 def compile_program(
     trace: Callable[[], jax.stages.Traced],
-    networks: Any,
+    networks: Networks,
     chip: Chip,
     options: Mapping[str, bool | str],
     carried: Sequence[Carried] = (),
@@ -137,7 +154,8 @@ def compile_program(
 
 
 def modelled(text: str, chip: Chip, kernels: Counter) -> Modelled | None:
-    """None where the text is written otherwise than the model knows: everything else stays."""
+    """What a compiled program costs by the model, or None where the model cannot read the text: all
+    other results are still worth having."""
     try:
         return Modelled.of(text, chip, kernels)
     except (ValueError, KeyError, IndexError):
@@ -248,7 +266,7 @@ class Compilation:
         )
         self.code_map = self._placed(code_map, CONDITION)
 
-    def _placed(self, tree, which) -> Any:
+    def _placed(self, tree: Tree, which: int | slice) -> Tree:
         """Shapes on the devices, divided like the argument `which` of the program."""
         if self.sharded is None:
             return _on(tree, NamedSharding(self.mesh, PartitionSpec()))
@@ -292,18 +310,22 @@ class Compilation:
 
 
 def _attention(workload: Workload, chip: Chip) -> str | None:
-    """The implementation of a program's kernels. Those of a token have different ones: unless one
-    is asked for or has been refused, each takes its best."""
+    """The implementation that kernels are asked for. Not every kernel of models that draw
+    token by token exists under every name: there each operation takes its own best (None), unless
+    the user named one or the best was refused."""
     best = implementations.choices(chip.platform, chip.capability)[0]
     by_token = isinstance(workload.plan, TokenPlan)
     free = by_token and not workload.program.attention and workload.attention == best
     return None if free else workload.attention
 
 
-def carried_arrays(state: Any, stored: Any) -> list[Carried]:
-    """What a program should update in place: the pool, in any type, and the other arrays that take
-    at least `SHARE_THAT_MATTERS` of its bytes, in their own. stored: arrays of the state that hold
-    K and V. Of layers' own arrays that are alike one stands for all."""
+def carried_arrays(
+    state: KVState | tuple[LayerCache, ...], stored: Sequence[jax.ShapeDtypeStruct]
+) -> list[Carried]:
+    """What a program should update in place: the pool, in any type, and other arrays that take at
+    least `SHARE_THAT_MATTERS` of its bytes, in their own type. Where layers have caches of their
+    own, one of several equal arrays stands for all. stored: arrays of the state that hold K and
+    V."""
     least = SHARE_THAT_MATTERS * max(map(device_bytes, jax.tree.leaves(stored)))
     found, shapes = [], set()
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
@@ -322,7 +344,7 @@ def carried_arrays(state: Any, stored: Any) -> list[Carried]:
     return found
 
 
-def _networks(model: Model, dtype: str) -> dict[str, Any]:
+def _networks(model: Model, dtype: str) -> Networks:
     """The model as shapes: transformer in the type of the computation, codec in float32."""
     types = {"transformer": dtype, "codec": "float32"}
 
@@ -335,7 +357,7 @@ def _networks(model: Model, dtype: str) -> dict[str, Any]:
     }
 
 
-def _on(tree, sharding) -> Any:
+def _on(tree: Tree, sharding: NamedSharding | None) -> Tree:
     """Shapes and types, placed on devices."""
     return jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype, sharding=sharding), tree

@@ -7,7 +7,6 @@ pixels the other weights. The cache is freed before pixels are decoded.
 
 from collections.abc import Sequence
 from functools import singledispatch
-from typing import Any
 
 import jax
 import numpy as np
@@ -42,7 +41,7 @@ GPU          nothing is tuned without the chip, which may choose other kernels a
 
 
 def describe(case: Compilation, temporaries: int) -> dict:
-    """JSON-able content of one result. temporaries: how many to list of each program."""
+    """One result, as content of a JSON file. temporaries: how many to list of each program."""
     workload, codes, pixels, memory = case.workload, case.codes, case.pixels, case.chip.memory
     # the code of both programs stays on the device
     peaks = {
@@ -89,7 +88,8 @@ def describe(case: Compilation, temporaries: int) -> dict:
     }
 
 
-def _num_bytes(tree: Any) -> int:
+def _num_bytes(tree: object) -> int:
+    """Bytes of all arrays of a tree on one device."""
     return sum(map(device_bytes, jax.tree.leaves(tree)))
 
 

@@ -27,8 +27,8 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from experiments.bench import table as bench_table
-from experiments.bench.table import Row
+from experiments.bench import report
+from experiments.bench.report import Row
 from experiments.output import FileFlags
 from pallas_kernels import arg_specs, bench, implementations
 from pallas_kernels.arg_specs import ArgSpec
@@ -155,7 +155,7 @@ def timing(operation: str, spec: ArgSpec, budget: float, way: str) -> Row:
         row = replace(row, seconds=seconds)
         if not dense:
             # one row, two heads: enough to see whether numbers are right
-            few = replace(own, rows=1, heads=min(2, own.heads), table="random")
+            few = replace(own, rows=1, heads=min(2, own.heads), filling="random")
             found = bench.errors(operation, few, way).values()
             row = replace(row, error=float(np.max(list(found))))  # unlike max, it does not lose NaN
     except Exception as problem:  # out of memory, a library that refuses the call
@@ -174,8 +174,8 @@ def show_timings(name: str) -> int:
         progress.update(len(rows), f"{row.spec.name} {row.operation} {row.way}")
     device = jax.devices()[0].device_kind
     print(f"{device}, jax {jax.__version__}, blocks of {BLOCK_SIZE.value}")
-    print(bench_table.table(rows, bench.chip(device)))
-    print("\n".join(bench_table.summary(rows, name)))
+    print(report.text(rows, bench.chip(device)))
+    print("\n".join(report.summary(rows, name)))
     save({"device": device, "rows": [row.as_json() for row in rows]})
     failures = [line for row in rows if row.way == name and (line := _failure(row))]
     for line in failures:
@@ -226,13 +226,13 @@ def show_check(name: str) -> int:
     if not cases:
         raise UserError(f"there is no kernel {name} of --op={','.join(operations())}")
     for spec, operation in cases:
-        for table in bench.OPERATIONS[operation].tables:
-            case = replace(spec, rows=2, heads=min(3, spec.heads), table=table)
+        for filling in bench.OPERATIONS[operation].fillings:
+            case = replace(spec, rows=2, heads=min(3, spec.heads), filling=filling)
             verdict, found, said = checked(operation, case, name)
             failures += verdict != "ok"
             types = f"{spec.dtype}, pool {spec.pool_dtype}"
-            print(f"{verdict:5}", operation, spec.name, types, table, said, sep="  ", flush=True)
-            rows.append({"shape": spec.name, "table": table, "operation": operation} | found)
+            print(f"{verdict:5}", operation, spec.name, types, filling, said, sep="  ", flush=True)
+            rows.append({"shape": spec.name, "table": filling, "operation": operation} | found)
     print(f"{name} on {jax.devices()[0].device_kind}: {len(rows) - failures} of {len(rows)} right")
     save({"implementation": name, "errors": rows})
     return 1 if failures else 0
@@ -277,7 +277,7 @@ def _best_tiles(operation: str, name: str) -> list[tuple[ArgSpec, Config]]:
         first = trials[0][1]
         gain = f"{first / seconds:.2f} times as fast as the heuristic's"
         gain = "the heuristic's do not work" if math.isinf(first) else gain
-        time = bench_table.show_time(seconds)
+        time = report.show_time(seconds)
         print(f"{operation} {spec.name}: {tiles}, {time}, {gain}", flush=True)
     return best
 

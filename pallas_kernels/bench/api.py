@@ -15,7 +15,7 @@ REFERENCE = "reference"
 
 def compressed(spec: ArgSpec, share: float) -> ArgSpec:
     """The call when every head owns that share of the cache, in whole blocks, at least one."""
-    return replace(spec, table="full", entries=max(1, round(spec.entries * share)))
+    return replace(spec, filling="full", entries=max(1, round(spec.entries * share)))
 
 
 def ways(operation: str, spec: ArgSpec, kernel: str) -> list[str]:

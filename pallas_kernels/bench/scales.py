@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import cache_write, cross_attention, ragged_attention
-from pallas_kernels.arg_specs import TABLES, ArgSpec, Arguments
+from pallas_kernels.arg_specs import FILLINGS, ArgSpec, Arguments
 from pallas_kernels.bench.timing import Candidate, Operation, Work, after, never, relative
 from pallas_kernels.cache_write import api as write_api
 from pallas_kernels.cross_attention import TextKeys
@@ -237,7 +237,7 @@ def _stored(pool, scale):
 
 
 def _operation(name: str, modules, work, errors, **options) -> Operation:
-    return Operation(modules, work, partial(_of_spec, name), errors, tables=TABLES, **options)
+    return Operation(modules, work, partial(_of_spec, name), errors, fillings=FILLINGS, **options)
 
 
 SCALES = {
@@ -249,7 +249,7 @@ SCALES = {
     ),
     "write": replace(
         _operation("write", write_api.MODULES, _write_work, _write_errors, of_cache=False),
-        tables=("random", "shared"),
+        fillings=("random", "shared"),
     ),
     "attend_text": Operation(
         text_api.MODULES,

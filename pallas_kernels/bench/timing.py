@@ -10,13 +10,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import implementations
-from pallas_kernels.arg_specs import TABLES, ArgSpec
+from pallas_kernels.arg_specs import FILLINGS, ArgSpec
 from pallas_kernels.chips import CHIPS, Chip
 
 AIM = 0.02  # seconds of a timed loop
@@ -35,8 +36,7 @@ class Candidate:
     result: Callable | None = None
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """What an operation has to do at least: floating-point operations and bytes of memory."""
 
     flops: float
@@ -45,13 +45,17 @@ class Work:
 
 @dataclass(frozen=True)
 class Operation:
-    """What is measured of an operation, by shapes (`ArgSpec`) whose heads own all of their table.
+    """How an operation is measured, for shapes (`ArgSpec`) whose heads own all of their table.
 
-    modules: its implementations, by name. work: of a shape. candidate: (shape, implementation) ->
-    what is timed. errors: (shape, implementation) -> relative error of each result against the
-    reference in float32. models: what names of shapes that ask for it begin with. of_cache: whether
-    more takes longer that heads own. holds_scores: whether the reference has a matrix of queries by
-    keys. tables: those that results may depend on.
+    modules: implementations by name.
+    work: shape -> least work.
+    candidate: (shape, implementation) -> what is timed.
+    errors: (shape, implementation) -> relative error of each result against the reference in
+      float32.
+    models: beginnings of the names of shapes that the operation is for.
+    of_cache: whether its time depends on how much heads own.
+    holds_scores: whether the reference has a matrix of queries by keys in memory.
+    fillings: fillings of tables (`arg_specs.FILLINGS`) that results may depend on.
     """
 
     modules: implementations.Modules
@@ -61,7 +65,7 @@ class Operation:
     models: tuple[str, ...] = ("",)
     of_cache: bool = True
     holds_scores: bool = False
-    tables: tuple[str, ...] = field(default=TABLES[:1])
+    fillings: tuple[str, ...] = field(default=FILLINGS[:1])
 
     def serves(self, spec: ArgSpec) -> bool:
         """Whether a model of this shape asks for it."""

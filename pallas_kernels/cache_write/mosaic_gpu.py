@@ -15,7 +15,6 @@ elements of b bytes; tables of 4 (block_size + 2) bytes per entry.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +26,7 @@ from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.cache_write import reference
 from pallas_kernels.mosaic_projection import finished
 from pallas_kernels.projection import K, V
+from pallas_kernels.refs import Ref, Scalar
 from pallas_kernels.tables import CONSECUTIVE, FULL, KIND_BITS, PARTIAL
 
 HALVES = range(2)  # key and value
@@ -88,13 +88,13 @@ class _Entry:
     the pool. source: which token a slot takes, or -1. of_head: columns of `given`.
     """
 
-    given: Any
-    tokens: Any
-    pool: Any
-    row: Any
-    block: Any
-    source: Callable[[int], Any]
-    of_head: Callable[[int], Any]
+    given: Ref
+    tokens: Ref
+    pool: Ref
+    row: Scalar
+    block: Scalar
+    source: Callable[[int], Scalar]
+    of_head: Callable[[int], pl.Slice]
 
     def store_run(self, barrier) -> None:
         """Tokens that follow one another."""

@@ -31,9 +31,9 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import estimates, tpu_operands
 from pallas_kernels.cache_write.reference import LARGEST_INT8, inverse_scale
-from pallas_kernels.cache_write.tpu_stores import Layout, Stores
+from pallas_kernels.cache_write.tpu_stores import Stores, TokenLanes
 from pallas_kernels.tpu_operands import BLOCK_SIZES, LANES, block_shape, in_parts, rounded
-from pallas_kernels.tpu_projection import Heads, Own, operands
+from pallas_kernels.tpu_projection import Heads, OwnTokens, operands
 
 CHUNK = 128  # tokens that are converted at once
 
@@ -56,11 +56,37 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret: bool, after=None)
     whole = (rounded(tokens, chunk), lambda *_: 0)
     given = operands(projection, heads, {"k": whole, "v": whole})
     pools = tpu_operands.pools(kv_pool, kv_scale, interpret)
-    layout = Layout.of(head_dim, kv_pool.shape[2], kv_scale is not None)
-    sizes = {"layout": layout, "heads": heads, "chunk": chunk, "pools": len(pools)}
+    lanes = TokenLanes.of(head_dim, kv_pool.shape[2], kv_scale is not None)
     found = pl.pallas_call(
-        partial(_kernel, **sizes, given=tuple(given), dtype=projection.dtype),
-        **_placed(projection, layout, heads, given, pools, (writes, table)),
+        partial(
+            _kernel,
+            lanes=lanes,
+            heads=heads,
+            chunk=chunk,
+            given=tuple(given),
+            pools=len(pools),
+            dtype=projection.dtype,
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(len(kv_pool), heads.steps),
+            in_specs=[
+                tpu_operands.table_spec(writes, table, heads),
+                *[spec for _, spec in given.values()],
+                *tpu_operands.pool_specs(pools),
+            ],
+            out_specs=tpu_operands.pool_specs(pools),
+            scratch_shapes=_scratch_shapes(lanes, heads, pools, whole[0]),
+        ),
+        out_shape=[jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pools],
+        # Operands behind the layer, the table and the tokens. Blocks that are not written keep
+        # their contents only because a result is its operand.
+        input_output_aliases={2 + len(given) + i: i for i in range(len(pools))},
+        # heads may share blocks, rows do not
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=_vmem_limit(lanes, heads, whole[0], projection),
+        ),
         cost_estimate=estimates.write(
             projection, kv_pool, writes, blocks=True, scales_at_once=LANES
         ),
@@ -72,31 +98,6 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret: bool, after=None)
     return found[0], None if kv_scale is None else found[1]
 
 
-def _placed(projection, layout: Layout, heads: Heads, given, pools: list[Array], tables) -> dict:
-    """What `pl.pallas_call` is told about where operands and results lie. tables: writes and their
-    packed rows."""
-    padded = given["k"][1].block_shape[1]
-    specs, pool_specs = [spec for _, spec in given.values()], tpu_operands.pool_specs(pools)
-    return {
-        "grid_spec": pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(len(pools[0]), heads.steps),
-            in_specs=[tpu_operands.table_spec(*tables, heads), *specs, *pool_specs],
-            out_specs=pool_specs,
-            scratch_shapes=_scratch_shapes(layout, heads, pools, padded),
-        ),
-        "out_shape": [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pools],
-        # Operands behind the layer, the table and the tokens. Blocks that are not written keep
-        # their contents only because a result is its operand.
-        "input_output_aliases": {2 + len(given) + i: i for i in range(len(pools))},
-        # heads may share blocks, rows do not
-        "compiler_params": pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"),
-            vmem_limit_bytes=_vmem_limit(layout, heads, padded, projection),
-        ),
-    }
-
-
 def _check(projection, kv_pool) -> None:
     """Raise `NotImplementedError` for what the compiler cannot take."""
     head_dim, block_size = projection.shape[-1], kv_pool.shape[2]
@@ -105,7 +106,7 @@ def _check(projection, kv_pool) -> None:
         raise NotImplementedError(
             f"storing on TPU takes heads of 64, 128, ..., not {head_dim}: {way_out}"
         )
-    # a block's scales, two per slot, are one row of a part of at most 128 lanes (see `Layout`)
+    # a block's scales, two per slot, are one row of a part of at most 128 lanes (see `TokenLanes`)
     largest = LANES // 2 if kv_pool.dtype == jnp.int8 else LANES
     if block_size not in BLOCK_SIZES or block_size > largest:
         raise NotImplementedError(
@@ -118,15 +119,15 @@ def _check(projection, kv_pool) -> None:
 # --- vector memory ---
 
 
-def _scratch_shapes(layout: Layout, heads: Heads, pools: list[Array], padded: int) -> list:
+def _scratch_shapes(lanes: TokenLanes, heads: Heads, pools: list[Array], padded: int) -> list:
     """Tokens of the heads at work by part, a block by part; the old and the new block, two of each
     (pool and scales); semaphores [old or new, which of the two]; counters."""
     # two of each: one is on its way while the other is used
     blocks = [pltpu.VMEM((2, *block_shape(pool)), pool.dtype) for pool in pools]
-    tokens = (heads.together, padded + layout.block_size)
+    tokens = (heads.together, padded + lanes.block_size)
     return [
-        *(pltpu.VMEM((*tokens, w), jnp.float32) for w in layout.parts),
-        *(pltpu.VMEM((layout.block_size, w), jnp.float32) for w in layout.parts),
+        *[pltpu.VMEM((*tokens, w), jnp.float32) for w in lanes.parts],
+        *[pltpu.VMEM((lanes.block_size, w), jnp.float32) for w in lanes.parts],
         *blocks,
         *blocks,
         # apart, because the wait for a block must not be ended by the arrival of another one
@@ -135,25 +136,25 @@ def _scratch_shapes(layout: Layout, heads: Heads, pools: list[Array], padded: in
     ]
 
 
-def _vmem_limit(layout: Layout, heads: Heads, padded: int, projection) -> int | None:
+def _vmem_limit(lanes: TokenLanes, heads: Heads, padded: int, projection) -> int | None:
     """Bytes of vector memory that the kernel asks for; None where the default of 16 MiB will do."""
-    lanes = heads.together * sum(rounded(width, LANES) for width in layout.parts)
+    row = heads.together * sum(rounded(width, LANES) for width in lanes.parts)
     given = 4 * heads.groups * rounded(heads.width, LANES) * projection.dtype.itemsize
     rotation = 0 if projection.rotation is None else 4 * rounded(heads.width, LANES)
     # 1 MiB leaves room for the blocks. An estimate: hence 14 of 16 MiB, and a quarter on top.
-    needed = padded * (4 * lanes + given + rotation) + 2**20
+    needed = padded * (4 * row + given + rotation) + 2**20
     return None if needed <= 14 * 2**20 else needed * 5 // 4
 
 
 # --- the kernel ---
 
 
-def _kernel(_, table, *refs, layout, heads: Heads, chunk: int, given, pools: int, dtype):
-    parts = len(layout.parts)
+def _kernel(_, table, *refs, lanes, heads: Heads, chunk: int, given, pools: int, dtype):
+    parts = len(lanes.parts)
     # the pools as operands are left out: they are the same memory as the results
     own, _, *state = in_parts(refs, len(given), pools, pools, parts, parts, pools, pools, 2)
-    own = Own.of(heads, 1.0, dict(zip(given, own, strict=True)))
-    stores = Stores(layout, pl.program_id(0), table, *state[:-1], *state[-1])
+    own = OwnTokens.of(heads, 1.0, dict(zip(given, own, strict=True)))
+    stores = Stores(lanes, pl.program_id(0), table, *state[:-1], *state[-1])
     stores.start()  # the first block is on its way while the tokens are converted
 
     def group(i):
@@ -161,7 +162,7 @@ def _kernel(_, table, *refs, layout, heads: Heads, chunk: int, given, pools: int
 
         @pl.when(sum(stores.used(head) for head in mine) > 0)
         def _():
-            _convert(own, i, stores.tokens, layout, chunk, dtype)
+            _convert(own, i, stores.tokens, lanes, chunk, dtype)
 
         for which, head in enumerate(mine):
             stores.store(head, which)
@@ -173,7 +174,7 @@ def _kernel(_, table, *refs, layout, heads: Heads, chunk: int, given, pools: int
         stores.wait_stored(which)
 
 
-def _convert(own: Own, group, tokens, layout: Layout, chunk: int, dtype) -> None:
+def _convert(own: OwnTokens, group, tokens, lanes: TokenLanes, chunk: int, dtype) -> None:
     """Put the tokens of a group of heads into vector memory, finished, as rows of float32; for an
     int8 pool whole numbers and their scales."""
 
@@ -185,13 +186,13 @@ def _convert(own: Own, group, tokens, layout: Layout, chunk: int, dtype) -> None
         for which in range(own.heads.together):
             # rounded as the reference rounds them, whatever the type of the pool
             kv = own.heads.side_by_side(k, v, which).astype(dtype).astype(jnp.float32)
-            if layout.scaled:
-                kv, tokens[-1][which, here] = _quantized(kv, layout.block_size)
-            for part, values in zip(tokens, layout.cut(kv), strict=False):
+            if lanes.scaled:
+                kv, tokens[-1][which, here] = _quantized(kv, lanes.block_size)
+            for part, values in zip(tokens, lanes.cut(kv), strict=False):
                 part[which, here] = values
         return 0
 
-    jax.lax.fori_loop(0, (tokens[0].shape[1] - layout.block_size) // chunk, step, 0)
+    jax.lax.fori_loop(0, (tokens[0].shape[1] - lanes.block_size) // chunk, step, 0)
 
 
 def _quantized(

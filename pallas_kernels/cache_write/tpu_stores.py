@@ -2,7 +2,6 @@
 next one and the last one on their way while one is at work."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,22 +9,26 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
+from pallas_kernels.refs import Ref, Scalar
 from pallas_kernels.tables import CONSECUTIVE, EMPTY, FULL, KIND_BITS, PARTIAL
 from pallas_kernels.tpu_operands import LANES, block_of
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Lanes of a token in vector memory, cut into parts of at most 128: only in such an array can
-    rows be read from any place on. parts: widths; the last one holds scales if `scaled`: those of
-    the key in the first half of the lanes, those of the value in the second."""
+class TokenLanes:
+    """How the numbers of a token lie in the lanes of vector memory: cut into parts of at most 128
+    lanes, because only such arrays can be read from any row on.
+
+    parts: widths. The last part holds scales if `scaled`: the key's in the first half of its lanes,
+    the value's in the second.
+    """
 
     block_size: int
     parts: tuple[int, ...]
     scaled: bool
 
     @classmethod
-    def of(cls, head_dim: int, block_size: int, scaled: bool) -> "Layout":
+    def of(cls, head_dim: int, block_size: int, scaled: bool) -> "TokenLanes":
         width = 2 * head_dim
         whole = width % LANES == 0
         parts = (LANES,) * (width // LANES) if whole else (width,)
@@ -53,21 +56,21 @@ class Stores:
     block's number + 1, or 0.
     """
 
-    layout: Layout
-    row: Any
-    table: Any
-    pools: list
-    tokens: list
-    block: list
-    old: list
-    new: list
-    semaphores: Any
-    state: Any
+    lanes: TokenLanes
+    row: Scalar
+    table: Ref
+    pools: list[Ref]
+    tokens: list[Ref]
+    block: list[Ref]
+    old: list[Ref]
+    new: list[Ref]
+    semaphores: Ref
+    state: Ref
 
     @property
     def entries(self) -> int:
         """J."""
-        return (self.table.shape[-1] - 2) // (1 + self.layout.block_size)
+        return (self.table.shape[-1] - 2) // (1 + self.lanes.block_size)
 
     def used(self, head) -> Int[Array, ""]:
         """Entries up to the last one that stores something."""
@@ -75,7 +78,7 @@ class Stores:
 
     def source(self, place, slot: int):
         """The token for a slot of an entry, or -1."""
-        (head, j), size = place, self.layout.block_size
+        (head, j), size = place, self.lanes.block_size
         return self.table[0, head, 0, self.entries + 2 + j * size + slot]
 
     def start(self) -> None:
@@ -154,23 +157,23 @@ class Stores:
     def _unpack_old(self, entry, buffer, which: int) -> None:
         for copy in self._copies(entry >> KIND_BITS, buffer, reads=True):
             copy.wait()
-        size = self.layout.block_size
+        size = self.lanes.block_size
         # one place for all old blocks: the rows that the step before kept are picked already
         behind = pl.ds(self.tokens[0].shape[1] - size, size)
-        values = self.layout.cut(self.old[0][buffer].astype(jnp.float32))
+        values = self.lanes.cut(self.old[0][buffer].astype(jnp.float32))
         for part, new in zip(self.tokens, values, strict=False):
             part[which, behind] = new
-        if self.layout.scaled:
+        if self.lanes.scaled:
             scales = jnp.broadcast_to(self.old[1][buffer], (size, 2 * size))
             self.tokens[-1][which, behind] = scales
 
     def _pick_run(self, which: int, place) -> None:
         first = self.source(place, 0)
         for block, tokens in zip(self.block, self.tokens, strict=True):
-            block[...] = tokens[which, pl.ds(first, self.layout.block_size)]
+            block[...] = tokens[which, pl.ds(first, self.lanes.block_size)]
 
     def _pick_rows(self, which: int, place) -> None:
-        size = self.layout.block_size
+        size = self.lanes.block_size
         behind = self.tokens[0].shape[1] - size
         for i in range(size):
             source = self.source(place, i)
@@ -179,12 +182,12 @@ class Stores:
                 block[pl.ds(i, 1)] = tokens[which, pl.ds(row, 1)]
 
     def _store(self, entry, buffer) -> None:
-        size = self.layout.block_size
+        size = self.lanes.block_size
         # float32 holds old contents exactly (int8: whole numbers), so storing them again changes
         # nothing; only new tokens of a wider type than the pool's are rounded.
-        values = [part[...] for part in self.block[: self.layout.values]]
+        values = [part[...] for part in self.block[: self.lanes.values]]
         self.new[0][buffer] = jnp.concatenate(values, axis=-1).astype(self.new[0].dtype)
-        if self.layout.scaled:
+        if self.lanes.scaled:
             # slot i's scales are lanes i and block_size + i of row i; an old row holds all of them
             scales = self.block[-1][...]
             lane = jax.lax.broadcasted_iota(jnp.int32, scales.shape, 1)

@@ -12,8 +12,10 @@ def attend_text(q, text, layer, *, interpret):
     """See `api.attend_text`."""
     heads, size = q.shape[2:]
     projection = Projection(q[:, :, None], scale=size**-0.5)
-    table, options = text_table(text, layer, heads), dict(return_lse=False, interpret=interpret)
-    return mosaic_gpu.attend(projection, 0, text.kv_pool, table, None, **options)
+    table = text_table(text, layer, heads)
+    return mosaic_gpu.attend(
+        projection, 0, text.kv_pool, table, None, return_lse=False, interpret=interpret
+    )
 
 
 def text_table(text, layer, heads: int) -> BlockTable:

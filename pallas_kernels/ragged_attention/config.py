@@ -104,10 +104,15 @@ class Call:
     def of(cls, operation: str, projection, kv_pool, table) -> "Call":
         """The call with these arguments of the operation."""
         _, _, tokens, head_dim = projection.shape
-        sizes = {"queries": tokens, "slots": table.ids.shape[-1] * kv_pool.shape[2]}
-        sizes |= {"head_dim": head_dim, "block_size": kv_pool.shape[2]}
-        types = {"dtype": projection.dtype.name, "kv_dtype": kv_pool.dtype.name}
-        return cls(operation=operation, **sizes, **types)
+        return cls(
+            operation=operation,
+            queries=tokens,
+            slots=table.ids.shape[-1] * kv_pool.shape[2],
+            head_dim=head_dim,
+            block_size=kv_pool.shape[2],
+            dtype=projection.dtype.name,
+            kv_dtype=kv_pool.dtype.name,
+        )
 
     def bucket(self) -> "Call":
         """The call that stands for all of about this size: queries and slots rounded up to powers
@@ -168,12 +173,14 @@ def _tpu_heuristic(call: Call) -> TPUConfig:
     return TPUConfig(block_q=512, copy_keys=128 if call.slots <= 1024 else 256, own_keys=256)
 
 
-def tpu_vmem_limit(call: Call, tiles: TPUConfig, **step) -> int | None:
-    """Bytes of vector memory that a call may use; None where the compilers' default of 16 MiB will
-    do (all that a v4 has), as it does up to 4096 tokens with the heuristic's tiles. step: see
-    `tpu_vector_memory`."""
+def tpu_vmem_limit(
+    call: Call, tiles: TPUConfig, *, heads: int = 1, rotated: bool = False
+) -> int | None:
+    """Bytes of vector memory that a call may use, or None where the compilers' default of 16 MiB
+    will do. It does up to 4096 tokens with the heuristic's tiles; a v4 has no more. The arguments
+    are those of `tpu_vector_memory`."""
     # An estimate: 2 MiB of the 16 stay free, and a limit that has to be named is a quarter larger.
-    needed = tpu_vector_memory(call, tiles, **step)
+    needed = tpu_vector_memory(call, tiles, heads=heads, rotated=rotated)
     return tiles.vmem_limit or (None if needed <= 14 * 2**20 else needed * 5 // 4)
 
 

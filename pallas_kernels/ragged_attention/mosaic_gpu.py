@@ -25,7 +25,6 @@ of what tensor cores do while memory delivers it, so that the padding costs no t
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,16 +47,17 @@ from pallas_kernels.mosaic_products import (
 )
 from pallas_kernels.mosaic_projection import (
     TURNED,
+    TileMemory,
     Unfinished,
-    Work,
     finished,
     turn_scratch,
     turn_widths,
 )
 from pallas_kernels.projection import K, Q, V
 from pallas_kernels.ragged_attention import config as tiles
-from pallas_kernels.ragged_attention.mosaic_keys import Keys, Part, Stored, fetch_all
+from pallas_kernels.ragged_attention.mosaic_keys import Keys, Part, StoredBlocks, fetch_all
 from pallas_kernels.ragged_attention.mosaic_moments import attention_moments
+from pallas_kernels.refs import Ref, Scalar
 
 __all__ = ["attend", "attention_moments", "shared_memory"]
 
@@ -71,7 +71,7 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
     mosaic.check(projection.qkv, kv_pool, kv_scale, interpret)
     config = config or tiles.choose(tiles.Call.of("attend", projection, kv_pool, table), "mosaic")
     (rows, heads, tokens, head_dim), groups, chip = projection.shape, config.warpgroups, products()
-    stored = Stored.of(kv_pool, kv_scale, table, config.block_k)
+    stored = StoredBlocks.of(kv_pool, kv_scale, table, config.block_k)
     count = pl.cdiv(tokens, groups * ROWS)
     several = heads_of_a_program(rows, heads) if groups == 1 and tokens <= ROWS else 1
     lines = count * groups * ROWS  # whole tiles of the statistics: their rows have no padding
@@ -106,7 +106,7 @@ def _own_keys(projection, kv_pool, interpret):
     return finished(projection, (K, V), interpret)
 
 
-def _scratch(projection, config, chip: Products, several: int, stored: Stored) -> list:
+def _scratch(projection, config, chip: Products, several: int, stored: StoredBlocks) -> list:
     """Shared and tensor memory of a program, in the order of `_attend_tile`."""
     (_, _, tokens, head_dim), dtype = projection.shape, projection.dtype
     groups, size, buffers = config.warpgroups, config.block_k, config.buffers
@@ -169,7 +169,7 @@ def _attend_tile(
             plgpu.set_max_registers(mosaic.COMPUTE_REGISTERS, action="increase")
         multiply = chip.multiply(sums, group)
         places = raw.at[group], queries.at[group], queries.at[group], arrived.at[group]
-        work = Work(*places, turn, multiply)
+        work = TileMemory(*places, turn, multiply)
         tile = _Tile(work.tile, weights.at[group], multiply, changed, group, config)
         result, line = (results or [raw])[0].at[group], statistics.at[group]
         pl.when(group == 0)(lambda: given.start_turn(turn))
@@ -179,7 +179,9 @@ def _attend_tile(
         _see_heads(several, given, keys_of, parts, work, tile, into)
 
 
-def _see_heads(several: int, given: Unfinished, keys_of, parts, work: Work, tile, results) -> None:
+def _see_heads(
+    several: int, given: Unfinished, keys_of, parts, work: TileMemory, tile, results
+) -> None:
     """What a computing warpgroup does for its heads, one after another; the queries of the first
     one are on their way. keys_of: `Keys` of the program's i-th head."""
     row, first = results.row, results.first
@@ -202,12 +204,12 @@ class _Results:
     """Of 64 queries of a warpgroup, from number `first` on: where they lie in shared memory, and
     the arrays that they are copied to."""
 
-    out: Any
-    line: Any
-    out_ref: Any
-    lse_ref: Any
-    row: Any
-    first: Any
+    out: Ref
+    line: Ref
+    out_ref: Ref
+    lse_ref: Ref
+    row: Scalar
+    first: Scalar
 
     def put(self, head, out, lse) -> None:
         """Start copying a head's mean of the values [64, H] and log-sum-exp [64]."""
@@ -230,12 +232,12 @@ def _masked(keys: Keys, step, scores):
 class _Tile:
     """64 queries of a warpgroup, in shared memory, with room for their weights."""
 
-    queries: Any
-    weights: Any
+    queries: Ref
+    weights: Ref
     multiply: Multiply
-    changed: Any  # a barrier: the first warpgroup has changed keys or values
-    group: Any
-    config: Any
+    changed: Ref  # a barrier: the first warpgroup has changed keys or values
+    group: Scalar
+    config: tiles.MosaicConfig
 
     def see(self, keys: Keys, parts, before) -> tuple:
         """(weighted mean of the values [64, H], log-sum-exp [64]) over all keys. before: steps of

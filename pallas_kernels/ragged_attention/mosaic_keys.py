@@ -5,7 +5,6 @@ how they come into shared memory. One warpgroup fetches, others compute on what 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_operands as mosaic
 from pallas_kernels.mosaic_products import LAYOUT
+from pallas_kernels.refs import Operand, Ref, Scalar
 from pallas_kernels.tables import RANGE_BITS, BlockTable
 
 # slots of a block from which on a copy of its scales is as long as copies must be
@@ -22,7 +22,7 @@ SCALES_COPIED = 32
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Stored:
+class StoredBlocks:
     """The pool and the table of a call as operands of a kernel, and in it as references.
 
     table: `BlockTable.packed` with one more axis in front, of layers or rows. layer: int32 [1],
@@ -30,16 +30,16 @@ class Stored:
     slots side by side [R, N, 2, P]. size: keys of a step. entries: M.
     """
 
-    table: Any
-    layer: Any
-    pool: Any
-    scales: Any
+    table: Operand
+    layer: Operand
+    pool: Operand
+    scales: Operand
     size: int = field(metadata=dict(static=True))
     entries: int = field(metadata=dict(static=True))
     per_row: bool = field(metadata=dict(static=True))
 
     @classmethod
-    def of(cls, kv_pool, kv_scale, table: BlockTable, size: int) -> "Stored":
+    def of(cls, kv_pool, kv_scale, table: BlockTable, size: int) -> "StoredBlocks":
         if not kv_pool.shape[1]:  # a kernel has no arrays without elements
             kv_pool = mosaic.padded(kv_pool, 1, 1, 1)
             kv_scale = None if kv_scale is None else mosaic.padded(kv_scale, 1, 1, 1)
@@ -99,11 +99,11 @@ class Part:
     """
 
     half: int
-    places: Any
-    full: Any
-    free: Any
-    raw: Any = None
-    scales: Any = None
+    places: Ref
+    full: Ref
+    free: Ref | None
+    raw: Ref | None = None
+    scales: Ref | None = None
 
     def release(self, place) -> None:
         """The place may be filled again."""
@@ -119,11 +119,11 @@ class Keys:
     own: [R, T', 2 N H], finished. heads: N.
     """
 
-    stored: Stored
-    own: Any
-    length: Any
-    row: Any
-    head: Any
+    stored: StoredBlocks
+    own: Ref
+    length: Scalar
+    row: Scalar
+    head: Scalar
     heads: int
 
     def _packed(self, place):

@@ -9,7 +9,6 @@ float32. Queries meet every tile of keys: they are finished beforehand, as keys 
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +32,8 @@ from pallas_kernels.mosaic_products import (
 from pallas_kernels.mosaic_projection import finished
 from pallas_kernels.projection import K, Q, V
 from pallas_kernels.ragged_attention import config as tiles
-from pallas_kernels.ragged_attention.mosaic_keys import Keys, Part, Stored
+from pallas_kernels.ragged_attention.mosaic_keys import Keys, Part, StoredBlocks
+from pallas_kernels.refs import Ref, Scalar
 
 LOG2_E = math.log2(math.e)
 
@@ -48,7 +48,10 @@ def attention_moments(
     rows, heads, queries, _ = projection.shape
     # 64 keys are the rows of a product, and each program sums its columns over all queries by
     # itself: no two programs add to one number
-    stored, weights = Stored.of(kv_pool, kv_scale, table, ROWS), sums.weights.astype(jnp.float32)
+    stored, weights = (
+        StoredBlocks.of(kv_pool, kv_scale, table, ROWS),
+        sums.weights.astype(jnp.float32),
+    )
     last = jnp.where(weights != 0, jnp.arange(queries, dtype=jnp.int32) + 1, 0).max(initial=0)
     old = pl.cdiv(call.slots, ROWS)
     count = old + pl.cdiv(queries, ROWS)
@@ -80,7 +83,7 @@ def _columns(sums, slots: int, queries: int):
     return jnp.concatenate([sums[:, :, :slots], sums[:, :, own : own + queries]], axis=-1)
 
 
-def _scratch(projection, chip: Products, stored: Stored, buffers: int, powers: int) -> list:
+def _scratch(projection, chip: Products, stored: StoredBlocks, buffers: int, powers: int) -> list:
     """Shared and tensor memory of a program, in the order of `_sum_columns`."""
     head_dim = projection.shape[-1]
     tile = partial(mosaic.tile, dtype=projection.dtype, swizzle=chip.swizzle)
@@ -157,14 +160,14 @@ class Queries:
     last query that has a weight.
     """
 
-    q_ref: Any
-    weight_ref: Any
-    lse_ref: Any
-    tile: Any
-    lines: Any
-    full: Any
-    free: Any
-    count: Any
+    q_ref: Ref
+    weight_ref: Ref
+    lse_ref: Ref
+    tile: Ref
+    lines: Ref
+    full: Ref
+    free: Ref
+    count: Scalar
     buffers: int
 
     def fetch_all(self, row, head) -> None:

@@ -35,10 +35,10 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import estimates
 from pallas_kernels.ragged_attention import tpu_blocks
 from pallas_kernels.ragged_attention.config import tpu_vmem_limit
-from pallas_kernels.ragged_attention.tpu_blocks import Blocks, Grouping, Stored, dot, split
+from pallas_kernels.ragged_attention.tpu_blocks import Blocks, Grouping, StoredBlocks, dot, split
 from pallas_kernels.ragged_attention.tpu_moments import attention_moments
 from pallas_kernels.tpu_operands import LANES, balanced, fill_with_zeros, rounded
-from pallas_kernels.tpu_projection import Heads, Own, operands, own_tokens
+from pallas_kernels.tpu_projection import Heads, OwnTokens, operands, tokens_of_step
 
 __all__ = ["attend", "attention_moments"]
 
@@ -60,10 +60,10 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
     given = operands(projection, heads, {"q": (block_q, lambda t, *_: t), "k": whole, "v": whole})
     tiles, rotated = pl.cdiv(tokens, block_q), projection.rotation is not None
     grouping = Grouping.of(call, keys)
-    found = tpu_blocks.attention_call(
+    stored = StoredBlocks.of(new_length, kv_pool, table, kv_scale, heads, grouping, interpret)
+    found = stored.call(
         partial(_attend_tile, heads=heads, scale=projection.scale, own_keys=own_keys),
         given,
-        Stored.of(new_length, kv_pool, table, kv_scale, heads, grouping, interpret),
         _results(projection, heads, block_q)[: 1 + return_lse],
         scratch=_scratch(projection, heads, block_q),
         steps=tiles,
@@ -106,7 +106,7 @@ def _attend_tile(
 ):
     block_q = scratch[0].shape[1]
     length, first = length_ref[0], pl.program_id(2) * block_q
-    own = Own.of(heads, scale, given)
+    own = OwnTokens.of(heads, scale, given)
 
     # Copies start only in tiles that wait for all of them, so that none is left under way for the
     # next grid step, which uses the same buffers and semaphores.
@@ -125,13 +125,15 @@ def _attend_tile(
         heads.for_each_group(group)
 
 
-def _see_all_keys(own: Own, group, first, blocks: Blocks, scratch, own_keys: int, length) -> None:
+def _see_all_keys(
+    own: OwnTokens, group, first, blocks: Blocks, scratch, own_keys: int, length
+) -> None:
     """All keys that a tile of queries of a group of heads sees, own ones first."""
     heads, dtype = own.heads, own.dtype
     _see_none(own, group, first, scratch)
 
     def own_step(i, _):
-        here, valid = own_tokens(i, own_keys, length)
+        here, valid = tokens_of_step(i, own_keys, length)
         # V has to be zeroed, too, because a weight of 0 times NaN is NaN
         k = jnp.where(valid, own.keys(group, here), 0.0)
         v = jnp.where(valid, own.values(group, here), 0.0).T.astype(dtype)
@@ -152,7 +154,7 @@ def _see_all_keys(own: Own, group, first, blocks: Blocks, scratch, own_keys: int
         blocks.for_each_group(head, stored_step)
 
 
-def _see_none(own: Own, group, first, scratch) -> None:
+def _see_none(own: OwnTokens, group, first, scratch) -> None:
     """Finished queries of a tile, which have seen no key yet."""
     queries, maximum, total, out = scratch
     place = pl.ds(pl.multiple_of(first, LANES), queries.shape[1])

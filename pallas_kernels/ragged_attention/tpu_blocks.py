@@ -11,7 +11,6 @@ loaded, whatever the buffer holds there: also what nothing was copied to.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ from jaxtyping import Array
 from pallas_kernels import tpu_operands
 from pallas_kernels.implementations import check_attention
 from pallas_kernels.ragged_attention import config as tiles_of
+from pallas_kernels.refs import Ref, Scalar
 from pallas_kernels.tables import RANGE_BITS
 from pallas_kernels.tpu_operands import LANES, block_of, block_shape, in_parts
 from pallas_kernels.tpu_projection import Heads
@@ -82,7 +82,7 @@ class Grouping:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredBlocks:
     """The pool and the table of a call as operands of a kernel.
 
     numbers: int32 [1] each, known before a grid step is: the scale's length and the table's layer.
@@ -98,7 +98,7 @@ class Stored:
     interpret: bool
 
     @classmethod
-    def of(cls, new_length, kv_pool, table, kv_scale, heads, grouping, interpret) -> "Stored":
+    def of(cls, new_length, kv_pool, table, kv_scale, heads, grouping, interpret) -> "StoredBlocks":
         """table: packed."""
         if not kv_pool.shape[1]:  # a kernel has no arrays without elements
             kv_pool = jnp.zeros((len(kv_pool), 1, *kv_pool.shape[2:]), kv_pool.dtype)
@@ -130,49 +130,48 @@ class Stored:
             pltpu.SMEM((4,), jnp.int32),
         ]
 
+    def call(
+        self, kernel, given, results, *, scratch, steps: int, vmem_limit: int | None, cost, name
+    ) -> list[Array]:
+        """Run `kernel(blocks, length_ref, given, results, scratch)`. The kernel gets the references
+        of `given` by name and lists of the others.
 
-def attention_call(
-    kernel, given, stored: Stored, results, *, scratch, steps, vmem_limit, cost, name
-) -> list[Array]:
-    """Run `kernel(blocks, length_ref, given, results, scratch)`. The kernel gets the references of
-    `given` by name and lists of the others.
+        Args:
+          given: {name: (array, BlockSpec)}.
+          results: pairs of a shape with its type and a BlockSpec.
+          scratch: shapes of scratch memory.
+          steps: grid steps for the same heads of a row.
+          vmem_limit: bytes of vector memory.
+          cost: what the call computes and moves.
+        """
+        arrays, in_specs = zip(*given.values(), strict=True)
+        out_shape, out_specs = zip(*results, strict=True)
+        pools = len(self.pools)
+        counts = (len(given), pools, len(results), len(scratch), pools, 2)
 
-    Args:
-      given: {name: (array, BlockSpec)}.
-      results: pairs of a shape with its type and a BlockSpec.
-      scratch: shapes of scratch memory.
-      steps: grid steps for the same heads of a row.
-      vmem_limit: bytes of vector memory.
-      cost: what the call computes and moves.
-    """
-    arrays, in_specs = zip(*given.values(), strict=True)
-    out_shape, out_specs = zip(*results, strict=True)
-    pools = len(stored.pools)
-    counts = (len(given), pools, len(results), len(scratch), pools, 2)
+        def body(length_ref, _, table, *refs):
+            own, whole, results, scratch, buffers, state = in_parts(refs, *counts)
+            blocks = Blocks(self.grouping, pl.program_id(0), table, whole, buffers, *state)
+            kernel(blocks, length_ref, dict(zip(given, own, strict=True)), results, scratch)
 
-    def body(length_ref, _, table, *refs):
-        own, whole, results, scratch, buffers, state = in_parts(refs, *counts)
-        blocks = Blocks(stored.grouping, pl.program_id(0), table, whole, buffers, *state)
-        kernel(blocks, length_ref, dict(zip(given, own, strict=True)), results, scratch)
-
-    return pl.pallas_call(
-        body,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(stored.numbers),
-            grid=(len(stored.pools[0]), stored.heads.steps, steps),
-            in_specs=[stored.spec, *in_specs, *tpu_operands.pool_specs(stored.pools)],
-            out_specs=out_specs,
-            scratch_shapes=[*scratch, *stored.scratch],
-        ),
-        out_shape=out_shape,
-        # No grid step needs what another one left, so the two cores of a v5p may share them.
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) * 3, vmem_limit_bytes=vmem_limit
-        ),
-        cost_estimate=cost,
-        interpret=stored.interpret,
-        name=name,
-    )(*stored.numbers, stored.entries, *arrays, *stored.pools)
+        return pl.pallas_call(
+            body,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=len(self.numbers),
+                grid=(len(self.pools[0]), self.heads.steps, steps),
+                in_specs=[self.spec, *in_specs, *tpu_operands.pool_specs(self.pools)],
+                out_specs=out_specs,
+                scratch_shapes=[*scratch, *self.scratch],
+            ),
+            out_shape=out_shape,
+            # No grid step needs what another one left, so the two cores of a v5p may share them.
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel",) * 3, vmem_limit_bytes=vmem_limit
+            ),
+            cost_estimate=cost,
+            interpret=self.interpret,
+            name=name,
+        )(*self.numbers, self.entries, *arrays, *self.pools)
 
 
 @dataclass(frozen=True)
@@ -185,12 +184,12 @@ class Blocks:
     """
 
     grouping: Grouping
-    row: Any
-    table: Any
-    pools: list
-    buffers: list
-    semaphores: Any
-    cursor: Any
+    row: Scalar
+    table: Ref
+    pools: list[Ref]
+    buffers: list[Ref]
+    semaphores: Ref
+    cursor: Ref
 
     def used(self, head):
         """Entries up to the last one that is not empty."""

@@ -22,10 +22,10 @@ from jaxtyping import Array
 from pallas_kernels import estimates
 from pallas_kernels.ragged_attention import tpu_blocks
 from pallas_kernels.ragged_attention.config import tpu_vmem_limit
-from pallas_kernels.ragged_attention.tpu_blocks import Blocks, Grouping, Stored, dot
+from pallas_kernels.ragged_attention.tpu_blocks import Blocks, Grouping, StoredBlocks, dot
 from pallas_kernels.refs import Ref
 from pallas_kernels.tpu_operands import LANES, balanced, fill_with_zeros, rounded
-from pallas_kernels.tpu_projection import Heads, Own, operands, own_tokens
+from pallas_kernels.tpu_projection import Heads, OwnTokens, operands, tokens_of_step
 
 
 def attention_moments(
@@ -46,11 +46,14 @@ def attention_moments(
     given = _lines(heads, sums.weights, sums.lse, all_queries)
     parts = {"q": (all_queries, lambda *_: 0), "k": (all_own, lambda *_: 0)}
     given |= operands(projection, heads, parts)
-    rotated, own_of = projection.rotation is not None, partial(Own.of, heads, projection.scale)
-    found = tpu_blocks.attention_call(
+    rotated, own_of = (
+        projection.rotation is not None,
+        partial(OwnTokens.of, heads, projection.scale),
+    )
+    stored = StoredBlocks.of(new_length, kv_pool, table, kv_scale, heads, grouping, interpret)
+    found = stored.call(
         partial(_sum_columns, own_of=own_of, own_keys=own_keys, block_q=block_q),
         given,
-        Stored.of(new_length, kv_pool, table, kv_scale, heads, grouping, interpret),
         _sums(len(kv_pool), heads, [grouping.slots, all_own] * (1 + sums.squares)),
         scratch=[pltpu.VMEM((heads.together, all_queries, heads.width), projection.dtype)],
         steps=1,
@@ -100,7 +103,7 @@ def _sum_columns(
     blocks: Blocks, length_ref, given, results, scratch, *, own_of, own_keys: int, block_q: int
 ):
     """The results are sums over stored slots and over own tokens, both once more for the squares.
-    own_of: makes `Own` from references."""
+    own_of: makes `OwnTokens` from references."""
     weights, lse, (queries,) = given.pop("weights"), given.pop("lse"), scratch
     own, length = own_of(given), length_ref[0]
     heads, seen = own.heads, _Queries(queries, weights, lse, block_q, powers=len(results) // 2)
@@ -113,7 +116,7 @@ def _sum_columns(
         _finish_queries(own, i, queries, block_q)
 
         def own_step(step, _):
-            here, valid = own_tokens(step, own_keys, length)
+            here, valid = tokens_of_step(step, own_keys, length)
             k = own.keys(i, here)
             for which in range(heads.together):
                 # lanes of the other head meet zeros, so what is undefined has to go
@@ -136,7 +139,7 @@ def _sum_columns(
     heads.for_each_group(group)
 
 
-def _finish_queries(own: Own, group, queries, block_q: int) -> None:
+def _finish_queries(own: OwnTokens, group, queries, block_q: int) -> None:
     """Put the finished queries of a group of heads into `queries`."""
 
     def step(i, _):

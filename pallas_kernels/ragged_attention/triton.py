@@ -53,7 +53,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels import estimates
 from pallas_kernels.ragged_attention import config as tiles
 from pallas_kernels.ragged_attention import triton_pool
-from pallas_kernels.ragged_attention.triton_pool import LOG2_E, Stored, dot
+from pallas_kernels.ragged_attention.triton_pool import LOG2_E, StoredSlots, dot
 from pallas_kernels.triton_operands import (
     Tokens,
     check,
@@ -71,7 +71,7 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
     """See `api.attend`. config: tiles; None takes those of `config.choose`."""
     check(projection, kv_pool, kv_scale, interpret)
     config = config or tiles.choose(tiles.Call.of("attend", projection, kv_pool, table), "triton")
-    stored = Stored.of(kv_pool, table, kv_scale)
+    stored = StoredSlots.of(kv_pool, table, kv_scale)
     rows, heads, tokens, head_dim = projection.shape
     keys, programs = Tokens.keys(projection), pl.cdiv(tokens, config.block_q)
     together = max(16, tiles.power_of_two(tokens))  # tensor cores multiply at least 16 rows
@@ -128,7 +128,7 @@ def _attend_tile(config, own_step: int, tokens: int, given, out_refs):
         write(jnp.zeros(out_refs[0].shape, jnp.float32), jnp.zeros(query.shape, jnp.float32))
 
 
-def _walk(config, own_step: int, q, length, keys: Tokens, values: Tokens, stored: Stored):
+def _walk(config, own_step: int, q, length, keys: Tokens, values: Tokens, stored: StoredSlots):
     """(maximum, sum of weights, weighted sum of values) of a query tile over all its keys."""
     size, head_dim = config.block_k, stored.head_dim
 
@@ -194,7 +194,7 @@ def attention_moments(
     call = tiles.Call.of("attention_moments", projection, kv_pool, table)
     config = config or tiles.choose(call, "triton")
     rows, heads, own, _ = projection.shape
-    stored, old = Stored.of(kv_pool, table, kv_scale), call.slots
+    stored, old = StoredSlots.of(kv_pool, table, kv_scale), call.slots
     # Every program walks over all queries: finished once, they are read (P + T) / block_k times.
     queries = Tokens.queries(projection)
     queries, keys = queries.with_rows(projection.queries()), Tokens.keys(projection)

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Int
 
 from pallas_kernels.ragged_attention import config as tiles
+from pallas_kernels.refs import Operand
 from pallas_kernels.tables import BlockTable
 from pallas_kernels.triton_operands import (
     HeadTables,
@@ -28,7 +28,7 @@ IDS, START, STOP = range(3)  # of a head's tables
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Stored:
+class StoredSlots:
     """The pool and table of a call as kernel operands.
 
     The pool is seen as slots [R, P', 2 H] and the scales as a line [R, 2 P'], both without a copy;
@@ -37,12 +37,12 @@ class Stored:
     """
 
     tables: HeadTables
-    kv_pool: Any
-    kv_scale: Any
+    kv_pool: Operand
+    kv_scale: Operand
     block_size: int = field(metadata=dict(static=True))
 
     @classmethod
-    def of(cls, kv_pool: Array, table: BlockTable, kv_scale: Array | None) -> "Stored":
+    def of(cls, kv_pool: Array, table: BlockTable, kv_scale: Array | None) -> "StoredSlots":
         """The operands of a call; an empty table or pool becomes one empty entry or block, because
         a kernel cannot have an array without elements."""
         entries = table.ids, table.start, table.stop
@@ -61,7 +61,7 @@ class Stored:
         return cls(tables, kv_pool.reshape(rows, -1, width), kv_scale, block_size)
 
     @property
-    def specs(self) -> "Stored":
+    def specs(self) -> "StoredSlots":
         """One head's table and one row's pool, for a grid (tiles, heads, rows)."""
         scale = None if self.kv_scale is None else row_spec(self.kv_scale)
         return replace(

@@ -37,6 +37,14 @@ def sample(
     Raises:
       NotImplementedError: the implementation named cannot run, with the reason.
     """
-    # numpy's numbers are no numbers for estimates
-    options = {"tau": tau, "strength": strength, "top_k": int(top_k), "top_p": float(top_p)}
-    return implementations.run(implementation, MODULES, "sample", logits, noise, **options)
+    return implementations.run(
+        implementation,
+        MODULES,
+        "sample",
+        logits,
+        noise,
+        tau=tau,
+        strength=strength,
+        top_k=int(top_k),  # estimates refuse NumPy's numbers
+        top_p=float(top_p),
+    )

@@ -8,13 +8,13 @@ nothing. So every part is whole, and nothing is read beyond the end of a row.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
+from pallas_kernels.refs import Scalar
 from pallas_kernels.sample.reference import combined, largest, ordered, tempered
 
 
@@ -50,7 +50,7 @@ class Row:
     """part: gives part i, an array or several."""
 
     parts: Parts
-    part: Callable[[Any], Any]
+    part: Callable[[Scalar], Array | tuple[Array, ...]]
 
     def map(self, of: Callable) -> "Row":
         """`of` every part; computed now if they are held."""

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.bench import table as bench_table
+from experiments.bench import report
 from pallas_kernels import arg_specs, bench, implementations
 from pallas_kernels.bench.scales import SCALES
 from pallas_kernels.chips import get_chip
@@ -221,14 +221,14 @@ def test_table_shows_shares_of_the_peak():
     spec = arg_specs.SPECS["var-d30-t36"]
     work = bench.Work(flops=98.94e9, bytes=2.4e9)
     rows = [
-        bench_table.Row("attend", spec, 1.0, "triton", work, seconds=1e-3),
-        bench_table.Row("attend", spec, 1.0, "reference", work, seconds=2e-3),
-        bench_table.Row("attend", spec, 1.0, "dense xla", work),
+        report.Row("attend", spec, 1.0, "triton", work, seconds=1e-3),
+        report.Row("attend", spec, 1.0, "reference", work, seconds=2e-3),
+        report.Row("attend", spec, 1.0, "dense xla", work),
     ]
-    lines = bench_table.table(rows, get_chip("h200")).splitlines()
+    lines = report.text(rows, get_chip("h200")).splitlines()
     assert "2.4e+03 ( 50%)" in lines[1] and "98.9 ( 10%)" in lines[1]
-    assert "%" not in bench_table.table(rows, None)
-    [line] = bench_table.summary(rows, "triton")
+    assert "%" not in report.text(rows, None)
+    [line] = report.summary(rows, "triton")
     assert line.startswith("attend at budget 1: triton takes 0.50 of the time of reference")
 
 

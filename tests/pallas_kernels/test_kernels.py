@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import cache_write, ragged_attention
-from pallas_kernels.arg_specs import SPECS, TABLES, ArgSpec
+from pallas_kernels.arg_specs import FILLINGS, SPECS, ArgSpec
 from pallas_kernels.projection import Projection
 
 KERNELS = ["triton-interpret", "tpu-interpret"]
@@ -93,7 +93,7 @@ def with_kernels() -> list:
 
 def tables(spec: ArgSpec):
     """One shape with every kind of table: same program, other numbers."""
-    return [replace(spec, table=table, name=f"{spec.name}-{table}") for table in TABLES]
+    return [replace(spec, filling=filling, name=f"{spec.name}-{filling}") for filling in FILLINGS]
 
 
 def written(spec: ArgSpec):
@@ -154,7 +154,7 @@ def test_attention_moments(kernel, shape):
 def test_write(kernel, shape):
     for spec in written(shape):
         args = spec.arguments(poison=False)
-        assert heads_that_store(args.writes).max() > 1 or spec.table != "shared"
+        assert heads_that_store(args.writes).max() > 1 or spec.filling != "shared"
         check_write(kernel, args)
 
 

@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_write, mosaic_products, ragged_attention
-from pallas_kernels.arg_specs import SPECS, TABLES
+from pallas_kernels.arg_specs import FILLINGS, SPECS
 from pallas_kernels.cache_write import mosaic_gpu as mosaic_write
 from pallas_kernels.ragged_attention import mosaic_gpu
 from pallas_kernels.ragged_attention.config import MosaicConfig
@@ -92,8 +92,8 @@ def check_attend(spec, run, capsys):
 @pytest.mark.parametrize("spec", SHAPES)
 def test_attend(chip, spec, capsys):
     run = simulated(mosaic_gpu.attend, return_lse=True)
-    for table in TABLES:
-        check_attend(replace(spec, table=table), run, capsys)
+    for filling in FILLINGS:
+        check_attend(replace(spec, filling=filling), run, capsys)
 
 
 def test_several_heads_of_a_program(chip, monkeypatch, capsys):
@@ -182,7 +182,7 @@ def test_a_place_that_is_filled_too_early_is_seen(monkeypatch, capsys):
             every(*given)
 
     monkeypatch.setattr(mosaic_gpu, "fetch_all", without_waits)
-    spec = replace(SMALL, table="full", entries=24)
+    spec = replace(SMALL, filling="full", entries=24)
     args = spec.arguments()
     with pytest.raises(Exception, match="no threads observed phase|^race"):
         jax.block_until_ready(

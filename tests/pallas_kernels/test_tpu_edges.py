@@ -92,7 +92,7 @@ def test_no_table_and_a_length_that_is_a_number():
 
 
 def test_more_entries_than_a_group_may_unroll():
-    args = replace(SMALL, block_size=1, entries=3 * MAX_GROUP + 1, table="full").arguments()
+    args = replace(SMALL, block_size=1, entries=3 * MAX_GROUP + 1, filling="full").arguments()
     check_attend(args, kernel_attend(args))
 
 

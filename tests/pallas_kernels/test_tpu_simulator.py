@@ -154,7 +154,7 @@ def test_a_missing_wait_for_stored_keys_is_seen(monkeypatch):
     # a step waits by the same function: keep starts alone
     monkeypatch.setattr(tpu_blocks.Blocks, "_start", start)
     monkeypatch.setattr(tpu_blocks.Blocks, "_for_copies", lambda *_: None)
-    args = replace(SMALL, table="full").arguments()
+    args = replace(SMALL, filling="full").arguments()
     run = simulated(tpu.attend, return_lse=True, config=SMALL_TILES)
     out, _ = run(*args.attend, args.kv_scale)
     assert has_races() or not np.isfinite(out).all()

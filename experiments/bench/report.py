@@ -1,4 +1,4 @@
-"""Results of `experiments.bench`: one row per way to do an operation, the table, the summary."""
+"""What `experiments.bench` says: a row for each way to do an operation, and a summary."""
 
 import math
 from dataclasses import dataclass
@@ -14,9 +14,12 @@ HEADER = ("shape", "operation", "types", "budget", "way", "time", "GB/s", "TFLOP
 
 @dataclass(frozen=True)
 class Row:
-    """One measured way. budget: share of the cache owned. seconds: None where it could not run,
-    with the reason in `note`. error: relative, against the reference in float32; None where that
-    does not apply."""
+    """One way that was measured.
+
+    budget: share of the cache that heads own.
+    seconds: None where the way could not run, with the reason in `note`.
+    error: relative, against the reference in float32; None where that does not apply.
+    """
 
     operation: str
     spec: ArgSpec
@@ -29,7 +32,7 @@ class Row:
 
     @property
     def call(self) -> dict[str, str]:
-        """What rows of different ways have in common."""
+        """What was called, which rows of several ways have in common."""
         types = {"dtype": self.spec.dtype, "kv_dtype": self.spec.pool_dtype.name}
         return {"shape": self.spec.name, "operation": self.operation} | types
 
@@ -41,9 +44,9 @@ class Row:
         return found | {f"{name}_per_s": found[name] / self.seconds for name in rates}
 
 
-def table(rows: list[Row], chip: Chip | None) -> str:
-    """Columns in plain text. Bytes and operations are the least that a call needs, so rates may
-    exceed what the memory offers where a cache helps; percent are of the chip's peak."""
+def text(rows: list[Row], chip: Chip | None) -> str:
+    """All rows in columns. Bytes and operations are the least that a call needs, so a rate may
+    exceed what the memory offers where a cache helps. Percentages are shares of the chip's peak."""
     cells = [(*HEADER, ""), *((*_cells(row, chip), row.note) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     sides = zip("<<<<<>>>><", widths, strict=True)
@@ -78,7 +81,8 @@ def show_time(seconds: float) -> str:
 
 
 def summary(rows: list[Row], kernel: str) -> list[str]:
-    """How much faster the kernel is than each other way: geometric means over what both ran."""
+    """How much faster the kernel is than each other way: geometric means over the calls that both
+    ran."""
     lines = []
     for operation in dict.fromkeys(row.operation for row in rows):
         for budget in dict.fromkeys(row.budget for row in rows):
