@@ -46,13 +46,10 @@ INERT = frozenset(
     for name in "float32 float16 bfloat16 float64 bool int64 int32 int16 int8 uint8".split()
 )
 # Element types of safetensors that weights have; float8 and complex ones are refused.
-SAFETENSORS = {
-    **{f"F{8 * n}": np.dtype(f"<f{n}") for n in (8, 4, 2)},
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    **{f"I{8 * n}": np.dtype(f"<i{n}") for n in (8, 4, 2, 1)},
-    "U8": np.dtype("u1"),
-    "BOOL": np.dtype("?"),
-}
+SAFETENSORS = {f"F{8 * n}": np.dtype(f"<f{n}") for n in (8, 4, 2)}
+SAFETENSORS |= {"BF16": np.dtype(ml_dtypes.bfloat16)}
+SAFETENSORS |= {f"I{8 * n}": np.dtype(f"<i{n}") for n in (8, 4, 2, 1)}
+SAFETENSORS |= {"U8": np.dtype("u1"), "BOOL": np.dtype("?")}
 MAX_PICKLE = 32 * 2**20  # bytes; real ones have some kilobytes
 MAX_HEADER = 16 * 2**20  # bytes of the header of safetensors; real ones have some kilobytes
 MAX_AXES = 32  # every version of NumPy allows as many
