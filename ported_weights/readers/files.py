@@ -165,7 +165,7 @@ class TorchFile:
 
     # --- what the pickle may call -----------------------------------------------------------------
 
-    def _storage(self, identity) -> Storage:
+    def _storage(self, identity: object) -> Storage:
         """Read the persistent id ("storage", class, key, device, number of elements)."""
         key, dtype, count = self._identity(identity, 5)
         member = f"{self._root}data/{key}"
@@ -176,7 +176,7 @@ class TorchFile:
             raise self._archive.damaged(f"storage {key:.80} needs {needed} bytes, {has}")
         return storage
 
-    def _identity(self, identity, length: int) -> tuple[str, np.dtype, int]:
+    def _identity(self, identity: object, length: int) -> tuple[str, np.dtype, int]:
         """Return key, element type and number of elements of a persistent id.
 
         The device does not matter, since values are read on the host.
@@ -215,7 +215,7 @@ class TorchFile:
         return tensor
 
 
-def tensors(content) -> Mapping[str, TorchTensor]:
+def tensors(content: object) -> Mapping[str, TorchTensor]:
     """Return the entries of a mapping that are tensors under text keys."""
     if not isinstance(content, Dictionary):
         return {}
@@ -234,11 +234,11 @@ def _size(*arguments) -> tuple[int, ...]:
     return tuple(arguments[0])
 
 
-def _is_count(value) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**48
 
 
-def _is_counts(values) -> bool:
+def _is_counts(values: object) -> bool:
     fits = isinstance(values, (tuple, list)) and len(values) <= MAX_AXES
     return fits and all(map(_is_count, values))
 
@@ -247,9 +247,11 @@ def _is_counts(values) -> bool:
 
 
 class SafeOpen(Protocol):
-    """The part of an open safetensors file that is used after its header was read."""
+    """The part of an open safetensors file that is used here."""
 
     def get_tensor(self, name: str) -> np.ndarray: ...
+
+    def get_slice(self, name: str): ...
 
 
 @dataclass(frozen=True)
@@ -281,7 +283,7 @@ def read_safetensors(path: Path) -> dict[str, SafeTensor]:
         raise UserError(f"{path} is damaged or incomplete ({reason}): download it again") from error
 
 
-def _tensor(path: Path, file, name: str) -> SafeTensor:
+def _tensor(path: Path, file: SafeOpen, name: str) -> SafeTensor:
     if len(name) > LONGEST_NAME:
         raise UserError(f"{path}: {name:.80}... is no name of a tensor: it is {len(name)} long")
     entry = file.get_slice(name)
