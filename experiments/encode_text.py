@@ -20,6 +20,7 @@ from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError
 from varjax.model import default_dtype
+from varjax.models import registry
 from varjax.progress import Progress
 from varjax.storage import manifest
 from varjax.text import encoder as encoder_lib
@@ -48,7 +49,9 @@ def max_length(checkpoint: str) -> int:
         return LONGEST.value
     if not (pathlib.Path(checkpoint) / manifest.NAME).is_file():
         return MAX_LENGTH
-    return manifest.read(pathlib.Path(checkpoint))["transformer"].get("text_maxlen", MAX_LENGTH)
+    return manifest.read(pathlib.Path(checkpoint), registry.FAMILIES)["transformer"].get(
+        "text_maxlen", MAX_LENGTH
+    )
 
 
 def summary(features: TextFeatures) -> str:

@@ -44,7 +44,7 @@ class Generation:
             "model": self.model.name,
             "model_sources": self.model.metadata.get("sources", []),
             "model_files": self.model.metadata.get("files", {}),
-            "schedule": [list(pair) for pair in self.model.config.schedule.maps],
+            "schedule": [list(pair) for pair in self.model.config.token_maps],
             "labels": self.condition.numbers.tolist(),
             # `labels` are numbers of prompts only: say which texts they stand for
             **({"text": said} if isinstance(said, dict) else {}),

@@ -84,7 +84,7 @@ def read_settings() -> TrainingSettings:
     names = [field.name for field in dataclasses.fields(TrainingSettings)]
     values = {name: FLAGS.values[name].value for name in names if FLAGS.values[name].present}
     lists = {name: _integers(name, v) for name, v in values.items() if isinstance(v, list)}
-    return TrainingSettings.of(**values | lists)
+    return TrainingSettings.for_family(**values | lists)
 
 
 @contextlib.contextmanager

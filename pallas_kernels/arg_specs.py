@@ -14,6 +14,7 @@ import numpy as np
 
 from pallas_kernels.cache_write.reference import quantize
 from pallas_kernels.projection import Projection
+from pallas_kernels.ragged_attention import QuerySums
 from pallas_kernels.tables import BlockTable, BlockWrites, block_writes
 
 TABLES = ("random", "empty", "full", "repeated", "shared")
@@ -150,9 +151,9 @@ class Arguments:
         """Positional arguments of `write`."""
         return self.kv_pool, self.projection, self.writes
 
-    def moments(self, query_weights: jax.Array, lse: jax.Array) -> tuple:
+    def moments(self, query_weights: jax.Array, lse: jax.Array, squares: bool = False) -> tuple:
         """Positional arguments of `attention_moments`."""
-        return *self.attend, query_weights, lse
+        return *self.attend, QuerySums(query_weights, lse, squares)
 
     def padded_with(self, anything: float) -> "Arguments":
         """The same with `anything` in place of tokens behind the last real one."""

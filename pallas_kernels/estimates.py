@@ -1,66 +1,118 @@
-"""What one call of an operation computes and moves, whichever kernel runs it: for compilers, which
-cannot look into kernels, and for the model of compiled programs.
+"""What one call of an operation computes and moves, whichever kernel runs it.
 
-Upper bounds: all T tokens are real and every slot of a table is owned, unless `owning` says how
-many are: heads that hold little have tables as long as those that hold much. FLOPs are those of
-matrix products, a multiply-add is two; transcendentals are exponentials. Bytes are those that
-memory delivers or takes, not a cache; tables, angles and vectors are left out, less than 1 %.
+Compilers cannot look into kernels, so every kernel hands them an estimate. They are told the upper
+bound: every token is real, and every slot that a table lists is in use. The model of compiled
+programs (`experiments.aot`) asks the same estimates again, for the occupancy that its plan has.
+
+FLOPs are those of matrix products, a multiply-add is two. Transcendentals are exponentials. Bytes
+are those that memory delivers or takes, not a cache. Tables, angles and vectors are left out: they
+are less than 1 %.
 """
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial, wraps
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from pallas_kernels.projection import Projection
+from pallas_kernels.tables import BlockTable, BlockWrites
 
 SCALE = 4  # bytes of a scale of an int8 pool
-# FLOPs of an estimate are taken to run at the rate of matrix products, of which TPUs (v5e: 197 to
-# 6.1 TFLOP/s) and GPUs (H200: 989 to 33) do about so many in the time of a vector operation
+# Compilers take FLOPs to run at the rate of matrix products. TPUs (v5e: 197 to 6.1 TFLOP/s) and
+# GPUs (H200: 989 to 33) do about this many of them in the time of one vector operation.
 PER_VECTOR_OPERATION = 30
-Shares = Mapping[tuple[int, int], float]
-_owned: ContextVar[Shares | None] = ContextVar("owned", default=None)
-_written: ContextVar[Mapping[tuple[int, int], tuple[float, float]] | None]
-_written = ContextVar("written", default=None)
-_used: ContextVar[Sequence[int] | None] = ContextVar("used", default=None)
 
 
-@contextlib.contextmanager
-def owning(
-    shares: Shares,
-    written: Mapping[tuple[int, int], tuple[float, float]] | None = None,
-    used: Sequence[int] | None = None,
-) -> Iterator[None]:
-    """Calls that are traced meanwhile are estimated with the share of their tables' slots that
-    heads own on average: {(queries, entries of a head's table): share}, 1 for all others. written:
-    likewise of tables that say what is stored, the shares of their entries and of their slots that
-    are used. used: of token attention that is told how many slots are in use, all these numbers."""
-    tokens = _owned.set(shares), _written.set(written), _used.set(used)
-    try:
-        yield
-    finally:
-        _owned.reset(tokens[0])
-        _written.reset(tokens[1])
-        _used.reset(tokens[2])
+@dataclass(frozen=True)
+class Occupancy:
+    """How much of what kernels may read and write is in use, on average over a program.
+
+    A table is as long for a head that holds little as for one that holds much, so its length alone
+    says too much. A table that is not listed here counts as full.
+
+    held: {(queries, entries of a head's table): share of the table's slots that heads hold}.
+    written: {(tokens, entries of a head's table): (share of the entries that store something, share
+      of their slots that do)}, for tables that say what is stored.
+    slots_in_use: slots of a head that token attention reads, one number per token; None: all slots.
+    """
+
+    held: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    written: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+    slots_in_use: Sequence[int] | None = None
+
+    def share_read(self, slots: int, step: int) -> float:
+        """Share of a head's slots that token attention reads in steps of `step` slots."""
+        in_use = np.asarray([slots] if self.slots_in_use is None else self.slots_in_use)
+        return float(np.minimum(-(-in_use // step) * step, slots).mean()) / slots
 
 
+FULL = Occupancy()
+
+
+class CallEstimate(pl.CostEstimate):
+    """The cost of a call with full tables, as compilers are told; `at` says it for others.
+
+    JAX writes the fields of its own class into the compiled program and nothing else, so `formula`
+    is an attribute and no field.
+    """
+
+    def __init__(self, formula: Callable[..., pl.CostEstimate]):
+        full = formula(occupancy=FULL)
+        super().__init__(full.flops, full.transcendentals, full.bytes_accessed)
+        self.formula = formula
+
+    def at(self, occupancy: Occupancy) -> pl.CostEstimate:
+        """The cost of the same call where tables are filled as `occupancy` says."""
+        return self.formula(occupancy=occupancy)
+
+
+def _depending_on_occupancy(formula: Callable[..., pl.CostEstimate]):
+    """Make a formula with an argument `occupancy` a function of the other arguments that returns a
+    `CallEstimate`."""
+
+    @wraps(formula)
+    def estimate(*arguments, **options) -> CallEstimate:
+        # shapes only: the traced arrays of a program would stay alive with its jaxpr
+        arguments, options = jax.tree.map(_shape, (arguments, options))
+        return CallEstimate(partial(formula, *arguments, **options))
+
+    return estimate
+
+
+def _shape(leaf):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
+
+
+@_depending_on_occupancy
 def attend(
-    projection, kv_pool, table, *, lse: bool, tiles: int = 1, scales_at_once: int = 1
+    projection: Projection,
+    kv_pool: Array,
+    table: BlockTable,
+    *,
+    lse: bool,
+    tiles: int = 1,
+    scales_at_once: int = 1,
+    occupancy: Occupancy,
 ) -> pl.CostEstimate:
-    """Of attention, every query with every key.
+    """Cost of attention of every query over every key.
 
     Args:
       lse: whether the log-sum-exp is written.
-      tiles: of queries that copy stored slots from memory once more; 1 where they run side by side
-        and a cache has what the first one copied.
+      tiles: how often the stored slots are copied from memory: once per tile of queries, or 1 where
+        tiles run side by side and find in a cache what the first one copied.
       scales_at_once: the fewest scales of an int8 pool that are copied together.
     """
     rows, heads, tokens, head_dim = projection.shape
-    queries, pairs = rows * heads * tokens, _pairs(projection, kv_pool, table)
+    blocks = _blocks_read(projection, table, occupancy)
+    queries, pairs = rows * heads * tokens, _pairs(projection, kv_pool, blocks)
     parts = projection.qkv.shape[2] + 1  # the result
     moved = parts * queries * head_dim * projection.dtype.itemsize + 4 * queries * lse
-    stored = _blocks(projection, table) * _block_bytes(kv_pool, 2, scales_at_once)
+    stored = blocks * _block_bytes(kv_pool, 2, scales_at_once)
     return pl.CostEstimate(
         flops=round(4 * pairs * head_dim),
         transcendentals=round(pairs),
@@ -68,18 +120,28 @@ def attend(
     )
 
 
+@_depending_on_occupancy
 def attention_moments(
-    projection, kv_pool, table, *, squares: bool, halves: int = 1, scales_at_once: int = 1
+    projection: Projection,
+    kv_pool: Array,
+    table: BlockTable,
+    *,
+    squares: bool,
+    halves: int = 1,
+    scales_at_once: int = 1,
+    occupancy: Occupancy,
 ) -> pl.CostEstimate:
-    """Of sums of weights, which are computed again.
+    """Cost of sums of attention weights, which are computed a second time.
 
-    halves: 1: keys are copied, 2: the values beside them as well. The rest as in `attend`.
+    halves: 1 where only keys are copied, 2 where the values beside them are copied too. The other
+    arguments mean the same as in `attend`.
     """
     rows, heads, tokens, head_dim = projection.shape
-    queries, pairs = rows * heads * tokens, _pairs(projection, kv_pool, table)
+    blocks = _blocks_read(projection, table, occupancy)
+    queries, pairs = rows * heads * tokens, _pairs(projection, kv_pool, blocks)
     moved = 2 * queries * head_dim * projection.dtype.itemsize + 4 * queries  # q, k, log-sum-exp
-    columns = rows * heads * (_slots(kv_pool, table) + tokens)
-    stored = _blocks(projection, table) * _block_bytes(kv_pool, halves, scales_at_once)
+    columns = rows * heads * (table.ids.shape[-1] * kv_pool.shape[2] + tokens)
+    stored = blocks * _block_bytes(kv_pool, halves, scales_at_once)
     return pl.CostEstimate(
         flops=round(2 * pairs * head_dim),
         transcendentals=round(pairs),
@@ -87,16 +149,23 @@ def attention_moments(
     )
 
 
+@_depending_on_occupancy
 def write(
-    projection, kv_pool, writes, *, blocks: bool = False, scales_at_once: int = 1
+    projection: Projection,
+    kv_pool: Array,
+    writes: BlockWrites,
+    *,
+    blocks: bool = False,
+    scales_at_once: int = 1,
+    occupancy: Occupancy,
 ) -> pl.CostEstimate:
-    """Of storing as many tokens as there are slots for.
+    """Cost of storing as many tokens as there are slots for.
 
-    blocks: every block is read and written as a whole, and every token is read.
+    blocks: whether every block is read and written as a whole, and every token is read.
     """
     rows, heads, tokens, head_dim = projection.shape
     entries, size = writes.ids.shape[-1], kv_pool.shape[2]
-    used, filled = (_written.get() or {}).get((tokens, entries), (1, 1))
+    used, filled = occupancy.written.get((tokens, entries), (1, 1))
     stored = min(tokens, entries * size * filled)
     read = 2 * head_dim * projection.dtype.itemsize * (tokens if blocks else stored)
     block = _block_bytes(kv_pool, 2, scales_at_once)
@@ -105,14 +174,29 @@ def write(
     return pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved)
 
 
+@_depending_on_occupancy
 def attend_token(
-    q, pool, position, pool_scale, mass, *, step: int | None = None, stored: int = 0
+    q: Array,
+    pool: Array,
+    position: Array,
+    pool_scale: Array | None,
+    mass: Array | None,
+    *,
+    step: int | None = None,
+    stored: int = 0,
+    occupancy: Occupancy,
 ) -> pl.CostEstimate:
-    """Of attention of one query per row and head over all slots; step: over those in use, so many
-    at once. float32: positions take as many bytes, scales twice, sums are read and written. stored:
-    slots of a head that are written for the token's, whose key and value are read."""
-    used = _share(pool.shape[2], step) if step else 1.0
+    """Cost of attention of one query per row and head.
+
+    Args:
+      mass: sums of weights, which are read and written; None where there are none.
+      step: how many slots are read at once, up to the last one in use; None: all slots are read.
+      stored: slots of a head that are written, the token's own among them. Its key and value are
+        read.
+    """
+    used = occupancy.share_read(pool.shape[2], step) if step else 1.0
     pairs, head_dim = pool.size // pool.shape[-1], q.shape[-1]
+    # positions, scales and sums are numbers of 4 bytes
     scales = 0 if pool_scale is None else 2 * pairs
     lines = used * (position.size + scales) + 2 * pairs * (mass is not None)
     moved = used * pool.size * pool.dtype.itemsize + 2 * q.size * q.dtype.itemsize + 4 * lines
@@ -127,9 +211,10 @@ def attend_token(
     )
 
 
-def rank(tie, score, part) -> pl.CostEstimate:
-    """See `rank.api`: all pairs of a head's slots, and each array once. Operations are those of the
-    kernel as it is compiled for a v5e, which combines comparisons in registers of their own."""
+def rank(tie: Array, score: Array | None, part: Array | None) -> pl.CostEstimate:
+    """Cost of ranks (`rank.api`): all pairs of a head's slots are compared, and each array is moved
+    once. Operations are those of the kernel as compiled for a v5e, which combines comparisons in
+    registers of their own."""
     operations = 4 + 5 * (score is not None) + 3 * (part is not None)
     pairs, arrays = tie.size * tie.shape[-1], 3 + (score is not None) + (part is not None)
     return pl.CostEstimate(
@@ -139,8 +224,9 @@ def rank(tie, score, part) -> pl.CostEstimate:
     )
 
 
-def token_scores(q, pool, pool_scale) -> pl.CostEstimate:
-    """Of scores of a few queries of every head with all of its slots, values read along."""
+def token_scores(q: Array, pool: Array, pool_scale: Array | None) -> pl.CostEstimate:
+    """Cost of scores of a few queries of every head with all of its slots. Values are read too,
+    because they lie beside the keys."""
     rows, heads, queries, head_dim = q.shape
     pairs = rows * heads * queries * pool.shape[2]
     scales = 0 if pool_scale is None else pool_scale.size // 2
@@ -148,24 +234,23 @@ def token_scores(q, pool, pool_scale) -> pl.CostEstimate:
     return pl.CostEstimate(flops=2 * pairs * head_dim, transcendentals=0, bytes_accessed=moved)
 
 
-def move_slots(pool, places) -> pl.CostEstimate:
-    """Of a pass over a pool in which slots move: read, multiplied with matrices that say what goes
-    where [C, `places` of a head], written. Numbers of four bytes take two products."""
+def move_slots(pool: Array, places: Array) -> pl.CostEstimate:
+    """Cost of a pass over a pool in which slots move: it is read, multiplied with matrices [C,
+    `places` of a head] that say what goes where, and written. Numbers of four bytes take two
+    products."""
     products = -(-pool.dtype.itemsize // 2)
     moved = 2 * pool.size * pool.dtype.itemsize + places.size * places.dtype.itemsize
     flops = 2 * products * pool.size * places.shape[-1]
     return pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=moved)
 
 
-def _share(slots: int, step: int) -> float:
-    """Of a head's slots that are read in steps of so many, on average."""
-    used = np.asarray([slots] if _used.get() is None else _used.get())
-    return float(np.minimum(-(-used // step) * step, slots).mean()) / slots
+def finish(projection: Projection, parts: int, turned: int = 0) -> pl.CostEstimate:
+    """Cost of finishing queries, keys or values once for all programs that read them.
 
-
-def finish(projection, parts: int, turned: int = 0) -> pl.CostEstimate:
-    """Of finishing so many parts of a projection, once for all who read them. turned: columns of
-    the products that rotate, of all these parts together."""
+    Args:
+      parts: how many of the three are finished.
+      turned: columns of the products that rotate, summed over these parts.
+    """
     rows, heads, tokens, head_dim = projection.shape
     numbers = rows * heads * tokens * head_dim
     return pl.CostEstimate(
@@ -175,26 +260,21 @@ def finish(projection, parts: int, turned: int = 0) -> pl.CostEstimate:
     )
 
 
-def _slots(kv_pool, table) -> int:
-    """Of a head's table."""
-    return table.ids.shape[-1] * kv_pool.shape[2]
-
-
-def _pairs(projection, kv_pool, table) -> float:
-    """Of queries and keys."""
-    rows, heads, tokens, _ = projection.shape
-    own = tokens if projection.qkv.shape[2] > 1 else 0
-    return rows * heads * tokens * (own + _blocks(projection, table) * kv_pool.shape[2])
-
-
-def _blocks(projection, table) -> float:
-    """That a head reads on average."""
+def _blocks_read(projection: Projection, table: BlockTable, occupancy: Occupancy) -> float:
+    """Blocks that a head reads on average."""
     entries = table.ids.shape[-1]
-    return entries * (_owned.get() or {}).get((projection.shape[2], entries), 1)
+    return entries * occupancy.held.get((projection.shape[2], entries), 1)
 
 
-def _block_bytes(kv_pool, halves: int, scales_at_once: int) -> int:
-    """Of a block, keys alone (halves=1) or with values, and of its scales."""
+def _pairs(projection: Projection, kv_pool: Array, blocks: float) -> float:
+    """Pairs of a query and a key. blocks: those that a head reads."""
+    rows, heads, tokens, _ = projection.shape
+    own = tokens if projection.qkv.shape[2] > 1 else 0  # queries alone see stored keys only
+    return rows * heads * tokens * (own + blocks * kv_pool.shape[2])
+
+
+def _block_bytes(kv_pool: Array, halves: int, scales_at_once: int) -> int:
+    """Bytes of a block with its scales: its keys alone (halves=1), or keys and values (2)."""
     _, _, size, width = kv_pool.shape
     scales = max(scales_at_once, halves * size) if kv_pool.dtype == jnp.int8 else 0
     return size * width * halves // 2 * kv_pool.dtype.itemsize + SCALE * scales

@@ -35,8 +35,15 @@ MEMORY_REGISTERS, COMPUTE_REGISTERS = 24, 240
 def check(q, kv_pool, kv_scale, interpret) -> None:
     """Raise `NotImplementedError` for what the kernels cannot take. float32: the tensor cores
     multiply it as TF32, and only keys and values that are stored the other way round."""
-    sizes = {"head_dims": HEAD_DIMS, "block_sizes": BLOCK_SIZES}
-    check_attention("Mosaic", q, kv_pool, kv_scale, **sizes, dtypes=POOL_DTYPES)
+    check_attention(
+        "Mosaic",
+        q,
+        kv_pool,
+        kv_scale,
+        head_dims=HEAD_DIMS,
+        block_sizes=BLOCK_SIZES,
+        dtypes=POOL_DTYPES,
+    )
     products()  # or why there are none
     check_simulator(interpret)
 
@@ -68,9 +75,9 @@ def landing(tokens: int, shape: Sequence[int], dtype, swizzle: int) -> Any:
 def load(ref, layout, plain: bool = False) -> Array:
     """The contents of a reference as registers in a layout. plain: they lie row by row, where some
     reads have to wait for others, or in global memory."""
-    options = {"layout": layout, "optimized": not plain}
-    # since 0.11 the place is not given apart
-    return plgpu.load(ref, **options) if SIMULATED else plgpu.load(ref, (), **options)
+    # from JAX 0.11 on the place is part of the reference
+    place = () if SIMULATED else ((),)
+    return plgpu.load(ref, *place, layout=layout, optimized=not plain)
 
 
 def number(value) -> Array:
@@ -97,9 +104,10 @@ def packed(table: BlockTable | BlockWrites) -> tuple[Array, bool]:
 
 def simulator(interpret):
     """What Pallas takes as `interpret`, from False, True or parameters of the simulator."""
+    if interpret is not True:
+        return interpret
     # copies may reach beyond an array's end, as they may on the chip
-    usual = {"out_of_bounds_reads": "uninitialized"}
-    return plgpu.InterpretGPUParams(**usual) if interpret is True else interpret
+    return plgpu.InterpretGPUParams(out_of_bounds_reads="uninitialized")
 
 
 def update(
@@ -126,10 +134,21 @@ def update(
         mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid)),
         compiler_params=plgpu.CompilerParams(lowering_semantics=LANES),
         cost_estimate=cost,
+        interpret=simulator(interpret),
         name=name,
-        **({"interpret": simulator(interpret)} if interpret else {}),
     )(*operands, changed)
     return jax.freeze(changed)
+
+
+def programs(*, computing: int, **grid: int) -> plgpu.Mesh:
+    """A grid of programs, each of `computing` warpgroups that compute and one that fetches. The
+    axes are those of the grid and "warpgroup"."""
+    return plgpu.Mesh(
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=computing + 1,
+        thread_name="warpgroup",
+    )
 
 
 def launch(
@@ -138,18 +157,15 @@ def launch(
     results: Sequence[jax.ShapeDtypeStruct],
     scratch: Sequence[Any],
     *,
-    grid: dict[str, int],
-    computing: int,
+    mesh: plgpu.Mesh,
     cost: pl.CostEstimate,
     interpret,
     name: str,
 ) -> Sequence[Array]:
-    """Run `body(*operand refs, *result refs, *scratch refs)` with `computing` warpgroups and one
-    that fetches (axis "warpgroup").
+    """Run `body(*operand refs, *result refs, *scratch refs)` in the `programs` of a mesh.
 
-    interpret: run in the simulator; `plgpu.InterpretGPUParams` say how.
+    interpret: whether to run in the simulator, or `plgpu.InterpretGPUParams` that say how.
     """
-    threads = {"num_threads": computing + 1, "thread_name": "warpgroup"}
 
     def kernel(*refs):
         pl.run_scoped(partial(body, *refs), *scratch, collective_axes="warpgroup")
@@ -158,9 +174,9 @@ def launch(
     return pl.kernel(
         kernel,
         out_type=tuple(results),
-        mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid), **threads),
+        mesh=mesh,
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=LANES),
         cost_estimate=cost,
+        interpret=simulator(interpret),
         name=name,
-        **({"interpret": simulator(interpret)} if interpret else {}),
     )(*operands)

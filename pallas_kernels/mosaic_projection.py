@@ -67,21 +67,25 @@ class Unfinished:
     def of(cls, projection: Projection, parts: Sequence[int], multiple: int = ROWS) -> "Unfinished":
         """parts: that will be finished. multiple: of tokens that tiles make up."""
         rows, heads, tokens, head_dim = projection.shape
-        biases = projection.q_bias, projection.v_bias
-        vectors = (b if p in parts else None for p, b in zip((Q, V), biases, strict=True))
+        q_bias = projection.q_bias if Q in parts else None
+        v_bias = projection.v_bias if V in parts else None
         multiplier = projection.multiplier
         if projection.layer is None:  # an axis of one layer
-            vectors, multiplier = jax.tree.map(lambda a: a[None], (tuple(vectors), multiplier))
+            vectors = q_bias, v_bias, multiplier
+            q_bias, v_bias, multiplier = jax.tree.map(lambda a: a[None], vectors)
         rotated = cos = sin = None
         if projection.rotation is not None:
             cos, sin = (mosaic.padded(a, 0, multiple) for a in projection.rotation)
             rotated = jnp.asarray(quarter_turn_matrix(TURNED), projection.dtype)
         return cls(
-            projection.qkv.reshape(rows, tokens, -1),
-            mosaic.number(projection.layer),
-            *vectors,
-            multiplier,
-            *(cos, sin, rotated),
+            product=projection.qkv.reshape(rows, tokens, -1),
+            layer=mosaic.number(projection.layer),
+            q_bias=q_bias,
+            v_bias=v_bias,
+            multiplier=multiplier,
+            cos=cos,
+            sin=sin,
+            turn=rotated,
             heads=heads,
             scale=projection.scale,
         )
@@ -190,8 +194,7 @@ def _finished(projection: Projection, parts: tuple[int, ...], chip: Products, in
             turn_scratch(projection, chip),
             chip.scratch(1, *turn_widths(projection)),
         ],
-        grid={"tile": lines, "head": heads, "row": places},
-        computing=0,
+        mesh=mosaic.programs(computing=0, tile=lines, head=heads, row=places),
         cost=estimates.finish(projection, count, turned),
         interpret=interpret,
         name="finish",

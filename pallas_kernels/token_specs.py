@@ -2,7 +2,7 @@
 compilation and the benchmark."""
 
 import functools
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,136 +10,105 @@ import numpy as np
 
 from pallas_kernels.arg_specs import ArgSpec
 from pallas_kernels.cache_write.reference import encode
-from pallas_kernels.token_attention.sight import Sight
+from pallas_kernels.token_attention.operands import HeadSlots, Query
 
 PROTECTED = 3  # positions that `reach` hides from no head
+Arguments = tuple[Query, HeadSlots]  # of `token_attention.attend`
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TokenArguments:
-    """What `token_attention.attend` takes: slots in no order, of which some are empty. mass: None
-    where sums are not asked for; `newest`, `reach` and `bias` come with it."""
+def token_arguments(
+    spec: ArgSpec,
+    slots: int | None = None,
+    *,
+    sums: bool = True,
+    shared: bool = False,
+    used: int | None = None,
+    poison: bool = True,
+    group: int = 1,
+) -> Arguments:
+    """A query, and slots in no order, of which some are empty.
 
-    q: jax.Array
-    pool: jax.Array
-    position: jax.Array
-    scale: jax.Array | None
-    newest: jax.Array | None
-    reach: jax.Array | None
-    used: jax.Array | None
-    bias: jax.Array | None
-    mass: jax.Array | None
-    weight: float = field(default=0.5, metadata=dict(static=True))
+    Args:
+      spec: rows, heads of keys and values, and types.
+      slots: of a head; None takes those of the call's tables.
+      sums: ask for all that the operation offers: masses, and what comes with them.
+      shared: heads have their positions in common.
+      used: slots that may hold something, the first ones; None: all, and the call does not say so.
+      poison: empty slots hold NaN; int8: their scales do.
+      group: query heads per head of keys and values.
+    """
+    rng = np.random.default_rng(0)
+    slots = slots or spec.entries * spec.block_size
+    heads, lines = (spec.rows, spec.heads), (spec.rows, 1 if shared else spec.heads)
 
-    @classmethod
-    def of(
-        cls,
-        spec: ArgSpec,
-        slots: int | None = None,
-        *,
-        sums: bool = True,
-        shared: bool = False,
-        used: int | None = None,
-        poison: bool = True,
-        seed: int = 0,
-    ) -> "TokenArguments":
-        """Rows, heads and types of a call.
+    def normal(*shape):
+        return rng.standard_normal(shape, np.float32)
 
-        Args:
-          slots: of a head; None takes those of the call's tables.
-          sums: ask for all that the operation offers.
-          shared: heads have their positions in common.
-          used: slots that may hold something, the first ones; None: all, which is not told.
-          poison: empty slots hold NaN; int8: their scales do.
-        """
-        rng = np.random.default_rng(seed)
-        slots = slots or spec.entries * spec.block_size
-        heads, lines = (spec.rows, spec.heads), (spec.rows, 1 if shared else spec.heads)
+    position = rng.permuted(np.broadcast_to(np.arange(slots), (*lines, slots)), axis=-1)
+    position = np.where(rng.random(position.shape) < 0.2, -1, position)
+    position[..., used or slots :] = -1
+    position[..., 0] = 0  # every head sees a slot, whatever is hidden
+    k, v = (normal(*heads, slots, spec.head_dim) for _ in range(2))
+    pool, scale = _pool(k, v, spec.pool_dtype)
+    # as many positions are hidden for being new as for being old
+    newest = slots - 1 - slots // 8
+    reach = jnp.asarray(rng.integers(1, newest + 2, heads), jnp.int32)
+    q = normal(spec.rows, group * spec.heads, spec.head_dim)
+    query = Query(
+        q=jnp.asarray(2 * spec.head_dim**-0.5 * q, spec.dtype),
+        newest=jnp.int32(newest) if sums else None,
+        first_bias=jnp.asarray(normal(spec.rows)) if sums else None,
+        mass_weight=jnp.float32(0.5),
+        protected=PROTECTED,
+    )
+    held = HeadSlots(
+        pool=pool,
+        position=jnp.asarray(position, jnp.int32),
+        scale=scale,
+        mass=jnp.asarray(np.abs(normal(*heads, slots))) if sums else None,
+        reach=reach if sums else None,
+        used=None if used is None else jnp.int32(used),
+    )
+    return query, _poisoned(held) if poison else held
 
-        def normal(*shape):
-            return rng.standard_normal(shape, np.float32)
 
-        position = rng.permuted(np.broadcast_to(np.arange(slots), (*lines, slots)), axis=-1)
-        position = np.where(rng.random(position.shape) < 0.2, -1, position)
-        position[..., used or slots :] = -1
-        position[..., 0] = 0  # every head sees a slot, whatever is hidden
-        k, v = (normal(*heads, slots, spec.head_dim) for _ in range(2))
-        pool, scale = _pool(k, v, spec.pool_dtype)
-        # as many positions are hidden for being new as for being old
-        newest = slots - 1 - slots // 8
-        reach = jnp.asarray(rng.integers(1, newest + 2, heads), jnp.int32)
-        found = cls(
-            q=jnp.asarray(2 * spec.head_dim**-0.5 * normal(*heads, spec.head_dim), spec.dtype),
-            pool=pool,
-            position=jnp.asarray(position, jnp.int32),
-            scale=scale,
-            newest=jnp.int32(newest) if sums else None,
-            reach=reach if sums else None,
-            used=None if used is None else jnp.int32(used),
-            bias=jnp.asarray(normal(spec.rows)) if sums else None,
-            mass=jnp.asarray(np.abs(normal(*heads, slots))) if sums else None,
-        )
-        return found._poisoned() if poison else found
+def abstract_token_arguments(spec: ArgSpec, *args, sharding=None, **options) -> Arguments:
+    """`token_arguments` without data: shapes and types only."""
+    found = token_arguments(replace(spec, rows=1), *args, poison=False, **options)
 
-    @classmethod
-    def abstract(cls, spec: ArgSpec, *args, sharding=None, **options) -> "TokenArguments":
-        """Shapes and types only."""
-        small = replace(spec, rows=1)
-        found = cls.of(small, *args, poison=False, **options)
+    def shape(a):
+        sizes = (spec.rows, *a.shape[1:]) if a.shape else ()
+        return jax.ShapeDtypeStruct(sizes, a.dtype, sharding=sharding)
 
-        def shape(a):
-            sizes = (spec.rows, *a.shape[1:]) if a.shape else ()
-            return jax.ShapeDtypeStruct(sizes, a.dtype, sharding=sharding)
+    return jax.tree.map(shape, found)
 
-        return jax.tree.map(shape, found)
 
-    def in_float32(self) -> "TokenArguments":
-        exact = self.q.astype(jnp.float32)
-        if self.scale is not None:
-            return replace(self, q=exact)
-        return replace(self, q=exact, pool=self.pool.astype(jnp.float32))
+def only(slots: HeadSlots, *names: str) -> HeadSlots:
+    """The slots with only the arrays that are named, which may be shapes without data."""
+    return jax.tree_util.tree_map_with_path(lambda p, a: a if p[-1].name in names else None, slots)
 
-    def given_to(self, attend, **options) -> tuple[jax.Array, jax.Array | None]:
-        """Call `attend` of a module, with these arguments by position."""
-        sight = Sight(self.newest, self.reach, self.used, PROTECTED)
-        given = (self.q, self.pool, self.position, sight, self.bias, self.scale)
-        return attend(*given, self.mass, self.weight, **options)
 
-    def stored_by(self, store_and_attend, k, v, slot, **options) -> tuple:
-        """Likewise, with a token to store."""
+def in_float32(query: Query, slots: HeadSlots) -> Arguments:
+    """The same numbers in float32; those of an int8 pool mean what they did."""
+    query = replace(query, q=query.q.astype(jnp.float32))
+    if slots.scale is not None:
+        return query, slots
+    return query, replace(slots, pool=slots.pool.astype(jnp.float32))
 
-        def run(q, *rest, **options):
-            return store_and_attend(q, k, v, slot, *rest, **options)
 
-        return self.given_to(run, **options)
+def awaiting_token(query: Query, slots: HeadSlots, slot: int) -> Arguments:
+    """With the position of a token that is still to be stored in its slot, which holds NaN."""
+    position = slots.position.at[:, :, slot].set(0 if query.newest is None else query.newest)
+    slots = replace(slots, position=position)
+    if slots.scale is not None:
+        return query, replace(slots, scale=slots.scale.at[..., slot].set(jnp.nan))
+    return query, replace(slots, pool=slots.pool.at[:, :, slot].set(jnp.nan))
 
-    def with_token(self, slot: int) -> "TokenArguments":
-        """With the position of a token to store in its slot, which holds NaN as yet."""
-        position = self.position.at[:, :, slot].set(0 if self.newest is None else self.newest)
-        if self.scale is not None:
-            return replace(self, position=position, scale=self.scale.at[..., slot].set(jnp.nan))
-        return replace(self, position=position, pool=self.pool.at[:, :, slot].set(jnp.nan))
 
-    def given_to_api(self, attend, **options) -> tuple[jax.Array, jax.Array | None]:
-        """Likewise by name."""
-        return attend(
-            *(self.q, self.pool, self.position),
-            newest=self.newest,
-            reach=self.reach,
-            used=self.used,
-            protected=PROTECTED,
-            first_bias=self.bias,
-            pool_scale=self.scale,
-            mass=self.mass,
-            mass_weight=self.weight,
-            **options,
-        )
-
-    def _poisoned(self) -> "TokenArguments":
-        if self.scale is not None:
-            return replace(self, scale=_nan_where_empty(self.position[:, None], self.scale))
-        return replace(self, pool=_nan_where_empty(self.position[..., None], self.pool))
+def _poisoned(slots: HeadSlots) -> HeadSlots:
+    if slots.scale is not None:
+        return replace(slots, scale=_nan_where_empty(slots.position[:, None], slots.scale))
+    return replace(slots, pool=_nan_where_empty(slots.position[..., None], slots.pool))
 
 
 @functools.partial(jax.jit, static_argnums=2)

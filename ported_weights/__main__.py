@@ -26,9 +26,11 @@ Models of other sizes: --model=var-custom or infinity-custom with --config and -
 JSON files that use the argument names of the published constructors.
 """
 
+import dataclasses
 import shlex
 
 from ported_weights import convert
+from ported_weights.configurations import PublishedModel
 from varjax.cli import command_line
 from varjax.cli.flags import CommandFlags
 from varjax.errors import UserError
@@ -37,7 +39,7 @@ from varjax.sampling import RECOMMENDABLE
 ENCODER_ALONE = "flan-t5"  # of any size: its config.json says which
 FLAGS = CommandFlags()
 
-GIVEN = [  # called as the arguments of `convert`
+GIVEN = [  # with the names of `PublishedModel` and of the arguments of `convert`
     FLAGS.enum(
         "model",
         None,
@@ -50,13 +52,13 @@ GIVEN = [  # called as the arguments of `convert`
     FLAGS.string("tokenizer_source", None, "Weights of the image tokenizer."),
     FLAGS.string("text_encoder_source", None, "Text models: folder of the published flan-t5."),
     FLAGS.string("config", None, "*-custom models: JSON file with the transformer's arguments."),
-    FLAGS.string("tokenizer_config", None, "*-custom models: likewise for the tokenizer."),
+    FLAGS.string("tokenizer_config", None, "*-custom models: the same for the tokenizer."),
     FLAGS.string("out", None, "Folder to create."),
     FLAGS.enum("dtype", None, convert.DTYPES, "Type to store; by default that of the source."),
     FLAGS.string("class_names", None, "JSON list of class names, index = label."),
     FLAGS.string("sampling", None, f"JSON file: recommended {', '.join(RECOMMENDABLE)}."),
     FLAGS.string("source_key", None, "Which state dict of --source, for example ema."),
-    FLAGS.string("tokenizer_source_key", None, "Likewise for --tokenizer_source."),
+    FLAGS.string("tokenizer_source_key", None, "Which state dict of --tokenizer_source."),
     FLAGS.string("heads_source", None, "lpips-*: weights of the heads, such as alex.pth."),
     FLAGS.boolean("overwrite", False, "Replace --out if it exists."),
 ]
@@ -68,27 +70,32 @@ def main(argv) -> None:
     """Convert what the flags say."""
     del argv
     given = {flag.name: flag.value for flag in GIVEN}
-    if given["model"] == ENCODER_ALONE:
-        taken = _taken(given, "source", "out", "dtype", "overwrite")
-        convert.convert_text_encoder(**taken)
-        place = shlex.quote(given["out"])
+    model, source, out = given["model"], given["source"], given["out"]
+    dtype, overwrite = given["dtype"], given["overwrite"]
+    if model == ENCODER_ALONE:
+        _refuse_others(given, "source", "out", "dtype", "overwrite")
+        convert.convert_text_encoder(source, out, dtype=dtype, overwrite=overwrite)
+        place = shlex.quote(out)
         print(f"written; next: python -m experiments.encode_text --checkpoint={place} ...")
-    elif given["model"] in convert.NETWORKS:
-        taken = _taken(given, "model", "source", "heads_source", "out", "overwrite")
-        convert.convert_network(**taken)
-        flag = f"--{convert.NETWORKS[given['model']]}={shlex.quote(given['out'])}"
+    elif model in convert.NETWORKS:
+        _refuse_others(given, "source", "heads_source", "out", "overwrite")
+        heads = given["heads_source"]
+        convert.convert_network(model, source, out, heads_source=heads, overwrite=overwrite)
+        flag = f"--{convert.NETWORKS[model]}={shlex.quote(out)}"
         print(f"written; next: python -m experiments.evaluate {flag} ...")
     else:
-        convert.convert(**_taken(given, *(name for name in given if name != "heads_source")))
+        names = [field.name for field in dataclasses.fields(PublishedModel)]
+        _refuse_others(given, *names, "out", "dtype", "overwrite")
+        files = {name: given[name] for name in names}
+        convert.convert(PublishedModel(**files), out, dtype=dtype, overwrite=overwrite)
 
 
-def _taken(given: dict, *names: str) -> dict:
-    """The flags that a kind of model takes; `UserError` if others are given."""
+def _refuse_others(given: dict, *names: str) -> None:
+    """`UserError` if flags are given that the model does not take. names: those that it takes."""
     surplus = [f"--{name}" for name in given if given[name] and name not in ("model", *names)]
     if surplus:
         them = "it" if len(surplus) == 1 else "them"
         raise UserError(f"--model={given['model']} takes no {', '.join(surplus)}: drop {them}")
-    return {name: given[name] for name in names}
 
 
 if __name__ == "__main__":

@@ -1,102 +1,85 @@
 """From published PyTorch files to a varjax checkpoint folder: the library behind the command.
 
-All parts take the same way: open the weights, recognise them, check names and shapes, read values
-by the rule table of the part, report. Everything is checked before a value is read.
+Every part takes the same steps: open the weights, recognise them, check names and shapes, read
+values by the part's rule table, report. Everything is checked before a value is read.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from flax import nnx
 
 from ported_weights import rules
-from ported_weights.configurations import (
-    MODELS,
-    class_names_of,
-    configurations,
-    model_family,
-    sampling_of,
-)
+from ported_weights.configurations import MODELS, PublishedModel, Say
 from ported_weights.readers import sources
 from ported_weights.tables import evaluation
-from ported_weights.tables.registry import CUSTOM, TABLES, RuleTable
+from ported_weights.tables.registry import RULE_TABLES, RuleTable
 from varjax.errors import UserError, about, choose, some
-from varjax.models import registry
+from varjax.evaluation import networks
 from varjax.nn import parameters
+from varjax.nn.families import Family, Part
 from varjax.progress import Progress
 from varjax.storage import checkpoint
 from varjax.storage.atomic import check_new_folder
+from varjax.text.encoder import TEXT_ENCODER
 from varjax.text.t5 import SPIECE_FILE
 
 CONVERTER_VERSION = 1
 DTYPES = ("float32", "bfloat16")
 ENCODER = "text_encoder"
-# {model: part that it is}: networks of evaluation, which are no part of a model
+T = TypeVar("T")
+# {name: part}: the networks of evaluation, which belong to no model
 NETWORKS = {"inception-fid": "inception", "lpips-alex": "lpips", "lpips-vgg": "lpips"}
 
 
 def convert(
-    *,
-    model: str,
-    source: str,
+    published: PublishedModel,
     out: str,
-    tokenizer_source: str | None = None,
-    text_encoder_source: str | None = None,
-    config: str | None = None,
-    tokenizer_config: str | None = None,
-    source_key: str | None = None,
-    tokenizer_source_key: str | None = None,
+    *,
     dtype: str | None = None,
-    class_names: str | None = None,
-    sampling: str | None = None,
     overwrite: bool = False,
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> None:
-    """Read PyTorch files and write the checkpoint `out`; `say` gets a line per result.
+    """Read the PyTorch files of a model and write the checkpoint `out`.
 
-    The arguments are the flags of `python -m ported_weights`; None means not given.
+    Args:
+      published: the model and its files.
+      out: folder to create.
+      dtype: one of `DTYPES`; None: types of the source.
+      overwrite: replace `out` if it is a checkpoint.
+      say: gets a line per result.
 
     Raises:
       UserError: wrong input of any kind. Nothing is written then.
     """
-    choose("model", model, MODELS)
+    choose("model", published.model, MODELS)
     _check_output(out, dtype, overwrite)
-    family = model_family(model)
-    if not tokenizer_source:
-        raise UserError(
-            "--tokenizer_source is required: the file with the weights of the image tokenizer"
-            f" (published for {family.parts['transformer'].name}:"
-            f" {CUSTOM[family.name].tokenizer_files}); if --source holds both, give it twice"
-        )
-    configs, recommended = configurations(
-        model,
-        source=source,
-        tokenizer_source=tokenizer_source,
-        config=config,
-        tokenizer_config=tokenizer_config,
-        say=say,
-    )
+    published.check_tokenizer_source()
+    family = published.family
+    configs, recommended = published.configurations(say)
+    transformer, folder = configs["transformer"], published.text_encoder_source
     encoder, files = {}, {}
-    if text_encoder_source:
-        encoder[ENCODER] = _text_encoder_of(family, configs["transformer"], text_encoder_source)
-        files[ENCODER] = {SPIECE_FILE: Path(text_encoder_source) / SPIECE_FILE}
+    if folder:
+        encoder[ENCODER] = _text_encoder_of(family, transformer, folder)
+        files[ENCODER] = {SPIECE_FILE: Path(folder) / SPIECE_FILE}
     metadata = {
-        "model": model,
-        "sampling": sampling_of(sampling, recommended, configs["transformer"], say),
+        "model": published.model,
+        "sampling": published.read_sampling(recommended, transformer, say),
         "converter_version": CONVERTER_VERSION,
         "sources": [],
     }
-    if class_names:
-        metadata["class_names"] = class_names_of(class_names, configs["transformer"])
+    if published.class_names:
+        metadata["class_names"] = published.read_class_names(transformer)
     weights = {
-        "transformer": (source, source_key),
-        "codec": (tokenizer_source, tokenizer_source_key),
+        "transformer": (published.source, published.source_key),
+        "codec": (published.tokenizer_source, published.tokenizer_source_key),
     }
-    opened = {n: _open(family.parts[n], configs[n], *given) for n, given in weights.items()}
-    modules, metadata["sources"] = _read(opened | encoder, dtype, say)
-    what = {"family": family.name, "parts": modules, "metadata": metadata, "files": files}
-    checkpoint.save(out, **what, overwrite=overwrite)
+    opened = {n: _open_part(family.parts[n], configs[n], *given) for n, given in weights.items()}
+    modules, metadata["sources"] = _read_parts(opened | encoder, dtype, say)
+    checkpoint.save(out, family, modules, metadata=metadata, files=files, overwrite=overwrite)
     say(f"{out}: {sum(parameters.count(modules[n]) for n in opened):,} parameters written")
 
 
@@ -106,14 +89,16 @@ def convert_text_encoder(
     *,
     dtype: str | None = None,
     overwrite: bool = False,
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> None:
-    """Read a published T5 folder and write the folder of an encoder alone; as `convert`."""
+    """Read a published T5 folder and write the folder of an encoder alone.
+
+    Other arguments and errors: as in `convert`.
+    """
     _check_output(out, dtype, overwrite)
-    modules, described = _read({ENCODER: _open_text_encoder(source)}, dtype, say)
+    modules, described = _read_parts({ENCODER: _open_text_encoder(source)}, dtype, say)
     files, metadata = {ENCODER: {SPIECE_FILE: Path(source) / SPIECE_FILE}}, {"sources": described}
-    what = {"family": None, "parts": modules, "metadata": metadata, "files": files}
-    checkpoint.save(out, **what, overwrite=overwrite)
+    checkpoint.save(out, TEXT_ENCODER, modules, metadata=metadata, files=files, overwrite=overwrite)
 
 
 def convert_network(
@@ -123,19 +108,21 @@ def convert_network(
     *,
     heads_source: str | None = None,
     overwrite: bool = False,
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> None:
-    """Read a network of evaluation, one of `NETWORKS`, and write its folder; as `convert`. Types
-    are float32: features of other ones are others.
+    """Read a network of evaluation, one of `NETWORKS`, and write its folder.
+
+    It is stored in float32, since another type would change its features. Other arguments and
+    errors: as in `convert`.
 
     heads_source: weights of LPIPS's five heads, which are published apart from its backbone.
     """
     part_name = NETWORKS[choose("model", model, NETWORKS)]
     _check_output(out, None, overwrite)
-    opened = _open_network(registry.OWN_FOLDER[part_name], model, source, heads_source)
-    modules, described = _read({part_name: opened}, None, say)
-    what = {"family": None, "parts": modules, "metadata": {"sources": described}}
-    checkpoint.save(out, **what, overwrite=overwrite)
+    part = networks.CATALOGUE.parts[part_name]
+    opened = _open_network(part, model, source, heads_source)
+    modules, described = _read_parts({part_name: opened}, None, say)
+    checkpoint.save(out, part, modules, metadata={"sources": described}, overwrite=overwrite)
 
 
 def _check_output(out: str, dtype: str | None, overwrite: bool) -> None:
@@ -144,16 +131,23 @@ def _check_output(out: str, dtype: str | None, overwrite: bool) -> None:
     check_new_folder(out, replaces=checkpoint.written if overwrite else None, flag="--out")
 
 
-def _read(opened: Mapping[str, "PublishedPart"], dtype: str | None, say):
-    """{name: module} and the files that they were made of; what is wrong with any of the parts is
-    reported together, names and shapes of all before values of any."""
-    _each(opened, lambda part: part.check())
-    modules = _each(opened, lambda part: part.read(dtype, say))
+def _read_parts(
+    opened: Mapping[str, "PublishedPart"], dtype: str | None, say: Say
+) -> tuple[dict[str, nnx.Module], list[dict]]:
+    """Return {name: module} and the files that the modules were made of.
+
+    Problems of all parts are reported together: those of names and shapes before any value is read.
+    """
+    _for_each(opened, lambda part: part.check())
+    modules = _for_each(opened, lambda part: part.read(dtype, say))
     files = {name: part.source.fingerprints() for name, part in opened.items()}
     return modules, [{"part": name, **file} for name, of_part in files.items() for file in of_part]
 
 
-def _each(opened: Mapping[str, "PublishedPart"], do: Callable) -> dict:
+def _for_each(
+    opened: Mapping[str, "PublishedPart"], do: Callable[["PublishedPart"], T]
+) -> dict[str, T]:
+    """Return {name: do(part)}, or raise the problems of all parts in one error."""
     results, problems = {}, []
     for name, part in opened.items():
         try:
@@ -170,28 +164,32 @@ def _each(opened: Mapping[str, "PublishedPart"], do: Callable) -> dict:
 
 @dataclass(frozen=True)
 class PublishedPart:
-    """Weights of a part as they are published, not read yet, and the configuration that they have
-    to fit, which messages call `described`."""
+    """The published weights of a part, not read yet, and the configuration that they have to fit.
 
-    part: registry.Part
+    described: what messages call that configuration.
+    """
+
+    part: Part
     config: object
     source: sources.Source
     described: str
 
     @property
     def table(self) -> RuleTable:
-        return TABLES[self.part.name]
+        return RULE_TABLES[self.part.name]
 
     def check(self) -> None:
         """Raise `UserError` unless names and shapes of all tensors fit."""
-        self._applied(rules.check, parameters.named(self.part.abstract(self.config)))
+        targets = parameters.named(self.part.abstract(self.config))
+        with self._entries() as entries:
+            rules.check(entries, self.source.tensors, targets)
 
-    def read(self, dtype: str | None, say: Callable[[str], None]) -> nnx.Module:
-        """The module, filled; what was read and ignored is reported."""
-        what, source, count = self.table.what, self.source, len(self.source.tensors)
+    def read(self, dtype: str | None, say: Say) -> nnx.Module:
+        """Return the filled module, and report what was read and ignored."""
+        what, source = self.table.what, self.source
         if source.taken:
             say(f"{source.path}: took {source.taken}")
-        progress = Progress(f"{what}: tensors", count, every=2.0)
+        progress = Progress(f"{what}: tensors", len(source.tensors), every=2.0)
 
         def report(done: int, total: int) -> None:
             progress.total = total
@@ -201,7 +199,8 @@ class PublishedPart:
         if dtype is None and self.table.storage_dtype is not None:
             dtype = self.table.storage_dtype(source.tensors)
         abstract = self.part.abstract(self.config)
-        module, placement = self._applied(rules.apply, abstract, report, dtype)
+        with self._entries() as entries:
+            module, placement = rules.apply(entries, source.tensors, abstract, report, dtype)
         line = f"{what}: {len(placement.moves)} tensors read from {source.path},"
         line += f" {parameters.count(module):,} parameters"
         if self.table.ignored:
@@ -211,18 +210,18 @@ class PublishedPart:
             say(f"  ignored {name}: {reason}")
         return module
 
-    def _applied(self, function: Callable, *arguments):
-        """`function` of the rules, the tensors and `arguments`; errors say what does not fit."""
-        tensors = self.source.tensors
+    @contextlib.contextmanager
+    def _entries(self) -> Iterator[Sequence[rules.Entry]]:
+        """Give the entries of the rule table; errors inside say what does not fit."""
         with about(f"{self.source.path} does not fit {self.described}"):
-            return function(self.table.rules(self.config, tensors), tensors, *arguments)
+            yield self.table.rules(self.config, self.source.tensors)
 
 
-def _open(part: registry.Part, config, path: str, key: str | None) -> PublishedPart:
-    """The weights of a transformer or codec, unless they are visibly those of another part."""
-    table = TABLES[part.name]
+def _open_part(part: Part, config: object, path: str, key: str | None) -> PublishedPart:
+    """Open the weights of a transformer or codec, unless they are visibly those of another part."""
+    table = RULE_TABLES[part.name]
     source = sources.open_source(path, table.signature, key)
-    similar = [t for t in TABLES.values() if sources.looks_like(source.tensors, t.signature)]
+    similar = [t for t in RULE_TABLES.values() if sources.looks_like(source.tensors, t.signature)]
     if similar and table not in similar:
         raise UserError(
             f"{table.flag}: {path} looks like {similar[0].what} weights, not {table.what} weights:"
@@ -231,11 +230,9 @@ def _open(part: registry.Part, config, path: str, key: str | None) -> PublishedP
     return PublishedPart(part, config, source, f"the {table.what} configuration")
 
 
-def _open_network(
-    part: registry.Part, model: str, path: str, heads_path: str | None
-) -> PublishedPart:
-    """The weights of a network of evaluation. LPIPS's come from two files, which are one source."""
-    source = sources.open_source(path, TABLES[part.name].signature)
+def _open_network(part: Part, model: str, path: str, heads_path: str | None) -> PublishedPart:
+    """Open the weights of a network of evaluation. Those of LPIPS come from two files."""
+    source = sources.open_source(path, RULE_TABLES[part.name].signature)
     if part.name == "LPIPS":
         if not heads_path:
             raise UserError(
@@ -256,17 +253,17 @@ def _open_network(
             config = evaluation.lpips_config(model.removeprefix("lpips-"), source.tensors)
         else:
             config = evaluation.inception_config(source.tensors)
-    return PublishedPart(part, config, source, f"the {TABLES[part.name].what}")
+    return PublishedPart(part, config, source, f"the {RULE_TABLES[part.name].what}")
 
 
 def _open_text_encoder(folder: str) -> PublishedPart:
-    part = registry.OWN_FOLDER[ENCODER]
-    config, source = sources.open_t5_folder(folder, TABLES[part.name].signature)
-    return PublishedPart(part, config, source, str(Path(folder) / sources.T5_CONFIG))
+    signature = RULE_TABLES[TEXT_ENCODER.name].signature
+    config, source = sources.open_t5_folder(folder, signature)
+    return PublishedPart(TEXT_ENCODER, config, source, str(Path(folder) / sources.T5_CONFIG))
 
 
-def _text_encoder_of(family: registry.Family, transformer, folder: str) -> PublishedPart:
-    """The text encoder, if it is one for the transformer of this configuration."""
+def _text_encoder_of(family: Family, transformer, folder: str) -> PublishedPart:
+    """Open the text encoder, if it fits the configuration of the transformer."""
     if transformer.condition != "text":
         raise UserError(
             f"--text_encoder_source: {family.parts['transformer'].name} draws classes, not texts:"
@@ -285,7 +282,7 @@ def _text_encoder_of(family: registry.Family, transformer, folder: str) -> Publi
 
 
 def _grouped(ignored: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Names with the same reason on one line, of which 8 are shown."""
+    """Return (names, reason) for each reason; 8 of the names are shown."""
     groups: dict[str, list[str]] = {}
     for name, reason in ignored:
         groups.setdefault(reason, []).append(name)

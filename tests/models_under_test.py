@@ -12,10 +12,11 @@ import tempfile
 import numpy as np
 
 import varjax
+from ported_weights.configurations import PublishedModel
 from ported_weights.convert import convert
-from varjax.conditions import Labels
 from varjax.generator import Generator
 from varjax.model import Model
+from varjax.models.labels import Labels
 from varjax.sampling import Sampling
 from varjax.schedule import Schedule
 from varjax.text.features import TextFeatures
@@ -61,18 +62,17 @@ def _converted(name: str, out: pathlib.Path) -> pathlib.Path:
     if name in INFINITY:
         return _infinity_folder(name, out)
     if name in LLAMAGEN:
-        convert(**llamagen_request(LLAMAGEN[name], out))
+        convert(llamagen_files(LLAMAGEN[name]), str(out), say=lambda line: None)
         return out
     tokenizer = FIXTURES / TOKENIZER[name]
-    convert(
+    files = PublishedModel(
         model="var-custom",
         source=str(FIXTURES / name / "var.safetensors"),
         tokenizer_source=str(tokenizer),
         config=str(FIXTURES / name / "config.json"),
         tokenizer_config=str(tokenizer.parent / "config.json"),
-        out=str(out),
-        say=lambda line: None,
     )
+    convert(files, str(out), say=lambda line: None)
     return out
 
 
@@ -84,28 +84,27 @@ def _infinity_folder(name: str, out: pathlib.Path) -> pathlib.Path:
         content = configs[entry] | ({"size": "0.06M"} if kind == "config" else {})
         files[kind] = out.parent / f"{kind}.json"
         files[kind].write_text(json.dumps(content))
-    convert(
+    published = PublishedModel(
         model="infinity-custom",
         source=str(INFINITY_FIXTURES / source),
         tokenizer_source=str(INFINITY_FIXTURES / tokenizer),
-        out=str(out),
-        **{kind: str(file) for kind, file in files.items()},
-        say=lambda line: None,
+        config=str(files["config"]),
+        tokenizer_config=str(files["tokenizer_config"]),
     )
+    convert(published, str(out), say=lambda line: None)
     return out
 
 
-def llamagen_request(weights: str, out: pathlib.Path, **changes) -> dict:
-    """Arguments of `convert` for weights among the fixtures."""
+def llamagen_files(weights: str) -> PublishedModel:
+    """A LlamaGen with weights among the fixtures."""
     configs = str(LLAMAGEN_FIXTURES / "configs.json")
-    files = {"source": weights, "tokenizer_source": "vq.safetensors"}
-    return {
-        "model": "llamagen-custom",
-        **{flag: str(LLAMAGEN_FIXTURES / name) for flag, name in files.items()},
-        **{"config": configs, "tokenizer_config": configs, "out": str(out)},
-        "say": lambda line: None,
-        **changes,
-    }
+    return PublishedModel(
+        model="llamagen-custom",
+        source=str(LLAMAGEN_FIXTURES / weights),
+        tokenizer_source=str(LLAMAGEN_FIXTURES / "vq.safetensors"),
+        config=configs,
+        tokenizer_config=configs,
+    )
 
 
 @functools.cache

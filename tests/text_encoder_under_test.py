@@ -8,6 +8,7 @@ import pytest
 
 from varjax.nn import parameters
 from varjax.storage import checkpoint
+from varjax.text.encoder import TEXT_ENCODER
 from varjax.text.t5 import SPIECE_FILE, T5Config, T5Encoder
 
 SENTENCES = (
@@ -52,7 +53,7 @@ def random_encoder(config: T5Config = CONFIG) -> T5Encoder:
 
 def save(directory: Path, encoder: T5Encoder, tokenizer: Path) -> None:
     parts, files = {"text_encoder": encoder}, {"text_encoder": {SPIECE_FILE: tokenizer}}
-    checkpoint.save(directory, family=None, parts=parts, files=files)
+    checkpoint.save(directory, TEXT_ENCODER, parts, files=files)
 
 
 def write_folder(directory: Path, config: T5Config = CONFIG) -> Path:

@@ -98,7 +98,8 @@ def generate(
     if batch_size is not None:
         arguments.integer("batch_size", batch_size, 1, arguments.LARGEST_BATCH)
     check_seed(seed)
-    count = conditions.check(model, labels, prompts, text_features)
+    given = {"labels": labels, "prompts": prompts, "text_features": text_features}
+    count = conditions.check(model, **given)
     generator = Generator(
         model,
         policy,
@@ -108,5 +109,4 @@ def generate(
         calibration=calibration,
         kv_dtype=kv_dtype,
     )
-    given = {"prompts": prompts, "text_features": text_features, "seed": seed}
-    return generator(labels, **given, progress=progress)
+    return generator(**given, seed=seed, progress=progress)

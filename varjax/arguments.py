@@ -1,12 +1,13 @@
 """Checks of arguments where they come in: the Python API, fields of policies, flags of commands.
 
-Each returns the value as Python has it, or raises `UserError` with the name, what was given and
-what is allowed. Numbers of NumPy are numbers; true and false are none, and 1.0 is no whole number.
+Each check returns the value as Python has it. Otherwise it raises `UserError` with the name, what
+was given and what is allowed. NumPy's numbers count as numbers. True and False do not, and 1.0 is
+not a whole number.
 """
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,14 +18,16 @@ LARGEST_FLOAT = 1.7976931348623157e308
 LARGEST_BATCH = 10**6  # images per call of a program
 LONGEST_PATH = 4096  # bytes, as on Linux, with the end of the text
 LONGEST_NAME = 255  # bytes of a file's or folder's own name
+T = TypeVar("T")
 
 
-def wrong(name: str, value: Any, rule: str) -> UserError:
+def wrong(name: str, value: object, rule: str) -> UserError:
+    """Return the error that `name` was given `value` against a rule."""
     return UserError(f"{name}={show(value)}: {rule}")
 
 
-def integer(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
-    """A whole number from `low` to `high` (None: no limit)."""
+def integer(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
+    """Check a whole number from `low` to `high` (None: no limit)."""
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
         raise wrong(name, value, "it must be a whole number")
     too_large = high is not None and value > high
@@ -33,10 +36,10 @@ def integer(name: str, value: Any, low: int | None = None, high: int | None = No
     return int(value)
 
 
-def real(name: str, value: Any) -> float:
-    """A number, which may be infinite or none (NaN)."""
+def real(name: str, value: object) -> float:
+    """Check a number, which may be infinite or NaN."""
     if isinstance(value, float) and not isinstance(value, np.generic):
-        return value  # as it is: it may be of a class that means more (`policies.base.NotGiven`)
+        return value  # unchanged: a subclass may mean more (`policies.base.NotGiven`)
     if not isinstance(value, (int, np.integer, np.floating)) or isinstance(value, bool):
         raise wrong(name, value, "it must be a number")
     try:
@@ -47,15 +50,17 @@ def real(name: str, value: Any) -> float:
 
 def number(
     name: str,
-    value: Any,
+    value: object,
     low: float = -LARGEST_FLOAT,
     high: float = LARGEST_FLOAT,
     *,
     above: bool = False,
     note: str = "",
 ) -> float:
-    """A finite number from `low` to `high`; with `above` it must be greater than `low`. note: what
-    a message about the range goes on with."""
+    """Check a finite number from `low` to `high`; with `above` it must be greater than `low`.
+
+    note: text that is appended to a message about the range.
+    """
     found = real(name, value)
     if low <= found <= high and not (above and found == low):
         return found
@@ -64,14 +69,15 @@ def number(
     raise UserError(f"{name}={found:g} is outside {'(' if above else '['}{low:g}, {high:g}]{note}")
 
 
-def flag(name: str, value: Any) -> bool:
+def flag(name: str, value: object) -> bool:
+    """Check a truth value."""
     if not isinstance(value, (bool, np.bool_)):
         raise wrong(name, value, "it must be true or false")
     return bool(value)
 
 
-def text(name: str, value: Any) -> str:
-    """A text that files can hold, too."""
+def text(name: str, value: object) -> str:
+    """Check a text that can be written to a file."""
     if not isinstance(value, str):
         raise wrong(name, value, "it must be a text")
     try:
@@ -83,8 +89,8 @@ def text(name: str, value: Any) -> str:
     return value
 
 
-def texts(name: str, values: Any, words: str) -> tuple[str, ...]:
-    """A list or tuple of at least one text. words: what to give instead."""
+def texts(name: str, values: object, words: str) -> tuple[str, ...]:
+    """Check a list or tuple of at least one text. words: what to give instead."""
     if not isinstance(values, (list, tuple)) or not values:
         raise wrong(name, values, words)
     for value in values:
@@ -93,15 +99,15 @@ def texts(name: str, values: Any, words: str) -> tuple[str, ...]:
     return tuple(text(f"{name}[{i}]", value) for i, value in enumerate(values))
 
 
-def instance(name: str, value: Any, kind: Any, words: str) -> Any:
-    """An object of a class, or of one of several. words: what to give instead."""
+def instance(name: str, value: object, kind: type[T] | tuple[type[T], ...], words: str) -> T:
+    """Check that an object has a class, or one of several. words: what to give instead."""
     if not isinstance(value, kind):
         raise wrong(name, value, f"give {words}")
     return value
 
 
-def path(name: str, value: Any) -> str | os.PathLike:
-    """Where a file or folder is: a text or a `pathlib.Path`."""
+def path(name: str, value: object) -> str | os.PathLike:
+    """Check the path of a file or folder: a text or a `pathlib.Path`."""
     instance(name, value, (str, os.PathLike), "a path")
     plain = os.fspath(value)
     if not isinstance(plain, str) or not plain or "\0" in plain:
@@ -117,26 +123,28 @@ def path(name: str, value: Any) -> str | os.PathLike:
     return value
 
 
-def dtype(name: str, value: Any, allowed: Iterable[str]) -> str:
-    """The name of a type of numbers, which may be given as NumPy or JAX have it."""
+def dtype(name: str, value: object, allowed: Iterable[str]) -> str:
+    """Return the name of a dtype, which may be given as NumPy or JAX write it."""
     try:
-        # NumPy reads None as float64, and some texts as types of things that are not numbers
-        # and numbers and arrays as the types that they have
+        # jnp.dtype alone would accept too much: None means float64 to NumPy, some texts name dtypes
+        # that are not numbers, and a number or an array stands for its own dtype
         found = jnp.dtype(value).name if isinstance(value, (type, np.dtype)) else value
     except (TypeError, ValueError):
         found = value
     return choose(name, found, allowed)
 
 
-def integers(name: str, values: Any, words: str, most: int) -> np.ndarray:
-    """Whole numbers [n], n up to `most`, from a sequence or an array; of type object where 64 bits
-    cannot hold them. words: what to give instead."""
+def integers(name: str, values: object, words: str, most: int) -> np.ndarray:
+    """Check whole numbers [n], n up to `most`, in a sequence or an array.
+
+    words: what to give instead. The result has the dtype object where 64 bits cannot hold them.
+    """
     sequence = isinstance(values, Sequence) and not isinstance(values, (str, bytes, bytearray))
     if not sequence and not (hasattr(values, "__array__") and hasattr(values, "__len__")):
         raise wrong(name, values, words)
     try:
         count = len(values)
-    except (TypeError, OverflowError):  # an array of no axes; a range of more than 2**63 numbers
+    except (TypeError, OverflowError):  # an array without axes; a range longer than 2**63
         raise wrong(name, values, words) from None
     if count > most:
         raise UserError(f"{name} holds {count} numbers: at most {most}")
@@ -151,9 +159,9 @@ def integers(name: str, values: Any, words: str, most: int) -> np.ndarray:
     return array
 
 
-def as_array(name: str, values: Any) -> np.ndarray:
-    """What is given as an array, of whatever type."""
-    if isinstance(values, range):  # may be of any length
+def as_array(name: str, values: object) -> np.ndarray:
+    """Return the values as an array of any dtype."""
+    if isinstance(values, range):  # it may be longer than memory
         raise wrong(name, values, "give an array")
     try:
         return np.asarray(values)
@@ -161,8 +169,8 @@ def as_array(name: str, values: Any) -> np.ndarray:
         raise UserError(f"{name} is no regular array of numbers: {error}") from None
 
 
-def measured(name: str, values: Any, largest: float) -> np.ndarray:
-    """An array of numbers from 0 to `largest`."""
+def measured(name: str, values: object, largest: float) -> np.ndarray:
+    """Check an array of measured numbers, which lie between 0 and `largest`."""
     array = as_array(name, values)
     wrong_kind = array.dtype.kind not in "iuf"
     found = np.zeros(0) if wrong_kind else array.astype(np.float64, copy=False)

@@ -1,116 +1,99 @@
-"""What images are made of: labels or text, one entry per image.
+"""What the images of a run are made of: one condition per image.
 
-Labels are here, text is `varjax.text.features.TextFeatures`. `resolve` makes one from what a caller
-of the Python API gives.
+A kind of condition belongs to the families that take it: class labels are `varjax.models.labels`,
+texts are `varjax.text.condition`. Each kind brings its checks, its arguments of the Python API and
+its file format. This module holds what the kinds have in common, and `check` and `resolve`, which
+ask the kind that a model takes.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+import os
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
-from varjax import arguments
-from varjax.errors import UserError, show
-from varjax.model import Model, default_dtype
-from varjax.text.encoder import encode_texts
-from varjax.text.features import TextFeatures
+from varjax.errors import UserError
 
 MOST_IMAGES = 10**7
-MOST_NAMED = 10  # wrong labels that a message names
-LABELS_WANTED = "give a list of class numbers, one for each image"
+JSON = Mapping | list | str | int  # what describes a condition in a report
 
 
 class Condition(Protocol):
-    """What the images of a run are made of; its length is their number."""
+    """What the images of a run are made of; its length is their number.
 
-    numbers: np.ndarray  # int32 [N]: labels, or the numbers of the prompts
-    captions: Sequence[str] | None  # texts for people
+    numbers: int32 [N], of every image its label, or the number of its prompt.
+    captions: texts for people, one per image; None: there are none.
+    """
+
+    @property
+    def numbers(self) -> np.ndarray: ...
+
+    @property
+    def captions(self) -> Sequence[str] | None: ...
 
     def __len__(self) -> int: ...
 
-    def take(self, index: np.ndarray) -> Any:
-        """Arrays of some images, leading axis images; their shapes do not depend on which."""
+    def take(self, index: np.ndarray) -> np.ndarray | dict[str, np.ndarray]:
+        """What `Transformer.encode_condition` takes for some images: arrays with a leading axis
+        over images, whose shapes do not depend on which images are taken."""
 
-    def describe(self) -> Any:
+    def describe(self) -> JSON:
         """What decides the images, for JSON."""
 
 
-@dataclass(frozen=True, eq=False)
-class Labels:
-    """Class numbers. numbers: int32 [N]; names: of all classes, or None."""
+class TakesCondition(Protocol):
+    """What a kind of condition asks of a model (`varjax.model.Model` has it)."""
 
-    numbers: np.ndarray
-    names: Sequence[str] | None = None
-
-    @classmethod
-    def of(
-        cls, labels: Sequence[int], num_classes: int, names: Sequence[str] | None = None
-    ) -> "Labels":
-        """Checked: `UserError` for what is no list of whole numbers, and naming every label
-        outside the classes."""
-        given = arguments.integers("labels", labels, LABELS_WANTED, MOST_IMAGES)
-        if given.size == 0:
-            raise UserError("no labels given: name at least one class")
-        wrong = np.unique(given[(given < 0) | (given >= num_classes)]).tolist()
-        if wrong:
-            more = "" if len(wrong) <= MOST_NAMED else f" and {len(wrong) - MOST_NAMED} more"
-            raise UserError(
-                f"labels {', '.join(map(show, wrong[:MOST_NAMED]))}{more} are outside the model's "
-                f"{num_classes} classes: choose 0 to {num_classes - 1}"
-            )
-        return cls(given.astype(np.int32), names)
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def take(self, index: np.ndarray) -> np.ndarray:
-        return self.numbers[index]
-
-    def describe(self) -> list[int]:
-        return self.numbers.tolist()
+    name: str
+    directory: str | os.PathLike | None
 
     @property
-    def captions(self) -> list[str] | None:
-        return None if self.names is None else [self.names[i] for i in self.numbers]
+    def config(self): ...
+
+    @property
+    def class_names(self) -> Sequence[str] | None: ...
+
+    @property
+    def family(self): ...
 
 
-# --- what the Python API takes --------------------------------------------------------------------
+class ConditionKind(Protocol):
+    """A kind of condition, as a family of models takes it.
 
-KINDS = {"labels": ("labels",), "text": ("prompts", "text_features")}  # by `Model.condition`
+    name: as configurations have it (`config.condition`).
+    arguments: names of the Python API's arguments that give such a condition; one of them is given.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+
+    def count(self, model: TakesCondition, **given) -> int:
+        """How many images an argument asks for. `UserError` if it is not usable."""
+
+    def resolve(self, model: TakesCondition, **given) -> Condition:
+        """The condition that an argument gives. `UserError` if it is not usable."""
 
 
-def check(model: Model, labels=None, prompts=None, text_features=None) -> int:
-    """How many images are asked for; `UserError` unless exactly what the model's images are made of
-    is given."""
-    given = {"labels": labels, "prompts": prompts, "text_features": text_features}
-    named = [name for name, value in given.items() if value is not None]
-    wanted = KINDS[model.condition]
-    if len(named) != 1 or named[0] not in wanted:
+def check(model: TakesCondition, **given) -> int:
+    """How many images are asked for. given: arguments of the Python API by name, None where the
+    caller gave none; `UserError` unless exactly what the model's images are made of is given."""
+    kind, chosen = _chosen(model, given)
+    return kind.count(model, **chosen)
+
+
+def resolve(model: TakesCondition, **given) -> Condition:
+    """The condition of the images. given: as in `check`, which raises the same errors. Prompts are
+    encoded by the text encoder of the model's checkpoint: `UserError` if there is none."""
+    kind, chosen = _chosen(model, given)
+    return kind.resolve(model, **chosen)
+
+
+def _chosen(model: TakesCondition, given: Mapping) -> tuple[ConditionKind, dict]:
+    kind = model.family.conditions[model.config.condition]
+    named = {name: value for name, value in given.items() if value is not None}
+    if len(named) != 1 or not named.keys() <= set(kind.arguments):
         raise UserError(
             f"{', '.join(named) or 'nothing'} given: {model.name} ({model.family.name}) draws from "
-            f"{' or '.join(wanted)}: give exactly that"
+            f"{' or '.join(kind.arguments)}: give exactly that"
         )
-    if labels is not None:
-        return len(Labels.of(labels, model.num_classes))
-    if prompts is not None:
-        return len(arguments.texts("prompts", prompts, "give a list of texts, one for each image"))
-    words = "TextFeatures, as varjax.text.features.load reads"
-    return len(arguments.instance("text_features", text_features, TextFeatures, words))
-
-
-def resolve(model: Model, labels=None, prompts=None, text_features=None) -> Condition:
-    """The condition of the images; prompts are encoded by the text encoder of the model's
-    checkpoint, which is on the device only while this runs.
-
-    Raises:
-      UserError: as `check`; no text encoder, or another model's.
-    """
-    check(model, labels, prompts, text_features)
-    if labels is not None:
-        return Labels.of(labels, model.num_classes, model.class_names)
-    config = model.config
-    if prompts is not None:
-        folder, longest = model.directory or "", config.text_maxlen
-        text_features, _ = encode_texts(folder, prompts, dtype=default_dtype(), max_length=longest)
-    return text_features.fitted(config.text_channels, config.text_maxlen)
+    return kind, named

@@ -1,4 +1,4 @@
-"""Errors that a user can cause, and helpers that word them.
+"""Errors that a user can cause, and helpers that put them into words.
 
 Every message says what was given, what is allowed and what to do. Commands print it as one line and
 exit with status 2.
@@ -9,15 +9,14 @@ import difflib
 import importlib
 from collections.abc import Iterable, Iterator
 from types import ModuleType
-from typing import Any
 
 LONGEST_MESSAGE = 20_000  # characters: messages quote files that others wrote
 
 
 class UserError(ValueError):
-    """Wrong input. Raised before anything is compiled, allocated or written, but where a device
-    turns out to have too little memory (`varjax.engine.device_errors.OutOfMemory`). The middle of a
-    very long message is left out."""
+    """The input is wrong. The error is raised before anything is compiled, allocated or written.
+    There is one exception: a device turns out to have too little memory
+    (`varjax.engine.device_errors.OutOfMemory`). The middle of a very long message is left out."""
 
     def __init__(self, message: object = ""):
         text, half = str(message), LONGEST_MESSAGE // 2 - 50  # room for the notice
@@ -31,8 +30,8 @@ class MissingExtra(UserError):
 
 
 @contextlib.contextmanager
-def about(what) -> Iterator[None]:
-    """A `UserError` inside is about `what`, such as a file: its message then begins with it."""
+def about(what: object) -> Iterator[None]:
+    """Put `what`, such as a file, before the message of a `UserError` that is raised inside."""
     try:
         yield
     except UserError as error:
@@ -40,14 +39,14 @@ def about(what) -> Iterator[None]:
 
 
 def some(items: Iterable[str], most: int = 20, between: str = ", ") -> str:
-    """The first `most` of `items` in one text, and how many more there are."""
+    """Join the first `most` of `items`, and say how many more there are."""
     items = list(items)
     more = [f"and {len(items) - most} more"] if len(items) > most else []
     return between.join([*items[:most], *more])
 
 
-def show(value: Any) -> str:
-    """A value in one short line of a message, whatever it is."""
+def show(value: object) -> str:
+    """Show any value in one short line of a message."""
     try:
         line = " ".join(repr(value).split())
     except ValueError:  # Python writes no whole numbers of more than 4,300 digits
@@ -61,8 +60,8 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
-def choose(what: str, given: Any, allowed: Iterable[str]) -> str:
-    """Return `given`, of any type, if it is one of `allowed`.
+def choose(what: str, given: object, allowed: Iterable[str]) -> str:
+    """Return `given` if it is one of `allowed`; it may have any type.
 
     Raises:
       UserError: with the list of allowed values and the nearest one.

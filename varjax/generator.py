@@ -317,7 +317,9 @@ class Generator:
         `progress`."""
         sampling_lib.check_seed(seed)
         report = reporter(progress, "image")
-        condition = conditions.resolve(self.model, labels, prompts, text_features)
+        condition = conditions.resolve(
+            self.model, labels=labels, prompts=prompts, text_features=text_features
+        )
         self.policy.check_images(len(condition))
         report(0, len(condition))
         images = []

@@ -1,4 +1,4 @@
-"""`key=value` lists in one text, as arguments of a policy or axes of a mesh are written."""
+"""Lists of `key=value` in one text: the arguments of a policy, the axes of a mesh."""
 
 import re
 
@@ -9,8 +9,8 @@ from varjax.errors import UserError, show
 def parse_pairs(text: str) -> dict[str, str]:
     """Read `"window=16,path=a,b.npz"` into `{"window": "16", "path": "a,b.npz"}`.
 
-    Only a comma that is followed by `key=` separates, so values may hold commas and "=". Values
-    stay text: whoever knows the type of a key converts it.
+    Only a comma before `key=` separates two entries, so a value may hold commas and "=". Values
+    stay texts; the caller knows the type of each key.
 
     Raises:
       UserError: an entry without `key=value`, an empty value, or a key given twice.

@@ -1,7 +1,8 @@
 """Every metric of the reports: how it is computed, what it is called, how it is shown.
 
-Tables, plots, CSV columns, definitions and `report.json` follow the list `METRICS`. To add a
-metric, add an entry; if it compares two results of the same image array by array, that is all.
+Tables, plots, CSV columns, definitions and `report.json` follow the dictionary `METRICS`. To add a
+metric, add an entry. Nothing else is needed if it compares two results of the same image array by
+array.
 
 Letters: N or B images, H and W pixels, C channels, L tokens, V vocabulary. Images are float in
 [0, 1].
@@ -33,7 +34,7 @@ def psnr(a: Images, b: Images) -> Float[np.ndarray, " N"]:
 def ssim(a: Images, b: Images) -> Float[np.ndarray, " N"]:
     """Structural similarity of each pair, mean over channels and all full 11 x 11 windows.
 
-    Images smaller than the window are compared with a window of their own shorter side.
+    Images smaller than the window are compared with a window as wide as their shorter side.
     """
     a, b = _pair(a, b)
     pix = require("dm_pix", extra="eval", purpose="SSIM")
@@ -52,8 +53,8 @@ def token_agreement(a: Tokens, b: Tokens) -> Float[np.ndarray, " N"]:
     return (a == b).reshape(len(a), -1).mean(1)
 
 
-def _pair(a, b):
-    """Both sets as float32 arrays of one shape."""
+def _pair(a: Images, b: Images) -> tuple[Array, Array]:
+    """Return both sets of images as float32 arrays of one shape."""
     a, b = jnp.asarray(a), jnp.asarray(b)
     if a.shape != b.shape or a.ndim != 4 or not a.size:
         raise UserError(
@@ -70,8 +71,8 @@ def kl_divergence(
 ) -> Float[Array, "*tokens"]:
     """KL(softmax(reference) || softmax(other)) of every token, in nats; never negative.
 
-    Comparable only where both runs saw the same tokens before, that is with forced tokens. Outcomes
-    that the reference rules out (logit -inf) contribute nothing.
+    Values are comparable only where both runs saw the same tokens before, which forced tokens
+    ensure. Outcomes that the reference rules out (logit -inf) contribute nothing.
 
     Raises:
       UserError: shapes differ, or there is no vocabulary axis.
@@ -89,7 +90,7 @@ def kl_divergence(
 def token_kl(
     reference: Float[AnyArray, "B L V"], other: Float[AnyArray, "B L V"]
 ) -> Float[Array, "B L"]:
-    """`kl_divergence` of a batch, one image at a time: temporaries are those of a single image."""
+    """`kl_divergence` of a batch, one image at a time, so that temporaries belong to one image."""
     if reference.shape != other.shape or reference.ndim != 3:
         raise UserError(
             f"logits of shape {reference.shape} and {other.shape} cannot be compared: both must "
@@ -102,7 +103,7 @@ def token_kl(
 def image_kl(
     reference: Float[AnyArray, "B L *bits V"], other: Float[AnyArray, "B L *bits V"]
 ) -> Float[np.ndarray, " B"]:
-    """Token-mean KL of each image in nats. A token of several bits counts their sum."""
+    """Mean KL per token of each image in nats. A token of several bits counts the sum over them."""
     images, tokens, *_, choices = other.shape
     flat = (a.reshape(images, -1, choices) for a in (reference, other))
     found = np.asarray(token_kl(*flat))
@@ -111,20 +112,27 @@ def image_kl(
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """How close a result is to that of the full cache on the same seeds.
+    """A number that says how close a result is to that of the full cache on the same seeds.
 
-    key: in files. name, label, column, title: in definitions, in the table of a run, as header of
-      the table of a sweep, above a plot.
-    unit: of the axis of a plot. better: "higher" or "lower". shown: format of a value in tables.
-    definition: a sentence without its end; metrics that share one are explained together.
-    needs: the array of a result that is compared: images float [N, H, W, 3] in [0, 1], tokens
-      [N, ...], or forced_logits [N, L, ..., V], of a run that was forced to the full cache's
-      tokens.
-    compare: (arrays of the full cache, arrays of the other) -> float [N], or one number of two
-      whole sets if not `per_image`: `per_image`, which sees a batch at a time, leaves those out.
-      None: a network computes it (`is_judged`), and only where there is one.
-    largest: values count as at most this, in means and in JSON.
-    from_zero: whether the axis of a plot starts there.
+    Attributes:
+      key: what files call it.
+      name: what definitions call it.
+      label: what the table of a run calls it.
+      column: its header in the table of a sweep.
+      title: the text above its plot.
+      unit: the unit on the axis of its plot.
+      better: "higher" or "lower".
+      shown: the format of a value in tables.
+      definition: a sentence without its end; metrics that share one are explained together.
+      needs: the array of a result that is compared: images float [N, H, W, 3] in [0, 1], tokens
+        [N, ...], or forced_logits [N, L, ..., V] of a run that was forced to the full cache's
+        tokens.
+      compare: (array of the full cache, array of the other) -> float [N], or one number for two
+        whole sets if `per_image` is False. None: a network computes it (`is_judged`).
+      per_image: whether each image has its own number. `compare_images` sees a batch at a time, so
+        it computes only these metrics.
+      largest: a greater value counts as this one, in means and in JSON.
+      from_zero: whether the axis of its plot starts at zero.
     """
 
     key: str
@@ -147,11 +155,11 @@ class Metric:
         return self.compare is None
 
     def show(self, value: float | str) -> str:
-        """A value as tables have it; JSON holds infinite ones as text."""
+        """Format a value for a table. Infinite values may be texts, as JSON holds them."""
         return self.shown.format(float(value))
 
     def show_interval(self, low: float | str, high: float | str) -> str:
-        """`[low, high]` likewise, without the unit."""
+        """Format `[low, high]` for a table, without the unit."""
         number = self.shown.split()[0]
         return f"[{number.format(float(low))}, {number.format(float(high))}]"
 
@@ -173,7 +181,7 @@ _METRICS = (
         definition=_DRAWN,
         needs="images",
         compare=psnr,
-        largest=100.0,  # identical images have an infinite one
+        largest=100.0,  # the PSNR of identical images is infinite
     ),
     Metric(
         key="ssim",
@@ -267,7 +275,7 @@ METRICS = {metric.key: metric for metric in _METRICS}
 
 
 def definitions(metrics: Iterable[Metric] | None = None) -> dict[str, str]:
-    """{names of metrics: how they are defined}; None: of all."""
+    """{names of metrics: how they are defined}; None: all metrics."""
     names: dict[str, list[str]] = {}
     for metric in METRICS.values() if metrics is None else metrics:
         names.setdefault(metric.definition, []).append(metric.name)
@@ -277,10 +285,10 @@ def definitions(metrics: Iterable[Metric] | None = None) -> dict[str, str]:
 # --- images drawn with a policy against those of the full cache on the same seeds -----------------
 
 
-def per_image(
+def compare_images(
     full: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """{metric: float [N]} of every metric whose arrays both results hold (`Metric.needs`)."""
+    """Compute {metric: float [N]}, for metrics whose array both hold (`Metric.needs`)."""
     return {
         key: np.asarray(metric.compare(full[metric.needs], other[metric.needs]))
         for key, metric in METRICS.items()
@@ -290,18 +298,21 @@ def per_image(
 
 
 def joined(batches: Iterable[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Per-image numbers of all batches."""
+    """Join the per-image numbers of all batches."""
     parts = list(batches)
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def capped(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Per-image numbers, none above what its metric counts as the largest."""
+    """Replace per-image numbers above `Metric.largest` by that value."""
     return {key: np.minimum(values, METRICS[key].largest) for key, values in arrays.items()}
 
 
 def summarize(arrays: Mapping[str, np.ndarray]) -> dict:
-    """Means over images, standard deviations as `*_std`, and how many images are identical."""
+    """Return means over images, standard deviations as `*_std`, and the number of identical images.
+
+    arrays: per-image numbers by metric, psnr among them.
+    """
     identical = int(np.isinf(arrays["psnr"]).sum())
     arrays = capped(arrays)
     found: dict = {key: float(values.mean()) for key, values in arrays.items()}

@@ -9,33 +9,33 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
+import numpy as np
 from flax import nnx
 
 from varjax import arguments
 from varjax.cache.allocation import Geometry
 from varjax.errors import UserError
 from varjax.models import registry
-from varjax.models.registry import Family
+from varjax.models.next_token import NextTokenTransformer
+from varjax.models.transformer import Transformer
+from varjax.nn import parameters
+from varjax.nn.families import Family
+from varjax.nn.parameters import default_dtype
+from varjax.nn.published import TransformerConfig
 from varjax.sampling import Sampling
-from varjax.sequence import TOKENS, TokenSequence
 from varjax.storage import checkpoint
 
 DTYPES = ("float32", "bfloat16")
 SAMPLING_WANTED = "Sampling, as model.sampling(cfg=2.0) gives it"
 
 
-def default_dtype() -> str:
-    """bfloat16 on accelerators; float32 on CPU, where bfloat16 is not faster."""
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Model:
     """A model of some family.
 
-    parts: modules by name; their arrays, or only shapes and types where `is_abstract`.
+    parts: modules by name. Their leaves are arrays, or where `is_abstract` only shapes and types.
     metadata: content of `model.json`, or what a published size says.
-    directory: of the checkpoint; None for a published name, which has no weights here.
+    directory: folder of the checkpoint; None for a published name, which has no weights here.
     """
 
     name: str
@@ -43,12 +43,24 @@ class Model:
     metadata: Mapping
     directory: Path | None = None
 
+    def __repr__(self) -> str:
+        count = sum(map(parameters.count, self.parts.values()))
+        height, width = self.pixels
+        condition = f"{self.num_classes} labels" if self.num_classes else self.condition
+        weights = f"only shapes of {self.dtype}" if self.is_abstract else f"{self.dtype}"
+        where = f"folder {self.directory}" if self.directory else "published, no weights here"
+        return (
+            f"Model {self.name} of the family {self.family.name}: {count:,} parameters ({weights}),"
+            f" {height}x{width} pixels from {condition}, drawn by {self.geometry.schedule.kind}"
+            f" {self.geometry.schedule}; {where}"
+        )
+
     @property
     def family(self) -> Family:
         return registry.family(self.metadata["family"])
 
     @property
-    def transformer(self) -> nnx.Module:
+    def transformer(self) -> Transformer:
         return self.parts["transformer"]
 
     @property
@@ -61,25 +73,30 @@ class Model:
         return {"transformer": self.transformer, "codec": self.codec}
 
     @property
-    def config(self):
-        """Of the transformer."""
+    def config(self) -> TransformerConfig:
+        """Configuration of the transformer."""
         return self.transformer.config
 
     @property
-    def dtype(self):
+    def dtype(self) -> np.dtype:
+        """The type of the transformer's weights."""
         return self.transformer.dtype
 
     @property
     def draws_tokens(self) -> bool:
         """Whether images are drawn token by token, not scale by scale."""
-        return self.family.draws == TOKENS
+        return isinstance(self.transformer, NextTokenTransformer)
 
     @property
     def code_map(self) -> tuple[int, int, int]:
         """Height, width and channels of the latent map that the codec decodes."""
-        if self.draws_tokens:
-            return (*self.config.grid, self.codec.config.codebook_embed_dim)
-        return self.config.code_map
+        return self.transformer.code_map(self.codec.config)
+
+    @property
+    def pixels(self) -> tuple[int, int]:
+        """Height and width of the pictures."""
+        height, width, _ = self.code_map
+        return height * self.codec.config.downsample, width * self.codec.config.downsample
 
     @property
     def condition(self) -> str:
@@ -88,7 +105,7 @@ class Model:
 
     @property
     def num_classes(self) -> int:
-        """Classes of a class-conditional model."""
+        """Classes of a class-conditional model; 0 for others."""
         return self.config.num_classes
 
     @property
@@ -98,15 +115,15 @@ class Model:
     # --- generation -------------------------------------------------------------------------------
 
     def resolve_sampling(self, sampling: Sampling | None) -> Sampling:
-        """This sampling, checked; None: as the checkpoint recommends."""
+        """The given sampling, checked; for None what the checkpoint recommends."""
         if sampling is None:
             return self.sampling()
         arguments.instance("sampling", sampling, Sampling, SAMPLING_WANTED)
         return self.config.check_sampling(sampling)
 
     def sampling(self, **overrides) -> Sampling:
-        """The checkpoint's recommended sampling, with overrides (`Sampling`; None keeps the
-        recommendation).
+        """The checkpoint's recommended sampling with overrides, which are fields of `Sampling`;
+        None keeps the recommendation.
 
         Raises:
           UserError: this model cannot draw that way.
@@ -120,15 +137,15 @@ class Model:
         return self.geometry_for(self.sampling())
 
     def geometry_for(self, sampling: Sampling, *, one_slot: bool = True) -> Geometry:
-        """Likewise under other sampling: without guidance there are no unconditional rows.
+        """What a cache must know of the model under this sampling: without guidance there are no
+        unconditional rows.
 
-        one_slot: of models that draw token by token, whether one slot stands for the whole
-          condition where the model allows it (`NextTokenTransformer.condition_is_one_slot`). A plan
-          for the other geometry runs, too, and draws the same.
+        one_slot: as in `Transformer.sequence`. A plan for the other geometry runs, too, and draws
+          the same.
         """
         config = self.config
         return Geometry(
-            schedule=self._sequence(one_slot) if self.draws_tokens else config.schedule,
+            schedule=self.transformer.sequence(one_slot),
             num_layers=config.depth,
             num_heads=config.num_heads,
             head_dim=config.head_dim,
@@ -153,15 +170,9 @@ class Model:
                     f"{wanted}; plan for this model"
                 )
 
-    def _sequence(self, one_slot: bool) -> TokenSequence:
-        config = self.config
-        one = one_slot and self.transformer.condition_is_one_slot
-        slots = 1 if one else config.condition_tokens
-        return TokenSequence(config.image_tokens, slots, config.grid[1])
-
-    def with_config(self, config) -> "Model":
-        """The same weights, shared and not copied, under another configuration of the
-        transformer."""
+    def with_config(self, config: TransformerConfig) -> "Model":
+        """This model under another configuration of the transformer. Weights are shared, not
+        copied."""
         if config == self.config:
             return self
         transformer = nnx.merge(*nnx.split(self.transformer))
@@ -179,12 +190,12 @@ class Model:
         return isinstance(jax.tree.leaves(self.transformer)[0], jax.ShapeDtypeStruct)
 
     def abstract(self) -> "Model":
-        """The same model without its weights."""
+        """This model without its weights."""
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), dict(self.parts))
         return replace(self, parts=shapes)
 
     def load_weights(self, dtype: str | None = None, *, on_host: bool = False) -> "Model":
-        """This model with the weights of its checkpoint. dtype, on_host: as in `load`."""
+        """This model with the weights of its checkpoint. dtype, on_host: see `load`."""
         if self.directory is None:
             raise UserError(
                 f"{self.name} is the name of a published model, whose weights are not part of "
@@ -193,7 +204,7 @@ class Model:
         dtype = default_dtype() if dtype is None else arguments.dtype("dtype", dtype, DTYPES)
         arguments.flag("on_host", on_host)
         dtypes = {"transformer": dtype, "codec": "float32"}
-        parts, _ = checkpoint.load(self.directory, dtypes, on_host)
+        parts, _ = checkpoint.load(self.directory, registry.CATALOGUE, dtypes, on_host)
         return replace(self, parts=parts).with_config(self.config)
 
 
@@ -221,7 +232,7 @@ def describe(
         metadata = {"family": preset.family, "sampling": dict(preset.sampling)}
     else:
         name, directory = _place(name_or_directory)
-        parts, metadata = checkpoint.describe(directory)
+        parts, metadata = checkpoint.describe(directory, registry.CATALOGUE)
         if "transformer" not in parts:
             alone = " and a ".join(parts).replace("_", " ")
             raise UserError(f"{directory} is a {alone} alone: give the checkpoint of a whole model")

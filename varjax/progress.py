@@ -1,4 +1,4 @@
-"""Progress lines on standard error, and how much time is left."""
+"""Progress lines on standard error, and estimates of the time that is left."""
 
 import inspect
 import sys
@@ -9,7 +9,7 @@ from typing import TextIO
 
 from varjax.errors import UserError, show
 
-RECENT = 10  # measurements of a kind of work that count
+RECENT = 10  # measurements of each kind of work that an estimate uses
 
 
 class Progress:
@@ -18,7 +18,7 @@ class Progress:
     Args:
       what: what is counted, for example "images".
       total: how many there will be.
-      first: how many of them were there before (a resumed run).
+      first: how many were finished before (a resumed run).
       every: seconds that must pass between two lines; the last line is always printed.
       stream: where to print, standard error by default.
     """
@@ -37,7 +37,7 @@ class Progress:
         self.start, self.printed, self.ahead = time.monotonic(), -float("inf"), TimeLeft()
 
     def update(self, done: int, note: str = "") -> None:
-        """Report that `done` of `total` are ready."""
+        """Report that `done` of `total` are finished."""
         elapsed = time.monotonic() - self.start
         since, before = self.last
         if done > before:
@@ -57,39 +57,39 @@ class Progress:
 
 
 class TimeLeft:
-    """How long work of several kinds will take, from the latest measurements of each kind.
+    """Estimates how long several kinds of work will take, from recent measurements of each kind.
 
-    The first one counts only until there is a second: it took work that is done once too, such as
-    compiling.
+    The first measurement of a kind counts only until there is a second one, because it includes
+    work that is done once, such as compiling.
     """
 
     def __init__(self):
-        self._found: dict[str, deque[tuple[float, int]]] = {}  # (seconds, units)
-        self._once: set[str] = set()  # kinds that were measured once
+        self._recent: dict[str, deque[tuple[float, int]]] = {}  # (seconds, units)
+        self._measured_once: set[str] = set()  # kinds that were measured once
 
     def measured(self, kind: str, seconds: float, count: int = 1) -> None:
-        """`count` units of a kind took so long together."""
-        found = self._found.setdefault(kind, deque(maxlen=RECENT))
-        if kind in self._once:
-            self._once.remove(kind)
+        """Note that `count` units of a kind took `seconds` together."""
+        found = self._recent.setdefault(kind, deque(maxlen=RECENT))
+        if kind in self._measured_once:
+            self._measured_once.remove(kind)
             found.clear()
         elif not found:
-            self._once.add(kind)
+            self._measured_once.add(kind)
         found.append((seconds, count))
 
     def seconds(self, **ahead: int) -> tuple[float, bool]:
-        """(seconds of so many units of each kind, whether all kinds are known)."""
+        """Estimate so many units of each kind: (seconds, whether all kinds are known)."""
         total, complete = 0.0, True
         for kind, count in ahead.items():
-            found = self._found.get(kind, ())
+            found = self._recent.get(kind, ())
             units = sum(n for _, n in found)
             total += count * sum(s for s, _ in found) / units if units else 0.0
             complete &= bool(units) or not count
         return total, complete
 
     def text(self, **ahead: int) -> str:
-        """`about 3 min left`; `at least` where a kind was never measured; empty if nothing is
-        ahead, or nothing is known."""
+        """Return `about 3 min left`, or `at least 3 min left` where a kind was never measured. The
+        text is empty if nothing is ahead or nothing is known."""
         seconds, complete = self.seconds(**ahead)
         if not any(ahead.values()) or not (seconds or complete):
             return ""
@@ -97,7 +97,7 @@ class TimeLeft:
 
 
 def show_seconds(seconds: float) -> str:
-    """In the unit that people would choose: 90 s, 3 min, 2.5 h, 3 days."""
+    """Write seconds in the unit that people would choose: 90 s, 3 min, 2.5 h, 3 days."""
     for unit, size in (("s", 1), ("min", 60)):
         if seconds < 99.5 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -106,13 +106,15 @@ def show_seconds(seconds: float) -> str:
 
 
 def _takes_two(function: object) -> bool:
-    """Whether it can be called with (done, total), as far as it says; types that do not say what
-    they take, such as int, make something else of two numbers."""
+    """Whether a function can be called with (done, total), as far as its signature tells.
+
+    A type without a signature, such as int, would make something else of two numbers.
+    """
     if not callable(function):
         return False
     try:
         inspect.signature(function).bind(0, 1)
-    except ValueError:  # it says nothing
+    except ValueError:  # it has no signature
         return not isinstance(function, type)
     except TypeError:
         return False
@@ -120,8 +122,12 @@ def _takes_two(function: object) -> bool:
 
 
 def reporter(progress: bool | Callable[[int, int], None], what: str) -> Callable[[int, int], None]:
-    """What an argument `progress` of the Python API means, as a function of (done, total): nothing
-    for False, lines on standard error for True, else the given function.
+    """Turn the argument `progress` of the Python API into a function of (done, total).
+
+    Args:
+      progress: False for a function that does nothing, True for one that prints lines on standard
+        error, or the function itself.
+      what: what is counted, for the lines.
 
     Raises:
       UserError: it is none of them.

@@ -1,5 +1,7 @@
-"""Choosing tokens from logits: guidance, filters, sampling. Results depend on an image's own key
-only, never on the batch."""
+"""Choosing tokens from logits: guidance, filters, sampling.
+
+What is drawn for an image depends on its own key only, never on the batch.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,13 +19,7 @@ from varjax.errors import UserError, nearest, show
 LARGEST_CFG = 1e6  # far beyond use; guided logits must stay float32 numbers
 SMALLEST_TAU = 1e-4
 LISTS = ("cfg", "tau", "cfg_insertion_layer")  # one number or several
-RECOMMENDABLE = (
-    *LISTS,
-    "cfg_interval",
-    "top_k",
-    "top_p",
-    "more_smooth",
-)  # what a checkpoint may recommend
+RECOMMENDABLE = (*LISTS, "cfg_interval", "top_k", "top_p", "more_smooth")  # by a checkpoint
 SMOOTH_KEY = 1  # folded into a scale's key for the noise of `more_smooth`
 
 
@@ -32,8 +28,9 @@ class Sampling:
     """How tokens are drawn.
 
     cfg: guidance strength, one number or one per scale; what it multiplies is the model's own
-      convention (VAR: scale k of K uses t = cfg * k / (K - 1) in (1 + t) * cond - t * uncond;
-      Infinity and LlamaGen: cfg * cond + (1 - cfg) * uncond; LlamaGen has none from 1 down).
+      convention. VAR: scale k of K uses t = cfg * k / (K - 1) in (1 + t) * cond - t * uncond.
+      Infinity and LlamaGen: cfg * cond + (1 - cfg) * uncond; LlamaGen does not guide where cfg is
+      at most 1.
     tau: temperature, one number or one per scale; logits are divided by it before guidance.
     cfg_insertion_layer: where the conditional and unconditional rows are mixed: 0 on the logits, -k
       after layer depth - k (Infinity).
@@ -63,8 +60,11 @@ class Sampling:
                 object.__setattr__(self, name, tuple(value))
 
     def check(self, num_scales: int, vocab_size: int | None = None) -> "Sampling":
-        """Return self, or raise `UserError` for values that cannot work, of any type. vocab_size:
-        the most that `top_k` may keep; None: any number, too large ones keep everything."""
+        """Return self. `UserError` for values that cannot work, whatever type they have.
+
+        vocab_size: the most that `top_k` may keep. None: `top_k` may be any number; one that is too
+          large keeps everything.
+        """
         self._check_types()
         self._check_lists(num_scales)
         most = 2**31 - 1 if vocab_size is None else vocab_size
@@ -132,8 +132,8 @@ class Sampling:
 
     @property
     def guidance(self) -> float | str:
-        """What records say of the guidance: its strength where one number on the logits is all,
-        else a text with the strength of every scale and the places."""
+        """The guidance as records have it. A number if one strength acts on the logits of all
+        tokens; else a text with the strengths, the places and the interval."""
         strengths = self.cfg if isinstance(self.cfg, tuple) else (self.cfg,)
         on_logits = self.cfg_insertion_layer == (0,)
         if on_logits and len(set(strengths)) == 1 and self.cfg_interval < 0:
@@ -144,8 +144,9 @@ class Sampling:
 
     @classmethod
     def recommended(cls, settings: Mapping, **overrides) -> "Sampling":
-        """A checkpoint's recommended settings with the given overrides (None keeps the
-        recommendation). `check` says what is wrong with the values."""
+        """A checkpoint's recommended settings with overrides; an override of None keeps the
+        recommendation. Values are not checked here: `check` does that. `UserError` for settings
+        that are no mapping, and for unknown names."""
         if not isinstance(settings, Mapping):
             raise UserError(
                 f"recommended sampling is {show(settings)}: it must hold names and values, as"
@@ -155,29 +156,36 @@ class Sampling:
             if name not in _KINDS:
                 close = nearest(name, _KINDS)
                 raise UserError(f"unknown setting {name!r}: there are {', '.join(_KINDS)}{close}")
-        known = {k: settings[k] for k in RECOMMENDABLE if k in settings}
-        base = cls(**known)
-        return replace(base, **{k: v for k, v in overrides.items() if v is not None})
+        chosen = {name: settings[name] for name in RECOMMENDABLE if name in settings}
+        chosen |= {name: value for name, value in overrides.items() if value is not None}
+        return cls(**chosen)
 
 
 _KINDS = {
-    **{"cfg": arguments.real, "tau": arguments.real, "cfg_insertion_layer": arguments.integer},
+    "cfg": arguments.real,
+    "tau": arguments.real,
+    "cfg_insertion_layer": arguments.integer,
     "cfg_interval": arguments.integer,
-    **{"top_k": arguments.integer, "top_p": arguments.real},
-    **{"greedy": arguments.flag, "more_smooth": arguments.flag},
+    "top_k": arguments.integer,
+    "top_p": arguments.real,
+    "greedy": arguments.flag,
+    "more_smooth": arguments.flag,
 }
 
 
 def check_seed(seed: int, runs: int = 1, *, name: str = "seed") -> int:
-    """What random numbers start from, 0 to 2**31 - 1: others would wrap. runs: how many seeds from
-    this one on are taken."""
+    """Return the seed of all random numbers. `UserError` unless it is 0 to 2**31 - 1: other numbers
+    would wrap around. runs: how many seeds are used, this one and those that follow it."""
     return arguments.integer(name, seed, 0, 2**31 - runs)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Logits of all rows as a head gives them, and what they have still to meet: temperature and
-    guidance (see `guided`), each where it is given."""
+    """Logits of all rows as a head gives them, before temperature and guidance.
+
+    tau: the temperature; None: 1.
+    strength: t in (1 + t) * cond - t * uncond; None: there are no unconditional rows.
+    """
 
     plain: Float[Array, "R T ..."]
     tau: Float[Array, ""] | None = None
@@ -187,7 +195,7 @@ class Scores:
         return guided(self.plain, self.tau, self.strength)
 
     def untempered(self) -> "Scores":
-        """The same before temperature, which may be applied before or after guidance."""
+        """Without the temperature, which may as well be applied after guidance."""
         return replace(self, tau=None)
 
 
@@ -200,9 +208,14 @@ def gumbel(keys: Array, length: int, vocabulary: int) -> Float[Array, "B T V"]:
 def sample(
     scores: Scores, keys: Array, sampling: Sampling, implementation: str | None = None
 ) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
-    """Tokens drawn with one key per image, and the logits that they are drawn from, which exist
-    only if `greedy` or `more_smooth`. implementation: of the kernel; None takes what the platform
-    has."""
+    """Draw tokens, with one key per image.
+
+    implementation: name of the kernel; None takes what the platform has.
+
+    Returns:
+      The tokens, and the logits that they were drawn from. These exist only if `greedy` or
+      `more_smooth`, else None: the kernel never writes them to memory.
+    """
     if sampling.greedy:
         logits = scores.guided()
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), logits
@@ -210,9 +223,16 @@ def sample(
     if sampling.more_smooth:
         logits = filter_logits(scores.guided(), sampling.top_k, sampling.top_p)
         return choose(logits, noise, implementation="reference"), logits
-    options = {"tau": scores.tau, "strength": scores.strength, "implementation": implementation}
-    options |= {"top_k": sampling.top_k, "top_p": sampling.top_p}
-    return choose(scores.plain, noise, **options), None
+    drawn = choose(
+        scores.plain,
+        noise,
+        tau=scores.tau,
+        strength=scores.strength,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        implementation=implementation,
+    )
+    return drawn, None
 
 
 def smooth_codes(
@@ -221,8 +241,8 @@ def smooth_codes(
     ratio: Float[Array, ""],
     codebook: Float[Array, "V C"],
 ) -> Float[Array, "B T C"]:
-    """Mixture of codes for `more_smooth`: Gumbel softmax of (1 + ratio) * logits, temperature
-    falling with the scale's ratio."""
+    """Mixture of codes for `more_smooth`: Gumbel softmax of (1 + ratio) * logits. ratio: k / (K -
+    1) of the scale; the temperature falls with it."""
     temperature = jnp.maximum(0.27 * (1 - 0.95 * ratio), 0.005)
     keys = jax.vmap(lambda key: jax.random.fold_in(key, SMOOTH_KEY))(keys)
     noisy = logits * (1 + ratio) + gumbel(keys, *logits.shape[1:])

@@ -23,8 +23,8 @@ LARGEST_COUNT = 64  # scales
 
 @dataclass(frozen=True)
 class Schedule:
-    """Heights and widths of the token maps, coarse to fine. Hashable; raises `UserError` when
-    malformed."""
+    """Heights and widths of the token maps, coarse to fine. Hashable; `UserError` for impossible
+    maps."""
 
     maps: tuple[tuple[int, int], ...]
 

@@ -1,12 +1,12 @@
 """The token sequence: what a model that draws one token at a time goes through.
 
-It stands where the `Schedule` of a next-scale model stands and says for the cache what that says:
-how many tokens there are and how many of them are ever read again. M condition tokens come first,
-then N image tokens in raster order, lines of n. The last image token is drawn but never read, so
+It takes the place of a next-scale model's `Schedule`. Like a schedule it tells the cache how many
+tokens there are, and how many of them are ever read again. M tokens of the condition come first,
+then N image tokens in raster order, in lines of n. The last image token is drawn but never read, so
 the full cache holds F = M + N - 1 tokens per head (`persistent_tokens`).
 
-A stage is a run of P tokens between two decisions of a policy. It takes the place of a scale: stage
-0 is the condition, the others cut the N - 1 image tokens that are read.
+A stage is a run of P tokens between two decisions of a policy; it takes the place of a scale. Stage
+0 is the condition. The other stages cut the N - 1 image tokens that are read.
 """
 
 import math
@@ -17,16 +17,20 @@ from typing import ClassVar
 from varjax.arguments import integer
 from varjax.schedule import Schedule
 
-SCALES, TOKENS = "scales", "tokens"  # what models draw at a time
+SCALES, TOKENS = "scales", "tokens"  # what a model draws in one step
 LARGEST_IMAGE = 2**17  # tokens
 LARGEST_CONDITION = 2**14
 
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """image_tokens: N, drawn one after the other. condition: M, slots that the condition takes in
-    the cache. line: n, tokens of an image line; 0: the image is a square. Hashable; raises
-    `UserError` when malformed."""
+    """What a model goes through that draws one token at a time. Hashable; `UserError` for
+    impossible numbers.
+
+    image_tokens: N, tokens that are drawn one after the other.
+    condition: M, slots that the condition takes in the cache.
+    line: n, tokens of a line of the image; 0: the image is a square.
+    """
 
     image_tokens: int
     condition: int = 1
@@ -71,7 +75,7 @@ class TokenSequence:
 
     @property
     def steps(self) -> int:
-        """Image tokens that are read by later ones: one step of the model for each."""
+        """N - 1: image tokens that later ones read. The model runs one step for each."""
         return self.image_tokens - 1
 
     @property
@@ -80,14 +84,15 @@ class TokenSequence:
         return self.condition + self.steps
 
     def stages(self, period: int) -> tuple[int, int]:
-        """How many stages of `period` tokens end with a decision, and the tokens of the last one,
-        which has none after it."""
+        """How many stages of `period` tokens end with a decision, and how many tokens follow in the
+        last stage, which ends without one."""
         decided = -(-self.steps // period) - 1
         return decided, self.steps - decided * period
 
 
 def parse(text: str) -> Schedule | TokenSequence:
-    """What `str` of either gives, `"1x1;2x2"` or `"1+256"` (lines of a square image)."""
+    """Read the text of a schedule, `"1x1;2x2"`, or of a token sequence, `"1+256"`, whose image is
+    taken as a square."""
     if found := re.fullmatch(r"([0-9]{1,9})\+([0-9]{1,9})", text):
         return TokenSequence(int(found[2]), int(found[1]))
     return Schedule.parse(text)

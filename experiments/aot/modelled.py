@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from experiments.aot.hlo import Module
 from experiments.aot.kernels import Kernel
-from experiments.aot.reader import Body, Reader
+from experiments.aot.reader import Reader
 from pallas_kernels.chips import Chip
 from varjax.engine.cost import PallasWork
 
@@ -34,8 +34,8 @@ class Modelled:
     @classmethod
     def of(cls, text: str, chip: Chip, pallas: Counter) -> "Modelled":
         """Read a compiled program. pallas: {PallasWork: calls} of the traced one."""
-        reader = Reader(Module.parse(text), chip)
-        reader.read(reader.module.entry, Body())
+        module = Module.parse(text)
+        reader = Reader(module, chip).read(module.entry)
         return cls(chip, reader.kernels, _kept(pallas, reader.kernels), reader.unknown_loops)
 
     def total(self, name: str, *kinds: str) -> float:

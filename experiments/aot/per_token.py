@@ -77,14 +77,6 @@ def used_slots(plan: TokenPlan) -> np.ndarray:
     return plan.sequence.condition + np.minimum(drawn, plan.allocation.slots)
 
 
-def used_by_tokens(plan: Any) -> list[int] | None:
-    """What `estimates.owning` takes: slots in use for every token, of any layer, since all have
-    equally many where contents are known beforehand; None of all other plans."""
-    if plan.geometry.kind != TOKENS or not plan.static_content:
-        return None
-    return used_slots(plan)[:, 0].tolist()
-
-
 # --- to read ---
 
 

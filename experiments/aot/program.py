@@ -19,23 +19,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.aot import buffers, per_token
+from experiments.aot import buffers
 from experiments.aot.buffers import Carried
 from experiments.aot.modelled import Modelled
+from experiments.aot.occupancy import plan_occupancy
 from experiments.flags.program import ProgramOptions
-from pallas_kernels import chips, estimates, implementations
+from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
+from pallas_kernels.estimates import FULL, Occupancy
 from varjax import sampling
-from varjax.cache.layer_inputs import write_table
 from varjax.cache.plan import CachePlan
 from varjax.engine import memory
 from varjax.engine import program as programs
 from varjax.engine.cost import Cost, device_bytes, program_cost, times_read
 from varjax.engine.drawing import drawing
-from varjax.engine.memory import peak_bytes, show_bytes
-from varjax.engine.segments import Segment
+from varjax.engine.memory import show_bytes
 from varjax.model import Model
 from varjax.nn import stacked
+from varjax.nn.compiled import peak_bytes
 from varjax.parallel import plans, sharding
 from varjax.parallel.sharding import ShardedProgram
 from varjax.sampling import Sampling
@@ -87,13 +88,21 @@ def compile_program(
     trace: Callable[[], jax.stages.Traced],
     networks: Any,
     chip: Chip,
-    carried: Sequence[buffers.Carried] = (),
-    options: Mapping[str, bool] | None = None,
+    options: Mapping[str, bool | str],
+    carried: Sequence[Carried] = (),
+    occupancy: Occupancy = FULL,
 ) -> Program:
-    """Compile and measure a program; `DoesNotFit` where the compiler says so.
+    """Compile and measure a program.
 
-    trace: makes the traced program. networks: the shapes of its first argument, the weights.
-    carried: arrays that should be updated in place. options: of the compiler.
+    Args:
+      trace: makes the traced program.
+      networks: the shapes of its first argument, the weights.
+      options: of the compiler.
+      carried: arrays that should be updated in place.
+      occupancy: how full the tables are from which our kernels read.
+
+    Raises:
+      DoesNotFit: the compiler refused the program for its size.
     """
     start = time.perf_counter()
     traced = trace()
@@ -101,7 +110,7 @@ def compile_program(
     with tempfile.TemporaryDirectory() as folder:
         dump = {"xla_dump_hlo_as_text": True, "xla_dump_to": folder}
         try:
-            compiled = lowered.compile(compiler_options=dump | dict(options or {}))
+            compiled = lowered.compile(compiler_options=dump | dict(options))
         except jax.errors.JaxRuntimeError as error:
             if needed := memory_asked(str(error)):
                 raise DoesNotFit(first_line(str(error)), needed) from None
@@ -111,7 +120,7 @@ def compile_program(
         found = buffers.read_dump(Path(folder), text)
     stats, weights = compiled.memory_analysis(), jax.tree.leaves(networks)
     reads = times_read(traced.jaxpr)[: len(weights)]
-    cost = program_cost(traced.jaxpr)
+    cost = program_cost(traced.jaxpr, occupancy)
     unread = sum(device_bytes(a) for a, used in zip(weights, reads, strict=True) if not used)
     return Program(
         memory=stats,
@@ -204,11 +213,11 @@ class Compilation:
             plan,
             workload.sampling,
             batch_size=batch_size,
-            mesh=mesh,
-            platform=chip.platform,
             segments=options.segments,
             layers=options.layers,
             attention=_attention(workload, chip),
+            mesh=mesh,
+            platform=chip.platform,
         )
         self.spec = self.drawing.spec
         self.drawing.arrange(networks, options.layers, chip.platform)
@@ -250,11 +259,9 @@ class Compilation:
         arguments = (self.networks, self.state, tuple(self.arguments), self.spec)
         trace = partial(programs.trace_codes, *arguments, auto_layout=self.automatic)
         options = programs.compiler_options(self.chip.platform, few_rows=self.spec.few_rows)
-        plan, segments = self.workload.plan, self.drawing.segments
-        shares = owned_shares(plan, segments), written_shares(plan, segments)
-        with estimates.owning(*shares, per_token.used_by_tokens(plan)):
-            carried = carried_arrays(self.state, plan.stored(self.state))
-            self.codes = self._compiled(trace, carried, options)
+        carried = carried_arrays(self.state, self.workload.plan.stored(self.state))
+        occupancy = plan_occupancy(self.workload.plan, self.drawing.segments)
+        self.codes = self._compiled(trace, options, carried, occupancy)
         taken = show_bytes(self.codes.resident)
         self.say(f"codes in {self.codes.compile_s:.0f} s, {taken} on the device")
 
@@ -264,46 +271,24 @@ class Compilation:
         trace = partial(programs.trace_pixels, self.networks, self.code_map, formats=formats)
         options = self.workload.program
         trace = partial(trace, at_once=options.decode_batch, dtype=options.decode_dtype)
-        self.pixels = self._compiled(trace, options=programs.compiler_options(self.chip.platform))
+        self.pixels = self._compiled(trace, programs.compiler_options(self.chip.platform))
         taken = show_bytes(self.pixels.resident)
         self.say(
             f"pixels in {self.pixels.compile_s:.0f} s, {taken} on the device without the cache"
         )
 
-    def _compiled(self, trace: Callable, carried: Sequence[Carried] = (), options=None) -> Program:
+    def _compiled(
+        self,
+        trace: Callable[..., jax.stages.Traced],
+        options: Mapping[str, bool | str],
+        carried: Sequence[Carried] = (),
+        occupancy: Occupancy = FULL,
+    ) -> Program:
         precision = self.workload.program.matmul_precision
         trace = partial(trace, precision=precision, sharded=self.sharded)
         # kernels ask the mesh for the kind of device
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-            return compile_program(trace, self.networks, self.chip, carried, options)
-
-
-def owned_shares(plan: CachePlan, segments: Sequence[Segment]) -> dict[tuple[int, int], float]:
-    """What `estimates.owning` takes: of each segment the mean over scales, layers and heads."""
-    found = {}
-    for segment in segments:
-        entries = max(map(plan.entries, segment.scales))
-        here = slice(segment.start, segment.stop)
-        held = (plan.stop - plan.start)[here, ..., :entries]
-        if held.size:
-            found[segment.length, entries] = float(held.mean()) / plan.block_size
-    return found
-
-
-def written_shares(
-    plan: CachePlan, segments: Sequence[Segment]
-) -> dict[tuple[int, int], tuple[float, float]]:
-    """What `estimates.owning` takes of tables that are known beforehand: of each segment the shares
-    of entries that store something, and of slots that are stored, on average."""
-    found = {}
-    for segment in segments if plan.static_content else ():
-        stored = (
-            write_table(plan, segment.scales, segment.length).source >= 0
-        )  # [S, L, N, J, block_size]
-        if stored.size:
-            shares = float(stored.any(-1).mean()), float(stored.mean())
-            found[segment.length, stored.shape[-2]] = shares
-    return found
+            return compile_program(trace, self.networks, self.chip, options, carried, occupancy)
 
 
 def _attention(workload: Workload, chip: Chip) -> str | None:

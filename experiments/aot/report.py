@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.aot import per_token, spent
+from experiments.aot import modelled_report, per_token
 from experiments.aot.buffers import total_bytes
 from experiments.aot.program import Compilation, Program
 from varjax.cache.plan import CachePlan
@@ -103,7 +103,7 @@ def _program(program: Program, temporaries: int) -> dict:
         "unread_weight_bytes": program.unread,
         "flops": program.cost.flops,
         "compile_s": program.compile_s,
-        "modelled": spent.describe(program.modelled),
+        "modelled": modelled_report.describe(program.modelled),
         "live_temporary_bytes": total_bytes(program.live),
         "largest_temporaries": [
             {"bytes": b.size, "shape": b.shape, "instruction": b.name, "source": b.source}
@@ -157,7 +157,7 @@ def attention_flops(plan: CachePlan, segments: tuple[Segment, ...]) -> float:
     shown sums of the attention weights."""
     g, products = plan.geometry, 0.0
     for segment in segments:
-        step = cache_step(plan, segment, None)
+        step = cache_step(plan, segment.scales, None)
         passes = 2 + (isinstance(step, DecidingStep) and step.sums_attention)
         for s in segment.scales:
             tokens = g.schedule.tokens[s]
@@ -229,7 +229,7 @@ def text(results: Sequence[dict]) -> str:
     ]
     notes = [note for r in results for note in _notes(r)]
     compiled = [r["platform"] for r in results if r["status"] == "compiled"]
-    legend = ["", LEGEND, spent.LEGEND] * bool(compiled)
+    legend = ["", LEGEND, modelled_report.LEGEND] * bool(compiled)
     legend += [per_token.LEGEND] * any(r.get("per_token") for r in results)
     legend += [GPU_LEGEND] * ("gpu" in compiled)
     return "\n".join([*lines, *notes, *legend])
@@ -278,7 +278,7 @@ _ROWS = (
     ("  kernels", lambda r: f"{r['kernel_flops'] / r['flops']:.1%}" if r["kernel_flops"] else ""),
     ("roofline seconds", lambda r: f"{r['roofline_s']:.3g} ({r['roofline_bound']})"),
     ("roofline images/s", lambda r: f"{r['roofline_images_per_s']:.3g}"),
-    *spent.ROWS,
+    *modelled_report.ROWS,
     *per_token.ROWS,
     ("compile seconds", lambda r: f"{r['compile_s']:.0f}"),
 )
@@ -296,7 +296,7 @@ def _notes(r: dict) -> list[str]:
             for t in program["largest_temporaries"]:
                 shape, source = t["shape"].split("{")[0], t["source"] or t["instruction"]
                 lines.append(f"  {show_bytes(t['bytes']):>10s}  {shape:28s} {source}")
-        lines += spent.notes(r["target"], name, program["modelled"])
+        lines += modelled_report.notes(r["target"], name, program["modelled"])
     for name, copies in r["copies"].items():
         lines += [f"{r['target']}: copy of {name}: {copy}" for copy in copies]
     if r["loops_of_unknown_length"]:

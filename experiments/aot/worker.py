@@ -12,14 +12,15 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import jax
 
 from experiments.aot import report
+from experiments.aot.batch_search import BatchSearch, Trial
 from experiments.aot.program import Compilation, DoesNotFit, Workload, first_line
 from pallas_kernels import chips, implementations
 from pallas_kernels.chips import Chip
@@ -27,8 +28,6 @@ from varjax.engine import memory
 from varjax.engine.memory import show_bytes
 
 LAST_LINES = 12
-RESOLUTION = 0.01  # of the batch: about what is worth another compilation
-MOST_TRIALS = 16
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "varjax")
 
 
@@ -62,8 +61,8 @@ def environment() -> dict[str, str]:
     return {**os.environ, **chips.quiet_environment(), **own}
 
 
-def _forward(lines, target: str) -> list[str]:
-    """Print the worker's own progress lines; keep the last ones of everything else."""
+def _forward(lines: Iterable[str], target: str) -> list[str]:
+    """Print the worker's own progress lines; return the last of all other lines."""
     last: deque[str] = deque(maxlen=LAST_LINES)
     for line in lines:
         if line.startswith(f"{target}: "):
@@ -80,67 +79,6 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
-
-
-# --- the largest batch, from few compilations ---
-# Memory grows almost in proportion to the batch, so a line through what is known says where to look
-# next; the compiler has the last word. A refused program counts with what it asked for.
-
-
-@dataclass(frozen=True)
-class Trial:
-    """batch: images. num_bytes: what the program needs. fits: in the chip's memory."""
-
-    batch: int
-    num_bytes: int
-    fits: bool
-
-
-def largest_batch(
-    attempt: Callable[[int], Trial], memory: int, *, first: int, step: int = 1
-) -> tuple[int, list[Trial]]:
-    """The largest multiple of `step` that fits, and all trials in order.
-
-    `attempt` compiles for a batch. The answer fits, and the next batch that the search looks at
-    does not: 1 % larger, at least one step. 0 if not even one step fits.
-
-    Args:
-      memory: bytes of the chip.
-      first: batch to begin with.
-      step: what a batch is a multiple of (devices that split it).
-    """
-    trials = [attempt(max(step, first // step * step))]
-    while len(trials) < MOST_TRIALS:
-        low = max((t.batch for t in trials if t.fits), default=0)
-        high = min((t.batch for t in trials if not t.fits and t.batch > low), default=None)
-        gap = max(step, int(low * RESOLUTION) // step * step)
-        if high is not None and high - low <= gap:
-            return low, trials
-        trials.append(attempt(_next(trials, memory, low, high, gap, step)))
-    return max((t.batch for t in trials if t.fits), default=0), trials
-
-
-def _next(trials, memory: int, low: int, high: int | None, gap: int, step: int) -> int:
-    """Where to look: at the end of the line, or just above it once that end is known to fit."""
-    guess = _line(trials, memory)
-    if guess is None:
-        guess = 2 * low if high is None else (low + high) / 2
-    guess = int(guess) // step * step
-    if low and guess < low + gap:  # whether what lies between fits is not worth a compilation
-        guess = low + gap
-    if high is None:
-        return min(guess, 8 * max(low, step))  # a line from small batches may be far off
-    return max(low + step, min(guess, high - step))
-
-
-def _line(trials, memory: int) -> float | None:
-    """The batch at which a line through the two trials nearest to the limit reaches it."""
-    near = sorted(trials, key=lambda t: abs(t.num_bytes - memory))[:2]
-    if len(near) < 2 or near[0].batch == near[1].batch:
-        return None
-    a, b = sorted(near, key=lambda t: t.batch)
-    slope = (b.num_bytes - a.num_bytes) / (b.batch - a.batch)
-    return a.batch + (memory - a.num_bytes) / slope if slope > 0 else None
 
 
 # --- in the process of a target ---
@@ -219,10 +157,12 @@ class _Job:
         # first the batch whose prediction fills the chip
         predict = partial(self.workload.predict, self.workload.plan)
         first = max(1, memory.largest_batch(predict, 10**5, int(available / memory.SAFETY))) * step
-        found, trials = largest_batch(self._try_codes, available, first=first, step=step)
+        search = BatchSearch(self._try_codes, available, step)
+        found, trials = search.largest(first), search.trials
         if found and not self.describe(found)["fits"]:
-            found, more = largest_batch(self._try_both, available, first=found, step=step)
-            trials += more
+            search = BatchSearch(self._try_both, available, step)
+            found = search.largest(found)
+            trials += search.trials
         listed = [{"batch": t.batch, "bytes": t.num_bytes, "fits": t.fits} for t in trials]
         if not found:
             least = min(trials, key=lambda t: (t.batch, -t.num_bytes))

@@ -235,7 +235,7 @@ def _comparison(samples: PictureSet, asked: tuple[str, ...]) -> Comparison | Non
     if FEATURES.value == DEMO:
         name, folder, metrics = DEMO, CLASSIFIER.value, protocols.BY_FEATURES[DEMO]
     if folder or name == DEMO:  # files of statistics are compared without one
-        network = extractors.EXTRACTORS[FEATURES.value](folder, protocol.path)
+        network = extractors.EXTRACTORS[FEATURES.value](folder, protocol.preparation)
     return sets.compare(
         samples,
         reference,

@@ -15,9 +15,10 @@ from experiments.prompts.condition import Text, check_text_tokens, encoder_folde
 from experiments.prompts.layouts import check_layout
 from experiments.prompts.sets import PromptSet
 from varjax.cli.flags import CommandFlags
-from varjax.conditions import MOST_IMAGES, Condition, Labels
+from varjax.conditions import MOST_IMAGES, Condition
 from varjax.errors import MissingExtra, UserError
 from varjax.model import Model
+from varjax.models.labels import Labels
 from varjax.text import encoder as text_encoder
 from varjax.text import features as text_features
 from varjax.text.features import TextFeatures

@@ -73,7 +73,9 @@ class Text:
         if self.encoder is None:
             return found | ({} if self.features is None else {"features": self.features.describe()})
         negative = [] if self.negative is None else self.negative.texts
-        files = manifest.read_part(self.encoder, text_encoder.PART)["files"]
+        files = manifest.read_part(self.encoder, text_encoder.PART, text_encoder.TEXT_ENCODER)[
+            "files"
+        ]
         return found | {
             "prompts": len(self.prompts),
             "negative_prompts": len(negative),

@@ -28,6 +28,7 @@ from varjax.io import images
 from varjax.io.json_text import json_text
 from varjax.metrics import METRICS
 from varjax.nn import parameters
+from varjax.nn.compiled import peak_bytes
 from varjax.storage.atomic import new_folder, write_text
 
 SHUFFLED_FROM, SHUFFLE_SEED = 1000, 2020  # sets of so many pictures are shuffled in samples.npz
@@ -172,8 +173,8 @@ def report_of(run: Run, generator: Generator, store: BatchStore) -> dict:
             # in the next, except for weights that stay.
             "phases": {
                 "text": condition.peak_bytes if isinstance(condition, Text) else None,
-                "transformer": memory.peak_bytes(generator.compiled),
-                "decode": memory.peak_bytes(generator.compiled_decoder),
+                "transformer": peak_bytes(generator.compiled),
+                "decode": peak_bytes(generator.compiled_decoder),
             },
         },
         "time": {
@@ -197,7 +198,7 @@ def compared(run: Run, store: BatchStore) -> dict:
     judge the pictures as they are written, as bytes."""
     found, of_full, labels = [], [], run.condition.numbers
     for (index, mine), (_, full) in zip(store.batches("main"), store.batches("full"), strict=True):
-        close = metrics.per_image(full, mine)
+        close = metrics.compare_images(full, mine)
         theirs, ours = images.to_uint8(full["images"]), images.to_uint8(mine["images"])
         found.append(close | run.judges.numbers(theirs, ours, labels[index]))
         if (agrees := run.judges.agreement(theirs, labels[index])) is not None:
@@ -216,7 +217,7 @@ def decoded_at_once(run: Run) -> int:
 
 
 def closeness(arrays: dict) -> dict:
-    """The report's `fidelity` from per-image numbers (`metrics.per_image`)."""
+    """The report's `fidelity` from per-image numbers (`metrics.compare_images`)."""
     decibels = metrics.capped(arrays)["psnr"]
     return metrics.summarize(arrays) | {"psnr_per_image": decibels}
 

@@ -175,7 +175,7 @@ class Runner:
         found: list[dict] = []
         kept: list[np.ndarray] = []
         for index, results in program.batches():
-            close = metrics.per_image({n: a[index] for n, a in reference.items()}, results)
+            close = metrics.compare_images({n: a[index] for n, a in reference.items()}, results)
             mine, full = (
                 images.to_uint8(a) for a in (results.pop("images"), reference["images"][index])
             )
@@ -184,7 +184,7 @@ class Runner:
             results.clear()  # or its logits would stay in memory beside the forced ones
             forced_full = {"forced_logits": self._full_logits(tokens, index)}
             forced_mine = {"forced_logits": program.forced_logits(tokens, index)}
-            found.append(close | metrics.per_image(forced_full, forced_mine))
+            found.append(close | metrics.compare_images(forced_full, forced_mine))
         program.time()
         arrays = metrics.joined(found)
         close = metrics.summarize(arrays)

@@ -200,8 +200,8 @@ def _moments_errors(spec: ArgSpec, name: str) -> dict[str, float]:
     args, results = spec.arguments(), []
     for a, n in ((args, name), (_exact(args), "reference")):
         _, sums = _run("attend", a.attend, a, n, return_lse=True)
-        given = a.moments(_query_weights(a), sums)
-        results.append(_run("attention_moments", given, a, n, squares=True))
+        given = a.moments(_query_weights(a), sums, squares=True)
+        results.append(_run("attention_moments", given, a, n))
     return relative(("sums", "squares"), *results)
 
 

@@ -15,8 +15,9 @@ from pallas_kernels.bench.timing import Candidate, Operation, Work, never, relat
 from pallas_kernels.rank import api as rank_api
 from pallas_kernels.sample import api as sample_api
 from pallas_kernels.slot_moves import api as moves_api
+from pallas_kernels.token_attention import HeadSlots, NewToken, Query
 from pallas_kernels.token_attention import api as token_api
-from pallas_kernels.token_specs import TokenArguments
+from pallas_kernels.token_specs import awaiting_token, in_float32, token_arguments
 
 MODELS = ("llamagen", "janus")  # that draw token by token
 STAGE = 8  # tokens between two decisions, the last slots of every head
@@ -44,68 +45,68 @@ def _store_work(spec: ArgSpec) -> Work:
     return replace(least, bytes=least.bytes + _heads(spec) * (token + stored_bytes(spec)))
 
 
-def _attend(args: TokenArguments, name: str) -> tuple:
-    return args.given_to_api(token_attention.attend, implementation=name)
+def _attend(query: Query, held: HeadSlots, name: str) -> tuple:
+    return token_attention.attend(query, held, implementation=name)
 
 
-def _store(args: TokenArguments, k, v, slot, name: str) -> tuple:
-    def run(q, *rest, **options):
-        return token_attention.store_and_attend(q, k, v, slot, *rest, **options)
-
-    return args.given_to_api(run, implementation=name)
+def _store(query: Query, held: HeadSlots, token: NewToken, name: str) -> tuple:
+    return token_attention.store_and_attend(query, held, token, implementation=name)
 
 
 def _halfway(q, out):
-    """Of the size of a query, so that the next one is a query as well."""
+    """As large as a query, so that the next one is a query as well."""
     return (q + out).astype(q.dtype) / 2
 
 
 def _attend_candidate(spec: ArgSpec, name: str) -> Candidate:
-    def step(q, args):
-        return _halfway(q, _attend(replace(args, q=q), name)[0])
+    def step(q, query, held):
+        return _halfway(q, _attend(replace(query, q=q), held, name)[0])
 
-    args = TokenArguments.of(spec, sums=False, poison=False)
-    return Candidate(name, step, args.q, (args,))
+    query, held = token_arguments(spec, sums=False, poison=False)
+    return Candidate(name, step, query.q, (query, held))
 
 
-def _with_token(spec: ArgSpec, **options) -> tuple:
-    """Arguments, key, value and slot of a token to store."""
+def _with_token(spec: ArgSpec, **options) -> tuple[Query, HeadSlots, NewToken]:
+    """Arguments of storing a token."""
     rng, slot = np.random.default_rng(1), slots(spec) // 2
-    args = TokenArguments.of(spec, **options).with_token(slot)
-    k, v = (jnp.asarray(rng.standard_normal(args.q.shape, np.float32), spec.dtype) for _ in "kv")
-    return args, k, v, jnp.int32(slot)
+    query, held = awaiting_token(*token_arguments(spec, **options), slot)
+    shape = query.q.shape
+    k, v = (jnp.asarray(rng.standard_normal(shape, np.float32), spec.dtype) for _ in "kv")
+    return query, held, NewToken(k, v, jnp.int32(slot))
 
 
 def _store_candidate(spec: ArgSpec, name: str) -> Candidate:
-    def step(carry, args, k, v, slot):
+    def step(carry, query, held, token):
         q, pool, scale = carry
-        args = replace(args, q=q, pool=pool, scale=scale)
-        out, _, pool, scale = _store(args, k, v, slot, name)
-        return _halfway(q, out), pool, scale
+        query, held = replace(query, q=q), replace(held, pool=pool, scale=scale)
+        out, held = _store(query, held, token, name)
+        return _halfway(q, out), held.pool, held.scale
 
-    args, *token = _with_token(spec, sums=False, poison=False)
-    return Candidate(name, step, (args.q, args.pool, args.scale), (args, *token))
+    query, held, token = _with_token(spec, sums=False, poison=False)
+    return Candidate(name, step, (query.q, held.pool, held.scale), (query, held, token))
 
 
 def _attend_errors(spec: ArgSpec, name: str) -> dict[str, float]:
-    args = TokenArguments.of(spec)
-    run = jax.jit(_attend, static_argnums=1)
-    return relative(("out", "sums"), run(args, name), run(args.in_float32(), "reference"))
+    given, run = token_arguments(spec), jax.jit(_attend, static_argnums=2)
+    return relative(("out", "sums"), run(*given, name), run(*in_float32(*given), "reference"))
 
 
 def _store_errors(spec: ArgSpec, name: str) -> dict[str, float]:
-    """Of the pool, what its slots mean; 0 and NaN are the same there."""
-    args, k, v, slot = _with_token(spec)
-    run = jax.jit(_store, static_argnums=4)
-    out, sums, *found = run(args, k, v, slot, name)
-    stored = run(args, k, v, slot, "reference")[2:]
-    expected = _attend(replace(args, pool=stored[0], scale=stored[1]).in_float32(), "reference")
-    errors = relative(("out", "sums"), (out, sums), expected)
-    return errors | relative(("pool",), (_meant(*found),), (_meant(*stored),))
+    """Errors of attention with the pool that the reference stores, and of what the slots of the
+    pool mean; 0 and NaN are the same there."""
+    query, held, token = _with_token(spec)
+    run = jax.jit(_store, static_argnums=3)
+    out, found = run(query, held, token, name)
+    _, stored = run(query, held, token, "reference")
+    before = replace(stored, mass=held.mass)
+    expected = _attend(*in_float32(query, before), "reference")
+    errors = relative(("out", "sums"), (out, found.mass), expected)
+    meant = (_meant(found.pool, found.scale),), (_meant(stored.pool, stored.scale),)
+    return errors | relative(("pool",), *meant)
 
 
 def _meant(pool, scale):
-    """What a pool means, float32, 0 for NaN."""
+    """The keys and values that a pool stands for, float32, 0 for NaN."""
     pool = pool.astype(jnp.float32)
     if scale is not None:
         halves = pool.reshape(*pool.shape[:-1], 2, -1) * jnp.moveaxis(scale, 1, -1)[..., None]
@@ -128,11 +129,10 @@ def _condition(spec: ArgSpec) -> int:
     return min(1, slots(spec) - 1)
 
 
-def _scores(q, args: TokenArguments, name: str):
-    """Of all slots but the condition's."""
-    first = min(1, args.pool.shape[2] - 1)
-    options = {"pool_scale": args.scale, "first": first, "implementation": name}
-    return token_attention.scores(q, args.pool, **options)
+def _scores(q, held: HeadSlots, name: str):
+    """Scores of all slots but the condition's."""
+    first = min(1, held.pool.shape[2] - 1)
+    return token_attention.scores(q, held, first=first, implementation=name)
 
 
 def _queries(spec: ArgSpec, count: int, dtype: str):
@@ -142,23 +142,24 @@ def _queries(spec: ArgSpec, count: int, dtype: str):
 
 
 def _scores_candidate(spec: ArgSpec, name: str) -> Candidate:
-    def step(found, args, q):
-        return _scores(q + never(found), args, name)
+    def step(found, held, q):
+        return _scores(q + never(found), held, name)
 
-    args = TokenArguments.of(spec, sums=False, poison=False)
+    _, held = token_arguments(spec, sums=False, poison=False)
     keys = slots(spec) - _condition(spec)
     found = jnp.zeros((spec.rows, spec.heads, 1, keys), jnp.float32)
-    return Candidate(name, step, found, (args, _queries(spec, 1, "float32")))
+    return Candidate(name, step, found, (held, _queries(spec, 1, "float32")))
 
 
 def _scores_errors(spec: ArgSpec, name: str) -> dict[str, float]:
-    """Of a mean query and of a window's."""
-    args, errors = TokenArguments.of(spec, sums=False, poison=False), {}
+    """Errors for a mean query, and for those of a window."""
+    given, errors = token_arguments(spec, sums=False, poison=False), {}
+    (_, held), (_, exact) = given, in_float32(*given)
     run = jax.jit(_scores, static_argnums=2)
     for what, count, dtype in (("mean", 1, "float32"), ("window", WINDOW, spec.dtype)):
         q = _queries(spec, count, dtype)
-        expected = run(q.astype(jnp.float32), args.in_float32(), "reference")
-        errors |= relative((what,), (run(q, args, name),), (expected,))
+        expected = run(q.astype(jnp.float32), exact, "reference")
+        errors |= relative((what,), (run(q, held, name),), (expected,))
     return errors
 
 
@@ -169,8 +170,8 @@ def _move_work(spec: ArgSpec) -> Work:
     return Work(0, 2 * moved * stored_bytes(spec) + 4 * places.size)
 
 
-def _move(pool, scale, slot, name: str) -> tuple:
-    return slot_moves.move(pool, slot, pool_scale=scale, implementation=name)
+def _move(held: HeadSlots, target, name: str) -> HeadSlots:
+    return slot_moves.move(held, target, implementation=name)
 
 
 def _places(spec: ArgSpec):
@@ -181,19 +182,25 @@ def _places(spec: ArgSpec):
 
 
 def _move_candidate(spec: ArgSpec, name: str) -> Candidate:
-    def step(carry, slot):
-        return _move(*carry, slot, name)
+    def step(held, target):
+        return _move(held, target, name)
 
-    args = TokenArguments.of(spec, sums=False, poison=False)
-    return Candidate(name, step, (args.pool, args.scale), (_places(spec),))
+    return Candidate(name, step, _stored(spec, poison=False), (_places(spec),))
+
+
+def _stored(spec: ArgSpec, poison: bool) -> HeadSlots:
+    """What moves: keys, values and their scales."""
+    _, held = token_arguments(spec, sums=False, poison=poison)
+    return HeadSlots(held.pool, scale=held.scale)
 
 
 def _move_errors(spec: ArgSpec, name: str) -> dict[str, float]:
-    args, slot = TokenArguments.of(spec, sums=False), _places(spec)
-    run = jax.jit(_move, static_argnums=3)
-    found, expected = (run(args.pool, args.scale, slot, n) for n in (name, "reference"))
-    errors = unequal("pool", found[0], expected[0])
-    return errors if args.scale is None else errors | unequal("scale", found[1], expected[1])
+    held, run = _stored(spec, poison=True), jax.jit(_move, static_argnums=2)
+    found, expected = (run(held, _places(spec), n) for n in (name, "reference"))
+    errors = unequal("pool", found.pool, expected.pool)
+    if held.scale is None:
+        return errors
+    return errors | unequal("scale", found.scale, expected.scale)
 
 
 def _rank_work(spec: ArgSpec) -> Work:

@@ -45,7 +45,7 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret, after=None):
     tokens = finished(projection, (K, V), interpret).astype(kv_pool.dtype)
     table, per_row = mosaic.packed(writes)
     pool = mosaic.update(
-        partial(_store, per_row, writes.ids.shape[-1], head_dim),
+        partial(_store, per_row, writes.ids.shape[-1]),
         kv_pool,
         [mosaic.number(writes.layer), table, tokens, tokens if after is None else after],
         [
@@ -61,11 +61,10 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret, after=None):
     return pool, kv_scale
 
 
-def _store(
-    per_row: bool, entries: int, head_dim: int, pool, layer, table, given, _, tokens, *barriers
-):
+def _store(per_row: bool, entries: int, pool, layer, table, given, _, tokens, *barriers):
     row, head, entry = (jax.lax.axis_index(name) for name in ("row", "head", "entry"))
-    lead, size, heads = row if per_row else layer[0], tokens.shape[1], table.shape[1]
+    lead, heads = row if per_row else layer[0], table.shape[1]
+    _, size, head_dim = tokens.shape
     packed = table[lead, head, 0, entry]
     block, kind = packed >> KIND_BITS, packed & (1 << KIND_BITS) - 1
 

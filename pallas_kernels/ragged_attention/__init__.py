@@ -1,7 +1,12 @@
 """Attention of one scale's queries over a pool of cache blocks, with a different set of blocks for
 every head."""
 
-from pallas_kernels.ragged_attention.api import attend, attention_moments, attention_scores
+from pallas_kernels.ragged_attention.api import (
+    QuerySums,
+    attend,
+    attention_moments,
+    attention_scores,
+)
 from pallas_kernels.tables import BlockTable
 
-__all__ = ["BlockTable", "attend", "attention_moments", "attention_scores"]
+__all__ = ["BlockTable", "QuerySums", "attend", "attention_moments", "attention_scores"]

@@ -5,6 +5,9 @@ stored) and the stored slots that its head owns. One flat pool holds all layers 
 layer is data, and raggedness is in the table, never in a shape.
 """
 
+from dataclasses import dataclass, field
+
+import jax
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import implementations
@@ -13,6 +16,21 @@ from pallas_kernels.ragged_attention import reference
 from pallas_kernels.tables import BlockTable
 
 MODULES = implementations.modules_of(__package__)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QuerySums:
+    """Which sums over queries `attention_moments` takes.
+
+    weights: float32, what each query's attention is multiplied by; zero for padded queries.
+    lse: what `attend(..., return_lse=True)` returned for these queries.
+    squares: static, whether squared attention weights are summed, too.
+    """
+
+    weights: Float[Array, " T"]
+    lse: Float[Array, "R N T"]
+    squares: bool = field(default=False, metadata=dict(static=True))
 
 
 def attend(
@@ -74,25 +92,19 @@ def attention_moments(
     new_length: Int[Array, ""] | int,
     kv_pool: Num[Array, "R blocks block_size KV"],
     table: BlockTable,
-    query_weights: Float[Array, " T"],
-    lse: Float[Array, "R N T"],
+    sums: QuerySums,
     *,
     kv_scale: Float[Array, "R blocks two_block_size"] | None = None,
-    squares: bool = False,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "R N PT"], Float[Array, "R N PT"] | None]:
     """Attention weights, and on request their squares, summed over queries.
 
-    out[k] = sum_q query_weights[q] * exp(score[q, k] - lse[q]), columns as in `attention_scores`;
-    zero where there is no key. A second pass over what the attention has loaded.
+    out[k] = sum_q sums.weights[q] * exp(score[q, k] - sums.lse[q]), columns as in
+    `attention_scores`; zero where there is no key. This is a second pass over what the attention
+    has loaded. All other arguments mean the same as in `attend`.
 
-    Args:
-      query_weights: float32; zero for padded queries.
-      lse: what `attend(..., return_lse=True)` returned for these queries.
-      squares: also sum the squared weights.
-      The rest as in `attend`.
+    Returns:
+      The sums, and those of the squares or None.
     """
-    arguments = (projection, new_length, kv_pool, table, query_weights, lse, kv_scale)
-    return implementations.run(
-        implementation, MODULES, "attention_moments", *arguments, squares=squares
-    )
+    arguments = (projection, new_length, kv_pool, table, sums, kv_scale)
+    return implementations.run(implementation, MODULES, "attention_moments", *arguments)

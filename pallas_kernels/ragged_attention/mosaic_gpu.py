@@ -75,7 +75,7 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
     count = pl.cdiv(tokens, groups * ROWS)
     several = heads_of_a_program(rows, heads) if groups == 1 and tokens <= ROWS else 1
     lines = count * groups * ROWS  # whole tiles of the statistics: their rows have no padding
-    out, lse = mosaic.launch(
+    [(out, lse)] = mosaic.launch(
         partial(_attend_tile, config, chip, several),
         [
             mosaic.number(new_length),
@@ -84,12 +84,13 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
             stored,
         ],
         [
-            jax.ShapeDtypeStruct((rows, tokens, heads * head_dim), projection.dtype),
-            jax.ShapeDtypeStruct((rows, heads, lines), jnp.float32),
+            (
+                jax.ShapeDtypeStruct((rows, tokens, heads * head_dim), projection.dtype),
+                jax.ShapeDtypeStruct((rows, heads, lines), jnp.float32),
+            )
         ],
         _scratch(projection, config, chip, several, stored),
-        grid={"tile": count, "head": heads // several, "row": rows},
-        computing=groups,
+        mesh=mosaic.programs(computing=groups, tile=count, head=heads // several, row=rows),
         cost=estimates.attend(projection, kv_pool, table, lse=True),
         interpret=interpret,
         name="ragged_attention",
@@ -145,7 +146,7 @@ def shared_memory(config: tiles.MosaicConfig, head_dim: int, scaled: bool) -> in
 
 
 def _attend_tile(
-    config, chip: Products, several: int, length, given, own, stored, out_ref, lse_ref, *scratch
+    config, chip: Products, several: int, length, given, own, stored, out_refs, *scratch
 ):
     (raw, queries, arrived), turn, results, statistics, weights, changed, parts, sums = scratch
     row, group = jax.lax.axis_index("row"), jax.lax.axis_index("warpgroup")
@@ -174,7 +175,7 @@ def _attend_tile(
         pl.when(group == 0)(lambda: given.start_turn(turn))
         given.start(Q, row, begin, first, work)
         given.wait_for_turn(turn)
-        into = _Results(result, line, out_ref, lse_ref, row, first)
+        into = _Results(result, line, *out_refs, row, first)
         _see_heads(several, given, keys_of, parts, work, tile, into)
 
 

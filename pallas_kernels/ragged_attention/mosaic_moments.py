@@ -39,17 +39,7 @@ LOG2_E = math.log2(math.e)
 
 
 def attention_moments(
-    projection,
-    new_length,
-    kv_pool,
-    table,
-    weights,
-    lse,
-    kv_scale,
-    *,
-    squares,
-    interpret,
-    config=None,
+    projection, new_length, kv_pool, table, sums, kv_scale, *, interpret, config=None
 ):
     """See `api.attention_moments`. config: tiles; None takes those of `config.choose`."""
     mosaic.check(projection.qkv, kv_pool, kv_scale, interpret)
@@ -58,7 +48,7 @@ def attention_moments(
     rows, heads, queries, _ = projection.shape
     # 64 keys are the rows of a product, and each program sums its columns over all queries by
     # itself: no two programs add to one number
-    stored, weights = Stored.of(kv_pool, kv_scale, table, ROWS), weights.astype(jnp.float32)
+    stored, weights = Stored.of(kv_pool, kv_scale, table, ROWS), sums.weights.astype(jnp.float32)
     last = jnp.where(weights != 0, jnp.arange(queries, dtype=jnp.int32) + 1, 0).max(initial=0)
     old = pl.cdiv(call.slots, ROWS)
     count = old + pl.cdiv(queries, ROWS)
@@ -71,18 +61,17 @@ def attention_moments(
             stored,
             finished(projection, (Q,), interpret),
             mosaic.padded(weights, 0, ROWS),
-            mosaic.padded(lse, 2, ROWS),
+            mosaic.padded(sums.lse, 2, ROWS),
         ],
-        [[jax.ShapeDtypeStruct((rows, heads, count * ROWS), jnp.float32)] * (1 + squares)],
-        _scratch(projection, chip, stored, buffers, 1 + squares),
-        grid={"tile": count, "head": heads, "row": rows},
-        computing=1,
-        cost=estimates.attention_moments(projection, kv_pool, table, squares=squares),
+        [[jax.ShapeDtypeStruct((rows, heads, count * ROWS), jnp.float32)] * (1 + sums.squares)],
+        _scratch(projection, chip, stored, buffers, 1 + sums.squares),
+        mesh=mosaic.programs(computing=1, tile=count, head=heads, row=rows),
+        cost=estimates.attention_moments(projection, kv_pool, table, squares=sums.squares),
         interpret=interpret,
         name="attention_moments",
     )
-    sums = [_columns(a, call.slots, queries) for a in found[0]]
-    return sums[0], sums[1] if squares else None
+    columns = [_columns(a, call.slots, queries) for a in found[0]]
+    return columns[0], columns[1] if sums.squares else None
 
 
 def _columns(sums, slots: int, queries: int):

@@ -106,30 +106,28 @@ def _attend_row(new_length, q, k_old, v_old, mask, k_new, v_new):
     return out, highest + jnp.log(total)
 
 
-def attention_moments(
-    projection, new_length, kv_pool, table, query_weights, lse, kv_scale, *, squares
-):
+def attention_moments(projection, new_length, kv_pool, table, sums, kv_scale):
     """See `api.attention_moments`."""
     q, k_new = projection.queries(), projection.keys()
     k_old, _, mask = gather_slots(kv_pool, table, kv_scale)
     chunk = min(CHUNK, q.shape[2])
 
-    def add(sums, inputs):
+    def add(totals, inputs):
         some, weight, log_sum = inputs
         # exp(-inf) is 0: columns without a key need no mask of their own
         scores = jnp.concatenate(_scores(some, k_old, mask, k_new, new_length), axis=-1)
         p = jnp.exp(scores - log_sum[..., None])
         p = jnp.where(weight[:, None] != 0, p, 0)  # padded queries may be NaN; 0 * NaN is NaN
-        powers = (p, p * p) if squares else (p,)
+        powers = (p, p * p) if sums.squares else (p,)
         return tuple(
-            s + jnp.einsum("t,rntk->rnk", weight, a) for s, a in zip(sums, powers, strict=True)
+            s + jnp.einsum("t,rntk->rnk", weight, a) for s, a in zip(totals, powers, strict=True)
         ), None
 
     zero = jnp.zeros((*q.shape[:2], k_old.shape[2] + k_new.shape[2]), jnp.float32)
     # padded with zeros, and a query of weight 0 adds nothing
-    chunks = (_chunks(q, 2, chunk), _chunks(query_weights, 0, chunk), _chunks(lse, 2, chunk))
-    sums, _ = jax.lax.scan(add, (zero, zero) if squares else (zero,), chunks)
-    return sums[0], sums[1] if squares else None
+    chunks = (_chunks(q, 2, chunk), _chunks(sums.weights, 0, chunk), _chunks(sums.lse, 2, chunk))
+    totals, _ = jax.lax.scan(add, (zero, zero) if sums.squares else (zero,), chunks)
+    return totals[0], totals[1] if sums.squares else None
 
 
 def _chunks(array: Array, axis: int, size: int) -> Array:

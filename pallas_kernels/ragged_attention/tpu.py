@@ -58,19 +58,19 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
     # keys and values.
     whole = (rounded(tokens, own_keys), lambda *_: 0)
     given = operands(projection, heads, {"q": (block_q, lambda t, *_: t), "k": whole, "v": whole})
-    tiles, moved = pl.cdiv(tokens, block_q), {"lse": return_lse, "scales_at_once": LANES}
-    rotated = projection.rotation is not None
-    stored = new_length, kv_pool, table, kv_scale, heads, Grouping.of(call, keys), interpret
+    tiles, rotated = pl.cdiv(tokens, block_q), projection.rotation is not None
+    grouping = Grouping.of(call, keys)
     found = tpu_blocks.attention_call(
         partial(_attend_tile, heads=heads, scale=projection.scale, own_keys=own_keys),
         given,
-        Stored.of(*stored),
+        Stored.of(new_length, kv_pool, table, kv_scale, heads, grouping, interpret),
         _results(projection, heads, block_q)[: 1 + return_lse],
         scratch=_scratch(projection, heads, block_q),
-        tiles=tiles,
+        steps=tiles,
         vmem_limit=tpu_vmem_limit(call, config, heads=heads.step, rotated=rotated),
-        cost=estimates.attend(projection, kv_pool, table, tiles=tiles, **moved),
-        interpret=interpret,
+        cost=estimates.attend(
+            projection, kv_pool, table, lse=return_lse, tiles=tiles, scales_at_once=LANES
+        ),
         name="ragged_attention",
     )
     out = found[0].reshape(rows, tokens, heads.count, head_dim)[:, :, :count]
@@ -95,7 +95,8 @@ def _scratch(projection, heads: Heads, block_q: int) -> list:
     statistics = pltpu.VMEM((heads.together, 1, block_q), jnp.float32)
     return [
         pltpu.VMEM((heads.together, block_q, heads.width), projection.dtype),
-        *(statistics, statistics),
+        statistics,
+        statistics,
         pltpu.VMEM((heads.width, block_q), jnp.float32),
     ]
 

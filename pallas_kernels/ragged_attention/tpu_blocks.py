@@ -26,6 +26,8 @@ from pallas_kernels.tables import RANGE_BITS
 from pallas_kernels.tpu_operands import LANES, block_of, block_shape, in_parts
 from pallas_kernels.tpu_projection import Heads
 
+HEAD_DIMS = (64, 128, 256)
+POOL_DTYPES = ("bfloat16", "float32", "int8")
 # Groups in flight or in use. More than two, because a group of 128 keys is only 32 KiB, and what is
 # computed on it may take less time than HBM takes to answer.
 BUFFERS = 4
@@ -41,9 +43,15 @@ def prepare(operation: str, projection, kv_pool, table, kv_scale, config, interp
       NotImplementedError: the arrays do not compile or were never compiled.
     """
     if not interpret:
-        sizes = {"head_dims": (64, 128, 256), "block_sizes": tpu_operands.BLOCK_SIZES}
-        dtypes = ("bfloat16", "float32", "int8")
-        check_attention("TPU", projection, kv_pool, kv_scale, **sizes, dtypes=dtypes)
+        check_attention(
+            "TPU",
+            projection,
+            kv_pool,
+            kv_scale,
+            head_dims=HEAD_DIMS,
+            block_sizes=tpu_operands.BLOCK_SIZES,
+            dtypes=POOL_DTYPES,
+        )
     call = tiles_of.Call.of(operation, projection, kv_pool, table)
     return call, config or tiles_of.choose(call, "tpu")
 
@@ -87,6 +95,7 @@ class Stored:
     pools: list[Array]
     heads: Heads
     grouping: Grouping
+    interpret: bool
 
     @classmethod
     def of(cls, new_length, kv_pool, table, kv_scale, heads, grouping, interpret) -> "Stored":
@@ -98,14 +107,23 @@ class Stored:
         length = jnp.reshape(new_length, 1).astype(jnp.int32)
         entries = tpu_operands.table_rows(table, heads)
         spec = tpu_operands.table_spec(table, entries, heads)
-        return cls((length, tpu_operands.layer_of(table)), entries, spec, pools, heads, grouping)
+        return cls(
+            numbers=(length, tpu_operands.layer_of(table)),
+            entries=entries,
+            spec=spec,
+            pools=pools,
+            heads=heads,
+            grouping=grouping,
+            interpret=interpret,
+        )
 
     @property
     def scratch(self) -> list:
         """Buffers for groups of blocks (and scales), and the state of `Blocks`."""
-        shape, pools = (BUFFERS, self.grouping.blocks), self.pools
+        shape = (BUFFERS, self.grouping.blocks)
+        buffers = [pltpu.VMEM((*shape, *block_shape(pool)), pool.dtype) for pool in self.pools]
         return [
-            *(pltpu.VMEM((*shape, *block_shape(pool)), pool.dtype) for pool in pools),
+            *buffers,
             # One semaphore per buffer is enough: every copy is waited for, and a buffer takes one
             # group at a time.
             pltpu.SemaphoreType.DMA((BUFFERS,)),
@@ -114,15 +132,18 @@ class Stored:
 
 
 def attention_call(
-    kernel, given, stored: Stored, results, *, scratch, tiles, vmem_limit, cost, interpret, name
+    kernel, given, stored: Stored, results, *, scratch, steps, vmem_limit, cost, name
 ) -> list[Array]:
-    """Run `kernel(blocks, length_ref, given, results, scratch)`: refs of `given` by name, lists of
-    the others.
+    """Run `kernel(blocks, length_ref, given, results, scratch)`. The kernel gets the references of
+    `given` by name and lists of the others.
 
     Args:
-      given: by name; results: (array or its shape and type, BlockSpec) each. scratch: shapes.
-      tiles: grid steps for the same heads of a row.
-      vmem_limit: bytes of vector memory. cost: what it computes and moves.
+      given: {name: (array, BlockSpec)}.
+      results: pairs of a shape with its type and a BlockSpec.
+      scratch: shapes of scratch memory.
+      steps: grid steps for the same heads of a row.
+      vmem_limit: bytes of vector memory.
+      cost: what the call computes and moves.
     """
     arrays, in_specs = zip(*given.values(), strict=True)
     out_shape, out_specs = zip(*results, strict=True)
@@ -138,7 +159,7 @@ def attention_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(stored.numbers),
-            grid=(len(stored.pools[0]), stored.heads.steps, tiles),
+            grid=(len(stored.pools[0]), stored.heads.steps, steps),
             in_specs=[stored.spec, *in_specs, *tpu_operands.pool_specs(stored.pools)],
             out_specs=out_specs,
             scratch_shapes=[*scratch, *stored.scratch],
@@ -149,7 +170,7 @@ def attention_call(
             dimension_semantics=("parallel",) * 3, vmem_limit_bytes=vmem_limit
         ),
         cost_estimate=cost,
-        interpret=interpret,
+        interpret=stored.interpret,
         name=name,
     )(*stored.numbers, stored.entries, *arrays, *stored.pools)
 
@@ -292,7 +313,9 @@ def dot(a, b, contract: tuple[int, int]):
     wanted = jax.config.jax_default_matmul_precision
     exact = a.dtype == jnp.float32 and wanted in ("highest", "float32")
     return jax.lax.dot_general(
-        *(a, b, (((contract[0],), (contract[1],)), ((), ()))),
+        a,
+        b,
+        (((contract[0],), (contract[1],)), ((), ())),
         precision=jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
     )

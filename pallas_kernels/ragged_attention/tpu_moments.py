@@ -10,33 +10,26 @@ HBM traffic in bytes, with the letters of `tpu`: 2 R N T H e, R sum_n (2 P_n H b
 though their values are not used, and results of 4 R N (P + T), twice with `squares`.
 """
 
+from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
 
 from pallas_kernels import estimates
 from pallas_kernels.ragged_attention import tpu_blocks
 from pallas_kernels.ragged_attention.config import tpu_vmem_limit
 from pallas_kernels.ragged_attention.tpu_blocks import Blocks, Grouping, Stored, dot
+from pallas_kernels.refs import Ref
 from pallas_kernels.tpu_operands import LANES, balanced, fill_with_zeros, rounded
 from pallas_kernels.tpu_projection import Heads, Own, operands, own_tokens
 
 
 def attention_moments(
-    projection,
-    new_length,
-    kv_pool,
-    table,
-    weights,
-    lse,
-    kv_scale,
-    *,
-    squares,
-    interpret,
-    config=None,
+    projection, new_length, kv_pool, table, sums, kv_scale, *, interpret, config=None
 ):
     """See `api.attention_moments`. config: tiles; None takes those of `config.choose`."""
     call, config = tpu_blocks.prepare(
@@ -50,32 +43,31 @@ def attention_moments(
     own_keys = min(rounded(config.own_keys, LANES), rounded(tokens, LANES))
     block_q = balanced(tokens, config.block_q, LANES)
     all_queries, all_own = rounded(tokens, block_q), rounded(tokens, own_keys)
-    given = _lines(heads, weights, lse, all_queries)
+    given = _lines(heads, sums.weights, sums.lse, all_queries)
     parts = {"q": (all_queries, lambda *_: 0), "k": (all_own, lambda *_: 0)}
     given |= operands(projection, heads, parts)
-    moved = {"squares": squares, "halves": 2, "scales_at_once": LANES}
-    rotated = projection.rotation is not None
-    sizes = {"scale": projection.scale, "own_keys": own_keys, "block_q": block_q}
+    rotated, own_of = projection.rotation is not None, partial(Own.of, heads, projection.scale)
     found = tpu_blocks.attention_call(
-        partial(_sum_columns, heads=heads, **sizes),
+        partial(_sum_columns, own_of=own_of, own_keys=own_keys, block_q=block_q),
         given,
         Stored.of(new_length, kv_pool, table, kv_scale, heads, grouping, interpret),
-        _sums(len(kv_pool), heads, [grouping.slots, all_own] * (1 + squares)),
+        _sums(len(kv_pool), heads, [grouping.slots, all_own] * (1 + sums.squares)),
         scratch=[pltpu.VMEM((heads.together, all_queries, heads.width), projection.dtype)],
-        tiles=1,
+        steps=1,
         vmem_limit=tpu_vmem_limit(call, config, heads=heads.step, rotated=rotated),
-        cost=estimates.attention_moments(projection, kv_pool, table, **moved),
-        interpret=interpret,
+        cost=estimates.attention_moments(
+            projection, kv_pool, table, squares=sums.squares, halves=2, scales_at_once=LANES
+        ),
         name="attention_moments",
     )
-    sums = _columns(found, projection.shape[1], call.slots, tokens)
-    return sums[0], sums[1] if squares else None
+    columns = _columns(found, projection.shape[1], call.slots, tokens)
+    return columns[0], columns[1] if sums.squares else None
 
 
 def _lines(heads: Heads, weights, lse, all_queries: int) -> dict:
     """Operands: weights and log-sum-exp of all queries, with padding."""
     tail = all_queries - lse.shape[2]
-    # padded with the weight 0, which `_over_queries` takes for "no query"; what q holds there is
+    # padded with the weight 0, which `_Queries` takes for "no query"; what q holds there is
     # undefined
     weights = jnp.pad(weights.astype(jnp.float32), (0, tail))[None]
     lse = jnp.pad(heads.padded(lse, 1), ((0, 0), (0, 0), (0, tail)))[:, :, None]
@@ -105,12 +97,13 @@ def _row_spec(heads: Heads, width: int) -> pl.BlockSpec:
 
 
 def _sum_columns(
-    blocks: Blocks, length_ref, given, results, scratch, *, heads: Heads, scale, own_keys, block_q
+    blocks: Blocks, length_ref, given, results, scratch, *, own_of, own_keys: int, block_q: int
 ):
-    """Results: over stored slots and over own tokens; both once more for the squares."""
+    """The results are sums over stored slots and over own tokens, both once more for the squares.
+    own_of: makes `Own` from references."""
     weights, lse, (queries,) = given.pop("weights"), given.pop("lse"), scratch
-    own, length = Own.of(heads, scale, given), length_ref[0]
-    over_queries = partial(_over_queries, queries, weights, lse, block_q, len(results) // 2)
+    own, length = own_of(given), length_ref[0]
+    heads, seen = own.heads, _Queries(queries, weights, lse, block_q, powers=len(results) // 2)
     blocks.start()  # on their way while the own keys are at work
     # Pieces behind `length` and groups not in use are never visited, and columns without a key have
     # to be 0.
@@ -126,7 +119,7 @@ def _sum_columns(
                 # lanes of the other head meet zeros, so what is undefined has to go
                 mine = jnp.where(valid, heads.first(k, which), 0.0)
                 head = i * heads.together + which
-                _put(results[1::2], head, step, over_queries(which, head, mine, valid))
+                _put(results[1::2], head, step, seen.sums(which, head, mine, valid))
             return 0
 
         jax.lax.fori_loop(0, pl.cdiv(length, own_keys), own_step, 0)
@@ -135,7 +128,7 @@ def _sum_columns(
 
             def stored_step(step, buffer, head=head, which=which):
                 kv, valid = blocks.load(head, step, buffer)
-                sums = over_queries(which, head, kv[:, : heads.width], valid)
+                sums = seen.sums(which, head, kv[:, : heads.width], valid)
                 _put(results[::2], head, step, sums)
 
             blocks.for_each_group(head, stored_step)
@@ -156,26 +149,37 @@ def _finish_queries(own: Own, group, queries, block_q: int) -> None:
     jax.lax.fori_loop(0, queries.shape[1] // block_q, step, 0)
 
 
-def _over_queries(
-    queries, weights, lse, block_q: int, powers: int, which: int, head, k, valid
-) -> list:
-    """Rows [1, keys]: weights of k [keys, W] summed over the queries and, if powers is 2, their
-    squares."""
-    k = k.astype(queries.dtype)
+@dataclass(frozen=True)
+class _Queries:
+    """Finished queries of a group of heads, with the numbers of every query.
 
-    def step(i, sums):
-        here = pl.ds(pl.multiple_of(i * block_q, block_q), block_q)
-        weight = weights[:, here]
-        p = jnp.exp(dot(k, queries[which, here], (1, 1)) - lse[0, head, :, here])
-        p = jnp.where(weight != 0, p, 0.0)  # padded queries may be NaN, and 0 * NaN is NaN
-        terms = [p * weight, p * p * weight][:powers]
-        return tuple(s + _in_lanes(t) for s, t in zip(sums, terms, strict=True))
+    queries: [heads, Q, W]. weights: [1, Q]. lse: [1, heads, 1, Q]. block_q: queries of a step.
+    powers: 1 for sums of weights, 2 for sums of their squares as well.
+    """
 
-    zeros = (jnp.zeros((len(k), LANES), jnp.float32),) * powers
-    sums = jax.lax.fori_loop(0, queries.shape[1] // block_q, step, zeros)
-    # Invalid keys are rows of zeros, whose weights are not 0. Turned, the sum runs over rows, not
-    # across lanes, and is the row that the result holds.
-    return [jnp.where(valid, s, 0.0).T.sum(axis=0, keepdims=True) for s in sums]
+    queries: Ref
+    weights: Ref
+    lse: Ref
+    block_q: int
+    powers: int
+
+    def sums(self, which: int, head, k, valid) -> list[Array]:
+        """Rows [1, keys]: weights of k [keys, W] summed over the queries, one row per power."""
+        k = k.astype(self.queries.dtype)
+
+        def step(i, sums):
+            here = pl.ds(pl.multiple_of(i * self.block_q, self.block_q), self.block_q)
+            weight = self.weights[:, here]
+            p = jnp.exp(dot(k, self.queries[which, here], (1, 1)) - self.lse[0, head, :, here])
+            p = jnp.where(weight != 0, p, 0.0)  # padded queries may be NaN, and 0 * NaN is NaN
+            terms = [p * weight, p * p * weight][: self.powers]
+            return tuple(s + _in_lanes(t) for s, t in zip(sums, terms, strict=True))
+
+        zeros = (jnp.zeros((len(k), LANES), jnp.float32),) * self.powers
+        sums = jax.lax.fori_loop(0, self.queries.shape[1] // self.block_q, step, zeros)
+        # Invalid keys are rows of zeros, whose weights are not 0. Turned, the sum runs over rows,
+        # not across lanes, and is the row that the result holds.
+        return [jnp.where(valid, s, 0.0).T.sum(axis=0, keepdims=True) for s in sums]
 
 
 def _in_lanes(x):

@@ -54,7 +54,14 @@ from pallas_kernels import estimates
 from pallas_kernels.ragged_attention import config as tiles
 from pallas_kernels.ragged_attention import triton_pool
 from pallas_kernels.ragged_attention.triton_pool import LOG2_E, Stored, dot
-from pallas_kernels.triton_operands import Tokens, check, head_spec, line_spec, load
+from pallas_kernels.triton_operands import (
+    Tokens,
+    check,
+    head_spec,
+    line_spec,
+    load,
+    one_number,
+)
 
 # Numbers of own keys that a program finishes by itself: 32 for each thread of four warps.
 ONE_STEP = 4096
@@ -71,17 +78,17 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
     if together > config.block_k or together * head_dim > ONE_STEP:
         keys = keys.with_rows(projection.keys())
     step = config.block_k if keys.done else together
-    given = [Tokens.queries(projection), keys, Tokens.values(projection)]
+    given = [Tokens.queries(projection), keys, Tokens.values(projection), stored]
     shape = jax.ShapeDtypeStruct((rows, tokens, heads, head_dim), projection.dtype)
     tile = pl.BlockSpec((None, config.block_q, None, head_dim), lambda i, n, r: (r, i, n, 0))
     lse = jax.ShapeDtypeStruct((rows, heads, tokens), jnp.float32)
     line = pl.BlockSpec((None, None, config.block_q), lambda i, n, r: (r, n, i))
     found = triton_pool.attention_call(
         partial(_attend_tile, config, step, tokens),
-        [(a, a.specs) for a in given],
-        *(stored, config, new_length),
+        [(one_number(new_length), line_spec(1)), *((a, a.specs) for a in given)],
         [(shape, tile)] + [(lse, line)] * return_lse,
         grid=(programs, heads, rows),
+        config=config,
         cost=estimates.attend(projection, kv_pool, table, lse=return_lse),
         interpret=interpret,
         name="ragged_attention",
@@ -89,8 +96,8 @@ def attend(projection, new_length, kv_pool, table, kv_scale, *, return_lse, inte
     return (found[0], found[1]) if return_lse else found[0]
 
 
-def _attend_tile(config, own_step: int, tokens: int, length_ref, given, stored: Stored, out_refs):
-    queries, keys, values = given
+def _attend_tile(config, own_step: int, tokens: int, given, out_refs):
+    length_ref, queries, keys, values, stored = given
     length, first = length_ref[0], pl.program_id(0) * config.block_q
     query = first + jnp.arange(config.block_q, dtype=jnp.int32)
 
@@ -180,17 +187,7 @@ def _step(q, k, v, mask, carry):
 
 
 def attention_moments(
-    projection,
-    new_length,
-    kv_pool,
-    table,
-    weights,
-    lse,
-    kv_scale,
-    *,
-    squares,
-    interpret,
-    config=None,
+    projection, new_length, kv_pool, table, sums, kv_scale, *, interpret, config=None
 ):
     """See `api.attention_moments`. config: tiles; None takes those of `config.choose`."""
     check(projection, kv_pool, kv_scale, interpret)
@@ -202,29 +199,32 @@ def attention_moments(
     queries = Tokens.queries(projection)
     queries, keys = queries.with_rows(projection.queries()), Tokens.keys(projection)
     # whole lines: the tiles of own keys start at column `old`, which is no multiple of block_k
-    sums = (jax.ShapeDtypeStruct((rows, heads, old + own), jnp.float32), head_spec(old + own))
+    columns = (jax.ShapeDtypeStruct((rows, heads, old + own), jnp.float32), head_spec(old + own))
     # Programs own columns, not queries: each sums its columns over all queries by itself, so no two
     # programs add to one number (no atomics, the same result in every run).
     found = triton_pool.attention_call(
         partial(_sum_columns, config, old),
         [
-            *((a, a.specs) for a in (queries, keys)),
-            (weights.astype(jnp.float32), line_spec(own)),
-            (lse, head_spec(own)),
+            (one_number(new_length), line_spec(1)),
+            (queries, queries.specs),
+            (keys, keys.specs),
+            (sums.weights.astype(jnp.float32), line_spec(own)),
+            (sums.lse, head_spec(own)),
+            (stored, stored.specs),
         ],
-        *(stored, config, new_length),
-        [sums] * (1 + squares),
+        [columns] * (1 + sums.squares),
         grid=(pl.cdiv(old, config.block_k) + pl.cdiv(own, config.block_k), heads, rows),
-        cost=estimates.attention_moments(projection, kv_pool, table, squares=squares),
+        config=config,
+        cost=estimates.attention_moments(projection, kv_pool, table, squares=sums.squares),
         interpret=interpret,
         name="attention_moments",
     )
-    return found[0], found[1] if squares else None
+    return found[0], found[1] if sums.squares else None
 
 
-def _sum_columns(config, old: int, length_ref, given, stored: Stored, out_refs):
+def _sum_columns(config, old: int, given, out_refs):
     """One tile of columns; tiles of own keys come after those of the `old` slots of the table."""
-    queries, keys, weight_ref, lse_ref = given
+    length_ref, queries, keys, weight_ref, lse_ref, stored = given
     size, own = config.block_k, weight_ref.shape[0]
     key = pl.program_id(0) * size + jnp.arange(size, dtype=jnp.int32)
     token = key - pl.cdiv(old, size) * size  # negative in tiles of the table

@@ -14,9 +14,7 @@ from pallas_kernels.ragged_attention import config as tiles
 from pallas_kernels.tables import BlockTable
 from pallas_kernels.triton_operands import (
     HeadTables,
-    line_spec,
     load,
-    one_number,
     row_spec,
     rows_at,
 )
@@ -149,29 +147,28 @@ def dot(a: Array, b: Array, transposed: bool = False) -> Array:
 # --- calls with a grid (tiles, heads, rows) ---
 
 
-def attention_call(
-    kernel, given, stored: Stored, config, new_length, results, *, grid, cost, interpret, name
-) -> list[Array]:
-    """Run `kernel(length_ref, given, stored, results)`: of refs.
+def attention_call(kernel, given, results, *, grid, config, cost, interpret, name) -> list[Array]:
+    """Run `kernel(given, results)`, which gets references in place of arrays.
 
     Args:
-      given: operands with their BlockSpecs, a pair each.
-      results: pairs, too: shape and type, BlockSpec.
+      given: pairs of an operand and its BlockSpec.
+      results: pairs of a shape with its type and a BlockSpec.
       grid: programs per head, heads, rows.
-      cost: what it computes and moves.
+      config: tiles.
+      cost: what the call computes and moves.
     """
     operands, in_specs = zip(*given, strict=True)
     out_shape, out_specs = zip(*results, strict=True)
 
-    def body(length_ref, given, stored, *results):
-        kernel(length_ref, given, stored, results)
+    def body(given, *results):
+        kernel(given, results)
 
     return pl.pallas_call(
         body,
         # The first axis is blockIdx.x, which counts fastest: tiles of a head follow one another.
         # It is also the only one that CUDA lets exceed 65,535.
         grid=grid,
-        in_specs=[line_spec(1), in_specs, stored.specs],
+        in_specs=[in_specs],
         out_specs=out_specs,
         out_shape=out_shape,
         compiler_params=plgpu.CompilerParams(
@@ -180,4 +177,4 @@ def attention_call(
         cost_estimate=cost,
         interpret=interpret,
         name=name,
-    )(one_number(new_length), operands, stored)
+    )(operands)

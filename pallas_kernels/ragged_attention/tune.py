@@ -82,8 +82,9 @@ def _once(candidate: bench.Candidate, length: int) -> np.ndarray:
 
 
 def _run(kernel, operation: str, tile, *args, kv_scale):
-    options = {"squares" if operation == "attention_moments" else "return_lse": False}
-    return kernel(*args, kv_scale, **options, interpret=False, config=tile)
+    if operation == "attention_moments":
+        return kernel(*args, kv_scale, interpret=False, config=tile)
+    return kernel(*args, kv_scale, return_lse=False, interpret=False, config=tile)
 
 
 def keep(kind: str, operation: str, implementation: str, found: dict) -> str:

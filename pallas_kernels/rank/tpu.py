@@ -1,13 +1,13 @@
 """Ranks on TPU (Mosaic). See `api.rank`.
 
-Tiling. Rows lie side by side in lanes, a head's slots one below the other: so a slot of 128 rows is
-one line, which every line of a register is compared with, and no sum crosses lanes. A grid step
-serves a head of up to `ROWS` rows, 128 of them at a time and `OWN` of their slots, whose counts
-stay in registers while all others pass by. What is outside `among` is made larger than everything
-first.
+Tiling. Rows lie side by side in lanes, and a head's slots below each other. So one slot of 128 rows
+is one line, every line of a register can be compared with it, and no sum crosses lanes. A grid step
+serves a head of up to `ROWS` rows, 128 of them at a time and `OWN` of their slots: their counts
+stay in registers while all other slots pass by. What is outside of `among` is made larger than
+everything first.
 
 Work: 4 to 14 vector operations per pair of slots, four of them in an instruction, on 1,024 pairs at
-once. HBM traffic: each operand once, and the counts; XLA keeps arrays of decisions in this order,
+once. HBM traffic: each operand once, and the counts. XLA keeps arrays of decisions in this order,
 too, where it can choose.
 """
 
@@ -37,11 +37,13 @@ def rank(score, tie, among, part, *, interpret):
         )
     given = {"tie": tie, "among": among.astype(jnp.int32)}
     if score is not None:
+        # 32 bits hold all scores that are allowed exactly, so comparisons are the same
         exact = jnp.int32 if jnp.issubdtype(score.dtype, jnp.integer) else jnp.float32
         given["score"] = score.astype(exact)
     if part is not None:
         given["part"] = part.astype(jnp.int32)
     rows, heads, slots = tie.shape
+    # as many rows in a grid step as fit into vector memory, in whole registers
     fits = BYTES // (4 * ARRAYS * rounded(slots, AHEAD)) // LANES * LANES
     wide = min(ROWS, fits, rounded(rows, LANES))
     spec = pl.BlockSpec((None, slots, wide), lambda head, part: (head, 0, part))
@@ -76,12 +78,12 @@ def _rank_heads(given, found, others):
 
 
 def _prepare(given, others, here) -> None:
-    """All slots of 128 rows as they are compared with: those outside, and behind the last one,
-    below nothing."""
+    """Copy all slots of 128 rows to where they are compared with. Slots outside of `among`, and
+    those behind the last one, become larger than everything."""
     slots, among = given["tie"].shape[0], given["among"][:, here] != 0
     for name, other in others.items():
         values = given[name][:, here]
-        if name != "part":
+        if name != "part":  # its other values are never reached: their tie is too large
             largest = jnp.inf if values.dtype == jnp.float32 else LAST
             behind = other.shape[0] - slots
             if behind:
@@ -91,7 +93,7 @@ def _prepare(given, others, here) -> None:
 
 
 def _count(own, others, here):
-    """Of every own slot [K', 128] how many others come before it."""
+    """For every own slot [K', 128] the number of others that come before it."""
 
     def add(number, total):
         some = pl.ds(pl.multiple_of(number * AHEAD, AHEAD), AHEAD)
@@ -106,6 +108,7 @@ def _count(own, others, here):
 
 
 def _below(other, own):
+    """Whether the slots of a line come before own slots."""
     below = other["tie"] < own["tie"]
     if "score" in own:
         below = (other["score"] < own["score"]) | ((other["score"] == own["score"]) & below)

@@ -41,8 +41,8 @@ def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret)
         mesh=plgpu.Mesh(grid=(tokens, images), grid_names=("token", "image")),
         compiler_params=plgpu.CompilerParams(lowering_semantics=mosaic.LANES),
         cost_estimate=estimate(logits, noise, top_k, top_p),
+        interpret=mosaic.simulator(interpret),
         name="sample",
-        **({"interpret": mosaic.simulator(interpret)} if interpret else {}),
     )(numbers(tau, strength), logits.reshape(-1, *noise.shape), noise)
 
 

@@ -1,4 +1,4 @@
-"""What lies in a head's last slots moves into slots that others have left."""
+"""Moves of tokens from a head's last slots into slots that other tokens have left."""
 
 from pallas_kernels.slot_moves.api import move
 

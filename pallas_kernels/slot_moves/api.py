@@ -1,41 +1,36 @@
 """Moves of slots: signature, documentation and dispatch.
 
-After a stage of a model that draws token by token, what is kept of its buffer, the last slots of
-every head, goes into slots that others have left.
+After a stage of a model that draws token by token, some tokens of the buffer stay, which is the
+last slots of every head. They move into slots that other tokens have left.
 """
 
-from jaxtyping import Array, Float, Int, Num
+from typing import TypeVar
+
+from jaxtyping import Array, Int
 
 from pallas_kernels import implementations
+from pallas_kernels.token_attention.operands import HeadSlots
 
 MODULES = implementations.modules_of(__package__, "tpu")
+Slots = TypeVar("Slots", bound=HeadSlots)  # the caller's class comes back
 
 
-def move(
-    pool: Num[Array, "R N C KV"],
-    slot: Int[Array, "R N P"],
-    *,
-    pool_scale: Float[Array, "R 2 N C"] | None = None,
-    implementation: str | None = None,
-) -> tuple[Num[Array, "R N C KV"], Float[Array, "R 2 N C"] | None]:
+def move(slots: Slots, target: Int[Array, "R M P"], *, implementation: str | None = None) -> Slots:
     """Copy the last P slots of every head into the slots given, bit by bit.
 
     The pool is updated in place when its buffer is not needed any more (donated, or carried by a
     scan).
 
     Args:
-      pool: keys and values, whatever they are, NaN included.
-      slot: int32, where the P slots go, all at the same time: at least 0, and no number twice in a
-        head. What is given C or more goes nowhere. Slots that nothing goes to stay as they are, the
-        last ones too.
-      pool_scale: of an int8 pool, which moves along.
+      slots: keys and values of any kind, NaN included. The scales of an int8 pool move along;
+        positions and masses are left to the caller.
+      target: int32, where the P slots go, all at the same time: at least 0, and no number twice in
+        a head. A slot whose target is C or more goes nowhere. Slots that nothing goes to stay as
+        they are, the last ones too.
       implementation: one of `implementations.NAMES`; None takes the best one for this platform. On
-        GPUs the reference is all there is; their names run it.
-
-    Returns:
-      The pool and its scales, or None.
+        GPUs only the reference exists; the names of their kernels run it.
 
     Raises:
       NotImplementedError: the implementation named cannot run, with the reason.
     """
-    return implementations.run(implementation, MODULES, "move", pool, slot, pool_scale)
+    return implementations.run(implementation, MODULES, "move", slots, target)

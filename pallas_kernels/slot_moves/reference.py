@@ -1,21 +1,26 @@
 """Plain JAX moves of slots: the definition of correct, runs on every platform."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
 
-def move(pool, slot, pool_scale):
+def move(slots, target):
     """See `api.move`."""
-    rows, heads, last = slot.shape
-    buffer = pool.shape[2] - last
+    rows, heads, last = target.shape
+    buffer, scale = slots.pool.shape[2] - last, slots.scale
     row, head = jnp.arange(rows)[:, None, None], jnp.arange(heads)[:, None]
-    if pool_scale is not None:
-        places = row[..., None], jnp.arange(2)[:, None, None], head, slot[:, None]
-        pool_scale = _scattered(pool_scale, pool_scale[..., buffer:], *places)
-    return _scattered(pool, pool[:, :, buffer:], row, head, slot), pool_scale
+    if scale is not None:
+        half = jnp.arange(2)[:, None, None]
+        scale = _scattered(
+            scale, scale[..., buffer:], (row[..., None], half, head, target[:, None])
+        )
+    pool = _scattered(slots.pool, slots.pool[:, :, buffer:], (row, head, target))
+    return replace(slots, pool=pool, scale=scale)
 
 
-def _scattered(array, new, *places):
+def _scattered(array, new, places: tuple):
     # The barrier keeps XLA from fusing the read into the write: a scatter that reads its own
     # operand is done on a copy of the whole pool.
     new = jax.lax.optimization_barrier(new)

@@ -3,22 +3,23 @@
 XLA's scatter moves one slot after the other. The kernel goes through the pool once, in place: a
 grid step serves all heads of some rows, or some heads of one row.
 
-A head's slots [C, W] are compared with those that its buffer goes to, which gives a matrix with a
-single 1 in the lines of those that change; times the buffer it is what comes there. Numbers would
-not survive such a product (NaN spoils all of a column, and -0 becomes 0), bytes do: they are small
-integers, which bfloat16 factors and float32 sums represent exactly. Two bytes of a number are
-factors side by side, 256 b_1 + b_0, with 2**23 beside them where anything comes at all: the
-product is a float32 whose lower 16 bits are those of the number, and 0 where nothing comes. So one
-product finds what comes and whether it does; numbers of four bytes take two.
+A matrix says what comes where: a row for every slot of a head [C, W], a column for every slot of
+its buffer, a single 1 in the rows of slots that change. The matrix times the buffer is what comes.
+Numbers would not survive such a product: NaN spoils a whole column, and -0 becomes 0. Bytes do
+survive it: they are small integers, which are exact as bfloat16 factors and float32 sums. Two bytes
+of a number are factors side by side, 256 b_1 + b_0, and 2**23 beside them where anything comes at
+all. The product is then a float32 whose lower 16 bits are those of the number, and 0 where nothing
+comes. So one product finds what comes, and where; numbers of four bytes take two.
 
 Time. For 20 heads of 105 slots of 128 bfloat16 numbers the kernel compiled for a v5e has 726
-instructions, a cycle each; its memory takes 2100 to read and write them. How many slots move hardly
-matters.
+instructions, one cycle each; its memory takes 2100 cycles to read and write them. How many slots
+move hardly matters.
 
 Traffic, with b bytes per element: 2 R N C W b for the pool, read and written (W padded to 128, C to
 8); per slot that moves 12 bytes for where it goes.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -33,17 +34,18 @@ from pallas_kernels.tpu_operands import pools, rounded
 MOST_BYTES = 2**21  # of the pool in a grid step; there four times, in 16 MiB of vector memory
 MOST_NUMBERS = 2**20  # of a head, which may lie there in 32 bits
 LINES = 16  # of the buffer's bytes, a multiple: a tile of bfloat16
-SOMETHING = 2.0**23  # the lowest bit of a float32 that is as large counts 1
+SOMETHING = 2.0**23  # in a float32 of this size the lowest bit counts 1
 FACTORS = (256.0, 1.0, SOMETHING)  # of the upper bytes, of the lower ones, and of ones
 
 
-def move(pool, slot, pool_scale, *, interpret, most_bytes: int = MOST_BYTES):
+def move(slots, target, *, interpret, most_bytes: int = MOST_BYTES):
     """See `api.move`. most_bytes: of the pool in a grid step."""
+    pool = slots.pool
     most = min(most_bytes, MOST_NUMBERS * pool.dtype.itemsize)
     together, some = tpu_slots.steps(pool, "moves of slots take", most)
-    rows, heads, slots, width = pool.shape
-    begin, places = _places(pool, slot)
-    spec = pl.BlockSpec((together, some, slots, width), lambda r, n: (r, n, 0, 0))
+    rows, heads, count, width = pool.shape
+    begin, places = _places(pool, target)
+    spec = pl.BlockSpec((together, some, count, width), lambda r, n: (r, n, 0, 0))
     lines = pl.BlockSpec((together, *places.shape[1:]), lambda r, n: (r, 0, 0))
     moved = pl.pallas_call(
         partial(_move_rows, begin),
@@ -59,25 +61,27 @@ def move(pool, slot, pool_scale, *, interpret, most_bytes: int = MOST_BYTES):
     )(places, pools(pool, None, interpret)[0])
     # the compiler refuses an aliased result in HBM that is a donated argument and a result at once
     moved = jax.lax.optimization_barrier(moved)
-    return moved, None if pool_scale is None else _moved_scales(pool_scale, slot)
+    if slots.scale is None:
+        return replace(slots, pool=moved)
+    return replace(slots, pool=moved, scale=_moved_scales(slots.scale, target))
 
 
-def _places(pool, slot):
-    """The first slot of the tile in which the buffer begins, and where it and all slots behind it
-    go [R, N, 3 lines], once for each of `FACTORS`; -1: nowhere."""
-    slots, last = pool.shape[2], slot.shape[-1]
+def _places(pool, target):
+    """The first slot of the tile in which the buffer begins, and the targets of this slot and of
+    all slots behind it [R, M, 3 lines], once for each of `FACTORS`; -1: nowhere."""
+    slots, last = pool.shape[2], target.shape[-1]
     begin = (slots - last) // tpu_slots.tile(pool.dtype) * tpu_slots.tile(pool.dtype)
     lines = rounded(slots - begin, LINES)
     before = slots - last - begin
     edges = ((0, 0), (0, 0), (before, lines - before - last))
-    places = jnp.pad(slot, edges, constant_values=-1)
+    places = jnp.pad(target, edges, constant_values=-1)
     return begin, jnp.concatenate([places] * len(FACTORS), axis=-1)
 
 
-def _moved_scales(scale, slot):
-    """Two numbers per slot: chosen by XLA, bit by bit."""
-    slots, last = scale.shape[-1], slot.shape[-1]
-    comes = slot[:, None, :, :, None] == jnp.arange(slots)  # [R, 1, N, P, C]
+def _moved_scales(scale, target):
+    """Scales after the moves. Two numbers per slot are few: XLA chooses them, bit by bit."""
+    slots, last = scale.shape[-1], target.shape[-1]
+    comes = target[:, None, :, :, None] == jnp.arange(slots)  # [R, 1, M, P, C]
     bits = jax.lax.bitcast_convert_type(scale, jnp.int32)
     new = jnp.where(comes, bits[..., slots - last :, None], 0).sum(-2, dtype=jnp.int32)
     found = jnp.where(comes.any(-2), new, bits)
@@ -98,7 +102,7 @@ def _move_rows(begin: int, places_ref, pool_ref, out_ref):
 
 
 def _moved(begin: int, places, slots_ref):
-    """A head's slots [C, W] after the moves. places: [1, 3 lines]."""
+    """The slots of one head [C, W] after the moves. places: the head's, [1, 3 lines]."""
     dtype, (count, lines) = slots_ref.dtype, (slots_ref.shape[0], places.shape[1] // 3)
     group = iota((1, 3 * lines), 1) // lines
     factors = jnp.where(group == 0, FACTORS[0], jnp.where(group == 1, *FACTORS[1:]))
@@ -112,7 +116,7 @@ def _moved(begin: int, places, slots_ref):
 
 
 def _product(comes, buffer):
-    """int32 [C, W], whose lower 16 bits are those of what comes to every slot; 0: nothing."""
+    """int32 [C, W]: the lower 16 bits are those of what comes to every slot; 0: nothing comes."""
     pair = [(buffer >> 8) & 0xFF, buffer & 0xFF, jnp.ones_like(buffer)]
     pair = jnp.concatenate([a.astype(jnp.float32) for a in pair]).astype(jnp.bfloat16)
     # one pass is exact; a precision that the user set would not compile
@@ -122,7 +126,7 @@ def _product(comes, buffer):
 
 
 def _bits(numbers):
-    """As int32, of which the upper half or more may be anything."""
+    """The bits of numbers in int32; above these bits there may be anything."""
     if numbers.dtype == jnp.bfloat16:
         numbers = jax.lax.bitcast_convert_type(numbers, jnp.int16)
     if numbers.dtype == jnp.float32:
@@ -131,7 +135,7 @@ def _bits(numbers):
 
 
 def _numbers(bits, dtype):
-    """The inverse: of numbers of one or two bytes the lowest bits count."""
+    """The inverse of `_bits`, which ignores what is above them."""
     if dtype == jnp.int8:
         return bits.astype(jnp.int8)
     small = bits.astype(jnp.int16) if dtype.itemsize == 2 else bits

@@ -1,148 +1,114 @@
 """Token attention: signature, documentation and dispatch.
 
-The op serves one layer of one drawn token: every row has one query per head, which sees the slots
-of its head that hold something. The token's own key and value lie in a slot already, or are put
-there first. All heads of a layer have equally many slots, so a layer's pool is one array and needs
-no table; which slots are visible is in the positions of what they hold.
+The operation serves one layer and one drawn token: every row has one query per query head, which
+sees the slots of its head that hold something. The token's own key and value lie in a slot already,
+or are stored first. See `operands` for what all functions here take.
 """
 
-from jaxtyping import Array, Float, Int, Num
+from typing import TypeVar
+
+from jaxtyping import Array, Float
 
 from pallas_kernels import implementations
-from pallas_kernels.token_attention.sight import Sight
+from pallas_kernels.token_attention.operands import HeadSlots, NewToken, Query
 
 MODULES = implementations.modules_of(__package__, "mosaic", "tpu")
-# `mosaic` runs where it is named: no chip has confirmed it yet
+# `mosaic` runs only where it is named: no chip has confirmed it yet
 AUTOMATIC = {name: module for name, module in MODULES.items() if name != "mosaic"}
 SCORES = implementations.modules_of(__package__, "tpu", tpu="tpu_scores")
+Slots = TypeVar("Slots", bound=HeadSlots)  # the caller's class comes back
 
 
 def attend(
-    q: Float[Array, "R N H"],
-    pool: Num[Array, "R N C KV"],
-    position: Int[Array, "#R #N C"],
-    *,
-    newest: Int[Array, ""] | None = None,
-    reach: Int[Array, "R N"] | None = None,
-    used: Int[Array, ""] | None = None,
-    protected: int = 0,
-    first_bias: Float[Array, " R"] | None = None,
-    pool_scale: Float[Array, "R 2 N C"] | None = None,
-    mass: Float[Array, "R N C"] | None = None,
-    mass_weight: Float[Array, ""] | float = 1.0,
-    implementation: str | None = None,
-) -> tuple[Float[Array, "R N H"], Float[Array, "R N C"] | None]:
-    """Attention of one query per row and head over its visible slots.
+    query: Query, slots: HeadSlots, *, implementation: str | None = None
+) -> tuple[Float[Array, "R GM H"], Float[Array, "R M C"] | None]:
+    """Attention of one query per row and query head over its visible slots.
 
-    Traffic: a kernel reads the pool once; H is 64, 100 or 128, C up to some thousand (usually 50 to
+    Traffic: a kernel reads the pool once. H is 64, 100 or 128, C up to some thousand (usually 50 to
     600), R 2 to 256. Positions take 4 bytes per slot, masses 8 (read and written).
 
     Args:
-      q: finished queries (rotated, with the attention scale).
-      pool: K in the first half of the last axis, V in the second (KV = 2 H).
-      position: of the token in every slot, -1: empty. Empty slots may hold anything, NaN included.
-        Every row has at least one visible slot in each head.
-      newest: the largest position that is seen, the query's own; None: all. So the positions of
-        tokens to come may be written beforehand.
-      reach: how many positions up to `newest` a head sees, at least 1; None: all. It comes with
-        `newest`. protected: static, positions below it are seen whatever `reach` says.
-      used: slots from this number on are empty in every row and head, at least 1; None: all may
-        hold something. A kernel may leave the others unread. On CPUs there is then no gradient in
-        reverse, since a loop is as long as `used` says.
-      first_bias: float32, added to the score of slot 0.
-      pool_scale: for an int8 pool, what keys of its slots are multiplied by, then values.
-      mass: float32 sums of attention weights per slot. Given, it is returned with this query's
-        weights times `mass_weight` added.
-      implementation: one of `implementations.NAMES`; None takes the best one for this platform,
-        on GPUs the reference. There is no kernel of `triton`: its name runs the reference.
+      query: see `Query`. G query heads may share a head of keys and values; the kernels serve G = 1
+        only.
+      slots: see `HeadSlots`. Every row has at least one visible slot in each head. With `used`
+        there is no gradient in reverse on CPUs, where the length of a loop is `used`.
+      implementation: one of `implementations.NAMES`; None takes the best one for this platform, on
+        GPUs the reference. There is no kernel `triton`: this name runs the reference.
 
     Returns:
-      The output in the type of `q` (softmax statistics are float32), and the new `mass` or None.
+      The output in the type of `query.q` (softmax statistics are float32), and the new masses or
+      None. A slot's mass grows by the query's attention weight times `query.mass_weight`; with
+      groups by the sum of the weights of all G query heads that read it.
 
     Raises:
       NotImplementedError: the implementation named cannot run, with the reason.
+      ValueError: `slots.reach` without `query.newest`, or query heads that are no multiple of M.
     """
-    sight = _sight(newest, reach, used, protected)
-    arguments = (q, pool, position, sight, first_bias, pool_scale, mass, mass_weight)
+    _check(query, slots)
     modules = AUTOMATIC if implementation is None else MODULES
-    return implementations.run(implementation, modules, "attend", *arguments)
+    return implementations.run(implementation, modules, "attend", query, slots)
 
 
 def store_and_attend(
-    q: Float[Array, "R N H"],
-    k: Float[Array, "R N H"],
-    v: Float[Array, "R N H"],
-    slot: Int[Array, ""],
-    pool: Num[Array, "R N C KV"],
-    position: Int[Array, "#R #N C"],
-    *,
-    newest: Int[Array, ""] | None = None,
-    reach: Int[Array, "R N"] | None = None,
-    used: Int[Array, ""] | None = None,
-    protected: int = 0,
-    first_bias: Float[Array, " R"] | None = None,
-    pool_scale: Float[Array, "R 2 N C"] | None = None,
-    mass: Float[Array, "R N C"] | None = None,
-    mass_weight: Float[Array, ""] | float = 1.0,
-    implementation: str | None = None,
-) -> tuple[
-    Float[Array, "R N H"],
-    Float[Array, "R N C"] | None,
-    Num[Array, "R N C KV"],
-    Float[Array, "R 2 N C"] | None,
-]:
-    """Store the token's key and value, then `attend`, of which all that is not told here is meant.
+    query: Query, slots: Slots, token: NewToken, *, implementation: str | None = None
+) -> tuple[Float[Array, "R GM H"], Slots]:
+    """Store the token's key and value, then `attend`.
 
     The pool is updated in place when its buffer is not needed any more (donated, or carried by a
     scan): a kernel aliases it, and writes a tile of slots of every head.
 
     Args:
-      k, v: finished, as the pool holds them (an int8 pool: as `cache_write.write` stores them).
-      slot: where they go in all rows and heads, smaller than C and `used`. What lies there before
-        may be anything, NaN included.
-      position: with the token's own already in that slot.
+      query, implementation: as in `attend`.
+      slots: as in `attend`. The position of the token lies in its slot already.
+      token: its slot is smaller than C and than `slots.used`. The slot may hold anything before,
+        NaN included.
 
     Returns:
-      What `attend` returns, the pool and its scales (None unless int8).
+      The output as in `attend`, and the slots with the token and the new masses.
 
     Raises:
-      NotImplementedError: the implementation named cannot run, with the reason.
+      NotImplementedError, ValueError: as in `attend`.
     """
-    sight = _sight(newest, reach, used, protected)
-    arguments = (q, k, v, slot, pool, position, sight, first_bias, pool_scale, mass, mass_weight)
+    _check(query, slots)
     modules = AUTOMATIC if implementation is None else MODULES
-    return implementations.run(implementation, modules, "store_and_attend", *arguments)
+    return implementations.run(implementation, modules, "store_and_attend", query, slots, token)
 
 
-def _sight(newest, reach, used, protected: int) -> Sight:
-    if reach is not None and newest is None:
+def _check(query: Query, slots: HeadSlots) -> None:
+    slots.group_size(query.q)
+    if slots.reach is not None and query.newest is None:
         raise ValueError("reach is counted from newest, which is not given")
-    return Sight(newest, reach, used, protected)
 
 
 def scores(
-    q: Float[Array, "R N Q H"],
-    pool: Num[Array, "R N C KV"],
+    q: Float[Array, "R GM Q H"],
+    slots: HeadSlots,
     *,
-    pool_scale: Float[Array, "R 2 N C"] | None = None,
     first: int = 0,
     implementation: str | None = None,
-) -> Float[Array, "R N Q S"]:
-    """Scores of a few queries before the softmax, float32, of all S = C - `first` slots from number
-    `first` on: what empty ones hold included.
+) -> Float[Array, "R GM Q S"]:
+    """Scores of a few queries per head before the softmax, float32.
 
-    Products with float32 queries are exact to float32 in a TPU's kernel. In the reference they have
-    the precision of the platform, which on a TPU rounds both factors of several queries.
+    There are scores for all S = C - `first` slots from number `first` on, whatever empty slots
+    hold. Products with float32 queries are exact to float32 in the TPU kernel. The reference
+    multiplies with the precision of the platform, which on a TPU rounds both factors if there are
+    several queries.
 
     Args:
-      q: finite; of others a kernel gives NaN for infinite scores.
-      first: static. A kernel takes the pool as a whole: a part of it would be copied before.
+      q: finite numbers; for infinite ones a kernel gives NaN. Query head i reads the keys of head
+        i // G, where G query heads share one.
+      slots: only pool and scale are read.
+      first: static. A kernel takes the whole pool, because a part of it would be copied before.
       implementation: one of `implementations.NAMES`; None takes the best one for this platform, on
-        GPUs the reference, which all names of GPU kernels run.
-      Others as in `attend`.
+        GPUs the reference. The names of GPU kernels run the reference.
 
     Raises:
       NotImplementedError: the implementation named cannot run, with the reason.
+      ValueError: query heads that are no multiple of M.
     """
-    arguments = (q, pool, pool_scale, first)
-    return implementations.run(implementation, SCORES, "scores", *arguments)
+    rows, _, count, size = q.shape
+    group = slots.group_size(q)
+    # the queries of a group are queries of the same keys: together they are one head's
+    together = q.reshape(rows, -1, group * count, size)
+    found = implementations.run(implementation, SCORES, "scores", together, slots, first)
+    return found.reshape(*q.shape[:3], -1)

@@ -21,14 +21,15 @@ positions (of one head where heads share them), 8 for sums, 8 for an int8 pool's
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import estimates, target
 from pallas_kernels import mosaic_operands as mosaic
@@ -36,8 +37,10 @@ from pallas_kernels.token_attention import storing
 from pallas_kernels.token_attention.mosaic_slots import (
     CLASSES,
     LINE,
-    Given,
+    FlatOperands,
     Layouts,
+    Number,
+    Places,
     Ring,
     Steps,
 )
@@ -53,47 +56,37 @@ CORES = {"9.0": 132, "10.0": 148}  # multiprocessors, by compute capability
 LOWEST = -1e30  # the maximum of nothing: finite, so that differences are
 
 
-def attend(
-    q,
-    pool,
-    position,
-    sight,
-    first_bias,
-    pool_scale,
-    mass,
-    mass_weight,
-    *,
-    interpret,
-    steps: Steps | None = None,
-):
+def attend(query, slots, *, interpret, steps: Steps | None = None):
     """See `api.attend`. steps: None takes those of `Steps.of`."""
-    check(q, pool, interpret)
-    rows, heads, size = q.shape
-    steps = steps or Steps.of(pool)
-    weight = None if mass is None else jnp.asarray(mass_weight, jnp.float32).reshape(1)
-    given = Given.of(steps, q, pool, position, pool_scale, sight, bias=first_bias, weight=weight)
+    check(query.q, slots.pool, interpret)
+    rows, heads, size = query.q.shape
+    steps, mass = steps or Steps.of(slots.pool), slots.mass
+    given = FlatOperands.of(steps, query, slots)
     programs = min(rows * heads, steps.programs or programs_at_once(given, steps))
     sums = None if mass is None else jax.new_ref(mass.reshape(-1))  # changed in place
     out = pl.kernel(
         partial(_kernel, steps, programs),
-        out_type=jax.ShapeDtypeStruct((rows, heads, given.width), q.dtype),
+        out_type=jax.ShapeDtypeStruct((rows, heads, given.width), query.q.dtype),
         mesh=plgpu.Mesh(grid=(programs,), grid_names=("program",)),
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=mosaic.LANES, reduction_scratch_bytes=MEETING
         ),
         cost_estimate=estimates.attend_token(
-            *(q, pool, position, pool_scale, mass),
-            step=None if sight.used is None else steps.slots,
+            query.q,
+            slots.pool,
+            slots.position,
+            slots.scale,
+            mass,
+            step=None if slots.used is None else steps.slots,
         ),
         name="token_attention",
-        **({"interpret": mosaic.simulator(interpret)} if interpret else {}),
+        interpret=mosaic.simulator(interpret) if interpret else False,
     )(given, sums)
-    return out[..., given.width - size :], None if mass is None else jax.freeze(sums).reshape(
-        mass.shape
-    )
+    out = out[..., given.width - size :]
+    return out, None if mass is None else jax.freeze(sums).reshape(mass.shape)
 
 
-store_and_attend = storing.before(attend)
+store_and_attend = storing.in_two_steps(attend)
 
 
 def check(q, pool, interpret) -> None:
@@ -114,13 +107,14 @@ def check(q, pool, interpret) -> None:
     mosaic.check_simulator(interpret)
 
 
-def shared_memory(given: Given, steps: Steps) -> int:
-    """Bytes of it that a program takes, without barriers."""
-    numbers, buffers, lines = steps.slots, steps.buffers, 1 + 2 * (given.scale is not None)
-    scores = 4 * given.steps(numbers) * numbers if given.weight is not None else 0
+def shared_memory(given: FlatOperands, steps: Steps) -> int:
+    """Bytes of shared memory that a program takes, without barriers."""
+    pool = given.slots.pool
+    numbers, buffers, lines = steps.slots, steps.buffers, 1 + 2 * (given.slots.scale is not None)
+    scores = 4 * given.steps(numbers) * numbers if given.query.mass_weight is not None else 0
     arrays = (
-        buffers * numbers * given.pool.shape[-1] * given.pool.dtype.itemsize,
-        buffers * given.width * given.q.dtype.itemsize,
+        buffers * numbers * pool.shape[-1] * pool.dtype.itemsize,
+        buffers * given.width * given.query.q.dtype.itemsize,
         *[4 * buffers * given.line(numbers)] * lines,
         max(scores, 4 * CLASSES * given.width),
         MEETING,
@@ -128,69 +122,76 @@ def shared_memory(given: Given, steps: Steps) -> int:
     return sum(-(-size // KIB) * KIB for size in arrays)  # where an array may begin
 
 
-def programs_at_once(given: Given, steps: Steps) -> int:
+def programs_at_once(given: FlatOperands, steps: Steps) -> int:
     """How many programs the chip runs at the same time."""
     cores = CORES.get(target.capability(), CORES["9.0"])
-    # CUDA keeps 1 KiB of a program's for itself, barriers take part of another
+    # beside it, CUDA takes 1 KiB of every program, and barriers take part of another
     return cores * max(1, SHARED // (shared_memory(given, steps) + 2 * KIB))
 
 
-def _kernel(steps: Steps, programs: int, given: Given, sums, out):
+def _kernel(steps: Steps, programs: int, given: FlatOperands, sums, out):
     joined = plgpu.SMEM((CLASSES, given.width), jnp.float32)
     waiting = plgpu.SMEM((given.steps(steps.slots) * steps.slots,), jnp.float32)
     pl.run_scoped(
         partial(_attend_heads, steps, programs, given, sums, out),
-        Ring.scratch(given, steps),
-        # one after the other in the same place
+        Places.scratch(given, steps),
+        # one after the other in the same place: scores have become sums when classes are joined
         [joined] if sums is None else plgpu.RefUnion(joined, waiting),
     )
 
 
-def _attend_heads(steps: Steps, programs: int, given: Given, sums, out, places, late):
-    """What a program does: it has as many heads as the others, or one more."""
+def _attend_heads(steps: Steps, programs: int, given: FlatOperands, sums, out, places, late):
+    """What a program does. Each has equally many heads, some of them one more."""
     program = jax.lax.axis_index("program")
-    total, each = given.pool.shape[0] * given.pool.shape[1], given.used_steps(steps.slots)
+    total, each = given.slots.pool.shape[0] * given.heads, given.used_steps(steps.slots)
     first, last = program * total // programs, (program + 1) * total // programs
-    ring, (joined, *waiting) = Ring(given, steps, *places, first, last - first, each), late
+    ring, (joined, *waiting) = Ring(given, steps, places, first, last - first, each), late
     ring.fill()
-    weight = None if sums is None else given.weight[0]
+    weight = None if sums is None else given.query.mass_weight[0]
 
     def head(i, limits):
         number = first + i
         # loaded here, long before they are needed
         following = given.limits(jnp.minimum(number + 1, last - 1))
         place = given.place(number)
-        this = _Head(ring, place, *limits, waiting, Layouts.of(given.pool.dtype))
+        this = _Head(ring, place, *limits, waiting, Layouts.of(given.slots.pool.dtype))
         classes = this.see(i * each)
         top, rescale, whole = this.statistics(classes)
         if sums is not None:
-            this.add(sums, number * given.slots, top, weight / whole)
+            this.add(sums, number * given.count, top, weight / whole)
         this.put(classes[2], rescale / whole, joined, out.at[place])
         return following
 
     jax.lax.fori_loop(0, last - first, head, given.limits(first))
 
 
-# the other way looks for an order of loads without bank conflicts, and there is none to be found
+# `plain`: otherwise the compiler looks for an order of loads without bank conflicts, and finds none
 _load = partial(mosaic.load, plain=True)
 
 
 @dataclass(frozen=True)
 class _Head:
-    """What a program does for one head. place: its row and number. waiting: shared memory for
-    scores, in a list."""
+    """What a program does for one head.
+
+    place: its row and number.
+    newest, reach, bias: see `FlatOperands.limits`.
+    waiting: shared memory in which scores wait for the statistics of all slots; empty without sums.
+    """
 
     ring: Ring
-    place: tuple
-    newest: Any
-    reach: Any
-    bias: Any
-    waiting: Any
+    place: tuple[Number, Number]
+    newest: Int[Array, ""]
+    reach: Int[Array, ""]
+    bias: Float[Array, ""]
+    waiting: Sequence[jax.Ref]
     layouts: Layouts
 
     def see(self, before) -> tuple:
-        """(maximum, total [16], sum of values [16, W]) of every class over all slots. Scores are in
-        units of log2. before: steps of the heads that the program has served already."""
+        """Go through all slots. Returns the largest score, the sum of weights [16] and the weighted
+        sum of values [16, W] of every class; scores count in powers of 2.
+
+        before: steps of the heads that the program has served already.
+        """
         ring, given = self.ring, self.ring.given
         carry = (
             plgpu.layout_cast(jnp.full((CLASSES,), LOWEST, jnp.float32), self.layouts.slot),
@@ -205,7 +206,7 @@ class _Head:
         ring, given, size = self.ring, self.ring.given, self.ring.steps.slots
         place = ring.wait(before + i)
         tiles = [pl.ds(start, CLASSES) for start in range(0, size, CLASSES)]
-        query = _load(ring.q.at[place], self.layouts.column).astype(jnp.float32) * LOG2_E
+        query = _load(ring.places.q.at[place], self.layouts.column).astype(jnp.float32) * LOG2_E
         scores = [self._scores(place, rows, i * size + rows.start, query) for rows in tiles]
         for waiting in self.waiting:
             for rows, found in zip(tiles, scores, strict=True):
@@ -218,7 +219,7 @@ class _Head:
         for rows, found in zip(tiles, scores, strict=True):
             weights = jnp.exp2(found - highest)
             total += weights
-            if ring.scale:
+            if ring.places.scale:
                 weights = jnp.where(weights > 0, weights * self._scale(place, rows, 1), 0.0)
             weights = self.layouts.across(weights, given.width)
             # 0 times NaN is NaN
@@ -230,16 +231,15 @@ class _Head:
         """The window [16, W] of keys (half 0) or values of slots."""
         given = self.ring.given
         columns = pl.ds(half * (2 * given.size - given.width), given.width)
-        found = _load(self.ring.pool.at[place, rows, columns], self.layouts.tile)
+        found = _load(self.ring.places.pool.at[place, rows, columns], self.layouts.tile)
         if found.dtype == jnp.int8:
             found = found.astype(jnp.bfloat16)  # exact, and faster in two steps
         return found.astype(jnp.float32)
 
     def _scale(self, place, rows, half: int):
-        """Of an int8 pool's keys or values [16]."""
-        return self._line(
-            self.ring.scale[half], place, rows, self.ring.given.scales(*self.place, half)
-        )
+        """Factors [16] of an int8 pool's keys (half 0) or values."""
+        begin = self.ring.given.scales(*self.place, half)
+        return self._line(self.ring.places.scale[half], place, rows, begin)
 
     def _line(self, line, place, rows, begin):
         """Numbers [16] of slots, of which those of the head begin at `begin` in global memory."""
@@ -247,22 +247,23 @@ class _Head:
         return _load(line.at[place, here], self.layouts.slot)
 
     def _scores(self, place, rows, start, query):
-        """Of slots from number `start` on [16]; -inf where a slot is not visible."""
+        """Scores [16] of slots from number `start` on; -inf where a slot is not visible."""
         ring, given = self.ring, self.ring.given
         keys = self._half(place, rows, 0)
         found = (keys * self.layouts.down(query)).sum(1)
-        if ring.scale:
+        if ring.places.scale:
             found *= self._scale(place, rows, 0)
         layout = self.layouts.slot
         slot = plgpu.broadcasted_iota(jnp.int32, (CLASSES,), 0, layout=layout) + start
-        if given.bias is not None:
+        if given.query.first_bias is not None:
             found += jnp.where(slot == 0, self.bias * LOG2_E, 0.0)
-        position = self._line(ring.position, place, rows, given.positions(*self.place))
-        visible = given.sight.sees(position, self.newest, self.reach) & (slot < given.slots)
+        position = self._line(ring.places.position, place, rows, given.positions(*self.place))
+        visible = given.sees(position, self.newest, self.reach) & (slot < given.count)
         return jnp.where(visible, found, -jnp.inf)
 
     def statistics(self, classes) -> tuple:
-        """Maximum of all classes, what each has to be multiplied by, total of all."""
+        """The largest score of all classes, the factor of every class relative to it, and the sum
+        of all weights."""
         maximum, total, _ = classes
         top = maximum.max(0)
         rescale = jnp.exp2(maximum - top)
@@ -274,8 +275,8 @@ class _Head:
         out[...] = _load(joined, self.layouts.joined).sum(0).astype(out.dtype)
 
     def add(self, sums, first, top, factor) -> None:
-        """Weights of all slots into `sums`, from place `first` on."""
-        (waiting,), slots = self.waiting, self.ring.given.slots
+        """Add the weights of all slots to `sums`, from place `first` on."""
+        (waiting,), slots = self.waiting, self.ring.given.count
         seen = self.ring.each * self.ring.steps.slots  # nothing waits behind them
         size = min(2, slots // LINE) * LINE
 

@@ -1,5 +1,5 @@
-"""Slots in the Mosaic GPU kernel of token attention: what it is given, how what a step needs comes
-into shared memory, and how a warpgroup holds it.
+"""Slots in the Mosaic GPU kernel of token attention: its operands, the copies of a step into shared
+memory, and how a warpgroup holds slots.
 
 What the chip asks of a copy (`cp.async.bulk.tensor`), beyond what the compiler checks: it begins at
 a multiple of 16 bytes in global memory, also after the coordinates along the last axis are added
@@ -7,17 +7,18 @@ a multiple of 16 bytes in global memory, also after the coordinates along the la
 memory.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Int
 
 from pallas_kernels import mosaic_operands as mosaic
-from pallas_kernels.token_attention.sight import Sight
+from pallas_kernels.token_attention.operands import HeadSlots, Query, kernel_operands, visible
 
 CLASSES = 16  # of slots: 4 warps by 4 slots
 LANES = 8  # threads that share a slot
@@ -25,13 +26,18 @@ WINDOW = 64  # columns: heads are seen through one or two of them
 LINE = 32  # numbers: places in shared memory begin at multiples of 128 bytes
 ALIGNED = 4  # numbers of 4 bytes: where copies may begin
 LONGEST = 128  # slots of a step, at most; copies take up to 256 numbers along an axis
-STEP_BYTES = 2**14  # of the pool, about
+STEP_BYTES = 2**14  # of the pool, about: three steps fit, and several programs
+Number = int | Int[Array, ""]
 
 
 @dataclass(frozen=True)
 class Steps:
-    """How a head's slots are cut. slots: of a step, a multiple of 32. buffers: places in shared
-    memory. programs: that divide all heads; None: as many as run at the same time."""
+    """How a head's slots are cut.
+
+    slots: of a step, a multiple of 32.
+    buffers: places in shared memory.
+    programs: how many divide all heads; None: as many as run at the same time.
+    """
 
     slots: int
     buffers: int = 3  # 2 of large steps, so that two programs fit
@@ -47,143 +53,174 @@ class Steps:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Given:
-    """What a call is given, as operands of a kernel and in it as references.
+class FlatOperands:
+    """What a call is given: operands of the kernel, and in the kernel references to them.
 
-    Flat, because the rows of other arrays would have to be multiples of 16 bytes: q [R N W] in
-    whole windows, position [R N C] or fewer, scale [R 2 N C]. Single numbers are arrays of one: of
-    sums the weight, of `sight` the newest position and the slots in use.
-    shared: positions by all rows, by all heads. size: of a head.
+    Arrays that are copied are flat, because the rows of other arrays would have to be multiples of
+    16 bytes: q [R M W] in whole windows, position [R M C] or fewer, scale [R 2 M C]. Single numbers
+    are arrays of one.
+
+    shared: whether all rows have the same positions, and whether all heads have.
+    size: of a head.
     """
 
-    q: Any
-    pool: Any
-    position: Any
-    scale: Any
-    sight: Sight
-    bias: Any
-    weight: Any
+    query: Query
+    slots: HeadSlots
     shared: tuple[bool, bool] = field(metadata=dict(static=True))
     size: int = field(metadata=dict(static=True))
 
     @classmethod
-    def of(cls, steps: Steps, q, pool, position, scale, sight: Sight, **numbers) -> "Given":
-        flat = [None if a is None else a.reshape(-1) for a in (position, scale)]
-        given = cls(
-            q=mosaic.padded(q, 2, WINDOW).reshape(-1),
-            pool=pool,
-            position=flat[0],
-            scale=flat[1],
-            sight=replace(sight, newest=_single(sight.newest), used=_single(sight.used)),
-            shared=(position.shape[0] == 1, position.shape[1] == 1),
-            size=q.shape[-1],
-            **numbers,
-        )
-        # no array is smaller than a copy
-        return replace(given, position=mosaic.padded(flat[0], 0, 1, given.line(steps.slots)))
+    def of(cls, steps: Steps, query: Query, slots: HeadSlots) -> "FlatOperands":
+        by_row, by_head, _ = slots.position.shape
+        query, slots = kernel_operands(query, slots, "Mosaic token attention")
+        shortest = _line(steps.slots, slots.pool.shape[2])
+
+        def flat(path, array):
+            match path[-1].name:
+                case "q":
+                    return mosaic.padded(array, 2, WINDOW).reshape(-1)
+                case "position":  # no array is smaller than a copy
+                    return mosaic.padded(array.reshape(-1), 0, 1, shortest)
+                case "scale":
+                    return array.reshape(-1)
+                case "mass":
+                    return None  # changed in place, which takes a reference of its own
+            return array
+
+        size = query.q.shape[-1]
+        query, slots = jax.tree_util.tree_map_with_path(flat, (query, slots))
+        return cls(query, slots, (by_row == 1, by_head == 1), size)
 
     @property
     def width(self) -> int:
-        """Columns of the windows of a head."""
+        """Columns that the windows of a head have together."""
         return pl.cdiv(self.size, WINDOW) * WINDOW
 
     @property
-    def slots(self) -> int:
-        return self.pool.shape[2]
+    def heads(self) -> int:
+        return self.slots.pool.shape[1]
+
+    @property
+    def count(self) -> int:
+        """Slots of a head."""
+        return self.slots.pool.shape[2]
 
     def steps(self, size: int) -> int:
-        """Of a head."""
-        return pl.cdiv(self.slots, size)
+        """Steps of `size` slots that a head has."""
+        return pl.cdiv(self.count, size)
 
-    def used_steps(self, size: int) -> Any:
-        """Those with slots that are in use."""
-        used = self.sight.used
+    def used_steps(self, size: int) -> Number:
+        """Steps of `size` slots that have slots in use."""
+        used = self.slots.used
         return self.steps(size) if used is None else (used[0] + size - 1) // size
 
     def line(self, size: int) -> int:
-        """How many numbers are copied for so many slots: more where a head's may begin between two
-        places that copies may begin at."""
-        return size if self.slots % ALIGNED == 0 else size + LINE
+        """How many numbers are copied for `size` slots."""
+        return _line(size, self.count)
 
     def shift(self, begin):
         """How many of the numbers copied from place `begin` on lie in front of it."""
-        return 0 if self.slots % ALIGNED == 0 else jax.lax.rem(begin, ALIGNED)
+        return 0 if self.count % ALIGNED == 0 else jax.lax.rem(begin, ALIGNED)
 
     def positions(self, row, head):
-        """Where those of a head begin."""
+        """Where the positions of a head begin."""
         by_row, by_head = self.shared
-        rows = 0 if by_row else row * (1 if by_head else self.pool.shape[1])
-        return (rows + (0 if by_head else head)) * self.slots
+        rows = 0 if by_row else row * (1 if by_head else self.heads)
+        return (rows + (0 if by_head else head)) * self.count
 
     def scales(self, row, head, half: int):
-        """Where those of a head's keys or values begin."""
-        return ((2 * row + half) * self.pool.shape[1] + head) * self.slots
+        """Where the scales of a head's keys (half 0) or values begin."""
+        return ((2 * row + half) * self.heads + head) * self.count
 
     def place(self, number) -> tuple:
-        """Row and head of one of the R N heads."""
-        return number // self.pool.shape[1], jax.lax.rem(number, self.pool.shape[1])
+        """Row and head of one of the R M heads."""
+        return number // self.heads, jax.lax.rem(number, self.heads)
 
     def limits(self, number) -> tuple:
-        """(newest visible position, how many are seen, bias of the first slot) of a head."""
+        """Newest position that a head sees, how many it sees, bias of its first slot; 0 for what
+        does not limit or change anything."""
         row, head = self.place(number)
-        newest, reach = self.sight.newest, self.sight.reach
+        newest, reach, bias = self.query.newest, self.slots.reach, self.query.first_bias
         newest = jnp.int32(0) if newest is None else newest[0]
         reach = jnp.int32(0) if reach is None else reach[row, head]
-        return newest, reach, jnp.float32(0) if self.bias is None else self.bias[row]
+        return newest, reach, jnp.float32(0) if bias is None else bias[row]
+
+    def sees(self, position, newest, reach):
+        """Which positions a head sees, whose `limits` these are."""
+        newest = None if self.query.newest is None else newest
+        reach = None if self.slots.reach is None else reach
+        return visible(position, newest, reach, self.query.protected)
 
 
-def _single(number) -> Any:
-    """An array of one, which kernels take; None stays."""
-    return None if number is None else jnp.asarray(number, jnp.int32).reshape(1)
+def _line(size: int, count: int) -> int:
+    """Numbers that are copied for `size` of a head's `count` slots: more where a head's may begin
+    between two places that copies may begin at."""
+    return size if count % ALIGNED == 0 else size + LINE
+
+
+class Places(NamedTuple):
+    """Shared memory of a program, with a place for each of `Steps.buffers` steps.
+
+    pool: [buffers, slots, 2 H].
+    q: [buffers, W].
+    position: [buffers, `FlatOperands.line`].
+    scale: for an int8 pool, two references like `position`, for keys and for values; else none.
+    full: a barrier for each place.
+    """
+
+    pool: jax.Ref
+    q: jax.Ref
+    position: jax.Ref
+    scale: list[jax.Ref]
+    full: jax.Ref
+
+    @classmethod
+    def scratch(cls, given: FlatOperands, steps: Steps) -> "Places":
+        """What Pallas makes them from."""
+        size, buffers = steps.slots, steps.buffers
+        line = buffers, given.line(size)
+        pool, q = given.slots.pool, given.query.q
+        scale = [] if given.slots.scale is None else [plgpu.SMEM(line, jnp.float32)] * 2
+        return cls(
+            plgpu.SMEM((buffers, size, pool.shape[-1]), pool.dtype),
+            plgpu.SMEM((buffers, given.width), q.dtype),
+            plgpu.SMEM(line, jnp.int32),
+            scale,
+            # each copy of a step arrives once: slots, query, positions, scales
+            plgpu.Barrier(num_arrivals=3 + len(scale), num_barriers=buffers),
+        )
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Places in shared memory that steps go through, those of one head after those of another.
+    """The steps of a program, those of one head after those of another, go through `places` in
+    turn.
 
-    pool: [buffers, slots, 2 H]. q: [buffers, W]. position: [buffers, `Given.line`]. scale: of an
-    int8 pool, two such arrays, for keys and values; else empty. full: barriers. first: head of the
-    program. heads: how many it has. each: steps of a head.
+    first: number of the program's first head.
+    heads: how many heads the program has.
+    each: steps of a head.
     """
 
-    given: Given
+    given: FlatOperands
     steps: Steps
-    pool: Any
-    q: Any
-    position: Any
-    scale: Any
-    full: Any
-    first: Any
-    heads: Any
-    each: Any
-
-    @staticmethod
-    def scratch(given: Given, steps: Steps) -> list:
-        """Shared memory for it, in the order of its fields."""
-        size, buffers = steps.slots, steps.buffers
-        line = buffers, given.line(size)
-        scale = [] if given.scale is None else [plgpu.SMEM(line, jnp.float32)] * 2
-        return [
-            plgpu.SMEM((buffers, size, given.pool.shape[-1]), given.pool.dtype),
-            plgpu.SMEM((buffers, given.width), given.q.dtype),
-            plgpu.SMEM(line, jnp.int32),
-            scale,
-            plgpu.Barrier(num_arrivals=3 + len(scale), num_barriers=buffers),
-        ]
+    places: Places
+    first: Number
+    heads: Number
+    each: Number
 
     def fill(self) -> None:
         """Start copying the first steps."""
         for number in range(self.steps.buffers):
             self._start(jnp.int32(number))
 
-    def wait(self, number) -> Any:
-        """Until a step is there; its place."""
+    def wait(self, number) -> Int[Array, ""]:
+        """Wait until step `number` is there; returns its place."""
         place = jax.lax.rem(number, self.steps.buffers)
-        plgpu.barrier_wait(self.full.at[place])
+        plgpu.barrier_wait(self.places.full.at[place])
         return place
 
     def release(self, number) -> None:
-        """A step's place takes the one that follows in it."""
+        """Let the next step that takes the place of step `number` be copied there."""
         plgpu.commit_smem()  # every warp has read what lies there
         self._start(number + self.steps.buffers)
 
@@ -191,36 +228,51 @@ class Ring:
         pl.when(number < self.heads * self.each)(partial(self._copy, number))
 
     def _copy(self, number) -> None:
-        given, size = self.given, self.steps.slots
+        given, size, places = self.given, self.steps.slots, self.places
+        query, slots = given.query, given.slots
         i, start = self.first + number // self.each, jax.lax.rem(number, self.each) * size
         row, head = given.place(i)
-        lines = [(given.position, self.position, given.positions(row, head))]
-        for half, scale in enumerate(self.scale):
-            lines.append((given.scale, scale, given.scales(row, head, half)))
+        lines = [(slots.position, places.position, given.positions(row, head))]
+        for half, scale in enumerate(places.scale):
+            lines.append((slots.scale, scale, given.scales(row, head, half)))
         # what lies beyond the end of a head, or of an array, is not read
         copies = [
-            (given.pool.at[row, head, pl.ds(start, size)], self.pool),
-            (given.q.at[pl.ds(i * given.width, given.width)], self.q),
+            (slots.pool.at[row, head, pl.ds(start, size)], places.pool),
+            (query.q.at[pl.ds(i * given.width, given.width)], places.q),
         ]
         for source, target, begin in lines:
+            # the numbers of a head begin anywhere, a copy only at a multiple of 16 bytes
             here = pl.ds(begin - given.shift(begin) + start, given.line(size))
             copies.append((source.at[here], target))
         place = jax.lax.rem(number, self.steps.buffers)
         for source, target in copies:
-            plgpu.copy_gmem_to_smem(source, target.at[place], self.full.at[place])
+            plgpu.copy_gmem_to_smem(source, target.at[place], places.full.at[place])
+
+
+class Layout(Protocol):
+    """Which thread holds which numbers of an array: a layout of Mosaic GPU."""
+
+    def reduce(self, axes: int) -> "Layout":
+        """The layout of sums over an axis."""
+        ...
 
 
 @dataclass(frozen=True)
 class Layouts:
-    """How a warpgroup holds slots, one of each class. tile: [16, columns], 8 threads for a slot,
-    neighbours of which hold neighbouring columns, 16 bytes of them at most. joined: the same
-    numbers, columns by warp, so that sums over slots need no other warp."""
+    """How a warpgroup holds 16 slots, one of each class.
 
-    tile: Any
-    joined: Any
+    tile: [16, columns]. 8 threads share a slot; neighbouring threads hold neighbouring columns, at
+      most 16 bytes each.
+    joined: the same numbers with the columns divided over the warps, so that sums over slots need
+      no other warp.
+    """
+
+    tile: Layout
+    joined: Layout
 
     @classmethod
     def of(cls, dtype) -> "Layouts":
+        # 16 bytes per load and thread; numbers of 1 byte are not loaded 16 at a time
         vector, rows = 4 if jnp.dtype(dtype).itemsize == 4 else 8, CLASSES // 4
         wide, layout, part = LANES * vector, plgpu.Layout.TILED, WINDOW // 4
         tile = plgpu.Tiling(((CLASSES, wide), (rows, wide), (vector,)))
@@ -231,20 +283,21 @@ class Layouts:
         )
 
     @property
-    def slot(self) -> Any:
-        """A number per slot."""
+    def slot(self) -> Layout:
+        """The layout of one number per slot."""
         return self.tile.reduce(1)
 
     @property
-    def column(self) -> Any:
+    def column(self) -> Layout:
+        """The layout of one number per column."""
         return self.tile.reduce(0)
 
     def across(self, slots, width: int):
-        """A number per slot for every column."""
+        """Repeat a number per slot for every column."""
         wide = jax.lax.broadcast_in_dim(slots, (CLASSES, width), [0])
         return plgpu.layout_cast(wide, self.tile)
 
     def down(self, columns):
-        """A number per column for every slot."""
+        """Repeat a number per column for every slot."""
         wide = jax.lax.broadcast_in_dim(columns, (CLASSES, *columns.shape), [1])
         return plgpu.layout_cast(wide, self.tile)

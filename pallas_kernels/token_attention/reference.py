@@ -1,82 +1,113 @@
 """Plain JAX token attention: the definition of correct, runs on every platform.
 
-GPU and TPU compilers turn products with one query into sums that are fused with what their operands
-come from, so that masks and halves of the pool cost nothing there. On CPUs a product takes its
-operands from memory: it is given the pool as it is, queries padded with zeros where values lie, and
-a masked copy is made only if an empty slot has spoilt the result. Where slots fill one after the
-other, a CPU reads those in use, a block that stays in its cache at a time.
+GPU and TPU compilers turn products with one query into sums and fuse them with whatever makes their
+operands, so masks and halves of the pool cost nothing there. On CPUs a product reads its operands
+from memory. So it gets the pool as it is and queries with zeros where values lie, and a masked copy
+is made only if an empty slot has spoilt the result. Where slots fill one after the other, a CPU
+reads those in use, one block at a time, which stays in its cache.
+
+Arrays of queries are [R, M, ...], or [R, M, G, ...] where G > 1 query heads share a head of keys
+and values: the products below have an ellipsis in this place, and `_per_query` puts an axis there.
 """
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.token_attention import storing
+from pallas_kernels.token_attention import operands, storing
 
 BLOCK = 64  # slots that a CPU reads at a time, at most
-TOGETHER = 2  # rows that share a turn, if they come in pairs; turns follow each other
-LOWEST = -1e30  # below all scores, but finite: of a block in which nothing is visible
+TOGETHER = 2  # rows that share a turn, if their number is even; turns follow each other
+LOWEST = -1e30  # the maximum of a block in which nothing is visible: below all scores, but finite
 
 
-def attend(q, pool, position, sight, first_bias, pool_scale, mass, mass_weight):
+def attend(query, slots):
     """See `api.attend`."""
-    visible = jnp.broadcast_to(sight.sees(position), pool.shape[:3])
-    arguments = (q, pool, visible, first_bias, pool_scale)
-    if sight.used is None or mass is not None or pool.shape[2] <= BLOCK:
-        return _of_all_slots(*arguments, mass, mass_weight)
+    reach = None if slots.reach is None else slots.reach[..., None]
+    seen = operands.visible(slots.position, query.newest, reach, query.protected)
+    seen = jnp.broadcast_to(seen, slots.pool.shape[:3])
+    arrays = (_in_groups(query.q, slots), slots.pool, seen, query.first_bias, slots.scale)
+    if slots.used is None or slots.mass is not None or slots.pool.shape[2] <= BLOCK:
+        out, weights = _all_slots(*arrays)
+        return out.reshape(query.q.shape), _added(slots.mass, query.mass_weight, weights)
 
-    def of_all(_, *arguments):
-        return _of_all_slots(*arguments)[0]
+    def all_slots(_, *arrays):
+        return _all_slots(*arrays)[0]
 
-    choice = {"cpu": _of_slots_in_use, "default": of_all}
-    return jax.lax.platform_dependent(sight.used, *arguments, **choice), None
-
-
-store_and_attend = storing.before(attend)
-
-
-def _of_all_slots(q, pool, visible, first_bias, pool_scale, mass=None, mass_weight=1.0):
-    scores = jax.lax.platform_dependent(q, pool, cpu=_products_of_the_whole, default=_products)
-    if pool_scale is not None:
-        scores = scores * pool_scale[:, 0]
-    if first_bias is not None:
-        scores = scores.at[:, :, 0].add(first_bias[:, None])
-    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
-    seen = weights
-    if pool_scale is not None:
-        seen = jnp.where(visible, weights * pool_scale[:, 1], 0)
-    out = jax.lax.platform_dependent(seen, pool, visible, cpu=_sums_of_the_whole, default=_sums)
-    if mass is not None:
-        mass = mass + mass_weight * weights
-    return out.astype(q.dtype), mass
+    choice = {"cpu": _slots_in_use, "default": all_slots}
+    out = jax.lax.platform_dependent(slots.used, *arrays, **choice)
+    return out.reshape(query.q.shape), None
 
 
-def scores(q, pool, pool_scale, first: int):
-    """See `api.scores`."""
-    keys = _computable(pool[:, :, first:, : q.shape[-1]], q.dtype)
+store_and_attend = storing.in_two_steps(attend)
+
+
+def scores(q, slots, first: int):
+    """See `api.scores`; q: [R, M, Q, H], the queries of a group among the Q."""
+    keys = _computable(slots.pool[:, :, first:, : q.shape[-1]], q.dtype)
     found = jnp.einsum("rnqh,rnch->rnqc", q, keys, preferred_element_type=jnp.float32)
-    return found if pool_scale is None else found * pool_scale[:, 0, :, None, first:]
+    return found if slots.scale is None else found * slots.scale[:, 0, :, None, first:]
+
+
+def _in_groups(q, slots):
+    """Queries [R, M, H], or [R, M, G, H] where heads share keys and values."""
+    group = slots.group_size(q)
+    return q if group == 1 else q.reshape(q.shape[0], -1, group, q.shape[-1])
+
+
+def _per_query(array, q):
+    """Numbers of slots [R, M, C], with an axis for the queries of a group if `q` has one."""
+    return array if q.ndim == 3 else array[:, :, None]
+
+
+def _added(mass, factor, weights):
+    if mass is None:
+        return None
+    # a group's queries read the same slots, so they count in the same sums
+    return mass + factor * (weights if weights.ndim == 3 else weights.sum(2))
+
+
+# --- all slots at once ---
+
+
+def _all_slots(q, pool, visible, first_bias, scale):
+    """The output and the attention weights of every query."""
+    scores = jax.lax.platform_dependent(q, pool, cpu=_products_of_the_whole, default=_products)
+    seen = _per_query(visible, q)
+    if scale is not None:
+        scores = scores * _per_query(scale[:, 0], q)
+    if first_bias is not None:
+        scores = scores.at[..., 0].add(first_bias.reshape(-1, *[1] * (q.ndim - 2)))
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    factors = weights
+    if scale is not None:
+        factors = jnp.where(seen, weights * _per_query(scale[:, 1], q), 0)
+    out = jax.lax.platform_dependent(factors, pool, visible, cpu=_sums_of_the_whole, default=_sums)
+    return out.astype(q.dtype), weights
 
 
 def _products(q, pool):
-    """Scores [R, N, C], float32."""
+    """Scores [R, M, C], float32."""
     keys = _computable(pool[..., : q.shape[-1]], q.dtype)
-    return jnp.einsum("rnh,rnch->rnc", q, keys, preferred_element_type=jnp.float32)
+    return jnp.einsum("rn...h,rnch->rn...c", q, keys, preferred_element_type=jnp.float32)
 
 
 def _products_of_the_whole(q, pool):
+    """The same from whole slots: no half of the pool is copied."""
     padded = jnp.concatenate([q, jnp.zeros_like(q)], axis=-1)
     pool = _computable(pool, q.dtype)
-    return jnp.einsum("rnh,rnch->rnc", padded, pool, preferred_element_type=jnp.float32)
+    return jnp.einsum("rn...h,rnch->rn...c", padded, pool, preferred_element_type=jnp.float32)
 
 
 def _sums(weights, pool, visible):
-    """Weighted sums of values [R, N, H], float32. A weight of 0 times NaN is NaN: slots that are
-    not visible are masked, too."""
+    """Weighted sums of values [R, M, H], float32. Slots that are not visible have weight 0, and are
+    masked as well, because 0 times NaN is NaN."""
     values = jnp.where(visible[..., None], pool[..., pool.shape[-1] // 2 :], 0)
     return _summed(weights, values)
 
 
 def _sums_of_the_whole(weights, pool, visible):
+    """The same from whole slots: masked, which takes a copy, only if the result is spoilt."""
+
     def again(_):
         return _summed(weights, jnp.where(visible[..., None], pool, 0))
 
@@ -89,17 +120,20 @@ def _summed(weights, pool):
     # rounded to the type of the values before the product, as kernels do
     pool = _computable(pool, jnp.float32)
     weights = weights.astype(pool.dtype)
-    return jnp.einsum("rnc,rnch->rnh", weights, pool, preferred_element_type=jnp.float32)
+    return jnp.einsum("rn...c,rnch->rn...h", weights, pool, preferred_element_type=jnp.float32)
 
 
-def _of_slots_in_use(used, q, pool, visible, first_bias, pool_scale):
-    """Rows take turns, and within a turn blocks of slots."""
+# --- slots in use, on CPUs ---
+
+
+def _slots_in_use(used, q, pool, visible, first_bias, scale):
+    """The output; rows take turns, and within a turn blocks of slots."""
     rows, _, slots, width = pool.shape
     size = -(-slots // -(-slots // BLOCK))
     together = TOGETHER if rows % TOGETHER == 0 else 1
     arrays = {"pool": pool, "visible": visible}
-    if pool_scale is not None:
-        arrays |= {"scale_k": pool_scale[:, 0], "scale_v": pool_scale[:, 1]}
+    if scale is not None:
+        arrays |= {"scale_k": scale[:, 0], "scale_v": scale[:, 1]}
 
     def turn(inputs):
         row, q, bias = inputs
@@ -109,16 +143,16 @@ def _of_slots_in_use(used, q, pool, visible, first_bias, pool_scale):
             cut = {name: _cut(a, row, together, start, size) for name, a in arrays.items()}
             slot = start + jnp.arange(size)
             cut["visible"] &= slot >= number * size  # the last one begins in the one before
-            return _with_block(found, q, **cut, bias=_bias_of(bias, slot))
+            return _with_block(found, q, **cut, bias=_bias_of(bias, slot, q.ndim))
 
-        heads = q.shape[:2]
+        heads = q.shape[:-1]
         found = jnp.full(heads, LOWEST), jnp.zeros(heads), jnp.zeros(q.shape)
         _, total, out = jax.lax.fori_loop(0, -(-used // size), block, found)
         return out[..., width // 2 :] / total[..., None]
 
     padded = jnp.concatenate([q, jnp.zeros_like(q)], axis=-1)
-    inputs = jnp.arange(0, rows, together), *(_turns(a, together) for a in (padded, first_bias))
-    return jax.lax.map(turn, inputs).reshape(q.shape).astype(q.dtype)
+    turns = jnp.arange(0, rows, together), _turns(padded, together), _turns(first_bias, together)
+    return jax.lax.map(turn, turns).reshape(q.shape).astype(q.dtype)
 
 
 def _turns(array, together):
@@ -126,27 +160,34 @@ def _turns(array, together):
 
 
 def _cut(array, row, rows, slot, slots):
-    """Some rows and slots of an array [R, N, C, ...]."""
+    """Some rows and slots of an array [R, M, C, ...]."""
     array = jax.lax.dynamic_slice_in_dim(array, row, rows)
     return jax.lax.dynamic_slice_in_dim(array, slot, slots, axis=2)
 
 
-def _bias_of(first, slot):
-    return 0.0 if first is None else jnp.where(slot == 0, first[:, None, None], 0.0)
+def _bias_of(first, slot, ndim: int):
+    """The bias of every slot, for scores of `ndim` axes."""
+    if first is None:
+        return 0.0
+    return jnp.where(slot == 0, first.reshape(-1, *[1] * (ndim - 1)), 0.0)
 
 
-def _with_block(found, q, pool, visible, bias, scale_k=1.0, scale_v=1.0):
+def _with_block(found, q, pool, visible, bias, scale_k=None, scale_v=None):
     """Largest score so far, and sums of weights and of weighted values relative to it, with a block
     more (the running softmax of FlashAttention, Dao et al. 2022, arXiv 2205.14135)."""
     most, total, out = found
     pool = jnp.where(visible[..., None], pool, 0)
+    seen = _per_query(visible, q)
     numbers = _computable(pool, q.dtype)
-    scores = jnp.einsum("rnh,rnch->rnc", q, numbers, preferred_element_type=jnp.float32)
-    scores = jnp.where(visible, scores * scale_k + bias, -jnp.inf)
+    scores = jnp.einsum("rn...h,rnch->rn...c", q, numbers, preferred_element_type=jnp.float32)
+    if scale_k is not None:
+        scores = scores * _per_query(scale_k, q)
+    scores = jnp.where(seen, scores + bias, -jnp.inf)
     higher = jnp.maximum(most, scores.max(-1))
-    weights, before = jnp.exp(scores - higher[..., None]), jnp.exp(most - higher)
-    out = out * before[..., None] + _summed(jnp.where(visible, weights * scale_v, 0), pool)
-    return higher, total * before + weights.sum(-1), out
+    weights, rescale = jnp.exp(scores - higher[..., None]), jnp.exp(most - higher)
+    factors = weights if scale_v is None else weights * _per_query(scale_v, q)
+    out = out * rescale[..., None] + _summed(jnp.where(seen, factors, 0), pool)
+    return higher, total * rescale + weights.sum(-1), out
 
 
 def _computable(pool, dtype):

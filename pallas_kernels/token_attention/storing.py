@@ -1,43 +1,52 @@
-"""Storing tokens by plain JAX, for whoever has no kernel that does: the definition of correct."""
+"""Storing tokens with plain JAX, for implementations without a kernel for it: the definition of
+correct."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.cache_write.reference import encode
+from pallas_kernels.token_attention.operands import HeadSlots, NewToken, Query
+
+Slots = TypeVar("Slots", bound=HeadSlots)
 
 
 def store(
-    k: Float[Array, "R N T H"],
-    v: Float[Array, "R N T H"],
+    slots: Slots,
+    k: Float[Array, "R M T H"],
+    v: Float[Array, "R M T H"],
     slot: Int[Array, ""] | int,
-    pool: Num[Array, "R N C KV"],
-    pool_scale: Float[Array, "R 2 N C"] | None,
-) -> tuple[Num[Array, "R N C KV"], Float[Array, "R 2 N C"] | None]:
-    """The pool, and an int8 pool's scales, with T tokens from slot `slot` on."""
-    values, scale = encode(k, v, pool.dtype)
-    pool = jax.lax.dynamic_update_slice(pool, values, (0, 0, slot, 0))
-    return pool, None if pool_scale is None else store_scales(scale, slot, pool_scale)
+) -> Slots:
+    """The slots with T tokens from slot `slot` on, the same one in all rows and heads. Positions
+    are left to the caller."""
+    values, scale = encode(k, v, slots.pool.dtype)
+    pool = jax.lax.dynamic_update_slice(slots.pool, values, (0, 0, slot, 0))
+    if slots.scale is None:
+        return replace(slots, pool=pool)
+    return replace(slots, pool=pool, scale=store_scales(scale, slot, slots.scale))
 
 
 def store_scales(
-    scale: Float[Array, "R N T 2"],
+    scale: Float[Array, "R M T 2"],
     slot: Int[Array, ""] | int,
-    pool_scale: Float[Array, "R 2 N C"],
-) -> Float[Array, "R 2 N C"]:
-    """Those of T keys and their values (see `cache_write.reference.quantize`) likewise."""
+    stored: Float[Array, "R 2 M C"],
+) -> Float[Array, "R 2 M C"]:
+    """`stored` with the scales of T keys and their values (see `cache_write.reference.quantize`)
+    from slot `slot` on."""
     scale = jnp.moveaxis(scale, -1, 1)
-    return jax.lax.dynamic_update_slice(pool_scale, scale, (0, 0, 0, slot))
+    return jax.lax.dynamic_update_slice(stored, scale, (0, 0, 0, slot))
 
 
-def before(attend: Callable) -> Callable:
-    """`store_and_attend` of a module whose `attend` this is, in two steps."""
+def in_two_steps(attend: Callable) -> Callable:
+    """`store_and_attend` for a module that can only `attend`: XLA stores, then it attends."""
 
-    def store_and_attend(q, k, v, slot, pool, position, sight, bias, scale, *mass, **options):
-        pool, scale = store(k[:, :, None], v[:, :, None], slot, pool, scale)
-        found = attend(q, pool, position, sight, bias, scale, *mass, **options)
-        return *found, pool, scale
+    def store_and_attend(query: Query, slots: Slots, token: NewToken, **options):
+        slots = store(slots, token.k[:, :, None], token.v[:, :, None], token.slot)
+        out, mass = attend(query, slots, **options)
+        return out, replace(slots, mass=mass)
 
     return store_and_attend

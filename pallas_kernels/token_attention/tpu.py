@@ -1,25 +1,27 @@
 """Token attention on TPU (Mosaic). See `api.attend`.
 
-Tiling. A grid step serves all heads of some rows, or some heads of one row (`tpu_slots.steps`),
-whose part of the pool Pallas fetches in one piece while the last step's is in use. Scores of a row
-are one matrix [N, C], heads by slots, as positions and sums are stored; so the softmax of all heads
-is one.
+Tiling. A grid step serves all heads of some rows, or some heads of one row (`tpu_slots.steps`).
+Pallas fetches their part of the pool in one piece while the last step's is in use. The scores of a
+row are one matrix [N, C], heads by slots, which is how positions and sums are stored. So all heads
+have one softmax together.
 
-A head's slots are a factor of the matrix unit whatever it is multiplied with, so all queries of the
-row are, and the head's own row of the product is kept: the unit is free, as the time that memory
-takes for 128 slots of 64 columns in bfloat16 is 60 cycles of a v5e, that of the unit 16. Keys and
-values lie side by side in a slot and are not taken apart where a half is no whole number of lanes:
-queries have zeros where values are, and of the weighted sums the last half is kept.
+The matrix unit takes as long for one query as for many. So a head's slots are multiplied with the
+queries of all heads of the row, and the head's own row of the product is kept. The unit has time
+for this: for 128 slots of 64 columns in bfloat16 a v5e needs 60 cycles to read them from memory,
+and its unit 16. Keys and values lie side by side in a slot. They are not taken apart where a half
+is no whole number of lanes: queries have zeros where values are, and of the weighted sums the last
+half is kept.
 
-What lies in slots that are not visible is multiplied with weights of 0, which is nothing unless it
-is NaN or infinite: a row whose result is not finite is computed again from numbers that are. The
-token that is served may be stored on the way (`tpu_token`).
+Slots that are not visible have weight 0, which gives 0 unless they hold NaN or infinity. A row
+whose result is not finite is computed again from finite numbers. The token that is served may be
+stored on the way (`tpu_token`).
 
 Traffic, with b bytes per element: R N C 2 H b for the pool, read once (2 H padded to 128, C to a
 tile of 8, 16 or 32), R N 8 2 H b to store a token (int8: 32), and per slot 4 bytes for positions,
 8 for sums, 8 for an int8 pool's scales.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -29,114 +31,123 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import estimates, tpu_slots
 from pallas_kernels.cache_write.reference import quantize
-from pallas_kernels.token_attention import storing, tpu_row, tpu_token, tpu_used
-from pallas_kernels.token_attention.sight import Sight
+from pallas_kernels.token_attention import storing, tpu_call, tpu_row, tpu_token, tpu_used
+from pallas_kernels.token_attention.operands import NewToken, kernel_operands, visible
+from pallas_kernels.token_attention.tpu_call import Given, Numbers, Results
 from pallas_kernels.tpu_operands import pools
 
 MOST_BYTES = 2**22  # of the pool in a grid step; there twice, in 16 MiB of vector memory
+IN_SCALAR_MEMORY = ("newest", "reach", "first_bias", "mass_weight")
 
 
-def attend(
-    q,
-    pool,
-    position,
-    sight,
-    first_bias,
-    pool_scale,
-    mass,
-    mass_weight,
-    *,
-    interpret,
-    most_bytes: int = MOST_BYTES,
-    piece: int | None = None,
-):
-    """See `api.attend`. most_bytes: of the pool in a grid step. piece: slots of one where only the
-    first slots are in use; None takes those of `tpu_used.slots_of_piece`."""
-    tiles = tpu_slots.steps(pool, "token attention takes", most_bytes), piece
-    given = q, None, pool, position, sight, first_bias, pool_scale, mass, mass_weight
-    return _run(*given, tiles, interpret)[:2]
+def attend(query, slots, *, interpret, most_bytes: int = MOST_BYTES, piece: int | None = None):
+    """See `api.attend`.
+
+    Args:
+      most_bytes: of the pool in a grid step.
+      piece: slots that are fetched at once where only the first slots are in use; None takes those
+        of `tpu_used.slots_of_piece`.
+    """
+    out, slots = _run(query, slots, None, most_bytes, piece, interpret)
+    return out, slots.mass
 
 
 def store_and_attend(
-    q,
-    k,
-    v,
-    slot,
-    pool,
-    position,
-    sight,
-    first_bias,
-    pool_scale,
-    mass,
-    mass_weight,
-    *,
-    interpret,
-    most_bytes: int = MOST_BYTES,
-    piece: int | None = None,
+    query, slots, token, *, interpret, most_bytes: int = MOST_BYTES, piece: int | None = None
 ):
-    """See `api.store_and_attend`, and `attend`. For an int8 pool XLA makes whole numbers, and
-    stores their scales."""
-    tiles = tpu_slots.steps(pool, "token attention takes", most_bytes), piece
-    if pool_scale is not None:
-        (k, k_scale), (v, v_scale) = quantize(k), quantize(v)
+    """See `api.store_and_attend`; other arguments as in `attend`. For an int8 pool XLA makes whole
+    numbers, and stores their scales."""
+    if slots.scale is not None:
+        (k, k_scale), (v, v_scale) = quantize(token.k), quantize(token.v)
         scale = jnp.stack([k_scale, v_scale], axis=-1)[:, :, None]
-        pool_scale = storing.store_scales(scale, slot, pool_scale)
-    token = k, v, jnp.asarray(slot, jnp.int32).reshape(1)
-    given = q, token, pool, position, sight, first_bias, pool_scale, mass, mass_weight
-    return *_run(*given, tiles, interpret), pool_scale
+        slots = replace(slots, scale=storing.store_scales(scale, token.slot, slots.scale))
+        token = NewToken(k, v, token.slot)
+    return _run(query, slots, token, most_bytes, piece, interpret)
 
 
-def _run(q, token, pool, position, sight, bias, scale, mass, weight, tiles, interpret):
-    """Output, sums, and the pool with the token, or as it was where that is None. tiles: rows and
-    heads of a grid step, and the slots of a piece."""
-    (together, some), piece = tiles
-    rows, heads, slots, _ = pool.shape
-    given = {"q": q, "bias": bias, "position": position, "scale": scale}
-    given |= {"pool": pools(pool, None, interpret)[0]}
-    numbers = {}
-    if token is not None:
-        given["k"], given["v"], numbers["slot"] = token
-    piece = piece or tpu_used.slots_of_piece(pool, some)
-    cut = sight.used is not None and mass is None and sight.newest is None and piece < slots
-    tile = tpu_token.tile_of(pool, piece if cut else slots, interpret)
-    stored = 0 if token is None else tile
-    estimate = partial(estimates.attend_token, q, pool, position, scale, mass, stored=stored)
+def _run(query, slots, token, most_bytes: int, piece: int | None, interpret):
+    """The output, and the slots with the new masses and the token, unless there is none."""
+    rows, heads, count, _ = slots.pool.shape
+    tiles = tpu_slots.steps(slots.pool, "token attention takes", most_bytes)
+    numbers, given = _operands(query, slots, token, interpret)
+    piece = piece or tpu_used.slots_of_piece(slots.pool, tiles[1])
+    # a kernel with sums, or whose positions hide slots, goes through all slots of a head at once
+    cut = slots.used is not None and slots.mass is None and query.newest is None and piece < count
+    tile = tpu_token.tile_of(slots.pool, piece if cut else count, interpret)
+    cost = estimates.attend_token(
+        query.q,
+        slots.pool,
+        slots.position,
+        slots.scale,
+        slots.mass,
+        step=piece if cut else None,
+        stored=0 if token is None else tile,
+    )
+    results = Results(query.q, slots.mass, None if token is None else given.slots.pool)
+    options = {"tile": tile, "cost": cost, "interpret": interpret}
     if cut:
-        numbers |= {"used": jnp.asarray(sight.used, jnp.int32).reshape(1)}
-        sizes = {"heads": some, "piece": piece, "tile": tile, "estimate": estimate(step=piece)}
-        out, pool = tpu_used.attend(_present(given), numbers, **sizes, interpret=interpret)
-        return out, None, pool
-    given |= {
-        "newest": None if sight.newest is None else jnp.asarray(sight.newest).reshape(1),
-        "reach": sight.reach,
-        "weight": None if mass is None else jnp.asarray(weight, jnp.float32).reshape(1),
-        "mass": mass,
-    }
-    given = _present(given)
-    results = _present({"out": q, "mass": mass, "pool": None if token is None else pool})
-    found = pl.pallas_call(
-        partial(_attend_rows, sight.protected, some),
+        numbers = numbers._replace(used=jnp.asarray(slots.used, jnp.int32).reshape(1))
+        found = tpu_used.attend(numbers, given, results, heads=tiles[1], piece=piece, **options)
+    else:
+        found = _attend(numbers, given, results, tiles=tiles, **options)
+    pool = slots.pool if token is None else found.pool
+    return found.out, replace(slots, pool=pool, mass=found.mass)
+
+
+def _operands(query, slots, token, interpret) -> tuple[Numbers, Given]:
+    """What the kernel takes; slots in use belong to the kernel that is cut."""
+    held = replace(slots, pool=pools(slots.pool, None, interpret)[0], used=None)
+    query, held = kernel_operands(query, held, "TPU token attention")
+    if token is None:
+        return Numbers(), Given(query, held, None)
+    slot = jnp.asarray(token.slot, jnp.int32).reshape(1)
+    return Numbers(slot), Given(query, held, token._replace(slot=None))
+
+
+def _attend(
+    numbers: Numbers,
+    given: Given,
+    results: Results,
+    *,
+    tiles: tuple[int, int],
+    tile: int,
+    cost,
+    interpret,
+) -> Results:
+    """All slots of a head at once.
+
+    Args:
+      results: arrays like those that are computed.
+      tiles: rows and heads of a grid step.
+      tile: slots that are written for the token.
+    """
+    (together, some), (rows, heads) = tiles, given.slots.pool.shape[:2]
+    spec = partial(_spec, rows=together, heads=some)
+    result_spec = partial(_result_spec, rows=together, heads=some, tile=tile)
+    # a list of one, because Pallas takes a tuple of results apart
+    (found,) = pl.pallas_call(
+        partial(_attend_rows, some),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(rows // together, heads // some),
-            in_specs=[{name: _spec(name, array, together, some) for name, array in given.items()}],
-            out_specs={n: _result_spec(n, a, together, some, tile) for n, a in results.items()},
-            scratch_shapes=[] if token is None else [tpu_token.scratch(pool)],
+            in_specs=[tpu_call.specs(given, spec)],
+            out_specs=[tpu_call.specs(results, result_spec)],
+            scratch_shapes=[] if given.token is None else [tpu_token.scratch(given.slots.pool)],
         ),
-        out_shape={n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in results.items()},
-        input_output_aliases=tpu_token.aliases(numbers, given, results),
+        out_shape=[tpu_call.shapes(results)],
+        input_output_aliases=tpu_call.aliases(numbers, given, results),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        cost_estimate=estimate(),
+        cost_estimate=cost,
         interpret=interpret,
         name="token_attention",
     )(numbers, given)
-    return found["out"], found.get("mass"), found.get("pool", pool)
+    return found
 
 
-def _spec(name: str, array, rows: int, heads: int) -> pl.BlockSpec:
-    """The part of an operand or result in grid step (r, n): numbers in scalar memory, the pool's
-    rows and heads, of anything else the rows with all heads, or all there is."""
-    if name in ("newest", "reach", "bias", "weight"):
+def _spec(name: str, array, *, rows: int, heads: int) -> pl.BlockSpec:
+    """The part of an operand or result in grid step (r, n): single numbers lie in scalar memory; a
+    pool gives its rows and heads, everything else the rows with all heads, or all there is."""
+    if name in IN_SCALAR_MEMORY:
         return pl.BlockSpec(memory_space=pltpu.SMEM)
     if name == "pool":
         return pl.BlockSpec((rows, heads, *array.shape[2:]), lambda r, n, *_: (r, n, 0, 0))
@@ -146,75 +157,71 @@ def _spec(name: str, array, rows: int, heads: int) -> pl.BlockSpec:
     )
 
 
-def _present(arrays: dict) -> dict:
-    return {name: array for name, array in arrays.items() if array is not None}
-
-
-def _result_spec(name: str, array, rows: int, heads: int, tile: int) -> pl.BlockSpec:
+def _result_spec(name: str, array, *, rows: int, heads: int, tile: int) -> pl.BlockSpec:
     if name == "pool":
         return tpu_token.tile_spec(array, rows, heads, tile)
-    return _spec(name, array, rows, heads)
+    return _spec(name, array, rows=rows, heads=heads)
 
 
-def _attend_rows(protected: int, some: int, numbers, given, results, rows_ref=None):
-    # here and not in the loop, where the interpreter does not know them
-    begin, first = pl.program_id(0) * len(given["pool"]), pl.program_id(1) * some
+def _attend_rows(some: int, numbers: Numbers, given: Given, results: Results, rows_ref=None):
+    pool = given.slots.pool
+    # the interpreter knows program numbers here, but not inside of the loop
+    begin, first = pl.program_id(0) * len(pool), pl.program_id(1) * some
 
     def row(i, _):
-        if "slot" in numbers:
-            tpu_token.put_beside(i, given, rows_ref)
-            here = given["pool"].at[i], results["pool"].at[i]
-            tpu_token.put(rows_ref, first, numbers["slot"][0], *here)
-        _attend_row(i, begin + i, first, protected, some, given, results)
+        if given.token is not None:
+            tpu_token.put_beside(i, given.token, rows_ref)
+            tpu_token.put(rows_ref, first, numbers.slot[0], pool.at[i], results.pool.at[i])
+        _attend_row(i, begin + i, first, some, given, results)
         return 0
 
-    jax.lax.fori_loop(0, len(given["pool"]), row, 0)
+    jax.lax.fori_loop(0, len(pool), row, 0)
 
 
-def _attend_row(i, row, first, protected: int, some: int, given, results) -> None:
-    """Row i of the grid step, number `row` of all; of its heads those from number `first` on."""
-    queries = tpu_row.padded(given["q"][i], given["pool"].shape[-1])
-    (heads, _), slots = queries.shape, given["pool"].shape[2]
-    shape = heads, slots
+def _attend_row(i, row, first, some: int, given: Given, results: Results) -> None:
+    """Attend for row i of the grid step, which is number `row` of all: for `some` heads from number
+    `first` on."""
+    query, slots = given.query, given.slots
+    queries = tpu_row.padded(query.q[i], slots.pool.shape[-1])
+    heads, shape = len(queries), (len(queries), slots.pool.shape[2])
     number = tpu_row.iota((heads, 1), 0)
     mine = [number == first + j for j in range(some)]
-    scores = tpu_row.scores(queries, mine, given["pool"].at[i])
-    if "scale" in given:
-        scores *= given["scale"][i, 0]
-    if "bias" in given:
-        scores += jnp.where(tpu_row.iota(shape, 1) == 0, given["bias"][row], 0.0)
-    visible = jnp.broadcast_to(_visible(i, row, protected, heads, given), shape)
-    scores = jnp.where(visible, scores, -jnp.inf)
+    scores = tpu_row.scores(queries, mine, slots.pool.at[i])
+    if slots.scale is not None:
+        scores *= slots.scale[i, 0]
+    if query.first_bias is not None:
+        scores += jnp.where(tpu_row.iota(shape, 1) == 0, query.first_bias[row], 0.0)
+    seen = jnp.broadcast_to(_visible(i, row, heads, given), shape)
+    scores = jnp.where(seen, scores, -jnp.inf)
     weights = jnp.exp(scores - scores.max(axis=1, keepdims=True))
     weights /= weights.sum(axis=1, keepdims=True)
-    seen = weights
-    if "scale" in given:
-        seen = jnp.where(visible, weights * given["scale"][i, 1], 0.0)
-    size = results["out"].shape[-1]
-    width = tpu_row.columns(size, given["pool"].shape[-1])
-    out = tpu_row.mean(seen, mine, given["pool"].at[i], queries.dtype, width)
+    factors = weights
+    if slots.scale is not None:
+        factors = jnp.where(seen, weights * slots.scale[i, 1], 0.0)
+    size = results.out.shape[-1]
+    width = tpu_row.columns(size, slots.pool.shape[-1])
+    out = tpu_row.mean(factors, mine, slots.pool.at[i], queries.dtype, width)
     whole = some == heads
     here = None if whole else (number >= first) & (number < first + some)
 
     def put(ref, new) -> None:
+        # grid steps that serve other heads of the row write other lines of the same result
         ref[i] = new if whole else jnp.where(here, new, ref[i])
 
-    put(results["out"], out[:, -size:].astype(queries.dtype))
-    if "mass" in results:
-        put(results["mass"], given["mass"][i] + given["weight"][0] * weights)
+    put(results.out, out[:, -size:].astype(queries.dtype))
+    if results.mass is not None:
+        put(results.mass, slots.mass[i] + query.mass_weight[0] * weights)
 
 
-def _visible(i, row, protected: int, heads: int, given):
-    """[N, C], or [1, C] where heads see the same."""
-    positions = given["position"]
-    position = positions[i if len(positions) > 1 else 0]
-    if "newest" not in given:
-        return Sight().sees(position)
-    newest, sight = given["newest"][0], Sight(given["newest"], given.get("reach"), None, protected)
-    if "reach" not in given:
-        return sight.sees(position, newest)
-    number = tpu_row.iota((heads, 1), 0)
-    reach = jnp.zeros((heads, 1), jnp.int32)
-    for head in range(heads):  # from scalar memory into a column
-        reach = jnp.where(number == head, given["reach"][row, head], reach)
-    return sight.sees(position, newest, reach)
+def _visible(i, row, heads: int, given: Given):
+    """Which slots are seen [N, C]; [1, C] where all heads see the same."""
+    (query, slots, _), reach, newest = given, None, None
+    position = slots.position[i if len(slots.position) > 1 else 0]
+    if query.newest is not None:
+        newest = query.newest[0]
+        if slots.reach is not None:
+            number = tpu_row.iota((heads, 1), 0)
+            reach = jnp.zeros((heads, 1), jnp.int32)
+            for head in range(heads):  # from scalar memory into a column
+                reach = jnp.where(number == head, slots.reach[row, head], reach)
+    return visible(position, newest, reach, query.protected)

@@ -1,5 +1,5 @@
-"""Arithmetic of a row in the TPU kernels of token attention: its queries [N, W], and slots of some
-of its heads."""
+"""Arithmetic of a row in the TPU kernels of token attention: between its queries [N, W] and the
+slots of some of its heads."""
 
 import jax
 import jax.numpy as jnp
@@ -13,24 +13,29 @@ def iota(shape: tuple[int, int], axis: int):
 
 
 def padded(q, width: int):
-    """Queries [N, H], with zeros where values lie if they are not taken apart: [N, W]."""
+    """Queries [N, W] from [N, H]: with zeros where values lie if slots are not taken apart."""
     if _apart(q.shape[1]):
         return q
     return jnp.concatenate([q, jnp.zeros((len(q), width - q.shape[1]), q.dtype)], axis=1)
 
 
 def columns(size: int, width: int) -> int:
-    """Of the pool's `width` in a sum of values of heads of `size`: the last ones are theirs."""
+    """How many of the pool's `width` columns a sum of values has, the last ones; `size`: of a
+    head."""
     return size if _apart(size) else width
 
 
 def _apart(size: int) -> bool:
+    """Whether keys and values are taken apart: only where a half is a whole number of lanes."""
     return size % LANES == 0
 
 
 def scores(queries, mine, pool):
-    """Of every query with the slots of its head [N, C]; 0 of heads that are not here. mine: of each
-    head that is here, a mask [N, 1] of its row. pool: [heads, C, 2 H]."""
+    """Scores [N, C] of every query with the slots of its head; 0 for heads that are not here.
+
+    mine: for each head that is here, a mask [N, 1] of its row.
+    pool: [heads, C, 2 H], the slots of these heads.
+    """
     found = jnp.zeros((len(queries), pool.shape[1]), jnp.float32)
     for j, own in enumerate(mine):
         found = jnp.where(own, _scores(queries, pool.at[j]), found)
@@ -38,18 +43,22 @@ def scores(queries, mine, pool):
 
 
 def _product_dtype(pool, dtype):
+    # whole numbers up to 127 are exact in any type of queries
     return dtype if pool.dtype == jnp.int8 else jnp.promote_types(pool.dtype, dtype)
 
 
 def _scores(queries, pool):
-    """Of all queries [N, W] and the slots of a head [C, 2 H]."""
+    """Products of all queries [N, W] with the slots of one head [C, 2 H]."""
     dtype = _product_dtype(pool, queries.dtype)
     keys = pool[:, : queries.shape[1]].astype(dtype)
     return dot(queries.astype(dtype), keys, (1, 1))
 
 
 def mean(weights, mine, pool, dtype, width: int):
-    """Weighted sums [N, W] of the last W columns; each head's row from its own slots [C, 2 H]."""
+    """Weighted sums [N, W] of the last W columns, for every head from its own slots.
+
+    weights: [N, C]. mine, pool: as in `scores`. dtype: of the queries. width: W.
+    """
     dtype = _product_dtype(pool, dtype)
 
     def sums(finite: bool):
@@ -59,6 +68,7 @@ def mean(weights, mine, pool, dtype, width: int):
             if finite:
                 values = values.astype(jnp.float32)
                 values = jnp.where(jnp.abs(values) < jnp.inf, values, 0.0)
+            # rows of other heads add 0, so `out` collects each head's row from its own slots
             out += dot(jnp.where(own, weights, 0.0).astype(dtype), values.astype(dtype), (1, 0))
         return out
 
@@ -69,5 +79,5 @@ def mean(weights, mine, pool, dtype, width: int):
 
 
 def spoilt(out):
-    """Whether a number is not finite: weights of 0 have met values that are not."""
+    """Whether a number is not finite: a weight of 0 has met such a value."""
     return jnp.where(jnp.abs(out) < jnp.inf, 0.0, 1.0).max() > 0

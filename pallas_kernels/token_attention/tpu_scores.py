@@ -1,14 +1,14 @@
 """Scores of a few queries of every head with its slots, on TPU (Mosaic). See `api.scores`.
 
-Tiling. A grid step serves all heads of some rows, or some heads of one row, whose part of the pool
-Pallas fetches in one piece while the last step's is in use. A head's queries are multiplied with
-its keys; the values beside them are fetched, since they share the tiles, and left alone.
+Tiling. A grid step serves all heads of some rows, or some heads of one row. Pallas fetches their
+part of the pool in one piece while the last step's is in use. A head's queries are multiplied with
+its keys. The values beside them are fetched, since they share the tiles, but not read.
 
-Precision. The reference multiplies numbers of the wider type of queries and pool, and on a v5e XLA
-turns one query's products into sums in float32, whatever `jax_default_matmul_precision` says: so
-nothing of a float32 query is rounded here. A pool of bfloat16 or int8 numbers is a factor of the
-matrix unit as it is; a float32 query is three bfloat16 numbers, exactly, side by side in the
-product that takes the keys once. Products of a float32 pool name the highest precision.
+Precision. The reference multiplies in the wider type of queries and pool, and on a v5e XLA turns
+the products of one query into sums in float32, whatever `jax_default_matmul_precision` says. So no
+float32 query is rounded here. Pools in bfloat16 or int8 enter the matrix unit as they are. A
+float32 query is the exact sum of three bfloat16 numbers, and the three are side by side in one
+product, so keys are read once. Products of a float32 pool name the highest precision.
 
 Traffic, with b bytes per element: R N C 2 H b for the pool, read once (C padded to a tile of 8, 16
 or 32, 2 H to 128), and per slot 4 bytes for each query's score, 4 for an int8 pool's scales.
@@ -28,45 +28,52 @@ MOST_BYTES = 2**22  # of pool and scores in a grid step; there twice, in 16 MiB 
 UPPER = -(2**16)  # the sign, the exponent and 7 bits of a float32: what bfloat16 has
 
 
-def scores(q, pool, pool_scale, first, *, interpret, most_bytes: int = MOST_BYTES):
-    """See `api.scores`. most_bytes: of a grid step."""
+def scores(q, slots, first: int, *, interpret, most_bytes: int = MOST_BYTES):
+    """See `api.scores`. q: [R, M, Q, H], the queries of a group among the Q. most_bytes: of a grid
+    step."""
     rows, heads, count, size = q.shape
-    slots = pool.shape[2]
+    total = slots.pool.shape[2]
     exact, single = q.dtype != jnp.bfloat16, count == 1
-    more = tpu_slots.plane_bytes(count, slots, jnp.dtype("float32"))
-    together, some = tpu_slots.steps(pool, "token scores take", most_bytes, more)
+    more = tpu_slots.plane_bytes(count, total, jnp.dtype("float32"))
+    together, some = tpu_slots.steps(slots.pool, "token scores take", most_bytes, more)
     # one query per head: heads are the lines of a matrix, and lines of 4 bytes begin anywhere
     queries = q[:, :, 0].astype(jnp.float32) if single else q
-    given = {"q": queries, "pool": pools(pool, None, interpret)[0], "scale": pool_scale}
-    given = {name: array for name, array in given.items() if array is not None}
-    shape = (rows, heads, slots - first) if single else (rows, heads, count, slots - first)
+    pool = pools(slots.pool, None, interpret)[0]
+    shape = (rows, heads, total - first) if single else (rows, heads, count, total - first)
     found = jax.ShapeDtypeStruct(shape, jnp.float32)
+    of_step = partial(_spec, rows=together, heads=some)
     found = pl.pallas_call(
         partial(_score_rows, first, some, exact),
         grid=(rows // together, heads // some),
-        in_specs=[{name: _spec(name, array, together, some) for name, array in given.items()}],
-        out_specs=_spec("scores", found, together, some),
+        in_specs=[
+            of_step(queries),
+            of_step(pool),
+            None if slots.scale is None else _key_scales(slots.scale, together),
+        ],
+        out_specs=of_step(found),
         out_shape=found,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        cost_estimate=estimates.token_scores(q, pool, pool_scale),
+        cost_estimate=estimates.token_scores(q, slots.pool, slots.scale),
         interpret=interpret,
         name="token_scores",
-    )(given)
+    )(queries, pool, slots.scale)
     return found[:, :, None] if single else found
 
 
-def _spec(name: str, array, rows: int, heads: int) -> pl.BlockSpec:
-    """The part of an operand or the result in grid step (r, n): its rows, of arrays of matrices per
-    head its heads; of scales those of keys."""
-    if name == "scale":
-        return pl.BlockSpec((rows, 1, *array.shape[2:]), lambda r, n: (r, 0, 0, 0))
+def _spec(array, *, rows: int, heads: int) -> pl.BlockSpec:
+    """The part of an operand or the result in grid step (r, n): its rows, and where every head has
+    a matrix, its heads."""
     if len(array.shape) == 3:
         return pl.BlockSpec((rows, *array.shape[1:]), lambda r, n: (r, 0, 0))
     return pl.BlockSpec((rows, heads, *array.shape[2:]), lambda r, n: (r, n, 0, 0))
 
 
-def _score_rows(first: int, some: int, exact: bool, given, out_ref):
-    queries, pool = given["q"], given["pool"]
+def _key_scales(scale, rows: int) -> pl.BlockSpec:
+    """The first half of the second axis: keys have scales of their own, before those of values."""
+    return pl.BlockSpec((rows, 1, *scale.shape[2:]), lambda r, n: (r, 0, 0, 0))
+
+
+def _score_rows(first: int, some: int, exact: bool, queries, pool, scale, out_ref):
     single, size = len(queries.shape) == 3, queries.shape[-1]
     begin = pl.program_id(1) * some
 
@@ -75,8 +82,8 @@ def _score_rows(first: int, some: int, exact: bool, given, out_ref):
             line = pl.ds(begin + j, 1)
             mine = queries[i, line] if single else queries[i, j]
             found = _products(mine, pool[i, j, :, :size], exact)
-            if "scale" in given:
-                found *= given["scale"][i, 0, line]
+            if scale is not None:
+                found *= scale[i, 0, line]
             if single:
                 out_ref[i, line] = found[:, first:]
             else:
@@ -87,7 +94,8 @@ def _score_rows(first: int, some: int, exact: bool, given, out_ref):
 
 
 def _products(queries, keys, exact: bool):
-    """Of queries [Q, H] and keys [C, H]. exact: the queries are no bfloat16 numbers."""
+    """Scores [Q, C] of queries [Q, H] and keys [C, H]. exact: the queries have more digits than
+    bfloat16 numbers."""
     if keys.dtype == jnp.float32:
         return _dot(queries.astype(jnp.float32), keys, jax.lax.Precision.HIGHEST)
     keys = keys.astype(jnp.bfloat16)
@@ -95,11 +103,12 @@ def _products(queries, keys, exact: bool):
         return _dot(queries.astype(jnp.bfloat16), keys)
     count, parts = len(queries), _parts(queries.astype(jnp.float32))
     found = _dot(jnp.concatenate(parts).astype(jnp.bfloat16), keys)
+    # the largest parts first, as they come: their order is part of the result
     return found[:count] + found[count : 2 * count] + found[2 * count :]
 
 
 def _parts(numbers) -> list:
-    """Three float32 arrays of numbers that bfloat16 has, whose sum this is."""
+    """Three float32 arrays whose sum is `numbers`, each of numbers that bfloat16 represents."""
     found = []
     for _ in range(2):
         # cut, not rounded: a compiler may leave out a rounding whose result becomes float32 again

@@ -1,12 +1,12 @@
 """The token that a TPU kernel of token attention stores before it attends.
 
-HBM holds slots in tiles, out of which no single one can be written. So the tile with the token's
-slot is a result that lies in the pool itself (`input_output_aliases`): what it held comes with the
-slots that the kernel reads anyway, and the token is put in there, too. So what lies in its slot is
-overwritten before anything is computed from it, and scores and sums know nothing of this.
+HBM holds slots in tiles, and a single slot of a tile cannot be written. So the tile with the
+token's slot is a result that lies in the pool itself (`input_output_aliases`). The kernel reads the
+other slots of the tile anyway, puts the token among them, and does so before anything is computed:
+scores and sums need not know of it.
 
-Grid steps fetch slots while the last ones' tiles are written: never the same ones, because every
-row and head is fetched once, and its tile written behind that.
+Grid steps fetch slots while the tiles of the last ones are written. They never touch the same
+slots, because every row and head is fetched once, and its tile is written after that.
 """
 
 import jax.numpy as jnp
@@ -18,8 +18,10 @@ from pallas_kernels.tpu_operands import rounded
 
 
 def tile_of(pool, fetched: int, interpret) -> int:
-    """Slots of the result: of the smallest piece that the compiler reads and writes anywhere.
-    fetched: slots of the pool in a grid step."""
+    """Slots of the result: the smallest number that the compiler can write at any place.
+
+    fetched: slots of the pool in a grid step.
+    """
     slots = pool.shape[2]
     tile = min(32 if pool.dtype == jnp.int8 else 8, slots)
     # the interpreter pads operands and results to whole blocks, then takes one for the other
@@ -27,33 +29,32 @@ def tile_of(pool, fetched: int, interpret) -> int:
     return tile if padded_alike or interpret is not True else fetched
 
 
-def aliases(numbers: dict, given: dict, results: dict) -> dict[int, int]:
-    """Sums and the pool are changed in place: what is not written keeps what it holds."""
-    operands, found = [*sorted(numbers), *sorted(given)], sorted(results)
-    return {operands.index(n): found.index(n) for n in ("mass", "pool") if n in results}
-
-
-def put_beside(row, given, rows_ref) -> None:
-    """Keys and values of a row's heads, side by side as the pool holds them, into `rows_ref` [N,
-    2 H] in float32, where single rows can be addressed."""
-    both = [given[name][row].astype(jnp.float32) for name in "kv"]
+def put_beside(row, token, rows_ref) -> None:
+    """Put keys and values of a row's heads into `rows_ref` [N, 2 H], side by side as the pool holds
+    them. float32, because single rows can be addressed in that type only."""
+    both = [array[row].astype(jnp.float32) for array in (token.k, token.v)]
     rows_ref[...] = jnp.concatenate(both, axis=-1)
 
 
 def tile_spec(pool, rows: int, heads: int, tile: int) -> pl.BlockSpec:
-    """Of the result, in grid step (r, n, ...)."""
+    """The tile with the token's slot in grid step (r, n, ...), as a result."""
 
     def place(r, n, *rest):
-        return r, n, rest[-1]["slot"][0] // tile, 0
+        numbers = rest[-1]  # what is known before a grid step comes last
+        return r, n, numbers.slot[0] // tile, 0
 
     return pl.BlockSpec((rows, heads, tile, pool.shape[3]), place)
 
 
 def put(rows_ref, first, slot, pool, tile_ref) -> None:
-    """Put heads of a row, from number `first` on, into their slots and the tile of these.
+    """Put the tokens of a row's heads, from head number `first` on, into their slots and into the
+    tile that is written.
 
-    rows_ref: see `put_beside`. slot: of those that are here. pool: [heads, C, 2 H], tile_ref:
-    [heads, tile, 2 H], references.
+    Args:
+      rows_ref: see `put_beside`.
+      slot: number of the slot among those of `pool`.
+      pool: reference [heads, C, 2 H] to the slots that the grid step has fetched.
+      tile_ref: reference [heads, tile, 2 H] to the result.
     """
     slots, tile = pool.shape[1], tile_ref.shape[1]
     whole = slots // tile * tile
@@ -62,7 +63,7 @@ def put(rows_ref, first, slot, pool, tile_ref) -> None:
         here = pl.ds(begin, size)
         own = iota((size, pool.shape[2]), 0) == slot - begin
         for j in range(pool.shape[0]):
-            # float32 holds old contents exactly (int8: whole numbers): they do not change
+            # float32 holds what the other slots hold exactly (int8: whole numbers)
             new = rows_ref[pl.ds(first + j, 1)]
             new = jnp.where(own, new, pool[j, here].astype(jnp.float32)).astype(pool.dtype)
             tile_ref[j, :size] = new
@@ -77,4 +78,5 @@ def put(rows_ref, first, slot, pool, tile_ref) -> None:
 
 
 def scratch(pool) -> pltpu.VMEM:
+    """Memory for `rows_ref`."""
     return pltpu.VMEM((pool.shape[1], pool.shape[3]), jnp.float32)

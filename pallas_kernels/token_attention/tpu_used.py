@@ -1,80 +1,97 @@
-"""Token attention on TPU where only the first slots of a head are in use: they are cut into pieces,
-of which those that are not used are not fetched. For full caches, half empty on average.
+"""Token attention on TPU where only the first slots of a head are in use, as in full caches, which
+are half empty on average. Slots are cut into pieces; pieces without a slot in use are not fetched.
 
 A grid step serves a piece of all heads of a row, or of some of them. Pallas fetches a piece while
-the last one is in use, and nothing where the next one is the same: behind the last piece in use,
-grid steps ask for that one again and do nothing. Maximum, total and sums of a row stay in vector
+the last one is in use, and nothing where the next one is the same. So grid steps behind the last
+piece in use ask for that one again and do nothing. Maximum, total and sums of a row stay in vector
 memory from piece to piece.
 """
 
 from functools import partial
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
 
-from pallas_kernels.token_attention import tpu_row, tpu_token
+from pallas_kernels.token_attention import tpu_call, tpu_row, tpu_token
+from pallas_kernels.token_attention.tpu_call import Given, Numbers, Results
 from pallas_kernels.tpu_operands import LANES
 
-PIECE_BYTES = 3 * 2**19  # of the pool, about
+PIECE_BYTES = 3 * 2**19  # of the pool, about: two pieces leave room in 16 MiB of vector memory
 LOWEST = -1e30  # the maximum of nothing: finite, so that differences are
 
 
 def slots_of_piece(pool, heads: int) -> int:
-    """A multiple of the lanes, by which positions are cut."""
+    """Slots that are fetched at once: a multiple of the lanes, because positions lie along them."""
     slot = heads * pool.shape[-1] * pool.dtype.itemsize
     return max(1, PIECE_BYTES // (slot * LANES)) * LANES
 
 
-def attend(given: dict, numbers: dict, *, heads: int, piece: int, tile: int, estimate, interpret):
-    """The output and the pool.
+class Running(NamedTuple):
+    """The softmax of a row's heads so far. top: largest score [N, 1]. total: sum of weights [N, 1],
+    sums: weighted values [N, W], both relative to `top`."""
+
+    top: Array
+    total: Array
+    sums: Array
+
+
+def attend(
+    numbers: Numbers,
+    given: Given,
+    results: Results,
+    *,
+    heads: int,
+    piece: int,
+    tile: int,
+    cost,
+    interpret,
+) -> Results:
+    """Piece after piece of the slots in use.
 
     Args:
-      given: operands by name; "k" and "v" if their token is to be stored.
-      numbers: int32 [1] each: "used", and the "slot" of the token.
-      heads: of a grid step. piece: slots of one. tile: slots that are written.
+      results: arrays like those that are computed.
+      heads: of a grid step.
+      piece: slots of a grid step.
+      tile: slots that are written for the token.
     """
-    rows, every, slots, width = given["pool"].shape
-    values = tpu_row.columns(given["q"].shape[-1], width)
-    results, stores = {"out": given["q"]}, "slot" in numbers
-    results |= {"pool": given["pool"]} if stores else {}
-    out_specs = {"out": pl.BlockSpec((1, *given["q"].shape[1:]), lambda r, *_: (r, 0, 0))}
-    out_specs |= {"pool": tpu_token.tile_spec(given["pool"], 1, heads, tile)} if stores else {}
-    found = pl.pallas_call(
+    pool, size = given.slots.pool, given.query.q.shape[-1]
+    rows, every, slots, width = pool.shape
+    line, sums = (every, 1), (every, tpu_row.columns(size, width))
+    running = Running(*(pltpu.VMEM(shape, jnp.float32) for shape in (line, line, sums)))
+    # a list of one, because Pallas takes a tuple of results apart
+    (found,) = pl.pallas_call(
         partial(_attend_piece, heads, slots),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(rows, every // heads, pl.cdiv(slots, piece)),
-            in_specs=[{name: _spec(name, a, heads, piece) for name, a in given.items()}],
-            out_specs=out_specs,
-            scratch_shapes=[
-                pltpu.VMEM((every, 1), jnp.float32),
-                pltpu.VMEM((every, 1), jnp.float32),
-                pltpu.VMEM((every, values), jnp.float32),
-                *([tpu_token.scratch(given["pool"])] if stores else []),
-            ],
+            in_specs=[tpu_call.specs(given, partial(_spec, heads=heads, piece=piece))],
+            out_specs=[tpu_call.specs(results, partial(_result_spec, heads=heads, tile=tile))],
+            scratch_shapes=[running] + [tpu_token.scratch(pool)] * (given.token is not None),
         ),
-        out_shape={n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in results.items()},
-        input_output_aliases=tpu_token.aliases(numbers, given, results),
+        out_shape=[tpu_call.shapes(results)],
+        input_output_aliases=tpu_call.aliases(numbers, given, results),
         compiler_params=pltpu.CompilerParams(
+            # pieces of a row follow each other: they share the running softmax
             dimension_semantics=("parallel", "arbitrary", "arbitrary")
         ),
-        cost_estimate=estimate,
+        cost_estimate=cost,
         interpret=interpret,
         name="token_attention",
     )(numbers, given)
-    return found["out"], found.get("pool", given["pool"])
+    return found
 
 
-def _spec(name: str, array, heads: int, piece: int) -> pl.BlockSpec:
+def _spec(name: str, array, *, heads: int, piece: int) -> pl.BlockSpec:
     """The part of an operand in a grid step."""
-    if name == "bias":
+    if name == "first_bias":
         return pl.BlockSpec(memory_space=pltpu.SMEM)
 
     def index(r, n, part, numbers):
         # the last piece in use again: nothing is fetched
-        part = jnp.minimum(part, (numbers["used"][0] - 1) // piece)
+        part = jnp.minimum(part, (numbers.used[0] - 1) // piece)
         row = 0 if len(array) == 1 else r
         places = {"pool": (r, n, part, 0), "position": (row, 0, part), "scale": (r, 0, 0, part)}
         return places.get(name, (r, 0, 0))
@@ -87,61 +104,68 @@ def _spec(name: str, array, heads: int, piece: int) -> pl.BlockSpec:
     return pl.BlockSpec(shapes.get(name, (1, *array.shape[1:])), index)
 
 
-def _attend_piece(some: int, slots: int, numbers, given, results, *memory):
-    *sums, rows_ref = memory if "slot" in numbers else (*memory, None)
-    top_ref, total_ref, sum_ref = sums
-    # here and not in what `when` runs, where the interpreter does not know them
+def _result_spec(name: str, array, *, heads: int, tile: int) -> pl.BlockSpec:
+    if name == "pool":
+        return tpu_token.tile_spec(array, 1, heads, tile)
+    return pl.BlockSpec((1, *array.shape[1:]), lambda r, *_: (r, 0, 0))
+
+
+def _attend_piece(some: int, slots: int, numbers, given, results, running, rows_ref=None):
+    # the interpreter knows program numbers here, but not inside of what `when` runs
     row, first, part = pl.program_id(0), pl.program_id(1) * some, pl.program_id(2)
 
     @pl.when(part == 0)
     def _():
-        top_ref[...] = jnp.full_like(top_ref, LOWEST)
-        total_ref[...] = jnp.zeros_like(total_ref)
-        sum_ref[...] = jnp.zeros_like(sum_ref)
+        running.top[...] = jnp.full_like(running.top, LOWEST)
+        running.total[...] = jnp.zeros_like(running.total)
+        running.sums[...] = jnp.zeros_like(running.sums)
 
-    piece = given["pool"].shape[2]
-    if "slot" in numbers:
-        slot = numbers["slot"][0]
+    pool = given.slots.pool.at[0]
+    piece = pool.shape[1]
+    if given.token is not None:
+        slot = numbers.slot[0]
 
         @pl.when(part == slot // piece)
         def _():
-            tpu_token.put_beside(0, given, rows_ref)
-            here = given["pool"].at[0], results["pool"].at[0]
-            tpu_token.put(rows_ref, first, slot - part * piece, *here)
+            tpu_token.put_beside(0, given.token, rows_ref)
+            tpu_token.put(rows_ref, first, slot - part * piece, pool, results.pool.at[0])
 
-    @pl.when(part * piece < numbers["used"][0])
+    # behind the last piece in use nothing new was fetched: the same piece is there once more
+    @pl.when(part * piece < numbers.used[0])
     def _():
-        _add_piece(row, first, part, some, slots, given, top_ref, total_ref, sum_ref)
+        _add_piece(row, first, part, some, slots, given, running)
 
     @pl.when(part == pl.num_programs(2) - 1)
     def _():
-        out_ref = results["out"]
+        out_ref = results.out
         number = tpu_row.iota((out_ref.shape[1], 1), 0)
         mine = (number >= first) & (number < first + some)
-        found = (sum_ref[...] / total_ref[...])[:, -out_ref.shape[2] :].astype(out_ref.dtype)
-        out_ref[0] = jnp.where(mine, found, out_ref[0])
+        found = (running.sums[...] / running.total[...])[:, -out_ref.shape[2] :]
+        out_ref[0] = jnp.where(mine, found.astype(out_ref.dtype), out_ref[0])
 
 
-def _add_piece(row, first, part, some, slots: int, given, top_ref, total_ref, sum_ref) -> None:
-    size, width = given["pool"].shape[2:]
-    queries = tpu_row.padded(given["q"][0], width)
+def _add_piece(row, first, part, some: int, slots: int, given: Given, running: Running) -> None:
+    """Add a piece of the heads from number `first` on to the running softmax."""
+    query, held = given.query, given.slots
+    size, width = held.pool.shape[2:]
+    queries = tpu_row.padded(query.q[0], width)
     number = tpu_row.iota((len(queries), 1), 0)
     mine = [number == first + j for j in range(some)]
-    scores = tpu_row.scores(queries, mine, given["pool"].at[0])
-    if "scale" in given:
-        scores *= given["scale"][0, 0]
+    scores = tpu_row.scores(queries, mine, held.pool.at[0])
+    if held.scale is not None:
+        scores *= held.scale[0, 0]
     slot = tpu_row.iota(scores.shape, 1) + part * size
-    if "bias" in given:
-        scores += jnp.where(slot == 0, given["bias"][row], 0.0)
+    if query.first_bias is not None:
+        scores += jnp.where(slot == 0, query.first_bias[row], 0.0)
     # what lies beyond the end of the array may be anything
-    visible = (given["position"][0] >= 0) & (slot < slots)
+    visible = (held.position[0] >= 0) & (slot < slots)
     scores = jnp.where(visible, scores, -jnp.inf)
-    top = jnp.maximum(top_ref[...], scores.max(axis=1, keepdims=True))
-    weights, rescale = jnp.exp(scores - top), jnp.exp(top_ref[...] - top)
-    total_ref[...] = total_ref[...] * rescale + weights.sum(axis=1, keepdims=True)
-    if "scale" in given:
-        weights = jnp.where(visible, weights * given["scale"][0, 1], 0.0)
-    operands = weights, mine, given["pool"].at[0], queries.dtype
-    found = tpu_row.mean(*operands, sum_ref.shape[1])
-    sum_ref[...] = sum_ref[...] * rescale + found
-    top_ref[...] = top
+    top = jnp.maximum(running.top[...], scores.max(axis=1, keepdims=True))
+    weights, rescale = jnp.exp(scores - top), jnp.exp(running.top[...] - top)
+    running.total[...] = running.total[...] * rescale + weights.sum(axis=1, keepdims=True)
+    if held.scale is not None:
+        weights = jnp.where(visible, weights * held.scale[0, 1], 0.0)
+    width = running.sums.shape[1]
+    found = tpu_row.mean(weights, mine, held.pool.at[0], queries.dtype, width)
+    running.sums[...] = running.sums[...] * rescale + found
+    running.top[...] = top

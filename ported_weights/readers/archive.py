@@ -1,8 +1,8 @@
-"""Zip files as torch.save writes them: every member is stored as it is, at a place of its own.
+"""Zip files as torch.save writes them: members are not compressed, and each has its own bytes.
 
-The members are read in place, no more of them than is asked for, so a small file never becomes
-large in memory. What makes zip files ambiguous or expensive is refused: compression, two members of
-one name, members that share bytes, sizes that contradict each other.
+Only the bytes that are asked for are read, so a small file never becomes large in memory. Whatever
+makes zip files ambiguous or expensive is refused: compression, two members of one name, members
+that share bytes, sizes that contradict each other.
 """
 
 import struct
@@ -16,8 +16,8 @@ import numpy as np
 
 from varjax.errors import UserError
 
-MAX_DIRECTORY = 16 * 2**20  # bytes of the list of members; 100 are usual for a tensor
-CHUNK = 2**24  # bytes
+MAX_DIRECTORY = 16 * 2**20  # bytes of the list of members; a tensor usually takes 100
+CHUNK = 2**24  # bytes that a checksum reads at a time
 LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _FROM_ZIPFILE = (ValueError, ArithmeticError, NotImplementedError, OSError, struct.error)
 _ENCRYPTED, _IN_DESCRIPTOR, _UTF8 = 1, 8, 2048  # flags of a member
@@ -25,7 +25,7 @@ _ENCRYPTED, _IN_DESCRIPTOR, _UTF8 = 1, 8, 2048  # flags of a member
 
 @dataclass(frozen=True)
 class Member:
-    """Where the bytes of a member are in the file, their number and checksum."""
+    """A member: where its bytes begin in the file, their number and checksum."""
 
     start: int
     size: int
@@ -34,7 +34,7 @@ class Member:
 
 
 class _Head(FileIO):
-    """A file of which nobody reads more than the list of members may have."""
+    """A file that refuses reads of more bytes than the list of members may have."""
 
     def read(self, size: int = -1) -> bytes:
         if size > MAX_DIRECTORY:
@@ -43,7 +43,7 @@ class _Head(FileIO):
 
 
 class Archive:
-    """An open zip file. Every method raises `UserError` for one that is damaged."""
+    """An open zip file. Every method raises `UserError` if the file is damaged."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -60,7 +60,7 @@ class Archive:
         self._check_places(infos, end)
 
     def _member(self, info: zipfile.ZipInfo) -> Member:
-        """What the list says of a member, if the header before its bytes agrees."""
+        """Return what the list says about a member, if the header before its bytes agrees."""
         self._file.seek(info.header_offset)
         header = LOCAL_HEADER.unpack(self._file.read(LOCAL_HEADER.size))
         signature, _, flags, method, *_, packed, size, name_length, extra_length = header
@@ -79,7 +79,7 @@ class Archive:
         return Member(start, info.file_size, info.CRC, is_plain)
 
     def _check_places(self, infos: list[zipfile.ZipInfo], end: int) -> None:
-        """Members lie one after another, before the list, which begins at `end`."""
+        """Check that members lie one after another, before the list, which begins at `end`."""
         limit = end
         for info in sorted(infos, key=lambda info: info.header_offset, reverse=True):
             if self._members[info.filename].start + info.compress_size > limit:
@@ -91,24 +91,24 @@ class Archive:
         return list(self._members)
 
     def size(self, name: str) -> int | None:
-        """Bytes of a member, None if it is not there."""
+        """Return the number of bytes of a member, None if there is no such member."""
         return self._members[name].size if name in self._members else None
 
     def read(self, name: str, most: int) -> bytes:
-        """A whole member, which may have `most` bytes."""
+        """Read a whole member, which may have up to `most` bytes."""
         if (self.size(name) or 0) > most:
             raise UserError(f"{self.path}: {name} is implausibly large")
         return self.values(name, np.dtype("u1"), 0, self.size(name) or 0).tobytes()
 
     def values(self, name: str, dtype: np.dtype, first: int, end: int) -> np.ndarray:
-        """Elements `first` to `end` - 1 of a member, whose checksum is compared first."""
+        """Read elements `first` to `end` - 1 of a member, after comparing its checksum."""
         self._check(name)
         found = np.empty(end - first, dtype)
         self._fill(self._members[name].start + first * dtype.itemsize, found)
         return found
 
     def _check(self, name: str) -> None:
-        """All bytes of the member, once, a few at a time."""
+        """Compare the checksum of a member the first time, `CHUNK` bytes at a time."""
         member = self._members.get(name)
         if member is None:
             raise self.damaged(f"there is no member {name!r:.80}")
@@ -137,5 +137,6 @@ class Archive:
         if rest:
             raise self.damaged("it ends too early")
 
-    def damaged(self, reason) -> UserError:
+    def damaged(self, reason: str) -> UserError:
+        """Return the error that the file is damaged."""
         return UserError(f"{self.path} is damaged or incomplete ({reason}): download it again")

@@ -1,8 +1,8 @@
 """Readers of weight files, without torch: the zip files of `torch.save`, and `.safetensors`.
 
 A file of torch.save holds a pickle (`data.pkl`) that describes tensors as views into storages, and
-one member `data/KEY` per storage. The pickle is interpreted by `PickleProgram`, which runs no code.
-Of both kinds of files tensors are read when asked for. `readers.legacy` has torch's old format.
+one member `data/KEY` per storage. `PickleProgram` interprets the pickle and runs no code. Tensors
+are read only when asked for, in both kinds of files. `readers.legacy` has torch's old format.
 """
 
 import math
@@ -11,12 +11,19 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import ml_dtypes
 import numpy as np
 
 from ported_weights.readers.archive import Archive
-from ported_weights.readers.pickle_program import LONGEST_NAME, Dictionary, PickleProgram, Symbol
+from ported_weights.readers.pickle_program import (
+    LONGEST_NAME,
+    Dictionary,
+    PickleProgram,
+    Symbol,
+    name_of,
+)
 from varjax.errors import UserError, require
 
 # Little-endian element types of torch's storage classes.
@@ -33,7 +40,7 @@ STORAGES = {
     "torch.BoolStorage": np.dtype("?"),
     "torch.storage.UntypedStorage": np.dtype("u1"),
 }
-# Values that training checkpoints mention beside the weights; kept as names.
+# Values that training checkpoints mention beside the weights. They stay names.
 INERT = frozenset(
     f"torch.{name}"
     for name in "float32 float16 bfloat16 float64 bool int64 int32 int16 int8 uint8".split()
@@ -47,26 +54,32 @@ SAFETENSORS = {
     "BOOL": np.dtype("?"),
 }
 MAX_PICKLE = 32 * 2**20  # bytes; real ones have some kilobytes
-MAX_HEADER = 16 * 2**20  # bytes of the header of safetensors, likewise
-MAX_AXES = 32  # that every NumPy knows
-MAX_REPEATED = 2**27  # elements of a tensor that has more than its storage: an expanded view
-# A storage may be larger than the tensors in it, as that of a slice is; not out of all proportion.
+MAX_HEADER = 16 * 2**20  # bytes of the header of safetensors; real ones have some kilobytes
+MAX_AXES = 32  # every version of NumPy allows as many
+MAX_REPEATED = 2**27  # elements of a tensor with more elements than its storage (an expanded view)
+# A storage may be larger than its tensors, as that of a slice is, but not out of all proportion.
 MAX_UNUSED, MAX_UNUSED_RATIO = 64 * 2**20, 16
 
 
 @dataclass(frozen=True)
 class Storage:
-    """A flat buffer of the file: `count` elements in `member`, by its name in the zip, or its key
-    in a file of the old format."""
+    """A flat buffer of the file: `count` elements.
+
+    member: its name in the zip, or its key in a file of the old format.
+    """
 
     member: str
     dtype: np.dtype
     count: int
 
+    @property
+    def num_bytes(self) -> int:
+        return self.count * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class TorchTensor:
-    """A tensor of the file, a strided view into a storage. `read()` gives its values."""
+    """A tensor of the file: a strided view into a storage."""
 
     file: "TorchFile"
     storage: Storage
@@ -80,12 +93,12 @@ class TorchTensor:
 
     @property
     def end(self) -> int:
-        """One past the last element of the storage that the tensor reads; 0: it has none."""
+        """One past the last element of the storage that the tensor reads; 0: it reads none."""
         steps = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
         return self.offset + steps + 1 if all(self.shape) else 0
 
     def read(self) -> np.ndarray:
-        """The values. `UserError` if the file is damaged."""
+        """Read the values. `UserError` if the file is damaged."""
         if not self.end:
             return np.empty(self.shape, self.dtype)
         flat = self.file.values(self.storage, self.offset, self.end)
@@ -94,11 +107,12 @@ class TorchTensor:
 
 
 class TorchFile:
-    """An open file; `content` is the unpickled object with `TorchTensor` in place of tensors.
+    """An open file of torch.save. `content` is the unpickled object, with a `TorchTensor` for each
+    tensor.
 
     Raises:
-      UserError: not a zip of torch.save, another byte order, damage, or a pickle that refers to
-        anything beyond tensors and plain containers.
+      UserError: the file is no zip of torch.save, has another byte order, is damaged, or its pickle
+        refers to anything beyond tensors and plain containers.
     """
 
     def __init__(self, path: Path):
@@ -114,7 +128,7 @@ class TorchFile:
         self.content = self._program().run(pickled)
 
     def _program(self) -> PickleProgram:
-        """What interprets a pickle of the file."""
+        """Return an interpreter for a pickle of the file."""
         return PickleProgram(
             functions={
                 "collections.OrderedDict": _ordered_dict,
@@ -129,9 +143,8 @@ class TorchFile:
         )
 
     def values(self, storage: Storage, first: int, end: int) -> np.ndarray:
-        """Elements `first` to `end` - 1 of a storage."""
-        size, used = storage.dtype.itemsize * storage.count, self._used[storage.member]
-        used *= storage.dtype.itemsize
+        """Read elements `first` to `end` - 1 of a storage."""
+        size, used = storage.num_bytes, self._used[storage.member] * storage.dtype.itemsize
         if size > max(MAX_UNUSED, MAX_UNUSED_RATIO * used):
             raise UserError(
                 f"{self.path}: storage {storage.member} has {size} bytes, of which tensors use"
@@ -140,7 +153,7 @@ class TorchFile:
         return self._archive.values(storage.member, storage.dtype, first, end)
 
     def _find_root(self) -> str:
-        """Folder inside the archive, with its slash."""
+        """Return the folder inside the archive that holds everything, with its slash."""
         names = self._archive.names
         found = (re.fullmatch(r"([^/]*/|)data\.pkl", name) for name in names)
         roots = [match[1] for match in found if match]
@@ -156,25 +169,27 @@ class TorchFile:
     # --- what the pickle may call -----------------------------------------------------------------
 
     def _storage(self, identity) -> Storage:
-        """From the persistent id ("storage", class, key, device, number of elements)."""
+        """Read the persistent id ("storage", class, key, device, number of elements)."""
         key, dtype, count = self._identity(identity, 5)
         member = f"{self._root}data/{key}"
-        needed, present = count * dtype.itemsize, self._archive.size(member)
+        storage, present = Storage(member, dtype, count), self._archive.size(member)
+        needed = storage.num_bytes
         if present is None or not needed <= present < needed + dtype.itemsize:
             has = f"{present or 0} are there"
             raise self._archive.damaged(f"storage {key:.80} needs {needed} bytes, {has}")
-        return Storage(member, dtype, count)
+        return storage
 
     def _identity(self, identity, length: int) -> tuple[str, np.dtype, int]:
-        """Key, element type and number of elements of a persistent id; its device does not matter,
-        since values are read on the host."""
+        """Return key, element type and number of elements of a persistent id.
+
+        The device does not matter, since values are read on the host.
+        """
         is_id = isinstance(identity, tuple) and len(identity) == length
         if not (is_id and identity[0] == "storage"):
             raise UserError(f"{self.path}: refused, an unknown kind of storage")
         _, kind, key, _, count = identity[:5]
         if not (isinstance(kind, Symbol) and kind.name in STORAGES and isinstance(key, str)):
-            name = kind.name if isinstance(kind, Symbol) else type(kind).__name__
-            raise UserError(f"{self.path}: refused, storage class {name}")
+            raise UserError(f"{self.path}: refused, storage class {name_of(kind)}")
         if not _is_count(count):
             raise UserError(f"{self.path}: the size of storage {key:.80} is not a number")
         return key, STORAGES[kind.name], count
@@ -204,7 +219,7 @@ class TorchFile:
 
 
 def tensors(content) -> Mapping[str, TorchTensor]:
-    """The entries of a mapping that are tensors under text keys."""
+    """Return the entries of a mapping that are tensors under text keys."""
     if not isinstance(content, Dictionary):
         return {}
     return {k: v for k, v in content.items() if isinstance(k, str) and isinstance(v, TorchTensor)}
@@ -234,11 +249,17 @@ def _is_counts(values) -> bool:
 # --- safetensors ----------------------------------------------------------------------------------
 
 
+class SafeOpen(Protocol):
+    """The part of an open safetensors file that is used after its header was read."""
+
+    def get_tensor(self, name: str) -> np.ndarray: ...
+
+
 @dataclass(frozen=True)
 class SafeTensor:
-    """A tensor of the file. `read()` gives its values."""
+    """A tensor of a safetensors file. file: its open handle (`safetensors.safe_open`)."""
 
-    file: object
+    file: SafeOpen
     name: str
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -248,8 +269,12 @@ class SafeTensor:
 
 
 def read_safetensors(path: Path) -> dict[str, SafeTensor]:
-    """{name: tensor} of a file, nothing of it read yet. `UserError` for a damaged file or a type
-    that no weights have, `MissingExtra` without the `safetensors` package."""
+    """Open a file and return {name: tensor}; values are not read yet.
+
+    Raises:
+      UserError: the file is damaged, or has a type that no weights have.
+      MissingExtra: the package `safetensors` is not installed.
+    """
     safetensors = require("safetensors", extra="port", purpose=f"reading {path}")
     try:
         file = safetensors.safe_open(path, framework="np")

@@ -1,8 +1,8 @@
-"""Reader of torch's format before 1.6, which is no zip: five pickles, then the storages one after
-another, each its number of elements and its bytes.
+"""Reader of torch's format before 1.6, in which LPIPS publishes its weights.
 
-LPIPS publishes its weights so. The pickles are interpreted as those of newer files are, with the
-same refusals. There are no checksums; lengths have to fit to the byte.
+Such a file is no zip. It holds five pickles, then the storages one after another, each as its
+number of elements and its bytes. The pickles are interpreted as in newer files, with the same
+refusals. There are no checksums, so lengths have to fit to the byte.
 """
 
 import struct
@@ -20,7 +20,7 @@ COUNT = struct.Struct("<q")
 
 
 class LegacyTorchFile(TorchFile):
-    """As `TorchFile`, of a file that begins with `MAGIC`."""
+    """A `TorchFile` of the old format, which begins with `MAGIC`."""
 
     def __init__(self, path: Path):
         self.path, self._used = path, Counter()
@@ -39,13 +39,13 @@ class LegacyTorchFile(TorchFile):
         self._archive.find(keys, at, self._mentioned)
 
     def _next(self, data: bytes, at: int):
-        """The object of the pickle that begins at this byte, and where the next one does."""
+        """Return the object of the pickle at this byte, and the byte where the next one begins."""
         program = self._program()
         found = program.run(data[at:])
         return found, at + program.length
 
     def _storage(self, identity) -> Storage:
-        """From the persistent id, which may say at its end that it is a view into another one."""
+        """Read the persistent id, which may end with the storage that this one is a view of."""
         key, dtype, count = self._identity(identity, 6)
         if identity[5] is not None:
             raise UserError(
@@ -59,16 +59,21 @@ class LegacyTorchFile(TorchFile):
 
 
 class Storages:
-    """Where the storages of a file are, as `archive.Archive` for those of a zip."""
+    """The storages of a file of the old format. It stands in for `archive.Archive`."""
 
     def __init__(self, path: Path):
         self.path, self._start = path, {}
 
-    def find(self, keys, at: int, mentioned: dict[str, Storage]) -> None:
-        """Note where every storage begins. keys: in the order of the file, the first at byte `at`.
+    def find(self, keys: object, at: int, mentioned: dict[str, Storage]) -> None:
+        """Note where every storage begins.
+
+        Args:
+          keys: names of the storages in the order of the file, as its last pickle lists them.
+          at: the byte where the first one begins.
+          mentioned: the storages of the tensors, by key.
 
         Raises:
-          UserError: other storages than the pickle mentioned, or of other lengths.
+          UserError: these are other storages than the pickle mentioned, or they have other lengths.
         """
         texts = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
         if not texts or sorted(keys) != sorted(mentioned):
@@ -81,12 +86,12 @@ class Storages:
                 if len(head) < COUNT.size or COUNT.unpack(head)[0] != storage.count:
                     raise self.damaged(f"storage {key:.80} has not {storage.count} elements")
                 self._start[key] = at + COUNT.size
-                at = self._start[key] + storage.count * storage.dtype.itemsize
+                at = self._start[key] + storage.num_bytes
         if at != end:
             raise self.damaged(f"its storages end at byte {at}, the file at {end}")
 
     def values(self, key: str, dtype: np.dtype, first: int, end: int) -> np.ndarray:
-        """Elements `first` to `end` - 1 of a storage."""
+        """Read elements `first` to `end` - 1 of a storage."""
         with self.path.open("rb") as file:
             file.seek(self._start[key] + first * dtype.itemsize)
             data = file.read((end - first) * dtype.itemsize)
@@ -94,5 +99,6 @@ class Storages:
             raise self.damaged("it ends too early")
         return np.frombuffer(data, dtype)
 
-    def damaged(self, reason) -> UserError:
+    def damaged(self, reason: str) -> UserError:
+        """Return the error that the file is damaged."""
         return UserError(f"{self.path} is damaged or incomplete ({reason}): download it again")

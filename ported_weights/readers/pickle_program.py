@@ -1,8 +1,8 @@
 """Interpreter for the few pickle operations that weight files consist of.
 
-A pickle is a program. Python's own unpickler would run whatever it names; this one calls nothing:
-it knows dictionaries, lists, tuples, numbers and texts, and hands every name and every call to
-`names`, a table of functions that its caller vouches for. Anything else is refused by name.
+A pickle is a program. Python's own unpickler would run whatever the pickle names. This interpreter
+knows dictionaries, lists, tuples, numbers and texts. It calls nothing but `functions`, which its
+caller vouches for, and refuses anything else by name.
 """
 
 import io
@@ -25,19 +25,29 @@ _PUSH = frozenset(
 )
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_NOTES = frozenset(("PROTO", "FRAME"))  # version and size of what follows
+_SKIPPED = frozenset(("PROTO", "FRAME"))  # version and size of what follows
 _STORE = frozenset(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"))
 _RECALL = frozenset(("GET", "BINGET", "LONG_BINGET"))
-# Notes of training scripts beside the weights: an empty dictionary stands for such an object.
+# Classes of notes that training scripts leave beside weights; an empty dictionary stands for them.
 NOTES = frozenset(("argparse.Namespace",))
 _INSTANCES = frozenset(("INST", "OBJ", "NEWOBJ", "NEWOBJ_EX"))
 
 
 @dataclass(frozen=True)
 class Symbol:
-    """A name that the pickle refers to, `module.attribute`. Never looked up in Python."""
+    """A name that the pickle refers to, `module.attribute`. It is never looked up in Python."""
 
     name: str
+
+    @property
+    def is_note(self) -> bool:
+        """Whether it is a class of notes, whose objects are dropped."""
+        return self.name in NOTES
+
+
+def name_of(item: object) -> str:
+    """Return what a refusal calls an object: the symbol's name, or its type."""
+    return item.name if isinstance(item, Symbol) else type(item).__name__
 
 
 class Dictionary(dict):
@@ -72,8 +82,12 @@ class PickleProgram:
         self.length = 0  # bytes of the pickle that was run
 
     def run(self, data: bytes):
-        """The object that the pickle describes. `UserError` for a name that is not allowed, an
-        operation that weights never need, more of them than weights have, or damage."""
+        """Return the object that the pickle describes.
+
+        Raises:
+          UserError: the pickle is damaged, names something that is not allowed, or has an operation
+            that weights never need, or too many operations.
+        """
         try:
             operations = pickletools.genops(io.BytesIO(data))
             for operation, argument, place in itertools.islice(operations, MAX_OPERATIONS):
@@ -102,7 +116,7 @@ class PickleProgram:
             self.memo[len(self.memo) if name == "MEMOIZE" else argument] = self.stack[-1]
         elif name in _RECALL:
             self.stack.append(self.memo[argument])
-        elif name == "NEWOBJ" and self.stack[-1] == () and self._is_note(self.stack[-2]):
+        elif name == "NEWOBJ" and self._makes_note():
             self.stack[-2:] = [Dictionary()]
         elif name in _INSTANCES:  # say of which class, where it is known
             symbols = [s.name for s in self.stack if isinstance(s, Symbol)][-1:]
@@ -111,7 +125,7 @@ class PickleProgram:
                 f"it would create an object of {target or 'an unnamed class':.80} ({name});"
                 " a weights file holds tensors, numbers and texts only"
             )
-        elif name not in _NOTES:
+        elif name not in _SKIPPED:
             method = getattr(self, f"_do_{name.lower()}", None)
             if method is None:
                 raise self._refused(f"pickle operation {name} is not for weights")
@@ -120,20 +134,23 @@ class PickleProgram:
     def _refused(self, reason: str) -> UserError:
         return UserError(f"{self.what}: refused, {reason}")
 
-    @staticmethod
-    def _is_note(item) -> bool:
-        return isinstance(item, Symbol) and item.name in NOTES
+    def _makes_note(self) -> bool:
+        """Whether a class of notes is called without arguments."""
+        return (
+            self.stack[-1] == () and isinstance(self.stack[-2], Symbol) and self.stack[-2].is_note
+        )
 
     # --- names and calls --------------------------------------------------------------------------
 
     def _symbol(self, module: str, attribute: str) -> Symbol:
-        name = f"{module}.{attribute}"
-        if name not in self.functions and name not in NOTES and not self.constants(name):
+        symbol = Symbol(f"{module}.{attribute}")
+        name = symbol.name
+        if name not in self.functions and not symbol.is_note and not self.constants(name):
             raise self._refused(
                 f"it refers to {name:.80}, which a state_dict has no need of: do not open it with"
                 " other tools unless you trust its source"
             )
-        return Symbol(name)
+        return symbol
 
     def _do_global(self, argument: str) -> None:
         self.stack.append(self._symbol(*argument.split(" ", 1)))
@@ -147,15 +164,14 @@ class PickleProgram:
     def _do_reduce(self, _) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
         if not isinstance(function, Symbol) or function.name not in self.functions:
-            name = function.name if isinstance(function, Symbol) else type(function).__name__
-            raise self._refused(f"it calls {name}, which is not a function here")
+            raise self._refused(f"it calls {name_of(function)}, which is not a function here")
         if not isinstance(arguments, tuple):
             raise TypeError(f"arguments of {function.name} are not a tuple")
         self.stack.append(self.functions[function.name](*arguments))
 
     def _do_build(self, _) -> None:
-        """State of an object: torch keeps notes on a state dict, and training scripts arguments,
-        which mean nothing here."""
+        """Drop the state of an object: torch keeps notes on a state dict, training scripts keep
+        arguments, and neither means anything here."""
         self.stack.pop()
         if not isinstance(self.stack[-1], Dictionary):
             raise self._refused("it sets attributes of something")
@@ -169,7 +185,7 @@ class PickleProgram:
         self.stack.append(_MARK)
 
     def _pop_mark(self) -> list:
-        """Everything above the last mark, which is removed too."""
+        """Take everything above the last mark off the stack, and the mark."""
         items: list = []
         while (item := self.stack.pop()) is not _MARK:  # without a mark: IndexError, "damaged"
             items.append(item)
@@ -211,7 +227,7 @@ class PickleProgram:
         self._set(self._pop_mark())
 
     def _set(self, items: list) -> None:
-        """Keys and values in turn. Keys are plain, so that hashing them runs no surprising code."""
+        """Set keys and values, given in turn. Keys are plain: hashing them runs no other code."""
         target = self.stack[-1]
         if not isinstance(target, Dictionary) or len(items) % 2:
             raise TypeError("keys are set on something that is not a dictionary")

@@ -1,6 +1,6 @@
-"""Opening PyTorch weights, whatever their container: names to tensors that are read when asked for.
+"""Opening PyTorch weights in any container, as names and tensors that are read when asked for.
 
-The kind of a file is found out from its first bytes, not from its name.
+The first bytes of a file tell its kind, not its name.
 """
 
 import contextlib
@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -22,24 +22,27 @@ from varjax.storage.manifest import is_text, read_json
 from varjax.text.t5 import SPIECE_FILE, T5Config, Tokenizer
 
 PREFIXES = ("module.", "_orig_mod.")  # added by data parallelism and by torch.compile
-WELL_KNOWN = (
-    *("state_dict", "model", "module", "trainer", "vae_local", "var_wo_ddp", "vae", "var"),
-    *("ema", "model_ema", "ema_state_dict", "model_state_dict", "net", "weights"),
+# Keys under which training scripts keep state dicts.
+WELL_KNOWN = frozenset(
+    "state_dict model module trainer vae_local var_wo_ddp vae var"
+    " ema model_ema ema_state_dict model_state_dict net weights".split()
 )
 MAX_NESTING = 3
-# Entries that are looked at in search of state dicts: a dictionary may be in many others.
+# Entries that the search for state dicts looks at. A dictionary may lie in many others.
 MAX_ENTRIES = 2**18
 T5_CONFIG = "config.json"
-# Where its weights are, best first: folders are published with several containers side by side.
+# Files of T5's weights, best first. Published folders hold several containers side by side.
 T5_WEIGHTS = (
-    *("model.safetensors.index.json", "model.safetensors"),
-    *("pytorch_model.bin.index.json", "pytorch_model.bin"),
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "pytorch_model.bin.index.json",
+    "pytorch_model.bin",
 )
 _ADVICE = "expected .safetensors, a .pth/.pt/.bin file of torch.save, or a folder of shards"
 
 
 class Tensor(Protocol):
-    """A tensor that is not read yet."""
+    """A tensor that is not read yet: what `rules` and the parts need of it."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -49,7 +52,14 @@ class Tensor(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """Weights of one model: {name: tensor}, the files they are in, and which part was taken."""
+    """The weights of one model.
+
+    Attributes:
+      path: the file or folder that was opened.
+      tensors: {name: tensor}.
+      files: all files that hold them.
+      taken: which state dict was taken, and what was removed from names, in words.
+    """
 
     path: Path
     tensors: Mapping[str, Tensor]
@@ -57,18 +67,19 @@ class Source:
     taken: str = ""
 
     def fingerprints(self) -> list[dict]:
-        """File name, size and SHA-256 of every file."""
+        """Return file name, size and SHA-256 of every file."""
         found = []
         for path in self.files:
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-            name = os.fsencode(path.name).decode(errors="replace")  # of any bytes; JSON holds text
+            # a name may have any bytes, JSON holds only text
+            name = os.fsencode(path.name).decode(errors="replace")
             found.append({"file": name, "size": path.stat().st_size, "sha256": digest})
         return found
 
 
 def joined(first: Source, second: Source) -> Source:
-    """Weights that are published in two files, as one source; no name is in both."""
+    """Join weights that are published in two files. No name is in both."""
     tensors, files = {**first.tensors, **second.tensors}, (*first.files, *second.files)
     return Source(first.path, tensors, files, " ".join(filter(None, (first.taken, second.taken))))
 
@@ -78,11 +89,12 @@ def open_source(path, signature: Sequence[str] = (), key: str | None = None) -> 
 
     Args:
       path: the file, the folder, or the index file of a folder.
-      signature: names of which the wanted model has some, to choose among several state dicts.
+      signature: names, some of which the wanted model has. They choose among several state dicts.
       key: where in the file the state dict is, such as `ema` or `trainer/var_wo_ddp`.
 
     Raises:
-      UserError: not there, not weights, damaged, unsafe, or several state dicts that would do.
+      UserError: the file is missing, damaged or unsafe, holds no weights, or holds several state
+        dicts that fit.
     """
     path, taken = Path(path), ""
     if not path.exists():
@@ -99,7 +111,7 @@ def open_source(path, signature: Sequence[str] = (), key: str | None = None) -> 
 
 
 def _without_key(path: Path, key: str | None) -> None:
-    """Refuse a key where there is nothing to choose: other weights were meant."""
+    """Refuse a key for a file without a choice: the user meant another file."""
     if key is not None:
         raise UserError(
             f"{path} has no state dict {key!r}: its tensors have no keys above their names; leave"
@@ -108,7 +120,7 @@ def _without_key(path: Path, key: str | None) -> None:
 
 
 def _open_file(path: Path) -> Mapping[str, Tensor] | TorchFile:
-    """By the first bytes: a safetensors file's tensors, or a torch file."""
+    """Open a file by its first bytes: the tensors of safetensors, or a torch file."""
     if not path.is_file():
         raise UserError(f"{path} is no ordinary file: {_ADVICE}")
     with path.open("rb") as file:
@@ -126,6 +138,7 @@ def _open_file(path: Path) -> Mapping[str, Tensor] | TorchFile:
 
 
 def _explain(head: bytes) -> str:
+    """Say why a file with these first bytes is not read."""
     start = head.lstrip()[:64].lower()
     if not head:
         return "it is empty"
@@ -156,8 +169,10 @@ def _strip(source: Source) -> Source:
 # --- state dicts inside a torch file --------------------------------------------------------------
 
 
-def _choose(path: Path, content, signature: Sequence[str], key: str | None):
-    """(where it is, state dict): the one asked for, else the only one that looks right."""
+def _choose(
+    path: Path, content: object, signature: Sequence[str], key: str | None
+) -> tuple[str, Mapping[str, Tensor]]:
+    """Return (where it is, state dict): the one asked for, else the only one that looks right."""
     found = dict(_state_dicts(path, content))
     if not found:
         raise UserError(f"{path} holds no tensors; expected a state dict as torch.save writes it")
@@ -176,13 +191,13 @@ def _choose(path: Path, content, signature: Sequence[str], key: str | None):
     return next(iter(choice.items()))
 
 
-def looks_like(names, signature: Sequence[str]) -> bool:
-    """True if some name, wrapper prefixes aside, is one of `signature`."""
+def looks_like(names: Iterable[str], signature: Sequence[str]) -> bool:
+    """Whether some name, apart from prefixes of wrappers, is in `signature`."""
     return any(name == s or name.endswith(f".{s}") for name in names for s in signature)
 
 
 def _state_dicts(path: Path, content) -> Iterator[tuple[str, Mapping]]:
-    """Every mapping with tensors in it, as (path of keys, tensors)."""
+    """Yield every mapping with tensors in it, as (path of keys, tensors)."""
     level, entries = [("", content)], 0
     for depth in range(MAX_NESTING + 1):
         inner = []
@@ -209,7 +224,7 @@ def _listed(found: Mapping[str, Mapping]) -> str:
 
 
 def _open_folder(path: Path) -> Source:
-    """A folder with an index and its shards, or with a single weights file."""
+    """Open a folder with an index and its shards, or with a single weights file."""
     if path.is_dir():
         indices = sorted(path.glob("*.index.json"))
         if len(indices) > 1:
@@ -240,7 +255,7 @@ def _open_single(path: Path, indices: list[Path]) -> Source:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """weight_map: {tensor name: file name}."""
+    """Return the index's weight_map: {tensor name: file name}."""
     content = read_json(path)
     mapping = content.get("weight_map") if isinstance(content, dict) else None
     if not (isinstance(mapping, dict) and mapping and all(map(is_text, mapping.values()))):
@@ -263,7 +278,7 @@ def _shard(path: Path) -> Mapping[str, Tensor]:
 
 
 def _check_index(path: Path, mapping: Mapping[str, str], shards: Mapping[str, Mapping]) -> None:
-    """The index and the shards must name the same tensors."""
+    """Check that the index and the shards name the same tensors."""
     absent = [f"{n} is not in {f}" for n, f in sorted(mapping.items()) if n not in shards[f]]
     held = [(f, n) for f, found in sorted(shards.items()) for n in sorted(found)]
     extra = [f"{n} of {f} is not in the index" for f, n in held if mapping.get(n) != f]
@@ -276,10 +291,15 @@ def _check_index(path: Path, mapping: Mapping[str, str], shards: Mapping[str, Ma
 
 
 def open_t5_folder(path, signature: Sequence[str]) -> tuple[T5Config, Source]:
-    """The configuration and the weights, not read yet, of a T5 as Hugging Face publishes it
-    (flan-t5): `config.json`, `spiece.model`, and the weights in any of their containers. The
-    tokenizer is checked. `UserError` for a missing or unusable file, `MissingExtra` without
-    `sentencepiece`."""
+    """Return the configuration and the weights, not read yet, of a T5.
+
+    The folder is as Hugging Face publishes flan-t5: `config.json`, `spiece.model`, and the weights
+    in any of their containers. The tokenizer is checked.
+
+    Raises:
+      UserError: a file is missing or unusable.
+      MissingExtra: `sentencepiece` is not installed.
+    """
     folder = Path(path)
     config = _config(folder)
     Tokenizer(folder / SPIECE_FILE, config.vocab_size)
@@ -305,12 +325,13 @@ def _config(folder: Path) -> T5Config:
 
 
 def _weights(folder: Path) -> Path:
-    """The weights to read: the first container that is there with all of its shards."""
+    """Return the weights to read: the first container that has all of its shards."""
     found = [folder / name for name in T5_WEIGHTS if (folder / name).is_file()]
     return next(filter(_is_whole, found), found[0] if found else folder)
 
 
 def _is_whole(path: Path) -> bool:
+    """Whether all shards of an index are there; true for a file that is no index."""
     if not path.name.endswith(".index.json"):
         return True
     with contextlib.suppress(UserError):  # the reader of the index says what is wrong with it

@@ -14,11 +14,12 @@ from ported_weights.rules import Ignore, Rule, layer, path_of
 from varjax.codecs.bsq.model import PRESETS, BSQConfig
 from varjax.codecs.vqvae.model import VQVAEConfig
 from varjax.errors import UserError
+from varjax.models.var.config import VARConfig
 
 _NET = r"(encoder|decoder)"
 _RESOLUTION = rf"{_NET}\.(down|up)\.(\d+)"
 _BLOCK = rf"{_RESOLUTION}\.block\.(\d+)"
-_LAYERS = {  # of both, by the name of the weight here, and its transform
+_LAYERS = {  # {(our name of the weight, its transform): patterns}, in VQVAE and BSQ-VAE
     ("kernel", "conv"): (
         rf"{_NET}\.(conv_in|conv_out)",
         rf"{_NET}\.mid\.(block_\d)\.(conv\d)",
@@ -32,7 +33,7 @@ _LAYERS = {  # of both, by the name of the weight here, and its transform
         rf"{_BLOCK}\.(norm\d)",
     ),
 }
-_VQVAE_LAYERS = {  # likewise, of a VQVAE alone
+_VQVAE_LAYERS = {  # the same, in a VQVAE alone
     ("kernel", "conv"): (r"(quant_conv|post_quant_conv)",),
     ("kernel", "conv1x1_to_linear"): (
         rf"{_NET}\.mid\.attn_1\.(qkv|proj_out)",
@@ -40,12 +41,14 @@ _VQVAE_LAYERS = {  # likewise, of a VQVAE alone
     ),
     ("scale", None): (rf"{_NET}\.mid\.attn_1\.norm", rf"{_RESOLUTION}\.attn\.(\d+)\.norm"),
 }
-_WRAPPERS = {"kernel": "conv", "scale": "norm"}  # of a BSQ-VAE, by the name of the weight here
+_WRAPPERS = {"kernel": "conv", "scale": "norm"}  # {our name of the weight: inner name in BSQ-VAE}
 
 
 def vqvae_rules(config: VQVAEConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
-    """Rules for a VQVAE of this configuration; only the phi convolutions, which are stacked along a
-    leading axis, depend on it."""
+    """Return the rule table of a VQVAE.
+
+    Only the phi convolutions, which are stacked along a leading axis, depend on the configuration.
+    """
     rules = [Rule(r"quantize\.embedding\.weight", "quantizer/embedding", None)]
     for (weight, transform), patterns in (*_LAYERS.items(), *_VQVAE_LAYERS.items()):
         for pattern in patterns:
@@ -55,7 +58,7 @@ def vqvae_rules(config: VQVAEConfig, names: Collection[str] = ()) -> list[Rule |
 
 
 def _phi_rules(config: VQVAEConfig) -> list[Rule]:
-    """One shared list of phi convolutions, a list with an entry per scale, or a single one."""
+    """Return rules for phi convolutions: a shared list, one for each scale, or a single one."""
     if not config.num_phi:
         return []
     published = {0: r"(\d+)", 1: "qresi"}.get(config.share_quant_resi, r"qresi_ls\.(\d+)")
@@ -68,9 +71,9 @@ def _phi_rules(config: VQVAEConfig) -> list[Rule]:
 
 
 def under_schedule(
-    codec: VQVAEConfig, transformer, say: Callable[[str], None] = print
+    codec: VQVAEConfig, transformer: VARConfig, say: Callable[[str], None] = print
 ) -> VQVAEConfig:
-    """The codec's configuration under the transformer's schedule.
+    """Return the codec's configuration under the transformer's schedule.
 
     A tokenizer's weights hardly depend on its schedule, so one tokenizer serves several
     transformers; only phi convolutions that belong to single scales tie it to one.
@@ -89,11 +92,11 @@ def under_schedule(
 
 
 def bsq_rules(config: BSQConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
-    """Rules for a BSQ-VAE of this configuration.
+    """Return the rule table of a BSQ-VAE.
 
-    Every convolution and norm is wrapped in the published network, which shows as an inner `.conv`
-    or `.norm` (`encoder.down.0.block.1.conv1.conv`); some releases have names without it. So the
-    wrapper is optional in every pattern, and the same tensor under both names is an error.
+    The published network wraps every convolution and norm, which shows as an inner `.conv` or
+    `.norm` (`encoder.down.0.block.1.conv1.conv`). Some releases have names without it. So every
+    pattern is there with and without the wrapper, and a tensor under both names is an error.
     """
     rules = []
     for (weight, transform), patterns in _LAYERS.items():
@@ -104,7 +107,7 @@ def bsq_rules(config: BSQConfig, names: Collection[str] = ()) -> list[Rule | Ign
 
 
 def _ignored(config: BSQConfig) -> list[Ignore]:
-    """The quantiser's buffer, registered under two names; its length is the number of bits."""
+    """Ignore the quantiser's buffer, which has two names; its length must be the number of bits."""
 
     def check(mask: np.ndarray) -> str | None:
         if mask.shape == (config.codebook_dim,):
@@ -121,9 +124,11 @@ def _ignored(config: BSQConfig) -> list[Ignore]:
 
 
 def published_tokenizer(transformer: Mapping) -> tuple[dict, str]:
-    """Arguments of the released tokenizer for a transformer's arguments, and what it is in words.
+    """Return the arguments of the released tokenizer that fits a transformer, and a description.
 
-    Patchify belongs to the 8x tokenizer. The number of bits is the transformer's where it is given.
+    Patchify belongs to the 8x tokenizer. The transformer's number of bits wins where it is given.
+
+    transformer: arguments of the transformer's constructor.
     """
     patchify = bool(transformer.get("apply_spatial_patchify", False))
     arguments = PRESETS["bsq-d56" if patchify else "bsq-d32"].to_published()

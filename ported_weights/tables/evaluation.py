@@ -1,5 +1,5 @@
 """Where the tensors of the networks of evaluation go: `varjax.evaluation.inception.Inception` and
-`varjax.evaluation.lpips.LPIPS`. Their widths are read off the tensors' shapes.
+`varjax.evaluation.lpips.LPIPS`. The tensors' shapes tell the widths.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -9,7 +9,7 @@ from varjax.errors import UserError, some
 from varjax.evaluation.inception import CONVOLUTIONS, InceptionConfig
 from varjax.evaluation.lpips import LPIPSConfig, layers_of
 
-HEADS = ("lin0.model.1.weight", "lin1.model.1.weight")  # of LPIPS, in a file of their own
+HEADS = ("lin0.model.1.weight", "lin1.model.1.weight")  # LPIPS: they have a file of their own
 _STATISTICS = {
     "weight": "scale",
     "bias": "bias",
@@ -19,19 +19,20 @@ _STATISTICS = {
 
 
 def inception_config(tensors: Mapping) -> InceptionConfig:
-    """From {name: tensor}. `UserError` with all convolutions that are not there."""
+    """Read the widths from {name: tensor}. `UserError` names all convolutions that are missing."""
     widths = _widths(tensors, [f"{name}.conv.weight" for name in CONVOLUTIONS])
     (classes,) = _widths(tensors, ["fc.weight"], axes=2)
     return InceptionConfig(widths=widths, num_classes=classes)
 
 
 def lpips_config(net: str, tensors: Mapping) -> LPIPSConfig:
-    """Likewise, of a backbone as torchvision names it."""
+    """Read the widths of a backbone with torchvision's names. `UserError` names what is missing."""
     names = [f"features.{layer.number}.weight" for layer in layers_of(net)]
     return LPIPSConfig(net=net, widths=_widths(tensors, names))
 
 
 def _widths(tensors: Mapping, names: Iterable[str], axes: int = 4) -> tuple[int, ...]:
+    """Return the first length of each named tensor, all of which have so many axes."""
     names = list(names)
     if missing := [name for name in names if name not in tensors]:
         raise UserError(f"{len(missing)} of its tensors are missing: {some(missing, 8)}")
@@ -42,7 +43,7 @@ def _widths(tensors: Mapping, names: Iterable[str], axes: int = 4) -> tuple[int,
 
 
 def inception_rules(config: InceptionConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
-    """Rules for the network of this configuration: convolutions before and in the blocks."""
+    """Return the rule table of Inception: convolutions before the blocks and in them."""
     rules: list[Rule | Ignore] = []
     for pattern, target in ((r"(Conv2d_\w+)", r"\1"), (r"(Mixed_\w+)\.(\w+)", r"\1/\2")):
         rules.append(Rule(rf"{pattern}\.conv\.weight", f"{target}/kernel", "conv"))
@@ -56,10 +57,10 @@ def inception_rules(config: InceptionConfig, names: Collection[str] = ()) -> lis
 
 
 def lpips_rules(config: LPIPSConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
-    """Rules for backbone and heads together."""
+    """Return the rule table of LPIPS: backbone and heads together."""
     return [
         Rule(r"features\.(\d+)\.weight", r"features_\1/kernel", "conv"),
         Rule(r"features\.(\d+)\.bias", r"features_\1/bias"),
         Rule(r"lin(\d)\.model\.1\.weight", r"head_\1", "flatten"),
-        Ignore(r"classifier\..*", "the classifier, of which LPIPS has no need"),
+        Ignore(r"classifier\..*", "the classifier, which LPIPS does not need"),
     ]

@@ -1,9 +1,9 @@
 """Where the tensors of LlamaGen go: `varjax.models.llamagen.transformer.LlamaGen` and its image
 tokenizer, `varjax.codecs.vq.model.VQ`.
 
-In the transformer, layers are stacked: `layers.N.` is index N on the leading axis. The tokenizer's
-blocks are numbered in the order in which they run, ours by size, the finest first: those of the
-decoder are turned round.
+In the transformer, layers are stacked: `layers.N.` is index N on the leading axis. The published
+tokenizer numbers its blocks in the order in which they run. Ours are numbered by size, the finest
+first, so the order of the decoder's is reversed.
 """
 
 from collections.abc import Collection
@@ -15,12 +15,12 @@ from varjax.codecs.vq.config import VQConfig
 from varjax.models.llamagen.config import LlamaGenConfig
 
 _N = r"layers\.(\d+)\."
-_LINEAR = {  # of a layer: published name, ours
+_LINEAR = {  # {published name in a layer: ours}
     r"attention\.wqkv": "qkv",
     r"attention\.wo": "proj",
     r"feed_forward\.w2": "down",
 }
-_GATE_UP = r"feed_forward\.w1", r"feed_forward\.w3"  # of a layer, side by side in one product
+_GATE_UP = r"feed_forward\.w1", r"feed_forward\.w3"  # side by side in one product here
 _NORMS = {"attention_norm": "attention_norm", "ffn_norm": "feed_forward_norm"}
 _TEXT, _LABELS = r"cls_embedding\.(cap_proj\..*|uncond_embedding)", r"cls_embedding\.embedding_.*"
 _USED = 65536  # length of the tokenizer's record of the codes that it used last
@@ -29,13 +29,11 @@ _USED = 65536  # length of the tokenizer's record of the codes that it used last
 def transformer_rules(
     config: LlamaGenConfig, names: Collection[str] = ()
 ) -> list[Rule | Ignore | Refuse]:
-    """Rules for a transformer of this configuration."""
+    """Return the rule table of a transformer."""
     return [
         *_condition(config),
         Rule(r"tok_embeddings\.weight", "token_embedding"),
-        *(_linear(_N + name, f"blocks/{target}", 1) for name, target in _LINEAR.items()),
-        *(_linear(_N + n, "blocks/gate_up", 1, section=(i, 2)) for i, n in enumerate(_GATE_UP)),
-        *(Rule(rf"{_N}{n}\.weight", f"blocks/{t}", stack=1) for n, t in _NORMS.items()),
+        *_layers(),
         Rule(r"norm\.weight", "norm"),
         _linear("output", "head"),
         Ignore(r"freqs_cis", "cosines and sines of positions, which follow from the configuration"),
@@ -44,7 +42,18 @@ def transformer_rules(
     ]
 
 
+def _layers() -> list[Rule]:
+    """Return the rules for what every layer has."""
+    rules = [_linear(_N + name, f"blocks/{target}", 1) for name, target in _LINEAR.items()]
+    for number, name in enumerate(_GATE_UP):
+        rules.append(_linear(_N + name, "blocks/gate_up", 1, section=(number, 2)))
+    for name, target in _NORMS.items():
+        rules.append(Rule(rf"{_N}{name}\.weight", f"blocks/{target}", stack=1))
+    return rules
+
+
 def _condition(config: LlamaGenConfig) -> list[Rule | Refuse]:
+    """Return the rules for class embeddings or for the projection of texts."""
     if config.condition == "labels":
         return [
             Rule(r"cls_embedding\.embedding_table\.weight", "class_embedding"),
@@ -52,13 +61,19 @@ def _condition(config: LlamaGenConfig) -> list[Rule | Refuse]:
         ]
     return [
         Rule(r"cls_embedding\.uncond_embedding", "unconditional_text"),
-        *(_linear(rf"cls_embedding\.cap_proj\.fc{i}", f"text_proj{i}") for i in (1, 2)),
+        _linear(r"cls_embedding\.cap_proj\.fc1", "text_proj1"),
+        _linear(r"cls_embedding\.cap_proj\.fc2", "text_proj2"),
         Refuse(_LABELS, "the configuration says model_type t2i, the weights c2i"),
     ]
 
 
-def _linear(pattern: str, target: str, stack: int | None = None, section=None) -> Rule:
-    """A linear layer without bias."""
+def _linear(
+    pattern: str,
+    target: str,
+    stack: int | None = None,
+    section: tuple[int, int] | None = None,
+) -> Rule:
+    """Return the rule for a linear layer without bias."""
     return Rule(rf"{pattern}\.weight", f"{target}/kernel", "linear", stack, section=section)
 
 
@@ -66,10 +81,11 @@ def _linear(pattern: str, target: str, stack: int | None = None, section=None) -
 
 
 def tokenizer_rules(config: VQConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
-    """Rules for a tokenizer of this configuration."""
+    """Return the rule table of a tokenizer."""
     rules = [
         Rule(r"quantize\.embedding\.weight", "embedding"),
-        *(r for n in ("quant_conv", "post_quant_conv") for r in _product(n, n)),
+        *_product("quant_conv", "quant_conv"),
+        *_product("post_quant_conv", "post_quant_conv"),
         Ignore(r"quantize\.codebook_used", "statistics of the training run", _check_used),
     ]
     levels = len(config.ch_mult)
@@ -82,7 +98,7 @@ def tokenizer_rules(config: VQConfig, names: Collection[str] = ()) -> list[Rule 
 
 
 def _ends(net: str) -> list[Rule]:
-    """What is before and behind the levels."""
+    """Return the rules for what lies before and behind the levels."""
     rules = []
     for name in ("conv_in", "conv_out"):
         rules += layer(rf"{net}\.{name}", f"{net}/{name}", "kernel", "conv")
@@ -93,6 +109,7 @@ def _ends(net: str) -> list[Rule]:
 
 
 def _level(source: str, target: str) -> list[Rule]:
+    """Return the rules for a level: residual blocks, attention, resampling."""
     resampling = layer(rf"{source}\.(downsample|upsample)\.conv", rf"{target}/\1", "kernel", "conv")
     return [
         *_residual(rf"{source}\.res\.(\d+)", rf"{target}/block/\1", number=2),
@@ -102,7 +119,7 @@ def _level(source: str, target: str) -> list[Rule]:
 
 
 def _residual(source: str, target: str, number: int = 1) -> list[Rule]:
-    """A residual block; number: the next group of the pattern."""
+    """Return the rules for a residual block. number: the pattern's group with the layer's name."""
     return [
         *layer(rf"{source}\.(conv\d)", rf"{target}/\{number}", "kernel", "conv"),
         *layer(rf"{source}\.(norm\d)", rf"{target}/\{number}", "scale", None),
@@ -111,17 +128,18 @@ def _residual(source: str, target: str, number: int = 1) -> list[Rule]:
 
 
 def _attention(source: str, target: str) -> list[Rule]:
-    """Queries, keys and values are one product here."""
-    parts = enumerate("qkv")
+    """Return the rules for attention. Queries, keys and values are sections of one product here."""
     return [
-        *(r for i, n in parts for r in _product(rf"{source}\.{n}", f"{target}/qkv", (i, 3))),
+        *_product(rf"{source}\.q", f"{target}/qkv", (0, 3)),
+        *_product(rf"{source}\.k", f"{target}/qkv", (1, 3)),
+        *_product(rf"{source}\.v", f"{target}/qkv", (2, 3)),
         *_product(rf"{source}\.proj_out", f"{target}/proj_out"),
         *layer(rf"{source}\.norm", f"{target}/norm", "scale", None),
     ]
 
 
-def _product(source: str, target: str, section=None) -> list[Rule]:
-    """A 1x1 convolution."""
+def _product(source: str, target: str, section: tuple[int, int] | None = None) -> list[Rule]:
+    """Return the rules for a 1x1 convolution, which is a matrix product here."""
     return layer(source, target, "kernel", "conv1x1_to_linear", section=section)
 
 

@@ -1,8 +1,10 @@
-"""What the port knows of every part: rule tables, and what a custom model leaves out."""
+"""What the port knows about every part: its rule table, and defaults of custom models."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from ported_weights.readers.sources import Tensor
+from ported_weights.rules import Entry
 from ported_weights.tables import codecs, evaluation, llamagen, transformers
 from varjax.models import registry
 
@@ -13,24 +15,24 @@ class RuleTable:
 
     Attributes:
       what: the part in words.
-      flag: names its weights.
-      signature: names of tensors, of which its weights have some and those of other parts none.
-      rules: of a configuration and the names in the file.
-      storage_dtype: of the tensors to what they are stored as if nothing else is asked for; None:
-        as they are.
-      ignored: tensors that are not needed, in words, where they are counted and not listed.
+      flag: the flag that names its weights.
+      signature: names of tensors. The part's weights have some of them, those of other parts none.
+      rules: function (configuration, names in the file) that returns the table's entries.
+      storage_dtype: function of the tensors that returns the type to store them as, unless the user
+        asks for one; None: types stay.
+      ignored: what the ignored tensors are, in words. They are then counted; otherwise listed.
     """
 
     what: str
     flag: str
     signature: Sequence[str]
-    rules: Callable[[object, Collection[str]], Sequence]
-    storage_dtype: Callable[[Mapping], str] | None = None
+    rules: Callable[[object, Collection[str]], Sequence[Entry]]
+    storage_dtype: Callable[[Mapping[str, Tensor]], str] | None = None
     ignored: str = ""
 
 
-# By the name of the `registry.Part`; of two that a file looks like, the first is named.
-TABLES = {
+# By the name of the `Part`. A file may look like two parts; messages name the first.
+RULE_TABLES = {
     "VQ": RuleTable(
         "VQ tokenizer",
         "--tokenizer_source",
@@ -56,8 +58,10 @@ TABLES = {
         "BSQ-VAE tokenizer",
         "--tokenizer_source",
         (
-            *("quantizer.lfq.mask", "quantize.lfq.mask"),
-            *("encoder.conv_in.conv.weight", "decoder.conv_in.conv.weight"),
+            "quantizer.lfq.mask",
+            "quantize.lfq.mask",
+            "encoder.conv_in.conv.weight",
+            "decoder.conv_in.conv.weight",
         ),
         codecs.bsq_rules,
     ),
@@ -95,16 +99,17 @@ TABLES = {
 
 
 @dataclass(frozen=True)
-class Custom:
-    """What a `*-custom` model of a family takes where the user gives nothing, and how to ask.
+class CustomDefaults:
+    """What a `*-custom` model of a family takes where the user gives nothing.
 
     Attributes:
       example: a transformer's configuration, for messages.
       tokenizer_files: names of the published tokenizers, for messages.
-      tokenizer: from the transformer's arguments as given to those of the published tokenizer, and
-        what that is in words.
-      adapt: the codec's configuration under a transformer's; `UserError` if that is impossible.
-      sampling: recommended sampling of a transformer's configuration.
+      tokenizer: function of the transformer's arguments that returns the arguments of the published
+        tokenizer, and what that is in words.
+      sampling: function of the transformer's configuration that returns recommended sampling.
+      adapt: function (codec's configuration, transformer's, say) that returns the codec's
+        configuration under the transformer's; `UserError` if that is impossible.
     """
 
     example: str
@@ -114,9 +119,9 @@ class Custom:
     adapt: Callable = lambda codec, transformer, say: codec
 
 
-# By the name of the `registry.Family`.
-CUSTOM = {
-    "var": Custom(
+# By the name of the `Family`.
+CUSTOM_DEFAULTS = {
+    "var": CustomDefaults(
         example=(
             '{"num_classes": 1000, "depth": 16, "embed_dim": 1024, "num_heads": 16,'
             ' "attn_l2_norm": true, "patch_nums": [1, 2, 3]}'
@@ -127,7 +132,7 @@ CUSTOM = {
         sampling=lambda config: {"cfg": 1.5, "top_k": 0, "top_p": 0.0, "more_smooth": False},
         adapt=codecs.under_schedule,
     ),
-    "infinity": Custom(
+    "infinity": CustomDefaults(
         example=(
             '{"depth": 32, "embed_dim": 2048, "num_heads": 16, "block_chunks": 8,'
             ' "text_channels": 2048, "text_maxlen": 512}'
@@ -138,7 +143,7 @@ CUSTOM = {
             registry.INFINITY_8B if config.apply_spatial_patchify else registry.INFINITY_SAMPLING
         ),
     ),
-    "llamagen": Custom(
+    "llamagen": CustomDefaults(
         example=(
             '{"model_type": "c2i", "num_classes": 1000, "n_layer": 36, "dim": 1280, "n_head": 20,'
             ' "block_size": 576}'

@@ -3,11 +3,11 @@
 `varjax.text.t5.T5Encoder`.
 
 Layers are stacked: `blocks.N.` is index N on the leading axis. The six modulation vectors (AdaLN)
-keep the published order (two gates, two scales, two shifts), the head's two as well (scale, shift).
+keep the published order: two gates, two scales, two shifts. So do the head's two: scale, shift.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -21,14 +21,13 @@ _CHUNKED = r"block_chunks\.(\d+)\.module\.(\d+)\."
 _POOL = r"text_proj_for_sos\.ca"
 EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight")  # two names of T5's one table
 _T5_N = r"encoder\.block\.(\d+)\."
-_FEED_FORWARD = (("wi_0", "gate"), ("wi_1", "up"), ("wo", "down"))
 
 
 # --- VAR and Infinity -----------------------------------------------------------------------------
 
 
 def _around_layers() -> list[Rule]:
-    """What both have before and after their layers."""
+    """Return the rules for what both have before and after their layers."""
     return [
         Rule(r"pos_start", "start_embedding", "drop_axis"),
         Rule(r"lvl_embed\.weight", "level_embedding"),
@@ -39,7 +38,7 @@ def _around_layers() -> list[Rule]:
 
 
 def _layers(prefix: str, attention: str, stack: Stack, model: str) -> list[Rule | Ignore]:
-    """What both have in a layer; `attention` is what the model calls its self-attention."""
+    """Return the rules for what both have in a layer. attention: its published name in a layer."""
     own = rf"{prefix}{attention}"
     return [
         Rule(rf"{own}\.mat_qkv\.weight", "blocks/qkv/kernel", "linear", stack),
@@ -53,7 +52,7 @@ def _layers(prefix: str, attention: str, stack: Stack, model: str) -> list[Rule 
 
 
 def var_rules(config: VARConfig, names: Collection[str] = ()) -> list[Rule | Ignore | Refuse]:
-    """Rules for a transformer of this configuration."""
+    """Return the rule table of VAR."""
     return [
         Rule(r"class_emb\.weight", "class_embedding"),
         Rule(r"pos_1LC", "position_embedding", "drop_axis"),
@@ -67,7 +66,10 @@ def var_rules(config: VARConfig, names: Collection[str] = ()) -> list[Rule | Ign
 
 
 def _attention_scale(config: VARConfig) -> list[Rule | Refuse]:
-    """The learned multiplier per head, (1, N, 1, 1); only normalised queries have it."""
+    """Return the rule for the learned multiplier per head, (1, N, 1, 1).
+
+    Only models that normalise their queries have it.
+    """
     name = _N + r"attn\.scale_mul_1H11"
     if config.attn_l2_norm:
         return [Rule(name, "blocks/log_scale", "flatten", stack=1)]
@@ -75,7 +77,11 @@ def _attention_scale(config: VARConfig) -> list[Rule | Refuse]:
 
 
 def _modulation(config: VARConfig) -> list[Rule | Refuse]:
-    """AdaLN: one projection for all layers plus an offset (1, 1, 6, D) in each, or one in each."""
+    """Return the rules for AdaLN.
+
+    There is one projection for all layers and an offset (1, 1, 6, D) in each layer, or a projection
+    in each layer.
+    """
     offset, own = _N + r"ada_gss", _N + r"ada_lin\.1"
     if config.shared_aln:
         return [
@@ -93,7 +99,7 @@ def _modulation(config: VARConfig) -> list[Rule | Refuse]:
 
 
 def _disagrees(levels: np.ndarray, schedule: Schedule) -> str | None:
-    """What is wrong with the buffer lvl_1L, int [1, L], under `schedule`."""
+    """Say what is wrong with the buffer lvl_1L, int [1, L], under `schedule`; None: nothing."""
     if np.array_equal(levels.reshape(-1), schedule.scale_of_token):
         return None
     _, counts = np.unique(levels, return_counts=True)
@@ -103,17 +109,16 @@ def _disagrees(levels: np.ndarray, schedule: Schedule) -> str | None:
     )
 
 
-def _listed(counts) -> str:
+def _listed(counts: Sequence[int] | np.ndarray) -> str:
     return ", ".join(str(c) for c in counts[:20]) + (", ..." if len(counts) > 20 else "")
 
 
 def infinity_rules(config: InfinityConfig, names: Collection[str] = ()) -> list[Rule | Ignore]:
-    """Rules for a transformer of this configuration, from a file with these `names`; without any,
-    chunks are as configured.
+    """Return the rule table of Infinity for a file with these `names`.
 
     The published blocks come in chunks: `block_chunks.I.module.J.` is layer I * (layers of a chunk)
-    + J; models of one chunk call them `blocks.I.`. The names in the file say which it is and how
-    long a chunk is, whatever the configuration's `block_chunks`.
+    + J. Models with one chunk call their layers `blocks.I.`. The names in the file decide which it
+    is and how long a chunk is. The configuration's `block_chunks` decides only without names.
     """
     per_chunk, is_chunked = config.depth // config.block_chunks, config.block_chunks > 1
     if inner := [int(m[2]) for m in map(re.compile(_CHUNKED).match, names) if m]:
@@ -121,7 +126,9 @@ def infinity_rules(config: InfinityConfig, names: Collection[str] = ()) -> list[
     elif names:
         is_chunked = False
     chunked, plain = (_CHUNKED, (1, 2, per_chunk)), (_N, 1)
-    ways = (chunked, plain) if is_chunked else (plain, chunked)
+    blocks = []  # under both names: what is in the file first, since messages name the first
+    for prefix, stack in (chunked, plain) if is_chunked else (plain, chunked):
+        blocks += _block(prefix, stack)
     return [
         Rule(r"cfg_uncond", "unconditional_text", row_limit="text_maxlen"),
         Rule(r"text_norm\.weight", "text_norm"),
@@ -134,12 +141,12 @@ def infinity_rules(config: InfinityConfig, names: Collection[str] = ()) -> list[
         *linear(r"text_proj_for_ca\.2", "text_proj2"),
         *linear(r"shared_ada_lin\.1", "shared_modulation"),
         *_around_layers(),
-        *(rule for prefix, stack in ways for rule in _block(prefix, stack)),
+        *blocks,
     ]
 
 
 def _block(prefix: str, stack: Stack) -> list[Rule | Ignore]:
-    """One layer, under one way of naming it."""
+    """Return the rules for a layer under one of its two names."""
     return [
         *_layers(prefix, "sa", stack, "Infinity"),
         Rule(prefix + r"ada_gss", "blocks/modulation_offset", ("drop_axis",) * 2, stack),
@@ -158,11 +165,10 @@ def _block(prefix: str, stack: Stack) -> list[Rule | Ignore]:
 
 
 def t5_rules(names: Collection[str] = EMBEDDINGS) -> list[Rule | Ignore]:
-    """Rules for an encoder of any size, from a file with these `names`. Only the encoder is taken;
-    full checkpoints also hold a decoder.
+    """Return the rule table of an encoder of any size for a file with these `names`.
 
-    The embedding has two names, of which files hold either or both; `shared` is what the published
-    code takes.
+    Only the encoder is taken; full checkpoints also hold a decoder. The embedding has two names,
+    and files hold one or both. The published code takes `shared`.
     """
     taken, other = EMBEDDINGS if EMBEDDINGS[0] in names else reversed(EMBEDDINGS)
     bias = r"encoder\.block\.0\.layer\.0\.SelfAttention\.relative_attention_bias\.weight"
@@ -173,7 +179,9 @@ def t5_rules(names: Collection[str] = EMBEDDINGS) -> list[Rule | Ignore]:
         Rule(_T5_N + r"layer\.0\.layer_norm\.weight", "blocks/attention_norm", stack=1),
         _projection(r"layer\.0\.SelfAttention\.([qkvo])", r"\2"),
         Rule(_T5_N + r"layer\.1\.layer_norm\.weight", "blocks/feed_forward_norm", stack=1),
-        *(_projection(rf"layer\.1\.DenseReluDense\.{n}", target) for n, target in _FEED_FORWARD),
+        _projection(r"layer\.1\.DenseReluDense\.wi_0", "gate"),
+        _projection(r"layer\.1\.DenseReluDense\.wi_1", "up"),
+        _projection(r"layer\.1\.DenseReluDense\.wo", "down"),
         Rule(r"encoder\.final_layer_norm\.weight", "final_norm"),
         Ignore(r"decoder\..*", "the decoder of the language model: only the encoder is needed"),
         Ignore(r"lm_head\.weight", "the output layer of the decoder"),
@@ -181,11 +189,12 @@ def t5_rules(names: Collection[str] = EMBEDDINGS) -> list[Rule | Ignore]:
 
 
 def _projection(pattern: str, target: str) -> Rule:
+    """Return the rule for a linear layer without bias in every block."""
     return Rule(rf"{_T5_N}{pattern}\.weight", f"blocks/{target}/kernel", "linear", stack=1)
 
 
 def t5_storage_dtype(tensors: Mapping) -> str:
-    """bfloat16 if all weights are; what is float16 or mixed is kept in float32, since products of
-    T5 can overflow in float16."""
+    """Choose bfloat16 if all weights are bfloat16, else float32: products of T5 can overflow in
+    float16."""
     own = [t for name, t in tensors.items() if name.startswith(("encoder.", "shared."))]
     return "bfloat16" if {np.dtype(t.dtype).name for t in own} == {"bfloat16"} else "float32"

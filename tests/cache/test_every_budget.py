@@ -20,7 +20,7 @@ OFTEN = ("var-d30", "var-d36", "infinity-2b", "infinity-8b")
 MODELS = [
     name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow)
     for name, preset in registry.PRESETS.items()
-    if registry.family(preset.family).draws == "scales"
+    if hasattr(preset.configs["transformer"], "schedule")
 ]
 TPU_BLOCKS = (8, 16, 32, 64)  # int8 takes no larger ones
 BLOCKS = {*mosaic_operands.BLOCK_SIZES} & {*triton_operands.BLOCK_SIZES} & {*TPU_BLOCKS} - {8}

@@ -17,7 +17,7 @@ from flax import nnx
 from ported_weights import rules
 from ported_weights.readers import sources
 from ported_weights.tables.codecs import bsq_rules
-from ported_weights.tables.registry import TABLES
+from ported_weights.tables.registry import RULE_TABLES
 from varjax.codecs.bsq import model as quantizer
 from varjax.codecs.bsq.model import BSQVAE, PRESETS, BSQConfig
 from varjax.codecs.maps import resize_area
@@ -37,7 +37,7 @@ LATENT, IMAGE = 1e-4, 3e-4
 
 def _load(file: str) -> BSQVAE:
     config = BSQConfig.from_published(CONFIGS[file.split(".")[0]])
-    tensors = sources.open_source(FIXTURES / file, TABLES["BSQVAE"].signature).tensors
+    tensors = sources.open_source(FIXTURES / file, RULE_TABLES["BSQVAE"].signature).tensors
     abstract = parameters.abstract(BSQVAE, config)
     return jax.device_put(rules.apply(bsq_rules(config), tensors, abstract)[0])
 

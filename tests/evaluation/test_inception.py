@@ -19,7 +19,7 @@ def outputs(inception):
     """{path: (features, activations)} of the pictures of the fixtures."""
     run = jax.jit(lambda module, x: (module(x), module.activations(x)))
     known, found = recipe.arrays("inception"), {}
-    for path in resizing.PATHS:
+    for path in resizing.PREPARATIONS:
         images = [known[f"image_{i}"][None] for i in IMAGES]
         x = jnp.concatenate([resizing.prepare(jnp.asarray(image), path) for image in images])
         found[path] = jax.device_get(run(inception.module, x))
@@ -30,7 +30,7 @@ def known(name: str) -> np.ndarray:
     return recipe.arrays("inception")[f"out.{name}"]
 
 
-@pytest.mark.parametrize("path", resizing.PATHS)
+@pytest.mark.parametrize("path", resizing.PREPARATIONS)
 def test_features(outputs, path):
     found = outputs[path][0]["pool"]
     np.testing.assert_allclose(found, known(f"{path}_feat"), atol=1e-4)

@@ -17,13 +17,13 @@ def resized(image: np.ndarray, path: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("image", [0, 4, 7])
-@pytest.mark.parametrize("path", resizing.PATHS)
+@pytest.mark.parametrize("path", resizing.PREPARATIONS)
 def test_pictures_are_resized_as_by_the_originals(path, image):
     """64x64, 100x80 and 256x256 pixels; at some rows and columns, and the mean of all."""
     known = recipe.arrays("inception")
     found, at = resized(known[f"image_{image}"], path), known["idx"]
     np.testing.assert_allclose(found[at][:, at], known[f"{path}_{image}"], atol=TOLERANCES[path])
-    mean = known[f"sum_{image}"][list(resizing.PATHS).index(path)]
+    mean = known[f"sum_{image}"][list(resizing.PREPARATIONS).index(path)]
     np.testing.assert_allclose(found.astype(np.float64).mean((0, 1)), mean, atol=TOLERANCES[path])
 
 
@@ -38,7 +38,7 @@ def test_the_clean_path_is_pillows(size):
     )
 
 
-@pytest.mark.parametrize("path", resizing.PATHS)
+@pytest.mark.parametrize("path", resizing.PREPARATIONS)
 def test_values_that_the_network_sees(path):
     """Pictures that fit are not touched; the range is that of the original."""
     image = np.arange(256, dtype=np.uint8)[:, None].repeat(299 * 299 * 3 // 256 + 1, 1)

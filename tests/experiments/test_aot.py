@@ -9,8 +9,8 @@ from functools import partial
 import jax
 import pytest
 
+from experiments.aot import modelled_report, occupancy, worker
 from experiments.aot import program as aot_program
-from experiments.aot import spent, worker
 from experiments.aot.modelled import Modelled
 from pallas_kernels import chips
 from tests import models_under_test as models
@@ -50,7 +50,7 @@ COMPILED = {
         name: {
             "temporary_bytes": 1 << 29,
             "live_temporary_bytes": 1 << 28,
-            "modelled": spent.describe(Modelled(chips.CHIPS["h200"], [])),
+            "modelled": modelled_report.describe(Modelled(chips.CHIPS["h200"], [])),
             "largest_temporaries": [
                 {
                     "bytes": 1 << 27,
@@ -254,7 +254,7 @@ def test_shares_of_what_is_stored(policy):
     """As many slots as the plan stores, and no entry without one counts."""
     plan = api.plan(describe(), policy, None if policy == "full" else 0.25)
     segments = plan_segments(plan.geometry.schedule, 2)
-    shares = aot_program.written_shares(plan, segments)
+    shares = occupancy.written_shares(plan, segments)
     stored = 0
     for segment in segments:
         entries = write_table(plan, segment.scales, segment.length).ids.shape[-1]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.aot import per_token, report
+from experiments.aot import occupancy, per_token, report
 from pallas_kernels.chips import CHIPS
 from varjax import api
 from varjax.cache.allocation import Geometry
@@ -22,7 +22,7 @@ def test_full_cache_reads_what_is_in_use():
     plan = planned(GEOMETRY, "full")
     assert per_token.used_slots(plan)[:, 0].tolist() == list(range(3, 12))
     assert per_token.slots_read(plan) == 3 * 7
-    assert per_token.used_by_tokens(plan) == list(range(3, 12))
+    assert occupancy.plan_occupancy(plan, ()).slots_in_use == list(range(3, 12))
 
 
 def test_a_ring_is_full_soon():
@@ -34,9 +34,10 @@ def test_a_ring_is_full_soon():
 def test_a_policy_that_decides_reads_all_slots():
     plan = planned(XL, "headkv", budget=1 / 6)
     assert set(plan.layer_slots) == {96}
-    assert per_token.slots_read(plan) == 36 * 96 and per_token.used_by_tokens(plan) is None
+    assert per_token.slots_read(plan) == 36 * 96
+    assert occupancy.plan_occupancy(plan, ()).slots_in_use is None
     scales = Geometry.parse("layers=3,heads=2,head_dim=8,schedule=1x1;2x2;3x3")
-    assert per_token.used_by_tokens(planned(scales, "full")) is None
+    assert occupancy.plan_occupancy(planned(scales, "full"), ()).slots_in_use is None
 
 
 @pytest.mark.parametrize(

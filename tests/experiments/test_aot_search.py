@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.aot.worker import Trial, largest_batch
+from experiments.aot.batch_search import BatchSearch, Trial
 
 
 def search(need, memory, first=8, step=1, refused=None):
@@ -14,7 +14,8 @@ def search(need, memory, first=8, step=1, refused=None):
         fits = need(batch) <= memory
         return Trial(batch, need(batch) if fits else refused(batch), fits)
 
-    return largest_batch(attempt, memory, first=first, step=step)
+    searching = BatchSearch(attempt, memory, step)
+    return searching.largest(first), searching.trials
 
 
 @pytest.mark.parametrize("first", [1, 8, 64, 1000])

@@ -59,7 +59,7 @@ def test_texts_are_as_long_as_the_model_takes(encode, checkpoint, tmp_path):
     preset = registry.preset("infinity-2b")
     transformer = dataclasses.replace(preset.configs["transformer"], text_maxlen=9)
     configs = {**preset.configs, "transformer": transformer}
-    content = manifest.compose(preset.family, configs, {})
+    content = manifest.compose(registry.family(preset.family), configs, {})
     shutil.copytree(checkpoint, tmp_path / "whole")
     manifest.write(tmp_path / "whole", content)
     status, _, err = encode(f"{LONG}\n", f"--checkpoint={tmp_path / 'whole'}")

@@ -12,7 +12,7 @@ from experiments.run import __main__ as run_module
 from experiments.run import results
 from varjax import metrics, policies
 from varjax.api import Generator
-from varjax.conditions import Labels
+from varjax.models.labels import Labels
 
 FIELDS = (
     "policy",
@@ -238,7 +238,7 @@ def test_images_decoded_at_once(monkeypatch, asked, devices, expected):
 
 def test_identical_images_count_as_100_db():
     same = {"images": np.full((2, 16, 16, 3), 0.5, np.float32), "tokens": np.zeros((2, 3), int)}
-    close = results.closeness(metrics.per_image(same, same))
+    close = results.closeness(metrics.compare_images(same, same))
     assert close["psnr"] == 100 and close["identical_images"] == 2
     assert close["ssim"] == pytest.approx(1) and close["token_agreement"] == 1
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import varjax
+from ported_weights.configurations import PublishedModel
 from ported_weights.convert import convert
 from tests import models_under_test as models
 
@@ -20,15 +21,14 @@ def demo(shared_dir, tmp_path_factory):
     source, out = shared_dir / "data" / "demo_var_torch", tmp_path_factory.mktemp("demo") / "port"
     if not source.is_dir():
         pytest.skip("the PyTorch files of the demo are not part of the repository")
-    convert(
+    published = PublishedModel(
         model="var-custom",
         source=str(source / "var.pth"),
         tokenizer_source=str(source / "vae.pth"),
         config=str(source / "config_var.json"),
         tokenizer_config=str(source / "config_vae.json"),
-        out=str(out),
-        say=lambda line: None,
     )
+    convert(published, str(out), say=lambda line: None)
     with np.load(source / "reference.npz") as archive:
         reference = {name: archive[name] for name in archive.files}
     return varjax.load(out, "float32"), reference

@@ -14,6 +14,7 @@ from tests.generation import test_llamagen_parity as parity
 from varjax.engine import memory
 from varjax.errors import UserError
 from varjax.generator import Generator
+from varjax.models.labels import Labels
 from varjax.parallel.split import MeshSpec
 from varjax.policies import POLICIES, get_policy
 from varjax.sampling import Sampling
@@ -78,7 +79,7 @@ def headkv(batch_size: int) -> Generator:
 
 def drawn(batch_size: int, labels, given=None, count: int | None = 0) -> dict[str, np.ndarray]:
     """The first `count` tokens are given ones."""
-    condition = varjax.conditions.Labels.of(labels, 20)
+    condition = Labels.of(labels, 20)
     given = np.zeros((len(labels), 64), np.int32) if given is None else given
     found = headkv(batch_size).batches(condition, given=given, given_scales=count)
     return jax.tree.map(lambda *arrays: np.concatenate(arrays), *(part for _, part in found))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ported_weights import rules
-from ported_weights.tables.registry import TABLES
+from ported_weights.tables.registry import RULE_TABLES
 from tests import models_under_test as models
 from tests import released_shapes
 from tests.generation.token_by_token import draw
@@ -177,7 +177,7 @@ def test_heads_of_100():
     assert config.head_dim == 100 and config.hidden_dim == 704
     weights = random_weights(config)
     tensors = {n: released_shapes.Shape(a.shape, lambda _, a=a: a) for n, a in weights.items()}
-    table = TABLES[part.name].rules(config, tensors)
+    table = RULE_TABLES[part.name].rules(config, tensors)
     transformer = jax.device_put(rules.apply(table, tensors, part.abstract(config))[0])
     labels = np.array([4, 0], np.int32)
     found = draw(transformer, labels, Sampling(cfg=2.5, greedy=True))

@@ -22,10 +22,11 @@ def test_every_metric_is_in_every_table():
 
 def test_what_a_result_holds_decides_what_is_compared():
     images = np.full((2, 16, 16, 3), 0.5, np.float32)
-    close = metrics.per_image({"images": images}, {"images": images, "tokens": np.ones((2, 3))})
+    other = {"images": images, "tokens": np.ones((2, 3))}
+    close = metrics.compare_images({"images": images}, other)
     assert set(close) == {"psnr", "ssim"}
     logits = np.random.default_rng(0).normal(size=(2, 5, 4, 2)).astype(np.float32)
-    forced = metrics.per_image({"forced_logits": logits}, {"forced_logits": logits})
+    forced = metrics.compare_images({"forced_logits": logits}, {"forced_logits": logits})
     assert list(forced) == ["kl"] and forced["kl"].tolist() == [0, 0]
 
 
@@ -46,6 +47,6 @@ def test_a_new_metric_is_one_entry(monkeypatch):
     )
     monkeypatch.setitem(metrics.METRICS, "worst", worst)
     a = np.zeros((2, 16, 16, 3), np.float32)
-    close = metrics.summarize(metrics.per_image({"images": a}, {"images": a + 0.25}))
+    close = metrics.summarize(metrics.compare_images({"images": a}, {"images": a + 0.25}))
     assert close["worst"] == pytest.approx(0.25) and close["worst_std"] == 0
     assert worst.show("inf") == "inf" and metrics.definitions()["worst pixel"]

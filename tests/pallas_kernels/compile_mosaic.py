@@ -33,7 +33,7 @@ from pallas_kernels.cross_attention import TextKeys, attend_text
 from pallas_kernels.ragged_attention import mosaic_gpu
 from pallas_kernels.sample import sample
 from pallas_kernels.token_attention import attend as attend_one
-from pallas_kernels.token_specs import TokenArguments
+from pallas_kernels.token_specs import abstract_token_arguments, only
 from tests.pallas_kernels.test_sample import abstract
 
 BASE = replace(SPECS["var-d30-t256"], tokens=176, length=169)
@@ -79,11 +79,12 @@ def token(name, sharding=None):
     """(function, arguments without data); sums are donated."""
     options = USED if "used" in name else {}
 
-    def run(mass, args):
-        return replace(args, mass=mass).given_to_api(attend_one, implementation="mosaic")
+    def run(mass, query, slots):
+        return attend_one(query, replace(slots, mass=mass), implementation="mosaic")
 
-    args = TokenArguments.abstract(*TOKENS[name], sharding=sharding, **options)
-    return jax.jit(run, donate_argnums=0), (args.mass, replace(args, mass=None))
+    query, slots = abstract_token_arguments(*TOKENS[name], sharding=sharding, **options)
+    rest = only(slots, "pool", "position", "scale", "reach", "used")
+    return jax.jit(run, donate_argnums=0), (slots.mass, query, rest)
 
 
 def choice(shape, sharding=None):
@@ -103,8 +104,8 @@ def programs(spec, sharding=None):
 
     args = spec.abstract(sharding)
     attend = partial(mosaic_gpu.attend, return_lse=True, interpret=False)
-    moments = partial(mosaic_gpu.attention_moments, squares=True, interpret=False)
-    given = args.moments(line(spec.tokens), line(*args.projection.shape[:3]))
+    moments = partial(mosaic_gpu.attention_moments, interpret=False)
+    given = args.moments(line(spec.tokens), line(*args.projection.shape[:3]), squares=True)
     found = {
         "attend": (jax.jit(attend), (*args.attend, args.kv_scale)),
         "attention_moments": (jax.jit(moments), (*given, args.kv_scale)),

@@ -75,8 +75,8 @@ def program(operation: str, spec, sharding):
     weights = jax.ShapeDtypeStruct((spec.tokens,), jnp.float32, sharding=sharding)
     lse = jax.ShapeDtypeStruct(args.projection.shape[:3], jnp.float32, sharding=sharding)
     return lambda *a: ragged_attention.attention_moments(
-        *a[:-1], kv_scale=a[-1], squares=True, implementation="triton"
-    ), (*args.moments(weights, lse), args.kv_scale)
+        *a[:-1], kv_scale=a[-1], implementation="triton"
+    ), (*args.moments(weights, lse, squares=True), args.kv_scale)
 
 
 def choice(shape, sharding):

@@ -2,6 +2,7 @@
 every kernel has one."""
 
 import ast
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,9 @@ import pytest
 import pallas_kernels
 from pallas_kernels import cache_write, estimates, implementations, ragged_attention
 from pallas_kernels.arg_specs import SPECS, ArgSpec
+from pallas_kernels.estimates import Occupancy
 from pallas_kernels.sample import operands
-from pallas_kernels.token_specs import TokenArguments
+from pallas_kernels.token_specs import abstract_token_arguments
 from varjax.engine.cost import program_cost
 
 # 2 rows x 3 heads = 6 lists of 2 blocks of 16 slots; 30 queries, each with 5 + 32 keys
@@ -48,22 +50,22 @@ def test_attend_int8():
 
 def test_attend_token():
     """6 heads of 40 slots; positions of 4 bytes, sums read and written, two scales per slot."""
-    args = TokenArguments.abstract(SPEC, 40)
-    given = args.q, args.pool, args.position, args.scale, args.mass
+    query, slots = abstract_token_arguments(SPEC, 40)
+    given = query.q, slots.pool, slots.position, slots.scale, slots.mass
     queries, held = 2 * 6 * 64 * 2, 240 * 128
     found = counted(estimates.attend_token(*given))
     assert found == (4 * 240 * 64, 240, queries + 2 * held + 4 * 240 + 8 * 240)
-    with estimates.owning({}, used=[1, 5, 8, 22]):  # 8, 8, 8 and 24 are read of 40
-        assert counted(estimates.attend_token(*given)) == found  # whose slots may all be used
-        part = estimates.attend_token(*given, step=8)
-    lines = args.q.size * 2 * 2 + args.mass.size * 8
+    in_use = Occupancy(slots_in_use=[1, 5, 8, 22])  # 8, 8, 8 and 24 are read of 40
+    assert counted(estimates.attend_token(*given).at(in_use)) == found  # a call that reads all
+    part = estimates.attend_token(*given, step=8).at(in_use)
+    lines = query.q.size * 2 * 2 + slots.mass.size * 8
     assert part.bytes_accessed - lines == 0.3 * (found[2] - lines)
     assert part.flops == 0.3 * found[0]
     stored = estimates.attend_token(*given, stored=8)  # 8 of 40 slots written, k and v read
     more = stored.bytes_accessed - estimates.attend_token(*given).bytes_accessed
     assert more == 6 * 8 * 128 * 2 + 2 * 6 * 64 * 2
-    args = TokenArguments.abstract(INT8, 40, sums=False, shared=True)
-    given = args.q, args.pool, args.position, args.scale, args.mass
+    query, slots = abstract_token_arguments(INT8, 40, sums=False, shared=True)
+    given = query.q, slots.pool, slots.position, slots.scale, slots.mass
     moved = queries + held + 4 * 80 + 8 * 240
     assert estimates.attend_token(*given).bytes_accessed == moved
 
@@ -71,28 +73,39 @@ def test_attend_token():
 def test_shares_that_heads_own():
     """Half of the slots of a table of 2 entries, for 5 queries; other tables are full."""
     a, other = SPEC.abstract(), replace(SPEC, entries=3).abstract()
+    half = Occupancy(held={(5, 2): 0.5})
+    found = estimates.attend(a.projection, a.kv_pool, a.table, lse=False).at(half)
     full = estimates.attend(other.projection, other.kv_pool, other.table, lse=False)
-    with estimates.owning({(5, 2): 0.5}):
-        found = estimates.attend(a.projection, a.kv_pool, a.table, lse=False)
-        again = estimates.attend(other.projection, other.kv_pool, other.table, lse=False)
     own, stored = 4 * 30 * 64 * 2, 6 * 16 * (64 + 64) * 2
     assert counted(found) == (4 * 30 * (5 + 16) * 64, 30 * 21, own + stored)
-    assert counted(again) == counted(full)
+    assert counted(full.at(half)) == counted(full)
 
 
 def test_shares_that_are_written():
     """Of 2 entries one stores something, 4 tokens of 5; other tables are full."""
     a = SPEC.abstract()
     entries = a.writes.ids.shape[-1]
-    full = estimates.write(a.projection, a.kv_pool, a.writes).bytes_accessed
-    whole = estimates.write(a.projection, a.kv_pool, a.writes, blocks=True).bytes_accessed
-    with estimates.owning({}, {(5, entries): (0.5, 4 / (16 * entries))}):
-        found = estimates.write(a.projection, a.kv_pool, a.writes)
-        blocks = estimates.write(a.projection, a.kv_pool, a.writes, blocks=True)
+    few = Occupancy(written={(5, entries): (0.5, 4 / (16 * entries))})
+    tokens = estimates.write(a.projection, a.kv_pool, a.writes)
+    blocks = estimates.write(a.projection, a.kv_pool, a.writes, blocks=True)
     token, block = 2 * 64 * 2, 16 * 2 * 64 * 2
-    assert full == 6 * 5 * 2 * token and found.bytes_accessed == 6 * 4 * 2 * token
-    assert whole == 6 * (5 * token + 2 * entries * block)
-    assert blocks.bytes_accessed == 6 * (5 * token + entries * block)
+    assert tokens.bytes_accessed == 6 * 5 * 2 * token
+    assert tokens.at(few).bytes_accessed == 6 * 4 * 2 * token
+    assert blocks.bytes_accessed == 6 * (5 * token + 2 * entries * block)
+    assert blocks.at(few).bytes_accessed == 6 * (5 * token + entries * block)
+
+
+def test_compilers_are_told_the_upper_bound():
+    """What a compiled program contains does not depend on occupancy, what is counted of it does."""
+    a = SPEC.abstract()
+    traced = jax.jit(partial(ragged_attention.attend, implementation="tpu")).trace(*a.attend)
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    half = Occupancy(held={(5, 2): 0.5})
+    [full] = program_cost(traced.jaxpr).kernels
+    [less] = program_cost(traced.jaxpr, half).kernels
+    assert less.flops == full.flops * 21 / 37
+    [told] = re.findall(r"flops\\22: ?(\d+)", text)
+    assert int(told) == full.flops
 
 
 def test_queries_alone_have_no_keys_of_their_own():

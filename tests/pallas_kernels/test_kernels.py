@@ -34,9 +34,7 @@ OFTEN = {
 attend = jax.jit(
     partial(ragged_attention.attend, return_lse=True), static_argnames=["implementation"]
 )
-moments = jax.jit(
-    partial(ragged_attention.attention_moments, squares=True), static_argnames=["implementation"]
-)
+moments = jax.jit(ragged_attention.attention_moments, static_argnames=["implementation"])
 write = jax.jit(cache_write.write, static_argnames=["implementation"])
 
 
@@ -139,7 +137,7 @@ def test_attention_moments(kernel, shape):
         weights = jnp.where(jnp.arange(spec.tokens) < spec.length, 1.0, 0.0)
         both = (
             moments(
-                *a.moments(weights, lse),
+                *a.moments(weights, lse, squares=True),
                 kv_scale=a.kv_scale,
                 implementation=implementation,
             )
@@ -239,7 +237,7 @@ def test_padding_may_hold_anything(kernel):
 
     def results(a):
         out, lse = attend(*a.attend, implementation=kernel)
-        sums = moments(*a.moments(weights, lse), implementation=kernel)
+        sums = moments(*a.moments(weights, lse, squares=True), implementation=kernel)
         return out[:, : spec.length], lse[:, :, : spec.length], sums
 
     for found, expected in zip(*map(jax.tree.leaves, map(results, (dirty, args))), strict=True):

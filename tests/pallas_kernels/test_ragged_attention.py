@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels.projection import Projection
 from pallas_kernels.ragged_attention import (
     BlockTable,
+    QuerySums,
     attend,
     attention_moments,
     attention_scores,
@@ -129,7 +130,9 @@ def test_attention_moments(monkeypatch, chunk):
         arrays,
     )
     _, lse = attend(*given, return_lse=True)
-    found, squares = attention_moments(*given, jnp.asarray(query_weights), lse, squares=True)
+    found, squares = attention_moments(
+        *given, QuerySums(jnp.asarray(query_weights), lse, squares=True)
+    )
     mask = np.asarray(arrays.slot_mask(BLOCK))
     _, weights = oracle(q, k, v, pool, table)
     for r, n in np.ndindex(ROWS, HEADS):

@@ -10,6 +10,7 @@ import pytest
 
 from pallas_kernels import estimates, implementations, slot_moves
 from pallas_kernels.slot_moves import reference, tpu
+from pallas_kernels.token_attention import HeadSlots
 from tests.pallas_kernels.tpu_simulation import CORES, has_races, simulated
 
 # (type, rows, heads, slots, numbers of a slot, slots that move)
@@ -89,7 +90,9 @@ def by_hand(pool, slot, scale):
 
 def check(case, run, way="some") -> None:
     pool, slot, scale = problem(*case, way)
-    found, scales = jax.block_until_ready(jax.jit(run)(pool, slot, scale))
+    moved = jax.jit(lambda pool, scale, slot: run(HeadSlots(pool, scale=scale), slot))
+    slots = jax.block_until_ready(moved(pool, scale, slot))
+    found, scales = slots.pool, slots.scale
     expected, expected_scales = by_hand(pool, slot, scale)
     assert found.dtype == pool.dtype
     np.testing.assert_array_equal(bits(found), bits(expected))
@@ -127,9 +130,9 @@ def test_every_bit_moves(dtype):
     pool = with_plain_nan(pool)
     pool[..., 128:, :] = pool[..., 128:, ::-1]
     slot = np.random.default_rng(0).permuted(np.tile(np.arange(128), (1, 4, 1)), axis=-1)
-    found, _ = interpreted(jnp.asarray(pool), jnp.asarray(slot, jnp.int32), None)
+    found = interpreted(HeadSlots(jnp.asarray(pool)), jnp.asarray(slot, jnp.int32))
     expected, _ = by_hand(pool, slot, None)
-    np.testing.assert_array_equal(bits(found), bits(expected))
+    np.testing.assert_array_equal(bits(found.pool), bits(expected))
 
 
 def test_numbers_as_factors_would_be_seen(monkeypatch):
@@ -169,7 +172,10 @@ def traced(name, platform, monkeypatch, dtype="bfloat16", width=128, slots=40) -
     monkeypatch.setattr(implementations.target, "capability", lambda: "9.0")
     pool = jax.ShapeDtypeStruct((2, 3, slots, width), dtype)
     slot = jax.ShapeDtypeStruct((2, 3, 8), jnp.int32)
-    run = partial(slot_moves.move, implementation=name)
+
+    def run(pool, slot):
+        return slot_moves.move(HeadSlots(pool), slot, implementation=name)
+
     return "pallas_call" in str(jax.make_jaxpr(run)(pool, slot))
 
 

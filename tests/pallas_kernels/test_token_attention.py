@@ -1,15 +1,13 @@
 """Token attention against a loop in float64: heads of every published size, empty slots, windows,
 int8 pools, sums of weights."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.cache_write.reference import encode
-from pallas_kernels.token_attention import attend, reference, scores
+from pallas_kernels.token_attention import HeadSlots, Query, attend, reference, scores
 
 ROWS, HEADS, SLOTS = 3, 2, 21
 
@@ -34,6 +32,12 @@ def by_hand(q, k, v, visible, bias=0.0):
     return np.where(visible[:, None], v, 0).T @ weights, weights
 
 
+@jax.jit
+def seen(q, pool, position, bias=None, scale=None, used=None):
+    """Output and masses of a query that sees all that slots hold."""
+    return attend(Query(q, first_bias=bias), HeadSlots(pool, position, scale, used=used))
+
+
 @pytest.mark.parametrize("size", [64, 100, 128])
 @pytest.mark.parametrize("poisoned", [False, True])
 def test_attention(size, poisoned):
@@ -46,9 +50,13 @@ def test_attention(size, poisoned):
     pool = np.concatenate([k, v], -1)
     if poisoned:
         pool = np.where(position[..., None] >= 0, pool, np.nan)
-    arguments = {"newest": newest, "reach": reach, "first_bias": bias, "mass": mass}
-    call = jax.jit(functools.partial(attend, protected=3, mass_weight=0.5))
-    out, total = call(q, pool, position, **arguments)
+
+    @jax.jit
+    def call(q, pool, position, newest, reach, bias, mass):
+        query = Query(q, newest, bias, mass_weight=0.5, protected=3)
+        return attend(query, HeadSlots(pool, position, mass=mass, reach=reach))
+
+    out, total = call(q, pool, position, newest, reach, bias, mass)
     for r, n in np.ndindex(ROWS, HEADS):
         place = position[r, n]
         visible = (place >= 0) & (place <= newest)
@@ -60,9 +68,10 @@ def test_attention(size, poisoned):
 
 def test_reach_is_counted_from_somewhere():
     q, k, v, position = problem(64)
-    arrays = map(jnp.asarray, (q, np.concatenate([k, v], -1), position))
+    pool, position = jnp.concatenate([k, v], -1), jnp.asarray(position)
+    slots = HeadSlots(pool, position, reach=jnp.ones((ROWS, HEADS), jnp.int32))
     with pytest.raises(ValueError, match="newest"):
-        attend(*arrays, reach=jnp.ones((ROWS, HEADS), jnp.int32))
+        attend(Query(jnp.asarray(q)), slots)
 
 
 @pytest.mark.parametrize("heads_share", [False, True])
@@ -70,9 +79,9 @@ def test_positions_that_heads_or_rows_share(heads_share):
     q, k, v, position = problem(64)
     shared = position[:, :1] if heads_share else position[:1, :1]
     whole = np.broadcast_to(shared, position.shape)
-    pool, call = np.concatenate([k, v], -1), jax.jit(attend)
-    out, mass = call(q, pool, shared)
-    expected, _ = call(q, pool, whole)
+    pool = np.concatenate([k, v], -1)
+    out, mass = seen(q, pool, shared)
+    expected, _ = seen(q, pool, whole)
     np.testing.assert_array_equal(out, expected)
     assert mass is None
 
@@ -84,8 +93,8 @@ def test_blocks_behind_the_last_one_in_use_are_not_read():
     position = np.broadcast_to(np.arange(150, dtype=np.int32), (ROWS, HEADS, 150))
     pool = np.concatenate([k, v], -1)
     pool[:, :, 100:] = np.nan
-    out, _ = jax.jit(attend)(q, pool, position, used=np.int32(100))
-    expected, _ = jax.jit(attend)(q, pool[:, :, :100], position[:, :, :100])
+    out, _ = seen(q, pool, position, used=np.int32(100))
+    expected, _ = seen(q, pool[:, :, :100], position[:, :, :100])
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
@@ -99,20 +108,20 @@ def test_slots_in_use(rows, slots, kind):
         rng.normal(size=(rows, HEADS, *more, 64)).astype(np.float32) / 4
         for more in ((), (slots,), (slots,))
     )
-    call, bias = jax.jit(attend), rng.normal(size=rows).astype(np.float32)
+    bias = rng.normal(size=rows).astype(np.float32)
     numbers = kind if kind != "bfloat16" else jnp.bfloat16
     pool, scale = encode(jnp.asarray(k), jnp.asarray(v), jnp.dtype(numbers))
-    more = {} if scale is None else {"pool_scale": jnp.moveaxis(scale, -1, 1)}
+    scale = None if scale is None else jnp.moveaxis(scale, -1, 1)
     q = q.astype(jnp.bfloat16 if kind == "bfloat16" else np.float32)
     for used in {1, slots // 2, slots - 1, slots}:
-        seen = (np.arange(slots) < used) & (rng.random((rows, 1, slots)) < 0.7)
-        seen |= np.arange(slots) == used - 1
-        position = np.where(seen, np.arange(slots), -1).astype(np.int32)
-        expected, _ = call(q, pool, position, first_bias=bias, **more)
+        filled = (np.arange(slots) < used) & (rng.random((rows, 1, slots)) < 0.7)
+        filled |= np.arange(slots) == used - 1
+        position = np.where(filled, np.arange(slots), -1).astype(np.int32)
+        expected, _ = seen(q, pool, position, bias, scale)
         poisoned = pool
         if kind != "int8":
-            poisoned = jnp.where(seen[..., None], pool, jnp.nan)
-        out, mass = call(q, poisoned, position, used=np.int32(used), first_bias=bias, **more)
+            poisoned = jnp.where(filled[..., None], pool, jnp.nan)
+        out, mass = seen(q, poisoned, position, bias, scale, np.int32(used))
         assert mass is None and out.dtype == q.dtype
         limit = 1e-2 if kind == "bfloat16" else 2e-6
         np.testing.assert_allclose(out.astype(np.float32), expected.astype(np.float32), atol=limit)
@@ -144,8 +153,8 @@ def test_int8(size):
     k, v = (
         number[..., i * size : (i + 1) * size] * np.asarray(scale)[:, i, ..., None] for i in (0, 1)
     )
-    out, _ = jax.jit(attend)(q, pool, position, pool_scale=scale)
-    found = jax.jit(scores)(q[:, :, None], pool, pool_scale=scale)
+    out, _ = seen(q, pool, position, scale=scale)
+    found = jax.jit(scores)(q[:, :, None], HeadSlots(pool, scale=scale))
     for r, n in np.ndindex(ROWS, HEADS):
         expected, _ = by_hand(q[r, n], k[r, n], v[r, n], position[r, n] >= 0)
         np.testing.assert_allclose(out[r, n], expected, atol=5e-6)

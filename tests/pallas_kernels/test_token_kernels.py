@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import implementations, token_attention, tpu_slots
 from pallas_kernels.arg_specs import SPECS
 from pallas_kernels.token_attention import mosaic_gpu, mosaic_slots, reference, tpu, tpu_row
-from pallas_kernels.token_specs import TokenArguments
+from pallas_kernels.token_specs import abstract_token_arguments, in_float32, token_arguments
 from tests.pallas_kernels import copy_rules
 from tests.pallas_kernels.test_kernels import TOLERANCE, error
 from tests.pallas_kernels.tpu_simulation import CORES, has_races
@@ -48,18 +48,23 @@ simulates_gpus = pytest.mark.skipif(
 )
 
 
+def exactly(query, slots):
+    """What the reference finds in float32."""
+    return reference.attend(*in_float32(query, slots))
+
+
 def check(spec, options, attend) -> None:
-    args = TokenArguments.of(spec, **options)
-    expected, sums = jax.jit(lambda a: a.in_float32().given_to(reference.attend))(args)
-    out, mass = jax.block_until_ready(jax.jit(lambda a: a.given_to(attend))(args))
-    assert out.dtype == args.q.dtype
+    query, slots = token_arguments(spec, **options)
+    expected, sums = jax.jit(exactly)(query, slots)
+    out, mass = jax.block_until_ready(jax.jit(attend)(query, slots))
+    assert out.dtype == query.q.dtype
     assert error(out, expected) < TOLERANCE[spec.dtype]
     assert (mass is None) == (sums is None)
     if mass is not None:
-        changed, right = mass - args.mass, sums - args.mass
+        changed, right = mass - slots.mass, sums - slots.mass
         assert error(changed, right) < 1e-3  # differences of two sums
-        empty = np.broadcast_to(args.position < 0, mass.shape)
-        np.testing.assert_array_equal(mass[empty], args.mass[empty])
+        empty = np.broadcast_to(slots.position < 0, mass.shape)
+        np.testing.assert_array_equal(mass[empty], slots.mass[empty])
 
 
 @pytest.mark.parametrize(("spec", "options"), MARKED)
@@ -102,7 +107,7 @@ def test_tpu_slots_in_use_simulated(cores):
 
 
 def tpu_steps(spec, most: int = tpu.MOST_BYTES, **options) -> tuple[int, int]:
-    return tpu_slots.steps(arguments(spec, **options)[1], "takes", most)
+    return tpu_slots.steps(abstract(spec, **options)[1].pool, "takes", most)
 
 
 def test_tpu_heads_of_a_row_in_several_steps():
@@ -129,11 +134,11 @@ def test_tpu_simulated(spec, options, cores):
 
 def test_tpu_weights_of_zero_times_infinity():
     """Values of empty slots that are not finite spoil the product, which is then done again."""
-    args = TokenArguments.of(SMALL, 40, poison=False)
-    empty = (args.position < 0)[..., None]
-    pool = jnp.where(empty, jnp.inf, args.pool)
-    out, _ = replace(args, pool=pool).given_to(tpu.attend, interpret=True)
-    expected, _ = args.in_float32().given_to(reference.attend)
+    query, slots = token_arguments(SMALL, 40, poison=False)
+    empty = (slots.position < 0)[..., None]
+    infinite = replace(slots, pool=jnp.where(empty, jnp.inf, slots.pool))
+    out, _ = tpu.attend(query, infinite, interpret=True)
+    expected, _ = exactly(query, slots)
     assert error(out, expected) < TOLERANCE["bfloat16"]
 
 
@@ -209,7 +214,7 @@ def test_mosaic_mistakes_are_seen(what, monkeypatch, capsys):
 @simulates_gpus
 def test_mosaic_copies_that_begin_anywhere_are_seen(monkeypatch):
     """105 positions of 4 bytes: those of the second head begin at no multiple of 16 bytes."""
-    monkeypatch.setattr(mosaic_slots.Given, "shift", lambda given, begin: 0)
+    monkeypatch.setattr(mosaic_slots.FlatOperands, "shift", lambda given, begin: 0)
     broken = copy_rules.watch(monkeypatch)
     check(*CASES["bfloat16"], simulated(1))
     assert "begins at no multiple of 16 bytes" in broken[0]
@@ -236,14 +241,12 @@ def test_steps(size, dtype, slots, expected):
 # --- dispatch -------------------------------------------------------------------------------------
 
 
-def arguments(spec, slots=40, **options):
-    """Query and pool, without data."""
-    args = TokenArguments.abstract(spec, slots, **options)
-    return args.q, args.pool
+def abstract(spec, slots=40, **options):
+    return abstract_token_arguments(spec, slots, **options)
 
 
-def run(args, name):
-    return args.given_to_api(token_attention.attend, implementation=name)
+def run(given, name):
+    return token_attention.attend(*given, implementation=name)
 
 
 @pytest.mark.parametrize(
@@ -258,9 +261,9 @@ def run(args, name):
     ],
 )
 def test_refused(kernel, changes, slots, reason):
-    args = TokenArguments.abstract(replace(SMALL, **changes), slots)
+    given = abstract(replace(SMALL, **changes), slots)
     with pytest.raises(NotImplementedError, match=reason) as refusal:
-        jax.eval_shape(lambda a: run(a, kernel), args)
+        jax.eval_shape(lambda a: run(a, kernel), given)
     assert "--attention=reference" in str(refusal.value)
 
 
@@ -268,8 +271,8 @@ def traced(name, platform, capability, monkeypatch, **changes) -> bool:
     """Whether a kernel is in a program for such a chip."""
     monkeypatch.setattr(implementations.target, "platform", lambda: platform)
     monkeypatch.setattr(implementations.target, "capability", lambda: capability)
-    args = TokenArguments.abstract(replace(SMALL, **changes), 40)
-    jaxpr = str(jax.make_jaxpr(lambda a: run(a, name))(args))
+    given = abstract(replace(SMALL, **changes))
+    jaxpr = str(jax.make_jaxpr(lambda a: run(a, name))(given))
     return any(word in jaxpr for word in ("pallas_call", "core_map", "mpmd_map"))
 
 
@@ -289,6 +292,6 @@ def test_gpus_take_the_kernel_only_by_name(monkeypatch, recwarn):
 
 def test_triton_has_none():
     """Its name runs the reference, as elsewhere."""
-    args = TokenArguments.of(SMALL, 40)
-    for found, expected in zip(run(args, "triton"), run(args, "reference"), strict=True):
+    given = token_arguments(SMALL, 40)
+    for found, expected in zip(run(given, "triton"), run(given, "reference"), strict=True):
         np.testing.assert_array_equal(found, expected)

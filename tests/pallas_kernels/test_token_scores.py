@@ -11,8 +11,8 @@ import pytest
 
 from pallas_kernels import estimates, implementations, token_attention, tpu_slots
 from pallas_kernels.arg_specs import SPECS
-from pallas_kernels.token_attention import reference, tpu_scores
-from pallas_kernels.token_specs import TokenArguments
+from pallas_kernels.token_attention import HeadSlots, reference, tpu_scores
+from pallas_kernels.token_specs import abstract_token_arguments, token_arguments
 from tests.pallas_kernels.test_kernels import error
 from tests.pallas_kernels.test_token_attention import HEADS, ROWS, SLOTS, problem
 from tests.pallas_kernels.tpu_simulation import CORES, has_races, simulated
@@ -41,20 +41,22 @@ MARKED += [pytest.param(*c, id=name, marks=pytest.mark.slow) for name, c in MORE
 
 
 def arguments(spec, slots: int, count: int):
-    """Queries, pool and scales; values are NaN, which no score knows of."""
-    args = TokenArguments.of(spec, slots, sums=False, poison=False)
+    """Queries and slots; values are NaN, which no score knows of."""
+    _, held = token_arguments(spec, slots, sums=False, poison=False)
     rng = np.random.default_rng(1)
     q = rng.standard_normal((spec.rows, spec.heads, count, spec.head_dim), np.float32)
-    if args.scale is not None:
-        return jnp.asarray(q, spec.dtype), args.pool, args.scale.at[:, 1].set(jnp.nan)
-    return jnp.asarray(q, spec.dtype), args.pool.at[..., spec.head_dim :].set(jnp.nan), None
+    q = jnp.asarray(q, spec.dtype)
+    if held.scale is not None:
+        return q, HeadSlots(held.pool, scale=held.scale.at[:, 1].set(jnp.nan))
+    return q, HeadSlots(held.pool.at[..., spec.head_dim :].set(jnp.nan))
 
 
-@partial(jax.jit, static_argnums=3)
-def in_float32(q, pool, scale, first):
-    pool = pool if scale is not None else pool.astype(jnp.float32)
+@partial(jax.jit, static_argnums=2)
+def in_float32(q, slots, first):
+    if slots.scale is None:
+        slots = HeadSlots(slots.pool.astype(jnp.float32))
     with jax.default_matmul_precision("highest"):
-        return reference.scores(q.astype(jnp.float32), pool, scale, first)
+        return reference.scores(q.astype(jnp.float32), slots, first)
 
 
 def check(spec, slots, count, first, run) -> None:
@@ -98,7 +100,7 @@ def test_heads_of_a_row_in_several_steps():
     """Lines of one row's matrices are filled step by step."""
     for count, more in ((1, 4096), (9, 8192)):  # bytes per head beside its slots
         spec, most = replace(CASES["mean"][0], heads=4), 2 * (112 * 256 + more)
-        assert tpu_slots.steps(arguments(spec, 105, count)[1], "", most, more) == (1, 2)
+        assert tpu_slots.steps(arguments(spec, 105, count)[1].pool, "", most, more) == (1, 2)
         check(spec, 105, count, 1, partial(interpreted, most_bytes=most))
 
 
@@ -120,20 +122,20 @@ def test_simulated(name, cores):
 
 
 def test_slots_that_hold_nothing_spoil_no_others():
-    q, pool, _ = arguments(CASES["mean"][0], 40, 1)
+    q, held = arguments(CASES["mean"][0], 40, 1)
     empty = np.arange(40) % 3 == 0
-    found = interpreted(q, jnp.where(empty[:, None], jnp.nan, pool), None, 0)
+    found = interpreted(q, HeadSlots(jnp.where(empty[:, None], jnp.nan, held.pool)), 0)
     np.testing.assert_array_equal(np.isnan(found), np.broadcast_to(empty, found.shape))
 
 
 def test_slots_from_a_number_on():
     """The reference, too."""
     q, k, v, _ = problem(64)
-    pool = jnp.concatenate([k, v], -1)
+    held = HeadSlots(jnp.concatenate([k, v], -1))
     q = jnp.asarray(q)[:, :, None]
-    whole = token_attention.scores(q, pool)
+    whole = token_attention.scores(q, held)
     assert whole.shape == (ROWS, HEADS, 1, SLOTS)
-    rest = token_attention.scores(q, pool, first=5)
+    rest = token_attention.scores(q, held, first=5)
     np.testing.assert_allclose(rest, whole[..., 5:], rtol=1e-6, atol=1e-6)
 
 
@@ -144,9 +146,9 @@ def traced(name, platform, monkeypatch, **changes) -> bool:
     """Whether a kernel is in a program for such a chip."""
     monkeypatch.setattr(implementations.target, "platform", lambda: platform)
     monkeypatch.setattr(implementations.target, "capability", lambda: "9.0")
-    args = TokenArguments.abstract(replace(SMALL, **changes), 40)
+    given = abstract_token_arguments(replace(SMALL, **changes), 40)
     run = partial(token_attention.scores, implementation=name)
-    jaxpr = jax.make_jaxpr(lambda a: run(a.q[:, :, None], a.pool))(args)
+    jaxpr = jax.make_jaxpr(lambda query, held: run(query.q[:, :, None], held))(*given)
     return "pallas_call" in str(jaxpr)
 
 

@@ -12,8 +12,21 @@ import pytest
 
 from pallas_kernels import token_attention, tpu_slots
 from pallas_kernels.arg_specs import SPECS
-from pallas_kernels.token_attention import mosaic_gpu, reference, storing, tpu, tpu_token
-from pallas_kernels.token_specs import TokenArguments
+from pallas_kernels.token_attention import (
+    NewToken,
+    mosaic_gpu,
+    reference,
+    storing,
+    tpu,
+    tpu_call,
+    tpu_token,
+)
+from pallas_kernels.token_specs import (
+    abstract_token_arguments,
+    awaiting_token,
+    in_float32,
+    token_arguments,
+)
 from tests.pallas_kernels.test_kernels import TOLERANCE, error
 from tests.pallas_kernels.tpu_simulation import CORES, has_races, simulated, simulator
 
@@ -54,26 +67,31 @@ def in_bits(array) -> np.ndarray:
     return np.asarray(array).view(f"u{array.dtype.itemsize}")
 
 
+def token_of(query, slot: int) -> NewToken:
+    k, v = jax.random.normal(jax.random.key(1), (2, *query.q.shape), query.q.dtype)
+    return NewToken(k, v, jnp.int32(slot))
+
+
 def check(spec, options, slots, store_and_attend) -> None:
     """One program for all slots."""
-    before = TokenArguments.of(spec, **options)
-    k, v = jax.random.normal(jax.random.key(1), (2, *before.q.shape), spec.dtype)
-    run = jax.jit(lambda a, k, v, slot: a.stored_by(store_and_attend, k, v, slot))
-    exact = jax.jit(lambda a: a.in_float32().given_to(reference.attend))
+    query, before = token_arguments(spec, **options)
+    run = jax.jit(store_and_attend)
+    exact = jax.jit(lambda query, held: reference.attend(*in_float32(query, held)))
     for slot in slots:
-        args, slot = before.with_token(slot), jnp.int32(slot)
-        out, mass, pool, scale = jax.block_until_ready(run(args, k, v, slot))
-        new = storing.store(k[:, :, None], v[:, :, None], slot, args.pool, args.scale)
-        for found, expected in zip((pool, scale), new, strict=True):
-            if expected is not None:
-                assert found.dtype == expected.dtype
-                np.testing.assert_array_equal(in_bits(found), in_bits(expected))
-        expected, sums = exact(replace(args, pool=new[0], scale=new[1]))
-        assert out.dtype == args.q.dtype
+        (_, held), token = awaiting_token(query, before, slot), token_of(query, slot)
+        out, found = jax.block_until_ready(run(query, held, token))
+        new = storing.store(held, token.k[:, :, None], token.v[:, :, None], token.slot)
+        for ours, right in ((found.pool, new.pool), (found.scale, new.scale)):
+            if right is not None:
+                assert ours.dtype == right.dtype
+                np.testing.assert_array_equal(in_bits(ours), in_bits(right))
+        expected, sums = exact(query, new)
+        assert out.dtype == query.q.dtype
         assert error(out, expected) < TOLERANCE[spec.dtype]
-        assert (mass is None) == (sums is None)
-        if mass is not None:
-            assert error(mass - args.mass, sums - args.mass) < 1e-3  # differences of two sums
+        assert (found.mass is None) == (sums is None)
+        if sums is not None:
+            # differences of two sums
+            assert error(found.mass - held.mass, sums - held.mass) < 1e-3
 
 
 @pytest.mark.parametrize(("spec", "options", "slots"), MARKED)
@@ -100,8 +118,8 @@ HEADS_APART = {"most_bytes": 2 * 112 * 256}
 
 def test_tpu_heads_of_a_row_in_several_steps():
     spec = replace(SMALL, heads=4)
-    args = TokenArguments.abstract(spec, 105)
-    assert tpu_slots.steps(args.pool, "takes", HEADS_APART["most_bytes"]) == (1, 2)
+    _, held = abstract_token_arguments(spec, 105)
+    assert tpu_slots.steps(held.pool, "takes", HEADS_APART["most_bytes"]) == (1, 2)
     run = partial(tpu.store_and_attend, interpret=True, **HEADS_APART)
     check(spec, {"slots": 105}, (0, 64, 103, 104), run)
 
@@ -144,34 +162,30 @@ def test_tpu_cut_off_tile_simulated(spec, slots, monkeypatch):
 
 def test_dispatch():
     """By every name, on a CPU."""
-    args = TokenArguments.of(FLOAT, 41).with_token(3)
-    k, v = jax.random.normal(jax.random.key(1), (2, *args.q.shape))
+    query, held = awaiting_token(*token_arguments(FLOAT, 41), 3)
+    given = query, held, token_of(query, 3)
 
     def run(name):
-        def call(q, *rest, **options):
-            given = (q, k, v, jnp.int32(3), *rest)
-            return token_attention.store_and_attend(*given, implementation=name, **options)
+        out, slots = token_attention.store_and_attend(*given, implementation=name)
+        return out, slots.mass, slots.pool
 
-        return args.given_to_api(call)
-
-    expected = args.stored_by(reference.store_and_attend, k, v, jnp.int32(3))
+    expected, slots = reference.store_and_attend(*given)
     for name in (None, "reference", "triton"):
-        for found, right in zip(run(name)[:3], expected[:3], strict=True):
+        for found, right in zip(run(name), (expected, slots.mass, slots.pool), strict=True):
             np.testing.assert_array_equal(found, right)
-    assert error(run("tpu-interpret")[0], expected[0]) < TOLERANCE["float32"]
+    assert error(run("tpu-interpret")[0], expected) < TOLERANCE["float32"]
     with pytest.raises(NotImplementedError, match="does not exist"):
         run("other")
 
 
-def test_gpus_store_by_xla(monkeypatch):
-    """Then the kernel attends as ever."""
-    args = TokenArguments.of(FLOAT, 41).with_token(3)
-    k, v = jax.random.normal(jax.random.key(1), (2, *args.q.shape))
+def test_gpus_store_by_xla():
+    """Then the kernel attends, as it does without a token to store."""
+    query, held = awaiting_token(*token_arguments(FLOAT, 41), 3)
     seen = []
-    after = storing.before(lambda *given, **options: seen.append((given, options)) or (0, None))
-    _, _, pool, _ = args.stored_by(after, k, v, jnp.int32(3), interpret=False)
+    after = storing.in_two_steps(lambda *given, **more: seen.append((given, more)) or (0, None))
+    _, found = after(query, held, token_of(query, 3), interpret=False)
     ((given, options),) = seen
-    assert given[1] is pool and options == {"interpret": False}
+    assert given[1].pool is found.pool and options == {"interpret": False}
     assert mosaic_gpu.store_and_attend.__code__ is after.__code__
 
 
@@ -198,12 +212,12 @@ def test_what_the_slot_held_is_seen(monkeypatch):
 
 
 def test_a_pool_that_is_not_aliased_is_seen(monkeypatch):
-    found = tpu_token.aliases
+    found = tpu_call.aliases
 
     def without(numbers, given, results):
-        return found(numbers, given, {n: a for n, a in results.items() if n != "pool"})
+        return dict(list(found(numbers, given, results).items())[:-1])  # the pool is the last
 
-    monkeypatch.setattr(tpu_token, "aliases", without)
+    monkeypatch.setattr(tpu_call, "aliases", without)
     fails("all")
 
 

@@ -24,9 +24,7 @@ SMALL_TILES = TPUConfig(block_q=128, copy_keys=32, own_keys=64)
 attend = jax.jit(
     partial(ragged_attention.attend, return_lse=True), static_argnames="implementation"
 )
-moments = jax.jit(
-    partial(ragged_attention.attention_moments, squares=True), static_argnames="implementation"
-)
+moments = jax.jit(ragged_attention.attention_moments, static_argnames="implementation")
 write = jax.jit(cache_write.write, static_argnames="implementation")
 small_tiles = jax.jit(partial(tpu.attend, return_lse=True, interpret=True, config=SMALL_TILES))
 SLOW = pytest.mark.slow
@@ -104,8 +102,8 @@ def test_moments_of_some_queries():
     rng = np.random.default_rng(3)
     lse = jnp.asarray(rng.uniform(3, 5, (2, 2, 150)), jnp.float32)
     weights = jnp.asarray(rng.random(150), jnp.float32).at[131:].set(0)
-    expected = moments(*args.moments(weights, lse), implementation="reference")
-    dirty = args.padded_with(jnp.nan).moments(weights, lse)
+    expected = moments(*args.moments(weights, lse, squares=True), implementation="reference")
+    dirty = args.padded_with(jnp.nan).moments(weights, lse, squares=True)
     for a, b in zip(moments(*dirty, implementation="tpu-interpret"), expected, strict=True):
         close(a, b)
 
@@ -179,7 +177,7 @@ def test_all_heads_of_a_token_in_one_step(name, rows):
     check_attend(args, kernel_attend(args))
     _, lse = attend(*args.attend, implementation="reference")
     sums = (
-        moments(*args.moments(jnp.ones(1), lse), implementation=name)
+        moments(*args.moments(jnp.ones(1), lse, squares=True), implementation=name)
         for name in ("tpu-interpret", "reference")
     )
     for found, expected in zip(*sums, strict=True):

@@ -29,9 +29,7 @@ NEAR = {"atol": 2e-5, "rtol": 2e-5}
 attend = jax.jit(
     partial(ragged_attention.attend, return_lse=True), static_argnames=["implementation"]
 )
-moments = jax.jit(
-    partial(ragged_attention.attention_moments, squares=True), static_argnames=["implementation"]
-)
+moments = jax.jit(ragged_attention.attention_moments, static_argnames=["implementation"])
 
 
 def real(array):
@@ -45,7 +43,9 @@ def compare(args, length: int):
     results = []
     for name in ("triton-interpret", "reference"):
         out, lse = attend(*args.attend, kv_scale=args.kv_scale, implementation=name)
-        sums = moments(*args.moments(weights, lse), kv_scale=args.kv_scale, implementation=name)
+        sums = moments(
+            *args.moments(weights, lse, squares=True), kv_scale=args.kv_scale, implementation=name
+        )
         results.append((out[:, :length], lse, *sums))
         chex.assert_tree_all_finite(out)
     for i, (found, expected) in enumerate(zip(*results, strict=True)):
@@ -108,7 +108,9 @@ def test_padding_may_hold_anything(changes):
             chex.assert_trees_all_equal(a, b)
         weights = (jnp.arange(SPEC.tokens) < SPEC.length).astype(jnp.float32)
         lse = jnp.where(padded, anything, clean[1])
-        sums, _ = moments(*dirty.moments(weights, lse), implementation="triton-interpret")
+        sums, _ = moments(
+            *dirty.moments(weights, lse, squares=True), implementation="triton-interpret"
+        )
         chex.assert_trees_all_close(sums.sum(-1), SPEC.length, rtol=1e-5)
 
 

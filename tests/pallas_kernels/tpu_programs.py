@@ -10,8 +10,9 @@ Runs in a process of its own, because some errors of the compiler end the proces
 sample-IMAGES-TOKENS-VOCABULARY, with {"case", "temp", "moved"}, and token-POOLTYPE-hHEADDIM-sSLOTS,
 with {"case", "temp", "pool", "copies"}: attention of one query per row, token after token; -used
 behind it: of known contents, whose first slots are in use; -stored: the kernel stores the token.
-stage-POOLTYPE-hHEADDIM-sSLOTS-qQUERIES, likewise, "temp" without the scores: what happens to a
-cache after stages of 8 tokens; the mean of a window asks (float32), or several queries do.
+stage-POOLTYPE-hHEADDIM-sSLOTS-qQUERIES, with the same results, "temp" without the scores: what
+happens to a cache after stages of 8 tokens; the mean of a window asks (float32), or several queries
+do.
 rank-ROWS-HEADS-SLOTS, with {"case", "temp"}: by score within two parts.
 
 OPERATION: attend, moments, write, or scan: two scans, over scales and over layers. -rows: tables
@@ -41,13 +42,14 @@ from pallas_kernels import cache_write, ragged_attention, slot_moves, token_atte
 from pallas_kernels.arg_specs import ArgSpec  # noqa: E402
 from pallas_kernels.rank import rank  # noqa: E402
 from pallas_kernels.sample import sample  # noqa: E402
-from pallas_kernels.token_attention import storing  # noqa: E402
+from pallas_kernels.token_attention import HeadSlots, NewToken, Query, storing  # noqa: E402
 from pallas_kernels.token_attention import tpu as token_kernel  # noqa: E402
-from pallas_kernels.token_specs import TokenArguments  # noqa: E402
+from pallas_kernels.token_specs import abstract_token_arguments, only  # noqa: E402
 from pallas_kernels.tpu_operands import rounded  # noqa: E402
 from tests.pallas_kernels.test_sample import abstract  # noqa: E402
 
 SCALES, LAYERS = 2, 3
+CHANGED = ("pool", "scale", "mass")  # arrays of slots that a token changes
 MOVED_ROWS = re.compile(r"= f32\[\d+,\d+,\d+\S* (copy|transpose|fusion)\(")  # logits or noise
 
 
@@ -81,9 +83,8 @@ def attend(a):
 def moments(a, lse=None):
     lse = jnp.zeros(a.projection.shape[:3]) if lse is None else lse
     return ragged_attention.attention_moments(
-        *a.moments(jnp.ones(a.projection.shape[2]), lse),
+        *a.moments(jnp.ones(a.projection.shape[2]), lse, squares=True),
         kv_scale=a.kv_scale,
-        squares=True,
         implementation="tpu",
     )
 
@@ -140,58 +141,56 @@ def scan_arguments(spec: ArgSpec):
     return (a.kv_pool, a.kv_scale), a, tables, weights
 
 
-def token_arguments(case: str) -> TokenArguments:
+def token_arguments(case: str) -> tuple[Query, HeadSlots]:
     _, kv_dtype, head_dim, slots, *options = case.split("-")
     spec = spec_of(f"attend-{kv_dtype}-{head_dim}-b16-t1-n20")
     options = {"used": 1, "sums": False, "shared": True} if "used" in options else {}
-    return TokenArguments.abstract(replace(spec, rows=64), int(slots[1:]), **options)
+    return abstract_token_arguments(replace(spec, rows=64), int(slots[1:]), **options)
 
 
-def tokens(store_and_attend, caches, args, steps):
-    """A few tokens, as the engine draws them: each is stored, then attended for."""
+def tokens(store_and_attend, held: HeadSlots, query: Query, shared: HeadSlots, steps):
+    """A few tokens, as the engine draws them: each is stored, then attended for. held: the arrays
+    of the slots that tokens change. shared: the others."""
 
-    def token(caches, slot):
-        pool, mass, scale = caches
-        now = replace(args, pool=pool, mass=mass, scale=scale)
-        given = args.q, args.q, slot
-        out, mass, *new = now.stored_by(store_and_attend, *given, interpret=False)
-        return (new[0], mass, new[1]), out
+    def token(held, slot):
+        slots = replace(shared, pool=held.pool, mass=held.mass, scale=held.scale)
+        new = NewToken(query.q, query.q, slot)
+        out, slots = store_and_attend(query, slots, new, interpret=False)
+        return only(slots, *CHANGED), out
 
-    return jax.lax.scan(token, caches, steps)
+    return jax.lax.scan(token, held, steps)
 
 
 def stage_arguments(case: str):
-    """Pool, scales, queries, and the numbers of the stages."""
+    """Pool and scales, queries, and the numbers of the stages."""
     _, kv_dtype, head_dim, slots, queries = case.split("-")
-    args, count = token_arguments(f"token-{kv_dtype}-{head_dim}-{slots}"), int(queries[1:])
-    dtype = jnp.float32 if count == 1 else args.q.dtype
-    q = jax.ShapeDtypeStruct((*args.q.shape[:2], count, args.q.shape[2]), dtype)
-    return (args.pool, args.scale), q, jax.ShapeDtypeStruct((3,), jnp.int32)
+    query, held = token_arguments(f"token-{kv_dtype}-{head_dim}-{slots}")
+    count = int(queries[1:])
+    dtype = jnp.float32 if count == 1 else query.q.dtype
+    q = jax.ShapeDtypeStruct((*query.q.shape[:2], count, query.q.shape[2]), dtype)
+    return only(held, "pool", "scale"), q, jax.ShapeDtypeStruct((3,), jnp.int32)
 
 
-def decisions(cache, queries, stages):
+def decisions(held: HeadSlots, queries, stages):
     """As the engine stores: the tokens of a stage in the last 8 slots, which go where the lowest
     scores are."""
 
-    def stage(cache, number):
-        pool, scale = cache
-        seen = token_attention.scores(
-            queries, pool, pool_scale=scale, first=1, implementation="tpu"
-        ).mean(2)
+    def stage(held, number):
+        seen = token_attention.scores(queries, held, first=1, implementation="tpu").mean(2)
         order = jnp.argsort(seen[..., :-8], axis=-1)[..., :8]
-        slot = jnp.where(order < number, pool.shape[2] + order, 1 + order)
-        return slot_moves.move(pool, slot, pool_scale=scale, implementation="tpu"), seen
+        target = jnp.where(order < number, held.pool.shape[2] + order, 1 + order)
+        return slot_moves.move(held, target, implementation="tpu"), seen
 
-    return jax.lax.scan(stage, cache, stages)
+    return jax.lax.scan(stage, held, stages)
 
 
 def pool_and_scores(case: str) -> tuple[jax.ShapeDtypeStruct, int]:
     """The pool, and bytes of the scores that are asked for, in tiles."""
     if case.startswith("token"):
-        return token_arguments(case).pool, 0
-    (pool, _), q, _ = stage_arguments(case)
-    rows, heads, slots, _ = pool.shape
-    return pool, 4 * rows * heads * rounded(q.shape[2], 8) * rounded(slots, 128)
+        return token_arguments(case)[1].pool, 0
+    held, q, _ = stage_arguments(case)
+    rows, heads, slots, _ = held.pool.shape
+    return held.pool, 4 * rows * heads * rounded(q.shape[2], 8) * rounded(slots, 128)
 
 
 def program(case: str):
@@ -206,12 +205,12 @@ def program(case: str):
         given = [jax.ShapeDtypeStruct(shape, dtype) for dtype in types]
         return partial(rank, implementation="tpu"), given, ()
     if operation == "token":
-        args, steps = token_arguments(case), jax.ShapeDtypeStruct((3,), jnp.int32)
-        by_kernel = case.endswith("-stored")
-        store = token_kernel.store_and_attend if by_kernel else storing.before(token_kernel.attend)
-        caches = args.pool, args.mass, args.scale
-        rest = replace(args, pool=None, mass=None, scale=None)
-        return partial(tokens, store), (caches, rest, steps), 0
+        (query, held), steps = token_arguments(case), jax.ShapeDtypeStruct((3,), jnp.int32)
+        store = token_kernel.store_and_attend
+        if not case.endswith("-stored"):
+            store = storing.in_two_steps(token_kernel.attend)
+        shared = only(held, "position", "reach", "used")
+        return partial(tokens, store), (only(held, *CHANGED), query, shared, steps), 0
     if operation == "stage":
         return decisions, stage_arguments(case), 0
     if operation == "scan":

@@ -9,6 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ported_weights.configurations import PublishedModel
+from ported_weights.convert import convert
+
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "var"
 STORAGE_NAMES = {"f4": "Float", "f2": "Half", "f8": "Double", "i8": "Long", "i4": "Int"}
 STORAGE_NAMES |= {"i2": "Short", "i1": "Char", "u1": "Byte", "b1": "Bool"}
@@ -104,9 +107,9 @@ def save(path: Path, content) -> Path:
     """Write nested dictionaries of arrays and plain values as `torch.save` would."""
     storages: dict[str, bytes] = {}
 
-    def convert(value):
+    def described(value):
         if isinstance(value, dict):
-            return {k: convert(v) for k, v in value.items()}
+            return {k: described(v) for k, v in value.items()}
         if not isinstance(value, np.ndarray):
             return value
         key, value = str(len(storages)), np.array(value, order="C")
@@ -116,7 +119,7 @@ def save(path: Path, content) -> Path:
         stride = tuple(s // value.itemsize for s in value.strides)
         return view(kind, key, value.size, 0, value.shape, stride)
 
-    return write_zip(path, b"\x80\x02" + assemble(convert(content)) + b".", storages)
+    return write_zip(path, b"\x80\x02" + assemble(described(content)) + b".", storages)
 
 
 class TorchZip:
@@ -137,9 +140,16 @@ def fixtures() -> Path:
     return FIXTURES
 
 
+def convert_request(request: dict, say) -> None:
+    """`convert` with the flags of a request."""
+    files = dict(request)
+    out, options = files.pop("out"), {n: files.pop(n) for n in ("dtype", "overwrite") if n in files}
+    convert(PublishedModel(**files), out, say=say, **options)
+
+
 @pytest.fixture
 def request_for(tmp_path):
-    """Arguments of `convert` for one of the fixtures; keyword arguments replace them."""
+    """Flags of the command for one of the fixtures; keyword arguments replace them."""
 
     def make(name: str, ending: str = "pth", **changes) -> dict:
         codec = FIXTURES / json.loads((FIXTURES / name / "config.json").read_text())["vae"]

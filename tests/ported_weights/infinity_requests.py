@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from ported_weights import convert
+from tests.ported_weights.conftest import convert_request
 from varjax.errors import UserError
+from varjax.models import registry
 from varjax.storage import checkpoint
 
 HERE = Path(__file__).parents[1] / "fixtures" / "infinity"
@@ -31,12 +32,12 @@ def a_request(tmp_path, name: str = "infinity_A", **changes) -> dict:
 def converted(request) -> tuple[dict, dict, str]:
     """Parts and description of the checkpoint, read from disk, and what the command says."""
     lines = []
-    convert.convert(**request, say=lines.append)
-    return *checkpoint.load(request["out"]), "\n".join(lines)
+    convert_request(request, say=lines.append)
+    return *checkpoint.load(request["out"], registry.CATALOGUE), "\n".join(lines)
 
 
 def refused(request, match, folder):
     before = sorted(folder.rglob("*"))
     with pytest.raises(UserError, match=match):
-        convert.convert(**request, say=lambda line: None)
+        convert_request(request, say=lambda line: None)
     assert sorted(folder.rglob("*")) == before

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from ported_weights import convert
+from ported_weights.configurations import PublishedModel
 from ported_weights.readers import sources
+from tests.ported_weights.conftest import convert_request
 from varjax.errors import UserError
+from varjax.models import registry
 from varjax.nn import layers, parameters
 from varjax.storage import checkpoint
 
@@ -23,13 +25,13 @@ HIDDEN = 2e-4  # outputs of blocks, up to 17 in size
 
 
 def _quiet(request, lines=None):
-    convert.convert(**request, say=(lines if lines is not None else []).append)
+    convert_request(request, say=(lines if lines is not None else []).append)
     return Path(request["out"])
 
 
 def _load(request, lines=None):
     """The parts of the converted checkpoint, read from disk, and its description."""
-    return checkpoint.load(_quiet(request, lines))
+    return checkpoint.load(_quiet(request, lines), registry.CATALOGUE)
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +266,7 @@ def test_vocabulary_is_taken_from_the_tokenizer_where_left_out(request_for, fixt
     (tmp_path / "config.json").write_text(json.dumps(config))
     request = request_for("b_k6_sharedaln", config=str(tmp_path / "config.json"))
     names = ("model", "source", "tokenizer_source", "config", "tokenizer_config")
-    configs, _ = convert.configurations(**{name: request[name] for name in names})
+    configs, _ = PublishedModel(**{name: request[name] for name in names}).configurations()
     transformer, codec = configs["transformer"], configs["codec"]
     assert (
         (transformer.vocab_size, transformer.z_channels)
@@ -350,7 +352,7 @@ def test_overwriting(request_for, tmp_path):
         (out / name).unlink()
     _quiet(again)
     assert (out / "model.json").stat().st_mtime_ns > before
-    assert checkpoint.load(out)[1]["family"] == "var"
+    assert checkpoint.load(out, registry.CATALOGUE)[1]["family"] == "var"
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 

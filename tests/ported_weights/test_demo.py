@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from ported_weights import convert
+from ported_weights.configurations import PublishedModel
+from varjax.models import registry
 from varjax.nn import parameters
 from varjax.storage import checkpoint, manifest
 
@@ -21,11 +23,11 @@ needs_original = pytest.mark.skipif(
 
 def test_the_embedded_demo():
     folder = checkpoint.demo_directory()
-    content = manifest.read(folder)
+    content = manifest.read(folder, registry.FAMILIES)
     assert content["parameters"] == 5_386_211 and content["dtype"] == "bfloat16"
     assert content["num_classes"] == len(content["class_names"]) == 44
     assert content["sampling"] == {"cfg": 1.5, "top_k": 100, "top_p": 0.95, "more_smooth": False}
-    parts, found = checkpoint.load(folder, {"transformer": "float32"})
+    parts, found = checkpoint.load(folder, registry.CATALOGUE, {"transformer": "float32"})
     assert found == content and list(parts) == ["transformer"]
     assert parts["transformer"].dtype == jnp.float32
     size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
@@ -34,21 +36,21 @@ def test_the_embedded_demo():
 
 @pytest.fixture(scope="module")
 def ported(tmp_path_factory):
-    request = dict(
+    published = PublishedModel(
         model="var-custom",
         source=str(ORIGINAL / "var.pth"),
         tokenizer_source=str(ORIGINAL / "vae.pth"),
         config=str(ORIGINAL / "config_var.json"),
         tokenizer_config=str(ORIGINAL / "config_vae.json"),
-        out=str(tmp_path_factory.mktemp("demo") / "out"),
     )
-    convert.convert(**request, say=lambda _: None)
-    return checkpoint.load(request["out"])
+    out = str(tmp_path_factory.mktemp("demo") / "out")
+    convert.convert(published, out, say=lambda _: None)
+    return checkpoint.load(out, registry.CATALOGUE)
 
 
 @needs_original
 def test_the_demo_is_its_original_in_bfloat16(ported):
-    demo, described = checkpoint.load(checkpoint.demo_directory())
+    demo, described = checkpoint.load(checkpoint.demo_directory(), registry.CATALOGUE)
     parts, again = ported
     for part in ("transformer", "codec"):
         ours, theirs = (parameters.named(p[part]) for p in (demo, parts))

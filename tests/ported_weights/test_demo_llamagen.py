@@ -9,14 +9,18 @@ from varjax.errors import UserError
 from varjax.evaluation import extractors
 from varjax.io.images import to_uint8
 from varjax.model import describe
+from varjax.models import registry
 from varjax.storage import checkpoint, manifest
 
 
 def test_the_embedded_demo_that_draws_tokens():
     folder = checkpoint.demo_directory("demo-llamagen")
-    content = manifest.read(folder)
+    content = manifest.read(folder, registry.FAMILIES)
     assert content["family"] == "llamagen" and content["dtype"] == "bfloat16"
-    assert content["class_names"] == manifest.read(checkpoint.demo_directory())["class_names"]
+    assert (
+        content["class_names"]
+        == manifest.read(checkpoint.demo_directory(), registry.FAMILIES)["class_names"]
+    )
     size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
     assert size < 12e6
 

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from ported_weights import rules
-from ported_weights.configurations import class_names_of
+from ported_weights.configurations import PublishedModel
 from ported_weights.readers import files, pickle_program, sources
 from ported_weights.readers.files import TorchFile, tensors
 from ported_weights.readers.sources import open_source
@@ -265,10 +265,11 @@ def test_half_a_character_is_refused_at_the_door(tmp_path, torch_zip):
     """Written or shown it would fail when everything is done."""
     file = tmp_path / "names.json"
     file.write_text('["\\ud800"]')
+    published = PublishedModel(model="var-custom", source="", class_names=str(file))
     with pytest.raises(UserError, match="names.json must hold a list of texts"):
-        class_names_of(str(file), Classes)
+        published.read_class_names(Classes)
     file.write_text('["\\ud83c\\udf4e"]')
-    assert class_names_of(str(file), Classes) == ["🍎"]
+    assert published.read_class_names(Classes) == ["🍎"]
     pickled = PROTOCOL + b"}X\3\0\0\0" + "\ud800".encode(errors="surrogatepass") + b"}s."
     _refused(torch_zip.write(tmp_path / "a.pth", pickled, {}), "pickle inside is damaged")
     manifest.write(tmp_path, {"note": "\ud800"})

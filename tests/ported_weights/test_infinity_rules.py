@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from ported_weights import convert, rules
+from ported_weights import rules
+from ported_weights.configurations import PublishedModel
 from ported_weights.readers import sources
-from ported_weights.tables.registry import TABLES
+from ported_weights.tables.registry import RULE_TABLES
 from tests import released_shapes
 from tests.ported_weights.infinity_requests import HERE, WEIGHTS, a_request, converted, refused
 from varjax.codecs.bsq import model as bsq
@@ -26,7 +27,7 @@ FAMILY = registry.family("infinity")
 def _configurations(request, say=print):
     names = ("model", "source", "tokenizer_source", "config", "tokenizer_config")
     given = {name: request.get(name) for name in names}
-    configs, sampling = convert.configurations(**given, say=say)
+    configs, sampling = PublishedModel(**given).configurations(say)
     return configs["transformer"], configs["codec"], sampling
 
 
@@ -38,7 +39,9 @@ def _tensors(name: str = "infinity_A") -> dict[str, np.ndarray]:
 def _apply(arrays: dict, config: InfinityConfig):
     tensors = {n: released_shapes.Shape(a.shape, lambda _, a=a: a) for n, a in arrays.items()}
     part = FAMILY.parts["transformer"]
-    return rules.apply(TABLES[part.name].rules(config, tensors), tensors, part.abstract(config))
+    return rules.apply(
+        RULE_TABLES[part.name].rules(config, tensors), tensors, part.abstract(config)
+    )
 
 
 def _config(**changes) -> InfinityConfig:
@@ -71,7 +74,7 @@ def test_released_names_and_shapes(name, preset, part, parameters_expected):
     kind, config = FAMILY.parts[part], preset.configs[part]
     tensors = released_shapes.read(HERE / "released_shapes.json.gz", name)
     module = kind.abstract(config)
-    table = TABLES[kind.name].rules(config, tensors)
+    table = RULE_TABLES[kind.name].rules(config, tensors)
     taken = released_shapes.check(table, tensors, module)
     ignored = sum(n.endswith(("zero_k_bias", "lfq.mask")) for n in tensors)
     assert taken == len(tensors) - ignored
@@ -96,7 +99,9 @@ def test_both_names_of_one_convolution():
         UserError, match="given twice: decoder/conv_in/bias by decoder.conv_in.bias"
     ):
         released_shapes.check(
-            TABLES["BSQVAE"].rules(config, tensors), tensors, FAMILY.parts["codec"].abstract(config)
+            RULE_TABLES["BSQVAE"].rules(config, tensors),
+            tensors,
+            FAMILY.parts["codec"].abstract(config),
         )
 
 

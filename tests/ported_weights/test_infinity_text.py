@@ -58,7 +58,7 @@ def test_text_encoders_with_other_shapes(tmp_path, t5_folder, monkeypatch):
 
 def test_text_encoders_that_do_not_fit(tmp_path, t5_folder, monkeypatch):
     """Found out at once, before the weights of the model are opened."""
-    monkeypatch.setattr(convert, "_open", lambda *a: pytest.fail("opened the weights"))
+    monkeypatch.setattr(convert, "_open_part", lambda *a: pytest.fail("opened the weights"))
     missing = a_request(tmp_path, text_encoder_source=str(tmp_path / "nowhere"))
     refused(missing, "--text_encoder_source: .*nowhere is no folder", tmp_path)
     folder = t5_folder(64)

@@ -1,5 +1,6 @@
 """Rule tables of LlamaGen and its tokenizer, and the conversion of both from all containers."""
 
+import dataclasses
 import json
 
 import chex
@@ -8,9 +9,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from ported_weights import rules
+from ported_weights.configurations import PublishedModel
 from ported_weights.convert import convert
 from ported_weights.readers import sources
-from ported_weights.tables.registry import TABLES
+from ported_weights.tables.registry import RULE_TABLES
 from tests import models_under_test as models
 from tests import released_shapes
 from varjax.codecs.vq.config import VQConfig
@@ -32,23 +34,23 @@ def weights(file: str = "gpt_c2i.pt") -> dict[str, np.ndarray]:
 def converted(tmp_path, weights_file: str = "gpt_c2i.pt", **changes) -> tuple[dict, dict, str]:
     """Parts and description of the checkpoint, read from disk, and what the command says."""
     lines = []
-    changes = {**configs(tmp_path), **changes, "say": lines.append}
-    convert(**models.llamagen_request(weights_file, tmp_path / "out", **changes))
-    return *checkpoint.load(tmp_path / "out"), "\n".join(lines)
+    convert(files(tmp_path, weights_file, **changes), str(tmp_path / "out"), say=lines.append)
+    return *checkpoint.load(tmp_path / "out", registry.CATALOGUE), "\n".join(lines)
 
 
 def refused(tmp_path, match: str, **changes) -> None:
-    changes = {**configs(tmp_path), **changes}
+    published = files(tmp_path, "gpt_c2i.pt", **changes)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UserError, match=match):
-        convert(**models.llamagen_request("gpt_c2i.pt", tmp_path / "out", **changes))
+        convert(published, str(tmp_path / "out"), say=lambda line: None)
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def configs(tmp_path) -> dict:
-    """Files with one configuration each, for weights that are called otherwise."""
-    tokenizer = one_config(tmp_path, "vq")
-    return {"config": one_config(tmp_path, "gpt_c2i"), "tokenizer_config": tokenizer}
+def files(tmp_path, weights_file: str, **changes) -> PublishedModel:
+    """With files of one configuration each, for weights that are called otherwise."""
+    config, tokenizer = one_config(tmp_path, "gpt_c2i"), one_config(tmp_path, "vq")
+    changes = {"config": config, "tokenizer_config": tokenizer, **changes}
+    return dataclasses.replace(models.llamagen_files(weights_file), **changes)
 
 
 def one_config(tmp_path, name: str, **changes) -> str:
@@ -89,7 +91,7 @@ def test_released_names_and_shapes(name, preset, count):
         config = VQConfig(ch_mult=(1, 2, 2, 4))
     tensors = released_shapes.read(HERE / "released_shapes.json.gz", name)
     module = kind.abstract(config)
-    taken = released_shapes.check(TABLES[kind.name].rules(config, tensors), tensors, module)
+    taken = released_shapes.check(RULE_TABLES[kind.name].rules(config, tensors), tensors, module)
     assert taken == len(tensors) and parameters.count(module) == count
 
 
@@ -104,8 +106,8 @@ def test_all_containers_give_the_same_parameters(tmp_path, torch_zip):
     save_file(arrays, tmp_path / "c2i.safetensors")
     part, config = FAMILY.parts["transformer"], expected.config
     for source in (bare, wrapped, tmp_path / "c2i.safetensors"):
-        tensors = sources.open_source(source, TABLES[part.name].signature).tensors
-        table = TABLES[part.name].rules(config, tensors)
+        tensors = sources.open_source(source, RULE_TABLES[part.name].signature).tensors
+        table = RULE_TABLES[part.name].rules(config, tensors)
         assert_same(rules.apply(table, tensors, part.abstract(config))[0], expected)
 
 
@@ -216,8 +218,9 @@ def test_weights_of_a_published_size(tmp_path):
 
 def test_swapped_files(tmp_path):
     names = {"source": "vq.safetensors", "tokenizer_source": "gpt_c2i.pt"}
-    files = {flag: str(HERE / name) for flag, name in names.items()}
-    refused(tmp_path, "looks like VQ tokenizer weights, not LlamaGen transformer weights", **files)
+    swapped = {flag: str(HERE / name) for flag, name in names.items()}
+    match = "looks like VQ tokenizer weights, not LlamaGen transformer weights"
+    refused(tmp_path, match, **swapped)
 
 
 def test_a_text_encoder_for_classes(tmp_path):

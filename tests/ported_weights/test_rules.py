@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from ported_weights import rules
-from ported_weights.convert import TABLES
+from ported_weights.convert import RULE_TABLES
 from ported_weights.rules import Ignore, Refuse, Rule
 from tests import released_shapes
 from varjax.errors import UserError
@@ -184,7 +184,7 @@ def test_released_names_and_shapes(name, part, parameters_expected, fixtures):
     if part == "transformer":
         tensors["lvl_1L"].value = lambda shape: config.schedule.scale_of_token[None]
     module = kind.abstract(config)
-    released_shapes.check(TABLES[kind.name].rules(config, tensors), tensors, module)
+    released_shapes.check(RULE_TABLES[kind.name].rules(config, tensors), tensors, module)
     assert parameters.count(module) == parameters_expected
 
 

@@ -20,7 +20,7 @@ from varjax.errors import UserError
 from varjax.nn import parameters
 from varjax.storage import manifest
 from varjax.text import t5
-from varjax.text.encoder import TextEncoder, encode_ids
+from varjax.text.encoder import TEXT_ENCODER, TextEncoder, encode_ids
 from varjax.text.t5 import T5Encoder
 
 HIDDEN = 1e-4  # float32 against the original in float32, whose own error is 5e-6
@@ -107,7 +107,7 @@ def test_the_encoder_alone_by_command(published, tmp_path, capsys):
     assert status == 0 and "21 tensors read" in said, err
     assert f"experiments.encode_text --checkpoint={out}" in said
     assert sorted(p.name for p in out.iterdir()) == ["params", "spiece.model", "text_encoder.json"]
-    assert manifest.read_part(out, "text_encoder")["dtype"] == "float32"
+    assert manifest.read_part(out, "text_encoder", TEXT_ENCODER)["dtype"] == "float32"
     (tmp_path / "checkpoint").mkdir()
     shutil.copytree(out, tmp_path / "checkpoint" / "text_encoder")
     features = []
@@ -180,7 +180,7 @@ def test_an_index_without_its_shards_does_not_hide_the_other_container(published
 def test_description_and_storage_types(published, tmp_path):
     def described(name, **options):
         _ported(published, tmp_path / name, **options)
-        return manifest.read_part(tmp_path / name, "text_encoder")
+        return manifest.read_part(tmp_path / name, "text_encoder", TEXT_ENCODER)
 
     content = described("a")
     assert content["dtype"] == "bfloat16"  # as in the file

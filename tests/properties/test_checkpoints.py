@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from ported_weights import configurations
+from ported_weights.configurations import PublishedModel
 from ported_weights.readers.sources import open_source, open_t5_folder
 from tests.ported_weights.conftest import TorchZip, assemble, view
 from tests.properties import mutations
@@ -205,7 +205,8 @@ def test_files_of_configurations(tmp_path, draw):
         "tokenizer_config": str(tmp_path / "codec.json"),
     }
     try:
-        found, _ = configurations.configurations("var-custom", **paths, say=lambda line: None)
+        published = PublishedModel(model="var-custom", source="", **paths)
+        found, _ = published.configurations(lambda line: None)
     except UserError:
         return
     assert list(found) == list(CONFIGS)
@@ -216,12 +217,15 @@ def test_small_files_beside_the_weights(tmp_path, draw):
     path, default = tmp_path / "a.json", {"cfg": 2.0, "top_k": 3, "top_p": 0.9}
     text = json.dumps(draw.draw(mutations.damaged_json(["a", "b", "c"])))
     path.write_bytes(draw.draw(mutations.damaged_bytes(text.encode()) | st.just(text.encode())))
+    published = PublishedModel(
+        model="var-custom", source="", class_names=str(path), sampling=str(path)
+    )
     with contextlib.suppress(UserError):
-        names = configurations.class_names_of(str(path), TRANSFORMER)
+        names = published.read_class_names(TRANSFORMER)
         assert len(names) == 3 and "".join(names).encode()
     path.write_text(json.dumps(draw.draw(mutations.damaged_json(default))))
     with contextlib.suppress(UserError):
-        found = configurations.sampling_of(str(path), default, TRANSFORMER, lambda line: None)
+        found = published.read_sampling(default, TRANSFORMER, lambda line: None)
         TRANSFORMER.check_sampling(Sampling.recommended(found))
 
 
@@ -248,13 +252,13 @@ def saved(tmp_path_factory):
         drawn = {n: rng.standard_normal(leaf.shape).astype(leaf.dtype) for n, leaf in leaves}
         parts[name] = parameters.fill(abstract, drawn)
     metadata = {"class_names": ["a", "b", "c"], "sampling": {"cfg": 2.0}}
-    checkpoint.save(folder, family="var", parts=parts, metadata=metadata)
+    checkpoint.save(folder, registry.FAMILIES["var"], parts, metadata=metadata)
     return folder, {name: parameters.named(part) for name, part in parts.items()}
 
 
 def _check_loaded(folder, wanted) -> None:
     try:
-        found, _ = checkpoint.load(folder, on_host=True)
+        found, _ = checkpoint.load(folder, registry.CATALOGUE, on_host=True)
     except UserError:
         return
     for name, part in found.items():
@@ -293,7 +297,7 @@ def test_what_orbax_notices(tmp_path, saved, draw):
     (folder / "model.json").write_text(json.dumps({**content, "files": {}}))
     draw.draw(mutations.damaged_folder(folder / "params"))
     try:
-        found, _ = checkpoint.load(folder, on_host=True)
+        found, _ = checkpoint.load(folder, registry.CATALOGUE, on_host=True)
     except UserError:
         return
     for name, part in found.items():

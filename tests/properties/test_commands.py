@@ -30,7 +30,7 @@ from tests.properties.mutations import emptied
 from varjax.cli import command_line
 from varjax.cli.flags import choices
 from varjax.errors import UserError
-from varjax.models import registry
+from varjax.nn.families import Part
 from varjax.storage import checkpoint
 from varjax.training import loop
 
@@ -158,7 +158,7 @@ def light(monkeypatch):
     monkeypatch.setattr("jax.config.update", lambda *_: None)
     # what is light but takes most of the time: shapes of the same few models
     monkeypatch.setattr("varjax.nn.parameters.count", lambda module: 10**6)
-    monkeypatch.setattr(registry.Part, "abstract", functools.cache(registry.Part.abstract))
+    monkeypatch.setattr(Part, "abstract", functools.cache(Part.abstract))
 
 
 @st.composite

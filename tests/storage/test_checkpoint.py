@@ -13,10 +13,12 @@ import pytest
 from varjax.codecs.vqvae.config import VQVAEConfig
 from varjax.errors import UserError
 from varjax.models import registry
+from varjax.models.registry import CATALOGUE, FAMILIES
 from varjax.models.var.transformer import VARConfig
 from varjax.nn import parameters
 from varjax.schedule import Schedule
 from varjax.storage import arrays, checkpoint, manifest
+from varjax.text.encoder import TEXT_ENCODER
 from varjax.text.t5 import T5Config
 
 SCHEDULE = Schedule(((1, 1), (1, 2), (2, 3)))
@@ -31,6 +33,10 @@ TRANSFORMER = VARConfig(
 )
 T5 = T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
 CODEC = VQVAEConfig(vocab_size=12, z_channels=4, ch=32, ch_mult=(1,), schedule=SCHEDULE)
+# its checkpoints may hold a part with a folder of its own, too
+FAMILY = dataclasses.replace(
+    FAMILIES["var"], parts={**FAMILIES["var"].parts, "text_encoder": TEXT_ENCODER}
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +69,11 @@ def copy(saved, tmp_path):
 
 
 def _save(folder, modules, **arguments):
-    checkpoint.save(folder, family="var", parts=modules, **arguments)
+    checkpoint.save(folder, FAMILY, modules, **arguments)
 
 
 def test_round_trip(saved, modules):
-    found, described = checkpoint.load(saved)
+    found, described = checkpoint.load(saved, CATALOGUE)
     assert list(found) == ["transformer", "codec"]
     for name, ours in modules.items():
         assert ours.config == found[name].config
@@ -85,22 +91,24 @@ def _assert_equal(found, wanted):
 def test_some_parts_in_host_memory(saved, modules):
     """Nothing is put on a device, where a model of several devices may not fit."""
     before = len(jax.live_arrays())
-    found, _ = checkpoint.load(saved, {"codec": None, "transformer": "bfloat16"}, on_host=True)
+    found, _ = checkpoint.load(
+        saved, CATALOGUE, {"codec": None, "transformer": "bfloat16"}, on_host=True
+    )
     for module in found.values():
         assert all(type(leaf) is np.ndarray for leaf in parameters.named(module).values())
     assert len(jax.live_arrays()) == before and list(found) == ["codec", "transformer"]
     _assert_equal(parameters.named(found["codec"]), parameters.named(modules["codec"]))
-    half, _ = checkpoint.load(saved, {"transformer": "bfloat16"})
+    half, _ = checkpoint.load(saved, CATALOGUE, {"transformer": "bfloat16"})
     assert list(half) == ["transformer"]
     chex.assert_type(list(parameters.named(half["transformer"]).values()), jnp.bfloat16)
     chex.assert_trees_all_equal(*(parameters.named(p["transformer"]) for p in (found, half)))
     with pytest.raises(UserError, match="unknown part 'codek'.*did you mean 'codec'"):
-        checkpoint.load(saved, {"codek": None})
+        checkpoint.load(saved, CATALOGUE, {"codek": None})
 
 
 def test_a_part_with_a_folder_of_its_own(tmp_path, modules):
     """It is loaded on request only, from the checkpoint or from its folder, wherever that lies."""
-    encoder = _random(registry.OWN_FOLDER["text_encoder"], T5)
+    encoder = _random(TEXT_ENCODER, T5)
     (tmp_path / "spiece.model").write_bytes(b"pieces")
     files = {"text_encoder": {"spiece.model": tmp_path / "spiece.model"}}
     sources = [{"part": name, "file": f"{name}.pth"} for name in ("codec", "text_encoder")]
@@ -110,75 +118,80 @@ def test_a_part_with_a_folder_of_its_own(tmp_path, modules):
         metadata={"sources": sources},
         files=files,
     )
-    assert list(checkpoint.load(tmp_path / "all")[0]) == ["transformer", "codec"]
-    assert manifest.read(tmp_path / "all")["sources"] == sources[:1]
+    assert list(checkpoint.load(tmp_path / "all", CATALOGUE)[0]) == [
+        "transformer",
+        "codec",
+    ]
+    assert manifest.read(tmp_path / "all", FAMILIES)["sources"] == sources[:1]
     checkpoint.save(
         tmp_path / "alone",
-        family=None,
-        parts={"text_encoder": encoder},
+        TEXT_ENCODER,
+        {"text_encoder": encoder},
         metadata={"sources": sources},
         files=files,
     )
     for folder in (tmp_path / "all", tmp_path / "all" / "text_encoder", tmp_path / "alone"):
-        found, described = checkpoint.load(folder, {"text_encoder": None})
+        found, described = checkpoint.load(folder, CATALOGUE, {"text_encoder": None})
         _assert_equal(parameters.named(found["text_encoder"]), parameters.named(encoder))
         assert described["kind"] == "t5" and described["sources"] == [{"file": "text_encoder.pth"}]
         assert "spiece.model" in described["files"]
-    assert list(checkpoint.describe(tmp_path / "alone")[0]) == ["text_encoder"]
+    assert list(checkpoint.describe(tmp_path / "alone", CATALOGUE)[0]) == ["text_encoder"]
     (tmp_path / "alone" / "spiece.model").write_bytes(b"others")
     with pytest.raises(UserError, match="spiece.model has been altered"):
-        checkpoint.load(tmp_path / "alone")
+        checkpoint.load(tmp_path / "alone", CATALOGUE)
 
 
 def test_only_what_was_written_with_a_checkpoint_is_replaced(tmp_path, modules):
     """An encoder that came later, or another one, is not."""
-    encoder = _random(registry.OWN_FOLDER["text_encoder"], T5)
-    other = _random(registry.OWN_FOLDER["text_encoder"], dataclasses.replace(T5, num_layers=2))
+    encoder = _random(TEXT_ENCODER, T5)
+    other = _random(TEXT_ENCODER, dataclasses.replace(T5, num_layers=2))
     both = {**modules, "text_encoder": encoder}
     _save(tmp_path / "all", both)
     _save(tmp_path / "all", both, overwrite=True)
     for folder, part in ((tmp_path / "alone", encoder), (tmp_path / "other", other)):
-        checkpoint.save(folder, family=None, parts={"text_encoder": part})
-    _save(tmp_path / "tree", modules, metadata=manifest.read(tmp_path / "all"))
+        checkpoint.save(folder, TEXT_ENCODER, {"text_encoder": part})
+    _save(tmp_path / "tree", modules, metadata=manifest.read(tmp_path / "all", FAMILIES))
     shutil.copytree(tmp_path / "alone", tmp_path / "tree" / "text_encoder")
     shutil.rmtree(tmp_path / "all" / "text_encoder")
     shutil.copytree(tmp_path / "other", tmp_path / "all" / "text_encoder")
     for folder in (tmp_path / "tree", tmp_path / "all"):
         with pytest.raises(UserError, match="holds 'text_encoder' and is not replaced"):
             _save(folder, modules, overwrite=True)
-        assert checkpoint.load(folder, {"text_encoder": None})
+        assert checkpoint.load(folder, CATALOGUE, {"text_encoder": None})
     shutil.rmtree(tmp_path / "all" / "text_encoder")
     _save(tmp_path / "all", modules, overwrite=True)
 
 
 def test_stored_and_requested_types(tmp_path, modules):
     _save(tmp_path / "half", modules, dtype="bfloat16")
-    assert manifest.read(tmp_path / "half")["dtype"] == "bfloat16"
-    assert checkpoint.load(tmp_path / "half")[0]["transformer"].dtype == jnp.bfloat16
-    found = checkpoint.load(tmp_path / "half", {"transformer": "float32"})[0]["transformer"]
+    assert manifest.read(tmp_path / "half", FAMILIES)["dtype"] == "bfloat16"
+    assert checkpoint.load(tmp_path / "half", CATALOGUE)[0]["transformer"].dtype == jnp.bfloat16
+    found = checkpoint.load(tmp_path / "half", CATALOGUE, {"transformer": "float32"})[0][
+        "transformer"
+    ]
     expected = modules["transformer"].head.kernel[...].astype(jnp.bfloat16).astype(jnp.float32)
     np.testing.assert_array_equal(found.head.kernel[...], expected)
     with pytest.raises(UserError, match="choose float32, bfloat16"):
-        checkpoint.load(tmp_path / "half", {"transformer": "int8"})
+        checkpoint.load(tmp_path / "half", CATALOGUE, {"transformer": "int8"})
 
 
 def test_relative_paths_and_metadata_of_a_loaded_checkpoint(tmp_path, modules, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _save("one", modules, metadata={"note": "kept"})
-    found, described = checkpoint.load("one")
+    found, described = checkpoint.load("one", CATALOGUE)
     _save("deep/two", found, metadata=described)
-    assert checkpoint.load("deep/two")[1]["note"] == "kept"
+    assert checkpoint.load("deep/two", CATALOGUE)[1]["note"] == "kept"
     assert str(tmp_path) not in (tmp_path / "one" / "params" / "_METADATA").read_text()
     assert not list(tmp_path.glob(".*"))
 
 
 def test_the_description_alone_needs_no_weights(copy):
     shutil.rmtree(copy / "params")
-    found, described = checkpoint.describe(copy)
+    found, described = checkpoint.describe(copy, CATALOGUE)
     assert described["family"] == "var"
     assert sum(map(parameters.count, found.values())) == described["parameters"]
     with pytest.raises(UserError, match="is missing"):
-        checkpoint.load(copy)
+        checkpoint.load(copy, CATALOGUE)
 
 
 def test_saving_refuses_existing_folders_and_unknown_families(copy, modules, tmp_path):
@@ -186,10 +199,10 @@ def test_saving_refuses_existing_folders_and_unknown_families(copy, modules, tmp
     with pytest.raises(UserError, match="exists already"):
         _save(copy, modules)
     with pytest.raises(UserError, match="unknown model family 'vra'.*did you mean 'var'"):
-        checkpoint.save(copy, family="vra", parts=modules, overwrite=True)
+        registry.family("vra")
     assert (copy / "model.json").read_bytes() == before
     _save(copy, modules, overwrite=True)
-    assert "class_names" not in checkpoint.load(copy)[1]
+    assert "class_names" not in checkpoint.load(copy, CATALOGUE)[1]
     assert [p.name for p in tmp_path.iterdir()] == ["copy"]
 
 
@@ -243,7 +256,7 @@ def test_wrong_entries(copy, case):
     file = copy / "model.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
     with pytest.raises(UserError, match=match):
-        checkpoint.load(copy)
+        checkpoint.load(copy, CATALOGUE)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +266,7 @@ def test_both_parts_must_belong_together(copy, changes):
     content = json.loads((copy / "model.json").read_text())
     _edit(copy, codec={**content["codec"], **changes})
     with pytest.raises(UserError, match=f"is inconsistent: {next(iter(changes))} is"):
-        manifest.read(copy)
+        manifest.read(copy, FAMILIES)
 
 
 @pytest.mark.parametrize("depth", [100, 990, 100_000])
@@ -262,7 +275,7 @@ def test_deeply_nested_descriptions(tmp_path, depth, marks):
     text = marks[0] * depth + "1" + marks[1] * depth
     (tmp_path / "model.json").write_text(text)
     with pytest.raises(UserError, match="nested more than 64 deep"):
-        manifest.read(tmp_path)
+        manifest.read(tmp_path, FAMILIES)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +303,7 @@ def test_wrong_descriptions(copy, case):
     changes, match = DESCRIPTIONS[case]
     _edit(copy, **changes)
     with pytest.raises(UserError, match=match):
-        checkpoint.load(copy)
+        checkpoint.load(copy, CATALOGUE)
 
 
 def test_all_differences_are_listed_before_anything_is_restored(copy, monkeypatch):
@@ -299,7 +312,7 @@ def test_all_differences_are_listed_before_anything_is_restored(copy, monkeypatc
     _edit(copy, transformer={**content["transformer"], **changes}, class_names=list("abcd"))
     monkeypatch.setattr(arrays, "_restore", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(UserError) as caught:
-        checkpoint.load(copy)
+        checkpoint.load(copy, CATALOGUE)
     text = str(caught.value)
     for line in (
         "missing: transformer/shared_modulation/kernel",
@@ -311,13 +324,13 @@ def test_all_differences_are_listed_before_anything_is_restored(copy, monkeypatc
 
 def test_not_a_checkpoint(tmp_path):
     with pytest.raises(UserError, match="no checkpoint folder"):
-        checkpoint.load(tmp_path / "nowhere")
+        checkpoint.load(tmp_path / "nowhere", CATALOGUE)
     with pytest.raises(UserError, match="is not a varjax checkpoint: it has no model.json"):
-        checkpoint.load(tmp_path)
+        checkpoint.load(tmp_path, CATALOGUE)
     for text in ("{", "[1]", "\x00"):
         (tmp_path / "model.json").write_text(text)
         with pytest.raises(UserError, match="model.json"):
-            checkpoint.load(tmp_path)
+            checkpoint.load(tmp_path, CATALOGUE)
 
 
 # --- damaged files --------------------------------------------------------------------------------
@@ -333,10 +346,10 @@ def test_truncated_or_missing_files_are_named(saved, tmp_path):
         target = damaged / file.relative_to(saved)
         target.write_bytes(file.read_bytes()[:-1])
         with pytest.raises(UserError, match=f"{file.name} has .* bytes instead of"):
-            checkpoint.load(damaged)
+            checkpoint.load(damaged, CATALOGUE)
         target.unlink()
         with pytest.raises(UserError, match=f"{file.name} is missing"):
-            checkpoint.load(damaged)
+            checkpoint.load(damaged, CATALOGUE)
 
 
 def test_altered_bytes_are_found(saved, tmp_path):
@@ -347,7 +360,7 @@ def test_altered_bytes_are_found(saved, tmp_path):
         data[start : start + len(data) // 2] = bytes(len(data) // 2)
         (damaged / file.relative_to(saved)).write_bytes(data)
         with pytest.raises(UserError, match=f"{file.name} has been altered"):
-            checkpoint.load(damaged)
+            checkpoint.load(damaged, CATALOGUE)
 
 
 @pytest.mark.parametrize("name", ["_METADATA", "manifest.ocdbt"])
@@ -355,4 +368,4 @@ def test_what_orbax_finds_is_a_user_error_too(copy, name):
     _edit(copy, files=None)  # no records of ours
     (copy / "params" / name).write_bytes(b"nonsense")
     with pytest.raises(UserError, match="params: the files are damaged"):
-        checkpoint.load(copy)
+        checkpoint.load(copy, CATALOGUE)

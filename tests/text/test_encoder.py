@@ -13,7 +13,7 @@ from varjax.errors import UserError
 from varjax.nn import parameters
 from varjax.storage import manifest
 from varjax.text import encoder as encoder_lib
-from varjax.text.encoder import TextEncoder
+from varjax.text.encoder import TEXT_ENCODER, TextEncoder
 
 NAME = "text_encoder.json"
 LONG = "a photo of a red apple on a wooden table, a cat and a dog below an old clock"
@@ -91,7 +91,7 @@ def test_numbers_that_make_no_sense(text_encoder, numbers):
 
 
 def _described(folder) -> dict:
-    return manifest.read_part(folder, "text_encoder")
+    return manifest.read_part(folder, "text_encoder", TEXT_ENCODER)
 
 
 def test_folder_there_and_back(folder, random_encoder, text_encoder):

@@ -73,7 +73,7 @@ def test_defaults_of_a_family(pictures, tmp_path, monkeypatch, capsys):
         (1024, 4, (1, 1, 1)),
         (512, 0, (1, 1, 1)),
     ]
-    assert seen[0].of_stage("var").keys() - seen[0].of_stage("vqvae").keys() >= {"dropout"}
+    assert seen[0].deciding("var").keys() - seen[0].deciding("vqvae").keys() >= {"dropout"}
     capsys.readouterr()
     assert _run("--help") == 0
     said = " ".join(capsys.readouterr().out.split())

@@ -159,11 +159,11 @@ def test_unnamed_label(tmp_path):
 
 def test_batches():
     """Every picture once per epoch, in a new order each time; steps do not depend on others."""
-    steps = [data_order.indices(10, 4, seed=3, step=n) for n in range(5)]
+    steps = [data_order.pictures_of_step(10, 4, seed=3, step=n) for n in range(5)]
     first, second = np.concatenate(steps).reshape(2, 10)
     assert sorted(first) == sorted(second) == list(range(10)) and first.tolist() != second.tolist()
-    chex.assert_trees_all_equal(data_order.indices(10, 4, seed=3, step=3), steps[3])
-    mirrored = np.concatenate([data_order.flips(8, 0, n) for n in range(50)])
+    chex.assert_trees_all_equal(data_order.pictures_of_step(10, 4, seed=3, step=3), steps[3])
+    mirrored = np.concatenate([data_order.mirrored_in_step(8, 0, n) for n in range(50)])
     assert 0.4 < mirrored.mean() < 0.6
 
 

@@ -12,6 +12,7 @@ import pytest
 import varjax
 from varjax.codecs.vq.model import VQ
 from varjax.errors import UserError
+from varjax.models import registry
 from varjax.models.llamagen.transformer import LlamaGen
 from varjax.nn import layers, parameters
 from varjax.storage import checkpoint
@@ -35,7 +36,7 @@ TINY = {
 
 
 def _settings(pictures, **changes) -> TrainingSettings:
-    return TrainingSettings.of("llamagen", data=str(pictures), **TINY | changes)
+    return TrainingSettings.for_family("llamagen", data=str(pictures), **TINY | changes)
 
 
 def _history(out, stage: str) -> list[dict]:
@@ -68,7 +69,9 @@ def test_the_model_draws_pictures(whole):
     settings, _, folder = whole
     model = varjax.load(folder)
     assert model.family.name == "llamagen" and model.config == settings.transformer(4)
-    stored = checkpoint.load(folder)[0]["codec"].embedding[...]  # as save_dtype says
+    stored = checkpoint.load(folder, registry.CATALOGUE)[0]["codec"].embedding[
+        ...
+    ]  # as save_dtype says
     assert stored.dtype == jnp.bfloat16
     images = varjax.generate(model, labels=[1, 2], policy="streaming", budget=0.5)
     chex.assert_shape(images, (2, 4, 4, 3))
@@ -119,7 +122,7 @@ def test_large_data_stays_on_the_host(whole, monkeypatch):
     here = VQVAEStage(settings, settings.codec, pictures)
     assert isinstance(here._train_data, np.ndarray)
     chex.assert_trees_all_equal(here._images(3), there)
-    chosen, mirrored = here.drawn(3)
+    chosen, mirrored = here.pictures(3)
     expected = [
         data.to_float(images[i][:, ::-1] if m else images[i])
         for i, m in zip(chosen, mirrored, strict=True)
@@ -147,14 +150,14 @@ def test_wrong_settings(changes, message):
 
 def test_settings_of_the_other_family():
     with pytest.raises(UserError, match="dropout=0.2 is for family=llamagen only"):
-        TrainingSettings.of("var", data="x", dropout=0.2)
+        TrainingSettings.for_family("var", data="x", dropout=0.2)
     with pytest.raises(UserError, match="unknown model family 'lama'"):
-        TrainingSettings.of("lama", data="x")
+        TrainingSettings.for_family("lama", data="x")
 
 
 def test_the_default_size():
     """At most 12 MB in bfloat16."""
-    settings = TrainingSettings.of("llamagen", data="x")
+    settings = TrainingSettings.for_family("llamagen", data="x")
     config = settings.transformer(44)
     parts = parameters.abstract(VQ, settings.codec), parameters.abstract(LlamaGen, config)
     assert config.image_tokens == 256 and 2 * sum(map(parameters.count, parts)) <= 12e6

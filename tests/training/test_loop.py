@@ -127,7 +127,7 @@ def test_checkpoints_without_settings(stage, tiny):
     """Nothing says what they were trained with: neither continued nor started anew."""
     settings, out = tiny(), stage.parent
     (out / "vqvae").mkdir()
-    (out / "vqvae" / loop.SETTINGS).write_text(json.dumps(settings.of_stage("vqvae")))
+    (out / "vqvae" / loop.SETTINGS).write_text(json.dumps(settings.deciding("vqvae")))
     (stage / loop.SETTINGS).unlink()
     with pytest.raises(UserError, match="var holds checkpoints but no settings.json"):
         session.train(settings, "both", out)

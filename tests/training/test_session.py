@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from varjax.errors import UserError
+from varjax.models import registry
 from varjax.storage import checkpoint
 from varjax.training import loop, session
 from varjax.training.var_trainer import VARStage
@@ -66,7 +67,7 @@ def test_losses_fall_and_the_model_loads(whole):
     codec, var = (_history(out, stage)[-1]["validation"] for stage in ("vqvae", "var"))
     assert codec["codes_used"] > 8 and codec["psnr"] > 9
     assert len(var["per_scale"]) == 3 and np.isfinite(var["per_scale"]).all()
-    parts, described = checkpoint.load(model)
+    parts, described = checkpoint.load(model, registry.CATALOGUE)
     assert parts["codec"].config == settings.codec and described["sampling"]["top_k"] == 32
     assert parts["transformer"].config == settings.transformer(4)
 
@@ -86,7 +87,7 @@ def test_killed_run_resumes_exactly(whole, tmp_path, monkeypatch, capsys):
 
 def test_nothing_is_left_to_do(whole):
     settings, out, model = whole
-    _, described = checkpoint.describe(model)
+    _, described = checkpoint.describe(model, registry.CATALOGUE)
     assert described["training"]["pictures"] == 61
     again = session.train(settings, "both", out, quiet=True)
     assert again == model and [e["step"] for e in _history(out, "var")] == list(range(2, 41, 2))
@@ -104,7 +105,7 @@ def test_a_finished_model_stays_as_it_is(whole, monkeypatch):
         session.train(settings, "both", out, quiet=True)
     (model / "calibration.json").unlink()
     session.train(settings, "both", out, quiet=True)
-    assert checkpoint.load(model)[1]["training"]["pictures"] == 61
+    assert checkpoint.load(model, registry.CATALOGUE)[1]["training"]["pictures"] == 61
 
 
 @pytest.mark.slow
@@ -128,7 +129,7 @@ def test_refused_folders(tiny, tmp_path):
             session.train(settings, "both", out)
     folder = tmp_path / "run" / "vqvae"
     folder.mkdir(parents=True)
-    (folder / "settings.json").write_text(json.dumps(tiny(ch=16).of_stage("vqvae")))
+    (folder / "settings.json").write_text(json.dumps(tiny(ch=16).deciding("vqvae")))
     with pytest.raises(UserError, match="other settings: ch was 16, now 8"):
         session.train(settings, "both", tmp_path / "run")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["discs.npz", "other", "run"]
@@ -207,6 +208,6 @@ def test_the_place_of_the_model_is_checked_first(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "check_folder", lambda *a: None)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "thesis.txt").write_text("precious")
-    settings = SimpleNamespace(of_stage=lambda name: {})
+    settings = SimpleNamespace(deciding=lambda name: {})
     with pytest.raises(UserError, match="holds 'thesis.txt' and is not replaced"):
         session.train(settings, "both", tmp_path)

@@ -10,7 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.projection import Projection
-from pallas_kernels.ragged_attention import BlockTable, attention_moments, attention_scores
+from pallas_kernels.ragged_attention import (
+    BlockTable,
+    QuerySums,
+    attention_moments,
+    attention_scores,
+)
 from varjax.cache.observation import Observation
 from varjax.cache.state import KVState
 
@@ -47,9 +52,10 @@ class AttentionView:
         """Attention mass of every key summed over the scale's queries; its squares on request."""
         weights = (jnp.arange(self.tokens) < self.step.length).astype(jnp.float32)
         return attention_moments(
-            *(self.projection, *self._stored, weights, self.lse),
+            self.projection,
+            *self._stored,
+            QuerySums(weights, self.lse, squares),
             kv_scale=self.state.kv_scale,
-            squares=squares,
             implementation=self.implementation,
         )
 

@@ -1,19 +1,21 @@
-"""What a layer that draws token by token keeps after a stage: the policy is shown what is held, its
-choice is stored.
+"""What a layer that draws token by token keeps after a stage: the policy is shown what the layer
+holds, and what it chooses is stored.
 
 Layers whose caches are alike decide together, as many as `StageDecision.at_once` says: a decision
-is many small operations, of which a GPU starts each as a kernel. Their pools stay apart.
+is many small operations, and a GPU starts each of them as a kernel. Pools stay apart.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import implementations, slot_moves, target, token_attention
+from pallas_kernels.token_attention import Query
 from varjax.cache.observation import Needs, Observation, Rule
 from varjax.cache.token_state import EVERYTHING, LayerCache
 
@@ -22,13 +24,38 @@ from varjax.cache.token_state import EVERYTHING, LayerCache
 TOGETHER = {"cpu": 0, "gpu": 16 * 2**20, "tpu": 16 * 2**20}
 
 
+class Look(NamedTuple):
+    """What a policy sees of a layer's pool, of image slots only; fields as in `Observation`."""
+
+    window_logits: Float[Array, "R N K"] | None
+    window_scores: Float[Array, "R N W K"] | None
+    keys: Float[Array, "R N K H"] | None
+
+
+class Moves(NamedTuple):
+    """Where image tokens go after a decision.
+
+    stays, filled: slots outside of the buffer whose token stays, and slots that get a new one.
+    fits: tokens of the buffer that find a slot.
+    goes: which token of the buffer goes to which slot.
+    """
+
+    stays: Bool[Array, "LR N B"]
+    filled: Bool[Array, "LR N B"]
+    fits: Bool[Array, "LR N P"]
+    goes: Bool[Array, "LR N P B"]
+
+
 @dataclass(frozen=True)
 class StageDecision:
-    """Layers that use their caches alike, and decide together.
+    """The decision of layers that use their caches alike.
 
-    condition, main: slots of the condition, and those of image tokens outside the buffer. period:
-      of the buffer. kept: tokens that stay after `group_stage`, if there is one, else after every
-      stage. attention: implementation of the kernels.
+    condition: slots of the condition, the first ones.
+    main: slots of image tokens outside of the buffer.
+    period: slots of the buffer, the last ones.
+    kept: tokens that stay after `group_stage`, or after every stage if heads are not grouped.
+    group_stage: the stage after which heads are grouped; None: they are not.
+    attention: implementation of the kernels.
     """
 
     rule: Rule
@@ -49,32 +76,31 @@ class StageDecision:
         return self.condition + self.main
 
     def coming(self, stage) -> Int[Array, " P"]:
-        """Positions of a stage's tokens."""
+        """Positions of the tokens of a stage."""
         return self.condition + stage * self.period + jnp.arange(self.period, dtype=jnp.int32)
 
     def at_once(self, cache):
-        """As many layers as small kernels take turns for; one where policies look at keys."""
+        """As many layers as `TOGETHER` allows; one where policies look at keys, which are large."""
         if self.needs.keys:
             return 1
-        position = cache.position
-        return max(
-            1, TOGETHER.get(target.platform(), 0) // (position.size * position.dtype.itemsize)
-        )
+        size = cache.position.size * cache.position.dtype.itemsize
+        return max(1, TOGETHER.get(target.platform(), 0) // size)
 
     def decide(self, caches, stage, bias, inputs):
-        """Rows of all layers side by side are rows like any others for a policy."""
-        position, mass, reach = (
-            _together([getattr(c, name) for c in caches]) for name in ("position", "mass", "reach")
-        )
+        """For a policy, the rows of all these layers are rows like any others."""
+        position = _together([c.position for c in caches])
+        mass = _together([c.mass for c in caches])
+        reach = _together([c.reach for c in caches])
         if self.group_stage is not None:
             # under the condition only a small array is made: pools stay where they are
+            groups_now, before = stage == self.group_stage, reach
             reach = jax.lax.cond(
-                *(stage == self.group_stage, self._reaches, lambda *_: reach),
-                *(caches, position, bias),
+                groups_now, self._reaches, lambda *_: before, caches, position, bias
             )
-            caches = _apart(caches, reach=reach)
-        seen = [self._looks(c) for c in caches]
-        looks = {name: _together([each[name] for each in seen]) for name in seen[0]}
+            parts = zip(caches, _apart(reach, len(caches)), strict=True)
+            caches = tuple(replace(cache, reach=part) for cache, part in parts)
+        looks = [self._look(c) for c in caches]
+        looks = Look(*(_together(arrays) for arrays in zip(*looks, strict=True)))
         obs = self._observation(position, mass, reach, looks, stage)
         if inputs is not None:
             known = jax.lax.dynamic_index_in_dim(inputs, stage, keepdims=False)
@@ -84,14 +110,14 @@ class StageDecision:
         return self._store(caches, position, mass, keep, stage)
 
     def _reaches(self, caches: Sequence[LayerCache], position, bias) -> Int[Array, "LR N"]:
-        """Of all heads of layers, from the attention of the newest query."""
+        """Return each head's reach, measured by the newest query's attention."""
         masses = []
         for cache in caches:
+            # all that is held counts, whatever the head has seen so far
+            sums = jnp.zeros(cache.pool.shape[:3], jnp.float32)
             _, mass = token_attention.attend(
-                *(cache.queries[:, :, -1], cache.pool, cache.position),
-                first_bias=bias,
-                pool_scale=cache.scale,
-                mass=jnp.zeros(cache.pool.shape[:3], jnp.float32),
+                Query(cache.queries[:, :, -1], first_bias=bias),
+                replace(cache, mass=sums, reach=None),
                 implementation=self.attention,
             )
             masses.append(mass)
@@ -109,43 +135,42 @@ class StageDecision:
             local = self.rule.regroup(obs) > 0
         return jnp.where(local, jnp.int32(self.rule.local_window), EVERYTHING)
 
-    def _looks(self, cache: LayerCache) -> dict[str, Array]:
-        """What a policy sees of a layer's pool: of image slots only."""
-        needs, found = self.needs, {}
-        options = {"pool_scale": cache.scale, "first": self.condition}
-        scores = partial(token_attention.scores, implementation=self.attention, **options)
+    def _look(self, cache: LayerCache) -> Look:
+        needs, window_logits, window_scores, keys = self.needs, None, None, None
+        scores = partial(
+            token_attention.scores,
+            slots=cache,
+            first=self.condition,
+            implementation=self.attention,
+        )
         if needs.window_logits:
+            # the mean of scores is the score of the mean query: one product in place of W
             mean = cache.query_sum / needs.window
-            found["window_logits"] = scores(mean[:, :, None], cache.pool)[:, :, 0]
+            window_logits = scores(mean[:, :, None])[:, :, 0]
         if needs.window_scores:
-            found["window_scores"] = scores(cache.queries, cache.pool)
+            window_scores = scores(cache.queries)
         if needs.keys:
             keys = cache.pool[:, :, self.condition :, : cache.pool.shape[-1] // 2]
-            scale = None if cache.scale is None else cache.scale[..., self.condition :]
-            found["keys"] = keys if scale is None else keys * scale[:, 0, :, :, None]
-        return found
+            if cache.scale is not None:
+                keys = keys * cache.scale[..., self.condition :][:, 0, :, :, None]
+        return Look(window_logits, window_scores, keys)
 
-    def _observation(self, position, mass, reach, looks, stage: Int[Array, ""]) -> Observation:
-        """What the policy sees: image slots only, the condition always stays."""
-        needs, first = self.needs, self.condition
-        position = position[:, :, first:] - first
+    def _observation(self, position, mass, reach, looks: Look, stage) -> Observation:
+        """What the policy sees: image slots only, because the condition always stays."""
+        needs = self.needs
+        position = position[:, :, self.condition :] - self.condition
         live, heads = position >= 0, position.shape[:2]
-        seen = dict(looks)
-        if mass is not None:
-            queries = needs.window if needs.window_mass else self.period
-            mass = mass[:, :, first:] / (1 if needs.total_mass else queries)
-            name = next(n for n in ("total_mass", "scale_mass", "window_mass") if getattr(needs, n))
-            seen[name] = jnp.where(live, mass, 0)
-        for name, where in (("window_logits", live), ("window_scores", live[:, :, None])):
-            if name in seen:
-                seen[name] = jnp.where(where, seen[name], -jnp.inf)
-        if needs.window:
-            newest = (stage + 1) * self.period - needs.window
-            seen["window"] = live & (position >= newest)
-        capacity = self.kept
-        if self.group_stage is not None:
+        mass = None if mass is None else self._mean_mass(mass, live)
+        total, scale = needs.total_mass, needs.scale_mass and not needs.total_mass
+        window_logits, window_scores, keys = looks
+        if window_logits is not None:
+            window_logits = jnp.where(live, window_logits, -jnp.inf)
+        if window_scores is not None:
+            window_scores = jnp.where(live[:, :, None], window_scores, -jnp.inf)
+        newest = (stage + 1) * self.period - needs.window
+        capacity, groups = self.kept, self.group_stage is not None
+        if groups:
             capacity = jnp.where(stage < self.group_stage, self.main, self.kept)
-            seen["local"] = reach < EVERYTHING
         number = jnp.arange(heads[1], dtype=jnp.int32)
         return Observation(
             scale=stage,
@@ -154,47 +179,72 @@ class StageDecision:
             capacity=jnp.full(heads, capacity, jnp.int32),
             regions=jnp.broadcast_to(number, heads),
             own=jnp.arange(live.shape[-1]) >= self.main,
-            **seen,
+            window=live & (position >= newest) if needs.window else None,
+            window_mass=None if total or scale else mass,
+            scale_mass=mass if scale else None,
+            total_mass=mass if total else None,
+            window_logits=window_logits,
+            window_scores=window_scores,
+            local=reach < EVERYTHING if groups else None,
+            keys=keys,
         )
 
+    def _mean_mass(self, mass, live) -> Float[Array, "LR N K"]:
+        """Sums of attention as a mean over the queries that count, `total_mass` apart; 0 outside of
+        `live`."""
+        queries = self.needs.window if self.needs.window_mass else self.period
+        mass = mass[:, :, self.condition :] / (1 if self.needs.total_mass else queries)
+        return jnp.where(live, mass, 0)
+
     def _store(self, caches, position, mass, keep, stage) -> tuple[LayerCache, ...]:
-        """Kept tokens of the buffer move into the first slots that others have left. position,
-        mass, keep: of all these layers, [L R, N, ...]."""
-        first, main = self.condition, self.main
-        stays, comes = keep[..., :main], keep[..., main:]
+        """Caches in which kept tokens of the buffer lie in the first slots that others have left.
+
+        position, mass, keep: of all these layers, [L R, N, ...].
+        """
+        moves = self._moves(keep)
+        target = self._targets(moves)
+        position = self._moved(moves, position, -1, self.coming(stage + 1))
+        if mass is not None and self.needs.total_mass:
+            mass = self._moved(moves, mass, 0.0, jnp.float32(0))
+        elif mass is not None:
+            mass = jnp.zeros_like(mass)  # the next stage has sums of its own
+        layers = (_apart(array, len(caches)) for array in (target, position, mass))
+        stored = []
+        for cache, target, position, mass in zip(caches, *layers, strict=True):
+            cache = slot_moves.move(cache, target, implementation=self.attention)
+            stored.append(replace(cache, position=position, mass=mass))
+        return tuple(stored)
+
+    def _moves(self, keep) -> Moves:
+        """The first token that comes takes the first free slot, and so on."""
+        stays, comes = keep[..., : self.main], keep[..., self.main :]
         free = ~stays
         turn, number = (jnp.cumsum(a, axis=-1, dtype=jnp.int32) - 1 for a in (free, comes))
-        most = turn[..., -1:] if main else -1  # a table may keep nothing, and has no such slots
-        filled, moves = free & (turn <= number[..., -1:]), comes & (number <= most)
+        # a table may keep nothing, and then has no slots outside of the buffer
+        most = turn[..., -1:] if self.main else -1
+        filled, fits = free & (turn <= number[..., -1:]), comes & (number <= most)
+        # numbers that differ, so that only free slots and tokens that come meet
         turn, number = jnp.where(free, turn, -1), jnp.where(comes, number, -2)
-        goes = turn[..., None, :] == number[..., None]  # [L R, N, P, main]
-        place = jnp.arange(main, dtype=jnp.int32)
+        return Moves(stays, filled, fits, turn[..., None, :] == number[..., None])
+
+    def _targets(self, moves: Moves) -> Int[Array, "LR N P"]:
+        """The slot that each token of the buffer goes to."""
+        place = jnp.arange(self.main, dtype=jnp.int32)
+        slot = self.condition + (moves.goes * place).sum(-1, dtype=jnp.int32)
         # slots outside the array are skipped; numbers are unique there, too
         outside = self.buffer + self.period + jnp.arange(self.period, dtype=jnp.int32)
-        slot = jnp.where(moves, first + (goes * place).sum(-1, dtype=jnp.int32), outside)
-        slot = jax.lax.optimization_barrier(slot)  # once, and not in every layer's move
+        slot = jnp.where(moves.fits, slot, outside)
+        return jax.lax.optimization_barrier(slot)  # once, and not in every layer's move
 
-        def moved(values, nothing, buffer):
-            """Small numbers per slot: chosen, not scattered. buffer: what it holds then."""
-            image = values[:, :, first:]
-            new = jnp.where(goes, image[..., main:, None], 0).sum(-2)
-            stay = jnp.where(stays, image[..., :main], jnp.where(filled, new, nothing))
-            buffer = jnp.broadcast_to(buffer, (*values.shape[:2], self.period))
-            return jnp.concatenate([values[:, :, :first], stay, buffer], axis=-1)
-
-        changed = {"position": moved(position, -1, self.coming(stage + 1))}
-        if mass is not None:
-            total = self.needs.total_mass
-            changed["mass"] = moved(mass, 0.0, jnp.float32(0)) if total else jnp.zeros_like(mass)
-        rows, stored = len(caches[0].pool), []
-        for i, cache in enumerate(caches):
-            pool, scale = slot_moves.move(
-                *(cache.pool, slot[i * rows : (i + 1) * rows]),
-                pool_scale=cache.scale,
-                implementation=self.attention,
-            )
-            stored.append(replace(cache, pool=pool, scale=scale))
-        return _apart(stored, **changed)
+    def _moved(self, moves: Moves, values, nothing, buffer):
+        """Small numbers per slot after the moves: chosen, not scattered. nothing: what slots hold
+        that are left empty. buffer: what the buffer holds afterwards."""
+        image = values[:, :, self.condition :]
+        new = jnp.where(moves.goes, image[..., self.main :, None], 0).sum(-2)
+        left = jnp.where(moves.filled, new, nothing)
+        stay = jnp.where(moves.stays, image[..., : self.main], left)
+        buffer = jnp.broadcast_to(buffer, (*values.shape[:2], self.period))
+        return jnp.concatenate([values[:, :, : self.condition], stay, buffer], axis=-1)
 
 
 def _together(arrays: Sequence[Array | None]) -> Array | None:
@@ -204,10 +254,6 @@ def _together(arrays: Sequence[Array | None]) -> Array | None:
     return jnp.concatenate(arrays)
 
 
-def _apart(caches: Sequence[LayerCache], **arrays: Array) -> tuple[LayerCache, ...]:
-    """The inverse: caches of layers with their rows of arrays."""
-    parts = {name: jnp.split(array, len(caches)) for name, array in arrays.items()}
-    return tuple(
-        replace(cache, **{name: part[i] for name, part in parts.items()})
-        for i, cache in enumerate(caches)
-    )
+def _apart(array: Array | None, layers: int) -> Sequence[Array | None]:
+    """The inverse of `_together`: what each layer has."""
+    return [None] * layers if array is None else jnp.split(array, layers)

@@ -1,12 +1,12 @@
 """One layer's cache step in a model that draws token by token: attend for a token, and after a
 stage decide what stays.
 
-Two strategies behind one interface, chosen by `token_step`:
+There are two strategies behind one interface, chosen by `token_step`:
 
     RingStep    contents are known beforehand: a token goes straight to its slot
     StageStep   a token goes to the buffer; after P of them a policy decides
 
-Both write first and attend then: a token sees itself.
+Both store a token before they attend for it: a token sees itself.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import token_attention
+from pallas_kernels.token_attention import NewToken, Query
 from varjax.cache.stages import TokenPlan
 from varjax.cache.token_decision import StageDecision
 from varjax.cache.token_state import LayerCache
@@ -29,7 +30,7 @@ class Heads:
     """What a layer projects for one token of every row: finished queries (with the attention scale)
     and keys, and values. bias: float32, added to the score of the condition's first slot."""
 
-    q: Float[Array, "R N H"]
+    q: Float[Array, "R Q H"]
     k: Float[Array, "R N H"]
     v: Float[Array, "R N H"]
     bias: Float[Array, " R"] | None = None
@@ -37,13 +38,16 @@ class Heads:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Now:
-    """An image token that goes through the layers: what all that use their caches alike share.
+class CurrentToken:
+    """The image token that goes through the layers: what all layers that use their caches alike
+    share.
 
-    slot: where it is stored. newest: its position, where others may lie in slots already.
-    place: its number in a stage that ends with a decision; None in one that does not, where
+    slot: where it is stored.
+    newest: its position, where slots may hold positions of tokens to come; else None.
+    place: its number in a stage that ends with a decision; None in a stage that does not, where
       nothing has to be observed.
-    position: int32 [R, 1, C] of all slots, of known contents. used: slots in use, the first ones.
+    position: int32, of all slots, where contents are known; else None.
+    used: slots in use, the first ones, where contents are known; else None.
     """
 
     slot: Int[Array, ""]
@@ -56,12 +60,15 @@ class Now:
 class TokenStep(Protocol):
     """What the engine asks of a strategy."""
 
-    def now(self, cache: LayerCache, token: Int[Array, ""], place: Int[Array, ""] | None) -> Now:
-        """Image token `token`, once for all layers of this strategy. cache: of any of them."""
+    def current(
+        self, cache: LayerCache, token: Int[Array, ""], place: Int[Array, ""] | None
+    ) -> CurrentToken:
+        """Image token number `token`, once for all layers of this strategy. cache: of any of
+        them."""
         ...
 
     def attend(
-        self, cache: LayerCache, heads: Heads, now: Now
+        self, cache: LayerCache, heads: Heads, current: CurrentToken
     ) -> tuple[Float[Array, "R N H"], LayerCache]:
         """Store a token and attend for it."""
         ...
@@ -75,7 +82,7 @@ class TokenStep(Protocol):
         ...
 
     def at_once(self, cache: LayerCache) -> int:
-        """For how many layers `decide` is called."""
+        """How many layers `decide` may be called for together."""
         ...
 
     def decide(
@@ -85,9 +92,9 @@ class TokenStep(Protocol):
         bias: Float[Array, " R"] | None,
         inputs: Array | None,
     ) -> tuple[LayerCache, ...]:
-        """Caches of layers after the decision of a stage; image stages are counted from 0. inputs:
-        of a single layer, what the policy knows beforehand of all stages that end with one
-        (`Rule.inputs`)."""
+        """Caches of layers after the decision of image stage `stage`, counted from 0. inputs: what
+        the policy knows beforehand about all stages that end with a decision (`Rule.inputs`);
+        layers that have some decide one by one."""
         ...
 
 
@@ -111,38 +118,43 @@ def token_step(plan: TokenPlan, layer: int, attention: str | None) -> TokenStep:
 
 @dataclass(frozen=True)
 class RingStep:
-    """Contents known beforehand: M slots of the condition, `protected` tokens that stay, and a
-    ring."""
+    """The step of known contents.
+
+    condition: slots of the condition, the first ones. slots: those of image tokens. Of them the
+    first `protected` keep their tokens, the others are a ring: a new token replaces the oldest.
+    attention: implementation of the kernels.
+    """
 
     condition: int
     slots: int
     protected: int
     attention: str | None
 
-    def now(self, cache, token, place):
+    def current(self, cache, token, place):
         ring = self.slots - self.protected
         around = self.protected + (token - self.protected) % ring
         slot = jnp.where(token < self.slots, token, around)
         own = jnp.broadcast_to(self.contents(token), (len(cache.pool), 1, self.slots))
-        return Now(
+        return CurrentToken(
             slot=self.condition + slot,
             position=jnp.concatenate([cache.position, own], axis=-1),
             used=self.condition + jnp.minimum(token + 1, self.slots),
         )
 
-    def attend(self, cache, heads, now):
-        out, _, pool, scale = token_attention.store_and_attend(
-            *(heads.q, heads.k, heads.v, now.slot, cache.pool, now.position),
-            used=now.used,
-            first_bias=heads.bias,
-            pool_scale=cache.scale,
+    def attend(self, cache, heads, current):
+        out, found = token_attention.store_and_attend(
+            Query(heads.q, first_bias=heads.bias),
+            replace(cache, position=current.position, used=current.used),
+            NewToken(heads.k, heads.v, current.slot),
             implementation=self.attention,
         )
-        return out, replace(cache, pool=pool, scale=scale)
+        # the cache keeps what cannot be computed from the number of tokens drawn
+        return out, replace(found, position=cache.position, used=None)
 
     def contents(self, token: Int[Array, ""]) -> Int[Array, " B"]:
         """Position in every image slot right after `token` was stored; -1: empty."""
         slot = jnp.arange(self.slots, dtype=jnp.int32)
+        # the newest token up to `token` whose place in the ring is this slot
         newest = token - (token - slot) % (self.slots - self.protected)
         found = jnp.where(newest >= self.protected, newest, -1)
         first = jnp.where(slot <= token, slot, -1)
@@ -166,30 +178,33 @@ class RingStep:
 class StageStep(StageDecision):
     """Contents decided on the device, per row."""
 
-    def now(self, cache, token, place):
+    def current(self, cache, token, place):
         here = token % self.period if place is None else place
-        return Now(self.buffer + here, (self.condition + token).astype(jnp.int32), place)
+        newest = (self.condition + token).astype(jnp.int32)
+        return CurrentToken(self.buffer + here, newest, place)
 
-    def attend(self, cache, heads, now):
-        place, q = now.place, _computed_once(heads.q)
-        out, mass, pool, scale = token_attention.store_and_attend(
-            *(q, heads.k, heads.v, now.slot, cache.pool, cache.position),
-            newest=now.newest,
-            reach=cache.reach,
-            protected=self.condition,
+    def attend(self, cache, heads, current):
+        place, q = current.place, _computed_once(heads.q)
+        query = Query(
+            q,
+            newest=current.newest,
             first_bias=heads.bias,
-            pool_scale=cache.scale,
-            mass=None if place is None else cache.mass,
             mass_weight=self._mass_weight(place),
-            implementation=self.attention,
+            protected=self.condition,
         )
-        cache = replace(cache, pool=pool, scale=scale)
+        # after the last decision nobody asks for sums any more
+        slots = cache if place is not None else replace(cache, mass=None)
+        token = NewToken(heads.k, heads.v, current.slot)
+        out, found = token_attention.store_and_attend(
+            query, slots, token, implementation=self.attention
+        )
         if place is None:
-            return out, cache
-        return out, self._observe_query(replace(cache, mass=mass), q, place)
+            return out, replace(found, mass=cache.mass)
+        return out, self._observe_query(found, q, place)
 
     def _mass_weight(self, place) -> Float[Array, ""] | float:
-        """Votes are those of the window's queries only."""
+        """The factor of a query's weights in the sums: 0 where only the queries of a window
+        count and this is none of them."""
         if place is None or not self.needs.window_mass:
             return 1.0
         return (place >= self.period - self.needs.window).astype(jnp.float32)
@@ -199,7 +214,7 @@ class StageStep(StageDecision):
             weight = (place >= self.period - self.needs.window).astype(jnp.float32)
             before = jnp.where(place == 0, 0.0, cache.query_sum)  # of this stage
             cache = replace(cache, query_sum=before + weight * q.astype(jnp.float32))
-        if cache.queries is not None:  # a ring: in no order, but a ring of one holds the newest
+        if cache.queries is not None:  # a ring, in no order; a ring of one holds the newest query
             start = (0, 0, place % cache.queries.shape[2], 0)
             new = q[:, :, None].astype(cache.queries.dtype)
             queries = jax.lax.dynamic_update_slice(cache.queries, new, start)
@@ -218,7 +233,9 @@ class StageStep(StageDecision):
 
 
 def _computed_once(q: Float[Array, "R N H"]) -> Float[Array, "R N H"]:
-    """Queries that a policy observes, too. XLA's TPU compiler would compute them again for it, for
-    all layers at the end of the token, and keep their projections until then (4 MiB per layer of
-    LlamaGen-XL at batch 128)."""
+    """Queries that a policy observes, too.
+
+    XLA's TPU compiler would compute them again for the policy, for all layers at the end of the
+    token, and keep their projections until then (4 MiB per layer of LlamaGen-XL at batch 128).
+    """
     return jax.lax.platform_dependent(q, tpu=jax.lax.optimization_barrier, default=lambda q: q)

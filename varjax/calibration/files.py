@@ -1,7 +1,7 @@
 """Calibration files: finding, reading and writing them.
 
-Two kinds are read: removal orders as published with HeatKV (a JSON list with one list of
-[head, layer] per source scale, least needed first) and our own (a JSON object, see `Calibration`).
+Two kinds are read. HeatKV publishes removal orders: a JSON list with one list of [head, layer] per
+source scale, least needed first. Our own files hold a JSON object (`Calibration`).
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import pathlib
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
@@ -38,23 +38,46 @@ _SCALARS = {
 }
 
 
+class Calibrated(Protocol):
+    """The part of a policy that `find` looks at."""
+
+    @property
+    def uses_calibration(self) -> bool:
+        """Whether the policy plans with a calibration, if there is one."""
+
+
+class Measurable(Protocol):
+    """The part of a model that `find` looks at."""
+
+    @property
+    def geometry(self) -> Geometry: ...
+
+    @property
+    def metadata(self) -> dict:
+        """What its manifest says (`model_digest`)."""
+
+    @property
+    def directory(self) -> str | os.PathLike | None:
+        """The checkpoint folder, None for a model that lies in no folder."""
+
+
 def find(
-    policy: Any,
-    model: Any,
+    policy: Calibrated,
+    model: Measurable | Geometry,
     given: Calibration | str | os.PathLike | None = None,
     guidance: float | str | None = None,
 ) -> Calibration | None:
-    """The calibration that a policy plans with, if there is one.
+    """Find the calibration that a policy plans with, if there is one.
 
     Args:
-      policy: asked whether it uses a calibration before the checkpoint folder is searched.
-      model: a model (its `geometry`, `metadata` and `directory` count), or a `Geometry`.
-      given: a calibration, the file of one, or None for `calibration.json` of the checkpoint.
-      guidance: of the run (`Sampling.guidance`); None accepts any.
+      policy: the checkpoint folder is searched only if it uses a calibration.
+      model: a model, or a `Geometry` alone.
+      given: a calibration, its file, or None for `calibration.json` in the checkpoint folder.
+      guidance: the guidance of the run (`Sampling.guidance`); None accepts any.
 
     Raises:
-      UserError: it cannot be read, or was made for a model of other shape, for other weights than
-        those in the model's folder, or with other guidance.
+      UserError: the calibration cannot be read, or it was made for a model of another shape, for
+        other weights than those in the model's folder, or with other guidance.
     """
     geometry = model if isinstance(model, Geometry) else model.geometry
     directory = None if model is geometry else model.directory
@@ -75,13 +98,14 @@ def find(
 
 
 def beside(directory: str | os.PathLike | None) -> pathlib.Path | None:
-    """The calibration file of a checkpoint folder, if it has one."""
+    """Return the calibration file of a checkpoint folder, if it has one."""
     path = pathlib.Path(directory, BESIDE_CHECKPOINT) if directory else None
     return path if path and path.is_file() else None
 
 
 def model_digest(metadata: dict) -> str:
-    """SHA-256 that tells models apart: of a checkpoint's sources, or of its parameter files."""
+    """Return the SHA-256 of a checkpoint's sources, else of its parameter files: it tells models
+    apart."""
     what = metadata.get("sources") or metadata.get("files") or metadata
     if isinstance(what, list):
         what = [{k: v for k, v in entry.items() if k != "file"} for entry in what]
@@ -89,8 +113,11 @@ def model_digest(metadata: dict) -> str:
 
 
 def save(calibration: Calibration, path: str | os.PathLike) -> None:
-    """Write our calibration file: a JSON object, arrays as nested lists with 7 digits, only what is
-    known. Under "derived" it holds, for other readers, what follows from beta."""
+    """Write our calibration file: a JSON object with arrays as nested lists of 7 digits.
+
+    Unknown entries are left out. Under "derived" the file holds what follows from beta, for other
+    readers.
+    """
     content = {"format_version": FORMAT_VERSION}
     for name in (f.name for f in dataclasses.fields(calibration) if f.name != "digest"):
         if (value := getattr(calibration, name)) is not None:
@@ -101,7 +128,8 @@ def save(calibration: Calibration, path: str | os.PathLike) -> None:
         file.write(json.dumps(content, allow_nan=False).encode())
 
 
-def _plain(value):
+def _plain(value: object) -> object:
+    """Turn a field of a calibration into what JSON can hold; NaN becomes None."""
     if isinstance(value, np.ndarray) and value.dtype.kind == "f":
         rounded = np.vectorize(lambda x: float(f"{x:.7g}"), otypes=[object])(value)
         return np.where(np.isnan(value), None, rounded).tolist()
@@ -111,7 +139,7 @@ def _plain(value):
 
 
 def _derived(calibration: Calibration) -> dict:
-    """S-CAS of every source scale, CAS after up to three sink scales, attention density."""
+    """Compute S-CAS of every source scale, CAS after up to three sink scales, attention density."""
     sinks = max(0, min(3, calibration.schedule.num_scales - 2))
     return {
         "scas": scas(calibration.beta, 0),
@@ -125,7 +153,8 @@ def load(path: str | os.PathLike, geometry: Geometry) -> Calibration:
     """Read either kind of file for a model.
 
     Raises:
-      UserError: unreadable, malformed (the message names list and entry), or for another model.
+      UserError: the file is unreadable, malformed (the message names list and entry), or for
+        another model.
     """
     try:
         data = ordinary.read(path, LARGEST_FILE)
@@ -162,8 +191,9 @@ def _from_object(content: dict, geometry: Geometry, digest: str) -> Calibration:
     if fields.get("schedule") is not None:
         fields["schedule"] = Schedule.parse(fields["schedule"])
     given = {name: fields.pop(name, None) for name in ("orders", *_ARRAYS)}
-    found = Calibration(**(fields | {"digest": digest}))
-    found.check(geometry)  # of two complaints, "another model" is the useful one
+    fields["digest"] = digest
+    found = Calibration(**fields)
+    found.check(geometry)  # before the arrays: "another model" is the more useful complaint
     read = {
         name: read_orders(nested, geometry) if name == "orders" else _read_numbers(name, nested)
         for name, nested in given.items()

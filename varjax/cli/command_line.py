@@ -1,7 +1,7 @@
 """Running a command: its flags, help, and exit statuses.
 
-A command is a module whose docstring is its manual. It has flags of its own, so that commands may
-be imported together, and ends with the call:
+A command is a module whose docstring is its manual. It has flags of its own, so that one process
+may import several commands. It ends with the call:
 
     FLAGS = CommandFlags()
     SEED = FLAGS.integer("seed", 0, "What the random numbers start from.")
@@ -9,14 +9,14 @@ be imported together, and ends with the call:
     if __name__ == "__main__":
         command_line.run(main)
 
-where `main(argv)` returns None or an exit status. --help and --version are there by themselves.
-Statuses: 0 done, 1 a bug (traceback), 2 wrong
-input or a file that cannot be read or written (one message, no traceback), 130 interrupted.
+where `main(argv)` returns None or an exit status. Every command has --help and --version.
+Statuses: 0 done, 1 a bug (traceback), 2 wrong input or a file that cannot be read or written (one
+message, no traceback), 130 interrupted.
 """
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 from absl import flags
 from absl.testing import flagsaver
@@ -33,15 +33,17 @@ from varjax.cli.flags import (
 )
 from varjax.errors import UserError
 
+Main: TypeAlias = Callable[[Sequence[str]], int | None]
 
-def run(main: Callable, argv: Sequence[str] | None = None) -> NoReturn:
+
+def run(main: Main, argv: Sequence[str] | None = None) -> NoReturn:
     """Parse `argv` (default: the process's), call `main([program])` and exit with its status.
 
-    The flags are those of `FLAGS` in the module of `main` (`CommandFlags`), or absl's global ones.
-    Their values are restored on the way out, so a test may run several commands in one process.
+    The flags are `FLAGS` in the module of `main` (`CommandFlags`), or absl's global ones. Their
+    values are restored at the end, so a test may run several commands in one process.
     """
     argv = list(sys.argv if argv is None else argv)
-    for stream in (sys.stdout, sys.stderr):  # no name of a file or class fails to be printed
+    for stream in (sys.stdout, sys.stderr):  # so that every name of a file or class can be printed
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     own = getattr(sys.modules[main.__module__], "FLAGS", None)
@@ -55,8 +57,10 @@ def run(main: Callable, argv: Sequence[str] | None = None) -> NoReturn:
     sys.exit(status)
 
 
-def _guarded(main: Callable, argv: list[str], own: CommandFlags | None, values) -> int:
-    """Exit status of one run; expected failures become a message on standard error."""
+def _guarded(
+    main: Main, argv: list[str], own: CommandFlags | None, values: flags.FlagValues
+) -> int:
+    """Return the exit status of one run. Expected failures become a message on standard error."""
     try:
         if is_asked_for(VERSION, argv):
             print(version.text())
@@ -87,12 +91,13 @@ def _guarded(main: Callable, argv: list[str], own: CommandFlags | None, values) 
 
 
 def _complain(message: str, status: int) -> int:
+    """Print a message on standard error and return the status."""
     print(f"error: {message}", file=sys.stderr, flush=True)
     return status
 
 
 def _describe_os_error(error: OSError) -> str:
-    """One line for a failed read or write, with the reason and the file where known."""
+    """Describe a failed read or write in one line, with the reason and the file where known."""
     reason = error.strerror or str(error) or type(error).__name__
     paths = [str(path) for path in (error.filename, error.filename2) if path is not None]
     return f"{reason}: {' -> '.join(paths)}" if paths else reason

@@ -1,5 +1,7 @@
-"""The flags of one command: error messages about them in our words, and `--help`: the manual of
-the command, then its flags as they were defined."""
+"""The flags of one command, error messages about them in our words, and `--help`.
+
+The help is the manual of the command, then its flags in the order of their definition.
+"""
 
 import contextlib
 import itertools
@@ -26,8 +28,8 @@ _TYPES = {"comma separated list of strings": "LIST", _REPEATED: "STRING"}  # as 
 
 
 class CommandFlags:
-    """The absl flags of one command. Each method defines a flag and returns its holder
-    (`holder.value`)."""
+    """The absl flags of one command. Each method defines a flag and returns its holder, whose
+    `value` is read later."""
 
     def __init__(self):
         self.values = flags.FlagValues()
@@ -42,15 +44,17 @@ class CommandFlags:
         self._first: dict[str, Callable[[str], object]] = {}
 
     def choice(self, name: str, default: str, values: Collection[str], help: str):
-        """An enumeration whose values may become more until the flags are read."""
+        """Define an enumeration. More values may be added until the flags are read."""
         parser = flags.EnumParser(values)
-        parser.enum_values = values  # absl has copied them
+        parser.enum_values = values  # the collection itself: absl has made a copy
         flag = flags.Flag(parser, flags.ArgumentSerializer(), name, default, help)
         return flags.DEFINE_flag(flag, flag_values=self.values)
 
     def first(self, name: str, help: str, use: Callable[[str], object]) -> None:
-        """A text that `use` gets before any other flag is read, for it may decide what they
-        take."""
+        """Define a text that `use` gets before any other flag is read.
+
+        It may decide which values other flags take.
+        """
         self.string(name, None, help)
         self._first[name] = use
 
@@ -64,7 +68,7 @@ class CommandFlags:
         )
 
     def use_first(self, argv: Sequence[str]) -> None:
-        """Obey the flags of `first`."""
+        """Obey the flags that `first` has defined."""
         for name, use in self._first.items():
             alone = flags.FlagValues()
             holder = flags.DEFINE_string(name, None, "", flag_values=alone)
@@ -81,16 +85,16 @@ class CommandFlags:
                 compilation_cache.use(self.values[COMPILATION_CACHE].value)
 
 
-def about(holder) -> AbstractContextManager[None]:
-    """`errors.about` the value of this flag."""
+def about(holder: flags.FlagHolder | flags.Flag) -> AbstractContextManager[None]:
+    """Put the flag and its value before the message of a `UserError` inside (`errors.about`)."""
     return errors.about(f"--{holder.name}={holder.value}")
 
 
 def check_arguments(argv: Sequence[str], values: flags.FlagValues) -> None:
-    """Raise `UserError` for what could be neither printed, written to a report nor a file's name,
-    and for a flag that would take the next one as its value.
+    """Raise `UserError` for texts that could not be printed, written to a report or name a file.
 
-    The shell hands over bytes; those that are not UTF-8 arrive as lone surrogates.
+    The same happens for a flag that would take the next flag as its value. The shell hands over
+    bytes; bytes that are not UTF-8 arrive as lone surrogates.
     """
     for text, following in itertools.zip_longest(argv[1:], argv[2:], fillvalue=""):
         if "\0" in text:
@@ -111,7 +115,7 @@ def parse_flags(argv: Sequence[str], values: flags.FlagValues) -> None:
     """Set the flags from `argv` (program name first).
 
     Raises:
-      UserError: unknown flag, malformed value, missing required flag or positional argument.
+      UserError: a flag is unknown, malformed or missing, or there is a positional argument.
     """
     hint = f"; run `{program()} --help` for the list of flags"
     values.set_gnu_getopt(True)
@@ -139,7 +143,7 @@ def parse_flags(argv: Sequence[str], values: flags.FlagValues) -> None:
 
 
 def _reword(entry: str, values: flags.FlagValues) -> str:
-    """absl's `flag --name=value: reason` in our words: what was given, what is allowed."""
+    """Put absl's `flag --name=value: reason` in our words: what was given, what is allowed."""
     match = re.fullmatch(r"flag --([\w-]+)=(.*?): (.*)", entry, re.DOTALL)
     if not match:
         return entry
@@ -162,38 +166,38 @@ def is_asked_for(names: Collection[str], argv: Sequence[str]) -> bool:
 
 
 def help_text(main: Callable, values: flags.FlagValues) -> str:
-    """The manual (docstring of the module of `main`), then the flags."""
+    """Return the manual (docstring of the module of `main`), then the flags."""
     manual = (sys.modules[main.__module__].__doc__ or "").strip()
     entries = [_entry(flag) for flag in _own_flags(main, values)]
     return "\n".join([manual, "", f"Flags of `{program()}`:", *entries, "  --help, --version"])
 
 
 def program() -> str:
-    """How the user calls this command: `python -m package.module` where it was started so."""
+    """Return how the user calls this command: `python -m package.module`, or a file."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     name = spec.name.removesuffix(".__main__") if spec else ""
     return f"python -m {name}" if name else f"python {sys.argv[0]}"
 
 
 def allowed(flag: flags.Flag) -> str:
-    """Allowed values in words; empty for free text."""
+    """Describe the allowed values in words; the text is empty if any text is allowed."""
     if values := choices(flag):
         return f"one of {', '.join(values)}"
     return "true or false" if flag.boolean else flag.parser.syntactic_help
 
 
 def choices(flag: flags.Flag) -> Sequence[str]:
-    """All values of an enumeration; none for other flags."""
+    """Return all values of an enumeration, and none for other flags."""
     return getattr(flag.parser, "enum_values", None) or ()
 
 
 def bare(flag: flags.Flag) -> str:
-    """Help text without what absl adds: the list of values, how to repeat it."""
+    """Return the help text without absl's additions: the list of values, how to repeat it."""
     return re.sub(r"^<[^>]*>: |;\s*repeat this option[\s\S]*", "", flag.help or "")
 
 
-def _own_flags(main: Callable, values: flags.FlagValues) -> list:
-    """Flags defined in the module of `main` or in a package of this project, each once."""
+def _own_flags(main: Callable, values: flags.FlagValues) -> list[flags.Flag]:
+    """Return the flags that the module of `main` or a package of this project defines."""
     own = []
     for module, defined in values.flags_by_module_dict().items():
         # absl files the program's own flags under its path or, if imported, under its name
@@ -204,6 +208,7 @@ def _own_flags(main: Callable, values: flags.FlagValues) -> list:
 
 
 def _entry(flag: flags.Flag) -> str:
+    """Return the lines of `--help` for a flag."""
     values, kind = choices(flag), flag.flag_type()
     shown = "|".join(values) or _TYPES.get(kind) or kind.upper()
     head = f"  --[no]{flag.name}" if flag.boolean else f"  --{flag.name}={shown}"

@@ -1,5 +1,7 @@
-"""What `--version` says: versions of everything that results may depend on, and the device, unless
-asking for it would start one."""
+"""The text of `--version`: versions of everything that results may depend on, and the device.
+
+A GPU or TPU is not asked, since that would start it.
+"""
 
 import importlib.metadata
 import importlib.util
@@ -13,7 +15,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 
 
 def text() -> str:
-    """One line per package: name and version."""
+    """Return one line per package: name and version."""
     found = {"varjax": varjax.__version__}
     found |= {name: importlib.metadata.version(name) for name in PACKAGES}
     found |= {"Python": platform.python_version(), "device": _device()}
@@ -22,18 +24,18 @@ def text() -> str:
 
 
 def _device() -> str:
-    """Starting a GPU or TPU takes seconds and most of its memory, so it is not asked."""
+    """Name the device. A GPU or TPU is not asked: starting it takes seconds and most memory."""
     if _platforms() == "cpu" or not _accelerators():
         return "cpu"
     return f"not started ({_platforms() or 'GPU or TPU'})"
 
 
 def _platforms() -> str | None:
-    """What JAX was told to run on, as in JAX_PLATFORMS."""
+    """Return what JAX was told to run on, as in JAX_PLATFORMS."""
     return jax.config.jax_platforms
 
 
 def _accelerators() -> bool:
-    """Whether JAX's parts for GPUs or TPUs are installed."""
+    """Whether JAX's plugins for GPUs or TPUs are installed."""
     plugins = importlib.metadata.entry_points(group="jax_plugins")
     return bool(plugins) or any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))

@@ -48,7 +48,8 @@ class Layout:
 
 
 def conv(c_in: int, c_out: int, size: int, rngs: nnx.Rngs, stride: int = 1) -> nnx.Conv:
-    """Convolution that keeps height and width; with stride 2 it pads bottom and right only."""
+    """A convolution that keeps height and width, or with stride 2 halves them; then it pads at the
+    bottom and on the right only."""
     padding = ((0, 1), (0, 1)) if stride == 2 else ((size // 2, size // 2),) * 2
     return nnx.Conv(
         c_in, c_out, (size, size), stride, padding=padding, kernel_init=_uniform_fan_in, rngs=rngs
@@ -85,7 +86,8 @@ class GroupNorm(nnx.Module):
 
 
 class ResidualBlock(nnx.Module):
-    """norm, silu, conv, twice, plus the input (through a 1x1 product when the width changes)."""
+    """Normalisation, SiLU and convolution, twice, plus the input. The input goes through a 1x1
+    product where the width changes."""
 
     def __init__(self, c_in: int, c_out: int, layout: Layout, *, rngs: nnx.Rngs):
         self.norm1 = GroupNorm(c_in, layout)

@@ -1,20 +1,23 @@
-"""What configurations of codecs share whose levels halve the map, all but the coarsest."""
+"""What configurations share whose codec halves the map after every level but the coarsest."""
 
 from varjax.codecs.autoencoder import LARGEST_BLOCKS, LARGEST_LEVELS, Layout
 from varjax.nn import published
 
 
 class Levels(published.Configuration):
-    """Fields: ch, width of the encoder's first convolution; ch_mult, widths of the levels in units
-    of it; num_res_blocks, per level of the encoder, the decoder has one more. Subclasses add
-    `_layout`."""
+    """Base of such configurations; subclasses add `_layout`.
+
+    ch: width of the encoder's first convolution.
+    ch_mult: widths of the levels in units of `ch`.
+    num_res_blocks: residual blocks per level of the encoder; the decoder has one more.
+    """
 
     ch: int
     ch_mult: tuple[int, ...]
     num_res_blocks: int
 
     def check_levels(self, groups: int) -> None:
-        """Raise `UserError` for impossible levels. groups: of the normalisation."""
+        """Raise `UserError` for impossible levels. groups: how many the normalisation has."""
         self.check_sizes("num_res_blocks", most=LARGEST_BLOCKS)
         if not 1 <= len(self.ch_mult) <= LARGEST_LEVELS or min(self.ch_mult) < 1:
             raise self.wrong(
@@ -45,7 +48,7 @@ class Levels(published.Configuration):
         raise NotImplementedError
 
     def layout_of(self, num_blocks: int, **more) -> Layout:
-        """With the levels' widths. more: the other fields."""
+        """A layout with the widths of the levels. more: the fields that subclasses decide."""
         widths = tuple(self.ch * m for m in self.ch_mult)
         halvings = len(widths) - 1
         return Layout(

@@ -1,14 +1,14 @@
 """Maps [B, h, w, C] of codes and latents: resized, as rows of tokens, and in patches.
 
-Resizing is a matrix product, equal to the original (torch) results.
-`jax.image.resize` uses another bicubic constant (-0.5) and another border rule, so its pictures and
-tokens differ. The resizings used here are separable and linear: one small matrix per axis, computed
-on the host, exact for every pair of sizes, applied with an einsum.
+Resizing is a matrix product whose results equal torch's, which the original models use.
+`jax.image.resize` has another bicubic constant (-0.5) and another border rule, so its pictures and
+tokens differ. The resizings used here are separable and linear: one small matrix per axis is
+computed on the host, exact for every pair of sizes, and applied with an einsum.
 
-Patchify makes p by p cells of a map one transformer token of p * p times the width, p = 1 changes
-nothing. The channel order is that of pixel unshuffle: token channel c * p * p + p * dy + dx is map
-channel c at (p * y + dy, p * x + dx). `patchify` and `unpatchify` take numpy and jax arrays and
-return what they were given.
+Patchify turns p by p cells of a map into one transformer token of p * p times the width; p = 1
+changes nothing. The channel order is that of pixel unshuffle: token channel c * p * p + p * dy + dx
+is map channel c at (p * y + dy, p * x + dx). `patchify` and `unpatchify` take numpy and jax arrays
+and return what they were given.
 """
 
 from collections.abc import Callable, Sequence
@@ -77,7 +77,8 @@ def bilinear_matrix(source: int, target: int) -> np.ndarray:
 
 
 def _matrix(source: int, cells: Sequence[np.ndarray], weights: Sequence[np.ndarray]) -> np.ndarray:
-    """float32 [target, source], read-only: sums of `weights` [target] at their `cells` [target]."""
+    """float32 [target, source], read-only: row i adds up `weights[n][i]` at column
+    `cells[n][i]`."""
     matrix = np.zeros((len(cells[0]), source), np.float64)
     for cell, weight in zip(cells, weights, strict=True):
         np.add.at(matrix, (np.arange(len(cell)), cell), weight)
@@ -123,7 +124,8 @@ def resize(
 def _resize_to(
     matrix: Callable[[int, int], np.ndarray], x: Float[Array, "B h w C"], size: tuple[int, int]
 ) -> Float[Array, "B p q C"]:
-    """Maps resized to `size` = (height, width); `matrix` gives the matrix of an axis."""
+    """Resize maps to `size` = (height, width). matrix: makes the matrix of an axis from its two
+    sizes."""
     if x.shape[1:3] == tuple(size):
         return x
     return resize(x, matrix(x.shape[1], size[0]), matrix(x.shape[2], size[1]))

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallas_kernels.estimates import FULL, CallEstimate, Occupancy
 from varjax.cache.plan import CachePlan
 from varjax.cache.stages import TokenPlan
 from varjax.cache.step import CacheStep, DecidingStep
@@ -25,8 +26,8 @@ _KERNELS = ("pallas_call", "mpmd_map")  # Mosaic GPU kernels are maps over a mes
 
 @dataclass(frozen=True)
 class PallasWork:
-    """One call of a Pallas kernel as its author estimates it, an upper bound where contents decide.
-    known: whether there is an estimate."""
+    """One call of a Pallas kernel as its author estimates it. known: whether there is an
+    estimate."""
 
     name: str
     flops: float = 0.0
@@ -34,14 +35,14 @@ class PallasWork:
     known: bool = False
 
     @classmethod
-    def of(cls, params) -> "PallasWork":
-        """Of the equation with these parameters."""
-        estimate = params.get("cost_estimate")
+    def of(cls, params, occupancy: Occupancy) -> "PallasWork":
+        """The work of the equation with these parameters."""
+        name, estimate = _kernel_name(params), params.get("cost_estimate")
         if estimate is None:
-            return cls(_kernel_name(params))
-        return cls(
-            _kernel_name(params), float(estimate.flops), float(estimate.bytes_accessed), True
-        )
+            return cls(name)
+        if isinstance(estimate, CallEstimate):
+            estimate = estimate.at(occupancy)
+        return cls(name, float(estimate.flops), float(estimate.bytes_accessed), True)
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,13 @@ class Cost:
         return Cost(self.flops * count, self.scanned_bytes * count, kernels, self.loops)
 
 
-def program_cost(jaxpr: Any) -> Cost:
+def program_cost(jaxpr: Any, occupancy: Occupancy = FULL) -> Cost:
     """Cost of a jaxpr (`jax.make_jaxpr`, `Traced.jaxpr`), of one device inside `shard_map`.
 
-    Of the branches of a `cond` the one with the most FLOPs counts.
+    Of the branches of a `cond` the one with the most FLOPs counts. occupancy: how much of what
+    Pallas kernels may read and write is in use; their estimates are upper bounds without it.
     """
-    return sum((_equation_cost(e) for e in _open(jaxpr).eqns), Cost())
+    return sum((_equation_cost(e, occupancy) for e in _open(jaxpr).eqns), Cost())
 
 
 def used_inputs(jaxpr: Any) -> list[bool]:
@@ -132,23 +134,25 @@ def _inputs_read(equation) -> list:
     return [v for v, used in found if used]
 
 
-def _equation_cost(equation) -> Cost:
+def _equation_cost(equation, occupancy: Occupancy) -> Cost:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         return Cost(_dot_flops(equation))
     if name == "conv_general_dilated":
         return Cost(_convolution_flops(equation))
     if name in _KERNELS:
-        return Cost(kernels=Counter({PallasWork.of(params): 1}))
+        return Cost(kernels=Counter({PallasWork.of(params, occupancy): 1}))
     if name == "scan":
-        once = program_cost(params["jaxpr"]) + Cost(scanned_bytes=_slice_bytes(equation))
+        once = program_cost(params["jaxpr"], occupancy)
+        once += Cost(scanned_bytes=_slice_bytes(equation))
         return once.times(params["length"])
     if name == "while":
-        inner = program_cost(params["body_jaxpr"]) + program_cost(params["cond_jaxpr"])
-        return inner + Cost(loops=1)
+        parts = (params["body_jaxpr"], params["cond_jaxpr"])
+        return sum((program_cost(part, occupancy) for part in parts), Cost(loops=1))
     if name == "cond":
-        return max((program_cost(b) for b in params["branches"]), key=lambda cost: cost.flops)
-    return sum((program_cost(inner) for inner in _inner(params.values())), Cost())
+        branches = (program_cost(branch, occupancy) for branch in params["branches"])
+        return max(branches, key=lambda cost: cost.flops)
+    return sum((program_cost(inner, occupancy) for inner in _inner(params.values())), Cost())
 
 
 def _dot_flops(equation) -> float:

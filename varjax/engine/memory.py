@@ -43,14 +43,6 @@ class Prediction:
         return self.weights + self.kv_pool + self.activations + self.condition
 
 
-def peak_bytes(compiled: jax.stages.Compiled) -> int:
-    """Bytes on one device while a program runs: its arguments (the weights that it reads among
-    them), its results and temporaries."""
-    stats = compiled.memory_analysis()
-    own = stats.argument_size_in_bytes + stats.temp_size_in_bytes
-    return own + stats.output_size_in_bytes - stats.alias_size_in_bytes
-
-
 def predict(
     model: Model,
     plan: CachePlan,

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from varjax.cache.stages import TokenPlan
 from varjax.cache.token_state import LayerCache
-from varjax.cache.token_step import Heads, Now, TokenStep, token_step
+from varjax.cache.token_step import CurrentToken, Heads, TokenStep, token_step
 from varjax.engine.given import Given
 from varjax.nn import stacked
 from varjax.nn.layers import dense_attention
@@ -206,10 +206,10 @@ class _Run:
             x = transformer.embed(self.context, tokens)
             rotation = transformer.rotation(self.context, token[None])
         of_step = dict(zip(self.spec.layers, state, strict=True))  # layers that share one, once
-        now = {step: step.now(cache, token, place) for step, cache in of_step.items()}
+        current = {step: step.current(cache, token, place) for step, cache in of_step.items()}
         caches = []
         for index, (step, cache) in enumerate(zip(self.spec.layers, state, strict=True)):
-            arguments = (rotation, x, cache, now[step], bias)
+            arguments = (rotation, x, cache, current[step], bias)
             x, cache = self._attend[step](self._block(index), *arguments)
             caches.append(cache)
         drawn = self.draw(x, token + 1)
@@ -218,12 +218,12 @@ class _Run:
     def _layer(self, step: TokenStep) -> Callable:
         transformer = self.transformer
 
-        def body(block, rotation, x, cache: LayerCache, now: Now, bias):
+        def body(block, rotation, x, cache: LayerCache, current: CurrentToken, bias):
             with jax.named_scope("project"):
                 p = transformer.project(block, rotation, x)
                 heads = (a[:, :, 0] for a in (p.queries(), p.keys(), p.values()))
             with jax.named_scope("attend"):
-                out, cache = step.attend(cache, Heads(*heads, bias), now)
+                out, cache = step.attend(cache, Heads(*heads, bias), current)
             with jax.named_scope("post_attention"):
                 return transformer.post_attention(block, x, out[:, None]), cache
 

@@ -1,8 +1,8 @@
 """A small convolutional classifier of pictures of one size, trained by `experiments.train
 --stage=classifier`: which class a picture looks like, and features to compare pictures by.
 
-It is a yardstick of its own, for a model whose classes it knows. Distances of its features are no
-FID, and compare with nothing outside the data it was trained on. float32 with full-precision
+It judges models of the classes that it knows. Distances of its features are no FID: they compare
+with nothing outside the data that it was trained on. Everything runs in float32 with full-precision
 products.
 """
 
@@ -20,7 +20,7 @@ from varjax.errors import UserError
 from varjax.nn import published
 
 WIDTHS = (32, 64, 96, 128)
-GROUP = 8  # channels that are normalised together: of single ones the mean, a colour, would go
+GROUP = 8  # channels that are normalised together; single ones would lose their mean, a colour
 EPSILON = 1e-5
 LARGEST_SIDE = 1024
 PIXELS_PER_CALL = 2**21
@@ -28,8 +28,8 @@ PIXELS_PER_CALL = 2**21
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifierConfig(published.Configuration):
-    """image_size: side of the pictures in pixels. widths: channels after every convolution, each of
-    which halves the map. class_names: of all classes in order, or none."""
+    """image_size: side of the pictures in pixels. widths: channels after every convolution; each
+    convolution halves the map. class_names: names of all classes in order, or empty."""
 
     what = "classifier"
 
@@ -93,7 +93,7 @@ class Classifier(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(config.num_classes))
 
     def features(self, images: Float[Array, "B S S 3"]) -> Float[Array, "B D"]:
-        """What the last block sees, mean over the map: D = widths[-1] numbers of a picture."""
+        """The output of the last block, averaged over the map: D = widths[-1] numbers."""
         x = 2 * images - 1
         with jax.default_matmul_precision("highest"):
             for number in range(len(self.config.widths)):

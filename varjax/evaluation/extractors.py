@@ -16,6 +16,7 @@ from jaxtyping import UInt8
 
 from varjax.errors import UserError, about
 from varjax.evaluation import classifier, inception, lpips, resizing
+from varjax.evaluation.networks import CATALOGUE
 from varjax.model import Model
 from varjax.nn import parameters
 from varjax.parallel.sharding import make_mesh
@@ -49,10 +50,12 @@ WHERE_CLASSIFIER = (
 class Network:
     """A network with its weights.
 
-    name: of the extractor. identity: for reports; `sha256` is of its parameters. apply: (module,
-    arrays [B, ...]) -> {feature: [B, n]}, traced. widths: n of every feature. largest_batch:
-    (height, width) -> pictures at a time that memory allows. check_size: (height, width), raises
-    `UserError` for pictures that it cannot take.
+    name: name of the extractor.
+    identity: what reports say about it; `sha256` is the digest of its parameters.
+    apply: traced: (module, arrays [B, ...]) -> {feature: [B, n]}.
+    widths: n of every feature.
+    largest_batch: (height, width) -> how many pictures at a time memory allows.
+    check_size: (height, width); raises `UserError` for pictures that the network cannot take.
     """
 
     name: str
@@ -65,8 +68,8 @@ class Network:
 
 
 def _load(folder: str | Path, part: str) -> tuple[nnx.Module, dict]:
-    """A network of `registry.OWN_FOLDER` and what identifies it."""
-    parts, content = checkpoint.load(Path(folder), {part: "float32"})
+    """A network of `CATALOGUE` and what identifies it."""
+    parts, content = checkpoint.load(Path(folder), CATALOGUE, {part: "float32"})
     module = parts[part]
     digest = hashlib.sha256()
     for name, array in sorted(parameters.named(module).items()):
@@ -75,8 +78,8 @@ def _load(folder: str | Path, part: str) -> tuple[nnx.Module, dict]:
     return module, {"sha256": digest.hexdigest(), "sources": sources if sources else []}
 
 
-def open_inception(folder: str | None, path: str) -> Network:
-    """The network of FID on pictures resized by `path`.
+def open_inception(folder: str | None, preparation: str) -> Network:
+    """The network of FID on pictures that are prepared as one of `resizing.PREPARATIONS` says.
 
     Raises:
       UserError: there is no such checkpoint; with the place to get it.
@@ -98,15 +101,15 @@ def open_inception(folder: str | None, path: str) -> Network:
         "inception",
         module,
         {"name": "inception", **identity, "published_weights": published},
-        lambda network, images: network(resizing.prepare(images, path)),
+        lambda network, images: network(resizing.prepare(images, preparation)),
         widths,
         resizing.batch_size,
     )
 
 
-def open_classifier(folder: str | Path | None = None, path: str | None = None) -> Network:
-    """A classifier that `experiments.train` has trained; None: of the demo's classes. Pictures are
-    not resized.
+def open_classifier(folder: str | Path | None = None, preparation: str | None = None) -> Network:
+    """A classifier that `experiments.train` has trained, from its folder; None: the embedded one,
+    which knows the demo's classes. Pictures are not resized, so that `preparation` is not used.
 
     Raises:
       UserError: there is no such checkpoint.
@@ -133,15 +136,17 @@ def open_classifier(folder: str | Path | None = None, path: str | None = None) -
 
 
 def classifier_of(model: Model) -> Network | None:
-    """The classifier that judges the pictures of a model: the folder `classifier` of its
-    checkpoint, else the embedded one if these are its classes and its size; None: there is none.
+    """The classifier that judges the pictures of a model: the one in the folder `classifier` of its
+    checkpoint, else the embedded one if the model has its classes and its size. None: there is no
+    such classifier.
 
     Raises:
-      UserError: the checkpoint's own is of other pictures or classes.
+      UserError: the checkpoint's own classifier takes pictures of another size or knows other
+        classes.
     """
-    if model.condition != "labels":
+    if not model.num_classes:
         return None
-    size = tuple(side * model.codec.config.downsample for side in model.code_map[:2])
+    size = model.pixels
     own = model.directory / "classifier" if model.directory else None
     if own and own.is_dir():
         found = open_classifier(own)
@@ -153,14 +158,14 @@ def classifier_of(model: Model) -> Network | None:
         return found
     with contextlib.suppress(UserError):  # it is not installed
         embedded = checkpoint.embedded(*DEMO_CLASSIFIER)
-        config = checkpoint.describe(embedded)[0]["classifier"].config
+        config = checkpoint.describe(embedded, CATALOGUE)[0]["classifier"].config
         side, names = config.image_size, tuple(model.class_names or ())
         if size == (side, side) and config.class_names == names:
             return open_classifier(embedded)
     return None
 
 
-# {name: (folder of its weights, path of resizing) -> network}
+# {name: (folder of its weights, how pictures are prepared) -> network}
 EXTRACTORS: Mapping[str, Callable[[str | None, str], Network]] = {
     "inception": open_inception,
     "demo": open_classifier,
@@ -168,7 +173,7 @@ EXTRACTORS: Mapping[str, Callable[[str | None, str], Network]] = {
 
 
 def open_lpips(folder: str) -> Network:
-    """LPIPS of pairs. `UserError`: there is no such checkpoint."""
+    """The network of LPIPS, which compares pairs. `UserError`: there is no such checkpoint."""
     if not Path(folder).exists():
         raise UserError(f"there is no folder {folder}: {WHERE_LPIPS}")
     module, identity = _load(folder, "lpips")
@@ -196,8 +201,8 @@ def usual_batch(devices: int = 1) -> int:
 class Program:
     """A network compiled for batches of pictures of one size, over the devices of a mesh.
 
-    size: (height, width). batch_size: pictures of all devices together; lowered to what memory
-    allows.
+    size: (height, width).
+    batch_size: pictures per call, on all devices together; it is lowered to what memory allows.
     """
 
     def __init__(
@@ -215,21 +220,26 @@ class Program:
         self._place = NamedSharding(self._mesh, P(DATA))
 
         def program(module, *arrays):  # every device runs the program of one on its pictures
-            specs = (P(), *(P(DATA) for _ in arrays))
-            options = {"in_specs": specs, "out_specs": P(DATA), "check_vma": False}
-            return jax.shard_map(network.apply, mesh=self._mesh, **options)(module, *arrays)
+            on_devices = jax.shard_map(
+                network.apply,
+                mesh=self._mesh,
+                in_specs=(P(), *(P(DATA) for _ in arrays)),
+                out_specs=P(DATA),
+                check_vma=False,
+            )
+            return on_devices(module, *arrays)
 
         self._run = jax.jit(program)
 
     def start(self, *arrays: UInt8[np.ndarray, "n H W 3"]) -> dict[str, jax.Array]:
-        """Features of up to `batch_size` pictures, which may still be on their way: the last batch
-        is filled up, so that there is one program; `finish` takes the filling away."""
+        """Features of up to `batch_size` pictures, which the device may still be computing. A
+        smaller batch is filled up, so that there is one program; `over` drops what was added."""
         missing = self.batch_size - len(arrays[0])
         padded = [np.pad(a, ((0, missing), *((0, 0),) * (a.ndim - 1))) for a in arrays]
         return self._run(self._weights, *(jax.device_put(a, self._place) for a in padded))
 
     def over(self, batches: Iterator[tuple[np.ndarray, ...]]) -> Iterator[dict[str, np.ndarray]]:
-        """Features of every batch. While a device computes one, the next one is read."""
+        """Features of every batch. While the device computes a batch, the next one is read."""
         ahead: tuple[dict, int] | None = None
         for arrays in batches:
             begun = self.start(*arrays), len(arrays[0])

@@ -1,9 +1,9 @@
 """The network of the Frechet inception distance: Inception v3 as TensorFlow published it in 2015.
 
-It is torchvision's Inception v3 (Szegedy et al. 2016) with other pooling: averages of 3x3 divide by
-the pixels that there are, and the last block pools by maximum. Names are torchvision's; widths are
-free, since tests have a network of an eighth of them. float32 with full-precision products: in
-bfloat16 features are off by 0.14.
+It is torchvision's Inception v3 (Szegedy et al. 2016) with other pooling: at the edges, averages of
+3x3 divide by the number of pixels inside the picture, and the last block pools by maximum. Names
+are torchvision's. Widths are free, so that tests can have a network of an eighth of them.
+Everything runs in float32 with full-precision products: in bfloat16 features are off by 0.14.
 """
 
 from collections.abc import Mapping
@@ -84,9 +84,14 @@ STEM = (
 _STEM = tuple(layer for group in STEM for layer in group)
 # {block: (branches, how the last branch pools)}
 BLOCKS = {
-    **{f"Mixed_5{x}": (_A, "mean") for x in "bcd"},
+    "Mixed_5b": (_A, "mean"),
+    "Mixed_5c": (_A, "mean"),
+    "Mixed_5d": (_A, "mean"),
     "Mixed_6a": (_B, "shrink"),
-    **{f"Mixed_6{x}": (_C, "mean") for x in "bcde"},
+    "Mixed_6b": (_C, "mean"),
+    "Mixed_6c": (_C, "mean"),
+    "Mixed_6d": (_C, "mean"),
+    "Mixed_6e": (_C, "mean"),
     "Mixed_7a": (_D, "shrink"),
     "Mixed_7b": (_E, "mean"),
     "Mixed_7c": (_E, "max"),
@@ -96,19 +101,17 @@ _POOLING = {"mean": mean_pool_same, "max": max_pool_same, "shrink": lambda x: ma
 
 
 def _flat(branch: tuple) -> tuple[Layer, ...]:
-    """All layers of a branch, those of a fork too."""
+    """All layers of a branch, including the two of a fork."""
     return sum((item if type(item) is tuple else (item,) for item in branch), ())
 
 
 # Names of all convolutions, in the order of the configuration's widths.
-CONVOLUTIONS = (
-    *(layer.name for layer in _STEM if isinstance(layer, Layer)),
-    *(
-        f"{block}.{layer.name}"
-        for block, (branches, _) in BLOCKS.items()
-        for branch in branches
-        for layer in _flat(branch)
-    ),
+CONVOLUTIONS = tuple(layer.name for layer in _STEM if isinstance(layer, Layer))
+CONVOLUTIONS += tuple(
+    f"{block}.{layer.name}"
+    for block, (branches, _) in BLOCKS.items()
+    for branch in branches
+    for layer in _flat(branch)
 )
 
 
@@ -143,7 +146,7 @@ class InceptionConfig(published.Configuration):
         return self.block_width("Mixed_7c", 0)
 
     def block_width(self, block: str, incoming: int) -> int:
-        """Channels of a block's output; `incoming`: of its input."""
+        """Channels of a block's output. incoming: channels of its input."""
         branches, pooling = BLOCKS[block]
         ends = [_flat((branch[-1],)) for branch in branches]
         widths = (self.width(f"{block}.{layer.name}") for end in ends for layer in end)
@@ -198,7 +201,7 @@ class Block(nnx.Module):
 
 
 class Dense(nnx.Module):
-    """The classifier; the published score leaves out its bias."""
+    """The last layer, which classifies; the published score leaves out its bias."""
 
     def __init__(self, c_in: int, c_out: int):
         self.kernel = nnx.Param(jnp.zeros((c_in, c_out)))
@@ -232,9 +235,9 @@ class Inception(nnx.Module):
         return found
 
     def __call__(self, x: Float[Array, "B 299 299 3"]) -> dict[str, Float[Array, "B _"]]:
-        """Features by name: `pool` [B, F] is what FID compares; `spatial` [B, 2023] (17 x 17
-        positions, then 7 channels) what sFID compares; `logits` [B, classes] are without bias, of
-        which the Inception score is made."""
+        """Features by name. `pool` [B, F] is what FID compares. `spatial` [B, 2023], 17 x 17
+        positions of 7 channels, is what sFID compares. `logits` [B, classes] have no bias; the
+        Inception score is computed from them."""
         found = self.activations(x)
         with jax.default_matmul_precision("highest"):
             pool = found["Mixed_7c"].mean((1, 2))

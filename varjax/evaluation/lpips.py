@@ -1,9 +1,9 @@
 """LPIPS: the perceptual distance of pairs of pictures (Zhang et al. 2018), version 0.1, on AlexNet
 or VGG16.
 
-The activations of five layers are scaled to unit length over the channels; squared differences are
-weighted per channel, averaged over positions and summed. Pictures keep their size. float32 with
-full-precision products.
+The activations of five layers are scaled to unit length over the channels. Squared differences are
+weighted per channel, averaged over positions and summed. Pictures keep their size. Everything runs
+in float32 with full-precision products.
 """
 
 import math
@@ -36,7 +36,7 @@ class Layer(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Layers up to the next tap. pool: side of the maximum of stride 2 before them, or 0."""
+    """Layers up to the next tap. pool: side of the max pooling (stride 2) before them; 0: none."""
 
     pool: int
     layers: tuple[Layer, ...]

@@ -33,8 +33,9 @@ CHUNK = 2**24
 class Pictures(Protocol):
     """uint8 RGB pictures of one size.
 
-    where: what the user called them. sha256: of the file, or of the list of files with theirs.
-    keys: what pairs pictures of two sets, distinct numbers or texts.
+    where: what the user called them.
+    sha256: digest of the file, or of the list of files with their digests.
+    keys: distinct numbers or texts; pictures of two sets with the same key are a pair.
     """
 
     where: str
@@ -49,11 +50,12 @@ class Pictures(Protocol):
 
 
 class PictureArray:
-    """`arr_0` of an npz file, as ADM's evaluator takes them. labels: `arr_1`, if it is there.
+    """The pictures in `arr_0` of an npz file, as ADM's evaluator takes them. labels: `arr_1`, if it
+    is there.
 
     Raises:
-      UserError: it cannot be read, has no pictures, or none of bytes and three channels; classes or
-        numbers of other pictures lie beside them.
+      UserError: the file cannot be read, or `arr_0` is no array of uint8 RGB pictures; the arrays
+        of labels or numbers have another length.
     """
 
     def __init__(self, path: Path):
@@ -72,7 +74,8 @@ class PictureArray:
         self._numbers = self._per_picture(found, NUMBERS)
 
     def _per_picture(self, found: dict[str, np.ndarray], name: str) -> np.ndarray | None:
-        """Whole numbers, one for each picture; other things than lists of them mean others."""
+        """An array of whole numbers, one for each picture. None: there is no array of this name,
+        or it is no list of whole numbers and means something else."""
         array = found.get(name)
         if array is None or array.ndim != 1 or array.dtype.kind not in "iu":
             return None
@@ -85,7 +88,7 @@ class PictureArray:
 
     @property
     def keys(self) -> Sequence[int]:
-        """The numbers of the pictures, by which shuffled ones are known, or their places."""
+        """The numbers of the pictures, which survive shuffling; without them their places."""
         if self._numbers is not None and len(set(self._numbers.tolist())) == self.count:
             return self._numbers.tolist()
         return range(self.count)
@@ -98,8 +101,8 @@ class PictureFolder:
     """All pictures below a folder, in the order of their paths.
 
     Raises:
-      UserError: there are none; one is damaged, grey, has transparency, another size than the
-        first, or is of a kind that is not read: no picture is left out in silence.
+      UserError: there are no pictures, or one is damaged, grey, has transparency, has another size
+        than the first, or is of a kind that is not read. No picture is left out in silence.
     """
 
     def __init__(self, folder: Path, report=lambda done, total: None):
@@ -132,7 +135,8 @@ class PictureFolder:
 
     @property
     def keys(self) -> Sequence[int] | Sequence[str]:
-        """Numbers, where all names are numbers that differ, else paths without their endings."""
+        """The names as numbers, if all of them are numbers that differ; else the paths without
+        their endings."""
         stems = [re.sub(r"\.[^./]+$", "", name) for name in self.files]
         last = [stem.rpartition("/")[2] for stem in stems]
         if all(text.isascii() and text.isdigit() and len(text) < 19 for text in last):
@@ -158,7 +162,8 @@ class PackedPictures:
     as `experiments.train` takes them.
 
     Raises:
-      UserError: as `PictureFolder`, or the arrays do not fit each other.
+      UserError: for pictures that `PictureFolder` refuses, and for arrays that do not fit each
+        other.
     """
 
     def __init__(self, path: Path, report=lambda done, total: None):
@@ -190,7 +195,8 @@ class PackedPictures:
         return f"{self.where}, picture {number}"
 
     def _bytes(self, number: int) -> bytes:
-        return self._rows.read(*self._offsets[number : number + 2].tolist()).tobytes()
+        first, end = self._offsets[number : number + 2].tolist()
+        return self._rows.read(first, end).tobytes()
 
     @property
     def keys(self) -> Sequence[int]:
@@ -228,15 +234,15 @@ def _bytes(path: Path) -> bytes:
 
 
 def _checked(path: Path | str, data: bytes) -> tuple[int, int]:
-    """(height, width) of a picture that is whole and RGB, without decoding it, if that can be."""
+    """(height, width) of a picture; `UserError` unless it is whole and RGB. PNG and JPEG are not
+    decoded for this."""
     with _picture_errors(path):
         with _opened(data) as picture:
             mode, kind, (width, height) = picture.mode, picture.format, picture.size
             if kind == "PNG":
                 picture.verify()  # checksums of all its parts
-        if kind == "PNG" or (kind == "JPEG" and data.rstrip(b"\0").endswith(END_OF_JPEG)):
-            pass
-        else:
+        is_whole_jpeg = kind == "JPEG" and data.rstrip(b"\0").endswith(END_OF_JPEG)
+        if kind != "PNG" and not is_whole_jpeg:
             with _opened(data) as picture:
                 picture.load()
     if mode != "RGB":
@@ -278,7 +284,7 @@ def paired(first: Pictures, second: Pictures) -> tuple[list[int], list[int]]:
     """Places of the same pictures in two sets, in the order of the first.
 
     Raises:
-      UserError: other counts, sizes or names.
+      UserError: the sets differ in their number, their size or their keys.
     """
     if first.count != second.count:
         raise UserError(

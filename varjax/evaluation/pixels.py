@@ -1,7 +1,7 @@
 """PSNR and SSIM of pictures as bytes, in float64, by the definitions of the published scripts."""
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, UInt8
@@ -22,9 +22,9 @@ def psnr(a: Picture, b: Picture) -> float:
     return 10 * math.log10(1 / error) if error else math.inf
 
 
-@dataclass(frozen=True)
-class SSIM:
-    """Structural similarity, mean over channels and positions, for values 0..1.
+class SSIM(NamedTuple):
+    """Structural similarity by three definitions: means over channels and positions, for values
+    0..1.
 
     torchmetrics: Gaussian window, edges mirrored, all positions. skimage_gauss: the same window,
       only where it fits (as `varjax.metrics.ssim`). skimage_7x7: scikit-image's default, uniform
@@ -37,7 +37,7 @@ class SSIM:
 
 
 def ssim(a: Picture, b: Picture) -> SSIM:
-    """By all three definitions, which differ by up to 0.08 on the same pair.
+    """Structural similarity by all three definitions, which differ by up to 0.08 on the same pair.
 
     Raises:
       UserError: a side is shorter than the window of 11 pixels.

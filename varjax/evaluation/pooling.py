@@ -1,5 +1,8 @@
-"""Pooling as sums and maxima of shifted slices, one axis after the other: on CPU several times
-faster than the compiler's windows, equal but for the order of sums."""
+"""Pooling as sums and maxima of shifted slices, one axis after the other.
+
+On CPU this is several times faster than the windows of XLA; results differ only by the order of
+sums.
+"""
 
 import functools
 from collections.abc import Callable
@@ -21,12 +24,12 @@ def max_pool_same(x: Float[Array, "B h w C"]) -> Float[Array, "B h w C"]:
 
 
 def mean_pool_same(x: Float[Array, "B h w C"]) -> Float[Array, "B h w C"]:
-    """Mean of the 3x3 pixels around each, of those that there are."""
+    """Mean of the 3x3 pixels around each; at the edges of those that lie inside the map."""
     sums = _over(_over(_padded(x, 0), 1, 3, 1, jnp.add), 2, 3, 1, jnp.add)
     # counts in closed form: the compiler would take seconds to fold them
     places = (np.arange(size) for size in x.shape[1:3])
-    inside = [np.minimum(i + 2, len(i)) - np.maximum(i - 1, 0) for i in places]
-    return sums * (1 / np.outer(*inside)[:, :, None]).astype(np.float32)
+    rows, columns = (np.minimum(i + 2, len(i)) - np.maximum(i - 1, 0) for i in places)
+    return sums * (1 / np.outer(rows, columns)[:, :, None]).astype(np.float32)
 
 
 def _padded(x: Array, value: float) -> Array:

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from varjax.evaluation.resizing import PATHS
+from varjax.evaluation.resizing import PREPARATIONS
 
 SPLIT_SIZE = 5000  # of ADM's Inception score
-METRICS = (
-    *("fid", "sfid", "is", "precision", "recall", "psnr", "ssim", "lpips"),
-    *("demo_frechet", "class_agreement"),
-)
-BY_FEATURES = {"inception": METRICS[:5], "demo": METRICS[8:]}  # those of sets
+BY_FEATURES = {  # metrics of sets of pictures, by the extractor whose features they need
+    "inception": ("fid", "sfid", "is", "precision", "recall"),
+    "demo": ("demo_frechet", "class_agreement"),
+}
+METRICS = (*BY_FEATURES["inception"], "psnr", "ssim", "lpips", *BY_FEATURES["demo"])
 DEMO = {  # in place of a protocol
     "name": "demo",
     "source": "a classifier of the demo's classes: no FID, and comparable with nothing else",
@@ -22,19 +22,24 @@ DEMO = {  # in place of a protocol
 
 @dataclass(frozen=True)
 class Protocol:
-    """path: of `resizing.PATHS`. metrics: what its program computes; the others are defined here
-    as ADM's, on this path's features. source: the program."""
+    """What the numbers of a published program are computed with.
 
-    path: str
+    preparation: how pictures become what the network takes, one of `resizing.PREPARATIONS`.
+    metrics: what the program computes. The other metrics are ADM's, on features of pictures that
+      are prepared in this way.
+    source: the program.
+    """
+
+    preparation: str
     metrics: tuple[str, ...]
     source: str
 
     def describe(self, split_size: int) -> Mapping:
-        """For reports."""
+        """What a report says about the protocol. split_size: pictures per split of the score."""
         return {
             "source": self.source,
-            "path": self.path,
-            "resize": PATHS[self.path].definition,
+            "path": self.preparation,
+            "resize": PREPARATIONS[self.preparation].definition,
             "inception_score": {
                 "logits": "without bias",
                 "splits": f"consecutive blocks of {split_size} in the order of the file",
@@ -46,7 +51,7 @@ class Protocol:
 
 
 PROTOCOLS = {
-    "adm": Protocol("tf1", METRICS[:5], "evaluator of openai/guided-diffusion (ADM)"),
+    "adm": Protocol("tf1", BY_FEATURES["inception"], "evaluator of openai/guided-diffusion (ADM)"),
     "pytorch-fid": Protocol("pfid", ("fid",), "pytorch-fid 0.3.0"),
     "clean-fid": Protocol("clean", ("fid",), "clean-fid 0.1.35, mode clean"),
 }

@@ -25,13 +25,21 @@ LARGEST = 2**28  # bytes of an array: 5,792 features
 
 @dataclass(frozen=True)
 class Statistics:
-    """gaussians: by the features they are of. notes: what the file says of its making."""
+    """The content of such a file.
+
+    gaussians: by the name of the features that they summarise, a key of `KEYS`.
+    notes: what the file says about how it was made.
+    """
 
     gaussians: Mapping[str, Gaussian]
     notes: Mapping[str, str]
 
     def check(self, where, dimensions: Mapping[str, int], notes: Mapping[str, str]) -> None:
-        """`UserError` unless they are of such features."""
+        """`UserError` unless the statistics fit the features of an extractor.
+
+        where: the file, for messages. dimensions: how many numbers each feature has. notes: the
+          extractor and protocol in use now.
+        """
         for name, gaussian in self.gaussians.items():
             found, needed = len(gaussian.mean), dimensions.get(name)
             if needed is not None and found != needed:
@@ -47,7 +55,7 @@ class Statistics:
                 )
 
     def remarks(self, where) -> list[str]:
-        """What a reader has to know of them."""
+        """Sentences that a reader of results has to know. where: the file."""
         found = []
         for name, gaussian in self.gaussians.items():
             rank, size = gaussian.factor.shape[1], len(gaussian.mean)
@@ -61,10 +69,11 @@ class Statistics:
 
 
 def read(path: Path) -> Statistics | None:
-    """Those of a file; None if it holds none.
+    """Read the statistics of a file; None if it holds none.
 
     Raises:
-      UserError: incomplete, of other shapes, not finite, or no covariance.
+      UserError: an array is missing, has another shape or holds values that are NaN or infinite, or
+        a covariance is none.
     """
     wanted = [key for pair in KEYS.values() for key in pair]
     found = npz.load(path, (*wanted, *NOTES), largest=LARGEST)
@@ -109,5 +118,6 @@ def write(path: Path, gaussians: Mapping[str, Gaussian], notes: Mapping[str, str
     for name, gaussian in gaussians.items():
         mean, covariance = KEYS[name]
         arrays |= {mean: gaussian.mean, covariance: gaussian.covariance}
+    arrays |= {key: np.array(text) for key, text in notes.items()}
     with new_file(path) as file:
-        np.savez(file, **arrays, **{key: np.array(text) for key, text in notes.items()})
+        np.savez(file, **arrays)

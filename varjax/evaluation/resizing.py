@@ -22,11 +22,12 @@ BYTES_PER_CALL = 2**28  # of pictures in float32 that are resized at a time
 
 
 @dataclass(frozen=True)
-class Path:
-    """A way from bytes to the network.
+class Preparation:
+    """How the bytes of a picture become what the network takes.
 
-    matrix: (sides in, sides out) -> float32 [out, in]. definition: in words, for reports.
-    normalise: values 0..255, resized, to what the network takes.
+    definition: in words, for reports.
+    matrix: (side in, side out) -> float32 [out, in], which resizes along one axis.
+    normalise: from resized values 0..255 to what the network takes.
     """
 
     definition: str
@@ -45,7 +46,7 @@ def _bilinear(source: np.ndarray, size: int) -> Float[np.ndarray, "out in"]:
 
 
 def half_pixel(size: int, out: int) -> Float[np.ndarray, "out in"]:
-    """torch: centres of pixels lie at halves, no antialiasing, clamped at the edges. In float32 as
+    """torch: centres of pixels lie at halves; no antialiasing, clamped at the edges. In float32 as
     the original."""
     scale = np.float32(size) / np.float32(out)
     places = (np.arange(out, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5)
@@ -53,7 +54,8 @@ def half_pixel(size: int, out: int) -> Float[np.ndarray, "out in"]:
 
 
 def corner(size: int, out: int) -> Float[np.ndarray, "out in"]:
-    """TensorFlow 1: corners of pixels are their places, no antialiasing. In float32 likewise."""
+    """TensorFlow 1: the place of a pixel is its corner; no antialiasing. In float32 as the
+    original."""
     scale = np.float32(size) / np.float32(out)
     return _bilinear(np.arange(out, dtype=np.float32) * scale, size)
 
@@ -84,40 +86,45 @@ def _around_128(x: Array) -> Array:
     return (x - 128) / 128
 
 
-PATHS = {
-    "pfid": Path(
+PREPARATIONS = {
+    "pfid": Preparation(
         "bilinear, half-pixel centres, no antialiasing; x / 127.5 - 1",
         half_pixel,
         lambda x: 2 * (x / 255) - 1,
     ),
-    "tf1": Path(
+    "tf1": Preparation(
         "bilinear from corners (TensorFlow 1), no antialiasing; (x - 128) / 128",
         corner,
         _around_128,
     ),
-    "clean": Path(
+    "clean": Preparation(
         "Pillow's bicubic in float32, antialiased, clipped to 0..255, not rounded; (x - 128) / 128",
         pillow_bicubic,
         lambda x: _around_128(jnp.clip(x, 0, 255)),
     ),
 }
-matrix = functools.lru_cache(maxsize=32)(lambda path, size: PATHS[path].matrix(size, SIDE))
 
 
-def resize(images: UInt8[Array, "B H W 3"], path: str) -> Float[Array, "B 299 299 3"]:
+@functools.lru_cache(maxsize=32)
+def matrix(preparation: str, size: int) -> Float[np.ndarray, "out in"]:
+    """The matrix that resizes a side of `size` pixels, as one of `PREPARATIONS` does."""
+    return PREPARATIONS[preparation].matrix(size, SIDE)
+
+
+def resize(images: UInt8[Array, "B H W 3"], preparation: str) -> Float[Array, "B 299 299 3"]:
     """Pictures at 299x299 pixels, values 0..255, width first as Pillow does; sides that are right
-    stay as they are. Not clipped."""
+    stay as they are. Values are not clipped."""
     x = images.astype(jnp.float32)
     with jax.default_matmul_precision("highest"):
         for axis, product in ((2, "bhwc,pw->bhpc"), (1, "bhwc,ph->bpwc")):
             if x.shape[axis] != SIDE:
-                x = jnp.einsum(product, x, matrix(path, x.shape[axis]))
+                x = jnp.einsum(product, x, matrix(preparation, x.shape[axis]))
     return x
 
 
-def prepare(images: UInt8[Array, "B H W 3"], path: str) -> Float[Array, "B 299 299 3"]:
-    """What the network takes, of one of `PATHS`."""
-    return PATHS[path].normalise(resize(images, path))
+def prepare(images: UInt8[Array, "B H W 3"], preparation: str) -> Float[Array, "B 299 299 3"]:
+    """What the network takes of pictures that are prepared by one of `PREPARATIONS`."""
+    return PREPARATIONS[preparation].normalise(resize(images, preparation))
 
 
 def batch_size(height: int, width: int) -> int:

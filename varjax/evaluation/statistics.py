@@ -7,6 +7,7 @@ features, V classes, S splits.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Integer
@@ -32,7 +33,8 @@ Features = Float[np.ndarray, "n D"]
 class Gaussian:
     """Mean and covariance (N - 1) of features, all that the Frechet distance sees of them.
 
-    count: pictures they were computed of; None for those of a file, whose digits may be fewer.
+    count: pictures that they were computed from. None: they were read from a file, which may hold
+      fewer digits.
     """
 
     mean: Float[np.ndarray, " D"]
@@ -41,7 +43,7 @@ class Gaussian:
 
     @cached_property
     def factor(self) -> Float[np.ndarray, "D r"]:
-        """A matrix whose product with its transpose is the covariance, of its numerical rank."""
+        """A matrix whose product with its transpose is the covariance; r is its numerical rank."""
         if self.count is not None:  # positive up to rounding: a tenth of the time
             triangle, pivots, rank, _ = dpstrf(self.covariance, lower=1)
             found = np.empty((len(triangle), rank))
@@ -74,7 +76,8 @@ class Moments:
         self.count = total
 
     def gaussian(self) -> Gaussian:
-        """`UserError` for fewer than two pictures, which have no covariance."""
+        """Mean and covariance of the pictures so far. `UserError` for fewer than two pictures,
+        which have no covariance."""
         if self.count < 2:
             raise UserError(f"{self.count} picture has no covariance: give at least 2")
         return Gaussian(self.mean, self.scatter / (self.count - 1), self.count)
@@ -84,9 +87,9 @@ def frechet(first: Gaussian, second: Gaussian) -> float:
     """Squared Frechet distance of two normal distributions (Dowson and Landau 1982; FID: Heusel et
     al. 2017): |m1 - m2|^2 + tr S1 + tr S2 - 2 tr sqrt(S1 S2).
 
-    With S = F F^T the last trace is the sum of the singular values of F1^T F2. No square root of a
-    product of matrices is taken, which loses half of the digits where covariances are singular, as
-    they are for fewer pictures than features; nothing is added to their diagonals.
+    With S = F F^T the last trace is the sum of the singular values of F1^T F2. The square root of a
+    product of matrices would lose half of the digits where covariances are singular, which they are
+    for fewer pictures than features. Nothing is added to their diagonals.
     """
     shift = first.mean - second.mean
     product = first.factor.T @ second.factor
@@ -104,8 +107,8 @@ def blocks_of(count: int, size: int) -> Integer[np.ndarray, " N"]:
 
 
 def shuffled_splits(count: int, splits: int, seed: int | None = 2020) -> Integer[np.ndarray, " N"]:
-    """Likewise in torch-fidelity: `splits` parts of equal size of the shuffled pictures; seed:
-    None leaves them in order."""
+    """The split of every picture in torch-fidelity: shuffled pictures in `splits` parts of equal
+    size. seed: of the shuffling; None leaves the pictures in order."""
     order = np.arange(count)
     if seed is not None:
         order = np.random.RandomState(seed).permutation(count)
@@ -116,8 +119,8 @@ def shuffled_splits(count: int, splits: int, seed: int | None = 2020) -> Integer
 
 
 class InceptionScore:
-    """exp of the mean KL(p(y|x) || p(y)) of every split (Salimans et al. 2016), of logits that come
-    block by block in the order of the pictures. split_of: the split of every picture."""
+    """exp of the mean KL(p(y|x) || p(y)) of every split (Salimans et al. 2016). Logits come block
+    by block in the order of the pictures. split_of: the split of every picture."""
 
     def __init__(self, split_of: Integer[np.ndarray, " N"]):
         self.split_of, self.done = split_of, 0
@@ -145,9 +148,9 @@ class InceptionScore:
 
 
 class Points:
-    """Features that are read by block, such as those of a memory-mapped file.
+    """Features that are read block by block, for example from a memory-mapped file.
 
-    centre [D]: is taken from all of them, which changes no distance and saves digits.
+    centre: is subtracted from all of them, which changes no distance and saves digits.
     """
 
     def __init__(self, features: Features, centre: Float[np.ndarray, " D"]):
@@ -163,7 +166,7 @@ class Points:
 
 
 def squared_distances(a: Features, b: Float[np.ndarray, "m D"]) -> Float[np.ndarray, "n m"]:
-    """Between all rows of a and of b, in float64; 0 exactly for equal rows."""
+    """Squared distances between all rows of a and of b, in float64; exactly 0 for equal rows."""
     norms = (a * a).sum(1)[:, None] + (b * b).sum(1)
     found = norms - 2 * (a @ b.T)
     rows, columns = np.nonzero(found < CANCELLED * norms)
@@ -175,10 +178,11 @@ def squared_distances(a: Features, b: Float[np.ndarray, "m D"]) -> Float[np.ndar
 
 
 def squared_radii(points: Points, k: int = NEIGHBOURS, report=lambda done: None) -> np.ndarray:
-    """float64 [N]: squared distance of every point to its k-th neighbour, itself not counted.
+    """float64 [N]: squared distance of every point to its k-th neighbour. The point itself is not
+    counted.
 
     Raises:
-      UserError: there are not so many neighbours.
+      UserError: there are fewer than k other points.
     """
     if len(points) <= k:
         raise UserError(f"{len(points)} pictures: precision and recall need at least {k + 1}")
@@ -205,9 +209,9 @@ def covered(
     return found
 
 
-@dataclass(frozen=True)
-class PrecisionRecall:
-    """precision: part of the samples that lie among the reference; recall: the other way round."""
+class PrecisionRecall(NamedTuple):
+    """precision: part of the samples that lie among the reference. recall: part of the reference
+    that lies among the samples."""
 
     precision: float
     recall: float
@@ -220,7 +224,9 @@ def precision_recall(
     report=lambda done: None,
 ) -> PrecisionRecall:
     """Improved precision and recall (Kynkaanniemi et al. 2019), in float64 and block by block: the
-    matrix of distances is never there as a whole. report: gets the rows done, of four passes.
+    whole matrix of distances never exists.
+
+    report: called with the number of rows that are done, counted over four passes.
 
     Raises:
       UserError: fewer pictures than neighbours are needed.
@@ -228,17 +234,15 @@ def precision_recall(
     centre = np.asarray(reference[: min(len(reference), ROWS)], np.float64).mean(0)
     ours, theirs = Points(samples, centre), Points(reference, centre)
     passes = _counting(report)
-    their_radii, our_radii = (
-        squared_radii(theirs, k, next(passes)),
-        squared_radii(ours, k, next(passes)),
-    )
+    their_radii = squared_radii(theirs, k, next(passes))
+    our_radii = squared_radii(ours, k, next(passes))
     precision = covered(ours, theirs, their_radii, next(passes)).mean()
     recall = covered(theirs, ours, our_radii, next(passes)).mean()
     return PrecisionRecall(float(precision), float(recall))
 
 
 def _counting(report) -> Iterable:
-    """Reports of passes that follow each other, as one count."""
+    """One function per pass, which reports the rows of this pass and of all before it together."""
     total = 0
 
     def of(before: int):

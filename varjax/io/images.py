@@ -7,7 +7,7 @@ import bisect
 import math
 import os
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Array, Float, UInt8
@@ -18,13 +18,15 @@ from varjax.storage.atomic import new_file
 GAP = 2  # white pixels between the tiles of a grid
 LINE_HEIGHT = 12  # pixels of a line of caption
 CAPTION_LINES = 2
-CAPTION_CHARACTERS = 16  # of a caption are looked at for each pixel of its width
+CAPTION_CHARACTERS = 16  # for each pixel of width, so many characters of a text are looked at
 CAPTION_HEIGHT = CAPTION_LINES * LINE_HEIGHT + 2
 
 
 def to_uint8(images: Float[Array | np.ndarray, "N H W 3"]) -> UInt8[np.ndarray, "N H W 3"]:
-    """Bytes 0..255 of images in [0, 1]: 255 x rounded to the nearest, halves up; clipped outside.
-    `UserError` for values that are not finite, which would turn into arbitrary colours."""
+    """Turn images in [0, 1] into bytes 0..255: 255 x rounded to the nearest, halves up, clipped.
+
+    `UserError` for values that are not finite, which would become arbitrary colours.
+    """
     images = np.asarray(images, np.float32)
     check_finite(images)
     return np.floor(np.clip(images, 0, 1) * np.float32(255) + np.float32(0.5)).astype(np.uint8)
@@ -42,9 +44,9 @@ def check_finite(images: np.ndarray) -> None:
 def grid(
     images: UInt8[np.ndarray, "N H W 3"], columns: int | None = None
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """One picture with the images row by row on white, `GAP` pixels apart.
+    """Lay the images row by row on white, `GAP` pixels apart.
 
-    `columns` defaults to the smallest number that makes the grid at least as wide as high in tiles.
+    columns: None: the smallest number that makes the grid at least as wide as high, in tiles.
     """
     _check(images)
     count, height, width, _ = images.shape
@@ -67,7 +69,9 @@ def save_grid(
     labels: Sequence[str] | None = None,
 ) -> None:
     """Write the grid of `images` as PNG, each with its label (class name, prompt) below if given.
-    `MissingExtra` without pillow; an older file is still in place after an `OSError`."""
+
+    `MissingExtra` without pillow. An `OSError` leaves an older file in place.
+    """
     pillow = require("PIL.Image", extra="eval", purpose="writing PNG files")
     if labels is not None:
         images = _with_captions(images, labels)
@@ -84,9 +88,10 @@ def save_samples_npz(
 ) -> None:
     """Write `arr_0` (images) and `arr_1` (int64 [N] class labels; left out if None) as `.npz`.
 
-    This is the layout that the ADM evaluation code reads. Its Inception score depends on the order
-    of the images: with `order`, a permutation, image `order[i]` is the i-th, and `numbers` (int64
-    [N]) holds it. Images are read one by one then.
+    The ADM evaluation code reads this layout. Its Inception score depends on the order of images.
+
+    order: a permutation: image `order[i]` becomes the i-th. The file then holds it as `numbers`
+      (int64 [N]), and images are read one by one.
     """
     _check(images)
     arrays = {}
@@ -111,8 +116,8 @@ def save_samples_npz(
                 np.lib.format.write_array(member, array)
 
 
-def _per_image(name: str, values, images: np.ndarray) -> np.ndarray:
-    """int64 [N]; `UserError` unless there is a whole number for each image."""
+def _per_image(name: str, values: Sequence[int] | np.ndarray, images: np.ndarray) -> np.ndarray:
+    """Return int64 [N]; `UserError` unless there is a whole number for each image."""
     values = np.asarray(values)
     if values.shape != (len(images),) or values.dtype.kind not in "iu":
         raise UserError(
@@ -123,6 +128,7 @@ def _per_image(name: str, values, images: np.ndarray) -> np.ndarray:
 
 
 def _check(images: np.ndarray) -> None:
+    """`UserError` unless these are bytes [N, H, W, 3] of at least one image."""
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3 or not len(images):
         raise UserError(
             f"images have shape {images.shape} and type {images.dtype}: "
@@ -131,7 +137,7 @@ def _check(images: np.ndarray) -> None:
 
 
 def _with_captions(images: np.ndarray, labels: Sequence[str]) -> np.ndarray:
-    """The images with a white strip below that holds the label, shortened to the width."""
+    """Add a white strip below each image, with its label shortened to the width."""
     _check(images)
     if len(labels) != len(images):
         raise UserError(f"{len(labels)} labels for {len(images)} images: give one for each")
@@ -140,19 +146,19 @@ def _with_captions(images: np.ndarray, labels: Sequence[str]) -> np.ndarray:
 
 
 def _caption(text: str, width: int) -> UInt8[np.ndarray, "height width 3"]:
-    """Black text on white in pillow's own font, broken at spaces: what fits `CAPTION_LINES`."""
+    """Draw black text on white in pillow's own font, as much as fits `CAPTION_LINES`."""
     pillow = require("PIL.Image", extra="eval", purpose="writing captions")
     strip = pillow.new("RGB", (width, CAPTION_HEIGHT), "white")
     draw = require("PIL.ImageDraw", extra="eval", purpose="writing captions").Draw(strip)
     text = text[: CAPTION_CHARACTERS * width]
-    shown = text.encode("latin-1", "replace").decode("latin-1")  # what every font of pillow has
+    shown = text.encode("latin-1", "replace").decode("latin-1")  # every font of pillow has these
     for i, line in enumerate(_lines(shown, lambda part: draw.textlength(part) <= width)):
         draw.text((0, i * LINE_HEIGHT), line, fill="black")
     return np.asarray(strip)
 
 
-def _lines(text: str, fits) -> list[str]:
-    """At most `CAPTION_LINES` lines of whole words; a word that does not fit is cut."""
+def _lines(text: str, fits: Callable[[str], bool]) -> list[str]:
+    """Break a text into up to `CAPTION_LINES` lines of whole words; words too long are cut."""
     lines: list[str] = []
     for word in text.split():
         if lines and fits(f"{lines[-1]} {word}"):
@@ -160,7 +166,7 @@ def _lines(text: str, fits) -> list[str]:
             continue
         if len(lines) == CAPTION_LINES:
             break
-        if not fits(word):  # longer beginnings are wider: bisected, not tried one by one
+        if not fits(word):  # longer beginnings are wider, so bisection finds the longest that fits
             most = bisect.bisect(range(1, len(word) + 1), False, key=lambda n: not fits(word[:n]))
             word = word[:most]
         lines.append(word)

@@ -11,27 +11,33 @@ is a step that the transformer brings, in the order in which it is called:
     logits              the head, with guidance
     sample              tokens
 
-Rows: conditional images first; with guidance the same images unconditional follow (R = 2 B),
-without it there are none (R = B). Codes, and what becomes of them, belong to the codec (`codes`,
-`accumulate`, `decode`). A new family writes one subclass.
+Rows: first come the conditional rows of all images. With guidance their unconditional rows follow
+(R = 2 B), without it there are none (R = B). Codes and what becomes of them belong to the codec
+(`codes`, `accumulate`, `decode`). A new family writes one subclass.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from pallas_kernels.projection import Projection
 from varjax.models.step_inputs import Resampling, StepInputs
 from varjax.models.transformer import Transformer
 from varjax.nn import layers, stacked
+from varjax.nn.published import Configuration
 from varjax.nn.split import Split
 from varjax.sampling import Sampling, Scores
+from varjax.schedule import Schedule
 
 
 class NextScaleTransformer(Transformer):
-    """Base of all families that draw scales. `config` has schedule, depth, num_heads, head_dim,
+    """Base of all families that draw scales. Its `config` has schedule, depth, num_heads, head_dim,
     code_map, logits_per_token, `check_sampling` and `is_guided`."""
+
+    def sequence(self, one_slot: bool = True) -> Schedule:
+        return self.config.schedule
+
+    def code_map(self, codec: Configuration) -> tuple[int, int, int]:
+        return self.config.code_map
 
     @property
     def resampling(self) -> Resampling:
@@ -41,14 +47,14 @@ class NextScaleTransformer(Transformer):
     # --- traced steps -----------------------------------------------------------------------------
 
     def encode_condition(
-        self, condition: Any, *, guided: bool, implementation: str | None = None
-    ) -> dict[str, Any]:
-        """Everything that depends on the condition only, for all rows: `head` [R, 2, D] and
-        `layers` (leading axis layers, scanned with the stacked blocks) are expected in it.
-        implementation: of attention over a text, where there is one."""
+        self, condition: PyTree, *, guided: bool, implementation: str | None = None
+    ) -> dict[str, PyTree]:
+        """Everything that depends on the condition only, for all rows. It has at least `head`
+        [R, 2, D] and `layers`, arrays with a leading axis over layers that are scanned with the
+        stacked blocks. implementation: name of the attention over a text, where there is one."""
         raise NotImplementedError
 
-    def scale_context(self, context: dict, step: StepInputs, sampling: Sampling) -> Any:
+    def scale_context(self, context: dict, step: StepInputs, sampling: Sampling) -> PyTree:
         """What all layers of a scale share beyond the condition."""
         return None
 
@@ -59,7 +65,7 @@ class NextScaleTransformer(Transformer):
         raise NotImplementedError
 
     def project(
-        self, block, layer_context: Any, shared: Any, x: Float[Array, "R T D"]
+        self, block, layer_context: PyTree, shared: PyTree, x: Float[Array, "R T D"]
     ) -> Projection:
         """Queries, keys and values of one layer."""
         raise NotImplementedError
@@ -67,8 +73,8 @@ class NextScaleTransformer(Transformer):
     def post_attention(
         self,
         block,
-        layer_context: Any,
-        shared: Any,
+        layer_context: PyTree,
+        shared: PyTree,
         x: Float[Array, "R T D"],
         attended: Float[Array, "R T N H"],
     ) -> Float[Array, "R T D"]:
@@ -88,7 +94,7 @@ class NextScaleTransformer(Transformer):
     def sample(
         self, scores: Scores, keys: Array, sampling: Sampling, implementation: str | None = None
     ) -> tuple[Array, Array | None]:
-        """Tokens [B, T, ...] and the logits that they are drawn from; see `sampling.sample`."""
+        """Draw tokens [B, T, ...]; the results are those of `varjax.sampling.sample`."""
         raise NotImplementedError
 
     # --- what families share ----------------------------------------------------------------------
@@ -98,9 +104,14 @@ class NextScaleTransformer(Transformer):
         """Stacked parameters of the blocks that are divided over heads or the feed-forward's width;
         the others are whole on every device."""
         return {
-            **{"qkv.kernel": Split(2, parts=3), "q_bias": Split(1), "v_bias": Split(1)},
-            **{"log_scale": Split(1), "proj.kernel": Split(1)},
-            **{"fc1.kernel": Split(2), "fc1.bias": Split(1), "fc2.kernel": Split(1)},
+            "qkv.kernel": Split(2, parts=3),
+            "q_bias": Split(1),
+            "v_bias": Split(1),
+            "log_scale": Split(1),
+            "proj.kernel": Split(1),
+            "fc1.kernel": Split(2),
+            "fc1.bias": Split(1),
+            "fc2.kernel": Split(1),
         }
 
     def attention_vectors(self) -> dict[str, Array]:
@@ -113,13 +124,13 @@ class NextScaleTransformer(Transformer):
             found["multiplier"] = layers.attention_multiplier(self.blocks.log_scale[...])
         return found
 
-    def attention_input(self, layer_context: Any, x: Float[Array, "R T D"]):
-        """Normalised and modulated tokens, which queries, keys and values are projections of."""
+    def attention_input(self, layer_context: PyTree, x: Float[Array, "R T D"]):
+        """Normalised and modulated tokens: what queries, keys and values are projected from."""
         raise NotImplementedError
 
     def words(self, rows: int, codes: Float[Array, "B T C"]) -> Float[Array, "R T D"]:
-        """Embedded codes of all rows; conditional and unconditional rows share those of an
-        image."""
+        """Embedded codes of all rows. The conditional and the unconditional row of an image have
+        the same codes."""
         words = self.word_embedding(codes.astype(self.dtype))
         return jnp.tile(words, (rows // words.shape[0], 1, 1))
 
@@ -135,7 +146,7 @@ class NextScaleTransformer(Transformer):
         return product + self.head.bias[...]
 
     def teacher_forced(
-        self, context: dict, shared: Any, x: Float[Array, "B L D"]
+        self, context: dict, shared: PyTree, x: Float[Array, "B L D"]
     ) -> Float[Array, "B L V"]:
         """Logits of all scales at once under the block-causal mask (training, parity)."""
         scale = self.config.schedule.scale_of_token

@@ -13,12 +13,12 @@ brings, in the order in which it is called:
 
 The condition is what the cache holds first: M tokens, causal (`condition_mask`); its last one gives
 the first image token. Image tokens are counted from 0 and the condition's from -M to -1, so that a
-token's `index` says where it is, whatever the condition's length. Every step works for any number
-of tokens at once: the condition, one token, or all of an image.
+token's `index` does not depend on the condition's length. Every step works for any number of tokens
+at once: the condition, one token, or all tokens of an image.
 
-Rows: conditional images first; with guidance the same images unconditional follow (R = 2 B),
-without it there are none (R = B). Codes, and what becomes of them, belong to the codec (`codes`,
-`code_map`, `decode`). A new family writes one subclass.
+Rows: first come the conditional rows of all images. With guidance their unconditional rows follow
+(R = 2 B), without it there are none (R = B). Codes and what becomes of them belong to the codec
+(`codes`, `code_map`, `decode`). A new family writes one subclass.
 
 Letters: B images, R rows, M tokens of the condition, T tokens, L image tokens, N heads, H head
 size, D width, V vocabulary.
@@ -26,51 +26,61 @@ size, D width, V vocabulary.
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from pallas_kernels.projection import Projection
 from varjax import sampling as sampling_lib
 from varjax.models.transformer import Transformer
 from varjax.nn import layers, stacked
+from varjax.nn.published import Configuration
 from varjax.sampling import Sampling, Scores
+from varjax.sequence import TokenSequence
 
 
 def as_it_is(branch: Array, number: int) -> Array:
-    """What a branch adds, whole."""
+    """Return what a branch adds, without dropout."""
     return branch
 
 
 class NextTokenTransformer(Transformer):
-    """Base of all families that draw tokens. `config` has grid (height, width), image_tokens,
+    """Base of all families that draw tokens. Its `config` has grid (height, width), image_tokens,
     condition_tokens (M), depth, num_heads, head_dim, vocab_size, `check_sampling` and `is_guided`.
 
-    condition_is_one_slot: every image token gives all visible tokens of the condition the same
-      score, whatever the query, so that one slot may stand for them (`condition_slot`).
+    condition_is_one_slot: whether every query gives all visible tokens of the condition the same
+      score, so that one slot may stand for them (`condition_slot`).
     """
 
     condition_is_one_slot: ClassVar[bool] = False
 
+    def sequence(self, one_slot: bool = True) -> TokenSequence:
+        config = self.config
+        slots = 1 if one_slot and self.condition_is_one_slot else config.condition_tokens
+        return TokenSequence(config.image_tokens, slots, config.grid[1])
+
+    def code_map(self, codec: Configuration) -> tuple[int, int, int]:
+        return (*self.config.grid, codec.code_channels)
+
     # --- traced steps -----------------------------------------------------------------------------
 
-    def encode_condition(self, condition: Any, *, guided: bool) -> dict[str, Any]:
-        """What depends on the condition only, for all rows: `condition` float32 [R, M, D], its
-        embedded tokens, `visible` bool [R, M], those that are no padding, and what else `rotation`
-        needs of it."""
+    def encode_condition(self, condition: PyTree, *, guided: bool) -> dict[str, Array]:
+        """Everything that depends on the condition only, for all rows: `condition` float32
+        [R, M, D], its embedded tokens; `visible` bool [R, M], the tokens that are no padding; and
+        what else `rotation` needs."""
         raise NotImplementedError
 
     def embed(self, context: dict, tokens: Int[Array, "B T"]) -> Float[Array, "R T D"]:
-        """Image tokens as inputs; both rows of an image have the same."""
+        """Embedded image tokens; both rows of an image have the same tokens."""
         raise NotImplementedError
 
     def rotation(
         self, context: dict, index: Int[Array, " T"]
     ) -> tuple[Float[Array, "*rows T H"], Float[Array, "*rows T H"]]:
-        """Cosines and sines of tokens, float32, in the layout of `Projection`; of every row, where
-        rows differ."""
+        """Cosines and sines that rotate these tokens, float32, in the layout of `Projection`. They
+        have a leading axis over rows only where rows differ."""
         raise NotImplementedError
 
     def project(self, block, rotation: tuple, x: Float[Array, "R T D"]) -> Projection:
@@ -84,8 +94,8 @@ class NextTokenTransformer(Transformer):
         attended: Float[Array, "R T N H"],
         drop: Callable = as_it_is,
     ) -> Float[Array, "R T D"]:
-        """Output projection, feed-forward and residuals of one layer. drop(branch, number): what
-        training makes of what a branch adds."""
+        """Output projection, feed-forward and residuals of one layer. drop(branch, number): applied
+        to what branch `number` adds; training passes dropout."""
         raise NotImplementedError
 
     def plain_logits(self, x: Float[Array, "R T D"]) -> Float[Array, "R T V"]:
@@ -93,15 +103,15 @@ class NextTokenTransformer(Transformer):
         raise NotImplementedError
 
     def logits(self, x: Float[Array, "R 1 D"], index: Int[Array, ""], sampling: Sampling) -> Scores:
-        """Those of image token `index`: what the token before it leads to, with temperature and
-        guidance."""
+        """Logits of image token `index`, from the output of the layers for the token before it,
+        with temperature and guidance to be applied."""
         raise NotImplementedError
 
     def condition_slot(
         self, values: Float[Array, "R N M H"], visible: Bool[Array, "R M"]
     ) -> tuple[Float[Array, "R N 1 H"], Float[Array, "R N 1 H"], Float[Array, " R"]]:
-        """Where `condition_is_one_slot`: the key and the value of one slot in place of a layer's M,
-        and what is added to its score, float32."""
+        """Where `condition_is_one_slot`: the key and the value of the one slot that stands for the
+        condition's M tokens in a layer, and what is added to its score, float32."""
         raise NotImplementedError
 
     # --- what families share ----------------------------------------------------------------------
@@ -109,15 +119,15 @@ class NextTokenTransformer(Transformer):
     def sample(
         self, scores: Scores, keys: Array, sampling: Sampling, implementation: str | None = None
     ) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
-        """Tokens and the logits that they are drawn from; see `sampling.sample`."""
+        """Draw tokens; the results are those of `varjax.sampling.sample`."""
         return sampling_lib.sample(scores, keys, sampling, implementation)
 
     @staticmethod
     def condition_mask(
         visible: Bool[Array, "R M"], image_tokens: int = 0
     ) -> Bool[Array, "R 1 T T"]:
-        """Who sees whom, among the condition and the image tokens behind it (T together): what is
-        before and no padding, and every token itself, padding too."""
+        """Who sees whom among the condition and the image tokens behind it (T together). A token
+        sees earlier tokens that are no padding, and itself, even if it is padding."""
         rows, length = visible.shape
         total = length + image_tokens
         keys = jnp.concatenate([visible, jnp.ones((rows, image_tokens), bool)], axis=1)
@@ -131,8 +141,8 @@ class NextTokenTransformer(Transformer):
         dropout: float = 0.0,
         key: Array | None = None,
     ) -> Float[Array, "R image_tokens V"]:
-        """Plain logits of image tokens 0 to T, all at once (training, parity), of given tokens 0 to
-        T - 1. dropout: share of the inputs, and of what a branch adds, that is left out."""
+        """Plain logits of image tokens 0 to T, all at once (training, parity), given tokens 0 to
+        T - 1. dropout: the share of inputs, and of what branches add, that is set to zero."""
         condition, visible = context["condition"], context["visible"]
         count, length = tokens.shape[1], visible.shape[1]
         mask = self.condition_mask(visible, count)

@@ -1,106 +1,31 @@
-"""Which models there are: named parts, the families that they make together, published sizes."""
+"""Which models there are: families and published sizes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-from flax import nnx
 
 from varjax.codecs.bsq import model as bsq
 from varjax.codecs.vq.model import VQ, VQConfig
 from varjax.codecs.vqvae.config import VQVAEConfig
 from varjax.codecs.vqvae.model import VQVAE
-from varjax.errors import UserError, choose
-from varjax.evaluation.classifier import Classifier, ClassifierConfig
-from varjax.evaluation.inception import Inception, InceptionConfig
-from varjax.evaluation.lpips import LPIPS, LPIPSConfig
+from varjax.errors import choose
 from varjax.models.infinity import transformer as infinity
+from varjax.models.labels import LABELS
 from varjax.models.llamagen import transformer as llamagen
 from varjax.models.var import transformer as var
-from varjax.nn import parameters
-from varjax.text.t5 import T5Config, T5Encoder
-
-
-@dataclass(frozen=True)
-class Part:
-    """A module together with its configuration class.
-
-    The configuration class has `from_published(dict)` and `to_published()`; the module class is
-    built as `module(config, rngs=rngs)`.
-
-    own_folder: it lies in a folder of its own, which a checkpoint may lack, and is loaded only on
-    request; other parts share the tree of the checkpoint.
-    """
-
-    name: str
-    config: type
-    module: type
-    own_folder: bool = False
-
-    def read(self, published: Mapping):
-        """Configuration from the published constructor's argument names."""
-        if not isinstance(published, Mapping):
-            raise UserError(
-                f"{self.name} configuration: expected names and values, got {published!r:.60}"
-            )
-        try:
-            return self.config.from_published(published)
-        except (TypeError, AttributeError, OverflowError) as error:  # a text where a number belongs
-            problem = f"a value has the wrong type: {error}"
-            raise UserError(f"{self.name} configuration: {problem}") from error
-
-    def abstract(self, config) -> nnx.Module:
-        """The module with shapes and types in place of arrays; allocates nothing."""
-        return parameters.abstract(self.module, config)
-
-
-@dataclass(frozen=True)
-class Family:
-    """Parts that make a model together.
-
-    parts: by name; "transformer" and "codec", which turns tokens into pictures, are always there.
-    agreed: names that the configurations of both have and must agree in.
-    draws: "scales" (a `NextScaleTransformer`) or "tokens" (a `NextTokenTransformer`).
-    """
-
-    name: str
-    parts: Mapping[str, Part]
-    agreed: tuple[str, ...]
-    draws: str = "scales"
-
-    @property
-    def tree(self) -> dict[str, Part]:
-        """The parts that lie together in every checkpoint of the family."""
-        return {name: part for name, part in self.parts.items() if not part.own_folder}
-
-    def check(self, configs: Mapping) -> None:
-        """Raise `UserError` if configurations, {part: configuration}, do not belong together."""
-        for name in self.agreed:
-            ours, theirs = getattr(configs["transformer"], name), getattr(configs["codec"], name)
-            if ours != theirs:
-                shown = "patch_nums" if name == "schedule" else name
-                raise UserError(
-                    f"{shown} is {str(ours):.200} for the transformer and {str(theirs):.200} for "
-                    f"the codec; they must agree"
-                )
+from varjax.nn.families import Catalogue, Family, Part
+from varjax.nn.published import Configuration
+from varjax.text.condition import TEXT
+from varjax.text.encoder import TEXT_ENCODER
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A published size: configurations by part, and the sampling its authors recommend."""
+    """A published size: configurations by part, and the sampling that its authors recommend."""
 
     family: str
-    configs: Mapping[str, object]
+    configs: Mapping[str, Configuration]
     sampling: Mapping = field(default_factory=dict)
 
-
-# Parts with a folder of their own, which is called as they are here.
-OWN_FOLDER = {
-    "text_encoder": Part("T5", T5Config, T5Encoder, own_folder=True),
-    # of evaluation, which belong to no family
-    "inception": Part("Inception", InceptionConfig, Inception, own_folder=True),
-    "lpips": Part("LPIPS", LPIPSConfig, LPIPS, own_folder=True),
-    "classifier": Part("Classifier", ClassifierConfig, Classifier, own_folder=True),
-}
 
 FAMILIES = {
     "var": Family(
@@ -110,27 +35,30 @@ FAMILIES = {
             "codec": Part("VQVAE", VQVAEConfig, VQVAE),
         },
         agreed=("vocab_size", "z_channels", "schedule"),
+        conditions={"labels": LABELS},
     ),
     "infinity": Family(
         "infinity",
         {
             "transformer": Part("Infinity", infinity.InfinityConfig, infinity.Infinity),
             "codec": Part("BSQVAE", bsq.BSQConfig, bsq.BSQVAE),
-            "text_encoder": OWN_FOLDER["text_encoder"],
+            "text_encoder": TEXT_ENCODER,
         },
         agreed=("codebook_dim",),
+        conditions={"text": TEXT},
     ),
     "llamagen": Family(
         "llamagen",
         {
             "transformer": Part("LlamaGen", llamagen.LlamaGenConfig, llamagen.LlamaGen),
             "codec": Part("VQ", VQConfig, VQ),
-            "text_encoder": OWN_FOLDER["text_encoder"],
+            "text_encoder": TEXT_ENCODER,
         },
         agreed=("vocab_size",),
-        draws="tokens",
+        conditions={"labels": LABELS, "text": TEXT},
     ),
 }
+CATALOGUE = Catalogue(FAMILIES, {"text_encoder": TEXT_ENCODER})
 
 # Settings of the published FID evaluation of VAR.
 VAR_SAMPLING = {"cfg": 1.5, "top_k": 900, "top_p": 0.96, "more_smooth": False}
@@ -151,7 +79,7 @@ def _var_preset(config: var.VARConfig) -> Preset:
 
 
 def _infinity_preset(config: infinity.InfinityConfig) -> Preset:
-    """Patchify comes with the 8x tokenizer and the sampling of the 8B model."""
+    """Models with patchify have the tokenizer of 8 pixels per code and the 8B model's sampling."""
     patchify = config.apply_spatial_patchify
     codec = bsq.PRESETS["bsq-d56" if patchify else "bsq-d32"]
     sampling = INFINITY_8B if patchify else INFINITY_SAMPLING
@@ -159,7 +87,7 @@ def _infinity_preset(config: infinity.InfinityConfig) -> Preset:
 
 
 def llamagen_sampling(config: llamagen.LlamaGenConfig) -> dict:
-    """Recommended for a transformer of this configuration."""
+    """The sampling that is recommended for a transformer of this configuration."""
     if config.condition == "text":
         return {**LLAMAGEN_TEXT, "top_k": min(LLAMAGEN_TEXT["top_k"], config.vocab_size)}
     cfg = LLAMAGEN_CFG.get(config.dim, LLAMAGEN_SAMPLING["cfg"])
@@ -171,16 +99,14 @@ def _llamagen_preset(config: llamagen.LlamaGenConfig) -> Preset:
     return Preset("llamagen", parts, llamagen_sampling(config))
 
 
-PRESETS = {
-    **{name: _var_preset(config) for name, config in var.PRESETS.items()},
-    **{name: _infinity_preset(config) for name, config in infinity.PRESETS.items()},
-    **{name: _llamagen_preset(config) for name, config in llamagen.PRESETS.items()},
-}
+PRESETS = {name: _var_preset(config) for name, config in var.PRESETS.items()}
+PRESETS |= {name: _infinity_preset(config) for name, config in infinity.PRESETS.items()}
+PRESETS |= {name: _llamagen_preset(config) for name, config in llamagen.PRESETS.items()}
 
 
 def family(name: str) -> Family:
     """The family called `name`; `UserError` with the list of families otherwise."""
-    return FAMILIES[choose("model family", name, FAMILIES)]
+    return CATALOGUE.family(name)
 
 
 def preset(name: str) -> Preset:

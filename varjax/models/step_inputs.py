@@ -21,8 +21,11 @@ AnyArray = Array | np.ndarray  # made on the host, read on the device
 
 @dataclass(frozen=True)
 class Resampling:
-    """How a model's code map changes size: names of `MATRICES` towards a scale and back (by default
-    as VAR does), and the side of the square of codes that one token stands for."""
+    """How a model's code map changes size. The defaults are VAR's.
+
+    down, up: names in `codecs.maps.MATRICES`, towards a scale and back.
+    patch: side of the square of codes that one token stands for.
+    """
 
     down: str = "area"
     up: str = "bicubic"
@@ -32,18 +35,19 @@ class Resampling:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepInputs:
-    """What a scale, and every layer of it, reads. Arrays have a leading axis over the segment's
-    scales, which `lax.scan` takes away.
+    """What a scale and its layers read. On the host, arrays have a leading axis over the scales of
+    a segment; a step sees one scale, because `lax.scan` takes this axis away.
 
     scale, length: index and real tokens of the scale.
     ratio: k / (K - 1).
     token_index: global position of every (padded) token.
-    cell, token: grid cell of every token; token of every grid cell.
+    cell: grid cell of every token. token: token of every grid cell.
     down_*, up_*: matrices from the latent map to the grid and back; with patches of side p, the
       latent map and the grid have p x p cells per token.
-    window: the queries that a policy looks at more closely (`Policy.window_tokens`).
-    neighbours, neighbour_weights: four tokens of the previous scale for every token, and their
-      bilinear weights. None, as `window`, where the policy does not ask for them.
+    window: the queries that a policy looks at more closely (`Policy.window_tokens`); None: the
+      policy does not ask for them.
+    neighbours, neighbour_weights: for every token four tokens of the previous scale and their
+      bilinear weights; None: the policy does not ask for them.
     patch: p, static.
     """
 
@@ -119,7 +123,7 @@ def _token_index(schedule: Schedule, scales: range, length: int) -> np.ndarray:
 def _resizing(
     sides: np.ndarray, grid: int, final: int, resampling: Resampling
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Matrices of all scales along one axis, to the (padded) grid and back."""
+    """Matrices of all scales along one axis: from the latent map to the padded grid, and back."""
     patch, final, grid = resampling.patch, final * resampling.patch, grid * resampling.patch
     # Resizing is linear and separable: two matrices per scale. Padded rows and columns are zero, so
     # the padding of the grid neither enters the latent map nor comes out of it.

@@ -1,17 +1,21 @@
 """What transformers of all kinds share: next-scale and next-token."""
 
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import numpy as np
 from flax import nnx
+from jaxtyping import PyTree
 
 from varjax.errors import UserError
+from varjax.nn.published import Configuration
 from varjax.nn.split import Split
+from varjax.schedule import Schedule
+from varjax.sequence import TokenSequence
 
 
 class Transformer(nnx.Module):
-    """Base of `NextScaleTransformer` and `NextTokenTransformer`. `head` is the last linear layer,
-    `blocks` are the stacked layers, `config` has what the kind of model says."""
+    """Base of `NextScaleTransformer` and `NextTokenTransformer`, which say what `config` has.
+    `head` is the last linear layer, `blocks` are the stacked layers."""
 
     token_name: ClassVar[str] = "tokens"  # what a token is called in files
     once: ClassVar[tuple[str, ...]] = ()  # parts of the blocks that `encode_condition` uses
@@ -29,9 +33,22 @@ class Transformer(nnx.Module):
         """The type of the weights, which is the type that matrix products run in."""
         return self.head.kernel.get_value().dtype  # an array, or a shape of an abstract model
 
-    def condition_shapes(self, images: int, text_tokens: int | None = None) -> Any:
+    def condition_shapes(self, images: int, text_tokens: int | None = None) -> PyTree:
         """Shapes and types of what `encode_condition` takes for so many images. text_tokens: padded
         length of texts; None: the most that the model takes."""
+        raise NotImplementedError
+
+    def sequence(self, one_slot: bool = True) -> Schedule | TokenSequence:
+        """What an image is drawn by, as the cache sees it: scales or tokens.
+
+        one_slot: where tokens are drawn, whether one slot stands for the whole condition if the
+          model allows it (`NextTokenTransformer.condition_is_one_slot`).
+        """
+        raise NotImplementedError
+
+    def code_map(self, codec: Configuration) -> tuple[int, int, int]:
+        """Height, width and channels of the latent map that a codec of this configuration
+        decodes."""
         raise NotImplementedError
 
     @staticmethod
@@ -43,21 +60,22 @@ class Transformer(nnx.Module):
     # --- tokens in files --------------------------------------------------------------------------
 
     def no_tokens(self, images: int) -> np.ndarray:
-        """Tokens as they are drawn, all 0, for programs that take forced ones and get none."""
-        return np.zeros((images, self.config.schedule.total_tokens), np.int32)
+        """Tokens in the form in which they are drawn, all 0: the argument of programs that take
+        forced tokens, where none are forced."""
+        return np.zeros((images, self.config.total_tokens), np.int32)
 
     def tokens_to_file(self, tokens: np.ndarray) -> np.ndarray:
         """Drawn tokens of N images as `arrays.npz` has them."""
         return np.asarray(tokens, np.int32)
 
     def tokens_from_file(self, array: np.ndarray, num_images: int, scales: int) -> np.ndarray:
-        """The inverse, for tokens that are forced: int32 [N, L]; `UserError` if the array does not
-        fit.
+        """Tokens to be forced, int32 [N, L], from an array of `tokens_to_file`; `UserError` if the
+        array does not fit.
 
-        scales: how many scales take them; it may end there.
+        scales: how many scales are forced; the array may end after them.
         """
         config = self.config
-        wanted = (num_images, config.schedule.total_tokens)
+        wanted = (num_images, config.total_tokens)
         if array.shape != wanted or not np.issubdtype(array.dtype, np.integer):
             raise UserError(f"tokens are {array.dtype} {array.shape}, needed are integers {wanted}")
         if array.min() < 0 or array.max() >= config.vocab_size:

@@ -18,7 +18,7 @@ MAX_LOG_SCALE = math.log(100.0)  # of the learned attention multiplier
 
 
 class Linear(nnx.Linear):
-    """A linear layer whose matrix may be `Turned`, as those of `stacked.separate` are on CPUs."""
+    """A linear layer whose matrix may be `Turned`, as `stacked.separate` leaves it on CPUs."""
 
     def __call__(self, x: Float[Array, "... D_in"]) -> Float[Array, "... D_out"]:
         kernel = self.kernel.get_value()
@@ -29,8 +29,8 @@ class Linear(nnx.Linear):
 
 
 def layer_norm(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
-    """Layer normalisation without learned scale or shift; statistics in float32, result in the type
-    of `x`."""
+    """Layer normalisation without learned scale or shift. Statistics are float32; the result has
+    the type of `x`."""
     wide = x.astype(jnp.float32)
     mean = wide.mean(-1, keepdims=True)
     variance = jnp.square(wide - mean).mean(-1, keepdims=True)
@@ -40,8 +40,8 @@ def layer_norm(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
 def rms_norm(
     x: Float[Array, "... D"], scale: Float[Array, " D"], eps: float, dtype
 ) -> Float[Array, "... D"]:
-    """Root mean square normalisation with a learned scale; all in float32, the result in
-    `dtype`."""
+    """Root mean square normalisation with a learned scale. Everything is computed in float32; the
+    result has type `dtype`."""
     wide = x.astype(jnp.float32)
     normal = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
     return (normal * scale.astype(jnp.float32)).astype(dtype)
@@ -62,12 +62,11 @@ def merge_heads(x: Float[Array, "R N T H"]) -> Float[Array, "R T D"]:
     return x.transpose(0, 2, 1, 3).reshape(rows, length, heads * size)
 
 
-def fused_qkv(block, h: Float[Array, "R T D"], head_dim: int, **unfinished) -> Projection:
-    """One product `block.qkv` with biases `block.q_bias` and `block.v_bias`; keys have none.
-    unfinished: the other fields of the projection."""
-    qkv = block.qkv(h).reshape(*h.shape[:2], 3, -1, head_dim)
-    biases = (b[...].reshape(-1, head_dim) for b in (block.q_bias, block.v_bias))
-    return Projection(qkv, *biases, **unfinished)
+def fused_qkv(block: nnx.Module, h: Float[Array, "R T D"], head_dim: int) -> Projection:
+    """Queries, keys and values as one product `block.qkv`, with biases `block.q_bias` and
+    `block.v_bias`; keys have no bias. The other fields of the projection are not set yet."""
+    q_bias, v_bias = (b[...].reshape(-1, head_dim) for b in (block.q_bias, block.v_bias))
+    return Projection(block.qkv(h).reshape(*h.shape[:2], 3, -1, head_dim), q_bias, v_bias)
 
 
 def attention_multiplier(log_scale: Float[Array, "*layers N"]) -> Float[Array, "*layers N"]:
@@ -79,8 +78,8 @@ def attention_multiplier(log_scale: Float[Array, "*layers N"]) -> Float[Array, "
 def dropout(
     x: Float[Array, "*shape"], number: int, *, rate: float, key: Array
 ) -> Float[Array, "*shape"]:
-    """`x` with zeros at random places, the rest larger by as much; with rate 0 as it is. number:
-    every use of a key has its own."""
+    """Set a share `rate` of `x` to zero at random places and enlarge the rest, so that the expected
+    value stays. number: tells uses of the same key apart."""
     if not rate:
         return x
     kept = jax.random.bernoulli(jax.random.fold_in(key, number), 1 - rate, x.shape)
@@ -93,8 +92,8 @@ def dense_attention(
     v: Float[Array, "R N K H"],
     mask: Bool[Array, "*#of_heads T K"],
 ) -> Float[Array, "R T N H"]:
-    """Softmax attention with an explicit mask, which heads and rows may share, scale already in
-    `q`. For teacher forcing, and the condition of models that draw token by token."""
+    """Softmax attention with an explicit mask, which heads and rows may share; `q` is already
+    scaled. It serves teacher forcing, and the condition of models that draw token by token."""
     scores = jnp.einsum("rnth,rnkh->rntk", q, k, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
     return jnp.einsum("rntk,rnkh->rnth", weights.astype(v.dtype), v).transpose(0, 2, 1, 3)

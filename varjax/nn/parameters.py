@@ -17,8 +17,8 @@ from varjax.nn import stacked
 
 
 class _OneKey(nnx.Rngs):
-    """Gives out one key, where no number is drawn: the counters of `nnx.Rngs`, traced, would take
-    most of the time of a deep codec."""
+    """Gives out one key, for shapes, where no number is drawn: tracing the counters of `nnx.Rngs`
+    would take most of the time of a deep codec."""
 
     def params(self) -> jax.Array:
         return jax.random.key(0)
@@ -31,12 +31,12 @@ def abstract(network: Callable[..., nnx.Module], config) -> nnx.Module:
 
 @lru_cache(maxsize=32)
 def _abstract(network, config):
-    """Structure and abstract state; kept, because tracing a deep codec takes long."""
+    """Structure and abstract state. They are kept, because tracing a deep codec takes long."""
     return nnx.split(nnx.eval_shape(lambda: network(config, rngs=_OneKey(0))))
 
 
 def named(module: nnx.Module) -> dict:
-    """{name: leaf} of a module, concrete or abstract; separate layers stacked."""
+    """{name: leaf} of a module, concrete or abstract; layers that lie apart are stacked."""
     found = {_name(path): leaf for path, leaf in _by_path(module).items()}
     return {n: leaf.stacked() if stacked.is_one(leaf) else leaf for n, leaf in found.items()}
 
@@ -44,7 +44,7 @@ def named(module: nnx.Module) -> dict:
 def fill(module: nnx.Module, arrays: Mapping) -> nnx.Module:
     """A module like `module` (concrete or abstract) with {name: array} as its parameters.
 
-    Names must be exactly those of `named(module)`; callers report differences before.
+    The names must be exactly the names of `named(module)`; callers report differences before.
     """
     graph, state = nnx.split(module)
     filled = {path: arrays[_name(path)] for path in _by_path(module)}
@@ -65,6 +65,12 @@ def flattened(tree: Mapping) -> dict:
 def count(module: nnx.Module) -> int:
     """Number of parameters."""
     return sum(int(np.prod(leaf.shape)) for leaf in named(module).values())
+
+
+def default_dtype() -> str:
+    """The usual type of weights: bfloat16 on accelerators, float32 on a CPU, where bfloat16 is not
+    faster."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def is_floating(dtype) -> bool:

@@ -15,8 +15,11 @@ INTEGERS = tuple[int, ...]
 
 
 class Configuration:
-    """What configurations share: frozen dataclasses, whose `what` is the model's name in messages.
-    A field `schedule` is called `patch_nums` in published files."""
+    """Base of all configurations, which are frozen dataclasses. A field `schedule` is called
+    `patch_nums` in published files.
+
+    what: the model's name in messages.
+    """
 
     what: ClassVar[str]
 
@@ -87,7 +90,8 @@ class Configuration:
             self.check_size(name, getattr(self, name), least, most)
 
     def check_size(self, name: str, value: int, least: int = 1, most: int = LARGEST_SIZE) -> None:
-        """Likewise for a value that follows from fields."""
+        """Raise `UserError` unless `least` <= value <= `most`, for a value that follows from
+        fields."""
         if not least <= value <= most:
             limit = f"at least {least}" if value < least else f"at most {most}"
             raise self.wrong(f"{name} is {value!r:.60}, it must be {limit}")
@@ -102,10 +106,28 @@ class Configuration:
 
 
 class TransformerConfig(Configuration):
-    """What the configurations of transformers share: the fields named here."""
+    """What the configurations of transformers share.
+
+    condition: name of the kind of condition that images are made of (`Family.conditions`).
+    num_classes: classes that images may be made of; 0: the model draws from something else.
+    """
+
+    condition: str
+    num_classes = 0
+
+    @property
+    def token_maps(self) -> tuple[tuple[int, int], ...]:
+        """Heights and widths of the maps of tokens that are drawn, one after the other."""
+        return self.schedule.maps
+
+    @property
+    def total_tokens(self) -> int:
+        """L: tokens that are drawn, of all maps together."""
+        return sum(h * w for h, w in self.token_maps)
 
     def check_shape(self, *names: str) -> None:
-        """Raise `UserError` for an impossible size in the shared fields or in those of `names`."""
+        """Raise `UserError` for an impossible size in the shared fields or in the fields
+        `names`."""
         self.check_sizes("depth", most=LARGEST_DEPTH)
         self.check_sizes("embed_dim", "num_heads", *names)
         self.check_real("norm_eps")
@@ -113,11 +135,12 @@ class TransformerConfig(Configuration):
         self.check_size("embed_dim * mlp_ratio", self.hidden_dim)
 
     def with_template(self, aspect: float | str | None, size: str | None) -> "TransformerConfig":
-        """The same weights for pictures of another aspect (height / width) and size; None keeps
-        what it is now. `UserError`: one schedule per checkpoint, or there is no such template."""
+        """The configuration under which the same weights draw pictures of another aspect
+        (height / width) and size; None keeps the present one. `UserError` if the model has one
+        schedule per checkpoint, or there is no such template."""
         if aspect is None and size is None:
             return self
-        height, width = self.schedule.final_map
+        height, width = self.token_maps[-1]
         raise UserError(
             f"aspect and size: {self.what} draws pictures of one shape per checkpoint "
             f"({height}x{width} tokens here): leave them out"

@@ -9,13 +9,16 @@ arrays where they lie; every layer is then a body of its own, which takes longer
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
+
+T = TypeVar("T")
+Leaf = Array | np.ndarray | jax.ShapeDtypeStruct  # a parameter of a network, with or without values
 
 
 @jax.tree_util.register_dataclass
@@ -23,7 +26,7 @@ from jaxtyping import Array, Float
 class Turned:
     """A matrix [D_in, D_out] that lies in memory as [D_out, D_in]."""
 
-    array: Any
+    array: Leaf
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -46,9 +49,9 @@ class Turned:
 class Separate:
     """Value of a parameter whose layers are arrays of their own, or `Turned` ones."""
 
-    parts: tuple[Any, ...]
+    parts: tuple[Leaf | Turned, ...]
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Leaf | Turned:
         return self.parts[index]
 
     def __len__(self) -> int:
@@ -56,14 +59,14 @@ class Separate:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As if stacked."""
+        """The shape that the stacked array would have."""
         return (len(self), *self.parts[0].shape)
 
     @property
     def dtype(self):
         return self.parts[0].dtype
 
-    def stacked(self) -> Any:
+    def stacked(self) -> Leaf:
         """One array, or its shape."""
         turned = isinstance(self.parts[0], Turned)
         parts = [part.array for part in self.parts] if turned else self.parts
@@ -87,22 +90,23 @@ def product_bytes(blocks: nnx.Module, once: tuple[str, ...] = ()) -> int:
     return sum(math.prod(value.shape) * value.dtype.itemsize for value in values)
 
 
-def is_separate(tree: Any) -> bool:
-    """Whether any weights of a module, or of a tree of layers' inputs, are separate."""
+def is_separate(tree: PyTree) -> bool:
+    """Whether any weights in a tree of layers' inputs are separate."""
     return any(map(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
 
 
-def is_one(leaf: Any) -> bool:
+def is_one(leaf: object) -> bool:
     """Whether this is the value of a parameter in separate arrays."""
     return isinstance(leaf, Separate)
 
 
 def separate(blocks: nnx.Module, once: tuple[str, ...] = (), *, turned: bool = False) -> None:
-    """Replace stacked parameters of linear layers by an array per layer: one after the other, so
-    that only one exists twice. Shapes stay shapes, arrays of the host views.
+    """Replace stacked parameters of linear layers by an array per layer. This is done one parameter
+    after the other, so that only one of them exists twice. Shapes stay shapes; arrays on the host
+    become views.
 
-    once: linear layers that stay: those of all layers are used together, once per image.
-    turned: matrices of float32 are turned, for a CPU.
+    once: linear layers that stay stacked, because all layers use them together, once per image.
+    turned: whether float32 matrices are turned, for a CPU.
     """
     for variable in _parameters(blocks, once):
         value = variable.get_value()
@@ -113,7 +117,7 @@ def separate(blocks: nnx.Module, once: tuple[str, ...] = (), *, turned: bool = F
         variable.set_value(Separate(tuple(_part(value, i, turn) for i in range(value.shape[0]))))
 
 
-def _part(value: Any, index: int, turn: bool) -> Any:
+def _part(value: Leaf, index: int, turn: bool) -> Leaf | Turned:
     """Layer `index` of a stacked parameter."""
     if isinstance(value, jax.ShapeDtypeStruct):
         shape = value.shape[1:]
@@ -132,14 +136,14 @@ def restack(blocks: nnx.Module) -> None:
             variable.set_value(value.stacked())
 
 
-def layer(tree: Any, index: int) -> Any:
+def layer(tree: PyTree, index: int) -> PyTree:
     """Layer `index` of stacked modules and arrays."""
     return jax.tree.map(lambda leaf: leaf[index], tree, is_leaf=is_one)
 
 
-def scan(body: Callable, carry: Any, layers: Any, *, unroll: bool = False) -> Any:
-    """`carry` after `carry = body(carry, layer)` for all layers: a `lax.scan`, or if weights are
-    separate one layer after the other."""
+def scan(body: Callable[[T, PyTree], T], carry: T, layers: PyTree, *, unroll: bool = False) -> T:
+    """`carry` after `carry = body(carry, layer)` for all layers. This is a `lax.scan`; where
+    weights are separate, it is one layer after the other."""
     if not is_separate(layers):
         return jax.lax.scan(lambda c, x: (body(c, x), None), carry, layers, unroll=unroll)[0]
     body = jax.jit(body)  # traced and lowered once, compiled for every layer
@@ -148,12 +152,13 @@ def scan(body: Callable, carry: Any, layers: Any, *, unroll: bool = False) -> An
     return carry
 
 
-def _count(layers: Any) -> int:
+def _count(layers: PyTree) -> int:
     leaves = jax.tree.leaves(layers, is_leaf=is_one)
     return next(len(leaf) for leaf in leaves if is_one(leaf))
 
 
 def _parameters(blocks: nnx.Module, without: tuple[str, ...] = ()) -> list[nnx.Variable]:
-    """Those of the linear layers. Vectors that kernels read for all layers stay stacked."""
+    """Parameters of the linear layers, which lie apart. Vectors are not among them: kernels read
+    them for all layers, so they stay stacked."""
     linear = (p for n, p in vars(blocks).items() if isinstance(p, nnx.Linear) and n not in without)
     return [v for p in linear for v in (p.kernel, p.bias) if isinstance(v, nnx.Variable)]

@@ -22,7 +22,7 @@ from varjax.nn import parameters
 
 
 def floating_dtype(dtype) -> np.dtype | None:
-    """numpy type of a name, or None. `UserError` if it is no floating type."""
+    """The NumPy type of a name; None for None. `UserError` if it is no floating type."""
     if dtype is None:
         return None
     try:
@@ -35,7 +35,7 @@ def floating_dtype(dtype) -> np.dtype | None:
 
 
 def _type_of(leaf, floating: np.dtype | None):
-    """The leaf's type, or `floating`, if it is given and the leaf has floating numbers."""
+    """The leaf's own type. Where the leaf has floating numbers and `floating` is given, that."""
     return floating if floating is not None and parameters.is_floating(leaf.dtype) else leaf.dtype
 
 
@@ -50,7 +50,7 @@ def host_arrays(module: nnx.Module, dtype=None) -> dict[str, np.ndarray]:
 
 def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write {name: array} into a new `folder`; '/' in names makes branches of the tree. `OSError`
-    if it cannot be written, for example because the disk is full: nothing is left then."""
+    if it cannot be written, for example because the disk is full; then nothing is left of it."""
     import orbax.checkpoint as ocp  # here: 0.2 to 0.4 s that commands without weights save
 
     with failed_writing(folder), ocp.PyTreeCheckpointer() as checkpointer:
@@ -71,11 +71,11 @@ def read(
       dtypes: {name: type, or None for the stored one} of the arrays to read. Orbax casts floating
         ones while it reads.
       described_in: name of the file that says what is expected, for messages.
-      on_host: give NumPy arrays and put nothing on a device, where a model of several devices may
-        not fit; otherwise the arrays lie on the default device.
+      on_host: give NumPy arrays and put nothing on a device: the weights of a model for several
+        devices may not fit one. Otherwise the arrays lie on the default device.
 
     Raises:
-      UserError: other names or shapes (all of them in one message), or damaged files.
+      UserError: names or shapes differ (one message lists all), or files are damaged.
     """
     import orbax.checkpoint as ocp
 
@@ -104,7 +104,7 @@ def _check(folder: Path, stored: Mapping, expected: Mapping, described_in: str) 
 
 
 def _restore(checkpointer, path: str, types: Mapping, on_host: bool) -> dict:
-    """The arrays named in {name: type}, which may be some of those on disk."""
+    """The arrays named in {name: type}; others may be on disk, too."""
     import orbax.checkpoint as ocp
 
     if on_host:
@@ -139,7 +139,7 @@ def failed_reading(folder: Path, advice: str = "convert or copy the checkpoint a
 @contextlib.contextmanager
 def failed_writing(folder: Path):
     """What Orbax raises over a full disk and the like becomes an `OSError` that names the new
-    `folder`, of which nothing is left."""
+    `folder`. Nothing is left of the folder then."""
     try:
         with _one_report():
             yield
@@ -153,7 +153,8 @@ def failed_writing(folder: Path):
 
 
 def _remove(folder: Path) -> None:
-    """Also what Orbax has under a hidden name, while its threads may still be writing to it."""
+    """Remove the folder and what Orbax keeps under a temporary name. Its threads may still be
+    writing, so this is tried several times."""
     for _ in range(20):
         left = [p for p in folder.parent.glob(f"{folder.name}*") if _is_of(p.name, folder.name)]
         for path in left:
@@ -169,9 +170,12 @@ def _is_of(name: str, folder: str) -> bool:
 
 @contextlib.contextmanager
 def _one_report():
-    """An error of Orbax is raised once; its threads print it several times more, and what becomes
-    of the arrays that were still to be written or read. That may come later than the error, which
-    is why what keeps it quiet then stays."""
+    """Report an error of Orbax once.
+
+    After an error its threads print it several more times, and say what became of the arrays that
+    were still to be written or read. They may do so after this context has ended, so the filters
+    stay if an error is raised.
+    """
     loggers, hook = [logging.getLogger(name) for name in ("absl", "asyncio")], sys.unraisablehook
     if isinstance(hook, _WithoutOrbax):
         yield
@@ -187,7 +191,8 @@ def _one_report():
 
 @dataclass(frozen=True)
 class _WithoutOrbax:
-    """Hands on to `before` what nobody could be told, unless it is of work that Orbax gave up."""
+    """A hook for exceptions that nobody can catch: it hands them on to the hook `before`, but not
+    those of work that Orbax gave up."""
 
     before: Callable
 
@@ -199,6 +204,7 @@ class _WithoutOrbax:
 
 
 def _is_not_of_orbax(record: logging.LogRecord) -> bool:
-    """asyncio names a task that failed and was given up, with the file of its coroutine."""
+    """Whether a log record comes from elsewhere. For a task that failed and was given up, asyncio
+    writes the file of its coroutine into the message."""
     where = record.getMessage() if record.name == "asyncio" else record.pathname
     return not re.search(r"[\\/]orbax[\\/]", where)

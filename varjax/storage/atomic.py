@@ -17,15 +17,17 @@ from typing import BinaryIO
 from varjax.errors import UserError
 
 LONGEST_NAME = 255 - 24  # bytes that a file system allows, less what hidden names add
-LONGEST_PATH = 4096 - 1024  # likewise, less what is written inside
+LONGEST_PATH = 4096 - 1024  # bytes that a file system allows, less what is written inside
 DESKTOP = {".DS_Store", "Thumbs.db", "desktop.ini"}  # what file managers put into folders
 
-# What a command wrote into a folder: its files, as `a/b` below it; None: it is not of this command.
+# A function that says which files this command wrote into a folder, as `a/b` below it; None: the
+# folder is not from this command.
 Written = Callable[[Path], Collection[str] | None]
 
 
 def check_new_file(path: str | os.PathLike, *, overwrite: bool, flag: str = "path") -> Path:
-    """`path` as it was given, if a file may be written there now. `flag` names it in messages.
+    """Return `path` as it was given, if a file may be written there now. flag: its name in
+    messages.
 
     Raises:
       UserError: it exists and may not be replaced or is no file; its folder does not exist or
@@ -46,10 +48,11 @@ def check_new_file(path: str | os.PathLike, *, overwrite: bool, flag: str = "pat
 def check_new_folder(
     path: str | os.PathLike, *, replaces: Written | None = None, flag: str = "path"
 ) -> Path:
-    """Absolute path of a folder that may be created now. `flag` names it in messages.
+    """Absolute path of a folder that may be created now. flag: its name in messages.
 
-    replaces: an older folder may be replaced if it is empty, or holds but the files that this says
-      were written there, no links, and folders that lead to them; None: there may be none.
+    replaces: names the files that were written into an older folder. That folder may be replaced if
+      it holds nothing but these files, the folders that lead to them, and no links. None: there may
+      be no older folder.
 
     Raises:
       UserError: it exists and may not be replaced, or its parent cannot be written.
@@ -78,7 +81,7 @@ def _check_contents(path, folder: Path, written: Collection[str] | None) -> None
 
 
 def _foreign(folder: Path, written: set[str]) -> Iterator[str]:
-    """What lies below a folder and was not written there; nothing outside is looked at.
+    """Files and folders below a folder that were not written there. Links are not followed.
 
     Raises:
       OSError: a folder in it cannot be read.
@@ -121,7 +124,7 @@ def check_place(path: str | os.PathLike, *, kind: str = "folder", flag: str = "p
 
 
 def _check_writable(path, parent: Path) -> None:
-    """Permissions alone do not tell: root has them on a read-only file system and in /proc."""
+    """Try to create a file: root has all permissions, even on a read-only file system."""
     if not os.access(parent, os.W_OK | os.X_OK):
         raise UserError(f"cannot write {path}: no write permission in {parent}")
     try:
@@ -152,8 +155,8 @@ def new_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
-    """Write a file in UTF-8. No text fails: half of a surrogate pair, which is no character, is
-    written as \\udXXX, as JSON has it. `OSError` as `new_file`."""
+    """Write a file in UTF-8. Every text can be written: half of a surrogate pair, which is no
+    character, is written as \\udXXX, as JSON has it. `OSError` as `new_file`."""
     with new_file(path) as file:
         file.write(text.encode("utf-8", "backslashreplace"))
 
@@ -166,8 +169,8 @@ def new_folder(path: str | os.PathLike, *, replaces: Written | None = None) -> I
     is complete.
 
     Raises:
-      UserError: as `check_new_folder`.
-      OSError: no space left, or something else that goes wrong in between.
+      UserError: see `check_new_folder`.
+      OSError: no space is left, or something else goes wrong in between.
     """
     target = check_new_folder(path, replaces=replaces)
     made = [parent for parent in target.parents if not parent.exists()]  # deepest first

@@ -3,7 +3,7 @@
     DIR/model.json     what the model is: format version, family, configurations, schedule,
                        classes, recommended sampling, where the weights came from
     DIR/params/        Orbax tree {"transformer": {...}, "codec": {...}}
-    DIR/text_encoder/  a part with a folder of its own (`registry.OWN_FOLDER`), which may be absent,
+    DIR/text_encoder/  a part with a folder of its own (`Part.own_folder`), which may be absent,
                        and may lie anywhere else alone:
         text_encoder.json   what it is: format version, kind, configuration, sources, files
         params/             Orbax tree of its parameters
@@ -23,8 +23,8 @@ from pathlib import Path
 from flax import nnx
 
 from varjax.errors import UserError, choose
-from varjax.models import registry
 from varjax.nn import parameters
+from varjax.nn.families import Catalogue, Family, Part
 from varjax.storage import arrays, manifest
 from varjax.storage.atomic import new_folder
 
@@ -34,12 +34,13 @@ COMPUTED = {"files", "own_folders"}  # entries of `model.json` about what lies b
 
 
 def demo_directory(name: str = "demo") -> Path:
-    """Folder of an embedded demo checkpoint, one of `DEMOS`."""
+    """The folder of an embedded demo checkpoint. name: a key of `DEMOS`."""
     return embedded(DEMOS[name], manifest.NAME)
 
 
 def embedded(folder: str, file: str) -> Path:
-    """A folder of weights that come with varjax. file: in it. `UserError` without it."""
+    """A folder of weights that come with varjax, found by a file in it. `UserError` if it is not
+    installed."""
     spec = importlib.util.find_spec("ported_weights")
     for root in spec.submodule_search_locations or [] if spec else []:
         if (Path(root) / folder / file).is_file():
@@ -61,9 +62,9 @@ def part_folder(directory: str | os.PathLike, name: str) -> Path:
 
 def save(
     directory: str | os.PathLike,
-    *,
-    family: str | None,
+    what: Family | Part,
     parts: Mapping[str, nnx.Module],
+    *,
     metadata: Mapping | None = None,
     dtype=None,
     files: Mapping[str, Mapping[str, str | os.PathLike]] | None = None,
@@ -72,9 +73,9 @@ def save(
     """Write a checkpoint, the folder `directory`.
 
     Args:
-      family: a name of `registry.FAMILIES`; None: a single part, which `directory` is the own
-        folder of.
-      parts: modules with a `config`, by the names that the family gives them.
+      what: the family of a model, or the part that `directory` is the own folder of.
+      parts: modules with a `config`, by the names that the family gives them; of a single part that
+        one, by the name of its folder in checkpoints.
       metadata: further entries of the description: class_names, sampling, converter_version, or
         anything that JSON can hold. `sources` lists the files that the parts were made of, each
         with its `part`, and goes to the description of that part. Computed entries win.
@@ -87,7 +88,9 @@ def save(
         Nothing is left behind.
     """
     metadata = dict(metadata or {})
-    own = {name: module for name, module in parts.items() if name in registry.OWN_FOLDER}
+    family = what if isinstance(what, Family) else None
+    own = {n: (what if family is None else family.parts[n]) for n in parts}
+    own = {name: part for name, part in own.items() if part.own_folder}
     sources = metadata.get("sources", [])
     if own:
         metadata["sources"] = [s for s in sources if s.get("part") not in own]
@@ -96,20 +99,20 @@ def save(
         if family is not None:
             tree = {name: module for name, module in parts.items() if name not in own}
             content = _write_tree(directory, folder, family, tree, metadata, dtype)
-        for name, module in own.items():
+        for name, part in own.items():
             place = folder if family is None else folder / name
             place.mkdir(exist_ok=True)
             for file, source in (files or {}).get(name, {}).items():
                 shutil.copyfile(source, place / file)
             described = [s for s in sources if s.get("part") == name]
-            _write_part(place, name, module, described, dtype)
+            _write_part(place, name, part, parts[name], described, dtype)
         if family is not None:
             manifest.write(folder, content | _own_parts(folder, own))
 
 
 def _own_parts(folder: Path, names: Iterable[str]) -> dict:
-    """The entry of `model.json` for parts with a folder of their own: by their descriptions, which
-    list their files. One that was put there later is not in it."""
+    """The entry of `model.json` for parts with a folder of their own: size and checksum of their
+    descriptions, which list their files. A part that was put there later is not in it."""
     found = {name: manifest.record(folder / name / f"{name}.json") for name in names}
     return {"own_folders": found} if found else {}
 
@@ -120,16 +123,17 @@ def written(folder: Path) -> set[str] | None:
         names = {manifest.NAME, *_listed(content, f"{PARAMS}/")}
         records = content.get("own_folders")
         for part, record in records.items() if isinstance(records, dict) else ():
-            if part in registry.OWN_FOLDER:
+            if part.isidentifier():  # others could lead out of the folder
                 names |= {f"{part}/{name}" for name in _part_files(folder / part, part, record)}
         return names
-    return {n for part in registry.OWN_FOLDER for n in _part_files(folder, part)} or None
+    described = sorted(file.stem for file in folder.glob("*.json"))
+    return {name for part in described for name in _part_files(folder, part)} or None
 
 
 def _part_files(folder: Path, name: str, record: Mapping | None = None) -> set[str]:
-    """What the description of a part says was written; nothing if it is not the recorded one."""
+    """The files that the description of a part lists; none if it is not the recorded one."""
     file = folder / f"{name}.json"
-    content = _said(file, "kind")
+    content = _said(file, "kind", "config", "files")
     if content is None or record not in (None, manifest.record(file)):
         return set()
     return {file.name, *_listed(content)}
@@ -140,27 +144,32 @@ def _listed(content: Mapping, below: str = "") -> set[str]:
     return {f"{below}{name}" for name in files} if isinstance(files, dict) else set()
 
 
-def _said(file: Path, entry: str) -> dict | None:
-    """The content of a description; None unless it is one, with this entry."""
+def _said(file: Path, *entries: str) -> dict | None:
+    """The content of a description; None unless it is one, with these entries."""
     with contextlib.suppress(UserError):
         content = manifest.read_json(file)
-        if isinstance(content, dict) and {"format_version", entry} <= content.keys():
+        if isinstance(content, dict) and {"format_version", *entries} <= content.keys():
             return content
     return None
 
 
-def _write_part(folder: Path, name: str, module: nnx.Module, sources: list[dict], dtype) -> None:
-    """A part in its own folder, beside files that belong to it."""
+def _write_part(
+    folder: Path, name: str, part: Part, module: nnx.Module, sources: list[dict], dtype
+) -> None:
+    """Write a part into its own folder, where the files that belong to it lie already."""
     params = arrays.host_arrays(module, dtype)
     arrays.write(folder / PARAMS, params)
     free = {"sources": [{k: v for k, v in s.items() if k != "part"} for s in sources]}
-    content = {**free, **manifest.compose_part(name, module.config, params)}
+    content = {**free, **manifest.compose_part(part, module.config, params)}
     content["files"] = manifest.file_records(folder)
     manifest.write(folder, content, f"{name}.json")
 
 
-def _write_tree(where, folder: Path, family: str, parts: Mapping, metadata: Mapping, dtype) -> dict:
-    """The parts that share a tree; the content of `model.json`. where: for messages."""
+def _write_tree(
+    where, folder: Path, family: Family, parts: Mapping, metadata: Mapping, dtype
+) -> dict:
+    """Write the parts that share a tree, and return the content of `model.json`. where: the
+    checkpoint, for messages."""
     configs = {name: module.config for name, module in parts.items()}
     free = {k: v for k, v in metadata.items() if k not in COMPUTED}  # of what is written here
     manifest.check_entries(where, family, free, configs)
@@ -174,12 +183,13 @@ def _write_tree(where, folder: Path, family: str, parts: Mapping, metadata: Mapp
 
 
 def describe(
-    directory: str | os.PathLike, names: Iterable[str] | None = None
+    directory: str | os.PathLike, known: Catalogue, names: Iterable[str] | None = None
 ) -> tuple[dict[str, nnx.Module], dict]:
     """({part: module with shapes and types in place of arrays}, description): reads no weights.
 
     Args:
       directory: a checkpoint, or the folder of a single part.
+      known: the families and parts that may lie there.
       names: of the parts; None: those that share the checkpoint's tree, or the single part.
 
     Returns the content of `model.json`, or of the part's own file if no part of the tree is named.
@@ -187,58 +197,66 @@ def describe(
     """
     path, parts, metadata = Path(directory), {}, {}
     if names is None:
-        alone = [name for name in registry.OWN_FOLDER if (path / f"{name}.json").is_file()]
-        names = alone or registry.family(manifest.read(path)["family"]).tree
+        alone = [name for name in known.parts if (path / f"{name}.json").is_file()]
+        names = alone or known.family(manifest.read(path, known.families)["family"]).tree
     names = list(names)
-    if any(name not in registry.OWN_FOLDER for name in names):
-        metadata = manifest.read(path)
-        parts = _abstract_tree(path, metadata)
+    if any(name not in known.parts for name in names):
+        metadata = manifest.read(path, known.families)
+        parts = _abstract_tree(path, metadata, known)
     for name in names:
-        if name in registry.OWN_FOLDER:
+        if part := known.parts.get(name):
             own = part_folder(path, name)
-            content = manifest.read_part(own, name)
-            part = registry.OWN_FOLDER[name]
+            content = manifest.read_part(own, name, part)
             parts[name] = part.abstract(manifest.configuration(own, content, "config", part))
             metadata = metadata or content
     return {name: parts[choose("part", name, parts)] for name in names}, metadata
 
 
 def load(
-    directory: str | os.PathLike, dtypes: Mapping[str, object] | None = None, on_host: bool = False
+    directory: str | os.PathLike,
+    known: Catalogue,
+    dtypes: Mapping[str, object] | None = None,
+    on_host: bool = False,
 ) -> tuple[dict[str, nnx.Module], dict]:
-    """({part: module}, description) of the parts that are asked for, and of no others.
+    """({part: module}, description) of the parts that are asked for and no others.
 
     Args:
-      directory: a checkpoint, or the folder of a single part.
-      dtypes: {part: type of its floating parameters, or None for the stored ones}; None: the parts
-        that `describe` gives without names, as they are stored.
-      on_host: give NumPy arrays and put nothing on a device; otherwise on the default device.
+      directory, known: as in `describe`.
+      dtypes: {part: type of its floating parameters, or None for the stored type}. None: the parts
+        that `describe` gives without names, with the stored types.
+      on_host: give NumPy arrays and put nothing on a device; otherwise the arrays lie on the
+        default device.
 
     Raises:
-      UserError: not a checkpoint, another format version, names or shapes that do not fit the
-        configuration (all of them in one message), or damaged files.
+      UserError: `directory` is no checkpoint, or of another format version; names or shapes do not
+        fit the configuration (one message lists all); files are damaged.
     """
     path = Path(directory)
-    described, metadata = describe(path, dtypes)
+    described, metadata = describe(path, known, dtypes)
     dtypes = dict.fromkeys(described) if dtypes is None else dtypes
-    tree = {name: dtype for name, dtype in dtypes.items() if name not in registry.OWN_FOLDER}
-    loaded = _load_tree(path, metadata, tree, on_host) if tree else {}
+    tree = {name: dtype for name, dtype in dtypes.items() if name not in known.parts}
+    modules = _abstract_tree(path, metadata, known) if tree else {}
+    loaded = _load_tree(path, metadata, modules, tree, on_host) if tree else {}
     for name in described.keys() - tree.keys():
         own = part_folder(path, name)
+        content = manifest.read_part(own, name, known.parts[name])
+        manifest.check_files(own, content)
         loaded[name] = _load_part(own, name, described[name], dtypes[name], on_host)
     return {name: loaded[name] for name in described}, metadata
 
 
-def _abstract_tree(path: Path, content: Mapping) -> dict[str, nnx.Module]:
-    tree = registry.family(content["family"]).tree
-    configs = manifest.configurations(path / manifest.NAME, content)
-    return {name: part.abstract(configs[name]) for name, part in tree.items()}
+def _abstract_tree(path: Path, content: Mapping, known: Catalogue) -> dict[str, nnx.Module]:
+    family = known.family(content["family"])
+    configs = manifest.configurations(path / manifest.NAME, content, family)
+    return {name: part.abstract(configs[name]) for name, part in family.tree.items()}
 
 
-def _load_tree(path: Path, content: Mapping, dtypes: Mapping, on_host: bool) -> dict:
-    """Names and shapes are checked for all parts of the tree, also for those that stay on disk."""
+def _load_tree(
+    path: Path, content: Mapping, modules: Mapping[str, nnx.Module], dtypes: Mapping, on_host: bool
+) -> dict[str, nnx.Module]:
+    """Read parts of the tree. Names and shapes are checked for all its parts, including those that
+    stay on disk."""
     manifest.check_files(path / PARAMS, content)
-    modules = _abstract_tree(path, content)
     named = {name: parameters.named(module) for name, module in modules.items()}
     wanted = _prefixed({part: dict.fromkeys(named[part], dtypes[part]) for part in dtypes})
     found = arrays.read(path / PARAMS, _prefixed(named), wanted, manifest.NAME, on_host)
@@ -252,7 +270,6 @@ def _prefixed(by_part: Mapping[str, Mapping]) -> dict:
 
 
 def _load_part(folder: Path, name: str, module: nnx.Module, dtype, on_host: bool) -> nnx.Module:
-    manifest.check_files(folder, manifest.read_part(folder, name))
     expected = parameters.named(module)
     wanted, file = dict.fromkeys(expected, dtype), f"{name}.json"
     return parameters.fill(module, arrays.read(folder / PARAMS, expected, wanted, file, on_host))

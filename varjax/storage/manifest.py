@@ -14,8 +14,9 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from varjax.errors import UserError, about, some
-from varjax.models import registry
 from varjax.nn import parameters
+from varjax.nn.families import Family, Part
+from varjax.nn.published import Configuration, TransformerConfig
 from varjax.sampling import Sampling
 from varjax.storage import ordinary
 from varjax.storage.atomic import write_text
@@ -27,25 +28,37 @@ LARGEST_JSON = 16 * 2**20  # bytes
 _TOO_DEEP = f"lists and objects are nested more than {DEEPEST_JSON} deep"
 
 
-def compose(family: str, configs: Mapping, arrays: Mapping[str, np.ndarray]) -> dict:
+def compose(
+    family: Family, configs: Mapping[str, Configuration], arrays: Mapping[str, np.ndarray]
+) -> dict:
     """The entries of `model.json` that follow from {part: configuration} and the arrays."""
     transformer = configs["transformer"]
     content = {
         "format_version": FORMAT_VERSION,
-        "family": family,
-        **{name: configs[name].to_published() for name in registry.family(family).tree},
-        "schedule": [list(pair) for pair in transformer.schedule.maps],
+        "family": family.name,
+        **{name: configs[name].to_published() for name in family.tree},
+        "schedule": _maps(transformer),
         **_totals(arrays),
     }
-    if transformer.condition == "labels":
+    if transformer.num_classes:
         content["num_classes"] = transformer.num_classes
     return content
 
 
-def compose_part(name: str, config, arrays: Mapping[str, np.ndarray]) -> dict:
-    """Likewise of a part with a folder of its own."""
-    first = {"format_version": FORMAT_VERSION, "kind": _kind(name)}
-    return {**first, "config": config.to_published(), **_totals(arrays)}
+def compose_part(part: Part, config: Configuration, arrays: Mapping[str, np.ndarray]) -> dict:
+    """The entries of NAME.json, for a part with a folder of its own, that follow from its
+    configuration and its arrays."""
+    return {
+        "format_version": FORMAT_VERSION,
+        "kind": _kind(part),
+        "config": config.to_published(),
+        **_totals(arrays),
+    }
+
+
+def _maps(transformer: TransformerConfig) -> list[list[int]]:
+    """The entry "schedule": it repeats the configuration, for readers."""
+    return [list(pair) for pair in transformer.token_maps]
 
 
 def _totals(arrays: Mapping[str, np.ndarray]) -> dict:
@@ -54,19 +67,20 @@ def _totals(arrays: Mapping[str, np.ndarray]) -> dict:
     return {"dtype": ", ".join(sorted(floating)), "parameters": count}
 
 
-def _kind(name: str) -> str:
-    return registry.OWN_FOLDER[name].name.lower()
+def _kind(part: Part) -> str:
+    return part.name.lower()
 
 
 def write(folder: Path, content: Mapping, name: str = NAME) -> None:
-    """Write a description with the entries first that say what it is of."""
+    """Write a description. The entries that say what it describes come first."""
     first = {n: content[n] for n in ("format_version", "family", "kind") if n in content}
     text = json.dumps({**first, **content}, indent=1, ensure_ascii=False)
     write_text(folder / name, text + "\n")
 
 
-def read(folder: Path) -> dict:
-    """Read `folder/model.json`; `UserError` unless it is there, of this version and consistent."""
+def read(folder: Path, families: Mapping[str, Family]) -> dict:
+    """Read `folder/model.json` of a model of one of these families, by name. `UserError` unless it
+    is there, of this version and consistent."""
     if not folder.exists():
         raise UserError(f"there is no checkpoint folder {folder}")
     file = folder / NAME
@@ -83,31 +97,31 @@ def read(folder: Path) -> dict:
             f" {FORMAT_VERSION}: convert the PyTorch files again with `python -m ported_weights`"
         )
     _require(file, content, {"family": str})
-    if content["family"] not in registry.FAMILIES:
-        known = ", ".join(registry.FAMILIES)
+    if content["family"] not in families:
+        known = ", ".join(families)
         raise UserError(f"{file}: unknown family {content['family']!r:.60}, known are {known}")
-    tree = registry.family(content["family"]).tree
-    _require(file, content, {**dict.fromkeys(tree, dict), "schedule": list})
-    configs = configurations(file, content)
-    maps = [list(pair) for pair in configs["transformer"].schedule.maps]
-    if content["schedule"] != maps:  # the entry repeats the configuration for readers
+    family = families[content["family"]]
+    _require(file, content, {**dict.fromkeys(family.tree, dict), "schedule": list})
+    configs = configurations(file, content, family)
+    if content["schedule"] != (maps := _maps(configs["transformer"])):
         raise UserError(
             f"{file} is inconsistent: schedule {str(content['schedule'])[:200]} but the"
             f" transformer's configuration says {str(maps)[:200]}"
         )
-    check_entries(file, content["family"], content, configs)
+    check_entries(file, family, content, configs)
     return content
 
 
-def read_part(folder: Path, name: str) -> dict:
-    """Likewise, the description of a part with a folder of its own."""
+def read_part(folder: Path, name: str, part: Part) -> dict:
+    """Read `folder/NAME.json`, the description of a part with a folder of its own. `UserError` as
+    for `read`."""
     file, advice = folder / f"{name}.json", "convert it with `python -m ported_weights`"
     if not file.is_file():
         what, missing = name.replace("_", " "), f"{folder.name}/{file.name}"
         if folder.is_dir():
             raise UserError(f"{folder} is no {what} (no {file.name}): {advice}")
         raise UserError(f"there is no {what} in {folder.parent} (no {missing}): {advice}")
-    content, kind = _json_object(file), _kind(name)
+    content, kind = _json_object(file), _kind(part)
     version, given = content.get("format_version"), content.get("kind")
     if isinstance(version, bool) or (version, given) != (FORMAT_VERSION, kind):
         raise UserError(
@@ -115,7 +129,7 @@ def read_part(folder: Path, name: str) -> dict:
             f" {kind!r} in version {FORMAT_VERSION}: {advice}"
         )
     _require(file, content, {"config": dict, "files": dict})
-    configuration(file, content, "config", registry.OWN_FOLDER[name])
+    configuration(file, content, "config", part)
     check_records(file, content["files"])
     return content
 
@@ -145,7 +159,7 @@ def _json_object(file: Path) -> dict:
 
 
 def parse_json(text: str):
-    """The value of a JSON text; `ValueError` also where it is nested too deeply."""
+    """The value of a JSON text; `ValueError` also if it is nested too deeply."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -166,28 +180,29 @@ def _inner(value) -> list:
 # --- what the entries have to be ------------------------------------------------------------------
 
 
-def configurations(where, content: Mapping) -> dict:
+def configurations(where: str | Path, content: Mapping, family: Family) -> dict[str, Configuration]:
     """{part: configuration} of a `model.json`; `UserError` names `where` and the entry."""
-    tree = registry.family(content["family"]).tree
-    return {name: configuration(where, content, name, part) for name, part in tree.items()}
+    return {name: configuration(where, content, name, part) for name, part in family.tree.items()}
 
 
-def configuration(where, content: Mapping, entry: str, part: registry.Part):
-    """That of one part."""
+def configuration(where: str | Path, content: Mapping, entry: str, part: Part) -> Configuration:
+    """The configuration of a part, from an entry of a description; errors as `configurations`."""
     with about(f"{where}, entry {entry!r}"):
         return part.read(content[entry])
 
 
-def check_entries(where, family: str, content: Mapping, configs: Mapping) -> None:
-    """Raise `UserError` unless the parts of a `model.json` fit each other, and its class_names,
-    sampling and files, where they are there, the parts. where: the file or folder, for messages;
-    configs: {part: configuration}.
+def check_entries(
+    where: str | Path, family: Family, content: Mapping, configs: Mapping[str, Configuration]
+) -> None:
+    """Raise `UserError` unless the parts of a `model.json` fit each other, and the entries
+    class_names, sampling and files, where they are there, fit the parts. where: the file or folder,
+    for messages. configs: {part: configuration}.
     """
     with about(f"{where} is inconsistent"):
-        registry.family(family).check(configs)
+        family.check(configs)
     transformer = configs["transformer"]
     if "class_names" in content:
-        _check_class_names(where, content["class_names"], getattr(transformer, "num_classes", 0))
+        _check_class_names(where, content["class_names"], transformer.num_classes)
     if "sampling" in content:
         with about(f"{where}, entry 'sampling'"):
             transformer.check_sampling(Sampling.recommended(content["sampling"]))
@@ -206,7 +221,8 @@ def _check_class_names(where, names, count: int) -> None:
 
 
 def is_text(value) -> bool:
-    """Whether this is a text that can be shown and written: half of a surrogate pair cannot."""
+    """Whether this is a text that can be shown and written. A text with half of a surrogate pair
+    cannot."""
     return isinstance(value, str) and value == value.encode(errors="replace").decode()
 
 
@@ -244,7 +260,8 @@ def record(file: Path) -> dict:
 
 
 def _crc32(file: Path) -> str:
-    """Orbax itself would not notice all flipped bits: its chunks of values carry no checksum."""
+    """CRC-32 of a file, in hexadecimal. Orbax itself would not notice all flipped bits: its chunks
+    of values carry no checksum."""
     value = 0
     with file.open("rb") as stream:
         while data := stream.read(2**24):
@@ -253,7 +270,7 @@ def _crc32(file: Path) -> str:
 
 
 def check_files(folder: Path, content: Mapping, advice: str = "copy them again") -> None:
-    """Raise `UserError` with every parameter file that is missing or not as it was written."""
+    """Raise `UserError`, naming every parameter file that is missing or was altered."""
     problems = [_problem(folder / name, name, x) for name, x in content.get("files", {}).items()]
     if any(problems) or not folder.is_dir():
         listed = some(filter(None, problems), between="; ") or "the folder is missing"

@@ -1,7 +1,7 @@
 """Names of files that follow from what others wrote: prompt sets, policies, folders of models.
 
-Everything that is called after such a text goes through `inside`, so that nothing is written beside
-the folder it belongs in, and nothing fails late because a file system does not take a name.
+Every file that is named after such a text goes through `inside`. So nothing is written outside of
+the folder where it belongs, and nothing fails late because a file system refuses a name.
 """
 
 import re
@@ -44,8 +44,8 @@ def _problem(part: str) -> str | None:
 
 
 def check_distinct(names: Iterable[str]) -> None:
-    """`UserError` if two of them are the same file where capitals, or ways to write an accent, do
-    not count."""
+    """`UserError` if two names are the same file on systems that ignore capitals, or the way in
+    which an accent is encoded."""
     seen: dict[str, str] = {}
     for name in names:
         key = unicodedata.normalize("NFC", name).casefold()

@@ -22,7 +22,7 @@ MOST_PACKED = 64  # times: what a larger array may unpack to
 
 
 def names(path: str | os.PathLike) -> list[str]:
-    """Those of the arrays in a file; `UserError` if it cannot be read."""
+    """Names of the arrays in a file; `UserError` if it cannot be read."""
     with _members(path) as (_, members):
         return list(members)
 
@@ -30,12 +30,14 @@ def names(path: str | os.PathLike) -> list[str]:
 def load(
     path: str | os.PathLike, wanted: Collection[str], largest: int = LARGEST
 ) -> dict[str, np.ndarray]:
-    """The arrays with these names, those of them that the file holds.
+    """The arrays of a file that have one of these names.
 
-    largest: bytes of an array that may have been packed to less than 1/64.
+    largest: bytes up to which an array is read however small it was packed. A larger array may have
+      been packed to 1/64 of its size, but not to less.
 
     Raises:
-      UserError: no ordinary file, damaged, arrays of objects, or packed to much less than 1/64.
+      UserError: the file is no ordinary one, is damaged, holds arrays of objects, or unpacks to too
+        much.
     """
     with _members(path) as (archive, members):
         chosen = {name: member for name, member in members.items() if name in wanted}
@@ -45,11 +47,12 @@ def load(
 
 
 class Rows:
-    """An array of a file, read a few rows at a time: however large it is, it never lies in memory.
-    shape, dtype: of all of it.
+    """An array of a file that is read a few rows at a time, so that it never lies in memory as a
+    whole. shape, dtype: of the whole array.
 
     Raises:
-      UserError: no ordinary file, damaged, no such array, or one that has no rows.
+      UserError: the file is no ordinary one or is damaged; there is no such array, or it has no
+        rows.
     """
 
     def __init__(self, path: str | os.PathLike, name: str):
@@ -70,7 +73,7 @@ class Rows:
                 raise ValueError(f"array {name!r:.60} is stored columns first")
 
     def read(self, first: int, end: int) -> np.ndarray:
-        """Rows `first` to `end` - 1; going back reads what is packed again from its start."""
+        """Rows `first` to `end` - 1. Reading backwards unpacks the array again from its start."""
         size = self._row * self.dtype.itemsize
         with _readable(self.path):
             self._file.seek(self._start + first * size)
@@ -85,14 +88,14 @@ class Rows:
 
 @contextlib.contextmanager
 def _members(path) -> Iterator[tuple[zipfile.ZipFile, dict[str, zipfile.ZipInfo]]]:
-    """The file and, by name, what it says of its arrays; all that goes wrong is a `UserError`."""
+    """The open file and its arrays' entries by name. Whatever goes wrong is a `UserError`."""
     with _readable(path), _opened(path) as found:
         yield found
 
 
 @contextlib.contextmanager
 def _readable(path) -> Iterator[None]:
-    """Whatever zipfile and NumPy raise over damaged files becomes a `UserError`."""
+    """Turn every error that zipfile and NumPy raise over damaged files into a `UserError`."""
     try:
         yield
     except Exception as error:

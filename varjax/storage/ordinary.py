@@ -1,6 +1,6 @@
-"""Files that users name: only ordinary ones are opened, and only so much of them is read.
+"""Files that users name: only ordinary files are opened, and they are read up to a limit.
 
-To open a named pipe would wait for its other end, and a device such as /dev/zero never ends.
+Opening a named pipe would wait for its other end, and a device such as /dev/zero never ends.
 """
 
 import errno
@@ -10,7 +10,8 @@ from typing import BinaryIO
 
 
 def opened(path: str | os.PathLike) -> BinaryIO:
-    """An ordinary file, to be read. `OSError` as `open` raises it, and for all other kinds."""
+    """Open an ordinary file for reading. `OSError` as from `open`, and for all other kinds of
+    files."""
     file = open(path, "rb", opener=_open_at_once)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -23,7 +24,7 @@ def _open_at_once(path, flags: int) -> int:
 
 
 def read(path: str | os.PathLike, most: int) -> bytes:
-    """What a file of at most so many bytes holds. `OSError` also if it is larger."""
+    """The content of a file of at most `most` bytes. `OSError` also if it is larger."""
     with opened(path) as file:
         data = file.read(most + 1)
     if len(data) > most:

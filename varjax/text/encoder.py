@@ -1,7 +1,7 @@
 """The text encoder of a checkpoint: prompts to features, with few compiled programs.
 
-Texts are sorted by length and padded to the next of a few sizes, each of which is one program; the
-last batch of a size is filled up. What is padding is dropped from the results.
+Texts are sorted by length and padded to the next of a few sizes. Every size is one program; the
+last batch of a size is filled up. Padding is dropped from the results.
 """
 
 import gc
@@ -15,13 +15,16 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from varjax.arguments import integer, path, texts
-from varjax.engine import memory
 from varjax.errors import UserError
+from varjax.nn.compiled import peak_bytes
+from varjax.nn.families import Catalogue, Part
 from varjax.storage import arrays, checkpoint
 from varjax.text.features import MAX_LENGTH, TextFeatures
 from varjax.text.t5 import SPIECE_FILE, T5Config, T5Encoder, Tokenizer, Tokens
 
-PART = "text_encoder"  # as the registry calls it, and its folder in a checkpoint
+PART = "text_encoder"  # its name in a family, and its folder in a checkpoint
+TEXT_ENCODER = Part("T5", T5Config, T5Encoder, own_folder=True)
+CATALOGUE = Catalogue(parts={PART: TEXT_ENCODER})
 DTYPES = ("float32", "bfloat16")  # float16 overflows in T5's feed-forward
 SMALLEST = 16  # tokens of the smallest program; further sizes are powers of two
 
@@ -41,8 +44,8 @@ def encode_texts(
 ) -> tuple[TextFeatures, int | None]:
     """Features of texts, and the bytes that this took on the device (None: all texts are empty).
 
-    The encoder is on the device only while this runs. Arguments (`options` are further ones of
-    `encode`) and errors: those of `TextEncoder.load` and `TextEncoder.encode`.
+    The encoder is on the device only while this runs. `directory` and `dtype` are arguments of
+    `TextEncoder.load`, the others of `TextEncoder.encode`, with the errors of both.
     """
     encoder = TextEncoder.load(directory, dtype)
     features = encoder.encode(prompts, negative, batch_size=batch_size, **options)
@@ -61,14 +64,14 @@ class TextEncoder:
 
     @classmethod
     def load(cls, directory: str | os.PathLike, dtype: str | None = None) -> "TextEncoder":
-        """Read an encoder onto the default device, from its folder or a checkpoint that has one,
-        in float32 or bfloat16; without `dtype` as it is stored. Errors: as `check_folder`, and
-        `UserError` for another type or damaged weights.
+        """Read an encoder onto the default device, from its own folder or from a checkpoint that
+        has one. dtype: "float32" or "bfloat16"; None: the type in which it is stored. Errors are
+        those of `check_folder`, and `UserError` for another type or damaged weights.
         """
         if dtype is not None and arrays.floating_dtype(dtype).name not in DTYPES:
             raise UserError(f"text encoder in {dtype}: choose {' or '.join(DTYPES)}")
         _, tokenizer = check_folder(path("text encoder", directory))
-        parts, _ = checkpoint.load(directory, {PART: dtype})
+        parts, _ = checkpoint.load(directory, CATALOGUE, {PART: dtype})
         return cls(parts[PART], tokenizer)
 
     def encode(
@@ -87,7 +90,7 @@ class TextEncoder:
 
         Args:
           prompts: the texts.
-          negative_prompts: one for each prompt or one for all; empty ones like None.
+          negative_prompts: one for each prompt or one for all; if all are empty, there are none.
           max_length: tokens, the end token included; longer texts are cut, and `warn` is told.
           batch_size: texts per call of a program.
           names, negative_names: how messages call each text, such as "line 3 of prompts.txt".
@@ -101,13 +104,17 @@ class TextEncoder:
         given = texts("prompts", prompts, "give a list of at least one text")
         prompts = [prompt.strip() for prompt in given]
         names = names or [f"prompt {i}" for i in range(len(prompts))]
-        negatives = negative_texts(negative_prompts, len(prompts), negative_names)
+        negatives, negative_names = negative_texts(negative_prompts, len(prompts), negative_names)
         tokens = self._tokens(prompts, names, max_length, warn)
-        tokens += self._tokens(*negatives, max_length, warn)
+        tokens += self._tokens(negatives, negative_names, max_length, warn)
         features = encode_ids(self.module, [t and t.ids for t in tokens], batch_size, progress)
+        kv, lens = _joined(features[: len(prompts)])
+        negative_kv, negative_lens = _joined(features[len(prompts) :])
         return TextFeatures(
-            *_joined(features[: len(prompts)]),
-            *_joined(features[len(prompts) :]),
+            kv=kv,
+            lens=lens,
+            negative_kv=negative_kv,
+            negative_lens=negative_lens,
             unconditional=np.array([not prompt for prompt in prompts]),
             prompts=tuple(prompts),
             text_maxlen=max_length,
@@ -122,24 +129,24 @@ class TextEncoder:
         return found
 
     def peak_bytes(self, features: TextFeatures, batch_size: int) -> int | None:
-        """Bytes on the device while the largest program ran that made these features; None if all
-        texts are empty and there was none."""
+        """Bytes on the device while the largest program ran that made these features. None: all
+        texts are empty, so that no program ran."""
         negative = () if features.negative_lens is None else features.negative_lens
         texts = int((~features.unconditional).sum()) + len(negative)
         if not texts:
             return None
-        shape = min(batch_size, texts), padded_size(features.longest)
+        ids, lengths = _padded([], min(batch_size, texts), padded_size(features.longest))
         # JAX keeps what it compiled for these shapes: nothing is compiled a second time
-        return memory.peak_bytes(_program.lower(self.module, *_padded([], *shape)).compile())
+        return peak_bytes(_program.lower(self.module, ids, lengths).compile())
 
 
 def negative_texts(
     given: Sequence[str] | None, count: int, names: Sequence[str] | None = None
 ) -> tuple[list[str], list[str]]:
-    """Negative texts of `count` prompts, with their names; none where all are empty.
+    """Negative texts of `count` prompts, and their names. If all are empty, there are none.
 
     Raises:
-      UserError: another number of texts than 1 and `count`; some are empty and others are not.
+      UserError: neither 1 nor `count` texts are given; some are empty and others are not.
     """
     if given is None or (isinstance(given, (list, tuple)) and not given):
         return [], []
@@ -161,20 +168,21 @@ def negative_texts(
 
 
 def _joined(features: Sequence[np.ndarray]) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Rows one after the other, and their numbers; None for no texts."""
+    """The rows of all texts one after the other, and how many each text has; None for no texts."""
     if not features:
         return None, None
     return np.concatenate(features), np.array([len(f) for f in features], np.int32)
 
 
 def check_folder(directory: str | os.PathLike) -> tuple[T5Config, Tokenizer]:
-    """The configuration and the tokenizer of an encoder: all of its folder but the weights.
+    """The configuration and the tokenizer of an encoder: everything in its folder but the weights.
 
     Raises:
-      UserError: no encoder or an unusable one; the tokenizer is missing, damaged or another's.
+      UserError: there is no encoder, or an unusable one; the tokenizer is missing, damaged or
+        belongs to another encoder.
       MissingExtra: without the `sentencepiece` package.
     """
-    config = checkpoint.describe(directory, [PART])[0][PART].config
+    config = checkpoint.describe(directory, CATALOGUE, [PART])[0][PART].config
     file = checkpoint.part_folder(directory, PART) / SPIECE_FILE
     return config, Tokenizer(file, config.vocab_size)
 
@@ -193,7 +201,8 @@ def encode_ids(
     batch_size: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Float[np.ndarray, "length D"]]:
-    """Float32 features of every text, given its token ids; one row of zeros for None."""
+    """Float32 features of every text, given its token ids; one row of zeros for an empty text,
+    which is None."""
     width = module.config.d_model
     found: list[np.ndarray] = [np.zeros((1, width), np.float32) for _ in texts]
     given = [i for i, ids in enumerate(texts) if ids is not None]
@@ -220,7 +229,7 @@ def _grouped(texts, given: Sequence[int], rows: int) -> Iterator[tuple[int, list
 
 
 def _padded(texts: Sequence[Sequence[int]], rows: int, size: int):
-    """int32 ids [rows, size], lengths [rows]; rows without a text are one token of padding."""
+    """int32 ids [rows, size] and lengths [rows]. A row without a text has one token of padding."""
     ids, lengths = np.zeros((rows, size), np.int32), np.ones(rows, np.int32)
     for row, text in enumerate(texts):
         ids[row, : len(text)], lengths[row] = text, len(text)

@@ -1,7 +1,7 @@
-"""Text features: what the encoder makes of prompts, all that a text-to-image model sees of them.
+"""Text features: what the text encoder makes of prompts, and all that a model sees of them.
 
-One image per entry, as with class labels: `len(features)` images, `take(index)` gives the arrays of
-some of them. On disk an npz file; its arrays are described at `load`.
+They are a `varjax.conditions.Condition`: one entry per image, `take(index)` gives the arrays of
+some images. On disk they are an npz file, whose arrays `load` describes.
 
 Letters: P prompts, N images, B images of a batch, M tokens (padded), C width of the encoder.
 """
@@ -34,9 +34,9 @@ class TextFeatures:
     Attributes:
       kv: features of all prompts, one after the other.
       lens: how many rows belong to each prompt.
-      negative_kv, negative_lens: likewise for the texts that guidance leads away from; None: the
-        model's own unconditional text.
-      unconditional: prompts that are empty: they stand for the model's own unconditional text, and
+      negative_kv, negative_lens: the same two arrays for the texts that guidance leads away from;
+        None: the model's own unconditional text.
+      unconditional: which prompts are empty. They stand for the model's own unconditional text, and
         their single row of `kv` is not used.
       prompts: the texts, where known.
       numbers: the prompt of every image; by default one image per prompt.
@@ -122,14 +122,14 @@ class TextFeatures:
         return len(self.numbers)
 
     def repeat(self, count: int) -> "TextFeatures":
-        """`count` images of every image that there is, in turn: prompt 0 `count` times first."""
+        """`count` images in place of every image, one behind the other."""
         arguments.integer("images per prompt", count, 1, MOST_REPEATED)
         return replace(self, numbers=np.repeat(self.numbers, count))
 
     def take(self, index: Sequence[int] | Int[np.ndarray, " B"]) -> dict[str, np.ndarray]:
         """Arrays of the images `index`: `kv` float32 [B, M, C] with zeros behind each text,
-        `length` int32 [B], `unconditional` bool [B], and `negative_kv`, `negative_length` likewise
-        where there are negative texts. Shapes depend on nothing but B."""
+        `length` int32 [B], `unconditional` bool [B]. With negative texts also `negative_kv`
+        [B, M, C] and `negative_length` [B]. Shapes depend on nothing but B."""
         prompts = self.numbers[np.asarray(index)]
         found = {
             "kv": self._padded(self.kv, self.lens, prompts),
@@ -170,7 +170,7 @@ class TextFeatures:
         return min(-(-self.longest // LENGTH_STEP) * LENGTH_STEP, self.text_maxlen)
 
     def describe(self) -> dict:
-        """What a report says of the texts; equal for equal ones."""
+        """What a report says about the texts; equal for equal texts."""
         return {
             "kind": "text",
             "images": len(self),
@@ -191,8 +191,8 @@ class TextFeatures:
     # --- fitting a model, files -------------------------------------------------------------------
 
     def fitted(self, text_channels: int, text_maxlen: int) -> "TextFeatures":
-        """The same for a model that takes features of this width and at most so many tokens;
-        `UserError` if they have another width or a text is too long."""
+        """These features for a model that takes this width and at most so many tokens; `UserError`
+        if they have another width or a text is too long."""
         if self.width != text_channels:
             raise UserError(
                 f"features are {self.width} wide{_encoders(self.width)}, the model takes"
@@ -216,14 +216,15 @@ class TextFeatures:
 def load(
     path: str | os.PathLike, text_channels: int | None = None, text_maxlen: int | None = None
 ) -> TextFeatures:
-    """Read text features, from `save` or from anywhere else.
+    """Read text features that `save` or another program wrote.
 
     The file holds `kv` float [sum of lens, C], the features of all prompts one after the other, and
     `lens` int [P]; if need be `negative_kv` and `negative_lens` (P texts, or one for all),
     `unconditional` bool [P], `prompts` texts [P].
 
-    text_channels, text_maxlen: of the model, if it is known. `UserError` without the file, if it is
-    damaged, or for arrays that do not fit each other or the model.
+    text_channels, text_maxlen: width and most tokens that the model takes, if it is known.
+    `UserError` if there is no such file, it is damaged, or its arrays do not fit each other or the
+    model.
     """
     arrays = _read(path)
     if "prompts" in arrays:

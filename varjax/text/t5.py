@@ -1,10 +1,11 @@
-"""The encoder of T5 version 1.1 (Raffel et al. 2020, Shazeer 2020), of which the flan-t5 models are
-fine-tuned versions: gated GELU, root-mean-square norms, no biases in products, relative positions.
+"""The encoder of T5 version 1.1 (Raffel et al. 2020, Shazeer 2020). The flan-t5 models are
+fine-tuned versions of it: gated GELU, root-mean-square norms, no biases in products, relative
+positions.
 
 Layers are stacked and scanned. The relative position bias is stored once and added to the scores of
-every layer; scores carry no factor 1/sqrt(H). Numbers: products run in the type of the weights
-(float32 ones in full precision on every device) and sum up in float32; the residual stream, norms,
-softmax and position bias are float32 always, so that bfloat16 weights lose little.
+every layer; scores carry no factor 1/sqrt(H). Products run in the type of the weights and sum up in
+float32; float32 weights are multiplied in full precision on every device. The residual stream,
+norms, softmax and position bias are always float32, so that bfloat16 weights lose little.
 
 The tokenizer is the user's own `spiece.model`, read by the `sentencepiece` package. A text becomes
 the pieces of the SentencePiece model and the end token. What looks like a special token in a text,
@@ -74,9 +75,9 @@ class T5Config(published.Configuration):
 
     @classmethod
     def from_published(cls, arguments: Mapping) -> "T5Config":
-        """Read the entries of a published `config.json`; those without effect on the encoder's
-        function are passed over. `UserError` for missing or malformed ones, and for another
-        feed-forward than gated GELU, as in T5 of version 1.0.
+        """Read the entries of a published `config.json`; entries without effect on the encoder's
+        function are passed over. `UserError` for missing or malformed entries, and for another
+        feed-forward than gated GELU, such as that of T5 version 1.0.
         """
         kind = arguments.get("feed_forward_proj", "relu")  # what a file without the entry means
         if kind != FEED_FORWARD:
@@ -99,8 +100,14 @@ class T5Config(published.Configuration):
 
 
 def _flan(d_model: int, d_ff: int, num_layers: int, num_heads: int) -> T5Config:
-    depth = {"num_layers": num_layers, "num_heads": num_heads}
-    return T5Config(vocab_size=32128, d_model=d_model, d_kv=64, d_ff=d_ff, **depth)
+    return T5Config(
+        vocab_size=32128,
+        d_model=d_model,
+        d_kv=64,
+        d_ff=d_ff,
+        num_layers=num_layers,
+        num_heads=num_heads,
+    )
 
 
 PRESETS = {
@@ -113,9 +120,9 @@ PRESETS = {
 
 
 def relative_buckets(config: T5Config, length: int) -> Int[np.ndarray, "T K"]:
-    """Which entry of the position bias belongs to (query, key): half of the buckets for keys before
-    the query or at it, half for keys after it; in each half the first ones for single distances,
-    the others for distances that grow by a constant factor."""
+    """Which entry of the position bias belongs to (query, key). Half of the buckets are for keys
+    before the query or at it, half for keys after it. In each half the first buckets stand for
+    single distances, the others for ranges of distances that grow by a constant factor."""
     half = config.relative_attention_num_buckets // 2
     exact = half // 2
     offset = np.arange(length)[None, :] - np.arange(length)[:, None]
@@ -168,16 +175,16 @@ class T5Encoder(nnx.Module):
         return self.embedding[...].dtype
 
     def __call__(self, ids: Int[Array, "B T"], lengths: Int[Array, " B"]) -> Float[Array, "B T D"]:
-        """Float32 features. The first `lengths` tokens of a row are its text; rows of the others
-        are defined but mean nothing, and no text sees them."""
+        """Float32 features. The first `lengths` tokens of a row are its text. The features of the
+        tokens behind it are finite but mean nothing, and no text sees these tokens."""
         bias = self.score_bias(lengths, ids.shape[1])
         x = self.embedding[...][ids].astype(jnp.float32)
         x = stacked.scan(lambda x, block: self.layer(block, x, bias), x, self.blocks)
         return self._norm(x, self.final_norm[...])
 
     def score_bias(self, lengths: Int[Array, " B"], size: int) -> Float[Array, "B N T K"]:
-        """What is added to the scores of every layer: relative positions, and the mask of `size`
-        tokens of which the first `lengths` are text."""
+        """What is added to the scores of every layer: the bias of relative positions, and the mask
+        that hides all but the first `lengths` of `size` tokens."""
         buckets = jnp.asarray(relative_buckets(self.config, size))
         relative = self.position_bias[...].astype(jnp.float32)[buckets].transpose(2, 0, 1)
         is_text = jnp.arange(size) < lengths[:, None]
@@ -192,9 +199,8 @@ class T5Encoder(nnx.Module):
             layers.split_heads(self._product(h, p), self.config.d_kv)
             for p in (block.q, block.k, block.v)
         )
-        scores = jnp.einsum("bnth,bnkh->bntk", *self._typed(q, k), **self._exactness()) + bias
-        weights, v = self._typed(jax.nn.softmax(scores, axis=-1), v)
-        attended = jnp.einsum("bntk,bnkh->bnth", weights, v, **self._exactness())
+        scores = self._einsum("bnth,bnkh->bntk", q, k) + bias
+        attended = self._einsum("bntk,bnkh->bnth", jax.nn.softmax(scores, axis=-1), v)
         x = x + self._product(layers.merge_heads(attended), block.o)
         h = self._norm(x, block.feed_forward_norm[...])
         gate = jax.nn.gelu(self._product(h, block.gate), approximate=True)
@@ -207,20 +213,33 @@ class T5Encoder(nnx.Module):
         return normal * scale.astype(jnp.float32)
 
     def _product(self, x: Array, projection: nnx.Linear) -> Float[Array, "B T _"]:
-        return jnp.dot(*self._typed(x, projection.kernel[...]), **self._exactness())
+        return jnp.dot(
+            x.astype(self.dtype),
+            projection.kernel[...].astype(self.dtype),
+            precision=self._precision,
+            preferred_element_type=jnp.float32,
+        )
 
-    def _typed(self, *arrays: Array) -> list[Array]:
-        return [array.astype(self.dtype) for array in arrays]
+    def _einsum(self, subscripts: str, a: Array, b: Array) -> Array:
+        """A product of factors in the type of the weights, with float32 sums."""
+        return jnp.einsum(
+            subscripts,
+            a.astype(self.dtype),
+            b.astype(self.dtype),
+            precision=self._precision,
+            preferred_element_type=jnp.float32,
+        )
 
-    def _exactness(self) -> dict:
-        """Sums in float32; float32 factors are not shortened, as TPUs do by default."""
-        exact = jax.lax.Precision.HIGHEST if self.dtype == jnp.float32 else None
-        return {"preferred_element_type": jnp.float32, "precision": exact}
+    @property
+    def _precision(self) -> jax.lax.Precision | None:
+        """Full where weights are float32: TPUs shorten float32 factors by default."""
+        return jax.lax.Precision.HIGHEST if self.dtype == jnp.float32 else None
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """ids: of the text, the end token last. full_length: how many there were before cutting."""
+    """ids: token ids of a text, the end token last. full_length: how many there were before the
+    text was cut."""
 
     ids: list[int]
     full_length: int
@@ -235,11 +254,11 @@ class Tokenizer:
 
     Args:
       path: the SentencePiece model.
-      vocab_size: of the encoder that the ids are for.
+      vocab_size: entries of the encoder's embedding.
 
     Raises:
       MissingExtra: without the `sentencepiece` package.
-      UserError: there is no such file, it is no model, or one of another vocabulary.
+      UserError: there is no such file, it is no model, or it has another vocabulary.
     """
 
     def __init__(self, path: str | os.PathLike, vocab_size: int):
@@ -257,7 +276,7 @@ class Tokenizer:
             )
 
     def encode(self, text: str, max_length: int) -> Tokens:
-        """At most `max_length` ids (at least 1), of which the last is always the end token."""
+        """At most `max_length` ids (at least 1); the last one is always the end token."""
         pieces = self._processor.encode(text)
         return Tokens([*pieces[: max_length - 1], END], len(pieces) + 1)
 

@@ -1,1 +1,1 @@
-"""Training of the image codec (VQVAE) and of the transformer (VAR)."""
+"""Training of image codecs, transformers, and the classifier that judges their pictures."""

@@ -1,5 +1,7 @@
-"""Training of the classifier that samples of a model are judged with (`varjax.evaluation`): cross
-entropy on pictures that are mirrored and shifted a little at random."""
+"""Training of the classifier that judges the samples of a model (`varjax.evaluation`).
+
+The loss is cross entropy on pictures that are mirrored and shifted a little at random.
+"""
 
 import functools
 from dataclasses import dataclass
@@ -11,20 +13,21 @@ import numpy as np
 import optax
 from jaxtyping import UInt8
 
+from varjax.evaluation import networks
 from varjax.evaluation.classifier import Classifier, ClassifierConfig
 from varjax.storage import checkpoint
 from varjax.storage.atomic import check_new_folder
 from varjax.training import data, loop
 from varjax.training.data import Dataset
 from varjax.training.settings import TrainingSettings
-from varjax.training.stage import Stage, adamw, descend, learning_rate, whole_batches
+from varjax.training.stage import TrainingStage, adamw, descend, learning_rate, whole_batches
 
-SHIFT = 1 / 16  # of the side, at most, in every direction
-STORED = "bfloat16"  # type of the finished weights
+SHIFT = 1 / 16  # the largest move in every direction, as a part of the side
+STORAGE_DTYPE = "bfloat16"  # type of the finished weights
 
 
 @dataclass(frozen=True)
-class ClassifierStage(Stage):
+class ClassifierStage(TrainingStage):
     """`data` holds pictures."""
 
     name, network, ema = "classifier", Classifier, 0.998
@@ -34,14 +37,14 @@ class ClassifierStage(Stage):
         return adamw(rate, b2=0.99, clip=1.0, weight_decay=0.05)
 
     def step(self, state: dict, n: int) -> tuple[dict, dict]:
-        chosen, mirrored = self.drawn(n)
+        chosen, mirrored = self.pictures(n)
         images = self.data.train[chosen]
         images = np.where(mirrored[:, None, None, None], images[:, :, ::-1], images)
         images = shifted(images, np.random.default_rng((self.settings.seed, n, 2)))
         return self._train(state, images, self.data.train_labels[chosen])
 
     def validate(self, state: dict) -> dict:
-        """Cross entropy in nats, and the part of pictures whose class is found."""
+        """Measure the cross entropy in nats, and the share of pictures whose class is found."""
         most = self.settings.max_validation
         pictures, labels = self.data.val[:most], self.data.val_labels[:most]
         parts = [
@@ -72,7 +75,7 @@ class ClassifierStage(Stage):
 def shifted(
     images: UInt8[np.ndarray, "B S S 3"], random: np.random.Generator
 ) -> UInt8[np.ndarray, "B S S 3"]:
-    """Every picture moved by up to `SHIFT` of its side, edges repeated."""
+    """Move every picture by up to `SHIFT` of its side, and repeat its edges."""
     side = images.shape[1]
     most = round(SHIFT * side)
     wide = np.pad(images, ((0, 0), (most, most), (most, most), (0, 0)), mode="edge")
@@ -81,6 +84,7 @@ def shifted(
 
 
 def configuration(settings: TrainingSettings, pictures: Dataset) -> ClassifierConfig:
+    """Return the configuration of a classifier for these pictures."""
     return ClassifierConfig(
         num_classes=pictures.num_classes,
         image_size=settings.image_size,
@@ -89,7 +93,7 @@ def configuration(settings: TrainingSettings, pictures: Dataset) -> ClassifierCo
 
 
 def train(settings: TrainingSettings, out: Path, model: Path, quiet: bool) -> None:
-    """Train it in the folder `out`, which this process holds, and write the folder `model`."""
+    """Train the classifier in the folder `out`, which this process holds, and write `model`."""
     check_new_folder(model, replaces=checkpoint.written, flag="out")
     pictures = data.load(
         settings.data, settings.image_size, settings.val_fraction, settings.max_images
@@ -97,4 +101,5 @@ def train(settings: TrainingSettings, out: Path, model: Path, quiet: bool) -> No
     settings.check_pictures(len(pictures.train), (ClassifierStage.name,))
     stage = ClassifierStage(settings, configuration(settings, pictures), pictures)
     parts = {ClassifierStage.name: stage.model(loop.run(stage, out, quiet)["ema"])}
-    checkpoint.save(model, family=None, parts=parts, dtype=STORED, overwrite=True)
+    part = networks.CATALOGUE.parts[ClassifierStage.name]
+    checkpoint.save(model, part, parts, dtype=STORAGE_DTYPE, overwrite=True)

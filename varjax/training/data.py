@@ -1,11 +1,11 @@
-"""Pictures for training: what is on disk, turned into uint8 arrays of one size.
+"""Pictures for training: files become uint8 arrays of one size.
 
-Three layouts are read.
+There are three layouts.
 
 Pictures packed as WebP, PNG or JPEG bytes:
 
     DIR/train.npz       `data` uint8, the files one after another; `offsets` [N + 1]; `labels` [N]
-    DIR/val.npz         likewise; may be missing
+    DIR/val.npz         the same arrays; may be missing
     DIR/classes.json    {"classes": [names]}; may be missing
 
 Arrays:
@@ -17,10 +17,11 @@ One folder of pictures per class:
     DIR/CLASS/*.png     also .jpg, .jpeg, .webp, .bmp
 
 Where there is no validation set, the last part of the shuffled pictures is held out. Pictures of
-another size are cropped to a centred square and resized.
+another size are cropped to the square in the middle and resized.
 """
 
 import io
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -33,16 +34,23 @@ from varjax.storage import npz
 from varjax.storage.manifest import is_text, read_json
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-LAYOUTS = (("data", "offsets", "labels"), ("images", "labels"), ("arr_0", "arr_1"))  # of .npz
+# arrays of an .npz file, labels last
+NPZ_ARRAYS = (("data", "offsets", "labels"), ("images", "labels"), ("arr_0", "arr_1"))
 LARGEST_LABEL = 10**6
-REACH = 2  # pixels that a copy of a picture is moved by at most
+REACH = 2  # the largest move of a copied picture, in pixels
 SHUFFLE_SEED = 0  # which pictures of a folder are held out must not depend on the run
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Pictures uint8 [N, S, S, 3] (or what they were turned into), labels int32 [N], for training
-    and validation; without `class_names` classes have numbers only."""
+    """Pictures and their labels, for training and validation.
+
+    Attributes:
+      train, val: uint8 [N, S, S, 3], or tokens of pictures (`var_trainer.read_tokens`).
+      train_labels, val_labels: int32 [N].
+      num_classes: one more than the largest label, or the number of names.
+      class_names: empty where classes have only numbers.
+    """
 
     train: np.ndarray
     train_labels: np.ndarray
@@ -52,11 +60,19 @@ class Dataset:
     class_names: tuple[str, ...] = ()
 
 
-def load(path, image_size: int, val_fraction: float = 0.05, max_images: int = 0) -> Dataset:
-    """Pictures at `path` (see the module). `UserError`: unreadable, or they contradict themselves.
+def load(
+    path: str | os.PathLike, image_size: int, val_fraction: float = 0.05, max_images: int = 0
+) -> Dataset:
+    """Read the pictures at `path`, in one of the layouts above.
 
-    val_fraction: part held out where the data has no validation set.
-    max_images: use the first so many training pictures (and as many for validation); 0 = all.
+    Args:
+      path: a folder or an .npz file.
+      image_size: side of the pictures in pixels.
+      val_fraction: the part that is held out where the data has no validation set.
+      max_images: use so many training pictures, and as many for validation; 0: all.
+
+    Raises:
+      UserError: the files are unreadable, or contradict each other.
     """
     path, names = Path(path), ()
     if path.is_file():
@@ -80,9 +96,10 @@ def load(path, image_size: int, val_fraction: float = 0.05, max_images: int = 0)
 
 
 def with_shifts(pictures: Dataset, count: int, seed: int) -> Dataset:
-    """The same with `count` more copies of every training picture, each moved by up to `REACH`
-    pixels along both axes, by another distance than the picture itself and its other copies. Edges
-    are repeated where a picture was moved away."""
+    """Add `count` copies of every training picture, each moved by up to `REACH` pixels.
+
+    No two copies of a picture have the same move, and none has no move. Edges are repeated.
+    """
     if not count:
         return pictures
     moves = [(y, x) for y in range(2 * REACH + 1) for x in range(2 * REACH + 1)]
@@ -113,9 +130,9 @@ def _read_npz(path: Path, image_size: int, limit: int) -> tuple[np.ndarray, np.n
 
 
 def _arrays(path: Path) -> list[np.ndarray]:
-    """The arrays of the first of `LAYOUTS` that the file holds."""
+    """Return the arrays of the first of `NPZ_ARRAYS` that the file holds."""
     held = npz.names(path)
-    for names in LAYOUTS:
+    for names in NPZ_ARRAYS:
         if set(names) <= set(held):
             found = npz.load(path, names)
             return [found[name] for name in names]
@@ -126,7 +143,7 @@ def _arrays(path: Path) -> list[np.ndarray]:
 
 
 def _check(path: Path, what: str, array: np.ndarray, fits: bool, needed: str) -> None:
-    """what: the array's name and its verb."""
+    """`UserError` unless an array fits. what: its name and a verb. needed: what would fit."""
     if not fits:
         raise UserError(f"{path}: {what} {array.dtype} {array.shape}, {needed} needed")
 
@@ -136,6 +153,7 @@ def _lists_integers(array: np.ndarray) -> bool:
 
 
 def _check_labels(labels: np.ndarray, count: int, path: Path, limit: int) -> np.ndarray:
+    """Return the first `limit` labels as int32 [count]."""
     _check(path, "labels are", labels, _lists_integers(labels), "integers [N] are")
     labels = labels[: limit or None]
     if len(labels) != count:
@@ -149,8 +167,10 @@ def _check_labels(labels: np.ndarray, count: int, path: Path, limit: int) -> np.
     return labels.astype(np.int32)
 
 
-def _unpack(data, offsets, path: Path, image_size: int, limit: int) -> np.ndarray:
-    """Pictures stored one after another as encoded files."""
+def _unpack(
+    data: np.ndarray, offsets: np.ndarray, path: Path, image_size: int, limit: int
+) -> np.ndarray:
+    """Decode pictures that are stored one after another as files."""
     fits = data.dtype == np.uint8 and data.ndim == 1
     _check(path, "data is", data, fits, "uint8 [bytes] is")
     fits = _lists_integers(offsets) and offsets.size > 0
@@ -169,6 +189,7 @@ def _unpack(data, offsets, path: Path, image_size: int, limit: int) -> np.ndarra
 
 
 def _resize_all(images: np.ndarray, path: Path, image_size: int, limit: int) -> np.ndarray:
+    """Return the first `limit` pictures in the wanted size."""
     fits = images.dtype == np.uint8 and images.ndim == 4 and images.shape[-1] == 3
     _check(path, "images are", images, fits, "uint8 [N, height, width, 3] is")
     if 0 in images.shape[1:3]:
@@ -180,7 +201,7 @@ def _resize_all(images: np.ndarray, path: Path, image_size: int, limit: int) -> 
 
 
 def _class_names(path: Path) -> tuple[str, ...]:
-    """Names from `{"classes": [...]}`; none where the file is missing."""
+    """Read the names in `{"classes": [...]}`; there are none if the file is missing."""
     if not path.is_file():
         return ()
     try:
@@ -199,7 +220,7 @@ def _class_names(path: Path) -> tuple[str, ...]:
 def _read_folders(
     path: Path, image_size: int, limit: int
 ) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
-    """Pictures in class folders, shuffled, labels, class names in alphabetical order."""
+    """Return shuffled pictures of class folders, labels, and class names in alphabetical order."""
     classes = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
     files = [(f, i) for i, c in enumerate(classes) for f in sorted(c.rglob("*"))]
     files = [(f, i) for f, i in files if f.suffix.lower() in SUFFIXES]
@@ -221,7 +242,7 @@ def _read_folders(
 
 
 def _hold_out(images: np.ndarray, labels: np.ndarray, fraction: float, path: Path) -> list[tuple]:
-    """(pictures, labels) for training and, at least one, for validation."""
+    """Split into (pictures, labels) for training and for validation, which gets at least one."""
     count = max(1, round(len(images) * fraction))
     if count >= len(images):
         raise UserError(f"{path} holds {len(images)} pictures, too few to hold out {count}")
@@ -233,7 +254,7 @@ def _hold_out(images: np.ndarray, labels: np.ndarray, fraction: float, path: Pat
 
 
 def _squares(sources: Iterable, read: Callable, names: Sequence, image_size: int) -> np.ndarray:
-    """uint8 [N, S, S, 3] of the pictures `read(source)`; `names` are used in errors."""
+    """Return the pictures `read(source)` as uint8 [N, S, S, 3]. names: for messages."""
     images = np.empty((len(names), image_size, image_size, 3), np.uint8)
     for i, source in enumerate(sources):
         try:
@@ -244,12 +265,12 @@ def _squares(sources: Iterable, read: Callable, names: Sequence, image_size: int
 
 
 def _square(picture, image_size: int):
-    """The centred square of a pillow picture, resized if needed."""
+    """Cut the square in the middle out of a pillow picture, and resize it if needed."""
     if picture.size == (image_size, image_size):
         return picture
     side = min(picture.size)
     left, top = ((length - side) // 2 for length in picture.size)
-    # resize(box=...) would look at pixels outside
+    # resize(box=...) would look at pixels outside the square
     square = picture.crop((left, top, left + side, top + side))
     return square.resize((image_size, image_size), _pillow().Resampling.BICUBIC)
 
@@ -259,5 +280,5 @@ def _pillow():
 
 
 def to_float(images: np.ndarray) -> np.ndarray:
-    """uint8 pixels to float32 in [-1, 1]."""
+    """Turn uint8 pixels into float32 in [-1, 1]."""
     return images.astype(np.float32) / np.float32(127.5) - 1

@@ -1,4 +1,4 @@
-"""Training of the LlamaGen transformer, with dropout as published: of the inputs, and of what
+"""Training of the LlamaGen transformer. As published, dropout acts on the inputs and on what
 attention and feed-forward add (Sun et al. 2024, arXiv 2406.06525, appendix)."""
 
 from dataclasses import dataclass
@@ -10,19 +10,20 @@ from varjax.training.var_trainer import TransformerStage
 
 @dataclass(frozen=True)
 class LlamaGenStage(TransformerStage):
-    """Tokens of a picture are predicted row by row from those before."""
+    """Each token of a picture is predicted from the tokens before, row by row."""
 
     ema, clip = 0.999, 1.0
 
     def logits(self, model, quantizer, tokens, labels, key):
         context = model.encode_condition(labels, guided=False)
-        dropout = {}
-        if key is not None:  # another one than that of the labels
-            dropout = {"dropout": self.settings.dropout, "key": jax.random.fold_in(key, 1)}
-        return model.teacher_forced(context, tokens[:, :-1], **dropout)
+        if key is None:
+            return model.teacher_forced(context, tokens[:, :-1])
+        key = jax.random.fold_in(key, 1)  # `key` itself has decided which labels are dropped
+        dropout = self.settings.dropout
+        return model.teacher_forced(context, tokens[:, :-1], dropout=dropout, key=key)
 
     @property
-    def parts(self) -> tuple[str, list[tuple[int, int]]]:
+    def token_ranges(self) -> tuple[str, list[tuple[int, int]]]:
         """Quarters from top to bottom."""
         edges = [i * self.config.image_tokens // 4 for i in range(5)]
         return "per_quarter", list(zip(edges, edges[1:], strict=False))

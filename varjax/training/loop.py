@@ -5,8 +5,8 @@
     OUT/STAGE/checkpoints/N     Orbax checkpoint after N steps
     OUT/STAGE/records.json      sizes and checksums of their files
 
-A run that was killed continues from its last checkpoint that is sound; history after that step is
-dropped, so that every step appears once.
+A run that was killed continues from its last sound checkpoint. History after that step is dropped,
+so that every step appears once.
 """
 
 import contextlib
@@ -25,19 +25,22 @@ import orbax.checkpoint as ocp
 from varjax.errors import UserError, some
 from varjax.storage import arrays, lock, manifest
 from varjax.storage.atomic import check_place, new_file
-from varjax.training.clock import Clock
-from varjax.training.stage import Stage
+from varjax.training.stage import TrainingStage
+from varjax.training.time_left import StageTimeLeft
 
 SETTINGS, HISTORY, CHECKPOINTS = "settings.json", "history.jsonl", "checkpoints"
 RECORDS = "records.json"
-EARLIER = {"family": "var", "shifts": 0}  # settings that came later: what runs without them did
+EARLIER = {"family": "var", "shifts": 0}  # the meaning of settings.json without these settings
 
 
-def check_folder(out, settings: Mapping[str, Mapping]) -> None:
-    """Check that stages with these settings ({stage: {name: value}}) may start or go on in `out`.
+def check_folder(out: str | os.PathLike, settings: Mapping[str, Mapping]) -> None:
+    """Check that stages may start or go on in `out`.
+
+    settings: {stage: {name: value}}.
 
     Raises:
-      UserError: `out` cannot be written, holds something else, or a stage with other settings.
+      UserError: `out` cannot be written, holds something else, or holds a stage with other
+        settings.
     """
     if not str(out).strip() or not os.path.exists(out):
         check_place(out, flag="out")
@@ -63,6 +66,7 @@ def check_folder(out, settings: Mapping[str, Mapping]) -> None:
 
 
 def _compare(path: Path, settings: Mapping) -> None:
+    """Refuse settings that differ from those of the run that was begun."""
     try:
         stored = manifest.parse_json(path.read_text(encoding="utf-8"))
         if not isinstance(stored, dict):
@@ -80,10 +84,12 @@ def _compare(path: Path, settings: Mapping) -> None:
 
 
 class StageFolder:
-    """Files of one stage. Creates the folder; `check_folder` must have passed before. As a context
-    it closes the checkpoints."""
+    """The files of one stage. As a context it closes the checkpoints.
 
-    def __init__(self, out, stage: str, settings: Mapping):
+    It creates the folder; `check_folder` must have passed before.
+    """
+
+    def __init__(self, out: str | os.PathLike, stage: str, settings: Mapping):
         self.path = Path(out).absolute() / stage
         self._checkpoints = self.path / CHECKPOINTS
         for path in (self.path, self._checkpoints):
@@ -104,11 +110,13 @@ class StageFolder:
         self._manager.close()
 
     def restore(self, state: dict) -> tuple[dict, int]:
-        """The newest sound checkpoint, with the structure of `state`, and its steps; without one
-        `state` as it is, and 0. Damaged ones that are newer are removed, and reported.
+        """Return the newest sound checkpoint, with the structure of `state`, and its steps.
+
+        Without checkpoints the result is `state` and 0. Damaged checkpoints that are newer are
+        removed and reported.
 
         Raises:
-          UserError: there are checkpoints, all of them damaged. They stay.
+          UserError: all checkpoints are damaged. They stay.
         """
         damaged: dict[int, UserError] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
@@ -126,7 +134,7 @@ class StageFolder:
         return state, 0
 
     def _restored(self, step: int, like: dict) -> dict:
-        """A checkpoint, of whose files the checksums are compared first, if they are known."""
+        """Read a checkpoint, after comparing the checksums of its files where they are known."""
         folder = self._checkpoints / str(step)
         if records := self._records().get(str(step)):
             manifest.check_files(folder, {"files": records}, self._advice())
@@ -134,12 +142,12 @@ class StageFolder:
             return self._manager.restore(step, args=ocp.args.StandardRestore(like))
 
     def _records(self) -> dict:
-        """{step: records of its files} where they are usable."""
+        """Return {step: records of its files}, or nothing where they are not usable."""
         try:
             found = manifest.read_json(self.path / RECORDS)
             for step, records in found.items():
                 manifest.check_records(step, records)
-        except (UserError, AttributeError):  # none were written, or they are damaged themselves
+        except (UserError, AttributeError):  # the file is missing, or damaged itself
             return {}
         return found
 
@@ -147,21 +155,18 @@ class StageFolder:
         return f"to train this stage from its start, remove {self.path}"
 
     def save(self, step: int, state: dict) -> None:
-        """Write a checkpoint; the two newest are kept. `OSError` if it cannot be written; those
-        before stay."""
+        """Write a checkpoint and keep the two newest.
+
+        `OSError` if it cannot be written; earlier checkpoints stay.
+        """
         with arrays.failed_writing(self._checkpoints / str(step)):
             self._manager.save(step, args=ocp.args.StandardSave(state))
-        kept = self._records()
-        records = {
-            str(n): kept.get(str(n))
-            if n != step
-            else manifest.file_records(self._checkpoints / str(n))
-            for n in self._manager.all_steps()
-        }
-        self._write(RECORDS, json.dumps({n: r for n, r in records.items() if r}))
+        known = self._records() | {str(step): manifest.file_records(self._checkpoints / str(step))}
+        steps = map(str, self._manager.all_steps())
+        self._write(RECORDS, json.dumps({n: known[n] for n in steps if known.get(n)}))
 
     def keep_history(self, up_to: int) -> None:
-        """Drop entries of steps after `up_to`, and lines that a crash cut short or are damaged."""
+        """Drop entries of steps after `up_to`, and lines that are damaged or were cut short."""
         path, kept = self.path / HISTORY, []
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         for line in text.splitlines():
@@ -170,6 +175,7 @@ class StageFolder:
         self._write(HISTORY, "".join(f"{line}\n" for line in kept))
 
     def append_history(self, entry: Mapping) -> None:
+        """Add one line to the history."""
         with open(self.path / HISTORY, "a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
 
@@ -179,7 +185,10 @@ class StageFolder:
 
 
 def _on_default_device(state: dict) -> dict:
-    """Shapes, and where arrays go: a run may have been begun on a device of another kind."""
+    """Return the state's shapes with places on the default device.
+
+    The run may have begun on a device of another kind.
+    """
     place = jax.sharding.SingleDeviceSharding(jnp.zeros(()).devices().pop())
     return jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place),
@@ -187,16 +196,17 @@ def _on_default_device(state: dict) -> dict:
     )
 
 
-def run(stage: Stage, out, quiet: bool = False) -> dict:
-    """Train `stage` to its last step in `out`, from its newest checkpoint if there is one.
+def run(stage: TrainingStage, out: str | os.PathLike, quiet: bool = False) -> dict:
+    """Train a stage to its last step in `out`, from its newest checkpoint if there is one.
 
     Returns the final state.
 
     Raises:
-      UserError: the loss is no longer a number. The last checkpoint stays.
+      UserError: the loss has become NaN or infinite. The last checkpoint stays.
     """
-    with StageFolder(out, stage.name, stage.settings.of_stage(stage.name)) as folder:
-        # on a device by name, as the state of every later step: else the second one compiles again
+    with StageFolder(out, stage.name, stage.settings.deciding(stage.name)) as folder:
+        # The state of every later step is committed to a device. If the first were not, the second
+        # step would compile again.
         device = jnp.zeros(()).devices().pop()  # the default one
         initial = jax.device_put(stage.initial_state(), device)
         state, start = folder.restore(initial)
@@ -206,38 +216,38 @@ def run(stage: Stage, out, quiet: bool = False) -> dict:
         return _loop(stage, folder, state, start, quiet)
 
 
-def _loop(stage: Stage, folder: StageFolder, state: dict, start: int, quiet: bool) -> dict:
-    """The last step logs, validates and saves whatever the intervals are."""
-    last, clock = time.monotonic(), Clock(stage, start)
+def _loop(stage: TrainingStage, folder: StageFolder, state: dict, start: int, quiet: bool) -> dict:
+    """Run the steps. The last one logs, validates and saves whatever the intervals are."""
+    last, left = time.monotonic(), StageTimeLeft(stage, start)
     window, settings = [], stage.settings
     for n in range(start, stage.steps):
         before = time.monotonic()
         state, metrics = stage.step(state, n)
-        clock.called(n, time.monotonic() - before)
+        left.called(n, time.monotonic() - before)
         window.append(metrics)
         done, final = n + 1, n + 1 == stage.steps
         if final or done % settings.log_every == 0:
             means = _means(stage, window, done)
             now = time.monotonic()
             pace = round(len(window) * stage.batch_size / (now - last), 2)
-            clock.logged(len(window), now - last)
+            left.logged(len(window), now - last)
             line = f"{done}/{stage.steps}  {_numbers(means)}  {pace:.1f} images/s"
-            say(f"{stage.name} {line}  {clock.text(done)}".rstrip(), quiet)
+            say(f"{stage.name} {line}  {left.text(done)}".rstrip(), quiet)
             entry = {"step": done, **means, "images_per_second": pace}
             window, last = [], now
             if final or done % settings.validate_every == 0:
                 entry["validation"] = stage.validate(state)
                 say(f"{stage.name} validation {_numbers(entry['validation'])}", quiet)
                 last = time.monotonic()
-                clock.validated(last - now)
+                left.validated(last - now)
             folder.append_history(entry)
         if final or done % settings.checkpoint_every == 0:
             folder.save(done, state)
     return state
 
 
-def _means(stage: Stage, window: list[Mapping], done: int) -> dict[str, float]:
-    """Mean of each metric since the last log line, over the steps that have it."""
+def _means(stage: TrainingStage, window: list[Mapping], done: int) -> dict[str, float]:
+    """Return the mean of each metric since the last log line, over the steps that have it."""
     window = jax.device_get(window)
     means = {}
     names = {name for metrics in window for name in metrics}
@@ -252,7 +262,8 @@ def _means(stage: Stage, window: list[Mapping], done: int) -> dict[str, float]:
     return means
 
 
-def _numbers(values: Mapping) -> str:
+def _numbers(values: Mapping[str, float | list[float]]) -> str:
+    """Write names and values for a log line."""
     parts = []
     for name, value in values.items():
         listed = value if isinstance(value, list) else [value]
@@ -261,6 +272,6 @@ def _numbers(values: Mapping) -> str:
 
 
 def say(text: str, quiet: bool) -> None:
-    """One line on standard error."""
+    """Print one line on standard error."""
     if not quiet:
         print(text, file=sys.stderr, flush=True)

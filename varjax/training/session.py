@@ -1,5 +1,6 @@
 """A whole training session: codec, then tokens, then transformer, then the finished checkpoint."""
 
+import os
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -20,31 +21,34 @@ from varjax.training.var_trainer import VARStage, read_tokens, write_tokens
 from varjax.training.vqvae_trainer import VQVAEStage
 
 STAGES = ("vqvae", "var", "both", "classifier")
-NEEDED = {"vqvae": ("vqvae",), "classifier": ("classifier",)}  # stages that it goes through
+# {value of `stage`: stages that the session goes through}; others go through codec and transformer
+NEEDED = {"vqvae": ("vqvae",), "classifier": ("classifier",)}
 MODEL = "model"  # the folder of the finished checkpoint inside the run's folder
 TRANSFORMERS = {"var": VARStage, "llamagen": LlamaGenStage}
-SAMPLING = {  # by family
+SAMPLING = {  # {family: recommended sampling}
     "var": {"cfg": 3.0, "top_k": 100, "top_p": 0.95, "more_smooth": False},
     "llamagen": {**registry.LLAMAGEN_SAMPLING, "cfg": 2.0, "top_k": 200},
 }
 
 
-def train(settings: TrainingSettings, stage: str, out, quiet: bool = False) -> Path | None:
-    """Run the stage(s) in the folder `out`, resuming what is there.
+def train(
+    settings: TrainingSettings, stage: str, out: str | os.PathLike, quiet: bool = False
+) -> Path | None:
+    """Run one of `STAGES` in the folder `out`, and resume what is there.
 
     Returns the folder of the finished checkpoint, or None after stage "vqvae".
 
     Raises:
-      UserError: wrong settings or data, or an `out` that cannot be used. Nothing is written then.
+      UserError: settings or data are wrong, or `out` cannot be used. Nothing is written then.
     """
     choose("stage", stage, STAGES)
     needed = NEEDED.get(stage, ("vqvae", "var"))
-    stored = {name: settings.of_stage(name) for name in needed}
+    stored = {name: settings.deciding(name) for name in needed}
     loop.check_folder(out, stored)
     if "var" in needed and not _is_complete(settings, Path(out)):  # the codec alone is no model
         check_new_folder(Path(out) / MODEL, replaces=checkpoint.written, flag="out")
     with lock.held(out, f"another process trains in {out}: wait, or choose another folder"):
-        loop.check_folder(out, stored)  # it may have ended just now
+        loop.check_folder(out, stored)  # again: another process may have ended just now
         if stage == "classifier":
             classifier_trainer.train(settings, Path(out), Path(out) / MODEL, quiet)
             return Path(out) / MODEL
@@ -52,14 +56,23 @@ def train(settings: TrainingSettings, stage: str, out, quiet: bool = False) -> P
 
 
 def _is_complete(settings: TrainingSettings, out: Path) -> bool:
-    """Whether a model lies there and nothing is left to train, so that it may stay as it is."""
+    """Whether `out` holds a model and nothing is left to train, so that the model may stay."""
     if not (out / MODEL / manifest.NAME).is_file():
         return False
     return (out / "var" / loop.CHECKPOINTS / str(settings.var_steps)).is_dir()
 
 
-def _train(settings: TrainingSettings, stage: str, needed, out, quiet: bool) -> Path | None:
-    """Likewise, in a folder that this process holds."""
+def _train(
+    settings: TrainingSettings,
+    stage: str,
+    needed: tuple[str, ...],
+    out: str | os.PathLike,
+    quiet: bool,
+) -> Path | None:
+    """Train codec and transformer (`train`) in a folder that this process holds.
+
+    needed: the stages that the session goes through.
+    """
     if stage == "var" and not (Path(out) / "vqvae" / loop.SETTINGS).is_file():
         raise UserError(
             f"out={out} holds no trained codec: run stage=vqvae (or both) with it first"
@@ -69,7 +82,7 @@ def _train(settings: TrainingSettings, stage: str, needed, out, quiet: bool) -> 
     )
     settings.check_pictures(len(pictures.train), needed if stage == "both" else (stage,))
     pictures = data.with_shifts(pictures, settings.shifts, settings.seed)
-    config = settings.transformer(pictures.num_classes)  # refused before the codec is trained
+    config = settings.transformer(pictures.num_classes)  # raises before the codec is trained
     codec_stage = VQVAEStage(settings, settings.codec, pictures)
     if stage == "var":
         state = _finished_state(codec_stage, out)
@@ -84,14 +97,15 @@ def _train(settings: TrainingSettings, stage: str, needed, out, quiet: bool) -> 
         write_tokens(path, codec, pictures, settings)
     tokens = read_tokens(path, pictures, config)
     quantizer = getattr(codec, "quantizer", None)
-    var_stage = TRANSFORMERS[settings.family](settings, config, tokens, quantizer)
-    state = loop.run(var_stage, out, quiet)
-    return _save_model(settings, pictures, var_stage.model(state["ema"]), codec, Path(out) / MODEL)
+    transformer_stage = TRANSFORMERS[settings.family](settings, config, tokens, quantizer)
+    state = loop.run(transformer_stage, out, quiet)
+    transformer = transformer_stage.model(state["ema"])
+    return _save_model(settings, pictures, transformer, codec, Path(out) / MODEL)
 
 
-def _finished_state(stage: VQVAEStage, out) -> dict:
-    """State after the last step of the codec's training."""
-    stored = stage.settings.of_stage(stage.name)
+def _finished_state(stage: VQVAEStage, out: str | os.PathLike) -> dict:
+    """Return the state after the last step of the codec's training."""
+    stored = stage.settings.deciding(stage.name)
     with loop.StageFolder(out, stage.name, stored) as folder:
         state, done = folder.restore(stage.initial_state())
     if done < stage.steps:
@@ -109,6 +123,7 @@ def _save_model(
     codec: ImageCodec,
     model: Path,
 ) -> Path:
+    """Write the folder `model`, unless the same parts lie there already."""
     dtype = jnp.dtype(settings.save_dtype)
     parts = {"transformer": cast(transformer, dtype), "codec": cast(codec, dtype)}
     if _is_saved(model, parts):
@@ -125,29 +140,31 @@ def _save_model(
     }
     if pictures.class_names:
         metadata["class_names"] = list(pictures.class_names)
-    checkpoint.save(model, family=settings.family, parts=parts, metadata=metadata, overwrite=True)
+    family = registry.family(settings.family)
+    checkpoint.save(model, family, parts, metadata=metadata, overwrite=True)
     return model
 
 
 def _sampling(settings: TrainingSettings) -> dict:
-    """Recommended for what was trained."""
+    """Return the sampling that is recommended for what was trained."""
     found = dict(SAMPLING[settings.family])
     found["top_k"] = min(found["top_k"], settings.vocab_size)
-    if settings.family == "llamagen" and not settings.label_drop:  # there is no class for none
+    if settings.family == "llamagen" and not settings.label_drop:  # no null class was trained
         found["cfg"] = 1.0
     return found
 
 
 def _is_saved(model: Path, parts: dict) -> bool:
-    """Whether these parts lie there already; what was added or described anew may stay then."""
+    """Whether `model` holds these parts. Users may have added files or changed its description."""
     try:
-        found, _ = checkpoint.load(model, on_host=True)
+        found, _ = checkpoint.load(model, registry.CATALOGUE, on_host=True)
     except UserError:
         return False
     return all(_is_same(found.get(name), part) for name, part in parts.items())
 
 
 def _is_same(found: nnx.Module | None, part: nnx.Module) -> bool:
+    """Whether two modules have one configuration and equal parameters of equal types."""
     if found is None or found.config != part.config:
         return False
     stored, own = parameters.named(found), parameters.named(part)

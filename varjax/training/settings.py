@@ -1,8 +1,8 @@
-"""All settings of a training run: a frozen dataclass whose fields are the flags of the command."""
+"""All settings of a training run: a frozen dataclass with a field for every flag of the command."""
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
@@ -16,31 +16,49 @@ from varjax.schedule import Schedule
 
 DTYPES = ("float32", "bfloat16")
 MOST_STEPS = 10**9  # the optimiser's count is an int32
-MOST_SHIFTS = 24  # there are no more
+MOST_SHIFTS = 24  # moves by up to two pixels along both axes
 BOTH, SECOND, CLASSIFIER = ("vqvae", "var"), ("var",), ("classifier",)
 ALL = BOTH + CLASSIFIER
 
-# Families that can be trained, and their defaults where they differ from those of the fields.
+# {family that can be trained: its defaults that differ from those of the fields}
 FAMILIES = {
     "var": {},
     "llamagen": {
-        **{"vocab_size": 1024, "z_channels": 8, "ch_mult": (1, 1, 1), "num_res_blocks": 1},
-        **{"depth": 5, "shifts": 4, "var_lr": 1e-3},
+        "vocab_size": 1024,
+        "z_channels": 8,
+        "ch_mult": (1, 1, 1),
+        "num_res_blocks": 1,
+        "depth": 5,
+        "shifts": 4,
+        "var_lr": 1e-3,
     },
 }
 
 AT_LEAST_ONE = (
-    *("log_every", "checkpoint_every", "validate_every", "max_validation"),
-    *("vqvae_batch_size", "var_batch_size", "reseed_every", "classifier_batch_size"),
+    "log_every",
+    "checkpoint_every",
+    "validate_every",
+    "max_validation",
+    "vqvae_batch_size",
+    "var_batch_size",
+    "reseed_every",
+    "classifier_batch_size",
 )
 
 
-def _flag(default, text: str, stages: tuple[str, ...] = BOTH, least: int | None = None, of=None):
-    """A field with its help text and smallest value.
+def _flag(
+    default: str | int | float | bool | tuple[int, ...],
+    text: str,
+    stages: tuple[str, ...] = BOTH,
+    least: int | None = None,
+    only: str | None = None,
+):
+    """Return a field with its help text and smallest value.
 
-    stages: those whose result it decides. of: the family that alone has it; None: all do.
+    stages: the training stages whose result it decides.
+    only: the one family that has it; None: all families have it.
     """
-    described = {"help": text, "stages": stages, "least": least, "family": of}
+    described = {"help": text, "stages": stages, "least": least, "family": only}
     return field(default=default, metadata=described)
 
 
@@ -50,7 +68,7 @@ def _interval(default: int, what: str):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
-    """Settings of both stages. `UserError` if a value is impossible or two do not fit."""
+    """Settings of all stages. `UserError` if a value is impossible or two of them do not fit."""
 
     # the last step logs, validates and saves in any case
     log_every: int = _interval(20, "log line")
@@ -64,7 +82,7 @@ class TrainingSettings:
     max_images: int = _flag(0, "use only so many training pictures; 0 = all", ALL)
     shifts: int = _flag(0, "copies of every training picture, moved by up to two pixels", least=0)
     max_validation: int = _flag(512, "use at most so many validation pictures", ALL)
-    patch_nums: tuple[int, ...] = _flag((1, 2, 3, 4, 6, 8), "sides of the token maps", of="var")
+    patch_nums: tuple[int, ...] = _flag((1, 2, 3, 4, 6, 8), "sides of the token maps", only="var")
     seed: int = _flag(0, "seed of weights, order of pictures, dropped labels", ALL)
     dtype: str = _flag("float32", "type of the large products: float32 or bfloat16")
     save_dtype: str = _flag("float32", "type of the finished weights: float32 or bfloat16", ())
@@ -74,7 +92,7 @@ class TrainingSettings:
     ch: int = _flag(64, "channels of the codec's first level, a multiple of norm_groups")
     ch_mult: tuple[int, ...] = _flag((1, 1, 2, 2), "channels of the codec's levels in units of ch")
     num_res_blocks: int = _flag(2, "residual blocks per level of the codec")
-    norm_groups: int = _flag(32, "groups of the codec's normalisation", of="var")
+    norm_groups: int = _flag(32, "groups of the codec's normalisation", only="var")
     vqvae_steps: int = _flag(3400, "training steps of the codec")
     vqvae_batch_size: int = _flag(16, "pictures per step of the codec")
     vqvae_lr: float = _flag(6e-4, "peak learning rate of the codec")
@@ -84,8 +102,8 @@ class TrainingSettings:
     depth: int = _flag(4, "layers of the transformer", SECOND)
     width: int = _flag(256, "width of the transformer", SECOND)
     heads: int = _flag(4, "attention heads", SECOND)
-    shared_aln: bool = _flag(True, "one modulation for all layers: smaller", SECOND, of="var")
-    dropout: float = _flag(0.1, "share of a branch's numbers left out", SECOND, of="llamagen")
+    shared_aln: bool = _flag(True, "one modulation for all layers: smaller", SECOND, only="var")
+    dropout: float = _flag(0.1, "share of a branch's numbers left out", SECOND, only="llamagen")
     label_drop: float = _flag(0.1, "how often the label is dropped", SECOND)
     var_steps: int = _flag(2600, "training steps of the transformer", SECOND)
     var_batch_size: int = _flag(32, "pictures per step of the transformer", SECOND)
@@ -120,12 +138,13 @@ class TrainingSettings:
             )
 
     @classmethod
-    def of(cls, family: str = "var", **given) -> "TrainingSettings":
-        """With the family's own defaults for what is not given."""
-        return cls(family=family, **FAMILIES[choose("model family", family, FAMILIES)] | given)
+    def for_family(cls, family: str = "var", **given) -> "TrainingSettings":
+        """Return settings with the family's own defaults for what is not given."""
+        values = FAMILIES[choose("model family", family, FAMILIES)] | given
+        return cls(family=family, **values)
 
     def _check_family(self) -> None:
-        """Settings that this family has no use for must not be given."""
+        """Refuse settings that belong to another family."""
         for f in fields(self):
             family, value = f.metadata["family"], getattr(self, f.name)
             if family not in (None, self.family) and value != f.default:
@@ -136,6 +155,7 @@ class TrainingSettings:
                 )
 
     def _check_image_size(self) -> None:
+        """Refuse a size that the codec's levels cannot make."""
         size, unit = self.image_size, self.codec.downsample
         if self.family == "llamagen":
             if size < 1 or size % unit:
@@ -151,7 +171,7 @@ class TrainingSettings:
             )
 
     def _conditions(self) -> Iterator[tuple[str, bool, str]]:
-        """(what is given, whether it is fine, what is allowed) of single values."""
+        """Yield (what is given, whether it is allowed, what is allowed) for single values."""
         sides, decay = self.patch_nums, self.weight_decay
         listed = ",".join(map(str, sides))
         increasing = bool(sides) and sides[0] >= 1 and all(a < b for a, b in pairwise(sides))
@@ -181,6 +201,7 @@ class TrainingSettings:
 
     @property
     def codec(self) -> VQVAEConfig | VQConfig:
+        """The configuration of the codec that is trained."""
         if self.family == "llamagen":
             return VQConfig(
                 codebook_size=self.vocab_size,
@@ -201,6 +222,7 @@ class TrainingSettings:
         )
 
     def transformer(self, num_classes: int) -> VARConfig | LlamaGenConfig:
+        """Return the configuration of the transformer that is trained."""
         if self.family == "llamagen":
             return LlamaGenConfig(
                 num_classes=num_classes,
@@ -224,8 +246,8 @@ class TrainingSettings:
             cond_drop_rate=self.label_drop,
         )
 
-    def check_pictures(self, num_pictures: int, stages) -> None:
-        """`UserError` where a step of one of the `stages` takes more than all training pictures."""
+    def check_pictures(self, num_pictures: int, stages: Iterable[str]) -> None:
+        """`UserError` if a step of one of the stages takes more than all training pictures."""
         for stage in stages:
             size = getattr(self, f"{stage}_batch_size")
             if size > num_pictures:
@@ -234,10 +256,10 @@ class TrainingSettings:
                     f" pictures: choose at most {num_pictures}"
                 )
 
-    def of_stage(self, stage: str) -> dict:
-        """{name: JSON value} of the settings that decide the result of `stage`."""
-        ours = [f for f in fields(self) if f.metadata["family"] in (None, self.family)]
-        named = [f.name for f in ours if stage in f.metadata["stages"]]
-        values = {name: getattr(self, name) for name in named}
+    def deciding(self, stage: str) -> dict:
+        """Return {name: JSON value} for the settings that decide the result of a stage."""
+        own = [f for f in fields(self) if f.metadata["family"] in (None, self.family)]
+        names = [f.name for f in own if stage in f.metadata["stages"]]
+        values = {name: getattr(self, name) for name in names}
         values["data"] = str(Path(self.data).absolute())
         return json.loads(json.dumps(values))

@@ -1,5 +1,5 @@
-"""What training the codec and training the transformer have in common: the order of the pictures,
-where they lie, AdamW with clipping, learning rate schedules, and the moving average of the weights.
+"""What all training stages share: the order of the pictures, where they lie, AdamW with clipping,
+learning rate schedules, and the moving average of the weights.
 
 Parameters are flat dictionaries {name: array} (`varjax.nn.parameters.named`).
 """
@@ -20,22 +20,22 @@ from varjax.nn import parameters
 from varjax.training.data import Dataset
 from varjax.training.settings import TrainingSettings
 
-RESIDENT = 16 * 2**30  # bytes of pictures or tokens that are put on the device once
+RESIDENT = 16 * 2**30  # pictures or tokens of up to so many bytes are put on the device once
 
 
 @dataclass(frozen=True)
-class Stage:
+class TrainingStage:
     """One stage of a training run: a model, its recipe and its data. Subclasses add
 
         optimizer() -> optax transformation
         step(state, n) -> (state, metrics)    step n, counted from 0; scalars on the device
-        validate(state) -> dict of numbers    of the averaged weights
+        validate(state) -> dict of numbers    measured with the averaged weights
 
-    Everything random in step n follows from the seed and n. So a state and its step are all that a
-    checkpoint needs, and a resumed run repeats exactly what an uninterrupted one does.
+    Everything random in step n follows from the seed and n. So a checkpoint needs only a state and
+    its step, and a resumed run repeats exactly what an uninterrupted one does.
 
-    The compiled methods take the stage as a static argument, so that stages of the same settings in
-    one process share them: they must not read `data`, which does not count in comparisons.
+    The compiled methods take the stage as a static argument, so that stages with equal settings in
+    one process share programs. These methods must not read `data`, which comparisons leave out.
     """
 
     settings: TrainingSettings
@@ -43,7 +43,7 @@ class Stage:
     data: Dataset = field(compare=False, repr=False)
 
     name: ClassVar[str]
-    part: ClassVar[str]  # of the model: "codec" or "transformer"
+    part: ClassVar[str]  # which part of the model is trained: "codec" or "transformer"
     ema: ClassVar[float]  # decay of the averaged weights
 
     @property
@@ -60,7 +60,7 @@ class Stage:
 
     @property
     def new_programs(self) -> tuple[int, ...]:
-        """Steps from which on another program runs, for estimates of time."""
+        """Steps from which another program runs, for estimates of the time that is left."""
         return ()
 
     def initial_state(self) -> dict:
@@ -68,25 +68,28 @@ class Stage:
         return initial_state(parameters.named(model), self.optimizer())
 
     def model(self, params: Mapping) -> nnx.Module:
-        """The network with these parameters, for example `state["ema"]`."""
+        """Return the network with these parameters, for example `state["ema"]`."""
         return parameters.fill(parameters.abstract(self.network, self.config), params)
 
     def key(self, n: int) -> jax.Array:
+        """Return the random key of step n."""
         return jax.random.fold_in(jax.random.key(self.settings.seed), n)
 
-    def drawn(self, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """int [B] and bool [B]: pictures of step n, and which of them are mirrored."""
+    def pictures(self, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the pictures of step n, int [B], and which of them are mirrored, bool [B]."""
         size, seed = self.batch_size, self.settings.seed
-        chosen = indices(len(self.data.train_labels), size, seed, n)
-        return chosen, flips(size, seed, n)
+        chosen = pictures_of_step(len(self.data.train_labels), size, seed, n)
+        return chosen, mirrored_in_step(size, seed, n)
 
-    def train_items(self, *index: np.ndarray):
-        """Of the training data, which lies on the device unless it is large: steps then wait for
-        no transfer."""
+    def train_items(self, *index: np.ndarray) -> jax.Array | np.ndarray:
+        """Return entries of the training data, which lies on the device unless it is large.
+
+        Steps then wait for no transfer.
+        """
         return _take(self._train_data, index)
 
     @cached_property
-    def _train_data(self):
+    def _train_data(self) -> jax.Array | np.ndarray:
         data = self.data.train
         return jnp.asarray(data) if data.nbytes <= RESIDENT else data
 
@@ -99,18 +102,18 @@ def _order(count: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(count)
 
 
-def indices(count: int, batch_size: int, seed: int, step: int) -> np.ndarray:
-    """int64 [batch_size]: pictures of step `step`; every epoch is a new permutation."""
+def pictures_of_step(count: int, batch_size: int, seed: int, step: int) -> np.ndarray:
+    """Return int64 [batch_size], the pictures of a step. Every epoch is a new permutation."""
     positions = step * batch_size + np.arange(batch_size)
     return np.array([_order(count, seed, int(p // count))[p % count] for p in positions])
 
 
-def flips(batch_size: int, seed: int, step: int) -> np.ndarray:
-    """bool [batch_size]: which pictures of the step are mirrored, each with probability 1/2."""
+def mirrored_in_step(batch_size: int, seed: int, step: int) -> np.ndarray:
+    """Return bool [batch_size]: which pictures of a step are mirrored, half of them on average."""
     return np.random.default_rng((seed, step, 1)).random(batch_size) < 0.5
 
 
-def _take(array, index: tuple):
+def _take(array: jax.Array | np.ndarray, index: tuple) -> jax.Array | np.ndarray:
     return _take_on_device(array, index) if isinstance(array, jax.Array) else array[index]
 
 
@@ -120,7 +123,7 @@ def _take_on_device(array, index: tuple):
 
 
 def whole_batches(count: int, batch_size: int) -> Iterator[slice]:
-    """Batches of one size in order, so that one program serves all; the rest is left out."""
+    """Return batches of one size in order, so that one program serves all. The rest is left out."""
     size = min(batch_size, count)
     return (slice(start, start + size) for start in range(0, count - size + 1, size))
 
@@ -128,8 +131,10 @@ def whole_batches(count: int, batch_size: int) -> Iterator[slice]:
 def learning_rate(
     peak: float, steps: int, warm_up: int = 0, flat_until: float = 0.0
 ) -> optax.Schedule:
-    """Linear warm-up over `warm_up` steps, constant until the part `flat_until` of the run, then a
-    cosine to 1 % of the peak."""
+    """Return a schedule: linear warm-up, a constant peak, then a cosine to 1 % of the peak.
+
+    warm_up: steps. flat_until: the part of the run after which the cosine begins.
+    """
     warm_up = min(warm_up, steps // 2)
     flat = max(0, round(steps * flat_until) - warm_up)
     pieces = [
@@ -141,14 +146,14 @@ def learning_rate(
 
 
 def decays(params: Mapping) -> dict[str, bool]:
-    """Weight decay acts on matrices and convolutions, not on embeddings, biases, scales or phi."""
+    """Select what decays: matrices and convolutions, not embeddings, biases, scales or phi."""
     return {name: name.endswith("/kernel") for name in params}
 
 
 def adamw(
     rate: optax.Schedule, b2: float, clip: float, weight_decay: float = 0.0
 ) -> optax.GradientTransformation:
-    """AdamW on gradients whose norm over all parameters is at most `clip`."""
+    """Return AdamW on gradients that are clipped to the norm `clip` over all parameters."""
     return optax.chain(
         optax.clip_by_global_norm(clip),
         optax.adamw(rate, b1=0.9, b2=b2, weight_decay=weight_decay, mask=decays),
@@ -156,7 +161,7 @@ def adamw(
 
 
 def initial_state(params: Mapping, optimizer: optax.GradientTransformation) -> dict:
-    """{"params", "ema", "optimizer", "step"}: what a checkpoint holds, all arrays."""
+    """Return what a checkpoint holds, all arrays: {"params", "ema", "optimizer", "step"}."""
     # an explicit type: weakly typed leaves would make the first step compile twice
     params = {name: jnp.asarray(value, value.dtype) for name, value in params.items()}
     return {
@@ -170,10 +175,10 @@ def initial_state(params: Mapping, optimizer: optax.GradientTransformation) -> d
 def descend(
     state: dict, loss_of: Callable, optimizer: optax.GradientTransformation, ema: float
 ) -> tuple[dict, object, jax.Array]:
-    """One step down `loss_of(params) -> (loss, more)`.
+    """Take one step down the gradient of `loss_of(params) -> (loss, more)`.
 
-    The average follows quickly at first (decay (1 + n) / (10 + n), at most `ema`), so that short
-    runs have a useful one.
+    The average follows quickly at first (decay (1 + n) / (10 + n), at most `ema`), so that it is
+    useful after short runs, too.
 
     Returns the new state, what `loss_of` gave, and the norm of the gradients before clipping.
     """

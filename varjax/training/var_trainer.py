@@ -1,10 +1,8 @@
-"""Training of transformers, and VAR's: teacher forcing on the tokens of a finished codec.
+"""Training of transformers in general and of VAR: teacher forcing on a finished codec's tokens.
 
-Tokens, plain and mirrored, are made once, in float32, and kept in a file.
-
-All tokens of a picture are predicted at once, VAR's under the block-causal mask; the loss is their
-mean cross entropy. Labels are dropped at random, which teaches the null class that
-guidance needs.
+Tokens, plain and mirrored, are made once, in float32, and kept in a file. All tokens of a picture
+are predicted at once, in VAR under the block-causal mask. The loss is their mean cross entropy.
+Labels are dropped at random, which teaches the null class that guidance needs.
 """
 
 import functools
@@ -17,26 +15,28 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from varjax.codecs.autoencoder import cast
+from varjax.codecs.autoencoder import ImageCodec, cast
 from varjax.codecs.vqvae.model import Quantizer
 from varjax.errors import UserError, some
+from varjax.models.llamagen.config import LlamaGenConfig
+from varjax.models.var.config import VARConfig
 from varjax.storage import npz
 from varjax.storage.atomic import new_file
 from varjax.training.data import Dataset, to_float
 from varjax.training.settings import TrainingSettings
-from varjax.training.stage import Stage, adamw, descend, learning_rate, whole_batches
+from varjax.training.stage import TrainingStage, adamw, descend, learning_rate, whole_batches
 
 TOKENS = ("train", "train_labels", "val", "val_labels")  # what the file of tokens holds
 
 
 @dataclass(frozen=True)
-class TransformerStage(Stage):
+class TransformerStage(TrainingStage):
     """`data` holds tokens (`read_tokens`). Subclasses add
 
         logits(model, quantizer, tokens, labels, key) -> [B, L, V]    key: None in validation
-        parts -> (name, [(first, last + 1)])    parts of a picture, whose losses validation reports
+        token_ranges -> (name, [(first, last + 1)])    validation reports a loss for each of them
 
-    quantizer: of the codec, where inputs are made of its codes.
+    quantizer: the codec's, for transformers whose inputs are made of its codes.
     """
 
     quantizer: Quantizer | None = field(default=None, compare=False, repr=False)
@@ -50,22 +50,25 @@ class TransformerStage(Stage):
         return adamw(rate, b2=0.95, clip=self.clip, weight_decay=settings.weight_decay)
 
     def step(self, state: dict, n: int) -> tuple[dict, dict]:
-        chosen, mirrored = self.drawn(n)
+        chosen, mirrored = self.pictures(n)
         tokens = self.train_items(mirrored.astype(int), chosen)
         labels = self.data.train_labels[chosen]
         return self._train(state, self.quantizer, tokens, labels, self.key(n))
 
     def validate(self, state: dict) -> dict:
-        """Cross entropy in nats per token: mean, and by part; share of tokens guessed right."""
+        """Measure the cross entropy in nats per token, its mean and by range of tokens.
+
+        The accuracy is the share of tokens that are guessed right.
+        """
         tokens, labels = self.data.val, self.data.val_labels
         parts = [
             self._evaluate(state["ema"], self.quantizer, tokens[rows], labels[rows])
             for rows in whole_batches(len(labels), self.batch_size)
         ]
         loss, right = np.mean(jax.device_get(parts), axis=0)  # [L] each
-        name, bounds = self.parts
-        by_part = [round(float(loss[a:b].mean()), 4) for a, b in bounds]
-        return {"loss": float(loss.mean()), "accuracy": float(right.mean()), name: by_part}
+        name, ranges = self.token_ranges
+        by_range = [round(float(loss[a:b].mean()), 4) for a, b in ranges]
+        return {"loss": float(loss.mean()), "accuracy": float(right.mean()), name: by_range}
 
     # --- compiled ---
 
@@ -86,7 +89,7 @@ class TransformerStage(Stage):
         return jnp.stack([x.mean(0) for x in self._predict(params, quantizer, tokens, labels)])
 
     def _predict(self, params: dict, quantizer, tokens, labels, key=None):
-        """Cross entropy [B, L] and whether the likeliest token is right [B, L]."""
+        """Return cross entropy [B, L] and whether the likeliest token is right [B, L]."""
         model = cast(self.model(params), jnp.dtype(self.settings.dtype))
         logits = self.logits(model, quantizer, tokens, labels, key)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
@@ -95,7 +98,7 @@ class TransformerStage(Stage):
 
 @dataclass(frozen=True)
 class VARStage(TransformerStage):
-    """Scales of a picture are predicted from the codes of those before."""
+    """Each scale of a picture is predicted from the codes of the scales before."""
 
     ema, clip = 0.998, 2.0
 
@@ -103,19 +106,21 @@ class VARStage(TransformerStage):
         return model(labels, quantizer.teacher_inputs(tokens))
 
     @property
-    def parts(self) -> tuple[str, list[tuple[int, int]]]:
+    def token_ranges(self) -> tuple[str, list[tuple[int, int]]]:
         schedule = self.config.schedule
         return "per_scale", list(zip(schedule.starts, schedule.ends, strict=True))
 
 
-def write_tokens(path: Path, codec, pictures: Dataset, settings: TrainingSettings) -> None:
-    """Tokenise training pictures, plain and mirrored, and some validation pictures."""
+def write_tokens(
+    path: Path, codec: ImageCodec, pictures: Dataset, settings: TrainingSettings
+) -> None:
+    """Write the tokens of all training pictures, plain and mirrored, and of some for validation."""
     encode = jax.jit(type(codec).images_to_tokens)
 
     def tokens_of(images: np.ndarray) -> np.ndarray:
         size, found = min(settings.var_batch_size, len(images)), []
         for start in range(0, len(images), size):
-            # the last picture fills up the last batch, so that one program serves all
+            # copies of the last picture fill up the last batch, so that one program serves all
             rows = np.minimum(np.arange(start, start + size), len(images) - 1)
             found.append(np.asarray(encode(codec, to_float(images[rows]))))
         return np.concatenate(found)[: len(images)]
@@ -132,9 +137,11 @@ def write_tokens(path: Path, codec, pictures: Dataset, settings: TrainingSetting
         np.savez_compressed(file, **arrays)
 
 
-def read_tokens(path: Path, pictures: Dataset, config) -> Dataset:
-    """`pictures` as int32 tokens: `train` [2, N, L], plain and mirrored; `val` [M, L]. `UserError`
-    unless they are tokens of such pictures for a model of this configuration."""
+def read_tokens(path: Path, pictures: Dataset, config: VARConfig | LlamaGenConfig) -> Dataset:
+    """Return `pictures` as int32 tokens: `train` [2, N, L], plain and mirrored; `val` [M, L].
+
+    `UserError` unless the file holds tokens of such pictures for a model of this configuration.
+    """
     most = 8 * 2 * len(pictures.train) * config.schedule.total_tokens  # bytes; they may pack well
     try:
         arrays = npz.load(path, TOKENS, max(most, npz.LARGEST))
@@ -148,7 +155,8 @@ def read_tokens(path: Path, pictures: Dataset, config) -> Dataset:
     return found
 
 
-def _problem(tokens: Dataset, pictures: Dataset, config) -> str | None:
+def _problem(tokens: Dataset, pictures: Dataset, config: VARConfig | LlamaGenConfig) -> str | None:
+    """Say why these are no tokens of the pictures; None: they are."""
     length, count = config.schedule.total_tokens, np.size(tokens.val_labels)
     shapes = {"train": (2, len(pictures.train), length), "val": (count, length)}
     for name, shape in shapes.items():

@@ -1,11 +1,12 @@
 """Training of the image codec, VQVAE or VQ: reconstruction (L1 + MSE) plus the quantiser's loss.
 
 The recipe keeps the whole codebook alive (measured in `docs/training.md`):
-  1. some steps as a plain autoencoder, without quantiser;
-  2. first codes by k-means of the vectors that they have to stand for: the residuals that the
-     autoencoder leaves at each scale, or with one map the latents;
-  3. from then on the quantised model; codes seldom used since the last look are moved to vectors
-     of the current pictures every `reseed_every` steps, up to `reseed_until` of the run.
+  1. The first steps train a plain autoencoder, without quantiser.
+  2. Then k-means chooses the first codes from the vectors that they have to stand for. These are
+     the residuals that the autoencoder leaves at each scale, or the latents if there is one map.
+  3. From then on the quantised model is trained. Every `reseed_every` steps, up to the part
+     `RESEED_UNTIL` of the run, codes that were seldom used since the last time are moved to vectors
+     of the current pictures.
 
 The quantiser runs in float32; encoder and decoder in `dtype`.
 
@@ -24,17 +25,17 @@ from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from varjax.codecs.autoencoder import ImageCodec
 from varjax.training.data import to_float
-from varjax.training.stage import Stage, adamw, descend, learning_rate, whole_batches
+from varjax.training.stage import TrainingStage, adamw, descend, learning_rate, whole_batches
 
-CODES = "embedding"  # how the name of the codes ends
-VECTORS_PER_CODE, ROUNDS = 16, 12  # for k-means
-RARE = 0.05  # part of the mean usage
+CODES = "embedding"  # the end of the name of the codes among the parameters
+VECTORS_PER_CODE, ROUNDS = 16, 12  # of k-means
+RARE = 0.05  # a code is rare below this part of the mean usage
 RESEED_UNTIL = 0.75  # part of the run
 JITTER = 1e-3  # relative noise, so that repeated vectors do not make identical codes
 
 
 @dataclass(frozen=True)
-class VQVAEStage(Stage):
+class VQVAEStage(TrainingStage):
     """`data` holds pictures."""
 
     name, part, ema = "vqvae", "codec", 0.995
@@ -48,7 +49,7 @@ class VQVAEStage(Stage):
         return (self.settings.autoencoder_steps,)
 
     def initial_state(self) -> dict:
-        """With `usage` [V], how often each code was used since the last look."""
+        """Add `usage` [V], how often each code was used since codes were last moved."""
         return {**super().initial_state(), "usage": jnp.zeros(self.config.vocab_size)}
 
     def step(self, state: dict, n: int) -> tuple[dict, dict]:
@@ -63,7 +64,7 @@ class VQVAEStage(Stage):
         return self._train(state, images, quantise)
 
     def validate(self, state: dict) -> dict:
-        """PSNR in dB (mean over pictures), mean absolute error in [0, 1], use of the codebook."""
+        """Measure mean PSNR in dB, mean absolute error in [0, 1], and the use of the codebook."""
         pictures, codec = self.data.val[: self.settings.max_validation], self.model(state["ema"])
         errors, usage = [], 0
         for rows in whole_batches(len(pictures), self.batch_size):
@@ -80,12 +81,12 @@ class VQVAEStage(Stage):
         }
 
     def _images(self, n: int) -> jax.Array:
-        """[B, S, S, 3] pictures of step n in [-1, 1], half of them mirrored."""
-        chosen, mirrored = self.drawn(n)
+        """Return the pictures of step n, [B, S, S, 3] in [-1, 1], half of them mirrored."""
+        chosen, mirrored = self.pictures(n)
         return _pixels(self.train_items(chosen), mirrored)
 
     def _place_codes(self, state: dict, n: int) -> dict:
-        """First codes: k-means of the vectors of some batches."""
+        """Put the first codes into the state: k-means of the vectors of some batches."""
         count = self.config.vocab_size
         wanted = VECTORS_PER_CODE * count
         vectors = [self._first_vectors(state, self._images(n))]
@@ -117,12 +118,12 @@ class VQVAEStage(Stage):
         return loss, ({**metrics, "quantizer": extra} if quantise else metrics, used)
 
     def _usage(self, tokens):
-        """[V] how often each code occurs."""
+        """Return [V], how often each code occurs."""
         return jnp.zeros(self.config.vocab_size).at[tokens.reshape(-1)].add(1)
 
     @functools.partial(jax.jit, static_argnums=0)
     def _first_vectors(self, state: dict, images):
-        """[B * L, C] vectors that the first codes have to stand for."""
+        """Return the vectors that the first codes have to stand for, [B * L, C]."""
         codec = self.model(state["params"])
         vectors = codec.first_vectors(codec.encode(images))
         return vectors.reshape(-1, vectors.shape[-1])
@@ -136,7 +137,7 @@ class VQVAEStage(Stage):
 
     @functools.partial(jax.jit, static_argnums=0)
     def _reconstruction_error(self, codec: ImageCodec, images):
-        """([2, B] mean squared and absolute error of pixels in [0, 1], [V] usage)."""
+        """Return mean squared and absolute error of pixels in [0, 1], [2, B], and the usage [V]."""
         tokens = codec.images_to_tokens(images)
         difference = (codec.tokens_to_images(tokens) - images) / 2
         errors = jnp.stack([jnp.square(difference), jnp.abs(difference)]).mean((2, 3, 4))
@@ -148,12 +149,12 @@ def _pixels(
     images: UInt8[Array, "B S S 3"], mirrored: Bool[Array, " B"]
 ) -> Float[Array, "B S S 3"]:
     images = jnp.where(mirrored[:, None, None, None], images[:, :, ::-1], images)
-    # by table: every device has the numbers that the host would have
+    # a look-up gives every device the numbers that the host would compute
     return jnp.asarray(to_float(np.arange(256)))[images]
 
 
 def _with_codes(state: Mapping, codes, moved) -> dict:
-    """State with new codes where `moved`, in the averaged weights too, and usage counted afresh."""
+    """Return the state with new codes where `moved`, also in the average, and with usage zero."""
     name = _codes_name(state)
     average = jnp.where(moved[:, None], codes, state["ema"][name])
     return {
@@ -177,7 +178,7 @@ def _nearest(vectors: Float[Array, "n C"], codes: Float[Array, "V C"]) -> Int[Ar
 
 
 def _samples(key: Array, vectors: Float[Array, "n C"], count: int) -> Float[Array, "V C"]:
-    """`count` random vectors, different ones where there are enough, with a little noise."""
+    """Return `count` random vectors with a little noise, all different where there are enough."""
     pick, noise = jax.random.split(key)
     chosen = jax.random.choice(pick, len(vectors), (count,), replace=count > len(vectors))
     return vectors[chosen] + JITTER * vectors.std() * jax.random.normal(
@@ -187,7 +188,7 @@ def _samples(key: Array, vectors: Float[Array, "n C"], count: int) -> Float[Arra
 
 @functools.partial(jax.jit, static_argnums=2)
 def k_means(key: Array, vectors: Float[Array, "n C"], num_codes: int) -> Float[Array, "V C"]:
-    """Codes after rounds of k-means; one that loses all its vectors restarts at a random vector."""
+    """Run k-means. A code that loses all its vectors restarts at a random vector."""
     start, key = jax.random.split(key)
 
     def improve(codes, key):
@@ -215,6 +216,6 @@ def reseed(
 
 
 def perplexity(usage: Float[Array, " V"]) -> Float[Array, ""]:
-    """exp(entropy) of the usage: how many codes are used as if equally often."""
+    """Return exp(entropy) of the usage: the number of codes, if all were used equally often."""
     share = usage / jnp.maximum(usage.sum(), 1)
     return jnp.exp(-jnp.where(share > 0, share * jnp.log(jnp.maximum(share, 1e-12)), 0).sum())

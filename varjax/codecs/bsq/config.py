@@ -90,16 +90,20 @@ class BSQConfig(published.Configuration):
 
     @classmethod
     def from_published(cls, values: Mapping) -> "BSQConfig":
-        """Read published names. `UserError` for unknown ones, with the list of known ones."""
+        """Read published names. `UserError` for an unknown name lists the known ones."""
         return cls(**cls.arguments(values, IGNORED_NAMES, cnn_attention=object))
 
 
-_EIGHT = {"encoder_ch_mult": (1, 2, 4, 4), "decoder_ch_mult": (1, 2, 4, 4), "patch_size": 8}
 # The released tokenizers, by bits per transformer token: 56 bits are 2x2 positions of 14.
 PRESETS = {
     "bsq-d16": BSQConfig(codebook_dim=16),
     "bsq-d24": BSQConfig(codebook_dim=24),
     "bsq-d32": BSQConfig(codebook_dim=32),
     "bsq-d64": BSQConfig(codebook_dim=64),
-    "bsq-d56": BSQConfig(codebook_dim=14, **_EIGHT),
+    "bsq-d56": BSQConfig(
+        codebook_dim=14,
+        encoder_ch_mult=(1, 2, 4, 4),
+        decoder_ch_mult=(1, 2, 4, 4),
+        patch_size=8,
+    ),
 }

@@ -5,15 +5,15 @@
     decode              sum of codes -> images in [-1, 1]
 
 Scale k of the quantiser pools what is still unexplained of the latent map to its own size and keeps
-the signs. Their code, a corner of the unit cube's sphere, is enlarged to the full map and
-subtracted. There is nothing learned here. All of it runs in float32 with full-precision products: a
-single different bit early on changes later ones.
+the signs. The code of these bits, a vector of length 1, is enlarged to the full map and subtracted.
+Nothing here is learned. Everything runs in float32 with full-precision products, because a single
+different bit early on changes later ones.
 
 The quantiser shrinks by area means, the transformer's inputs are shrunk linearly: two different
 resizings of nearly the same maps.
 
-A schedule is always that of the latent maps: for a transformer with patchify it has twice the sides
-of the transformer's.
+A schedule is always that of the latent maps. For a transformer with patchify its sides are twice as
+long as in the transformer's own schedule.
 
 Letters: B images of H x W pixels, L latent positions of all scales, P x Q the final map, C channels
 (bits).
@@ -52,7 +52,8 @@ class BSQVAE(ImageCodec):
     # --- what generation asks of a codec ---
 
     def codes(self, bits: UInt8[Array, "B T C"]) -> Float[Array, "B T C"]:
-        """Code vectors of drawn bits: a token of several codes has all of theirs."""
+        """Code vectors of drawn bits. A token that stands for several codes has all their
+        values."""
         return codes(bits, self.config.codebook_dim)
 
     def accumulate(
@@ -110,7 +111,7 @@ def features_to_bits(h: Float[Array, "B P Q C"], schedule: Schedule) -> UInt8[Ar
 def residuals(h: Float[Array, "B P Q C"], schedule: Schedule) -> Iterator[Float[Array, "B p q C"]]:
     """Per scale, the pooled rest whose signs are the bits.
 
-    The published quantiser normalises it first, which cannot change a sign and is left out.
+    The published quantiser normalises the rest first. That is left out: it cannot change a sign.
     """
     if h.shape[1:3] != schedule.final_map:
         raise UserError(
@@ -159,9 +160,8 @@ def teacher_inputs(
 
 
 def tokens_to_bits(tokens: np.ndarray, schedule: Schedule, patch: int) -> np.ndarray:
-    """uint8 [N, L, C * patch**2] tokens of a transformer's schedule -> bits of the codec as files
-    hold them, uint8 [N, L_vae, C]: with patches, four times as many rows of a quarter of the bits,
-    row-major on the finer maps."""
+    """Tokens on a transformer's schedule, uint8 [N, L, C * patch**2], as bits of the codec, which
+    files hold: uint8 [N, L * patch**2, C], row-major on the finer maps."""
     width, parts = tokens.shape[-1], []
     for (h, w), start in zip(schedule.maps, schedule.starts, strict=True):
         maps = np.asarray(tokens[:, start : start + h * w], np.uint8).reshape(-1, h, w, width)
@@ -172,7 +172,8 @@ def tokens_to_bits(tokens: np.ndarray, schedule: Schedule, patch: int) -> np.nda
 def tokens_from_bits(
     array: np.ndarray, num_images: int, scales: int, schedule: Schedule, patch: int, bits: int
 ) -> np.ndarray:
-    """The inverse, from bits that reach at least through the given scales; 0 beyond."""
+    """The inverse of `tokens_to_bits`: uint8 [num_images, L, bits * patch**2]. `UserError` unless
+    the array holds bits of at least the first `scales` scales; bits that it lacks are 0."""
     least, most = (schedule.ends[max(0, n - 1)] * patch**2 for n in (scales, schedule.num_scales))
     fits = array.ndim == 3 and array.shape[::2] == (num_images, bits)
     if not fits or not (least if scales else 0) <= array.shape[1] <= most:

@@ -10,9 +10,10 @@ from varjax.nn import published
 
 GROUPS = 32  # of the normalisation
 # Published arguments and notes that do not change the function computed.
-IGNORED_NAMES = ("note", "dropout_p", "codebook_show_usage", "commit_loss_beta")
-IGNORED_NAMES += ("entropy_loss_ratio",)
-ALIASES = {
+IGNORED_NAMES = frozenset(
+    "note dropout_p codebook_show_usage commit_loss_beta entropy_loss_ratio".split()
+)
+ALIASES = {  # the constructor's name: ours
     "codebook_l2_norm": "l2_norm",
     "encoder_ch_mult": "ch_mult",
     "decoder_ch_mult": "ch_mult",
@@ -21,8 +22,8 @@ ALIASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class VQConfig(Levels):
-    """Shape of the image codec; `UserError` when a size is impossible. The map of a picture has any
-    height and width: they are given with every call.
+    """Shape of the image codec; `UserError` when a size is impossible. A picture's map may have any
+    height and width, which are given with every call.
 
     l2_norm: codes and features have unit length.
     """
@@ -43,11 +44,15 @@ class VQConfig(Levels):
 
     @classmethod
     def from_published(cls, values: Mapping) -> "VQConfig":
-        """Read published names: those of the constructor, or shorter ones (`ALIASES`). `UserError`
-        for unknown ones and for an encoder and decoder of different widths."""
-        types = {"codebook_l2_norm": bool, "encoder_ch_mult": published.INTEGERS}
-        types |= {"decoder_ch_mult": published.INTEGERS}
-        found = cls.arguments(values, IGNORED_NAMES, **types)
+        """Read published names: the constructor's, or the shorter ones of this class (`ALIASES`).
+        `UserError` for unknown names and for an encoder and decoder of different widths."""
+        found = cls.arguments(
+            values,
+            IGNORED_NAMES,
+            codebook_l2_norm=bool,
+            encoder_ch_mult=published.INTEGERS,
+            decoder_ch_mult=published.INTEGERS,
+        )
         for alias, name in ALIASES.items():
             if alias in found and found.setdefault(name, found[alias]) != found.pop(alias):
                 raise cls.wrong(
@@ -56,8 +61,13 @@ class VQConfig(Levels):
         return cls(**found)
 
     @property
+    def code_channels(self) -> int:
+        """Channels of the latent map of codes."""
+        return self.codebook_embed_dim
+
+    @property
     def vocab_size(self) -> int:
-        """As transformers call the number of codes."""
+        """The number of codes, by the name that transformers have for it."""
         return self.codebook_size
 
     def _layout(self, num_blocks: int) -> Layout:

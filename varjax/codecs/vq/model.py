@@ -53,7 +53,8 @@ class VQ(ImageCodec):
         return l2_normalize(codes) if self.config.l2_norm else codes
 
     def nearest(self, z: Float[Array, "... C"]) -> Int[Array, "..."]:
-        """Index of the nearest code: smallest distance, of unit vectors with `l2_norm`."""
+        """Index of the nearest code: the one of smallest distance, with `l2_norm` between unit
+        vectors."""
         return nearest(z, self.embedding[...], by_angle=self.config.l2_norm)
 
     # --- what generation asks of a codec ---
@@ -63,13 +64,13 @@ class VQ(ImageCodec):
         return self.codebook()[tokens]
 
     def code_map(self, tokens: Int[Array, "B T"], grid: tuple[int, int]) -> Float[Array, "B h w C"]:
-        """The latent map of all tokens of a picture, drawn row by row; grid: its (h, w)."""
+        """The latent map that all tokens of a picture give; they lie row by row. grid: (h, w)."""
         return self.codes(tokens).reshape(len(tokens), *grid, -1)
 
     # --- what training asks of a codec ---
 
     def unquantized(self, f: Float[Array, "B h w C"]) -> Float[Array, "B h w C"]:
-        """What is decoded as long as there is no quantiser."""
+        """The map that is decoded as long as training has no quantiser."""
         return l2_normalize(f) if self.config.l2_norm else f
 
     def quantize(self, f: Float[Array, "B h w C"]):
@@ -85,7 +86,7 @@ class VQ(ImageCodec):
         return f + (still - fixed), tokens.reshape(len(f), -1), loss
 
     def vectors(self, f: Float[Array, "B h w C"]) -> Float[Array, "B T C"]:
-        """What codes have to stand for."""
+        """The vectors that codes have to stand for."""
         return self.unquantized(f).reshape(len(f), -1, f.shape[-1])
 
     first_vectors = vectors  # whether or not there are codes
@@ -99,6 +100,6 @@ class VQ(ImageCodec):
     def tokens_to_images(
         self, tokens: Int[Array, "B T"], grid: tuple[int, int] | None = None
     ) -> Float[Array, "B H W 3"]:
-        """grid: height and width of the map; None: a square."""
+        """Pictures of all their tokens. grid: height and width of the map; None: it is a square."""
         grid = grid or (math.isqrt(tokens.shape[1]),) * 2
         return self.decode(self.code_map(tokens, grid))

@@ -6,9 +6,9 @@
 
 Scale k of the quantiser pools what is still unexplained of the latent map to its own size, picks
 the nearest code for every position, enlarges the codes to the full map, passes them through a small
-convolution phi and subtracts the result. The sum over scales is the quantised latent map. All of it
-runs in float32 with full-precision products: a single different code early on changes every later
-one. An encoder in bfloat16 changes about one token in eight.
+convolution phi and subtracts the result. The sum over scales is the quantised latent map.
+Everything runs in float32 with full-precision products, because a single different code early on
+changes every later one. An encoder in bfloat16 changes about one token in eight.
 
 Letters: B images of H x W pixels, K scales, L tokens of all scales, P x Q the final map, C
 channels, V codes.
@@ -233,19 +233,19 @@ class VQVAE(ImageCodec):
     # --- what training asks of a codec ---
 
     def unquantized(self, f: Float[Array, "B P Q C"]) -> Float[Array, "B P Q C"]:
-        """What is decoded as long as there is no quantiser."""
+        """The map that is decoded as long as training has no quantiser."""
         return f
 
     def quantize(self, f: Float[Array, "B P Q C"]):
-        """`Quantizer.quantize`."""
+        """Quantised map, tokens and loss; see `Quantizer.quantize`."""
         return self.quantizer.quantize(f)
 
     def vectors(self, f: Float[Array, "B P Q C"]) -> Float[Array, "B L C"]:
-        """What codes have to stand for; they re-seed unused ones."""
+        """The vectors that codes have to stand for; unused codes are re-seeded with them."""
         return self.quantizer.pooled_residuals(f)
 
     def first_vectors(self, f: Float[Array, "B P Q C"]) -> Float[Array, "B L C"]:
-        """Likewise before there are codes."""
+        """The vectors that the first codes have to stand for, before there are codes."""
         return self.quantizer.exact_residuals(f)
 
     # --- both together ---

@@ -14,17 +14,26 @@ LEVELS = 15  # rows of the published level embedding
 FFN_MULTIPLE = 256  # the feed-forward's width is rounded to a multiple of it
 # Options of the published constructor with the one value that all released models have.
 FIXED = {
-    **{"cos_attn": True, "shared_aln": True, "head_aln": True, "use_bit_label": True},
-    **{"rms_norm": False, "swiglu": False, "nm0": False, "cross_attn_layer_scale": -1},
-    **{"rope2d_each_sa_layer": True, "add_lvl_embeding_only_first_block": True},
-    **{"rope2d_normalized_by_hw": 2, "head_depth": 1, "lvl_embed_rows": LEVELS},
+    "cos_attn": True,
+    "shared_aln": True,
+    "head_aln": True,
+    "use_bit_label": True,
+    "rms_norm": False,
+    "swiglu": False,
+    "nm0": False,
+    "cross_attn_layer_scale": -1,
+    "rope2d_each_sa_layer": True,
+    "add_lvl_embeding_only_first_block": True,
+    "rope2d_normalized_by_hw": 2,
+    "head_depth": 1,
+    "lvl_embed_rows": LEVELS,
 }
 # Published arguments and notes that do not change the function computed, or follow from others.
-IGNORED_NAMES = (
-    *("vae", "vae_local", "note", "drop_rate", "drop_path_rate", "cond_drop_rate", "rand_uncond"),
-    *("tau", "top_p", "top_k", "customized_flash_attn", "fused_mlp", "fused_norm", "checkpointing"),
-    *("pad_to_multiplier", "use_flex_attn", "batch_size", "pn", "train_h_div_w_list"),
-    *("video_frames", "always_training_scales", "inference_mode", "raw_scale_schedule"),
+IGNORED_NAMES = frozenset(
+    "vae vae_local note drop_rate drop_path_rate cond_drop_rate rand_uncond tau top_p top_k"
+    " customized_flash_attn fused_mlp fused_norm checkpointing pad_to_multiplier use_flex_attn"
+    " batch_size pn train_h_div_w_list video_frames always_training_scales inference_mode"
+    " raw_scale_schedule".split()
 )
 # Published notes of what follows from others: name to (our name, what it follows from).
 DERIVED = {
@@ -82,10 +91,9 @@ class InfinityConfig(published.TransformerConfig):
 
     @classmethod
     def from_published(cls, arguments: Mapping) -> "InfinityConfig":
-        """Read the published constructor's names; further `aspect` and `size` name a template, or
+        """Read the published constructor's names. Besides, `aspect` and `size` name a template, or
         `patch_nums` and `rope_map` give its maps. `UserError` for an unknown name, a value of the
-        wrong type, an option that no released model has, or one that must follow from others and
-        does not.
+        wrong type, an option that no released model has, or a value that contradicts others.
         """
         loose = (*FIXED, *DERIVED, *MAPS, "apply_spatial_patchify", "schedule")
         found = cls.arguments(arguments, IGNORED_NAMES, **dict.fromkeys(loose, object))
@@ -99,12 +107,14 @@ class InfinityConfig(published.TransformerConfig):
         if patchify not in (0, 1):
             raise cls.wrong(f"apply_spatial_patchify is {patchify!r:.40}, it must be true or false")
         notes = {name: found.pop(name) for name in DERIVED if name in found}
-        config = cls(**_maps(found), **found, apply_spatial_patchify=bool(patchify))
+        maps = _maps(found)  # takes its entries out
+        config = cls(**found | maps, apply_spatial_patchify=bool(patchify))
         config._check_derived(notes)
         return config
 
     def _check_derived(self, given: Mapping) -> None:
-        """Compare what a file says of values that follow from others."""
+        """`UserError` where a file says something else of a value that follows from others. given:
+        names in `DERIVED` and the file's values."""
         for name, value in given.items():
             ours, sources = DERIVED[name]
             if value != getattr(self, ours):
@@ -182,7 +192,7 @@ class InfinityConfig(published.TransformerConfig):
 
 
 def _maps(found: dict) -> dict:
-    """`schedule` and `rope_map`, taken out of what was read."""
+    """`schedule` and `rope_map` from the entries that name them, which are taken out of `found`."""
     aspect, size, patch_nums, rope_map = (found.pop(name, None) for name in MAPS)
     found.pop("schedule", None)  # only repeats patch_nums, if at all
     if patch_nums is None:
@@ -198,15 +208,21 @@ def _maps(found: dict) -> dict:
     return {"schedule": schedule, "rope_map": tuple(pair)}
 
 
-def _preset(depth: int, width: int, heads: int, chunks: int = 4, **more) -> InfinityConfig:
-    shape = {"depth": depth, "embed_dim": width, "num_heads": heads, "block_chunks": chunks}
-    return InfinityConfig(**shape, **more)
+def _preset(depth: int, width: int, heads: int) -> InfinityConfig:
+    return InfinityConfig(depth=depth, embed_dim=width, num_heads=heads, block_chunks=4)
 
 
 # The released 2B and 8B, and the other sizes that the published inference script lists.
 PRESETS = {
     "infinity-2b": InfinityConfig(),
-    "infinity-8b": _preset(40, 3584, 28, 8, codebook_dim=14, apply_spatial_patchify=True),
+    "infinity-8b": InfinityConfig(
+        depth=40,
+        embed_dim=3584,
+        num_heads=28,
+        block_chunks=8,
+        codebook_dim=14,
+        apply_spatial_patchify=True,
+    ),
     "infinity-layer12": _preset(12, 768, 8),
     "infinity-layer16": _preset(16, 1152, 12),
     "infinity-layer24": _preset(24, 1536, 16),

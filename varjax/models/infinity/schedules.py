@@ -97,8 +97,9 @@ def _ratio(aspect: float | str) -> float:
 def rope_positions(schedule: Schedule, rope_map: tuple[int, int]) -> np.ndarray:
     """int32 [L, 2]: (row, column) by which each token's keys and queries are rotated.
 
-    Cell i of a map of height h sits at round(i * H / h), ties to even, H = `rope_map[0]`; columns
-    likewise. Integer arithmetic: a float64 ratio gets two published entries wrong.
+    Cell i of a map of height h sits at row round(i * H / h), ties to even, with H = `rope_map[0]`;
+    columns follow the widths in the same way. This is integer arithmetic, because a float64 ratio
+    gets two published entries wrong.
     """
     grids = []
     for height, width in schedule.maps:

@@ -11,13 +11,13 @@ heads, H head size, D width, C bits per token. Names of the original implementat
 """
 
 import math
-from typing import Any
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, UInt8
+from jaxtyping import Array, Bool, Float, Int, PyTree, UInt8
 
 from pallas_kernels.cross_attention import TextKeys, attend_text, attend_visible
 from pallas_kernels.projection import Projection
@@ -114,8 +114,10 @@ class Infinity(NextScaleTransformer):
     @staticmethod
     def splits() -> dict[str, Split]:
         return NextScaleTransformer.splits() | {
-            **{"cross_q.kernel": Split(2), "cross_q.bias": Split(1)},
-            **{"cross_kv.kernel": Split(2, parts=2), "cross_v_bias": Split(1)},
+            "cross_q.kernel": Split(2),
+            "cross_q.bias": Split(1),
+            "cross_kv.kernel": Split(2, parts=2),
+            "cross_v_bias": Split(1),
             "cross_proj.kernel": Split(1),
         }
 
@@ -143,7 +145,7 @@ class Infinity(NextScaleTransformer):
         return Resampling("bilinear", "bilinear", self.config.patch)
 
     def condition_shapes(self, images: int, text_tokens: int | None = None) -> dict:
-        """Without negative prompts, which double what is read but change nothing later."""
+        """Negative prompts are left out: they double what is read and change nothing later."""
         config = self.config
         length = config.text_maxlen if text_tokens is None else text_tokens
         return {
@@ -155,8 +157,9 @@ class Infinity(NextScaleTransformer):
     def encode_condition(
         self, condition: dict[str, Array], *, guided: bool, implementation: str | None = None
     ) -> dict:
-        """The second rows see the negative prompt, or else the unconditional text, cut to the
-        length of the prompt. An image without a prompt sees the unconditional text in its first."""
+        """An unconditional row sees the negative prompt; without one it sees the unconditional
+        text, cut to the length of the prompt. The conditional row of an image whose prompt is empty
+        sees the unconditional text, too."""
         text, length = condition["kv"], condition["length"]
         empty = self.unconditional_text[: text.shape[1]]
         empty = jnp.broadcast_to(empty, text.shape).astype(text.dtype)
@@ -178,7 +181,7 @@ class Infinity(NextScaleTransformer):
         text: Float[Array, "R M E"],
         length: Int[Array, " R"],
         implementation: str | None = "reference",
-    ) -> dict[str, Any]:
+    ) -> dict[str, PyTree]:
         """Condition of every row from raw text features: `start` [R, 1, D], `head` [R, 2, D],
         `text` (`cross_attention.TextKeys`) and `layers`: modulation [L, R, 6, D] and the number
         of the layer [L]. implementation: of the attention over the text."""
@@ -199,7 +202,7 @@ class Infinity(NextScaleTransformer):
         }
 
     def _text_keys_and_values(self, source: Float[Array, "R M D"]):
-        """Of all layers, each [L, R, N, M, H]."""
+        """Keys and values of the text for all layers, each [L, R, N, M, H]."""
         depth, kernels = self.config.depth, self.blocks.cross_kv.kernel[...]
         sources = jnp.broadcast_to(source, (depth, *source.shape))
         found = jnp.einsum("lrmd,lde->lrme", sources, kernels)
@@ -210,8 +213,8 @@ class Infinity(NextScaleTransformer):
     # --- once per scale ---------------------------------------------------------------------------
 
     def scale_context(self, context: dict, step: StepInputs, sampling: Sampling) -> dict:
-        """Rotation and text; `mix` [L], the guidance strength after every layer, if rows
-        are mixed inside the network. 0 leaves both rows as they are."""
+        """The rotation and the text. If rows are mixed inside the network, also `mix` [L]: the
+        guidance strength after every layer, where 0 leaves both rows as they are."""
         config = self.config
         shared = {"rotation": self.rotation(step.token_index), "text": context["text"]}
         inside = [config.depth + place for place in sampling.cfg_insertion_layer if place < 0]
@@ -227,7 +230,7 @@ class Infinity(NextScaleTransformer):
     def embed(
         self, context: dict, codes: Float[Array, "B T C"], step: StepInputs
     ) -> Float[Array, "R T D"]:
-        """Float32: the resized codes, or the start embedding at scale 0, plus level."""
+        """The resized codes (at scale 0 the start embedding) plus level, float32."""
         start = context["start"]
         words = self.words(len(start), codes)
         x = jnp.where(step.scale == 0, start, words) + self.level_embedding[step.scale]
@@ -250,12 +253,14 @@ class Infinity(NextScaleTransformer):
     def project(
         self, block: Block, layer_context: dict, shared: dict, x: Float[Array, "R T D"]
     ) -> Projection:
-        """Normalised (eps 1e-12), queries times the learned multiplier, both rotated, in
-        float32."""
+        """Still to be done, in float32: queries and keys are normalised (eps 1e-12) and rotated,
+        queries are multiplied by the learned multiplier."""
         h = self.attention_input(layer_context, x)
-        multiplier = layers.attention_multiplier(block.log_scale[...])
-        unfinished = {"rotation": shared["rotation"], "multiplier": multiplier}
-        return layers.fused_qkv(block, h, self.config.head_dim, **unfinished)
+        return replace(
+            layers.fused_qkv(block, h, self.config.head_dim),
+            rotation=shared["rotation"],
+            multiplier=layers.attention_multiplier(block.log_scale[...]),
+        )
 
     def attention_input(self, layer_context: dict, x: Float[Array, "R T D"]):
         modulation = layer_context["modulation"]
@@ -307,8 +312,9 @@ class Infinity(NextScaleTransformer):
         step: StepInputs,
         sampling: Sampling,
     ) -> Scores:
-        """[B, T, C, 2], with temperature and guidance; of the conditional rows only where guidance
-        is not on the logits. Those of bit c are [..., c, 0] (the bit is 0) and [..., c, 1]."""
+        """Logits [B, T, C, 2] with temperature and guidance: [..., c, 0] says that bit c is 0,
+        [..., c, 1] that it is 1. Where guidance acts inside the network, only conditional rows
+        reach the head."""
         guided, on_logits = self.config.is_guided(sampling), 0 in sampling.cfg_insertion_layer
         if guided and not on_logits:
             head, x = (a[: len(a) // 2] for a in (head, x))
@@ -322,7 +328,7 @@ class Infinity(NextScaleTransformer):
     def sample(
         self, scores: Scores, keys: Array, sampling: Sampling, implementation: str | None = None
     ) -> tuple[UInt8[Array, "B T C"], Float[Array, "B T*C 2"] | None]:
-        """Every bit is a draw of its own; of two logits, which no kernel is needed for."""
+        """Every bit is a draw of its own from two logits, for which no kernel is needed."""
         images, tokens, num_bits = scores.plain.shape[:3]
         flat = Scores(scores.plain.reshape(images, tokens * num_bits, 2))
         drawn, filtered = sampling_lib.sample(flat, keys, sampling, "reference")
@@ -330,7 +336,7 @@ class Infinity(NextScaleTransformer):
 
     def no_tokens(self, images: int) -> np.ndarray:
         config = self.config
-        return np.zeros((images, config.schedule.total_tokens, config.bits), np.uint8)
+        return np.zeros((images, config.total_tokens, config.bits), np.uint8)
 
     def tokens_to_file(self, tokens: np.ndarray) -> np.ndarray:
         return tokens_to_bits(tokens, self.config.schedule, self.config.patch)

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from varjax.errors import UserError, show
 from varjax.nn import published
 from varjax.sampling import Sampling
-from varjax.schedule import Schedule
 
 TEXT_TOKENS = 120  # of the released text-conditional models
 MOST_TOKENS = 2**16  # of an image: a grid of 256 x 256
 CONDITIONS = {"c2i": "labels", "t2i": "text"}  # what `model_type` says images are made of
 # Published arguments and notes that do not change the function computed.
-IGNORED_NAMES = (
-    *("note", "initializer_range", "drop_path_rate", "max_batch_size", "max_seq_len"),
-    *("token_dropout_p", "attn_dropout_p", "resid_dropout_p", "ffn_dropout_p"),
+IGNORED_NAMES = frozenset(
+    "note initializer_range drop_path_rate max_batch_size max_seq_len token_dropout_p"
+    " attn_dropout_p resid_dropout_p ffn_dropout_p".split()
 )
 
 
@@ -24,8 +23,8 @@ class LlamaGenConfig(published.TransformerConfig):
     """Shape of a LlamaGen transformer; field names are the published ones.
 
     model_type: "c2i", images of classes, or "t2i", images of texts.
-    num_classes, caption_dim: classes of the first kind, width of the features of the second; 0 of
-      the other.
+    num_classes: classes that images are made of; 0 where they are made of texts.
+    caption_dim: width of the text features; 0 where images are made of classes.
     cls_token_num, block_size: tokens of the condition, and of the image, which is square.
     multiple_of, ffn_dim_multiplier: the feed-forward's width is 8/3 of `dim`, times the second
       where it is given, rounded up to a multiple of the first.
@@ -98,8 +97,9 @@ class LlamaGenConfig(published.TransformerConfig):
                 "heads as query heads (n_kv_head null)"
             )
         is_text = found.get("model_type") == "t2i"
-        found |= {"num_classes": 0} if is_text else {"caption_dim": 0}
-        return cls(**({"caption_dim": 2048} | found if is_text else found))
+        if is_text:
+            found.setdefault("caption_dim", 2048)
+        return cls(**found | ({"num_classes": 0} if is_text else {"caption_dim": 0}))
 
     # --- what follows, by the names that all models have ------------------------------------------
 
@@ -147,9 +147,8 @@ class LlamaGenConfig(published.TransformerConfig):
         return side, side
 
     @property
-    def schedule(self) -> Schedule:
-        """The one map of tokens; they are drawn one after the other, row by row."""
-        return Schedule((self.grid,))
+    def token_maps(self) -> tuple[tuple[int, int], ...]:
+        return (self.grid,)
 
     @property
     def text_channels(self) -> int:
@@ -162,7 +161,7 @@ class LlamaGenConfig(published.TransformerConfig):
         return self.cls_token_num
 
     def condition_bytes(self, rows: int, item_size: int, text_tokens: int | None = None) -> int:
-        """Bytes that layers hold of the condition beside the cache, in which it lies: none."""
+        """0: layers hold nothing of the condition beside the cache, in which it lies."""
         return 0
 
     @property
@@ -201,19 +200,27 @@ class LlamaGenConfig(published.TransformerConfig):
 
 
 def _preset(layers: int, width: int, heads: int, pixels: int) -> LlamaGenConfig:
-    size = {"n_layer": layers, "dim": width, "n_head": heads}
-    return LlamaGenConfig(**size, block_size=(pixels // 16) ** 2)
+    return LlamaGenConfig(n_layer=layers, dim=width, n_head=heads, block_size=(pixels // 16) ** 2)
 
 
 def _text_preset(pixels: int) -> LlamaGenConfig:
-    text = {"model_type": "t2i", "num_classes": 0, "caption_dim": 2048}
-    size = {"n_layer": 36, "dim": 1280, "n_head": 20, "block_size": (pixels // 16) ** 2}
-    return LlamaGenConfig(**text, **size, cls_token_num=TEXT_TOKENS)
+    return LlamaGenConfig(
+        model_type="t2i",
+        num_classes=0,
+        caption_dim=2048,
+        cls_token_num=TEXT_TOKENS,
+        n_layer=36,
+        dim=1280,
+        n_head=20,
+        block_size=(pixels // 16) ** 2,
+    )
 
 
 _SIZES = {"b": (12, 768, 12), "l": (24, 1024, 16), "xl": (36, 1280, 20), "xxl": (48, 1536, 24)}
 _SIZES |= {"3b": (24, 3200, 32)}
 PRESETS = {
-    **{f"llamagen-{n}-{p}": _preset(*size, p) for n, size in _SIZES.items() for p in (256, 384)},
-    **{f"llamagen-t2i-xl-{pixels}": _text_preset(pixels) for pixels in (256, 512)},
+    f"llamagen-{name}-{pixels}": _preset(*size, pixels)
+    for name, size in _SIZES.items()
+    for pixels in (256, 384)
 }
+PRESETS |= {f"llamagen-t2i-xl-{pixels}": _text_preset(pixels) for pixels in (256, 512)}

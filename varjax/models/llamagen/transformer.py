@@ -86,14 +86,16 @@ class LlamaGen(NextTokenTransformer):
     @staticmethod
     def splits() -> dict[str, Split]:
         return {
-            **{"qkv.kernel": Split(2, parts=3), "proj.kernel": Split(1)},
-            **{"gate_up.kernel": Split(2, parts=2), "down.kernel": Split(1)},
+            "qkv.kernel": Split(2, parts=3),
+            "proj.kernel": Split(1),
+            "gate_up.kernel": Split(2, parts=2),
+            "down.kernel": Split(1),
         }
 
     # --- once per image ---------------------------------------------------------------------------
 
     def condition_shapes(self, images: int, text_tokens: int | None = None):
-        """Texts without negative ones, which change nothing later."""
+        """Negative texts are left out: they change nothing later."""
         config = self.config
         if config.condition == "labels":
             return jax.ShapeDtypeStruct((images,), jnp.int32)
@@ -105,8 +107,9 @@ class LlamaGen(NextTokenTransformer):
         }
 
     def encode_condition(self, condition, *, guided: bool) -> dict[str, Array]:
-        """The other rows have the null class, or the learned unconditional text with as many
-        visible tokens as the image's own, or the negative text where there is one."""
+        """The unconditional rows have the null class. With texts they have the negative text, or
+        without one the learned unconditional text with as many visible tokens as the image's own
+        text."""
         if self.config.condition == "text":
             return self._encode_texts(condition, guided)
         labels = condition
@@ -131,7 +134,8 @@ class LlamaGen(NextTokenTransformer):
     def _left_padded(
         self, text: Float[Array, "B T E"], length: Int[Array, " B"]
     ) -> tuple[Float[Array, "B M E"], Bool[Array, "B M"]]:
-        """Texts moved to the end of the condition, zeros before them, and where they are."""
+        """Move texts to the end of the condition, with zeros before them; return also which tokens
+        are text."""
         index = (
             jnp.arange(self.config.cls_token_num) - (self.config.cls_token_num - length)[:, None]
         )
@@ -147,8 +151,8 @@ class LlamaGen(NextTokenTransformer):
     def condition_slot(
         self, values: Float[Array, "R N M H"], visible: Bool[Array, "R M"]
     ) -> tuple[Float[Array, "R N 1 H"], Float[Array, "R N 1 H"], Float[Array, " R"]]:
-        """All keys of the condition are zero: n visible tokens together weigh as one of score
-        log(n) that has the mean of their values."""
+        """All keys of the condition are zero, so n visible tokens weigh together as much as one
+        token whose score is log(n) and whose value is the mean of theirs."""
         weights, count = visible.astype(jnp.float32), visible.sum(1).astype(jnp.float32)
         total = jnp.einsum("rnmh,rm->rnh", values.astype(jnp.float32), weights)
         mean = (total / count[:, None, None]).astype(values.dtype)[:, :, None]
@@ -157,14 +161,14 @@ class LlamaGen(NextTokenTransformer):
     # --- once per token ---------------------------------------------------------------------------
 
     def embed(self, context: dict, tokens: Int[Array, "B T"]) -> Float[Array, "R T D"]:
-        """Float32."""
+        """Embedded tokens, float32."""
         embedded = self.token_embedding[tokens].astype(jnp.float32)
         return jnp.tile(embedded, (len(context["condition"]) // len(tokens), 1, 1))
 
     def rotation(
         self, context: dict, index: Int[Array, " T"]
     ) -> tuple[Float[Array, "T H"], Float[Array, "T H"]]:
-        """Rows of the table; the same for all rows of the batch."""
+        """Entries of the table for these tokens; all rows of the batch share them."""
         table = rotation_table(self.config)
         cos, sin = (jnp.asarray(part)[index + self.config.cls_token_num] for part in table)
         return cos, sin
@@ -202,7 +206,7 @@ class LlamaGen(NextTokenTransformer):
 
     def logits(self, x: Float[Array, "R 1 D"], index: Int[Array, ""], sampling: Sampling) -> Scores:
         """Guidance: uncond + cfg * (cond - uncond). With `cfg_interval` n >= 0 it ends with image
-        token n + 1, the (n + 1)-th that is drawn after the condition's."""
+        token n + 1: the first token, which the condition gives, and n + 1 more are guided."""
         tau, strength = None, None
         with jax.named_scope("head"):
             logits = self.plain_logits(x)
@@ -217,9 +221,9 @@ class LlamaGen(NextTokenTransformer):
 
 @functools.lru_cache(maxsize=32)
 def rotation_table(config: LlamaGenConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines, float32 [M + L, H]: zeros for the condition, then the image's rows. Pairs
-    of neighbouring numbers share an angle; the first half of them follows the row of a token, the
-    second the column, each with H / 4 frequencies."""
+    """Cosines and sines of all tokens, float32 [M + L, H]; the M tokens of the condition have
+    zeros. Pairs of neighbouring numbers share an angle. The first half of the pairs follows the row
+    of a token, the second half its column, each with H / 4 frequencies."""
     (height, width), half = config.grid, config.head_dim // 2
     exponents = np.arange(0, half, 2, dtype=np.float32) / np.float32(half)
     frequencies = 1 / np.float32(config.rope_base) ** exponents

@@ -12,9 +12,9 @@ from varjax.schedule import Schedule
 SIDES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
 SIDES_512 = (1, 2, 3, 4, 6, 9, 13, 18, 24, 32)
 # Published constructor arguments and notes that do not change the function computed.
-IGNORED_NAMES = (
-    *("vae", "vae_local", "vae_kwargs", "L", "note"),
-    *("drop_rate", "attn_drop_rate", "drop_path_rate", "flash_if_available", "fused_if_available"),
+IGNORED_NAMES = frozenset(
+    "vae vae_local vae_kwargs L note drop_rate attn_drop_rate drop_path_rate flash_if_available"
+    " fused_if_available".split()
 )
 
 
@@ -65,8 +65,9 @@ class VARConfig(published.TransformerConfig):
         `UserError` for an unknown name or a value of the wrong type.
         """
         found = cls.arguments(arguments, IGNORED_NAMES, patch_nums=object)
+        found.setdefault("attn_l2_norm", False)
         schedule = cls.read_schedule(found.pop("patch_nums", SIDES_256))
-        return cls(**{"attn_l2_norm": False, **found}, schedule=schedule)
+        return cls(**found, schedule=schedule)
 
     @property
     def hidden_dim(self) -> int:

@@ -10,6 +10,7 @@ are in `ported_weights/tables/transformers.py`.
 """
 
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +107,7 @@ class VAR(NextScaleTransformer):
     def encode_condition(
         self, condition: Int[Array, " B"], *, guided: bool, implementation: str | None = None
     ) -> dict[str, Array]:
-        """Labels of the conditional rows; the others have the null class."""
+        """The conditional rows have the labels, the unconditional rows the null class."""
         if not guided:
             return self.encode_rows(condition)
         null = jnp.full_like(condition, self.config.null_label)
@@ -141,7 +142,7 @@ class VAR(NextScaleTransformer):
     def embed(
         self, context: dict, codes: Float[Array, "B T C"], step: StepInputs
     ) -> Float[Array, "R T D"]:
-        """The resized code map, or the start embedding at scale 0, plus position and level."""
+        """The resized code map (at scale 0 the start embedding) plus position and level."""
         start = context["start"]
         words = self.words(len(start), codes)
         first = start[:, jnp.minimum(step.token_index, start.shape[1] - 1)]
@@ -157,14 +158,14 @@ class VAR(NextScaleTransformer):
         shared: None,
         x: Float[Array, "R T D"],
     ) -> Projection:
-        """Normalised where the model has the norm; queries then carry the learned multiplier."""
+        """Where the model has the L2 norm, queries and keys are still to be normalised and queries
+        to be multiplied by the learned multiplier; else queries are still to be scaled."""
         config = self.config
         h = self.attention_input(modulation, x)
+        projection = layers.fused_qkv(block, h, config.head_dim)
         if not config.attn_l2_norm:
-            scale = 0.25 / math.sqrt(config.head_dim)
-            return layers.fused_qkv(block, h, config.head_dim, scale=scale)
-        multiplier = layers.attention_multiplier(block.log_scale[...])
-        return layers.fused_qkv(block, h, config.head_dim, multiplier=multiplier)
+            return replace(projection, scale=0.25 / math.sqrt(config.head_dim))
+        return replace(projection, multiplier=layers.attention_multiplier(block.log_scale[...]))
 
     def attention_input(self, modulation, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
         normal = layers.layer_norm(x, self.config.norm_eps)

@@ -1,0 +1,104 @@
+"""Imports between the packages and top-level modules of varjax go one way: there is no circle."""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# Parts that may still be in a circle with each other.
+PENDING = {"cache", "calibration", "engine", "generator", "model", "parallel", "policies"}
+Graph = dict[str, dict[str, set[str]]]  # {part: {part that it imports: what causes it}}
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Full names that a module imports, also inside its functions."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+def part_of(root: Path, name: str) -> str | None:
+    """The package or top-level module of varjax that a full name belongs to. None: another project,
+    or a name that `varjax/__init__.py` hands on, which imports every part anyway."""
+    first, *words = name.split(".")
+    folder = root / "varjax"
+    if first != "varjax" or not words:
+        return None
+    there = (folder / words[0]).is_dir() or (folder / f"{words[0]}.py").is_file()
+    return words[0] if there else None
+
+
+def graph_of(root: Path) -> Graph:
+    found: Graph = defaultdict(lambda: defaultdict(set))
+    for file in sorted((root / "varjax").rglob("*.py")):
+        words = file.relative_to(root).with_suffix("").parts
+        module = ".".join(words[:-1] if words[-1] == "__init__" else words)
+        part = part_of(root, module)
+        for name in imported(ast.parse(file.read_text(encoding="utf-8"))) if part else ():
+            other = part_of(root, name)
+            if other and other != part:
+                found[part][other].add(f"{module} imports {name}")
+    return found
+
+
+def reached(graph: Graph, start: str) -> set[str]:
+    """Parts that `start` imports, directly or through others."""
+    found: set[str] = set()
+    waiting = [*graph.get(start, {})]
+    while waiting:
+        part = waiting.pop()
+        if part not in found:
+            found.add(part)
+            waiting += graph.get(part, {})
+    return found
+
+
+def circles(graph: Graph) -> list[str]:
+    """A line for every import on a circle: the edge and the modules that cause it."""
+    far = {part: reached(graph, part) for part in graph}
+    return [
+        f"{part} -> {other}: {'; '.join(sorted(causes))}"
+        for part, edges in sorted(graph.items())
+        for other, causes in sorted(edges.items())
+        if part in far.get(other, ())
+    ]
+
+
+def test_parts_of_varjax_do_not_import_each_other_in_circles():
+    graph = graph_of(ROOT)
+    assert {"api", "engine", "models", "storage"} <= graph.keys()
+    found = [line for line in circles(graph) if not {*line.split(":")[0].split(" -> ")} <= PENDING]
+    assert not found, "imports in a circle:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "files, expected",
+    [
+        ({"a/one.py": "from varjax.b import two", "b/two.py": "import varjax.errors"}, []),
+        (
+            {
+                "a/one.py": "from varjax.b.two import x",
+                "b/two.py": "def f():\n from varjax import c",
+                "c.py": "import varjax.a.one",
+            },
+            [
+                "a -> b: varjax.a.one imports varjax.b.two.x",
+                "b -> c: varjax.b.two imports varjax.c",
+                "c -> a: varjax.c imports varjax.a.one",
+            ],
+        ),
+    ],
+    ids=["one way", "circle of three"],
+)
+def test_a_circle_is_found_with_its_causes(tmp_path, files, expected):
+    for name, text in {**files, "errors.py": ""}.items():
+        file = tmp_path / "varjax" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert circles(graph_of(tmp_path)) == expected
