@@ -120,7 +120,7 @@ def _recipe_remarks(model: Model, condition: Condition) -> list[str]:
         return []
     classes = model.num_classes or None
     mine = recipe.model_remarks(model)
-    if classes or not DRY_RUN.value:  # which needs no prompts
+    if classes or not DRY_RUN.value:  # a dry run needs no prompts
         mine += recipe.count_remarks(condition, classes)
     return RECIPE.remarks(mine)
 
