@@ -106,6 +106,8 @@ class TokenPlan(CachePlan):
 
     allocation: StageAllocation
 
+    decided_after = "stage"
+
     @property
     def sequence(self) -> TokenSequence:
         return self.geometry.schedule
