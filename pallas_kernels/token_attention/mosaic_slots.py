@@ -87,6 +87,7 @@ class FlatOperands:
                     return None  # changed in place, which takes a reference of its own
             return array
 
+        # of the queries as they came: `flat` fills windows with zeros
         size = query.q.shape[-1]
         query, slots = jax.tree_util.tree_map_with_path(flat, (query, slots))
         return cls(query, slots, (by_row == 1, by_head == 1), size)
@@ -147,6 +148,7 @@ class FlatOperands:
 
     def sees(self, position, newest, reach):
         """Which positions a head sees, whose `limits` these are."""
+        # static: what the call does not limit is not compared at all
         newest = None if self.query.newest is None else newest
         reach = None if self.slots.reach is None else reach
         return visible(position, newest, reach, self.query.protected)

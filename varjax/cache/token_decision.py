@@ -100,7 +100,11 @@ class StageDecision:
             parts = zip(caches, _apart(reach, len(caches)), strict=True)
             caches = tuple(replace(cache, reach=part) for cache, part in parts)
         looks = [self._look(c) for c in caches]
-        looks = Look(*(_together(arrays) for arrays in zip(*looks, strict=True)))
+        looks = Look(
+            _together([look.window_logits for look in looks]),
+            _together([look.window_scores for look in looks]),
+            _together([look.keys for look in looks]),
+        )
         obs = self._observation(position, mass, reach, looks, stage)
         if inputs is not None:
             # a row for each stage that ends with a decision

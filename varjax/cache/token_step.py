@@ -101,6 +101,7 @@ class TokenStep(Protocol):
 def token_step(plan: TokenPlan, layer: int, attention: str | None) -> TokenStep:
     """The strategy of a layer. attention: implementation of the kernel."""
     allocation, condition = plan.allocation, plan.sequence.condition
+    # layers with equal numbers get equal strategies, and share one trace of the program
     slots = int(allocation.slots[layer])
     if plan.static_content:
         return RingStep(condition, slots, allocation.protected, attention)
@@ -135,6 +136,7 @@ class RingStep:
         ring = self.slots - self.protected
         around = self.protected + (token - self.protected) % ring
         slot = jnp.where(token < self.slots, token, around)
+        # rows have conditions of different length, but the same image slots
         own = jnp.broadcast_to(self.contents(token), (len(cache.pool), 1, self.slots))
         return CurrentToken(
             slot=self.condition + slot,
@@ -173,7 +175,7 @@ class RingStep:
         return 1
 
     def decide(self, caches, stage, bias, inputs):
-        return tuple(caches)
+        return tuple(caches)  # each token has replaced one already
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,7 @@ class StageStep(StageDecision):
         count and this is none of them."""
         if place is None or not self.needs.window_mass:
             return 1.0
+        # a weight of 0 in place of a branch: every token runs the same program
         return (place >= self.period - self.needs.window).astype(jnp.float32)
 
     def _observe_query(self, cache: LayerCache, q: Float[Array, "R N H"], place) -> LayerCache:
