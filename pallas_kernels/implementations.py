@@ -8,11 +8,9 @@ kernel runs on its own platform only; the names that end in `-interpret` run it 
 JAX operations anywhere, slowly, to check it.
 """
 
-import contextlib
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import ModuleType
 
@@ -29,7 +27,6 @@ MOSAIC = ("9.0", "10.0")
 SUFFIX = "-interpret"
 NAMES = ("reference", *PLATFORMS, *(name + SUFFIX for name in PLATFORMS))
 Modules = Mapping[str, Callable[[], ModuleType]]
-_named: ContextVar[str | None] = ContextVar("named", default=None)
 
 
 def modules_of(package: str, *kernels: str, **files: str) -> Modules:
@@ -48,17 +45,6 @@ def first_choice(name: str | None, modules: Modules) -> str:
     return name if name.removesuffix(SUFFIX) in modules else "reference"
 
 
-@contextlib.contextmanager
-def naming(name: str | None) -> Iterator[None]:
-    """Operations that are traced meanwhile and name no implementation take this one: those that
-    policies call, who know nothing of kernels."""
-    token = _named.set(name)
-    try:
-        yield
-    finally:
-        _named.reset(token)
-
-
 def run(name: str | None, modules: Modules, function: str, *arguments, **options):
     """Call the implementation `name` of an operation's function.
 
@@ -70,7 +56,6 @@ def run(name: str | None, modules: Modules, function: str, *arguments, **options
     Raises:
       NotImplementedError: the implementation named does not exist or cannot take the arguments.
     """
-    name = _named.get() if name is None else name
     if name is None:
         return _run_first(modules, function, arguments, options)
     if name not in NAMES:
