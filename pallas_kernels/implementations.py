@@ -1,18 +1,16 @@
-"""Which implementation of an operation runs: names, platforms, dispatch.
+"""Choice of the implementation that runs an operation: names, platforms, dispatch.
 
-Every operation has a plain JAX `reference`, which defines what is correct and runs everywhere, and
-Pallas kernels for GPU (`mosaic` from Hopper on, `triton`) and TPU (`tpu`): modules that hold
-functions of one name, listed by the operation in a dictionary. It holds functions that import the
-modules when first called, because JAX may be installed without the other platform's backend. A
-kernel runs on its own platform only; the names that end in `-interpret` run it step by step with
-JAX operations anywhere, slowly, to check it.
+Every operation has a plain JAX `reference`, which defines what is correct and runs everywhere. It
+may have Pallas kernels for GPU (`mosaic` from Hopper on, `triton`) and TPU (`tpu`). Implementations
+are modules with functions of the same names. An operation lists them in a dictionary of functions
+that import a module when first called, because JAX may be installed without the other platform's
+backend. A kernel runs on its own platform only. Names that end in `-interpret` run it anywhere,
+step by step with JAX operations; that is slow, and there to check the kernel.
 """
 
-import contextlib
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import ModuleType
 
@@ -29,12 +27,16 @@ MOSAIC = ("9.0", "10.0")
 SUFFIX = "-interpret"
 NAMES = ("reference", *PLATFORMS, *(name + SUFFIX for name in PLATFORMS))
 Modules = Mapping[str, Callable[[], ModuleType]]
-_named: ContextVar[str | None] = ContextVar("named", default=None)
 
 
 def modules_of(package: str, *kernels: str, **files: str) -> Modules:
-    """Those of an operation's package: one per implementation, imported when first used. kernels:
-    that it has; all without any. files: of kernels whose modules have other names."""
+    """The implementations of an operation, each imported when first used.
+
+    Args:
+      package: the operation's package.
+      kernels: names of the kernels that it has; none: all of `PLATFORMS`.
+      files: {name: module} for modules that are not called as usual.
+    """
     names = ("reference", *(kernels or PLATFORMS))
     usual = {"reference": "reference", "mosaic": "mosaic_gpu", "triton": "triton", "tpu": "tpu"}
     files = usual | files
@@ -42,35 +44,23 @@ def modules_of(package: str, *kernels: str, **files: str) -> Modules:
 
 
 def first_choice(name: str | None, modules: Modules) -> str:
-    """What `run` tries first."""
+    """The implementation that `run` tries first."""
     if name is None:
         return _choices(modules)[0]
     return name if name.removesuffix(SUFFIX) in modules else "reference"
 
 
-@contextlib.contextmanager
-def naming(name: str | None) -> Iterator[None]:
-    """Operations that are traced meanwhile and name no implementation take this one: those that
-    policies call, who know nothing of kernels."""
-    token = _named.set(name)
-    try:
-        yield
-    finally:
-        _named.reset(token)
-
-
 def run(name: str | None, modules: Modules, function: str, *arguments, **options):
     """Call the implementation `name` of an operation's function.
 
-    None takes the first of the `choices` for the device that is traced for that can take these
-    arguments, with a warning if that is not the first of all. A kernel's platform is not checked,
-    because programs are also compiled for accelerators that are not there; see `why_not`. An
-    operation without a kernel of that name runs its reference.
+    None tries the `choices` for the device that is traced for, one after another, and takes the
+    first that accepts these arguments. It warns if that is not the first of all. A kernel's
+    platform is not checked here, because programs are also compiled for accelerators that are
+    absent; `why_not` checks it. An operation without a kernel of that name runs its reference.
 
     Raises:
       NotImplementedError: the implementation named does not exist or cannot take the arguments.
     """
-    name = _named.get() if name is None else name
     if name is None:
         return _run_first(modules, function, arguments, options)
     if name not in NAMES:
@@ -104,19 +94,19 @@ def _run_first(modules: Modules, function: str, arguments, options):
 
 
 def _choices(modules: Modules) -> list[str]:
-    """Those of an operation for the device that is traced for."""
+    """Implementations of an operation for the device that is traced for, the best one first."""
     return [n for n in choices(target.platform(), target.capability()) if n in modules]
 
 
 def choices(platform: str, capability: str | None) -> tuple[str, ...]:
-    """The implementations for "cpu", "gpu" or "tpu", the best one first. capability: of a GPU, its
-    compute capability, "9.0" for example."""
+    """The implementations for "cpu", "gpu" or "tpu", the best one first. capability: the compute
+    capability of a GPU, "9.0" for example."""
     kernels = [k for k in PLATFORMS if why_not(k, platform, capability) is None]
     return (*kernels, "reference")
 
 
 def preferred() -> str:
-    """The implementation for this machine, or for the chip that is traced for."""
+    """The best implementation for this machine, or for the chip that is traced for."""
     return choices(target.platform(), target.capability())[0]
 
 
@@ -152,7 +142,8 @@ def check_attention(
     name: str, q, kv_pool, kv_scale, *, head_dims: Sequence, block_sizes: Sequence, dtypes: Sequence
 ) -> None:
     """Raise `NotImplementedError` with the reason and a way out if the attention kernel `name`
-    cannot take these arrays. `dtypes`: names of the pool's types that it takes."""
+    cannot take these arrays. `head_dims`, `block_sizes` and `dtypes` (names of the pool's types)
+    list what it takes."""
     way_out = "use implementation='reference' (--attention=reference)"
     other = f"plan with one of them (policy argument block_size) or {way_out}"
     for given, wanted, takes, hint in (
@@ -163,6 +154,6 @@ def check_attention(
         if given not in wanted:
             takes = takes.format(", ".join(map(str, wanted)))
             raise NotImplementedError(f"{name} attention takes {takes}, not {given}: {hint}")
-    # No NotImplementedError, after which the reference would run: it cannot take these, either.
+    # not NotImplementedError, after which the reference would run: it cannot take these either
     if (kv_pool.dtype == jnp.int8) != (kv_scale is not None):
         raise ValueError("an int8 pool comes with kv_scale, and only that")

@@ -1,5 +1,5 @@
-"""What the kernels for NVIDIA GPUs from Hopper on (Pallas' Mosaic GPU backend) have in common:
-launching, shared memory, and the limits of what they take. Products: `mosaic_products`.
+"""Launching, shared memory and limits of the kernels for NVIDIA GPUs from Hopper on (Pallas' Mosaic
+GPU backend). Their products: `mosaic_products`.
 
 One warpgroup (128 threads) of a program fetches, the others compute. Tiles lie in shared memory as
 the tensor cores read them: swizzled, in pieces of 8 rows by 64 or 128 bytes.
@@ -24,18 +24,20 @@ HEAD_DIMS = (64, 128)
 BLOCK_SIZES = (8, 16, 32, 64)  # a piece of shared memory has 8 rows, a step of keys 64
 PIECE = 8  # rows of shared memory that lie together
 POOL_DTYPES = ("bfloat16", "float16", "int8")
-# how operations on a warpgroup are lowered; the other way, usual from JAX 0.11 on, does not
-# broadcast scalars
+# How operations on a warpgroup are lowered. The other way, the default from JAX 0.11 on, does not
+# broadcast scalars.
 LANES = plgpu.LoweringSemantics.Lane
-SIMULATED = hasattr(plgpu, "InterpretGPUParams")  # by JAX from 0.11 on
-# of a thread, kept by a warpgroup that fetches and by one that computes: together no more than the
-# 168 that each of three warpgroups is launched with, or a program waits for the rest for ever
+SIMULATED = hasattr(plgpu, "InterpretGPUParams")  # JAX has a simulator from 0.11 on
+# Registers of a thread, in the warpgroup that fetches and in each of two that compute. Together
+# they must not exceed 3 x 168, what three warpgroups are launched with: a program would wait for
+# the missing registers for ever.
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 24, 240
 
 
 def check(q, kv_pool, kv_scale, interpret) -> None:
-    """Raise `NotImplementedError` for what the kernels cannot take. float32: the tensor cores
-    multiply it as TF32, and only keys and values that are stored the other way round."""
+    """Raise `NotImplementedError` for what the kernels cannot take."""
+    # float32 is not among the types: tensor cores multiply it as TF32, and only if keys and values
+    # are stored the other way round.
     check_attention(
         "Mosaic",
         q,
@@ -45,7 +47,7 @@ def check(q, kv_pool, kv_scale, interpret) -> None:
         block_sizes=BLOCK_SIZES,
         dtypes=POOL_DTYPES,
     )
-    products()  # or why there are none
+    products()  # raises where there are none
     check_simulator(interpret)
 
 
@@ -59,7 +61,7 @@ def check_simulator(interpret) -> None:
 
 
 def tile(shape: Sequence[int], dtype, swizzle: int) -> Scratch:
-    """A matrix, or several, in shared memory as tensor cores take it. swizzle: bytes."""
+    """Shared memory for one matrix or several, laid out as tensor cores take it. swizzle: bytes."""
     width = jnp.dtype(dtype).itemsize
     swizzle = min(swizzle, shape[-1] * width)
     transforms = (plgpu.TilingTransform((8, swizzle // width)), plgpu.SwizzleTransform(swizzle))
@@ -67,15 +69,15 @@ def tile(shape: Sequence[int], dtype, swizzle: int) -> Scratch:
 
 
 def landing(tokens: int, shape: Sequence[int], dtype, swizzle: int) -> Scratch:
-    """Shared memory for copies from and to an array with so many tokens: a `tile`, or row by row,
+    """Shared memory for copies from and to an array with this many tokens: a `tile`, or plain rows
     where the array is not made of whole pieces."""
     whole = tokens % PIECE == 0 or tokens < PIECE
     return tile(shape, dtype, swizzle) if whole else plgpu.SMEM(tuple(shape), dtype)
 
 
 def load(ref, layout, plain: bool = False) -> Array:
-    """The contents of a reference as registers in a layout. plain: they lie row by row, where some
-    reads have to wait for others, or in global memory."""
+    """The contents of a reference as registers in a layout. plain: whether they lie row by row,
+    where some reads have to wait for others, or in global memory."""
     # from JAX 0.11 on the place is part of the reference
     place = () if SIMULATED else ((),)
     return plgpu.load(ref, *place, layout=layout, optimized=not plain)
@@ -87,8 +89,9 @@ def number(value) -> Array:
 
 
 def padded(array: Array, axis: int, multiple: int, least: int = 0) -> Array:
-    """With zeros behind the end of an axis: copies take whole pieces of 8 rows, and no tile is
-    larger than the array that it is copied from."""
+    """The array with zeros behind the end of an axis, up to a multiple of `multiple` and at least
+    `least`. Copies take whole pieces of 8 rows, and no tile is larger than the array that it is
+    copied from."""
     size = array.shape[axis]
     wanted = max(least, -(-size // multiple) * multiple)
     widths = [(0, 0)] * array.ndim
@@ -97,8 +100,8 @@ def padded(array: Array, axis: int, multiple: int, least: int = 0) -> Array:
 
 
 def packed(table: BlockTable | BlockWrites) -> tuple[Array, bool]:
-    """`packed` with an axis of layers or rows in front, of one if there is none; whether it is of
-    rows."""
+    """(`table.packed` with one axis in front, whether that axis counts rows). Else it counts
+    layers, or is 1."""
     found, shared = table.with_packed().packed, table.ids.ndim == 2
     return found[None] if shared else found, table.layer is None and not shared
 
@@ -122,8 +125,8 @@ def update(
     interpret,
     name: str,
 ) -> Array:
-    """`array` changed in place by `body(array ref, *operand refs, *scratch refs)`, with one
-    warpgroup. Where the body is in the grid, `jax.lax.axis_index` tells."""
+    """Change `array` in place by `body(array ref, *operand refs, *scratch refs)`, in programs of
+    one warpgroup. `jax.lax.axis_index` of the grid's names tells the body which program it is."""
     changed = jax.new_ref(array)  # what is not written keeps its contents
 
     def kernel(*refs):

@@ -1,13 +1,13 @@
 """Matrix products of the Mosaic GPU kernels, by the generation of the tensor cores.
 
-A warpgroup multiplies 64 rows in shared memory, 16 bits each, by what lies there too; the product
-arrives in its registers in the layout `LAYOUT`. Masks, softmax and conversions see nothing else of
-the chip, so that one kernel serves all.
+A warpgroup multiplies 64 rows by another matrix, both of 16-bit numbers in shared memory. The
+product arrives in its registers in the layout `LAYOUT`. Masks, softmax and conversions see nothing
+else of the chip, so that one kernel serves all generations.
 
 Hopper (`wgmma`) sums in registers. Blackwell (`tcgen05`) sums in tensor memory, 512 columns of 128
 rows by 4 bytes on a multiprocessor: one thread starts the product, a barrier tells when it is done,
-and the sums are then loaded. 64 rows by N columns are kept as 128 rows by N / 2, one half of the
-columns below the other; such products run at half of the tensor cores' rate.
+and the sums are then loaded. A product of 64 rows by N columns is kept as 128 rows by N / 2, one
+half of the columns below the other; such products run at half of the tensor cores' rate.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,18 +24,18 @@ from pallas_kernels.implementations import MOSAIC
 from pallas_kernels.refs import Ref
 
 ROWS = 64  # of the first factor
-LAYOUT = plgpu.Layout.WGMMA  # how a warpgroup holds a product
-PER_ROW, PER_COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)  # numbers for rows or columns of it
+LAYOUT = plgpu.Layout.WGMMA  # how a warpgroup's registers hold a product
+PER_ROW, PER_COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)  # one number for each of its rows, columns
 Multiply = Callable[[Ref, Ref, tuple[int, int]], Array]  # (a, b, shape): a @ b in float32
 
 
 def across(rows, shape):
-    """A number per row for every column."""
+    """Repeat a number per row in every column."""
     return jax.lax.broadcast_in_dim(rows, shape, [0])
 
 
 def down(columns, shape):
-    """A number per column for every row."""
+    """Repeat a number per column in every row."""
     return jax.lax.broadcast_in_dim(columns, shape, [1])
 
 
@@ -51,15 +51,16 @@ class Wgmma:
     swizzle: int = 128  # bytes, of both factors in shared memory
 
     def scratch(self, groups: int, *widths: int) -> list:
-        """What a program needs for products with so many columns, by `groups` warpgroups."""
+        """Scratch memory for products by `groups` warpgroups. widths: numbers of columns that
+        products have."""
         return []
 
     def tensor_memory(self, groups: int, *widths: int) -> int:
-        """Columns of it."""
+        """Columns of tensor memory that such a program takes."""
         return 0
 
     def multiply(self, refs: Sequence, group) -> Multiply:
-        """The products of a warpgroup. refs: of `scratch`."""
+        """The function with which a warpgroup multiplies. refs: references to `scratch`."""
 
         def product(a, b, shape):
             def run(total):
@@ -79,17 +80,17 @@ class Tcgen05:
     swizzle: int = 64
 
     def scratch(self, groups: int, *widths: int) -> list:
-        """As above."""
+        """A barrier and the sums; see `Wgmma.scratch`."""
         sums = [plgpu.TMEM((groups, ROWS, n), jnp.float32) for n in sorted(set(widths))]
         return [plgpu.Barrier(num_barriers=groups, orders_tensor_core=True), *sums]
 
     def tensor_memory(self, groups: int, *widths: int) -> int:
-        """As above; programs take powers of two, at least 32."""
+        """See `Wgmma.tensor_memory`. Programs take powers of two, at least 32."""
         used = groups * sum(n // 2 for n in set(widths))
         return max(32, 1 << (used - 1).bit_length())
 
     def multiply(self, refs: Sequence, group) -> Multiply:
-        """As above; one product at a time, and all of one width in the same place."""
+        """See `Wgmma.multiply`. One product runs at a time; products of one width share a place."""
         done, *sums = refs
 
         def product(a, b, shape):
@@ -108,10 +109,11 @@ Products = Wgmma | Tcgen05
 
 
 def products() -> Products:
-    """Those of the chip that is traced for; of Hopper where there is no GPU, as in the simulator.
+    """The products of the chip that is traced for; Hopper's where there is no GPU, as in the
+    simulator.
 
     Raises:
-      NotImplementedError: a GPU without them.
+      NotImplementedError: the GPU has other tensor cores.
     """
     found = target.capability()
     if found is None:

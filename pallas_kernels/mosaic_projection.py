@@ -1,17 +1,17 @@
 """Bias, L2 norm, multiplier and rotation in the Mosaic GPU kernels. See `projection`.
 
-A tile of 64 tokens of one part of one head is copied out of the product where it lies, a column of
-a matrix [T, 3 N H], finished in registers in float32, and left in shared memory as the tensor cores
-take it. The last tile ends with the array: copies leave out what is beyond its end. Where rows have
-one token each, tiles are made of rows.
+A tile is 64 tokens of one part (Q, K or V) of one head. It is copied out of the product where it
+lies, as columns of a matrix [T, 3 N H], finished in registers in float32, and left in shared memory
+as the tensor cores take it. The last tile ends with the array: copies leave out what is beyond its
+end. Where rows have one token each, tiles are made of rows.
 
 Queries are finished by the kernel that multiplies them, once per tile, and never written. Keys and
-values meet every tile of queries and the cache: `finished` writes them once, in 4 R T N H elements
-read and written, where each tile of queries would repeat the work. Attention and store ask for it
-with the same operands, and XLA keeps one of two equal calls.
+values meet every tile of queries and go into the cache. So `finished` writes them once, 4 R T N H
+elements read and written, where each tile of queries would repeat the work. Attention and storing
+call it with the same operands, and XLA keeps one of two equal calls.
 
-The rotation takes each number's neighbour, which lies in the same row: a product with a matrix of
-zeros and ones, exact, 64 columns at a time.
+The rotation needs each number's neighbour, which lies in the same row. A product with a matrix of
+zeros and ones fetches it exactly, 64 columns at a time.
 """
 
 from collections.abc import Sequence
@@ -46,10 +46,12 @@ TURNED = 64  # columns that are turned at once
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Unfinished:
-    """A `Projection` as operands of a kernel, and in it as references.
+    """A `Projection` as operands of a kernel, and inside the kernel as references.
 
-    product: [R, T, 3 N H]. layer: int32 [1], place in the first axis of biases [L, N, H] and
-    multiplier [L, N]. cos, sin: rows for whole tiles. turn: `quarter_turn_matrix`.
+    product: [R, T, 3 N H].
+    layer: int32 [1], place in the first axis of biases [L, N, H] and multiplier [L, N].
+    cos, sin: float32, with rows for whole tiles.
+    turn: `quarter_turn_matrix`.
     """
 
     product: Operand
@@ -65,7 +67,8 @@ class Unfinished:
 
     @classmethod
     def of(cls, projection: Projection, parts: Sequence[int], multiple: int = ROWS) -> "Unfinished":
-        """parts: that will be finished. multiple: of tokens that tiles make up."""
+        """The operands for a projection. parts: those that will be finished. multiple: rows of
+        cosines and sines are a multiple of it."""
         rows, heads, tokens, head_dim = projection.shape
         q_bias = projection.q_bias if Q in parts else None
         v_bias = projection.v_bias if V in parts else None
@@ -96,19 +99,19 @@ class Unfinished:
             plgpu.copy_gmem_to_smem(self.turn, *turn)
 
     def wait_for_turn(self, turn: Sequence) -> None:
-        """Before a warpgroup's first tile."""
+        """Wait until the matrix has arrived, before a warpgroup's first tile."""
         if self.turn is not None:
             plgpu.barrier_wait(turn[1])
 
     def start(self, part: int, row, head, first, work: "TileMemory") -> None:
-        """Start copying a tile."""
+        """Start copying the tile of a part that begins with token `first`."""
         head_dim = work.tile.shape[-1]
         columns = pl.ds((part * self.heads + head) * head_dim, head_dim)
         source = self.product.at[row, pl.ds(first, ROWS), columns]
         plgpu.copy_gmem_to_smem(source, work.raw, work.arrived)
 
     def finish(self, part: int, head, first, work: "TileMemory") -> None:
-        """Wait for a tile that was started, and leave it finished in `work.result`."""
+        """Wait for a tile that was started, finish it and leave it in `work.result`."""
         plgpu.barrier_wait(work.arrived)
         layer, x = self.layer[0], mosaic.load(work.raw, LAYOUT, plain=True).astype(jnp.float32)
         bias = {Q: self.q_bias, K: None, V: self.v_bias}[part]
@@ -124,7 +127,8 @@ class Unfinished:
             plgpu.commit_smem()
 
     def _factor(self, part: int, x, layer, head):
-        """What the rows of a tile are multiplied by, [64], or None. A rotation keeps lengths."""
+        """The factor of each row of a tile, [64], or None. It may be applied after a rotation,
+        which keeps lengths."""
         if part == V or (self.multiplier is None and (part == K or self.scale == 1)):
             return None
         if self.multiplier is None:
@@ -140,7 +144,7 @@ class Unfinished:
         for start in range(0, x.shape[1], TURNED):
             columns = pl.ds(start, TURNED)
             piece = work.tile.at[:, columns]
-            # one after another: registers hold few such pieces at once
+            # one piece after another: registers hold few of them at once
             rotated = mosaic.load(piece, LAYOUT).astype(jnp.float32)
             rotated *= mosaic.load(self.cos.at[rows, columns], LAYOUT, plain=True)
             turned = work.multiply(piece, work.turn[0], (ROWS, TURNED))
@@ -153,8 +157,14 @@ class Unfinished:
 
 @dataclass(frozen=True)
 class TileMemory:
-    """Shared memory of a tile: as it was copied; as tensor cores take it; one of the two, where it
-    is left; a barrier that says that it is there. turn, multiply: for the rotation."""
+    """Shared memory of a tile.
+
+    raw: the tile as it was copied.
+    tile: the tile as tensor cores take it.
+    result: one of the two, where the finished tile is left.
+    arrived: a barrier that says that the copy is there.
+    turn, multiply: what the rotation multiplies with.
+    """
 
     raw: Ref
     tile: Ref
@@ -165,17 +175,17 @@ class TileMemory:
 
 
 def finished(projection: Projection, parts: Sequence[int], interpret) -> Array:
-    """Parts of a projection as kernels copy them: [R, T', parts N H]. T' is T, rounded up where
-    whole pieces of shared memory are copied; tokens from T on hold anything."""
+    """Finished parts of a projection as kernels copy them: [R, T', parts N H]. T' is T, rounded up
+    where whole pieces of shared memory are copied; tokens from T on may hold anything."""
     return _finished(projection, tuple(parts), products(), interpret)
 
 
-# One trace for attention and store: two would differ in their places in the source, and the
-# compiler would not see that one result does for both.
+# One trace serves attention and storing. Two traces would differ in their places in the source, and
+# the compiler would not see that one result does for both.
 @partial(jax.jit, static_argnames=("parts", "chip", "interpret"))
 def _finished(projection: Projection, parts: tuple[int, ...], chip: Products, interpret) -> Array:
     rows, heads, tokens, head_dim = projection.shape
-    if single := tokens == 1:  # a tile of rows, which are all alike
+    if single := tokens == 1:  # tiles are made of rows, whose tokens have the same angles
         qkv, angles = jnp.swapaxes(projection.qkv, 0, 1), projection.rotation
         angles = jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, head_dim)), angles)
         projection, tokens = replace(projection, qkv=qkv, rotation=angles), rows
@@ -203,7 +213,8 @@ def _finished(projection: Projection, parts: tuple[int, ...], chip: Products, in
 
 
 def _finish(parts, single: bool, chip: Products, given: Unfinished, out_ref, *scratch):
-    """single: the result ends within a piece of shared memory."""
+    """The kernel of `finished`. single: whether rows have one token; the result then ends within a
+    piece of shared memory, so plain rows are copied out."""
     raw, tile, arrived, turn, sums = scratch
     row, head, number = (jax.lax.axis_index(name) for name in ("row", "head", "tile"))
     first, head_dim, multiply = number * ROWS, tile.shape[-1], chip.multiply(sums, 0)
@@ -224,7 +235,7 @@ def _finish(parts, single: bool, chip: Products, given: Unfinished, out_ref, *sc
 
 
 def turn_widths(projection: Projection) -> tuple[int, ...]:
-    """Columns of the products that finishing takes."""
+    """Numbers of columns of the products that finishing takes, for `Products.scratch`."""
     return () if projection.rotation is None else (TURNED,)
 
 

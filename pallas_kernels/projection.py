@@ -1,8 +1,8 @@
-"""Queries, keys and values of a scale as one matrix product leaves them, and what has still to be
+"""Queries, keys and values of a scale as one matrix product leaves them, with what has still to be
 done to them: bias, L2 norm, learned multiplier, rotation.
 
-Kernels read the product where it lies and do the rest on the way, so that neither transposes nor
-normalised copies of queries are ever in memory. The methods here define what is correct.
+Kernels read the product where it lies and finish it as they read, so that memory never holds a
+transpose or a normalised copy of the queries. The methods here define what is correct.
 """
 
 from dataclasses import dataclass, field, replace
@@ -18,17 +18,18 @@ Q, K, V = range(3)  # places in the third axis of the product
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Projection:
-    """qkv: the product, heads side by side as it leaves them; queries alone where they see stored
-    keys only.
+    """Unfinished queries, keys and values.
 
-    q_bias, v_bias: what is added first; keys have none.
+    qkv: the product, heads side by side; its third axis holds Q, K, V, or queries alone where they
+      see stored keys only.
+    q_bias, v_bias: added first; keys have no bias.
     rotation: cosines and sines of every token, float32; numbers 2 j and 2 j + 1 of queries and keys
       are turned by the angle of their pair.
-    multiplier: float32. If given, queries and keys are scaled to unit length, and queries
+    multiplier: float32. If given, queries and keys are scaled to unit length, and queries are
       multiplied by it.
-    scale: static, what queries are multiplied by where there is no multiplier.
-    layer: if given, biases and multiplier are those of all layers, of which this is the one's:
-      [L, N, H] and [L, N]. Kernels read them where they lie.
+    scale: static, the factor of queries where there is no multiplier.
+    layer: if given, biases [L, N, H] and multiplier [L, N] hold all layers, and `layer` is the one
+      that counts. Kernels read them where they lie.
     """
 
     qkv: Float[Array, "R T parts N H"]
@@ -41,7 +42,7 @@ class Projection:
 
     @classmethod
     def of(cls, q, k, v) -> "Projection":
-        """Finished queries, keys and values [R, N, T, H]."""
+        """A projection of finished queries, keys and values [R, N, T, H]."""
         return cls(jnp.stack([a.transpose(0, 2, 1, 3) for a in (q, k, v)], axis=2))
 
     @property
@@ -55,7 +56,7 @@ class Projection:
         return self.qkv.dtype
 
     def sliced(self) -> "Projection":
-        """The same without the vectors of other layers."""
+        """The same projection with the biases and the multiplier of its layer alone."""
         if self.layer is None:
             return self
         vectors = self.q_bias, self.v_bias, self.multiplier
@@ -63,7 +64,8 @@ class Projection:
         return replace(self, layer=None, q_bias=q_bias, v_bias=v_bias, multiplier=multiplier)
 
     def queries(self) -> Float[Array, "R N T H"]:
-        """Finished queries, which carry the attention scale. Rounded once: all is float32."""
+        """Finished queries, which carry the attention scale. They are computed in float32 and
+        rounded once."""
         here = self.sliced()
         q = here._plain(Q, None).astype(jnp.float32)
         if here.q_bias is not None:
@@ -98,8 +100,8 @@ class Projection:
 
 
 def l2_normalize(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
-    """Scale the last axis to unit length in float32; lengths below 1e-12 are treated as 1e-12, as
-    torch does."""
+    """Scale the last axis to unit length in float32. Lengths below 1e-12 count as 1e-12, as in
+    torch."""
     return (x.astype(jnp.float32) / length(x)).astype(x.dtype)
 
 
@@ -118,14 +120,14 @@ def rotate(
 
 
 def quarter_turn(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
-    """Every pair (a, b) of neighbours as (-b, a)."""
+    """Turn every pair (a, b) of neighbours into (-b, a)."""
     even = jnp.arange(x.shape[-1]) % 2 == 0
     return jnp.where(even, -jnp.roll(x, -1, axis=-1), jnp.roll(x, 1, axis=-1))
 
 
 def quarter_turn_by_product(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
-    """The same as a product with a matrix of zeros and ones, which is exact. TPUs keep what a roll
-    cuts off in memory, each number in a row of its own."""
+    """`quarter_turn` as a product with a matrix of zeros and ones, which is exact. It is for TPUs,
+    where a roll writes the number that it cuts off to memory, one row for each."""
     matrix = jnp.asarray(quarter_turn_matrix(x.shape[-1]), x.dtype)
     return jnp.einsum("...h,hk->...k", x, matrix, precision=jax.lax.Precision.HIGHEST)
 

@@ -1,4 +1,4 @@
-"""Types of what kernels hold, for signatures and fields."""
+"""Names for types that signatures and fields of kernels share."""
 
 import jax
 from jax.experimental import pallas as pl

@@ -19,13 +19,14 @@ class BlockTable:
     """Runs of slots: entry m of head n covers slots [start, stop) of block `ids`. start == stop is
     an empty entry.
 
-    Arrays are int32 [N, M] (all rows alike), [R, N, M] (per row) or, with `layer`, [L, N, M]: those
-    of all layers, of which kernels read one, for all rows. Ids are global in the row's pool and
-    always valid, also in empty entries. A block may be listed twice with disjoint ranges.
+    Arrays are int32 [N, M] (all rows alike), [R, N, M] (per row) or, with `layer`, [L, N, M] (all
+    layers, all rows alike; kernels read one layer). Ids are global in the row's pool and always
+    valid, also in empty entries. A block may be listed twice with disjoint ranges.
 
-    packed: the same, a row per head, as the TPU kernels read it: the ids, start + 2**16 stop of
-    every entry (0: empty), how many entries are in use. They pack what is not packed; a table that
-    a loop does not change is packed before it, once for all layers.
+    packed: the same numbers with one row per head, as TPU and Mosaic kernels read them: the ids,
+      then start + 2**16 stop of every entry (0: empty), then how many entries are in use. Kernels
+      pack a table that is not packed. Pack a table that a loop does not change before the loop,
+      once for all layers.
     """
 
     # Valid also where empty: the reference gathers every entry, and the TPU kernels copy the blocks
@@ -37,15 +38,15 @@ class BlockTable:
     packed: Int[AnyArray, "*rows N 1 packed"] | None = None
 
     def of_layer(self, layer: Int[AnyArray, ""]) -> "BlockTable":
-        """One layer's of a table of all layers; nothing is copied."""
+        """The table of one layer, from a table of all layers; nothing is copied."""
         return replace(self, layer=layer)
 
     def sliced(self) -> "BlockTable":
-        """The same without the other layers."""
+        """The table of its layer alone; the other layers are cut off."""
         return _sliced(self)
 
     def with_packed(self) -> "BlockTable":
-        """The same with `packed`."""
+        """The same table with `packed` filled in."""
         if self.packed is not None:
             return self
         # an entry in use has stop > 0, so its range is never 0, and 0 means an empty one
@@ -54,7 +55,7 @@ class BlockTable:
         return replace(self, packed=packed.astype(jnp.int32)[..., None, :])
 
     def _offsets(self, block_size: int) -> Int[Array, "*rows N M block_size"]:
-        """Place within the block of every slot of every entry."""
+        """The place within its block, for every slot of every entry."""
         shape = (*self.ids.shape, block_size)
         return jax.lax.broadcasted_iota(self.ids.dtype, shape, self.ids.ndim)
 
@@ -82,10 +83,11 @@ class BlockTable:
         return jax.tree.map(lambda a: a[regions], self.sliced())
 
     def filled_to(self, count: Int[Array, "*rows N"]) -> "BlockTable":
-        """The same runs, valid for their first `count` slots in table order (without `layer`)."""
+        """The same runs, cut so that only the first `count` slots in table order are valid. The
+        result has no `layer`."""
         length = self.stop - self.start
         before = jnp.cumsum(length, axis=-1) - length
-        left = jnp.clip(count[..., None] - before, 0, length)  # none behind the last run in use
+        left = jnp.clip(count[..., None] - before, 0, length)  # 0 behind the last run in use
         return BlockTable(self.ids, self.start, (self.start + left).astype(self.stop.dtype))
 
 
@@ -95,13 +97,13 @@ class BlockWrites:
     """Blocks that receive tokens: slot i of entry j of head n takes token `source[n, j, i]` of the
     scale; -1 leaves the slot as it is.
 
-    Arrays are int32, for all rows alike, per row or of all layers as in `BlockTable`. No head lists
-    a block twice: kernels read a block while another one is written. Several heads may list one,
-    for different slots of it. An entry whose sources are all -1 is empty: its id may be anything
-    valid, and its block is not touched.
+    Arrays are int32, with the leading axes of `BlockTable`. No head lists a block twice, because
+    kernels read a block while another one is written. Several heads may list the same block, each
+    for other slots of it. An entry whose sources are all -1 is empty: its id may be any valid one,
+    and its block is not touched.
 
-    packed: the same, a row per head, as in `BlockTable`: id and kind of every entry, an empty
-    entry, how many are in use, the sources of all entries.
+    packed: the same numbers with one row per head, as in `BlockTable`: id and kind of every entry,
+      an empty entry, how many entries are in use, the sources of all entries.
     """
 
     ids: Int[AnyArray, "*rows N J"]
@@ -110,15 +112,15 @@ class BlockWrites:
     packed: Int[AnyArray, "*rows N 1 packed"] | None = None
 
     def of_layer(self, layer: Int[AnyArray, ""]) -> "BlockWrites":
-        """One layer's of a table of all layers; nothing is copied."""
+        """The table of one layer, from a table of all layers; nothing is copied."""
         return replace(self, layer=layer)
 
     def sliced(self) -> "BlockWrites":
-        """The same without the other layers."""
+        """The table of its layer alone; the other layers are cut off."""
         return _sliced(self)
 
     def with_packed(self) -> "BlockWrites":
-        """The same with `packed`."""
+        """The same table with `packed` filled in."""
         if self.packed is not None:
             return self
         source, ids = jnp.asarray(self.source), jnp.asarray(self.ids)
@@ -128,7 +130,7 @@ class BlockWrites:
         kind = jnp.where(stored.any(-1), PARTIAL, EMPTY)
         kind = jnp.where(stored.all(-1), jnp.where(run, CONSECUTIVE, FULL), kind)
         used = _in_use(kind > EMPTY)
-        # the empty entry is there for heads that have no other
+        # a head without entries still has this empty one to read
         parts = [ids << KIND_BITS | kind, jnp.zeros_like(used), used]
         flat = source.reshape(*ids.shape[:-1], ids.shape[-1] * source.shape[-1])
         packed = jnp.concatenate([*parts, flat], axis=-1)
@@ -136,14 +138,14 @@ class BlockWrites:
 
     @property
     def slots(self) -> Int[Array, "*rows N JS"]:
-        """Slot numbers of all listed blocks, in table order."""
+        """Slot numbers of all listed blocks, in table order; JS = J * block_size."""
         here, size = self.sliced(), self.source.shape[-1]
         slots = here.ids[..., None] * size + jnp.arange(size, dtype=here.ids.dtype)
         return slots.reshape(*here.ids.shape[:-1], -1)
 
 
 def _in_use(entries: Bool[Array, "*rows N M"]) -> Int[Array, "*rows N 1"]:
-    """Entries up to the last one that is not empty."""
+    """The number of entries up to the last one that is not empty."""
     entry = jax.lax.broadcasted_iota(jnp.int32, entries.shape, entries.ndim - 1)
     return jnp.where(entries, entry + 1, 0).max(-1, keepdims=True, initial=0)
 
@@ -156,7 +158,7 @@ def _sliced(table):
 
 
 def block_writes(slots: np.ndarray, block_size: int, entries: int | None = None) -> BlockWrites:
-    """The table (host arrays) that stores token t of a head in slot `slots[..., t]`.
+    """The table of host arrays that stores token t of a head in slot `slots[..., t]`.
 
     Args:
       slots: int [..., T], slot numbers of the pool; negative: the token is not stored.
@@ -178,7 +180,7 @@ def _one_head(slots: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarra
     """(block ids [J], sources [J, block_size]) of one head's tokens."""
     tokens = np.flatnonzero(slots >= 0)
     stored = slots[tokens]
-    # each block once, however its tokens are spread: the contract of `BlockWrites`
+    # `BlockWrites` wants each block once, however its tokens are spread
     ids, entry = np.unique(stored // block_size, return_inverse=True)
     source = np.full((len(ids), block_size), -1, np.int32)
     source[entry, stored % block_size] = tokens

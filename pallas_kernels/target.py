@@ -1,5 +1,5 @@
-"""The device that a program is traced for: of the mesh in use, which may be of chips that are not
-here, or else this machine's default device."""
+"""The device that a program is traced for. It is a device of the mesh in use, whose chips may be
+absent, or else this machine's default device."""
 
 import jax
 
@@ -13,13 +13,13 @@ def platform() -> str:
 
 
 def device_kind() -> str:
-    """As JAX names it, "NVIDIA H200" for example."""
+    """The device's kind as JAX names it, "NVIDIA H200" for example."""
     return (_abstract() or jax.devices()[0]).device_kind
 
 
 def capability() -> str | None:
-    """Compute capability of a GPU, "9.0" for example; None where there is none or it is not
-    known."""
+    """The compute capability of a GPU, "9.0" for example; None where it is not known and for other
+    devices."""
     abstract, here = _abstract(), jax.devices()[0]
     if abstract is None or abstract.device_kind == here.device_kind:
         return getattr(here, "compute_capability", None)
@@ -28,5 +28,5 @@ def capability() -> str | None:
 
 
 def _abstract():
-    """What an abstract mesh knows of its devices."""
+    """The device of an abstract mesh; None without such a mesh."""
     return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)

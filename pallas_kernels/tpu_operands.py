@@ -1,4 +1,4 @@
-"""Operands of the TPU kernels: tables in scalar memory, pools that stay in HBM."""
+"""Operands of the TPU kernels: tables are in scalar memory, pools stay in HBM."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)  # slots of a block that the kernels take
-LANES = 128  # of a vector register; the last axis of an array in vector memory is padded to them
+LANES = 128  # of a vector register; in vector memory the last axis of an array is padded to them
 
 
 def rounded(number: int, multiple: int) -> int:
@@ -18,13 +18,13 @@ def rounded(number: int, multiple: int) -> int:
 
 
 def balanced(total: int, most: int, multiple: int) -> int:
-    """The size, a multiple of `multiple` and about `most` at most, that cuts `total` evenly."""
+    """The size that cuts `total` evenly, a multiple of `multiple` and about `most` at most."""
     # 576 by 512 in steps of 128: two pieces of 384 rather than one of 512 and one nearly empty
     return rounded(-(-total // -(-total // most)), multiple)
 
 
 def in_parts(refs: Sequence, *counts: int) -> list[list]:
-    """Refs cut into lists of these lengths, which are all of them."""
+    """Cut references into lists of these lengths, which add up to all of them."""
     left = iter(refs)
     found = [list(islice(left, count)) for count in counts]
     assert sum(counts) == len(refs)
@@ -32,18 +32,20 @@ def in_parts(refs: Sequence, *counts: int) -> list[list]:
 
 
 def layer_of(table) -> Array:
-    """The layer of tables of all layers, as scalars that are known before a grid step are given."""
+    """The number of a table's layer, int32 [1], as an operand that is known before the grid."""
     return jnp.reshape(0 if table.layer is None else table.layer, 1).astype(jnp.int32)
 
 
 def table_rows(table, heads) -> Array:
-    """A packed table as [L, R or 1; N, 1, W]; heads: `tpu_projection.Heads`."""
+    """The rows of a packed table, [lead, N, 1, W], where `lead` counts layers or rows or is 1.
+    heads: `tpu_projection.Heads`, which says how many heads N is padded to."""
     found = table.packed
     return heads.padded(found if found.ndim == 4 else found[None], 1)
 
 
 def table_spec(table, rows: Array, heads) -> pl.BlockSpec:
-    """Rows of the heads of grid step (r, n, ...); the last scalar given beforehand is the layer."""
+    """The table rows of the heads of grid step (r, n, ...). The last operand that is known before
+    the grid is the layer."""
     per_row = table.layer is None and rows.shape[0] > 1
     # A row per head: scalar memory is 1 MiB in all, too little for all tables prefetched at once.
     # The axis of 1 is there because the last two axes of a block are multiples of (8, 128) or
@@ -58,8 +60,9 @@ def table_spec(table, rows: Array, heads) -> pl.BlockSpec:
 def pools(kv_pool: Array, kv_scale: Array | None, interpret: bool) -> list[Array]:
     """The pool and, if there are any, its scales.
 
-    They are kept out of vector memory: XLA would move a pool there that fits, all of it in every
-    layer, although the kernel reads a small part. Only a program being traced can do so.
+    They are kept out of vector memory. XLA would move a pool there if it fits, all of it in every
+    layer, although the kernel reads a small part. The constraint exists only while a program is
+    traced.
     """
     found = [kv_pool] if kv_scale is None else [kv_pool, kv_scale]
     if interpret or not isinstance(kv_pool, jax.core.Tracer):
@@ -68,14 +71,15 @@ def pools(kv_pool: Array, kv_scale: Array | None, interpret: bool) -> list[Array
 
 
 def block_shape(pool) -> tuple[int, int]:
-    """Of a block [block_size, 2 H] of the pool [R, blocks, block_size, 2 H], or of its scales [1, 2
-    block_size] in [R, blocks, 2 block_size]."""
+    """The shape of one block: [block_size, 2 H] of the pool [R, blocks, block_size, 2 H], or [1, 2
+    block_size] of its scales [R, blocks, 2 block_size]."""
     return pool.shape[2:] if len(pool.shape) == 4 else (1, pool.shape[2])
 
 
 def block_of(pool, row, block):
-    """That block, to be copied. Scales are copied out of their array as it is: any other view of it
-    would be laid out in another way, and XLA would copy all scales in every layer."""
+    """A block of the pool or of its scales, to be copied."""
+    # Scales are copied out of their array as it is: XLA would lay any other view of it out in
+    # another way, and copy all scales in every layer.
     return pool.at[row, block] if len(pool.shape) == 4 else pool.at[row, pl.ds(block, 1)]
 
 
@@ -85,6 +89,6 @@ def pool_specs(pools: list[Array]) -> list[pl.BlockSpec]:
 
 
 def fill_with_zeros(refs) -> None:
-    """Fresh memory may hold NaN."""
+    """Write zeros: fresh memory may hold NaN."""
     for ref in refs:
         ref[...] = jnp.zeros_like(ref)

@@ -1,8 +1,8 @@
-"""The fused projection inside TPU kernels: blocks of it are read where they lie and finished there.
+"""The fused projection inside TPU kernels, which read blocks of it where they lie and finish them.
 
 The product is seen as [R, T, 3 N H], a reshape of neighbouring axes. Its blocks are 128 lanes wide
-or more: a head of 128 or 256, or a pair of smaller ones side by side. What is done to one head of a
-pair alone happens with its numbers in the first lanes (`Heads.first`), as they lie in the pool.
+or more: a head of 128 or 256, or a pair of smaller heads side by side. Work on one head of a pair
+is done with its numbers in the first lanes (`Heads.first`), where the pool has them, too.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,9 @@ from pallas_kernels.refs import Ref, Scalar
 from pallas_kernels.tables import BlockTable, BlockWrites
 from pallas_kernels.tpu_operands import LANES
 
-TOKENS_AT_ONCE = 1024  # of all heads of a grid step: small scales share steps, which cost by number
+# Tokens of all heads of a grid step. Every step costs time of its own, so heads of small scales
+# share one.
+TOKENS_AT_ONCE = 1024
 TABLE_BYTES = 2**19  # of scalar memory, which is 1 MiB
 PARTS = {"q": Q, "k": K, "v": V}
 Operands = dict[str, tuple[Array, pl.BlockSpec]]  # by name: an array and the part of it in a step
@@ -29,8 +31,10 @@ Operands = dict[str, tuple[Array, pl.BlockSpec]]  # by name: an array and the pa
 class Heads:
     """Which heads a grid step serves.
 
-    count: N, with the padding of an odd one. size: H. together: heads side by side in 128 lanes.
-    groups: of so many heads in a step, which serves them one after the other.
+    count: N, rounded up to whole groups.
+    size: H.
+    together: heads of a group, which lie side by side in 128 lanes.
+    groups: groups of a grid step, which serves one after the other.
     """
 
     count: int
@@ -40,11 +44,12 @@ class Heads:
 
     @classmethod
     def of(cls, projection: Projection, table: BlockTable | BlockWrites) -> "Heads":
-        """As many as share a step for tokens and table (packed) of this size."""
+        """As many heads as may share a grid step, for this many tokens and a packed table of this
+        size."""
         _, heads, tokens, size = projection.shape
         together = 2 if size < LANES else 1
         groups = -(-heads // together)
-        # the next step's rows of the table are fetched meanwhile
+        # twice, because the next step's rows of the table are fetched meanwhile
         rows = 2 * 4 * together * table.packed.shape[-1]
         most = max(1, min(TOKENS_AT_ONCE // max(16, tokens), TABLE_BYTES // rows))
         at_once = max(n for n in range(1, groups + 1) if groups % n == 0 and n <= most)
@@ -66,31 +71,32 @@ class Heads:
         return self.count // self.step
 
     def padded(self, array: Array, axis: int) -> Array:
-        """Zeros for the head that an odd number lacks; no copy otherwise."""
+        """The array with zeros for a head that the last group lacks; no copy where it lacks
+        none."""
         lacking = self.count - array.shape[axis]
         if not lacking:
             return array
         return jnp.pad(array, [(0, lacking * (i == axis % array.ndim)) for i in range(array.ndim)])
 
     def lanes(self, group):
-        """A group's lanes in a block of all of them."""
+        """The lanes of a group in a block of all groups."""
         if self.groups == 1:
             return slice(None)
         return pl.ds(pl.multiple_of(group * self.width, self.width), self.width)
 
     def first(self, x: Float[Array, "T W"], which: int) -> Float[Array, "T W"]:
-        """Lanes turned so that a head's numbers come first, others behind them."""
+        """The lanes of a group, turned so that those of head `which` come first."""
         return pltpu.roll(x, self.width - which * self.size, 1) if which else x
 
     def alone(self, x: Float[Array, "T W"], which: int) -> Float[Array, "T W"]:
-        """A head's numbers in the first lanes, zeros behind them."""
+        """The numbers of head `which` in the first lanes, zeros behind them."""
         if self.together == 1:
             return x
         lane = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
         return jnp.where(lane < self.size, self.first(x, which), 0.0)
 
     def side_by_side(self, k, v, which: int) -> Float[Array, "T KV"]:
-        """Key and value of a head, as the pool holds them."""
+        """The key and the value of head `which` in one row, as the pool holds them."""
         if self.together == 1:
             return jnp.concatenate([k, v], axis=-1)
         lane, last = jax.lax.broadcasted_iota(jnp.int32, k.shape, 1), self.together - 1
@@ -98,7 +104,7 @@ class Heads:
         return jnp.where(lane < self.size, self.first(k, which), v)
 
     def each(self, do, shape) -> Array:
-        """`do(which)` [T, 1] of every head of a group, in its lanes of a [T, W]."""
+        """An array [T, W] in which the lanes of every head of a group hold `do(which)` [T, 1]."""
         found = do(0)
         lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
         for which in range(1, self.together):
@@ -106,7 +112,7 @@ class Heads:
         return found
 
     def for_each_group(self, do) -> None:
-        """Call `do(group)`, one after the other."""
+        """Call `do(group)` for one group after the other."""
         if self.groups == 1:
             do(0)
         else:
@@ -116,10 +122,10 @@ class Heads:
 def operands(
     projection: Projection, heads: Heads, tokens: dict[str, tuple[int, Callable]]
 ) -> Operands:
-    """What a kernel needs to finish some parts of a projection; `OwnTokens` reads it.
+    """The operands with which `OwnTokens` finishes some parts of a projection.
 
-    tokens: for "q", "k", "v" how many tokens a block has, and its place along them as a function
-      of the grid's indices.
+    tokens: {"q", "k" or "v": (tokens of a block, function from the grid's indices to the place of
+      the block along the tokens)}.
     """
     projection = projection.sliced()
     rows, _, length, _ = projection.shape
@@ -140,17 +146,17 @@ def operands(
 
 
 def _part_spec(part: str, heads: Heads, size: int, place) -> pl.BlockSpec:
-    """Heads of a grid step in a part of the product."""
+    """The block that holds the heads of a grid step in one part of the product."""
     first = PARTS[part] * heads.steps
     shape = (1, size, heads.groups * heads.width)
     return pl.BlockSpec(shape, lambda r, n, *i: (r, place(*i), first + n))
 
 
 def _angles(rotation, heads: Heads, size: int) -> tuple[Array, pl.BlockSpec]:
-    """Cosines and sines of all tokens, because all keys meet every tile of queries; once, not for
-    the next step as well, because they are the same for all. size: tokens, with padding."""
-    # Both numbers of a pair have the same angle: its cosine stands at the first, its sine at the
-    # second, which is half the memory.
+    """Cosines and sines of all tokens, because all keys meet every tile of queries. size: tokens,
+    with padding."""
+    # Both numbers of a pair have the same angle. Its cosine stands at the first number, its sine at
+    # the second, which halves the memory. One buffer is enough: all grid steps read the same.
     cos, sin = rotation
     both = jnp.where(jnp.arange(cos.shape[1]) % 2 == 0, cos, sin)
     spec = pl.BlockSpec((size, heads.width), lambda *_: (0, 0), pipeline_mode=pl.Buffered(1))
@@ -159,10 +165,14 @@ def _angles(rotation, heads: Heads, size: int) -> tuple[Array, pl.BlockSpec]:
 
 @dataclass(frozen=True)
 class OwnTokens:
-    """A projection inside a kernel: float32 [tokens, W] of a group of heads, finished.
+    """A projection inside a kernel, which gives finished tokens of a group of heads, float32
+    [tokens, W].
 
-    refs: of `operands`, by name. first: head of the step. What lies beyond T is undefined, and no
-    token mixes with another.
+    refs: references to `operands`, by name.
+    first: the first head of the grid step.
+
+    Tokens beyond T are undefined (NaN perhaps). They do no harm, because no token mixes with
+    another; users mask them.
     """
 
     heads: Heads
@@ -172,7 +182,7 @@ class OwnTokens:
 
     @classmethod
     def of(cls, heads: Heads, scale: float, refs: dict[str, Ref]) -> "OwnTokens":
-        """In the second axis of a grid."""
+        """For a kernel whose grid has the heads in its second axis."""
         return cls(heads, scale, refs, pl.program_id(1) * heads.step)
 
     @property
@@ -180,7 +190,8 @@ class OwnTokens:
         return next(self.refs[part].dtype for part in PARTS if part in self.refs)
 
     def queries(self, group, here, place=None) -> Float[Array, "T W"]:
-        """Tokens `here` of the block; `place`: where they lie among all, if that is elsewhere."""
+        """Finished queries `here` of the block. place: their place among all tokens; None: the
+        same."""
         x = self._plain("q", group, here)
         if "multiplier" not in self.refs:
             return self._rotated(x, here if place is None else place) * self.scale
@@ -207,7 +218,7 @@ class OwnTokens:
         return found if bias is None else found + bias[:, lanes].astype(jnp.float32)
 
     def _length(self, x, which: int) -> Float[Array, "T 1"]:
-        """Of a head's numbers; see `projection.length`."""
+        """The length of a head's vectors; see `projection.length`."""
         squares = x * x
         if self.heads.together > 1:
             lane = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
@@ -219,7 +230,7 @@ class OwnTokens:
             return x
         angle = self.refs["rotation"][place]
         even = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) % 2 == 0
-        # rolls bring each number of a pair (a, b) the other one
+        # a roll by one lane brings each number of a pair (a, b) its partner
         cos = jnp.where(even, angle, pltpu.roll(angle, 1, 1))
         sin = jnp.where(even, pltpu.roll(angle, x.shape[1] - 1, 1), angle)
         turned = jnp.where(even, -pltpu.roll(x, x.shape[1] - 1, 1), pltpu.roll(x, 1, 1))
@@ -227,7 +238,7 @@ class OwnTokens:
 
 
 def tokens_of_step(step, size: int, length):
-    """Where the own tokens of a step are, and which of them are real, bool [size, 1]."""
+    """The place of a step's own tokens, and a mask bool [size, 1] of those that are real."""
     first = pl.multiple_of(step * size, size)
     valid = jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0) + first < length
     return pl.ds(first, size), valid

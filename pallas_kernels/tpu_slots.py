@@ -1,11 +1,12 @@
-"""Grid steps of TPU kernels that go through the slots of all heads, [R, N, C, W] in memory."""
+"""Grid steps of TPU kernels that go through the slots of all heads, which lie in memory as [R, N,
+C, W]."""
 
 from pallas_kernels.tpu_operands import LANES, rounded
 
 HEAD_DIMS = (64, 100, 128)
 DTYPES = ("float32", "bfloat16", "int8")
-STEP_BYTES = 2**20  # of a step, about
-TILE_BYTES = 32  # of a tile along slots: 8 in float32, 16 in bfloat16, 32 in int8
+STEP_BYTES = 2**20  # about what a step takes, so that starting it costs little beside its copies
+TILE_BYTES = 32  # a tile's extent along slots: 8 in float32, 16 in bfloat16, 32 in int8
 
 
 def tile(dtype) -> int:
@@ -14,15 +15,17 @@ def tile(dtype) -> int:
 
 
 def plane_bytes(lines: int, width: int, dtype) -> int:
-    """Of a matrix in vector memory, padding included."""
+    """Bytes of a matrix in vector memory, padding included."""
     return rounded(lines, tile(dtype)) * rounded(width, LANES) * dtype.itemsize
 
 
 def steps(pool, operation: str, most: int, more: int = 0) -> tuple[int, int]:
     """(rows, heads) of a grid step: several rows with all of their heads, or heads of one row.
 
-    operation: for messages, with its verb. most: bytes of a step. more: bytes per head beside its
-    slots.
+    Args:
+      operation: for messages, with its verb.
+      most: bytes that a step may take.
+      more: bytes per head beside its slots.
 
     Raises:
       NotImplementedError: what the kernels cannot take.

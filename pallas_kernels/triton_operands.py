@@ -1,8 +1,9 @@
-"""What the Pallas-Triton kernels have in common: operands, and the limits of what they take.
+"""Operands of the Pallas-Triton kernels, and the limits of what these take.
 
-A ref on a GPU is a pointer: a BlockSpec moves it to the program's head, row or part of an array and
-copies nothing, so it may span all tokens of a head, however far apart they lie. Dataclasses here
-are operands: outside a kernel their fields hold arrays, inside it refs to the program's share.
+A reference on a GPU is a pointer. A BlockSpec moves it to the program's head, row or part of an
+array and copies nothing, so it may span all tokens of a head, however far apart they lie. The
+dataclasses here are operands: outside a kernel their fields hold arrays, inside it references to
+the program's share.
 """
 
 from dataclasses import dataclass, field, replace
@@ -17,8 +18,7 @@ from pallas_kernels.implementations import check_attention
 from pallas_kernels.projection import K, Projection, Q, V
 from pallas_kernels.refs import Operand
 
-# Powers of two, because Triton's arrays have no other sizes; a tensor core multiplies at least 16
-# elements.
+# Triton's arrays have powers of two for sizes; a tensor core multiplies at least 16 elements.
 HEAD_DIMS = (16, 32, 64, 128)
 BLOCK_SIZES = tuple(2**i for i in range(9))
 POOL_DTYPES = ("bfloat16", "float16", "float32", "int8")
@@ -27,11 +27,15 @@ POOL_DTYPES = ("bfloat16", "float16", "float32", "int8")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Tokens:
-    """Queries, keys or values of a scale, and what has still to be done to them.
+    """Queries, keys or values of a scale, with what has still to be done to them.
 
-    Outside a kernel: rows [R, T, 3, N, H] (`part` of them) or finished [R, T, N, H], bias [N, H],
-    rotation a pair [T, H], multiplier [N]; inside [T, H], [H], a pair [T, H], [1]. unit: whether
-    rows are scaled to unit length. scale: what they are multiplied by if not.
+    rows: outside a kernel the projection [R, T, 3, N, H], of which `part` is meant, or finished
+      tokens [R, T, N, H]; inside [T, H].
+    bias: [N, H]; inside [H].
+    rotation: cosines and sines, [T, H] each.
+    multiplier: [N]; inside [1].
+    unit: whether rows are scaled to unit length.
+    scale: the factor of rows that are not.
     """
 
     rows: Operand
@@ -65,18 +69,18 @@ class Tokens:
         return cls(given.qkv, given.sliced().v_bias, part=V)
 
     def with_rows(self, finished: Float[Array, "R N T H"]) -> "Tokens":
-        """The same tokens, to which XLA has done everything; themselves if nothing was left."""
-        # Of two transposes, this one and that in `Projection`, compilers make none.
+        """The same tokens, finished by XLA; unchanged where nothing was left to do."""
+        # Compilers cancel this transpose against the one in `Projection`.
         return self if self.done else Tokens(finished.transpose(0, 2, 1, 3))
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to be done."""
+        """Whether rows are finished."""
         return self.bias is None and self.rotation is None and not self.unit and self.scale == 1
 
     @property
     def specs(self) -> "Tokens":
-        """What a program of a grid (tiles, heads, rows) sees."""
+        """The share of a program, for a grid (tiles, heads, rows)."""
         tokens, size, part = self.rows.shape[1], self.rows.shape[-1], self.part
         of_token = pl.BlockSpec((None, tokens, None, size), lambda i, n, r: (r, 0, n, 0))
         if self.rows.ndim == 5:
@@ -104,12 +108,12 @@ class Tokens:
         return self.rows.shape[-1]
 
     def raw(self, index: Int[Array, " K"], mask) -> Array:
-        """Tokens `index` as they lie in memory [K, H]; zero where `mask` [K] is false."""
+        """Tokens `index` as they lie in memory, [K, H]; zero where `mask` [K] is false."""
         return rows_at(self.rows, index, mask, self.head_dim)
 
     def finished(self, index: Int[Array, " K"], mask) -> Float[Array, "K H"]:
-        """Tokens `index` with everything done to them, float32; of those where `mask` [K] is false
-        nothing is read, and what they become is finite."""
+        """Finished tokens `index`, float32. Where `mask` [K] is false nothing is read, and the
+        result is finite."""
         found = self.raw(index, mask).astype(jnp.float32)
         if self.bias is not None:
             found += self.bias_row()[None]
@@ -118,7 +122,7 @@ class Tokens:
             length = jnp.maximum(jnp.sqrt(jnp.sum(found * found, axis=1)), 1e-12)
             factor = ((1 if self.multiplier is None else self.multiplier[0]) / length)[:, None]
         if self.rotation is not None:
-            # one table after the other: both at once would take too many registers
+            # sines first, then cosines: both at once would take too many registers
             cos, sin = self.rotation
             turned = quarter_turn(found) * rows_at(sin, index, mask, self.head_dim)
             found = found * rows_at(cos, index, mask, self.head_dim) + turned
@@ -133,15 +137,19 @@ class Tokens:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class HeadTables:
-    """Tables of numbers per head: of all layers [L, N, M], of which `layer` [1] tells the one that
-    is read, or else per row [R, N, M] or for all rows [1, N, M]. Inside a kernel [L or 1, M]."""
+    """Tables of numbers per head.
+
+    arrays: all layers [L, N, M] where `layer` is given, else per row [R, N, M] or for all rows [1,
+      N, M]. Inside a kernel [L or 1, M].
+    layer: [1], the layer that is read.
+    """
 
     arrays: tuple[Operand, ...]
     layer: Operand = None
 
     @classmethod
     def of(cls, layer: Int[Array, ""] | None, *arrays) -> "HeadTables":
-        """Of tables [N, M], [R, N, M] or, with `layer`, [L, N, M]."""
+        """The operands for tables [N, M], [R, N, M] or, with `layer`, [L, N, M]."""
         arrays = tuple(a if a.ndim == 3 else a[None] for a in map(jnp.asarray, arrays))
         return cls(arrays, None if layer is None else one_number(layer))
 
@@ -158,7 +166,7 @@ class HeadTables:
 
     @property
     def length(self) -> int:
-        """M, of the first one."""
+        """M of the first table."""
         return self.arrays[0].shape[-1]
 
     # --- inside a kernel ---
@@ -172,13 +180,13 @@ class HeadTables:
 
 
 def one_number(number: Int[Array, ""] | int) -> Int[Array, " 1"]:
-    """As an operand; a traced number costs no kernel of its own."""
+    """A number as an operand, int32 [1]. A reshape costs no kernel, even of a traced number."""
     return jnp.asarray(number, jnp.int32).reshape(1)
 
 
 def quarter_turn(x: Float[Array, "K H"]) -> Float[Array, "K H"]:
-    """Every pair (a, b) of neighbours as (-b, a), in operations that Triton has, within a
-    thread."""
+    """`projection.quarter_turn` in operations that Triton has. Both numbers of a pair belong to one
+    thread, so nothing passes between threads."""
     pairs = x.reshape(x.shape[0], -1, 2)
     first, second = (a[..., 0] for a in jnp.split(pairs, 2, axis=-1))
     return jnp.stack([-second, first], axis=-1).reshape(x.shape)
@@ -192,7 +200,7 @@ def load(ref, index: Int[Array, " K"], mask) -> Array:
 def rows_at(ref, index: Int[Array, " K"], mask, head_dim: int, half: int = 0) -> Array:
     """Rows [K, H] of ref[:, half * H :]; zero where `mask` [K] is false."""
     column = half * head_dim + jnp.arange(head_dim, dtype=jnp.int32)
-    shape = (*index.shape, head_dim)  # index arrays only: interpreted masks cannot mix with slices
+    shape = (*index.shape, head_dim)  # arrays, no slices: interpreted masks cannot mix with them
     view = ref.at[jnp.broadcast_to(index[:, None], shape), jnp.broadcast_to(column, shape)]
     return plgpu.load(view, mask=mask[:, None], other=0)
 
@@ -201,12 +209,12 @@ def rows_at(ref, index: Int[Array, " K"], mask, head_dim: int, half: int = 0) ->
 
 
 def head_spec(*shape: int) -> pl.BlockSpec:
-    """All of one head of an array [R, N, *shape]."""
+    """One head of an array [R, N, *shape]."""
     return pl.BlockSpec((None, None, *shape), lambda i, n, r: (r, n, *(0,) * len(shape)))
 
 
 def row_spec(array: Array) -> pl.BlockSpec:
-    """All of one row of an array; loads and stores name the slots."""
+    """One row of an array, in which loads and stores name the slots."""
     return pl.BlockSpec((None, *array.shape[1:]), lambda i, n, r: (r, *(0,) * (array.ndim - 1)))
 
 
@@ -216,7 +224,7 @@ def line_spec(size: int) -> pl.BlockSpec:
 
 
 def check(projection: Projection, kv_pool: Array, kv_scale: Array | None, interpret: bool) -> None:
-    """Raise `NotImplementedError` with the reason where the kernels cannot run; interpreted, they
+    """Raise `NotImplementedError` with the reason where the kernels cannot run. Interpreted kernels
     take every size."""
     check_attention(
         "triton",

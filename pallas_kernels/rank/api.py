@@ -34,9 +34,8 @@ def rank(
       among: tokens that count.
       part: divides the tokens in two; a token is compared with those of its own part. None: with
         all.
-      implementation: one of `implementations.NAMES`; None takes that of `implementations.naming` or
-        the best one for this platform. There are no kernels for GPUs: their names run the
-        reference.
+      implementation: one of `implementations.NAMES`; None takes the best one for this
+        platform. There are no kernels for GPUs: their names run the reference.
 
     Raises:
       NotImplementedError: the implementation named cannot run, with the reason.

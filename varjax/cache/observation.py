@@ -1,7 +1,7 @@
 """What the cache knows of policies: the interface of their rules (`Rule`), and what a rule may
 observe on the device. It names its wishes in `Needs` and is shown an `Observation`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
@@ -80,6 +80,8 @@ class Observation:
       condition too and `position` counts from its first token.
     window_scores: attention scores of each window query before the softmax, in no order of queries.
     keys: as they are stored, rotated.
+    implementation: static, the kernel that the user chose for operations of policies
+      (`stage_blocks`), one of `pallas_kernels.implementations.NAMES`; None: each takes its best.
     """
 
     scale: Int[Array, ""]
@@ -103,6 +105,7 @@ class Observation:
     window_scores: Float[Array, "R N W K"] | None = None
     keys: Float[Array, "R N K H"] | None = None
     newest_mass: Float[Array, "R N K"] | None = None
+    implementation: str | None = field(default=None, metadata=dict(static=True))
 
 
 class Rule(Protocol):

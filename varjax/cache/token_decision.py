@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import implementations, slot_moves, target, token_attention
+from pallas_kernels import slot_moves, target, token_attention
 from pallas_kernels.token_attention import Query
 from varjax.cache.observation import Needs, Observation, Rule
 from varjax.cache.token_state import EVERYTHING, LayerCache
@@ -110,9 +110,7 @@ class StageDecision:
             # a row for each stage that ends with a decision
             known = jax.lax.dynamic_index_in_dim(inputs, stage, keepdims=False)
             obs = replace(obs, inputs=known)
-        # policies rank tokens without knowing of kernels
-        with implementations.naming(self.attention):
-            keep = obs.live & self.rule.select(obs)  # never an empty slot
+        keep = obs.live & self.rule.select(obs)  # never an empty slot
         return self._store(caches, position, mass, keep, stage)
 
     def _reaches(self, caches: Sequence[LayerCache], position, bias) -> Int[Array, "LR N"]:
@@ -137,9 +135,9 @@ class StageDecision:
             capacity=jnp.full(heads, self.kept, jnp.int32),
             regions=jnp.broadcast_to(number, heads),
             newest_mass=_together(masses),
+            implementation=self.attention,
         )
-        with implementations.naming(self.attention):
-            local = self.rule.regroup(obs) > 0
+        local = self.rule.regroup(obs) > 0
         return jnp.where(local, jnp.int32(self.rule.local_window), EVERYTHING)
 
     def _look(self, cache: LayerCache) -> Look:
@@ -196,6 +194,7 @@ class StageDecision:
             window_scores=window_scores,
             local=reach < EVERYTHING if groups else None,
             keys=keys,
+            implementation=self.attention,
         )
 
     def _mean_mass(self, mass, live) -> Float[Array, "LR N K"]:

@@ -17,10 +17,10 @@ class H2OTokens(TokenRule):
 
     def select(self, obs: Observation):
         recent = blocks.part_of(obs.capacity, self.policy.recent_share)
-        newest = stage_blocks.newest(obs.position, obs.live, recent)
+        newest = stage_blocks.newest(obs, obs.live, recent)
         surplus = obs.live.sum(-1) - obs.capacity
         heavy = obs.live & ~newest
-        return obs.live & ~stage_blocks.lowest(obs.total_mass, obs.position, heavy, surplus)
+        return obs.live & ~stage_blocks.lowest(obs, obs.total_mass, heavy, surplus)
 
 
 @register("h2o")

@@ -91,10 +91,11 @@ class HeadKVTokens(WindowedRule):
         number = jnp.broadcast_to(-jnp.arange(need.shape[1], dtype=jnp.int32), need.shape)
         # needs and head numbers stand for scores and places of tokens
         local = stage_blocks.lowest(
+            obs,
             need[:, None],
-            number[:, None],
             jnp.ones_like(need, bool)[:, None],
             jnp.full((len(need), 1), need.shape[1] - policy.global_heads, jnp.int32),
+            tie=number[:, None],
         )[:, 0]
         return local.astype(jnp.int32)
 
@@ -103,12 +104,12 @@ class HeadKVTokens(WindowedRule):
         of their part by score: that is what a decision costs."""
         policy = self.policy
         score = obs.window_logits if policy.score == "logit" else obs.scale_mass
-        age, total = stage_blocks.age_rank(obs.position, obs.live), obs.live.sum(-1)
+        age, total = stage_blocks.age_rank(obs, obs.live), obs.live.sum(-1)
         newest = obs.live & (age >= total[..., None] - policy.window)
         first = obs.live & (obs.position < policy.sinks)
         history, surplus = obs.live & ~newest & ~first, total - obs.capacity
         age = age - first.sum(-1, keepdims=True)  # in history, of which all sinks are older
-        gone = stage_blocks.stratum_lowest(score, obs.position, history, age, surplus, policy.ratio)
+        gone = stage_blocks.stratum_lowest(obs, score, history, age, surplus, policy.ratio)
         if obs.local is not None:  # local heads see no history: the oldest go first
             oldest = history & (age < surplus[..., None])
             gone = jnp.where(obs.local[..., None], oldest, gone)

@@ -65,7 +65,7 @@ class LineAR(WindowedRule, TokenPolicy):
 
     def select(self, obs: Observation):
         score = obs.window_logits if self.score == "logit" else obs.scale_mass
-        newest = blocks.newest(obs.position, obs.live, self.window)
+        newest = blocks.newest(obs, obs.live, self.window)
         middle = obs.live & ~newest & (obs.position >= self.sinks)
         surplus = obs.live.sum(-1) - obs.capacity
-        return obs.live & ~blocks.lowest(score, obs.position, middle, surplus)
+        return obs.live & ~blocks.lowest(obs, score, middle, surplus)

@@ -69,19 +69,19 @@ class RKV(ObservingRule, TokenPolicy):
         return Needs(window=self.window, window_scores=True, keys=True)
 
     def select(self, obs: Observation):
-        newest = blocks.newest(obs.position, obs.live, self.window)
+        newest = blocks.newest(obs, obs.live, self.window)
         others = obs.live & ~newest
         scores = jnp.where(others[:, :, None], obs.window_scores, -jnp.inf)
         # a head that holds no others has nothing to drop; its scores do not matter
         mass = jnp.where(others, jax.nn.softmax(scores, axis=-1).mean(2), 0)
         live, order, importance, keys = blocks.by_age(
-            obs.position, obs.live, obs.live, others, mass, obs.keys
+            obs, obs.live, obs.live, others, mass, obs.keys
         )
         importance = max_pool(jnp.where(order, importance, -jnp.inf), self.kernel)
         score = self.mix * importance - (1 - self.mix) * redundancy(keys, live)
-        score = blocks.from_age(obs.position, obs.live, score)
+        score = blocks.from_age(obs, obs.live, score)
         surplus = obs.live.sum(-1) - obs.capacity
-        return obs.live & ~blocks.lowest(score, obs.position, others, surplus)
+        return obs.live & ~blocks.lowest(obs, score, others, surplus)
 
 
 def redundancy(keys, live):

@@ -31,11 +31,11 @@ class SnapKVTokens(ObservingRule):
 
     def select(self, obs: Observation):
         others, width = obs.live & ~obs.window, self.policy.kernel
-        pooled = stage_blocks.pooled(obs.window_mass, obs.position, obs.live, others, width)
+        pooled = stage_blocks.pooled(obs, obs.window_mass, others, width)
         # pooling makes plateaus: of equals the higher own vote stays
-        own = stage_blocks.rank(obs.window_mass, obs.position, others)
+        own = stage_blocks.rank(obs, obs.window_mass, others)
         surplus = obs.live.sum(-1) - obs.capacity
-        return obs.live & ~stage_blocks.lowest(pooled, own, others, surplus)
+        return obs.live & ~stage_blocks.lowest(obs, pooled, others, surplus, tie=own)
 
 
 @register("snapkv")

@@ -1,15 +1,16 @@
 """Masks that selections after a stage are made of, on models that draw token by token. Masks and
-scores are [R, N, K] arrays over a head's slots, which hold tokens in no order; `position` says
+scores are [R, N, K] arrays over a head's slots, which hold tokens in no order; `obs.position` says
 which token a slot holds. Among equal scores the older token is the lower.
 
-Ranks come from comparing everything with everything (`pallas_kernels.rank`); heads with very many
-slots sort instead.
+Ranks come from comparing everything with everything (`pallas_kernels.rank`, in the implementation
+that `obs` names); heads with very many slots sort instead. All of them give the same ranks.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num, Shaped
 
 from pallas_kernels.rank import rank as compared
+from varjax.cache.observation import Observation
 from varjax.policies.building_blocks import max_pool
 
 Score = Num[Array, "R N K"]
@@ -20,35 +21,46 @@ Count = Int[Array, "R N"]
 MOST_COMPARED = 1024  # slots; with more, comparisons cost more than two sorts
 
 
-def age_rank(position: Position, among: Mask) -> Position:
+def age_rank(obs: Observation, among: Mask) -> Position:
     """How many tokens of `among` are older than each token, which need not be in `among` itself."""
-    if position.shape[-1] > MOST_COMPARED:
-        return _rank_by_sorting(among, position)
-    return compared(None, position, among)
+    if obs.position.shape[-1] > MOST_COMPARED:
+        return _rank_by_sorting(among, obs.position)
+    return compared(None, obs.position, among, implementation=obs.implementation)
 
 
-def rank(score: Score, tie: Position, among: Mask, part: Mask | None = None) -> Position:
-    """How many tokens of `among` have a lower score, or an equal score and a lower `tie` (their
-    position). part: true in one of two parts; a token is compared with those of its own part."""
+def rank(
+    obs: Observation,
+    score: Score,
+    among: Mask,
+    *,
+    tie: Position | None = None,
+    part: Mask | None = None,
+) -> Position:
+    """How many tokens of `among` have a lower score, or an equal score and a lower `tie` (None:
+    their position). part: true in one of two parts; a token is compared with those of its own
+    part."""
+    tie = obs.position if tie is None else tie
     if tie.shape[-1] > MOST_COMPARED:
         return _rank_by_sorting(among, score, tie, part=part)
-    return compared(score, tie, among, part)
+    return compared(score, tie, among, part, implementation=obs.implementation)
 
 
-def lowest(score: Score, tie: Position, among: Mask, count: Count) -> Mask:
+def lowest(
+    obs: Observation, score: Score, among: Mask, count: Count, *, tie: Position | None = None
+) -> Mask:
     """The `count` tokens of `among` with the lowest scores; see `rank`."""
-    return among & (rank(score, tie, among) < count[..., None])
+    return among & (rank(obs, score, among, tie=tie) < count[..., None])
 
 
-def newest(position: Position, among: Mask, count: Count | int) -> Mask:
+def newest(obs: Observation, among: Mask, count: Count | int) -> Mask:
     """The `count` newest tokens of `among`."""
     total = among.sum(-1, dtype=jnp.int32)[..., None]
     count = jnp.broadcast_to(count, among.shape[:2])[..., None]
-    return among & (age_rank(position, among) >= total - count)
+    return among & (age_rank(obs, among) >= total - count)
 
 
 def stratum_lowest(
-    score: Score, position: Position, among: Mask, age: Position, count: Count, near_share: float
+    obs: Observation, score: Score, among: Mask, age: Position, count: Count, near_share: float
 ) -> Mask:
     """`count` tokens of `among`: the lowest half of them from its far part, the other half from its
     near part.
@@ -63,7 +75,7 @@ def stratum_lowest(
     from_far = jnp.minimum(count // 2, far_size)
     from_near = jnp.minimum(count - from_far, total - far_size)
     most = jnp.where(far, (count - from_near)[..., None], from_near[..., None])
-    return among & (rank(score, position, among, far) < most)
+    return among & (rank(obs, score, among, part=far) < most)
 
 
 def tokens_needed(
@@ -86,34 +98,33 @@ def tokens_needed(
 
 
 def by_age(
-    position: Position, among: Mask, *values: Shaped[Array, "R N K ..."]
+    obs: Observation, among: Mask, *values: Shaped[Array, "R N K ..."]
 ) -> tuple[Shaped[Array, "R N K ..."], ...]:
     """[R, N, K, ...] arrays with the tokens of `among` first, oldest first."""
-    place = _places(position, among)
-    order = _inverse(place)
+    order = _inverse(_places(obs, among))
     return tuple(
         jnp.take_along_axis(v, order.reshape(*order.shape, *(1,) * (v.ndim - 3)), axis=2)
         for v in values
     )
 
 
-def from_age(position: Position, among: Mask, value: Score) -> Score:
+def from_age(obs: Observation, among: Mask, value: Score) -> Score:
     """The inverse of `by_age`, for one array [R, N, K]."""
-    return jnp.take_along_axis(value, _places(position, among), axis=2)
+    return jnp.take_along_axis(value, _places(obs, among), axis=2)
 
 
-def pooled(score: Score, position: Position, live: Mask, among: Mask, width: int) -> Score:
+def pooled(obs: Observation, score: Score, among: Mask, width: int) -> Score:
     """Largest score of `among` within `width` neighbours along the cache, in order of age: tokens
     that are live but not in `among` have a place there and count as -inf."""
-    (ordered,) = by_age(position, live, jnp.where(among, score, -jnp.inf))
-    return from_age(position, live, max_pool(ordered, width))
+    (ordered,) = by_age(obs, obs.live, jnp.where(among, score, -jnp.inf))
+    return from_age(obs, obs.live, max_pool(ordered, width))
 
 
-def _places(position: Position, among: Mask) -> Position:
+def _places(obs: Observation, among: Mask) -> Position:
     """A place for every slot: the tokens of `among` by age, then the others as they lie."""
     others = jnp.cumsum(~among, axis=-1, dtype=jnp.int32) - 1
     total = among.sum(-1, dtype=jnp.int32, keepdims=True)
-    return jnp.where(among, age_rank(position, among), total + others)
+    return jnp.where(among, age_rank(obs, among), total + others)
 
 
 def _inverse(place: Position) -> Position:

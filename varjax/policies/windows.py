@@ -226,7 +226,7 @@ class NewestTokens(TokenRule):
     def select(self, obs: Observation):
         first = obs.live & (obs.position < self._first)
         count = obs.capacity - first.sum(-1)
-        return first | stage_blocks.newest(obs.position, obs.live & ~first, count)
+        return first | stage_blocks.newest(obs, obs.live & ~first, count)
 
 
 @dataclass(frozen=True, kw_only=True)
