@@ -183,10 +183,13 @@ def _places(spec: ArgSpec):
 
 
 def _move_candidate(spec: ArgSpec, name: str) -> Candidate:
-    def step(held, target):
-        return _move(held, target, name)
+    def step(carry, target):
+        pool, scale = carry
+        moved = _move(HeadSlots(pool, scale=scale), target, name)
+        return moved.pool, moved.scale
 
-    return Candidate(name, step, _stored(spec, poison=False), (_places(spec),))
+    held = _stored(spec, poison=False)
+    return Candidate(name, step, (held.pool, held.scale), (_places(spec),))
 
 
 def _stored(spec: ArgSpec, poison: bool) -> HeadSlots:
