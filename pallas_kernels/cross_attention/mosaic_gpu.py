@@ -1,5 +1,5 @@
-"""Attention over a text on Hopper and Blackwell: that of the cache, where every query sees stored
-slots only (`ragged_attention.mosaic_gpu`)."""
+"""Attention over a text on Hopper and Blackwell. The kernel is that of the cache
+(`ragged_attention.mosaic_gpu`), in a call where every query sees stored slots only."""
 
 import jax.numpy as jnp
 
@@ -19,7 +19,7 @@ def attend_text(q, text, layer, *, interpret):
 
 
 def text_table(text, layer, heads: int) -> BlockTable:
-    """A layer's blocks of every head, filled as far as each row's text goes: [R, N, M]."""
+    """The table [R, N, M] of a layer's blocks, valid as far as each row's text goes."""
     rows, blocks, block, _ = text.kv_pool.shape
     each = blocks // (text.layers * heads)
     first = jnp.arange(each, dtype=jnp.int32)
