@@ -16,6 +16,7 @@ from pallas_kernels.ragged_attention import reference
 from pallas_kernels.tables import BlockTable
 
 MODULES = implementations.modules_of(__package__)
+ArrayOrShape = Array | jax.ShapeDtypeStruct  # programs are compiled ahead of time from shapes
 
 
 @jax.tree_util.register_dataclass
@@ -28,8 +29,8 @@ class QuerySums:
     squares: static, whether squared attention weights are summed, too.
     """
 
-    weights: Float[Array, " T"]
-    lse: Float[Array, "R N T"]
+    weights: Float[ArrayOrShape, " T"]
+    lse: Float[ArrayOrShape, "R N T"]
     squares: bool = field(default=False, metadata=dict(static=True))
 
 

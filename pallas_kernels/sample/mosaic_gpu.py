@@ -1,9 +1,9 @@
 """Choosing tokens on Hopper and Blackwell GPUs with Pallas' Mosaic GPU backend. See `api.sample`.
 
-Tiling. As the Triton kernel (`triton`), with one warpgroup per token, which holds rows of up to
-`MOST` numbers in its registers. Numbers come straight from global memory: every one is read by one
-thread, 16 bytes at a time where rows begin at multiples of that, so shared memory would only be a
-detour.
+Tiling. It is that of the Triton kernel (`triton`), with one warpgroup per token, which holds rows
+of up to `MOST` numbers in its registers. Numbers come straight from global memory. Every number is
+read by one thread, 16 bytes at a time where rows begin at multiples of 16 bytes, so shared memory
+would only be a detour.
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ from pallas_kernels.sample import reference, row
 from pallas_kernels.sample.operands import estimate, numbers, scalars
 from pallas_kernels.sample.row import Parts
 
-MOST = 4096  # 32 numbers per thread, of each of two arrays
+MOST = 4096  # numbers: 32 per thread from each of two arrays
 THREADS = 128
 
 

@@ -1,11 +1,11 @@
 """Choosing tokens on NVIDIA GPUs with Pallas-Triton. See `api.sample`.
 
-Tiling. A program serves a token and holds its row in registers (`row`), up to `MOST` numbers. Of
-longer ones it reads a part whenever it needs it, which its multiprocessor's cache or the chip's
-holds: guidance, which would double that, is XLA's then.
+Tiling. A program serves a token and holds its row in registers (`row`), up to `MOST` numbers. From
+longer rows it reads a part whenever it needs it, out of the multiprocessor's or the chip's cache.
+There XLA does the guidance, which would double the reads.
 
-Traffic: every logit and every number of noise once, 4 (R + B) T V bytes; of rows that are not held
-8 B T V more, and from the caches 64 times 4 B T V.
+Traffic. Every logit and every number of noise moves once, 4 (R + B) T V bytes. Rows that are not
+held take 8 B T V more, and 64 times 4 B T V from the caches.
 """
 
 from functools import partial
@@ -20,7 +20,7 @@ from pallas_kernels.sample.operands import estimate, numbers, scalars
 from pallas_kernels.sample.row import Parts
 
 MOST = 16384
-PER_WARP = 1024  # numbers: 32 per thread, of each of two arrays
+PER_WARP = 1024  # numbers: 32 per thread from each of two arrays
 
 
 def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret: bool):
