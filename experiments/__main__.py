@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         print(overview())
         return 0
     if name == "--version":
-        from varjax.cli import version  # which imports JAX
+        from varjax.cli import version  # importing it imports JAX
 
         print(version.text())
         return 0

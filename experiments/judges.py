@@ -90,7 +90,7 @@ def of_model(
     if lpips.value:
         with about(lpips):
             network = extractors.open_lpips(lpips.value)
-            height, width = (n * model.codec.config.downsample for n in model.code_map[:2])
-            network.check_size(side or height, side or width)
+            height, width = (side, side) if side else model.pixels
+            network.check_size(height, width)
     known = None if side else extractors.classifier_of(model)
     return Judges(network, known, batch_size)

@@ -139,7 +139,7 @@ class PublishedModel:
             raise UserError(f"{path} must hold names and values: {', '.join(RECOMMENDABLE)}")
         for name in (n for n in given if n not in RECOMMENDABLE):
             say(f"{path}: {name} is not a sampling setting, ignored")
-        chosen = {**default, **{n: v for n, v in given.items() if n in RECOMMENDABLE}}
+        chosen = dict(default) | {n: v for n, v in given.items() if n in RECOMMENDABLE}
         with about(path):
             transformer.check_sampling(Sampling.recommended(chosen))
         return chosen

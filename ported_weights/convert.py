@@ -175,7 +175,7 @@ class PublishedPart:
     described: str
 
     @property
-    def table(self) -> RuleTable:
+    def rule_table(self) -> RuleTable:
         return RULE_TABLES[self.part.name]
 
     def check(self) -> None:
@@ -186,7 +186,7 @@ class PublishedPart:
 
     def read(self, dtype: str | None, say: Say) -> nnx.Module:
         """Return the filled module, and report what was read and ignored."""
-        what, source = self.table.what, self.source
+        what, source = self.rule_table.what, self.source
         if source.taken:
             say(f"{source.path}: took {source.taken}")
         progress = Progress(f"{what}: tensors", len(source.tensors), every=2.0)
@@ -196,17 +196,17 @@ class PublishedPart:
             if done % 50 == 0 or done == total:
                 progress.update(done)
 
-        if dtype is None and self.table.storage_dtype is not None:
-            dtype = self.table.storage_dtype(source.tensors)
+        if dtype is None and self.rule_table.storage_dtype is not None:
+            dtype = self.rule_table.storage_dtype(source.tensors)
         abstract = self.part.abstract(self.config)
         with self._entries() as entries:
             module, placement = rules.apply(entries, source.tensors, abstract, report, dtype)
         line = f"{what}: {len(placement.moves)} tensors read from {source.path},"
         line += f" {parameters.count(module):,} parameters"
-        if self.table.ignored:
-            line += f"; {len(placement.ignored)} {self.table.ignored} ignored"
+        if self.rule_table.ignored:
+            line += f"; {len(placement.ignored)} {self.rule_table.ignored} ignored"
         say(line)
-        for name, reason in () if self.table.ignored else _grouped(placement.ignored):
+        for name, reason in () if self.rule_table.ignored else _grouped(placement.ignored):
             say(f"  ignored {name}: {reason}")
         return module
 
@@ -214,7 +214,7 @@ class PublishedPart:
     def _entries(self) -> Iterator[Sequence[rules.Entry]]:
         """Give the entries of the rule table; errors inside say what does not fit."""
         with about(f"{self.source.path} does not fit {self.described}"):
-            yield self.table.rules(self.config, self.source.tensors)
+            yield self.rule_table.rules(self.config, self.source.tensors)
 
 
 def _open_part(part: Part, config: object, path: str, key: str | None) -> PublishedPart:

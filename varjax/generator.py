@@ -164,6 +164,13 @@ class Generator:
         self.compiled = self.compiled_decoder = None
         self._formats = self._sharded = None
 
+    def __repr__(self) -> str:
+        state = "not compiled yet" if self.compiled is None else "compiled"
+        return (
+            f"Generator of {self.model.name}: batches of {self.batch_size}, cache in "
+            f"{self.kv_dtype}, mesh {self.mesh}, {state}\n{self.plan!r}"
+        )
+
     def _arrange(self) -> None:
         """Arrange the weights as the program takes them. Another program of the same model may have
         changed that meanwhile."""
@@ -264,7 +271,7 @@ class Generator:
     def _arguments(self, condition, image_index, seed, given, given_scales):
         """Condition, keys, inputs and given tokens of a batch, as arrays."""
         inputs = self.drawing.for_images(self._shared_inputs, image_index)
-        if given is not None:
+        if given is not None and not isinstance(given, Given):
             order = self.plan.geometry.schedule
             steps = order.num_drawn if given_scales is None else int(given_scales)
             given = Given.first(given, order.first_tokens(steps))
@@ -357,8 +364,8 @@ class Generator:
         "logits"?} and the final cache.
 
         condition: arrays with a leading image axis (`Condition.take`); for VAR labels [B].
-        given: tokens of the images that replace the draw in the first `given_scales` scales or, of
-          models that draw token by token, of so many tokens (None: all).
+        given: tokens that replace the draw. An array is taken for the first `given_scales` scales,
+          or for so many tokens where they are drawn one by one (None: all); a `Given` says where.
         keep_cache: without it None is returned, and the cache is gone before pixels are decoded.
           Over several devices its rows are those of the first device, then of the next.
 

@@ -19,6 +19,9 @@ from varjax.errors import UserError, show
 
 LARGEST_SIDE = 4096  # of a token map
 LARGEST_COUNT = 64  # scales
+# What planning takes grows with these; the largest published model has a fifth to a third of each.
+LARGEST_PAIRS = 2**20  # heads of all layers times the square of the scales
+LARGEST_TOKENS = 2**25  # heads of all layers times the tokens of an image
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,20 @@ class Schedule:
     def first_tokens(self, count: int) -> int:
         """Tokens of an image that the first `count` steps draw."""
         return sum(self.tokens[:count])
+
+    @property
+    def num_stages(self) -> int | None:
+        """Between how many steps a cache changes; None where the policy decides that."""
+        return self.num_scales
+
+    def planning_sizes(self, heads: int) -> list[tuple[int, int, str]]:
+        """What planning takes for so many heads: numbers, the most that can be planned, and what
+        is counted."""
+        scales, tokens = self.num_scales, self.total_tokens
+        return [
+            (heads * scales**2, LARGEST_PAIRS, f"heads times the square of {scales} scales"),
+            (heads * tokens, LARGEST_TOKENS, f"heads times the {tokens} tokens of all scales"),
+        ]
 
     def outline(self) -> str:
         """What is drawn in which order, for people."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from varjax.arguments import integer
-from varjax.schedule import Schedule
+from varjax.schedule import LARGEST_TOKENS, Schedule
 
 SCALES, TOKENS = "scales", "tokens"  # what a model draws in one step
 LARGEST_IMAGE = 2**17  # tokens
@@ -60,6 +60,17 @@ class TokenSequence:
     def first_tokens(self, count: int) -> int:
         """Tokens of an image that the first `count` steps draw."""
         return min(count, self.image_tokens)
+
+    @property
+    def num_stages(self) -> int | None:
+        """Between how many steps a cache changes; None where the policy decides that."""
+        return None
+
+    def planning_sizes(self, heads: int) -> list[tuple[int, int, str]]:
+        """What planning takes for so many heads: numbers, the most that can be planned, and what
+        is counted."""
+        tokens = self.total_tokens
+        return [(heads * tokens, LARGEST_TOKENS, f"heads times the {tokens} tokens")]
 
     def outline(self) -> str:
         """What is drawn in which order, for people."""

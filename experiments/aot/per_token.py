@@ -16,7 +16,6 @@ from experiments.aot.program import Compilation
 from pallas_kernels.chips import Chip
 from varjax.cache.stages import TokenPlan
 from varjax.engine.cost import device_bytes
-from varjax.sequence import TOKENS
 
 
 def describe(case: Compilation) -> dict | None:
@@ -25,7 +24,7 @@ def describe(case: Compilation) -> dict | None:
     condition included, divided by the image tokens."""
     workload, found = case.workload, case.codes.modelled
     plan = workload.plan
-    if plan.geometry.kind != TOKENS:
+    if not isinstance(plan, TokenPlan):
         return None
     weights = jax.tree.leaves(
         [getattr(case.networks["transformer"], n) for n in ("blocks", "head")]

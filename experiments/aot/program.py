@@ -30,6 +30,7 @@ from pallas_kernels.chips import Chip
 from pallas_kernels.estimates import FULL, Occupancy
 from varjax import sampling
 from varjax.cache.plan import CachePlan
+from varjax.cache.stages import TokenPlan
 from varjax.cache.state import KVState
 from varjax.cache.token_state import LayerCache
 from varjax.engine import memory
@@ -43,7 +44,6 @@ from varjax.nn.compiled import peak_bytes
 from varjax.parallel import plans, sharding
 from varjax.parallel.sharding import ShardedProgram
 from varjax.sampling import Sampling
-from varjax.sequence import TOKENS
 
 Networks = dict[str, nnx.Module]  # the model's modules by name, shapes in place of arrays
 Tree = TypeVar("Tree")  # anything that JAX takes for a tree of arrays
@@ -314,7 +314,7 @@ def _attention(workload: Workload, chip: Chip) -> str | None:
     token by token exists under every name: there each operation takes its own best (None), unless
     the user named one or the best was refused."""
     best = implementations.choices(chip.platform, chip.capability)[0]
-    by_token = workload.plan.geometry.kind == TOKENS
+    by_token = isinstance(workload.plan, TokenPlan)
     free = by_token and not workload.program.attention and workload.attention == best
     return None if free else workload.attention
 

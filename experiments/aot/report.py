@@ -6,6 +6,7 @@ pixels the other weights. The cache is freed before pixels are decoded.
 """
 
 from collections.abc import Sequence
+from functools import singledispatch
 
 import jax
 import numpy as np
@@ -14,13 +15,13 @@ from experiments.aot import modelled_report, per_token
 from experiments.aot.buffers import total_bytes
 from experiments.aot.program import Compilation, Program
 from varjax.cache.plan import CachePlan
+from varjax.cache.scale_plan import ScalePlan
 from varjax.cache.stages import TokenPlan
 from varjax.cache.step import DecidingStep, cache_step
 from varjax.engine.cost import device_bytes
 from varjax.engine.memory import show_bytes
 from varjax.engine.segments import Segment
 from varjax.nn import stacked
-from varjax.sequence import TOKENS
 
 TERA = 10**12
 
@@ -167,24 +168,34 @@ def attention_flops(plan: CachePlan, segments: tuple[Segment, ...]) -> float:
 
 
 def pool_traffic(plan: CachePlan, batch_size: int, kv_dtype: str) -> float:
-    """Bytes of K and V that a batch reads from the pool and writes to it, at least: every scale
-    reads what its heads hold when it starts, and writes what is there more afterwards."""
+    """Bytes of K and V that a batch reads from the pool and writes to it, at least."""
     if not plan.pool_tokens:
         return 0.0
-    per_token = plan.num_bytes(batch_size, kv_dtype) / plan.pool_tokens
-    if plan.geometry.kind == TOKENS:
-        return _token_traffic(plan) * per_token
+    return tokens_moved(plan) * plan.num_bytes(batch_size, kv_dtype) / plan.pool_tokens
+
+
+@singledispatch
+def tokens_moved(plan: CachePlan) -> float:
+    """Tokens of one row that are read from the pool and written to it, at least."""
+    raise NotImplementedError(type(plan))
+
+
+@tokens_moved.register
+def _(plan: ScalePlan) -> float:
+    """Every scale reads what its heads hold when it starts, and writes what is there more
+    afterwards."""
     read = float(plan.capacity.sum(dtype=np.float64))
     if plan.write_slots is not None:
         written = float((plan.write_slots >= 0).sum())
     else:
         written = float(np.maximum(np.diff(plan.capacity.astype(np.int64), axis=0), 0).sum())
-    return (read + written) * per_token
+    return read + written
 
 
-def _token_traffic(plan: TokenPlan) -> float:
-    """Tokens of one row that are read and written: every image token reads what is held when it is
-    drawn, itself included. The buffer of a stage grows token by token."""
+@tokens_moved.register
+def _(plan: TokenPlan) -> float:
+    """Every image token reads what is held when it is drawn, itself included. The buffer of a stage
+    grows token by token."""
     sequence, period, slots = plan.sequence, plan.allocation.period, plan.allocation.slots
     held = plan.allocation.held(plan.geometry)[1:]
     number = np.arange(sequence.steps)

@@ -230,7 +230,6 @@ def _encoder(model: Model) -> pathlib.Path:
 
 def _check_layout(prompts: PromptSet, each: int, model: Model) -> None:
     """Refuse what the prompt set's scorer cannot read. Without pillow no files are written."""
-    rows, columns, _ = model.code_map
-    pixels = model.codec.config.downsample
+    height, width = model.pixels
     with contextlib.suppress(MissingExtra):
-        check_layout(prompts, each, rows * pixels, columns * pixels)
+        check_layout(prompts, each, height, width)

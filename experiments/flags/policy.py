@@ -1,7 +1,8 @@
-"""Which KV-cache policy a command plans with: --policy, --budget, --policy_args, --calibration,
+"""The flags that choose a KV-cache policy: --policy, --budget, --policy_args, --calibration and
 --policy_module."""
 
 import numpy as np
+from absl.flags import FlagHolder
 
 from varjax.cache.allocation import Geometry
 from varjax.cache.plan import CachePlan
@@ -27,7 +28,7 @@ UNKNOWN_SCHEDULE = (
 
 
 def policy_module_flag(flags: CommandFlags) -> None:
-    """--policy_module."""
+    """Define --policy_module."""
     flags.first(
         "policy_module",
         "Python file, or import name, that registers policies of your own.",
@@ -35,8 +36,8 @@ def policy_module_flag(flags: CommandFlags) -> None:
     )
 
 
-def calibration_flag(flags: CommandFlags):
-    """--calibration."""
+def calibration_flag(flags: CommandFlags) -> FlagHolder[str]:
+    """Define --calibration."""
     return flags.string(
         "calibration",
         None,
@@ -45,7 +46,7 @@ def calibration_flag(flags: CommandFlags):
 
 
 class PolicyFlags:
-    """The flags of one policy."""
+    """The flags of a command that plans with one policy."""
 
     def __init__(self, flags: CommandFlags):
         self._policy = flags.choice("policy", "full", POLICIES, "KV-cache policy.")
@@ -61,19 +62,21 @@ class PolicyFlags:
         policy_module_flag(flags)
 
     def resolve(self) -> Policy:
-        """The policy, checked."""
+        """Return the policy, checked."""
         arguments = parse_pairs(self._arguments.value)
         return get_policy(self._policy.value, self._budget.value, arguments)
 
     def plan(
         self, policy: Policy, model: Model | Geometry, sampling: Sampling | None = None
     ) -> tuple[CachePlan, Calibration | None]:
-        """The plan of a policy, and the calibration it was made with: the file of --calibration,
-        else the one in the model's folder.
+        """Return (plan, calibration that it was made with, None if there is none).
 
-        A file that is given is refused for policies that would ignore it, and any file if it was
-        made for other weights than the model's or, with `sampling`, for another guidance. A model
-        without weights, which can only be planned for, has a `stand_in`.
+        The calibration is --calibration, else the file in the model's folder, else, for a model
+        without weights, a `stand_in`.
+
+        Raises:
+          UserError: --calibration is given for a policy that would ignore it; the calibration
+            belongs to other weights or, with `sampling`, to another guidance; no plan is possible.
         """
         given, is_model = self._calibration.value, isinstance(model, Model)
         if given and not policy.uses_calibration:
@@ -94,14 +97,14 @@ class PolicyFlags:
 
 
 def stand_in(policy: Policy, geometry: Geometry) -> Calibration | None:
-    """Measurements that treat all heads alike, for a policy that cannot plan without any; None if
-    it can."""
+    """Return measurements that treat all heads alike, for a policy that cannot plan without any;
+    None for a policy that can."""
     if not policy.rule(geometry.kind).uses_calibration:
         return None
     try:
         choose(geometry, policy, None)
         return None
-    except UserError:  # it needs one; if something else is wrong, planning will say so
+    except UserError:  # the policy needs one; planning will report any other reason
         pass
     layers, heads, schedule = geometry.num_layers, geometry.num_heads, geometry.schedule
     tokens = np.tril(np.broadcast_to(schedule.tokens, (schedule.num_scales,) * 2))
@@ -119,7 +122,7 @@ def stand_in(policy: Policy, geometry: Geometry) -> Calibration | None:
 
 
 def plan_remarks(plan: CachePlan, calibration: Calibration | None) -> list[str]:
-    """Lines to print with a plan."""
+    """Return lines to print with a plan."""
     lines = list(plan.rule.plan_lines(plan.geometry, calibration))
     if calibration is not None and calibration.digest is None:  # a `stand_in`
         lines.append(UNMEASURED)

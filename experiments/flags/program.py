@@ -14,7 +14,6 @@ from varjax.cli.flags import CommandFlags, about
 from varjax.conditions import Condition
 from varjax.engine import memory, program
 from varjax.engine.drawing import check_cut
-from varjax.engine.segments import plan_segments
 from varjax.errors import UserError
 from varjax.model import DTYPES, Model, default_dtype
 from varjax.parallel import plans
@@ -174,10 +173,7 @@ class ProgramFlags:
 
     def resolve(self, model: Model) -> ProgramOptions:
         """Return the options; all is checked that does not depend on the plan."""
-        if model.draws_tokens:
-            check_cut(self._segments.value, self._layers.value)
-        else:
-            plan_segments(model.config.schedule, self._segments.value)
+        check_cut(model.geometry.schedule, self._segments.value, self._layers.value)
         dtype = self._dtype.value or default_dtype()
         dense = dtype if self._elsewhere else str(generator.storage_dtype(dtype))
         return ProgramOptions(

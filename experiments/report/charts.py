@@ -126,7 +126,7 @@ def live_bytes(report: dict) -> dict[str, list[str] | alt.LayerChart] | None:
     of models that draw token by token, whose slots are all in use from the start."""
     done = [c for c in report["cells"] if c["status"] == "done" and c["budget"] is not None]
     schedule = sequence.parse(report["geometry"]["schedule"])
-    if not done or schedule.kind == sequence.TOKENS:
+    if not done or schedule.num_stages is None:
         return None
     policies = list(dict.fromkeys(cell["label"] for cell in done))
     budgets = [f"{share:g}" for share in sorted({cell["budget"] for cell in done})]

@@ -106,21 +106,13 @@ def facts(report: dict, calibration: Calibration | None) -> dict[str, str]:
     return {
         "images": f"{len(s['labels'])}, seed {s['seed']}, batches of {s['batch_size']}",
         "model": f"{g['num_layers']} layers, {g['num_heads']} heads of {g['head_dim']}, "
-        + _order(g["schedule"]),
+        + sequence.parse(g["schedule"]).outline(),
         "full cache": f"{show_bytes(report['reference']['kv']['dense_bytes'])} for a batch",
         "sampling": ", ".join(f"{key} {value}" for key, value in s["sampling"].items()),
         "computed on": f"{report['device']}, {s['dtype']}, cache in {s['kv_dtype']}, "
         + ", ".join(f"{name} {version}" for name, version in versions.items()),
         "calibration": _describe(calibration, s["calibration"]),
     }
-
-
-def _order(schedule: str) -> str:
-    """What is drawn one after the other."""
-    found = sequence.parse(schedule)
-    if found.kind == sequence.TOKENS:
-        return f"{found.image_tokens} tokens one by one, condition of {found.condition}"
-    return f"token maps {schedule.replace(';', ' ')}"
 
 
 def _describe(calibration: Calibration | None, used: str | None) -> str:

@@ -181,9 +181,8 @@ def check_cell(row: dict, geometry: Geometry, place: str) -> None:
 def check_sizes(row: dict, geometry: Geometry, place: str) -> None:
     """Raise `Damaged` unless sizes, times and tokens are there; the full cache has no fidelity."""
     check(row, MEASURED | IN_USE, place)
-    layers, by_token = geometry.num_layers, geometry.kind == sequence.TOKENS
-    # the stages of a model that draws token by token are the policy's own
-    scales = len(row["live_tokens"]) if by_token else geometry.schedule.num_scales
+    layers = geometry.num_layers
+    scales = geometry.schedule.num_stages or len(row["live_tokens"])
     for name in IN_USE:
         if [len(counts) for counts in row[name]] != [layers] * scales:
             raise Damaged(f"{place}.{name} is not {scales} lists of {layers} numbers")

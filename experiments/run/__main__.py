@@ -120,7 +120,7 @@ def _recipe_remarks(model: Model, condition: Condition) -> list[str]:
         return []
     classes = model.num_classes or None
     mine = recipe.model_remarks(model)
-    if classes or not DRY_RUN.value:  # which needs no prompts
+    if classes or not DRY_RUN.value:  # a dry run needs no prompts
         mine += recipe.count_remarks(condition, classes)
     return RECIPE.remarks(mine)
 
@@ -138,17 +138,15 @@ def _judges(model: Model, batch_size: int) -> Judges:
 def read_given(model: Model, num_images: int) -> tuple[np.ndarray | None, int | None]:
     """Return (given tokens of all images, as the model draws them; how many scales or tokens take
     them, None for all), checked against the model. Tokens are None if none are given."""
-    mine, config = model.transformer.token_name, model.config
-    steps, what = config.schedule.num_scales, "scales"
-    if model.draws_tokens:
-        steps, what = config.image_tokens, "tokens"
+    mine, order = model.transformer.token_name, model.geometry.schedule
+    steps = order.num_drawn
     for name, holder in GIVEN.items():
         if holder.value and name != mine:
             raise UserError(f"--given_{name}: {model.name} draws {mine}: use --given_{mine}")
     path, scales = GIVEN[mine].value, GIVEN_SCALES.value
     if scales is not None and (not path or not 0 <= scales <= steps):
         raise UserError(
-            f"--given_scales={scales}: 0 to {steps} {what}, together with --given_{mine}=FILE"
+            f"--given_scales={scales}: 0 to {steps} {order.kind}, together with --given_{mine}=FILE"
         )
     if not path:
         return None, None

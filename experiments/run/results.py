@@ -60,11 +60,9 @@ def series_of(run: Run) -> dict[str, Series]:
     those that `kept` returns."""
     config, floats = run.model.config, np.dtype(np.float32)
     tokens = run.model.transformer.no_tokens(1)[0]
-    height, width, _ = run.model.code_map
-    pixels = (*(side * run.model.codec.config.downsample for side in (height, width)), 3)
-    pixels = (run.resize, run.resize, 3) if run.resize else pixels
+    height, width = (run.resize, run.resize) if run.resize else run.model.pixels
     exact = run.compare or run.save_arrays
-    arrays = {"images": (floats if exact else np.dtype(np.uint8), pixels)}
+    arrays = {"images": (floats if exact else np.dtype(np.uint8), (height, width, 3))}
     arrays["tokens"] = tokens.dtype, tokens.shape
     own = {}
     if run.save_arrays:

@@ -55,8 +55,7 @@ def check_row(row: object, sweep: Sweep, cell: Cell) -> None:
 
 def check_arrays(found: Mapping[str, np.ndarray], sweep: Sweep, cell: Cell) -> None:
     """Raise `Damaged` unless the arrays have the shapes and types that this sweep stores."""
-    count, code_map = len(sweep.condition), sweep.model.code_map[:2]
-    size = tuple(side * sweep.model.codec.config.downsample for side in code_map)
+    count, size = len(sweep.condition), sweep.model.pixels
     wanted = {"samples": ("u", (sweep.samples, *size, 3))}
     if cell is sweep.full:
         tokens = sweep.model.transformer.no_tokens(count)

@@ -169,9 +169,9 @@ def plan_cells(
     calibration: Calibration | None,
     num_images: int,
 ) -> list[Cell]:
-    """All cells, row by row; `all` stands for the policies that serve the model. What cannot work
-    becomes a cell with its reason; `UserError` if nothing of a policy that was asked for by name
-    can work."""
+    """Return all cells, entry by entry; `all` stands for the policies that serve the model. A cell
+    that cannot run has its reason. `UserError` if a policy that was named has no cell that can
+    run."""
     cells: list[Cell] = []
     for entry in entries:
         if entry.name == "full":
@@ -195,7 +195,7 @@ def _plan_row(
     try:
         default = get_policy(entry.name, None, entry.arguments)
         policies = [default]
-        if default.budgeted:  # else its contents are given, and the budget is what they cost
+        if default.budgeted:  # other policies have fixed contents, which decide the budget
             policies = [get_policy(entry.name, budget, entry.arguments) for budget in budgets]
     except UserError as error:
         if entry.named:
@@ -222,7 +222,7 @@ def _plan_cell(
         plan = plan_cache(geometry, policy, calibration if policy.uses_calibration else None)
     except UserError as error:
         return Cell(entry.label, entry.name, policy.budget, reason=str(error))
-    arguments = policy_arguments(plan.policy)  # with what was not said, too
+    arguments = policy_arguments(plan.policy)  # defaults included
     return Cell(entry.label, entry.name, plan.policy.budget, plan=plan, arguments=arguments)
 
 

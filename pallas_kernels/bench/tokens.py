@@ -1,5 +1,6 @@
-"""Operations of models that draw token by token: attention of a token with and without storing it,
-and what decisions after a stage take. And choosing tokens from logits, of one or of many at once.
+"""Timings and errors of the operations of models that draw token by token: attention of a token,
+with and without storing it, the operations of decisions after a stage, and choosing tokens from
+logits.
 """
 
 from dataclasses import replace
@@ -40,7 +41,7 @@ def _attend_work(spec: ArgSpec) -> Work:
 
 
 def _store_work(spec: ArgSpec) -> Work:
-    """With a key and a value that are read and stored."""
+    """`_attend_work`, and a key and a value that are read and stored."""
     least, token = _attend_work(spec), 2 * spec.head_dim * jnp.dtype(spec.dtype).itemsize
     return replace(least, bytes=least.bytes + _heads(spec) * (token + stored_bytes(spec)))
 
@@ -118,7 +119,7 @@ def _meant(pool, scale):
 
 
 def _scores_work(spec: ArgSpec) -> Work:
-    """Of a float32 query: keys are read, scores written."""
+    """For a float32 query: keys are read, scores written."""
     keys = slots(spec) - _condition(spec)
     moved = 4 * spec.head_dim + keys * (stored_bytes(spec) / 2 + 4)
     return Work(2 * _heads(spec) * keys * spec.head_dim, _heads(spec) * moved)
@@ -164,7 +165,7 @@ def _scores_errors(spec: ArgSpec, name: str) -> dict[str, float]:
 
 
 def _move_work(spec: ArgSpec) -> Work:
-    """Slots that move are read and written; what goes nowhere is only looked up."""
+    """Slots that move are read and written. Of the others only the target is read."""
     places = np.asarray(_places(spec))
     moved = int((places < slots(spec)).sum())
     return Work(0, 2 * moved * stored_bytes(spec) + 4 * places.size)
@@ -175,7 +176,7 @@ def _move(held: HeadSlots, target, name: str) -> HeadSlots:
 
 
 def _places(spec: ArgSpec):
-    """Anywhere, or nowhere."""
+    """Targets of the last slots: anywhere in the head, or nowhere."""
     rng, last = np.random.default_rng(3), min(STAGE, slots(spec))
     every = np.tile(np.arange(slots(spec) + last), (spec.rows, spec.heads, 1))
     return jnp.asarray(rng.permuted(every, axis=-1)[..., :last], jnp.int32)
@@ -189,7 +190,7 @@ def _move_candidate(spec: ArgSpec, name: str) -> Candidate:
 
 
 def _stored(spec: ArgSpec, poison: bool) -> HeadSlots:
-    """What moves: keys, values and their scales."""
+    """The arrays that move: keys, values and their scales."""
     _, held = token_arguments(spec, sums=False, poison=poison)
     return HeadSlots(held.pool, scale=held.scale)
 
@@ -209,7 +210,7 @@ def _rank_work(spec: ArgSpec) -> Work:
 
 
 def _ranked(spec: ArgSpec) -> tuple:
-    """Few different scores, so that ties decide."""
+    """Arguments of `rank`, with few different scores, so that ties decide."""
     rng, shape = np.random.default_rng(4), (spec.rows, spec.heads, slots(spec))
     tie = rng.permuted(np.broadcast_to(np.arange(shape[-1]), shape), axis=-1)
     among, part = rng.random((2, *shape)) < 0.6
@@ -236,7 +237,7 @@ def _rank_errors(spec: ArgSpec, name: str) -> dict[str, float]:
 
 
 def _logits(spec: ArgSpec) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Logits, noise, and guidance where rows are even."""
+    """Logits, noise, and the strength of guidance, None where the number of rows is odd."""
     rng, guided = np.random.default_rng(5), spec.rows % 2 == 0
     codes = CODES[spec.name.partition("-")[0]]
     shape = (spec.rows // (1 + guided), spec.tokens, codes)
@@ -266,7 +267,7 @@ def _sample_candidate(spec: ArgSpec, name: str) -> Candidate:
 
 
 def _sample_errors(spec: ArgSpec, name: str) -> dict[str, float]:
-    """Share of tokens that are others, of 32 or more with guidance and as many without."""
+    """Share of tokens that differ, among 32 or more with guidance and as many without."""
     spec = replace(spec, rows=2 * -(-32 // spec.tokens))
     (logits, noise, strength), run = _logits(spec), jax.jit(_sample, static_argnums=3)
     found = {}

@@ -12,7 +12,7 @@ def move(slots, target):
     buffer, scale = slots.pool.shape[2] - last, slots.scale
     row, head = jnp.arange(rows)[:, None, None], jnp.arange(heads)[:, None]
     if scale is not None:
-        half = jnp.arange(2)[:, None, None]
+        half = jnp.arange(2)[:, None, None]  # scales of keys, then of values
         scale = _scattered(
             scale, scale[..., buffer:], (row[..., None], half, head, target[:, None])
         )

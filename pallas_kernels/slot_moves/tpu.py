@@ -45,6 +45,7 @@ def move(slots, target, *, interpret, most_bytes: int = MOST_BYTES):
     together, some = tpu_slots.steps(pool, "moves of slots take", most)
     rows, heads, count, width = pool.shape
     begin, places = _places(pool, target)
+    # places of all heads: a line per head begins anywhere, a block of lines does not
     spec = pl.BlockSpec((together, some, count, width), lambda r, n: (r, n, 0, 0))
     lines = pl.BlockSpec((together, *places.shape[1:]), lambda r, n: (r, 0, 0))
     moved = pl.pallas_call(
@@ -72,7 +73,7 @@ def _places(pool, target):
     slots, last = pool.shape[2], target.shape[-1]
     begin = (slots - last) // tpu_slots.tile(pool.dtype) * tpu_slots.tile(pool.dtype)
     lines = rounded(slots - begin, LINES)
-    before = slots - last - begin
+    before = slots - last - begin  # slots of the tile that are no part of the buffer
     edges = ((0, 0), (0, 0), (before, lines - before - last))
     places = jnp.pad(target, edges, constant_values=-1)
     return begin, jnp.concatenate([places] * len(FACTORS), axis=-1)
@@ -81,6 +82,7 @@ def _places(pool, target):
 def _moved_scales(scale, target):
     """Scales after the moves. Two numbers per slot are few: XLA chooses them, bit by bit."""
     slots, last = scale.shape[-1], target.shape[-1]
+    # a comparison with all slots in place of a scatter, which goes slot by slot
     comes = target[:, None, :, :, None] == jnp.arange(slots)  # [R, 1, M, P, C]
     bits = jax.lax.bitcast_convert_type(scale, jnp.int32)
     new = jnp.where(comes, bits[..., slots - last :, None], 0).sum(-2, dtype=jnp.int32)
@@ -108,6 +110,7 @@ def _moved(begin: int, places, slots_ref):
     factors = jnp.where(group == 0, FACTORS[0], jnp.where(group == 1, *FACTORS[1:]))
     comes = jnp.where(iota((count, 3 * lines), 0) == places, factors, 0.0).astype(jnp.bfloat16)
     buffer = _bits(slots_ref[begin:])
+    # whole tiles of a factor; nothing goes from the lines that are added
     buffer = jnp.pad(buffer, ((0, lines - len(buffer)), (0, 0)))
     new = found = _product(comes, buffer)
     if dtype.itemsize == 4:

@@ -76,6 +76,7 @@ def store_and_attend(
 
 def _check(query: Query, slots: HeadSlots) -> None:
     slots.group_size(query.q)
+    # checked here for all implementations, which would see every slot
     if slots.reach is not None and query.newest is None:
         raise ValueError("reach is counted from newest, which is not given")
 
@@ -109,6 +110,6 @@ def scores(
     rows, _, count, size = q.shape
     group = slots.group_size(q)
     # the queries of a group are queries of the same keys: together they are one head's
-    together = q.reshape(rows, -1, group * count, size)
+    together = q.reshape(rows, -1, group * count, size)  # as it is where G = 1
     found = implementations.run(implementation, SCORES, "scores", together, slots, first)
     return found.reshape(*q.shape[:3], -1)

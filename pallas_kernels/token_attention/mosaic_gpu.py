@@ -48,7 +48,7 @@ from pallas_kernels.token_attention.mosaic_slots import (
 LOG2_E = math.log2(math.e)
 HEAD_DIMS = (64, 100, 128)
 DTYPES = ("float32", "bfloat16", "float16", "int8")
-MOST_SLOTS = 4096
+MOST_SLOTS = 4096  # scores of all of them wait in shared memory: 16 KiB
 KIB = 2**10
 SHARED = 228 * KIB  # shared memory of a multiprocessor
 MEETING = 64  # bytes through which warps join a number
@@ -96,6 +96,7 @@ def check(q, pool, interpret) -> None:
     for right, takes in (
         (q.shape[-1] in HEAD_DIMS, f"heads of {', '.join(map(str, HEAD_DIMS))}"),
         (pool.dtype.name in DTYPES, f"a pool of {names}"),
+        # copies begin at multiples of 16 bytes (`mosaic_slots`)
         (slot % 16 == 0, "slots of multiples of 16 bytes"),
         (LINE <= slots <= MOST_SLOTS, f"{LINE} to {MOST_SLOTS} slots"),
     ):
@@ -124,6 +125,7 @@ def shared_memory(given: FlatOperands, steps: Steps) -> int:
 
 def programs_at_once(given: FlatOperands, steps: Steps) -> int:
     """How many programs the chip runs at the same time."""
+    # compiled for a chip that is not here, or none known: as many as an H100 has
     cores = CORES.get(target.capability(), CORES["9.0"])
     # beside it, CUDA takes 1 KiB of every program, and barriers take part of another
     return cores * max(1, SHARED // (shared_memory(given, steps) + 2 * KIB))
@@ -206,11 +208,13 @@ class _Head:
         ring, given, size = self.ring, self.ring.given, self.ring.steps.slots
         place = ring.wait(before + i)
         tiles = [pl.ds(start, CLASSES) for start in range(0, size, CLASSES)]
+        # in powers of 2, which is what the chip computes
         query = _load(ring.places.q.at[place], self.layouts.column).astype(jnp.float32) * LOG2_E
         scores = [self._scores(place, rows, i * size + rows.start, query) for rows in tiles]
         for waiting in self.waiting:
             for rows, found in zip(tiles, scores, strict=True):
                 waiting[pl.ds(i * size + rows.start, CLASSES)] = found
+        # all scores of a step first: sums are rescaled once per step, not once per slot
         highest = maximum
         for found in scores:
             highest = jnp.maximum(highest, found)
@@ -220,6 +224,7 @@ class _Head:
             weights = jnp.exp2(found - highest)
             total += weights
             if ring.places.scale:
+                # scales of slots that are not visible may be NaN
                 weights = jnp.where(weights > 0, weights * self._scale(place, rows, 1), 0.0)
             weights = self.layouts.across(weights, given.width)
             # 0 times NaN is NaN
@@ -265,12 +270,14 @@ class _Head:
         """The largest score of all classes, the factor of every class relative to it, and the sum
         of all weights."""
         maximum, total, _ = classes
+        # every head sees a slot: the largest of 16 maxima is a score, others may be LOWEST
         top = maximum.max(0)
         rescale = jnp.exp2(maximum - top)
         return top, rescale, (total * rescale).sum(0)
 
     def put(self, sums, factor, joined, out) -> None:
         """Store the mean of the values, sums of all classes [16, W] times their factors."""
+        # through shared memory, where warps exchange columns for slots
         joined[...] = sums * self.layouts.across(factor, sums.shape[1])
         out[...] = _load(joined, self.layouts.joined).sum(0).astype(out.dtype)
 

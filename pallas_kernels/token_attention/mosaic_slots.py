@@ -46,7 +46,7 @@ class Steps:
     @classmethod
     def of(cls, pool) -> "Steps":
         slot = pool.shape[-1] * pool.dtype.itemsize
-        # no step is larger than a head
+        # no step is larger than a head, because no copy may be
         slots = max(LINE, min(STEP_BYTES // slot, LONGEST, pool.shape[2]) // LINE * LINE)
         return cls(slots, buffers=3 if slots * slot <= STEP_BYTES else 2)
 
@@ -87,6 +87,7 @@ class FlatOperands:
                     return None  # changed in place, which takes a reference of its own
             return array
 
+        # of the queries as they came: `flat` fills windows with zeros
         size = query.q.shape[-1]
         query, slots = jax.tree_util.tree_map_with_path(flat, (query, slots))
         return cls(query, slots, (by_row == 1, by_head == 1), size)
@@ -147,6 +148,7 @@ class FlatOperands:
 
     def sees(self, position, newest, reach):
         """Which positions a head sees, whose `limits` these are."""
+        # static: what the call does not limit is not compared at all
         newest = None if self.query.newest is None else newest
         reach = None if self.slots.reach is None else reach
         return visible(position, newest, reach, self.query.protected)
@@ -210,6 +212,7 @@ class Ring:
 
     def fill(self) -> None:
         """Start copying the first steps."""
+        # static: a program may have fewer steps than places, which `_start` sees
         for number in range(self.steps.buffers):
             self._start(jnp.int32(number))
 
@@ -230,6 +233,7 @@ class Ring:
     def _copy(self, number) -> None:
         given, size, places = self.given, self.steps.slots, self.places
         query, slots = given.query, given.slots
+        # the query is copied for every step, since the next step may be another head's
         i, start = self.first + number // self.each, jax.lax.rem(number, self.each) * size
         row, head = given.place(i)
         lines = [(slots.position, places.position, given.positions(row, head))]

@@ -46,6 +46,7 @@ class HeadSlots:
           ValueError: the query heads are no multiple of the heads of the pool.
         """
         heads = self.pool.shape[1]
+        # at least one: fewer query heads than heads of the pool are refused as well
         group, rest = divmod(queries.shape[1], heads)
         if rest or not group:
             raise ValueError(
@@ -92,10 +93,10 @@ def visible(
     protected: int,
 ) -> Bool[Array, "..."]:
     """Which positions a query sees; `reach` and `newest` broadcast against `position`."""
-    seen = position >= 0
+    seen = position >= 0  # -1: the slot is empty
     if newest is None:
         return seen
-    seen &= position <= newest
+    seen &= position <= newest  # positions of tokens to come are written beforehand
     if reach is None:
         return seen
     return seen & ((position < protected) | (position > newest - reach))
@@ -120,6 +121,7 @@ def kernel_operands(query: Query, slots: HeadSlots, kernel: str) -> tuple[Query,
     query = Query(query.q, query.newest, query.first_bias, weight, query.protected)
     # a subclass may have more arrays, which would become operands of the kernel
     arrays = slots.pool, slots.position, slots.scale, slots.mass, slots.reach, slots.used
+    # jax rebuilds both classes without checking annotations: scalars are [1] from here on
     return jax.tree.map(_at_least_a_line, (query, HeadSlots(*arrays)))
 
 

@@ -26,6 +26,7 @@ def attend(query, slots):
     seen = operands.visible(slots.position, query.newest, reach, query.protected)
     seen = jnp.broadcast_to(seen, slots.pool.shape[:3])
     arrays = (_in_groups(query.q, slots), slots.pool, seen, query.first_bias, slots.scale)
+    # sums take the weights of all slots, which the running softmax does not have
     if slots.used is None or slots.mass is not None or slots.pool.shape[2] <= BLOCK:
         out, weights = _all_slots(*arrays)
         return out.reshape(query.q.shape), _added(slots.mass, query.mass_weight, weights)
@@ -43,6 +44,7 @@ store_and_attend = storing.in_two_steps(attend)
 
 def scores(q, slots, first: int):
     """See `api.scores`; q: [R, M, Q, H], the queries of a group among the Q."""
+    # float32 queries of a policy meet keys of any type: the product has the wider one
     keys = _computable(slots.pool[:, :, first:, : q.shape[-1]], q.dtype)
     found = jnp.einsum("rnqh,rnch->rnqc", q, keys, preferred_element_type=jnp.float32)
     return found if slots.scale is None else found * slots.scale[:, 0, :, None, first:]
@@ -71,6 +73,7 @@ def _added(mass, factor, weights):
 
 def _all_slots(q, pool, visible, first_bias, scale):
     """The output and the attention weights of every query."""
+    # chosen when the program is lowered, so one trace serves all platforms
     scores = jax.lax.platform_dependent(q, pool, cpu=_products_of_the_whole, default=_products)
     seen = _per_query(visible, q)
     if scale is not None:
@@ -80,6 +83,7 @@ def _all_slots(q, pool, visible, first_bias, scale):
     weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
     factors = weights
     if scale is not None:
+        # the scale of an empty slot may be NaN, and 0 times NaN is NaN
         factors = jnp.where(seen, weights * _per_query(scale[:, 1], q), 0)
     out = jax.lax.platform_dependent(factors, pool, visible, cpu=_sums_of_the_whole, default=_sums)
     return out.astype(q.dtype), weights
@@ -129,7 +133,7 @@ def _summed(weights, pool):
 def _slots_in_use(used, q, pool, visible, first_bias, scale):
     """The output; rows take turns, and within a turn blocks of slots."""
     rows, _, slots, width = pool.shape
-    size = -(-slots // -(-slots // BLOCK))
+    size = -(-slots // -(-slots // BLOCK))  # blocks of equal size, as few as BLOCK allows
     together = TOGETHER if rows % TOGETHER == 0 else 1
     arrays = {"pool": pool, "visible": visible}
     if scale is not None:
@@ -139,10 +143,11 @@ def _slots_in_use(used, q, pool, visible, first_bias, scale):
         row, q, bias = inputs
 
         def block(number, found):
+            # slices keep their size: the last block begins before its first own slot
             start = jnp.minimum(number * size, slots - size)
             cut = {name: _cut(a, row, together, start, size) for name, a in arrays.items()}
             slot = start + jnp.arange(size)
-            cut["visible"] &= slot >= number * size  # the last one begins in the one before
+            cut["visible"] &= slot >= number * size  # others were in the block before
             return _with_block(found, q, **cut, bias=_bias_of(bias, slot, q.ndim))
 
         heads = q.shape[:-1]
@@ -176,6 +181,7 @@ def _with_block(found, q, pool, visible, bias, scale_k=None, scale_v=None):
     """Largest score so far, and sums of weights and of weighted values relative to it, with a block
     more (the running softmax of FlashAttention, Dao et al. 2022, arXiv 2205.14135)."""
     most, total, out = found
+    # masked before the products: a block is small, and NaN would stay in the running sums
     pool = jnp.where(visible[..., None], pool, 0)
     seen = _per_query(visible, q)
     numbers = _computable(pool, q.dtype)
@@ -183,7 +189,7 @@ def _with_block(found, q, pool, visible, bias, scale_k=None, scale_v=None):
     if scale_k is not None:
         scores = scores * _per_query(scale_k, q)
     scores = jnp.where(seen, scores + bias, -jnp.inf)
-    higher = jnp.maximum(most, scores.max(-1))
+    higher = jnp.maximum(most, scores.max(-1))  # LOWEST at least, so exp never sees inf - inf
     weights, rescale = jnp.exp(scores - higher[..., None]), jnp.exp(most - higher)
     factors = weights if scale_v is None else weights * _per_query(scale_v, q)
     out = out * rescale[..., None] + _summed(jnp.where(seen, factors, 0), pool)

@@ -24,6 +24,7 @@ def store(
     """The slots with T tokens from slot `slot` on, the same one in all rows and heads. Positions
     are left to the caller."""
     values, scale = encode(k, v, slots.pool.dtype)
+    # in place if nobody needs the old pool: XLA writes these slots only
     pool = jax.lax.dynamic_update_slice(slots.pool, values, (0, 0, slot, 0))
     if slots.scale is None:
         return replace(slots, pool=pool)
@@ -37,7 +38,7 @@ def store_scales(
 ) -> Float[Array, "R 2 M C"]:
     """`stored` with the scales of T keys and their values (see `cache_write.reference.quantize`)
     from slot `slot` on."""
-    scale = jnp.moveaxis(scale, -1, 1)
+    scale = jnp.moveaxis(scale, -1, 1)  # scales of keys lie apart from those of values
     return jax.lax.dynamic_update_slice(stored, scale, (0, 0, 0, slot))
 
 
@@ -45,6 +46,7 @@ def in_two_steps(attend: Callable) -> Callable:
     """`store_and_attend` for a module that can only `attend`: XLA stores, then it attends."""
 
     def store_and_attend(query: Query, slots: Slots, token: NewToken, **options):
+        # first, so that the token sees itself
         slots = store(slots, token.k[:, :, None], token.v[:, :, None], token.slot)
         out, mass = attend(query, slots, **options)
         return out, replace(slots, mass=mass)

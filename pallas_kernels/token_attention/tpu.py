@@ -33,10 +33,11 @@ from pallas_kernels import estimates, tpu_slots
 from pallas_kernels.cache_write.reference import quantize
 from pallas_kernels.token_attention import storing, tpu_call, tpu_row, tpu_token, tpu_used
 from pallas_kernels.token_attention.operands import NewToken, kernel_operands, visible
-from pallas_kernels.token_attention.tpu_call import Given, Numbers, Results
+from pallas_kernels.token_attention.tpu_call import Operands, Prefetched, Results
 from pallas_kernels.tpu_operands import pools
 
 MOST_BYTES = 2**22  # of the pool in a grid step; there twice, in 16 MiB of vector memory
+# read number by number, so they need no place in vector registers
 IN_SCALAR_MEMORY = ("newest", "reach", "first_bias", "mass_weight")
 
 
@@ -59,6 +60,7 @@ def store_and_attend(
     numbers, and stores their scales."""
     if slots.scale is not None:
         (k, k_scale), (v, v_scale) = quantize(token.k), quantize(token.v)
+        # one number per head: XLA writes it in place, and the kernel reads the slot's new scales
         scale = jnp.stack([k_scale, v_scale], axis=-1)[:, :, None]
         slots = replace(slots, scale=storing.store_scales(scale, token.slot, slots.scale))
         token = NewToken(k, v, token.slot)
@@ -67,13 +69,14 @@ def store_and_attend(
 
 def _run(query, slots, token, most_bytes: int, piece: int | None, interpret):
     """The output, and the slots with the new masses and the token, unless there is none."""
-    rows, heads, count, _ = slots.pool.shape
+    count = slots.pool.shape[2]
     tiles = tpu_slots.steps(slots.pool, "token attention takes", most_bytes)
     numbers, given = _operands(query, slots, token, interpret)
     piece = piece or tpu_used.slots_of_piece(slots.pool, tiles[1])
     # a kernel with sums, or whose positions hide slots, goes through all slots of a head at once
     cut = slots.used is not None and slots.mass is None and query.newest is None and piece < count
     tile = tpu_token.tile_of(slots.pool, piece if cut else count, interpret)
+    # the compiler schedules by this estimate: it knows nothing of what a kernel does
     cost = estimates.attend_token(
         query.q,
         slots.pool,
@@ -83,7 +86,8 @@ def _run(query, slots, token, most_bytes: int, piece: int | None, interpret):
         step=piece if cut else None,
         stored=0 if token is None else tile,
     )
-    results = Results(query.q, slots.mass, None if token is None else given.slots.pool)
+    # only the shapes and types of these arrays count
+    results = Results(query.q, slots.mass, None if token is None else slots.pool)
     options = {"tile": tile, "cost": cost, "interpret": interpret}
     if cut:
         numbers = numbers._replace(used=jnp.asarray(slots.used, jnp.int32).reshape(1))
@@ -94,19 +98,19 @@ def _run(query, slots, token, most_bytes: int, piece: int | None, interpret):
     return found.out, replace(slots, pool=pool, mass=found.mass)
 
 
-def _operands(query, slots, token, interpret) -> tuple[Numbers, Given]:
+def _operands(query, slots, token, interpret) -> tuple[Prefetched, Operands]:
     """What the kernel takes; slots in use belong to the kernel that is cut."""
     held = replace(slots, pool=pools(slots.pool, None, interpret)[0], used=None)
     query, held = kernel_operands(query, held, "TPU token attention")
     if token is None:
-        return Numbers(), Given(query, held, None)
+        return Prefetched(), Operands(query, held, None)
     slot = jnp.asarray(token.slot, jnp.int32).reshape(1)
-    return Numbers(slot), Given(query, held, token._replace(slot=None))
+    return Prefetched(slot), Operands(query, held, token._replace(slot=None))
 
 
 def _attend(
-    numbers: Numbers,
-    given: Given,
+    numbers: Prefetched,
+    given: Operands,
     results: Results,
     *,
     tiles: tuple[int, int],
@@ -136,6 +140,7 @@ def _attend(
         ),
         out_shape=[tpu_call.shapes(results)],
         input_output_aliases=tpu_call.aliases(numbers, given, results),
+        # rows may go to different cores; heads of a row write into the same block of results
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         cost_estimate=cost,
         interpret=interpret,
@@ -151,6 +156,7 @@ def _spec(name: str, array, *, rows: int, heads: int) -> pl.BlockSpec:
         return pl.BlockSpec(memory_space=pltpu.SMEM)
     if name == "pool":
         return pl.BlockSpec((rows, heads, *array.shape[2:]), lambda r, n, *_: (r, n, 0, 0))
+    # axes of lines and lanes are whole: blocks of them would have to be multiples of (8, 128)
     shared, rest = len(array) == 1, array.shape[1:]
     return pl.BlockSpec(
         (1 if shared else rows, *rest), lambda r, n, *_: (0 if shared else r, *[0] * len(rest))
@@ -163,13 +169,14 @@ def _result_spec(name: str, array, *, rows: int, heads: int, tile: int) -> pl.Bl
     return _spec(name, array, rows=rows, heads=heads)
 
 
-def _attend_rows(some: int, numbers: Numbers, given: Given, results: Results, rows_ref=None):
+def _attend_rows(some: int, numbers: Prefetched, given: Operands, results: Results, rows_ref=None):
     pool = given.slots.pool
     # the interpreter knows program numbers here, but not inside of the loop
     begin, first = pl.program_id(0) * len(pool), pl.program_id(1) * some
 
     def row(i, _):
         if given.token is not None:
+            # into the slots that are here, before anything is computed from them
             tpu_token.put_beside(i, given.token, rows_ref)
             tpu_token.put(rows_ref, first, numbers.slot[0], pool.at[i], results.pool.at[i])
         _attend_row(i, begin + i, first, some, given, results)
@@ -178,7 +185,7 @@ def _attend_rows(some: int, numbers: Numbers, given: Given, results: Results, ro
     jax.lax.fori_loop(0, len(pool), row, 0)
 
 
-def _attend_row(i, row, first, some: int, given: Given, results: Results) -> None:
+def _attend_row(i, row, first, some: int, given: Operands, results: Results) -> None:
     """Attend for row i of the grid step, which is number `row` of all: for `some` heads from number
     `first` on."""
     query, slots = given.query, given.slots
@@ -186,17 +193,21 @@ def _attend_row(i, row, first, some: int, given: Given, results: Results) -> Non
     heads, shape = len(queries), (len(queries), slots.pool.shape[2])
     number = tpu_row.iota((heads, 1), 0)
     mine = [number == first + j for j in range(some)]
+    # lines of heads that are not here hold 0 and are left out at the end
     scores = tpu_row.scores(queries, mine, slots.pool.at[i])
     if slots.scale is not None:
+        # a product of the finished scores, so whole numbers enter the matrix unit
         scores *= slots.scale[i, 0]
     if query.first_bias is not None:
         scores += jnp.where(tpu_row.iota(shape, 1) == 0, query.first_bias[row], 0.0)
     seen = jnp.broadcast_to(_visible(i, row, heads, given), shape)
     scores = jnp.where(seen, scores, -jnp.inf)
+    # every head sees a slot, so no maximum is -inf
     weights = jnp.exp(scores - scores.max(axis=1, keepdims=True))
     weights /= weights.sum(axis=1, keepdims=True)
     factors = weights
     if slots.scale is not None:
+        # the scale of an empty slot may be NaN, and its weight of 0 would become NaN
         factors = jnp.where(seen, weights * slots.scale[i, 1], 0.0)
     size = results.out.shape[-1]
     width = tpu_row.columns(size, slots.pool.shape[-1])
@@ -213,7 +224,7 @@ def _attend_row(i, row, first, some: int, given: Given, results: Results) -> Non
         put(results.mass, slots.mass[i] + query.mass_weight[0] * weights)
 
 
-def _visible(i, row, heads: int, given: Given):
+def _visible(i, row, heads: int, given: Operands):
     """Which slots are seen [N, C]; [1, C] where all heads see the same."""
     (query, slots, _), reach, newest = given, None, None
     position = slots.position[i if len(slots.position) > 1 else 0]

@@ -16,7 +16,7 @@ from pallas_kernels.token_attention.operands import HeadSlots, NewToken, Query
 Tree = TypeVar("Tree")
 
 
-class Numbers(NamedTuple):
+class Prefetched(NamedTuple):
     """int32 [1] each, known before a grid step begins, so that they can choose what it fetches.
 
     slot: of the token to store. used: slots in use (`HeadSlots.used`).
@@ -26,7 +26,7 @@ class Numbers(NamedTuple):
     used: Array | None = None
 
 
-class Given(NamedTuple):
+class Operands(NamedTuple):
     """Operands in memory. token: key and value of the token to store, without its slot."""
 
     query: Query
@@ -48,15 +48,16 @@ def shapes(results: Results) -> Results:
 
 def specs(arrays: Tree, spec: Callable[[str, Array], pl.BlockSpec]) -> Tree:
     """`spec` of the name and the array of every field."""
+    # None has no leaf, so specs are missing where arrays are
     return jax.tree_util.tree_map_with_path(lambda path, array: spec(path[-1].name, array), arrays)
 
 
-def aliases(numbers: Numbers, given: Given, results: Results) -> dict[int, int]:
+def aliases(numbers: Prefetched, given: Operands, results: Results) -> dict[int, int]:
     """Sums and the pool are changed in place: what is not written keeps what it holds."""
     operands, found = _names((numbers, given)), _names(results)
     return {operands.index(n): found.index(n) for n in ("mass", "pool") if n in found}
 
 
 def _names(tree) -> list[str]:
-    """Of the fields, in the order in which Pallas counts arrays."""
+    """Names of the fields, in the order in which Pallas counts operands and results."""
     return [path[-1].name for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]

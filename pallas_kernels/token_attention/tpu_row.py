@@ -36,6 +36,7 @@ def scores(queries, mine, pool):
     mine: for each head that is here, a mask [N, 1] of its row.
     pool: [heads, C, 2 H], the slots of these heads.
     """
+    # products of all queries with one head's slots, of which the head's own line is kept
     found = jnp.zeros((len(queries), pool.shape[1]), jnp.float32)
     for j, own in enumerate(mine):
         found = jnp.where(own, _scores(queries, pool.at[j]), found)
@@ -65,7 +66,7 @@ def mean(weights, mine, pool, dtype, width: int):
         out = jnp.zeros((len(weights), width), jnp.float32)
         for j, own in enumerate(mine):
             values = pool[j, :, pool.shape[2] - width :]
-            if finite:
+            if finite:  # NaN compares false, so it is left out as infinity is
                 values = values.astype(jnp.float32)
                 values = jnp.where(jnp.abs(values) < jnp.inf, values, 0.0)
             # rows of other heads add 0, so `out` collects each head's row from its own slots
@@ -73,8 +74,9 @@ def mean(weights, mine, pool, dtype, width: int):
         return out
 
     out = sums(False)
-    if pool.dtype == jnp.int8:
+    if pool.dtype == jnp.int8:  # whole numbers are finite
         return out
+    # seldom: pools begin with zeros, and tokens are finite
     return jax.lax.cond(spoilt(out), lambda: sums(True), lambda: out)
 
 

@@ -34,6 +34,7 @@ def scores(q, slots, first: int, *, interpret, most_bytes: int = MOST_BYTES):
     rows, heads, count, size = q.shape
     total = slots.pool.shape[2]
     exact, single = q.dtype != jnp.bfloat16, count == 1
+    # scores lie in vector memory as well, once per head
     more = tpu_slots.plane_bytes(count, total, jnp.dtype("float32"))
     together, some = tpu_slots.steps(slots.pool, "token scores take", most_bytes, more)
     # one query per head: heads are the lines of a matrix, and lines of 4 bytes begin anywhere
@@ -82,9 +83,9 @@ def _score_rows(first: int, some: int, exact: bool, queries, pool, scale, out_re
             line = pl.ds(begin + j, 1)
             mine = queries[i, line] if single else queries[i, j]
             found = _products(mine, pool[i, j, :, :size], exact)
-            if scale is not None:
+            if scale is not None:  # after the product: whole numbers are exact in it
                 found *= scale[i, 0, line]
-            if single:
+            if single:  # a line of the row's matrix; the slots before `first` are cut off here
                 out_ref[i, line] = found[:, first:]
             else:
                 out_ref[i, j] = found[:, first:]
@@ -98,9 +99,10 @@ def _products(queries, keys, exact: bool):
     bfloat16 numbers."""
     if keys.dtype == jnp.float32:
         return _dot(queries.astype(jnp.float32), keys, jax.lax.Precision.HIGHEST)
-    keys = keys.astype(jnp.bfloat16)
+    keys = keys.astype(jnp.bfloat16)  # exact for int8
     if not exact:
         return _dot(queries.astype(jnp.bfloat16), keys)
+    # three times as many lines of the left factor, which is small; keys are loaded once
     count, parts = len(queries), _parts(queries.astype(jnp.float32))
     found = _dot(jnp.concatenate(parts).astype(jnp.bfloat16), keys)
     # the largest parts first, as they come: their order is part of the result

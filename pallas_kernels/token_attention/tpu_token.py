@@ -23,6 +23,7 @@ def tile_of(pool, fetched: int, interpret) -> int:
     fetched: slots of the pool in a grid step.
     """
     slots = pool.shape[2]
+    # a whole tile of int8 numbers has 32 lines; of bfloat16, half a tile can be written as well
     tile = min(32 if pool.dtype == jnp.int8 else 8, slots)
     # the interpreter pads operands and results to whole blocks, then takes one for the other
     padded_alike = rounded(slots, tile) == rounded(slots, fetched)
@@ -61,14 +62,16 @@ def put(rows_ref, first, slot, pool, tile_ref) -> None:
 
     def in_tile(begin, size: int) -> None:
         here = pl.ds(begin, size)
+        # chosen by a mask, because single lines of packed numbers cannot be addressed
         own = iota((size, pool.shape[2]), 0) == slot - begin
         for j in range(pool.shape[0]):
             # float32 holds what the other slots hold exactly (int8: whole numbers)
             new = rows_ref[pl.ds(first + j, 1)]
             new = jnp.where(own, new, pool[j, here].astype(jnp.float32)).astype(pool.dtype)
-            tile_ref[j, :size] = new
-            pool[j, here] = new
+            tile_ref[j, :size] = new  # goes to memory
+            pool[j, here] = new  # is attended to
 
+    # starts of slices are known multiples of the tile, or static
     if whole == slots:
         in_tile(pl.multiple_of(slot // tile * tile, tile), tile)
         return

@@ -16,11 +16,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from pallas_kernels.token_attention import tpu_call, tpu_row, tpu_token
-from pallas_kernels.token_attention.tpu_call import Given, Numbers, Results
+from pallas_kernels.token_attention.tpu_call import Operands, Prefetched, Results
 from pallas_kernels.tpu_operands import LANES
 
 PIECE_BYTES = 3 * 2**19  # of the pool, about: two pieces leave room in 16 MiB of vector memory
-LOWEST = -1e30  # the maximum of nothing: finite, so that differences are
+LOWEST = -1e30  # the maximum of nothing: finite, so that differences are finite as well
 
 
 def slots_of_piece(pool, heads: int) -> int:
@@ -39,8 +39,8 @@ class Running(NamedTuple):
 
 
 def attend(
-    numbers: Numbers,
-    given: Given,
+    numbers: Prefetched,
+    given: Operands,
     results: Results,
     *,
     heads: int,
@@ -69,6 +69,7 @@ def attend(
             grid=(rows, every // heads, pl.cdiv(slots, piece)),
             in_specs=[tpu_call.specs(given, partial(_spec, heads=heads, piece=piece))],
             out_specs=[tpu_call.specs(results, partial(_result_spec, heads=heads, tile=tile))],
+            # kept from grid step to grid step, unlike blocks of operands and results
             scratch_shapes=[running] + [tpu_token.scratch(pool)] * (given.token is not None),
         ),
         out_shape=[tpu_call.shapes(results)],
@@ -86,13 +87,13 @@ def attend(
 
 def _spec(name: str, array, *, heads: int, piece: int) -> pl.BlockSpec:
     """The part of an operand in a grid step."""
-    if name == "first_bias":
+    if name == "first_bias":  # read number by number
         return pl.BlockSpec(memory_space=pltpu.SMEM)
 
     def index(r, n, part, numbers):
         # the last piece in use again: nothing is fetched
         part = jnp.minimum(part, (numbers.used[0] - 1) // piece)
-        row = 0 if len(array) == 1 else r
+        row = 0 if len(array) == 1 else r  # rows may share their positions
         places = {"pool": (r, n, part, 0), "position": (row, 0, part), "scale": (r, 0, 0, part)}
         return places.get(name, (r, 0, 0))
 
@@ -114,6 +115,7 @@ def _attend_piece(some: int, slots: int, numbers, given, results, running, rows_
     # the interpreter knows program numbers here, but not inside of what `when` runs
     row, first, part = pl.program_id(0), pl.program_id(1) * some, pl.program_id(2)
 
+    # pieces are the innermost axis of the grid: a row's first one begins anew
     @pl.when(part == 0)
     def _():
         running.top[...] = jnp.full_like(running.top, LOWEST)
@@ -125,6 +127,7 @@ def _attend_piece(some: int, slots: int, numbers, given, results, running, rows_
     if given.token is not None:
         slot = numbers.slot[0]
 
+        # the piece with the token's slot is in use, so it is fetched
         @pl.when(part == slot // piece)
         def _():
             tpu_token.put_beside(0, given.token, rows_ref)
@@ -139,12 +142,13 @@ def _attend_piece(some: int, slots: int, numbers, given, results, running, rows_
     def _():
         out_ref = results.out
         number = tpu_row.iota((out_ref.shape[1], 1), 0)
+        # lines of other heads are written by the grid steps that serve these
         mine = (number >= first) & (number < first + some)
         found = (running.sums[...] / running.total[...])[:, -out_ref.shape[2] :]
         out_ref[0] = jnp.where(mine, found.astype(out_ref.dtype), out_ref[0])
 
 
-def _add_piece(row, first, part, some: int, slots: int, given: Given, running: Running) -> None:
+def _add_piece(row, first, part, some: int, slots: int, given: Operands, running: Running) -> None:
     """Add a piece of the heads from number `first` on to the running softmax."""
     query, held = given.query, given.slots
     size, width = held.pool.shape[2:]
@@ -159,6 +163,7 @@ def _add_piece(row, first, part, some: int, slots: int, given: Given, running: R
         scores += jnp.where(slot == 0, query.first_bias[row], 0.0)
     # what lies beyond the end of the array may be anything
     visible = (held.position[0] >= 0) & (slot < slots)
+    # a piece without a visible slot leaves the maximum at LOWEST or above: no -inf minus -inf
     scores = jnp.where(visible, scores, -jnp.inf)
     top = jnp.maximum(running.top[...], scores.max(axis=1, keepdims=True))
     weights, rescale = jnp.exp(scores - top), jnp.exp(running.top[...] - top)

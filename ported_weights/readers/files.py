@@ -46,13 +46,10 @@ INERT = frozenset(
     for name in "float32 float16 bfloat16 float64 bool int64 int32 int16 int8 uint8".split()
 )
 # Element types of safetensors that weights have; float8 and complex ones are refused.
-SAFETENSORS = {
-    **{f"F{8 * n}": np.dtype(f"<f{n}") for n in (8, 4, 2)},
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    **{f"I{8 * n}": np.dtype(f"<i{n}") for n in (8, 4, 2, 1)},
-    "U8": np.dtype("u1"),
-    "BOOL": np.dtype("?"),
-}
+SAFETENSORS = {f"F{8 * n}": np.dtype(f"<f{n}") for n in (8, 4, 2)}
+SAFETENSORS |= {"BF16": np.dtype(ml_dtypes.bfloat16)}
+SAFETENSORS |= {f"I{8 * n}": np.dtype(f"<i{n}") for n in (8, 4, 2, 1)}
+SAFETENSORS |= {"U8": np.dtype("u1"), "BOOL": np.dtype("?")}
 MAX_PICKLE = 32 * 2**20  # bytes; real ones have some kilobytes
 MAX_HEADER = 16 * 2**20  # bytes of the header of safetensors; real ones have some kilobytes
 MAX_AXES = 32  # every version of NumPy allows as many
@@ -168,7 +165,7 @@ class TorchFile:
 
     # --- what the pickle may call -----------------------------------------------------------------
 
-    def _storage(self, identity) -> Storage:
+    def _storage(self, identity: object) -> Storage:
         """Read the persistent id ("storage", class, key, device, number of elements)."""
         key, dtype, count = self._identity(identity, 5)
         member = f"{self._root}data/{key}"
@@ -179,7 +176,7 @@ class TorchFile:
             raise self._archive.damaged(f"storage {key:.80} needs {needed} bytes, {has}")
         return storage
 
-    def _identity(self, identity, length: int) -> tuple[str, np.dtype, int]:
+    def _identity(self, identity: object, length: int) -> tuple[str, np.dtype, int]:
         """Return key, element type and number of elements of a persistent id.
 
         The device does not matter, since values are read on the host.
@@ -218,7 +215,7 @@ class TorchFile:
         return tensor
 
 
-def tensors(content) -> Mapping[str, TorchTensor]:
+def tensors(content: object) -> Mapping[str, TorchTensor]:
     """Return the entries of a mapping that are tensors under text keys."""
     if not isinstance(content, Dictionary):
         return {}
@@ -237,11 +234,11 @@ def _size(*arguments) -> tuple[int, ...]:
     return tuple(arguments[0])
 
 
-def _is_count(value) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**48
 
 
-def _is_counts(values) -> bool:
+def _is_counts(values: object) -> bool:
     fits = isinstance(values, (tuple, list)) and len(values) <= MAX_AXES
     return fits and all(map(_is_count, values))
 
@@ -250,9 +247,11 @@ def _is_counts(values) -> bool:
 
 
 class SafeOpen(Protocol):
-    """The part of an open safetensors file that is used after its header was read."""
+    """The part of an open safetensors file that is used here."""
 
     def get_tensor(self, name: str) -> np.ndarray: ...
+
+    def get_slice(self, name: str): ...
 
 
 @dataclass(frozen=True)
@@ -284,7 +283,7 @@ def read_safetensors(path: Path) -> dict[str, SafeTensor]:
         raise UserError(f"{path} is damaged or incomplete ({reason}): download it again") from error
 
 
-def _tensor(path: Path, file, name: str) -> SafeTensor:
+def _tensor(path: Path, file: SafeOpen, name: str) -> SafeTensor:
     if len(name) > LONGEST_NAME:
         raise UserError(f"{path}: {name:.80}... is no name of a tensor: it is {len(name)} long")
     entry = file.get_slice(name)

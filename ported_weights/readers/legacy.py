@@ -44,7 +44,7 @@ class LegacyTorchFile(TorchFile):
         found = program.run(data[at:])
         return found, at + program.length
 
-    def _storage(self, identity) -> Storage:
+    def _storage(self, identity: object) -> Storage:
         """Read the persistent id, which may end with the storage that this one is a view of."""
         key, dtype, count = self._identity(identity, 6)
         if identity[5] is not None:

@@ -41,7 +41,7 @@ class Symbol:
 
     @property
     def is_note(self) -> bool:
-        """Whether it is a class of notes, whose objects are dropped."""
+        """Whether it is a class of notes; an empty dictionary stands for its objects."""
         return self.name in NOTES
 
 
@@ -105,7 +105,7 @@ class PickleProgram:
             ) from error
         raise UserError(f"{self.what}: the pickle inside is damaged (it does not end)")
 
-    def _step(self, name: str, argument) -> None:
+    def _step(self, name: str, argument: object) -> None:
         if name in _PUSH:
             self.stack.append(_CONSTANTS.get(name, argument))
         elif name in _EMPTY:

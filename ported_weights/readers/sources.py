@@ -84,7 +84,9 @@ def joined(first: Source, second: Source) -> Source:
     return Source(first.path, tensors, files, " ".join(filter(None, (first.taken, second.taken))))
 
 
-def open_source(path, signature: Sequence[str] = (), key: str | None = None) -> Source:
+def open_source(
+    path: str | os.PathLike, signature: Sequence[str] = (), key: str | None = None
+) -> Source:
     """Open a file or a folder of shards.
 
     Args:
@@ -196,7 +198,7 @@ def looks_like(names: Iterable[str], signature: Sequence[str]) -> bool:
     return any(name == s or name.endswith(f".{s}") for name in names for s in signature)
 
 
-def _state_dicts(path: Path, content) -> Iterator[tuple[str, Mapping]]:
+def _state_dicts(path: Path, content: object) -> Iterator[tuple[str, Mapping]]:
     """Yield every mapping with tensors in it, as (path of keys, tensors)."""
     level, entries = [("", content)], 0
     for depth in range(MAX_NESTING + 1):
@@ -290,7 +292,7 @@ def _check_index(path: Path, mapping: Mapping[str, str], shards: Mapping[str, Ma
 # --- folders of T5 --------------------------------------------------------------------------------
 
 
-def open_t5_folder(path, signature: Sequence[str]) -> tuple[T5Config, Source]:
+def open_t5_folder(path: str | os.PathLike, signature: Sequence[str]) -> tuple[T5Config, Source]:
     """Return the configuration and the weights, not read yet, of a T5.
 
     The folder is as Hugging Face publishes flan-t5: `config.json`, `spiece.model`, and the weights

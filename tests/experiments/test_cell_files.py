@@ -24,10 +24,9 @@ def made_up_runner(folder):
     transformer = SimpleNamespace(
         no_tokens=lambda n: np.zeros((n, GEOMETRY.schedule.total_tokens), np.int32)
     )
-    codec = SimpleNamespace(config=SimpleNamespace(downsample=2))
     full = made_up_cell("full", "full", 1.0, get_policy("full", None))
     side = GEOMETRY.schedule.final_map[0]
-    model = SimpleNamespace(transformer=transformer, codec=codec, code_map=(side, side, 16))
+    model = SimpleNamespace(transformer=transformer, pixels=(2 * side, 2 * side))
     cell = made_up_cell("a", "swa", 0.5, get_policy("swa", 0.5))
     sweep = SimpleNamespace(full=full, samples=2, condition=range(3), model=model, cells=[cell])
     return sweep_cells.Runner(

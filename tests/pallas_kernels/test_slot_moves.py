@@ -58,8 +58,9 @@ def problem(dtype, rows, heads, slots, width, last, way="some", seed=0):
 
 
 def places(rng, way: str, rows: int, heads: int, slots: int, last: int):
-    """Of every head: anywhere or out of the array; all out; all into others' slots, as far as these
-    suffice; one into the other's; where they are, or out."""
+    """Targets of every head's last slots. some: anywhere or out of the array. none: all out of it.
+    every: into slots of others, as far as these suffice. within: one into the slot of another one.
+    back: where they are, or out."""
 
     def of_head():
         if way == "some":

@@ -17,10 +17,7 @@ from varjax.schedule import Schedule
 from varjax.sequence import TokenSequence
 
 LARGEST = 10**6  # size of a head
-# What planning takes grows with these; of each, the largest published model has a fifth to a third.
-LARGEST_HEADS = 2**12  # layers times heads
-LARGEST_PAIRS = 2**20  # those times the square of the scales
-LARGEST_TOKENS = 2**25  # heads of all layers times the tokens of all scales
+LARGEST_HEADS = 2**12  # layers times heads; the largest published model has a third of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +40,8 @@ class Geometry:
         self._check_size()
 
     def _check_size(self) -> None:
-        heads, schedule = self.num_layers * self.num_heads, self.schedule
-        tokens, sizes = schedule.total_tokens, [(heads, LARGEST_HEADS, "heads in all")]
-        if isinstance(schedule, Schedule):
-            scales = schedule.num_scales
-            words = f"heads times the square of {scales} scales"
-            sizes.append((heads * scales**2, LARGEST_PAIRS, words))
-            words = f"heads times the {tokens} tokens of all scales"
-            sizes.append((heads * tokens, LARGEST_TOKENS, words))
-        else:
-            sizes.append((heads * tokens, LARGEST_TOKENS, f"heads times the {tokens} tokens"))
+        heads = self.num_layers * self.num_heads
+        sizes = [(heads, LARGEST_HEADS, "heads in all"), *self.schedule.planning_sizes(heads)]
         for size, most, words in sizes:
             if size > most:
                 raise UserError(

@@ -18,13 +18,14 @@ from jaxtyping import Array, PyTree
 from varjax import arguments
 from varjax.cache.allocation import Geometry
 from varjax.cache.observation import Policy, Rule
+from varjax.cache.plan_view import PlanView
 from varjax.errors import UserError
 
 KV_DTYPES = ("bfloat16", "float32", "int8")  # of stored keys and values
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class CachePlan:
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class CachePlan(PlanView):
     """The pool and its bytes, and what everybody asks a plan, whichever way its model draws.
 
     Immutable; equal and hashed by content. A model that draws scale by scale has a

@@ -14,7 +14,7 @@ from varjax.cache.plan import CachePlan
 from varjax.cache.state import KVState
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class ScalePlan(CachePlan):
     """Capacities, block tables and pool size.
 

@@ -99,12 +99,14 @@ class StageAllocation:
         return np.concatenate([np.zeros((1, held.shape[1]), np.int64), held])
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class TokenPlan(CachePlan):
     """Slots of every layer's heads, for a model that draws token by token. Stage 0 is the
     condition; `pool_blocks` times `block_size` are the slots of all layers and heads."""
 
     allocation: StageAllocation
+
+    decided_after = "stage"
 
     @property
     def sequence(self) -> TokenSequence:

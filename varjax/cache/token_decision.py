@@ -100,12 +100,17 @@ class StageDecision:
             parts = zip(caches, _apart(reach, len(caches)), strict=True)
             caches = tuple(replace(cache, reach=part) for cache, part in parts)
         looks = [self._look(c) for c in caches]
-        looks = Look(*(_together(arrays) for arrays in zip(*looks, strict=True)))
+        looks = Look(
+            _together([look.window_logits for look in looks]),
+            _together([look.window_scores for look in looks]),
+            _together([look.keys for look in looks]),
+        )
         obs = self._observation(position, mass, reach, looks, stage)
         if inputs is not None:
+            # a row for each stage that ends with a decision
             known = jax.lax.dynamic_index_in_dim(inputs, stage, keepdims=False)
             obs = replace(obs, inputs=known)
-        keep = obs.live & self.rule.select(obs)
+        keep = obs.live & self.rule.select(obs)  # never an empty slot
         return self._store(caches, position, mass, keep, stage)
 
     def _reaches(self, caches: Sequence[LayerCache], position, bias) -> Int[Array, "LR N"]:
@@ -113,6 +118,7 @@ class StageDecision:
         masses = []
         for cache in caches:
             # all that is held counts, whatever the head has seen so far
+            # from 0, so that the sums are the weights of this one query
             sums = jnp.zeros(cache.pool.shape[:3], jnp.float32)
             _, mass = token_attention.attend(
                 Query(cache.queries[:, :, -1], first_bias=bias),
@@ -166,9 +172,11 @@ class StageDecision:
             window_logits = jnp.where(live, window_logits, -jnp.inf)
         if window_scores is not None:
             window_scores = jnp.where(live[:, :, None], window_scores, -jnp.inf)
+        # the first of the window's tokens, counted from the first image token
         newest = (stage + 1) * self.period - needs.window
         capacity, groups = self.kept, self.group_stage is not None
         if groups:
+            # until heads are grouped nothing is known of them, and all room is used
             capacity = jnp.where(stage < self.group_stage, self.main, self.kept)
         number = jnp.arange(heads[1], dtype=jnp.int32)
         return Observation(
@@ -203,6 +211,7 @@ class StageDecision:
         """
         moves = self._moves(keep)
         target = self._targets(moves)
+        # the buffer awaits the tokens of the next stage, whose positions are known
         position = self._moved(moves, position, -1, self.coming(stage + 1))
         if mass is not None and self.needs.total_mass:
             mass = self._moved(moves, mass, 0.0, jnp.float32(0))
@@ -240,6 +249,7 @@ class StageDecision:
         """Small numbers per slot after the moves: chosen, not scattered. nothing: what slots hold
         that are left empty. buffer: what the buffer holds afterwards."""
         image = values[:, :, self.condition :]
+        # at most one token goes to a slot, so the sum is its number
         new = jnp.where(moves.goes, image[..., self.main :, None], 0).sum(-2)
         left = jnp.where(moves.filled, new, nothing)
         stay = jnp.where(moves.stays, image[..., : self.main], left)

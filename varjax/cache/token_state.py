@@ -40,8 +40,10 @@ class LayerCache(HeadSlots):
     ) -> "LayerCache":
         """The cache with the condition in its first slots; a token of it that is not visible leaves
         its slot empty."""
+        # tokens that are not visible are stored as well: nobody reads a slot without a position
         stored = token_attention.store(self, k, v, 0)
         position = jnp.where(visible, jnp.arange(visible.shape[1], dtype=jnp.int32), -1)[:, None]
+        # as many heads as the positions have: one where contents are known
         rows, heads, _ = self.position.shape
         position = jnp.broadcast_to(position, (rows, heads, visible.shape[1]))
         position = jax.lax.dynamic_update_slice(self.position, position, (0, 0, 0))
@@ -57,7 +59,7 @@ def empty(
       dtype: of the pool; an int8 pool has scales.
       compute_dtype: of the queries.
     """
-    rows = batch_size * plan.geometry.rows_per_image
+    rows = batch_size * plan.geometry.rows_per_image  # two with guidance
     return tuple(_layer(plan, rows, slots, dtype, compute_dtype) for slots in plan.layer_slots)
 
 
@@ -68,6 +70,7 @@ def _layer(plan: CachePlan, rows: int, slots: int, dtype, compute_dtype) -> Laye
     if pool.dtype == jnp.int8:
         scale = jnp.zeros((rows, 2, g.num_heads, slots), jnp.float32)
     if plan.static_content:
+        # filled by `LayerCache.with_condition`; image tokens follow from their number
         condition = jnp.full((rows, 1, plan.sequence.condition), -1, jnp.int32)
         return LayerCache(pool, condition, scale)
     cache = LayerCache(pool, jnp.full(shape, -1, jnp.int32), scale)
@@ -79,14 +82,16 @@ def _with_observed(cache: LayerCache, plan: CachePlan, compute_dtype) -> LayerCa
     needs, groups = plan.rule.needs, plan.allocation.group_stage is not None
     rows, heads, slots, _ = cache.pool.shape
     size = plan.geometry.head_dim
+    # one array for all kinds of sums: they differ in weights and in when they begin anew
     if needs.total_mass or needs.scale_mass or needs.window_mass:
         cache = replace(cache, mass=jnp.zeros((rows, heads, slots), jnp.float32))
+    # scores are linear in the query, so the sum of the window's queries is enough
     if needs.window_logits:
         cache = replace(cache, query_sum=jnp.zeros((rows, heads, size), jnp.float32))
     # heads are grouped by the attention of the newest query
     kept = needs.window if needs.window_scores else int(groups and needs.newest_mass)
     if kept:
         cache = replace(cache, queries=jnp.zeros((rows, heads, kept, size), compute_dtype))
-    if groups:
+    if groups:  # all heads are global until the stage that groups them
         cache = replace(cache, reach=jnp.full((rows, heads), EVERYTHING, jnp.int32))
     return cache

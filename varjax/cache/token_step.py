@@ -101,10 +101,11 @@ class TokenStep(Protocol):
 def token_step(plan: TokenPlan, layer: int, attention: str | None) -> TokenStep:
     """The strategy of a layer. attention: implementation of the kernel."""
     allocation, condition = plan.allocation, plan.sequence.condition
+    # layers with equal numbers get equal strategies, and share one trace of the program
     slots = int(allocation.slots[layer])
     if plan.static_content:
         return RingStep(condition, slots, allocation.protected, attention)
-    main = slots - allocation.period
+    main = slots - allocation.period  # the buffer is part of what the budget pays for
     return StageStep(
         rule=plan.rule,
         condition=condition,
@@ -131,13 +132,16 @@ class RingStep:
     attention: str | None
 
     def current(self, cache, token, place):
+        # tokens fill the slots one after the other, then go around behind the protected ones
         ring = self.slots - self.protected
         around = self.protected + (token - self.protected) % ring
         slot = jnp.where(token < self.slots, token, around)
+        # rows have conditions of different length, but the same image slots
         own = jnp.broadcast_to(self.contents(token), (len(cache.pool), 1, self.slots))
         return CurrentToken(
             slot=self.condition + slot,
             position=jnp.concatenate([cache.position, own], axis=-1),
+            # slots behind these are empty, and kernels leave them unread
             used=self.condition + jnp.minimum(token + 1, self.slots),
         )
 
@@ -157,7 +161,7 @@ class RingStep:
         # the newest token up to `token` whose place in the ring is this slot
         newest = token - (token - slot) % (self.slots - self.protected)
         found = jnp.where(newest >= self.protected, newest, -1)
-        first = jnp.where(slot <= token, slot, -1)
+        first = jnp.where(slot <= token, slot, -1)  # protected slots hold their own number
         found = jnp.where(slot < self.protected, first, found)
         return jnp.where(found >= 0, found + self.condition, -1)
 
@@ -171,7 +175,7 @@ class RingStep:
         return 1
 
     def decide(self, caches, stage, bias, inputs):
-        return tuple(caches)
+        return tuple(caches)  # each token has replaced one already
 
 
 @dataclass(frozen=True)
@@ -179,6 +183,7 @@ class StageStep(StageDecision):
     """Contents decided on the device, per row."""
 
     def current(self, cache, token, place):
+        # after the last decision no more than P tokens are drawn: they fit into the buffer
         here = token % self.period if place is None else place
         newest = (self.condition + token).astype(jnp.int32)
         return CurrentToken(self.buffer + here, newest, place)
@@ -190,7 +195,7 @@ class StageStep(StageDecision):
             newest=current.newest,
             first_bias=heads.bias,
             mass_weight=self._mass_weight(place),
-            protected=self.condition,
+            protected=self.condition,  # local heads see the condition, too
         )
         # after the last decision nobody asks for sums any more
         slots = cache if place is not None else replace(cache, mass=None)
@@ -207,12 +212,14 @@ class StageStep(StageDecision):
         count and this is none of them."""
         if place is None or not self.needs.window_mass:
             return 1.0
+        # a weight of 0 in place of a branch: every token runs the same program
         return (place >= self.period - self.needs.window).astype(jnp.float32)
 
     def _observe_query(self, cache: LayerCache, q: Float[Array, "R N H"], place) -> LayerCache:
         if cache.query_sum is not None:
             weight = (place >= self.period - self.needs.window).astype(jnp.float32)
-            before = jnp.where(place == 0, 0.0, cache.query_sum)  # of this stage
+            # a stage begins at 0, with the first token of it
+            before = jnp.where(place == 0, 0.0, cache.query_sum)
             cache = replace(cache, query_sum=before + weight * q.astype(jnp.float32))
         if cache.queries is not None:  # a ring, in no order; a ring of one holds the newest query
             start = (0, 0, place % cache.queries.shape[2], 0)
@@ -222,12 +229,14 @@ class StageStep(StageDecision):
         return cache
 
     def opened(self, cache):
+        # written once per stage and not per token: `newest` hides the tokens to come
         first = (0, 0, self.buffer)
         coming = jnp.broadcast_to(self.coming(0), (*cache.position.shape[:2], self.period))
         position = jax.lax.dynamic_update_slice(cache.position, coming, first)
         return replace(cache, position=position)
 
     def closed(self, cache, token):
+        # positions in the buffer that no token has come to
         drawn = cache.position <= self.condition + token
         return replace(cache, position=jnp.where(drawn, cache.position, -1))
 

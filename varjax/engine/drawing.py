@@ -9,6 +9,7 @@ What a plan can answer (an empty cache, its division over devices) is asked of t
 """
 
 from collections.abc import Mapping
+from functools import singledispatch
 from typing import Protocol, TypeVar
 
 import jax
@@ -22,14 +23,15 @@ from varjax.cache.stages import TokenPlan
 from varjax.engine import cost, inputs, program
 from varjax.engine.inputs import SegmentInputs
 from varjax.engine.scales import ScaleSpec
-from varjax.engine.segments import AUTO, Segment
+from varjax.engine.segments import AUTO, Segment, plan_segments
 from varjax.engine.tokens import TokenSpec
 from varjax.errors import UserError, show
 from varjax.models.transformer import Transformer
 from varjax.nn import stacked
 from varjax.parallel.split import AXES, MeshSpec
 from varjax.sampling import Sampling
-from varjax.sequence import TOKENS
+from varjax.schedule import Schedule
+from varjax.sequence import TokenSequence
 
 MODEL = AXES[1]
 Inputs = TypeVar("Inputs", bound=tuple)
@@ -86,8 +88,8 @@ def drawing(
       UserError: segments or sampling that do not fit, or a plan for another number of rows.
     """
     config = networks["transformer"].config
-    if plan.geometry.kind == TOKENS:
-        check_cut(segments, layers, unroll)
+    check_cut(plan.geometry.schedule, segments, layers, unroll)
+    if isinstance(plan, TokenPlan):
         one_slot = plan.sequence.condition < config.condition_tokens
         spec = TokenSpec.of(
             plan, sampling, config, attention, one_slot=one_slot, keep_logits=keep_logits
@@ -165,8 +167,21 @@ class TokenDrawing:
         return cost.token_attention_flops(self.plan)
 
 
-def check_cut(segments: int | str, layers: str, unroll: bool = False) -> None:
-    """Raise `UserError` for what only models that draw scale by scale let one choose."""
+@singledispatch
+def check_cut(
+    order: Schedule | TokenSequence, segments: int | str, layers: str, unroll: bool = False
+) -> None:
+    """Raise `UserError` for what a model that draws in this order lets nobody choose."""
+    raise NotImplementedError(type(order))
+
+
+@check_cut.register
+def _(order: Schedule, segments: int | str, layers: str, unroll: bool = False) -> None:
+    plan_segments(order, segments)
+
+
+@check_cut.register
+def _(order: TokenSequence, segments: int | str, layers: str, unroll: bool = False) -> None:
     if segments != AUTO:
         raise UserError(
             f"segments={show(segments)}: models that draw token by token have no scales to cut: "

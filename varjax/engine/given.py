@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Integer
 
+from varjax.models.step_inputs import AnyArray
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -19,8 +21,8 @@ class Given:
       partly forced runs.
     """
 
-    tokens: Integer[Array, "B L ..."]
-    where: Bool[Array, "B L"]
+    tokens: Integer[AnyArray, "B L ..."]
+    where: Bool[AnyArray, "B L"]
 
     @classmethod
     def first(cls, tokens: np.ndarray, count: int) -> "Given":

@@ -104,7 +104,7 @@ def save_samples_npz(
     order = _per_image("order", order, images)
     if not np.array_equal(np.sort(order), np.arange(len(images))):
         raise UserError(f"order is no permutation of the {len(images)} images")
-    arrays = {**{name: array[order] for name, array in arrays.items()}, "numbers": order}
+    arrays = {name: array[order] for name, array in arrays.items()} | {"numbers": order}
     with new_file(path) as file, zipfile.ZipFile(file, "w") as archive:
         with archive.open("arr_0.npy", "w", force_zip64=True) as member:
             header = {"descr": "|u1", "fortran_order": False, "shape": images.shape}

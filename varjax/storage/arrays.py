@@ -35,7 +35,7 @@ def floating_dtype(dtype) -> np.dtype | None:
 
 
 def _type_of(leaf, floating: np.dtype | None):
-    """The leaf's own type. Where the leaf has floating numbers and `floating` is given, that."""
+    """The leaf's own type, or `floating` where it is given and the leaf has floating numbers."""
     return floating if floating is not None and parameters.is_floating(leaf.dtype) else leaf.dtype
 
 

@@ -1,0 +1,39 @@
+"""Tokens that are given at any place of any image."""
+
+import numpy as np
+import pytest
+
+from tests import models_under_test as models
+from varjax.engine.given import Given
+from varjax.generator import Generator
+
+INDEX = np.arange(2, dtype=np.int32)
+
+
+@pytest.mark.parametrize("name", ["b_k6_sharedaln", "infinity_a_small", "llamagen_c2i"])
+@pytest.mark.parametrize("policy", ["full", "streaming"])
+def test_any_place_of_any_image(name, policy):
+    """Given places hold what is given, the other image is drawn as without, and an array with a
+    count is the same as naming its places."""
+    model = models.fixture_model(name)
+    generator = Generator(model, policy, 1.0 if policy == "full" else 0.6, batch_size=2)
+    condition = models.arrays_of(model, INDEX)
+    nothing = Given.first(model.transformer.no_tokens(2), 0)
+    free = np.asarray(generator.run_batch(condition, INDEX, seed=5, given=nothing)[0]["tokens"])
+    other = np.asarray(
+        generator.run_batch(condition, INDEX, seed=6, given=nothing)[0]["tokens"]
+    )  # tokens that the model may draw
+    where = np.zeros(free.shape[:2], bool)
+    where[1, 2::3] = True
+    given = Given(other, where)
+    found = np.asarray(generator.run_batch(condition, INDEX, seed=5, given=given)[0]["tokens"])
+    np.testing.assert_array_equal(found[where], other[where])
+    np.testing.assert_array_equal(found[0], free[0])
+    assert (found[1] != free[1]).any() and (found[1][~where[1]] != other[1][~where[1]]).any()
+    # an array with a count of scales, or tokens, is the beginning of every image
+    order, steps = generator.plan.geometry.schedule, 3
+    first = np.broadcast_to(np.arange(free.shape[1]) < order.first_tokens(steps), where.shape)
+    counted, _ = generator.run_batch(condition, INDEX, seed=5, given=other, given_scales=steps)
+    named, _ = generator.run_batch(condition, INDEX, seed=5, given=Given(other, first))
+    np.testing.assert_array_equal(counted["tokens"], named["tokens"])
+    np.testing.assert_array_equal(np.asarray(named["tokens"])[first], other[first])
