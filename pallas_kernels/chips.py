@@ -152,6 +152,7 @@ _H100 = _HOPPER((9, 0), True, 132, clock=1.98, l2_cache=50)
 # a Blackwell core has the sizes of a Hopper one
 _B200 = _HOPPER((10, 0), True, 148, clock=1.965, l2_cache=126)
 
+# In the order of `--help`. Numbers of chips with two devices are halved.
 _CHIPS = (
     _tpu("tpu-v4", 15.25 * GIB, 275 / 2, 275 / 2, 1228 / 2, _CUBES, 2, clock=1.05),
     _tpu("tpu-v5e", 15.75 * GIB, 197, 394, 819, _FLAT, clock=1.5),

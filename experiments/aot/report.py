@@ -1,5 +1,4 @@
-"""The report of `experiments.aot` about a compiled program: a dictionary for --json, a table to
-read.
+"""The report on a compiled program: a dictionary for --json, and a table to read.
 
 Bytes are those of one device. The peak is that of the program that needs more. It includes what
 lies on the device beside the program: weights that only the decoder reads while codes are drawn,

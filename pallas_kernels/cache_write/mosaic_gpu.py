@@ -63,6 +63,7 @@ def write(kv_pool, projection, writes, kv_scale, *, interpret, after=None):
 
 def _store(per_row: bool, entries: int, pool, layer, table, given, _, tokens, *barriers):
     row, head, entry = (jax.lax.axis_index(name) for name in ("row", "head", "entry"))
+    # the table's first axis is rows or layers
     lead, heads = row if per_row else layer[0], table.shape[1]
     _, size, head_dim = tokens.shape
     packed = table[lead, head, 0, entry]
@@ -75,9 +76,10 @@ def _store(per_row: bool, entries: int, pool, layer, table, given, _, tokens, *b
         return pl.ds((half * heads + head) * head_dim, head_dim)
 
     this = _Entry(given, tokens, pool, row, block, source, of_head)
+    # one barrier per kind: each counts another number of copies
     pl.when(kind == CONSECUTIVE)(lambda: this.store_run(barriers[0]))
     pl.when((kind == PARTIAL) | (kind == FULL))(lambda: this.store_slots(barriers[1]))
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0)  # shared memory is another program's afterwards
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,7 @@ class Stores:
         for i in range(3):
             self.state[i] = 0
         entry = self.table[0, 0, 0, 0]
+        # only a partly overwritten block has contents that stay
         pl.when(_kind(entry) == PARTIAL)(lambda: self._read(entry, 0))
 
     def store(self, head, which: int) -> None:
@@ -122,6 +123,7 @@ class Stores:
         pl.when((kind == PARTIAL) | (kind == FULL))(lambda: self._pick_rows(which, place))
         pl.when(kind > EMPTY)(lambda: self._store(entry, new))
 
+        # a block that is shared with the entries before is read once these are stored
         @pl.when(reads & ~free)
         def _():
             for buffer in range(2):
@@ -132,6 +134,7 @@ class Stores:
         """Whether the next block can be read while this one is put together. Heads share blocks, so
         the next block may be this one, or the last one, which is still on its way out."""
         block = following >> KIND_BITS
+        # state[2 - new] belongs to the other new block, the one that was stored last
         return (block != entry >> KIND_BITS) & (block + 1 != self.state[2 - new])
 
     def _read(self, entry, buffer) -> None:
@@ -171,6 +174,7 @@ class Stores:
 
     def _pick_run(self, which: int, place) -> None:
         first = self.source(place, 0)
+        # one load per part, where rows one by one would be block_size loads
         for block, tokens in zip(self.block, self.tokens, strict=True):
             block[...] = tokens[which, pl.ds(first, self.lanes.block_size)]
 
@@ -179,7 +183,7 @@ class Stores:
         behind = self.tokens[0].shape[1] - size
         for i in range(size):
             source = self.source(place, i)
-            row = jnp.where(source < 0, behind + i, source)
+            row = jnp.where(source < 0, behind + i, source)  # a slot without a token keeps its row
             for block, tokens in zip(self.block, self.tokens, strict=True):
                 block[pl.ds(i, 1)] = tokens[which, pl.ds(row, 1)]
 

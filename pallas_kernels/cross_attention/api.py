@@ -45,6 +45,7 @@ class TextKeys:
         implementation: str | None = None,
     ) -> "TextKeys":
         layers, rows, _, block, size = k.shape
+        # rows first and K beside V, as in the pool of the cache, for which the kernel is made
         both = jnp.moveaxis(jnp.concatenate([k, v], axis=-1), 1, 0)
         if implementations.first_choice(implementation, MODULES) != "reference":
             both = jnp.pad(both, ((0, 0),) * 3 + ((0, -block % BLOCK), (0, 0)))

@@ -13,6 +13,7 @@ def attend_text(q, text, layer):
     both = jax.lax.dynamic_index_in_dim(stored, jnp.asarray(layer), 1, keepdims=False)
     visible = jnp.arange(both.shape[2]) < text.length[:, None]
     arguments = (q.transpose(0, 2, 1, 3), both[..., :size], both[..., size:], visible)
+    # scores and weights, float32 both
     at_once = SCORE_BYTES // (2 * 4 * heads * tokens * both.shape[2])
     if at_once >= rows:
         return attend_visible(*arguments).transpose(0, 2, 1, 3)

@@ -66,6 +66,7 @@ def attend(
     Raises:
       NotImplementedError: the implementation named cannot run, with the reason.
     """
+    # in the order of the implementations, which take no defaults
     arguments = (projection, new_length, kv_pool, table, kv_scale)
     return implementations.run(implementation, MODULES, "attend", *arguments, return_lse=return_lse)
 

@@ -167,12 +167,13 @@ def _attend_tile(
 
     @pl.when(group < config.warpgroups)
     def _():
-        if config.warpgroups > 1:
+        if config.warpgroups > 1:  # takes over what the fetching warpgroup has given back
             plgpu.set_max_registers(mosaic.COMPUTE_REGISTERS, action="increase")
         multiply = chip.multiply(sums, group)
         places = raw.at[group], queries.at[group], queries.at[group], arrived.at[group]
         work = TileMemory(*places, turn, multiply)
         tile = _Tile(work.tile, weights.at[group], multiply, changed, group, config)
+        # raw queries are not needed once they are finished: the result may take their place
         result, line = (results or [raw])[0].at[group], statistics.at[group]
         pl.when(group == 0)(lambda: given.start_turn(turn))
         given.start(Q, row, begin, first, work)
@@ -248,6 +249,7 @@ class _Tile:
         """(weighted mean of the values [64, H], log-sum-exp [64]) over all keys. before: how many
         steps the program has made for heads before this one."""
         head_dim = self.queries.shape[-1]
+        # a loop keeps the layouts of what it carries, so they are named before it
         carry = (
             plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), PER_ROW),
             plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), PER_ROW),
@@ -269,11 +271,11 @@ class _Tile:
         scores = self.multiply(self.queries, turned(k.places.at[place]), shape)
         if k.raw is not None:  # one scale per key, so it may leave the sum over H
             scores *= down(keys.scales(k, i, place, PER_COLUMN), scores.shape)
-        k.release(place)
+        k.release(place)  # the next keys may come while the softmax is at work
         # after the product, so that keys that are not valid may hold anything
         scores = jax.lax.cond(partly, partial(_masked, keys, i), lambda s: s, scores)
         highest = jnp.maximum(maximum, scores.max(axis=1) * LOG2_E)
-        rescale = jnp.exp2(maximum - highest)
+        rescale = jnp.exp2(maximum - highest)  # 0 in the first step, whose maximum was -inf
         weights = jnp.exp2(scores * LOG2_E - across(highest, scores.shape))
         total = total * rescale + weights.sum(axis=1)
         plgpu.barrier_wait(v.full.at[place])
@@ -297,6 +299,7 @@ class _Tile:
 
         @pl.when(i >= keys.own_steps)
         def _():
+            # one warpgroup converts for all: they share the step
             @pl.when(self.group == 0)
             def _():
                 whole = mosaic.load(part.raw.at[place], LAYOUT)
@@ -318,6 +321,7 @@ class _Tile:
         self._wait_for_change()
 
     def _wait_for_change(self) -> None:
+        # a single warpgroup sees its own stores after `commit_smem`
         if self.config.warpgroups > 1:
             plgpu.barrier_arrive(self.changed)
             plgpu.barrier_wait(self.changed)

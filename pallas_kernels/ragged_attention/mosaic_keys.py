@@ -86,6 +86,7 @@ class StoredBlocks:
 
 def _scale_lines(kv_scale, table: BlockTable, size: int):
     """float32 [R, N, 2, P]: scales of keys and of values in table order, whole steps."""
+    # XLA gathers them: copies inside the kernel would be too short
     ids, rows = table.with_rows()[0], jnp.arange(len(kv_scale))[:, None, None]
     both = kv_scale[rows, ids].reshape(len(kv_scale), *ids.shape[1:], 2, -1)
     lines = jnp.moveaxis(both, 3, 2).reshape(len(kv_scale), ids.shape[1], 2, -1)
@@ -166,6 +167,7 @@ class Keys:
             rows = pl.ds(i * size, size)
             block = self._packed(self._entry(step, i)[1])
 
+            # a step holds own keys or stored ones, so one of the two copies runs
             @pl.when(step < self.own_steps)
             def _(i=i, rows=rows):
                 here = pl.ds(step * stored.size + i * size, size)
@@ -192,6 +194,7 @@ class Keys:
         own, size, found = step < self.own_steps, self.stored.block_size, []
         for i in range(self.stored.pieces):
             entry, place = self._entry(step, i)
+            # 0 is an empty range: nothing is valid behind the last entry in use
             packed = jnp.where(entry < self.used, self._packed(self.stored.entries + place), 0)
             start, stop = packed & (1 << RANGE_BITS) - 1, packed >> RANGE_BITS
             left = jnp.clip(self.length - step * self.stored.size - i * size, 0, size)
@@ -200,6 +203,7 @@ class Keys:
 
     def is_partial(self, step):
         """Whether any key of a step is invalid."""
+        # most steps are whole, and skip the mask and the clearing of values
         size, ranges = self.stored.block_size, self._ranges(step)
         return sum(jnp.where(stop - start < size, 1, 0) for start, stop in ranges) > 0
 

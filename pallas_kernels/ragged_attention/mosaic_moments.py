@@ -52,6 +52,7 @@ def attention_moments(
         StoredBlocks.of(kv_pool, kv_scale, table, ROWS),
         sums.weights.astype(jnp.float32),
     )
+    # queries behind the last weight (padding) are not fetched
     last = jnp.where(weights != 0, jnp.arange(queries, dtype=jnp.int32) + 1, 0).max(initial=0)
     old = pl.cdiv(call.slots, ROWS)
     count = old + pl.cdiv(queries, ROWS)
@@ -122,6 +123,7 @@ def _sum_columns(heads: int, buffers: int, chip: Products, old: int, numbers, ow
 
     @pl.when(jax.lax.axis_index("warpgroup") == 0)
     def _():
+        # a program without queries fetches no keys, and must not wait for them
         pl.when(seen.count > 0)(lambda: plgpu.barrier_wait(arrived.at[0]))
         factor = None
         if stored.scaled:

@@ -117,7 +117,7 @@ def _attend_tile(
 
     @pl.when(first < length)
     def _():
-        blocks.start()  # on their way while the own keys are at work
+        blocks.start()  # stored blocks are on their way while the own keys are at work
 
         def group(i):
             _see_all_keys(own, i, first, blocks, scratch, own_keys, length)

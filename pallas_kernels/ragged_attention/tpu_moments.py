@@ -108,7 +108,7 @@ def _sum_columns(
     weights, lse, (queries,) = given.pop("weights"), given.pop("lse"), scratch
     own, length = own_of(given), length_ref[0]
     heads, seen = own.heads, _Queries(queries, weights, lse, block_q, powers=len(results) // 2)
-    blocks.start()  # on their way while the own keys are at work
+    blocks.start()  # stored blocks are on their way while the own keys are at work
     # Columns without a key have to be 0, and no loop visits what lies behind the keys in use.
     fill_with_zeros(results)
 

@@ -53,6 +53,7 @@ def trials(
     """(tiles, seconds, why they failed) one after another. Seconds are infinite for tiles that the
     compiler refuses or that give wrong results. Results are compared with the reference or, where
     that does not fit, with those of the first tiles."""
+    # full tables: what tiles cost shows where there is most to do
     args = bench.compressed(spec, 1.0).arguments(poison=False)
     kernel, expected = getattr(api.MODULES[implementation](), operation), None
     if bench.fits(spec):

@@ -32,7 +32,7 @@ def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret)
             f"implementation='reference' (--attention=reference)"
         )
     mosaic.check_simulator(interpret)
-    if not parts.held:
+    if not parts.held:  # parts are read many times: guidance would double each read
         logits, tau, strength = reference.guided(logits, tau, strength), None, None
     # not `plgpu.kernel`, which takes no estimate
     return pl.kernel(
@@ -48,6 +48,7 @@ def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret)
 
 def _kernel(parts: Parts, top_k: int, top_p: float, given, logits, noise, found):
     token, image = jax.lax.axis_index("token"), jax.lax.axis_index("image")
+    # 4 numbers are 16 bytes, the longest load of a thread
     width = 4 if parts.length % 4 == 0 and parts.size % (4 * THREADS) == 0 else 1
     layout = plgpu.Layout.WG_STRIDED((parts.size,), vec_size=width)
 

@@ -49,6 +49,7 @@ def filter_logits(logits: Float[Array, "... V"], top_k: int, top_p: float) -> Fl
     arrays of the size of the logits, and TPU compilers take long to compile it for every shape.
     """
     if 0 < top_k < logits.shape[-1]:
+        # integers in the order of the numbers: every threshold between two numbers can be tried
         order = ordered(logits)
         shape = (*order.shape[:-1], 1)
         threshold = largest(lambda t: (order >= t).sum(-1, keepdims=True) >= top_k, shape)
@@ -63,13 +64,14 @@ def first_largest(x: Float[Array, "... V"]) -> Int[Array, "... 1"]:
     """The place of the largest number, the first of equal ones, as `argmax` finds it. Comparisons
     define it on every chip. If numbers are NaN the result is still a place in the row."""
     number = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    # asked for "smaller", not "equal", which may hold for no number if there is NaN
     smaller = x < x.max(-1, keepdims=True)
     return jnp.where(smaller, x.shape[-1] - 1, number).min(-1, keepdims=True)
 
 
 def _unlikely(logits: Float[Array, "... V"], p: Float[Array, "... V"], most: float) -> Array:
     """Whether top-p rejects a logit: the smallest ones go whose probabilities add up to `most`."""
-    below = logits < logits.max(-1, keepdims=True)
+    below = logits < logits.max(-1, keepdims=True)  # the largest logit is never rejected
     if logits.shape[-1] == 2:  # the smaller one of two goes or stays, and nothing is added up
         return below & (p <= most)
     order = ordered(logits)
@@ -82,6 +84,7 @@ def _unlikely(logits: Float[Array, "... V"], p: Float[Array, "... V"], most: flo
 
 def ordered(x: Float[Array, "..."]) -> Int[Array, "..."]:
     """int32 numbers that compare as the float32 numbers do; zeros of both signs become equal."""
+    # negative floats are ordered by magnitude: all bits but the sign are flipped
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 

@@ -35,6 +35,7 @@ class Parts:
     @classmethod
     def of(cls, length: int, most: int) -> "Parts":
         """The parts of a row. most: numbers that a program can hold."""
+        # the largest power of two that a row contains: then no part reaches beyond its end
         size = min(most, pl.next_power_of_2(length + 1) // 2)
         held = pl.cdiv(length, size) * size <= most
         # where parts are not held, half of the registers are for computing a part
@@ -66,7 +67,7 @@ class Row:
 
     def reduced(self, function: Callable, join: Callable) -> Array:
         """The values of `function`, one scalar per part, joined into one."""
-        if self.parts.held:
+        if self.parts.held:  # a static number of parts: no loop, all stay in registers
             return reduce(join, (function(self.part(i)) for i in range(self.parts.count)))
 
         def step(i, found):
@@ -109,11 +110,13 @@ def choose(
     number: functions from the start of a part to its noise, and to the places of its numbers in the
     row."""
     parts = logits.parts
+    # thresholds are searched among integers in the order of the numbers, which makes them exact
     if 0 < top_k < parts.length:
         order = logits.map(ordered)
         kth = largest(lambda t: order.sum(lambda o: jnp.where(o >= t, 1, 0)) >= top_k, ())
         logits = logits.map(lambda x: jnp.where(ordered(x) < kth, -jnp.inf, x))
     if 0 < top_p < 1:
+        # the softmax of the reference: the maximum is subtracted before the exponential
         top = logits.max()
         whole = logits.sum(lambda x: jnp.exp(x - top))
         likely = logits.map(lambda x: (ordered(x), jnp.exp(x - top) / whole))
@@ -124,6 +127,7 @@ def choose(
     noisy = starts.map(lambda a: (a[0] + noise(a[1]), number(a[1])))
     top = noisy.reduced(lambda a: a[0].max(), jnp.maximum)
 
+    # numbers that are not the largest stand for the last place, so the minimum is the first largest
     def first(a):
         return jnp.where(a[0] < top, parts.length - 1, a[1]).min()
 

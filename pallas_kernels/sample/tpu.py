@@ -71,6 +71,7 @@ def _block(images: int, tokens: int, vocabulary: int) -> tuple[int, int]:
 
 def _kernel(top_k: int, top_p: float, given, logits, noise, found):
     tau, strength = scalars(given)
+    # conditional rows, and unconditional ones where there is guidance
     rows = [tempered(logits[i], tau) for i in range(logits.shape[0])]
     filtered = filter_logits(combined(rows, strength), top_k, top_p)
     found[...] = first_largest(filtered + noise[...])

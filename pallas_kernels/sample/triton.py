@@ -27,7 +27,7 @@ def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret:
     """See `api.sample`."""
     images, tokens, vocabulary = noise.shape
     parts = Parts.of(vocabulary, MOST)
-    if not parts.held:
+    if not parts.held:  # parts are read many times: guidance would double each read
         logits, tau, strength = reference.guided(logits, tau, strength), None, None
     given = numbers(tau, strength)
     pairs = logits.reshape(-1, *noise.shape)  # conditional and unconditional rows, or one
@@ -42,6 +42,7 @@ def sample(logits, noise, *, tau, strength, top_k: int, top_p: float, interpret:
         ],
         out_specs=pl.BlockSpec((None, 1), lambda t, b: (b, t)),
         out_shape=jax.ShapeDtypeStruct((images, tokens), jnp.int32),
+        # one stage: what a part is computed from comes from caches, nothing is loaded ahead
         compiler_params=plgpu.CompilerParams(num_warps=pl.next_power_of_2(warps), num_stages=1),
         cost_estimate=estimate(logits, noise, top_k, top_p),
         interpret=interpret,
