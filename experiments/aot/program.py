@@ -36,7 +36,7 @@ from varjax.cache.token_state import LayerCache
 from varjax.engine import memory
 from varjax.engine import program as programs
 from varjax.engine.cost import Cost, device_bytes, program_cost, times_read
-from varjax.engine.drawing import drawing
+from varjax.engine.drawing import BuildOptions, drawing
 from varjax.engine.memory import show_bytes
 from varjax.model import Model
 from varjax.nn import stacked
@@ -231,10 +231,12 @@ class Compilation:
             networks,
             plan,
             workload.sampling,
+            BuildOptions(
+                segments=options.segments,
+                layers=options.layers,
+                attention=_attention(workload, chip),
+            ),
             batch_size=batch_size,
-            segments=options.segments,
-            layers=options.layers,
-            attention=_attention(workload, chip),
             mesh=mesh,
             platform=chip.platform,
         )
@@ -278,7 +280,7 @@ class Compilation:
         arguments = (self.networks, self.state, tuple(self.arguments), self.spec)
         trace = partial(programs.trace_codes, *arguments, auto_layout=self.automatic)
         options = programs.compiler_options(self.chip.platform, few_rows=self.spec.few_rows)
-        carried = carried_arrays(self.state, self.workload.plan.stored(self.state))
+        carried = carried_arrays(self.state, self.workload.plan.kv_arrays(self.state))
         occupancy = plan_occupancy(self.workload.plan, self.drawing.segments)
         self.codes = self._compiled(trace, options, carried, occupancy)
         taken = show_bytes(self.codes.resident)

@@ -50,7 +50,7 @@ def describe(case: Compilation, temporaries: int) -> dict:
     }
     decides = max(peaks, key=peaks.get)
     peak, state = peaks[decides], case.state
-    pool = _num_bytes(workload.plan.stored(state))
+    pool = _num_bytes(workload.plan.kv_arrays(state))
     held, parameters = _num_bytes(state), _num_bytes(case.networks)
     # on one device: activations, logits and what layers keep of the text
     mesh = workload.program.mesh

@@ -122,7 +122,7 @@ class CachePlan(PlanView):
         """
         raise NotImplementedError
 
-    def stored(self, state) -> list[Array]:
+    def kv_arrays(self, state) -> list[Array]:
         """The arrays of a cache that hold K and V, and the scales of an int8 pool."""
         raise NotImplementedError
 

@@ -53,7 +53,7 @@ class ScalePlan(CachePlan):
         whole = replace(self, pool_blocks=blocks)
         return KVState.empty(whole, batch_size, dtype, compute_dtype)
 
-    def stored(self, state: KVState) -> list[Array]:
+    def kv_arrays(self, state: KVState) -> list[Array]:
         return jax.tree.leaves((state.kv_pool, state.kv_scale))
 
     def divide(self, groups: int) -> tuple["ScalePlan", ...]:

@@ -144,7 +144,7 @@ class TokenPlan(CachePlan):
         # Heads have an axis of their own here, so groups of them lie side by side as they are.
         return token_state.empty(self, batch_size, dtype, compute_dtype)
 
-    def stored(self, state: tuple[LayerCache, ...]) -> list[Array]:
+    def kv_arrays(self, state: tuple[LayerCache, ...]) -> list[Array]:
         return jax.tree.leaves([(layer.pool, layer.scale) for layer in state])
 
     def divide(self, groups: int) -> tuple["TokenPlan", ...]:

@@ -50,7 +50,7 @@ def trace_codes(
     The state is donated: the program updates the caller's buffers.
 
     Args:
-      arguments: condition, keys, inputs, given (`scales.generate_codes`).
+      arguments: condition, keys, inputs, given (`ScaleSpec.generate`, `TokenSpec.generate`).
       precision: "default" or "highest", of float32 products.
       auto_layout: let the compiler choose how the weights lie in memory (TPU: stacked weights are
         not copied into another layout in every call); the caller puts them there, see `place`.
