@@ -9,7 +9,7 @@ Compiles exactly what `experiments.run` would run there, with the real compiler 
 weights. Prints the bytes of parameters, cache and temporaries, the peak, whether it fits, whether
 the cache is updated in place, FLOPs, a roofline, and the largest temporaries with the operation
 that makes them. Needs `libtpu` for TPUs and JAX's CUDA plugin for GPUs, not the chips; see
-docs/aot.md.
+docs/howto/scale.md.
 
 Every target is compiled in a process of its own. Exit status 1: a target failed, the others are
 printed. A program that does not fit is a result, not a failure.

@@ -51,8 +51,8 @@ class HACK(SinkPolicy):
     eviction rules and the sinks, but give neither formulas nor numbers:
       - The statistic is the one above, and a quantile over the whole model separates the kinds, so
         layers may differ in how many contextual heads they have. That three in four are contextual
-        is measured on the embedded demo (docs/policies.md): halves are clearly further from the
-        full cache.
+        is measured on the embedded demo (docs/lab/demo_policies.md): halves are clearly further
+        from the full cache.
       - Structural heads get the larger capacity: their mass lies on many tokens, that of stripes on
         few. Twice as large is a guess.
       - All queries of the current scale judge what is attended, anew after every scale. "Near" is

@@ -1,6 +1,6 @@
 """Training of the image codec, VQVAE or VQ: reconstruction (L1 + MSE) plus the quantiser's loss.
 
-The recipe keeps the whole codebook alive (measured in `docs/training.md`):
+The recipe keeps the whole codebook alive (measured in `docs/lab/training.md`):
   1. some steps as a plain autoencoder, without quantiser;
   2. first codes by k-means of the vectors that they have to stand for: the residuals that the
      autoencoder leaves at each scale, or with one map the latents;
