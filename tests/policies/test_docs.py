@@ -21,14 +21,13 @@ DOCS = ROOT / "docs"
 PAGE = (DOCS / "reference" / "policies.md").read_text("utf-8")
 
 
-def only_program(page: str) -> str:
-    """The one block of Python of a page."""
-    (found,) = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
-    return found
+def programs(page: str) -> list[str]:
+    """The blocks of Python of a page."""
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
 
 
-EXAMPLE = only_program("howto/own_policy.md")
-ABLATIONS = only_program("howto/reproduce.md")
+(EXAMPLE,) = programs("howto/own_policy.md")
+(ABLATIONS,) = programs("howto/reproduce.md")
 
 
 @pytest.fixture
