@@ -10,7 +10,7 @@ The command compiles exactly what `experiments.run` would run there, with the re
 chip and without weights. It prints the bytes of parameters, cache and temporaries, the peak,
 whether it fits, whether the cache is updated in place, FLOPs, a roofline, and the largest
 temporaries with the operation that makes them. It needs `libtpu` for TPUs and JAX's CUDA plugin for
-GPUs, not the chips; see docs/aot.md.
+GPUs, not the chips; see docs/howto/scale.md.
 
 Every target is compiled in a process of its own. Exit status 1: a target failed, the others are
 printed. A program that does not fit is a result, not a failure.

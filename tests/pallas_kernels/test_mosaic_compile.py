@@ -160,7 +160,7 @@ def test_kernels_lower(capability, product, shape, monkeypatch):
     ],
 )
 def test_memory_on_the_chip(head_dim, kv_dtype, kib, columns):
-    """As docs/kernels.md says: shared memory in KiB (a multiprocessor has 227), and columns of
+    """As docs/lab/kernels.md says: shared memory in KiB (a multiprocessor has 227), and columns of
     Blackwell's tensor memory (512)."""
     sizes = dict(queries=4096, slots=6400, head_dim=head_dim, block_size=64)
     call = config.Call(operation="attend", **sizes, dtype="bfloat16", kv_dtype=kv_dtype)

@@ -75,7 +75,7 @@ def compiler_options(platform: str, *, few_rows: bool = False) -> dict[str, bool
     by Triton are sums of parts in most layers, which another kernel adds up and finishes. Decoding
     several images of LlamaGen would not compile for an A100 with them: jax 0.10.2 finds no tiles.
     CPU: products, convolutions and sums by Eigen in place of YNNPACK, 10 to 30 % faster for whole
-    scales and pictures (docs/benchmarks.md). With the few rows of a token YNNPACK is faster.
+    scales and pictures (docs/lab/cpu.md). With the few rows of a token YNNPACK is faster.
 
     few_rows: whether products have the few rows of a token, as `ProgramSpec.few_rows` says of
       programs that draw codes.
