@@ -136,7 +136,7 @@ class HeadKV(StagedPolicy, SinkPolicy):
     score: str = only_for(TOKENS, "logit")
     grouping: str = only_for(TOKENS, "budget")
 
-    by_token = HeadKVTokens
+    token_rule = HeadKVTokens
     unfit_roles = {
         "allocate": "how much a head gets is decided for every image, by its own grouping"
     }
