@@ -1,4 +1,4 @@
-"""What one call of an operation computes and moves, whichever kernel runs it.
+"""Estimates of what one call of an operation computes and moves, whichever kernel runs it.
 
 Compilers cannot look into kernels, so every kernel hands them an estimate. They are told the upper
 bound: every token is real, and every slot that a table lists is in use. The model of compiled

@@ -1,4 +1,4 @@
-"""What the GPU kernels must survive that shapes of published models do not have, interpreted."""
+"""Interpreted GPU kernels on shapes that published models do not have."""
 
 from dataclasses import replace
 from functools import partial
@@ -157,7 +157,7 @@ def test_writing_nothing():
     ],
 )
 def test_refused_on_a_gpu(changes, message):
-    """With the reason and a way out, when the program is traced."""
+    """Tracing raises the reason and a way out."""
     spec = replace(SPEC, **{n: v for n, v in changes.items() if n != "kv_dtype"})
     args = spec.abstract()
     if "kv_dtype" in changes:
