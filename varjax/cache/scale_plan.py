@@ -150,7 +150,7 @@ class ScalePlan(CachePlan):
             found |= {"keep_scale": count > 0, "keep_count": count}
         return found
 
-    def table(self) -> list[str]:
+    def timeline(self) -> list[str]:
         dense = max(1, self.geometry.dense_tokens)
         heading = (
             "scale  map      tokens  held per head (min mean max)  live after first, last layer"
