@@ -172,7 +172,7 @@ class TokenPlan(CachePlan):
         stage = np.arange(len(self.capacity))
         return {"stages": np.maximum(stage - 1, 0) * self.allocation.period}
 
-    def table(self) -> list[str]:
+    def timeline(self) -> list[str]:
         """Lines for the stages at which what heads hold begins to grow, drops, or stays from then
         on, and for the last one."""
         held, period = self.capacity.max((1, 2)).astype(int), self.allocation.period

@@ -178,8 +178,9 @@ class TokenDrawing:
 
     def arrange(self, networks, how, platform):
         transformer = networks["transformer"]
-        # A product with the one row of a token is faster with turned matrices on a CPU
-        # (`nn.stacked.Turned`). Weights that are divided over devices are multiplied as they lie.
+        # On a CPU the right operand of a product is rearranged in every call. Turned matrices are
+        # the left one, which pays for the few rows of a token (docs/benchmarks.md). Weights that
+        # are divided over devices are multiplied as they lie.
         turned = platform == "cpu" and self.mesh.model == 1
         stacked.separate(transformer.blocks, transformer.once, turned=turned)
 

@@ -3,6 +3,7 @@ compiled."""
 
 import bisect
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import singledispatch
 
@@ -29,9 +30,13 @@ SAFETY = 0.9  # share of the device's memory that predictions may fill
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes of one batch: weights, the cache (KV pool and what else it carries), what layers hold
-    of the condition (keys and values of the text), and an estimate of activations (largest scale
-    and image decoder)."""
+    """Bytes of one batch.
+
+    weights: transformer and codec.
+    kv_pool: the cache: the KV pool and what else it carries.
+    activations: estimate for the widest step, or for the image decoder if that takes more.
+    condition: what layers hold of the condition (keys and values of a text).
+    """
 
     weights: int
     kv_pool: int
@@ -55,17 +60,17 @@ def predict(
     decode_batch: int | None = None,
     parts: int = 1,
 ) -> Prediction:
-    """Predicted bytes of a batch. The pool is exact; activations are the live tensors of the widest
-    step, counted from shapes. The codec is in float32.
+    """Predict the bytes of a batch. The pool is exact. Activations are the live tensors of the
+    widest step, counted from shapes. The codec is in float32.
 
     On a mesh the prediction is for one device: give its plan (`CachePlan.divide`) and its images.
 
-    dtype, kv_dtype: of the transformer and of the pool.
+    dtype, kv_dtype: types of the transformer and of the pool.
     kernels: whether attention runs in a kernel, which has no scores and no gathered keys in memory;
       None: as on this machine by default.
     text_tokens: padded length of the text; None: the most that the model takes.
     decode_batch: images decoded at once; None: as `program.decode` chooses.
-    parts: that heads and weights are divided into (`MeshSpec.model`).
+    parts: how many devices share heads and weights (`MeshSpec.model`).
     """
     if kernels is None:
         kernels = implementations.preferred() != "reference"
@@ -85,8 +90,10 @@ def predict(
 
 @dataclass(frozen=True)
 class Step:
-    """The widest step of a program: what its tensors are made of. kernels: whether attention runs
-    in a kernel, which has no scores and no gathered keys in memory."""
+    """What the tensors of a program's widest step are made of.
+
+    kernels: whether attention runs in a kernel, which has no scores and no gathered keys in memory.
+    """
 
     plan: CachePlan
     config: TransformerConfig
@@ -107,7 +114,7 @@ class Step:
         return self.rows * tokens * (products * item + width * (4 - item))
 
     def logits(self, images: int, tokens: int) -> int:
-        """Bytes of logits, and what sampling makes of them."""
+        """Bytes of logits and of what sampling makes of them."""
         return ARRAYS_PER_LOGIT * images * tokens * self.config.logits_per_token * 4
 
 
@@ -119,24 +126,26 @@ def step_bytes(plan: CachePlan, step: Step) -> int:
 
 @step_bytes.register
 def _(plan: ScalePlan, step: Step) -> int:
-    """The widest step is the scale with most tokens."""
+    """Return the bytes of the scale with most tokens."""
     tokens = max(plan.geometry.schedule.tokens)
     keys = tokens + int(plan.capacity.max(initial=0))
     scores = 0 if step.kernels else _reference_attention(plan, step, tokens, keys)
+    # The policy looks after the attention is done, so the two do not add up.
     attention = max(scores, _window_scores(plan, step, keys))
     chosen = min(step.batch_size, images_at_once(tokens, step.config.logits_per_token))
-    last = step.rows * tokens * step.config.embed_dim * step.dtype.itemsize  # input of the head
+    # All rows of the head's input stay alive while logits are made for a few images at a time.
+    last = step.rows * tokens * step.config.embed_dim * step.dtype.itemsize
     return max(step.layer(tokens) + attention, step.logits(chosen, tokens) + last)
 
 
 @step_bytes.register
 def _(plan: TokenPlan, step: Step) -> int:
-    """The widest step is the condition, all its tokens at once; or the attention of one query of
-    every head, and of the policy's window, with the slots of a layer, whose keys the reference
-    converts to float32."""
+    """Return the bytes of the wider of two steps: the condition, all its tokens at once; or a
+    query of every head, and the policy's window, with all slots of a layer."""
     condition = step.config.condition_tokens
     heads, slots = plan.geometry.num_heads, max(plan.layer_slots)
     queries = 1 + plan.rule.needs.window if plan.allocation.decides else 1
+    # the reference converts keys and values to float32
     whole = 4 * 2 * plan.geometry.head_dim if step.kv_dtype.itemsize < 4 else 0
     token = slots * (SCORE_ARRAYS * queries * 4 + whole)
     attention = step.rows * heads * max(SCORE_ARRAYS * condition * condition * 4, token)
@@ -144,8 +153,9 @@ def _(plan: TokenPlan, step: Step) -> int:
 
 
 def _reference_attention(plan: ScalePlan, step: Step, tokens: int, keys: int) -> int:
-    """Bytes of the scores that exist at once, in three stages (XLA's CPU compiler keeps as many),
-    and of keys and values gathered from the pool."""
+    """Bytes of attention without a kernel: scores, and keys and values gathered from the pool."""
+    # Scores before and after the softmax and what lies between: XLA's CPU compiler keeps
+    # `SCORE_ARRAYS` of them alive. The reference takes a few rows at a time to bound that.
     heads = plan.geometry.num_heads
     token = 2 * plan.geometry.head_dim * step.kv_dtype.itemsize
     gathered = 2 * step.rows * heads * keys * token
@@ -154,8 +164,8 @@ def _reference_attention(plan: ScalePlan, step: Step, tokens: int, keys: int) ->
 
 
 def _window_scores(plan: ScalePlan, step: Step, keys: int) -> int:
-    """Bytes of what a policy that looks through a window of queries is shown of a layer: the keys,
-    gathered in the type of the pool, and float32 scores [R, N, W, K]. No kernel computes them
+    """Bytes of what a policy with a window of queries is shown: a layer's keys, gathered in the
+    type of the pool, and float32 scores [R, N, W, K]. No kernel computes them
     (`pallas_kernels.ragged_attention.attention_scores`)."""
     window = plan.rule.needs.window
     per_key = plan.geometry.head_dim * step.kv_dtype.itemsize + 4 * window
@@ -163,7 +173,7 @@ def _window_scores(plan: ScalePlan, step: Step, keys: int) -> int:
 
 
 def available_bytes() -> int | None:
-    """Memory that the default device can still give, or None if it does not say."""
+    """Return how much memory the default device can still give, or None if it does not say."""
     device = jax.devices()[0]
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
@@ -183,9 +193,11 @@ def _free_host_memory() -> int | None:
             return None
 
 
-def largest_batch(predict_for, wanted: int, available: int | None) -> int:
-    """The largest batch up to `wanted` whose prediction fits, found by bisection; 0 if not even one
-    image fits."""
+def largest_batch(
+    predict_for: Callable[[int], Prediction], wanted: int, available: int | None
+) -> int:
+    """Find the largest batch up to `wanted` whose prediction fits, by bisection; 0 if not even one
+    image fits. predict_for: from a number of images."""
     if available is None:
         return wanted
 
@@ -195,9 +207,11 @@ def largest_batch(predict_for, wanted: int, available: int | None) -> int:
     return bisect.bisect_left(range(1, wanted + 1), True, key=too_large)
 
 
-def choose_batch_size(predict_for, asked: int | None, num_images: int, usual: int) -> int:
-    """The batch size of a run: as asked, or `usual` (at most the number of images), cut down to
-    what fits.
+def choose_batch_size(
+    predict_for: Callable[[int], Prediction], asked: int | None, num_images: int, usual: int
+) -> int:
+    """Choose the batch size of a run: as asked, else `usual` cut down to what fits, and never more
+    than the number of images.
 
     Raises:
       UserError: the batch asked for, or a single image, does not fit the device.
