@@ -33,7 +33,7 @@ class OwnRanges:
 
     def take(self, layer: int, counts: np.ndarray, last: np.ndarray) -> np.ndarray:
         """Take the first free slots of each head's range, head after head (`CommonSlots.take`)."""
-        # As long as nothing was ever freed, the first free slot is the one behind all used ones, and
+        # As long as nothing was ever freed, the first free slot is the one behind all used ones:
         # no search is needed.
         taken = (
             self._first_free(layer, counts) if self._free_before else self._behind(layer, counts)
