@@ -43,7 +43,7 @@ def _attend_work(spec: ArgSpec) -> Work:
 def _store_work(spec: ArgSpec) -> Work:
     """`_attend_work`, and a key and a value that are read and stored."""
     least, token = _attend_work(spec), 2 * spec.head_dim * jnp.dtype(spec.dtype).itemsize
-    return replace(least, bytes=least.bytes + _heads(spec) * (token + stored_bytes(spec)))
+    return Work(least.flops, least.bytes + _heads(spec) * (token + stored_bytes(spec)))
 
 
 def _attend(query: Query, held: HeadSlots, name: str) -> tuple:
