@@ -181,9 +181,11 @@ class StaticAllocation:
         """int32 [L, N, K, K]: how many tokens of each scale are last used at each scale; those that
         are never stored count nowhere."""
         schedule, num_scales = geometry.schedule, geometry.schedule.num_scales
+        # heads that share their contents were broadcast from one: it is counted once
         heads = distinct(self.last_use if self.of_scales is None else self.of_scales)
         counts = np.zeros((*heads.shape[:2], num_scales, num_scales), np.int32)
         for j, (start, end) in enumerate(zip(schedule.starts, schedule.ends, strict=True)):
+            # a last use of j means never stored, so counting starts behind it
             for scale in range(j + 1, num_scales):
                 if self.of_scales is None:
                     counts[:, :, j, scale] = (heads[:, :, start:end] == scale).sum(-1)

@@ -185,6 +185,7 @@ class TokenDrawing:
         stacked.separate(transformer.blocks, transformer.once, turned=turned)
 
     def shared_inputs(self, transformer):
+        # no tables: every layer has a cache of its own, and its slots follow from a token's number
         return ()
 
     def for_images(self, shared, image_index):
@@ -193,6 +194,7 @@ class TokenDrawing:
         return () if found is None else tuple(found)
 
     def input_specs(self, inputs):
+        # whole on every device: `parallel.plans.check_plan` refuses inputs that depend on images
         return jax.tree.map(lambda _: PartitionSpec(), inputs)
 
     def attention_flops(self):
@@ -209,6 +211,7 @@ def check_cut(
 
 @check_cut.register
 def _(order: Schedule, segments: int | str, layers: str, unroll: bool = False) -> None:
+    # raises for what does not fit; the cut that is used comes later, when the rows are known
     plan_segments(order, segments)
 
 

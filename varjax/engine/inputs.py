@@ -67,6 +67,7 @@ def for_images(
         return shared
     inputs = plan.policy_inputs(image_index)
 
+    # `replace` keeps the shared arrays, which may be on the device already
     def filled(given: SegmentInputs, segment: Segment) -> SegmentInputs:
         mine = jax.tree.map(lambda a: np.asarray(a)[np.asarray(segment.scales)], inputs)
         return replace(given, layers=replace(given.layers, policy=mine))
@@ -84,6 +85,7 @@ def observed_inputs(plan: ScalePlan, segment: Segment) -> dict[str, np.ndarray]:
         found["window"] = np.stack([np.asarray(w, np.int32) for w in windows])
     if rule.needs.key_similarity:
         # The first scale has none before it: its own map stands in, and the result is not used.
+        # All scales of a segment are padded to one length; padding gets token 0 with weight 0.
         pairs = [bilinear_neighbours(maps[max(s - 1, 0)], maps[s]) for s in segment.scales]
         names = ("neighbours", "neighbour_weights")
         for name, arrays in zip(names, zip(*pairs, strict=True), strict=True):

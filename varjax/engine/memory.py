@@ -78,11 +78,13 @@ def predict(
     code_map = model.code_map[:2]
     decoded = decode_batch or program.decoder_batch(model.codec, code_map, batch_size)
     pixels = min(batch_size, decoded) * program.decoder_bytes(model.codec, code_map)
+    # the shapes of the very arrays that a run makes: exact, and nothing is allocated
     cache = jax.eval_shape(lambda: plan.empty_state(batch_size, jnp.dtype(kv_dtype), dtype))
     weights = sharding.count({"transformer": model.transformer}, parts) * item_size(dtype)
     return Prediction(
         weights=weights + parameters.count(model.codec) * 4,
         kv_pool=cost.tree_bytes(cache),
+        # pixels are decoded after the last step: the two never exist together
         activations=max(step_bytes(plan, step), pixels),
         condition=model.config.condition_bytes(step.rows, item_size(dtype), text_tokens),
     )
@@ -175,13 +177,14 @@ def _window_scores(plan: ScalePlan, step: Step, keys: int) -> int:
 def available_bytes() -> int | None:
     """Return how much memory the default device can still give, or None if it does not say."""
     device = jax.devices()[0]
-    stats = device.memory_stats()
+    stats = device.memory_stats()  # None on a CPU
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
     return _free_host_memory() if device.platform == "cpu" else None
 
 
 def _free_host_memory() -> int | None:
+    # Linux says what it could give after dropping caches. Elsewhere all memory stands in for it.
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             entries = dict(line.split(":", 1) for line in file)
@@ -204,6 +207,7 @@ def largest_batch(
     def too_large(size: int) -> bool:
         return predict_for(size).total > SAFETY * available
 
+    # predictions grow with the batch, so the sizes that fit come first
     return bisect.bisect_left(range(1, wanted + 1), True, key=too_large)
 
 
