@@ -98,7 +98,7 @@ def write_table(plan: ScalePlan, scales: range, length: int) -> BlockWrites:
     return block_writes(np.stack(padded), plan.block_size)
 
 
-def beside(groups: Sequence[LayerInputs]) -> LayerInputs:
+def join_heads(groups: Sequence[LayerInputs]) -> LayerInputs:
     """Join the inputs of groups of heads for devices that each hold one group. Heads are the third
     axis. Slot numbers stay those of each group's own pool, because a device indexes its own."""
     if len(groups) == 1:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
-from varjax.cache.layer_inputs import LayerInputs, beside, layer_inputs
+from varjax.cache.layer_inputs import LayerInputs, join_heads, layer_inputs
 from varjax.cache.scale_plan import ScalePlan
 from varjax.codecs.maps import bilinear_neighbours
 from varjax.engine.segments import Segment
@@ -49,7 +49,7 @@ def shared_inputs(
     return tuple(
         SegmentInputs(
             StepInputs.of(schedule, s.scales, s.length, resampling, **observed_inputs(plan, s)),
-            beside([layer_inputs(group, s.scales, s.length) for group in groups]),
+            join_heads([layer_inputs(group, s.scales, s.length) for group in groups]),
         )
         for s in segments
     )

@@ -74,15 +74,15 @@ def predict(
     """
     if kernels is None:
         kernels = implementations.preferred() != "reference"
-    step = Step(plan, model.config, batch_size, jnp.dtype(dtype), jnp.dtype(kv_dtype), kernels)
+    step = StepSizes(plan, model.config, batch_size, jnp.dtype(dtype), jnp.dtype(kv_dtype), kernels)
     code_map = model.code_map[:2]
     decoded = decode_batch or program.decoder_batch(model.codec, code_map, batch_size)
     pixels = min(batch_size, decoded) * program.decoder_bytes(model.codec, code_map)
     # the shapes of the very arrays that a run makes: exact, and nothing is allocated
     cache = jax.eval_shape(lambda: plan.empty_state(batch_size, jnp.dtype(kv_dtype), dtype))
-    weights = sharding.count({"transformer": model.transformer}, parts) * item_size(dtype)
+    held = sharding.count_per_device({"transformer": model.transformer}, parts)
     return Prediction(
-        weights=weights + parameters.count(model.codec) * 4,
+        weights=held * item_size(dtype) + parameters.count(model.codec) * 4,
         kv_pool=cost.tree_bytes(cache),
         # pixels are decoded after the last step: the two never exist together
         activations=max(step_bytes(plan, step), pixels),
@@ -91,7 +91,7 @@ def predict(
 
 
 @dataclass(frozen=True)
-class Step:
+class StepSizes:
     """What the tensors of a program's widest step are made of.
 
     kernels: whether attention runs in a kernel, which has no scores and no gathered keys in memory.
@@ -121,13 +121,13 @@ class Step:
 
 
 @singledispatch
-def step_bytes(plan: CachePlan, step: Step) -> int:
+def step_bytes(plan: CachePlan, step: StepSizes) -> int:
     """Bytes of the tensors that are live in the widest step."""
     raise NotImplementedError(type(plan))
 
 
 @step_bytes.register
-def _(plan: ScalePlan, step: Step) -> int:
+def _(plan: ScalePlan, step: StepSizes) -> int:
     """Return the bytes of the scale with most tokens."""
     tokens = max(plan.geometry.schedule.tokens)
     keys = tokens + int(plan.capacity.max(initial=0))
@@ -141,7 +141,7 @@ def _(plan: ScalePlan, step: Step) -> int:
 
 
 @step_bytes.register
-def _(plan: TokenPlan, step: Step) -> int:
+def _(plan: TokenPlan, step: StepSizes) -> int:
     """Return the bytes of the wider of two steps: the condition, all its tokens at once; or a
     query of every head, and the policy's window, with all slots of a layer."""
     condition = step.config.condition_tokens
@@ -154,7 +154,7 @@ def _(plan: TokenPlan, step: Step) -> int:
     return max(step.layer(condition) + attention, step.logits(step.batch_size, 1))
 
 
-def _reference_attention(plan: ScalePlan, step: Step, tokens: int, keys: int) -> int:
+def _reference_attention(plan: ScalePlan, step: StepSizes, tokens: int, keys: int) -> int:
     """Bytes of attention without a kernel: scores, and keys and values gathered from the pool."""
     # Scores before and after the softmax and what lies between: XLA's CPU compiler keeps
     # `SCORE_ARRAYS` of them alive. The reference takes a few rows at a time to bound that.
@@ -165,7 +165,7 @@ def _reference_attention(plan: ScalePlan, step: Step, tokens: int, keys: int) ->
     return SCORE_ARRAYS * at_once * heads * tokens * keys * 4 + gathered
 
 
-def _window_scores(plan: ScalePlan, step: Step, keys: int) -> int:
+def _window_scores(plan: ScalePlan, step: StepSizes, keys: int) -> int:
     """Bytes of what a policy with a window of queries is shown: a layer's keys, gathered in the
     type of the pool, and float32 scores [R, N, W, K]. No kernel computes them
     (`pallas_kernels.ragged_attention.attention_scores`)."""

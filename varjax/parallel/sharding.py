@@ -52,7 +52,7 @@ def map_weights(
     return jax.tree_util.tree_map_with_path(with_split, networks)
 
 
-def count(networks: Mapping[str, nnx.Module], parts: int) -> int:
+def count_per_device(networks: Mapping[str, nnx.Module], parts: int) -> int:
     """Count the parameters on one device, if `parts` devices share the divided ones."""
     sizes = map_weights(lambda a, split: math.prod(a.shape) // (parts if split else 1), networks)
     return sum(jax.tree.leaves(sizes))
