@@ -40,7 +40,9 @@ class Geometry:
         arguments.instance("schedule", self.schedule, kinds, "a Schedule or a TokenSequence")
         for name in ("num_layers", "num_heads", "head_dim", "rows_per_image"):
             value = arguments.integer(f"geometry: {name}", getattr(self, name), 1, LARGEST)
-            object.__setattr__(self, name, value)  # its text identifies plans
+            # As Python numbers, whatever was given: the text of a geometry is part of the digest
+            # that identifies plans.
+            object.__setattr__(self, name, value)
         self._check_size()
 
     def _check_size(self) -> None:
@@ -145,6 +147,8 @@ class StaticAllocation:
         shape = (num_scales, geometry.num_layers, geometry.num_heads, scale.size)
         # a token is cached after its own scale
         later = (np.arange(num_scales)[:, None] > scale)[:, None, None]
+        # Visibility may be broadcast over layers and heads: it is compared as it was given, and
+        # expanded only to name the first mistake.
         early, returns = visible & ~later, visible[1:] & ~visible[:-1] & later[:-1]
         if early.any():
             s, layer, head, token = np.argwhere(np.broadcast_to(early, shape))[0]

@@ -85,6 +85,7 @@ class Observation:
     keys: as they are stored, rotated.
     """
 
+    # Plain facts, which cost nothing beyond what the cache step computes anyway.
     scale: Int[Array, ""]
     live: Bool[Array, "R N K"]
     position: Int[Array, "R N K"]
@@ -94,6 +95,8 @@ class Observation:
     inputs: PyTree[Array] = None
     state: PyTree[Array] = None
 
+    # What policies ask for. A field that nobody asks for stays None, so that a policy which forgot
+    # to ask fails while it is traced.
     window: Bool[Array, "R N K"] | None = None
     window_mass: Float[Array, "R N K"] | None = None
     window_logits: Float[Array, "R N K"] | None = None

@@ -134,6 +134,7 @@ def _(plan: ScalePlan, step: StepSizes) -> int:
     scores = 0 if step.kernels else _reference_attention(plan, step, tokens, keys)
     # The policy looks after the attention is done, so the two do not add up.
     attention = max(scores, _window_scores(plan, step, keys))
+    # images whose logits exist at one time: sampling takes a batch in chunks
     chosen = min(step.batch_size, images_at_once(tokens, step.config.logits_per_token))
     # All rows of the head's input stay alive while logits are made for a few images at a time.
     last = step.rows * tokens * step.config.embed_dim * step.dtype.itemsize
@@ -149,6 +150,7 @@ def _(plan: TokenPlan, step: StepSizes) -> int:
     queries = 1 + plan.rule.needs.window if plan.allocation.decides else 1
     # the reference converts keys and values to float32
     whole = 4 * 2 * plan.geometry.head_dim if step.kv_dtype.itemsize < 4 else 0
+    # one query of the token and the window's queries score all slots of a layer
     token = slots * (SCORE_ARRAYS * queries * 4 + whole)
     attention = step.rows * heads * max(SCORE_ARRAYS * condition * condition * 4, token)
     return max(step.layer(condition) + attention, step.logits(step.batch_size, 1))
@@ -156,11 +158,11 @@ def _(plan: TokenPlan, step: StepSizes) -> int:
 
 def _reference_attention(plan: ScalePlan, step: StepSizes, tokens: int, keys: int) -> int:
     """Bytes of attention without a kernel: scores, and keys and values gathered from the pool."""
-    # Scores before and after the softmax and what lies between: XLA's CPU compiler keeps
-    # `SCORE_ARRAYS` of them alive. The reference takes a few rows at a time to bound that.
+    # Scores exist in several stages at once: XLA's CPU compiler keeps `SCORE_ARRAYS` of them.
     heads = plan.geometry.num_heads
     token = 2 * plan.geometry.head_dim * step.kv_dtype.itemsize
     gathered = 2 * step.rows * heads * keys * token
+    # the reference takes so many rows at a time that their scores stay small
     at_once = min(step.rows, reference.rows_at_once(heads, tokens, keys))
     return SCORE_ARRAYS * at_once * heads * tokens * keys * 4 + gathered
 

@@ -219,6 +219,7 @@ class _TokenSteps:
                 seen = jnp.ones((len(v), 1), bool)
             return x, cache.with_condition(k, v, seen), bias
 
+        # one trace for all layers, which have equal shapes
         layer, caches, bias = jax.jit(layer), [], None
         for index, cache in enumerate(state):
             x, cache, bias = layer(self._block(index), x, cache)
@@ -253,6 +254,7 @@ class _TokenSteps:
             attend = self._attend[step]
             x, cache = attend(self._block(index), rotation, x, cache, current[step], bias)
             caches.append(cache)
+        # the output for a token leads to the next one; the last token is drawn and never run
         drawn = self.draw(x, token + 1)
         return (drawn["tokens"], tuple(caches)), drawn
 
