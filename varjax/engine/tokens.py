@@ -140,8 +140,9 @@ def generate_tokens(
     decided, last = spec.stages
     # The caches travel in the carry of both scans, where XLA updates them in place. As inputs and
     # outputs of a scan they would exist twice.
+    carry = (first["tokens"], state)
     # Image token 0 comes from the condition. It gets an axis of steps, as outputs of scans have it.
-    carry, parts = (first["tokens"], state), [jax.tree.map(lambda a: a[None], first)]
+    parts = [jax.tree.map(lambda a: a[None], first)]
 
     def stage(carry, number):
         def token(carry, place):
