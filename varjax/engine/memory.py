@@ -58,7 +58,6 @@ def predict(
     kernels: bool | None = None,
     text_tokens: int | None = None,
     decode_batch: int | None = None,
-    parts: int = 1,
 ) -> Prediction:
     """Predict the bytes of a batch. The pool is exact. Activations are the live tensors of the
     widest step, counted from shapes. The codec is in float32.
@@ -70,7 +69,6 @@ def predict(
       None: as on this machine by default.
     text_tokens: padded length of the text; None: the most that the model takes.
     decode_batch: images decoded at once; None: as `program.decode` chooses.
-    parts: how many devices share heads and weights (`MeshSpec.model`).
     """
     if kernels is None:
         kernels = implementations.preferred() != "reference"
@@ -80,6 +78,8 @@ def predict(
     pixels = min(batch_size, decoded) * program.decoder_bytes(model.codec, code_map)
     # the shapes of the very arrays that a run makes: exact, and nothing is allocated
     cache = jax.eval_shape(lambda: plan.empty_state(batch_size, jnp.dtype(kv_dtype), dtype))
+    # a divided plan has the heads of one device, which says how many devices share the weights
+    parts = model.config.num_heads // plan.geometry.num_heads
     held = sharding.count_per_device({"transformer": model.transformer}, parts)
     return Prediction(
         weights=held * item_size(dtype) + parameters.count(model.codec) * 4,
