@@ -87,9 +87,7 @@ def test_what_a_device_is_predicted_to_hold(name):
     """Of two: half of the layers' matrices, all other weights, half of the pool."""
     model, names = fixture_model(name), ("qkv", "proj", "gate_up", "down", "fc1", "fc2")
     plan, blocks = varjax.plan(model, "full"), model.transformer.blocks
-    one, two = (
-        memory.predict(model, plan.divide(n)[0], 2, "float32", "float32", parts=n) for n in (1, 2)
-    )
+    one, two = (memory.predict(model, plan.divide(n)[0], 2, "float32", "float32") for n in (1, 2))
     divided = sum(getattr(blocks, n).kernel[...].size for n in names if hasattr(blocks, n))
     assert one.weights - two.weights >= divided // 2 * 4
     assert two.weights > one.weights // 2 and two.kv_pool <= 0.6 * one.kv_pool

@@ -40,7 +40,9 @@ class Geometry:
         arguments.instance("schedule", self.schedule, kinds, "a Schedule or a TokenSequence")
         for name in ("num_layers", "num_heads", "head_dim", "rows_per_image"):
             value = arguments.integer(f"geometry: {name}", getattr(self, name), 1, LARGEST)
-            object.__setattr__(self, name, value)  # its text identifies plans
+            # As Python numbers, whatever was given: the text of a geometry is part of the digest
+            # that identifies plans.
+            object.__setattr__(self, name, value)
         self._check_size()
 
     def _check_size(self) -> None:
@@ -145,6 +147,8 @@ class StaticAllocation:
         shape = (num_scales, geometry.num_layers, geometry.num_heads, scale.size)
         # a token is cached after its own scale
         later = (np.arange(num_scales)[:, None] > scale)[:, None, None]
+        # Visibility may be broadcast over layers and heads: it is compared as it was given, and
+        # expanded only to name the first mistake.
         early, returns = visible & ~later, visible[1:] & ~visible[:-1] & later[:-1]
         if early.any():
             s, layer, head, token = np.argwhere(np.broadcast_to(early, shape))[0]
@@ -181,9 +185,11 @@ class StaticAllocation:
         """int32 [L, N, K, K]: how many tokens of each scale are last used at each scale; those that
         are never stored count nowhere."""
         schedule, num_scales = geometry.schedule, geometry.schedule.num_scales
+        # heads that share their contents were broadcast from one: it is counted once
         heads = distinct(self.last_use if self.of_scales is None else self.of_scales)
         counts = np.zeros((*heads.shape[:2], num_scales, num_scales), np.int32)
         for j, (start, end) in enumerate(zip(schedule.starts, schedule.ends, strict=True)):
+            # a last use of j means never stored, so counting starts behind it
             for scale in range(j + 1, num_scales):
                 if self.of_scales is None:
                     counts[:, :, j, scale] = (heads[:, :, start:end] == scale).sum(-1)

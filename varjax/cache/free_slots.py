@@ -33,8 +33,8 @@ class OwnRanges:
 
     def take(self, layer: int, counts: np.ndarray, last: np.ndarray) -> np.ndarray:
         """Take the first free slots of each head's range, head after head (`CommonSlots.take`)."""
-        # As long as nothing was ever freed, the first free slot is the one behind all used ones:
-        # no search is needed.
+        # As long as nothing was ever freed, the first free slot is the one behind all used ones. No
+        # search is needed then.
         taken = (
             self._first_free(layer, counts) if self._free_before else self._behind(layer, counts)
         )
@@ -73,9 +73,8 @@ class CommonSlots:
         # A heap, so that the lowest number comes first and plans are always the same.
         self._whole = list(range(blocks))
         self._runs: dict[int, list[tuple[int, int]]] = {}  # free runs of blocks that are in use
-        self._by_length: list[
-            tuple[int, int, int]
-        ] = []  # the same runs, sorted: length, block, first
+        # the same runs as (length, block, first), sorted, so that bisection finds one that fits
+        self._by_length: list[tuple[int, int, int]] = []
 
     @property
     def blocks_in_use(self) -> int:

@@ -98,7 +98,7 @@ def write_table(plan: ScalePlan, scales: range, length: int) -> BlockWrites:
     return block_writes(np.stack(padded), plan.block_size)
 
 
-def beside(groups: Sequence[LayerInputs]) -> LayerInputs:
+def join_heads(groups: Sequence[LayerInputs]) -> LayerInputs:
     """Join the inputs of groups of heads for devices that each hold one group. Heads are the third
     axis. Slot numbers stay those of each group's own pool, because a device indexes its own."""
     if len(groups) == 1:
@@ -123,6 +123,8 @@ def beside(groups: Sequence[LayerInputs]) -> LayerInputs:
 def _read_table(plan: ScalePlan, scales: np.ndarray) -> BlockTable:
     # Early scales have few entries, so their tables need not be as wide as the last scale's.
     most = max(plan.entries(int(s)) for s in scales)
+    # Kernels take int32. The plan stores first and last slots in a byte, because its tables are
+    # those of all scales.
     ids, start, stop = (
         np.ascontiguousarray(a[scales][..., :most], np.int32)
         for a in (plan.ids, plan.start, plan.stop)

@@ -87,6 +87,7 @@ class Observation:
       (`stage_blocks`), one of `pallas_kernels.implementations.NAMES`; None: each takes its best.
     """
 
+    # Plain facts, which cost nothing beyond what the cache step computes anyway.
     scale: Int[Array, ""]
     live: Bool[Array, "R N K"]
     position: Int[Array, "R N K"]
@@ -96,6 +97,8 @@ class Observation:
     inputs: PyTree[Array] = None
     state: PyTree[Array] = None
 
+    # What policies ask for. A field that nobody asks for stays None, so that a policy which forgot
+    # to ask fails while it is traced.
     window: Bool[Array, "R N K"] | None = None
     window_mass: Float[Array, "R N K"] | None = None
     window_logits: Float[Array, "R N K"] | None = None

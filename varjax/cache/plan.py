@@ -81,6 +81,7 @@ class CachePlan(PlanView):
         Raises:
           UserError: the model cannot draw that way, or the plan is for another number of rows.
         """
+        # guidance runs an unconditional row beside the conditional one, with a cache of its own
         rows = 2 if config.is_guided(config.check_sampling(sampling)) else 1
         if self.geometry.rows_per_image != rows:
             raise UserError(
@@ -117,6 +118,7 @@ class CachePlan(PlanView):
 
     def policy_inputs(self, image_index: np.ndarray) -> PyTree[np.ndarray]:
         """Return what the policy knows beforehand about a batch of images, or None."""
+        # tables say everything then: the policy is not asked again
         if self.static_content:
             return None
         return self.rule.inputs(self.geometry, self.allocation, image_index)

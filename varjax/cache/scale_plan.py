@@ -60,6 +60,7 @@ class ScalePlan(CachePlan):
     def divide(self, groups: int) -> tuple["ScalePlan", ...]:
         if groups == 1:
             return (self,)
+        # others are refused by `parallel.plans.check_plan` before this
         assert isinstance(self.allocation, StaticAllocation)
         heads = self.geometry.num_heads // groups
         geometry = replace(self.geometry, num_heads=heads)

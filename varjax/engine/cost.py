@@ -97,6 +97,8 @@ def program_cost(jaxpr: AnyJaxpr, occupancy: Occupancy = FULL) -> Cost:
 
 def used_inputs(jaxpr: AnyJaxpr) -> list[bool]:
     """Which inputs of a jaxpr something reads. `jax.jit` leaves the others out of the program."""
+    # Variables are told apart by identity. Constants in equations are no variables of the jaxpr, so
+    # they match none of its inputs.
     inner, read = _open(jaxpr), set()
     for equation in inner.eqns:
         read |= {id(v) for v in _inputs_read(equation)}
@@ -146,6 +148,7 @@ def _inputs_read(equation: JaxprEqn) -> list:
 
 
 def _equation_cost(equation: JaxprEqn, occupancy: Occupancy) -> Cost:
+    # Shapes inside `shard_map` are those of one device, so the numbers are, too.
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         return Cost(_dot_flops(equation))
@@ -158,15 +161,18 @@ def _equation_cost(equation: JaxprEqn, occupancy: Occupancy) -> Cost:
         once += Cost(scanned_bytes=_slice_bytes(equation))
         return once.times(params["length"])
     if name == "while":
+        # nothing in the jaxpr says how often it runs; `loops` tells that something is missing
         parts = (params["body_jaxpr"], params["cond_jaxpr"])
         return sum((program_cost(part, occupancy) for part in parts), Cost(loops=1))
     if name == "cond":
+        # only one branch runs: the most expensive one makes this an upper bound
         branches = (program_cost(branch, occupancy) for branch in params["branches"])
         return max(branches, key=lambda cost: cost.flops)
     return sum((program_cost(inner, occupancy) for inner in _inner(params.values())), Cost())
 
 
 def _dot_flops(equation: JaxprEqn) -> float:
+    # every output number sums over the contracted axes
     (contracted, _), _ = equation.params["dimension_numbers"]
     shape = equation.invars[0].aval.shape
     return 2.0 * equation.outvars[0].aval.size * math.prod(shape[i] for i in contracted)
@@ -197,6 +203,7 @@ def num_bytes(leaf, shape: tuple[int, ...] | None = None) -> int:
 
     shape: of a part of the array, if only that counts.
     """
+    # the type of random keys is one of JAX's own, without the size of NumPy's types
     size = math.prod(leaf.shape if shape is None else shape)
     return size * (leaf.dtype.itemsize if isinstance(leaf.dtype, np.dtype) else 8)
 
@@ -244,8 +251,11 @@ def attention_flops(
     g, attention, observation = plan.geometry, 0.0, 0.0
     for segment, step in zip(segments, cache, strict=True):
         for scale in segment.scales:
+            # Kernels read whole blocks, as many for all heads as the fullest one needs, and the
+            # scale's own tokens with padding.
             keys = plan.entries(scale) * plan.block_size + segment.length
             product = 2.0 * g.rows_per_image * g.num_layers * g.num_heads * g.head_dim * keys
+            # twice: queries with keys, then weights with values
             attention += 2 * product * segment.length
             # scores only: a policy repeats the product with the keys, not the one with the values
             observation += product * _observed_queries(step, segment.length)

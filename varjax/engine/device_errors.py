@@ -50,6 +50,7 @@ def explained(doing: str, attention: str) -> Iterator[None]:
 
 def is_out_of_memory(message: str) -> bool:
     """Whether XLA says that the memory of the device, and not a chip's own, does not suffice."""
+    # XLA has one status for all memories; only the words say which one is full
     words = message.lower()
     return "resource_exhausted" in words and not any(place in words for place in ON_CHIP)
 

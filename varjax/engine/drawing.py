@@ -146,10 +146,12 @@ class ScaleDrawing:
         program.arrange_layers(networks, how, platform)
 
     def shared_inputs(self, transformer):
+        # every device along `model` has a pool of its own, and so tables of its own
         groups = self.plan.divide(self.mesh.model)
         return inputs.shared_inputs(groups, self.segments, transformer.resampling)
 
     def for_images(self, shared, image_index):
+        # only what the policy wants to know about images is new for a batch
         return inputs.for_images(shared, self.plan, self.segments, image_index)
 
     def input_specs(self, inputs):
@@ -185,6 +187,7 @@ class TokenDrawing:
         stacked.separate(transformer.blocks, transformer.once, turned=turned)
 
     def shared_inputs(self, transformer):
+        # no tables: every layer has a cache of its own, and its slots follow from a token's number
         return ()
 
     def for_images(self, shared, image_index):
@@ -193,6 +196,7 @@ class TokenDrawing:
         return () if found is None else tuple(found)
 
     def input_specs(self, inputs):
+        # whole on every device: `parallel.plans.check_plan` refuses inputs that depend on images
         return jax.tree.map(lambda _: PartitionSpec(), inputs)
 
     def attention_flops(self):
@@ -209,6 +213,7 @@ def check_cut(
 
 @check_cut.register
 def _(order: Schedule, segments: int | str, layers: str, unroll: bool = False) -> None:
+    # raises for what does not fit; the cut that is used comes later, when the rows are known
     plan_segments(order, segments)
 
 
@@ -219,6 +224,7 @@ def _(order: TokenSequence, segments: int | str, layers: str, unroll: bool = Fal
             f"segments={show(segments)}: models that draw token by token have no scales to cut: "
             f"give {AUTO!r}"
         )
+    # given "auto" or "unroll", layers are separate in any case (`TokenDrawing.arrange`)
     if layers == program.SCAN:
         raise UserError(
             "layers='scan': models that draw token by token run a body per layer, because a scan "

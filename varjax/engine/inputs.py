@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
-from varjax.cache.layer_inputs import LayerInputs, beside, layer_inputs
+from varjax.cache.layer_inputs import LayerInputs, join_heads, layer_inputs
 from varjax.cache.scale_plan import ScalePlan
 from varjax.codecs.maps import bilinear_neighbours
 from varjax.engine.segments import Segment
@@ -49,7 +49,7 @@ def shared_inputs(
     return tuple(
         SegmentInputs(
             StepInputs.of(schedule, s.scales, s.length, resampling, **observed_inputs(plan, s)),
-            beside([layer_inputs(group, s.scales, s.length) for group in groups]),
+            join_heads([layer_inputs(group, s.scales, s.length) for group in groups]),
         )
         for s in segments
     )
@@ -67,6 +67,7 @@ def for_images(
         return shared
     inputs = plan.policy_inputs(image_index)
 
+    # `replace` keeps the shared arrays, which may be on the device already
     def filled(given: SegmentInputs, segment: Segment) -> SegmentInputs:
         mine = jax.tree.map(lambda a: np.asarray(a)[np.asarray(segment.scales)], inputs)
         return replace(given, layers=replace(given.layers, policy=mine))
@@ -84,6 +85,7 @@ def observed_inputs(plan: ScalePlan, segment: Segment) -> dict[str, np.ndarray]:
         found["window"] = np.stack([np.asarray(w, np.int32) for w in windows])
     if rule.needs.key_similarity:
         # The first scale has none before it: its own map stands in, and the result is not used.
+        # All scales of a segment are padded to one length; padding gets token 0 with weight 0.
         pairs = [bilinear_neighbours(maps[max(s - 1, 0)], maps[s]) for s in segment.scales]
         names = ("neighbours", "neighbour_weights")
         for name, arrays in zip(names, zip(*pairs, strict=True), strict=True):

@@ -101,6 +101,7 @@ def compiler_options(platform: str, *, few_rows: bool = False) -> dict[str, bool
         name, value = "xla_cpu_experimental_ynn_fusion_type", ""
     else:
         return {}
+    # who has set the flag has decided
     return {} if name in os.environ.get("XLA_FLAGS", "") else {name: value}
 
 
@@ -164,6 +165,7 @@ def decoder_bytes(codec: Codec, code_map: tuple[int, int]) -> int:
     """Estimate what decoding one image takes: six float32 activations of the largest
     resolution."""
     height, width = (side * codec.config.downsample for side in code_map)
+    # widths[0] belongs to the finest level, which has the most pixels
     return 6 * height * width * codec.config.decoder.widths[0] * 4
 
 
@@ -195,6 +197,7 @@ def plan_segments(
     wanted: how many segments, or "auto".
     rows: cache rows of one device.
     """
+    # In a small program the bodies' compile time counts, in a large one what padding costs.
     if not _is_large(networks["transformer"]):
         return segments.plan_segments(schedule, wanted)
     return segments.plan_segments(schedule, wanted, rows, FREE_ROWS[platform])
@@ -210,6 +213,7 @@ def place(networks: Mapping[str, nnx.Module], formats: PyTree[Format]) -> None:
     (`Compiled.input_formats[0][0]`). The modules are changed, one array at a time, so that the
     weights never exist twice. Arrays that lie right already stay."""
     held = jax.tree.leaves(networks, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    # formats have one leaf per array, in the order in which JAX flattens the networks
     wanted = iter(jax.tree.leaves(formats))
     for variable in held:
         arrays, tree = jax.tree.flatten(variable.get_value())  # several where layers are separate

@@ -140,7 +140,9 @@ def generate_tokens(
     decided, last = spec.stages
     # The caches travel in the carry of both scans, where XLA updates them in place. As inputs and
     # outputs of a scan they would exist twice.
-    carry, parts = (first["tokens"], state), [jax.tree.map(lambda a: a[None], first)]
+    carry = (first["tokens"], state)
+    # Image token 0 comes from the condition. It gets an axis of steps, as outputs of scans have it.
+    parts = [jax.tree.map(lambda a: a[None], first)]
 
     def stage(carry, number):
         def token(carry, place):
@@ -158,11 +160,13 @@ def generate_tokens(
 
     if decided:
         carry, drawn = jax.lax.scan(stage, carry, jnp.arange(decided))
+        # [stages, P, ...] -> [tokens, ...]
         parts.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), drawn))
     # The last stage is shorter than the others, so it is traced on its own.
     rest = jnp.arange(spec.sequence.steps - last, spec.sequence.steps)
     carry, drawn = jax.lax.scan(last_token, carry, rest)
     parts.append(drawn)
+    # steps come first in outputs of scans, images first in results
     results = jax.tree.map(lambda *a: jnp.concatenate(a).swapaxes(0, 1)[:, :, 0], *parts)
     return results, steps.closed(carry[1])
 
@@ -201,6 +205,8 @@ class _TokenSteps:
         transformer, spec = self.transformer, self.spec
         self.context = transformer.encode_condition(condition, guided=spec.rows_per_image == 2)
         x, visible = self.context["condition"], self.context["visible"]
+        # The condition counts from -M to -1, so that the rotation of an image token does not depend
+        # on the condition's length.
         rotation = transformer.rotation(self.context, jnp.arange(-visible.shape[1], 0))
         mask = transformer.condition_mask(visible)
 
@@ -214,6 +220,7 @@ class _TokenSteps:
                 seen = jnp.ones((len(v), 1), bool)
             return x, cache.with_condition(k, v, seen), bias
 
+        # one trace for all layers, which have equal shapes
         layer, caches, bias = jax.jit(layer), [], None
         for index, cache in enumerate(state):
             x, cache, bias = layer(self._block(index), x, cache)
@@ -248,6 +255,7 @@ class _TokenSteps:
             attend = self._attend[step]
             x, cache = attend(self._block(index), rotation, x, cache, current[step], bias)
             caches.append(cache)
+        # the output for a token leads to the next one; the last token is drawn and never run
         drawn = self.draw(x, token + 1)
         return (drawn["tokens"], tuple(caches)), drawn
 
@@ -258,6 +266,7 @@ class _TokenSteps:
         def body(block, rotation, x, cache: LayerCache, current: CurrentToken, bias):
             with jax.named_scope("project"):
                 p = transformer.project(block, rotation, x)
+                # one token: kernels take queries, keys and values without an axis of tokens
                 q, k, v = (a[:, :, 0] for a in (p.queries(), p.keys(), p.values()))
             with jax.named_scope("attend"):
                 out, cache = step.attend(cache, Heads(q, k, v, bias), current)
